@@ -73,7 +73,23 @@ def test_the_young_stay(made, capsys):
     assert "1 run, " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--older-than", "3"], ["--size", "lots"], ["--keep", "-1"]])
+def test_the_best_of_each_model_stay(made, capsys):
+    losses = {"a-1": 2.0, "a-2": 1.0, "a-3": 3.0, "a-4": None, "b-1": 9.0, "b-2": 8.0}
+    runs = {name: made(name, 1.0) for name in losses}
+    for name, loss in losses.items():
+        runs[name].report.write_text(json.dumps({"loss": {"first": 0.0, "last": loss}}))
+        if name.startswith("b"):
+            request = json.loads(runs[name].request.read_text())
+            request["summary"] |= {"model": "another"}
+            runs[name].request.write_text(json.dumps(request))
+    runs["a-3"].report.write_text("torn {")
+    assert main(["gc", "--keep", "0", "--keep-best", "1"]) == Exit.DONE
+    assert [name for name, run in runs.items() if run.path.exists()] == ["a-2", "b-2"]
+    assert main(["gc", "--keep", "0"]) == Exit.DONE
+    assert not runs["a-2"].path.exists()
+
+
+@pytest.mark.parametrize("words", [["--older-than", "3"], ["--size", "lots"], ["--keep", "-1"], ["--keep-best", "-1"]])
 def test_what_is_no_age_size_or_number_removes_nothing(made, words, capsys):
     old = made("old-1", 1.0)
     assert main(["gc", *words]) == Exit.USAGE and old.path.exists()

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
+from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from orchestrator.run.state import RunState
 
 _SHOWN = 20
 
@@ -12,6 +18,13 @@ _SHOWN = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", "-a", action="store_true", help=f"not only the newest {_SHOWN}")
     parser.add_argument("--active", action="store_true", help="only those that have not ended")
+    parser.add_argument(
+        "--state", metavar="STATE", help="only those in this state, or in one of several: failed,stopped"
+    )
+    parser.add_argument("--name", metavar="TEXT", help="only those whose id holds this; with * and ?: whose id is it")
+    parser.add_argument("--backend", metavar="NAME", help="only those of this backend")
+    parser.add_argument("--newer-than", metavar="AGE", help="only those submitted since: 90m, 12h, 30d, 4w")
+    parser.add_argument("--older-than", metavar="AGE", help="only those submitted before that")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -27,16 +40,22 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.run.registry import all_runs
 
     now = time.time()
+    wanted = _filter(args, now)
     rows: list[msgspec.Raw | dict[str, str]] = []
     table: list[tuple[str, ...]] = []
     unreadable: dict[str, str] = {}
     backends = Backends()
-    found = all_runs(home())
-    shown = found if args.all or args.active else found[:_SHOWN]
-    for folder in shown:
+    found, hidden = all_runs(home()), 0
+    most = None if args.all or args.active else _SHOWN
+    if wanted is None:
+        found, hidden = found[:most], len(found[most or len(found) :])
+    for folder in found:
         try:
             state = backends.of(folder).state(folder)
-            if args.active and state.is_final:
+            if wanted is not None and not wanted(state):
+                continue
+            if len(table) == most:
+                hidden += 1
                 continue
             live = read_live(folder, state, now)
             raw = msgspec.Raw(msgspec.json.encode({"state": state, "live": live}) if args.json else b"")
@@ -48,9 +67,47 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         print_json([*rows, *({"run_id": run_id, "unreadable": why} for run_id, why in unreadable.items())])
         return Exit.DONE
     if table or not unreadable:
-        print(list_page(table, style()) if table else "no active runs" if args.active else "no runs")
+        none = "no active runs" if args.active else "no runs" if wanted is None else "no such runs"
+        print(list_page(table, style()) if table else none)
     for run_id, why in unreadable.items():
         print(f"{run_id}  unreadable: {why}")
-    if hidden := len(found) - len(shown):
+    if hidden:
         print(f"... {hidden} older: orch list --all")
     return Exit.DONE
+
+
+def _filter(args: argparse.Namespace, now: float) -> Callable[[RunState], bool] | None:
+    """Whether a run is asked for; None: every run is. OrchError (64) for a state or backend that there is not."""
+    from fnmatch import fnmatchcase
+    from typing import get_args
+
+    from orchestrator.backends.base import backend_names
+    from orchestrator.run.removal import seconds
+    from orchestrator.run.state import Phase
+
+    tests: list[Callable[[RunState], bool]] = []
+    if args.active:
+        tests.append(lambda state: not state.is_final)
+    if args.state is not None:
+        states = args.state.split(",")
+        _check("state", states, get_args(Phase))
+        tests.append(lambda state: state.state in states)
+    if args.backend is not None:
+        _check("backend", [args.backend], backend_names())
+        tests.append(lambda state: state.backend == args.backend)
+    if args.name is not None:
+        pattern = args.name if set(args.name) & set("*?[") else f"*{args.name}*"
+        tests.append(lambda state: fnmatchcase(state.run_id, pattern))
+    if args.newer_than is not None:
+        since = now - seconds(args.newer_than)
+        tests.append(lambda state: state.created_at >= since)
+    if args.older_than is not None:
+        before = now - seconds(args.older_than)
+        tests.append(lambda state: state.created_at < before)
+    return (lambda state: all(test(state) for test in tests)) if tests else None
+
+
+def _check(what: str, given: list[str], legal: Iterable[str]) -> None:
+    for name in given:
+        if name not in legal:
+            raise OrchError(f"unknown {what} {name!r}; {did_you_mean(name, legal)}", Exit.USAGE)
