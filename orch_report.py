@@ -100,16 +100,20 @@ def save_requested() -> bool:
     All ranks are told within moments, not at the same step: agree on one (an all-reduce of this value).
     """
     if _worker.asked is None:
-        _worker.asked = False
-        before = signal.getsignal(signal.SIGTERM)
+        _listen(signal.getsignal(signal.SIGTERM))
+    return bool(_worker.asked)
 
-        def asked(number: int, frame: Any) -> None:
-            _worker.asked = True
-            if callable(before):
-                before(number, frame)
 
-        signal.signal(signal.SIGTERM, asked)
-    return _worker.asked
+def _listen(before: Any = None) -> None:
+    """Catch SIGTERM; `before` is called as well."""
+    _worker.asked = bool(_worker.asked)
+
+    def asked(number: int, frame: Any) -> None:
+        _worker.asked = True
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, asked)
 
 
 def exit_saved(step: int) -> NoReturn:
@@ -150,6 +154,146 @@ def mesh(device_type: str = "cpu", axes: tuple[str, ...] = AXES) -> Any:
         order = [axis for axis in order if axis in axes]
     ranks = torch.arange(dist.get_world_size()).reshape([shape[axis] for axis in order])
     return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(order))
+
+
+def hf_callback() -> Any:
+    """A callback for the `Trainer` of transformers (and of TRL): it reports each optimizer step, and when the run is
+    asked to save it lets the Trainer save a checkpoint, and ends. Nothing outside orch.
+
+    The loss comes at the steps that the Trainer logs; tokens where `include_num_input_tokens_seen` counts them. The
+    next start goes on with `trainer.train(resume_from_checkpoint=get_last_checkpoint(output_dir))`.
+    """
+    from transformers import TrainerCallback
+
+    class OrchCallback(TrainerCallback):
+        step: int | None = None  # done, and not yet reported: its loss is logged after it
+        seen = 0  # tokens before it
+        asked = False
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            save_requested()
+            self.seen, self.at = state.num_input_tokens_seen, time.monotonic()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            now = time.monotonic()
+            self.step, self.step_s, self.at = state.global_step, now - self.at, now
+            self.asked = _any_rank(save_requested(), args.device)
+            if self.asked:
+                control.should_save = control.should_training_stop = True
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+            self.tell(args, state, logs or {})
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            self.tell(args, state, {})
+
+        def tell(self, args: Any, state: Any, logs: Any) -> None:
+            if self.step is None:
+                return
+            names = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
+            known = {ours: float(logs[theirs]) for theirs, ours in names.items() if theirs in logs}
+            tokens, self.seen = int(state.num_input_tokens_seen - self.seen), state.num_input_tokens_seen
+            samples = self.step * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            report(self.step, tokens=tokens, samples=samples, step_s=self.step_s, **known)
+            self.step = None
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            alive("evaluation")
+
+        def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            saved(state.global_step)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            self.tell(args, state, {})
+            if self.asked:
+                exit_saved(state.global_step)
+
+    return OrchCallback() if active() else TrainerCallback()
+
+
+def accelerate_tracker() -> Any:
+    """A tracker for `Accelerator(log_with=...)`: `accelerator.log({"loss": ...}, step=...)` reports the step. Known
+    names: loss (or train_loss), tokens, samples, grad_norm, lr, step_s; others are left out. Nothing outside orch."""
+    from accelerate.tracking import GeneralTracker
+
+    class OrchTracker(GeneralTracker):
+        name, requires_logging_directory, main_process_only = "orch", False, False
+
+        @property
+        def tracker(self) -> None:
+            return None
+
+        def store_init_configuration(self, values: Any) -> None:
+            pass
+
+        def log(self, values: Any, step: int | None = None, **more: Any) -> None:
+            loss = values.get("loss", values.get("train_loss"))
+            if step is not None:
+                names = ("tokens", "samples", "grad_norm", "lr", "step_s")
+                report(step, loss=loss, **{name: values[name] for name in names if name in values})
+
+    return OrchTracker()
+
+
+def lightning_callback(folder: str | os.PathLike[str] | None = None) -> Any:
+    """A callback for Lightning's `Trainer`: it reports each optimizer step, and when the run is asked to save it saves
+    `step-<N>.ckpt` into the folder (default: `checkpoint_dir()`), and ends. Nothing outside orch.
+
+    The loss comes every `log_every_n_steps`: `train_loss` or `loss` where the module logs one, else this rank's. The
+    next start goes on with `trainer.fit(..., ckpt_path=orch_report.newest_checkpoint())`.
+    """
+    package = "lightning.pytorch" if "lightning.pytorch" in sys.modules else "pytorch_lightning"
+    base: Any = __import__(package, fromlist=["Callback"]).Callback
+
+    class OrchCallback(base):
+        step = 0
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            _listen()  # in place of Lightning's handler, which starts a collective wherever the signal finds it
+            self.step = trainer.global_step
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            step = trainer.global_step
+            if step == self.step:  # an accumulated batch
+                return
+            self.step, loss = step, None
+            if step % trainer.log_every_n_steps == 0:
+                known = trainer.callback_metrics
+                mine = outputs.get("loss") if isinstance(outputs, dict) else outputs
+                loss = next((known[name] for name in ("train_loss", "loss") if name in known), mine)
+            report(step, loss=None if loss is None else float(loss))
+            if trainer.strategy.reduce_boolean_decision(save_requested(), all=False):
+                target = Path(folder or checkpoint_dir()) / f"step-{step:09}.ckpt"
+                part = target.with_suffix(".part")
+                trainer.save_checkpoint(part)
+                if trainer.is_global_zero:
+                    part.replace(target)
+                trainer.strategy.barrier()
+                exit_saved(step)
+
+        def on_validation_batch_end(self, *_: Any) -> None:
+            alive("evaluation")
+
+    return OrchCallback() if active() else base()
+
+
+def newest_checkpoint(folder: str | os.PathLike[str] | None = None) -> Path | None:
+    """The last that `lightning_callback` has saved there; None before the first, and outside orch without a folder."""
+    if folder is None and not active():
+        return None
+    return max(Path(folder or checkpoint_dir()).glob("step-*.ckpt"), default=None)
+
+
+def _any_rank(mine: bool, device: Any) -> bool:
+    """Whether it is so on any rank: all get the same answer."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return mine
+    told = torch.tensor(int(mine), device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return bool(told.item())
 
 
 def _plan() -> dict[str, Any]:
