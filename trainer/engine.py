@@ -27,7 +27,7 @@ from .checkpoint.format import StatePiece
 from .comm.collectives import CommCounter, all_reduce
 from .comm.mesh import Mesh
 from .comm.timers import PhaseTimer
-from .data.batch import MicroBatch, without_targets
+from .data.batch import MicroBatch, look_ahead, without_targets
 from .host import HostMemory
 from .optim.clip import clip_coefficient, grad_norm
 from .optim.disk import DiskOptimizer
@@ -140,6 +140,8 @@ class Engine:
         )
         batches = self._pad_micro_batches(batches)
         self.buckets.expect(len(batches))
+        if (mtp := self.plan.model.mtp) and self.has_loss:
+            batches = [look_ahead(batch, mtp.depth) for batch in batches]
         scale = self.current_scale / valid_tokens
         cp = self.mesh.size("cp"), self.mesh.index("cp")
         batches = [shard_batch(batch, self.plan.parallel.cp_method, *cp) for batch in batches]

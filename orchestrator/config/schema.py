@@ -13,7 +13,19 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from orchestrator.plan.document import AllToAll, Axis, CpMethod, Frozen, Matmul, Mla, Moe, Precision, Recompute, Yarn
+from orchestrator.plan.document import (
+    AllToAll,
+    Axis,
+    CpMethod,
+    Frozen,
+    Matmul,
+    Mla,
+    Moe,
+    Mtp,
+    Precision,
+    Recompute,
+    Yarn,
+)
 
 # ------------------------------------------------------------------------------------------- kinds of values
 
@@ -156,6 +168,7 @@ class ModelSpec(Frozen):
     mla: Mla | None = None
     qk_norm: bool = False
     yarn: Yarn | None = None
+    mtp: Mtp | None = None  # depth 0: none
     extra_params: dict[str, Natural] = {}  # outside the decoder (BERT's pooler): counted, not trained
 
     def __post_init__(self) -> None:

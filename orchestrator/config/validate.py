@@ -47,13 +47,15 @@ def validate(config: Config, origin: Origin) -> Config:
 
 
 def _check_parts(model: ModelSpec, origin: Origin) -> None:
-    """Raise OrchError for experts, latent attention or stretched positions that cannot be."""
-    may_be_zero = ("shared_ffn_hidden", "first_dense_layers", "q_lora_rank", "mscale_all_dim", "balance_loss", "z_loss")
-    for part in ("moe", "mla", "yarn"):
+    """Raise OrchError for experts, latent attention, stretched positions or further predictions that cannot be."""
+    may_be_zero = ["shared_ffn_hidden", "first_dense_layers", "q_lora_rank", "mscale_all_dim", "balance_loss", "z_loss"]
+    may_be_zero += ["depth", "weight"]
+    for part in ("moe", "mla", "yarn", "mtp"):
         spec = getattr(model, part)
         for name, value in msgspec.structs.asdict(spec).items() if spec else ():
+            zero = "0 or " if name in may_be_zero else ""
             if isinstance(value, int | float) and not (value > 0 or (value == 0 and name in may_be_zero)):
-                raise origin.error(f"model.{part}.{name}", f"must be positive, not {value}")
+                raise origin.error(f"model.{part}.{name}", f"must be {zero}positive, not {value}")
     if (moe := model.moe) is None:
         return
     if moe.top_k > moe.experts:

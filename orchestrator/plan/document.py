@@ -135,6 +135,13 @@ class Yarn(Frozen):
     mscale_all_dim: float = 1.0  # attention scores grow by (0.1 * this * ln(factor) + 1)^2; 0: they do not
 
 
+class Mtp(Frozen):
+    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): `depth` modules, each a token further."""
+
+    depth: int
+    weight: float = 0.3  # of the mean of their losses, beside the main one; DeepSeek-V3's, which ends with 0.1
+
+
 class Mla(Frozen):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
@@ -175,6 +182,7 @@ class Model(Frozen):
     # What follows is UNSET where a model does not have it: then plans do not name it, and older ones keep their hash.
     qk_norm: bool | UnsetType = UNSET  # RMSNorm of each query and key head before the positions (Qwen3)
     yarn: Yarn | UnsetType = UNSET
+    mtp: Mtp | UnsetType = UNSET
 
 
 # ---------------------------------------------------------------------------------------------- parallel
@@ -268,9 +276,6 @@ class Time(Frozen, omit_defaults=True):
     software: str = ""  # whose kernels and overlap were assumed
     profile: str = ""  # the fitted parameters: "<name> <first digits of the file's hash>"
     parameters: dict[str, float] = {}  # those whose values are not the shipped profile's: a site's own
-
-
-# ---------------------------------------------------------------------------------------------- the job
 
 
 class BatchRamp(Frozen):
@@ -368,9 +373,6 @@ class Job(Frozen, omit_defaults=True, kw_only=True):
     checkpoint: Checkpoint
     metrics: Metrics
     matmul: Matmul = ""  # "": in `train.precision`
-
-
-# ---------------------------------------------------------------------------------------------- the plan
 
 
 class Plan(Frozen, omit_defaults=True, kw_only=True):

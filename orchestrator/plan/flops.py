@@ -69,10 +69,21 @@ def attention_core_flops(model: Model, seq_len: int) -> float:
     return model.layers * 2 * span * model.heads * width
 
 
+def prediction_blocks(model: Model) -> int:
+    """Blocks that predict further tokens (`model.mtp`), each of the kind of the model's last layer."""
+    return model.mtp.depth if model.mtp else 0
+
+
+def prediction_weights(model: Model) -> int:
+    """Weights that one token is multiplied with outside the block of one further prediction: both projections."""
+    return 2 * model.hidden**2 + model.vocab * model.hidden
+
+
 def model_flops_per_token(model: Model, seq_len: int) -> float:
     """Forward and backward FLOPs that one trained token needs: `6 * N + 3 * attention core`."""
-    weights = block_weights(model) + model.vocab * model.hidden
-    return 6 * weights + 3 * attention_core_flops(model, seq_len)
+    weights, ahead = block_weights(model) + model.vocab * model.hidden, prediction_blocks(model)
+    weights += ahead * (attention_weights(model) + mlp_weights(model, model.layers - 1) + prediction_weights(model))
+    return 6 * weights + 3 * attention_core_flops(model, seq_len) * (1 + ahead / model.layers)
 
 
 def hardware_flops_per_token(model: Model, seq_len: int, recompute: str, recompute_layers: Sequence[str] = ()) -> float:
@@ -88,9 +99,8 @@ def hardware_flops_per_token(model: Model, seq_len: int, recompute: str, recompu
             f"recompute {recompute!r} with {len(layers)} layers {sorted(unknown)} for {model.layers} layers"
         )
     core = attention_core_flops(model, seq_len) / model.layers
+    each = [*enumerate(layers), *[(model.layers - 1, layers[-1])] * prediction_blocks(model)]
     again = sum(
-        2 * (attention_weights(model) + mlp_weights(model, layer)) + core
-        for layer, mode in enumerate(layers)
-        if mode == "full"
+        2 * (attention_weights(model) + mlp_weights(model, layer)) + core for layer, mode in each if mode == "full"
     )
     return model_flops_per_token(model, seq_len) + again

@@ -7,7 +7,7 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .document import Parallel, Plan, Rank
+    from .document import Model, Parallel, Plan, Rank
 
 AXES = ("tp", "cp", "ep", "pp", "dp")
 #: Composite groups: axes that vary inside one group. "grad": ranks that hold the same dense weights and sum their
@@ -45,6 +45,12 @@ def all_groups(all_coords: list[dict[str, int]], pp: int) -> dict[str, list[list
     result.update({name: groups(all_coords, axes) for name, axes in COMPOSITE.items()})
     result["embedding"] = [[g[0], g[-1]] if pp > 1 else [g[0]] for g in result["pp"]]
     return result
+
+
+def embeds_at_both_ends(model: Model) -> bool:
+    """Whether the last pipeline stage holds the token table, too: as its head, or to predict further tokens. Its
+    gradients are summed over "embedding"."""
+    return model.tied_embeddings or bool(model.mtp)
 
 
 def nested_groups(order: Iterable[str], degrees: Mapping[str, int]) -> dict[str, list[list[int]]]:

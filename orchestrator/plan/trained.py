@@ -60,6 +60,15 @@ def _rotary(case: Case) -> str | None:
     return f"model.{name}={width} must be even for rotary positions" if model.position == "rope" and width % 2 else None
 
 
+def _predictions(case: Case) -> str | None:
+    mtp = case.model.mtp
+    if not mtp or mtp.depth < case.seq_len:
+        return None
+    return (
+        f"model.mtp.depth={mtp.depth}: a sequence of {case.seq_len} tokens has no target so far ahead; legal: below it"
+    )
+
+
 def _batch_ramp(case: Case) -> str | None:
     ramp, unit = case.batch_ramp, case.samples_at_once
     if ramp is None:
@@ -79,7 +88,7 @@ MODELS: dict[str, Rule] = {"biases": _biases, "causal": _causal, "kv_groups": _k
 #: All that the bundled trainer does not run.
 TRAINER: dict[str, Rule] = MODELS | {
     **{"expert_parallel": _expert_parallel, "batch_ramp": _batch_ramp, "matmul": _matmul},
-    **{"grad_dtype": _grad_dtype},
+    **{"grad_dtype": _grad_dtype, "predictions": _predictions},
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from orchestrator.plan.document import Mla, Moe
+from orchestrator.plan.document import Mla, Moe, Mtp
 
 
 class Technique(NamedTuple):
@@ -168,6 +168,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
         *_BY_DOMAIN,
         Technique("experts on every rank", {}, model=DEEPSEEK, pairs="deep"),
     ),
+    "prediction": (Technique("mtp", {}, model={"mtp": Mtp(depth=2, weight=0.4)}, deep=True),),
     "dropout": (Technique("dropout", {}, dropout=0.1, pairs="deep"),),
 }
 

@@ -28,7 +28,7 @@ from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
 from orchestrator.planner.memory.recipe import CONTEXT_BYTES, recipe_of
 from orchestrator.planner.model.layers import dense_and_moe
-from orchestrator.planner.model.stages import rank_stages, stage_range
+from orchestrator.planner.model.stages import held_layers, rank_stages
 
 from .run_cells import last_line, running
 
@@ -62,7 +62,7 @@ def ranks_to_run(plan: Plan) -> list[int]:
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
     last = len(plan.parallel.stage_layers) - 1
     for pp_rank, stages in enumerate(rank_stages(plan.parallel)):
-        ranges = [stage_range(plan.parallel, stage) for stage in stages]
+        ranges = [held_layers(plan.model, plan.parallel, stage) for stage in stages]
         kinds = sum(dense_and_moe(plan.model, part.start, part.stop)[1] for part in ranges)
         alike[sum(map(len, ranges)), kinds, stages.count(0), stages.count(last)].append(pp_rank)
     wanted = sorted({place for places in alike.values() for place in (places[0], places[-1])})

@@ -40,9 +40,11 @@ def _parameters(m: dict) -> int:
     if e := m.get("moe"):
         mixture = hidden * (e.experts + (up + 1) * (e.experts * e.ffn_hidden + e.shared_ffn_hidden)) - mlp
         mixture *= m["layers"] - e.first_dense_layers
+    depth = m["mtp"].depth if m.get("mtp") else 0
+    ahead = attention + mlp + (mixture // (m["layers"] - e.first_dense_layers) if e else 0) + 2 * hidden**2 + 5 * norm
     tables = m["vocab"] * hidden * (1 if m["tied_embeddings"] else 2)
     positions = m["max_seq_len"] * hidden if m["position"] == "learned" else 0
-    return m["layers"] * (attention + mlp + 2 * norm) + mixture + norm + tables + positions
+    return depth * ahead + m["layers"] * (attention + mlp + 2 * norm) + mixture + norm + tables + positions
 
 
 def make_plan(

@@ -166,6 +166,14 @@ WRONG_FILES = [
     ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {top_groups: 2}\n", C, "larger than the 1 groups"),
     ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {routed_scale: 0}\n", C, "must be positive, not 0"),
     ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {score: max}\n", C, r"model\.moe\.score"),
+    (
+        "model",
+        "defaults:\n- tiny\n- _self_\nmtp: {depth: -1}\n",
+        C,
+        r"model\.mtp\.depth: must be 0 or positive, not -1",
+    ),
+    ("model", "defaults:\n- tiny\n- _self_\nmtp: {depth: 1, weight: -2}\n", C, r"mtp\.weight: must be 0 or positive"),
+    ("model", "defaults:\n- tiny\n- _self_\nmtp: {dept: 1}\n", C, r"dept: unknown key; did you mean 'depth'"),
 ]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import yaml
+from msgspec import UNSET
 
 from orchestrator.config import grammar
 from orchestrator.config.compose import load
 from orchestrator.config.groups import GROUPS, Library, shipped
-from orchestrator.planner.model.layers import parameter_count
+from orchestrator.planner.model.layers import parameter_count, resolve
 from tests.planner.configs import build_plan
 
 LIBRARY = Library([shipped()])
@@ -54,6 +56,23 @@ def test_every_file_loads(group, name):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_the_published_ones(name):
     assert parameter_count(load([f"model={name}"]).model) == PARAMETERS[name]
+
+
+def test_deepseek_v3_with_its_prediction_module_has_the_size_of_the_release():
+    """Its README_WEIGHTS.md: 11.5B parameters of the module's own; with copies of embedding and head 14B, so that the
+    release has 685B. The model's embedding and head are counted once here, so they are not in ours."""
+    alone, ahead = (parameter_count(load(["model=deepseek_v3", f"model.mtp.depth={d}"]).model) for d in (0, 1))
+    own, tables = ahead - alone, 2 * 129280 * 7168
+    attention = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
+    experts = 257 * 3 * 7168 * 2048 + 256 * 7168
+    assert own == attention + experts + 2 * 7168 * 7168 + 5 * 7168
+    assert own == pytest.approx(11.5e9, rel=0.01)
+    assert own + tables == pytest.approx(14e9, rel=0.04) and alone + own + tables == pytest.approx(685e9, rel=0.001)
+
+
+def test_plans_without_it_do_not_name_it():
+    model = resolve(load(["model=deepseek_v3"]).model)
+    assert model.mtp is UNSET and "mtp" not in msgspec.to_builtins(model)
 
 
 def test_tiny_is_tiny_and_takes_every_small_degree():

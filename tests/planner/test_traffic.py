@@ -8,10 +8,10 @@ from msgspec import structs
 
 from orchestrator.plan.document import AXES
 from orchestrator.planner.cost.software import SOFTWARE
-from orchestrator.planner.cost.traffic import Traffic, rank_parameters, step_traffic, sums_table
+from orchestrator.planner.cost.traffic import Traffic, step_traffic, sums_table
 from orchestrator.planner.memory.rank_memory import rank_state_bytes
 from orchestrator.planner.model.layers import parameter_count
-from orchestrator.planner.model.stages import stage_range
+from orchestrator.planner.model.stages import rank_parameters, stage_range
 from orchestrator.planner.placement.axis_order import CostContext, mirrored, solve
 from tests.beds.plans import make_plan, tiny_model
 

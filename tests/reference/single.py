@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan
-from tests.reference import adamw, transformer
+from tests.reference import adamw, prediction, transformer
 from trainer.data.batch import IGNORED
 from trainer.model.init import init_stage
 from trainer.model.stage import Stage
@@ -35,8 +35,11 @@ def train(plan: Plan, steps: int, dtype: torch.dtype, packed: bool = False, empt
         leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
         terms = {}
         drop = batch.serial, plan.job.train.seed
-        scores = transformer.logits(leaves, plan.model, batch.tokens, batch.positions, batch.documents, drop, terms)
-        loss = transformer.loss_sum(scores, batch.targets) / int((batch.targets != IGNORED).sum())
+        state = transformer.states(leaves, plan.model, batch.tokens, batch.positions, batch.documents, drop, terms)
+        valid = int((batch.targets != IGNORED).sum())
+        loss = transformer.loss_sum(transformer.scores(state, leaves, plan.model), batch.targets) / valid
+        if plan.model.mtp:
+            terms["mtp"] = prediction.loss(leaves, plan.model, state, batch, drop, terms) / valid
         found = torch.autograd.grad(sum(terms.values(), loss), list(leaves.values()))
         grads = dict(zip(leaves, found, strict=True))
         clipped = adamw.clipped(grads, plan.job.train.clip_grad_norm)

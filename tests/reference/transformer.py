@@ -87,24 +87,37 @@ def dropped(x, name, model, drop):
     return dropout.hidden(x, drop[0], drop[1], name, model.dropout) if model.dropout else x
 
 
+def block(x, w, name, layer, model, positions, documents, drop, terms):
+    """The block `name`, of the kind of the layer number `layer`."""
+    own = norm(x, w, f"{name}.norm1", model)
+    own = attention(own, w, f"{name}.attn", model, positions, documents, drop)
+    x = x + dropped(own, f"{name}.drop_attn", model, drop)
+    own = norm(x, w, f"{name}.norm2", model)
+    is_moe = model.moe is not None and layer >= model.moe.first_dense_layers
+    own = experts.mixture(own, w, f"{name}.mlp", model, terms) if is_moe else mlp(own, w, f"{name}.mlp", model)
+    return x + dropped(own, f"{name}.drop_mlp", model, drop)
+
+
+def scores(state, w, model):
+    return state @ w["embed.weight" if model.tied_embeddings else "head.weight"].T
+
+
 def logits(w, model, tokens, positions, documents=None, drop=None, terms=None):
-    """Full weights by name, int64 [b, s] -> [b, s, vocab]. `drop`: (the tokens' serials, the run's seed). What experts
-    add to the loss goes into the dict `terms`."""
+    """Full weights by name, int64 [b, s] -> [b, s, vocab]."""
+    return scores(states(w, model, tokens, positions, documents, drop, terms), w, model)
+
+
+def states(w, model, tokens, positions, documents=None, drop=None, terms=None):
+    """What the output projection reads, [b, s, hidden]. `drop`: (the tokens' serials, the run's seed). What experts add
+    to the loss goes into the dict `terms`."""
     terms = {} if terms is None else terms
     x = w["embed.weight"][tokens]
     if model.position == "learned":
         x = x + w["embed_positions.weight"][positions]
     x = dropped(x, "drop_embed", model, drop)
     for i in range(model.layers):
-        own = norm(x, w, f"layers.{i}.norm1", model)
-        own = attention(own, w, f"layers.{i}.attn", model, positions, documents, drop)
-        x = x + dropped(own, f"layers.{i}.drop_attn", model, drop)
-        own = norm(x, w, f"layers.{i}.norm2", model)
-        is_moe = model.moe is not None and i >= model.moe.first_dense_layers
-        name = f"layers.{i}.mlp"
-        own = experts.mixture(own, w, name, model, terms) if is_moe else mlp(own, w, name, model)
-        x = x + dropped(own, f"layers.{i}.drop_mlp", model, drop)
-    return norm(x, w, "norm", model) @ w["embed.weight" if model.tied_embeddings else "head.weight"].T
+        x = block(x, w, f"layers.{i}", i, model, positions, documents, drop, terms)
+    return norm(x, w, "norm", model)
 
 
 def loss_sum(scores, targets):

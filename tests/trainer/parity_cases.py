@@ -7,7 +7,7 @@ from itertools import product
 import msgspec
 from msgspec import structs
 
-from orchestrator.plan.document import Mla, Moe, Yarn
+from orchestrator.plan.document import Mla, Moe, Mtp, Yarn
 from tests.beds.plans import tiny_model
 from tests.trainer import samples
 
@@ -364,8 +364,30 @@ EXPERTS = {
     },
 }
 
+#: Two further tokens predicted; of experts, latent attention, tied embeddings, biases, dropout.
+AHEAD = {
+    name: structs.replace(model, mtp=Mtp(depth=2, weight=0.4))
+    for name, model in {"deepseek": DEEPSEEK, "mixture": FOUR_EXPERTS, "tied": TIED, "gpt": DROPPED_GPT}.items()
+}
+PREDICTION = {
+    f"{kind} {name}": dict(model=AHEAD[kind], **case)
+    for kind, name, case in (
+        ("deepseek", "packed, accumulation 3", dict(packed=True, micro_batches=3)),
+        ("tied", "one process", dict(micro_batch_size=2)),
+        ("gpt", "pp2, packed", dict(pp=2, micro_batches=3, packed=True)),
+        ("deepseek", "ep2 tp2 sp", dict(ep=2, tp=2, micro_batch_size=2)),
+        ("mixture", "ep2 cp2 zigzag, packed", dict(ep=2, cp=2, packed=True)),
+        ("deepseek", "pp2 zb_h1 tp2", dict(pp=2, tp=2, schedule="zb_h1", micro_batches=4)),
+        ("mixture", "ep2 pp2 dualpipe zero1", dict(ep=2, pp=2, zero=1, schedule="dualpipe", micro_batches=2)),
+        ("tied", "pp2 zbv tp2 without sp", dict(pp=2, vpp=2, tp=2, sp=False, schedule="zbv", micro_batches=3)),
+        ("gpt", "dp3 zero3 unequal", dict(dp=3, zero=3, replica_micro_batches=[2, 1, 1])),
+        ("deepseek", "ep2 dp2 zero3, full", dict(ep=2, dp=2, zero=3, recompute="full")),
+    )
+}
+
 TECHNIQUES = {
     "experts": EXPERTS,
+    "prediction": PREDICTION,
     **{"layouts": LAYOUTS, "tensor": TENSOR, "sharding": SHARDING, "recompute": RECOMPUTE, "context": CONTEXT},
     **{"schedules": SCHEDULES, "dropout": DROPOUT},
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from orchestrator.plan import Plan, seal
-from orchestrator.plan.document import Moe
+from orchestrator.plan.document import Moe, Mtp
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
 from tests.trainer.samples import engine_of
@@ -22,6 +22,7 @@ from trainer.precision import recipe
 from trainer.verify.ranks import run_ranks
 
 TIED = tiny_model(tied_embeddings=True)
+AHEAD = tiny_model(mtp=Mtp(depth=2))
 SMALL_BUCKETS = {"bucket_bytes": 1 << 10}
 
 CASES: dict[str, dict] = {
@@ -40,6 +41,8 @@ CASES: dict[str, dict] = {
     "pp2 interleaved tied": {"pp": 2, "vpp": 2, "schedule": "interleaved", "model": TIED},
     "pp2 zbv tied": {"pp": 2, "vpp": 2, "schedule": "zbv", "model": TIED},
     "pp2 dualpipe tied": {"pp": 2, "schedule": "dualpipe", "model": TIED},
+    "tp2 pp2 zbv, further predictions": {"tp": 2, "pp": 2, "vpp": 2, "schedule": "zbv", "model": AHEAD},
+    "dp2 zero3, further predictions": {"dp": 2, "zero": 3, "model": AHEAD},
     "cp2 zero1": {"cp": 2, "zero": 1},
     "tp2 cp2 dp2 etp1 ep4 zero1": {
         **{"tp": 2, "cp": 2, "dp": 2, "etp": 1, "fold_cp": True, "zero": 1},

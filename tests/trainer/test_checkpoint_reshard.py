@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from orchestrator.plan import Plan
+from orchestrator.plan.document import Mtp
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
 from tests.reference.assemble import assemble
@@ -23,8 +24,9 @@ from trainer.verify.samples import step_batches
 pytestmark = pytest.mark.process
 
 BATCH, SAVED, STEPS = 4, 2, 4
-#: Biases, positions and tied embeddings: every kind of parameter; 257 rows of vocabulary, which tp pads.
-MODEL = tiny_model(**GPT, tied_embeddings=True)
+#: Biases, positions, tied embeddings and a further prediction: every kind of parameter; 257 rows of vocabulary, which
+#: tp pads.
+MODEL = tiny_model(**GPT, tied_embeddings=True, mtp=Mtp(depth=1))
 SMALL_BUCKETS = {"bucket_bytes": 1 << 12}
 
 LAYOUTS: dict[str, dict] = {

@@ -13,6 +13,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from orchestrator.plan.expert_mesh import axes, expert_mesh, nvlink_domain_of, position, spread, tensor_ranks
 from orchestrator.plan.hierarchy import hierarchy, is_hierarchical
+from orchestrator.plan.ranks import embeds_at_both_ends
 from orchestrator.plan.schedules import copies_of
 from trainer.compat import bound_to_device, split_group
 
@@ -111,7 +112,7 @@ class Mesh:
 
 def groups_used(plan: Plan) -> tuple[str, ...]:
     """The groups that ranks of this plan communicate in, in the order in which they are made. Dense weights are summed
-    over "grad", experts over "expert_grad"; "embedding" serves tied embeddings."""
+    over "grad", experts over "expert_grad"; "embedding" serves a table at both ends."""
     mesh, unused = expert_mesh(plan.parallel), {"ep", "dp"}
     if not is_hierarchical(plan):
         unused |= {*DOMAIN_GROUPS}
@@ -119,7 +120,7 @@ def groups_used(plan: Plan) -> tuple[str, ...]:
         unused |= {*EXPERT_GROUPS}
     elif spread(plan.parallel) == 1:  # within tp alone: experts are summed and sharded as dense weights
         unused |= {*EXPERT_GROUPS} - {"experts", "etp"}
-    if not plan.model.tied_embeddings:
+    if not embeds_at_both_ends(plan.model):
         unused.add("embedding")
     return tuple(name for name in GROUPS if name not in unused)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # a target that does not count, as in `torch.nn.functional.cross_entropy`
@@ -21,6 +22,8 @@ class MicroBatch:
     documents: Tensor | None  # number of the document within the sample; None: attention sees the whole sample
     serial: Tensor | None = None  # number of the token in the run's data order, the counter of dropout
     fingerprint: int = 0  # of its samples, as they were read (`trainer.data.fingerprint`)
+    next_tokens: Tensor | None = None  # [batch, sequence, depth], further tokens: of `look_ahead`
+    next_targets: Tensor | None = None  # the same, their targets
 
     @property
     def valid_tokens(self) -> int:
@@ -37,9 +40,10 @@ class MicroBatch:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """The batch with `change` applied to every tensor."""
-        documents, serial = (None if part is None else change(part) for part in (self.documents, self.serial))
+        maybe = (self.documents, self.serial, self.next_tokens, self.next_targets)
+        documents, serial, *ahead = (None if part is None else change(part) for part in maybe)
         parts = change(self.tokens), change(self.targets), change(self.positions)
-        return MicroBatch(*parts, documents, serial, self.fingerprint)
+        return MicroBatch(*parts, documents, serial, self.fingerprint, *ahead)
 
 
 def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:
@@ -63,6 +67,24 @@ def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:
 def without_targets(batch: MicroBatch) -> MicroBatch:
     """The same samples with all targets ignored: loss and gradients are zero."""
     return replace(batch, targets=torch.full_like(batch.targets, IGNORED))
+
+
+def look_ahead(batch: MicroBatch, depth: int) -> MicroBatch:
+    """The batch, of whole sequences, with what modules read that predict further tokens.
+
+    The token at i has as its target at depth k the one after the token at i + k: that token's own target, so it counts
+    where that does (which is in the same document), if the token at i + k is in the sample and in the document of the
+    token at i. Behind the end of the sample the tokens are 0, and have no target.
+    """
+    tokens, targets, length = list[Tensor](), list[Tensor](), batch.tokens.shape[1]
+    for k in range(1, depth + 1):
+        end = (0, min(k, length))
+        tokens.append(F.pad(batch.tokens[:, k:], end))
+        target = F.pad(batch.targets[:, k:], end, value=IGNORED)
+        if batch.documents is not None:
+            target = target.masked_fill(batch.documents != F.pad(batch.documents[:, k:], end, value=-1), IGNORED)
+        targets.append(target)
+    return replace(batch, next_tokens=torch.stack(tokens, -1), next_targets=torch.stack(targets, -1))
 
 
 def with_serials(batch: MicroBatch, indices: Sequence[int]) -> MicroBatch:

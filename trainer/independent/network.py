@@ -69,8 +69,8 @@ class Network:
     def _unlike(self) -> str:
         """Why it is none of the three, or nothing."""
         model = self.model
-        if model.get("moe") or model.get("mla") or model.get("yarn") or not model["causal"]:
-            return "experts, latent attention, stretched positions or no causal mask"
+        if any(model.get(part) for part in ("moe", "mla", "yarn", "mtp")) or not model["causal"]:
+            return "experts, latent attention, stretched positions, further predictions or no causal mask"
         if model.get("dropout"):
             return "dropout, whose masks are the trainer's own"
         if self.gpt2:

@@ -70,6 +70,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.op: LinearOp = PLAIN
         self.run: Callable[[Linear, Tensor], Tensor] = run
+        self.reused = False  # whether one forward of the model uses it several times
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self, x)

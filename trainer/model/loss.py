@@ -34,10 +34,13 @@ class LossTerms:
         self.samples = self.tokens = 1  # of the step on all ranks, masked ones too: what else a term may divide by
         self._loss_scale, self._valid_tokens, self._taken = torch.ones((), dtype=torch.float64), 1, 0
         self._micro_batch: int | None = None  # whose forward runs now; None in recomputation
+        self._copies: dict[str, int] = {}
 
-    def declare(self, *names: str) -> None:
-        """Every rank declares all terms of the model in the same order, those of other stages too."""
+    def declare(self, *names: str, copies: int = 1) -> None:
+        """Every rank declares all terms of the model in the same order, those of other stages too. `copies`: ranks
+        with states of their own that add the same value, where its gradient is all of theirs together."""
         self.sums |= dict.fromkeys(names)
+        self._copies |= dict.fromkeys(names, copies)
 
     def start(self, loss_scale: Tensor, valid_tokens: int, taken: int, samples: int, tokens: int) -> None:
         """Begin a step. `loss_scale` is 0-d on the device; `valid_tokens`, `samples` and `tokens` are global counts;
@@ -70,12 +73,10 @@ class LossTerms:
         """
         if name not in self.sums:
             raise ValueError(f"loss term {name!r} is not declared; declared: {', '.join(self.sums) or 'none'}")
-        if self._micro_batch is None:
+        if self._micro_batch is None or self._micro_batch >= self._taken:  # padding is a collective, as all others are
             return _Attached.apply(x, value, self._loss_scale, 0.0)
-        if self._micro_batch >= self._taken:
-            return x
         share = 1.0 / (self._valid_tokens if divisor is None else divisor)
-        part, before = value.detach().double() * share, self.sums[name]
+        part, before = value.detach().double() * (share / self._copies[name]), self.sums[name]
         self.sums[name] = part if before is None else before + part
         return _Attached.apply(x, value, self._loss_scale, share)
 

@@ -11,9 +11,12 @@ from orchestrator.plan.document import Model
 
 from .block import Block
 from .dropout import Dropout
+from .experts import term_names as expert_terms
 from .linear import Embedding, Linear, apply_linears, identities
+from .loss import LossTerms, cross_entropy_sum
 from .norm import make_norm
-from .rope import rope_tables
+from .prediction import MTP, PredictionBlock, numbers, prediction_loss
+from .rope import Rope, rope_tables
 
 
 class Batch(Protocol):
@@ -27,6 +30,11 @@ class Batch(Protocol):
     def documents(self) -> Tensor | None: ...  # number of the packed document that a token belongs to
     @property
     def serial(self) -> Tensor | None: ...  # number of the token in the run's data order; read by dropout only
+    # For a model that predicts further tokens, [b, s, depth]: at depth k, from 1, the token k places on and its target.
+    @property
+    def next_tokens(self) -> Tensor | None: ...
+    @property
+    def next_targets(self) -> Tensor | None: ...
 
 
 class Stage(nn.Module):
@@ -34,16 +42,18 @@ class Stage(nn.Module):
 
     Parameters carry global names (`layers.17.attn.wq.weight`), so a name means the same tensor on every layout. With
     tied embeddings the head's weight is `embed.weight`; a last stage that is not also the first holds its own copy
-    under that name. Build under `torch.device("meta")` to allocate nothing. `embed_out`, `positions_out` and `head_in`
-    are replaced by tensor parallelism like those of a block; `rows` selects the part of the sequence in hidden states.
-    `before` is called with the name of each of `parts` before it computes.
+    under that name, and one that predicts further tokens does, too. Build under `torch.device("meta")` to allocate
+    nothing. `embed_out`, `positions_out` and `head_in` are replaced by tensor parallelism like those of a block; `rows`
+    selects the part of the sequence in hidden states. `before` is called with the name of each of `parts` before it
+    computes. `terms`, where they are set, get the loss of further tokens, by `token_loss`.
     """
 
     def __init__(self, model: Model, layers: range, first: bool, last: bool):
         super().__init__()
         self.model, self.first, self.last = model, first, last
-        tied = model.tied_embeddings
-        if first or (last and tied):
+        self.ahead = [str(number) for number in numbers(model)] if last else []
+        self.embeds = first or bool(self.ahead)
+        if self.embeds or (last and model.tied_embeddings):
             self.embed = Embedding(model.vocab, model.hidden)
         self.learned_positions = first and model.position == "learned"
         if self.learned_positions:
@@ -52,24 +62,29 @@ class Stage(nn.Module):
         self.before: Callable[[str], object] = nothing
         self.drop_embed = Dropout(model.dropout, model.hidden)
         self.layers = nn.ModuleDict({str(index): Block(model, index) for index in layers})
+        self.terms: LossTerms | None = None
+        self.token_loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         if last:
+            self.layers.update({name: PredictionBlock(model) for name in self.ahead})
             self.norm = make_norm(model)
             self.head = Linear(model.hidden, model.vocab)
+            self.head.reused = bool(self.ahead)
             self.apply_linears = apply_linears
             self.tie()
 
     @property
     def blocks(self) -> dict[int, Block]:
-        """The blocks by their number in the model, in order."""
+        """The blocks by their number in the model, in order; those that predict further tokens follow."""
         return {int(name): cast(Block, block) for name, block in self.layers.items()}
 
     def parts(self) -> dict[str, list[nn.Module]]:
         """The modules whose weights each part of a forward reads, in the order in which they compute."""
-        embeddings: list[nn.Module] = [self.embed] if self.first else []
+        embeddings: list[nn.Module] = [self.embed] if self.embeds else []
         if self.learned_positions:
             embeddings.append(self.embed_positions)
-        blocks = {name: [block] for name, block in self.layers.items()}
-        return {"embed": embeddings, **blocks, "head": [self.norm, self.head] if self.last else []}
+        blocks: dict[str, list[nn.Module]] = {name: [block] for name, block in self.layers.items()}
+        ahead = {name: blocks.pop(name) for name in self.ahead}
+        return {"embed": embeddings, **blocks, "head": [self.norm, self.head] if self.last else [], **ahead}
 
     def tie(self) -> None:
         """Make head and embedding one parameter again, after something replaced the embedding's weight."""
@@ -80,8 +95,9 @@ class Stage(nn.Module):
         """Hidden states [b, s, hidden] (None on the first stage) -> hidden states, or logits [b, s, vocab] if last."""
         serial = batch.serial if self.model.dropout else None
         rows = None if serial is None else self.rows(serial)
-        if self.first:
+        if self.embeds:
             self.before("embed")
+        if self.first:
             x = self.embed_out(self.embed(batch.tokens))
             if self.learned_positions:
                 x = x + self.positions_out(self.embed_positions(batch.positions))
@@ -90,14 +106,42 @@ class Stage(nn.Module):
         rope = None
         if self.model.position == "rope":
             rope = rope_tables(batch.positions, self.model, x.dtype)
-        for name, block in self.layers.items():
+        for name in list(self.layers)[: len(self.layers) - len(self.ahead)]:
             self.before(name)
-            x = block(x, serial, batch.documents, rope, rows)
+            x = self.layers[name](x, serial, batch.documents, rope, rows)
         if not self.last:
             return x
         self.before("head")
-        (logits,) = self.apply_linears(self.head_in(self.norm(x)), (self.head,))
+        x = self.norm(x)
+        if self.ahead and self.terms is not None:
+            x = self.terms.add(MTP, x, self._look_ahead(x, batch, serial, rope, rows))
+        return self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        (logits,) = self.apply_linears(self.head_in(x), (self.head,))
         return logits
+
+    def _look_ahead(
+        self, x: Tensor, batch: Batch, serial: Tensor | None, rope: Rope | None, rows: Tensor | None
+    ) -> Tensor:
+        """The loss of the tokens after the next one; `x`: what the head reads."""
+        tokens, targets, mtp = batch.next_tokens, batch.next_targets, self.model.mtp
+        assert tokens is not None and targets is not None and mtp, "the batch does not look ahead"
+
+        def step(k: int, state: Tensor) -> Tensor:
+            self.before(self.ahead[k])
+            token = self.embed_out(self.embed(tokens[..., k]))
+            return self.layers[self.ahead[k]](state, token, serial, batch.documents, rope, rows)
+
+        def loss(state: Tensor, goal: Tensor) -> Tensor:
+            return self.token_loss(self._logits(state), goal)
+
+        return prediction_loss(mtp, x, targets, step, loss)
+
+
+def term_names(model: Model) -> list[str]:
+    """The terms that a model's modules add to the loss."""
+    return [*expert_terms(model), *([MTP] if model.mtp else [])]
 
 
 def nothing(part: str) -> None:

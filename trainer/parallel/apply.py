@@ -24,16 +24,18 @@ from torch import Tensor, nn
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from orchestrator.plan.expert_mesh import expert_mesh, position, spread
+from orchestrator.plan.ranks import embeds_at_both_ends
 from orchestrator.plan.schedules import schedule_of
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError, check_supported
 from trainer.model.dropout import seed_dropout
-from trainer.model.experts import MixtureOfExperts, term_names
+from trainer.model.experts import MixtureOfExperts
 from trainer.model.init import init_stage
 from trainer.model.loss import LossTerms
 from trainer.model.mla import LatentAttention
-from trainer.model.stage import Stage
+from trainer.model.prediction import MTP
+from trainer.model.stage import Stage, term_names
 from trainer.model.state import states
 
 from .column_parallel import OverlappedColumnLinears
@@ -104,6 +106,8 @@ def build(
     stages, table, state_table = list[Stage](), ParamTable(), ParamTable()
     terms = LossTerms()
     terms.declare(*term_names(plan.model))
+    if plan.model.mtp:  # computed from the logits, of which tensor-parallel ranks have parts
+        terms.declare(MTP, copies=par.tp if par.sp else 1)
     meter = ExpertMeter(terms)
     if plan.job.train.compile:  # its counters would be constants to the compiler
         terms.add = torch.compiler.disable(terms.add)  # type: ignore[method-assign]
@@ -136,12 +140,14 @@ def build(
                 block.compile()
         stages.append(stage)
         table = infos | table  # a tied copy on the last stage never replaces the first stage's entry
-    if len(stages) > 1 and plan.model.tied_embeddings and stages[0].first and stages[-1].last:
+    if len(stages) > 1 and embeds_at_both_ends(plan.model) and stages[0].first and stages[-1].last:
         stages[-1].embed.weight = stages[0].embed.weight  # both ends on one rank: one parameter, no copy
         stages[-1].tie()
         info = table["embed.weight"]
         table["embed.weight"] = replace(info, sums=tuple(name for name in info.sums if name != "embedding"))
-    return ModelPart(stages, make_loss(plan, stages[-1], table, mesh, counter), table, terms, state_table, meter)
+    loss = make_loss(plan, stages[-1], table, mesh, counter)
+    stages[-1].terms, stages[-1].token_loss = terms, loss
+    return ModelPart(stages, loss, table, terms, state_table, meter)
 
 
 def registry(plan: Plan, stage: Stage, coord: Coord) -> ParamTable:
@@ -156,7 +162,7 @@ def registry(plan: Plan, stage: Stage, coord: Coord) -> ParamTable:
             info = replace(info, groups=EXPERT if spread(par) > 1 else DENSE)
         else:
             info = shard(name, tuple(param.shape), model, par.tp, coord.tp, par.sp)
-        if name == "embed.weight" and model.tied_embeddings and par.pp > 1:
+        if name == "embed.weight" and embeds_at_both_ends(model) and par.pp > 1:
             # first and last stage hold copies
             info = replace(info, sums=(*info.sums, "embedding"), owner=info.owner and stage.first)
         table[name] = info
@@ -216,7 +222,7 @@ def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Pla
             block.mlp_in = Region(into, group, counter)
         else:
             block.mlp.apply_linears = columns
-    if stage.first:
+    if stage.embeds:
         stage.embed.op = ShardedLookup(*table["embed.weight"].along(0))
         stage.embed_out = Region(out, group, counter)
         if sp:

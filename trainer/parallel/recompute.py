@@ -41,7 +41,9 @@ ATTENTION = {
 
 
 def recompute_mode(train: Train, layer: int) -> str:
-    return train.recompute_layers[layer] if train.recompute == "budget" else train.recompute
+    """Blocks that predict further tokens have the mode of the last layer."""
+    modes = train.recompute_layers
+    return modes[min(layer, len(modes) - 1)] if train.recompute == "budget" else train.recompute
 
 
 def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None) -> None:

@@ -68,8 +68,8 @@ class DeferredWeightGrads:
 def install(stages: Iterable[nn.Module], queue: DeferredWeightGrads, compiled: bool = False) -> None:
     """Split the backward of every `Linear` in `stages`; `compiled`: the compiler must not trace it.
 
-    A weight that another module uses too (a head tied to the embedding on the same rank) is left alone: its gradients
-    must be summed within one backward, or two would arrive.
+    A weight that is used twice (a head tied to the embedding on the same rank, or one that predicts further tokens) is
+    left alone: its gradients must be summed within one backward, or two would arrive.
     """
     modules = [module for stage in stages for module in stage.modules()]
     holders = Counter(id(param) for module in modules for param in module.parameters(recurse=False))
@@ -77,7 +77,7 @@ def install(stages: Iterable[nn.Module], queue: DeferredWeightGrads, compiled: b
     # Not a decorator on the class: that imports torch._dynamo, a second in every process.
     run = torch.compiler.disable(split) if compiled else split
     for module in modules:
-        if isinstance(module, Linear) and holders[id(module.weight)] == 1:
+        if isinstance(module, Linear) and holders[id(module.weight)] == 1 and not module.reused:
             module.run = run
 
 

@@ -12,7 +12,7 @@ from msgspec import UNSET, structs
 from torch import Tensor
 
 from orchestrator.plan import Plan, seal
-from orchestrator.plan.ranks import all_groups, coords
+from orchestrator.plan.ranks import all_groups, coords, embeds_at_both_ends
 from trainer.comm.mesh import Mesh
 from trainer.engine import Engine
 from trainer.model.init import init_stage
@@ -25,10 +25,10 @@ from .samples import step_batches
 
 
 def rounds_as_one(plan: Plan) -> bool:
-    """Whether a layout rounds where one process does. A tied embedding's two gradients meet in the parameter's
-    precision where one process holds both uses."""
+    """Whether a layout rounds where one process does. The two gradients of an embedding at both ends meet in the
+    parameter's precision where one process holds both uses."""
     par = plan.parallel
-    return par.tp == par.cp == 1 and not (plan.model.tied_embeddings and par.pp > 1)
+    return par.tp == par.cp == 1 and not (embeds_at_both_ends(plan.model) and par.pp > 1)
 
 
 def one_process(plan: Plan) -> Plan:
@@ -76,7 +76,7 @@ def train(plan: Plan, steps: int, packed: bool, empty: bool, use: Recipe) -> lis
         if sharded:
             weights = {name: piece.view(weights[name].shape).double() for name, piece in _masters(engine).items()}
             grads, weights = ({name: x for name, x in kind.items() if x.dim() > 1} for kind in (grads, weights))
-        outcomes.append(Outcome(loss, float(norm), grads, weights))
+        outcomes.append(Outcome(loss, float(norm), grads, weights, engine.loss_terms()))
     return outcomes
 
 

@@ -120,6 +120,7 @@ def summary(ranks: Sequence[dict[str, float]], parameters: set[str]) -> Errors:
 
     (grad, worst_grad), (weight, worst_weight) = of_all("grad"), of_all("weight")
     loss, norm = worst.get("loss", HOPELESS), worst.get("norm", HOPELESS)
+    loss = max(loss, *(error for what, error in worst.items() if what.startswith("term ")), 0.0)  # what is reported
     return Errors(loss=loss, grad=grad, norm=norm, weight=weight, worst_grad=worst_grad, worst_weight=worst_weight)
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from orchestrator.plan import Plan
 from trainer.model.dropout import seed_dropout
-from trainer.model.experts import MixtureOfExperts, term_names
+from trainer.model.experts import MixtureOfExperts
 from trainer.model.init import init_stage
 from trainer.model.loss import LossTerms, cross_entropy_sum
-from trainer.model.stage import Stage
+from trainer.model.stage import Stage, term_names
 from trainer.optim.lr import learning_rate
 
 from .plain_optim import plain_optimizer
-from .samples import micro_batch
+from .samples import micro_batch, token_by_token
 
 
 @dataclass
@@ -58,13 +58,14 @@ def train(
     terms_of_model = LossTerms()
     terms_of_model.declare(*term_names(plan.model))
     for module in stage.modules():
-        if isinstance(module, MixtureOfExperts):
+        if isinstance(module, MixtureOfExperts | Stage):
             module.terms = terms_of_model
     params = dict(stage.named_parameters())
     update = plain_optimizer(params, job.optim)
     outcomes = []
     for step in range(1, steps + 1):
         batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
+        batch = token_by_token(batch, plan.model.mtp.depth) if plan.model.mtp else batch
         valid_tokens = batch.valid_tokens
         one, tokens = torch.ones((), dtype=torch.float64), batch.tokens.numel()
         terms_of_model.start(one, valid_tokens, taken=1, samples=len(batch.tokens), tokens=tokens)

@@ -8,6 +8,8 @@ weight, whatever the number of micro-batches.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,19 @@ def micro_batch(plan: Plan, indices: list[int], packed: bool = False, empty: boo
     documents = (positions[:, None, :] >= cuts[:, :, None]).sum(1)
     starts = torch.where(documents == 0, 0, cuts.gather(1, (documents - 1).clamp(min=0)))
     return with_serials(MicroBatch(tokens, targets, positions - starts, documents), indices)
+
+
+def token_by_token(batch: MicroBatch, depth: int) -> MicroBatch:
+    """`trainer.data.batch.look_ahead`, spelled out."""
+    tokens, targets = (torch.full((*batch.tokens.shape, depth), fill) for fill in (0, IGNORED))
+    rows, length = batch.tokens.shape
+    for row, at, k in ((row, at, k) for row in range(rows) for at in range(length) for k in range(depth)):
+        later = at + k + 1
+        if later < length:
+            tokens[row, at, k] = batch.tokens[row, later]
+            if batch.documents is None or batch.documents[row, later] == batch.documents[row, at]:
+                targets[row, at, k] = batch.targets[row, later]
+    return replace(batch, next_tokens=tokens, next_targets=targets)
 
 
 def step_batches(

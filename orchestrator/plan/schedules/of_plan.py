@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from orchestrator.plan.document import TABLE, Parallel, Plan
-from orchestrator.plan.flops import attention_core_flops, attention_weights, mlp_weights
+from orchestrator.plan.flops import (
+    attention_core_flops,
+    attention_weights,
+    mlp_weights,
+    prediction_blocks,
+    prediction_weights,
+)
 
 from .actions import ScheduleError
 from .registry import SCHEDULES, build
@@ -49,7 +55,9 @@ def costs_of(plan: Plan) -> Costs:
     for count in plan.parallel.stage_layers:
         forward.append(sum(layers[first : first + count]) + 1.0)  # never zero
         first += count
+    ahead = prediction_blocks(model)
+    forward[-1] += ahead * layers[-1]
     again = [one if train.recompute == "full" else 0.0 for one in forward]
-    forward[-1] += 2.0 * model.vocab * model.hidden
+    forward[-1] += 2.0 * model.vocab * model.hidden + ahead * 2.0 * prediction_weights(model)
     inputs = tuple(one + repeated for one, repeated in zip(forward, again, strict=True))
     return Costs(tuple(forward), inputs, tuple(forward))

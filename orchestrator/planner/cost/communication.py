@@ -47,8 +47,10 @@ def tensor_seconds(
     software: Software,
     compute: Compute,
     paths: Mapping[PathKey, Path],
+    ahead: int = 0,
 ) -> TensorSeconds:
-    """`hidden`: bytes of a micro-batch's hidden states; `tokens`: of it on a rank."""
+    """`hidden`: bytes of a micro-batch's hidden states; `tokens`: of it on a rank; `ahead`: further predictions, each
+    of which looks tokens up and has a loss."""
     if par.tp == 1:
         return TensorSeconds(0.0, 0.0, 0.0)
     path, shown = paths[("tp",), "ring"], rate.tp_exposed
@@ -73,8 +75,8 @@ def tensor_seconds(
         return result
 
     loss = collective.seconds("all_gather", tokens * 2 * 4 * par.tp, par.tp, path, links)  # two numbers a token
-    first, last = (total(vocabulary_operations(par, *ends)) for ends in ((1, 0), (0, 1)))
-    return TensorSeconds(total(tensor_operations(par, share)), first, last + exposed(loss))
+    first, last = (total(vocabulary_operations(par, *ends)) for ends in ((1, 0), (ahead, 1 + ahead)))
+    return TensorSeconds(total(tensor_operations(par, share)), first, last + (1 + ahead) * exposed(loss))
 
 
 def context_seconds(

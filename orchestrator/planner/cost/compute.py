@@ -224,10 +224,14 @@ def _head_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -
 
 
 def loss_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> tuple[Number, Number]:
-    """(forward, backward) seconds of output projection and loss for one micro-batch."""
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    loss = tokens * model.vocab / parallel.tp * rate.logits_bytes * rate.byte_s
-    head = _head_seconds(model, parallel, train, rate)
+    """(forward, backward) seconds of output projection and loss for one micro-batch, and of what further predictions
+    have beside their blocks."""
+    tokens, ahead = parallel.micro_batch_size * train.seq_len / parallel.cp, flops.prediction_blocks(model)
+    loss = (1 + ahead) * tokens * model.vocab / parallel.tp * rate.logits_bytes * rate.byte_s
+    head = (1 + ahead) * _head_seconds(model, parallel, train, rate)
+    if ahead:  # the projection, whole on every tensor-parallel rank
+        own = tokens / (parallel.tp if parallel.sp else 1)
+        head += ahead * own * 4 * model.hidden**2 * rate.gemm16_s
     return head + loss, head * (1.0 + rate.weight_gradients) + 1.5 * loss
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from functools import cached_property
-from itertools import accumulate, pairwise
 from math import log2, sqrt
 from typing import NamedTuple
 
 from orchestrator.plan.document import Cluster, Model, Parallel, Time, Train
+from orchestrator.plan.flops import prediction_blocks
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.model.layers import layer_groups, params_outside_layers
-from orchestrator.planner.model.stages import rank_stages, splits_backward
+from orchestrator.planner.model.stages import held_layers, rank_parameters, rank_stages, splits_backward
 
 from . import collective
 from .communication import (
@@ -38,7 +38,6 @@ from .software import Software
 from .traffic import (
     PathKey,
     hidden_bytes,
-    rank_parameters,
     recomputed_share,
     sends_per_micro_batch,
     sums_table,
@@ -87,10 +86,10 @@ def step_work(
     """The compute of one step, from the cost model's rates. `compute`: of its micro-batches, where it is known.
     `cluster`: for an update on its hosts, where the plan asks for one."""
     last = len(parallel.stage_layers) - 1
-    starts = list(accumulate(parallel.stage_layers, initial=0))
+    held = [held_layers(model, parallel, stage) for stage in range(last + 1)]
     stages = [
-        Stage(tuple(one for one in layer_groups(model, train, [range(*ends)]) if one[2]), at == 0, at == last)
-        for at, ends in enumerate(pairwise(starts))
+        Stage(tuple(one for one in layer_groups(model, train, [layers]) if one[2]), at == 0, at == last)
+        for at, layers in enumerate(held)
     ]
     return Work(
         model=model,
@@ -115,7 +114,8 @@ class StepCost:
         par, train, rate = work.parallel, work.train, work.rate
         share, tokens = recomputed_share(par, train, work.software), par.micro_batch_size * train.seq_len / par.cp
         hidden = hidden_bytes(work.model, par, train)
-        self.tensor = tensor_seconds(par, share, hidden, tokens, rate, work.software, work.compute, paths)
+        same = rate, work.software, work.compute, paths
+        self.tensor = tensor_seconds(par, share, hidden, tokens, *same, prediction_blocks(work.model))
         context = context_seconds(work.model, par, train, share, rate, paths)
         dense: dict[str, Number] = {"tp": self.tensor.layer, "cp": context, "ep": 0.0}
         #: exposed communication of a dense and of an MoE layer, forward and backward, by axis

@@ -17,18 +17,16 @@ from msgspec import Struct
 from orchestrator.plan import expert_mesh
 from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import Axis, Model, Parallel, Train
+from orchestrator.plan.flops import prediction_blocks
+from orchestrator.plan.ranks import embeds_at_both_ends
 from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.model.layers import (
     DTYPE_BYTES,
     dense_and_moe,
-    dense_on_rank,
-    embedding_params,
-    layer_params,
-    norm_params,
     params_outside_layers,
-    sample_layers,
+    prediction_params,
 )
-from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
+from orchestrator.planner.model.stages import held_layers, rank_parameters, rank_stages, splits_backward
 
 from .collective import PATTERN, sent_bytes
 from .fabric import Pattern
@@ -78,46 +76,13 @@ class Traffic(Struct, frozen=True):
         return self.count * sent_bytes(self.operation, self.size, self.members)
 
 
-def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
-    """(dense, expert) parameters on one rank of each pipeline rank, over all of its virtual stages.
-
-    With tied embeddings and pp > 1 the last stage holds a copy of the table as its head.
-    """
-    kinds = []
-    for layer in sample_layers(model):
-        if layer is None:
-            kinds.append((0, 0))
-        else:
-            experts = layer_params(model, layer).experts // (parallel.tp * expert_mesh.spread(parallel))
-            kinds.append((dense_on_rank(model, layer, parallel.tp), experts))
-    (dense, dense_experts), (moe, moe_experts) = kinds
-    stages, start = [], 0
-    for count in parallel.stage_layers:
-        few, many = dense_and_moe(model, start, start + count)
-        start += count
-        stages.append([few * dense + many * moe, few * dense_experts + many * moe_experts])
-    table, positions = embedding_params(model)
-    table = -(-model.vocab // parallel.tp) * model.hidden  # padded to a multiple of tp
-    stages[0][0] += table + positions
-    stages[-1][0] += norm_params(model) + (0 if model.tied_embeddings and len(stages) == 1 else table)
-    last = len(stages) - 1
-    shared = table if model.tied_embeddings and last else 0  # both ends on one rank: one table
-    return [
-        (
-            sum(stages[stage][0] for stage in held) - (shared if 0 in held and last in held else 0),
-            sum(stages[stage][1] for stage in held),
-        )
-        for held in rank_stages(parallel)
-    ]
-
-
 def step_traffic(model: Model, parallel: Parallel, train: Train, software: Software) -> list[list[Traffic]]:
     """All communication of one step, of every pipeline rank."""
     held = rank_parameters(model, parallel)
     seen: dict[tuple[object, ...], list[Traffic]] = {}
     result = []
     for stages, parameters in zip(rank_stages(parallel), held, strict=True):
-        parts = [stage_range(parallel, stage) for stage in stages]
+        parts = [held_layers(model, parallel, stage) for stage in stages]
         moe = sum(dense_and_moe(model, part.start, part.stop)[1] for part in parts)
         key = sum(map(len, parts)), moe, end_shares(parallel, stages), parameters, sends_of(parallel, stages)
         if key not in seen:
@@ -154,9 +119,15 @@ def _rank_traffic(
     for operation, _, count in tensor_operations(parallel, recomputed):
         add("tp", operation, hidden, count * layers * m)
     first, last = ends
-    for operation, _, count in vocabulary_operations(parallel, first, last):
+    ahead = prediction_blocks(model) * last  # each looks tokens up and has a loss
+    for operation, _, count in vocabulary_operations(parallel, first + ahead, last + ahead):
         add("tp", operation, hidden, count * m)
-    add("tp", "all_gather", tokens * 2 * 4 * parallel.tp, last * m)  # the loss: two fp32 numbers per token and rank
+    losses = last + ahead
+    add("tp", "all_gather", tokens * 2 * 4 * parallel.tp, losses * m)  # the loss: two fp32 numbers per token and rank
+
+    if parallel.sp:  # gradients of projections that every rank holds whole, and computes from tokens of its own
+        whole = prediction_blocks(model) * bool(last) * prediction_params(model)
+        add("tp", "all_reduce", _shard_bytes(whole, parallel, train, software), 1.0)
 
     for operation, size, count, _ in context_parallel_operations(model, parallel, train, recomputed):
         add("cp", operation, size, count * layers * m)
@@ -306,8 +277,8 @@ def held_inputs(parallel: Parallel) -> int:
 
 
 def sums_table(model: Model, parallel: Parallel) -> bool:
-    """Whether both ends of the model hold a copy of tied embeddings, on two ranks that sum its gradients."""
-    if not model.tied_embeddings or parallel.pp == 1:
+    """Whether both ends of the model hold a copy of the token table, on two ranks that sum its gradients."""
+    if not embeds_at_both_ends(model) or parallel.pp == 1:
         return False
     last = len(parallel.stage_layers) - 1
     return any((0 in stages) != (last in stages) for stages in rank_stages(parallel))
@@ -315,9 +286,14 @@ def sums_table(model: Model, parallel: Parallel) -> bool:
 
 def table_gradient_bytes(model: Model, parallel: Parallel, train: Train, software: Software) -> float:
     """Bytes of a rank's gradient of the token table, or of its shard of it."""
-    table = -(-model.vocab // parallel.tp) * model.hidden * grad_bytes(train, software)
-    replicas = parallel.dp * parallel.cp * parallel.ep  # with one copy of the model: a bidirectional pipeline sums none
-    return table / (min(replicas, parallel.zero_group or replicas) if parallel.zero else 1)
+    return _shard_bytes(-(-model.vocab // parallel.tp) * model.hidden, parallel, train, software)
+
+
+def _shard_bytes(parameters: int, parallel: Parallel, train: Train, software: Software) -> float:
+    """Bytes of a rank's gradients of so many parameters, or of its shard of them."""
+    replicas = parallel.dp * parallel.cp * parallel.ep  # with one copy of the model
+    shards = min(replicas, parallel.zero_group or replicas) if parallel.zero else 1
+    return parameters * grad_bytes(train, software) / shards
 
 
 def sends_per_micro_batch(parallel: Parallel) -> float:

@@ -13,12 +13,12 @@ from typing import Literal
 from msgspec import Struct
 
 from orchestrator.plan.document import Model, Parallel, Train
-from orchestrator.plan.flops import layer_moe
+from orchestrator.plan.flops import layer_moe, prediction_blocks
 from orchestrator.plan.schedules import TABLE, schedule_of
 from orchestrator.planner.cost.pipeline import in_flight
 from orchestrator.planner.cost.traffic import boundary_bytes, shares_inputs
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, sample_layers
-from orchestrator.planner.model.stages import rank_stages, splits_backward, stage_range
+from orchestrator.planner.model.stages import held_layers, rank_stages, splits_backward, stage_range
 
 from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients, Layers, bytes_of_stage
 from .moments import OneStage
@@ -254,7 +254,7 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
         return sum(n * own for n, _, own, _ in layers) + stage[index == last] + received
 
     for rank, (stages, in_flight_count) in enumerate(zip(rank_stages(parallel), held, strict=True)):
-        each = [layers_in([stage_range(parallel, index)]) for index in stages]
+        each = [layers_in([held_layers(model, parallel, index)]) for index in stages]
         stored = [stored_in(index, layers) for index, layers in zip(stages, each, strict=True)]
         parts = [
             bytes_of_stage(layers, one, head if index == last else 0.0, deferred)
@@ -264,7 +264,7 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
         if len(set(parts)) > 1:
             result.append(unequal_peak(schedule, rank, stages, parts) + sent)
             continue
-        layers, ends = layers_in([stage_range(parallel, index) for index in stages]), last in stages
+        layers, ends = layers_in([held_layers(model, parallel, index) for index in stages]), last in stages
         if deferred:
             count, mean = len(stages), sum(stored) / len(stages)
             result.append(deferred.peak(rank, in_flight_count, mean, count, layers, head if ends else None) + sent)
@@ -293,8 +293,8 @@ def _of_layers(model: Model, parallel: Parallel, train: Train, kernels: Kernels)
 
 def kept_of_one_stage(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> OneStage:
     """Activation bytes where the whole model is one stage."""
-    of = _of_layers(model, parallel, train, kernels)
-    groups = [(n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, [range(model.layers)]) if n]
+    of, whole = _of_layers(model, parallel, train, kernels), model.layers + prediction_blocks(model)
+    groups = [(n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, [range(whole)]) if n]
     return OneStage(
         sum(n * one.stored for n, one in groups) + stage_bytes(model, parallel, train, kernels)[1],
         head_bytes(model, parallel, train, kernels),
@@ -337,12 +337,14 @@ def stage_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels
 
 
 def head_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
-    """Bytes that the last stage keeps outside its layers: final norm, input of the output projection, logits."""
+    """Bytes that the last stage keeps outside its layers: final norm, input of the output projection, logits. Those of
+    further predictions, too, and inputs of their two norms and of their projection."""
     width, tokens = DTYPE_BYTES[train.precision], parallel.micro_batch_size * train.seq_len / parallel.cp
     rows = parallel.tp if parallel.sp else 1
     gathered = 1 if kernels.keep_gathered else rows
     hidden = model.hidden * width * (1 / rows + 1 / gathered)  # inputs of norm and output projection
-    return tokens * (hidden + width * -(-model.vocab // parallel.tp))
+    one, ahead = hidden + width * -(-model.vocab // parallel.tp), prediction_blocks(model)
+    return tokens * (one + ahead * (one + 3 * model.hidden * width / rows))
 
 
 def loss_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:

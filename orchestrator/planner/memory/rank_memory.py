@@ -11,9 +11,8 @@ from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
 from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
 from orchestrator.plan.schedules import copies_of
-from orchestrator.planner.cost.traffic import rank_parameters
 from orchestrator.planner.model.layers import DTYPE_BYTES, parameter_count
-from orchestrator.planner.model.stages import rank_stages
+from orchestrator.planner.model.stages import rank_parameters, rank_stages
 
 from .activations import activations, backward_bytes, kept_of_one_stage, loss_bytes
 from .moments import peak_of_one_stage, whole_layer

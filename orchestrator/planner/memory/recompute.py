@@ -16,8 +16,7 @@ from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.profile import shipped
 from orchestrator.planner.cost.rates import rates
 from orchestrator.planner.cost.software import SOFTWARE
-from orchestrator.planner.cost.traffic import rank_parameters
-from orchestrator.planner.model.stages import rank_stages, stage_range
+from orchestrator.planner.model.stages import rank_parameters, rank_stages, stage_range
 
 from .activations import Kernels, activations, backward_bytes, loss_bytes
 from .rank_memory import buffers, rank_state_bytes

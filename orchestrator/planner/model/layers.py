@@ -16,7 +16,7 @@ from msgspec import UNSET, Struct, structs
 from orchestrator.config.schema import ModelSpec
 from orchestrator.plan import flops
 from orchestrator.plan.document import Model, Train
-from orchestrator.plan.flops import layer_moe
+from orchestrator.plan.flops import layer_moe, prediction_blocks
 
 
 def resolve(spec: ModelSpec) -> Model:
@@ -27,6 +27,7 @@ def resolve(spec: ModelSpec) -> Model:
         "parameters": 0,
         "qk_norm": spec.qk_norm or UNSET,
         "yarn": spec.yarn or UNSET,
+        "mtp": spec.mtp if spec.mtp and spec.mtp.depth else UNSET,
     }
     model = Model(**shape)
     return structs.replace(model, parameters=parameter_count(model))
@@ -79,8 +80,10 @@ def norm_params(model: Model) -> int:
 
 
 def dense_and_moe(model: Model, start: int, stop: int) -> tuple[int, int]:
-    """(dense layers, MoE layers) among the layers [start, stop). All layers of a kind are equal."""
-    first = model.layers if model.moe is None else model.moe.first_dense_layers
+    """(dense layers, MoE layers) among the layers [start, stop). All layers of a kind are equal; behind the last one
+    stand blocks of its kind that predict further tokens."""
+    moe = model.moe
+    first = stop if moe is None or moe.first_dense_layers >= model.layers else moe.first_dense_layers
     dense = max(0, min(stop, first) - start)
     return dense, stop - start - dense
 
@@ -129,6 +132,11 @@ def params_outside_layers(model: Model, tp: int) -> int:
     return table * (1 if model.tied_embeddings else 2) + positions + norm_params(model)
 
 
+def prediction_params(model: Model) -> int:
+    """Parameters of one module that predicts a further token, beside its block: three norms, a projection."""
+    return 3 * norm_params(model) + 2 * model.hidden**2
+
+
 def parameter_count(model: Model | ModelSpec) -> int:
     """All parameters, as published figures count them: layers, embeddings, final norm, head, `extra_params`.
 
@@ -140,6 +148,8 @@ def parameter_count(model: Model | ModelSpec) -> int:
     head = 0 if model.tied_embeddings else table
     counts = zip(dense_and_moe(model, 0, model.layers), sample_layers(model), strict=True)
     layers = sum(many * layer_params(model, layer).total for many, layer in counts if layer is not None)
+    if ahead := prediction_blocks(model):
+        layers += ahead * (layer_params(model, model.layers - 1).total + prediction_params(model))
     return table + positions + layers + norm_params(model) + head + sum(model.extra_params.values())
 
 
@@ -175,5 +185,6 @@ def layer_groups(model: Model, train: Train, ranges: Sequence[range]) -> list[tu
         counts = zip(*(dense_and_moe(model, r.start, r.stop) for r in ranges), strict=True)
         return [(kind, train.recompute, sum(numbers)) for kind, numbers in enumerate(counts)]
     modes = train.recompute_layers or ["full"] * model.layers  # not resolved yet: assume the most recomputation
-    found = Counter((int(layer_moe(model, layer) is not None), modes[layer]) for r in ranges for layer in r)
+    layers = [min(layer, model.layers - 1) for r in ranges for layer in r]
+    found = Counter((int(layer_moe(model, layer) is not None), modes[layer]) for layer in layers)
     return [(kind, mode, n) for (kind, mode), n in found.items()]

@@ -5,24 +5,38 @@ from __future__ import annotations
 from functools import lru_cache
 from heapq import heapify, heapreplace
 
+from orchestrator.plan import expert_mesh
 from orchestrator.plan.document import Model, Parallel
+from orchestrator.plan.flops import prediction_blocks, prediction_weights
+from orchestrator.plan.ranks import embeds_at_both_ends
 from orchestrator.plan.schedules import SCHEDULES, TABLE, schedule_of
 from orchestrator.plan.supported import WHOLE_BACKWARD
 
-from .layers import head_flops, layer_flops
+from .layers import (
+    dense_and_moe,
+    dense_on_rank,
+    embedding_params,
+    head_flops,
+    layer_flops,
+    layer_params,
+    norm_params,
+    prediction_params,
+    sample_layers,
+)
 
 
 def balance_stages(model: Model, stages: int, seq_len: int, tolerance: float = 0.03) -> list[int]:
     """Decoder layers of each stage, in model order, such that the slowest stage is as fast as possible.
 
-    The head counts as work of the last stage; of equal stages the first gets fewer layers, as it holds the token table.
-    For 126 layers in 16 stages that gives the 7, 8, ..., 8, 7 of Llama 3 (arXiv 2407.21783, section 3.3.2). An even
-    split is taken where it is within `tolerance` of the best, because equal stages interleave better. Two stages more
-    than layers: embedding and head stand alone.
+    Head and further predictions count as work of the last stage; of equal stages the first gets fewer layers, as it
+    holds the token table. For 126 layers in 16 stages that gives the 7, 8, ..., 8, 7 of Llama 3 (arXiv 2407.21783,
+    section 3.3.2). An even split is taken where it is within `tolerance` of the best, because equal stages interleave
+    better. Two stages more than layers: embedding and head stand alone.
     """
     if stages == model.layers + 2:
         return [0] + [1] * model.layers + [0]
-    head = head_flops(model) / layer_flops(model, model.layers - 1, seq_len).total  # in layers
+    layer, ahead = layer_flops(model, model.layers - 1, seq_len).total, prediction_blocks(model)
+    head = (head_flops(model) + ahead * 2.0 * prediction_weights(model)) / layer + ahead  # in layers
     return list(_balance(model.layers, stages, head, tolerance))
 
 
@@ -76,7 +90,49 @@ def _stage_ranks(parallel: Parallel) -> tuple[int, ...]:
     return SCHEDULES[parallel.schedule].place(parallel.pp, parallel.vpp)
 
 
+def held_layers(model: Model, parallel: Parallel, stage: int) -> range:
+    """Decoder layers of a virtual stage, and on the last one the blocks that predict further tokens."""
+    found = stage_range(parallel, stage)
+    last = stage == len(parallel.stage_layers) - 1
+    return range(found.start, found.stop + prediction_blocks(model) * last)
+
+
 def stage_range(parallel: Parallel, stage: int) -> range:
     """Decoder layers of a virtual stage."""
     start = sum(parallel.stage_layers[:stage])
     return range(start, start + parallel.stage_layers[stage])
+
+
+def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
+    """(dense, expert) parameters on one rank of each pipeline rank, over all of its virtual stages.
+
+    With pp > 1 the last stage holds a copy of a tied table as its head, and one to predict further tokens.
+    """
+    kinds = []
+    for layer in sample_layers(model):
+        if layer is None:
+            kinds.append((0, 0))
+        else:
+            experts = layer_params(model, layer).experts // (parallel.tp * expert_mesh.spread(parallel))
+            kinds.append((dense_on_rank(model, layer, parallel.tp), experts))
+    (dense, dense_experts), (moe, moe_experts) = kinds
+    stages = []
+    for stage in range(len(parallel.stage_layers)):
+        held = held_layers(model, parallel, stage)
+        few, many = dense_and_moe(model, held.start, held.stop)
+        stages.append([few * dense + many * moe, few * dense_experts + many * moe_experts])
+    table, positions = embedding_params(model)
+    table = -(-model.vocab // parallel.tp) * model.hidden  # padded to a multiple of tp
+    stages[0][0] += table + positions
+    last, ahead = len(stages) - 1, prediction_blocks(model)
+    stages[-1][0] += norm_params(model) + ahead * prediction_params(model)
+    stages[-1][0] += 0 if model.tied_embeddings else table
+    shared = table if embeds_at_both_ends(model) and last else 0  # both ends on one rank: one table
+    stages[-1][0] += shared
+    return [
+        (
+            sum(stages[stage][0] for stage in held) - (shared if 0 in held and last in held else 0),
+            sum(stages[stage][1] for stage in held),
+        )
+        for held in rank_stages(parallel)
+    ]

@@ -63,7 +63,7 @@ NO_ACTIVATIONS = activations.ActivationBytes(0.0, 0.0)
 
 
 class ShardParams(NamedTuple):
-    """Parameters on one rank for given tp and ep, as `traffic.rank_parameters` counts them."""
+    """Parameters on one rank for given tp and ep, as `stages.rank_parameters` counts them."""
 
     dense: tuple[int, int]  # of a dense layer, and of an MoE layer without its routed experts
     experts: int  # of an MoE layer
@@ -245,7 +245,7 @@ class LayerCost:
         return found
 
     def _held(self, rank: RankShape, single: bool) -> tuple[int, int]:
-        """(dense, expert) parameters of a pipeline rank, as `traffic.rank_parameters`."""
+        """(dense, expert) parameters of a pipeline rank, as `stages.rank_parameters`."""
         dense = rank.dense * self.params.dense[0] + rank.moe * self.params.dense[1] + rank.table * self.params.first
         last = self.params.single_last if single or (rank.head and rank.table) else self.params.last
         return dense + rank.head * last, rank.moe * self.params.experts

@@ -74,6 +74,8 @@ class Space:
         if par.etp is not None or par.fold_cp or par.expert_all_to_all:
             words = "parallel.etp, parallel.fold_cp and parallel.expert_all_to_all"
             raise OrchError(f"{words} are not searched: not with parallel=auto", Exit.CONFIG)
+        if context.model.mtp:
+            raise OrchError("model.mtp is not searched with: give degrees, not parallel=auto", Exit.CONFIG)
         if config.train.recompute not in (None, *RECOMPUTE_MODES):
             raise OrchError(
                 f"train.recompute={config.train.recompute} is not searched; with parallel=auto leave it out, or give"
