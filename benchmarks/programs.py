@@ -1,0 +1,209 @@
+"""One DDP program under `orch run` and torchrun, 2 nodes of 2 ranks: a worker killed, a node lost, ended, resumed.
+
+`python -m benchmarks.programs`: seconds until rank 0 steps again after each, and exit codes, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+PROGRAM = Path(__file__).parents[1] / "tests" / "beds" / "programs" / "ddp.py"
+STEPS, STEP_S = 400, 0.25
+LIMIT_S = 240.0
+
+
+class Step(NamedTuple):
+    at: float  # Unix seconds
+    step: int
+    ranks: int
+    loss: float
+
+
+class Launcher:
+    """One program in a folder of its own; subclasses start it."""
+
+    def __init__(self, home: Path):
+        self.home = home
+        home.mkdir(parents=True)
+        self.argv = [str(PROGRAM), str(STEPS), str(home), str(STEP_S)]
+        self.environment = {**os.environ, "ORCH_HOME": str(home / "orch"), "OMP_NUM_THREADS": "1"}
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def node(self) -> int:
+        """The pid of the agent of a node without rank 0."""
+        raise NotImplementedError
+
+    def end(self) -> int:
+        """Ends the job from outside; its exit code."""
+        raise NotImplementedError
+
+    def wait(self) -> int:
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def steps(self) -> list[Step]:
+        try:
+            rows = [line.split() for line in (self.home / "steps.txt").read_text().splitlines()]
+        except OSError:
+            return []
+        return [Step(float(row[0]), int(row[1]), int(row[2]), float(row[3])) for row in rows if len(row) == 4]
+
+    def stepped(self, since: float, ranks: int | None = None) -> float:
+        """Waits for the second step after `since`; seconds to it. One could still be under way."""
+
+        def reached() -> list[Step]:
+            later = [one for one in self.steps() if one.at > since and ranks in (None, one.ranks)]
+            return later if len(later) > 1 else []
+
+        return until(reached)[1].at - since
+
+    def kill_worker(self) -> float:
+        pids = {path.name: path.read_text() for path in self.home.glob("pid-*")}
+        os.kill(int(pids["pid-3"]), signal.SIGKILL)
+        began = time.time()
+        until(lambda: (self.home / "pid-3").read_text() != pids["pid-3"])  # until then the peers may step on
+        return self.stepped((self.home / "pid-3").stat().st_mtime) + (self.home / "pid-3").stat().st_mtime - began
+
+    def kill_node(self) -> float:
+        agent = psutil.Process(self.node())
+        for process in [agent, *agent.children(recursive=True)]:
+            process.kill()
+        return self.stepped(time.time(), ranks=2)
+
+
+def until(condition: Callable, limit_s: float = LIMIT_S):
+    end = time.monotonic() + limit_s
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"nothing within {limit_s:g} s")
+        time.sleep(0.02)
+    return found
+
+
+class Orch(Launcher):
+    def start(self) -> None:
+        words = ["run", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "20", "--detach", "--json"]
+        self.run_id = json.loads(self._orch(*words, *self.argv).stdout)["run_id"]
+
+    def _orch(self, *words: str) -> subprocess.CompletedProcess:
+        argv = [sys.executable, "-m", "orchestrator", *words]
+        return subprocess.run(argv, env=self.environment, cwd=PROGRAM.parents[3], capture_output=True, text=True)
+
+    def _state(self) -> dict:
+        return json.loads((self.home / "orch" / "runs" / self.run_id / "state.json").read_text())
+
+    def node(self) -> int:
+        nodes = self._state()["nodes"].values()
+        return next(node["pid"] for node in nodes if node["ranks"] and 0 not in node["ranks"])
+
+    def end(self) -> int:
+        self._orch("cancel", self.run_id)
+        return self.wait()
+
+    def wait(self) -> int:
+        return until(lambda: (state := self._state()).get("ended_at") and [state["exit_code"] or 0])[0]
+
+    def resume(self) -> None:
+        until(lambda: self._orch("resume", self.run_id).returncode == 0)
+
+    def close(self) -> None:
+        if not self._state().get("ended_at"):
+            self._orch("cancel", "--force", self.run_id)
+
+
+class Torchrun(Launcher):
+    def start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        words = ["--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=20", "--rdzv-backend=c10d", "--rdzv-id=x"]
+        words += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=5"]
+        self.agents = []
+        for node in range(2):
+            argv = [sys.executable, "-m", "torch.distributed.run", *words, f"--local-addr=127.0.0.{node + 1}"]
+            with (self.home / f"agent-{node}.log").open("ab") as log:
+                started = subprocess.Popen([*argv, *self.argv], env=self.environment, stdout=log, stderr=log)
+            self.agents.append(started)
+            time.sleep(2.0)  # the first hosts the store
+
+    def node(self) -> int:
+        held = {int((self.home / f"pid-{rank}").read_text()) for rank in (0, 1)}
+        return next(
+            agent.pid
+            for agent in self.agents
+            if not held & {child.pid for child in psutil.Process(agent.pid).children(recursive=True)}
+        )
+
+    def end(self) -> int:
+        for agent in self.agents:
+            if agent.poll() is None:
+                agent.terminate()
+        return self.wait()
+
+    def wait(self) -> int:
+        return max((agent.wait(LIMIT_S) for agent in self.agents if agent.returncode != -signal.SIGKILL), key=abs)
+
+    def resume(self) -> None:
+        self.start()
+
+    def close(self) -> None:
+        for agent in self.agents:
+            if agent.poll() is None:
+                for process in [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]:
+                    process.kill()
+                agent.wait()
+
+
+def measure(launcher: Launcher) -> dict:
+    """Seconds to steps, exit codes, and the loss of every step."""
+    found: dict = {}
+    try:
+        began = time.time()
+        launcher.start()
+        found["first_steps_s"] = launcher.stepped(began, ranks=4)
+        found["worker_killed_s"] = launcher.kill_worker()
+        found["node_lost_s"] = launcher.kill_node()
+        found["ended_code"] = launcher.end()
+        began = time.time()
+        launcher.resume()
+        found["resumed_s"] = launcher.stepped(began)
+        (launcher.home / "hurry").touch()
+        found["done_code"] = launcher.wait()
+        found["losses"] = {one.step: one.loss for one in launcher.steps()}
+    except TimeoutError as error:
+        found["problem"] = str(error)
+    finally:
+        launcher.close()
+    return found
+
+
+def main() -> None:
+    import tempfile
+
+    for launcher in (Orch, Torchrun):
+        with tempfile.TemporaryDirectory() as home:
+            found = measure(launcher(Path(home, "job")))
+        found.pop("losses", None)
+        print(json.dumps({"launcher": launcher.__name__.lower(), **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
