@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.errors import OrchError
-from orchestrator.plan.exits import Exit
+from orchestrator.api import Run, from_here, home, plan_of_run, request_of_run
+
+__all__ = ["Backends", "find_run", "from_here", "home", "open_run", "plan_of_run", "request_of_run"]
 
 if TYPE_CHECKING:
     from orchestrator.backends.base import Backend
-    from orchestrator.plan import Plan
     from orchestrator.run.folder import RunFolder
-    from orchestrator.run.request import LaunchRequest
     from orchestrator.submit.submission import SubmitOptions
-
-
-def home() -> Path:
-    """Where runs, measured clusters and bad nodes of this user are kept."""
-    from orchestrator.run.folder import home_folder
-
-    return home_folder(os.environ)
 
 
 def find_run(name: str | None) -> RunFolder:
@@ -36,8 +25,8 @@ def find_run(name: str | None) -> RunFolder:
 
 def open_run(name: str | None) -> tuple[RunFolder, Backend]:
     """A run and the backend that it was submitted to. OrchError: 64 for an unknown run, 65 for an unreadable one."""
-    folder = find_run(name)
-    return folder, Backends().of(folder)
+    found = Run.find(name)
+    return found.folder, found.backend
 
 
 class Backends:
@@ -55,29 +44,6 @@ class Backends:
         if name not in self._known:
             self._known[name] = get_backend(name)
         return self._known[name]
-
-
-def plan_of_run(folder: RunFolder) -> Plan:
-    """OrchError (65) where it is missing or damaged."""
-    from orchestrator.plan import PlanError, load_plan
-
-    try:
-        return load_plan(folder.plan)
-    except PlanError as error:
-        raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None
-
-
-def request_of_run(folder: RunFolder) -> LaunchRequest:
-    """What a run was started with. OrchError (65): there is none, or the bundled trainer does not run its plan."""
-    from orchestrator.run.request import read_request
-
-    request = read_request(folder)
-    if request.worker.bundled:
-        from orchestrator.plan.trained import refusal
-
-        if problem := refusal(plan_of_run(folder)):
-            raise OrchError(f"run {folder.run_id}: {problem}", Exit.CONFIG)
-    return request
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,10 +72,3 @@ def submit_options(args: argparse.Namespace, dry_run: bool, overrides: Sequence[
     }
     wishes["program"] = bool(args.command) and not names_model(overrides)
     return from_here(command=tuple(args.command or ()), dry_run=dry_run, **wishes)
-
-
-def from_here(**wishes: Any) -> SubmitOptions:
-    """`wishes`: those fields of `SubmitOptions` that do not come from this shell."""
-    from orchestrator.submit.submission import SubmitOptions
-
-    return SubmitOptions(home=home(), cwd=Path.cwd(), python=sys.executable, environ=os.environ, **wishes)

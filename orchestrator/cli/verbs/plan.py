@@ -31,18 +31,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
         plot.ending(args.plot)  # before the work, not after it
 
-    from orchestrator.cli.session import home
-    from orchestrator.config.compose import load
-    from orchestrator.planner.elastic.sizes import plan_sizes
-    from orchestrator.submit.cluster import ClusterResolver, at_home
+    from orchestrator.api import plan_all_sizes
 
-    resolve = ClusterResolver(home())
-    config = at_home(load(overrides, args.config_dir, ranges=True), home())
-    if args.explain and config.parallel.auto and config.nodes is None:
-        from orchestrator.planner.search.auto import settled
-
-        config = settled(config, resolve(config.cluster), args.any, resolve.profile(config))
-    sizes = plan_sizes(config, resolve, any_memory=True, any_layout=args.any, profile=resolve.profile(config))
+    sizes, resolve = plan_all_sizes(overrides, args.config_dir, args.any, settle=args.explain)
     _, config, plan = sizes.legal[0]
     if args.out:
         from orchestrator.cli.terminal import write_file

@@ -24,21 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    from orchestrator.cli.session import open_run, plan_of_run
+    from orchestrator.api import Run
     from orchestrator.observe.expert_loads import loads_of
-    from orchestrator.observe.report import make_report
-    from orchestrator.observe.timeline import nodes_of, read_events, read_steps
 
     for name, path in (("--plot", args.plot), ("--experts", args.experts)):
         if path:
             from orchestrator.observe.plots.plan_picture import ending
 
             ending(path, name)  # before the work, not after it
-    folder, backend = open_run(args.run)
-    plan, state = plan_of_run(folder), backend.state(folder)
-    nodes = nodes_of(plan, state)
-    lines = read_steps(folder, nodes)
-    report, loads = make_report(plan, state, lines, read_events(folder, nodes)), loads_of(lines)
+    found = Run.find(args.run)
+    plan, folder = found.plan(), found.folder
+    lines = found.steps()
+    report, loads = found.report(lines), loads_of(lines)
     if args.experts:
         _plot_experts(args.experts, folder.run_id, plan, loads)
     _add_drift(report, plan, folder.run_id)

@@ -17,24 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     import time
 
-    from orchestrator.cli.session import open_run
+    from orchestrator.api import Run
     from orchestrator.cli.terminal import print_json, style
-    from orchestrator.observe.goodput.account import account
-    from orchestrator.observe.goodput.run_timeline import run_timeline
-    from orchestrator.observe.live import read_live
-    from orchestrator.observe.timeline import StepFollower, read_events
 
-    folder, backend = open_run(args.run)
-    state = backend.state(folder)
-    look, lead = style(), StepFollower(folder)
+    found, look = Run.find(args.run), style()
     while True:
-        now = time.time()
-        live = read_live(folder, state, now)
-        spent = account(run_timeline(state, read_events(folder, state.nodes), lead.read(state.nodes)), now)
+        state, live, spent = found.status()
         if args.json:
             goodput = {"wall_s": spent.wall_s, "ettr": spent.ettr, "seconds": spent.seconds, "faults": spent.faults}
-            found = {"state": state, "live": live, "goodput": goodput, "run_dir": str(folder.path)}
-            print_json(found)
+            print_json({"state": state, "live": live, "goodput": goodput, "run_dir": str(found.folder.path)})
         else:
             from orchestrator.observe.pages.run_page import run_page
 
@@ -43,4 +34,3 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         if not args.watch or state.is_final:
             return Exit.DONE
         time.sleep(_LOOK_S)
-        state = backend.state(folder)

@@ -28,22 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    from orchestrator.config.compose import load
+    from orchestrator.api import prepare_job
     from orchestrator.run.left_out import said_of
-    from orchestrator.submit.submission import check, choose, prepare, send
 
     options = submit_options(args, args.dry_run, overrides)
     if args.multirun:
         return _sweep(args, overrides, options)
-    submission = prepare(load(overrides, args.config_dir, ranges=True), options)
-    check(submission, options)
-    candidate, said = choose(submission, options)
-    bundle, backend = candidate.bundle, submission.backend
+    job = prepare_job(overrides, options, args.config_dir)
+    bundle, backend, said = job.candidate.bundle, job.backend, job.said
     if args.dry_run:
-        return _show(bundle, candidate.plan, backend, args.json, said)
+        return _show(bundle, job.candidate.plan, backend, args.json, said)
     for line in said_of(bundle.request.code):
         print(f"orch: {line}", file=sys.stderr)
-    handle = send(bundle, backend, options)
+    handle = job.send(options).handle
     for line in said:
         print(f"orch: {line}", file=sys.stderr)
     if args.follow:

@@ -1,0 +1,293 @@
+"""The Python API: `plan_job`, `submit_job` and `Run`, importable from `orchestrator`. The command line uses the same.
+
+    import orchestrator
+
+    plan = orchestrator.plan_job("cluster=h100x64", "parallel=tp8_pp4_zero1")
+    run = orchestrator.submit_job("nproc=2", command=["python", "train.py"])
+    print(run.wait().state, run.report()["steps"])
+
+Words are those of the command line (`key=value`). What is refused is an OrchError with `message` and `exit`. Not for
+use from several threads at once, as `orchestrator.config.compose.load` is not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+
+if TYPE_CHECKING:
+    from orchestrator.backends.base import Backend
+    from orchestrator.observe.goodput.account import Account
+    from orchestrator.observe.live import Live
+    from orchestrator.observe.timeline import StepFollower, StepLine
+    from orchestrator.plan import Plan
+    from orchestrator.planner.elastic.sizes import Sizes
+    from orchestrator.run.folder import RunFolder
+    from orchestrator.run.request import LaunchRequest
+    from orchestrator.run.state import RunState
+    from orchestrator.submit.cluster import ClusterResolver
+    from orchestrator.submit.submission import SizeCandidate, SubmitOptions
+
+_LOOK_S = 0.1
+_END_S = 10.0  # for the last processes of a run that has ended
+
+
+def home() -> Path:
+    """Where runs, measured clusters and bad nodes of this user are kept (`ORCH_HOME`)."""
+    from orchestrator.run.folder import home_folder
+
+    return home_folder(os.environ)
+
+
+# ------------------------------------------------------------------------------------------- plan and submit
+
+
+def plan_job(*words: str, config_dir: str | Path | None = None, any_layout: bool = False) -> Plan:
+    """The plan of a job of the bundled trainer, as `orch plan` shows it; of `nodes=A..B` that of the largest size.
+
+    any_layout: for a program of one's own, so that `parallel=auto` also chooses what the trainer does not run.
+    OrchError: 64 for a word, 65 when nothing can be planned, 76 and 78 from asking the cluster.
+    """
+    sizes, _ = plan_all_sizes(list(words), config_dir, any_layout)
+    return sizes.legal[0].plan
+
+
+def plan_all_sizes(
+    words: list[str], config_dir: str | Path | None, any_layout: bool, settle: bool = False
+) -> tuple[Sizes, ClusterResolver]:
+    """The plans of all sizes, the largest first. settle: `parallel=auto` is replaced by what it chooses, for a layout
+    that can be explained."""
+    from orchestrator.config.compose import load
+    from orchestrator.planner.elastic.sizes import plan_sizes
+    from orchestrator.submit.cluster import ClusterResolver, at_home
+
+    resolve = ClusterResolver(home())
+    config = at_home(load(words, config_dir, ranges=True), home())
+    profile = resolve.profile(config)
+    if settle and config.parallel.auto and config.nodes is None:
+        from orchestrator.planner.search.auto import settled
+
+        config = settled(config, resolve(config.cluster), any_layout, profile)
+    return plan_sizes(config, resolve, any_memory=True, any_layout=any_layout, profile=profile), resolve
+
+
+class PreparedJob(NamedTuple):
+    """What would be sent: nothing has been started or written."""
+
+    backend: Backend
+    candidate: SizeCandidate
+    said: list[str]  # what people should know of it
+
+    def send(self, options: SubmitOptions) -> Run:
+        """Start it."""
+        from orchestrator.run.folder import RunFolder
+        from orchestrator.submit.submission import send
+
+        send(self.candidate.bundle, self.backend, options)
+        return Run(RunFolder(Path(self.candidate.bundle.request.run_dir)), self.backend)
+
+
+def prepare_job(words: list[str], options: SubmitOptions, config_dir: str | Path | None = None) -> PreparedJob:
+    """The job planned, checked, and at the size that its scheduler would start. OrchError as `submit_job`."""
+    from orchestrator.config.compose import load
+    from orchestrator.submit.submission import check, choose, prepare
+
+    submission = prepare(load(words, config_dir, ranges=True), options)
+    check(submission, options)
+    candidate, said = choose(submission, options)
+    return PreparedJob(submission.backend, candidate, said)
+
+
+def submit_job(
+    *words: str,
+    command: Sequence[str] = (),
+    config_dir: str | Path | None = None,
+    env: Sequence[str] = (),
+    in_place: bool | None = None,
+    run_id: str | None = None,
+    after: Sequence[str] = (),
+) -> Run:
+    """Plan a job and start it, as `orch submit` does. `command`: a program of one's own; empty: the bundled trainer.
+
+    env: names of further variables to pass on. in_place: run the program in the current folder and not in a copy (None:
+    where nodes share folders). after: ids of runs to wait for, where the backend has a queue. OrchError: 64 for words
+    and options, 65 for what cannot run, 76 and 78 from the cluster.
+    """
+    from orchestrator.submit.submission import names_model
+
+    wishes: dict[str, Any] = {"command": tuple(command), "env": tuple(env), "in_place": in_place, "run_id": run_id}
+    program = bool(command) and not names_model(words)
+    options = from_here(**wishes, after=tuple(after), program=program)
+    return prepare_job(list(words), options, config_dir).send(options)
+
+
+def from_here(**wishes: Any) -> SubmitOptions:
+    """Options of a submission from this process, its folder and environment. `wishes`: the other fields."""
+    from orchestrator.submit.submission import SubmitOptions
+
+    return SubmitOptions(home=home(), cwd=Path.cwd(), python=sys.executable, environ=os.environ, **wishes)
+
+
+# ------------------------------------------------------------------------------------------- runs
+
+
+def plan_of_run(folder: RunFolder) -> Plan:
+    """OrchError (65) where it is missing or damaged."""
+    from orchestrator.plan import PlanError, load_plan
+
+    try:
+        return load_plan(folder.plan)
+    except PlanError as error:
+        raise OrchError(f"run {folder.run_id}: {error}", Exit.CONFIG) from None
+
+
+def request_of_run(folder: RunFolder) -> LaunchRequest:
+    """What a run was started with. OrchError (65): there is none, or the bundled trainer does not run its plan."""
+    from orchestrator.run.request import read_request
+
+    request = read_request(folder)
+    if request.worker.bundled:
+        from orchestrator.plan.trained import refusal
+
+        if problem := refusal(plan_of_run(folder)):
+            raise OrchError(f"run {folder.run_id}: {problem}", Exit.CONFIG)
+    return request
+
+
+class Status(NamedTuple):
+    state: RunState  # what the run is, of its backend and its coordinator
+    live: Live  # the last step that was reported
+    spent: Account  # where its time went
+
+
+class Run:
+    """A run that has been submitted, here or anywhere with the same home."""
+
+    def __init__(self, folder: RunFolder, backend: Backend):
+        self.folder, self.backend = folder, backend
+        self._steps: StepFollower | None = None  # reads only what is new at each look
+
+    @classmethod
+    def find(cls, name: str | None = None) -> Run:
+        """By handle, id or the beginning of one; None: the newest. OrchError: 64 for none, 65 for an unreadable one."""
+        from orchestrator.backends.base import get_backend
+        from orchestrator.run import registry
+        from orchestrator.run.state import read_state
+
+        folder = registry.find_run(home(), name)
+        return cls(folder, get_backend(read_state(folder).backend))
+
+    def __repr__(self) -> str:
+        return f"Run({self.handle!r})"
+
+    @property
+    def id(self) -> str:
+        return self.folder.run_id
+
+    @property
+    def handle(self) -> str:
+        return f"{self.backend.name}://{self.id}"
+
+    @property
+    def state(self) -> RunState:
+        """As its backend knows it now."""
+        return self.backend.state(self.folder)
+
+    def plan(self) -> Plan:
+        """The plan in force. OrchError (65) where it is missing or damaged."""
+        return plan_of_run(self.folder)
+
+    def status(self) -> Status:
+        """Its state, its last step and where its time went, as `orch status` shows them."""
+        from orchestrator.observe.goodput.account import account
+        from orchestrator.observe.goodput.run_timeline import run_timeline
+        from orchestrator.observe.live import read_live
+        from orchestrator.observe.timeline import StepFollower, read_events
+
+        state, now = self.state, time.time()
+        self._steps = self._steps or StepFollower(self.folder)
+        steps = self._steps.read(state.nodes)
+        spent = account(run_timeline(state, read_events(self.folder, state.nodes), steps), now)
+        return Status(state, read_live(self.folder, state, now), spent)
+
+    def wait(self, timeout_s: float | None = None) -> RunState:
+        """Its final state, when all its processes have gone. TimeoutError when it has not ended by then."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            alive, state = self.backend.is_alive(self.folder), self.state  # what ends in between has written its state
+            if state.is_final and not alive:
+                return state
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"run {self.id} is {state.state} after {timeout_s:g} s")
+            time.sleep(_LOOK_S)
+
+    def logs(self, rank: int, last: int | None = None, follow: bool = False) -> Iterator[str]:
+        """The lines of one rank, the last so many or all. follow: also those to come, until the run has ended."""
+        from orchestrator.backends.base import LogMirroring
+        from orchestrator.observe.logs import LogTail
+
+        with self.backend.mirror(self.folder, follow) if isinstance(self.backend, LogMirroring) else nullcontext():
+            tail = LogTail(self.folder.rank_log(rank), last)
+            while True:
+                alive = follow and self.backend.is_alive(self.folder)  # before reading: what it writes until then
+                yield from tail.read(last=not alive)
+                if not alive:
+                    return
+                time.sleep(_LOOK_S)
+
+    def cancel(self, force: bool = False, wait: bool = True) -> RunState:
+        """End it; its workers save first, unless forced. OrchError (64) when it has ended before."""
+        state = self.state
+        if state.is_final:
+            raise OrchError(f"run {self.id} has ended: {state.state}")
+        self.backend.cancel(self.folder, force)
+        while wait and self.backend.is_alive(self.folder):
+            time.sleep(_LOOK_S)
+        return self.state
+
+    def resume(self, allow: Sequence[str] = ()) -> str:
+        """Start it once more after its end, from its last checkpoint; its handle. allow: as `orch resume --allow`.
+
+        OrchError: 64 while it runs or when it is done, 65 when it cannot run.
+        """
+        from orchestrator.plan.worker import PINS, pin_file
+
+        end = time.monotonic() + _END_S
+        while True:
+            alive, state = self.backend.is_alive(self.folder), self.state
+            if state.state == "done":
+                raise OrchError(f"run {self.id} is done: there is nothing left to do")
+            if not alive or not state.is_final or time.monotonic() > end:
+                break
+            time.sleep(_LOOK_S)  # it has said how it ended, and its last processes are going
+        if alive:
+            raise OrchError(f"run {self.id} is {state.state}: cancel it first, or wait for its end")
+        request = request_of_run(self.folder)
+        os.umask(0o077)
+        for name in allow:
+            pin_file(self.folder.path, PINS[name]).unlink(missing_ok=True)
+        environ: Mapping[str, str] = os.environ
+        return self.backend.resume(self.folder, request, environ)
+
+    def steps(self) -> list[StepLine]:
+        """Every step that its ranks have reported."""
+        from orchestrator.observe.timeline import nodes_of, read_steps
+
+        return read_steps(self.folder, nodes_of(self.plan(), self.state))
+
+    def report(self, steps: list[StepLine] | None = None) -> dict[str, Any]:
+        """What was planned against what was measured (docs/report.md), up to now. steps: where they were read."""
+        from orchestrator.observe.report import make_report
+        from orchestrator.observe.timeline import nodes_of, read_events
+
+        plan, state = self.plan(), self.state
+        lines = self.steps() if steps is None else steps
+        return make_report(plan, state, lines, read_events(self.folder, nodes_of(plan, state)))

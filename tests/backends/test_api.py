@@ -1,0 +1,66 @@
+"""The Python API: a program is planned, submitted, watched, ended, resumed and reported without the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import orchestrator
+from orchestrator.plan.exits import Exit
+from tests.backends.test_verbs import home
+
+__all__ = ["home"]  # the fixture
+PROGRAM = Path(__file__).parents[1] / "beds" / "programs" / "reporting.py"
+
+
+def test_a_plan_is_that_of_the_command_line(home, capsys):
+    from orchestrator.cli.main import main
+
+    words = ["cluster=h100x64", "parallel=tp8_pp4_zero1"]
+    plan = orchestrator.plan_job(*words)
+    assert main(["plan", *words, "--json"]) == 0
+    assert f'"hash":"{plan.hash}"' in capsys.readouterr().out.replace(" ", "")
+    with pytest.raises(orchestrator.OrchError, match="unknown group or key") as refused:
+        orchestrator.plan_job("clutser=h100x64")
+    assert refused.value.exit == Exit.USAGE
+
+
+def test_importing_orchestrator_imports_nothing_more():
+    code = "import sys, orchestrator; sys.exit(any(n.startswith(('orchestrator.', 'msgspec')) for n in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = orchestrator.nothing
+
+
+@pytest.mark.process
+def test_a_run_from_its_start_to_its_report(home):
+    command = [sys.executable, str(PROGRAM), "200", "0.05"]
+    run = orchestrator.submit_job("nproc=2", command=command, run_id="mine-1")
+    assert (run.id, run.handle, repr(run)) == ("mine-1", "local://mine-1", "Run('local://mine-1')")
+    with pytest.raises(TimeoutError, match="mine-1 is "):
+        run.wait(timeout_s=0.0)
+    same = orchestrator.Run.find("mine")
+    from tests.beds.bundles import wait_for
+
+    wait_for(lambda: (same.status().live.step or 0) >= 3, what="step 3")
+    assert same.status().live.loss is not None and same.status().spent.ettr is not None
+    with pytest.raises(orchestrator.OrchError, match="cancel it first"):
+        run.resume()
+    assert run.cancel().state == "cancelled"
+    with pytest.raises(orchestrator.OrchError, match="has ended: cancelled"):
+        run.cancel()
+    for rank in range(2):
+        (run.folder.checkpoints / f"rank-{rank}").write_text("198")
+    assert run.resume() == run.handle
+    lines = list(run.logs(1, follow=True))
+    assert lines[0] == "starts after step 0" and lines[-1] == "starts after step 198"
+    assert list(run.logs(1, last=1)) == lines[-1:]
+    assert run.wait(timeout_s=300).state == "done"
+    assert run.report()["steps"]["completed"] == 200 and run.plan().program
+    with pytest.raises(orchestrator.OrchError, match="is done"):
+        run.resume()
+    with pytest.raises(orchestrator.OrchError, match="no run 'other'"):
+        orchestrator.Run.find("other")
