@@ -1,8 +1,9 @@
 """The experts of one layer (a mixture of experts, Shazeer et al. 2017, arXiv 1701.06538), and the layer itself.
 
 No token is dropped and nothing is padded: the copies of tokens are sorted by expert, each expert multiplies its segment
-(MegaBlocks, arXiv 2211.15841), and a token sums what its experts returned. The weight of a choice multiplies inside the
-expert, before the last matrix: the result is the same, and the expert's outputs need not be kept for backward.
+(MegaBlocks, arXiv 2211.15841), and a token sums what its experts returned. The weight of a choice multiplies at the
+expert, before the last matrix: the result is the same, and the expert's outputs need not be kept for backward
+(`segments` multiplies them where they are narrower).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from .balance import count_choices, sequence_balance, z_sum
 from .linear import identities
 from .loss import LossTerms
 from .mlp import ACTIVATIONS, MLP, gated
+from .permutation import copied, inverse, permuted, summed
 from .router import Router, Routing
+from .segments import segmented
 
 #: What is computed while tokens are on their way to experts of other ranks.
 Meanwhile = Callable[[], Tensor | None]
@@ -33,22 +36,15 @@ BALANCE, Z = "expert_balance", "router_z"
 
 
 class GroupedLinear(nn.Module):
-    """x [n, in] in segments, `counts` [experts] rows each -> [n, out]: a segment times its own matrix [out, in]."""
+    """x [n, in] in segments that end at `ends` int32 [experts] -> [n, out]: a segment times its own matrix [out, in],
+    all in one kernel of a GPU."""
 
     def __init__(self, experts: int, inputs: int, outputs: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        return grouped_linear(x, self.weight, counts)
-
-
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """One kernel on CUDA in bf16, a product a segment elsewhere."""
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
-    segments = x.split(counts.tolist())
-    return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(segments, weight.unbind(0), strict=True)])
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)
 
 
 class Experts(nn.Module):
@@ -68,10 +64,13 @@ class Experts(nn.Module):
         return self.up.weight.shape[0]
 
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-        up = self.up(x, counts)
-        activation = self.activation
-        inner = ACTIVATIONS[activation](up) if self.gate is None else gated(self.gate(x, counts), up, activation)
-        return self.down((inner * weights[:, None]).to(x.dtype), counts)
+        if not (x.is_cuda and x.dtype == torch.bfloat16):  # what the kernel of `GroupedLinear` is for
+            gate = None if self.gate is None else self.gate.weight
+            return segmented(x, weights, counts.tolist(), gate, self.up.weight, self.down.weight, self.activation)
+        ends = counts.cumsum(0).to(torch.int32)
+        up, activation = self.up(x, ends), self.activation
+        inner = ACTIVATIONS[activation](up) if self.gate is None else gated(self.gate(x, ends), up, activation)
+        return self.down((inner * weights[:, None]).to(x.dtype), ends)
 
 
 class MixtureOfExperts(nn.Module):
@@ -134,25 +133,30 @@ class Copies(NamedTuple):
     rows: Tensor  # [n * k, hidden]
     weights: Tensor  # [n * k]
     counts: Tensor  # int64 [experts of the layer]
-    order: Tensor  # int64 [n * k]: which choice each copy is, token after token
+    token: Tensor  # int64 [n * k]: which token each copy is of
+    places: Tensor  # int64 [n, k]: where the copy for each choice is
 
     @classmethod
     def of(cls, x: Tensor, routing: Routing, experts: int) -> Copies:
         """Of tokens [n, hidden] for a layer of so many experts."""
         chosen = routing.experts.flatten()
         order = chosen.argsort(stable=True)
-        rows, weights = x[order // routing.experts.shape[-1]], routing.weights.flatten()[order]
-        return cls(rows, weights, torch.bincount(chosen, minlength=experts), order)
+        token, places = order // routing.experts.shape[-1], inverse(order)
+        weights = permuted(routing.weights.flatten(), order, places)
+        # `bincount` would wait for the device
+        counts = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        places = places.view_as(routing.experts)
+        return cls(copied(x, token, places), weights, counts, token, places)
 
-    def summed(self, out: Tensor, routing: Routing) -> Tensor:
+    def summed(self, out: Tensor) -> Tensor:
         """What experts returned for the copies, [n * k, hidden], summed over each token's -> [n, hidden]."""
-        return out[self.order.argsort()].unflatten(0, routing.experts.shape).sum(1)
+        return summed(out, self.token, self.places)
 
 
 def dispatch(x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> tuple[Tensor, Tensor | None]:
     """All experts on this rank."""
     copies = Copies.of(x, routing, experts.count)
-    return copies.summed(experts(copies.rows, copies.counts, copies.weights), routing), meanwhile()
+    return copies.summed(experts(copies.rows, copies.counts, copies.weights)), meanwhile()
 
 
 def nothing() -> None:

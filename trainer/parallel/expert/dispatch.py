@@ -22,6 +22,7 @@ from torch import Tensor
 from trainer.comm.collectives import CommCounter, all_gather, all_to_all
 from trainer.comm.uneven import all_gather_uneven, reduce_scatter_uneven, start_all_to_all_uneven
 from trainer.model.experts import Copies, Experts, Meanwhile
+from trainer.model.permutation import inverse, permuted
 from trainer.model.router import Routing
 
 AXIS, TENSOR_AXIS = "ep", "tp"
@@ -44,11 +45,11 @@ class Move(NamedTuple):
     def __call__(self, rows: Tensor) -> Tensor:
         return _Moved.apply(rows, self)
 
-    def beside(self, rows: Tensor, meanwhile: Meanwhile) -> tuple[Tensor, Tensor | None]:
-        """(the rows that arrive, what `meanwhile` returns, which is computed while they are on their way). Backward
-        computes the gradient of `meanwhile` while theirs are on the way back."""
+    def beside(self, meanwhile: Meanwhile, *sent: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """(what arrives of each of `sent`, what `meanwhile` returns, which is computed while they are on their way).
+        Backward computes the gradient of `meanwhile` while theirs are on the way back."""
         under_way = _UnderWay()
-        mark = _Started.apply(rows, self, under_way)
+        mark = _Started.apply(self, under_way, *sent)
         other = meanwhile()
         return _Arrived.apply(mark, self, under_way), other
 
@@ -65,35 +66,38 @@ class _Moved(torch.autograd.Function):
 
 
 class _UnderWay:
-    """The wait for what is on its way: in forward from `_Started` to `_Arrived`, in backward the other way."""
+    """The waits for what is on its way: in forward from `_Started` to `_Arrived`, in backward the other way."""
 
-    wait: Callable[[], Tensor]
+    waits: list[Callable[[], Tensor]]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return tuple(wait() for wait in self.waits)
 
 
 class _Started(torch.autograd.Function):
-    """Returns a mark without elements, which stands for the rows until they arrive. Autograd runs what was computed
+    """Returns a mark without elements, which stands for what was sent until it arrives. Autograd runs what was computed
     between the two in backward between them, too."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, move: Move, under_way: _UnderWay) -> Tensor:
-        ctx.under_way, under_way.wait = under_way, move.there(rows)
-        return rows.new_empty(0)
+    def forward(ctx: Any, move: Move, under_way: _UnderWay, *sent: Tensor) -> Tensor:
+        ctx.under_way, under_way.waits = under_way, [move.there(one) for one in sent]
+        return sent[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.under_way.wait(), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.under_way.wait()
 
 
 class _Arrived(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mark: Tensor, move: Move, under_way: _UnderWay) -> Tensor:
+    def forward(ctx: Any, mark: Tensor, move: Move, under_way: _UnderWay) -> tuple[Tensor, ...]:
         ctx.move, ctx.under_way = move, under_way
         return under_way.wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.under_way.wait = ctx.move.back(grad.contiguous())
-        return grad.new_empty(0), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.under_way.waits = [ctx.move.back(grad.contiguous()) for grad in grads]
+        return grads[0].new_empty(0), None, None
 
 
 def all_to_all_move(
@@ -135,7 +139,7 @@ class ExpertDispatch:
     ) -> tuple[Tensor, Tensor | None]:
         copies = Copies.of(x, routing, self.ranks * experts.count)
         out, other = self.exchange(copies.rows, copies.weights, copies.counts, experts, meanwhile)
-        return copies.summed(out, routing), other
+        return copies.summed(out), other
 
     def exchange(
         self, rows: Tensor, weights: Tensor, counts: Tensor, experts: Experts, meanwhile: Meanwhile
@@ -151,16 +155,11 @@ class ExpertDispatch:
             moves.append(move)
         other = None if moves else meanwhile()
         for move in moves:
-            weights = move(weights)
             if move is moves[0]:
-                rows, other = move.beside(rows, meanwhile)
+                (rows, weights), other = move.beside(meanwhile, rows, weights)
             else:
-                rows = move(rows)
-        # `counts` [runs, experts here]: the runs lie one after another, each sorted by expert
-        each_run = torch.arange(experts.count, device=rows.device).repeat(len(counts))
-        expert_of = each_run.repeat_interleave(counts.flatten())
-        by_expert = expert_of.argsort(stable=True)
-        out = experts(rows[by_expert], counts.sum(0), weights[by_expert])[by_expert.argsort()]
+                rows, weights = move(rows), move(weights)
+        out = _by_expert(rows, weights, counts, experts)
         for move in reversed(moves):
             out = move.reverse(out)
         return out, other
@@ -184,3 +183,18 @@ class ExpertDispatch:
             return lambda: reduce_scatter_uneven(rows, sizes, group, TENSOR_AXIS, self.counter)
 
         return Move(gather, scatter), everyone
+
+
+def _by_expert(rows: Tensor, weights: Tensor, counts: Tensor, experts: Experts) -> Tensor:
+    """`counts` [runs, experts here]: the runs lie one after another, each sorted by expert -> what the experts return,
+    in the same order."""
+    if 1 in counts.shape:  # one run, or one expert
+        return experts(rows, counts.sum(0), weights)
+    starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+    sizes, starts = counts.T.flatten(), starts.T.flatten()  # expert after expert
+    ends = sizes.cumsum(0)
+    shift = (starts - ends + sizes).repeat_interleave(sizes, output_size=len(rows))
+    order = shift.add_(torch.arange(len(rows), device=rows.device))
+    places = inverse(order)
+    out = experts(permuted(rows, order, places), counts.sum(0), permuted(weights, order, places))
+    return permuted(out, places, order)

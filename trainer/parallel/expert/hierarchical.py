@@ -42,7 +42,7 @@ class HierarchicalDispatch:
         )
         weights = by_copies(routing.weights.flatten()[sent.choice])
         label = by_copies.there(sent.label)()
-        rows, other = by_rows.beside(x[sent.token], meanwhile)
+        (rows,), other = by_rows.beside(meanwhile, x[sent.token])
         # A label counts rows from its sender's first one for this domain.
         start = (arriving[:, 0].cumsum(0) - arriving[:, 0]).repeat_interleave(arriving[:, 1], output_size=len(label))
         row, expert = label // here + start, label % here

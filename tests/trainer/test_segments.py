@@ -1,0 +1,86 @@
+"""Experts computed one after another, and rows permuted, against autograd's own gradients of the plain expressions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from trainer.model.mlp import ACTIVATIONS
+from trainer.model.permutation import copied, inverse, permuted, summed
+from trainer.model.segments import segmented
+
+COUNTS = [3, 0, 5, 1]
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def plain(x, weights, gate, up, down, activation):
+    found, start = [], 0
+    for expert, count in enumerate(COUNTS):
+        rows, weight = x[start : start + count], weights[start : start + count, None]
+        raised = F.linear(rows, up[expert])
+        act = ACTIVATIONS[activation]
+        inner = act(raised) if gate is None else act(F.linear(rows, gate[expert])) * raised
+        found.append(F.linear(inner * weight, down[expert]))
+        start += count
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("hidden", "ffn"), [(4, 7), (7, 4)], ids=["results are narrow", "results are wide"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_experts_one_after_another(hidden, ffn, activation, gated, frozen):
+    torch.manual_seed(1)
+    experts, n = len(COUNTS), sum(COUNTS)
+    given = [random(n, hidden), random(n), random(experts, ffn, hidden) if gated else None]
+    given += [random(experts, ffn, hidden), random(experts, hidden, ffn)]
+    given[1].data[0] = 0.0  # a choice may weigh nothing, and its weight has a gradient still
+    wanted = [one for index, one in enumerate(given) if one is not None and not (frozen and index == 3)]
+    if frozen:
+        given[3].requires_grad_(False)
+    grad = torch.randn(n, hidden, dtype=torch.float64)
+    out, expected = segmented(*given[:2], COUNTS, *given[2:], activation), plain(*given, activation)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for found, right in zip(
+        torch.autograd.grad(out, wanted, grad), torch.autograd.grad(expected, wanted, grad), strict=True
+    ):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("hidden", "ffn"), [(4, 7), (7, 4)])
+def test_experts_in_narrow_precision_keep_wide_weights(hidden, ffn):
+    torch.manual_seed(1)
+    wide = [random(9, hidden), random(9), random(4, ffn, hidden), random(4, ffn, hidden), random(4, hidden, ffn)]
+    narrow = [one.detach().to(torch.float32 if index == 1 else torch.bfloat16) for index, one in enumerate(wide)]
+    narrow = [one.requires_grad_() for one in narrow]
+    out = segmented(*narrow[:2], COUNTS, *narrow[2:], "silu")
+    expected = plain(*wide, "silu")
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    for found, right in zip(narrow, torch.autograd.grad(expected.sum(), wide), strict=True):
+        assert found.grad.dtype == found.dtype
+        torch.testing.assert_close(found.grad.double(), right, rtol=0.05, atol=0.15)
+
+
+@pytest.mark.parametrize(("n", "k"), [(5, 3), (5, 1), (0, 2)])
+def test_copies_and_their_sums(n, k):
+    generator = torch.Generator().manual_seed(2)
+    order = torch.randperm(n * k, generator=generator)
+    source, places = order // k, inverse(order)
+    assert torch.equal(order[places], torch.arange(n * k))
+    x, copies, weights = random(n, 4), random(n * k, 4), random(n * k)
+    pairs = [
+        (copied(x, source, places.view(n, k)), x[source], x),
+        (summed(copies, source, places.view(n, k)), copies[places].view(n, k, 4).sum(1), copies),
+        (permuted(copies, order, places), copies[order], copies),
+        (permuted(weights, order, places), weights[order], weights),
+    ]
+    for found, expected, of in pairs:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+        grad = torch.randn(found.shape, dtype=torch.float64, generator=generator)
+        (mine,), (right,) = torch.autograd.grad(found, of, grad), torch.autograd.grad(expected, of, grad)
+        torch.testing.assert_close(mine, right, rtol=0, atol=1e-14)
