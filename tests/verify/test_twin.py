@@ -112,6 +112,8 @@ def test_the_command_runs_the_trainer_and_ends_with_0_where_the_plan_is_true(cap
     [
         "model=tiny parallel=dp8_zero3",
         "model=tiny parallel=dp8_zero1 optim.kind=sgd",
+        "model=tiny model.mtp={depth:2} parallel=tp2_pp2_dp2_zero1",
+        "model=gpt2 model.mtp={depth:1} parallel=dp8_zero1 train.recompute=full",
         "model=gpt2 parallel=dp8_zero3",
         "model=gpt2 parallel=dp8_zero1 train.recompute=full",
         "model=llama32_1b parallel=dp8_zero3 parallel.zero_group=4 train.recompute=full",

@@ -235,6 +235,7 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
     deferred = DeferredGradients(model, parallel, train) if split else None
     held, messages = in_flight(parallel), parallel.pp > 1 and kernels.holds_messages
     boundary = boundary_bytes(model, parallel, train) if messages else 0.0
+    ahead = ahead_bytes(model, parallel, train, head)
     if kernels.fills_limit and parallel.schedule in LIMITS:
         held = [min(parallel.micro_batches, LIMITS[parallel.schedule] * parallel.pp)] * parallel.pp
 
@@ -246,7 +247,8 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
 
     def layers_in(ranges: Sequence[range]) -> list[Layers]:
         groups = [(n, kind, kept(kind, mode)) for kind, mode, n in layer_groups(model, train, ranges) if n]
-        return [(n, kind, one.stored, one.recomputing) for n, kind, one in groups]
+        more = ahead if any(part.stop > model.layers for part in ranges) else 0.0
+        return [(n, kind, one.stored, one.recomputing + more * (one.recomputing > 0)) for n, kind, one in groups]
 
     def stored_in(index: int, layers: Sequence[Layers]) -> float:
         part = stage_range(parallel, index)
@@ -295,11 +297,13 @@ def kept_of_one_stage(model: Model, parallel: Parallel, train: Train, kernels: K
     """Activation bytes where the whole model is one stage."""
     of, whole = _of_layers(model, parallel, train, kernels), model.layers + prediction_blocks(model)
     groups = [(n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, [range(whole)]) if n]
+    head, again = head_bytes(model, parallel, train, kernels), max(one.recomputing for _, one in groups)
+    ahead = ahead_bytes(model, parallel, train, head) if again else 0.0
     return OneStage(
         sum(n * one.stored for n, one in groups) + stage_bytes(model, parallel, train, kernels)[1],
-        head_bytes(model, parallel, train, kernels),
-        max(one.recomputing for _, one in groups),
-        max(one.stored + one.recomputing for _, one in groups),
+        head,
+        again + ahead,
+        max(one.stored + one.recomputing for _, one in groups) + ahead,
     )
 
 
@@ -345,6 +349,14 @@ def head_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels)
     hidden = model.hidden * width * (1 / rows + 1 / gathered)  # inputs of norm and output projection
     one, ahead = hidden + width * -(-model.vocab // parallel.tp), prediction_blocks(model)
     return tokens * (one + ahead * (one + 3 * model.hidden * width / rows))
+
+
+def ahead_bytes(model: Model, parallel: Parallel, train: Train, head: float) -> float:
+    """Bytes that are there, beside a layer's own, while the last block that predicts further tokens is recomputed: of
+    states outside it, its token and both together, and of `head` (`head_bytes`) what the blocks before it keep."""
+    if not (ahead := prediction_blocks(model)):
+        return 0.0
+    return (5 + ahead) * boundary_bytes(model, parallel, train) + head * (ahead - 1) / (ahead + 1)
 
 
 def loss_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
