@@ -135,7 +135,7 @@ class Torchrun(Launcher):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         words = ["--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=20", "--rdzv-backend=c10d", "--rdzv-id=x"]
-        words += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=5"]
+        words += [f"--rdzv-endpoint=127.0.0.1:{port}"]
         self.agents = []
         for node in range(2):
             argv = [sys.executable, "-m", "torch.distributed.run", *words, f"--local-addr=127.0.0.{node + 1}"]
