@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from orchestrator import __version__
+from orchestrator.cli.verbs.verify import _versions
 from orchestrator.plan.parity import LIMITS, Errors, Verdict
 from orchestrator.style import Style
 from orchestrator.verify import matrix
@@ -55,3 +57,8 @@ def test_the_document_has_a_row_for_every_cell():
     assert len({row.replace("\\|", "").count("|") for row in rows}) == 1, "every row has the same columns"
     assert "refused: zero=3 \\| is refused" in page and "orch 1, torch 2" in page
     assert f"{len(entries) - 1} equal, 1 refused" in page
+
+
+def test_the_page_says_what_it_was_measured_with():
+    """The distribution has another name than the package, and a whole matrix has run when this is asked."""
+    assert _versions().startswith(f"orch {__version__}, torch ")

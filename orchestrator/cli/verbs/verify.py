@@ -163,4 +163,6 @@ def _versions() -> str:
     import platform
     from importlib.metadata import version
 
-    return f"orch {version('orch')}, torch {version('torch')}, Python {platform.python_version()}"
+    from orchestrator import __version__
+
+    return f"orch {__version__}, torch {version('torch')}, Python {platform.python_version()}"
