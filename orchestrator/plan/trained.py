@@ -9,7 +9,7 @@ from . import hierarchy
 from .document import Plan
 from .domains import cut
 from .expert_mesh import expert_mesh, spread
-from .supported import FIXED_BATCH, LAYOUT, Case, Rule, broken
+from .supported import BALANCED, FIXED_BATCH, LAYOUT, Case, Rule, broken
 
 NOT_RUN = "the bundled trainer does not run this plan"  # how every line begins that says so
 
@@ -34,8 +34,39 @@ def _biases(case: Case) -> str | None:
     return f"model {case.model.name}: the trainer's {parts} do not have biases" if parts and case.model.bias else None
 
 
+#: Recipes of scaling that the trainer runs, and the side of the second's blocks.
+FP8, BLOCK = ("fp8_tensor", "fp8_block"), 128
+
+
 def _matmul(case: Case) -> str | None:
-    return f"train.matmul={case.matmul}: the trainer does not run it yet" if case.matmul else None
+    name, model, tp = f"train.matmul={case.matmul}", case.model, case.tp
+    if not case.matmul:
+        return None
+    if case.matmul not in FP8:
+        return f"{name}: the trainer does not run it yet; legal: {', '.join(FP8)}"
+    if case.cluster.device == "cuda":
+        return f"{name}: the trainer's products in 8 bits are an emulation on CPUs, not yet a GPU's"
+    wide = {"experts": model.moe, "latent attention": model.mla, "prediction modules": model.mtp}
+    if found := next((part for part, there in wide.items() if there), None):
+        return f"{name}: model {model.name} has {found}, not in 8 bits yet"
+    if case.precision == "fp16":
+        return f"{name} with train.precision=fp16: bf16, fp32 or fp64"
+    if tp > model.kv_heads:
+        return f"{name} with tp={tp}: ranks share {model.kv_heads} kv_heads, and would round parts of a gradient's sum"
+    if case.matmul == "fp8_tensor":
+        return None
+    heads = {"heads": model.heads, "kv_heads": model.kv_heads}
+    sizes = {f"model.{key} * head_dim": count * model.head_dim for key, count in heads.items()}
+    for key, size in (sizes | {"model.ffn_hidden": model.ffn_hidden}).items():
+        if tp > 1 and size % (tp * BLOCK):
+            return f"{name} with tp={tp}: {key}={size} must be a multiple of {tp * BLOCK}, or ranks cut blocks"
+    piece = case.cp * (2 if case.cp_method in BALANCED else 1)
+    if case.cp > 1 and case.seq_len % (piece * BLOCK):
+        return (
+            f"{name} with cp={case.cp} {case.cp_method}: train.seq_len={case.seq_len} must be a multiple of"
+            f" {piece * BLOCK}, or ranks cut blocks"
+        )
+    return None
 
 
 def _grad_dtype(case: Case) -> str | None:

@@ -57,11 +57,16 @@ def make_optim(config: Config) -> doc.Optim:
 def make_train(config: Config) -> doc.Train:
     """The plan's `train`; `recompute_layers`, which no key gives, keeps its default until it is derived."""
     train = config.train
+    if train.matmul and train.compile:
+        raise OrchError(
+            f"train.matmul={train.matmul} with train.compile=true: 8-bit products need train.compile=false",
+            Exit.CONFIG,
+        )
     derived = {"recompute", "recompute_layers", "batch_ramp", "compile", "partition_activations", "offload"}
     same = set(doc.Train.__struct_fields__) - derived
     ramp = make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None
     recompute = train.recompute or "none"
-    compiled = config.cluster.device == "cuda" if train.compile is None else train.compile
+    compiled = config.cluster.device == "cuda" and not train.matmul if train.compile is None else train.compile
     given = {name: getattr(train, name) for name in same}
     return doc.Train(
         **given,

@@ -100,6 +100,38 @@ _DISK = {"offload": "disk", "offload_buffer_mib": 0.1}
 _SHARE = {"partition_activations": True}
 _SHARED = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
 
+
+def _fp8(name: str, matmul: str = "fp8_tensor", **parallel: Any) -> Technique:
+    recompute, model = parallel.pop("recompute", "none"), parallel.pop("model", {})
+    even, train = parallel.get("schedule") == "dualpipe", {"matmul": matmul}
+    return Technique(f"{matmul} {name}".strip(), parallel, recompute, even, model=model, pairs="none", train=train)
+
+
+#: Blocks of 128 lie inside of the slices of two ranks.
+_BLOCKS = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 256}
+_FP8 = (
+    _fp8(""),
+    *(_fp8(f"{mode}", recompute=mode) for mode in ("selective", "full", "budget")),
+    *(_fp8(f"dp2 zero{zero}", dp=2, zero=zero) for zero in (0, 1, 2, 3)),
+    _fp8("tp2", tp=2, sp=False),
+    _fp8("tp4 sp", tp=4, sp=True, model={"kv_heads": 4}),
+    _fp8("tp4, shared key-value heads", tp=4),
+    _fp8("tp2 sp selective", tp=2, sp=True, recompute="selective"),
+    *(_fp8(f"cp2 {method}", cp=2, cp_method=method) for method in ("zigzag", "ring", "allgather", "ulysses")),
+    *(_fp8(f"pp2 {schedule}", pp=2, schedule=schedule) for schedule in ("1f1b", "zb_h1", "zb_h2", "dualpipe")),
+    *(_fp8(f"pp2 {schedule}", pp=2, vpp=2, schedule=schedule) for schedule in ("interleaved", "zbv", "dualpipev")),
+    _fp8("tp2 sp cp2 dp2 zero1", tp=2, cp=2, dp=2, zero=1),
+    _fp8("tp2 sp cp2 pp2, zb_h1, full", tp=2, cp=2, pp=2, schedule="zb_h1", recompute="full"),
+    _fp8("", "fp8_block"),
+    _fp8("selective", "fp8_block", recompute="selective"),
+    _fp8("pp2 zb_h1, full", "fp8_block", pp=2, schedule="zb_h1", recompute="full"),
+    *(_fp8(f"dp2 zero{zero}", "fp8_block", dp=2, zero=zero) for zero in (1, 2, 3)),
+    _fp8("tp2 sp, blocks in slices", "fp8_block", tp=2, sp=True, model=_BLOCKS),
+    _fp8("tp2, blocks in slices", "fp8_block", tp=2, sp=False, model=_BLOCKS),
+    _fp8("tp2, blocks cut", "fp8_block", tp=2),
+    _fp8("cp2 zigzag, blocks cut", "fp8_block", cp=2, cp_method="zigzag"),
+)
+
 #: Techniques of one axis exclude each other. ZeRO shards over cp where there is cp, else over dp of its own.
 AXES: dict[str, tuple[Technique, ...]] = {
     "data": (
@@ -169,6 +201,7 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("experts on every rank", {}, model=DEEPSEEK, pairs="deep"),
     ),
     "prediction": (Technique("mtp", {}, model={"mtp": Mtp(depth=2, weight=0.4)}, deep=True),),
+    "products": _FP8,
     "dropout": (Technique("dropout", {}, dropout=0.1, pairs="deep"),),
 }
 

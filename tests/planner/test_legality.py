@@ -66,6 +66,7 @@ def test_every_rule_refuses_and_names_itself(rule):
     assert caught.value.exit == Exit.CONFIG and "\n" not in str(caught.value)
 
 
+CPU = {"cluster": structs.replace(configs.cluster(), device="cpu")}
 MLA = Mla(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 UNTRAINED = {
     "biases": (structs.replace(shapes.mixtral_8x7b(), bias=True), {}, "experts do not have biases"),
@@ -85,7 +86,13 @@ UNTRAINED = {
         {"batch_ramp": BatchRamp(start_samples=1, over_samples=9)},
         "starts at 1 samples; legal",
     ),
-    "matmul": (shapes.tiny(), {"matmul": "fp8_block"}, "train.matmul=fp8_block"),
+    "matmul": (shapes.tiny(), {"matmul": "mxfp8"}, "train.matmul=mxfp8: the trainer does not run it yet; legal: fp8_t"),
+    "matmul ": (shapes.tiny(), {"matmul": "fp8_block", "tp": 2, **CPU}, "with tp=2: model.heads * head_dim="),
+    "matmul      ": (shapes.tiny(), {"matmul": "fp8_tensor", "tp": 4, **CPU}, "ranks share 2 kv_heads"),
+    "matmul  ": (shapes.tiny(), {"matmul": "fp8_block", "cp": 2, **CPU}, "cp=2 zigzag: train.seq_len=128 must be a"),
+    "matmul   ": (shapes.tiny(), {"matmul": "fp8_tensor", "precision": "fp16", **CPU}, "bf16, fp32 or fp64"),
+    "matmul    ": (shapes.mixtral_8x7b(), {"matmul": "fp8_tensor", **CPU}, "has experts, not in 8 bits yet"),
+    "matmul     ": (shapes.tiny(), {"matmul": "fp8_tensor"}, "an emulation on CPUs"),
     "grad_dtype": (shapes.tiny(), {"grad_dtype": "fp16"}, "train.grad_dtype=fp16"),
 }
 

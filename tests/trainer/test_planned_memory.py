@@ -7,8 +7,9 @@ of each pipeline stage. `python -m tests.trainer.test_planned_memory` prints the
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
-from orchestrator.plan import Plan
+from orchestrator.plan import Plan, seal
 from orchestrator.planner.memory import rank_memory as memory
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import engine_of
@@ -32,6 +33,7 @@ QUICK = {
     "pp2": PIPE,
     "cp2 selective": {"cp": 2, "recompute": "selective"},
     "dp2 zero3 bf16": {"dp": 2, "zero": 3, "precision": "bf16"},
+    "8 bits": {"matmul": "fp8_tensor"},
     "dp2 zero1 bf16, on the host": {"dp": 2, "zero": 1, "precision": "bf16", "offload": HOST},
     "dp2 zero2, on the host": {"dp": 2, "zero": 2, "offload": HOST},
 }
@@ -62,6 +64,9 @@ MORE = {
     "tp2 pp2 zb_h1": PIPE | {"tp": 2, "schedule": "zb_h1"},
     "pp4 zb_h2": {"pp": 4, "micro_batches": 8, "schedule": "zb_h2"},
     "GPT, tied": {"model": GPT},
+    "bf16, 8 bits in blocks": {"matmul": "fp8_block", "precision": "bf16"},
+    "tp2, 8 bits": {"matmul": "fp8_tensor", "tp": 2},
+    "tp2 without sp, 8 bits": {"matmul": "fp8_tensor", "tp": 2, "sp": False},
     "on the host": {"offload": HOST},
     "dp2 zero3, on the host": {"dp": 2, "zero": 3, "offload": HOST},
     "tp2 pp2, on the host": PIPE | {"tp": 2, "offload": HOST},
@@ -77,7 +82,9 @@ STATES = ("params", "grads", "optimizer", "host")
 
 def plan_of(layout: dict) -> Plan:
     values = dict(layout)
-    return make_plan(model=tiny_model(**values.pop("model", LLAMA)), seq_len=128, **values)
+    matmul = values.pop("matmul", "")
+    plan = make_plan(model=tiny_model(**values.pop("model", LLAMA)), seq_len=128, **values)
+    return seal(structs.replace(plan, job=structs.replace(plan.job, matmul=matmul)))
 
 
 def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
@@ -114,7 +121,7 @@ def measure(layouts: dict[str, dict]) -> dict[str, list[Row]]:
 
 def rows(plan: Plan, ranks: list[dict]) -> list[Row]:
     """Of each pipeline stage: planned, measured on its fullest rank, elements of padding."""
-    accounts = memory.memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)
+    accounts = memory.memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train, matmul=plan.job.matmul)
     result = []
     for stage, account in enumerate(accounts):
         mine = [one for one in ranks if one["pp"] == stage]

@@ -5,11 +5,12 @@
 3. shard it over tp: the registry of parameters       tensor.shard
 4. allocate and initialise this rank's slices         model.init_stage, seed_dropout (same values on every layout)
 5. tensor-parallel communication                      tensor.Region, column_parallel, vocab.ShardedLookup
-6. experts over ranks, their terms of the loss        expert.apply_to_experts
-7. attention over a sequence shard                    context.apply_context_parallel
-8. recomputation of all of the above                  recompute.apply_recompute
-9. compilation, block by block, of all of the above   nn.Module.compile
-10. the loss over a sharded vocabulary                 vocab.VocabParallelLoss
+6. products in 8 bits                                 fp8.apply_fp8
+7. experts over ranks, their terms of the loss        expert.apply_to_experts
+8. attention over a sequence shard                    context.apply_context_parallel
+9. recomputation of all of the above                  recompute.apply_recompute
+10. compilation, block by block, of all of the above   nn.Module.compile
+11. the loss over a sharded vocabulary                 vocab.VocabParallelLoss
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from .column_parallel import OverlappedColumnLinears
 from .context.apply import apply_context_parallel
 from .expert.apply import apply_to_experts
 from .expert.load import ExpertMeter
+from .fp8 import apply_fp8
 from .kept_inputs import KeptInputs
 from .params import DENSE, EXPERT, ParamInfo, ParamTable, even_shard
 from .recompute import apply_recompute, recompute_mode
@@ -123,6 +125,8 @@ def build(
         state_table |= allocate_states(stage, mesh, torch.device(device))
         if mesh.group("tp") is not None:
             apply_tensor_parallel(stage, infos, mesh, plan, counter)
+        if plan.job.matmul:
+            apply_fp8(stage, plan, mesh, counter)
         if plan.model.moe is not None:
             apply_to_experts(stage, mesh, par.sp, terms, counter)
             meter.watch(stage)

@@ -19,6 +19,7 @@ from trainer.model.loss import LossTerms, cross_entropy_sum
 from trainer.model.stage import Stage, term_names
 from trainer.optim.lr import learning_rate
 
+from . import plain_fp8
 from .plain_optim import plain_optimizer
 from .samples import micro_batch, token_by_token
 
@@ -54,6 +55,8 @@ def train(
     init_stage(stage, plan.model, job.train.seed)
     stage.double()
     seed_dropout(stage, job.train.seed)
+    if job.matmul:
+        plain_fp8.use(stage, job.matmul, plan.parallel.micro_batch_size)
     added = prepare(stage)
     terms_of_model = LossTerms()
     terms_of_model.declare(*term_names(plan.model))

@@ -92,7 +92,8 @@ def rates(
         values = _on_a_cpu(values, measured)
     reached = measured.matmul_flops.get(precision) if measured else None
     gemm16: Number = 1.0 / reached if reached else 1.0 / (peak * _gemm(values, generation, "16"))
-    gemm = _narrow_gemm(cluster, values, generation, matmul) if matmul else gemm16
+    narrow = matmul and cluster.device != "cpu"  # where it is an emulation by wide ones
+    gemm = _narrow_gemm(cluster, values, generation, matmul) if narrow else gemm16
     reached = measured.attention_flops.get(precision) if measured else None
     attention: Number = 1.0 / reached if reached else 1.0 / (peak * _attention(values, generation, software))
     if task != "pretrain":

@@ -56,6 +56,7 @@ class Kernels(Struct, frozen=True, kw_only=True):
     )
     narrow_activation: bool = False  # experts' activations keep their inputs as narrow as products do
     shared_inputs: bool = False  # tensor-parallel ranks share the inputs of recomputed layers (ZeRO-R's Pa)
+    wide_shards: bool = False  # shards of what is gathered again are kept as they are, not as narrow as products
     product_width: float | None = None  # bytes of a matrix product's input, where narrower than the tensor
     loss_width: float | None = None  # bytes of a logit at the peak of the loss; None: the trainer's loss by chunks
 
@@ -65,7 +66,11 @@ class Kernels(Struct, frozen=True, kw_only=True):
         return self.keep_sent or self.in_transfer
 
 
-def trainer_kernels(model: Model, parallel: Parallel, device: str = "cuda") -> Kernels:
+#: Bytes of an element that the trainer keeps for a matrix product in 8 bits, scales of 128 elements included.
+_NARROW = {"fp8_tensor": 1.0, "fp8_block": 1 + 4 / 128}
+
+
+def trainer_kernels(model: Model, parallel: Parallel, device: str = "cuda", matmul: str = "") -> Kernels:
     """What this project's trainer keeps. Over gloo, on CPUs, stages receive early, so what was sent is held longer."""
     return Kernels(
         fused_attention=fuses_attention(model, parallel),
@@ -74,6 +79,8 @@ def trainer_kernels(model: Model, parallel: Parallel, device: str = "cuda") -> K
         keep_sent=device == "cpu",
         in_transfer=True,
         inside_backward=True,
+        product_width=_NARROW.get(matmul),
+        wide_shards=True,
     )
 
 
@@ -89,7 +96,8 @@ def layer_activations(
     width, tp = DTYPE_BYTES[train.precision], parallel.tp
     rows = tp if parallel.sp else 1  # shards of the sequence between the blocks
     gathered = 1 if kernels.keep_gathered else rows
-    products = 0.0 if kernels.compiled and tp == 1 else 2 * model.hidden * (kernels.product_width or width) / gathered
+    product = width if kernels.wide_shards and gathered > 1 else kernels.product_width or width
+    products = 0.0 if kernels.compiled and tp == 1 else 2 * model.hidden * product / gathered
     kept = {
         "norm inputs": 2 * model.hidden * width / rows,
         "matmul inputs": products,
@@ -181,7 +189,9 @@ def layer_activation_bytes(
         return ActivationBytes(stored, everything - stored)
     stored = everything - tensors["matmul inputs"] * rows - tensors["norm inputs"] + 2 * boundary
     saved = 2 * boundary * (1 - 1 / parallel.tp) if shared else 0.0
-    stored -= tensors["mlp"] / (3 if model.mlp == "gated" else 2)  # the input of the down projection
+    width, others = DTYPE_BYTES[train.precision], 2 if model.mlp == "gated" else 1
+    narrow = kernels.product_width or width
+    stored -= tensors["mlp"] * narrow / (others * width + narrow)  # the input of the down projection
     stored -= tensors.get("attention scores", 0.0)
     if parallel.cp > 1 or not kernels.fused_attention:
         stored -= tensors["attention output"] + tensors.get("softmax statistics", 0.0)

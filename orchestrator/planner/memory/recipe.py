@@ -167,7 +167,7 @@ def adapters_only(recipe: Recipe) -> Recipe:
 def kernels_of(recipe: Recipe, cluster: Cluster, model: Model, parallel: Parallel, matmul: str = "") -> Kernels:
     """What a layout keeps with this recipe. `matmul`: as `Job.matmul`."""
     if recipe.kernels is None:
-        return trainer_kernels(model, parallel, cluster.device)
+        return trainer_kernels(model, parallel, cluster.device, matmul)
     if recipe.narrow and matmul.startswith(("fp8", "mxfp8", "nvfp4")):
         deepseek = matmul == "fp8_block"  # its authors keep the inputs of SwiGLU in 8 bits (arXiv 2412.19437, 3.3.3)
         width = 9 / 16 if matmul == "nvfp4" else 1.0

@@ -1,0 +1,51 @@
+"""Products in 8 bits on every layout: which linears, and over which ranks the largest value of a tensor is taken.
+
+The rule: the linears of blocks. Embedding, head, norms, attention's own products and all sums stay wide, as in
+DeepSeek-V3 (arXiv 2412.19437, section 3.3.1).
+
+    tp   a weight is cut; so is a column-parallel linear's gradient, and a row-parallel one's input
+    cp   inputs and gradients are pieces of the sequence
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from orchestrator.plan import Plan
+from trainer.comm.collectives import CommCounter, all_reduce
+from trainer.comm.mesh import Mesh
+from trainer.model.fp8 import BlockOp, Shared, TensorOp
+from trainer.model.linear import Linear
+from trainer.model.stage import Stage
+
+from .tensor import ROW
+
+
+class _Over:
+    """The largest value over the ranks of mesh axes."""
+
+    def __init__(self, mesh: Mesh, counter: CommCounter, *axes: str):
+        self.groups = [(axis, mesh.group(axis)) for axis in axes]
+        self.counter = counter
+
+    def __call__(self, largest: Tensor) -> Tensor:
+        for axis, group in self.groups:
+            largest = all_reduce(largest, group, axis, self.counter, dist.ReduceOp.MAX)
+        return largest
+
+
+def apply_fp8(stage: Stage, plan: Plan, mesh: Mesh, counter: CommCounter) -> None:
+    """Give the linears of a stage's blocks the plan's `matmul`."""
+    tp, cp, both = (_Over(mesh, counter, *axes) for axes in (("tp",), ("cp",), ("tp", "cp")))
+    shared = Shared()
+    for block in stage.blocks.values():
+        for name, module in block.named_modules():
+            if not isinstance(module, Linear):
+                continue
+            if plan.job.matmul == "fp8_block":
+                module.op = BlockOp(shared)
+            elif f"{name}.weight" in ROW:
+                module.op = TensorOp(shared, of_input=both, of_weight=tp, of_grad=cp)
+            else:
+                module.op = TensorOp(shared, of_input=cp, of_weight=tp, of_grad=both)
