@@ -13,7 +13,7 @@ from orchestrator.cluster.build import build_cluster
 from orchestrator.config.schema import BatchRampSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
-from orchestrator.plan.document import BatchRamp, Mla
+from orchestrator.plan.document import BatchRamp, Mla, Mtp
 from orchestrator.plan.supported import LAYOUT, Case, broken
 from orchestrator.plan.trained import NOT_RUN, TRAINER, case_of
 from orchestrator.planner.legality import check, nearest_legal
@@ -66,6 +66,7 @@ def test_every_rule_refuses_and_names_itself(rule):
     assert caught.value.exit == Exit.CONFIG and "\n" not in str(caught.value)
 
 
+PREDICTS = structs.replace(shapes.tiny(), mtp=Mtp(depth=2, weight=0.4))
 CPU = {"cluster": structs.replace(configs.cluster(), device="cpu")}
 MLA = Mla(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 UNTRAINED = {
@@ -92,6 +93,8 @@ UNTRAINED = {
     "matmul  ": (shapes.tiny(), {"matmul": "fp8_block", "cp": 2, **CPU}, "cp=2 zigzag: train.seq_len=128 must be a"),
     "matmul   ": (shapes.tiny(), {"matmul": "fp8_tensor", "precision": "fp16", **CPU}, "bf16, fp32 or fp64"),
     "matmul    ": (shapes.mixtral_8x7b(), {"matmul": "fp8_tensor", **CPU}, "has experts, not in 8 bits yet"),
+    "matmul       ": (PREDICTS, {"matmul": "fp8_tensor", **CPU}, "has prediction modules, not in 8 bits yet"),
+    "predictions": (PREDICTS, {"seq_len": 2}, "model.mtp.depth=2: a sequence of 2 tokens has no target"),
     "matmul     ": (shapes.tiny(), {"matmul": "fp8_tensor"}, "an emulation on CPUs"),
     "grad_dtype": (shapes.tiny(), {"grad_dtype": "fp16"}, "train.grad_dtype=fp16"),
 }
@@ -100,7 +103,7 @@ UNTRAINED = {
 @pytest.mark.parametrize("rule", UNTRAINED)
 def test_what_the_bundled_trainer_does_not_run_is_legal_for_others(rule):
     model, degrees, line = UNTRAINED[rule]
-    wanted = case(model, seq_len=128, **degrees)
+    wanted = case(model, **{"seq_len": 128, **degrees})
     assert broken(wanted) is None
     name, problem = broken(wanted, TRAINER)
     assert name == rule.strip() and line in problem
