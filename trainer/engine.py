@@ -138,6 +138,7 @@ class Engine:
         self.part.terms.start(
             self.current_scale, valid_tokens, len(batches), samples, samples * self.plan.job.train.seq_len
         )
+        self.part.expert_bias.start()
         batches = self._pad_micro_batches(batches)
         self.buckets.expect(len(batches))
         if (mtp := self.plan.model.mtp) and self.has_loss:
@@ -168,6 +169,7 @@ class Engine:
             self.optimizer.step(lr, clip if self.scaler is None else clip / self.scaler.current, finite)
             if self.scaler is not None:
                 self.scaler.update(finite)
+        self.part.expert_bias.apply(finite, self.mesh, self.plan.parallel.sp, self.counter)
         return finite
 
     @property

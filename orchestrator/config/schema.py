@@ -141,6 +141,12 @@ class ClusterSpec(Frozen):
 # ------------------------------------------------------------------------------------------- model
 
 
+class MoeSpec(Moe):
+    """The plan's, with null for what it does not name."""
+
+    bias_update: float | None = None  # type: ignore[assignment]
+
+
 class ModelSpec(Frozen):
     """A transformer by its shapes; parameters and FLOPs are derived."""
 
@@ -164,7 +170,7 @@ class ModelSpec(Frozen):
     rope_theta: Positive = 10000.0
     causal: bool = True
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    moe: Moe | None = None
+    moe: MoeSpec | None = None
     mla: Mla | None = None
     qk_norm: bool = False
     yarn: Yarn | None = None

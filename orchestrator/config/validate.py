@@ -49,7 +49,7 @@ def validate(config: Config, origin: Origin) -> Config:
 def _check_parts(model: ModelSpec, origin: Origin) -> None:
     """Raise OrchError for experts, latent attention, stretched positions or further predictions that cannot be."""
     may_be_zero = ["shared_ffn_hidden", "first_dense_layers", "q_lora_rank", "mscale_all_dim", "balance_loss", "z_loss"]
-    may_be_zero += ["depth", "weight"]
+    may_be_zero += ["depth", "weight", "bias_update"]
     for part in ("moe", "mla", "yarn", "mtp"):
         spec = getattr(model, part)
         for name, value in msgspec.structs.asdict(spec).items() if spec else ():

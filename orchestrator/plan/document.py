@@ -123,6 +123,8 @@ class Moe(Frozen):
     top_groups: int = 1
     balance_loss: float = 0.0  # by what the balance of each sequence's choices counts in the loss
     z_loss: float = 0.0  # the same of the square of each token's log-sum-exp of router logits
+    # UNSET where not asked for: then plans do not name it, and older ones keep their hash.
+    bias_update: float | UnsetType = UNSET  # by what a step moves each expert's bias towards an equal load
 
 
 class Yarn(Frozen):

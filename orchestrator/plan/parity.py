@@ -38,11 +38,13 @@ class Errors(Frozen):
     weight: float
     worst_grad: str  # the parameter
     worst_weight: str
+    more: float = 0.0  # of the terms that modules add to the loss, and of state without gradient
+    worst_more: str = ""  # its name
 
     @property
     def largest(self) -> float:
         """Infinite if one is not a number."""
-        found = (self.loss, self.grad, self.norm, self.weight)
+        found = (self.loss, self.grad, self.norm, self.weight, self.more)
         return max(value if value == value else float("inf") for value in found)
 
 

@@ -18,7 +18,8 @@ COLUMNS = ("loss", "grad", "norm", "weight")
 
 
 def lines(verdict: Verdict, look: Style) -> list[str]:
-    """One verdict: a line of four numbers a precision, and the parameter that is furthest off."""
+    """One verdict: a line of four numbers a precision, the parameter that is furthest off, and the term of the loss or
+    state without gradient that is."""
     word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
     found = [f"{word} {look.paint(verdict.name, bold=True)}"]
     if verdict.note:
@@ -30,7 +31,8 @@ def lines(verdict: Verdict, look: Style) -> list[str]:
         limit = look.paint(f"<= {LIMITS[precision]:.0e}", GRAY)
         name, _, alone = precision.partition(", ")
         found.append(f"  {name}  {numbers}  {limit}{alone and ' of ' + alone}")
-        found.append(look.paint(f"        worst: gradient of {errors.worst_grad}, {errors.worst_weight}", GRAY))
+        more = f"; {errors.worst_more} {errors.more:.1e}" if errors.worst_more else ""
+        found.append(look.paint(f"        worst: gradient of {errors.worst_grad}, {errors.worst_weight}{more}", GRAY))
     return found
 
 

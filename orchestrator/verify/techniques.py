@@ -32,7 +32,8 @@ def _pipeline(schedule: str, vpp: int = 1, **more: Any) -> Technique:
 MLA = Mla(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
 _PLAIN = {"bias": False, "position": "rope"}
 MIXTURE = {**_PLAIN, "moe": Moe(experts=4, top_k=2, ffn_hidden=24, balance_loss=0.1, z_loss=0.01)}
-#: DeepSeek-V3's block: a dense layer first, shared experts, choice among groups, latent attention.
+#: DeepSeek-V3's block: a dense layer first, shared experts, choice among groups and moved by biases (by so much that
+#: the next step chooses otherwise), latent attention.
 DEEPSEEK = {
     **_PLAIN,
     "moe": Moe(
@@ -46,6 +47,7 @@ DEEPSEEK = {
         groups=4,
         top_groups=2,
         balance_loss=0.1,
+        bias_update=0.05,
     ),
     "mla": MLA,
 }

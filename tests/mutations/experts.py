@@ -9,11 +9,13 @@ from msgspec import structs
 
 import trainer.comm.mesh as mesh
 import trainer.parallel.apply as apply
+import trainer.parallel.expert.bias as balance_of_biases
 import trainer.parallel.expert.dispatch as exchange
 from orchestrator.verify.techniques import DEEPSEEK, MIXTURE
 from tests.beds.plans import tiny_model
 from trainer.model.experts import Copies, MixtureOfExperts
 from trainer.model.loss import LossTerms
+from trainer.parallel.expert.bias import BiasBalance
 from trainer.parallel.expert.dispatch import ExpertDispatch
 from trainer.parallel.expert.tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
 
@@ -250,5 +252,50 @@ def _(patch):
     def change(mixture):
         if mixture.shared is not None:
             mixture.shared.register_forward_hook(lambda module, args, out: 2 * out)
+
+    _layers(patch, change)
+
+
+def _counts(patch, change):
+    """`change(counts of a step over all ranks, group that they were summed over)` -> those that move the biases."""
+    original = balance_of_biases.all_reduce
+
+    def summed(counts, group, *more):
+        own = counts.clone()
+        return change(original(counts, group, *more), own)
+
+    patch.setattr(balance_of_biases, "all_reduce", summed)
+
+
+@EXPERTS("experts: biases are moved by a rank's own counts", ep=2, model=SHARED)
+@EXPERTS("experts: biases are moved by the counts of a part of the sequence", tp=2, model=SHARED)
+def _(patch):
+    _counts(patch, lambda counts, own: own)
+
+
+@EXPERTS("experts: biases count padding", dp=2, zero=2, replica_micro_batches=[2, 1], model=SHARED)
+def _(patch):
+    patch.setattr(LossTerms, "counts", property(lambda self: True))
+
+
+@EXPERTS("experts: biases move the other way", ep=2, model=SHARED)
+def _(patch):
+    original = balance_of_biases.bias_change
+    patch.setattr(balance_of_biases, "bias_change", lambda counts, speed: original(counts, -speed))
+
+
+@EXPERTS("experts: biases keep the counts of all steps", ep=2, model=SHARED)
+def _(patch):
+    patch.setattr(BiasBalance, "start", lambda self: None)
+
+
+@EXPERTS("experts: the bias weighs", ep=2, model=SHARED)
+def _(patch):
+    def change(mixture):
+        def hook(router, args, routing):
+            return routing._replace(weights=routing.weights + 2.5 * router.bias[routing.experts])
+
+        if mixture.router.bias is not None:
+            mixture.router.register_forward_hook(hook)
 
     _layers(patch, change)

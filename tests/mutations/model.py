@@ -129,8 +129,8 @@ def _(patch):
 
 @MODEL("contiguous shards under zig-zag attention", cp=2)
 def _(patch):
-    original = context.positions
-    patch.setattr(context, "positions", lambda method, *shape: original("ring", *shape))
+    original = context.chunks
+    patch.setattr(context, "chunks", lambda method, *shape: original("ring", *shape))
 
 
 @MODEL("gradients are summed over dp and not over cp", cp=2)

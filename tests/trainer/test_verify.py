@@ -46,6 +46,13 @@ def test_a_quantity_that_nobody_compared_is_hopelessly_wrong():
     assert summary([{"loss": 0.0, "norm": 0.0, "grad a": 0.0, "weight a": 0.0}], {"a", "b"}).grad == HOPELESS
 
 
+def test_terms_of_the_loss_and_state_are_judged_too():
+    ranks = [{"loss": 0.0, "norm": 0.0, "grad a": 0.0, "weight a": 0.0, "term z": 1e-3}]
+    found = summary(ranks, {"a"}, {"term z"})
+    assert (found.more, found.worst_more, found.largest) == (1e-3, "term z", 1e-3)
+    assert summary(ranks, {"a"}, {"term z", "state bias"}).more == HOPELESS
+
+
 def test_infinity_survives_json():
     found = Verdict(name="x", errors={"fp64": summary([{"loss": float("inf"), "norm": 0.0}], {"a"})})
     again = msgspec.json.decode(msgspec.json.encode(found), type=Verdict)

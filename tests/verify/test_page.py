@@ -23,7 +23,7 @@ def verdict(**changes: float) -> Verdict:
     return Verdict(name="dp2", errors={"fp64": errors(**changes), "fp32": errors()})
 
 
-@pytest.mark.parametrize("what", ["loss", "grad", "norm", "weight"])
+@pytest.mark.parametrize("what", ["loss", "grad", "norm", "weight", "more"])
 @pytest.mark.parametrize("value", [2e-10, math.inf, math.nan])
 def test_one_number_above_the_limit_is_different(what, value):
     assert verdict().word == "equal"

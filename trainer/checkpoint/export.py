@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.durable import sync_folder
 from trainer.errors import SaveError
+from trainer.model.router import BIAS
 from trainer.parallel.params import StateKind, whole
 from trainer.precision import DTYPES
 
@@ -44,13 +45,15 @@ def export(found: VerifiedCheckpoint, out: Path, dtype: str = "fp32", rejected: 
     """Write the weights of a verified checkpoint to `out`/model.safetensors, one parameter in memory at a time.
 
     In fp32 they are the master weights to the bit; bf16 and fp16 are rounded from those. Tied weights are there once.
+    The biases by which routers choose are weights, too, and stay in fp32: they grow by less than bf16 can tell.
     Raises SaveError if the file exists or cannot be written, CheckpointError, OSError.
     """
     manifest, path = found.manifest, out / FILE
     if path.exists():
         raise SaveError(f"{path} exists: remove it, or export to another folder")
     temporary = out / f".{FILE}.tmp"
-    shapes = dict(sorted(manifest.parameters.items()))
+    biases = {name: shape for name, shape in manifest.states.items() if name.endswith(BIAS)}
+    shapes = dict(sorted((manifest.parameters | biases).items()))
     metadata = {
         **{"format": "pt", "run_id": manifest.run_id, "step": str(manifest.step), "samples": str(manifest.samples)},
         **{"plan_hash": manifest.plan_hash, "trained_on": str(manifest.layout)},
@@ -58,8 +61,9 @@ def export(found: VerifiedCheckpoint, out: Path, dtype: str = "fp32", rejected: 
     try:
         out.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
-        entries = {name: (DTYPES[dtype], shape) for name, shape in shapes.items()}
-        size, digest = write_stream(temporary, entries, _weights(found, shapes, DTYPES[dtype]), metadata)
+        dtypes = {name: torch.float32 if name in biases else DTYPES[dtype] for name in shapes}
+        entries = {name: (dtypes[name], shape) for name, shape in shapes.items()}
+        size, digest = write_stream(temporary, entries, _weights(found, shapes, dtypes), metadata)
         temporary.rename(path)
         sync_folder(out)
     except BaseException as error:
@@ -67,16 +71,19 @@ def export(found: VerifiedCheckpoint, out: Path, dtype: str = "fp32", rejected: 
         if isinstance(error, OSError) and str(error.filename or out).startswith(str(out)):
             raise SaveError(f"{path}: {error.strerror or error}") from None
         raise
-    parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
+    parameters = sum(torch.Size(shape).numel() for shape in manifest.parameters.values())
     return Exported(
         *(str(path), size, digest, dtype, len(shapes), parameters),
         *(manifest.run_id, manifest.step, manifest.samples, str(found.path), rejected or []),
     )
 
 
-def _weights(found: VerifiedCheckpoint, shapes: dict[str, list[int]], dtype: torch.dtype) -> Iterator[Tensor]:
+def _weights(
+    found: VerifiedCheckpoint, shapes: dict[str, list[int]], dtypes: dict[str, torch.dtype]
+) -> Iterator[Tensor]:
     stored = StoredState(found)
     for name, shape in shapes.items():
         tensor = torch.empty(torch.Size(shape).numel(), dtype=torch.float32)
-        stored.fill([StatePiece(KIND, whole(name, tuple(shape)), 0, tensor)])
-        yield tensor.to(dtype)
+        kind = KIND if name in found.manifest.parameters else "state"
+        stored.fill([StatePiece(kind, whole(name, tuple(shape)), 0, tensor)])
+        yield tensor.to(dtypes[name])

@@ -1,7 +1,7 @@
-"""What keeps the experts of a layer equally busy, as terms of the loss.
+"""What keeps the experts of a layer equally busy: terms of the loss, and a bias of the choice that has no part in it.
 
-Both are sums over sequences or tokens, so they do not depend on how the batch is cut: a layer adds them for its own
-tokens, divided by the step's global count.
+Both terms are sums over sequences or tokens, so they do not depend on how the batch is cut: a layer adds them for its
+own tokens, divided by the step's global count.
 """
 
 from __future__ import annotations
@@ -30,6 +30,14 @@ def count_choices(routing: Routing, sequences: int) -> Tensor:
     chosen = routing.experts.reshape(sequences, -1)
     zeros = chosen.new_zeros(sequences, routing.scores.shape[-1])
     return zeros.scatter_add_(1, chosen, chosen.new_ones(()).expand_as(chosen))
+
+
+def bias_change(chosen: Tensor, speed: float) -> Tensor:
+    """By what a step changes the biases of the choice, fp32 [..., experts]: by `speed`, up for an expert that was
+    chosen less often in the step than the mean, down for one that was chosen more often (arXiv 2408.15664, algorithm 1;
+    DeepSeek-V3, arXiv 2412.19437, section 2.1.2). `chosen` int64 [..., experts]: by all tokens of the step."""
+    less = chosen.sum(-1, keepdim=True) - chosen * chosen.shape[-1]  # in whole numbers: exact
+    return less.sign().float() * speed
 
 
 def z_sum(routing: Routing) -> Tensor:

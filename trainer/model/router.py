@@ -14,9 +14,15 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from msgspec import UNSET
 from torch import Tensor, nn
 
 from orchestrator.plan.document import Model, Moe
+
+from .state import State, add_state
+
+#: How the name of a router's bias ends, among the state of a model.
+BIAS = "router.bias"
 
 
 class Routing(NamedTuple):
@@ -29,18 +35,23 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """[n, hidden] -> `Routing`. `bias` [experts] moves the choice and has no gradient (arXiv 2408.15664)."""
+    """[n, hidden] -> `Routing`. `bias` fp32 [experts], where the plan has it, moves the choice alone and has no
+    gradient: a step changes it (`balance.bias_change`)."""
 
     def __init__(self, model: Model, moe: Moe):
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.experts, model.hidden))
+        self.bias: Tensor | None
+        self.register_buffer("bias", None)
+        if moe.bias_update is not UNSET:
+            add_state(self, "bias", State((moe.experts,)))
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Routing:
+    def forward(self, x: Tensor) -> Routing:
         moe, wide = self.moe, torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
-        chosen = best(self._choosable(scores.detach(), bias), moe.top_k)
+        chosen = best(self._choosable(scores.detach()), moe.top_k)
         weights = scores.gather(-1, chosen)
         if moe.norm_topk:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
@@ -48,11 +59,11 @@ class Router(nn.Module):
             scores = scores / scores.sum(-1, keepdim=True)
         return Routing(chosen, weights * moe.routed_scale, scores, logits)
 
-    def _choosable(self, scores: Tensor, bias: Tensor | None) -> Tensor:
+    def _choosable(self, scores: Tensor) -> Tensor:
         """Scores for the choice: with the balancing bias, -inf outside of the best groups."""
         moe = self.moe
-        if bias is not None:
-            scores = scores + bias
+        if self.bias is not None:
+            scores = scores + self.bias
         if moe.top_groups == moe.groups:
             return scores
         grouped = scores.unflatten(-1, (moe.groups, -1))

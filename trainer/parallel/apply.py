@@ -42,6 +42,7 @@ from trainer.model.state import states
 from .column_parallel import OverlappedColumnLinears
 from .context.apply import apply_context_parallel
 from .expert.apply import apply_to_experts
+from .expert.bias import BiasBalance
 from .expert.load import ExpertMeter
 from .fp8 import apply_fp8
 from .kept_inputs import KeptInputs
@@ -69,6 +70,7 @@ class ModelPart:
     terms: LossTerms
     state_table: ParamTable  # of what modules keep without gradient
     expert_meter: ExpertMeter
+    expert_bias: BiasBalance
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, ParamInfo]]:
         """Every parameter once, in order of execution."""
@@ -110,7 +112,7 @@ def build(
     terms.declare(*term_names(plan.model))
     if plan.model.mtp:  # computed from the logits, of which tensor-parallel ranks have parts
         terms.declare(MTP, copies=par.tp if par.sp else 1)
-    meter = ExpertMeter(terms)
+    meter, bias = ExpertMeter(terms), BiasBalance(terms)
     if plan.job.train.compile:  # its counters would be constants to the compiler
         terms.add = torch.compiler.disable(terms.add)  # type: ignore[method-assign]
     for index in sorted(indices):
@@ -129,6 +131,7 @@ def build(
             apply_fp8(stage, plan, mesh, counter)
         if plan.model.moe is not None:
             apply_to_experts(stage, mesh, par.sp, terms, counter)
+            bias.watch(stage)
             meter.watch(stage)
         if mesh.group("cp") is not None:
             apply_context_parallel(stage, par.cp_method, mesh, counter)
@@ -151,7 +154,7 @@ def build(
         table["embed.weight"] = replace(info, sums=tuple(name for name in info.sums if name != "embedding"))
     loss = make_loss(plan, stages[-1], table, mesh, counter)
     stages[-1].terms, stages[-1].token_loss = terms, loss
-    return ModelPart(stages, loss, table, terms, state_table, meter)
+    return ModelPart(stages, loss, table, terms, state_table, meter, bias)
 
 
 def registry(plan: Plan, stage: Stage, coord: Coord) -> ParamTable:

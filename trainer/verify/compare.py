@@ -56,9 +56,9 @@ def run_rank(
     prepare: Callable[[Engine], None] = lambda engine: None,
     empty: bool = False,
 ) -> dict[str, float]:
-    """Run a step for each of `expected`; the worst relative error of "loss", "norm", "term <name>", "grad <parameter>"
-    and "weight <parameter>" over all that this rank holds and `expected` has. Nan counts as infinite. `prepare` may
-    change the engine before the first step. Collective over the plan's ranks."""
+    """Run a step for each of `expected`; the worst relative error of "loss", "norm", "term <name>", "grad <parameter>",
+    "weight <parameter>" and "state <name>" over all that this rank holds and `expected` has. Nan counts as infinite.
+    `prepare` may change the engine before the first step. Collective over the plan's ranks."""
     mesh = Mesh.from_plan(plan, rank)
     engine = Engine(plan, mesh, torch.device("cpu"), use)
     prepare(engine)
@@ -97,6 +97,10 @@ def run_rank(
             if info.name not in outcome.weights:
                 continue
             compare(f"weight {info.name}", info.valid(param), outcome.weights[info.name][info.global_slices], weights)
+        for info, state in engine.part.states():
+            if info.name in outcome.states:
+                wanted = outcome.states[info.name][info.global_slices]
+                compare(f"state {info.name}", info.valid(state), wanted, 1.0)  # it may be zero as a whole
     return worst
 
 

@@ -7,7 +7,7 @@ not change the verdicts of others.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import msgspec
 import torch
@@ -71,7 +71,7 @@ def _launch(cells: Sequence[Cell], precisions: Sequence[str], cache: ReferenceRu
     for cell in cells:
         mine = {precision: at for at, (one, precision) in enumerate(ways) if one is cell}
         errors = {
-            precision: summary([rank[at] for rank in ranks], set(jobs[at][2][0].grads))
+            precision: summary([rank[at] for rank in ranks], *_expected(jobs[at][2][0]))
             for precision, at in mine.items()
         }
         yield Verdict(name=cell.name, note=cell.note, errors=errors, seconds=round(seconds, 2))
@@ -112,8 +112,14 @@ def _broken(cell: Cell, text: str, seconds: float) -> Verdict:
     return Verdict(name=cell.name, note=cell.note, failed=last, seconds=round(seconds, 2))
 
 
-def summary(ranks: Sequence[dict[str, float]], parameters: set[str]) -> Errors:
-    """The largest errors over all ranks. A quantity that no rank has compared counts as HOPELESS."""
+def _expected(outcome: oracle.Outcome) -> tuple[set[str], set[str]]:
+    more = {f"term {name}" for name in outcome.terms} | {f"state {name}" for name in outcome.states}
+    return set(outcome.grads), more
+
+
+def summary(ranks: Sequence[dict[str, float]], parameters: set[str], more: Set[str] = frozenset()) -> Errors:
+    """The largest errors over all ranks. A quantity that no rank has compared counts as HOPELESS; `more`: which there
+    are beside the usual ones."""
     worst: dict[str, float] = {}
     for found in ranks:
         for what, error in found.items():
@@ -124,8 +130,9 @@ def summary(ranks: Sequence[dict[str, float]], parameters: set[str]) -> Errors:
 
     (grad, worst_grad), (weight, worst_weight) = of_all("grad"), of_all("weight")
     loss, norm = worst.get("loss", HOPELESS), worst.get("norm", HOPELESS)
-    loss = max(loss, *(error for what, error in worst.items() if what.startswith("term ")), 0.0)  # what is reported
-    return Errors(loss=loss, grad=grad, norm=norm, weight=weight, worst_grad=worst_grad, worst_weight=worst_weight)
+    worst_more, worst_name = max(((worst.get(name, HOPELESS), name) for name in more), default=(0.0, ""))
+    named = {"worst_grad": worst_grad, "worst_weight": worst_weight, "worst_more": worst_name}
+    return Errors(loss=loss, grad=grad, norm=norm, weight=weight, more=worst_more, **named)
 
 
 def reference_run(plan: Plan, packed: bool, empty: bool, precision: str, cache: ReferenceRuns) -> list[oracle.Outcome]:

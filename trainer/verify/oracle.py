@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from orchestrator.plan import Plan
@@ -16,7 +17,9 @@ from trainer.model.dropout import seed_dropout
 from trainer.model.experts import MixtureOfExperts
 from trainer.model.init import init_stage
 from trainer.model.loss import LossTerms, cross_entropy_sum
+from trainer.model.router import Router
 from trainer.model.stage import Stage, term_names
+from trainer.model.state import states
 from trainer.optim.lr import learning_rate
 
 from . import plain_fp8
@@ -33,6 +36,7 @@ class Outcome:
     grads: dict[str, Tensor]
     weights: dict[str, Tensor]
     terms: dict[str, float] = field(default_factory=dict)  # added to the loss, by name
+    states: dict[str, Tensor] = field(default_factory=dict)  # what has no gradient, after the step
 
 
 #: (the step's valid tokens) -> the terms that the modules of a stage add to the loss, after its forward
@@ -54,15 +58,20 @@ def train(
     stage = Stage(plan.model, range(plan.model.layers), first=True, last=True).to(start)
     init_stage(stage, plan.model, job.train.seed)
     stage.double()
+    for _, module, key, state in states(stage):
+        setattr(module, key, getattr(module, key).to(state.dtype))
     seed_dropout(stage, job.train.seed)
     if job.matmul:
         plain_fp8.use(stage, job.matmul, plan.parallel.micro_batch_size)
     added = prepare(stage)
     terms_of_model = LossTerms()
     terms_of_model.declare(*term_names(plan.model))
+    routers = list[_CountingRouter]()
     for module in stage.modules():
         if isinstance(module, MixtureOfExperts | Stage):
             module.terms = terms_of_model
+        if isinstance(module, Router) and module.bias is not None:
+            routers.append(_CountingRouter(module))
     params = dict(stage.named_parameters())
     update = plain_optimizer(params, job.optim)
     outcomes = []
@@ -80,8 +89,29 @@ def train(
         grads = {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), job.train.clip_grad_norm or math.inf)
         update(learning_rate(step, job.optim, job.train.steps))
+        for router in routers:
+            router.move()
         weights = {name: param.detach().clone() for name, param in params.items()}
         values = {name: value.item() for name, value in terms.items()}
         values |= {name: float(value) for name, value in terms_of_model.sums.items() if value is not None}
-        outcomes.append(Outcome(loss.item(), norm.item(), grads, weights, values))
+        kept = {name: getattr(module, key).clone() for name, module, key, _ in states(stage)}
+        outcomes.append(Outcome(loss.item(), norm.item(), grads, weights, values, kept))
     return outcomes
+
+
+class _CountingRouter:
+    """Moves a router's bias expert by expert, by what it has chosen since the last move."""
+
+    def __init__(self, router: Router):
+        self.router, self.chosen = router, list[int]()
+        router.register_forward_hook(lambda module, args, out: self.chosen.extend(out.experts.flatten().tolist()))
+
+    def move(self) -> None:
+        bias, speed = self.router.bias, self.router.moe.bias_update
+        assert bias is not None and speed is not UNSET
+        mean = len(self.chosen) / len(bias)
+        for expert in range(len(bias)):
+            often = self.chosen.count(expert)
+            if often != mean:
+                bias[expert] += speed if often < mean else -speed
+        self.chosen.clear()

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, Struct, structs
 
-from orchestrator.config.schema import ModelSpec
+from orchestrator.config.schema import ModelSpec, MoeSpec
 from orchestrator.plan import flops
-from orchestrator.plan.document import Model, Train
+from orchestrator.plan.document import Model, Moe, Train
 from orchestrator.plan.flops import layer_moe, prediction_blocks
 
 
@@ -26,11 +26,17 @@ def resolve(spec: ModelSpec) -> Model:
         "head_dim": spec.head_dim or spec.hidden // spec.heads,
         "parameters": 0,
         "qk_norm": spec.qk_norm or UNSET,
+        "moe": spec.moe and _moe(spec.moe),
         "yarn": spec.yarn or UNSET,
         "mtp": spec.mtp if spec.mtp and spec.mtp.depth else UNSET,
     }
     model = Model(**shape)
     return structs.replace(model, parameters=parameter_count(model))
+
+
+def _moe(spec: MoeSpec) -> Moe:
+    shape = structs.asdict(spec)
+    return Moe(**{name: value for name, value in shape.items() if value is not None})
 
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}

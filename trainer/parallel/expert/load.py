@@ -18,7 +18,6 @@ from trainer.model.experts import Enter, MixtureOfExperts
 from trainer.model.loss import LossTerms
 from trainer.model.router import Routing
 from trainer.model.stage import Stage
-from trainer.model.state import states
 
 #: Columns of a layer's row behind the tokens of its experts.
 ENTROPY, TOKENS, LOWEST, HIGHEST = range(4)
@@ -56,7 +55,7 @@ class ExpertMeter:
             all_reduce(table, mesh.group("tp"), "tp", counter)
         all_reduce(table, mesh.group("grad"), "dp", counter)
         for row, (_, mixture) in zip(table, sorted(self.mixtures.items()), strict=True):
-            if (bias := balancing_bias(mixture)) is not None:
+            if (bias := mixture.router.bias) is not None:
                 row[LOWEST - _MORE], row[HIGHEST - _MORE] = bias.min(), bias.max()
         return table
 
@@ -66,7 +65,7 @@ class ExpertMeter:
         for (layer, mixture), row in zip(sorted(self.mixtures.items()), table, strict=True):
             tokens, (entropy, count, *bias) = [round(one) for one in row[:-_MORE]], row[-_MORE:]
             share = entropy / (max(count, 1.0) * log(len(tokens))) if len(tokens) > 1 else 0.0
-            ends = (bias[0], bias[1]) if balancing_bias(mixture) is not None else None
+            ends = (bias[0], bias[1]) if mixture.router.bias is not None else None
             found[str(layer)] = ExpertLoad(tokens, share, bias=ends)
         return found
 
@@ -91,8 +90,3 @@ class ExpertMeter:
     def _empty(mixture: MixtureOfExperts) -> Tensor:
         weight = mixture.router.weight
         return torch.zeros(len(weight) + _MORE, dtype=torch.float64, device=weight.device)
-
-
-def balancing_bias(mixture: MixtureOfExperts) -> Tensor | None:
-    """What moves the choice of experts and has no gradient, [experts]; None without."""
-    return next((getattr(module, key) for _, module, key, _ in states(mixture) if key.endswith("bias")), None)

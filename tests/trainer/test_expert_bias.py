@@ -1,0 +1,116 @@
+"""Biases of routers: how a step moves them, alike on every layout, and that they are weights of what is exported.
+
+That they choose, and equal one process's after steps on every layout of the matrix, is shown by its "deepseek" cells.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from orchestrator.plan import Exit
+from orchestrator.plan.document import Moe
+from tests.beds.plans import make_plan, tiny_model
+from tests.trainer.samples import engine_of
+from tests.trainer.states import opened
+from tests.trainer.together import run_together, told, world
+from trainer.comm.collectives import CommCounter
+from trainer.export import main
+from trainer.model.balance import bias_change
+from trainer.model.experts import MixtureOfExperts
+from trainer.model.loss import LossTerms
+from trainer.parallel.expert.bias import BiasBalance
+from trainer.precision import FP64
+from trainer.verify import alone
+from trainer.verify.samples import step_batches
+
+SPEED = 0.125  # exact in fp32
+MOE = Moe(experts=5, top_k=2, ffn_hidden=12, first_dense_layers=1, score="sigmoid", bias_update=SPEED)
+MODEL = tiny_model(layers=4, moe=MOE)
+EIGHT = tiny_model(layers=4, moe=Moe(experts=8, top_k=2, ffn_hidden=8, bias_update=SPEED))
+CASES = {
+    "dp3, unequal, padded": dict(dp=3, zero=2, replica_micro_batches=[2, 1, 1]),
+    "pp3 split backward, full": dict(pp=3, schedule="zb_h1", stage_layers=[2, 1, 1], recompute="full"),
+    "tp3 without sp": dict(tp=3, sp=False, model=tiny_model(layers=2, moe=MOE, heads=3, kv_heads=3)),
+}
+
+
+def test_the_change_is_that_of_the_paper():
+    chosen = [[3, 1, 2, 2], [0, 0, 7, 1], [4, 4, 4, 4], [0, 0, 0, 0]]
+    wanted = []
+    for layer in chosen:
+        mean = sum(layer) / len(layer)
+        wanted.append([0.0 if often == mean else 0.5 if often < mean else -0.5 for often in layer])
+    found = bias_change(torch.tensor(chosen), 0.5)
+    assert found.dtype == torch.float32 and found.tolist() == wanted
+
+
+def biases(rank, plan):
+    """Of every layer on this rank, after each of three steps of which the second is skipped."""
+    engine, found = engine_of(plan, rank, FP64), []
+    for step in range(3):
+        _, norm = engine.gradients(*step_batches(plan, engine.mesh.coord, step * plan.parallel.global_batch_samples))
+        engine.update(norm * (float("inf") if step == 1 else 1.0), 1e-3)
+        found.append({info.name: state.tolist() for info, state in engine.part.states()})
+    return found
+
+
+@pytest.mark.process
+def test_every_layout_moves_them_as_one_process_does_and_a_skipped_step_does_not():
+    plans = {name: make_plan(**({"model": MODEL} | case)) for name, case in CASES.items()}
+    assert {world(case) for case in CASES.values()} == {3}
+    for name, answers in run_together(biases, 3, {name: (plan,) for name, plan in plans.items()}).items():
+        with told(name):
+            alone_in_one = alone.one_process(plans[name])
+            first, skipped, third = biases(0, alone_in_one)
+            assert first == skipped != third
+            for answer in answers:
+                for wanted, found in zip((first, skipped, third), answer, strict=True):
+                    assert found == {layer: wanted[layer] for layer in found}
+            assert {layer for answer in answers for layer in answer[0]} == set(first)
+
+
+def test_a_bias_that_does_not_move_stays_a_part_of_the_model():
+    still = tiny_model(layers=2, moe=Moe(experts=4, top_k=1, ffn_hidden=8, bias_update=0.0))
+    assert [set(map(tuple, step.values())) for step in biases(0, make_plan(model=still))] == [{(0.0,) * 4}] * 3
+    without = engine_of(make_plan(model=tiny_model(moe=Moe(experts=4, top_k=1, ffn_hidden=8))), 0)
+    assert not list(without.part.states())
+
+
+def test_moving_them_reads_nothing_from_the_device():
+    """A tensor on "meta" has no values: whoever reads one fails."""
+    with torch.device("meta"):
+        mixture, terms = MixtureOfExperts(EIGHT, EIGHT.moe), LossTerms()
+        terms.start(torch.ones(()), 1, 1, 1, 1)
+        x = torch.zeros(2, 3, EIGHT.hidden)
+    stage = torch.nn.Module()
+    stage.blocks = {"1": torch.nn.Module()}
+    stage.blocks["1"].mlp = mixture
+    balance = BiasBalance(terms)
+    balance.watch(stage)
+    balance.start()
+    with terms.forward(0):
+        mixture.enter(x, mixture.router(x.flatten(0, 1)))
+    balance.apply(torch.ones((), dtype=torch.bool, device="meta"), _Alone(), False, CommCounter())
+
+
+class _Alone:
+    def group(self, name):
+        return None
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_export_has_them_in_fp32(tmp_path, capsys, dtype):
+    plan = make_plan(model=MODEL)
+    engine = engine_of(plan, 0)
+    states = {info.name: state.copy_(torch.arange(5) / 1000) for info, state in engine.part.states()}
+    opened(tmp_path / "run", 0, 0, plan).save(list(engine.pieces(own=True)), 1, 2, engine.scalars())
+    assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", dtype]) == Exit.DONE
+    said = json.loads(capsys.readouterr().out)
+    found = load_file(said["file"])
+    assert len(states) == 3 and said["parameters"] == plan.model.parameters
+    for name, state in states.items():
+        assert found[name].dtype == torch.float32 and torch.equal(found[name], state)
