@@ -219,3 +219,9 @@ UNEQUAL = tuple(
     Technique(f"dp3 zero{zero} unequal", {"dp": 3, "zero": zero, "uneven": True}, pairs="none") for zero in range(4)
 )
 BESIDE_UNEQUAL = ("tp2 sp", "cp2 zigzag", "pp2 1f1b", "pp2 interleaved", "pp2 zb_h1", "pp2 zbv", "full", "dropout")
+#: Techniques that are refused by themselves: 8-bit products whose rounding no layout of ranks repeats.
+REFUSED_ALONE = {
+    "fp8_tensor tp4, shared key-value heads",
+    "fp8_block tp2, blocks cut",
+    "fp8_block cp2 zigzag, blocks cut",
+}

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from orchestrator.verify import matrix
+from orchestrator.verify.techniques import REFUSED_ALONE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 
@@ -28,4 +29,9 @@ def test_every_cell_is_equal_or_refused_for_a_reason():
         verdict = row[-1]
         assert verdict == "equal" or verdict.startswith("refused: "), row
         refused = {one for pair in matrix.REFUSED for one in pair}
-        assert verdict == "equal" or any(technique.split(" hybrid")[0] in refused for technique in row[0].split(" + "))
+        parts = {technique.split(" hybrid")[0] for technique in row[0].split(" + ")}
+        assert verdict == "equal" or row[0] in REFUSED_ALONE or parts & refused, row
+
+
+def test_what_is_refused_alone_is():
+    assert REFUSED_ALONE == {row[0] for row in rows() if row[-1] != "equal" and row[0] in REFUSED_ALONE}
