@@ -119,8 +119,8 @@ def test_status_prometheus_and_report_show_what_is_printed(home, capsys):
         return json.loads(orch(capsys, "status", folder.run_id, "--json")[1])["live"]
 
     wait_for(lambda: live()["step"] == 40, what="step 40")
-    assert live()["loss"] == pytest.approx(1 / 40) and live()["step_s"] == pytest.approx(0.05, rel=1.0)
-    assert live()["tokens_per_s"] == pytest.approx(20_000, rel=0.7)
+    assert live()["loss"] == pytest.approx(1 / 40) and 0.03 < live()["step_s"] < 2.0  # 0.05 on an idle machine
+    assert 500 < live()["tokens_per_s"] < 40_000
     assert "step        40, as printed" in orch(capsys, "status", folder.run_id)[1]
     (target,) = json.loads(folder.discovery.read_text())
     import urllib.request
