@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.vs_torch.harness import ROOT, Case, Step, conditions, measure
+from benchmarks.vs_torch.harness import ROOT, Case, Step, row_of
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Moe
 from tests.beds.plans import make_plan, tiny_model
@@ -210,19 +210,10 @@ def main() -> None:
             for native, kind in natives.items():
                 if not args.only or name in args.only:
                     made = partial(build, shape=shape, native=kind)
-                    row = run(Case(f"{name} ep{ranks}", native, make_plan(ep=ranks), made), shape, args.rounds)
-                    rows[f"{name} ep{ranks} / {native}"] = row
+                    case = Case(f"{name} ep{ranks}", native, make_plan(ep=ranks), made)
+                    title = f"{case.name} / {native}"
+                    rows[title] = row_of(case, args.rounds, title, 36, **shape._asdict())
                     RESULT.write_text(json.dumps({"cases": rows}, indent=2) + "\n")
-
-
-def run(case: Case, shape: Shape, rounds: int) -> dict[str, object]:
-    before = conditions(**shape._asdict(), rounds=rounds, world=case.plan.parallel.world_size)
-    row = measure(case, rounds).record()
-    times = f"{row['ours_s']:>7.3f}s {row['torch_s']:>7.3f}s {row['ratio']:>6.2f}"
-    spread = f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}"
-    text = f"{case.name} / {case.native}"
-    print(f"{text:<36} {times} {spread:>11} {row['cpu_ratio']:>6.2f}  {row['loss_difference']:.1e}", flush=True)
-    return row | {"conditions": before}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -274,8 +274,7 @@ class Run:
         os.umask(0o077)
         for name in allow:
             pin_file(self.folder.path, PINS[name]).unlink(missing_ok=True)
-        environ: Mapping[str, str] = os.environ
-        return self.backend.resume(self.folder, request, environ)
+        return self.backend.resume(self.folder, request, os.environ)
 
     def steps(self) -> list[StepLine]:
         """Every step that its ranks have reported."""

@@ -11,7 +11,7 @@ import argparse
 import json
 
 from . import context, data, pipeline, tensor
-from .harness import ROOT, Case, conditions, measure
+from .harness import ROOT, row_of
 
 TECHNIQUES = {"data": data.cases, "tensor": tensor.cases, "context": context.cases, "pipeline": pipeline.cases}
 RESULT = ROOT / "benchmarks" / "results" / "vs_torch.json"
@@ -29,19 +29,9 @@ def main() -> None:
         for technique, cases in TECHNIQUES.items():
             for case in cases(size):
                 if not args.only or {technique, case.name} & set(args.only):
-                    row = run(case, size, args.rounds)
-                    rows[f"{size}: {case.name} / {case.native}"] = row
+                    title = f"{size}: {case.name} / {case.native}"
+                    rows[title] = row_of(case, args.rounds, title, 52, size=size)
                     RESULT.write_text(json.dumps({"cases": rows}, indent=2) + "\n")
-
-
-def run(case: Case, size: str, rounds: int) -> dict[str, object]:
-    before = conditions(size=size, rounds=rounds, world=case.plan.parallel.world_size)
-    row = measure(case, rounds).record()
-    text = f"{size}: {case.name} / {case.native}"
-    times = f"{row['ours_s']:>7.3f}s {row['torch_s']:>7.3f}s {row['ratio']:>6.2f}"
-    spread = f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}"
-    print(f"{text:<52} {times} {spread:>11} {row['cpu_ratio']:>6.2f}  {row['loss_difference']:.1e}", flush=True)
-    return row | {"conditions": before}
 
 
 if __name__ == "__main__":

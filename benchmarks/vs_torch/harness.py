@@ -93,6 +93,16 @@ def _rank(rank: int, case: Case, rounds: int) -> dict:
     return {"wall": wall, "cpu": cpu, "difference": worst}
 
 
+def row_of(case: Case, rounds: int, title: str, width: int, **settings: object) -> dict[str, object]:
+    """Measure a case, print a line about it that begins with `title`, and return what is recorded of it."""
+    before = conditions(**settings, rounds=rounds, world=case.plan.parallel.world_size)
+    row = measure(case, rounds).record()
+    times = f"{row['ours_s']:>7.3f}s {row['torch_s']:>7.3f}s {row['ratio']:>6.2f}"
+    spread = f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}"
+    print(f"{title:<{width}} {times} {spread:>11} {row['cpu_ratio']:>6.2f}  {row['loss_difference']:.1e}", flush=True)
+    return row | {"conditions": before}
+
+
 def conditions(**settings: object) -> dict[str, object]:
     """What a reader needs to judge the numbers."""
 

@@ -32,7 +32,7 @@ HOPELESS = 1e300
 class Errors(Frozen):
     """The worst relative error of each quantity over all ranks, parameters and both optimizer steps."""
 
-    loss: float  # and its terms
+    loss: float
     grad: float
     norm: float  # of the whole gradient, before clipping
     weight: float

@@ -257,14 +257,11 @@ def _(patch):
 
 
 def _counts(patch, change):
-    """`change(counts of a step over all ranks, group that they were summed over)` -> those that move the biases."""
-    original = balance_of_biases.all_reduce
-
-    def summed(counts, group, *more):
-        own = counts.clone()
-        return change(original(counts, group, *more), own)
-
-    patch.setattr(balance_of_biases, "all_reduce", summed)
+    """`change(counts of a step over all ranks, those of this rank alone)` -> those that move the biases."""
+    original = balance_of_biases.sum_over_ranks
+    patch.setattr(
+        balance_of_biases, "sum_over_ranks", lambda rows, *where: change(original(rows, *where), torch.stack(rows))
+    )
 
 
 @EXPERTS("experts: biases are moved by a rank's own counts", ep=2, model=SHARED)

@@ -1,14 +1,18 @@
 """Small models of every kind, micro-batches for them and engines on them, that tests share."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+from torch import nn
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Model
 from tests.beds.plans import tiny_model
 from trainer.comm.mesh import Mesh
 from trainer.engine import Engine
+from trainer.model.experts import MixtureOfExperts
+from trainer.model.loss import LossTerms
 from trainer.precision import Recipe, recipe
 
 LLAMA = {"norm": "rms", "position": "rope", "mlp": "gated", "activation": "silu", "bias": False}
@@ -32,6 +36,31 @@ def batch(model: Model, b: int = 3, s: int = 8, seed: int = 0, documents: bool =
     if documents:
         positions = torch.where(ids > 0, positions - (s // 2 + 1), positions)
     return SimpleNamespace(tokens=tokens[:, :-1], targets=targets, positions=positions, documents=ids)
+
+
+def mixture_on_meta(model: Model) -> tuple[nn.Module, LossTerms, Callable[[], None]]:
+    """(a stage with one mixture of experts as its layer 1, its terms, a function that takes tokens through it). A
+    tensor on "meta" has no values: whoever reads one fails."""
+    with torch.device("meta"):
+        mixture, terms = MixtureOfExperts(model, model.moe), LossTerms()
+        terms.start(torch.ones(()), 1, 1, 1, 1)
+        x = torch.zeros(2, 3, model.hidden)
+    stage = nn.Module()
+    stage.blocks = {"1": nn.Module()}
+    stage.blocks["1"].mlp = mixture
+
+    def enter() -> None:
+        with terms.forward(0):
+            mixture.enter(x, mixture.router(x.flatten(0, 1)))
+
+    return stage, terms, enter
+
+
+class NoGroups:
+    """The mesh of one rank, as far as collectives ask it."""
+
+    def group(self, name: str) -> None:
+        return None
 
 
 def engine_of(plan: Plan, rank: int, use: Recipe | None = None) -> Engine:

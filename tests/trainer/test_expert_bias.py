@@ -14,14 +14,12 @@ from safetensors.torch import load_file
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Moe
 from tests.beds.plans import make_plan, tiny_model
-from tests.trainer.samples import engine_of
+from tests.trainer.samples import NoGroups, engine_of, mixture_on_meta
 from tests.trainer.states import opened
 from tests.trainer.together import run_together, told, world
 from trainer.comm.collectives import CommCounter
 from trainer.export import main
 from trainer.model.balance import bias_change
-from trainer.model.experts import MixtureOfExperts
-from trainer.model.loss import LossTerms
 from trainer.parallel.expert.bias import BiasBalance
 from trainer.precision import FP64
 from trainer.verify import alone
@@ -81,25 +79,12 @@ def test_a_bias_that_does_not_move_stays_a_part_of_the_model():
 
 
 def test_moving_them_reads_nothing_from_the_device():
-    """A tensor on "meta" has no values: whoever reads one fails."""
-    with torch.device("meta"):
-        mixture, terms = MixtureOfExperts(EIGHT, EIGHT.moe), LossTerms()
-        terms.start(torch.ones(()), 1, 1, 1, 1)
-        x = torch.zeros(2, 3, EIGHT.hidden)
-    stage = torch.nn.Module()
-    stage.blocks = {"1": torch.nn.Module()}
-    stage.blocks["1"].mlp = mixture
+    stage, terms, enter = mixture_on_meta(EIGHT)
     balance = BiasBalance(terms)
     balance.watch(stage)
     balance.start()
-    with terms.forward(0):
-        mixture.enter(x, mixture.router(x.flatten(0, 1)))
-    balance.apply(torch.ones((), dtype=torch.bool, device="meta"), _Alone(), False, CommCounter())
-
-
-class _Alone:
-    def group(self, name):
-        return None
+    enter()
+    balance.apply(torch.ones((), dtype=torch.bool, device="meta"), NoGroups(), False, CommCounter())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

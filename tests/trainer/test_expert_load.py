@@ -9,12 +9,11 @@ from msgspec import to_builtins
 from orchestrator.plan.document import Moe
 from orchestrator.plan.expert_load import ExpertLoad
 from tests.beds.plans import make_plan, tiny_model
-from tests.trainer.samples import engine_of
+from tests.trainer.samples import NoGroups, engine_of, mixture_on_meta
 from tests.trainer.together import run_together, told, world
 from trainer.comm.collectives import CommCounter
 from trainer.metrics.step_result import StepResult
 from trainer.model.experts import MixtureOfExperts
-from trainer.model.loss import LossTerms
 from trainer.parallel.expert.load import ExpertMeter
 from trainer.precision import FP64
 from trainer.verify import alone
@@ -83,27 +82,14 @@ def test_every_layout_reports_the_load_that_one_process_counts():
 
 
 def test_a_sampled_step_reads_nothing_from_the_device():
-    """A tensor on "meta" has no values: whoever reads one fails."""
-    with torch.device("meta"):
-        mixture, terms = MixtureOfExperts(MODEL, MODEL.moe), LossTerms()
-        terms.start(torch.ones(()), 1, 1, 1, 1)
-        x = torch.zeros(2, 3, MODEL.hidden)
-    stage = torch.nn.Module()
-    stage.blocks = {"1": torch.nn.Module()}
-    stage.blocks["1"].mlp = mixture
+    stage, terms, enter = mixture_on_meta(MODEL)
     meter = ExpertMeter(terms)
     meter.watch(stage)
     for on in (False, True):
         meter.start(on)
-        with terms.forward(0):
-            mixture.enter(x, mixture.router(x.flatten(0, 1)))
-        table = meter.totals(_Alone(), False, CommCounter())
+        enter()
+        table = meter.totals(NoGroups(), False, CommCounter())
         assert (None if table is None else table.shape) == ((1, 8) if on else None)
-
-
-class _Alone:
-    def group(self, name):
-        return None
 
 
 def test_ratios_of_a_load():

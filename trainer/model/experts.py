@@ -21,7 +21,7 @@ from .balance import count_choices, sequence_balance, z_sum
 from .linear import identities
 from .loss import LossTerms
 from .mlp import ACTIVATIONS, MLP, gated
-from .permutation import copied, inverse, permuted, summed
+from .permutation import copied, counted, inverse, permuted, summed
 from .router import Router, Routing
 from .segments import segmented
 
@@ -143,10 +143,8 @@ class Copies(NamedTuple):
         order = chosen.argsort(stable=True)
         token, places = order // routing.experts.shape[-1], inverse(order)
         weights = permuted(routing.weights.flatten(), order, places)
-        # `bincount` would wait for the device
-        counts = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
         places = places.view_as(routing.experts)
-        return cls(copied(x, token, places), weights, counts, token, places)
+        return cls(copied(x, token, places), weights, counted(chosen, experts), token, places)
 
     def summed(self, out: Tensor) -> Tensor:
         """What experts returned for the copies, [n * k, hidden], summed over each token's -> [n, hidden]."""

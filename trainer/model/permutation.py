@@ -18,6 +18,12 @@ def inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
+def counted(numbers: Tensor, count: int) -> Tensor:
+    """int64 [count]: how often each of 0 to count - 1 is among `numbers`. `bincount` would wait for the device."""
+    zeros = torch.zeros(count, dtype=torch.int64, device=numbers.device)
+    return zeros.scatter_add_(0, numbers.flatten().long(), torch.ones_like(numbers, dtype=torch.int64).flatten())
+
+
 def copied(x: Tensor, source: Tensor, places: Tensor) -> Tensor:
     """[n, ...] -> [n * k, ...]: row i is row `source[i]` of `x`. `places` int64 [n, k]: where a row's copies are."""
     return _Copied.apply(x, source, places)

@@ -131,7 +131,8 @@ def build(
             apply_fp8(stage, plan, mesh, counter)
         if plan.model.moe is not None:
             apply_to_experts(stage, mesh, par.sp, terms, counter)
-            bias.watch(stage)
+            if plan.model.moe.bias_update:
+                bias.watch(stage)
             meter.watch(stage)
         if mesh.group("cp") is not None:
             apply_context_parallel(stage, par.cp_method, mesh, counter)

@@ -11,14 +11,16 @@ import torch
 from msgspec import UNSET
 from torch import Tensor
 
-from trainer.comm.collectives import CommCounter, all_reduce
+from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.model.balance import bias_change
-from trainer.model.experts import Enter, MixtureOfExperts
+from trainer.model.experts import MixtureOfExperts
 from trainer.model.loss import LossTerms
+from trainer.model.permutation import counted
 from trainer.model.router import Routing
 from trainer.model.stage import Stage
-from trainer.parallel.tensor import AXIS
+
+from .choices import sum_over_ranks, watch
 
 
 class BiasBalance:
@@ -30,11 +32,8 @@ class BiasBalance:
         self._chosen: dict[int, Tensor] = {}  # int64 [experts] by layer: this rank's part of the step
 
     def watch(self, stage: Stage) -> None:
-        """Count where tokens enter each mixture of experts, before tensor-parallel ranks gather them."""
-        for name, block in stage.blocks.items():
-            if isinstance(block.mlp, MixtureOfExperts) and block.mlp.router.bias is not None:
-                self.mixtures[int(name)] = block.mlp
-                block.mlp.enter = self._around(int(name), block.mlp.enter)
+        """Count what the stage's routers choose."""
+        self.mixtures |= watch(stage, self.terms, self._count)
 
     def start(self) -> None:
         """Begin a step."""
@@ -46,24 +45,16 @@ class BiasBalance:
         if not self.mixtures:
             return
         layers = sorted(self.mixtures.items())
-        chosen = torch.stack([self._chosen.get(layer, self._empty(one)) for layer, one in layers])
-        if sp:
-            chosen = all_reduce(chosen, mesh.group("tp"), AXIS, counter)
-        chosen = all_reduce(chosen, mesh.group("grad"), "dp", counter)
+        rows = [self._chosen.get(layer, self._empty(one)) for layer, one in layers]
+        chosen = sum_over_ranks(rows, mesh, sp, counter)
         for (_, mixture), counts in zip(layers, chosen, strict=True):
             bias, speed = mixture.router.bias, mixture.router.moe.bias_update
             assert bias is not None and speed is not UNSET, "else nobody watches it"
             bias += bias_change(counts, speed) * finite
 
-    def _around(self, layer: int, enter: Enter) -> Enter:
-        def counted(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-            if self.terms.counts:
-                row = self._chosen.setdefault(layer, self._empty(self.mixtures[layer]))
-                chosen = routing.experts.flatten()
-                row.scatter_add_(0, chosen, torch.ones_like(chosen))  # `bincount` would wait for the device
-            return enter(x, routing)
-
-        return counted
+    def _count(self, layer: int, routing: Routing) -> None:
+        row = self._chosen.setdefault(layer, self._empty(self.mixtures[layer]))
+        row += counted(routing.experts, len(row))
 
     @staticmethod
     def _empty(mixture: MixtureOfExperts) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainer.comm.collectives import CommCounter, all_to_all
 from trainer.model.experts import Experts, Meanwhile, nothing
+from trainer.model.permutation import counted
 from trainer.model.router import Routing
 
 from .dispatch import AXIS, ExpertDispatch, all_to_all_move
@@ -47,7 +48,7 @@ class HierarchicalDispatch:
         start = (arriving[:, 0].cumsum(0) - arriving[:, 0]).repeat_interleave(arriving[:, 1], output_size=len(label))
         row, expert = label // here + start, label % here
         by_expert = expert.argsort(stable=True)
-        count = _counted(expert, here)
+        count = counted(expert, here)
         row = row[by_expert]
         out, _ = self.inside.exchange(rows[row], weights[by_expert], count, experts, nothing)
         return _summed(by_rows.reverse(_summed(out, row, len(rows))), sent.token, len(x)), other
@@ -56,12 +57,6 @@ class HierarchicalDispatch:
 def _summed(rows: Tensor, into: Tensor, count: int) -> Tensor:
     """[count, hidden]: the sum of the rows that go `into` each place; in the same order each time, on a GPU too."""
     return rows.new_zeros(count, *rows.shape[1:]).index_put((into,), rows, accumulate=True)
-
-
-def _counted(numbers: Tensor, count: int) -> Tensor:
-    """How often each of 0 to count - 1 is among `numbers`; `bincount` would wait for the device."""
-    zeros = torch.zeros(count, dtype=torch.int64, device=numbers.device)
-    return zeros.scatter_add_(0, numbers.flatten().long(), torch.ones_like(numbers, dtype=torch.int64).flatten())
 
 
 class _Sent(NamedTuple):
@@ -82,4 +77,4 @@ class _Sent(NamedTuple):
         choice = domain.flatten().argsort(stable=True)
         label = number.gather(1, domain) * here + routing.experts % here
         token = goes.T.nonzero()[:, 1]
-        return cls(token, choice, label.flatten()[choice].int(), goes.sum(0), _counted(domain, domains))
+        return cls(token, choice, label.flatten()[choice].int(), goes.sum(0), counted(domain, domains))

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan.expert_load import ExpertLoad
-from trainer.comm.collectives import CommCounter, all_reduce
+from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
-from trainer.model.experts import Enter, MixtureOfExperts
+from trainer.model.experts import MixtureOfExperts
 from trainer.model.loss import LossTerms
+from trainer.model.permutation import counted
 from trainer.model.router import Routing
 from trainer.model.stage import Stage
+
+from .choices import sum_over_ranks, watch
 
 #: Columns of a layer's row behind the tokens of its experts.
 ENTROPY, TOKENS, LOWEST, HIGHEST = range(4)
@@ -33,12 +36,8 @@ class ExpertMeter:
         self._rows: dict[int, Tensor] = {}
 
     def watch(self, stage: Stage) -> None:
-        """Look at the tokens of each mixture of experts where they enter it, before tensor-parallel ranks gather them;
-        last, since what was put there before stays."""
-        for name, block in stage.blocks.items():
-            if isinstance(block.mlp, MixtureOfExperts):
-                self.mixtures[int(name)] = block.mlp
-                block.mlp.enter = self._around(int(name), block.mlp.enter)
+        """Look at what the stage's routers choose."""
+        self.mixtures |= watch(stage, self.terms, self._look)
 
     def start(self, on: bool) -> None:
         """Begin a step; `on`: it is sampled."""
@@ -50,10 +49,8 @@ class ExpertMeter:
         Collective among them."""
         if not self.on:
             return None
-        table = torch.stack([self._rows.get(layer, self._empty(one)) for layer, one in sorted(self.mixtures.items())])
-        if sp:
-            all_reduce(table, mesh.group("tp"), "tp", counter)
-        all_reduce(table, mesh.group("grad"), "dp", counter)
+        rows = [self._rows.get(layer, self._empty(one)) for layer, one in sorted(self.mixtures.items())]
+        table = sum_over_ranks(rows, mesh, sp, counter)
         for row, (_, mixture) in zip(table, sorted(self.mixtures.items()), strict=True):
             if (bias := mixture.router.bias) is not None:
                 row[LOWEST - _MORE], row[HIGHEST - _MORE] = bias.min(), bias.max()
@@ -69,19 +66,12 @@ class ExpertMeter:
             found[str(layer)] = ExpertLoad(tokens, share, bias=ends)
         return found
 
-    def _around(self, layer: int, enter: Enter) -> Enter:
-        def watched(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-            if self.on and self.terms.counts:
-                self._add(layer, routing)
-            return enter(x, routing)
-
-        return watched
-
     @torch.no_grad()
-    def _add(self, layer: int, routing: Routing) -> None:
+    def _look(self, layer: int, routing: Routing) -> None:
+        if not self.on:
+            return
         row = self._rows.setdefault(layer, self._empty(self.mixtures[layer]))
-        chosen = routing.experts.flatten()
-        row.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=row.dtype))  # `bincount` would wait for the device
+        row[:-_MORE] += counted(routing.experts, len(row) - _MORE)
         more = row[-_MORE:]
         more[ENTROPY] += torch.special.entr(routing.scores).sum()
         more[TOKENS] += len(routing.experts)
