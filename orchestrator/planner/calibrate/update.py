@@ -28,6 +28,7 @@ MOST_MISS = 0.3
 RUN_NOISE, RATE_NOISE, LINK_NOISE = 0.03, 0.08, 0.15
 IN_STEP = 0.7  # rate of NVLink's collectives inside a step / alone (accuracy.md section 2; comm-0364)
 ROUNDS = 5
+LEAST_PART = 0.01  # of a round's way
 
 
 class Update(NamedTuple):
@@ -62,21 +63,35 @@ def update_with_step(
     """(update, derivatives at the profile's values) by one measured step, however far off it is.
 
     `step_s` predicts the step from parameter values. The model is not linear in what moves far, so it is linearised
-    again where the last round ended, with the same prior (Bell and Cathey 1993, the iterated Kalman filter).
+    again where the last round ended, with the same prior (Bell and Cathey 1993, the iterated Kalman filter). A round
+    that would end at something less likely goes a part of its way: where a term has all but vanished its derivative
+    has, too, and whole steps would run away.
     """
-    values, moved, first = dict(profile.values), np.zeros(len(NAMES)), None
+    likely = np.linalg.pinv(profile.uncertainty)
+
+    def cost(miss: float, change: Floats) -> float:
+        """-2 ln of the posterior, but for a constant."""
+        return float((miss / noise) ** 2 + change @ likely @ change)
+
+    def at(change: Floats) -> tuple[float, Floats]:
+        """(miss, its derivatives) with the parameters changed."""
+        step = step_s(duals(Update(change, profile.uncertainty).values(profile)))
+        return float(np.log(value_of(step) / measured_s)), log_gradient(step)
+
+    moved = np.zeros(len(NAMES))
+    miss, jacobian = at(moved)
+    first = jacobian
     for _ in range(rounds):
-        step = step_s(duals(values))
-        jacobian = log_gradient(step)
-        first = jacobian if first is None else first
-        miss = np.log(value_of(step) / measured_s) - jacobian @ moved
-        found = _posterior(profile, np.array([miss]), jacobian[None], np.array([noise]))
-        done = np.abs(found.log_change - moved).max() < 1e-3
-        moved, values = found.log_change, found.values(profile)
-        if done:
+        found = _posterior(profile, np.array([miss - jacobian @ moved]), jacobian[None], np.array([noise]))
+        way, part, before = found.log_change - moved, 1.0, cost(miss, moved)
+        miss, jacobian = at(moved + way)
+        while cost(miss, moved + part * way) > before and part > LEAST_PART:
+            part /= 2
+            miss, jacobian = at(moved + part * way)
+        moved = moved + part * way
+        if np.abs(part * way).max() < 1e-3:
             break
-    assert first is not None
-    return found, first
+    return Update(moved, found.covariance), first
 
 
 def update_with_bench(profile: Profile, described: Cluster, record: Record) -> Update:
