@@ -16,13 +16,14 @@ from orchestrator.observe.goodput.ledger import ledger
 from orchestrator.observe.timeline import StepFollower
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.batch import share
+from orchestrator.plan.document import Moe
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import descendants
 from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state
 from tests.backends.conftest import write_text
 from tests.beds.bundles import events, make_bundle, reports, wait_end, wait_for
-from tests.beds.plans import make_plan
+from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.workers import running
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -43,6 +44,16 @@ def staged(corpus, tmp_path, nodes: int) -> Plan:
     """The same steps in a pipeline over any number of nodes, which keep each other's state in memory."""
     shape = {"dp": 1, "pp": nodes, "micro_batches": BATCH, "replica_micro_batches": None, "copy_every_steps": 1}
     return sized(corpus, tmp_path, nodes, **shape)
+
+
+def mixed(corpus, tmp_path, nodes: int, **degrees: int) -> Plan:
+    """A mixture of experts whose routers' biases move, four ranks a node and no checkpoint but the copies in memory."""
+    moe = Moe(experts=4, top_k=2, ffn_hidden=32, balance_loss=0.01, z_loss=0.001, bias_update=0.01)
+    files = {"data_paths": [str(corpus)], "cache_dir": str(tmp_path / "cache"), "copy_every_steps": 1}
+    count = BATCH // degrees.get("ep", 1)
+    return make_plan(
+        model=tiny_model(moe=moe), **degrees, **files, nodes=nodes, micro_batches=count, steps=STEPS, seq_len=32
+    )
 
 
 def start(tmp_path, run_id: str, sizes: dict[int, Plan], elastic: bool) -> RunFolder:
@@ -139,6 +150,23 @@ def test_below_the_smallest_size_the_nodes_that_are_left_save_what_their_memorie
     (resumed,) = events(folder, "resumed")
     assert (resumed["step"], resumed["fields"]["source"]) == (saved["step"], "disk")
     compare(folder, whole)
+
+
+def test_experts_over_five_axes_lose_a_node_and_have_the_losses_of_one_process(tmp_path, corpus):
+    """ep2 tp2 pp2 on two nodes, and ep2 tp2 on the one that is left: stages, experts, their optimizer's states and the
+    routers' biases come from the memories of both, and are laid out anew."""
+    with running(mixed(corpus, tmp_path, 1), tmp_path / "alone") as worker:
+        assert worker.wait() == [0], worker.log(0)
+    sizes = {2: mixed(corpus, tmp_path, 2, ep=2, tp=2, pp=2), 1: mixed(corpus, tmp_path, 1, ep=2, tp=2)}
+    folder = start(tmp_path, "experts", sizes, elastic=True)
+    wait_for(lambda: reached(folder, 0, STEPS // 2), 400, "half of the steps")
+    kill_node(folder, next(node for node in read_state(folder).nodes if node != read_state(folder).writer))
+    state = wait_end(folder, 600)
+    assert state.state == "done", (state.reason, folder.rank_log(0).read_text()[-2000:])
+    assert [event["pp"] for event in events(folder, "replanned")] == [1]
+    (resumed,) = events(folder, "resumed")
+    assert resumed["fields"]["source"] == "memory" and resumed["step"] >= STEPS // 2 - 1
+    compare(folder, worker.losses())
 
 
 @pytest.mark.full  # test_walk.py makes two resumes with agents and a program of its own; here the real trainer
