@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 
 import msgspec
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from orchestrator.agent.leader.election import CoordinatorMonitor, LeaderElection, turn_of
 from orchestrator.agent.node.connection import CoordinatorAddress, NoCoordinator
+from orchestrator.agent.protocol.channel import Refused, WrongKey, accept
+from orchestrator.agent.protocol.messages import FromAgent
 from orchestrator.plan import Exit
 from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RunFolder, write_private
@@ -96,6 +99,47 @@ def test_who_wakes_after_the_end_of_the_run_does_not_start_it_again(tmp_path):
         asyncio.run(main())
     assert ended.value.code == Exit.FENCED
     assert EpochLease(folder, "node0").newest == 2
+
+
+@pytest.mark.parametrize("alive", [False, True], ids=["a stranger on its port", "the coordinator itself"])
+def test_a_wrong_key_is_believed_of_a_coordinator_that_lives_and_of_nobody_else(tmp_path, alive):
+    """Anybody may listen on the port of one that is gone, and say so; then the next one leads."""
+    folder = without_coordinator(tmp_path, "running")
+    led = []
+
+    async def main():
+        over = asyncio.get_running_loop().create_future()
+
+        def lead(claims):
+            led.append(claims.held)
+            over.set_result(0)
+
+        async def answer(reader, writer):
+            with contextlib.suppress(Refused, ConnectionError):
+                await accept(reader, writer, folder.run_id, b"o" * 32, FromAgent)
+            writer.close()
+
+        async def beat(address):
+            while alive:
+                await asyncio.sleep(0.1)
+                address = msgspec.structs.replace(address, heartbeats=address.heartbeats + 1)
+                write_private(folder.coordinator, msgspec.json.encode(address))
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        there = CoordinatorAddress(host="127.0.0.1", port=server.sockets[0].getsockname()[1], node="node1", epoch=2)
+        write_private(folder.coordinator, msgspec.json.encode(there))
+        beating = asyncio.create_task(beat(there))
+        rules = msgspec.structs.replace(RULES, heartbeat_timeout_s=2.0)
+        try:
+            part = LeaderElection(folder, "node0", b"k" * 32, rules, lead)
+            await asyncio.wait_for(part.connect(2, ["node1", "node0"], over), 60)
+        finally:
+            beating.cancel()
+            server.close()
+
+    with pytest.raises(WrongKey if alive else NoCoordinator):  # `over` is done
+        asyncio.run(main())
+    assert led == ([] if alive else [3])
 
 
 def test_the_first_in_order_leads_when_the_port_refuses(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from orchestrator.plan.worker import replica_dir
 from tests.beds.plans import make_plan
 from tests.trainer.states import Recorder, checkpoints, flip_bit, no_room, state
 from tests.trainer.test_checkpoint_crashes import lines
+from trainer.checkpoint import manager as checkpoint_manager
 from trainer.checkpoint.format import StatePiece, rank_file, step_name
 from trainer.checkpoint.manager import Checkpoints
 from trainer.checkpoint.replicas import replicate as replicate_module
@@ -155,6 +157,24 @@ def restored(rank: int, home: Path, plan: Plan = FOUR, epoch: int = 1) -> list:
     return [found and found.step, sources, right]
 
 
+def restored_while_deleted(rank: int, home: Path) -> list:
+    """As `restored`; somebody deletes node1's memory when all ranks have what they need and begin to read it."""
+
+    def restore(*arguments) -> None:
+        dist.barrier()
+        if rank == 1 and arguments[0].path.parent.name != "disk":
+            shutil.rmtree(folder_of(home, "node1"))
+        genuine(*arguments)
+
+    genuine, checkpoint_manager.restore = checkpoint_manager.restore, restore
+    try:
+        return restored(rank, home)
+    except OSError as error:
+        return [None, [str(error)], True]
+    finally:
+        checkpoint_manager.restore = genuine
+
+
 def one_answer(answers: list[list]) -> tuple:
     """What all ranks say; only rank 0 reports."""
     assert len({answer[0] for answer in answers}) == 1 and all(answer[2] for answer in answers)
@@ -180,6 +200,18 @@ def test_two_peers_lost_is_the_newest_checkpoint_on_disk(tmp_path):
     for node in ("node1", "node2"):
         shutil.rmtree(folder_of(tmp_path, node))
     assert one_answer(run_ranks(restored, 4, tmp_path)) == (3, "disk")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("disk", [3, 0])
+def test_copies_that_are_deleted_while_they_are_read_are_no_state(tmp_path, disk):
+    """The checkpoint on disk is read over what was filled; without one no rank goes on with half a state."""
+    run_ranks(replicate, 4, tmp_path, FOUR, disk)
+    answers = run_ranks(restored_while_deleted, 4, tmp_path)
+    if disk:
+        assert one_answer(answers) == (3, "disk")
+    else:
+        assert all("filled in part: replica of step 6 in memory: rank 1" in one[1][0] for one in answers), answers
 
 
 @pytest.mark.process

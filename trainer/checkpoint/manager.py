@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from orchestrator.plan import Plan
-from trainer.comm.control import WORLD, ControlPath
+from trainer.comm.control import WORLD, ControlPath, first_problem
 from trainer.errors import CheckpointError, SaveError
 from trainer.worker.reporter import Reporter
 
@@ -52,6 +52,7 @@ class Checkpoints:
             self.replicas = InMemoryReplicas(self.target, store, reporter)
             self._peers = PeerRestore(plan, rank, token.run_id, store, control)
         self._pin = pin
+        self._torn = ""  # why a replica filled a part of the state and no more
         self.keep_last = plan.job.checkpoint.keep_last
         self.saved_step: int | None = None  # newest step that is on disk
         self.verified_step: int | None = None  # newest step whose files were read from the disk and found as written
@@ -62,29 +63,36 @@ class Checkpoints:
         """Claim the folder for this epoch, then fill `pieces()` from the newest verified checkpoint, if there is one.
 
         A complete in-memory replica with a newer (epoch, step) is used instead. Newer checkpoints that fail
-        verification are reported (event `checkpoint_rejected`) and renamed. Raises Fenced, CheckpointError.
+        verification are reported (event `checkpoint_rejected`) and renamed.
+
+        Raises Fenced, CheckpointError; OSError when what fills `pieces()` is gone in the middle and nothing else can.
         """
         folder, rank, control = self.target.folder, self.target.rank, self.target.control
         claim(self.target)
         start = time.perf_counter()
         replica = self._peers.newest() if self._peers is not None else None
         if replica is not None and replica.version > newest_committed(folder, rank, control):
-            found = self._fetch_replica(replica, pieces)
-            if found is not None:
-                return self._fill(found, pieces, start, "memory")
+            if (found := self._from_memory(replica, pieces)) is not None:
+                return self._resumed(found, start, "memory")
             replica = None
-        found, problem, source = None, None, "disk"
+        found, problem = None, None
         try:
             found = self._verified()
         except CheckpointError as error:
             problem = error
-        if replica is not None and (found is None or replica.version > found.version):  # the disk's newest was damaged
-            fetched = self._fetch_replica(replica, pieces)
-            found, source = (fetched, "memory") if fetched is not None else (found, "disk")
+        if (
+            replica is not None
+            and (found is None or replica.version > found.version)  # the disk's newest was damaged
+            and (fetched := self._from_memory(replica, pieces)) is not None
+        ):
+            return self._resumed(fetched, start, "memory")
         if found is not None:
-            return self._fill(found, pieces, start, source)
+            restore(found, pieces(), rank, layout_of(self.target.plan), self.target.plan.job.train.seed)
+            return self._resumed(found, start, "disk")
         if problem is not None:
             raise problem
+        if self._torn:
+            raise OSError(f"the state is filled in part: {self._torn}")
         self._check_never_saved()
         return None
 
@@ -130,23 +138,32 @@ class Checkpoints:
                 set_aside(path, self.target.token)
         return found
 
-    def _fetch_replica(self, replica: Replica, pieces: Callable[[], Sequence[StatePiece]]) -> VerifiedCheckpoint | None:
+    def _from_memory(self, replica: Replica, pieces: Callable[[], Sequence[StatePiece]]) -> VerifiedCheckpoint | None:
+        """Fill `pieces()` from a replica. None where any rank cannot, also when its files are deleted while it reads
+        (logind does that): what was filled until then must be filled again."""
         assert self._peers is not None
+        plan, problem = self.target.plan, b""
         try:
-            return self._peers.fetch(replica, pieces())
+            found = self._peers.fetch(replica, pieces())
         except CheckpointError as error:
             self._rejected(replica.name, str(error))
             return None
+        try:
+            restore(found, pieces(), self.target.rank, layout_of(plan), plan.job.train.seed)
+        except (CheckpointError, OSError) as error:
+            problem = str(error).encode()
+        if failed := self.target.control.judge(problem, first_problem):
+            self._torn = f"replica of step {replica.step} in memory: {failed}"
+            self._rejected(replica.name, self._torn)
+            return None
+        return found
 
     def _rejected(self, path: str, problem: str) -> None:
         if self.target.rank == 0:
             self.reporter.event("checkpoint_rejected", path=path, problem=problem)
 
-    def _fill(
-        self, found: VerifiedCheckpoint, pieces: Callable[[], Sequence[StatePiece]], start: float, source: str
-    ) -> Manifest:
+    def _resumed(self, found: VerifiedCheckpoint, start: float, source: str) -> Manifest:
         plan, rank = self.target.plan, self.target.rank
-        restore(found, pieces(), rank, layout_of(plan), plan.job.train.seed)
         if source == "disk":
             self.saved_step = self.verified_step = found.manifest.step
             self._remember(found.manifest.step)

@@ -32,6 +32,7 @@ PLANNER = "orchestrator.planner.elastic.replan"  # with what it imports, half a 
 TICK_S = 0.25
 TURN_TICKS = 4  # from one in the order to the next
 _CONNECT_S = 5.0
+_BELIEVED_BEATS = 3
 _PREPARE_S = 5.0  # after the workers' start, which has the processor first
 
 
@@ -116,19 +117,24 @@ class LeaderElection:
         monitor = CoordinatorMonitor(round(timeout_s / TICK_S))
         end = loop.time() + max(self._rules.join_timeout_s, 4 * timeout_s)
         call: asyncio.Task[Channel] | None = None  # a paused coordinator accepts the connection and never answers
+        called: CoordinatorAddress | None = None
+        denied: CoordinatorAddress | None = None  # who first said that this node's key is wrong
         try:
             while loop.time() < end and not over.done():
                 lease = EpochLease(self._folder, self._node)
                 seen, newest = read_address(self._folder), lease.newest
                 if call is None and seen is not None and seen.epoch == newest:
-                    call = asyncio.create_task(self._call(seen))
+                    call, called = asyncio.create_task(self._call(seen)), seen
                 await asyncio.wait({over, call} if call else {over}, timeout=TICK_S)
-                refused = False
+                refused = wrong = False
                 if call and call.done():
+                    assert called is not None
                     try:
                         return call.result()
-                    except WrongKey:
-                        raise
+                    except WrongKey:  # said by anybody on the port of a coordinator that is gone, so not believed yet
+                        if denied is not None and _beats_on(denied, called):
+                            raise
+                        call, wrong, denied = None, True, denied if _same_place(denied, called) else called
                     except (OSError, Refused, TimeoutError) as error:
                         call, refused = None, isinstance(error, ConnectionRefusedError)
                 state = read_state(self._folder)
@@ -142,7 +148,7 @@ class LeaderElection:
                         self._lead(lease)
                         _cancel(call)
                         call = None
-                if refused:
+                if refused or wrong:
                     await asyncio.wait({over}, timeout=TICK_S)
         finally:
             _cancel(call)
@@ -153,6 +159,15 @@ class LeaderElection:
     async def _call(self, seen: CoordinatorAddress) -> Channel:
         arguments = self._folder.run_id, self._node, self._key, FromCoordinator
         return await asyncio.wait_for(connect(seen.host, seen.port, *arguments), _CONNECT_S)
+
+
+def _same_place(one: CoordinatorAddress | None, other: CoordinatorAddress) -> bool:
+    return one is not None and (one.host, one.port, one.epoch) == (other.host, other.port, other.epoch)
+
+
+def _beats_on(first: CoordinatorAddress, later: CoordinatorAddress) -> bool:
+    """Whether the coordinator lived on after it was first called, so that it was the one who answered."""
+    return _same_place(first, later) and later.heartbeats >= first.heartbeats + _BELIEVED_BEATS
 
 
 def _cancel(call: asyncio.Task | None) -> None:
