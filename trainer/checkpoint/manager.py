@@ -93,27 +93,9 @@ class Checkpoints:
             raise problem
         if self._torn:
             raise OSError(f"the state is filled in part: {self._torn}")
-        self._check_never_saved()
+        if gone := control.judge(b"", lambda _: pins.saved_before(self._pin, folder) if self._pin else ""):
+            raise CheckpointError(gone)
         return None
-
-    def _check_never_saved(self) -> None:
-        """Raise CheckpointError if this run has saved before: its checkpoints are gone, and nobody said that it may
-        start over."""
-
-        def problem_of(_: list[bytes]) -> str:
-            try:
-                pinned = pins.saved(self._pin) if self._pin is not None else None
-            except CheckpointError as error:
-                return str(error)
-            if pinned is None:
-                return ""
-            return (
-                f"this run has saved step {pinned.step} in {pinned.folder}, and there is no checkpoint in"
-                f" {self.target.folder} now; put it back, or start over from step 0: orch resume --allow fresh-start"
-            )
-
-        if problem := self.target.control.judge(b"", problem_of):
-            raise CheckpointError(problem)
 
     def _remember(self, step: int) -> None:
         """Note on rank 0 that the checkpoint of `step` is on disk. A note that cannot be written ends no run."""

@@ -60,6 +60,21 @@ def saved(path: Path) -> SavedPin | None:
         raise CheckpointError(f"{path} cannot be read ({error}); it says whether the run has saved before") from None
 
 
+def saved_before(path: Path, folder: Path) -> str:
+    """What is wrong, in one line, where a run finds no checkpoint in `folder` to start from: it has saved before, and
+    nobody said that it may start over. "" if it has not."""
+    try:
+        pinned = saved(path)
+    except CheckpointError as error:
+        return str(error)
+    if pinned is None:
+        return ""
+    return (
+        f"this run has saved step {pinned.step} in {pinned.folder}, and there is no checkpoint in {folder} now; put it"
+        " back, or start over from step 0: orch resume --allow fresh-start"
+    )
+
+
 def remember(path: Path, folder: Path, step: int) -> None:
     """Note that the checkpoint of `step` is in `folder`. Raises OSError."""
     _write(path, SavedPin(str(folder), step))
