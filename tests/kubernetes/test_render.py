@@ -30,6 +30,35 @@ GOLDEN = Path(__file__).parent / "golden"
 IMAGE = {"image": "registry.example/orch@sha256:" + "0" * 64}
 LEVELS = {"leaf": "example.org/leaf", "spine": "example.org/spine"}
 
+#: A site's own: local disks, host network, GPUs by DRA, a second network, variables from a Secret, a sidecar.
+SITE = {
+    "metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"}},
+    "spec": {
+        **{"runtimeClassName": "nvidia", "schedulerName": "gang", "hostNetwork": True, "hostIPC": False},
+        "resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "eight-gpus"}],
+        "affinity": {"podAntiAffinity": {}},
+        "volumes": [{"name": "work", "hostPath": {"path": "/nvme", "type": "Directory"}}],
+        "initContainers": [
+            {
+                **{"name": "logs", "image": "registry.example/logs:1", "restartPolicy": "Always"},
+                "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}},
+            }
+        ],
+        "containers": [
+            {
+                "name": "agent",
+                "env": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
+                "envFrom": [{"secretRef": {"name": "site"}}],
+                "resources": {
+                    **{"claims": [{"name": "gpus"}], "limits": {"hugepages-2Mi": "4Gi", "nvidia.com/gpu": None}},
+                    "requests": {"nvidia.com/gpu": None},
+                },
+                "securityContext": {"capabilities": {"add": ["SYS_NICE"]}},
+            }
+        ],
+    },
+}
+
 CASES: dict[str, dict] = {
     "plain": {},
     "queue": {"queue": "team-a", "workload_priority": "high", "levels": LEVELS, "claim": "runs"},
@@ -42,6 +71,7 @@ CASES: dict[str, dict] = {
         **{"labels": {"cost-centre": "7"}, "annotations": {"example.org/note": "it's: #1"}, "checkpoint_gb_per_s": 0.1},
         "owner": {"name": "release", "uid": "1234"},
     },
+    "site": {"pod": SITE},
 }  # fmt: skip
 
 

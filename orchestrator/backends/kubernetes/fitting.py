@@ -16,7 +16,8 @@ from orchestrator.cluster.importers.kubernetes import PRODUCT, Node, Taint
 from orchestrator.plan.document import Plan
 
 from .objects.node_affinity import HOST
-from .objects.pod import resources, tolerations
+from .objects.pod import pod_template
+from .objects.pod_patch import requests
 from .options import KubernetesOptions
 
 _FACTORS = {"m": 1e-3, "": 1.0} | {
@@ -36,9 +37,10 @@ class PodNeeds(Struct, frozen=True):
 
 
 def pod_needs(plan: Plan, options: KubernetesOptions) -> PodNeeds:
-    requests = {name: quantity(amount) for name, amount in resources(plan, options)["requests"].items()}
+    spec = pod_template("run", plan, options, 0, {}, {}, None, subdomain=False)["spec"]
+    needs = {name: sum(map(quantity, amounts)) for name, amounts in requests(spec).items()}
     model = plan.cluster.gpu.name.split("-")[0].lower() if plan.cluster.device == "cuda" else ""
-    return PodNeeds(requests, tolerations(plan, options), model)
+    return PodNeeds(needs, spec["tolerations"], model)
 
 
 def why_not(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> str:

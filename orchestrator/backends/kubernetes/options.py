@@ -92,6 +92,8 @@ class KubernetesOptions(Frozen):
     # names on everything
     labels: dict[Key, Value] = {}
     annotations: dict[Key, Annotated[str, Meta(max_length=4096)]] = {}
+    # anything else of the pod, merged as `kubectl patch` does (objects/pod_patch.py): {spec: {runtimeClassName: x}}
+    pod: dict[str, Any] = {}
     network_policy: bool = False  # let only pods of the run, and Prometheus, reach its pods
     owner: Owner | None = None
 

@@ -20,6 +20,7 @@ from orchestrator.plan.exits import FATAL, Exit
 from orchestrator.planner.placement.rank_assignment import save_seconds, used_node_count
 
 from .node_affinity import ChosenNodes, node_affinity
+from .pod_patch import patched
 
 MARGIN_S = 30  # between the last worker's end and the kubelet's SIGKILL: its agent's termination message
 
@@ -65,7 +66,8 @@ def pod_template(
         spec["affinity"] = node_affinity(chosen)
     if plan.cluster.device == "cpu" and used_node_count(plan) > 1:
         spec["topologySpreadConstraints"] = [_spread(labels)]  # a GPU pod has its node to itself anyway
-    return {"metadata": {"labels": labels, "annotations": _annotations() | annotations}, "spec": spec}
+    template = {"metadata": {"labels": labels, "annotations": _annotations() | annotations}, "spec": spec}
+    return patched(template, options.pod)
 
 
 def _annotations() -> dict[str, str]:
