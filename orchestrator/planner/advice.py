@@ -10,8 +10,9 @@ from orchestrator.plan.offload import offload_of
 from orchestrator.plan.trained import refusal
 
 from .cost.offload import host_of
+from .cost.recomputed import shares_inputs
 from .cost.software import SOFTWARE
-from .cost.traffic import reductions, shares_inputs
+from .cost.traffic import reductions
 
 GIB = 1 << 30
 OFFLOADED = 0.5  # share of the step above which an offloaded update is reported

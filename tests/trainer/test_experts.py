@@ -14,7 +14,8 @@ from orchestrator.plan.document import Moe
 from orchestrator.planner.cost.collective import sent_bytes
 from orchestrator.planner.cost.expert_exchange import phases
 from orchestrator.planner.cost.fabric import Fabric
-from orchestrator.planner.cost.traffic import RecomputedShare, expert_operations
+from orchestrator.planner.cost.layer_traffic import expert_operations
+from orchestrator.planner.cost.recomputed import RecomputedShare
 from tests.beds.plans import make_plan
 from tests.trainer.samples import LLAMA, small
 from trainer.comm.collectives import CommCounter

@@ -8,53 +8,53 @@ from typing import NamedTuple
 from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.plan.expert_mesh import axes, expert_mesh
+from orchestrator.planner.model.layers import sample_layers
 
 from . import collective
 from .compute import Compute
 from .dual import Number, larger
 from .expert_exchange import phases
 from .fabric import Path
-from .rates import Rates
-from .software import Software
-from .traffic import (
+from .layer_traffic import (
     Overlap,
-    PathKey,
-    RecomputedShare,
     TensorOperation,
     boundary_bytes,
-    context_parallel_operations,
     expert_operations,
-    gradient_traffic,
     tensor_operations,
     vocabulary_operations,
 )
+from .rates import Rates
+from .recomputed import RecomputedShare
+from .software import Software
+from .traffic import PathKey, context_parallel_operations, gradient_traffic
 
 
 class TensorSeconds(NamedTuple):
     """Exposed tensor-parallel communication of one micro-batch."""
 
-    layer: Number  # of one layer, forward and backward
+    dense: Number  # of one dense layer, forward and backward
+    moe: Number  # of one layer with experts
     first: Number  # of the first stage beside its layers
     last: Number  # of the last stage
 
 
 def tensor_seconds(
+    model: Model,
     par: Parallel,
+    train: Train,
     share: RecomputedShare,
-    hidden: float,
-    tokens: float,
     rate: Rates,
     software: Software,
     compute: Compute,
     paths: Mapping[PathKey, Path],
     ahead: int = 0,
 ) -> TensorSeconds:
-    """`hidden`: bytes of a micro-batch's hidden states; `tokens`: of it on a rank; `ahead`: further predictions, each
-    of which looks tokens up and has a loss."""
+    """`ahead`: further predictions, each of which looks tokens up and has a loss."""
     if par.tp == 1:
-        return TensorSeconds(0.0, 0.0, 0.0)
+        return TensorSeconds(0.0, 0.0, 0.0, 0.0)
     path, shown = paths[("tp",), "ring"], rate.tp_exposed
-    links, known = rate.tensor_outside if path.fabric_s else rate.tensor, dict[Operation, Number]()
+    links = rate.tensor_outside if path.fabric_s else rate.tensor
+    known = dict[tuple[Operation, float, int], Number]()
 
     def late(once: Number, overlap: Overlap) -> Number:
         return larger(0.0, once - compute.overlap_s[overlap])
@@ -68,15 +68,22 @@ def tensor_seconds(
 
     def total(operations: Iterable[TensorOperation]) -> Number:
         result: Number = 0.0
-        for operation, overlap, count in operations:
-            if operation not in known:
-                known[operation] = collective.seconds(operation, hidden, par.tp, path, links)
-            result += count * exposed(known[operation], overlap)
+        for one in operations:
+            key = one.operation, one.size, one.ranks
+            if key not in known:
+                known[key] = collective.seconds(one.operation, one.size, one.ranks, path, links)
+            result += one.times * exposed(known[key], one.overlap)
         return result
 
+    tokens = par.micro_batch_size * train.seq_len / par.cp
     loss = collective.seconds("all_gather", tokens * 2 * 4 * par.tp, par.tp, path, links)  # two numbers a token
-    first, last = (total(vocabulary_operations(par, *ends)) for ends in ((1, 0), (ahead, 1 + ahead)))
-    return TensorSeconds(total(tensor_operations(par, share)), first, last + (1 + ahead) * exposed(loss))
+    ends = ((1, 0), (ahead, 1 + ahead))
+    first, last = (total(vocabulary_operations(model, par, train, *one)) for one in ends)
+    dense, moe = (
+        total(tensor_operations(model, par, train, share, bool(kind))) if layer is not None else 0.0
+        for kind, layer in enumerate(sample_layers(model))
+    )
+    return TensorSeconds(dense, moe, first, last + (1 + ahead) * exposed(loss))
 
 
 def context_seconds(

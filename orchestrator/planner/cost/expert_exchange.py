@@ -15,15 +15,18 @@ from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.hierarchy import landings
 
 from .fabric import Path
+from .layer_traffic import Carried
 
 
-def phases(path: Path, model: Model, parallel: Parallel) -> list[Path]:
+def phases(path: Path, model: Model, parallel: Parallel, carried: Carried = "rows") -> list[Path]:
     """One after the other: the whole exchange, or what goes between domains and then inside them. Their `share` is that
     of the bytes that the direct one sends."""
     factors = level_factors(path, model, parallel)
     if factors is None:
-        return [path]
+        return [] if carried == "names" else [path]
     nvlink, network = factors
+    if carried != "rows":  # each copy has its own
+        nvlink, network = nvlink if carried == "copies" else 0.0, 1.0
     spread = {level: part * network for level, part in path.share.items() if level != NVLINK}
     between = structs.replace(path, nvlink_s=0.0, fabric_s=path.fabric_s * network, share=spread)
     within = {NVLINK: path.share.get(NVLINK, 0.0) * nvlink}

@@ -34,12 +34,12 @@ from .fabric import Path
 from .offload import offload_seconds
 from .pipeline import EQUAL, rank_seconds, span_seconds
 from .rates import Rates
+from .recomputed import recomputed_share
 from .software import Software
 from .traffic import (
     PathKey,
-    hidden_bytes,
-    recomputed_share,
     sends_per_micro_batch,
+    shard_ranks,
     sums_table,
     table_gradient_bytes,
 )
@@ -112,14 +112,16 @@ class StepCost:
         self.work, self.paths = work, paths
         self.parallel = work.parallel
         par, train, rate = work.parallel, work.train, work.rate
-        share, tokens = recomputed_share(par, train, work.software), par.micro_batch_size * train.seq_len / par.cp
-        hidden = hidden_bytes(work.model, par, train)
+        share = recomputed_share(par, train, work.software)
         same = rate, work.software, work.compute, paths
-        self.tensor = tensor_seconds(par, share, hidden, tokens, *same, prediction_blocks(work.model))
+        self.tensor = tensor_seconds(work.model, par, train, share, *same, prediction_blocks(work.model))
         context = context_seconds(work.model, par, train, share, rate, paths)
-        dense: dict[str, Number] = {"tp": self.tensor.layer, "cp": context, "ep": 0.0}
+        experts = expert_seconds(work.model, par, train, share, rate, paths)
         #: exposed communication of a dense and of an MoE layer, forward and backward, by axis
-        self.inner = [dense, dense | {"ep": expert_seconds(work.model, par, train, share, rate, paths)}]
+        self.inner: list[dict[str, Number]] = [
+            {"tp": self.tensor.dense, "cp": context, "ep": 0.0},
+            {"tp": self.tensor.moe, "cp": context, "ep": experts},
+        ]
         known: dict[Stage, tuple[Number, Number]] = {}
         for stage in work.stages:
             if stage not in known:
@@ -188,8 +190,7 @@ class StepCost:
         par, work, most = self.parallel, self.work, max(map(sum, self.work.held))
         if work.offload is None:
             return constant_seconds(par, work.rate, most, work.nodes)
-        shards = min(par.dp * par.ep * par.cp, par.zero_group or par.world_size) if par.zero else 1
-        away = offload_seconds(most, shards, work.train, work.offload, work.rate.byte_s)
+        away = offload_seconds(most, shard_ranks(par), work.train, work.offload, work.rate.byte_s)
         return constant_seconds(par, work.rate, 0.0, work.nodes) + away
 
     @cached_property

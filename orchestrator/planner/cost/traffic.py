@@ -1,16 +1,15 @@
 """Communication of one optimizer step by axis: operations, message sizes, counts, and what compute may hide them.
 
 It does not depend on where the ranks are: the same list is costed for every placement.
-Sources: Megatron-LM (arXiv 1909.08053, section 3) and Korthikanti et al. (arXiv 2205.05198, section 4.2) for tensor and
-sequence parallel; Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 7) for 2Psi / 2Psi / 3Psi; Liu et al. (arXiv
-2310.01889) for ring attention; Lepikhin et al. (GShard, arXiv 2006.16668) for expert all-to-all.
+Sources: Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 7) for 2Psi / 2Psi / 3Psi; Liu et al. (arXiv 2310.01889)
+for ring attention. Tensor and expert parallel: `layer_traffic`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import lcm, prod
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from msgspec import Struct
 
@@ -23,25 +22,33 @@ from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.model.layers import (
     DTYPE_BYTES,
     dense_and_moe,
+    layer_params,
+    norm_params,
     params_outside_layers,
     prediction_params,
+    sample_layers,
 )
-from orchestrator.planner.model.stages import held_layers, rank_parameters, rank_stages, splits_backward
+from orchestrator.planner.model.stages import held_layers, rank_parameters, rank_stages
 
 from .collective import PATTERN, sent_bytes
 from .fabric import Pattern
+from .layer_traffic import (
+    Carried,
+    TensorOperation,
+    boundary_bytes,
+    expert_operations,
+    label_operations,
+    routing_operations,
+    tensor_operations,
+    vocabulary_operations,
+)
+from .recomputed import RecomputedShare, recomputed_share
 from .software import Software
 
 #: Compute that can hide a series of operations: none, the attention core (ring attention), the backward of the last
 #: micro-batch (gradient buckets), or all of it (weights gathered ahead).
 Window = Literal["none", "attention", "backward", "compute"]
 
-#: Matrix product that a single operation overlaps with: query-key-value, gate and up projections, output projection.
-#: The trainer sums an input's gradient while it computes the weights' gradient, and gathers the input again while it
-#: computes the input's gradient (`trainer/parallel/column_parallel.py`).
-Overlap = Literal["", "attention", "mlp", "head"]
-
-TensorOperation = tuple[Operation, Overlap, float]  # with the count
 SizedOperation = tuple[Operation, float, float, Window]  # with bytes and count
 
 
@@ -65,6 +72,7 @@ class Traffic(Struct, frozen=True):
     count: float
     members: int
     part: Part = ""
+    carried: Carried = "rows"  # of an all-to-all to experts
 
     @property
     def key(self) -> PathKey:
@@ -106,25 +114,31 @@ def _rank_traffic(
     copies = copies_of(parallel)  # a bidirectional schedule has two, which share the micro-batches
     layers, m = held / copies, parallel.micro_batches
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    hidden = hidden_bytes(model, parallel, train)
     recomputed = recomputed_share(parallel, train, software)
     result: list[Traffic] = []
+    parallel_experts = expert_mesh.expert_mesh(parallel).ep
 
     def add(axis: Axis, operation: Operation, size: float, count: float, varying: Sequence[Axis] = ()) -> None:
         varying = varying or (axis,)
-        n = expert_mesh.expert_mesh(parallel).ep if axis == "ep" else prod(getattr(parallel, name) for name in varying)
+        n = parallel_experts if axis == "ep" else prod(getattr(parallel, name) for name in varying)
         if n > 1 and size > 0 and count > 0:
             result.append(Traffic(axis, tuple(varying), operation, size, count, n))
 
-    for operation, _, count in tensor_operations(parallel, recomputed):
-        add("tp", operation, hidden, count * layers * m)
+    def add_tensor(operations: Sequence[TensorOperation], times: float) -> None:
+        """`etp` neighbours: as far apart as those of tp, at most."""
+        for one in operations:
+            if one.ranks > 1 and one.size > 0 and one.times * times > 0:
+                result.append(Traffic("tp", ("tp",), one.operation, one.size, one.times * times, one.ranks))
+
+    own = model, parallel, train, recomputed
+    add_tensor(tensor_operations(*own, moe=False), (held - moe) / copies * m)
+    add_tensor([*tensor_operations(*own, moe=True), *routing_operations(*own)] if moe else [], moe / copies * m)
     first, last = ends
     ahead = prediction_blocks(model) * last  # each looks tokens up and has a loss
-    for operation, _, count in vocabulary_operations(parallel, first + ahead, last + ahead):
-        add("tp", operation, hidden, count * m)
-    losses = last + ahead
-    add("tp", "all_gather", tokens * 2 * 4 * parallel.tp, losses * m)  # the loss: two fp32 numbers per token and rank
-
+    vocabulary = vocabulary_operations(model, parallel, train, first + ahead, last + ahead)
+    add_tensor(vocabulary if parallel.tp > 1 else [], m)
+    add_tensor(_partial_gradients(model, parallel, grad_bytes(train, software), held - moe, moe, bool(last)), 1.0)
+    add("tp", "all_gather", tokens * 2 * 4 * parallel.tp, (last + ahead) * m)  # the loss: two fp32 numbers a token
     if parallel.sp:  # gradients of projections that every rank holds whole, and computes from tokens of its own
         whole = prediction_blocks(model) * bool(last) * prediction_params(model)
         add("tp", "all_reduce", _shard_bytes(whole, parallel, train, software), 1.0)
@@ -132,8 +146,11 @@ def _rank_traffic(
     for operation, size, count, _ in context_parallel_operations(model, parallel, train, recomputed):
         add("cp", operation, size, count * layers * m)
 
-    for operation, size, count in expert_operations(model, parallel, train, recomputed):
+    for operation, size, count in expert_operations(*own):
         add("ep", operation, size, count * moe / copies * m, expert_mesh.axes(parallel))
+    for carried, size, count in label_operations(*own) if parallel_experts > 1 and moe else ():
+        times, over = count * moe / copies * m, expert_mesh.axes(parallel)
+        result.append(Traffic("ep", over, "all_to_all", size, times, parallel_experts, carried=carried))
 
     add("pp", "p2p", boundary_bytes(model, parallel, train), m * sends)
     if bool(first) != bool(last) and sums_table(model, parallel):
@@ -144,51 +161,36 @@ def _rank_traffic(
     return result
 
 
-def hidden_bytes(model: Model, parallel: Parallel, train: Train) -> float:
-    """Bytes of one micro-batch's hidden states on a rank, not cut by sequence parallelism."""
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    return tokens * model.hidden * DTYPE_BYTES[train.precision]
+def _partial_gradients(
+    model: Model, parallel: Parallel, width: int, dense: int, moe: int, last: bool
+) -> list[TensorOperation]:
+    """Sums over tp ranks, once a step, of gradients of which each has a part: with SP of all that is whole on each of
+    them; of key and value heads that several hold. `dense`, `moe`: layers; width: bytes of a gradient."""
+    tp, numbers = parallel.tp, 0
+    shards = shard_ranks(parallel) * copies_of(parallel)
+    if tp == 1:
+        return []
+    found = []
+    if parallel.sp:
+        for layer, count in zip(sample_layers(model), (dense, moe), strict=True):
+            numbers += count * layer_params(model, layer).replicated if layer is not None else 0
+        numbers += norm_params(model) * last
+        found.append(TensorOperation("all_reduce", "", numbers * width / shards, 1.0, tp))
+    if model.mla is None and tp > model.kv_heads:
+        head = (dense + moe) * 2 * model.head_dim * (model.hidden + model.bias)
+        found.append(TensorOperation("all_reduce", "", head * width / shards, 1.0, tp // model.kv_heads))
+    return found
 
 
-def boundary_bytes(model: Model, parallel: Parallel, train: Train) -> float:
-    """Bytes of one micro-batch's hidden states between two layers, or two stages, on one rank."""
-    return hidden_bytes(model, parallel, train) / (parallel.tp if parallel.sp else 1)
+def shard_ranks(parallel: Parallel) -> int:
+    """Ranks that each hold a shard of a gradient, in one copy of the model."""
+    replicas = parallel.dp * parallel.cp * parallel.ep
+    return min(replicas, parallel.zero_group or replicas) if parallel.zero else 1
 
 
 def grad_bytes(train: Train, software: Software) -> int:
     """Bytes of one gradient on the wire."""
     return software.grad_bytes or DTYPE_BYTES[train.grad_dtype]
-
-
-def expert_operations(
-    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
-) -> list[tuple[Operation, float, float]]:
-    """(operation, bytes, count) of one MoE layer and micro-batch: dispatch and combine, forward and backward."""
-    if model.moe is None:
-        return []
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp / (parallel.tp if parallel.sp else 1)
-    routed = tokens * model.hidden * DTYPE_BYTES[train.precision] * model.moe.top_k
-    return [("all_to_all", routed, 2 * (2 + recomputed.layer))]
-
-
-def tensor_operations(parallel: Parallel, recomputed: RecomputedShare) -> list[TensorOperation]:
-    """(operation on the hidden states, overlap, count) of one layer and micro-batch, forward and backward.
-
-    Attention and feed-forward each begin and end with an all-reduce; with SP, with an all-gather and a reduce-scatter.
-    With a split backward there is no weight gradient to overlap with, and inputs are kept whole.
-    """
-    overlap: tuple[Overlap, Overlap] = ("", "") if splits_backward(parallel) else ("attention", "mlp")
-    if not parallel.sp:
-        again: list[TensorOperation] = [("all_gather", "", recomputed.inputs)] if recomputed.inputs else []
-        summed: TensorOperation = ("all_reduce", "", 2 + recomputed.layer + recomputed.end)
-        return [summed, *_each("all_reduce", overlap, 1.0), *again]
-    plain: list[TensorOperation] = [("all_gather", "", 2 * (2 + recomputed.gather))]
-    plain += [("reduce_scatter", "", 2 + recomputed.layer + recomputed.end), *_each("reduce_scatter", overlap, 1.0)]
-    return plain if splits_backward(parallel) else [*plain, *_each("all_gather", overlap, 1.0 - recomputed.gather)]
-
-
-def _each(operation: Operation, overlaps: Sequence[Overlap], count: float) -> list[TensorOperation]:
-    return [(operation, overlap, count) for overlap in overlaps]
 
 
 def context_parallel_operations(
@@ -204,16 +206,18 @@ def context_parallel_operations(
     if cp == 1:
         return []
     tokens = parallel.micro_batch_size * train.seq_len / cp
-    heads, kv_heads = model.heads // parallel.tp, max(1, model.kv_heads // parallel.tp)
-    key_values = 2 * kv_heads * model.head_dim * tokens
+    heads, kv_heads, dim = model.heads // parallel.tp, max(1, model.kv_heads // parallel.tp), model.head_dim
+    if model.mla is not None:  # keys of every head travel, and values padded to their length, as the core takes them
+        kv_heads, dim = heads, model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
+    key_values = 2 * kv_heads * dim * tokens
     if parallel.cp_method == "allgather":
         return [
             ("all_gather", key_values * width * cp, 2 + recomputed.core, "none"),
             ("reduce_scatter", key_values * 4 * cp, 1.0, "none"),
         ]
     if parallel.cp_method == "ulysses":
-        exchanged = (heads + 2 * lcm(kv_heads, cp)) * model.head_dim * tokens * width
-        result = heads * model.head_dim * tokens * width
+        exchanged = (heads + 2 * lcm(kv_heads, cp)) * dim * tokens * width
+        result = heads * dim * tokens * width
         return [("all_to_all", size, 2 + recomputed.core, "none") for size in (exchanged, result)]
     return [
         ("p2p", key_values * width, (cp - 1) * (1 + recomputed.core), "attention"),
@@ -222,58 +226,10 @@ def context_parallel_operations(
     ]
 
 
-def vocabulary_operations(parallel: Parallel, first: float, last: float) -> list[TensorOperation]:
-    """As `tensor_operations`, for token table and output projection. first, last: see `end_shares`."""
-    overlap: Overlap = "" if splits_backward(parallel) else "head"
-    if not parallel.sp:
-        return [("all_reduce", "", first), ("all_reduce", overlap, last)]
-    found: list[TensorOperation] = [("reduce_scatter", "", first), ("all_gather", "", first + last)]
-    found.append(("reduce_scatter", overlap, last))
-    return found if splits_backward(parallel) else [*found, ("all_gather", overlap, last)]
-
-
 def end_shares(parallel: Parallel, stages: Sequence[int]) -> tuple[float, float]:
     """Shares of the micro-batches whose first, and last, stage is on the rank that holds `stages`."""
     copies = copies_of(parallel)
     return stages.count(0) / copies, stages.count(len(parallel.stage_layers) - 1) / copies
-
-
-class RecomputedShare(NamedTuple):
-    """Share of the layers that recompute a part of forward in backward."""
-
-    layer: float  # the whole layer
-    gather: float  # the all-gather of the sequence (sequence parallelism)
-    core: float  # attention, with its communication of keys and values (context parallelism)
-    end: float  # the layer's last operation too: this trainer stops when it has what backward needs
-    inputs: float = 0.0  # inputs of a recomputed part that its tensor-parallel ranks share, and gather again
-
-
-def recomputed_share(parallel: Parallel, train: Train, software: Software) -> RecomputedShare:
-    """This trainer's selective recomputation keeps neither gathered inputs nor attention over other ranks' keys."""
-    if train.recompute == "budget":
-        modes = train.recompute_layers or ["full"]
-        full, selective = (modes.count(mode) / len(modes) for mode in ("full", "selective"))
-    else:
-        full, selective = float(train.recompute == "full"), float(train.recompute == "selective")
-    orch = software.selective == "orch"
-    selective *= orch
-    end = 0.0 if orch else full
-    inputs = 0.0
-    if shares_inputs(parallel, train):
-        whole = held_inputs(parallel) / max(1, sum(parallel.stage_layers))
-        inputs = full * (1.0 - whole) + selective * (2.0 - whole)
-    return RecomputedShare(full, full + selective * parallel.sp, full + selective * (parallel.cp > 1), end, inputs)
-
-
-def shares_inputs(parallel: Parallel, train: Train) -> bool:
-    """Whether tensor-parallel ranks each keep a share of what recomputation starts from (ZeRO-R's Pa, arXiv 1910.02054,
-    section 6.1). Sequence parallelism shares it already."""
-    return train.partition_activations is True and parallel.tp > 1 and not parallel.sp
-
-
-def held_inputs(parallel: Parallel) -> int:
-    """Layers whose input a pipeline stage has received, and holds whole until its gradient is sent back."""
-    return sum(count > 0 for count in parallel.stage_layers[1:])
 
 
 def sums_table(model: Model, parallel: Parallel) -> bool:
@@ -291,9 +247,7 @@ def table_gradient_bytes(model: Model, parallel: Parallel, train: Train, softwar
 
 def _shard_bytes(parameters: int, parallel: Parallel, train: Train, software: Software) -> float:
     """Bytes of a rank's gradients of so many parameters, or of its shard of them."""
-    replicas = parallel.dp * parallel.cp * parallel.ep  # with one copy of the model
-    shards = min(replicas, parallel.zero_group or replicas) if parallel.zero else 1
-    return parameters * grad_bytes(train, software) / shards
+    return parameters * grad_bytes(train, software) / shard_ranks(parallel)  # a bidirectional pipeline sums none
 
 
 def sends_per_micro_batch(parallel: Parallel) -> float:
@@ -322,27 +276,35 @@ def gradient_traffic(
         if members == 1 or not parameters:
             continue
         once = outside if software.keeps_tables and replicas is DENSE_REPLICAS else 0
-        for part, share, operations in _gradient_parts(parameters, members, parallel, width, gradient, by_round, once):
+        group = parallel.zero_group // (1 if "ep" in replicas else expert_mesh.spread(parallel))
+        parts = _gradient_parts(parameters, members, parallel, width, gradient, by_round, once, group)
+        for part, share, operations in parts:
             for operation, size, count, _ in operations:
                 yield Traffic("dp", varying, operation, size, count, share, part)
 
 
 def _gradient_parts(
-    parameters: int, members: int, parallel: Parallel, width: int, grad_width: int, by_round: bool, once: int
+    parameters: int,
+    members: int,
+    parallel: Parallel,
+    width: int,
+    grad_width: int,
+    by_round: bool,
+    once: int,
+    group: int,
 ) -> list[tuple[Part, int, list[SizedOperation]]]:
     """(part of the `members` replicas, ranks of it, operations) of gradients and weights of a rank.
 
-    Hybrid sharding (`zero_group`): neighbours share one copy and exchange as ZeRO does; once a step the ranks that hold
-    the same shard sum its gradient (HSDP, arXiv 2304.11277; MiCS, arXiv 2205.00119).
+    Hybrid sharding: `group` neighbours share one copy and exchange as ZeRO does; once a step the ranks that hold the
+    same shard sum its gradient (HSDP, arXiv 2304.11277; MiCS, arXiv 2205.00119). Of one neighbour that is all.
     """
-    group = parallel.zero_group
     own = _gradient_operations(parameters, parallel, width, grad_width, by_round, once)
-    if not 1 < group < members or not parallel.zero:
+    if not 0 < group < members or not parallel.zero:
         return [("", members, own)]
     gradients = parameters * grad_width / group
     buckets = max(1.0, gradients / parallel.bucket_bytes)
     across: SizedOperation = ("all_reduce", gradients / buckets, buckets, "backward")
-    return [("shard", group, own), ("replica", members // group, [across])]
+    return [("shard", group, own), ("replica", members // group, [across])] if group > 1 else [("", members, [across])]
 
 
 def reductions(parallel: Parallel, by_round: bool) -> int:

@@ -15,8 +15,9 @@ from msgspec import Struct
 from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.plan.flops import layer_moe, prediction_blocks
 from orchestrator.plan.schedules import TABLE, schedule_of
+from orchestrator.planner.cost.layer_traffic import boundary_bytes
 from orchestrator.planner.cost.pipeline import in_flight
-from orchestrator.planner.cost.traffic import boundary_bytes, shares_inputs
+from orchestrator.planner.cost.recomputed import shares_inputs
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, sample_layers
 from orchestrator.planner.model.stages import held_layers, rank_stages, splits_backward, stage_range
 

@@ -32,7 +32,7 @@ from orchestrator.planner.cost.profile import Profile, shipped
 from orchestrator.planner.cost.rates import Rates, rates
 from orchestrator.planner.cost.software import SOFTWARE, Software
 from orchestrator.planner.cost.step_time import StepCost, Work, predict, step_work
-from orchestrator.planner.cost.traffic import PathKey, Traffic, step_traffic
+from orchestrator.planner.cost.traffic import DENSE_REPLICAS, PathKey, Traffic, step_traffic
 
 from .group_packing import domain_node_orders
 
@@ -109,6 +109,8 @@ def communicating(
     if "pp" in varying and len(varying) > 1:
         members = mirrored(members, sizes["pp"])
     if pattern == "shard" or pattern == "replica":
+        # ranks with different experts share a group of shards; each of them has its own part of it
+        zero_group //= math.prod(sizes[axis] for axis in DENSE_REPLICAS if axis not in varying)
         return split_groups(members, pattern, zero_group), "ring"
     return members, pattern
 
@@ -237,7 +239,7 @@ def axis_placement(candidate: Candidate, traffic: Sequence[Sequence[Traffic]]) -
 
 def _phases(candidate: Candidate, item: Traffic) -> list[Path]:
     path, work = candidate.paths[item.key], candidate.work
-    return phases(path, work.model, work.parallel) if item.operation == "all_to_all" and item.axis == "ep" else [path]
+    return phases(path, work.model, work.parallel, item.carried) if item.axis == "ep" else [path]
 
 
 def _stride(order: Sequence[Axis], sizes: Mapping[str, int], axis: Axis) -> int:

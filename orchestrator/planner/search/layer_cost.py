@@ -21,7 +21,9 @@ from orchestrator.planner.cost.communication import (
 )
 from orchestrator.planner.cost.compute import NO_LAYER
 from orchestrator.planner.cost.dual import value_of
-from orchestrator.planner.cost.traffic import boundary_bytes, grad_bytes, hidden_bytes, recomputed_share
+from orchestrator.planner.cost.layer_traffic import boundary_bytes
+from orchestrator.planner.cost.recomputed import recomputed_share
+from orchestrator.planner.cost.traffic import grad_bytes
 from orchestrator.planner.memory import activations
 from orchestrator.planner.memory.deferred_weight_gradients import (
     SPLIT_BACKWARD,
@@ -144,7 +146,7 @@ class LayerCost:
         par = structs.replace(par, schedule="1f1b")
         self.par, self.context, self.params, self.recipe = par, context, params, recipe
         self.kinds, self.trains = sample_layers(model), context.trains
-        self.tokens, self.hidden = par.micro_batch_size * train.seq_len / par.cp, hidden_bytes(model, par, train)
+        self.tokens = par.micro_batch_size * train.seq_len / par.cp
         self.compute = context.compute(par)
         self.paths = best.paths(mesh, False)
         self.widths = DTYPE_BYTES[train.precision], grad_bytes(train, context.software)
@@ -173,10 +175,11 @@ class LayerCost:
         tensors = [
             self._once((recompute, split, sp), self._tensor, recompute, split, sp) for split in splits for sp in along
         ]
-        tensor, table, last = (value_of(min(parts, key=value_of)) for parts in zip(*tensors, strict=True))
-        inner = tensor + min(self._once((recompute, one), self._context, recompute, one) for one in cp_methods)
+        *own, table, last = (value_of(min(parts, key=value_of)) for parts in zip(*tensors, strict=True))
+        context = min(self._once((recompute, one), self._context, recompute, one) for one in cp_methods)
         forward, backward = [], []
         for kind, layer in enumerate(self.compute.kinds):
+            inner = own[kind] + context
             if kind == 1 and layer is not NO_LAYER:
                 inner += min(self._once((recompute, sp), self._expert, recompute, sp) for sp in along)
             forward.append(value_of(layer.forward) + inner / 2)
@@ -195,7 +198,7 @@ class LayerCost:
             par = structs.replace(par, schedule="zb_h1" if split else "1f1b", sp=sp)
         share = recomputed_share(par, self.trains[recompute], context.software)
         same = context.rate, context.software, self.compute, self.paths
-        return tensor_seconds(par, share, self.hidden, self.tokens, *same)
+        return tensor_seconds(context.model, par, self.trains[recompute], share, *same)
 
     def _context(self, recompute: str, method: CpMethod) -> float:
         par, context, train = structs.replace(self.par, cp_method=method), self.context, self.trains[recompute]

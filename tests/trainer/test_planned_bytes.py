@@ -1,0 +1,126 @@
+"""Bytes that ranks send in a step, as the trainer counts them, against the plan's, by axis, in layouts with experts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from orchestrator.plan import Plan
+from orchestrator.plan.document import Mla, Moe
+from orchestrator.planner.cost.traffic import step_traffic
+from orchestrator.planner.placement.axis_order import CostContext, axis_placement, candidates
+from tests.beds.plans import make_plan, tiny_model
+from tests.trainer.samples import engine_of
+from tests.trainer.together import run_together, told, world
+from trainer.model.experts import MixtureOfExperts
+from trainer.model.router import Routing
+from trainer.verify.samples import step_batches
+
+#: Parameters of 64 numbers and more, which no bucket pads.
+SHAPE = dict(hidden=64, kv_heads=4, head_dim=16, ffn_hidden=64, vocab=256)
+PLAIN = tiny_model(**SHAPE, moe=Moe(experts=4, top_k=2, ffn_hidden=16))
+SHARED = tiny_model(**SHAPE, moe=Moe(experts=4, top_k=2, ffn_hidden=16, shared_ffn_hidden=16, first_dense_layers=1))
+LATENT = Mla(q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=64, v_head_dim=16)
+MODELS = {"plain": PLAIN, "shared": SHARED, "latent": tiny_model(**SHAPE, mla=LATENT, moe=SHARED.moe)}
+DOMAINS = dict(nodes=2, expert_all_to_all="hierarchical")
+
+CASES = {
+    "tp2": dict(tp=2),
+    "tp2, full": dict(tp=2, recompute="full"),
+    "tp2, selective": dict(tp=2, recompute="selective"),
+    "tp2 without sp": dict(tp=2, sp=False),
+    "tp2 without sp, full, shares of inputs": dict(tp=2, sp=False, recompute="full", partition_activations=True),
+    "tp2 without sp, selective, shares": dict(tp=2, sp=False, recompute="selective", partition_activations=True),
+    "ep2": dict(ep=2),
+    "ep2, full": dict(ep=2, recompute="full"),
+    "ep2 tp2": dict(ep=2, tp=2),
+    "ep2 tp2, full": dict(ep=2, tp=2, recompute="full"),
+    "ep2 tp2, selective": dict(ep=2, tp=2, recompute="selective"),
+    "ep2 tp2 without sp": dict(ep=2, tp=2, sp=False),
+    "ep2 tp2 without sp, full": dict(ep=2, tp=2, sp=False, recompute="full"),
+    "tp2 etp1": dict(tp=2, etp=1),
+    "tp4 etp2": dict(tp=4, etp=2),
+    "tp2 ep2 etp1": dict(tp=2, ep=2, etp=1),
+    "tp2 cp2 folded, etp1": dict(tp=2, cp=2, etp=1, fold_cp=True),
+    "tp2 cp2 folded, etp2": dict(tp=2, cp=2, etp=2, fold_cp=True),
+    "cp2 ep2": dict(cp=2, ep=2),
+    "cp2 ep2 ulysses": dict(cp=2, ep=2, cp_method="ulysses"),
+    "ep2 pp2": dict(ep=2, pp=2),
+    "tp2 pp2": dict(tp=2, pp=2),
+    "ep2 pp2 zb_h1": dict(ep=2, pp=2, schedule="zb_h1", micro_batches=4),
+    "ep2 pp2 dualpipe, zero1": dict(ep=2, pp=2, schedule="dualpipe", micro_batches=4, zero=1),
+    "ep2 dp2 zero1": dict(ep=2, dp=2, zero=1),
+    "ep2 dp2 zero2": dict(ep=2, dp=2, zero=2),
+    "ep2 dp2 zero3": dict(ep=2, dp=2, zero=3),
+    "tp2 dp2 zero1": dict(tp=2, dp=2, zero=1),
+    "cp2 dp2 folded, zero2 hybrid": dict(cp=2, dp=2, fold_cp=True, zero=2, zero_group=2),
+    "ep4 by domain": dict(ep=4, **DOMAINS),
+    "ep4 by domain, full": dict(ep=4, recompute="full", **DOMAINS),
+    "ep2 tp2 by domain": dict(ep=2, tp=2, order=("tp", "ep", "cp", "pp", "dp"), **DOMAINS),
+}
+#: These take 8 processes.
+WIDE = {"ep2 tp2 pp2 zb_h1": dict(ep=2, tp=2, pp=2, schedule="zb_h1", micro_batches=4)}
+
+
+def plan_of(kind: str, case: dict) -> Plan:
+    return make_plan(model=MODELS[kind], seq_len=48, **case)
+
+
+def evenly(module, args, out: Routing) -> Routing:
+    """Every pair of experts as often, as the plan takes it."""
+    pairs = torch.tensor(list(itertools.combinations(range(4), 2)))
+    return out._replace(experts=pairs.repeat(-(-len(out.experts) // len(pairs)), 1)[: len(out.experts)])
+
+
+def sent_by(rank: int, plan: Plan) -> dict:
+    """In the second step: weights have been gathered once."""
+    engine = engine_of(plan, rank)
+    for stage in engine.part.stages:
+        for block in stage.blocks.values():
+            if isinstance(block.mlp, MixtureOfExperts):
+                block.mlp.router.register_forward_hook(evenly)
+    for _ in range(2):
+        engine.counter.close()
+        engine.update(engine.gradients(*step_batches(plan, engine.mesh.coord, 0))[1], 1e-3)
+    account = engine.counter.close()
+    return {"axes": account.bytes, "levels": account.levels}
+
+
+def planned(plan: Plan, rank: int) -> dict[str, float]:
+    """Bytes by axis of a rank, by level where its tokens go to experts."""
+    context, par, train = CostContext(plan.cluster, plan.model, plan.job.train), plan.parallel, plan.job.train
+    traffic = step_traffic(plan.model, par, train, context.software)
+    (one,) = candidates(context.path_cache, par, traffic, context.work(par, train), par.order)
+    placed = axis_placement(one, [traffic[plan.ranks[rank].coord.pp]])
+    return {axis: sum(place.bytes_per_step_by_level.values()) for axis, place in placed.items()} | {
+        "nvlink": placed["ep"].bytes_per_step_by_level.get("nvlink", 0.0),
+        "network": sum(size for level, size in placed["ep"].bytes_per_step_by_level.items() if level != "nvlink"),
+    }
+
+
+def assert_sent_as_planned(cases: dict, kind: str) -> None:
+    for ranks in sorted({world(case) for case in cases.values()}):
+        plans = {name: plan_of(kind, case) for name, case in cases.items() if world(case) == ranks}
+        for name, answers in run_together(sent_by, ranks, {name: (plan,) for name, plan in plans.items()}).items():
+            with told(f"{kind}: {name}"):
+                for rank, answer in enumerate(answers):
+                    expected = planned(plans[name], rank)
+                    for axis in ("tp", "cp", "ep", "pp", "dp"):
+                        # how many rows will come: a few numbers of 8 bytes a layer and micro-batch
+                        counted = 8 * 4 * 4 * 8 * 2 if axis in ("tp", "ep") else 0
+                        assert answer["axes"].get(axis, 0) == pytest.approx(expected[axis], abs=counted + 0.5), axis
+                    for level in ("nvlink", "network"):
+                        assert answer["levels"].get(level, 0) == pytest.approx(expected[level]), level
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", MODELS)
+def test_ranks_send_what_is_planned(kind):
+    assert_sent_as_planned(CASES, kind)
+
+
+@pytest.mark.process
+def test_ranks_of_four_axes_send_what_is_planned():
+    assert_sent_as_planned(WIDE, "shared")
