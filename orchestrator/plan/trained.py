@@ -87,6 +87,11 @@ def _rotary(case: Case) -> str | None:
     model = case.model
     if model.mla is not None and model.position != "rope":
         return f"model {model.name} has latent attention with position={model.position}: its positions are rotary"
+    if model.mla is None and model.yarn and model.yarn.factor > 1 and model.yarn.mscale_all_dim:
+        return (
+            f"model {model.name} has yarn without latent attention, which alone makes attention scores grow;"
+            " legal: yarn.mscale_all_dim=0, stretched positions without it"
+        )
     name, width = ("mla.qk_rope_head_dim", model.mla.qk_rope_head_dim) if model.mla else ("head_dim", model.head_dim)
     return f"model.{name}={width} must be even for rotary positions" if model.position == "rope" and width % 2 else None
 

@@ -13,7 +13,7 @@ from orchestrator.cluster.build import build_cluster
 from orchestrator.config.schema import BatchRampSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
-from orchestrator.plan.document import BatchRamp, Mla, Mtp
+from orchestrator.plan.document import BatchRamp, Mla, Mtp, Yarn
 from orchestrator.plan.supported import LAYOUT, Case, broken
 from orchestrator.plan.trained import NOT_RUN, TRAINER, case_of
 from orchestrator.planner.legality import check, nearest_legal
@@ -80,6 +80,11 @@ UNTRAINED = {
     "kv_groups": (structs.replace(shapes.tiny(), kv_heads=3), {}, "kv_heads=3 must divide model.heads=4"),
     "rotary": (structs.replace(shapes.tiny(), head_dim=7), {}, "head_dim=7 must be even"),
     "rotary ": (structs.replace(shapes.tiny(), mla=structs.replace(MLA, qk_rope_head_dim=5)), {}, "dim=5 must be even"),
+    "rotary   ": (
+        structs.replace(shapes.tiny(), yarn=Yarn(factor=4.0, original_seq_len=64)),
+        {},
+        "has yarn without latent attention",
+    ),
     "rotary  ": (structs.replace(shapes.tiny(), mla=MLA, position="none"), {}, "its positions are rotary"),
     "biases ": (structs.replace(shapes.tiny(), mla=MLA, bias=True), {}, "latent attention do not have"),
     "batch_ramp": (
