@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from orchestrator.plan import Plan
-from orchestrator.plan.document import Mla, Moe
+from orchestrator.plan.document import Mla, Moe, Mtp
 from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.placement.axis_order import CostContext, axis_placement, candidates
 from tests.beds.plans import make_plan, tiny_model
@@ -24,6 +24,7 @@ PLAIN = tiny_model(**SHAPE, moe=Moe(experts=4, top_k=2, ffn_hidden=16))
 SHARED = tiny_model(**SHAPE, moe=Moe(experts=4, top_k=2, ffn_hidden=16, shared_ffn_hidden=16, first_dense_layers=1))
 LATENT = Mla(q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=64, v_head_dim=16)
 MODELS = {"plain": PLAIN, "shared": SHARED, "latent": tiny_model(**SHAPE, mla=LATENT, moe=SHARED.moe)}
+MODELS["further"] = tiny_model(**SHAPE, moe=PLAIN.moe, mtp=Mtp(depth=1, weight=0.3))
 DOMAINS = dict(nodes=2, expert_all_to_all="hierarchical")
 
 CASES = {

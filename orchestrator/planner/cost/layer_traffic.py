@@ -183,3 +183,15 @@ def vocabulary_operations(
         counts = [("reduce_scatter", "", first), ("all_gather", "", first + last), ("reduce_scatter", overlap, last)]
         counts += [] if splits_backward(parallel) else [("all_gather", overlap, last)]
     return [TensorOperation(operation, behind, hidden, count, tp) for operation, behind, count in counts]
+
+
+def prediction_operations(
+    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare, ahead: float
+) -> list[TensorOperation]:
+    """Of `ahead` modules that predict further tokens, beside those of their layer, table and projection: recomputation
+    repeats a module with the norm behind its layer, so the layer's last operation too."""
+    if model.moe is not None and parallel.sp and expert_mesh(parallel).ep > 1:
+        return []  # results of experts come back by all-to-all
+    operation: Operation = "reduce_scatter" if parallel.sp else "all_reduce"
+    size = hidden_bytes(model, parallel, train)
+    return [TensorOperation(operation, "", size, ahead * recomputed.layer, parallel.tp)]

@@ -38,6 +38,7 @@ from .layer_traffic import (
     boundary_bytes,
     expert_operations,
     label_operations,
+    prediction_operations,
     routing_operations,
     tensor_operations,
     vocabulary_operations,
@@ -136,7 +137,8 @@ def _rank_traffic(
     first, last = ends
     ahead = prediction_blocks(model) * last  # each looks tokens up and has a loss
     vocabulary = vocabulary_operations(model, parallel, train, first + ahead, last + ahead)
-    add_tensor(vocabulary if parallel.tp > 1 else [], m)
+    repeated = prediction_operations(model, parallel, train, recomputed, ahead)
+    add_tensor([*vocabulary, *repeated] if parallel.tp > 1 else [], m)
     add_tensor(_partial_gradients(model, parallel, grad_bytes(train, software), held - moe, moe, bool(last)), 1.0)
     add("tp", "all_gather", tokens * 2 * 4 * parallel.tp, (last + ahead) * m)  # the loss: two fp32 numbers a token
     if parallel.sp:  # gradients of projections that every rank holds whole, and computes from tokens of its own
