@@ -37,7 +37,7 @@ def ask(bed: Bed, step: str, **kubeconfig: str) -> dict:
 
 def test_the_server_takes_every_rendering_and_knows_every_field(api):
     found = ask(api, "dry-run")
-    assert set(found) == {"plain", "queue", "everything"}
+    assert set(found) == {"plain", "queue", "everything", "site"}
     assert found["everything"] == ["Secret", "ConfigMap", "Service", "NetworkPolicy", "Job"]
 
 
