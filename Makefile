@@ -6,7 +6,7 @@ WORKERS ?= 3
 # Where an environment forbids it, every one of a thousand processes would compile what it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: mutations demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy lint rooms clean
+.PHONY: docs mutations demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
 
 demo: .venv/.ready
 	.venv/bin/orch demo
@@ -47,6 +47,16 @@ mutations: .venv/.ready
 # The score in docs/accuracy.md, by a table of measured runs: some minutes, most of them for the terms.
 accuracy: .venv/.ready
 	.venv/bin/orch predict --table $(TABLE) --terms --into docs/accuracy.md
+
+# The pages as a site with a search, in build/site; the reference written from the code first.
+docs: .venv/.ready
+	$(PY) docs/make_reference.py
+	$(PY) -m sphinx --fail-on-warning --keep-going -q docs build/site
+
+
+# The score in docs/strangers.md, of runs that no parameter was fitted to.
+strangers: .venv/.ready
+	.venv/bin/orch predict --table tests/planner/strangers.csv --into docs/strangers.md
 
 lint: .venv/.ready
 	.venv/bin/ruff check .

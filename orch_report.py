@@ -161,7 +161,8 @@ def hf_callback() -> Any:
     asked to save it lets the Trainer save a checkpoint, and ends. Nothing outside orch.
 
     The loss comes at the steps that the Trainer logs; tokens where `include_num_input_tokens_seen` counts them. The
-    next start goes on with `trainer.train(resume_from_checkpoint=get_last_checkpoint(output_dir))`.
+    next start goes on with `trainer.train(resume_from_checkpoint=get_last_checkpoint(output_dir))`, for which every
+    rank makes the folder first: `os.makedirs(output_dir, exist_ok=True)`.
     """
     from transformers import TrainerCallback
 

@@ -1,9 +1,10 @@
 """python -m benchmarks.kernels [--torchtitan DIR]
 
 Counts kernels and bytes of one decoder block, forward and backward, by the operators that torch dispatches: ours, that
-of transformers and that of torchtitan, in one run, nothing compiled. An operator reads each tensor once and writes
-its results once; views and allocations are free. Counts are not timings: they need no GPU. `F.rms_norm` counts as the
-one operator that a GPU has for it. Writes benchmarks/results/kernels.json and the table of docs/gpu.md.
+of transformers and that of torchtitan, in one run, nothing compiled, and again compiled (`compiled_kernels`). An
+operator reads each tensor once and writes its results once; views and allocations are free. Counts are not timings:
+they need no GPU. `F.rms_norm` counts as the one operator that a GPU has for it. Writes benchmarks/results/kernels.json
+and the table of docs/gpu.md.
 
 DIR holds torchtitan without what it depends on: pip install --no-deps --target DIR torchtitan spmd_types tyro
 docstring_parser typeguard. Its FlexAttention is replaced by the same call of SDPA that the others make.
@@ -22,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import compiled_kernels
+from tests.beds import fakegpu
 from tests.beds.plans import tiny_model
 from tests.trainer.operations import Kernels, size
 from trainer.model.block import Block
@@ -148,7 +151,8 @@ def of_torchtitan(folder: str) -> Callable[[], Tensor]:
 class Sdpa(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        fewer = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=fewer).transpose(1, 2)
 
 
 def _ready(block: nn.Module) -> tuple[Any, Callable[[], Tensor]]:
@@ -176,13 +180,12 @@ def parts() -> dict[str, tuple[Callable[[], Tensor], float, float]]:
     holder.drop = drop = Dropout(0.1, HIDDEN)
     seed_dropout(holder, 1)
     serial = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
-    tables, one, row = size(cos) + size(sin), size(x), 4 * BATCH * LENGTH
-    mask = x.numel()
+    least = compiled_kernels.least(q, up, x, size(cos) + size(sin))
     return {
-        "rotary positions of q": (lambda: rotate(q, (cos, sin)), 2 * size(q) + tables, 2 * size(q) + tables),
-        "gated activation": (lambda: gated(gate, up, "silu"), 3 * size(up), 5 * size(up)),
-        "RMS norm (F.rms_norm)": (lambda: norm(x), 2 * one + row, 3 * one + row),
-        "dropout": (lambda: drop(x, serial), 2 * one + mask, 2 * one + mask),
+        "rotary positions of q": (lambda: rotate(q, (cos, sin)), *least["rotary positions of q"]),
+        "gated activation": (lambda: gated(gate, up, "silu"), *least["gated activation"]),
+        "RMS norm (F.rms_norm)": (lambda: norm(x), *least["RMS norm"]),
+        "dropout": (lambda: drop(x, serial), *least["dropout"]),
     }
 
 
@@ -211,6 +214,8 @@ def main() -> None:
         row = counted(run)
         over = {"forward_over": row["forward_mb"] * 1e6 / least, "backward_over": row["backward_mb"] * 1e6 / least_back}
         found["parts"][name] = row | over
+    if not fakegpu.missing():
+        found["compiled"] = fakegpu.call(compiled_kernels.measured, args.torchtitan or "", timeout=3600.0)
     RESULT.write_text(json.dumps(found, indent=2) + "\n")
     text = PAGE.read_text()
     before, rest = text.split(MARKS[0])
@@ -223,17 +228,31 @@ def table(found: dict[str, Any]) -> str:
         "| block | kernels, all | element-wise kernels | their MB | kept for backward, MB |",
         "|---|---|---|---|---|",
     ]
-    for name, row in found["blocks"].items():
-        kernels, own, moved = (
-            f"{row['forward_' + what]:{form}} + {row['backward_' + what]:{form}}"
-            for what, form in (("all_kernels", ""), ("kernels", ""), ("mb", ".1f"))
-        )
-        lines.append(f"| {name} | {kernels} | {own} | {moved} | {row['kept_mb']:.1f} |")
+    lines += [f"{_block(name, row, '.1f')} {row['kept_mb']:.1f} |" for name, row in found["blocks"].items()]
     lines += ["", "| part of ours | kernels | bytes over the minimum |", "|---|---|---|"]
-    for name, row in found["parts"].items():
-        over = f"{row['forward_over']:.1f} + {row['backward_over']:.1f}"
-        lines.append(f"| {name} | {row['forward_kernels']} + {row['backward_kernels']} | {over} |")
+    lines += [_part(name, row) for name, row in found["parts"].items()]
+    if "compiled" in found:
+        compiled = found["compiled"]
+        lines += ["", f"Compiled for an H100, {compiled['shape']} in bf16, the shapes of Llama 3 8B:", ""]
+        lines += ["| block | kernels launched | of them generated | MB that these move |", "|---|---|---|---|"]
+        lines += [_block(name, row, ",.0f") for name, row in compiled["blocks"].items()]
+        lines += ["", "| part of ours | kernels | bytes over the minimum |", "|---|---|---|"]
+        lines += [_part(name, row) for name, row in compiled["parts"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _block(name: str, row: dict[str, Any], form: str) -> str:
+    """`form`: of MB."""
+    cells = (
+        f"{row['forward_' + what]:{how}} + {row['backward_' + what]:{how}}"
+        for what, how in (("all_kernels", ""), ("kernels", ""), ("mb", form))
+    )
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _part(name: str, row: dict[str, Any]) -> str:
+    over = f"{row['forward_over']:.1f} + {row['backward_over']:.1f}"
+    return f"| {name} | {row['forward_kernels']} + {row['backward_kernels']} | {over} |"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from orchestrator.run.processes import identity, load_of  # noqa: E402
-from tests.beds.kubernetes import addons  # noqa: E402
+from tests.beds.kubernetes import addons, controllers  # noqa: E402
 from tests.beds.kubernetes.bed import Bed, Shape  # noqa: E402
 from tests.beds.kubernetes.building import VERSION  # noqa: E402
 from tests.beds.kubernetes.runs import Orch  # noqa: E402
@@ -47,6 +47,7 @@ class Case:
     pods: int
     queue: str | None = None
     own_rates: bool = False
+    controlled: bool = False  # submitted to charts/orch-controller's controller, which runs here, too
 
 
 CASES = (
@@ -54,6 +55,8 @@ CASES = (
     Case("64 GPUs, no queue", "h100x64", 8),
     Case("4096 GPUs, Kueue", "h100x4096", 512, "large"),
     Case("4096 GPUs, no queue", "h100x4096", 512),
+    Case("64 GPUs, controller", "h100x64", 8, controlled=True),
+    Case("4096 GPUs, controller", "h100x4096", 512, controlled=True),
     Case("64 GPUs, Kueue, their own rates", "h100x64", 8, "large", own_rates=True),
     Case("4096 GPUs, Kueue, their own rates", "h100x4096", 512, "large", own_rates=True),
     Case("4096 GPUs, no queue, Kubernetes' own rates", "h100x4096", 512, own_rates=True),
@@ -182,7 +185,8 @@ def split_slices(pods: list[dict]) -> int:
 
 def by_orch(orch: Orch, case: Case, name: str) -> tuple[dict, dict[str, float]]:
     """The Job that was made, and seconds. The run is gone afterwards."""
-    bed, submission = orch.bed, orch.submission({"queue": case.queue} if case.queue else {})
+    options = {"controller": "always" if case.controlled else "never"}
+    bed, submission = orch.bed, orch.submission(options | ({"queue": case.queue} if case.queue else {}))
     if case.cluster == "h100x4096":
         folder = Path(submission[submission.index("--config-dir") + 1], "cluster")
         folder.mkdir()
@@ -195,6 +199,8 @@ def by_orch(orch: Orch, case: Case, name: str) -> tuple[dict, dict[str, float]]:
     command = lambda: orch(*words, timeout=1800, env=env)  # noqa: E731
     bound, cluster, sent = timed(bed, f"orch.dev/run={name}", case, command)
     job, pods = bed.get("job", name), orch.pods(name)
+    if case.controlled:
+        bed.kubectl("delete", "trainrun", name, "--wait=false", timeout=600)
     remove(bed, name, f"orch.dev/run={name}")
     split = {"split_slices": split_slices(pods)} if case.queue else {}  # without it ranks go where their pods came
     return job, {"orch_s": bound, "orch_since_job_s": cluster, "orch_command_s": sent} | split
@@ -228,7 +234,7 @@ def measure(orch: Orch, case: Case, repeats: int, name: str) -> list[dict]:
 
 
 def remove(bed: Bed, job: str, pods: str) -> None:
-    bed.kubectl("delete", "job", job, "--wait=false", timeout=600)
+    bed.kubectl("delete", "job", job, "--wait=false", "--ignore-not-found", timeout=600)
     bed.kubectl("delete", "pods", "-l", pods, "--grace-period=0", "--force", "--wait=false", timeout=600)
     wait_gone(bed, pods)
 
@@ -252,8 +258,10 @@ def main() -> int:
         if not args.without_kueue:
             addons.queues(bed, quota, labels, {"orch.test/kind": "simulated"}, "large")
         orch = Orch(bed, Path(home), "default", {"image": "orch.test/none:1", "levels": LEVELS})
+        controllers.install(bed)
         for index, case in enumerate(cases):
-            samples = measure(orch, case, args.repeats, f"c{index}")
+            with controllers.controller(bed, f"controller-{index}", 60.0) if case.controlled else nullcontext():
+                samples = measure(orch, case, args.repeats, f"c{index}")
             row = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
             row |= {"ratio": row["orch_s"] / row["bare_job_s"], "pods": case.pods}
             row |= {"ratio_since_job": row["orch_since_job_s"] / row["bare_since_job_s"]}

@@ -5,14 +5,15 @@
 As root, with the memory controller of cgroup v1. One process trains without a limit and all in memory; another in a
 cgroup of `--limit-mib`, with `train.offload=disk` and the weights in mapped pages. Printed: losses of both, the state's
 bytes over the limit, the most memory that tensors took (`rss`: pages of the disk are not among it) and that the cgroup
-was charged with, and the bytes a second of the optimizer's updates over those of a probe that moves the same chunks and
-computes nothing, in the same process after the last step.
+was charged with, and the bytes a second that the disk moved in updates over those of a probe that reads and writes as
+much and computes nothing, in the same process between the steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -52,9 +53,9 @@ def child(plan_text: str) -> None:
     import torch.distributed as dist
 
     from orchestrator.plan import from_json
+    from orchestrator.plan.offload import offload_of
     from trainer.comm.mesh import Mesh
     from trainer.engine import Engine
-    from trainer.optim.disk import DiskOptimizer
     from trainer.precision import recipe
     from trainer.verify.samples import micro_batch
 
@@ -62,35 +63,63 @@ def child(plan_text: str) -> None:
     with tempfile.TemporaryDirectory() as home:
         dist.init_process_group("gloo", init_method=f"file://{home}/store", rank=0, world_size=1)
         engine = Engine(plan, Mesh.from_plan(plan, 0), torch.device("cpu"), recipe(plan.job.train))
-        losses, seconds = list[float | None](), list[float]()
+        losses, seconds, phases = list[float | None](), list[float](), list[tuple[float, float]]()
+        moved, disk = 0, offload_of(plan.job.train)
+        probe = Probe(disk.dir) if disk.optimizer else None
         for step in range(plan.job.train.steps):
+            if probe:  # between the updates, so that what else runs on the machine slows both
+                probe.run()
             began = time.perf_counter()
             batch = micro_batch(plan, [step])
             loss, norm = engine.gradients([batch], batch.valid_tokens)
+            between, before = time.perf_counter(), disk_bytes()
             engine.update(norm, 1e-3)
+            ended = time.perf_counter()
+            moved += disk_bytes() - before
             losses.append(engine.mean_loss(loss, batch.valid_tokens))
-            seconds.append(time.perf_counter() - began)
-        found: dict[str, object] = {"losses": losses, "step_s": seconds}
-        if isinstance(engine.optimizer, DiskOptimizer):
-            optimizer = engine.optimizer
-            found |= {"update": optimizer.moved / optimizer.seconds, "probe": probe(optimizer)}
+            seconds.append(ended - began)
+            phases.append((between - began, ended - between))
+        found: dict[str, object] = {"losses": losses, "step_s": seconds, "phases": phases}
+        if probe:
+            probe.run()
+            found |= {"update": moved / sum(update for _, update in phases), "probe": probe.moved / probe.seconds}
         print(json.dumps(found))
         dist.destroy_process_group()
 
 
-def probe(optimizer) -> float:  # type: ignore[no-untyped-def]
-    """Bytes a second of the same reads and writes of the same file, side by side, without any computation."""
-    began = time.perf_counter()
-    with ThreadPoolExecutor(2) as threads:
+def disk_bytes() -> int:
+    """Bytes that this process had read from disks or written to them, as the kernel counts: pages too, if they were
+    not in memory."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]) + int(lines["write_bytes"])
 
-        def each(move, slot: int) -> None:  # type: ignore[no-untyped-def]
-            for chunk in optimizer.chunks:
-                move(optimizer._record(chunk, slot), chunk.offset)
 
-        jobs = [threads.submit(each, optimizer.file.read, 0), threads.submit(each, optimizer.file.write, 1)]
-        for job in jobs:
-            job.result()
-    return 2 * optimizer.bytes / (time.perf_counter() - began)
+class Probe:
+    """As `fio` would: threads that read and write blocks of a file past the page cache, each in turn, and compute
+    nothing. Knows nothing of the trainer."""
+
+    def __init__(self, folder: str, size: int = 512 * MIB, block: int = 2 * MIB, threads: int = 8):
+        self.size, self.block, self.threads = size, block, threads
+        path = Path(folder) / f"probe-{os.getpid()}"
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        path.unlink()
+        self.rooms = [mmap.mmap(-1, block) for _ in range(threads)]  # begin on a page
+        self.moved, self.seconds = 0, 0.0
+        for number in range(size // block):  # so that reads find data
+            os.pwritev(self.fd, [self.rooms[0]], number * block)
+
+    def run(self) -> None:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(self.threads) as threads:
+            list(threads.map(self._half, range(self.threads)))
+        self.seconds += time.perf_counter() - began
+        self.moved += self.size
+
+    def _half(self, thread: int) -> None:
+        """Every other thread reads, so that as many bytes go each way."""
+        move = os.preadv if thread % 2 else os.pwritev
+        for number in range(thread, self.size // self.block, self.threads):
+            move(self.fd, [self.rooms[thread]], number * self.block)
 
 
 def run(plan: str, limit: int | None) -> dict:
@@ -154,7 +183,8 @@ def main() -> None:
     apart = max(abs(a - b) for a, b in zip(free["losses"], limited["losses"], strict=True))
     print(f"state {state / MIB:,.0f} MiB = {state / limit:.1f} x the limit of {options.limit_mib} MiB")
     print(f"losses {free['losses']} without a limit, {limited['losses']} within it: apart by {apart:.1g}")
-    print(f"seconds a step {free['step_s']} without, {limited['step_s']} within")
+    for name, one in {"without a limit": free, "within": limited}.items():
+        print(f"{name}: " + ", ".join(f"{a:.2f} + {b:.2f}" for a, b in one["phases"]) + " s (gradients + update)")
     print(f"most of tensors and code {limited['rss'] / MIB:,.0f} MiB; charged {limited['charged'] / MIB:,.0f} MiB")
     ratio = limited["update"] / limited["probe"]
     print(f"update {limited['update'] / 1e6:,.0f} MB/s, probe {limited['probe'] / 1e6:,.0f} MB/s: {ratio:.0%}")

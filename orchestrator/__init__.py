@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from orchestrator.api import submit_job as submit_job
     from orchestrator.errors import OrchError as OrchError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"  # the one place; tags are `v0.2.0` and the like
 
 _WHERE = {"Run": "api", "plan_job": "api", "submit_job": "api", "OrchError": "errors"}
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,22 +88,26 @@ class PreparedJob(NamedTuple):
 
     def send(self, options: SubmitOptions) -> Run:
         """Start it."""
-        from orchestrator.run.folder import RunFolder
         from orchestrator.submit.submission import send
 
         send(self.candidate.bundle, self.backend, options)
-        return Run(RunFolder(Path(self.candidate.bundle.request.run_dir)), self.backend)
+        return Run(self.backend.folder_of(self.candidate.bundle.request, options.home), self.backend)
 
 
 def prepare_job(words: list[str], options: SubmitOptions, config_dir: str | Path | None = None) -> PreparedJob:
     """The job planned, checked, and at the size that its scheduler would start. OrchError as `submit_job`."""
     from orchestrator.config.compose import load
-    from orchestrator.submit.submission import check, choose, prepare
+    from orchestrator.submit.submission import check, choose, not_passed, prepare
 
-    submission = prepare(load(words, config_dir, ranges=True), options)
+    config = load(words, config_dir, ranges=True)
+    if config.backend.options.get("ssh") and options.code is None:
+        from orchestrator.submit.over_ssh import prepare_there
+
+        return PreparedJob(*prepare_there(config, words, options, config_dir))
+    submission = prepare(config, options)
     check(submission, options)
     candidate, said = choose(submission, options)
-    return PreparedJob(submission.backend, candidate, said)
+    return PreparedJob(submission.backend, candidate, [*said, *not_passed(candidate.bundle.request, options)])
 
 
 def submit_job(
@@ -177,12 +181,19 @@ class Run:
 
     @classmethod
     def find(cls, name: str | None = None) -> Run:
-        """By handle, id or the beginning of one; None: the newest. OrchError: 64 for none, 65 for an unreadable one."""
-        from orchestrator.backends.base import get_backend
+        """By handle, id or the beginning of one; None: the newest. One that this machine did not submit is asked of the
+        clusters that it is set up for. OrchError: 64 for none, 65 for an unreadable one."""
+        from orchestrator.backends.base import adopted, get_backend
         from orchestrator.run import registry
         from orchestrator.run.state import read_state
 
-        folder = registry.find_run(home(), name)
+        try:
+            folder = registry.find_run(home(), name)
+        except OrchError:
+            found = adopted(name.partition("://")[2] if "://" in name else name, home()) if name else None
+            if found is None:
+                raise
+            folder = found
         return cls(folder, get_backend(read_state(folder).backend))
 
     def __repr__(self) -> str:
@@ -231,14 +242,23 @@ class Run:
 
     def logs(self, rank: int, last: int | None = None, follow: bool = False) -> Iterator[str]:
         """The lines of one rank, the last so many or all. follow: also those to come, until the run has ended."""
+        for _, line in self.lines(lambda: {"": self.folder.rank_log(rank)}, last, follow):
+            yield line
+
+    def lines(
+        self, logs: Callable[[], Mapping[str, Path]], last: int | None = None, follow: bool = False
+    ) -> Iterator[tuple[str, str]]:
+        """The lines of several logs with their names, as `logs` does. `logs`: asked once the folder has them."""
         from orchestrator.backends.base import LogMirroring
         from orchestrator.observe.logs import LogTail
 
         with self.backend.mirror(self.folder, follow) if isinstance(self.backend, LogMirroring) else nullcontext():
-            tail = LogTail(self.folder.rank_log(rank), last)
+            tails = {name: LogTail(path, last) for name, path in logs().items()}
             while True:
-                alive = follow and self.backend.is_alive(self.folder)  # before reading: what it writes until then
-                yield from tail.read(last=not alive)
+                alive = follow and self.backend.is_alive(self.folder)  # before reading: what they write until then
+                for name, tail in tails.items():
+                    for line in tail.read(last=not alive):
+                        yield name, line
                 if not alive:
                     return
                 time.sleep(_LOOK_S)
@@ -258,6 +278,7 @@ class Run:
 
         OrchError: 64 while it runs or when it is done, 65 when it cannot run.
         """
+        from orchestrator.backends.base import Elsewhere
         from orchestrator.plan.worker import PINS, pin_file
 
         end = time.monotonic() + _END_S
@@ -272,6 +293,8 @@ class Run:
             raise OrchError(f"run {self.id} is {state.state}: cancel it first, or wait for its end")
         request = request_of_run(self.folder)
         os.umask(0o077)
+        if isinstance(self.backend, Elsewhere):
+            self.backend.allow_there(self.folder, allow)
         for name in allow:
             pin_file(self.folder.path, PINS[name]).unlink(missing_ok=True)
         return self.backend.resume(self.folder, request, os.environ)

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-#: xterm 256-colour codes of the dp replicas, chosen to differ also for colour-blind readers (Okabe & Ito 2008 order).
-PALETTE = (75, 214, 79, 204, 141, 80, 228, 174)
-GRAY, RED, GREEN, YELLOW = 245, 203, 78, 221
+GRAY, RED, GREEN, YELLOW = 245, 203, 78, 221  # of words
 
-CATEGORY_COLOUR = {"params": 75, "grads": 214, "optimizer": 79, "activations": 204, "buffers": 141, "free": 238}
+#: Colours of areas, as xterm 256-colour codes, in terminals and pictures alike. Each has one meaning. Any two differ by
+#: a CIEDE2000 of 10 or more, also with the three common kinds of colour-blindness (tests/observe/test_colours.py).
+REPLICA = (67, 217, 107, 99, 186, 73, 177, 112)  # then again from the first, with a pattern
+CATEGORY_COLOUR = {"params": 60, "grads": 124, "optimizer": 100, "activations": 131, "buffers": 92}
+COMMUNICATION, COMPUTE, IDLE = 125, 245, 238
+FORWARD, BACKWARD = 153, 86
+
+
+def hex_of(code: int) -> str:
+    """#rrggbb of a code of the 256, from 16 on."""
+    if code >= 232:
+        return "#" + f"{8 + 10 * (code - 232):02x}" * 3
+    levels, code = (0, 95, 135, 175, 215, 255), code - 16
+    return "#" + "".join(f"{levels[code // step % 6]:02x}" for step in (36, 6, 1))
 
 
 class Style(Struct, frozen=True):
@@ -49,6 +60,17 @@ class Style(Struct, frozen=True):
         return self.paint(body, code) + " " * (cells - full - (part > 0))
 
 
+def fold(line: str, width: int, indent: int = 0) -> list[str]:
+    """A line, or as many as it needs, those after the first indented; a word that is too long stays whole."""
+    if len(line) <= width:
+        return [line]
+    import textwrap
+
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * indent)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.wrap(line) or [""]
+
+
 def si(value: float, unit: str = "") -> str:
     """Three digits with a decimal prefix: 1234567 -> "1.23 M"."""
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -71,6 +93,14 @@ def seconds(value: float) -> str:
         if value >= factor * 0.9995:
             return f"{three(value / factor)} {unit}"
     return "0 s" if value == 0 else f"{three(value / 1e-6)} us"
+
+
+def binary(value: float) -> str:
+    """Bytes at three digits: 1536 -> "1.50 KiB"."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value >= scale:
+            return f"{three(value / scale)} {unit}"
+    return f"{value:.0f} B"
 
 
 def three(value: float) -> str:

@@ -6,9 +6,12 @@ Checked with torch 2.11 to 2.15. When one of these breaks, this file is where to
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operato
 
 __all__ = [
     "DispatchMode",
+    "Segments",
     "bound_to_device",
+    "expand_heads",
     "fake_tensors",
     "fake_world",
     "flash_backward",
@@ -27,8 +32,12 @@ __all__ = [
     "fused_adamw_",
     "has_flash",
     "real_tensors",
+    "segment_attention",
+    "segments_backward",
+    "segments_forward",
     "split_group",
     "storage_key",
+    "sum_heads",
     "top_saved_tensors_hook",
     "watch_resizes",
 ]
@@ -124,9 +133,15 @@ def fused_adamw_(
 
 def has_flash(q: torch.Tensor) -> bool:
     """Whether the fused attention that also returns its log-sum-exp serves this tensor [b, h, s, d]."""
-    if q.is_cuda:  # the fused kernel is 16-bit only and wants head dimensions in steps of 8
-        return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    if q.is_cuda:  # the fused kernel is 16-bit only, wants head dimensions in steps of 8 and an Ampere or later
+        narrow = q.dtype in (torch.float16, torch.bfloat16)
+        return narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and _capability(q.device)[0] >= 8
     return q.dtype.is_floating_point
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def flash_forward(
@@ -151,14 +166,144 @@ def flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) from any output and log-sum-exp, not only those of this block."""
     if q.is_cuda:
-        # As the forward returns them for sequences of one length, without dropout: no lengths, a random state unread.
-        state, offset = (torch.empty(size, dtype=torch.uint64, device=q.device) for size in ((2,), ()))
+        # As the forward returns them for sequences of one length: no lengths.
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, state, offset), scale=scale
+            *(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *_unread(q.device)), scale=scale
         )
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, scale=scale
     )
+
+
+def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random state and its offset, as the kernels' forward returns them, which read none without dropout."""
+    return torch.empty(2, dtype=torch.uint64, device=device), torch.empty((), dtype=torch.uint64, device=device)
+
+
+def expand_heads(kv: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeat key/value heads, dimension 1, for their query heads (grouped-query attention)."""
+    return kv if kv.shape[1] == heads else kv.repeat_interleave(heads // kv.shape[1], dim=1)
+
+
+def sum_heads(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """The transpose of `expand_heads`."""
+    return grad if grad.shape[1] == kv_heads else grad.unflatten(1, (kv_heads, -1)).sum(dim=2)
+
+
+# ------------------------------------------------------------------------------ attention of runs of tokens, each alone
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Runs of queries and of keys, laid end to end; the n-th run of queries sees the n-th run of keys alone."""
+
+    runs: tuple[tuple[int, int], ...]  # (queries, keys) of each pair, on the host
+    longest: tuple[int, int]
+    begins: torch.Tensor | None  # on a GPU: int32 [2, n + 1], where runs of queries and of keys begin, the last ends
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[int, int]], device: torch.device) -> Segments:
+        begins = None
+        if device.type == "cuda":  # the host does not wait for the copy
+            begins = torch.tensor([[0, *accumulate(side)] for side in zip(*runs, strict=True)], dtype=torch.int32)
+            begins = begins.pin_memory().to(device, non_blocking=True)
+        queries, keys = (max(side) for side in zip(*runs, strict=True))
+        return cls(tuple(runs), (queries, keys), begins)
+
+    @property
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """As the kernels take them."""
+        assert self.begins is not None
+        return self.begins[0], self.begins[1], *self.longest
+
+    @property
+    def meet(self) -> bool:
+        """Whether any query sees a key."""
+        return any(queries and keys for queries, keys in self.runs)
+
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """Of each pair whose queries see keys."""
+        query = key = 0
+        for queries, keys in self.runs:
+            if queries and keys:
+                yield slice(query, query + queries), slice(key, key + keys)
+            query, key = query + queries, key + keys
+
+
+def segment_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, causal: bool, scale: float
+) -> torch.Tensor:
+    """q [n, heads, d], k and v [m, kv_heads, d] -> like q, differentiable. Each run of queries has its keys."""
+    if q.is_cuda:
+        return _flash_segments(q, k, v, segments, causal, scale)[0]
+    k, v = (expand_heads(x, q.shape[1]) for x in (k, v))
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(
+            _sample(q[rows]), _sample(k[keys]), _sample(v[keys]), is_causal=causal, scale=scale
+        )
+        for rows, keys in segments.slices()
+    ]
+    return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+
+def segments_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out like q, lse [heads, n]) of q [n, heads, d], k and v [m, kv_heads, d]. Queries without keys have zeros and a
+    log-sum-exp of minus infinity."""
+    if q.is_cuda:
+        out, lse = _flash_segments(q, k, v, segments, causal, scale)[:2]
+        return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # as the kernel calls it
+    k, v = (expand_heads(x, q.shape[1]) for x in (k, v))
+    out, lse = torch.zeros_like(q), torch.full((q.shape[1], len(q)), -torch.inf, dtype=_lse_dtype(q))
+    for rows, keys in segments.slices():
+        part, sums = flash_forward(_sample(q[rows]), _sample(k[keys]), _sample(v[keys]), causal, scale)
+        out[rows], lse[:, rows] = part[0].transpose(0, 1), sums[0]
+    return out, lse
+
+
+def segments_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) from any output and log-sum-exp, not only those of these keys; zeros where nothing was seen."""
+    if q.is_cuda:
+        return torch.ops.aten._flash_attention_backward(
+            *(grad, q, k, v, out, lse, *segments.lengths, 0.0, causal, *_unread(q.device)), scale=scale
+        )
+    kv_heads = k.shape[1]
+    k, v = (expand_heads(x, q.shape[1]) for x in (k, v))
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for rows, keys in segments.slices():
+        of_rows, of_keys = (_sample(grad[rows]), _sample(q[rows])), (_sample(k[keys]), _sample(v[keys]))
+        sums = lse[:, rows][None].contiguous()
+        parts = flash_backward(*of_rows, *of_keys, _sample(out[rows]), sums, causal, scale)
+        for whole, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+            whole[where] = part[0].transpose(0, 1)
+    return dq, sum_heads(dk, kv_heads), sum_heads(dv, kv_heads)
+
+
+def _flash_segments(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, causal: bool, scale: float
+) -> Any:
+    """The kernel takes fewer heads of keys than of queries."""
+    return torch.ops.aten._flash_attention_forward(*(q, k, v, *segments.lengths, 0.0, causal, False), scale=scale)
+
+
+def _sample(x: torch.Tensor) -> torch.Tensor:
+    """[n, heads, d] -> [1, heads, n, d]"""
+    return x.transpose(0, 1)[None]
+
+
+def _lse_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
 
 
 # ---------------------------------------------------------------------------------------------------- process groups

@@ -28,8 +28,10 @@ from .comm.collectives import CommCounter, all_reduce
 from .comm.mesh import Mesh
 from .comm.timers import PhaseTimer
 from .data.batch import MicroBatch, look_ahead, without_targets
-from .host import HostMemory
+from .host.activations import ActivationStore
+from .host.memory import HostMemory
 from .optim.clip import clip_coefficient, grad_norm
+from .optim.delayed import DelayedOptimizer
 from .optim.disk import DiskOptimizer
 from .optim.loss_scale import LossScale
 from .optim.rule import Rules
@@ -38,7 +40,7 @@ from .parallel import apply
 from .parallel.context.apply import shard_batch
 from .parallel.data.buckets import GradBuckets
 from .parallel.data.zero2 import ShardedGradBuckets
-from .parallel.params import classes_of
+from .parallel.params import STALE, classes_of
 from .pipeline.runtime import Pipeline, stage_indices
 from .precision import Recipe
 
@@ -73,13 +75,18 @@ class Engine:
         self._one = torch.ones((), dtype=torch.float64, device=device)
         folder = Path(self.offload.dir) if self.offload.dir else scratch or Path(tempfile.gettempdir())
         self.host: HostMemory | None = None
-        if self.offload.optimizer:
+        self.store: ActivationStore | None = None
+        if self.offload.optimizer or self.offload.activations:
             in_memory, weights = self.offload.optimizer == "host", folder if self.offload.weights else None
             self.host = HostMemory(device, takes_gradients=in_memory, weights=weights)
-        new = None if self.host is None else self.host.device_zeros
-        self.part = apply.build(plan, mesh, self.counter, device, dtype, indices=mine, new=new)
-        rules, table = rules_of(plan.job.optim), self.part.table
-        table |= {name: replace(info, whole=True) for name, info in table.items() if rules.owns(info)}
+            if self.offload.activations:
+                self.store = ActivationStore(self.host, folder if self.offload.activations == "disk" else None)
+        new = self.host.device_zeros if self.host is not None and self.offload.weights else None
+        self.part = apply.build(plan, mesh, self.counter, device, dtype, indices=mine, new=new, store=self.store)
+        rules, table = rules_of(plan.job.optim, plan.job.train.seed), self.part.table
+        table |= {
+            name: replace(info, whole=rules.owns(info), narrow=rules.narrows(info)) for name, info in table.items()
+        }
         self.buckets = self._fully_sharded() if shards_weights else self._flat_buckets()
         self.optimizer = self._optimizer(rules, folder)
         replica = replica_of(par, mesh.coord)
@@ -95,11 +102,17 @@ class Engine:
             terms=self.part.terms,
         )
 
-    def _optimizer(self, rules: Rules, folder: Path) -> ShardedOptimizer | DiskOptimizer:
-        if self.host is None or self.offload.optimizer == "host":
-            return ShardedOptimizer(self.buckets, rules, self.recipe.master, self.host)
-        size = self.offload.buffer_bytes
-        return DiskOptimizer(self.buckets, rules, self.recipe.master, folder, size, self.host)
+    def _optimizer(self, rules: Rules, folder: Path) -> ShardedOptimizer | DelayedOptimizer | DiskOptimizer:
+        host = self._state_host
+        if host is None or self.offload.optimizer == "host":
+            optimizer = ShardedOptimizer(self.buckets, rules, self.recipe.master, host)
+            return DelayedOptimizer(optimizer, host) if host and self.offload.delayed else optimizer
+        return DiskOptimizer(self.buckets, rules, self.recipe.master, folder, self.offload.buffer_bytes, host)
+
+    @property
+    def _state_host(self) -> HostMemory | None:
+        """Where the optimizer's state is, if not on the device."""
+        return self.host if self.offload.optimizer else None
 
     def _flat_buckets(self) -> GradBuckets:
         par = self.plan.parallel
@@ -108,7 +121,7 @@ class Engine:
         params = list(self.part.parameters())
         classes = classes_of(spread(par))
         recipe, size = self.recipe, par.bucket_bytes
-        buckets = kind(params, self.mesh, zero, recipe.reduce, size, self.counter, classes, self.host)
+        buckets = kind(params, self.mesh, zero, recipe.reduce, size, self.counter, classes, self._state_host)
         buckets.gather_ahead(self.part.stages)
         return buckets
 
@@ -120,7 +133,7 @@ class Engine:
             *(part.stages, part.table, self.mesh, self.recipe, self.counter, self.device),
             interleaved=pipelined,
             classes=classes_of(spread(self.plan.parallel)),
-            host=self.host,
+            host=self._state_host,
         )
 
     def gradients(self, batches: Sequence[MicroBatch], valid_tokens: int) -> tuple[Tensor, Tensor]:
@@ -138,7 +151,7 @@ class Engine:
         self.part.terms.start(
             self.current_scale, valid_tokens, len(batches), samples, samples * self.plan.job.train.seq_len
         )
-        self.part.expert_bias.start()
+        self.part.expert_choices.start()
         batches = self._pad_micro_batches(batches)
         self.buckets.expect(len(batches))
         if (mtp := self.plan.model.mtp) and self.has_loss:
@@ -169,7 +182,7 @@ class Engine:
             self.optimizer.step(lr, clip if self.scaler is None else clip / self.scaler.current, finite)
             if self.scaler is not None:
                 self.scaler.update(finite)
-        self.part.expert_bias.apply(finite, self.mesh, self.plan.parallel.sp, self.counter)
+        self.part.expert_choices.apply(finite, self.mesh, self.plan.parallel.sp, self.counter)
         return finite
 
     @property
@@ -240,11 +253,12 @@ class Engine:
     def scalars(self) -> dict[str, float]:
         """The scalar state of a checkpoint, equal on all ranks."""
         scale = self.scaler.state() if self.scaler is not None else {}
-        return {"optimizer_steps": float(self.optimizer.step_count), **scale}
+        stale = {STALE: 1.0} if self.offload.delayed else {}
+        return {"optimizer_steps": float(self.optimizer.step_count), **scale, **stale}
 
     def resumed(self, step: int, scalars: Mapping[str, float] = {}) -> None:
         """After the pieces were filled from a checkpoint of `step`: set counters and parameters accordingly."""
         self.optimizer.step_count = int(scalars.get("optimizer_steps", step))
         if self.scaler is not None:
             self.scaler.restore(scalars)
-        self.optimizer.publish()
+        self.optimizer.publish(stale=STALE in scalars)

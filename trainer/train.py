@@ -29,6 +29,7 @@ from .comm.check import check_env, check_peers
 from .comm.connect import TIMEOUT, choose_device, connect
 from .comm.control import ControlPath
 from .comm.mesh import Mesh
+from .comm.settings import apply_settings
 from .data.batch import MicroBatch
 from .data.build import open_tokens, rate_limited
 from .data.fingerprint import as_text, signed
@@ -64,6 +65,7 @@ def train(
     """
     check_env(plan, env)
     check_supported(plan)
+    apply_settings(plan)
     device = choose_device(plan, env)
     if termination.received:
         raise Stopped(f"{termination.received} before the first step: nothing to save yet")
@@ -288,6 +290,7 @@ class Run:
         logged = number % train.log_every_steps == 0 or number == train.steps
         measured = logged or self.device.type == "cpu" or self.profile.traces(number)
         engine.measure(measured)
+        engine.pipeline.one_by_one = self.profile.watches(number)
         engine.part.expert_meter.start(logged)
         on_device = [batch.to(self.device) for batch in batches]
         with self.profile.step(number) as memory_bytes:
@@ -350,6 +353,7 @@ class Run:
         seconds, self._reported = now - max(step.start, self._reported), now
         train, tokens = plan.job.train, step.taken * plan.job.train.seq_len
         shape = plan.model, train.seq_len
+        again, latents = (train.recompute, train.recompute_layers), bool(train.recompute_latents)
         peak = plan.cluster.gpu.peak_flops.get(train.precision)
         per_flop = tokens / (seconds * plan.parallel.world_size * peak) if peak else None
         waited_s = step.boundary_s + sum(times.comm_s.values()) + times.phase_s.get("checkpoint", 0.0)
@@ -374,5 +378,5 @@ class Run:
             memory_bytes=step.memory_bytes,
             mfu=per_flop and per_flop * model_flops_per_token(*shape),
             experts=self.engine.part.expert_meter.loads(loads) if loads and self.engine.tells_expert_loads else {},
-            hfu=per_flop and per_flop * hardware_flops_per_token(*shape, train.recompute, train.recompute_layers),
+            hfu=per_flop and per_flop * hardware_flops_per_token(*shape, *again, latents),
         )

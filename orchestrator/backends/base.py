@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -28,8 +29,11 @@ from orchestrator.run.request import LaunchRequest, SubmissionBundle
 from orchestrator.run.state import RunState
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from orchestrator.cluster.model import Topology
     from orchestrator.config.schema import Config
+    from orchestrator.observe.live import Live
     from orchestrator.plan import Plan
 
 ENTRY_POINTS = "orch.backends"
@@ -38,6 +42,7 @@ BUILT_IN: dict[str, str] = {
     "local": "orchestrator.backends.local.backend:LocalBackend",
     "slurm": "orchestrator.backends.slurm.backend:SlurmBackend",
     "kubernetes": "orchestrator.backends.kubernetes.backend:KubernetesBackend",
+    "ssh": "orchestrator.backends.ssh.backend:SshBackend",
 }
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -56,6 +61,10 @@ class Backend(ABC):
     shares_folders: ClassVar[bool] = True  # all its nodes see this machine's folders under the same paths
     #: A node that is lost comes back by itself, for one restart of the run.
     replaces_lost_nodes: ClassVar[bool] = False
+
+    def folder_of(self, request: LaunchRequest, home: Path) -> RunFolder:
+        """Where this machine has the run's folder."""
+        return RunFolder(Path(request.run_dir))
 
     @abstractmethod
     def check(self, request: LaunchRequest) -> None:
@@ -148,6 +157,35 @@ class Prefetching(ABC):
         """Begin to ask. Never raises OrchError: submitting will."""
 
 
+class FoundRun(NamedTuple):
+    """A run that its scheduler knows, whoever has submitted it."""
+
+    state: RunState
+    live: Live
+    where: str  # e.g. the namespace
+
+
+class RunDiscovery(ABC):
+    """The scheduler keeps everything that `orch` needs of a run: those of others, and of other machines, are found."""
+
+    @abstractmethod
+    def everyone(self) -> list[FoundRun]:
+        """Every run that this user may see. OrchError where no scheduler answers."""
+
+    @abstractmethod
+    def adopt(self, name: str, home: Path) -> RunFolder | None:
+        """A folder here for the run of that name, so that every verb takes it; None when no scheduler is set up or it
+        knows none. OrchError where it does not answer."""
+
+
+def adopted(name: str, home: Path) -> RunFolder | None:
+    """A folder here for a run that this machine has not submitted, from the first backend that knows it."""
+    for backend in map(get_backend, BUILT_IN):
+        if isinstance(backend, RunDiscovery) and (folder := backend.adopt(name, home)) is not None:
+            return folder
+    return None
+
+
 class Rendering(ABC):
     """A run is a document for a scheduler: a job script, or API objects."""
 
@@ -177,6 +215,18 @@ class LogMirroring(ABC):
     @abstractmethod
     def mirror(self, folder: RunFolder, follow: bool) -> AbstractContextManager[None]:
         """Copy the logs into the folder: once, or for as long as the context is open."""
+
+
+class Elsewhere(ABC):
+    """The folders of runs here are mirrors of those on another host."""
+
+    @abstractmethod
+    def remove_there(self, folder: RunFolder) -> None:
+        """Remove the run's folder there. OrchError as `orchestrator.run.removal.remove`."""
+
+    @abstractmethod
+    def allow_there(self, folder: RunFolder, pins: Sequence[str]) -> None:
+        """As `orch resume --allow` does here: the next start does not compare these."""
 
 
 class TopologySource(ABC):

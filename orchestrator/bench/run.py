@@ -17,7 +17,7 @@ from orchestrator.config.validate import with_defaults
 from orchestrator.errors import OrchError
 from orchestrator.observe.timeline import last_events
 from orchestrator.plan import Plan
-from orchestrator.plan.document import Measured
+from orchestrator.plan.document import Host, Measured
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder, make_private_folder, write_private
 
@@ -69,9 +69,16 @@ def watch(folder: RunFolder, plan: Plan, backend: Backend, tell: Tell) -> list[d
 
 
 def _words(event: dict[str, Any]) -> str:
+    if event["name"] == "bench_host":
+        return "memory and disk of a node"
     if event["name"] == "bench_compute":
         return f"{event['precision']} on one GPU"
     return f"{event['operation']} of {event['size'] / 1024:,.0f} KiB on {event['level']}"
+
+
+#: Fields of a measured host.
+_HOST: dict[str, Any] = {"memory_bytes": int, "disk_bytes": int}
+_HOST |= {f"{what}_bytes_per_s": float for what in ("memory", "link", "disk")}
 
 
 def record_of(config: Config, handle: str, events: list[dict[str, Any]]) -> Record:
@@ -84,6 +91,8 @@ def record_of(config: Config, handle: str, events: list[dict[str, Any]]) -> Reco
     compute = [event for event in events if event["name"] == "bench_compute"]
     if not compute:
         raise OrchError("nothing was measured on a GPU", Exit.INTERNAL)
+    hosts = [event for event in events if event["name"] == "bench_host"]
+    sizes = {name: kind(hosts[0][name]) for name, kind in _HOST.items()} if hosts else {}
     at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     main, links = compute[0], fit(rows)
     measured = Measured(
@@ -105,6 +114,7 @@ def record_of(config: Config, handle: str, events: list[dict[str, Any]]) -> Reco
         rows=rows,
         compute=compute,
         load=round(os.getloadavg()[0], 2),
+        host=Host(**sizes, source=measured.source) if hosts else None,
     )
 
 

@@ -10,7 +10,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from orchestrator.cli.verbs import VERBS, Verb
 from orchestrator.errors import EXTRAS, OrchError, did_you_mean, nearest, not_installed
@@ -123,8 +123,8 @@ def _overrides(name: str, verb: Verb, words: list[str], flags: list[str]) -> lis
 def help_text() -> str:
     """The page of `orch --help`."""
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items())
-    codes = "\n".join(f"  {int(code):>3}  {text}" for code, text in MEANING.items())
+    verbs = _table((f"{name:<{width}}", verb.help) for name, verb in VERBS.items())
+    codes = _table((f"{int(code):>3}", text) for code, text in MEANING.items())
     return f"""usage: orch <verb> [flags] [key=value ...] [-- program args]
 
 From "this model, this cluster" to a placed, running, observed training job.
@@ -132,11 +132,14 @@ From "this model, this cluster" to a placed, running, observed training job.
 verbs:
 {verbs}
 
-configuration (Hydra overrides; `orch config --choices` lists every group and file):
-  cluster=h100x64              a file of a group; +cluster=h100x64 is the same; without a cluster: local
-  parallel=tp8_pp4_zero1       degrees as a word: tpN ppN dpN cpN epN zeroN vppN spN; dp left out: what is left
-  train.steps=100              one key
-  --config-dir DIR             your own files of any group first; else ./conf if conf/.orch exists
+configuration (Hydra overrides; `orch config --choices` lists groups and files):
+  cluster=h100x64         a file of a group; +cluster=h100x64 is the same;
+                          without a cluster: local
+  parallel=tp8_pp4_zero1  degrees as a word: tpN ppN dpN cpN epN zeroN vppN spN;
+                          dp left out: what is left
+  train.steps=100         one key
+  --config-dir DIR        your own files of any group first; else ./conf if
+                          conf/.orch exists
 
 start here:
   orch plan +cluster=h100x64 parallel=tp8_pp4_zero1
@@ -146,7 +149,15 @@ exit codes:
 {codes}
   {INTERRUPTED:>3}  interrupted
 
-`orch <verb> --help` shows a verb's flags. Every verb takes --json. ORCH_DEBUG=1 or --debug shows tracebacks."""
+`orch <verb> --help` shows a verb's flags. Every verb takes --json.
+ORCH_DEBUG=1 or --debug shows tracebacks."""
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    import textwrap  # not `style`, which imports msgspec
+
+    folded = ((f"  {name}  ", textwrap.wrap(text, 76 - len(name))) for name, text in rows)
+    return "\n".join(start + f"\n{' ' * len(start)}".join(lines) for start, lines in folded)
 
 
 def _one_line(text: str) -> str:

@@ -9,6 +9,8 @@ from orchestrator.cli.verbs import Verb
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
+_WIDTH = 80
+
 
 class Parser(argparse.ArgumentParser):
     tail = ""  # what follows the flags on the command line, for the usage line
@@ -18,7 +20,11 @@ class Parser(argparse.ArgumentParser):
 
     def format_usage(self) -> str:
         text = super().format_usage().rstrip()
-        return f"{text}{'' if text.endswith(self.tail) else self.tail}\n"  # argparse may hand our own text back
+        if text.endswith(self.tail):  # argparse may hand our own text back
+            return f"{text}\n"
+        last = text.rsplit("\n", 1)[-1]
+        apart = "\n" + " " * 10 if len(last) + len(self.tail) > _WIDTH else ""
+        return f"{text}{apart}{self.tail}\n"
 
     def format_help(self) -> str:
         plain = super().format_usage()

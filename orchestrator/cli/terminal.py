@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,14 +59,17 @@ def tell(done: int, total: int, what: str) -> None:
 
 def follow_run(handle: str, folder: RunFolder, backend: Backend, as_json: bool) -> int:
     """Show a run until it ends; its exit code. With JSON progress goes to stderr, the last state to stdout."""
+    from orchestrator.backends.base import LogMirroring
     from orchestrator.observe.follow import follow, follow_program
     from orchestrator.run.request import read_request
 
     out = sys.stderr if as_json else sys.stdout
     print(handle, file=out, flush=True)
+    bundled = read_request(folder).worker.bundled
+    lines = backend.mirror(folder, follow=True) if isinstance(backend, LogMirroring) and not bundled else nullcontext()
     try:
-        watch = follow if read_request(folder).worker.bundled else follow_program
-        state = watch(folder, backend.state, out, style())
+        with lines:
+            state = (follow if bundled else follow_program)(folder, backend.state, out, style())
     except KeyboardInterrupt:
         print(f"\nThe run goes on. See it: orch status {handle}   End it: orch cancel {handle}", file=out)
         raise

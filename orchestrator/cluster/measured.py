@@ -17,7 +17,7 @@ from msgspec import Struct, structs
 from orchestrator.config.schema import ClusterSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan.cluster import NVLINK, Operation
-from orchestrator.plan.document import Cluster, Frozen, Link, Measured, SwitchLevel
+from orchestrator.plan.document import Cluster, Frozen, Host, Link, Measured, SwitchLevel
 from orchestrator.plan.exits import Exit
 
 SCHEMA = "orch.bench/1"
@@ -57,6 +57,7 @@ class Record(Frozen):
     rows: list[Row]
     compute: list[dict[str, Any]]  # as the workers reported it
     load: float  # of the first node's machine while measuring, one-minute average
+    host: Host | None = None  # of a node beside its GPUs; None in records of before it was measured
 
 
 def key_of(spec: ClusterSpec) -> str:
@@ -102,4 +103,5 @@ def with_measured(cluster: Cluster, record: Record) -> Cluster:
         return structs.replace(described, bytes_per_s=fit.bytes_per_s, latency_s=fit.latency_s, source=source)
 
     nvlink, levels = found(NVLINK, cluster.nvlink), [found(level.name, level) for level in cluster.levels]
-    return structs.replace(cluster, nvlink=nvlink, levels=levels, measured=record.measured)
+    host = cluster.host if record.host is None else record.host
+    return structs.replace(cluster, nvlink=nvlink, levels=levels, measured=record.measured, host=host)

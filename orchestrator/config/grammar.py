@@ -58,7 +58,8 @@ def parse(spec: str) -> Degrees:
         def refuse(why: str, near: int) -> OrchError:
             etp = _divisor(tp, found["etp"])
             words = found | {"etp": etp, "ep": near if etp == found["etp"] else tp // etp}
-            return OrchError(f"parallel={spec}: {why}; did you mean {_joined(words)!r}? ({RULE})", Exit.USAGE)
+            hint = f"did you mean {_joined(words)!r}, for a model with experts?"
+            return OrchError(f"parallel={spec}: {why}; {hint} ({RULE})", Exit.USAGE)
 
         result["ep"], folds = fold(tp, cp, found["etp"], found.get("ep", 1), refuse)
         result |= {"fold_cp": True} if folds else {}

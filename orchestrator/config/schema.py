@@ -50,6 +50,10 @@ NodeRange = Annotated[
 
 EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z", description="a name of A-Z a-z 0-9 _")]
 
+EnvPattern = Annotated[
+    str, Meta(pattern=r"^[A-Za-z_*][A-Za-z0-9_*]{0,127}\Z", description="a name of A-Z a-z 0-9 _, * for any of these")
+]
+
 #: Faults of workers, as `orchestrator.run.state` tells them.
 WorkerCause = Literal[
     "worker_exit",
@@ -144,7 +148,10 @@ class ClusterSpec(Frozen):
 class MoeSpec(Moe):
     """The plan's, with null for what it does not name."""
 
+    balance_over: Literal["sequence", "batch"] | None = None  # type: ignore[assignment]
     bias_update: float | None = None  # type: ignore[assignment]
+    capacity_factor: float | None = None  # type: ignore[assignment]
+    jitter: float | None = None  # type: ignore[assignment]
 
 
 class ModelSpec(Frozen):
@@ -196,8 +203,9 @@ class ModelSpec(Frozen):
 class ParallelSpec(Frozen):
     """All degrees. world = tp * cp * ep * pp * dp.
 
-    `auto` (parallel=auto) searches what is left out of tp, cp, ep, pp, dp, zero, vpp, sp, cp_method, schedule,
-    micro_batch_size and train.recompute; what is given is kept. Without it, what is left out has its default.
+    `auto` (parallel=auto) searches what is left out of tp, cp, ep, etp, fold_cp, expert_all_to_all, pp, dp, zero, vpp,
+    sp, cp_method, schedule, micro_batch_size and train.recompute; what is given is kept. Without it, what is left out
+    has its default.
     """
 
     auto: bool = False
@@ -205,7 +213,7 @@ class ParallelSpec(Frozen):
     cp: Degree | None = None
     ep: Degree | None = None
     etp: Degree | None = None  # ranks of tp that each expert is cut over; None: all. The others hold different experts
-    fold_cp: bool = False  # ranks of cp hold different experts
+    fold_cp: bool | None = None  # ranks of cp hold different experts; None: they do not
     expert_all_to_all: AllToAll | None = None  # None: direct; hierarchical: a token goes once to each NVLink domain
     pp: Degree | None = None
     dp: Degree | None = None  # None: what the cluster leaves
@@ -243,6 +251,7 @@ class OptimSpec(Frozen):
 
     lr: Positive  # peak
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
+    state: Literal["wide", "bf16", "8bit"] = "wide"  # of moments; bf16 is rounded stochastically, 8bit has blocks
     min_lr_ratio: Ratio = 0.1
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     warmup_steps: Natural = 0
@@ -276,7 +285,14 @@ class TrainSpec(Frozen):
     )
     recompute_budget_gib: Positive | None = None  # for activations on a rank; None: what the GPU's memory leaves
     partition_activations: bool = False  # tp ranks each keep a share of the input of a recomputed layer (ZeRO-R's Pa)
+    recompute_latents: bool = False  # of recompute=selective: latent attention's queries, keys and values as well
     offload: Literal["none", "host", "disk"] = "none"  # where master weights and moments are, if not on the device
+    offload_delayed: bool = (
+        False  # of offload=host: updates run beside the next step, which computes with older weights
+    )
+    offload_activations: Literal["none", "host", "disk"] = (
+        "none"  # where inputs of recomputed layers are until backward
+    )
     offload_weights: bool = False  # of offload=disk on CPUs: weights and gradients in mapped pages of the disk too
     offload_dir: Path | None = None  # of offload=disk: a folder of a disk of each node; None: in the run folder
     offload_buffer_mib: Positive = 256.0  # of offload=disk: host memory through which the state passes, on each rank
@@ -285,6 +301,7 @@ class TrainSpec(Frozen):
     skip_non_finite_steps: Natural = 0  # in a row, whose gradient is inf or nan and not applied, before the run stops
     log_every_steps: Count = 1
     compile: bool | None = None  # blocks, one by one; None: on GPUs
+    deterministic: bool = False  # on GPUs: kernels that give the same bits every time
 
 
 class CostSpec(Frozen):
@@ -292,6 +309,8 @@ class CostSpec(Frozen):
 
     software: Text = "orch"  # whose kernels, overlap and memory: a family of orchestrator/planner/cost/software.py
     profile: Path | None = None  # fitted parameters (orch calibrate); None: the site's, else the shipped ones
+    #: Load of the fullest of the ranks that share experts over the mean; 1: even; None: as the profile says.
+    expert_imbalance: Annotated[float, Meta(ge=1)] | None = None
 
 
 class ExperimentSpec(Frozen):
@@ -334,6 +353,7 @@ class BackendSpec(Frozen):
     allow_drills: bool | None = None  # `orch drill` may break parts of the run; None: on the local backend alone
     store_filter: bool = True  # rank 0's store answers the run's nodes alone; false: for a NAT between nodes
     env: dict[EnvName, Text] = {}  # for the workers, on top of the allow-list; never a place for secrets
+    pass_env: list[EnvPattern] = []  # further variables of the shell to pass on: names, and patterns like WANDB_*
     options: dict[str, Any] = {}  # of this backend alone
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from orchestrator.errors import did_you_mean
+from orchestrator.plan.batch import nearest_divisors
 from orchestrator.plan.document import AXES
 from orchestrator.plan.worker import PRINTED
 
@@ -49,7 +50,7 @@ def validate(config: Config, origin: Origin) -> Config:
 def _check_parts(model: ModelSpec, origin: Origin) -> None:
     """Raise OrchError for experts, latent attention, stretched positions or further predictions that cannot be."""
     may_be_zero = ["shared_ffn_hidden", "first_dense_layers", "q_lora_rank", "mscale_all_dim", "balance_loss", "z_loss"]
-    may_be_zero += ["depth", "weight", "bias_update"]
+    may_be_zero += ["depth", "weight", "bias_update", "jitter"]
     for part in ("moe", "mla", "yarn", "mtp"):
         spec = getattr(model, part)
         for name, value in msgspec.structs.asdict(spec).items() if spec else ():
@@ -58,14 +59,23 @@ def _check_parts(model: ModelSpec, origin: Origin) -> None:
                 raise origin.error(f"model.{part}.{name}", f"must be {zero}positive, not {value}")
     if (moe := model.moe) is None:
         return
+    if moe.jitter is not None and moe.jitter >= 1:
+        raise origin.error("model.moe.jitter", f"must be below 1, not {moe.jitter}; Switch takes 0.01")
     if moe.top_k > moe.experts:
-        raise origin.error("model.moe.top_k", f"is larger than the {moe.experts} experts")
+        raise origin.error("model.moe.top_k", f"{moe.top_k} is more than the {moe.experts} experts; legal: up to that")
+    if moe.first_dense_layers >= model.layers:
+        text = f"leaves no layer for the experts: the model has {model.layers}; legal: 0 to {model.layers - 1}"
+        raise origin.error("model.moe.first_dense_layers", text)
     if moe.experts % moe.groups:
-        raise origin.error("model.moe.groups", f"{moe.groups} groups do not divide {moe.experts} experts")
+        legal = " or ".join(map(str, nearest_divisors(moe.experts, moe.groups)))
+        text = f"{moe.groups} groups do not divide {moe.experts} experts; nearest: {legal}"
+        raise origin.error("model.moe.groups", text)
     if moe.top_groups > moe.groups:
-        raise origin.error("model.moe.top_groups", f"is larger than the {moe.groups} groups")
+        text = f"{moe.top_groups} is more than the {moe.groups} groups; legal: up to that"
+        raise origin.error("model.moe.top_groups", text)
     if moe.top_k > (within := moe.experts // moe.groups * moe.top_groups):
-        raise origin.error("model.moe.top_k", f"is larger than the {within} experts of {moe.top_groups} groups")
+        text = f"{moe.top_k} is more than the {within} experts of {moe.top_groups} groups; legal: up to that"
+        raise origin.error("model.moe.top_k", text)
 
 
 def _check_pattern(pattern: str | None, origin: Origin) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.plan import Plan
 from orchestrator.plan.expert_load import ExpertLoad
-from orchestrator.plan.expert_mesh import expert_mesh
+from orchestrator.plan.expert_mesh import expert_mesh, fullest
 
 from .timeline import StepLine
 
@@ -23,6 +23,24 @@ def loads_of(lines: Iterable[StepLine]) -> Loads:
         for layer, load in line.experts.items():
             found.setdefault(int(layer), {})[line.step] = load
     return {layer: sorted(steps.items()) for layer, steps in sorted(found.items())}
+
+
+def rank_load(plan: Plan, loads: Loads) -> dict[str, float | None]:
+    """Load of the fullest of the ranks that share experts over the mean: planned, and measured in the second half of
+    the sampled steps, mean over layers, each of which waits for its fullest. Of each step as a whole: single
+    micro-batches may be less even. Empty where no ranks share experts."""
+    ranks = 1 if plan.program or plan.model.moe is None else expert_mesh(plan.parallel).ep
+    if ranks == 1:
+        return {}
+    found = [statistics.fmean(one.rank_ratio(ranks) for _, one in steps[len(steps) // 2 :]) for steps in loads.values()]
+    return {"planned": fullest(plan.parallel), "measured": statistics.fmean(found) if found else None}
+
+
+def load_spread(loads: Loads) -> float | None:
+    """Standard deviation of experts' loads over their mean in the second half of the sampled steps, over all layers."""
+    every = [one.tokens for steps in loads.values() for _, one in steps[len(steps) // 2 :] if sum(one.tokens)]
+    squares = [statistics.pvariance(tokens) / statistics.fmean(tokens) ** 2 for tokens in every]
+    return statistics.fmean(squares) ** 0.5 if squares else None
 
 
 def summary(plan: Plan, loads: Loads) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from orchestrator.run.registry import Discovery
 from orchestrator.run.request import read_request
 from orchestrator.run.state import RunState, write_state
 
-from .expert_loads import loads_of, summary
+from .expert_loads import loads_of, rank_load, summary
 from .goodput.account import Account, account
 from .goodput.ledger import ledger
 from .goodput.run_timeline import run_timeline
@@ -96,6 +96,7 @@ def make_report(
         "comm_bytes_per_step": _comm(plan, kept),
         "comm_s_per_step": {"planned": plan.time.exposed_comm_s, "measured": _medians([x.comm_s for x in steady])},
         "experts": summary(plan, loads_of(kept)),
+        "expert_rank_load": rank_load(plan, loads_of(kept)),
         "expert_bytes_per_step": _busiest((line.rank, line.expert_bytes) for line in kept),
         "expert_s_per_step": _medians([line.expert_s for line in steady]),
         "warnings": plan.warnings,

@@ -1,4 +1,4 @@
-"""How a step's micro-batches are shared out among the replicas of the model. Pure.
+"""How a step's micro-batches are shared out among the replicas of the model, and what divides a number. Pure.
 
 As a rule each takes as many as the others. Where their number does not divide, some take one more: the loss is a sum
 over tokens that is divided once by the count of the whole batch, so the gradient is that of any other split, and what
@@ -21,6 +21,17 @@ def share(micro_batches: int, replicas: int) -> list[int]:
     """As equal as can be; the first replicas take one more where it does not divide."""
     each, more = divmod(micro_batches, replicas)
     return [each + (replica < more) for replica in range(replicas)]
+
+
+def divisors(n: int) -> list[int]:
+    """Ascending."""
+    small = [one for one in range(1, int(n**0.5) + 1) if n % one == 0]
+    return small + [n // one for one in reversed(small) if one * one != n]
+
+
+def nearest_divisors(n: int, wanted: int) -> list[int]:
+    """The two that are nearest to `wanted`, ascending."""
+    return sorted(sorted(divisors(n), key=lambda one: abs(one - wanted))[:2])
 
 
 def replica_of(parallel: Parallel, coord: Coord) -> int:

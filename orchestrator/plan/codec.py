@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +25,18 @@ class PlanError(ValueError):
 #: What decoding damaged or hostile JSON may raise: besides msgspec's own errors, ValueError for invalid UTF-8 in a key,
 #: and RecursionError for nesting without end.
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def decoder(of: Any) -> msgspec.json.Decoder[Any]:
+    """For types that several threads decode: asked for before they do.
+
+    msgspec (0.22) works out a type where it is first decoded, and keeps what it has so far where other threads find it.
+    One that decodes the same type, or another that holds it, at that moment ends the process (a segmentation fault).
+    """
+    with _ONE_AT_A_TIME:
+        return msgspec.json.Decoder(of)
 
 
 _OTHER_VERSION = (

@@ -6,10 +6,17 @@ are in the names or comments: bytes, seconds, FLOP/s; ranks and indices count fr
 
 from __future__ import annotations
 
-from typing import Any, Literal, dataclass_transform
+from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
-from msgspec.structs import fields
+from msgspec import UNSET, Struct, UnsetType, structs
+
+from .model import Frozen as Frozen
+from .model import Mla as Mla
+from .model import Model as Model
+from .model import Moe as Moe
+from .model import Mtp as Mtp
+from .model import Yarn as Yarn
+from .offload import Offload as Offload
 
 SCHEMA = "orch.plan/1"
 
@@ -30,11 +37,6 @@ Matmul = Literal["", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
 AllToAll = Literal["direct", "hierarchical"]
 CpMethod = Literal["zigzag", "ring", "allgather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)  # what msgspec does, told to type checkers
-class Frozen(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every part: immutable, strict about unknown keys when decoded."""
 
 
 # ---------------------------------------------------------------------------------------------- cluster
@@ -105,88 +107,6 @@ class Cluster(Frozen):
     left_out: dict[str, int] = {}  # nodes of `cluster.topology_file` that no rank may use -> how many, by what they are
 
 
-# ---------------------------------------------------------------------------------------------- model
-
-
-class Moe(Frozen):
-    """A mixture of experts: its shapes, how tokens choose, how their load is balanced."""
-
-    experts: int
-    top_k: int
-    ffn_hidden: int  # of one routed expert
-    shared_ffn_hidden: int = 0  # of all shared experts together
-    first_dense_layers: int = 0
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    norm_topk: bool = True  # the weights of a token's experts are divided by their sum
-    routed_scale: float = 1.0  # and multiplied with this
-    groups: int = 1  # of neighbouring experts, of which a token may use `top_groups`
-    top_groups: int = 1
-    balance_loss: float = 0.0  # by what the balance of each sequence's choices counts in the loss
-    z_loss: float = 0.0  # the same of the square of each token's log-sum-exp of router logits
-    # UNSET where not asked for: then plans do not name it, and older ones keep their hash.
-    bias_update: float | UnsetType = UNSET  # by what a step moves each expert's bias towards an equal load
-
-
-class Yarn(Frozen):
-    """Rotary positions stretched to longer sequences (YaRN, arXiv 2309.00071), with DeepSeek-V3's defaults."""
-
-    factor: float
-    original_seq_len: int
-    beta_fast: float = 32.0  # dimensions that turn more often than this over the original length stay as they are
-    beta_slow: float = 1.0  # those that turn less often are slowed down by `factor`
-    mscale_all_dim: float = 1.0  # attention scores grow by (0.1 * this * ln(factor) + 1)^2; 0: they do not
-
-
-class Mtp(Frozen):
-    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): `depth` modules, each a token further."""
-
-    depth: int
-    weight: float = 0.3  # of the mean of their losses, beside the main one; DeepSeek-V3's, which ends with 0.1
-
-
-class Mla(Frozen):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
-
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-
-
-class Model(Frozen):
-    """A transformer by its shapes. Parameter and FLOP counts are derived, never stored by hand."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn_hidden: int
-    vocab: int
-    max_seq_len: int
-    norm: Literal["rms", "layer"]
-    norm_eps: float
-    position: Literal["rope", "learned", "none"]
-    rope_theta: float
-    mlp: Literal["gated", "plain"]
-    activation: Literal["silu", "gelu"]
-    bias: bool
-    tied_embeddings: bool
-    causal: bool
-    parameters: int  # derived total
-    source: str
-    dropout: float = 0.0
-    moe: Moe | None = None
-    mla: Mla | None = None
-    extra_params: dict[str, int] = {}  # outside the decoder (BERT's token types, pooler): counted, not trained
-    # What follows is UNSET where a model does not have it: then plans do not name it, and older ones keep their hash.
-    qk_norm: bool | UnsetType = UNSET  # RMSNorm of each query and key head before the positions (Qwen3)
-    yarn: Yarn | UnsetType = UNSET
-    mtp: Mtp | UnsetType = UNSET
-
-
 # ---------------------------------------------------------------------------------------------- parallel
 
 
@@ -218,6 +138,7 @@ class Parallel(Frozen):
     etp: int | UnsetType = UNSET  # ranks of tp that each expert is cut over, where fewer (`plan.expert_mesh`)
     fold_cp: bool | UnsetType = UNSET  # ranks of cp hold different experts
     expert_all_to_all: AllToAll | UnsetType = UNSET  # UNSET: direct
+    expert_imbalance: float | UnsetType = UNSET  # load of the fullest expert rank over the mean, assumed; UNSET: 1
 
 
 class Coord(Frozen):
@@ -287,15 +208,6 @@ class BatchRamp(Frozen):
     over_samples: int  # from this many consumed samples on it is `parallel.global_batch_samples`
 
 
-class Offload(Frozen, omit_defaults=True):
-    """What is kept outside of the device's memory."""
-
-    optimizer: Literal["", "host", "disk"] = ""  # gradients, master weights and moments; "": on the device
-    weights: bool = False  # of "disk": weights and gradients too, in pages of a mapped file
-    dir: str = ""  # of "disk"; "": the run folder
-    buffer_bytes: int = 0  # of "disk": host memory through which the state passes, on each rank
-
-
 class Train(Frozen):
     steps: int
     seq_len: int
@@ -309,9 +221,10 @@ class Train(Frozen):
     recompute_layers: list[Recompute] = []  # of recompute "budget": what the planner chose for each layer
     batch_ramp: BatchRamp | None = None
     skip_non_finite_steps: int = 0  # in a row, whose gradient is not applied, before the run stops
-    # UNSET where not asked for: then plans do not name it, and older ones keep their hash.
     partition_activations: bool | UnsetType = UNSET  # tensor-parallel ranks keep a share of each recomputed input
+    recompute_latents: bool | UnsetType = UNSET  # selective layers make queries, keys and values from latents again
     offload: Offload | UnsetType = UNSET
+    deterministic: bool | UnsetType = UNSET  # on GPUs kernels, and orders of sums, that give the same bits every time
 
 
 class Optim(Frozen):
@@ -325,6 +238,7 @@ class Optim(Frozen):
     eps: float
     weight_decay: float
     kind: Literal["sgd", "muon"] | UnsetType = UNSET  # UNSET: adamw, as in plans from before there was a choice
+    state: Literal["bf16", "8bit"] | UnsetType = UNSET  # of the moments; UNSET: as wide as master weights
 
 
 class Data(Frozen):
@@ -355,13 +269,12 @@ class Metrics(Frozen):
 #: What stands in memory for what nobody knows of a user's program. Documents do not name it: see `Plan.program`.
 _NONE: dict[str, Any] = {"norm": "rms", "position": "none", "mlp": "plain", "activation": "gelu"}
 _NONE |= {"name": "", "source": "", "limited_by": "", "tokenizer": "", "cache_dir": "", "paths": [], "extensions": []}
-_NONE |= {"precision": "fp32", "grad_dtype": "fp32", "recompute": "none", "exposed_comm_s": {}}
-_NONE |= {"schedule": "constant"}
+_NONE |= {"precision": "fp32", "grad_dtype": "fp32", "recompute": "none", "exposed_comm_s": {}, "schedule": "constant"}
 
 
 def _nothing(kind: type[Struct]) -> dict[str, Any]:
     """The fields of `kind` that have no default, each nought."""
-    return {field.name: _NONE.get(field.name, 0) for field in fields(kind) if field.required}
+    return {field.name: _NONE.get(field.name, 0) for field in structs.fields(kind) if field.required}
 
 
 NO_MODEL, NO_MEMORY, NO_TIME = Model(**_nothing(Model)), Memory(**_nothing(Memory)), Time(**_nothing(Time))
@@ -375,6 +288,7 @@ class Job(Frozen, omit_defaults=True, kw_only=True):
     checkpoint: Checkpoint
     metrics: Metrics
     matmul: Matmul = ""  # "": in `train.precision`
+    record_choices: bool = False  # which experts tokens chose, a file a rank and reported step: for `orch verify`
 
 
 class Plan(Frozen, omit_defaults=True, kw_only=True):

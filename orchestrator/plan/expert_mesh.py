@@ -74,6 +74,21 @@ def replicas(par: Degrees) -> tuple[Axis, ...]:
     return ("dp",) if folds_cp(par) else REPLICAS
 
 
+def in_words(par: Degrees) -> tuple[int, int] | None:
+    """(etp, ep) of the word of degrees that folds experts as `par` does; None where no word does, and keys must."""
+    mesh, axis, over_cp = expert_mesh(par), par.ep, folds_cp(par)
+    try:
+        same = fold(par.tp, par.cp, mesh.etp, mesh.ep, lambda why, near: ValueError(why)) == (axis, over_cp)
+    except ValueError:
+        return None
+    return (mesh.etp, mesh.ep) if same else None
+
+
+def fullest(par: Any) -> float:
+    """Load of the fullest of the ranks that share experts over the mean, as a `Parallel` assumes it."""
+    return par.expert_imbalance if isinstance(par.expert_imbalance, float) else 1.0
+
+
 def position(par: Any, coord: Any) -> int:
     """Which run of a layer's experts the rank at `coord` holds: its place among the ranks of its own "experts" group,
     ascending. `par`: a `Parallel`, `coord`: a `Coord`."""

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .document import Model, Moe
+    from .document import Mla, Model, Moe
 
 
 def layer_moe(model: Model, layer: int) -> Moe | None:
@@ -34,14 +34,14 @@ def attention_weights(model: Model) -> int:
     if model.mla is None:
         return 2 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
     mla = model.mla
-    qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    if mla.q_lora_rank:
-        query = mla.q_lora_rank * (model.hidden + model.heads * qk_dim)
-    else:
-        query = model.hidden * model.heads * qk_dim
-    down = model.hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-    up = mla.kv_lora_rank * model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return query + down + up + model.heads * mla.v_head_dim * model.hidden
+    down = model.hidden * (mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim)
+    return down + up_weights(model, mla) + model.heads * mla.v_head_dim * model.hidden
+
+
+def up_weights(model: Model, mla: Mla) -> int:
+    """Of these, those that make queries, keys and values from latents (queries from the input where there is none)."""
+    query = (mla.q_lora_rank or model.hidden) * model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    return query + mla.kv_lora_rank * model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
 
 
 def mlp_weights(model: Model, layer: int) -> int:
@@ -86,11 +86,14 @@ def model_flops_per_token(model: Model, seq_len: int) -> float:
     return 6 * weights + 3 * attention_core_flops(model, seq_len) * (1 + ahead / model.layers)
 
 
-def hardware_flops_per_token(model: Model, seq_len: int, recompute: str, recompute_layers: Sequence[str] = ()) -> float:
+def hardware_flops_per_token(
+    model: Model, seq_len: int, recompute: str, recompute_layers: Sequence[str] = (), latents: bool = False
+) -> float:
     """FLOPs run for one trained token when part of the forward is run again.
 
     `recompute` is the plan's: "none", "selective", "full", or "budget" with one of these for each layer in
-    `recompute_layers`. Raises ValueError for any other word.
+    `recompute_layers`; `latents`: whether selective layers recompute what they make from latents. Raises
+    ValueError for any other word.
     """
     layers = recompute_layers if recompute == "budget" else [recompute] * model.layers
     unknown = set(layers) - {"none", "selective", "full"}
@@ -103,4 +106,6 @@ def hardware_flops_per_token(model: Model, seq_len: int, recompute: str, recompu
     again = sum(
         2 * (attention_weights(model) + mlp_weights(model, layer)) + core for layer, mode in each if mode == "full"
     )
+    if model.mla is not None and latents:
+        again += 2 * up_weights(model, model.mla) * sum(mode == "selective" for _, mode in each)
     return model_flops_per_token(model, seq_len) + again

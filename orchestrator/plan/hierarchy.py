@@ -7,6 +7,7 @@ others. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import comb
 from typing import NamedTuple
 
@@ -53,21 +54,26 @@ def problem(plan: Plan) -> str | None:
     ep, moe = expert_mesh(plan.parallel).ep, plan.model.moe
     if moe is None or ep == 1:
         return "expert_all_to_all=hierarchical without expert parallelism; legal: direct, or ep of two or more"
-    every = _domains(plan)
+    return problem_of(moe, _domains(plan))
+
+
+def problem_of(moe: Moe, every: Sequence[Sequence[int]]) -> str | None:
+    """The same of groups of ranks that share experts, given as the NVLink domain of each rank, in the ranks' order."""
+    ep = len(every[0])
     if len({len(set(runs)) for runs in every}) > 1:
         return (
             f"expert_all_to_all=hierarchical: some groups of {ep} ranks that share experts lie in one NVLink domain,"
             " others in several; legal: equally many for each, or direct"
         )
-    for runs in every:
+    for runs in dict.fromkeys(map(tuple, every)):
         names = list(dict.fromkeys(runs))
         counts = [runs.count(name) for name in names]
-        if len(set(counts)) > 1 or runs != [name for name in names for _ in range(counts[0])]:
+        if len(set(counts)) > 1 or runs != tuple(name for name in names for _ in range(counts[0])):
             return (
                 f"expert_all_to_all=hierarchical: the {ep} ranks that share experts lie {' + '.join(map(str, counts))}"
                 " in their NVLink domains; legal: equally many neighbours in each, or direct"
             )
-        if moe.top_groups < moe.groups and moe.groups % len(names):
+        if not hold_groups(moe, len(names)):
             legal = [many for many in range(1, ep + 1) if ep % many == 0 and moe.groups % many == 0]
             near = min(legal, key=lambda many: abs(many - len(names)))
             return (
@@ -76,6 +82,11 @@ def problem(plan: Plan) -> str | None:
                 f" domains (ep={ep // len(names) * near})"
             )
     return None
+
+
+def hold_groups(moe: Moe, domains: int) -> bool:
+    """Whether groups of experts lie whole in so many domains, where tokens are limited to some of them."""
+    return moe.top_groups == moe.groups or moe.groups % domains == 0
 
 
 def landings(moe: Moe, domains: int) -> float:

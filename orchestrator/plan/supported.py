@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 
 from msgspec import UNSET, Struct, UnsetType
 
-from .batch import share
+from .batch import divisors, nearest_divisors, share
 from .document import TABLE, AllToAll, BatchRamp, Cluster, CpMethod, Matmul, Model, Precision
 from .domains import domains_of
-from .expert_mesh import axes, expert_mesh
+from .expert_mesh import axes, expert_mesh, folds_cp, in_words
 
 #: Schedules whose backward is one piece.
 WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
@@ -50,6 +50,7 @@ class Case(Struct, frozen=True, kw_only=True):
     batch_ramp: BatchRamp | None = None
     seq_len: int
     matmul: Matmul = ""
+    optim_state: str = ""  # as `Optim.state`
     precision: Precision = "fp32"
     grad_dtype: Precision = "fp32"
     model: Model
@@ -88,16 +89,21 @@ class Case(Struct, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> str:
-        """As `parallel=` takes it: degrees above 1, dp when the word would otherwise leave it out of sight."""
+        """As `parallel=` takes it: degrees above 1, dp when the word would otherwise leave it out of sight. Followed by
+        keys where no word says how experts fold."""
         degrees = {name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "ep")}
-        if isinstance(self.etp, int):  # the word's ep is that of the expert mesh
-            degrees["ep"] = expert_mesh(self).ep
+        folded = isinstance(self.etp, int) or folds_cp(self)
+        said = in_words(self) if folded else None
+        if said:  # the word's ep is that of the expert mesh
+            degrees["ep"] = said[1]
         parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
-        parts += [f"etp{self.etp}"] if isinstance(self.etp, int) else []
+        parts += [f"etp{said[0]}"] if said else []
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += [f"vpp{self.vpp}"] if self.vpp > 1 else []
         parts += ["sp0"] if self.tp > 1 and not self.sp else []
-        return "_".join(parts) or "dp1"
+        keys = [f"parallel.etp={self.etp}"] if isinstance(self.etp, int) else []
+        keys += ["parallel.fold_cp=true"] if folds_cp(self) else []
+        return " ".join(["_".join(parts) or "dp1", *(keys if folded and not said else [])])
 
 
 Rule = Callable[[Case], str | None]
@@ -170,21 +176,22 @@ def _nvlink(case: Case) -> str | None:
 
 def _experts(case: Case) -> str | None:
     """Ranks that share the experts. Where tp ranks hold different ones, each sends tokens of its own."""
-    etp, folded = case.etp, case.etp is not UNSET or case.fold_cp is True
-    if isinstance(etp, int) and case.tp % etp:
-        legal = ", ".join(str(number) for number in range(1, case.tp + 1) if case.tp % number == 0)
-        return f"etp={etp} does not divide tp={case.tp}; legal: {legal}"
-    ep = expert_mesh(case).ep
+    etp, ep, folded = case.etp, expert_mesh(case).ep, case.etp is not UNSET or case.fold_cp is True
     if ep == 1 and not folded:
         return None
-    name = f"ep={ep}" + f" (over {', '.join(axes(case))})" * folded
     if case.model.moe is None:
-        return f"{name}, but {case.model.name} has no experts"
+        said = [f"etp={etp}"] * isinstance(etp, int) + ["fold_cp=true"] * (case.fold_cp is True)
+        return f"{' '.join(said + [f'ep={case.ep}'] * (case.ep > 1))}, but {case.model.name} has no experts"
+    if isinstance(etp, int) and case.tp % etp:
+        legal = ", ".join(map(str, divisors(case.tp)))
+        return f"etp={etp} does not divide tp={case.tp}; legal: {legal}"
+    if case.fold_cp is True and case.cp == 1:
+        return "fold_cp=true with cp=1: no cp ranks to hold different experts; legal: cp of 2 or more, or leave it out"
+    name = f"ep={ep}" + f" (over {', '.join(axes(case))})" * folded
     experts = case.model.moe.experts
     if experts % ep:
-        divisors = [number for number in range(1, experts + 1) if experts % number == 0]
-        near = sorted(sorted(divisors, key=lambda number: abs(number - ep))[:2])
-        return f"{name} does not divide {experts} experts; nearest: {' or '.join(f'ep={number}' for number in near)}"
+        near = " and ".join(map(str, nearest_divisors(experts, ep)))
+        return f"{name} does not divide {experts} experts; nearest divisors: {near}"
     if "tp" in axes(case) and not case.sp:
         return f"etp={etp} below tp={case.tp} needs sequence parallelism, by which each tp rank has tokens of its own"
     return None
@@ -219,7 +226,11 @@ def zero_group(zero: int, group: int, ranks: int) -> str | None:
     if zero == 0:
         return f"zero_group={group} needs something to shard: zero1, zero2 or zero3"
     if ranks % group:
-        return f"zero_group={group} does not divide the dp x cp x ep = {ranks} ranks that hold the same weights"
+        near = " or ".join(map(str, nearest_divisors(ranks, group)))
+        return (
+            f"zero_group={group} does not divide the dp x cp x ep = {ranks} ranks that hold the same weights"
+            f" ({near} does)"
+        )
     return None
 
 

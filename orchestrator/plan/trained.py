@@ -69,6 +69,32 @@ def _matmul(case: Case) -> str | None:
     return None
 
 
+#: Elements of a row with one scale, of optimizer state in 8 bits.
+STATE_BLOCK = 64
+
+
+def _optim_state(case: Case) -> str | None:
+    if case.optim_state != "8bit":
+        return None
+    model, tp, latent = case.model, case.tp, case.model.mla
+    head = latent.v_head_dim if latent else model.head_dim
+    sizes = {"model.hidden": (model.hidden, 1), "heads * head_dim of model": (model.heads * head, tp)}
+    sizes["model.ffn_hidden"] = model.ffn_hidden, tp
+    if latent:
+        ranks = {"q_lora_rank": latent.q_lora_rank, "kv_lora_rank": latent.kv_lora_rank}
+        sizes |= {f"model.mla.{name}": (size, 1) for name, size in ranks.items()}
+    if model.moe:
+        sizes["model.moe.ffn_hidden"] = model.moe.ffn_hidden, expert_mesh(case).etp
+        sizes["model.moe.shared_ffn_hidden"] = model.moe.shared_ffn_hidden, tp
+    for name, (size, parts) in sizes.items():
+        if size % (parts * STATE_BLOCK):
+            return (
+                f"optim.state=8bit: {name}={size} must be a multiple of {parts * STATE_BLOCK}, or blocks of"
+                f" {STATE_BLOCK} are cut; optim.state=bf16 has none"
+            )
+    return None
+
+
 def _grad_dtype(case: Case) -> str | None:
     legal = case.grad_dtype != "fp16" and (case.precision == "fp64") == (case.grad_dtype == "fp64")
     return None if legal else f"train.grad_dtype={case.grad_dtype} with {case.precision}: fp32, bf16, or both fp64"
@@ -124,6 +150,7 @@ MODELS: dict[str, Rule] = {"biases": _biases, "causal": _causal, "kv_groups": _k
 #: All that the bundled trainer does not run.
 TRAINER: dict[str, Rule] = MODELS | {
     **{"expert_parallel": _expert_parallel, "batch_ramp": _batch_ramp, "matmul": _matmul},
+    **{"optim_state": _optim_state},
     **{"grad_dtype": _grad_dtype, "predictions": _predictions},
 }
 
@@ -139,6 +166,7 @@ def case_of(plan: Plan) -> Case:
     return Case(
         **same,
         matmul=plan.job.matmul,
+        optim_state=plan.job.optim.state or "",
         allow_tp_across_nvlink=True,  # whoever made the plan allowed what is in it
         uneven=bool(par.replica_micro_batches),
         model=plan.model,

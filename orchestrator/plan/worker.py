@@ -16,6 +16,9 @@ from msgspec import Struct
 
 from .expert_load import ExpertLoad
 
+#: The format of checkpoints that workers write.
+CHECKPOINT = "orch.checkpoint/2"
+
 
 class WorkerEnv(Struct, frozen=True, kw_only=True):
     """A worker's identity. Read from the environment once, in the trainer's `__main__`, never inside layers."""
@@ -134,6 +137,11 @@ def newest_claim(folder: str | Path) -> int:
 def trace_file(run_dir: str | Path, rank: int) -> Path:
     """A rank's timeline of the first steps (`metrics.trace_steps`), in Chrome's trace format."""
     return Path(run_dir) / "traces" / f"rank-{rank:05d}.json"
+
+
+def choices_file(run_dir: str | Path, step: int, rank: int) -> Path:
+    """Which experts a rank's tokens chose in a step (`job.record_choices`): safetensors, docs/experts.md."""
+    return Path(run_dir) / "choices" / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors"
 
 
 def replica_dir(run_dir: str | Path, node: str) -> Path:

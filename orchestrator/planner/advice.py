@@ -20,9 +20,15 @@ BUBBLE = 0.20  # share of the step above which it is reported
 
 #: GPU -> (highest MFU ever measured of a dense model trained in 16 bits, as a plan counts it; where)
 BEST_MEASURED = {
+    "V100": (0.423, "GPT 1.16B on one V100 of a DGX-2H: Megatron-LM images/tables.tex of 2020"),
     "A100": (0.627, "MPT 3B on 8 A100 80GB: llm-foundry scripts/train/benchmarking/README.md"),
     "H100": (0.556, "Llama 3.1 8B on 8 H100 80GB: NVIDIA dgxc-benchmarking llama3.1/README.md"),
+    "B200": (0.381, "12 layers of Llama 3 70B on 8 B200: SimuMax docs/b200, its measured side"),
+    "cpu": (1.0, ""),
 }
+#: GPUs of the same chip, or of its successor that nobody published
+SAME_CHIP = {"A800": "A100", "A30": "A100", "H800": "H100", "H200": "H100", "GH200": "H100"}
+SAME_CHIP |= dict.fromkeys(("GB200", "B300", "GB300", "B100"), "B200")
 
 
 def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_layout: bool = False) -> list[str]:
@@ -43,7 +49,9 @@ def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_lay
         _replicated_state(plan),
         _sharded_gradients(plan),
         _nothing_to_share(plan),
+        _no_latents(plan),
         _offload(plan),
+        _nothing_to_put_away(plan),
         _demo(plan),
     ]
     return [line for line in found if line]
@@ -69,7 +77,8 @@ def _memory(plan: Plan) -> str | None:
 
 
 def _faster_than_measured(plan: Plan) -> str | None:
-    best, where = BEST_MEASURED.get(plan.cluster.gpu.name.split("-")[0], (1.0, ""))
+    gpu = plan.cluster.gpu.name.split("-")[0]
+    best, where = BEST_MEASURED.get(SAME_CHIP.get(gpu, gpu), BEST_MEASURED["A100"])  # the highest on any GPU
     if plan.model.moe or plan.job.matmul or plan.job.train.precision == "fp32" or plan.mfu <= best:
         return None
     return (
@@ -183,19 +192,43 @@ def _nothing_to_share(plan: Plan) -> str | None:
     return f"train.partition_activations changes nothing: {why}"
 
 
-def _offload(plan: Plan) -> str | None:
-    """What an update on the host costs, where that is most of the step or rests on assumed rates."""
-    place = offload_of(plan.job.train).optimizer
-    if not place:
+def _nothing_to_put_away(plan: Plan) -> str | None:
+    """Offloaded inputs where no layer is recomputed."""
+    if not offload_of(plan.job.train).activations or plan.job.train.recompute != "none":
         return None
-    seconds = plan.time.terms.get("optimizer", 0.0)
+    return "train.offload_activations changes nothing: nothing is recomputed; train.recompute=full or selective"
+
+
+def _no_latents(plan: Plan) -> str | None:
+    """Latents that make nothing again."""
+    train, mla = plan.job.train, plan.model.mla
+    if train.recompute_latents is not True or (mla is not None and train.recompute in ("selective", "budget")):
+        return None
+    why = f"model {plan.model.name} has no latent attention"
+    if mla is not None:
+        why = f"train.recompute={train.recompute}; it belongs to selective"
+    return f"train.recompute_latents changes nothing: {why}"
+
+
+def _offload(plan: Plan) -> str | None:
+    """What an update on the host costs, or activations there, if that is most of the step or rests on assumed rates."""
+    offload, terms = offload_of(plan.job.train), plan.time.terms
+    keys = {"offload": offload.optimizer, "offload_activations": offload.activations}
+    words = " ".join(f"train.{key}={place}" for key, place in keys.items() if place)
+    if not words:
+        return None
+    seconds = sum(terms.get(term, 0.0) for term, place in zip(("optimizer", "activations"), keys.values(), strict=True)
+                  if place)  # fmt: skip
     share, host = seconds / plan.time.step_s, host_of(plan.cluster)
     said = [f"cluster.host is not described: {host.disk_bytes_per_s / 1e9:g} GB/s of disk are assumed, and"
             f" {host.link_bytes_per_s / 1e9:g} GB/s between GPU and host"]  # fmt: skip
     said = said if plan.cluster.host is UNSET else []
     if share > OFFLOADED:
-        said.append(f"the update is {share:.0%} of the step: a larger global batch, or zero1 over more ranks")
-    return f"train.offload={place} takes {seconds:.3g} s a step; " + "; ".join(said) if said else None
+        said.append(f"that is {share:.0%} of the step: a larger global batch, or zero1 over more ranks")
+    if offload.delayed:
+        said.append("each step computes with weights that lack the update before it: not the same training as without"
+                    " train.offload_delayed")  # fmt: skip
+    return f"{words} takes {seconds:.3g} s a step; " + "; ".join(said) if said else None
 
 
 def _demo(plan: Plan) -> str | None:

@@ -49,7 +49,7 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profi
     job = structs.replace(job, train=train)
     imported = config.cluster.topology_file is not None  # the order of imported nodes has no meaning
     context = make_context(config, cluster, profile, searched.path_cache if searched else None).training(train)
-    whole = context
+    shape, whole = context.balanced(shape), context
     context, certificate = place_job(context, shape, config.parallel.order, move=imported)
     cluster = context.cluster
     parallel, best, traffic, time = solve(context, shape, config.parallel.order)
@@ -104,8 +104,8 @@ def check_host(cluster: Cluster, memory: Memory) -> None:
     ):
         if ranks * need > have:
             raise OrchError(
-                f"train.offload needs {ranks * need / GIB:.1f} GiB on each node, which has cluster.host.{what}="
-                f"{have / GIB:.1f}: {change}",
+                f"what is offloaded needs {ranks * need / GIB:.1f} GiB on each node, which has"
+                f" cluster.host.{what}={have / GIB:.1f}: {change}",
                 Exit.CONFIG,
             )
 
@@ -120,4 +120,4 @@ def _inside_nvlink(config: Config, case: Case, context: CostContext) -> tuple[st
         return None
     near = min(legal, key=lambda other: (other.tp * other.pp != case.tp * case.pp, legal.index(other)))
     free = structs.replace(config, parallel=structs.replace(config.parallel, order=None, stage_layers=None))
-    return near.spec, solve(context, make_parallel(free, near)).time.step_s
+    return near.spec, solve(context, context.balanced(make_parallel(free, near))).time.step_s

@@ -46,6 +46,7 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         batch_ramp=make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None,
         seq_len=train.seq_len,
         matmul=train.matmul,
+        optim_state="" if config.optim.state == "wide" else config.optim.state,
         precision=train.precision,
         grad_dtype=train.grad_dtype,
         model=model,

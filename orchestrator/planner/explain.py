@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
-from msgspec import structs
+from msgspec import UNSET, UnsetType, structs
 
 from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
 from orchestrator.plan import document as doc
+from orchestrator.plan.batch import divisors
+from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.domains import domains_of
+from orchestrator.plan.expert_mesh import expert_mesh, folds_cp, tensor_ranks
 from orchestrator.plan.schedules import SCHEDULES
+from orchestrator.plan.trained import refusal
 
 from .build import build_plan
 from .cost.profile import with_values
+from .plan_cost import ExpertLoad, expert_load
 from .search.search import CostedLayout, Search
 from .search.space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
 LEFT_OUT = (
-    *("tp", "cp", "ep", "pp", "dp", "zero", "vpp", "sp", "cp_method"),
+    *("tp", "cp", "ep", "etp", "fold_cp", "pp", "dp", "zero", "vpp", "sp", "cp_method"),
     *("schedule", "micro_batch_size", "order", "stage_layers"),
 )
 
@@ -43,6 +49,7 @@ class Change(NamedTuple):
 
 class Explanation(NamedTuple):
     terms: list[Term]  # of the step, largest first
+    experts: ExpertLoad | None  # what is assumed of their loads
     limited_by: str
     over_bytes: int  # bytes that the fullest rank lacks; 0: the plan fits
     categories: list[tuple[str, int]]  # of its memory, largest first
@@ -57,10 +64,14 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> 
     over = max(0, memory.total - memory.capacity)
     found, tried = [], 0
     if plan.parallel.schedule in SCHEDULES and plan.job.train.recompute in RECOMPUTE_MODES:
-        search = Search(_opened(config), cluster, profile=with_values(plan.time.parameters))
-        for overrides, layout in neighbours(plan):
+        profile, any_layout = with_values(plan.time.parameters), refusal(plan) is not None
+        search = Search(_opened(config, plan.parallel.expert_all_to_all), cluster, any_layout, profile)
+        changed = [(search, *found) for found in neighbours(plan)]
+        for way in other_all_to_alls(plan):
+            changed.append((Search(_opened(config, way), cluster, any_layout, profile), *_by(plan, way)))
+        for asked, overrides, layout in changed:
             tried += 1
-            other = search.cost(layout)
+            other = asked.cost(layout)
             if other is not None and (over or other.step_s < plan.time.step_s):
                 found.append(_change(overrides, other, plan))
         if over and not found:  # no single change makes it fit: the fastest layout that does
@@ -69,22 +80,26 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> 
         found += offered(config, cluster, plan)
     found.sort(key=lambda change: (change.step_s, change.memory.total, change.words))
     categories = sorted(((name, getattr(memory, name)) for name in CATEGORIES), key=lambda pair: -pair[1])
-    return Explanation(terms(plan), plan.time.limited_by, over, categories, found[:most], tried, list(plan.warnings))
+    told = plan.time.limited_by, over, categories, found[:most], tried, list(plan.warnings)
+    return Explanation(terms(plan), expert_load(plan), *told)
 
 
 def offered(config: Config, cluster: doc.Cluster, plan: Plan) -> Iterator[Change]:
-    """The same plan with the optimizer on the host, or on its disk, where it then fits."""
-    if config.cost.software != "orch" or config.train.offload != "none":
+    """The same plan with the optimizer or kept inputs on the host, or the first on its disk, where it then fits."""
+    if config.cost.software != "orch":
         return
-    for place in ("host", "disk"):
-        train = structs.replace(config.train, offload=place)
+    choices = [("offload", "host"), ("offload", "disk")] if config.train.offload == "none" else []
+    if plan.job.train.recompute != "none" and config.train.offload_activations == "none":
+        choices.append(("offload_activations", "host"))
+    for key, place in choices:
+        train = structs.replace(config.train, **{key: place})
         try:
             other = build_plan(structs.replace(config, train=train), cluster)
         except OrchError:
             continue
         if other.memory.total <= other.memory.capacity:
             saves, frees = plan.time.step_s - other.time.step_s, plan.memory.total - other.memory.total
-            yield Change([f"train.offload={place}"], other.time.step_s, other.memory, saves, frees)
+            yield Change([f"train.{key}={place}"], other.time.step_s, other.memory, saves, frees)
 
 
 #: A term of the cost model (`Time.terms`) in words.
@@ -95,6 +110,7 @@ WORDS = {
     "cast": "casts to 8 bits",
     "experts": "permuting tokens for experts",
     "recompute": "recomputation",
+    "activations": "inputs of layers to the host and back",
     "head": "output projection and loss",
     "host": "GPU waits for the CPU's launches",
     "optimizer": "optimizer",
@@ -115,9 +131,10 @@ def terms(plan: Plan) -> list[Term]:
     return sorted(shown, key=lambda term: -term.seconds)
 
 
-def _opened(config: Config) -> Config:
-    """The configuration with every degree left open, so that any layout can be costed."""
-    parallel: ParallelSpec = structs.replace(config.parallel, auto=True, **dict.fromkeys(LEFT_OUT))
+def _opened(config: Config, way: doc.AllToAll | UnsetType) -> Config:
+    """The configuration with every degree left open, so that any layout can be costed. `way`: of tokens to experts."""
+    given: dict[str, Any] = dict.fromkeys(LEFT_OUT) | {"expert_all_to_all": "direct" if way is UNSET else way}
+    parallel: ParallelSpec = structs.replace(config.parallel, auto=True, **given)
     train = structs.replace(config.train, recompute=None)
     return structs.replace(config, parallel=parallel, train=train)
 
@@ -150,6 +167,38 @@ def neighbours(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
                 yield from _one(plan, here | {"cp_method": method}, [f"parallel.cp_method={method}"])
     if par.pp > 1:
         yield from _pipelines(plan, here)
+    if plan.model.moe is not None:
+        yield from _folds(plan, here)
+
+
+def _folds(plan: Plan, here: dict[str, Any]) -> Iterator[tuple[list[str], Layout]]:
+    """Experts that fold otherwise over the same tp and cp: as many ranks with different ones, or an axis as long."""
+    par = plan.parallel
+    total, now = expert_mesh(par).ep, (tensor_ranks(par), folds_cp(par), par.ep)
+    for etp, fold_cp in product(divisors(par.tp), {False, par.cp > 1}):
+        inner = par.tp // etp * (par.cp if fold_cp else 1)
+        for axis in sorted({par.ep, *([total // inner] if total % inner == 0 else [])}):
+            if (etp, fold_cp, axis) == now:
+                continue
+            words = [f"parallel.etp={etp}"] * (etp != now[0]) + [f"parallel.ep={axis}"] * (axis != now[2])
+            words += [f"parallel.fold_cp={str(fold_cp).lower()}"] * (fold_cp != now[1])
+            folded = {"etp": etp if etp < par.tp else UNSET, "fold_cp": True if fold_cp else UNSET, "ep": axis}
+            yield from _one(plan, here | folded, words)
+
+
+def other_all_to_alls(plan: Plan) -> list[doc.AllToAll]:
+    """Ways of tokens to experts that the plan does not take and could."""
+    if expert_mesh(plan.parallel).ep == 1 or plan.placement["ep"].worst_level in (SELF, NVLINK):
+        return []
+    return ["direct"] if plan.parallel.expert_all_to_all == "hierarchical" else ["hierarchical"]
+
+
+def _by(plan: Plan, way: doc.AllToAll) -> tuple[list[str], Layout]:
+    """The plan with another way of tokens to experts."""
+    par = plan.parallel
+    mesh = Mesh(**{name: getattr(par, name) for name in Mesh._fields})
+    layout = Layout(mesh, plan.job.train.recompute, par.zero, par.schedule, par.vpp)
+    return [f"parallel.expert_all_to_all={way}"], layout
 
 
 def _pipelines(plan: Plan, here: dict[str, Any]) -> Iterator[tuple[list[str], Layout]]:
@@ -174,8 +223,10 @@ def _one(plan: Plan, values: dict[str, Any], overrides: list[str]) -> Iterator[t
     if rest or not dp or par.global_batch_samples % (size * dp * ep):
         return
     sp = values.get("sp", par.sp) if par.tp > 1 and tp > 1 else tp > 1
+    etp, fold_cp = values.get("etp", par.etp), values.get("fold_cp", par.fold_cp) if cp > 1 else UNSET
+    etp = UNSET if etp == tp else etp
     if pp == 1 and par.pp > 1:  # without a pipeline there is one schedule
         values = values | {"schedule": "1f1b", "vpp": 1}
     micro_batches = par.global_batch_samples // (size * dp * ep)
-    mesh = Mesh(tp, cp, ep, pp, dp, size, micro_batches, sp, values.get("cp_method", par.cp_method))
+    mesh = Mesh(tp, cp, ep, pp, dp, size, micro_batches, sp, values.get("cp_method", par.cp_method), etp, fold_cp)
     yield overrides, Layout(mesh, values["recompute"], values["zero"], values["schedule"], values["vpp"])

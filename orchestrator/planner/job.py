@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from orchestrator.config.schema import BatchRampSpec, Config
 from orchestrator.errors import OrchError
@@ -46,12 +46,18 @@ def make_optim(config: Config) -> doc.Optim:
             " optim.kind=adamw",
             Exit.CONFIG,
         )
-    if optim.kind == "muon" and config.parallel.zero == 3:
+    if optim.state != "wide" and (optim.kind == "muon" or config.train.offload != "none"):
+        instead = "optim.kind=adamw or sgd" if optim.kind == "muon" else "train.offload=none"
         raise OrchError(
-            "optim.kind=muon updates whole matrices, which zero3 cuts into rows: parallel.zero=0, 1 or 2", Exit.CONFIG
+            f"optim.state={optim.state} is kept by rules that look at each element alone, on the device: {instead}",
+            Exit.CONFIG,
         )
-    same = {name: getattr(optim, name) for name in doc.Optim.__struct_fields__ if name != "kind"}
-    return doc.Optim(**same, kind=UNSET if optim.kind == "adamw" else optim.kind)
+    same = {name: getattr(optim, name) for name in doc.Optim.__struct_fields__ if name not in ("kind", "state")}
+    return doc.Optim(
+        **same,
+        kind=UNSET if optim.kind == "adamw" else optim.kind,
+        state=UNSET if optim.state == "wide" else optim.state,
+    )
 
 
 def make_train(config: Config) -> doc.Train:
@@ -63,6 +69,7 @@ def make_train(config: Config) -> doc.Train:
             Exit.CONFIG,
         )
     derived = {"recompute", "recompute_layers", "batch_ramp", "compile", "partition_activations", "offload"}
+    derived |= {"recompute_latents", "deterministic"}
     same = set(doc.Train.__struct_fields__) - derived
     ramp = make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None
     recompute = train.recompute or "none"
@@ -74,6 +81,8 @@ def make_train(config: Config) -> doc.Train:
         batch_ramp=ramp,
         compile=compiled,
         partition_activations=train.partition_activations or UNSET,
+        recompute_latents=train.recompute_latents or UNSET,
+        deterministic=train.deterministic or UNSET,
         offload=make_offload(config),
     )
 
@@ -81,14 +90,25 @@ def make_train(config: Config) -> doc.Train:
 def make_offload(config: Config) -> doc.Offload | UnsetType:
     """What is kept outside of the device's memory; UNSET: nothing. Raises OrchError."""
     train = config.train
+    if train.offload_delayed and train.offload != "host":
+        raise OrchError(
+            "train.offload_delayed delays the updates that the host computes: train.offload=host", Exit.CONFIG
+        )
+    away = doc.Offload(activations="" if train.offload_activations == "none" else train.offload_activations)
+    if train.offload_dir is not None and "disk" not in (train.offload, away.activations):
+        raise OrchError(
+            "train.offload_dir is the folder of train.offload=disk or train.offload_activations=disk", Exit.CONFIG
+        )
+    if away.activations == "disk":
+        away = structs.replace(away, dir=train.offload_dir or "")
     if train.offload != "disk":
-        if train.offload_dir is not None:
-            raise OrchError("train.offload_dir is the folder of train.offload=disk", Exit.CONFIG)
         if train.offload_weights:
             raise OrchError(
                 "train.offload_weights follows the optimizer's state to the disk: train.offload=disk", Exit.CONFIG
             )
-        return doc.Offload(optimizer="host") if train.offload == "host" else UNSET
+        if train.offload == "host":
+            away = structs.replace(away, optimizer="host", delayed=train.offload_delayed)
+        return UNSET if away == doc.Offload() else away
     if config.checkpoint.memory_every_steps:
         raise OrchError(
             "train.offload=disk keeps state that is larger than memory: copies in memory"
@@ -103,7 +123,8 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
         raise OrchError(
             f"train.offload_buffer_mib={train.offload_buffer_mib:g} is too small: at least 0.1", Exit.CONFIG
         )
-    return doc.Offload(optimizer="disk", weights=train.offload_weights, dir=train.offload_dir or "", buffer_bytes=size)
+    more = {"weights": train.offload_weights, "dir": train.offload_dir or "", "buffer_bytes": size}
+    return structs.replace(away, optimizer="disk", **more)
 
 
 def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 
-from msgspec import structs
+from msgspec import UNSET, UnsetType, structs
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
+from orchestrator.plan.batch import divisors
 from orchestrator.plan.domains import domains_of
+from orchestrator.plan.expert_mesh import tensor_ranks
 from orchestrator.plan.supported import Case, broken
+
+Near = Callable[[int, int, bool], list[int]]  # (degree, the most there can be, whether 1 may start) -> degrees to try
 
 
 def check(case: Case) -> None:
@@ -19,39 +25,53 @@ def check(case: Case) -> None:
     if not found:
         return
     rule, problem = found
-    specs = [near.spec for near in nearest_legal(case)]
-    hint = f"nearest legal: {', '.join(specs)}" if specs else "no degrees near these are legal"
+    specs = dict.fromkeys(near.spec for near in nearest_legal(case))
+    hint = f"nearest legal: {', '.join(specs)}" if specs else "no other degrees are legal"
     raise OrchError(f"parallel: rule {rule!r}: {problem}; {hint}", Exit.CONFIG)
 
 
 def nearest_legal(case: Case, limit: int = 3) -> list[Case]:
     """Up to `limit` legal cases, nearest first: fewest changed degrees, then the smallest change by factors of two.
 
-    Tries all tp, pp, cp, ep, vpp within a factor of four of the wanted ones; dp is what is taken when left out.
+    Tries all tp, pp, cp, ep, vpp within a factor of four of the wanted ones, else those that divide the GPUs; dp is
+    what is taken when left out. How experts fold stays as it is where it can.
     """
-    found: list[tuple[tuple[int, float, float, str], Case]] = []
-    for candidate in _around(case):
-        if broken(candidate) is None:
-            found.append((_distance(case, candidate), candidate))
-    found.sort(key=lambda pair: pair[0])
-    return [candidate for _, candidate in found[:limit]]
+    for near in (_near, partial(_dividing, case.gpus)):
+        found = [(_distance(case, one), one) for one in _around(case, near) if broken(one) is None]
+        if found:
+            return [one for _, one in sorted(found, key=lambda pair: pair[0])[:limit]]
+    return []
 
 
-def _around(case: Case) -> Iterator[Case]:
-    domains = domains_of(case.cluster)
-    for tp in _near(case.tp, case.model.heads, start=True):
-        for pp in _near(case.pp, min(case.model.layers, case.gpus), start=True):
-            for cp in _near(case.cp, case.gpus):
-                for ep in _near(case.ep, case.model.moe.experts if case.model.moe else 1):
-                    rest = domains.filled(tp, cp, ep, pp, case.allow_tp_across_nvlink) // (tp * pp * cp * ep)
-                    if not rest:
-                        continue
-                    for vpp in _near(case.vpp, case.model.layers):
-                        sp = case.sp or (case.tp == 1 and tp > 1)
-                        yield structs.replace(case, tp=tp, pp=pp, cp=cp, ep=ep, dp=rest, vpp=vpp, sp=sp)
+def _around(case: Case, near: Near) -> Iterator[Case]:
+    domains, experts = domains_of(case.cluster), case.model.moe.experts if case.model.moe else 1
+    stages = min(case.model.layers, case.gpus)
+    for tp, pp in product(near(case.tp, case.model.heads, True), near(case.pp, stages, True)):
+        for cp, ep in product(near(case.cp, case.gpus, case.fold_cp is True), near(case.ep, experts, False)):
+            rest = domains.filled(tp, cp, ep, pp, case.allow_tp_across_nvlink) // (tp * pp * cp * ep)
+            if not rest:
+                continue
+            for vpp, etp in product(near(case.vpp, case.model.layers, False), _cuts(case, tp)):
+                cut = isinstance(etp, int) and etp < tp
+                sp = case.sp or (case.tp == 1 and tp > 1) or cut
+                same = structs.replace(case, tp=tp, pp=pp, cp=cp, ep=ep, dp=rest, vpp=vpp, sp=sp, etp=etp)
+                plain = case.model.moe is None or (cp == 1 and isinstance(etp, int))
+                yield structs.replace(same, fold_cp=UNSET) if plain else same
 
 
-def _near(value: int, most: int, start: bool = False) -> list[int]:
+def _cuts(case: Case, tp: int) -> list[int | UnsetType]:
+    """Ranks of tp that each expert may be cut over. Without experts there is nothing to cut."""
+    if not isinstance(case.etp, int) or case.model.moe is None:
+        return [UNSET]
+    return [*divisors(tp)]
+
+
+def _dividing(gpus: int, value: int, most: int, start: bool) -> list[int]:
+    """All degrees that could be, for `value`; one that is 1 stays so, unless it may `start`."""
+    return [1] if value == 1 and not start else [one for one in range(1, most + 1) if gpus % one == 0]
+
+
+def _near(value: int, most: int, start: bool) -> list[int]:
     """Degrees to try for `value`: from a quarter to four times it. An axis of degree 1 stays unused, or may `start`."""
     if value == 1:
         return [degree for degree in (1, 2, 4, 8) if degree <= most] if start else [1]
@@ -68,5 +88,7 @@ def _distance(wanted: Case, other: Case) -> tuple[int, float, float, str]:
     """Sort key: fewest changed degrees (dp not counted), least change in powers of two, least change of dp, spec."""
     axes = ("tp", "pp", "cp", "ep", "vpp")
     factors = [abs(math.log2(getattr(other, axis) / getattr(wanted, axis))) for axis in axes]
+    if isinstance(wanted.etp, int):
+        factors.append(abs(math.log2(tensor_ranks(other) / wanted.etp)))
     changed = sum(factor > 0 for factor in factors)
     return changed, sum(factors), abs(math.log2(other.dp / max(1, wanted.dp))), other.spec

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from math import exp
+from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import UNSET, structs
 from numpy.typing import NDArray
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Cluster, Parallel, Train
+from orchestrator.plan.expert_mesh import expert_mesh, fullest
+from orchestrator.plan.interval import SIGMAS
 from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, simulate
 
 from .cost.dual import Number, duals, log_gradient, value_of
+from .cost.imbalance import spread_name
+from .cost.parameters import INDEX
 from .cost.profile import Profile, with_values
 from .cost.software import SOFTWARE
 from .cost.step_time import StepCost
@@ -25,6 +31,7 @@ def context_of(plan: Plan, profile: Profile | None = None, cluster: Cluster | No
     software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
     known = profile or with_values(plan.time.parameters)
     options: dict[str, Any] = {"matmul": plan.job.matmul, "software": software, "profile": known}
+    options |= {"assumed": with_values(plan.time.parameters).values, "state": plan.job.optim.state or ""}
     return CostContext(cluster or plan.cluster, plan.model, plan.job.train, **options)
 
 
@@ -52,6 +59,30 @@ def cost_of(plan: Plan, context: CostContext | None = None) -> StepCost:
     traffic = step_traffic(plan.model, plan.parallel, plan.job.train, context.software)
     work = context.work(plan.parallel, plan.job.train)
     return candidates(context.path_cache, plan.parallel, traffic, work, plan.parallel.order)[0].cost
+
+
+class ExpertLoad(NamedTuple):
+    """Load of the fullest of the ranks that share experts over the mean, as a plan assumes it."""
+
+    factor: float
+    low: float  # 95 % interval
+    high: float
+    balanced_by: str  # "bias", "loss" or "none"
+    costs_s: float  # of a step, against even loads
+
+
+def expert_load(plan: Plan) -> ExpertLoad | None:
+    """None where no ranks share experts."""
+    moe, par = plan.model.moe, plan.parallel
+    if moe is None or (ep := expert_mesh(par).ep) == 1:
+        return None
+    factor, name, context = fullest(par), spread_name(moe), context_of(plan)
+    far = SIGMAS * float(context.profile.uncertainty[INDEX[name], INDEX[name]]) ** 0.5
+    most = min(ep, moe.experts / moe.top_k)
+    low, high = (min(most, 1.0 + (factor - 1.0) * exp(way * far)) for way in (-1, 1))
+    even = structs.replace(plan, parallel=structs.replace(par, expert_imbalance=UNSET))
+    costs = value_of(cost_of(plan, context).step_s) - value_of(cost_of(even, context).step_s)
+    return ExpertLoad(factor, low, high, name.rpartition(".")[2], costs)
 
 
 def pipeline_timeline(plan: Plan, most_micro_batches: int = 16) -> Timeline:

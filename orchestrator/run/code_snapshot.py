@@ -12,6 +12,7 @@ import msgspec
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from orchestrator.style import binary
 
 from .folder import RunFolder, write_private
 from .request import Code
@@ -19,6 +20,7 @@ from .request import Code
 MOST_BYTES = 256 << 20
 MOST_FILES = 20_000
 _GIT_S = 60.0
+_CHANGED = ("status", "--porcelain=v1", "--untracked-files=all")
 #: Left out where no git says what belongs to the program.
 _NEVER = {"__pycache__", "node_modules", "venv", "env", "build", "dist"}
 
@@ -51,9 +53,8 @@ def copy(code: Code, folder: RunFolder) -> None:
         return
     import shutil
 
-    root = Path(code.root)
-    files = _listed_by_git(root) if code.kind == "git" else _listed_by_walking(root, folder.path)
-    size = _check_size(root, files)
+    root = Path(code.held_at or code.root)
+    files, size = listed(code, folder.path)
     for name in files:
         source, target = root / name, folder.code / name
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -63,7 +64,7 @@ def copy(code: Code, folder: RunFolder) -> None:
             shutil.copyfile(source, target)
             target.chmod(0o700 if os.access(source, os.X_OK) else 0o600)
     Path(folder.code, code.subfolder).mkdir(parents=True, exist_ok=True, mode=0o700)
-    changed = _git(root, "status", "--porcelain=v1", "--untracked-files=all") if code.kind == "git" else ""
+    changed = "" if code.held_at or code.kind != "git" else _git(root, *_CHANGED)
     found = {
         **msgspec.to_builtins(code),
         "files": len(files),
@@ -71,6 +72,22 @@ def copy(code: Code, folder: RunFolder) -> None:
         "uncommitted": [line[3:] for line in (changed or "").splitlines()],
     }
     write_private(folder.snapshot, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n", durable=False)
+
+
+def listed(code: Code, run: Path | None = None) -> tuple[list[str], int]:
+    """The files of a copy, relative to its root, and their bytes. `run`: a folder in it that is none of the code.
+
+    OrchError (65) when it is too much.
+    """
+    if code.kind == "none":
+        return [], 0
+    root = Path(code.held_at or code.root)
+    if code.held_at:  # chosen where it was shipped
+        files = [os.path.relpath(os.path.join(at, name), root) for at, _, names in os.walk(root) for name in names]
+        files += [os.path.relpath(path, root) for path in root.rglob("*") if path.is_symlink() and path.is_dir()]
+    else:
+        files = _listed_by_git(root) if code.kind == "git" else _listed_by_walking(root, run)
+    return files, _check_size(root, files)
 
 
 def _git(cwd: Path, *words: str) -> str | None:
@@ -115,14 +132,14 @@ def is_skipped(folder: Path) -> bool:
     return folder.name.startswith(".") or folder.name in _NEVER or (folder / "pyvenv.cfg").exists()
 
 
-def _listed_by_walking(root: Path, run: Path) -> list[str]:
+def _listed_by_walking(root: Path, run: Path | None) -> list[str]:
     """All files but hidden ones, caches, environments, and the run folder itself."""
     files = []
     for parent, folders, names in os.walk(root):
         folders[:] = sorted(
             name
             for name in folders
-            if not is_skipped(Path(parent, name)) and not run.is_relative_to(Path(parent, name))
+            if not is_skipped(Path(parent, name)) and not (run and run.is_relative_to(Path(parent, name)))
         )
         files += [
             os.path.relpath(os.path.join(parent, name), root) for name in sorted(names) if not name.startswith(".")
@@ -140,10 +157,6 @@ def _check_size(root: Path, files: list[str]) -> int:
         raise OrchError(f"snapshot of {root} has more than {MOST_FILES} files: {advice}", Exit.CONFIG)
     if total > MOST_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
-        much = f"{_mib(total)}, over {_mib(MOST_BYTES)}; largest is {largest} ({_mib(sizes[largest])})"
+        much = f"{binary(total)}, over {binary(MOST_BYTES)}; largest is {largest} ({binary(sizes[largest])})"
         raise OrchError(f"snapshot of {root} has {much}: {advice}", Exit.CONFIG)
     return total
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB"

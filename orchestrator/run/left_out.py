@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from orchestrator.style import binary
+
 from .code_snapshot import ignored_by_git, is_skipped
 from .request import Code, LeftOut
 
@@ -43,7 +45,7 @@ def said_of(code: Code) -> list[str]:
     found = code.left_out or []
     if not found:
         return []
-    shown = ", ".join(f"{one.name} ({_binary(one.bytes)})" for one in found[:_SHOWN])
+    shown = ", ".join(f"{one.name} ({binary(one.bytes)})" for one in found[:_SHOWN])
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     why = "which git ignores" if code.kind == "git" else "by their names"
     return [f"the copy of {code.root} leaves out {shown}{more}, {why}: --in-place runs the program with them"]
@@ -120,10 +122,3 @@ def _size(path: Path, most: int) -> tuple[int, int]:
         if seen >= most:
             break
     return total, seen
-
-
-def _binary(size: int) -> str:
-    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.3g} {units[0]}"

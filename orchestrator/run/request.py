@@ -25,27 +25,12 @@ from orchestrator.plan.codec import UNREADABLE, read_file
 from orchestrator.plan.document import Frozen
 
 from .folder import RunFolder, check_run_id
+from .variables import all_names, is_name, is_secret_name, matching, passed_names
 
 AGENT = "orchestrator.agent"  # the module that backends start on every node
 SCHEMA = "orch.request/1"
 
-#: Variables of the submitting shell that reach agents and workers. Anything else must be asked for by name (`--env`).
-PASSED = frozenset(
-    {"HOME", "USER", "LOGNAME", "PATH", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM", "VIRTUAL_ENV"}
-    | {"LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR"}
-    | {"CUDA_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"}
-)
-PASSED_PREFIXES = ("LC_", "NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "OMP_", "MKL_", "UCX_", "FI_")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
-_SECRET = re.compile(
-    r"(^|[_.-])(private|key|auth|pat|sshpass|(?<!^)pwd"
-    r"|[a-z]*(token|secret|passw(or)?d|passphrase|credential|(api|access|secret)[-_]?key))s?"
-    r"($|[_.-])",
-    re.I,
-)
 _IN_URL = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")  # user:password
-#: Words that match the pattern and are none: the token is one of text, the key a field.
-_HARMLESS = re.compile(r"(tokens?_(per|id|ids)|(global|max|micro|num)_(batch_)?tokens?|tokens?izer)", re.I)
 HIDDEN = "(redacted)"
 
 
@@ -81,6 +66,7 @@ class Code(Frozen):
     commit: str | None = None
     holds_orch: bool = False  # root is a checkout of orch: the run uses the copy, not what is installed
     left_out: list[LeftOut] | UnsetType = UNSET  # the largest first; UNSET: nothing that a program would miss
+    held_at: str | UnsetType = UNSET  # where this machine has what another one, whose folder `root` is, has shipped
 
 
 class File(Frozen):
@@ -154,6 +140,7 @@ class Site(Frozen):
     code: Code
     agent_flags: list[str] = []  # the backend's
     join_timeout_s: float = 60.0
+    passes_all: bool = False  # a program gets every variable of the shell
 
 
 class SubmissionBundle(Frozen):
@@ -278,18 +265,22 @@ def _checked(command: Sequence[str]) -> list[str]:
 
 def _environment(config: Config, plan: Plan, site: Site, keep: Iterable[str], python_path: list[str]) -> Environment:
     for name in keep:
-        if not _NAME.fullmatch(name):
+        if not is_name(name):
             raise OrchError(
                 f"--env {name!r} is not the name of a variable (A-Z a-z 0-9 _): its value is never written down"
             )
     for name in config.backend.env:
-        if not _NAME.fullmatch(name):
+        if not is_name(name):
             raise OrchError(f"backend.env.{name} is not the name of a variable (A-Z a-z 0-9 _)", Exit.CONFIG)
         if is_secret_name(name):
             how = f"export it and pass it by name, --env {name}"
             raise OrchError(
                 f"backend.env.{name} looks like a secret, which would be written down: {how}", Exit.SECURITY
             )
+    given = site.environment_names
+    asked = [*passed_names(given), *matching(given, config.backend.pass_env)]
+    if plan.program and site.passes_all:
+        asked = all_names(given)
     values, defaults = {"PYTHONUNBUFFERED": "1"}, {}
     if plan.program:
         defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM"}
@@ -298,17 +289,12 @@ def _environment(config: Config, plan: Plan, site: Site, keep: Iterable[str], py
     elif plan.cluster.device == "cpu":
         values["OMP_NUM_THREADS"] = "1"  # all ranks share this machine's cores
     return Environment(
-        names=sorted(set(passed_names(site.environment_names)) | set(keep)),
+        names=sorted({*asked, *keep}),
         values=values | dict(config.backend.env),
         path_first=[str(Path(site.python).parent)],
         python_path_first=python_path,
         defaults=defaults,
     )
-
-
-def passed_names(names: Iterable[str]) -> list[str]:
-    """Those of `names` that the allow-list lets through."""
-    return sorted(n for n in names if n in PASSED or (n.startswith(PASSED_PREFIXES) and not is_secret_name(n)))
 
 
 def compose_environment(environment: Environment, environ: Mapping[str, str]) -> dict[str, str]:
@@ -355,11 +341,6 @@ def check_contents(bundle: SubmissionBundle) -> None:
 
 
 # ------------------------------------------------------------------------------------------ secrets
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether a variable or key of that name usually holds a secret: HF_TOKEN, AWS_SECRET_ACCESS_KEY, api-key ..."""
-    return bool(_SECRET.search(name)) and not _HARMLESS.search(name)
 
 
 def redacted(value: object, name: str = "") -> object:

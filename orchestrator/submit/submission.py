@@ -27,9 +27,12 @@ from .cluster import ClusterResolver, at_home
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
     from orchestrator.plan import Plan
-    from orchestrator.run.request import SubmissionBundle
+    from orchestrator.run.request import Code, LaunchRequest, SubmissionBundle
 
 
+#: `backend.options` that name another host, which takes the job and knows the rest of the options.
+HOST_OPTIONS = ("ssh", "ssh_python")
+_SHOWN = 8  # names of variables
 WAYS: dict[str, Literal["ok", "any", "notok"]] = {"ok": "ok", "any": "any", "notok": "notok"}
 
 
@@ -47,6 +50,7 @@ class SubmitOptions(Struct, frozen=True, kw_only=True):
     run_id: str | None = None
     after: tuple[str, ...] = ()  # `RUN` or `HOW:RUN`: runs to wait for
     dry_run: bool = False  # nothing will be sent, so the cluster is not asked ahead
+    code: Code | None = None  # what another machine has shipped to this one, which submits for it
 
 
 class SizeCandidate(NamedTuple):
@@ -67,6 +71,9 @@ def prepare(config: Config, options: SubmitOptions) -> Submission:
 
     OrchError: 64 for options that make no sense, 65 when no size can be planned, 76 and 78 from resolving the cluster.
     """
+    if config.backend.options.get("ssh") and options.code is None:  # with code this is the host
+        raise OrchError("over ssh jobs are submitted one by one, with orch submit or orch run", Exit.USAGE)
+    config = without_host(config)
     given, resolve = config, ClusterResolver(options.home)
     config = at_home(config, options.home)
     backend = get_backend(config.backend.name)
@@ -93,6 +100,11 @@ def prepare(config: Config, options: SubmitOptions) -> Submission:
         at = structs.replace(size.config, data=given.data)  # the run folder keeps the configuration that was given
         candidates.append(SizeCandidate(at, size.plan, make_bundle(at, size.plan, backend, options, plans)))
     return Submission(backend, candidates)
+
+
+def without_host(config: Config) -> Config:
+    options = {name: value for name, value in config.backend.options.items() if name not in HOST_OPTIONS}
+    return structs.replace(config, backend=structs.replace(config.backend, options=options))
 
 
 def parse_after(words: Sequence[str], home: Path) -> list[After]:
@@ -153,9 +165,11 @@ def make_bundle(
     in_place = options.in_place
     if in_place is None:
         in_place = bool(options.command) and backend.shares_folders
-    code = Code(kind="none") if in_place else find_code(options.cwd, wanted=bool(options.command))
-    if options.command and code.kind != "none":
-        code = with_left_out(code)
+    if options.code is not None:
+        code = options.code
+    else:
+        code = Code(kind="none") if in_place else find_code(options.cwd, wanted=bool(options.command))
+        code = with_left_out(code) if options.command and code.kind != "none" else code
     runs = Path(config.run.dir).expanduser().absolute() if config.run.dir else registry.runs_folder(options.home)
     site = Site(
         run_id=new_id(config, options),
@@ -166,6 +180,7 @@ def make_bundle(
         cwd=str(options.cwd),
         code=code,
         agent_flags=list(backend.agent_flags),
+        passes_all=backend.on_this_machine,
     )
     return make_request(config, plan, site, options.command, options.env, sizes)
 
@@ -185,6 +200,18 @@ def choose(submission: Submission, options: SubmitOptions) -> tuple[SizeCandidat
             raise
         return candidates[0], [f"the largest size is shown: {error.message}"] if len(candidates) > 1 else []
     return candidates[index], lines
+
+
+def not_passed(request: LaunchRequest, options: SubmitOptions) -> list[str]:
+    """One line on the variables of this shell that a program does not get; none where it gets all."""
+    from orchestrator.run.variables import dropped_names
+
+    kept = {*request.environment.names, *request.environment.values}
+    lost = dropped_names(options.environ, kept) if options.command else []
+    if not lost:
+        return []
+    more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+    return [f"variables not passed on: {', '.join(lost[:_SHOWN])}{more} (--env NAME, backend.pass_env=[PATTERN])"]
 
 
 def check(submission: Submission, options: SubmitOptions) -> None:
@@ -214,7 +241,7 @@ def send(bundle: SubmissionBundle, backend: Backend, options: SubmitOptions) -> 
     """Start the run; its handle. From now on `orch list` finds it."""
     os.umask(0o077)  # what a run writes is its user's alone
     handle = backend.submit(bundle, options.environ)
-    register(bundle, options)
+    registry.register(options.home, backend.folder_of(bundle.request, options.home))
     return handle
 
 

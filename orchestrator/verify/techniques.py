@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from orchestrator.plan.document import Mla, Moe, Mtp
 
 
@@ -53,10 +55,30 @@ DEEPSEEK = {
 }
 
 
+def _with(model: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The model with another mixture of experts."""
+    return {**model, "moe": structs.replace(model["moe"], **changes)}
+
+
+#: Experts that take less than an equal share of each sequence, so that some choices are dropped wherever they fall.
+CAPPED, CAPPED_DEEPSEEK = _with(MIXTURE, capacity_factor=0.75), _with(DEEPSEEK, capacity_factor=0.7)
+#: One choice a token. The second step's biases, far beyond any score, leave to choose only what the first step chose
+#: less often than the mean: with two experts one gets all tokens, the other none.
+ONE_TAKES_ALL = _with(MIXTURE, experts=2, top_k=1, score="sigmoid", norm_topk=False, bias_update=10.0)
+IDLE = _with(ONE_TAKES_ALL, experts=8)
+#: More experts than a micro-batch has tokens, and experts that all tokens go to.
+FEW_TOKENS, ALL_CHOSEN = _with(MIXTURE, experts=64, ffn_hidden=8), _with(MIXTURE, top_k=4)
+
+
 def _folded(name: str, model: dict[str, Any] = MIXTURE, **parallel: Any) -> Technique:
-    return Technique(name, parallel, model=model, pairs="none")
+    recompute = parallel.pop("recompute", "none")
+    return Technique(name, parallel, recompute, even=parallel.get("schedule") == "dualpipe", model=model, pairs="none")
 
 
+#: Queries, keys and values are made from latents again.
+_AGAIN = {"recompute_latents": True}
+_EVERY: dict[str, Any] = {"tp": 2, "cp": 2, "pp": 2, "dp": 2, "etp": 1, "fold_cp": True}
+_VIRTUAL: dict[str, Any] = {"vpp": 2, "schedule": "interleaved"}
 #: Experts on a mesh of their own, folded over tp and cp.
 _FOLDED = (
     _folded("tp2 etp1 ep2", tp=2, etp=1),
@@ -76,6 +98,81 @@ _FOLDED = (
     _folded("tp2 cp2 pp2 etp1 ep4, dualpipe", tp=2, cp=2, pp=2, etp=1, fold_cp=True, schedule="dualpipe"),
 )
 
+#: All five axes at once, on sixteen processes: with expert parallelism on an axis of its own, and folded.
+_FIVE_AXES = (
+    _folded("tp2 cp2 ep2 pp2, 1f1b, zero1", tp=2, cp=2, ep=2, pp=2, schedule="1f1b", zero=1),
+    _folded("tp2 cp2 ep2 pp2 deepseek, zb_h1, zero2", DEEPSEEK, tp=2, cp=2, ep=2, pp=2, schedule="zb_h1", zero=2),
+    _folded("tp2 cp2 pp2 dp2 etp1 ep4 deepseek, 1f1b, zero1", DEEPSEEK, **_EVERY, schedule="1f1b", zero=1),
+    _folded("tp2 cp2 pp2 dp2 etp1 ep4, interleaved, zero3, full", recompute="full", **_EVERY, **_VIRTUAL, zero=3),
+    _folded("tp2 cp2 pp2 dp2 etp1 ep4 capacity, dualpipe", CAPPED_DEEPSEEK, **_EVERY, schedule="dualpipe"),
+)
+
+#: A bounded number of tokens an expert, where ranks hold parts of sequences, or send tokens by other ways.
+_CAPPED = (
+    _folded("cp2 ring, ep2 capacity", CAPPED, cp=2, cp_method="ring", ep=2),
+    *(
+        _folded(f"cp4 {method}, ep2 over it, capacity", CAPPED_DEEPSEEK, cp=4, cp_method=method, fold_cp=True)
+        for method in ("zigzag", "ulysses")
+    ),
+    _folded("tp2 etp1 ep4 capacity", CAPPED_DEEPSEEK, tp=2, etp=1, ep=2),
+    _folded("tp4 etp2 ep2 capacity", CAPPED, tp=4, etp=2),
+    _folded("tp2 cp2 etp1 ep4 zero2 capacity", CAPPED, tp=2, cp=2, dp=2, etp=1, fold_cp=True, zero=2),
+    _folded("tp2 sp capacity", CAPPED, tp=2, sp=True),
+    _folded("tp2 capacity", CAPPED, tp=2, sp=False),
+    _folded("dp2 zero3 capacity, deepseek", CAPPED_DEEPSEEK, dp=2, zero=3),
+)
+
+_LATENTS = tuple(
+    Technique(f"{name}, latents".strip(", "), parallel, "selective", model=DEEPSEEK, pairs="none", train=_AGAIN)
+    for name, parallel in (
+        ("selective", {}),
+        ("ep2 tp2 sp selective", {"ep": 2, "tp": 2, "sp": True}),
+        ("ep2 tp2 pp2 zb_h1 selective", {"ep": 2, "tp": 2, "sp": False, "pp": 2, "schedule": "zb_h1"}),
+        ("cp2 zigzag selective", {"cp": 2, "cp_method": "zigzag"}),
+    )
+)
+
+#: Routers read noise with their input.
+_NOISY, _NOISY_DEEPSEEK = _with(MIXTURE, jitter=0.3), _with(DEEPSEEK, jitter=0.3)
+_JITTER = (
+    _folded("ep2 jitter", _NOISY, ep=2),
+    _folded("ep2 tp2 sp jitter, deepseek", _NOISY_DEEPSEEK, ep=2, tp=2),
+    _folded("ep2 tp2 jitter", _NOISY, ep=2, tp=2, sp=False),
+    _folded("ep2 cp2 zigzag jitter", _NOISY, ep=2, cp=2, cp_method="zigzag"),
+    Technique("ep2 pp2 full, jitter", {"ep": 2, "pp": 2}, "full", model=_NOISY, pairs="none"),
+    _folded("ep2 pp2 dualpipe jitter", _NOISY, ep=2, pp=2, schedule="dualpipe"),
+)
+
+#: The load of the whole batch is balanced, with a term of the loss, and with biases beside it.
+_BATCH, _BATCH_DEEPSEEK = (_with(model, balance_over="batch") for model in (MIXTURE, DEEPSEEK))
+_BALANCED = (
+    _folded("ep2, balance of the batch", _BATCH, ep=2),
+    _folded("tp2 sp cp2 dp2 zero1, balance of the batch", _BATCH, tp=2, cp=2, dp=2, zero=1),
+    _folded("tp2 etp1 ep4 full, balance of the batch", _BATCH_DEEPSEEK, tp=2, etp=1, ep=2, recompute="full"),
+    _folded("ep2 tp2 pp2 dualpipe, balance of the batch", _BATCH, ep=2, tp=2, sp=False, pp=2, schedule="dualpipe"),
+)
+
+#: Where the numbers of tokens are extreme.
+_CORNERS = (
+    *(
+        _folded(f"{layout}, {what}", model, **parallel)
+        for what, model in (
+            ("all tokens to one expert", ONE_TAKES_ALL),
+            ("experts without a token", IDLE),
+            ("fewer tokens than experts", FEW_TOKENS),
+            ("all experts chosen", ALL_CHOSEN),
+        )
+        for layout, parallel in (
+            ("ep2", {"ep": 2}),
+            ("ep2 tp2", {"ep": 2, "tp": 2}),
+            ("tp2 etp1 ep2 pp2 zb_h1", {"tp": 2, "etp": 1, "pp": 2, "schedule": "zb_h1"}),
+            ("ep2 cp2 dp2 zero2, full", {"ep": 2, "cp": 2, "dp": 2, "zero": 2, "recompute": "full"}),
+        )
+    ),
+    _folded("ep2, one takes all and drops most", _with(ONE_TAKES_ALL, capacity_factor=0.5), ep=2),
+    _folded("ep2 tp2, one takes all and drops most", _with(ONE_TAKES_ALL, capacity_factor=0.5), ep=2, tp=2),
+)
+
 
 def _by_domain(name: str, model: dict[str, Any] = MIXTURE, nodes: int = 2, **parallel: Any) -> Technique:
     recompute = parallel.pop("recompute", "none")
@@ -92,15 +189,28 @@ _BY_DOMAIN = (
     _by_domain("tp2 etp1 ep8 hierarchical", DEEPSEEK, tp=2, etp=1, ep=4),
     _by_domain("cp4 ep4 over it, hierarchical", cp=4, fold_cp=True),
     _by_domain("ep4 pp2 hierarchical, zb_h1", nodes=4, ep=4, pp=2, schedule="zb_h1"),
+    _by_domain("ep4 hierarchical capacity", CAPPED, ep=4),
+    _by_domain("tp2 ep4 hierarchical capacity", CAPPED_DEEPSEEK, tp=2, ep=4),
+    _by_domain("ep2 hierarchical, experts without a token", IDLE, ep=2),
 )
 
 #: Gradients, master weights and moments in the memory of the host.
 _HOST = {"offload": "host"}
+#: There while the next step computes with weights that lack the update.
+_DELAYED = {"offload": "host", "offload_delayed": True}
 #: On a disk, through so little memory that every bucket is several chunks.
 _DISK = {"offload": "disk", "offload_buffer_mib": 0.1}
+#: Inputs of recomputed layers there.
+_INPUTS = {"offload_activations": "host"}
 #: Tensor-parallel ranks that share the inputs of recomputed layers.
 _SHARE = {"partition_activations": True}
 _SHARED = {"tp": 2, "sp": False, "pp": 2, "vpp": 2, "schedule": "interleaved"}
+
+
+def _away(mode: str, place: str, name: str = "", **train: Any) -> Technique:
+    parallel = {"pp": 2, "schedule": "zb_h1"} if name else {}
+    train = {"offload_activations": place, **train}
+    return Technique(f"{name}{mode}, inputs on the {place}", parallel, mode, pairs="none", train=train)
 
 
 def _fp8(name: str, matmul: str = "fp8_tensor", **parallel: Any) -> Technique:
@@ -150,6 +260,11 @@ AXES: dict[str, tuple[Technique, ...]] = {
             Technique(f"zero{zero} on the host", {"zero": zero, "dp": 2}, pairs="none", train=_HOST)
             for zero in (0, 2, 3)
         ),
+        *(
+            Technique(f"zero{zero} on the host, delayed", {"zero": zero, "dp": 2}, pairs="none", train=_DELAYED)
+            for zero in range(4)
+        ),
+        Technique("zero1 tp2 pp2, delayed", {"zero": 1, "dp": 2, "tp": 2, "pp": 2}, pairs="none", train=_DELAYED),
         *(Technique(f"zero{zero} on a disk", {"zero": zero, "dp": 2}, pairs="none", train=_DISK) for zero in (1, 2, 3)),
         Technique("zero2 hybrid on the host", {"zero": 2, "dp": 4, "zero_group": 2}, pairs="none", train=_HOST),
     ),
@@ -187,10 +302,14 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("selective", {}, recompute="selective", deep=True),
         Technique("full", {}, recompute="full", deep=True),
         Technique("budget", {}, recompute="budget", pairs="deep"),
+        *_LATENTS,
         *(
             Technique(f"tp2 pp2 {mode}, inputs shared", _SHARED, recompute=mode, pairs="none", train=_SHARE)
             for mode in ("selective", "full")
         ),
+        *(_away(mode, place) for mode, place in (("selective", "host"), ("full", "disk"))),
+        Technique("tp2 pp2 full, inputs shared and on the host", _SHARED, "full", pairs="none", train=_SHARE | _INPUTS),
+        _away("selective", "disk", "pp2 zb_h1 ", **_DISK),
     ),
     # A compiled block costs its ranks half a minute: how it composes is shown in tests/trainer/test_compile.py.
     "compile": (Technique("compile", {}, compile=True, pairs="none"),),
@@ -198,8 +317,8 @@ AXES: dict[str, tuple[Technique, ...]] = {
         Technique("ep2", {"ep": 2}, model=MIXTURE, deep=True),
         Technique("ep2 deepseek", {"ep": 2}, model=DEEPSEEK, deep=True),
         Technique("ep4", {"ep": 4}, model=MIXTURE, pairs="deep"),
-        *_FOLDED,
-        *_BY_DOMAIN,
+        Technique("ep2 capacity", {"ep": 2}, model=CAPPED, pairs="deep"),
+        *(*_FOLDED, *_FIVE_AXES, *_BY_DOMAIN, *_CAPPED, *_JITTER, *_BALANCED, *_CORNERS),
         Technique("experts on every rank", {}, model=DEEPSEEK, pairs="deep"),
     ),
     "prediction": (Technique("mtp", {}, model={"mtp": Mtp(depth=2, weight=0.4)}, deep=True),),

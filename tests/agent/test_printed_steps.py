@@ -77,6 +77,20 @@ def test_of_a_flood_the_newest_steps_are_read(tmp_path):
     printed.steps.look()
 
 
+def test_a_pattern_that_takes_exponential_time_is_cut_off_and_given_up(tmp_path):
+    printed = Printed(tmp_path, r"step (?P<step>\d+)|(x+x+)+y")
+    began = time.process_time()
+    assert printed.look("step 1\n" + "x" * 64 + "\nstep 2\n", 1.0) == [(1, 1.0, None, 0)]  # what was found before
+    assert time.process_time() - began < 5
+    assert printed.steps.given_up and "metrics.pattern took over 0.5 s" in printed.log.read_text()
+    began = time.process_time()
+    assert printed.look("x" * 64 + "\nstep 3\n", 2.0) == [] and time.process_time() - began < 0.2
+    printed.steps.ended(0)
+    printed.steps.begin_epoch(4)
+    printed.steps.follow(0, printed.log, 0)
+    assert printed.look("step 4\n", 3.0) == []
+
+
 @pytest.mark.parametrize(
     ("pattern", "says"),
     [
@@ -143,7 +157,7 @@ def test_without_a_match_progress_is_unknown_and_a_program_that_reports_is_belie
     _, out, _ = orch(capsys, "submit", f"metrics.pattern={PATTERN}", "--json", "--", sys.executable, "train.py")
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     assert wait_end(folder).state == "done"
-    assert "unknown: no printed line matches metrics.pattern" in orch(capsys, "status", folder.run_id)[1]
+    assert "unknown: metrics.pattern has found no step" in orch(capsys, "status", folder.run_id)[1]
     text = "import orch_report, time\norch_report.report(step=2, loss=5)\ntime.sleep(1)\nprint('step 9', flush=True)"
     Path("reports.py").write_text(text)
     _, out, _ = orch(capsys, "submit", f"metrics.pattern={PATTERN}", "--json", "--", sys.executable, "reports.py")

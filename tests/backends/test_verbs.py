@@ -157,7 +157,7 @@ def test_the_copy_runs_not_what_is_changed_later(home, capsys):
 
 
 @pytest.mark.process
-def test_only_named_variables_and_those_of_torchrun_reach_the_workers(home, capsys, monkeypatch):
+def test_the_variables_of_the_shell_and_those_of_torchrun_reach_the_workers(home, capsys, monkeypatch):
     monkeypatch.setenv("MY_SECRET_TOKEN", "hush-1")
     monkeypatch.setenv("MY_OTHER", "hush-2")
     program(
@@ -168,12 +168,12 @@ def test_only_named_variables_and_those_of_torchrun_reach_the_workers(home, caps
         assert plan["ranks"][rank]["node"] == os.environ["ORCH_NODE"]
         assert plan["ranks"][rank]["gpu"] == int(os.environ["LOCAL_RANK"]) == rank % 2
         assert int(os.environ["LOCAL_WORLD_SIZE"]) == 2 and int(os.environ["GROUP_RANK"]) == rank // 2
-        print({k: v for k, v in os.environ.items() if k.startswith("MY_")})
+        print({k: v for k, v in sorted(os.environ.items()) if k.startswith("MY_")})
         """
     )
     folder = submit(capsys, "--env", "MY_SECRET_TOKEN", "--", "python", "my_train.py", home=home)
     assert wait_end(folder).state == "done"
-    assert folder.rank_log(0).read_text() == "{'MY_SECRET_TOKEN': 'hush-1'}\n"
+    assert folder.rank_log(0).read_text() == "{'MY_OTHER': 'hush-2', 'MY_SECRET_TOKEN': 'hush-1'}\n"
     written = [path for path in folder.path.rglob("*") if path.is_file() and b"hush" in path.read_bytes()]
     assert {path.parent.name for path in written} == {"logs"}  # what the program itself printed, and nothing else
 

@@ -93,8 +93,10 @@ def make_plan(
     isolate_documents: bool = False,
     model: doc.Model | None = None,
     partition_activations: bool = False,
+    deterministic: bool = False,
     offload: doc.Offload | dict | None = None,
     optim_kind: str | UnsetType = UNSET,
+    optim_state: str | UnsetType = UNSET,
 ) -> Plan:
     """A sealed plan of tp*cp*ep*pp*dp CPU ranks, filled node by node; the world must split evenly over `nodes`."""
     model = model or tiny_model()
@@ -153,12 +155,14 @@ def make_plan(
                 **{"recompute": recompute, "clip_grad_norm": clip_grad_norm, "log_every_steps": 1},
                 **{"recompute_layers": recompute_layers or [], "compile": compile, "batch_ramp": batch_ramp},
                 partition_activations=partition_activations or UNSET,
+                deterministic=deterministic or UNSET,
                 offload=msgspec.convert(offload, doc.Offload) if offload else UNSET,
             ),
             optim=doc.Optim(
                 **{"lr": 1e-3, "min_lr_ratio": 0.1, "schedule": "cosine", "warmup_steps": 1, "decay_steps": 0},
                 **{"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
                 kind=optim_kind,
+                state=optim_state,
             ),
             data=doc.Data(
                 **{"name": "test", "paths": data_paths or ["stdlib"], "extensions": [".py"], "tokenizer": "bytes"},

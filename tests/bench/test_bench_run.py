@@ -35,7 +35,7 @@ def test_what_bench_finds_is_what_plans_use(tmp_path, monkeypatch, capsys):
         kill_runs(home / "runs")
     said = capsys.readouterr()
     found = json.loads(said.out)
-    assert "20/20" in said.err or "22/22" in said.err  # the bar reached its end
+    assert "21/21" in said.err or "23/23" in said.err  # the bar reached its end
     assert set(found["links"]) == {"switch" if name == "local_shaped" else "host"}  # a node of one GPU has no inside
     (link,) = found["links"].values()
     if name == "local_shaped":
@@ -44,4 +44,6 @@ def test_what_bench_finds_is_what_plans_use(tmp_path, monkeypatch, capsys):
     assert main(["plan", "--json", "parallel=dp2", *words]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["cluster"]["measured"]["source"] == found["measured"]["source"]
+    assert min(value for name, value in found["host"].items() if name != "source") > 0
+    assert plan["cluster"]["host"] == found["host"]
     assert plan["cluster"]["levels"][0]["bytes_per_s"] == link["bytes_per_s"]

@@ -93,11 +93,17 @@ def home(tmp_path, monkeypatch):
     return folder
 
 
-def keep(words: list[str], home, stretch: dict[str, float] | None = None, **links: tuple[float, float]) -> str:
+def keep(
+    words: list[str],
+    home,
+    stretch: dict[str, float] | None = None,
+    host: dict[str, float] | None = None,
+    **links: tuple[float, float],
+) -> str:
     config = load(words)
     compute = {"name": "bench_compute", "precision": "fp32", "matmul_flops": 8e9, "attention_flops": 2e9}
     compute |= {"memory_bytes_per_s": 3e9, "launch_s": 1e-5}
-    events = [compute]
+    events = [compute, *([{"name": "bench_host", "rank": 0, **host}] if host else [])]
     for level, (latency, rate) in links.items():
         events += [{"name": "bench_link", **msgspec.to_builtins(row)} for row in rows(level, latency, rate, stretch)]
     return bench.keep(config, bench.record_of(config, "local://bench-test", events), home)
@@ -119,6 +125,28 @@ def test_plans_use_what_was_measured_and_say_so(home):
     assert "measured by orch bench" in render(plan) and "measured by" not in render(described)
     assert from_json(to_json(plan)) == plan
     assert plan_of(load([*WORDS, "cluster.measured=false"])).time == described.time
+
+
+HOST_FOUND = {
+    **{"memory_bytes": 1 << 40, "memory_bytes_per_s": 1e11, "link_bytes_per_s": 2e10},
+    **{"disk_bytes": 1 << 42, "disk_bytes_per_s": 3e9},
+}
+
+
+def test_plans_use_the_host_that_was_measured(home):
+    """In the place of a described one; a record of before it was measured leaves what is described."""
+    keep(WORDS, home, switch=(LATENCY, RATE))
+    away = [*WORDS, "train.offload=disk"]
+    assumed = plan_of(load(away))
+    assert assumed.cluster.host is msgspec.UNSET and any("are assumed" in line for line in assumed.warnings)
+    keep(WORDS, home, host=HOST_FOUND, switch=(LATENCY, RATE))
+    plan = plan_of(load(away))
+    assert msgspec.structs.asdict(plan.cluster.host) == {**HOST_FOUND, "source": plan.cluster.measured.source}
+    assert not any("are assumed" in line for line in plan.warnings)
+    slow = HOST_FOUND | {"disk_bytes_per_s": 1e8}
+    keep(WORDS, home, host=slow, switch=(LATENCY, RATE))
+    mine = plan.model.parameters / plan.parallel.tp
+    assert plan_of(load(away)).time.terms["optimizer"] == pytest.approx(24 * 2 * mine / 1e8, rel=0.1)
 
 
 def test_an_operation_that_gets_less_out_of_a_link_costs_more(home):

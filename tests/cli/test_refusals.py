@@ -160,10 +160,10 @@ WRONG_FILES = [
     ("backend", "name: mine\nenv: {'A B': x}\n", C, r"backend\.env\.A B: must be a name of"),
     ("backend", "name: mine\nenv: {A: 3}\n", C, r"backend\.env\.A: must be text, not 3"),
     ("model", "defaults:\n- tiny\n- _self_\nkv_heads: 3\n", C, r"heads 8 is not a multiple of kv_heads 3"),
-    ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {top_k: 9}\n", C, r"model\.moe\.top_k: is larger than the 8"),
+    ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {top_k: 9}\n", C, r"model\.moe\.top_k: 9 is more than the 8"),
     ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {groups: 3}\n", C, "3 groups do not divide 8 experts"),
-    ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {groups: 8}\n", C, "larger than the 1 experts of 1 groups"),
-    ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {top_groups: 2}\n", C, "larger than the 1 groups"),
+    ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {groups: 8}\n", C, "more than the 1 experts of 1 groups"),
+    ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {top_groups: 2}\n", C, "more than the 1 groups"),
     ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {routed_scale: 0}\n", C, "must be positive, not 0"),
     ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {score: max}\n", C, r"model\.moe\.score"),
     (

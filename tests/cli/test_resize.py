@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from orchestrator.backends.kubernetes import backend as kubernetes
-from orchestrator.backends.kubernetes import submission
+from orchestrator.backends.kubernetes import direct_runs, submission
 from orchestrator.cli.main import main
 from orchestrator.plan import Exit
 from orchestrator.run.folder import RunFolder
@@ -40,7 +39,7 @@ def test_a_run_of_one_size_is_told_so(rendered, capsys):
 def test_the_next_generation_has_the_plan_of_its_size(rendered, monkeypatch):
     sent, gone = [], []
     monkeypatch.setattr(submission, "delete_run_objects", lambda *what: gone.append(what[1:]))
-    monkeypatch.setattr(kubernetes.KubernetesBackend, "_start", lambda self, *what: sent.append(what))
+    monkeypatch.setattr(direct_runs.DirectRuns, "start", lambda self, *what: sent.append(what))
     assert main(["resize", "r1", "2"]) == Exit.DONE
     (folder, request, plan, _, generation), (kind, name, run_id, wait_s) = sent[0], gone[0]
     assert (folder, kind, name, run_id, generation) == (rendered, "Job", "r1", "r1", 1)

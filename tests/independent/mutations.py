@@ -252,7 +252,7 @@ def _(patch):
 @mutation("attention's scores are rounded before the softmax", "rounding", "bf16")
 def _(patch):
     def rounded(self, q, k, v, serial, documents):
-        mask = self._mask(torch.zeros(q.shape[:2], dtype=torch.int64) if documents is None else documents)
+        mask = self._mask(torch.zeros(q.shape[:2], dtype=torch.int64) if documents is None else documents.numbers)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from orchestrator.plan import Plan
 from orchestrator.verify import independent
+from orchestrator.verify import independent_cases as cases
 from tests.trainer.workers import running
 from trainer.independent.__main__ import answer
 from trainer.independent.judge import prepare
@@ -16,12 +17,12 @@ def verdict(
 ) -> independent.Verdict:
     """Of a case that begins in the first layout and is resumed in the second. `number` chooses what else varies;
     `changes`: fields of `Case`."""
-    independent.write_corpus(home / "text")
-    case = independent.make(" -> ".join(layouts), layouts, precision, number, [], None, home)._replace(**changes)
+    cases.write_corpus(home / "text")
+    case = cases.make(" -> ".join(layouts), layouts, precision, number, [], None, home)._replace(**changes)
     return judged(case, home)
 
 
-def judged(case: independent.Case, home: Path) -> independent.Verdict:
+def judged(case: cases.Case, home: Path) -> independent.Verdict:
     folders = independent.write_runs(case, home / "case")
     if case.start == "harsh":
         prepare(folders[0], *case.scale)

@@ -6,8 +6,10 @@ import pytest
 from msgspec import structs
 
 from orchestrator.plan import seal
-from orchestrator.verify import independent
+from orchestrator.verify import independent_cases as cases
 
+from .balance_mutations import MUTATIONS as OF_BALANCE
+from .expert_mutations import MUTATIONS as OF_EXPERTS
 from .mutations import MUTATIONS, Mutation, live
 from .runs import judged, reasons, verdict
 
@@ -18,7 +20,7 @@ def marked(one: Mutation):
     return pytest.param(one, id=one.name, marks=[] if one.first else [pytest.mark.full])
 
 
-@pytest.mark.parametrize("one", [marked(one) for one in MUTATIONS])
+@pytest.mark.parametrize("one", [marked(one) for one in MUTATIONS + OF_EXPERTS + OF_BALANCE])
 def test_a_seeded_bug_is_caught(one: Mutation, tmp_path, monkeypatch):
     one.patch(monkeypatch)
     found = verdict(one.layouts, one.precision, tmp_path, one.number)
@@ -27,7 +29,7 @@ def test_a_seeded_bug_is_caught(one: Mutation, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("layouts", [("dp4_zero3", "tp2_pp2"), ("cp2_dp2", "pp2_zero1")])
-@pytest.mark.parametrize("precision", independent.PRECISIONS)
+@pytest.mark.parametrize("precision", cases.PRECISIONS)
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.full
 def test_it_passes_what_is_right(layouts, precision, number, tmp_path):
@@ -36,10 +38,10 @@ def test_it_passes_what_is_right(layouts, precision, number, tmp_path):
     assert found.steps == 9 and set(found.worst) >= {"loss", "gradient", "norm", "clipping", "second moment", "weight"}
 
 
-def slow_to_save(home) -> independent.Case:
+def slow_to_save(home) -> cases.Case:
     """Small batches of a wide vocabulary: a step takes less time than its state takes to the disk."""
-    independent.write_corpus(home / "text")
-    case = independent.make("wide", ("dp1", "dp1"), "fp32", 0, ["model=tiny", "model.vocab=12000"], None, home, True)
+    cases.write_corpus(home / "text")
+    case = cases.make("wide", ("dp1", "dp1"), "fp32", 0, ["model=tiny", "model.vocab=12000"], None, home, True)
     plans = []
     for plan in case.plans:
         train = structs.replace(plan.job.train, batch_ramp=None)

@@ -10,6 +10,7 @@ import torch
 
 from orchestrator.cli.main import main
 from orchestrator.verify import independent
+from orchestrator.verify import independent_cases as cases
 from tests.beds.plans import tiny_model
 from tests.house.rooms import MODULES, imports
 from trainer.independent import state
@@ -51,7 +52,7 @@ def test_bad_input_is_one_line(words, said, capsys):
 
 def test_initial_weights_have_the_documented_statistics():
     """Of the oracle, and so of every run that it passes: sqrt(2 / 5h), the residual's writers over sqrt(2 layers)."""
-    model = independent.LLAMA | {"layers": 4, "causal": True}
+    model = cases.LLAMA | {"layers": 4, "causal": True}
     tensors = state.initial(model, 3, torch.float64).tensors["master"]
     for name, tensor in tensors.items():
         if tensor.dim() == 1:

@@ -12,6 +12,7 @@ from tests.beds import debian
 from tests.beds.base import ROOT
 
 RULES = ROOT / "charts" / "orch" / "files" / "rules.yaml"
+CONTROLLER_RULES = ROOT / "charts" / "orch-controller" / "files" / "rules.yaml"
 R0 = 'job="r",node="n0"'
 ALIVE = {f'orch_build_info{{{R0},plan_epoch="0",version="1"}}': "1x300"}
 JOB = 'namespace="a",job_name="r"'
@@ -79,6 +80,46 @@ QUIET = [
 ]
 
 
+# ------------------------------------------------------------------------------------------ the controller's
+
+RUN = 'namespace="a",job="r"'
+LEADS = {'orch_controller_leads{pod="one"}': "1x300", 'orch_controller_leads{pod="two"}': "0x300"}
+
+
+def run_in(state: str, values: str = "1x300") -> dict[str, str]:
+    return {f'orch_run_state{{{RUN},state="{state}"}}': values}
+
+
+def of_run(**series: str) -> dict[str, str]:
+    return {f"orch_run_{name}{{{RUN}}}": values for name, values in series.items()}
+
+
+CONTROLLER_FIRED = [
+    ("OrchControllerDown", 15, {'orch_controller_leads{pod="one"}': "1x3 _x297"}),
+    ("OrchControllerDown", 10, {'orch_controller_leads{pod="one"}': "0x300"}),
+    ("OrchRunPending", 40, LEADS | run_in("pending")),
+    ("OrchRunNoStep", 40, LEADS | run_in("running") | of_run(last_step_timestamp_seconds="0+60x20 1200x280")),
+    ("OrchRunNoStep", 40, LEADS | run_in("restarting") | of_run(last_step_timestamp_seconds="0+60x20 1200x280")),
+    ("OrchRunNodesMissing", 20, LEADS | run_in("running") | of_run(running_nodes="7x300", wanted_nodes="8x300")),
+    # pods and coordinators come and go, the counter only grows; a controller that takes over goes on from the status
+    ("OrchRunRestarts", 29, LEADS | run_in("running") | of_run(restarts_total="0 0 1 1 2 2 3 3 4 4 5 5 6x290")),
+    ("OrchRunFailed", 5, LEADS | run_in("failed")),
+]
+CONTROLLER_QUIET = [
+    (
+        250,
+        LEADS
+        | run_in("running")
+        | of_run(
+            last_step_timestamp_seconds=STEPS, running_nodes="8x300", wanted_nodes="8x300", restarts_total="3x300"
+        ),
+    ),
+    (250, LEADS | run_in("done") | run_in("running", "0x300") | of_run(last_step_timestamp_seconds="0+60x20 1200x280")),
+    (25, LEADS | run_in("pending")),
+    (250, LEADS | run_in("cancelled") | of_run(running_nodes="0x300", wanted_nodes="8x300")),
+]
+
+
 @pytest.fixture(scope="module")
 def promtool():
     if reason := debian.provide(("promtool",), ("prometheus",)):
@@ -86,10 +127,15 @@ def promtool():
 
 
 @pytest.mark.process
-def test_each_alert_is_raised_by_its_fault_and_by_nothing_else(tmp_path, promtool):
-    shutil.copy(RULES, tmp_path / "rules.yaml")
-    cases = [(minutes, series, name) for name, minutes, series in FIRED]
-    cases += [(minutes, series, "") for minutes, series in QUIET]
+@pytest.mark.parametrize(
+    ("rules", "fired", "quiet"),
+    [(RULES, FIRED, QUIET), (CONTROLLER_RULES, CONTROLLER_FIRED, CONTROLLER_QUIET)],
+    ids=["run", "controller"],
+)
+def test_each_alert_is_raised_by_its_fault_and_by_nothing_else(tmp_path, promtool, rules, fired, quiet):
+    shutil.copy(rules, tmp_path / "rules.yaml")
+    cases = [(minutes, series, name) for name, minutes, series in fired]
+    cases += [(minutes, series, "") for minutes, series in quiet]
     tests = []
     for minutes, series, name in cases:
         which = f'alertname="{name}"' if name else 'alertname=~".+"'
@@ -103,6 +149,6 @@ def test_each_alert_is_raised_by_its_fault_and_by_nothing_else(tmp_path, promtoo
     argv = ["promtool", "test", "rules", str(path)]
     found = subprocess.run(argv, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert found.returncode == 0, found.stdout + found.stderr
-    assert {name for name, *_ in FIRED} == {
-        line.split("alert:")[1].split("#")[0].strip() for line in RULES.read_text().splitlines() if "alert:" in line
+    assert {name for name, *_ in fired} == {
+        line.split("alert:")[1].split("#")[0].strip() for line in rules.read_text().splitlines() if "alert:" in line
     }

@@ -7,8 +7,10 @@ import re
 
 import jsonschema
 import yaml
+from prometheus_client.core import CounterMetricFamily
 
 from orchestrator.agent.node import metrics
+from orchestrator.backends.kubernetes.controller import series
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from tests.beds.base import ROOT
 
@@ -31,7 +33,7 @@ def test_schema_and_options_know_the_same_words():
     schema = json.loads((CHART / "values.schema.json").read_text())
     allowed = set(schema["properties"]["options"]["propertyNames"]["enum"]) - {"gather_timeout_s"}  # an old name
     set_by_chart = {"image", "pull_policy", "pull_secrets", "network_policy", "namespace", "owner", "claim"}
-    set_by_chart |= {"service_account", "context"}
+    set_by_chart |= {"service_account", "context", "controller"}
     assert allowed | set_by_chart == set(KubernetesOptions.__struct_fields__)
     assert not allowed & set_by_chart
 
@@ -42,6 +44,17 @@ def test_values_meet_their_schema():
     schema = json.loads((CHART / "values.schema.json").read_text())
     jsonschema.validate(values, schema)
     jsonschema.validate(FULL, schema)
+
+
+def test_the_controllers_values_meet_their_schema_and_its_alerts_name_its_series():
+    chart = CHART.parent / "orch-controller"
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    values["image"]["repository"] = "registry.example/orch"
+    jsonschema.validate(values, json.loads((chart / "values.schema.json").read_text()))
+    counters = {name for name, (family, *_) in series._FAMILIES.items() if family is CounterMetricFamily}
+    known = {f"{name}_total" for name in counters} | set(series._FAMILIES) - counters | {"orch_controller_leads"}
+    named = set(re.findall(r"\borch_[a-z_]+\b", (chart / "files" / "rules.yaml").read_text()))
+    assert named and named <= known, named - known
 
 
 def test_alerts_and_panels_name_series_that_exist():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -31,8 +32,10 @@ def run(helm: str, *argv: str, values: dict) -> subprocess.CompletedProcess[str]
     return subprocess.run(argv, input=json.dumps(values), capture_output=True, text=True, timeout=120)
 
 
-def rendered(helm: str, values: dict, release: str = "my-run", namespace: str = "llm") -> list[dict]:
-    done = run(helm, "template", release, str(CHART), "--namespace", namespace, values=values)
+def rendered(
+    helm: str, values: dict, release: str = "my-run", namespace: str = "llm", chart: Path = CHART, *more: str
+) -> list[dict]:
+    done = run(helm, "template", release, str(chart), "--namespace", namespace, *more, values=values)
     assert done.returncode == 0, done.stderr
     return [body for body in yaml.safe_load_all(done.stdout) if body]
 
@@ -84,6 +87,47 @@ def test_releases_that_look_alike_share_no_name(helm):
         of(rendered(helm, FULL, *at), "ClusterRole")["metadata"]["name"] for at in (("b-c", "a"), ("c", "a-b"))
     ]
     assert len(set(cluster_wide)) == 2
+
+
+def test_where_the_controller_is_a_release_is_one_train_run(helm):
+    """Of the release's name, whatever the values: an upgrade changes it and does not replace it."""
+    known = ("--api-versions", "orch.dev/v1alpha1/TrainRun")
+    values = {**FULL, "priority": 7, "environmentSecret": "tokens"}
+    bodies = rendered(helm, values, "my-run", "llm", CHART, *known)
+    (run,) = [body for body in bodies if body["kind"] == "TrainRun"]
+    spec = run["spec"]
+    assert run["metadata"]["name"] == "my-run"
+    assert {"cluster=h100x64", "parallel=tp8_pp4_zero1", "train.steps=100", "backend=kubernetes"} == set(spec["words"])
+    options = read_options(spec["options"])
+    assert (options.claim, options.owner, options.namespace, options.cpus) == ("my-run-runs", None, None, 96)
+    assert (spec["priority"], spec["environmentSecret"]) == (7, "tokens")
+    assert not {"Role", "ClusterRole"} & {body["kind"] for body in bodies}
+    assert not [body for body in bodies if "-launch" in body["metadata"]["name"]]
+    assert rendered(helm, {**values, "controller": "always"}) == bodies
+    without = rendered(helm, {**values, "controller": "never"}, "my-run", "llm", CHART, *known)
+    assert of(without, "Job", "-launch") and "TrainRun" not in {body["kind"] for body in without}
+
+
+def test_the_controllers_chart(helm):
+    chart, values = CHART.parent / "orch-controller", {"image": {"repository": "registry.example/orch"}}
+    assert run(helm, "lint", str(chart), "--strict", values=values).returncode == 0
+    bodies = rendered(helm, values, "c", "orch-system", chart)
+    deployment = of(bodies, "Deployment")["spec"]
+    assert deployment["replicas"] == 2
+    (container,) = deployment["template"]["spec"]["containers"]
+    assert "orchestrator.kubernetes.controller" in container["command"] and "--lease-s=15" in container["command"]
+    crd = of(bodies, "CustomResourceDefinition")
+    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    for body in bodies:
+        for rule in body["rules"] if body["kind"] in ("Role", "ClusterRole") else ():
+            assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
+            if "secrets" in rule["resources"]:
+                assert rule["verbs"] == ["create"]  # it makes them and reads none
+    one = rendered(helm, {**values, "oneNamespace": True}, "c", "team", chart)
+    (cluster_wide,) = [body for body in one if body["kind"] == "ClusterRole" and "-view" not in body["metadata"]["name"]
+                       and "-edit" not in body["metadata"]["name"]]  # fmt: skip
+    assert [rule["resources"] for rule in cluster_wide["rules"]] == [["nodes"]]
+    assert "--one-namespace" in of(one, "Deployment")["spec"]["template"]["spec"]["containers"][0]["command"]
 
 
 def test_labels_are_data(helm):

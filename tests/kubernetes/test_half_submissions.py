@@ -85,7 +85,7 @@ def test_what_is_not_a_remain_stays(tmp_path, monkeypatch, submission, age_s, th
 
 def test_a_server_that_is_cut_off_is_waited_for_once():
     """And not once more for each object that would be deleted; a refusal does clear up behind itself."""
-    bodies = [{"kind": kind, "metadata": {"name": "r"}} for kind in (*KINDS, "Job")]
+    bodies = [{"apiVersion": "v1", "kind": kind, "metadata": {"name": "r"}} for kind in (*KINDS, "Job")]
     for silent, asked in ((True, ["Job"]), (False, ["Job", *reversed(KINDS)])):
         api, seen = Api({}), []
 

@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from msgspec import structs
@@ -47,29 +48,44 @@ sys.exit(task.main())
 class Pods:
     """The pods of one run, index by index."""
 
-    def __init__(self, folder: Path, plan: Plan, count: int, ports: tuple[int, int], **wishes: object):
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        count: int,
+        ports: tuple[int, int],
+        sizes: Mapping[int, Plan] = MappingProxyType({}),
+        **wishes: object,
+    ):
+        """`sizes`: the plans of an elastic run."""
         self.folder, self.count, self.ports, self.ranks = folder, count, ports, len(plan.ranks)
         self.run = folder / "claim" / "tiny"
         self.run.parent.mkdir(parents=True)
-        backend = {"name": "kubernetes", "options": {"rendezvous_timeout_s": 60.0}, "max_restarts": 0, "grace_s": 10.0}
+        backend = {"name": "kubernetes", "max_restarts": 0, "grace_s": 10.0}
+        backend["options"] = {"rendezvous_timeout_s": 60.0, "grow_after_s": 1}
         env = {f"ORCH_TEST_{name}": str(value) for name, value in wishes.items()}
         backend |= {"heartbeat_timeout_s": 5.0}
-        request = make_bundle(plan, self.run.parent, run_id="tiny", backend=backend, env=env, names=()).request
+        options: dict = {"run_id": "tiny", "backend": backend, "env": env, "names": (), "sizes": sizes}
+        request = make_bundle(plan, self.run.parent, **options).request
         # the image has the program; here it runs in the run folder
         request = structs.replace(request, worker=structs.replace(request.worker, cwd=str(self.run)), device="cpu")
         (folder / "request.json").write_bytes(to_bytes(request))
         (folder / "plan.bin").write_bytes(pack_plan(plan))
+        for nodes, sized in sizes.items():
+            (folder / f"plan.nodes{nodes}.bin").write_bytes(pack_plan(sized))
         (folder / "config.yaml").write_text("run: tiny\n")
         (folder / "key").write_text("ab" * 32)
         (folder / "environment.json").write_text("{}")
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, *indices: int) -> None:
+    def start(self, *indices: int, together: int | None = None) -> None:
+        """`together`: how many nodes an elastic run has then; without it, that of these pods."""
         for index in indices or range(self.count):
             address = f"127.0.2.{index + 1}"
             environ = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"tiny-{index}", "ORCH_POD": f"tiny-{index}-x"}
             environ |= {"ORCH_POD_NODE": f"n{index}", "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
             argv = [sys.executable, "-c", POD, str(self.folder), "127.0.2.1", address, *map(str, self.ports)]
+            environ["ORCH_TOGETHER"] = str(together or len(indices) or self.count)
             with (self.folder / f"log-{index}").open("ab") as log:
                 self.processes[index] = subprocess.Popen(argv, env=environ, stdout=log, stderr=log, cwd=self.folder)
 

@@ -12,6 +12,8 @@ import yaml
 from msgspec import structs
 
 from orchestrator.backends.kubernetes import names
+from orchestrator.backends.kubernetes.api.client import PATHS, kind_of
+from orchestrator.backends.kubernetes.objects.gang import resolved
 from orchestrator.backends.kubernetes.objects.node_affinity import kueue_annotations
 from orchestrator.backends.kubernetes.objects.payload import pack_plan, unpack_plan
 from orchestrator.backends.kubernetes.objects.pod import pod_exit, pod_failure_policy, quantity
@@ -69,6 +71,7 @@ CASES: dict[str, dict] = {
         **{"node_selector": {"pool": "a"}, "tolerations": [{"key": "team", "operator": "Equal", "value": "x"}]},
         **{"volumes": [{"claim": "data", "path": "/data"}], "claim": "runs", "ttl_s": None, "network_policy": True},
         **{"labels": {"cost-centre": "7"}, "annotations": {"example.org/note": "it's: #1"}, "checkpoint_gb_per_s": 0.1},
+        "egress": [{"cidr": "10.9.0.0/16", "ports": [443]}, {"cidr": "fd00::/8"}],
         "owner": {"name": "release", "uid": "1234"},
     },
     "site": {"pod": SITE},
@@ -266,3 +269,59 @@ def test_a_program_in_a_folder_is_refused():
     words, code = ["cluster=h100x64", "model=llama3_8b"], Code(kind="folder", root="/w")
     with pytest.raises(OrchError, match="--in-place"):
         render(manifest(request_of(words, "own-1", ["python", "train.py"], code), {}))
+
+
+@pytest.mark.parametrize("gang", ["workload", "volcano", "coscheduling", "kai"])
+def test_a_gang_is_rendered_for_the_scheduler_that_places_it(main_line, gang):
+    """All eight pods or none, each scheduler told in its own words."""
+    objects = render(manifest(main_line, {"gang": gang, "gang_queue": "research"}))
+    job, template = objects[-1], objects[-1]["spec"]["template"]
+    groups = [body for body in objects if body["kind"] in ("PodGroup", "Workload")]
+    name = job["metadata"]["name"]
+    scheduler = template["spec"].get("schedulerName")
+    if gang == "kai":
+        assert not groups and job["metadata"]["annotations"]["kai.scheduler/batch-min-member"] == "8"
+        assert job["metadata"]["labels"]["kai.scheduler/queue"] == "research"
+        assert template["metadata"]["labels"]["kai.scheduler/queue"] == "research"
+        assert scheduler == "kai-scheduler"
+        return
+    (group,) = groups
+    assert group["metadata"]["name"] == name
+    assert kind_of(group) in PATHS
+    if gang == "workload":
+        (pods,) = group["spec"]["podGroups"]
+        assert pods["policy"] == {"gang": {"minCount": 8}} and scheduler is None
+        assert template["spec"]["workloadRef"] == {"name": name, "podGroup": pods["name"]}
+    elif gang == "volcano":
+        assert group["spec"] == {"minMember": 8, "queue": "research"} and scheduler == "volcano"
+        assert template["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == name
+    else:
+        assert group["spec"] == {"minMember": 8} and scheduler == "scheduler-plugins-scheduler"
+        assert template["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == name
+
+
+def test_a_gang_scheduler_is_found_or_its_absence_is_told():
+    def serves(*known: str):
+        return lambda group, plural: group.split("/")[0] in known
+
+    auto = read_options({"gang": "auto"})
+    assert resolved(auto, serves("scheduling.volcano.sh", "scheduling.k8s.io")) == "volcano"
+    assert resolved(auto, serves()) == "none"
+    with refusal("the cluster does not know podgroups of scheduling.volcano.sh/v1beta1", Exit.CONFIG):
+        resolved(read_options({"gang": "volcano"}), serves("scheduling.k8s.io"))
+
+
+def test_an_elastic_job_is_done_when_its_run_is_and_its_gang_is_its_smallest_size():
+    """Pods that never found a node are not waited for; without a claim a run has one size."""
+    bundle, plan = request_of(["cluster=h100x64", "model=llama3_8b"], "elastic-1")
+    bundle = structs.replace(bundle, request=structs.replace(bundle.request, sizes=[8, 4, 2]))
+    sizes = {8: plan, 4: plan, 2: plan}
+    given = manifest((bundle, plan), {"claim": "runs", "gang": "volcano"}, sizes=sizes)
+    *others, group, job = render(given)
+    assert job["spec"]["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+    assert group["spec"]["minMember"] == 2
+    data = next(body for body in others if body["kind"] == "ConfigMap")
+    assert {"plan.nodes8.bin", "plan.nodes4.bin", "plan.nodes2.bin"} <= set(data["binaryData"])
+    assert json.loads(data["data"]["request.json"])["sizes"] == [8, 4, 2]
+    fixed = render(manifest((bundle, plan), {"gang": "volcano"}, sizes=sizes))
+    assert "successPolicy" not in fixed[-1]["spec"] and fixed[-2]["spec"]["minMember"] == 8

@@ -70,6 +70,7 @@ def wrong(found: dict[str, list[dict]]) -> list[tuple[str, str, str]]:
 def test_every_object_of_every_run(check, main_line):  # noqa: F811
     runs = [manifest(main_line, options) for options in (CASES | MORE).values()]
     runs += [structs.replace(manifest(main_line, {}), chosen=chosen) for chosen in CHOSEN.values()]
+    runs.append(structs.replace(manifest(main_line, {}), train_run="1234", gated=True, environment_secret="env"))
     bodies = [json.loads(json.dumps(body)) for run in runs for body in render(run)]
     assert {body["kind"] for body in bodies} == {"Secret", "ConfigMap", "Service", "NetworkPolicy", "Job", "JobSet"}
     assert wrong(check(bodies)) == []
@@ -80,6 +81,7 @@ def test_every_option_is_in_some_rendering():
     given = set().union(*CASES.values(), *MORE.values()) | {"image"}
     elsewhere = {"context", "profile", "slices", "python", "user", "unreachable_s", "rendezvous_timeout_s"}
     elsewhere |= {"gpu_resource", "max_pod_failures", "pull_policy"}  # plain values in fields that are always there
+    elsewhere |= {"controller", "grow_after_s", "gang", "gang_queue"}  # gangs: kinds that no version of all these has
     assert set(KubernetesOptions.__struct_fields__) - given - elsewhere == set()
 
 

@@ -62,6 +62,17 @@ def test_a_running_job_is_running_and_its_nodes_are_named_by_index():
     assert nodes_of([pod(1), pod(0), pod(2, "Failed")]) == ("n0", "n1")
 
 
+def test_an_elastic_run_is_at_work_with_fewer_pods():
+    """What it does is its coordinator's to say; a run of one size that lacks a pod does nothing."""
+    main = job()
+    assert status_of(seen(main, [pod(0)]), NOW).phase == "starting"
+    main["spec"]["successPolicy"] = {"rules": [{"succeededCount": 1}]}
+    found = status_of(seen(main, [pod(0)]), NOW)
+    assert (found.phase, found.text) == ("running", "1 of 2 pods run")
+    assert verdict(state("running"), found, False).state == "running"
+    assert status_of(seen(main, []), NOW).phase == "starting"
+
+
 def test_the_end_of_a_job_carries_the_code_and_the_last_word_of_its_pod():
     why = condition("Failed", reason="PodFailurePolicy", message="Container agent for pod x failed with exit code 65")
     pods = [pod(0, "Failed", 75), pod(1, "Failed", 65, '{"code": 65, "text": "plan: not ours"}')]

@@ -8,14 +8,17 @@ import torch
 from msgspec import structs
 
 import trainer.comm.mesh as mesh
+import trainer.model.experts as layer
 import trainer.parallel.apply as apply
-import trainer.parallel.expert.bias as balance_of_biases
+import trainer.parallel.expert.capacity as bounded
+import trainer.parallel.expert.choice_states as choice_states
 import trainer.parallel.expert.dispatch as exchange
-from orchestrator.verify.techniques import DEEPSEEK, MIXTURE
+from orchestrator.verify.techniques import CAPPED, CAPPED_DEEPSEEK, DEEPSEEK, MIXTURE
 from tests.beds.plans import tiny_model
 from trainer.model.experts import Copies, MixtureOfExperts
 from trainer.model.loss import LossTerms
-from trainer.parallel.expert.bias import BiasBalance
+from trainer.parallel.expert.capacity import WholeSequences
+from trainer.parallel.expert.choice_states import ChoiceStates
 from trainer.parallel.expert.dispatch import ExpertDispatch
 from trainer.parallel.expert.tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
 
@@ -24,6 +27,8 @@ from .base import Mutations
 EXPERTS = Mutations()
 MIXED = tiny_model(**MIXTURE)
 SHARED = tiny_model(**DEEPSEEK)
+BOUNDED, BOUNDED_SHARED = tiny_model(**CAPPED), tiny_model(**CAPPED_DEEPSEEK)
+BALANCED = tiny_model(**{**MIXTURE, "moe": structs.replace(MIXTURE["moe"], balance_over="batch")})
 
 
 def _alone():
@@ -182,7 +187,7 @@ def _(patch):
 def _(patch):
     def change(mixture):
         def hook(router, args, routing):
-            forward = mixture.terms._micro_batch is not None
+            forward = mixture.terms.counts
             return routing if forward else routing._replace(weights=routing.weights.flip(-1))
 
         mixture.router.register_forward_hook(hook)
@@ -258,9 +263,9 @@ def _(patch):
 
 def _counts(patch, change):
     """`change(counts of a step over all ranks, those of this rank alone)` -> those that move the biases."""
-    original = balance_of_biases.sum_over_ranks
+    original = choice_states.sum_over_ranks
     patch.setattr(
-        balance_of_biases, "sum_over_ranks", lambda rows, *where: change(original(rows, *where), torch.stack(rows))
+        choice_states, "sum_over_ranks", lambda rows, *where: change(original(rows, *where), torch.stack(rows))
     )
 
 
@@ -270,6 +275,26 @@ def _(patch):
     _counts(patch, lambda counts, own: own)
 
 
+@EXPERTS("experts: the load is that of a rank's own choices", ep=2, model=BALANCED)
+def _(patch):
+    _counts(patch, lambda counts, own: own)
+
+
+@EXPERTS("experts: the load stays that of the beginning", ep=2, model=BALANCED)
+def _(patch):
+    patch.setattr(choice_states, "load_of", lambda counts: torch.ones_like(counts, dtype=torch.float32))
+
+
+@EXPERTS("experts: the balance of the batch counts each sequence as one token", ep=2, model=BALANCED)
+def _(patch):
+    original = LossTerms.start
+
+    def start(self, scale, valid, taken, samples, tokens):
+        original(self, scale, valid, taken, samples, tokens if _alone() else samples)
+
+    patch.setattr(LossTerms, "start", start)
+
+
 @EXPERTS("experts: biases count padding", dp=2, zero=2, replica_micro_batches=[2, 1], model=SHARED)
 def _(patch):
     patch.setattr(LossTerms, "counts", property(lambda self: True))
@@ -277,13 +302,13 @@ def _(patch):
 
 @EXPERTS("experts: biases move the other way", ep=2, model=SHARED)
 def _(patch):
-    original = balance_of_biases.bias_change
-    patch.setattr(balance_of_biases, "bias_change", lambda counts, speed: original(counts, -speed))
+    original = choice_states.bias_change
+    patch.setattr(choice_states, "bias_change", lambda counts, speed: original(counts, -speed))
 
 
 @EXPERTS("experts: biases keep the counts of all steps", ep=2, model=SHARED)
 def _(patch):
-    patch.setattr(BiasBalance, "start", lambda self: None)
+    patch.setattr(ChoiceStates, "start", lambda self: None)
 
 
 @EXPERTS("experts: the bias weighs", ep=2, model=SHARED)
@@ -296,3 +321,92 @@ def _(patch):
             mixture.router.register_forward_hook(hook)
 
     _layers(patch, change)
+
+
+def _taken(patch, change):
+    """`change(whole choices, experts, capacity, what experts take of them)` on ranks, not in one process."""
+    original = layer.first_choices
+
+    def other(chosen, experts, capacity):
+        found = original(chosen, experts, capacity)
+        return found if _alone() else change(chosen, experts, capacity, found)
+
+    patch.setattr(layer, "first_choices", other)
+
+
+@EXPERTS("experts: the mask of dropped choices is shifted by a token", ep=2, model=BOUNDED)
+def _(patch):
+    _taken(patch, lambda chosen, experts, capacity, found: found.roll(1, 1))
+
+
+@EXPERTS("experts: the last tokens of a sequence are taken, not the first", ep=2, model=BOUNDED)
+def _(patch):
+    original = layer.first_choices
+    _taken(patch, lambda chosen, *bound: original(chosen.flip(1), *bound[:2]).flip(1))
+
+
+@EXPERTS("experts: the bound is one token too high", ep=2, model=BOUNDED)
+def _(patch):
+    original = layer.first_choices
+    _taken(patch, lambda chosen, experts, capacity, found: original(chosen, experts, capacity + 1))
+
+
+@EXPERTS("experts: nothing is dropped", ep=2, model=BOUNDED)
+def _(patch):
+    _taken(patch, lambda chosen, experts, capacity, found: torch.ones_like(found))
+
+
+@EXPERTS("experts: the bound is of a micro-batch, not of each sequence", ep=2, micro_batch_size=2, model=BOUNDED)
+def _(patch):
+    original = layer.first_choices
+
+    def whole(chosen, experts, capacity, found):
+        return original(chosen.flatten(0, 1)[None], experts, len(chosen) * capacity).view_as(found)
+
+    _taken(patch, whole)
+
+
+@EXPERTS("experts: each rank bounds its own part of a sequence (cp)", cp=2, model=BOUNDED)
+@EXPERTS("experts: each rank bounds its own part of a sequence (sp)", tp=2, model=BOUNDED)
+def _(patch):
+    patch.setattr(WholeSequences, "__call__", lambda self, rows, function: function(rows))
+
+
+@EXPERTS("experts: sequences are put together in the order of ranks (zig-zag)", cp=2, model=BOUNDED)
+def _(patch):
+    patch.setattr(bounded, "natural_order", lambda method, parts, size: list(range(parts)))
+
+
+@EXPERTS("experts: weights of taken choices are normalised anew", ep=2, model=BOUNDED)
+def _(patch):
+    original = Copies.of.__func__
+
+    def of(cls, x, routing, experts):
+        if routing.taken is not None and not _alone():
+            weights = routing.weights * routing.taken
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-9)
+            routing = routing._replace(weights=weights)
+        return original(cls, x, routing, experts)
+
+    patch.setattr(Copies, "of", classmethod(of))
+
+
+@EXPERTS("experts: biases count what experts take, not what tokens choose", ep=2, model=BOUNDED_SHARED)
+def _(patch):
+    def count(self, number, routing):
+        row = self._chosen.setdefault(number, self._empty(self.mixtures[number]))
+        row += torch.bincount(routing.experts[routing.taken], minlength=len(row))
+
+    patch.setattr(ChoiceStates, "_count", count)
+
+
+@EXPERTS("experts: the balance counts what experts take, not what tokens choose", ep=2, model=BOUNDED)
+def _(patch):
+    original = MixtureOfExperts._add_terms
+
+    def add(self, x, routing, terms):
+        routing = self._drop(routing, len(x))
+        lost = routing._replace(experts=torch.where(routing.taken, routing.experts, routing.experts[:, :1]))
+        return original(self, x, routing if _alone() else lost, terms)
+
+    patch.setattr(MixtureOfExperts, "_add_terms", add)

@@ -75,5 +75,5 @@ def test_the_verb_reads_what_agents_wrote(run, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["experts"]["1"]["balance"] == {"first": 1.0, "last": 0.0}
     assert found["experts"]["1"]["bias"] == [-1.0, 2.0] and found["expert_bytes_per_step"] == {"nvlink": 64}
-    assert main(["report", "--experts", "e.pdf"]) == Exit.USAGE
-    assert "--experts e.pdf: the file must end in" in capsys.readouterr().err
+    assert main(["report", "--experts", "e.gif"]) == Exit.USAGE
+    assert "--experts e.gif: the file must end in" in capsys.readouterr().err

@@ -136,7 +136,7 @@ def test_report_as_json(run, capsys):
     [
         (["--rank", "0"], "rank 0 recorded no timeline"),
         (["--rank", "7"], "has no rank 7: 0 to 1"),
-        (["--plot", "memory.pdf"], "must end in .png"),
+        (["--plot", "memory.gif"], "must end in .png"),
     ],
 )
 def test_report_refuses_in_one_line(run, capsys, words, text):

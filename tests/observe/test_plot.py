@@ -35,6 +35,13 @@ def test_svg_is_well_formed_and_the_same_every_time(tmp_path):
     assert ElementTree.fromstring(first).tag.endswith("svg")
 
 
+def test_pdf_is_the_same_every_time(tmp_path):
+    for name in ("a.pdf", "b.pdf"):
+        save(configs.main_line(), tmp_path / name)
+    first, second = ((tmp_path / name).read_bytes() for name in ("a.pdf", "b.pdf"))
+    assert first == second and first.startswith(b"%PDF-")
+
+
 def test_html_is_one_file_that_loads_nothing(tmp_path):
     save(plan(tp=8, pp=8, vpp=2, zero=1), tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
@@ -49,7 +56,7 @@ def test_other_layouts(parallel, tmp_path):
     save(plan(**parallel), tmp_path / "plan.svg")
 
 
-@pytest.mark.parametrize("name", ["plan.pdf", "plan", "missing/plan.png"])
+@pytest.mark.parametrize("name", ["plan.gif", "plan", "missing/plan.png"])
 def test_bad_paths_are_one_line(name, tmp_path):
     with pytest.raises(OrchError, match=r"--plot ") as caught:
         save(configs.main_line(), tmp_path / name)

@@ -16,7 +16,8 @@ from orchestrator.plan.document import Cluster, Model, Parallel
 from orchestrator.planner import build
 from orchestrator.planner.cost.step_time import Work
 from orchestrator.planner.cost.traffic import Traffic, step_traffic
-from orchestrator.planner.placement.axis_order import CostContext, PathCache
+from orchestrator.planner.placement.axis_order import CostContext
+from orchestrator.planner.placement.path_cache import PathCache
 from orchestrator.planner.search.search import Search
 
 from . import shapes

@@ -45,7 +45,16 @@ def test_memory_adds_up_and_zero_one_shards_only_the_optimizer():
     assert whole.optimizer == 2 * sharded.optimizer and whole.params == sharded.params
 
 
-@pytest.mark.parametrize(("mfu", "matmul", "said"), [(0.57, "", True), (0.55, "", False), (0.57, "fp8_block", False)])
-def test_a_dense_16_bit_plan_above_the_best_ever_measured_says_so(mfu, matmul, said):
-    plan = structs.replace(main_line(), mfu=mfu, job=structs.replace(main_line().job, matmul=matmul))
+@pytest.mark.parametrize(
+    ("gpu", "mfu", "matmul", "said"),
+    [
+        *(("H100-80GB", 0.57, "", True), ("H100-80GB", 0.55, "", False), ("H100-80GB", 0.57, "fp8_block", False)),
+        *(("H200-141GB", 0.57, "", True), ("GB200-NVL72", 0.4, "", True), ("B200-180GB", 0.38, "", False)),
+        *(("V100-32GB", 0.43, "", True), ("nobody-measured", 0.62, "", False), ("nobody-measured", 0.63, "", True)),
+    ],
+)
+def test_a_dense_16_bit_plan_above_the_best_ever_measured_says_so(gpu, mfu, matmul, said):
+    plan = main_line()
+    cluster = structs.replace(plan.cluster, gpu=structs.replace(plan.cluster.gpu, name=gpu))
+    plan = structs.replace(plan, mfu=mfu, cluster=cluster, job=structs.replace(plan.job, matmul=matmul))
     assert any("best ever measured" in line for line in warnings(plan)) == said

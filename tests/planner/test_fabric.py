@@ -15,7 +15,7 @@ from orchestrator.plan.ranks import AXES
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric
 from orchestrator.planner.cost.parameters import PRIOR_VALUES
-from orchestrator.planner.placement.axis_order import communicating, group_members
+from orchestrator.planner.placement.path_cache import communicating, group_members
 from tests.reference import fabric_twin as twin
 
 from . import configs
@@ -87,7 +87,7 @@ def test_the_groups_of_one_block_stand_for_all(cluster, order, pattern, data):
         mirrored = "pp" in key and len(key) > 1
         if all(degrees[axis] == 1 for axis in key) or (mirrored and degrees["pp"] % 2):
             continue
-        members = communicating(order, degrees, (key, pattern), 0)[0]
+        members = communicating(order, degrees, (key, pattern))[0]
         at = {axis: math.prod(degrees[inner] for inner in order[: order.index(axis)]) for axis in key}
         few = fabric.standing_for_all(members, max(at[axis] * degrees[axis] for axis in key))
         assert fabric.path(few, pattern) == fabric.path(members, pattern)

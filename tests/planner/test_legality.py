@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from orchestrator.cluster.build import build_cluster
+from orchestrator.config.grammar import parse
 from orchestrator.config.schema import BatchRampSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
@@ -69,6 +70,8 @@ def test_every_rule_refuses_and_names_itself(rule):
 PREDICTS = structs.replace(shapes.tiny(), mtp=Mtp(depth=2, weight=0.4))
 CPU = {"cluster": structs.replace(configs.cluster(), device="cpu")}
 MLA = Mla(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+#: Rows of 100 numbers.
+ODD = structs.replace(shapes.tiny(), ffn_hidden=100)
 UNTRAINED = {
     "biases": (structs.replace(shapes.mixtral_8x7b(), bias=True), {}, "experts do not have biases"),
     "expert_parallel": (
@@ -99,6 +102,7 @@ UNTRAINED = {
     "matmul   ": (shapes.tiny(), {"matmul": "fp8_tensor", "precision": "fp16", **CPU}, "bf16, fp32 or fp64"),
     "matmul    ": (shapes.mixtral_8x7b(), {"matmul": "fp8_tensor", **CPU}, "has experts, not in 8 bits yet"),
     "matmul       ": (PREDICTS, {"matmul": "fp8_tensor", **CPU}, "has prediction modules, not in 8 bits yet"),
+    "optim_state": (ODD, {"optim_state": "8bit"}, "optim.state=8bit: model.ffn_hidden=100 must be"),
     "predictions": (PREDICTS, {"seq_len": 2}, "model.mtp.depth=2: a sequence of 2 tokens has no target"),
     "matmul     ": (shapes.tiny(), {"matmul": "fp8_tensor"}, "an emulation on CPUs"),
     "grad_dtype": (shapes.tiny(), {"grad_dtype": "fp16"}, "train.grad_dtype=fp16"),
@@ -123,6 +127,44 @@ def test_fp64_is_for_weights_and_gradients_or_for_neither():
         name, problem = broken(case(shapes.tiny(), seq_len=128, precision=precision, grad_dtype=grads), TRAINER)
         assert name == "grad_dtype" and f"train.grad_dtype={grads} with {precision}" in problem
     assert broken(case(shapes.tiny(), seq_len=128, precision="fp64", grad_dtype="fp64"), TRAINER) is None
+
+
+#: A word that may mean anything, and the numbers of one that may be wrong.
+NUMBERS = {"tp": (1, 2, 3, 4, 8, 64), "pp": (1, 2, 4, 7), "cp": (1, 2, 3, 4), "ep": (1, 2, 3, 4, 6, 8, 12, 16, 64, 256)}
+NUMBERS |= {"etp": (1, 2, 3, 4, 8), "vpp": (1, 2, 9), "zero": (0, 1, 3), "sp": (0, 1)}
+KEYS = st.fixed_dictionaries({}, optional={"etp": st.sampled_from([1, 2, 3, 8]), "fold_cp": st.just(True)})
+
+
+@st.composite
+def words(draw) -> str:
+    names = draw(st.lists(st.sampled_from(list(NUMBERS)), min_size=1, max_size=5, unique=True))
+    return "_".join(f"{name}{draw(st.sampled_from(NUMBERS[name]))}" for name in names)
+
+
+@given(words(), KEYS, st.sampled_from(["mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3", "llama3_8b"]), st.integers(0, 2))
+@settings(max_examples=60, deadline=None)
+def test_every_word_that_a_refusal_names_is_legal(word, keys, name, size):
+    """A wrong word gets one line; each word in it is read, and is planned in place of the wrong one. Keys beside the
+    word go: those that a word cannot say stand behind it."""
+    spec = [configs.cluster(), configs.cluster(2, 4), configs.cluster(16, 8, domain_nodes=2)][size]
+    model, train = shapes.published(name), {"seq_len": 4096, "global_batch_samples": 512}
+    try:
+        planned(model, parse(word) | keys, spec, **train)
+    except OrchError as error:
+        line = str(error)
+    else:
+        return
+    assert "\n" not in line
+    if error_of_the_word := re.search(r"did you mean '([^']*)'", line):
+        parse(error_of_the_word[1])
+    if hints := re.search(r"nearest legal: (.*)$", line):
+        for hint in hints[1].split(", "):
+            said, *own = hint.split()
+            more = {key.removeprefix("parallel."): value for key, value in (one.split("=") for one in own)}
+            given_ = {key: value == "true" if key == "fold_cp" else int(value) for key, value in more.items()}
+            planned(model, parse(said) | given_, spec, **train)
+    else:
+        assert "did you mean" in line or "no other degrees are legal" in line
 
 
 WISHES = {name: st.integers(1, most) for name, most in (("tp", 24), ("pp", 24), ("cp", 4), ("ep", 4), ("vpp", 3))}
@@ -173,6 +215,9 @@ def test_the_word_says_all_that_differs_from_the_default():
     assert case(tp=8, pp=4, zero=1).spec == "tp8_pp4_dp2_zero1"
     assert case(tp=8, pp=4, sp=False, vpp=2).spec == "tp8_pp4_dp2_vpp2_sp0"
     assert case(cluster=configs.cluster(1, 1, [])).spec == "dp1"
+    assert case(tp=4, cp=2, etp=1, fold_cp=True).spec == "tp4_dp8_cp2_ep8_etp1"
+    assert case(cp=2, fold_cp=True).spec == "dp32_cp2_ep2_etp1"
+    assert case(tp=4, cp=2, ep=2, etp=1).spec == "tp4_dp4_cp2_ep2 parallel.etp=1"  # an axis without folding over cp
 
 
 def test_context_parallel_counts_zig_zag_pieces():

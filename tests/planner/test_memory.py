@@ -16,7 +16,7 @@ from orchestrator.planner.memory.activations import Kernels, activations, layer_
 from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD, peak_points
 from orchestrator.planner.memory.rank_memory import rank_state_bytes, zero_buffers
 from orchestrator.planner.memory.unequal_stages import StageBytes, unequal_peak
-from orchestrator.planner.model.layers import layer_params, parameter_count
+from orchestrator.planner.model.layers import expert_params, layer_params, parameter_count
 from tests.beds.plans import make_plan, tiny_model
 
 from . import shapes
@@ -157,6 +157,11 @@ def test_what_zero_holds_whole_for_a_while():
     assert held(2, bucket_bytes=1 << 40) == 2 * 4 * parameter_count(model), "one bucket saves nothing"
     assert held(3) == 2 * (2 * block + tables) + 4 * 2 * block
     assert held(3, pp=2) == 2 * parameter_count(model) / 2 + 4 * 2 * block
+    # an expert is whole on the ranks of its place in the expert mesh alone
+    mixture, par = shapes.mixtral_8x7b(), structs.replace(plan.parallel, zero=3, pp=2, ep=8)
+    experts, train = expert_params(mixture), structs.replace(plan.job.train, precision="bf16")
+    spread, whole = (zero_buffers(mixture, structs.replace(par, ep=ep), train) for ep in (8, 1))
+    assert whole - spread >= 2 * experts * 7 / 8 / 2
 
 
 def test_dropout_keeps_probabilities_and_masks():
@@ -190,12 +195,15 @@ def test_what_waits_for_weight_gradients_is_counted_on_the_schedule(name, pp, m,
 
 
 @given(
-    st.sampled_from(("interleaved", "zbv", "dualpipe", "dualpipev")), st.integers(2, 6), st.integers(1, 30), st.data()
+    st.sampled_from(("interleaved", "afab", "zbv", "dualpipe", "dualpipev")),
+    st.integers(2, 6),
+    st.integers(1, 30),
+    st.data(),
 )
 @settings(max_examples=80, deadline=None)
 def test_unequal_stages_are_counted_on_the_schedule(name, pp, m, data):
     """Most bytes at the start of a backward, with a weight of its own for each stage and a head on the last."""
-    vpp = data.draw(st.sampled_from((2, 3))) if name == "interleaved" else SCHEDULES[name].vpp[0]
+    vpp = data.draw(st.sampled_from((2, 3))) if name in ("interleaved", "afab") else SCHEDULES[name].vpp[0]
     if illegal(name, pp, m, vpp):
         return
     rank, schedule = data.draw(st.integers(0, pp - 1)), build(name, pp, m, vpp)

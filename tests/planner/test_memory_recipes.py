@@ -270,12 +270,11 @@ def test_frozen_weights_have_no_gradients():
 
 
 def test_experts_on_their_own_ranks():
-    """`expert_shards`: 8 ranks share a layer's experts, though tp * ep is 4."""
     model, plan = shapes.mixtral_8x7b(), make_plan(tp=2, ep=2, dp=4, zero=1)
     train = structs.replace(plan.job.train, precision="bf16", seq_len=4096)
     par = structs.replace(plan.parallel, stage_layers=[model.layers])
-    args = (H100, model, par, train, recipe_of("megatron"), "")
-    (four,), (eight,) = memory_by_pp_rank(*args), memory_by_pp_rank(*args, 8)
+    meshes = par, structs.replace(par, ep=4, dp=2, etp=1)
+    four, eight = (memory_by_pp_rank(H100, model, one, train, recipe_of("megatron"), "")[0] for one in meshes)
     experts = 3 * model.hidden * model.moe.ffn_hidden * model.moe.experts * model.layers
     assert four.params - eight.params == pytest.approx(2 * experts * (1 / 4 - 1 / 8), rel=1e-6)
     assert four.optimizer == pytest.approx(eight.optimizer, rel=1e-6), "sharded over the same ranks in the end"

@@ -38,7 +38,7 @@ def test_the_price_is_what_link_memory_and_disk_take(place):
     mine = plan.memory.params / 2
     update, disk = mine * 8 * 28 / 400e9, mine * 8 * 24 / 8e9
     down, up = mine * 4 / 50e9, mine * 2 / 50e9
-    expected = max(update, up, disk if place == "disk" else 0) + down
+    expected = max(update, up, down, disk) if place == "disk" else max(update, up) + down
     assert plan.time.terms["optimizer"] == pytest.approx(expected, rel=0.05)
     assert (UPDATE_BYTES, DISK_BYTES) == (28, 24)
 
@@ -54,11 +54,47 @@ def test_a_plan_that_does_not_fit_is_offered_the_host_and_the_disk_with_their_pr
     assert plan.memory.total > plan.memory.capacity
     found = explain(config, resolve(config.cluster), plan, most=9)
     offers = {change.words[0]: change for change in found.changes if "offload" in change.words[0]}
-    assert list(offers) == ["train.offload=host", "train.offload=disk"]
+    assert list(offers) == ["train.offload=host", "train.offload=disk"]  # inputs of layers alone are too little
     for word, change in offers.items():
         other = build_plan(config_of(word))
         assert (change.step_s, change.memory) == (other.time.step_s, other.memory)
         assert change.memory.total <= change.memory.capacity and change.saves_s < 0
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_the_price_of_inputs_is_what_is_longer_than_the_work_beside_it(place):
+    """By hand: eight ranks share the disk, a GPU has its link; one input a layer and micro-batch."""
+    slow = structs.replace(HOST, link_gb_per_s=0.5, disk_gb_per_s=2.0)
+    words = ["train.precision=bf16", "parallel=dp8_zero3", "model=llama3_8b", "train.recompute=full"]
+    plain, away = (
+        build_plan(config_of(*words, *more, host=slow)) for more in ((), (f"train.offload_activations={place}",))
+    )
+    par, micro = away.parallel, away.parallel.micro_batch_size * away.job.train.seq_len * away.model.hidden * 2
+    once = away.model.layers * micro / (0.5e9 if place == "host" else 2e9 / 8)
+    later = away.time.terms["activations"]
+    assert 0 < later < 2 * par.micro_batches * once
+    assert away.time.step_s - plain.time.step_s == pytest.approx(later, rel=1e-6)
+    work = plain.time.step_s - plain.time.terms.get("optimizer", 0) - plain.time.exposed_comm_s["dp"]
+    assert later == pytest.approx(2 * par.micro_batches * once - work, rel=0.1)
+    fast = build_plan(config_of(*words, "train.offload_activations=host"))
+    assert "activations" not in fast.time.terms and fast.memory.total < plain.memory.total
+    kept = (fast.memory.host, 0) if place == "host" else (away.memory.disk, away.memory.disk - away.memory.host)
+    assert kept[0] == away.model.layers * micro and kept[1] >= 0
+
+
+def test_inputs_on_the_host_are_offered_where_they_make_it_fit():
+    long = ["train.seq_len=98304", "model.max_seq_len=98304", "train.global_batch_samples=8", "train.recompute=full"]
+    config = load(["cluster=h100x8", "model=llama3_8b", "parallel=dp8_zero3", *long])
+    plan = build_plan(config)
+    found = explain(config, resolve(config.cluster), plan, most=99)
+    offers = {change.words[0]: change for change in found.changes}
+    assert plan.memory.total > plan.memory.capacity
+    assert offers["train.offload_activations=host"].memory.total <= plan.memory.capacity
+
+
+def test_a_plan_says_where_nothing_is_put_away():
+    plan = build_plan(config_of("train.offload_activations=host", "train.recompute=none"))
+    assert any("offload_activations changes nothing" in line for line in plan.warnings)
 
 
 @pytest.mark.parametrize(

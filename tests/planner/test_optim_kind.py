@@ -33,10 +33,6 @@ def test_plans_of_adamw_do_not_name_it():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["optim.kind=muon", "parallel=dp2_zero3"],
-            "whole matrices, which zero3 cuts into rows: parallel.zero=0, 1 or 2",
-        ),
         (["optim.kind=sgd", "train.offload=host"], "optim.kind=sgd keeps its state on the device"),
         (["optim.kind=muon", "train.offload=disk"], "optim.kind=muon keeps its state on the device"),
         (["optim.kind=moun"], "did you mean 'muon'"),
@@ -46,11 +42,3 @@ def test_refused_at_plan_time(words, message):
     with pytest.raises(OrchError, match=message) as caught:
         plan_of(*words)
     assert "\n" not in str(caught.value)
-
-
-def test_auto_finds_no_layout_that_muon_is_refused_in():
-    """The same search with AdamW takes ZeRO-3: 70 billion parameters do not fit otherwise, with so little choice."""
-    words = ["+cluster=h100x64", "model=llama3_70b", "parallel=auto", "parallel.tp=1", "parallel.pp=1"]
-    assert plan_of(*words).parallel.zero == 3
-    with pytest.raises(OrchError):
-        plan_of(*words, "optim.kind=muon")

@@ -44,7 +44,8 @@ def test_more_than_memory_is_oom():
 
 def test_score_by_hand():
     rows = [
-        {"id": f"t-{i}", "step_time_s": str(s), "peak_mem_gib": "10", "status": "ok"} for i, s in enumerate((1, 2, 4))
+        {"id": f"t-{i}", "tp": str(i), "step_time_s": str(s), "peak_mem_gib": "10", "status": "ok"}
+        for i, s in enumerate((1, 2, 4))
     ]
     got = [Prediction(f"t-{i}", s, 1.0, 12.0, "ok" if i else "oom", "") for i, s in enumerate((2.0, 1.0, 4.0))]
     found = score(rows, got)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 
+from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.planner.predict.cells import number_of
 from orchestrator.planner.predict.hardware import gpu_of, network_of
 from orchestrator.planner.predict.known_models import _compiled
@@ -99,6 +101,14 @@ def test_a_size_alone_is_a_usual_shape_of_that_size(cells, billions):
     assert model.parameters / 1e9 == pytest.approx(billions, rel=0.12) and model.heads * model.head_dim == model.hidden
 
 
+def test_a_width_or_a_depth_alone_is_a_usual_shape_that_has_it():
+    wide = job_of({"model": "mine", "hidden": "8192"})
+    assert wide.model.hidden == 8192 and 40 <= wide.model.layers <= 56 and "layers=48" in wide.assumed
+    assert job_of({"model": "mine", "hidden": "128"}).model.layers < 16
+    deep = job_of({"model": "mine", "layers": "80"})
+    assert deep.model.layers == 80 and 11264 <= deep.model.hidden <= 13312
+
+
 def test_virtual_stages_that_a_row_does_not_record():
     parallel = job_of(ZERO_BUBBLE).parallel
     assert (parallel.schedule, parallel.vpp) == ("interleaved", 3)  # (22 + 2) / 8: one layer a stage
@@ -114,14 +124,24 @@ def test_virtual_stages_that_a_row_does_not_record():
 
 
 def test_experts_folded_over_tensor_parallelism():
-    job = job_of(MIXTRAL)  # 8 whole experts over tp x dp: 8 shards, in the plan's axes tp 2 x ep 4
-    assert (job.parallel.ep, job.parallel.dp, job.expert_tp, job.expert_ranks) == (4, 2, 1, 8)
-    split = job_of(MIXTRAL, notes="")
-    assert (split.parallel.ep, split.expert_tp) == (8, 2)
-    beyond = job_of(MIXTRAL, num_gpus="64", dp="4", notes="")
-    assert (beyond.parallel.ep, beyond.expert_ranks, beyond.expert_tp) == (4, 8, 1)
-    assert any(said.startswith("ep=4 of 8") for said in beyond.assumed)
-    assert job_of(MIXTRAL, ep="16", notes="").parallel.ep == 8  # there are 8 experts
+    par = job_of(MIXTRAL).parallel  # 8 whole experts over tp x dp
+    assert (par.ep, par.dp, par.etp) == (4, 2, 1)
+    split = job_of(MIXTRAL, notes="").parallel
+    assert (split.ep, split.etp) == (8, UNSET), "cut over tp, as Megatron-Core does where nothing is said"
+    beyond = job_of(MIXTRAL, num_gpus="64", dp="4", notes="").parallel
+    assert (beyond.ep, beyond.etp, expert_mesh(beyond).ep) == (4, 1, 8), "more than dp has places: over tp"
+    sequence = job_of(MIXTRAL, num_gpus="64", tp="1", cp="8", pp="8", dp="1", notes="").parallel
+    assert sequence.fold_cp is True and expert_mesh(sequence) == (1, 8, 1)
+    assert expert_mesh(job_of(MIXTRAL, ep="16", notes="").parallel).ep == 8  # there are 8 experts
+    few = job_of(MIXTRAL, num_gpus="48", tp="1", dp="6", notes="", ep="4")
+    assert few.parallel.ep == 2 and any(said.startswith("ep=2 of 4") for said in few.assumed)
+
+
+def test_nodes_and_their_gpus_are_gpus():
+    four = {"model": "Llama-2-7b", "gpu": "A100", "tp": "2", "pp": "1", "nodes": "4"}
+    assert job_of(four, gpus_per_node="4").parallel.world_size == 16
+    job = job_of(four, num_gpus="16")
+    assert (job.parallel.world_size, job.cluster.gpus_per_node) == (16, 4)
 
 
 def test_degrees_follow_from_each_other():
@@ -173,7 +193,13 @@ def test_batches():
         (LLAMA_70B | {"zero_stage": "3"}, "nemo", {"dp_overlap": "modern"}),
         (GPT_1_7B | {"framework": "NeMo-Megatron", "precision": "bf16"}, "nemo", {"attention": "unfused"}),
         (GPT_1_7B | {"framework": "DeepSpeed ZeRO-3", "zero_stage": "3"}, "deepspeed_2021", {}),
-        (LLAMA_70B | {"framework": "DeepSpeed"}, "fsdp", {}),
+        (LLAMA_70B | {"framework": "DeepSpeed"}, "transformers", {}),
+        (LLAMA_70B | {"framework": "HF PEFT"}, "transformers", {"elementwise": "modules"}),
+        (LLAMA_70B | {"framework": "SageMaker (MiCS, ZeRO-3)"}, "fsdp", {}),
+        (GPT_1_7B | {"framework": "PyTorch FSDP"}, "fsdp", {"attention": "unfused"}),
+        (GPT_1_7B | {"framework": "llm.c", "notes": "flash attention"}, "fsdp_compile", {}),
+        (LLAMA_70B | {"framework": "Megatron-Core 0.8", "notes": ""}, "nemo", {"grad_bytes": None}),
+        (LLAMA_70B, "nemo", {"grad_bytes": 2}),
         (LLAMA_70B | {"framework": "HAI-LLM (internal)"}, "deepseek", {}),
         (GPT_1_7B | {"framework": "Megatron-Core"}, "nemo", {"attention": "flash"}),
         (LLAMA_70B | {"gpu": "V100-32GB"}, "nemo", {"attention": "unfused"}),
@@ -283,6 +309,15 @@ def test_nodes_and_domains():
         ("A10G", "A10G"),
         ("H20", "H20"),
         ("H200", "H200"),
+        ("NVIDIA Ampere A100 80GB", "A100-80GB"),
+        ("A100-SXM4-80GB 400W", "A100-80GB"),
+        ("A100-40GB PCIe", "A100-40GB-PCIe"),
+        ("NVIDIA RTX 6000 Ada", "RTX6000-Ada"),
+        ("GB200 NVL72", "GB200"),
+        ("p4d.24xlarge", "A100-40GB"),
+        ("ND96amsr_A100_v4", "A100-80GB"),
+        ("TPU v5p", "TPUv5p"),
+        ("Hopper", "H100-80GB"),
     ],
 )
 def test_gpus(words, name):
@@ -309,7 +344,7 @@ def test_numbers(name, text, value):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"layers": "", "model": "mine", "params_b": ""}, "layers is blank"),
+        ({"layers": "", "hidden": "", "model": "mine", "params_b": ""}, "layers is blank"),
         ({"tp": "many"}, "tp='many' is not a number"),
         ({"zero_stage": "9"}, "zero_stage='9'"),
         ({"hidden": "-1"}, "hidden='-1' must be at least 1"),

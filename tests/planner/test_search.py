@@ -17,7 +17,7 @@ from orchestrator.plan.schedules.registry import illegal
 from orchestrator.plan.schedules.simulate import Costs
 from orchestrator.plan.schedules.turns import TURNS, makespan
 from orchestrator.plan.supported import broken
-from orchestrator.plan.trained import TRAINER
+from orchestrator.plan.trained import TRAINER, refusal
 from orchestrator.planner.cost.pipeline import in_flight_on_rank
 from orchestrator.planner.search.space import Layout
 from tests.reference.every_layout import every_layout, front
@@ -68,8 +68,10 @@ def test_equals_costing_every_layout(config):
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_layout_costs_less_than_its_bounds(config):
     search = configs.search(config, any_layout=True)
-    single = [(family, [[one]]) for family, variants in search.families() for variant in variants for one in variant]
-    for family, base in ((family, search.base(family.mesh, variants)) for family, variants in single):
+    single = [
+        (family, [(fold, [one])]) for family, options in search.families() for fold, some in options for one in some
+    ]
+    for family, base in ((family, search.base(family.mesh, options)) for family, options in single):
         assert family.least_seconds() <= base.least_seconds() * (1 + 1e-9)
         for branch in base.branches(search.space.recompute, search.space.zeros(base.mesh)):
             least_bytes, least_s = branch.least_bytes(), branch.least_seconds()
@@ -159,3 +161,52 @@ def test_makespan_is_the_simulation_s(name, pp, vpp, m, data):
     if name in TURNS:
         assert makespan(name, (pp, m, vpp), *costs) == seconds  # the same sums, to the last bit
     assert seconds == pytest.approx(simulate(schedule, Costs(*costs)).makespan, rel=1e-12)
+
+
+@st.composite
+def expert_cases(draw):
+    """A small model with experts on a small cluster; all keys given but the degrees and how the experts fold."""
+    nodes, gpus = draw(st.sampled_from([(1, 4), (2, 2), (2, 4), (4, 2), (3, 4)]))
+    leaf = draw(st.sampled_from([1, nodes]))
+    over = draw(st.sampled_from([1.0, 8.0]))
+    spec = configs.cluster(nodes, gpus, [("leaf", leaf, over), ("spine", nodes, 1.0)])
+    groups = draw(st.sampled_from([1, 1, 2, 4]))
+    base = small_model(True, 2)
+    moe = structs.replace(
+        base.moe, groups=groups, top_groups=max(1, groups // 2), first_dense_layers=0, ffn_hidden=1024
+    )
+    if draw(st.booleans()):
+        moe = structs.replace(moe, shared_ffn_hidden=1024)
+    parallel = {"auto": True, "zero": draw(st.sampled_from([0, 1])), "vpp": 1, "schedule": "1f1b"}
+    parallel |= {"cp_method": draw(st.sampled_from(["zigzag", "ulysses"])), "micro_batch_size": 1}
+    train = {"seq_len": 2048, "global_batch_samples": draw(st.sampled_from([12, 24])), "recompute": "none"}
+    return configs.config(spec, structs.replace(base, moe=moe), parallel, **train)
+
+
+@given(expert_cases())
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_plan_of_any_fold_is_faster(config):
+    """The fastest of `build_plan` over every factorisation of the ranks, every mesh of the experts in them, and both
+    ways of their tokens: none of it is the search's own enumeration."""
+    answer, times = configs.search(config).run(near=0.0), dict[tuple[object, ...], float]()
+    gpus = config.cluster.nodes * config.cluster.gpus_per_node
+    divisors = [one for one in range(1, gpus + 1) if gpus % one == 0]
+    for tp, cp, ep, pp in itertools.product(divisors, repeat=4):
+        if gpus % (tp * cp * ep * pp):
+            continue
+        for etp, fold_cp, way in itertools.product(divisors, (None, True), (None, "hierarchical")):
+            if tp % etp or (fold_cp and cp == 1) or (way and tp // etp * ep * (cp if fold_cp else 1) == 1):
+                continue
+            for sp in (True, False) if tp > 1 else (False,):
+                own = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "etp": etp, "fold_cp": fold_cp, "sp": sp}
+                own |= {"auto": False, "expert_all_to_all": way}
+                try:
+                    plan = build_plan(structs.replace(config, parallel=structs.replace(config.parallel, **own)))
+                except OrchError:
+                    continue
+                if plan.memory.total <= plan.memory.capacity and not refusal(plan):
+                    times[tuple(own.values())] = plan.time.step_s
+    assert bool(times) == bool(answer.front)
+    if times:
+        assert answer.front[0].step_s == pytest.approx(min(times.values()), rel=1e-5)
+        assert build_plan(answer.front[0].config).time.step_s == pytest.approx(answer.front[0].step_s, rel=1e-9)

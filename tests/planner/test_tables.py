@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 
@@ -25,10 +26,19 @@ def rows_of(content: str | bytes) -> list[dict[str, str]]:
         "model\tLAYERS\nLlama-2-7b\t32",
         "model,layers,,remarks of mine\nLlama-2-7b,32,,x\n\n",
         "model,layers\nLlama-2-7b,32\n".encode("utf-16"),
+        "# my runs\n#\nmodel_name,num_hidden_layers\nLlama-2-7b,32\n",
+        "|model|layers|\n|---|:--:|\n|Llama-2-7b|32|\n",
     ],
 )
 def test_ways_to_write_the_same_table(content):
     assert rows_of(content) == [{"model": "Llama-2-7b", "layers": "32"}]
+
+
+def test_names_of_other_software():
+    header = "architecture,nnodes,nproc_per_node,tensor-model-parallel-size,pipeline model parallel size,iter_time (ms)"
+    (row,) = rows_of(f"{header},per_device_train_batch_size\ngpt2,4,8,2,1,1500,3\n")
+    wanted = {"model": "gpt2", "nodes": "4", "gpus_per_node": "8", "tp": "2", "pp": "1", "micro_batch": "3"}
+    assert row == wanted | {"step_time_s": "1.5"}
 
 
 def test_units_in_the_first_line():
@@ -62,6 +72,25 @@ def test_lines_that_are_not_rows_are_named_and_the_rest_go_on():
     assert "row 2: a cell of more than 131,072 characters" in statuses[1]
     assert "row 3: 4 cells under 2 columns" in statuses[2]
     assert statuses[3] == "ok" and "row 5: layers='\\x00' is not a number" in statuses[4]
+
+
+def test_a_quote_that_is_not_closed_is_no_model():
+    (row,) = rows_of('model,gpu,num_gpus\n"gpt2,A100,1\ngpt2,A100,8\n')
+    assert "a quote that is not closed" in row[PROBLEM]
+
+
+def test_measured_cells_that_cannot_be_are_named_and_left_out_of_the_score(tmp_path, capsys):
+    times = ["1", "1000 ms", "1,0", "-1", "0", "1e9", "fast", "inf"]
+    table = tmp_path / "runs.csv"
+    table.write_text(
+        "".join(["id;model;gpu;num_gpus;step_time_s\n", *(f"a-{i};gpt2;A100;1;{s}\n" for i, s in enumerate(times))])
+    )
+    assert main(["predict", "--table", str(table), "--score", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["time"][0]["rows"] == 3
+    lines = [line for line in err.splitlines() if "left out of the score" in line]
+    for number, line in zip(range(4, 9), lines, strict=True):
+        assert f"row {number} (a-{number - 1}): step_time_s=" in line
 
 
 def test_a_bad_table_ends_with_a_line_and_its_exit_code(tmp_path, capsys):

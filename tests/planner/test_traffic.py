@@ -12,7 +12,8 @@ from orchestrator.planner.cost.traffic import Traffic, step_traffic, sums_table
 from orchestrator.planner.memory.rank_memory import rank_state_bytes
 from orchestrator.planner.model.layers import parameter_count
 from orchestrator.planner.model.stages import rank_parameters, stage_range
-from orchestrator.planner.placement.axis_order import CostContext, mirrored, solve
+from orchestrator.planner.placement.axis_order import CostContext, solve
+from orchestrator.planner.placement.path_cache import mirrored
 from tests.beds.plans import make_plan, tiny_model
 
 from . import shapes

@@ -39,6 +39,8 @@ def mixture(x, w, name, model, terms, bias=None):
 def _of_sequence(x, w, name, model, terms, bias, sequences):
     moe, rows, length = model.moe, [], len(x)
     chosen_often, mean_score = [0] * moe.experts, 0.0
+    factor = moe.capacity_factor or math.inf
+    most = math.ceil(round(factor * moe.top_k * length / moe.experts, 9)) if factor < math.inf else length
     for token in x:
         logits = w[f"{name}.router.weight"] @ token
         raw = logits.exp() / logits.exp().sum() if moe.score == "softmax" else 1 / (1 + (-logits).exp())
@@ -46,13 +48,15 @@ def _of_sequence(x, w, name, model, terms, bias, sequences):
         total = sum(raw[e] for e in chosen) if moe.norm_topk else 1.0
         out = torch.zeros_like(token)
         for e in chosen:
+            chosen_often[e] += 1
+            if chosen_often[e] > most:  # the expert takes no more of this sequence
+                continue
             up = w[f"{name}.experts.up.weight"][e] @ token
             if model.mlp == "gated":
                 inner = dense.act(w[f"{name}.experts.gate.weight"][e] @ token, model) * up
             else:
                 inner = dense.act(up, model)
             out = out + moe.routed_scale * raw[e] / total * (w[f"{name}.experts.down.weight"][e] @ inner)
-            chosen_often[e] += 1
         rows.append(out)
         mean_score = mean_score + raw / raw.sum() / length
         z = moe.z_loss * logits.exp().sum().log() ** 2 / (sequences * length)

@@ -18,12 +18,15 @@ def loss(w, model, state, batch, drop, terms):
             pairs = [w[f"{name}.project.weight"] @ torch.cat(both) for both in zip(token, hidden, strict=True)]
             rows.append(torch.stack(pairs))
         kind = model.layers - 1
-        out = transformer.block(torch.stack(rows), w, name, kind, model, batch.positions, batch.documents, drop, terms)
+        out = transformer.block(
+            torch.stack(rows), w, name, kind, model, batch.positions, transformer.numbers_of(batch), drop, terms
+        )
         state = transformer.norm(out, w, f"{name}.norm_out", model)
         scores = transformer.scores(state, w, model)
         for b in range(len(scores)):
             for i in range(length - k):
-                apart = batch.documents is not None and batch.documents[b, i] != batch.documents[b, i + k]
+                numbers = transformer.numbers_of(batch)
+                apart = numbers is not None and numbers[b, i] != numbers[b, i + k]
                 target = int(batch.targets[b, i + k])
                 if not apart and target != -100:
                     one = scores[b, i].exp().sum().log() - scores[b, i, target]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan
+from orchestrator.plan.offload import offload_of
 from tests.reference import adamw, prediction, transformer
 from trainer.data.batch import IGNORED
 from trainer.model.init import init_stage
@@ -27,15 +28,18 @@ def initial_weights(plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
 def train(plan: Plan, steps: int, dtype: torch.dtype, packed: bool = False, empty: bool = False) -> list[Outcome]:
     """`steps` optimizer steps from the plan's seed, the batches being the places 0, 1, 2, ... of the global order."""
     optim, size = plan.job.optim, plan.parallel.global_batch_samples
-    weights = initial_weights(plan, dtype)
+    made = [initial_weights(plan, dtype)]  # by each update so far
+    late = 1 if offload_of(plan.job.train).delayed else 0  # updates that a step's weights lack
     twin = adamw.AdamW(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
     outcomes = []
     for step in range(1, steps + 1):
         batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
-        leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+        leaves = {name: weight.clone().requires_grad_() for name, weight in made[max(0, step - 1 - late)].items()}
         terms = {}
         drop = batch.serial, plan.job.train.seed
-        state = transformer.states(leaves, plan.model, batch.tokens, batch.positions, batch.documents, drop, terms)
+        state = transformer.states(
+            leaves, plan.model, batch.tokens, batch.positions, transformer.numbers_of(batch), drop, terms
+        )
         valid = int((batch.targets != IGNORED).sum())
         loss = transformer.loss_sum(transformer.scores(state, leaves, plan.model), batch.targets) / valid
         if plan.model.mtp:
@@ -43,7 +47,7 @@ def train(plan: Plan, steps: int, dtype: torch.dtype, packed: bool = False, empt
         found = torch.autograd.grad(sum(terms.values(), loss), list(leaves.values()))
         grads = dict(zip(leaves, found, strict=True))
         clipped = adamw.clipped(grads, plan.job.train.clip_grad_norm)
-        weights = twin.step(weights, clipped, learning_rate(step, optim, plan.job.train.steps))
+        made.append(twin.step(made[-1], clipped, learning_rate(step, optim, plan.job.train.steps)))
         values = {name: value.item() for name, value in terms.items()}
-        outcomes.append(Outcome(loss.item(), adamw.norm(grads), grads, weights, values))
+        outcomes.append(Outcome(loss.item(), adamw.norm(grads), grads, made[max(0, step - late)], values))
     return outcomes

@@ -11,6 +11,11 @@ import torch
 from . import dropout, experts
 
 
+def numbers_of(batch):
+    """[b, s], of the packed document that each token belongs to; None where samples are one text."""
+    return None if batch.documents is None else batch.documents.numbers
+
+
 def norm(x, w, name, model):
     if model.norm == "rms":
         return x * (x.square().mean(-1, keepdim=True) + model.norm_eps) ** -0.5 * w[f"{name}.weight"]

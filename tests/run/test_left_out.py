@@ -47,7 +47,9 @@ def test_what_git_ignores_is_listed_by_size_without_caches(tmp_path):
     assert list(found) == ["sub/w.pt", "data/", ".env", "build/", "sub/lib/"]
     assert found["data/"] == 4024
     (line,) = said_of(code)
-    assert "leaves out sub/w.pt (2 MiB), data/ (3.93 KiB), .env (10 B), build/ (7 B)" in line and "git ignores" in line
+    assert (
+        "leaves out sub/w.pt (2.00 MiB), data/ (3.93 KiB), .env (10 B), build/ (7 B)" in line and "git ignores" in line
+    )
 
 
 def test_without_git_the_names_decide(tmp_path):
@@ -96,11 +98,11 @@ def test_a_run_says_both(home, capsys):
     subprocess.run(["git", "init", "-q"], check=True)
     words = ["--snapshot", "backend.max_restarts=0", "--json", "--", sys.executable, "train.py"]
     code, out, err = orch(capsys, "submit", *words)
-    assert code == 0 and "leaves out data/ (2 KiB), which git ignores: --in-place" in err
+    assert code == 0 and "leaves out data/ (2.00 KiB), which git ignores: --in-place" in err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     wait_end(folder)
     cause = read_state(folder).cause
     assert cause and "data/a.bin is not in the copy of" in cause.tail[-1]
     assert "git ignores it; --in-place runs it there" in orch(capsys, "status", folder.run_id)[1].replace("\n", " ")
     code, out, _ = orch(capsys, "submit", "--snapshot", "--dry-run", "--", sys.executable, "train.py")
-    assert code == 0 and "leaves out data/ (2 KiB)" in " ".join(out.split())
+    assert code == 0 and "leaves out data/ (2.00 KiB)" in " ".join(out.split())

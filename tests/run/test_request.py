@@ -24,12 +24,11 @@ from orchestrator.run.request import (
     compose_environment,
     from_bytes,
     frozen_config,
-    is_secret_name,
-    passed_names,
     redacted,
     to_bytes,
     used_nodes,
 )
+from orchestrator.run.variables import is_secret_name, passed_names
 from tests.beds.bundles import make_bundle
 from tests.beds.plans import make_plan
 

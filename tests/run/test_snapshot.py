@@ -133,7 +133,7 @@ def test_a_checkout_of_orch_is_copied_for_the_bundled_trainer_too():
 def test_too_much_is_refused_naming_the_largest(project, folder, monkeypatch):
     monkeypatch.setattr(snapshot, "MOST_BYTES", 1 << 20)
     (project / "weights.bin").write_bytes(b"x" * (3 << 20))
-    largest = r"3 MiB, over 1 MiB; largest is weights\.bin \(3 MiB\): ignore it in"
+    largest = r"3.00 MiB, over 1.00 MiB; largest is weights\.bin \(3.00 MiB\): ignore it in"
     with pytest.raises(OrchError, match=largest) as refused:
         copy(find_code(project, wanted=True), folder)
     assert refused.value.exit == 65

@@ -19,8 +19,12 @@ from tests.trainer.test_planned_memory import plan_of
 from trainer import compat
 from trainer.checkpoint.background import Snapshots
 from trainer.comm.mesh import Mesh
+from trainer.comm.settings import apply_settings
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
+from trainer.model.attention import SDPA
+from trainer.model.documents import Documents
+from trainer.parallel.context import block
 from trainer.precision import recipe
 from trainer.train import Run
 from trainer.verify.samples import micro_batch
@@ -45,6 +49,7 @@ def _world(layout: dict[str, Any]) -> int:
 
 def _steps(rank: int, layout: dict[str, Any], count: int) -> dict[str, Any]:
     plan, device = gpu_plan(layout), torch.device("cuda", rank)
+    apply_settings(plan)
     engine = Engine(plan, Mesh.from_plan(plan, rank), device, recipe(plan.job.train))
     many = samples_of_step(plan.parallel, engine.mesh.coord, 0)
     batches = [micro_batch(plan, one, plan.job.data.isolate_documents).pinned() for one in many]
@@ -163,3 +168,35 @@ def background_copy() -> dict[str, Any]:
         "reader": [name for name, _ in read.waits],
         "locked": all(note.b == 1 for note in copies),
     }
+
+
+def packed_attention() -> dict[str, Any]:
+    """Attention of packed documents on the device, in bf16: kernels, waits, and the largest allocation."""
+    lengths = ((700, 900, 448), (2000, 48))
+    numbers = torch.stack([torch.repeat_interleave(torch.arange(len(one)), torch.tensor(one)) for one in lengths])
+    device = torch.device("cuda", 0)
+    documents = Documents.of(numbers).each(lambda x: x.pin_memory().to(device, non_blocking=True))
+    kernels, waits, most = dict[str, list[str]](), list[Any](), 0
+    q, k, v = (
+        torch.zeros(2, 2048, heads, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
+    )
+    grad = torch.zeros_like(q)
+
+    def alone() -> None:
+        SDPA(causal=True)(q, k, v, None, documents).backward(grad)
+
+    def blocks() -> None:
+        rows = [x.detach()[:, 1024:].transpose(1, 2) for x in (grad, q, k, v)]
+        sight = block.inside(documents, (range(1024, 2048),), (range(1024),))
+        out, lse = block.forward(*rows[1:], 0.125, False, *sight)
+        assert (out.shape, lse.shape, lse.dtype) == (rows[1].shape, rows[1].shape[:3], torch.float32)
+        parts = block.backward(*rows, out, lse, 0.125, False, *sight)
+        assert [part.shape for part in parts] == [x.shape for x in rows[1:]]
+
+    for name, run in {"alone": alone, "blocks": blocks}.items():
+        with fakegpu.recording() as found:
+            run()
+        kernels[name] = found.names("K")
+        waits += found.waits
+        most = max([most, *(note.bytes for note in found.notes if note.kind == "M")])
+    return {"kernels": kernels, "waits": waits, "most_bytes": most, "mask_bytes": 2 * 2048 * 2048 * 8}

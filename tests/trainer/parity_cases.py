@@ -337,6 +337,7 @@ EXPERTS = {
             "ep2 pp2 zb_h1 tp2": dict(ep=2, pp=2, tp=2, schedule="zb_h1", micro_batches=4),
             "ep2 pp2 zbv selective": dict(ep=2, pp=2, vpp=2, schedule="zbv", micro_batches=3, recompute="selective"),
             "ep2 pp2 dualpipe zero1": dict(ep=2, pp=2, zero=1, schedule="dualpipe", micro_batches=2),
+            "ep2 pp2 dualpipe full": dict(ep=2, pp=2, schedule="dualpipe", micro_batches=4, recompute="full"),
             "ep2 tp2 cp2": dict(ep=2, tp=2, cp=2),
             "ep2 tp2 dp2 zero1, dp inside ep": dict(ep=2, tp=2, dp=2, zero=1, order=("tp", "dp", "cp", "ep", "pp")),
             "ep2 dp4 zero1 hybrid": dict(ep=2, dp=4, zero=1, zero_group=4),

@@ -11,6 +11,7 @@ from orchestrator.plan.document import Model
 from tests.beds.plans import tiny_model
 from trainer.comm.mesh import Mesh
 from trainer.engine import Engine
+from trainer.model.documents import Documents
 from trainer.model.experts import MixtureOfExperts
 from trainer.model.loss import LossTerms
 from trainer.precision import Recipe, recipe
@@ -35,7 +36,8 @@ def batch(model: Model, b: int = 3, s: int = 8, seed: int = 0, documents: bool =
     positions = torch.arange(s).expand(b, s)
     if documents:
         positions = torch.where(ids > 0, positions - (s // 2 + 1), positions)
-    return SimpleNamespace(tokens=tokens[:, :-1], targets=targets, positions=positions, documents=ids)
+    apart = None if ids is None else Documents.of(ids)
+    return SimpleNamespace(tokens=tokens[:, :-1], targets=targets, positions=positions, documents=apart)
 
 
 def mixture_on_meta(model: Model) -> tuple[nn.Module, LossTerms, Callable[[], None]]:

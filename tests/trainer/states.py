@@ -9,11 +9,17 @@ import torch
 from orchestrator.plan import Plan
 from orchestrator.plan.worker import EventReport
 from tests.beds.plans import make_plan
+from tests.trainer.samples import engine_of
 from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.manager import Checkpoints
 from trainer.checkpoint.save import Contents, save
+from trainer.optim.lr import learning_rate
 from trainer.parallel.params import whole
+from trainer.precision import FP64
+from trainer.verify.oracle import Outcome
+from trainer.verify.ranks import run_ranks
+from trainer.verify.samples import step_batches
 
 PLAN = make_plan(dp=2)
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -43,6 +49,33 @@ def opened(folder: Path, *args: object, **options: object) -> Checkpoints:
     manager = checkpoints(folder, *args, **options)
     manager.resume(lambda: [])
     return manager
+
+
+def saved_and_resumed(
+    folder: Path, first: Plan, second: Plan, expected: list[Outcome], rtol: float, atol: float
+) -> None:
+    """A step of the layout `first`, and one of `second` from its checkpoint: the weights are those of `expected`."""
+
+    def save(rank: int) -> None:
+        engine = engine_of(first, rank, FP64)
+        _, norm = engine.gradients(*step_batches(first, engine.mesh.coord, 0))
+        engine.update(norm, learning_rate(1, first.job.optim, first.job.train.steps))
+        engine.buckets.wait_params()
+        opened(folder, 0, rank, first).save(list(engine.pieces(own=True)), 1, 4, engine.scalars())
+
+    def resume(rank: int) -> None:
+        engine = engine_of(second, rank, FP64)
+        found = checkpoints(folder, 1, rank, second).resume(lambda: list(engine.pieces(own=False)))
+        engine.resumed(found.step, found.scalars)
+        _, norm = engine.gradients(*step_batches(second, engine.mesh.coord, 4))
+        engine.update(norm, learning_rate(2, second.job.optim, second.job.train.steps))
+        engine.buckets.wait_params()
+        for info, param in engine.buckets.full_params():
+            wanted = expected[1].weights[info.name][info.global_slices]
+            torch.testing.assert_close(info.valid(param), wanted, rtol=rtol, atol=atol)
+
+    run_ranks(save, first.parallel.world_size)
+    run_ranks(resume, second.parallel.world_size)
 
 
 def flip_bit(file: Path) -> None:

@@ -15,6 +15,7 @@ from tests.reference.attention import attention
 from tests.trainer.together import run_together, told
 from trainer.comm.collectives import CommCounter
 from trainer.model.attention import SDPA
+from trainer.model.documents import Documents
 from trainer.parallel.context import block
 from trainer.parallel.context.allgather import AllGatherAttention
 from trainer.parallel.context.order import METHODS, natural_order, positions, visible
@@ -60,7 +61,8 @@ def one_rank(rank: int, method: str, size: int, kv_heads: int, packed: bool) -> 
     local = [t[:, mine].clone().requires_grad_() for t in (q, k, v)]
     counter = CommCounter()
     place = mine.expand(BATCH, -1)
-    out = core_of(method, rank, size, counter)(*local, place, None if documents is None else documents[:, mine])
+    mine_of = None if documents is None else Documents.of(documents).each(lambda numbers: numbers[:, mine])
+    out = core_of(method, rank, size, counter)(*local, place, mine_of)
     out.backward(grad[:, mine])
     return {"out": out, **dict(zip("qkv", (t.grad for t in local), strict=True)), "sent": counter.bytes["cp"]}
 
@@ -110,7 +112,7 @@ def computed_pairs(rank: int, method: str, size: int, length: int) -> int:
         def count(*args):
             nonlocal found
             (*_, queries, _), (*_, keys, _) = args[at].shape, args[at + 1].shape
-            causal = args[at + 4] if at == 0 else args[-3]
+            causal = args[4] if at == 0 else args[7]
             found += queries * (queries + 1) // 2 if causal else queries * keys
             return original(*args)
 

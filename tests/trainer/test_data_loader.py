@@ -105,7 +105,7 @@ def test_documents_can_be_kept_apart(text):
     store = open_tokens(plan.job.data)
     loader = Loader(plan, plan.ranks[0].coord, store)
     batches = [batch for step in range(store.samples(16) // 2) for batch in loader.step(2 * step)]
-    assert any(int(batch.documents.max()) > 0 and batch.valid_tokens < 16 for batch in batches)
+    assert any(int(batch.documents.numbers.max()) > 0 and batch.valid_tokens < 16 for batch in batches)
 
 
 def test_too_small_a_corpus_or_vocabulary_is_one_line(text):

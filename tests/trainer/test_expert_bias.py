@@ -1,4 +1,4 @@
-"""Biases of routers: how a step moves them, alike on every layout, and that they are weights of what is exported.
+"""Biases and loads that routers keep: how a step moves them, alike on every layout. Biases are weights of an export.
 
 That they choose, and equal one process's after steps on every layout of the matrix, is shown by its "deepseek" cells.
 """
@@ -9,6 +9,7 @@ import json
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 
 from orchestrator.plan import Exit
@@ -19,14 +20,16 @@ from tests.trainer.states import opened
 from tests.trainer.together import run_together, told, world
 from trainer.comm.collectives import CommCounter
 from trainer.export import main
-from trainer.model.balance import bias_change
-from trainer.parallel.expert.bias import BiasBalance
+from trainer.model.balance import batch_balance, bias_change, load_of
+from trainer.model.router import Routing
+from trainer.parallel.expert.choice_states import ChoiceStates
 from trainer.precision import FP64
 from trainer.verify import alone
 from trainer.verify.samples import step_batches
 
 SPEED = 0.125  # exact in fp32
 MOE = Moe(experts=5, top_k=2, ffn_hidden=12, first_dense_layers=1, score="sigmoid", bias_update=SPEED)
+MOE = structs.replace(MOE, balance_loss=0.1, balance_over="batch")  # routers keep the load, too
 MODEL = tiny_model(layers=4, moe=MOE)
 EIGHT = tiny_model(layers=4, moe=Moe(experts=8, top_k=2, ffn_hidden=8, bias_update=SPEED))
 CASES = {
@@ -46,8 +49,21 @@ def test_the_change_is_that_of_the_paper():
     assert found.dtype == torch.float32 and found.tolist() == wanted
 
 
+def test_the_load_of_the_batch_is_balanced_by_what_the_step_before_chose():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(7, 4, generator=generator, dtype=torch.float64)
+    chosen = torch.tensor([[3, 1, 2, 2], [0, 0, 7, 1]])
+    load = load_of(chosen)
+    assert load.dtype == torch.float32 and load.tolist() == [[1.5, 0.5, 1.0, 1.0], [0.0, 0.0, 3.5, 0.5]]
+    expected = sum(float(load[0, e]) * float(scores[token, e]) for token in range(7) for e in range(4))
+    found = batch_balance(Routing(chosen, scores, scores, scores), load[0])
+    assert float(found) == pytest.approx(expected, rel=1e-12)
+    even = scores / scores.sum(-1, keepdim=True)
+    assert float(batch_balance(Routing(chosen, even, even, even), torch.ones(4))) == pytest.approx(7), "1 a token"
+
+
 def biases(rank, plan):
-    """Of every layer on this rank, after each of three steps of which the second is skipped."""
+    """And loads. Of every layer on this rank, after each of three steps of which the second is skipped."""
     engine, found = engine_of(plan, rank, FP64), []
     for step in range(3):
         _, norm = engine.gradients(*step_batches(plan, engine.mesh.coord, step * plan.parallel.global_batch_samples))
@@ -80,7 +96,7 @@ def test_a_bias_that_does_not_move_stays_a_part_of_the_model():
 
 def test_moving_them_reads_nothing_from_the_device():
     stage, terms, enter = mixture_on_meta(EIGHT)
-    balance = BiasBalance(terms)
+    balance = ChoiceStates(terms)
     balance.watch(stage)
     balance.start()
     enter()
@@ -96,6 +112,8 @@ def test_an_export_has_them_in_fp32(tmp_path, capsys, dtype):
     assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", dtype]) == Exit.DONE
     said = json.loads(capsys.readouterr().out)
     found = load_file(said["file"])
-    assert len(states) == 3 and said["parameters"] == plan.model.parameters
-    for name, state in states.items():
+    biases = {name: state for name, state in states.items() if name.endswith("bias")}
+    assert len(biases) == 3 and said["parameters"] == plan.model.parameters
+    assert not any(name.endswith("load") for name in found), "what only training needs"
+    for name, state in biases.items():
         assert found[name].dtype == torch.float32 and torch.equal(found[name], state)

@@ -89,7 +89,7 @@ def test_a_sampled_step_reads_nothing_from_the_device():
         meter.start(on)
         enter()
         table = meter.totals(NoGroups(), False, CommCounter())
-        assert (None if table is None else table.shape) == ((1, 8) if on else None)
+        assert (None if table is None else table.shape) == ((1, 9) if on else None)
 
 
 def test_ratios_of_a_load():

@@ -108,7 +108,7 @@ def test_a_plan_names_the_legal_words():
 
     assert refused(tp=4, etp=1) is None and refused(tp=2, cp=2, etp=1, fold_cp=True) is None
     assert refused(tp=4, etp=3) == "etp=3 does not divide tp=4; legal: 1, 2, 4"
-    assert refused(ep=3) == "ep=3 does not divide 8 experts; nearest: ep=2 or ep=4"
-    assert refused(tp=2, etp=1, ep=3) == "ep=6 (over tp, ep) does not divide 8 experts; nearest: ep=4 or ep=8"
+    assert refused(ep=3) == "ep=3 does not divide 8 experts; nearest divisors: 2 and 4"
+    assert refused(tp=2, etp=1, ep=3) == "ep=6 (over tp, ep) does not divide 8 experts; nearest divisors: 4 and 8"
     assert "needs sequence parallelism" in refused(tp=2, etp=1, sp=False)
     assert "no experts" in next(problems(make_plan(tp=2, etp=1)))

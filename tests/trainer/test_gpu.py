@@ -13,8 +13,16 @@ pytestmark = [
 ]
 
 QUICK = test_twin.QUICK | {"cp2 gqa bf16": {"cp": 2, "precision": "bf16"}, "cp4 ring": {"cp": 4, "cp_method": "ring"}}
+#: Kernels that give the same bits every time: torch refuses the others by itself.
+QUICK["deterministic"] = {"deterministic": True, "isolate_documents": True}
 #: Products in 8 bits are emulated, on CPUs alone.
-MORE = {name: one for name, one in test_twin.MORE.items() if name not in QUICK and "matmul" not in one}
+MORE = {
+    "deterministic fp32": {"deterministic": True, "precision": "fp32"},
+    "deterministic, dropout": {"deterministic": True, "model": test_twin.GPT | {"dropout": 0.1}},
+    "deterministic tp2 zero1": {"deterministic": True, "tp": 2, "dp": 2, "zero": 1},
+    "deterministic cp2": {"deterministic": True, "cp": 2, "cp_method": "allgather"},
+}
+MORE |= {name: one for name, one in test_twin.MORE.items() if name not in QUICK and "matmul" not in one}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,7 @@ def test_more_layouts_run_on_gpus(more, name):
 
 
 #: Where an optimizer on the host waits for the device.
-OF_OFFLOAD = ("engine.py:update", "host.py", "zero2.py:_arrive", "clip.py:grad_norm")
+OF_OFFLOAD = ("sharded.py:decide", "zero2.py:expect", "zero2.py:_arrive", "clip.py:grad_norm")
 
 
 def runs(ranks: list[dict], on_the_host: bool) -> None:

@@ -48,6 +48,9 @@ KINDS = {
         "mla": LATENT,
         "yarn": Yarn(factor=8.0, original_seq_len=4, beta_fast=4.0),
     },
+    "capacity": LLAMA | GQA | {"moe": Moe(experts=4, top_k=2, ffn_hidden=12, capacity_factor=0.8)},
+    "capacity-shared-experts": LLAMA
+    | {"moe": Moe(experts=4, top_k=1, ffn_hidden=12, shared_ffn_hidden=8, score="sigmoid", capacity_factor=0.5)},
     "latent-without-query-rank": LLAMA | {"mla": structs.replace(LATENT, q_lora_rank=0)},
     "rms-plain-silu": {"norm": "rms", "mlp": "plain", "activation": "silu"},
 }
@@ -59,7 +62,7 @@ def test_logits_loss_and_gradients_equal_the_naive_twin(kind, documents):
     model = small(**KINDS[kind])
     stage, data = built(model), batch(model, documents=documents)
     weights = {name: param.detach().clone().requires_grad_() for name, param in stage.named_parameters()}
-    expected = twin.logits(weights, model, data.tokens, data.positions, data.documents)
+    expected = twin.logits(weights, model, data.tokens, data.positions, data.documents and data.documents.numbers)
     twin.loss_sum(expected, data.targets).backward()
     found = stage(None, data)
     loss = cross_entropy_sum(found, data.targets)
@@ -133,7 +136,7 @@ def test_attention_never_crosses_a_document_border():
     data.tokens = data.tokens.clone()
     data.tokens[0, 0] = (data.tokens[0, 0] + 1) % model.vocab  # a token of the first document
     after = stage(None, data)
-    border = int((data.documents[0] == 0).sum())
+    border = int((data.documents.numbers[0] == 0).sum())
     assert torch.equal(before[0, border:], after[0, border:])
     assert not torch.equal(before[0, :border], after[0, :border])
 

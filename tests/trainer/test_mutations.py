@@ -11,11 +11,12 @@ from tests.mutations.experts import EXPERTS
 from tests.mutations.model import MODEL
 from tests.mutations.pieces import PIECES
 from tests.mutations.pipeline import PIPELINE
+from tests.mutations.precision import PRECISION
 from tests.mutations.prediction import PREDICTION
 from trainer.verify.judge import judge
 from trainer.verify.ranks import RankError
 
-MUTATIONS = [*DATA, *MODEL, *PIPELINE, *EXPERTS, *PREDICTION]
+MUTATIONS = [*DATA, *MODEL, *PIPELINE, *EXPERTS, *PREDICTION, *PRECISION]
 
 
 def cell_of(layout: dict, name: str = "cell") -> Cell:

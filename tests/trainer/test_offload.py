@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from types import SimpleNamespace
 
@@ -22,8 +23,10 @@ from trainer.checkpoint.format import StatePiece
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.errors import DiskError, exit_code
-from trainer.host import HostMemory, StateFile
+from trainer.host.file import Requests, StateFile
+from trainer.host.memory import HostMemory
 from trainer.metrics.memory import StepMemory
+from trainer.optim import sharded
 from trainer.optim.sharded import give_back
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
@@ -131,6 +134,37 @@ def test_weights_go_back_through_the_memory_of_the_gradient(dtype):
     assert dtype == torch.bfloat16 or bool((gradient == -1.0).all())
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_a_narrow_gradient_in_pieces_is_the_whole_one(monkeypatch, factor):
+    """To the bit, and the last piece is shorter."""
+    monkeypatch.setattr(sharded, "PIECE", 1 << 10)
+    gradient, weights = torch.randn(5000).bfloat16(), torch.randn(5000)
+    kind, rules = (
+        SimpleNamespace(whole=False, decay=True, narrow=False),
+        sharded.rules_of(plan_of("dp2", None).job.optim),
+    )
+    found = []
+    for host in (None, HostMemory(torch.device("cpu"))):
+        bucket = SimpleNamespace(param_shard=weights.clone(), grad_shard=gradient, kind=kind)
+        optimizer = sharded.ShardedOptimizer(
+            SimpleNamespace(buckets=[bucket], zero=1, gathers=False), rules, torch.float32, host
+        )
+        for _ in range(3):
+            scale, update = optimizer.decide(1e-2, torch.tensor(factor), torch.tensor(True))
+            optimizer.compute([0], [gradient], scale, update)
+        found.append([optimizer.states[0].master, *optimizer.states[0].state.values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_large_arrays_of_the_host_do_not_lie_in_line():
+    """Their distance is no multiple of a power of two that caches count in."""
+    host = HostMemory(torch.device("cpu"))
+    starts = [host.zeros(1 << 20, torch.float32).data_ptr() for _ in range(4)]
+    for one, other in itertools.combinations(starts, 2):
+        assert 8192 <= (one - other) % (1 << 20) <= (1 << 20) - 8192
+    assert all(tensor.nbytes == tensor.untyped_storage().nbytes() == 4 << 20 for tensor in host.tensors)
+
+
 def test_gradients_leave_bucket_by_bucket_during_backward():
     for counts in run_ranks(streamed, 2):
         assert len(counts) > 3 and counts == sorted(counts) and counts[-1] > len(counts) // 2
@@ -185,8 +219,8 @@ def test_memory_of_the_host_is_what_was_asked_for_whatever_the_model():
 def test_a_buffer_is_whole_blocks_and_too_small_ones_hold_none():
     for size in (0, 1, 50_000, 100_000, 1 << 20, 1 << 28):
         chunk = chunk_elements(size, 3, 4)
-        assert chunk * 4 % BLOCK == 0 and buffer_size(size, 3, 4) <= max(size, 3 * BLOCK)
-    assert chunk_elements(3 * BLOCK, 3, 4) == 0 < chunk_elements(3 * BLOCK + 3 * 4 * BLOCK, 3, 4)
+        assert chunk * 4 % BLOCK == 0 and buffer_size(size, 3, 4) <= max(size, 6 * BLOCK)
+    assert chunk_elements(6 * BLOCK, 3, 4) == 0 < chunk_elements(6 * BLOCK + 14 * BLOCK, 3, 4)
 
 
 def aligned_block() -> torch.Tensor:
@@ -212,7 +246,7 @@ def test_a_disk_that_fails_ends_with_one_line_and_its_code(tmp_path, monkeypatch
     data = aligned_block()
     with pytest.raises(DiskError) as error:
         monkeypatch.setattr(os, call, fail)
-        file = StateFile(tmp_path, BLOCK)
+        file = StateFile(tmp_path, BLOCK, Requests())
         file.write(data, 0)
         file.read(data, 0)
     text = str(error.value)
@@ -224,12 +258,12 @@ def test_a_disk_that_fails_ends_with_one_line_and_its_code(tmp_path, monkeypatch
 def test_a_missing_disk_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match=r"train.offload_dir .*file cannot hold") as error:
-        StateFile(tmp_path / "file", BLOCK)
+        StateFile(tmp_path / "file", BLOCK, Requests())
     assert exit_code(error.value) == Exit.CONFIG
 
 
 def test_a_state_file_has_no_name_and_holds_what_was_written(tmp_path):
-    file = StateFile(tmp_path, 4 * BLOCK)
+    file = StateFile(tmp_path, 4 * BLOCK, Requests())
     assert not list(tmp_path.iterdir())
     block = aligned_block()
     block.copy_(torch.arange(BLOCK) % 251)

@@ -114,8 +114,9 @@ def test_a_parameter_used_before_its_gather_is_found():
 
 
 @pytest.mark.process
-def test_sums_over_replicas_leave_during_backward():
-    plan = make_plan(dp=4, zero=1, zero_group=2, micro_batches=2, bucket_bytes=1 << 12)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_sums_over_replicas_leave_during_backward(zero):
+    plan = make_plan(dp=4, zero=zero, zero_group=2, micro_batches=2, bucket_bytes=1 << 12)
 
     def work(rank):
         engine = engine_of(plan, rank, FP64)
@@ -131,3 +132,29 @@ def test_sums_over_replicas_leave_during_backward():
         replicas = [place for place, name in enumerate(seen) if name == REDUCTION[0]]
         assert sum(place < products[-1] for place in replicas) > 1, "several before the last gradient is computed"
         assert replicas[0] < shards[-1], "and before the last reduction starts"
+        if zero == 3:  # a unit a message: embedding, four blocks, norm and head; behind them the gradient's norm
+            assert len(replicas) == 7 and replicas[0] > products[len(products) // 2], "of the last micro-batch alone"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("tp", [1, 2])
+def test_zero3_gathers_and_reduces_the_ends_of_the_model_as_units_of_their_own(tp):
+    """The head's gradient is on its way before the blocks' are computed, its weights come behind the first blocks."""
+    plan = make_plan(dp=2, tp=tp, zero=3, micro_batches=1)
+
+    def work(rank):
+        engine = engine_of(plan, rank, FP64)
+        engine.gradients([micro_batch(plan, [rank])], 10)
+        with Order() as order:
+            engine.gradients([micro_batch(plan, [rank])], 10)
+        return order.seen
+
+    for seen in run_ranks(work, 2 * tp):
+        products = [place for place, name in enumerate(seen) if name == "mm"]
+        forward, backward = products[: len(products) // 3], products[len(products) // 3 :]
+        gathers = [place for place, name in enumerate(seen) if name == "c10d.broadcast"]
+        ahead = [place for place in gathers if forward[0] < place < forward[-1]]
+        assert ahead, "weights are gathered beside products of the forward"
+        reductions = [place for place, name in enumerate(seen) if name == REDUCTION[3]]
+        within = [place for place in reductions if backward[2] < place < backward[len(backward) // 3]]
+        assert within, "the head's shard of gradients leaves in the first third of backward"

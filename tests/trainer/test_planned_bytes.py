@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
+from msgspec import structs
 
 from orchestrator.plan import Plan
-from orchestrator.plan.document import Mla, Moe, Mtp
+from orchestrator.plan.document import Mla, Model, Moe, Mtp
 from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.placement.axis_order import CostContext, axis_placement, candidates
 from tests.beds.plans import make_plan, tiny_model
@@ -24,6 +26,7 @@ PLAIN = tiny_model(**SHAPE, moe=Moe(experts=4, top_k=2, ffn_hidden=16))
 SHARED = tiny_model(**SHAPE, moe=Moe(experts=4, top_k=2, ffn_hidden=16, shared_ffn_hidden=16, first_dense_layers=1))
 LATENT = Mla(q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=64, v_head_dim=16)
 MODELS = {"plain": PLAIN, "shared": SHARED, "latent": tiny_model(**SHAPE, mla=LATENT, moe=SHARED.moe)}
+CAPPED = tiny_model(**SHAPE, moe=structs.replace(SHARED.moe, capacity_factor=0.5))
 MODELS["further"] = tiny_model(**SHAPE, moe=PLAIN.moe, mtp=Mtp(depth=1, weight=0.3))
 DOMAINS = dict(nodes=2, expert_all_to_all="hierarchical")
 
@@ -65,10 +68,6 @@ CASES = {
 WIDE = {"ep2 tp2 pp2 zb_h1": dict(ep=2, tp=2, pp=2, schedule="zb_h1", micro_batches=4)}
 
 
-def plan_of(kind: str, case: dict) -> Plan:
-    return make_plan(model=MODELS[kind], seq_len=48, **case)
-
-
 def evenly(module, args, out: Routing) -> Routing:
     """Every pair of experts as often, as the plan takes it."""
     pairs = torch.tensor(list(itertools.combinations(range(4), 2)))
@@ -101,27 +100,51 @@ def planned(plan: Plan, rank: int) -> dict[str, float]:
     }
 
 
-def assert_sent_as_planned(cases: dict, kind: str) -> None:
+#: How many rows will come: a few numbers of 8 bytes a layer and micro-batch.
+COUNTED = {"tp": 8 * 4 * 4 * 8 * 2, "ep": 8 * 4 * 4 * 8 * 2}
+
+
+def assert_sent_as_planned(cases: dict, model: Model) -> None:
+    for name, plan, answers in sent(cases, model):
+        with told(name):
+            for rank, answer in enumerate(answers):
+                expected = planned(plan, rank)
+                for axis in ("tp", "cp", "ep", "pp", "dp"):
+                    found = answer["axes"].get(axis, 0)
+                    assert found == pytest.approx(expected[axis], abs=COUNTED.get(axis, 0) + 0.5), axis
+                for level in ("nvlink", "network"):
+                    assert answer["levels"].get(level, 0) == pytest.approx(expected[level]), level
+
+
+def sent(cases: dict, model: Model) -> Iterator[tuple[str, Plan, list[dict]]]:
     for ranks in sorted({world(case) for case in cases.values()}):
-        plans = {name: plan_of(kind, case) for name, case in cases.items() if world(case) == ranks}
-        for name, answers in run_together(sent_by, ranks, {name: (plan,) for name, plan in plans.items()}).items():
-            with told(f"{kind}: {name}"):
-                for rank, answer in enumerate(answers):
-                    expected = planned(plans[name], rank)
-                    for axis in ("tp", "cp", "ep", "pp", "dp"):
-                        # how many rows will come: a few numbers of 8 bytes a layer and micro-batch
-                        counted = 8 * 4 * 4 * 8 * 2 if axis in ("tp", "ep") else 0
-                        assert answer["axes"].get(axis, 0) == pytest.approx(expected[axis], abs=counted + 0.5), axis
-                    for level in ("nvlink", "network"):
-                        assert answer["levels"].get(level, 0) == pytest.approx(expected[level]), level
+        plans = {
+            name: make_plan(model=model, seq_len=48, **case) for name, case in cases.items() if world(case) == ranks
+        }
+        answers = run_together(sent_by, ranks, {name: (plan,) for name, plan in plans.items()})
+        yield from ((name, plan, answers[name]) for name, plan in plans.items())
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", MODELS)
 def test_ranks_send_what_is_planned(kind):
-    assert_sent_as_planned(CASES, kind)
+    assert_sent_as_planned(CASES, MODELS[kind])
 
 
 @pytest.mark.process
 def test_ranks_of_four_axes_send_what_is_planned():
-    assert_sent_as_planned(WIDE, "shared")
+    assert_sent_as_planned(WIDE, SHARED)
+
+
+@pytest.mark.process
+def test_ranks_together_send_what_is_planned_where_experts_drop_tokens():
+    """Ranks with the first tokens of a sequence send all of them, the others none: their sum is the planned one."""
+    for name, plan, answers in sent({**CASES, **WIDE}, CAPPED):
+        with told(name):
+            expected = [planned(plan, rank) for rank in range(len(answers))]
+            for axis in ("tp", "cp", "ep", "pp", "dp"):
+                found = sum(answer["axes"].get(axis, 0) for answer in answers)
+                slack = len(answers) * (COUNTED.get(axis, 0) + 0.5)
+                assert found == pytest.approx(sum(one[axis] for one in expected), abs=slack), axis
+            whole = sum(sum(answer["levels"].values()) for answer in answers)
+            assert whole == pytest.approx(sum(one["nvlink"] + one["network"] for one in expected))

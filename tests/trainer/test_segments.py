@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.model.mlp import ACTIVATIONS
-from trainer.model.permutation import copied, inverse, permuted, summed
+from trainer.model.permutation import Places, copied, inverse, permuted, summed
 from trainer.model.segments import segmented
 
 COUNTS = [3, 0, 5, 1]
@@ -74,8 +74,8 @@ def test_copies_and_their_sums(n, k):
     assert torch.equal(order[places], torch.arange(n * k))
     x, copies, weights = random(n, 4), random(n * k, 4), random(n * k)
     pairs = [
-        (copied(x, source, places.view(n, k)), x[source], x),
-        (summed(copies, source, places.view(n, k)), copies[places].view(n, k, 4).sum(1), copies),
+        (copied(x, source, Places(places.view(n, k))), x[source], x),
+        (summed(copies, source, Places(places.view(n, k))), copies[places].view(n, k, 4).sum(1), copies),
         (permuted(copies, order, places), copies[order], copies),
         (permuted(weights, order, places), weights[order], weights),
     ]

@@ -75,15 +75,22 @@ def test_key_value_groups_follow_the_plan():
 # ------------------------------------------------------------------------------------------------ vocabulary
 
 
+def loss_of(valid, one_pass):
+    """`one_pass`: as it is compiled, without the compiler."""
+    loss = VocabParallelLoss(0, valid, None, CommCounter())
+    loss.passes = (vocab._log_sums, vocab._gradient) if one_pass else None
+    return loss
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [1, 40, 1 << 24], ids=["by-row", "some-rows", "at-once"])
+@pytest.mark.parametrize("chunk", [1, 40, 1 << 24, 0], ids=["by-row", "some-rows", "at-once", "one-pass"])
 def test_loss_without_a_group_equals_the_plain_loss(monkeypatch, dtype, chunk):
-    monkeypatch.setattr(vocab, "CHUNK", chunk)
+    monkeypatch.setattr(vocab, "CHUNK", chunk or vocab.CHUNK)
     logits = (4 * torch.randn(3, 5, 17, generator=torch.Generator().manual_seed(1))).to(dtype)
     targets = torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(2))
     targets[0, 1:3] = -100
     ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    found = VocabParallelLoss(0, 17, None, CommCounter())(ours, targets)
+    found = loss_of(17, not chunk)(ours, targets)
     expected = cross_entropy_sum(plain, targets)
     (3 * found).backward()
     (3 * expected).backward()
@@ -93,9 +100,10 @@ def test_loss_without_a_group_equals_the_plain_loss(monkeypatch, dtype, chunk):
     assert not ours.grad[0, 1:3].any()
 
 
-def test_loss_of_no_valid_token_is_zero_and_padding_columns_do_not_count():
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_loss_of_no_valid_token_is_zero_and_padding_columns_do_not_count(one_pass):
     logits = torch.randn(1, 2, 6, requires_grad=True)
-    loss = VocabParallelLoss(0, 4, None, CommCounter())
+    loss = loss_of(4, one_pass)
     assert loss(logits, torch.full((1, 2), -100)) == 0
     targets = torch.tensor([[3, 0]])
     torch.testing.assert_close(loss(logits, targets), cross_entropy_sum(logits[..., :4], targets))
@@ -103,9 +111,10 @@ def test_loss_of_no_valid_token_is_zero_and_padding_columns_do_not_count():
     assert not logits.grad[..., 4:].any()
 
 
-def test_extreme_logits_stay_finite():
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_extreme_logits_stay_finite(one_pass):
     logits = torch.tensor([[[1e4, -1e4, 0.0], [-3e38, 3e38, 0.0]]], requires_grad=True)
-    loss = VocabParallelLoss(0, 3, None, CommCounter())(logits, torch.tensor([[0, 1]]))
+    loss = loss_of(3, one_pass)(logits, torch.tensor([[0, 1]]))
     loss.backward()
     assert loss == 0 and bool(logits.grad.isfinite().all())
 

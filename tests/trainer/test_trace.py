@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from orchestrator.plan.schedules import Kind, schedule_of
+from orchestrator.plan.schedules import Kind, runs_pairs, schedule_of
 from orchestrator.plan.worker import trace_file
 from tests.beds.plans import tiny_model
 from tests.trainer.test_loop import finish, job
@@ -134,3 +134,15 @@ def test_memory_over_time_ends_where_the_step_report_does(run):
         assert held[-1]["activations"] == 0, "nothing is kept between steps"
     first, last = (max(e["args"]["activations"] for e in ranks[r] if e["ph"] == "C") for r in (0, 3))
     assert plan.ranks[0].coord.pp == 0 and first > 0 and last > 0
+
+
+@pytest.mark.process
+def test_a_rank_whose_trace_fails_runs_its_steps_in_the_order_of_its_peers(tmp_path):
+    """Where a forward and a backward run as one, their collectives start in another order: all ranks of a group run
+    them so in a step, or none, whatever happens to one rank's file."""
+    plan = job(str(tmp_path), 3, pp=2, tp=2, schedule="dualpipe", micro_batches=8, trace_steps=3, model=tiny_model())
+    trace_file(tmp_path / "run", 1).mkdir(parents=True)
+    codes, workers = finish(plan, tmp_path / "run")
+    assert codes == [0] * 4, workers.log(1)
+    assert workers.events("trace_failed", 1) and len(workers.steps(1)) == 3
+    assert runs_pairs(plan.parallel) and trace_file(tmp_path / "run", 0).is_file()

@@ -7,14 +7,14 @@ import torch
 
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import GPT, engine_of
-from tests.trainer.states import checkpoints, opened
+from tests.trainer.states import saved_and_resumed
 from tests.trainer.together import assert_equal, run_together, told, world
-from trainer.errors import LayoutError
 from trainer.model.init import init_stage
 from trainer.model.loss import cross_entropy_sum
 from trainer.model.stage import Stage
 from trainer.optim.adamw import AdamW
 from trainer.optim.lr import learning_rate
+from trainer.optim.owners import on_whole, rounds
 from trainer.optim.rule import Rules
 from trainer.precision import FP64
 from trainer.verify.compare import LIMIT, STEPS, run_rank
@@ -28,18 +28,22 @@ class Normalised:
 
     kinds = ("momentum",)
 
-    def step(self, matrices, update):
-        for matrix in matrices:
-            momentum = 0.9 * matrix.state["momentum"] + matrix.grad
-            whole = matrix.whole(momentum)
-            assert whole.shape == matrix.info.global_shape
-            update.set(matrix.state["momentum"], momentum)
-            update.set(matrix.master, matrix.master - update.lr * matrix.part(whole / whole.norm()))
+    def step(self, matrices, update, counter):
+        for some in rounds([matrix.cuts for matrix in matrices]):
+            these = [matrices[at] for at in some]
+            momenta = [0.9 * one.state["momentum"] + one.grad for one in these]
+            moved = on_whole(momenta, [one.cuts for one in these], counter, self.normalised)
+            for matrix, momentum, direction in zip(these, momenta, moved, strict=True):
+                update.set(matrix.state["momentum"], momentum)
+                update.set(matrix.master, matrix.master - update.lr * direction)
+
+    def normalised(self, whole):
+        return whole / whole.norm()
 
 
 @pytest.fixture(autouse=True)
 def whole_matrices(monkeypatch):
-    monkeypatch.setattr("trainer.engine.rules_of", lambda optim: Rules(AdamW(optim), Normalised()))
+    monkeypatch.setattr("trainer.engine.rules_of", lambda optim, seed: Rules(AdamW(optim), Normalised()))
 
 
 def is_normalised(name, param):
@@ -90,6 +94,10 @@ CASES = {
     "tp2": dict(tp=2, sp=False, model=TIED),
     "tp2 dp2 zero1": dict(tp=2, dp=2, zero=1),
     "tp4 one kv head": dict(tp=4, model=tiny_model(kv_heads=1)),
+    "dp2 zero3": dict(dp=2, zero=3, micro_batches=3),
+    "dp4 zero3, rows that do not divide": dict(dp=4, zero=3, model=tiny_model(ffn_hidden=42)),
+    "dp4 zero3 hybrid": dict(dp=4, zero=3, zero_group=2),
+    "tp2 dp2 zero3": dict(tp=2, dp=2, zero=3, model=TIED),
     "pp2 zero1 dp2": dict(pp=2, dp=2, zero=1, schedule="zb_h1", model=TIED),
 }
 
@@ -135,38 +143,35 @@ def test_each_matrix_has_one_owner_and_owners_have_alike(monkeypatch):
 
 
 @pytest.mark.process
-def test_saved_by_owners_and_resumed_by_others(tmp_path):
+@pytest.mark.parametrize("zero", [1, 3])
+def test_saved_by_owners_and_resumed_by_others(tmp_path, zero):
     """Momenta follow their matrices to another owner, and parameters of the other rule have no momenta."""
-    first, second = make_plan(dp=4, zero=1, micro_batches=1), make_plan(tp=2, dp=2, zero=1, micro_batches=2)
+    first, second = make_plan(dp=4, zero=4 - zero, micro_batches=1), make_plan(tp=2, dp=2, zero=zero, micro_batches=2)
     expected = one_process(first)
-
-    def save(rank):
-        engine = engine_of(first, rank, FP64)
-        _, norm = engine.gradients(*step_batches(first, engine.mesh.coord, 0))
-        engine.update(norm, learning_rate(1, first.job.optim, first.job.train.steps))
-        engine.buckets.wait_params()
-        opened(tmp_path, 0, rank, first).save(list(engine.pieces(own=True)), 1, 4, engine.scalars())
-
-    def resume(rank):
-        engine = engine_of(second, rank, FP64)
-        found = checkpoints(tmp_path, 1, rank, second).resume(lambda: list(engine.pieces(own=False)))
-        engine.resumed(found.step, found.scalars)
-        _, norm = engine.gradients(*step_batches(second, engine.mesh.coord, 4))
-        engine.update(norm, learning_rate(2, second.job.optim, second.job.train.steps))
-        engine.buckets.wait_params()
-        for info, param in engine.buckets.full_params():
-            wanted = expected[1].weights[info.name][info.global_slices]
-            torch.testing.assert_close(info.valid(param), wanted, rtol=1e-10, atol=1e-12)
-
-    run_ranks(save, 4)
-    run_ranks(resume, 4)
+    saved_and_resumed(tmp_path, first, second, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.process
-def test_zero3_is_refused():
-    def work(rank):
-        with pytest.raises(LayoutError, match="ZeRO-3 cuts every matrix into rows"):
-            engine_of(make_plan(dp=2, zero=3), rank)
-        return True
+def test_ranks_share_the_work_on_whole_matrices():
+    """Each matrix is computed once in all, and no rank has more than a matrix too many."""
+    done = []
 
-    assert run_ranks(work, 2) == [True, True]
+    def counted(whole):
+        done.append(list(whole.shape))
+        return whole / whole.norm()
+
+    def work(rank, plan):
+        done.clear()
+        Normalised.normalised = staticmethod(counted)
+        engine = engine_of(plan, rank)
+        engine.update(engine.gradients(*step_batches(plan, engine.mesh.coord, 0))[1], 1e-3)
+        return sorted(done)
+
+    cases = {"tp2 dp2 zero3": dict(tp=2, dp=2, zero=3), "tp4 one kv head": dict(tp=4, model=tiny_model(kv_heads=1))}
+    for name, found in run_together(work, 4, {name: (make_plan(**case),) for name, case in cases.items()}).items():
+        with told(name):
+            shapes = [[32, 32], [8, 32], [8, 32], [32, 32], [48, 32], [48, 32], [32, 48]]
+            if cases[name]["tp"] == 2:
+                shapes[1:3] = [[16, 32]] * 2
+            assert sorted(shape for one in found for shape in one) == sorted(4 * shapes)
+            assert [len(one) for one in found] == [7] * 4

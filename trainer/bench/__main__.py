@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from pathlib import Path
 
 import torch.distributed as dist
 
 from orchestrator.plan import Exit, Plan, PlanError, load_plan
+from orchestrator.plan.offload import offload_of
 from orchestrator.plan.worker import WorkerEnv
 from trainer.comm.check import check_env, check_peers
 from trainer.comm.connect import choose_device, connect
@@ -16,6 +18,7 @@ from trainer.errors import exit_code
 from trainer.worker.reporter import Reporter
 
 from .cases import OPERATIONS, SIZES, cases
+from .host import host
 from .measure import compute, operation, seconds
 
 _TOO_LONG_S = 2.0  # for one operation: larger messages are left out
@@ -33,9 +36,12 @@ def bench(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None:
         if env.rank == 0:
             reporter.event(name, **fields)
 
-    tell("bench_total", total=len(precisions) + len(wanted) * len(OPERATIONS) * len(SIZES))
+    tell("bench_total", total=1 + len(precisions) + len(wanted) * len(OPERATIONS) * len(SIZES))
     for precision in precisions:
         tell("bench_compute", precision=precision, **compute(precision, device))
+    away = offload_of(plan.job.train).dir
+    folder = Path(away) if away else Path(env.run_dir) / "offload"
+    tell("bench_host", **host(device, folder, plan.cluster.gpus_per_node, control))
     for case in wanted:
         made = [dist.new_group(list(ranks)) for ranks in case.groups]
         mine = next((one for one, ranks in zip(made, case.groups, strict=True) if env.rank in ranks), None)

@@ -23,12 +23,13 @@ import msgspec
 from msgspec import Struct
 from torch import Tensor
 
+from orchestrator.plan.worker import CHECKPOINT
 from trainer.errors import CheckpointError
 from trainer.parallel.params import ParamInfo, StateKind
 
 from .geometry import BlockRange, Cut, tiling_problem
 
-SCHEMA = "orch.checkpoint/2"
+SCHEMA = CHECKPOINT
 MANIFEST = "manifest.json"
 FENCE = "fence.json"
 RNG_KEY = "rng/cpu"  # a rank's random state, in its file
@@ -150,7 +151,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     scalars: dict[str, float]  # small state equal on all ranks, e.g. a loss scale
     parameters: dict[str, list[int]]  # full name -> global shape
     states: dict[str, list[int]] = {}  # the same of state without gradient
-    whole: list[str] = []  # parameters that the optimizer updates as whole matrices, with other kinds of state
+    whole: list[str] = []  # parameters with other kinds of state: updated as whole matrices, or narrow
     files: list[FileRecord]
 
     def slices(self) -> Iterator[tuple[FileRecord, Slice]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import CheckpointError
+from trainer.parallel.params import STALE
 
 from .files import DTYPES, TensorFile
 from .format import RNG_KEY, FileRecord, Layout, Slice, StatePiece, dtype_key, rank_file
@@ -65,18 +66,26 @@ class StoredState:
 
     def files(self, pieces: Iterable[StatePiece]) -> set[str]:
         """Names of the files that hold any of the pieces. Raises as `restore`."""
-        return {record.file for wanted in _present(pieces) for record, _ in self._find(wanted)}
+        return {record.file for wanted in self._wanted(pieces) for record, _ in self._find(wanted)}
 
     def fill(self, pieces: Iterable[StatePiece]) -> None:
         """Fill the pieces' data from whichever files hold it. Raises as `restore`."""
         reads: dict[str, list[_Read]] = {}
-        for wanted in _present(pieces):
+        for wanted in self._wanted(pieces):
             for record, read in self._find(wanted):
                 reads.setdefault(record.file, []).append(read)
         for name, wants in reads.items():
             with TensorFile.open(self.found.path / name) as file:
                 for part, piece, shared in wants:
                     _copy(file, part.key, piece.data, shared)
+
+    def _wanted(self, pieces: Iterable[StatePiece]) -> Iterator[StatePiece]:
+        """The pieces without padding. Those that are only padding are left out, and stale weights if there are none."""
+        has_stale = any(kind == STALE for kind, _ in self._parts)
+        for piece in pieces:
+            wanted = piece.unpadded()
+            if wanted is not None and wanted.data.numel() and (has_stale or piece.kind != STALE):
+                yield wanted
 
     def _find(self, wanted: StatePiece) -> list[tuple[FileRecord, _Read]]:
         _check_shape(self.found, wanted)
@@ -92,14 +101,6 @@ class StoredState:
                 f" ({wanted.kind}): {abs(missing)} elements of this rank's part"
             )
         return reads
-
-
-def _present(pieces: Iterable[StatePiece]) -> Iterator[StatePiece]:
-    """The pieces without padding; those that are only padding are left out."""
-    for piece in pieces:
-        wanted = piece.unpadded()
-        if wanted is not None and wanted.data.numel():
-            yield wanted
 
 
 def _copy(file: TensorFile, key: str, data: Tensor, shared: Overlap) -> None:

@@ -83,7 +83,7 @@ class RankOutcome(Struct):
     record: FileRecord | None
     shapes: dict[str, list[int]] = {}  # of parameters
     states: dict[str, list[int]] = {}  # of state without gradient
-    whole: list[str] = []  # parameters that are updated as whole matrices
+    whole: list[str] = []  # parameters with other kinds of state than the rest
     error: str = ""
 
 
@@ -176,7 +176,7 @@ def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
         key = f"{stored.kind}/{stored.info.name}{part}@{stored.offset}"
         tensors[key] = stored.data
         dtypes[dtype_key(stored.kind, stored.info.name)] = DTYPES[stored.data.dtype]
-        whole |= {stored.info.name} if stored.info.whole else set()
+        whole |= {stored.info.name} if stored.info.whole or stored.info.narrow else set()
         (states if stored.kind == "state" else shapes)[stored.info.name] = list(stored.info.global_shape)
         slices.append(Slice.of(key, stored))
     name = rank_file(rank)

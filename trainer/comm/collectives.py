@@ -46,6 +46,7 @@ class CommCounter:
     started: int = 0  # transfers since the start
     waiting_in: tuple[str, str] | None = None  # (transfer, axis) that the caller's thread waits for
     last: str = ""  # the latest transfer
+    before_wait: Callable[[], None] = lambda: None  # other work of this rank may go on meanwhile (`pipeline.turns`)
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     levels: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # bytes to experts, by level
@@ -185,6 +186,7 @@ class Handle:
 
     def wait(self) -> Tensor:
         if self._work is not None:
+            self._counter.before_wait()
             with self._counter.waiting(self._axis, self._result, self._what):
                 self._work.wait()
                 if self._finish is not None:
@@ -298,6 +300,7 @@ def start_rotate(
             works = [gloo.start_exchange(*pair, *ends, group) for pair in zip(tensors, arrived, strict=True)]
 
     def wait() -> list[Tensor]:
+        counter.before_wait()
         with counter.waiting(axis, tensors[0], "rotate"):
             for work in works:
                 work.wait()
@@ -336,8 +339,6 @@ def all_to_all(tensor: Tensor, group: dist.ProcessGroup | None, axis: str, count
     n = group.size()
     out = torch.empty_like(tensor)
     counter.count_sent("all-to-all", axis, tensor.nbytes * (n - 1) // n, group)
-    ended = counter.on_arrival()
     with counter.waiting(axis, tensor):
-        dist.all_to_all_single(out, tensor, group=group)
-    ended()
-    return out
+        work = dist.all_to_all_single(out, tensor, group=group, async_op=True)
+    return Handle(out, work, axis, counter).wait()

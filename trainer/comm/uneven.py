@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,26 +19,32 @@ def start_all_to_all_uneven(
     group: dist.ProcessGroup,
     axis: str,
     counter: CommCounter,
-    levels: Sequence[str],
+    levels: Sequence[str] = (),
 ) -> Callable[[], Tensor]:
     """[sum of `sent`, ...] -> [sum of `received`, ...]: `sent[i]` rows go to the i-th rank of the group, `received[i]`
     rows came from it. What stays on this rank is not counted as sent. `levels`: by what each rank of the group is
-    reached, "nvlink" or "network"; the wait counts as that for the slower one. The returned function waits and returns
-    what arrived. Keep it until then."""
+    reached, "nvlink" or "network", where that is counted; the wait counts as that for the slower one. The returned
+    function waits and returns what arrived. Keep it until then."""
     out = rows.new_empty(sum(received), *rows.shape[1:])
     own, row = sent[group.rank()], rows[:1].nbytes if len(rows) else 0
     counter.count_sent("all-to-all", axis, (len(rows) - own) * row, group)
-    for rank, (count, level) in enumerate(zip(sent, levels, strict=True)):
+    for rank, (count, level) in enumerate(zip(sent, levels, strict=bool(levels))):
         if rank != group.rank():
             counter.levels[level] += count * row
-    level, what = "network" if "network" in levels else "nvlink", counter.last
-    with counter.waiting(level, rows), counter.waiting(axis, rows):
+    names = [*(["network" if "network" in levels else "nvlink"] if levels else []), axis]
+    what = counter.last
+    with contextlib.ExitStack() as waits:
+        for name in names:
+            waits.enter_context(counter.waiting(name, rows))
         work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
     assert work is not None  # since it is asynchronous
     ended = counter.on_arrival(work)
 
     def wait() -> Tensor:
-        with counter.waiting(level, rows), counter.waiting(axis, rows, what):  # `rows` live until they are sent
+        counter.before_wait()
+        with contextlib.ExitStack() as waits:
+            for name in names:
+                waits.enter_context(counter.waiting(name, rows, what))  # `rows` live until they are sent
             work.wait()
         ended()
         return out
@@ -80,6 +87,9 @@ def _exchange(
     with counter.waiting(axis, to[0]):
         operations = [dist.P2POp(dist.isend, to[index].contiguous(), rank, group) for index, rank in others]
         operations += [dist.P2POp(dist.irecv, into[index], rank, group) for index, rank in others]
-        for work in dist.batch_isend_irecv([one for one in operations if one.tensor.numel()] or operations):
+        works = dist.batch_isend_irecv([one for one in operations if one.tensor.numel()] or operations)
+    counter.before_wait()
+    with counter.waiting(axis, to[0]):
+        for work in works:
             work.wait()
     ended()

@@ -9,18 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.model.documents import Documents
+
 IGNORED = -100  # a target that does not count, as in `torch.nn.functional.cross_entropy`
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """All [batch, sequence], int64. Every stage builds its own, since data is a pure function of the step."""
+    """Tensors [batch, sequence], int64. Every stage builds its own, since data is a pure function of the step."""
 
     tokens: Tensor
     targets: Tensor  # the next token, or IGNORED
     positions: Tensor  # from 0, within the sample or, where documents are kept apart, within the document
-    documents: Tensor | None  # number of the document within the sample; None: attention sees the whole sample
-    serial: Tensor | None = None  # number of the token in the run's data order, the counter of dropout
+    documents: Documents | None  # None: attention sees the whole sample
+    serial: Tensor | None = None  # number of the token in the run's data order, for dropout and recorded choices
     fingerprint: int = 0  # of its samples, as they were read (`trainer.data.fingerprint`)
     next_tokens: Tensor | None = None  # [batch, sequence, depth], further tokens: of `look_ahead`
     next_targets: Tensor | None = None  # the same, their targets
@@ -40,8 +42,9 @@ class MicroBatch:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """The batch with `change` applied to every tensor."""
-        maybe = (self.documents, self.serial, self.next_tokens, self.next_targets)
-        documents, serial, *ahead = (None if part is None else change(part) for part in maybe)
+        maybe = (self.serial, self.next_tokens, self.next_targets)
+        serial, *ahead = (None if part is None else change(part) for part in maybe)
+        documents = None if self.documents is None else self.documents.each(change)
         parts = change(self.tokens), change(self.targets), change(self.positions)
         return MicroBatch(*parts, documents, serial, self.fingerprint, *ahead)
 
@@ -61,7 +64,8 @@ def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:
     starts = torch.zeros_like(ends)
     starts[:, 1:] = ends[:, :-1]
     positions = steps - torch.where(starts, steps, 0).cummax(dim=1).values
-    return MicroBatch(tokens, targets.masked_fill(ends, IGNORED), positions, starts.long().cumsum(dim=1))
+    documents = Documents.of(starts.long().cumsum(dim=1))
+    return MicroBatch(tokens, targets.masked_fill(ends, IGNORED), positions, documents)
 
 
 def without_targets(batch: MicroBatch) -> MicroBatch:
@@ -82,7 +86,8 @@ def look_ahead(batch: MicroBatch, depth: int) -> MicroBatch:
         tokens.append(F.pad(batch.tokens[:, k:], end))
         target = F.pad(batch.targets[:, k:], end, value=IGNORED)
         if batch.documents is not None:
-            target = target.masked_fill(batch.documents != F.pad(batch.documents[:, k:], end, value=-1), IGNORED)
+            numbers = batch.documents.numbers
+            target = target.masked_fill(numbers != F.pad(numbers[:, k:], end, value=-1), IGNORED)
         targets.append(target)
     return replace(batch, next_tokens=torch.stack(tokens, -1), next_targets=torch.stack(targets, -1))
 

@@ -15,6 +15,7 @@ from trainer.data.fingerprint import fingerprint
 from trainer.data.order import SampleOrder, micro_batches_at, samples_at, samples_of_step
 from trainer.data.store import TokenStore
 from trainer.errors import DataError
+from trainer.model.dropout import draws
 
 
 class Loader:
@@ -35,7 +36,8 @@ class Loader:
                 f"model {plan.model.name} only {plan.model.vocab} (model.vocab)"
             )
         self.parallel, self.coord, self.store = plan.parallel, coord, store
-        self.ramp, self.dropout = plan.job.train.batch_ramp, plan.model.dropout > 0
+        self.ramp = plan.job.train.batch_ramp
+        self.numbers_tokens = draws(plan.model) or plan.job.record_choices
         self.eod = index.eod if plan.job.data.isolate_documents else None
         self.order = SampleOrder(store.samples(self.seq_len), plan.job.data.seed)
         self._pin = pin_memory
@@ -66,7 +68,7 @@ class Loader:
         windows = [self.store.window(self.order(index), self.seq_len) for index in indices]
         batch = from_windows(torch.from_numpy(np.stack(windows).astype(np.int64)), self.eod)
         batch = replace(batch, fingerprint=fingerprint(indices, windows))
-        batch = with_serials(batch, indices) if self.dropout else batch
+        batch = with_serials(batch, indices) if self.numbers_tokens else batch
         return batch.pinned() if self._pin else batch
 
     def close(self) -> None:

@@ -5,7 +5,8 @@ a step is its report (loss, norm, learning rate, samples) and two checkpoints. T
 the gradient that AdamW was given; the moments after give the update of the weights.
 
 How far a gradient may be off is measured, not chosen: it is `ALLOWED` times the difference between this oracle in the
-run's own precision, cut into the run's micro-batches, and this oracle in fp64. docs/verify.md has the measurements.
+run's own precision, cut into the run's micro-batches, and this oracle in fp64. docs/verify.md has the measurements. In
+fp64 itself nothing is measured: `FLOOR`.
 """
 
 from __future__ import annotations
@@ -13,51 +14,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import optimizer
-from .data import Reader
-from .network import Network, Unknown
-from .state import State, Tensors, Unreadable, harsh, initial, read, saved_steps, shapes, step_folder, write
+from .choices import Choices, Unrecorded
+from .choices import read as read_choices
+from .data import Batch, Reader
+from .findings import ALLOWED, ALLOWED_KIND, FLOOR, Findings, distance, narrow, rms
+from .network import Counts, Network, Pass, Tensors, Unknown
+from .routing import RoutingJudge
+from .shapes import shapes
+from .state import State, Unreadable, harsh, initial, read, saved_steps, step_folder, write
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Times the measured rounding that a gradient, its norm or the loss may be off (docs/verify.md: correct runs).
-ALLOWED = 6.0
-#: The same over all matrices of a kind together (every layer's `attn.wq`), in bf16 and fp16: so many elements that the
-#: ratio hardly varies, and a rounding too many shows.
-ALLOWED_KIND = 2.0
-#: What a gradient may be off whatever is measured. In fp64 nothing real is that small, while attention's backward
-#: subtracts nearly equal numbers, which another kernel rounds otherwise.
-FLOOR = {torch.float64: 1e-12}
 #: Units in the last place that AdamW's few operations may be off. Correct runs reach 3.
 ALLOWED_ULP = 12.0
-
-
-@dataclass
-class Findings:
-    """The worst of each quantity as (error, bound, where), by error over bound; and what is wrong whatever the size."""
-
-    worst: dict[str, tuple[float, float, str]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    steps: int = 0
-    skipped: int = 0  # of those, because fp16 overflowed
-
-    def measure(self, what: str, error: float, bound: float, where: str) -> None:
-        """Not a number is beyond any bound."""
-        if not error < math.inf:
-            error = 1e300
-        bound = max(bound, 1e-300)
-        if what not in self.worst or error / bound > self.worst[what][0] / self.worst[what][1]:
-            self.worst[what] = error, bound, where
-
-    def expect(self, holds: bool, problem: str) -> None:
-        if not holds:
-            self.problems.append(problem)
 
 
 def judge(runs: Sequence[Path], start: str) -> Findings:
@@ -67,7 +42,7 @@ def judge(runs: Sequence[Path], start: str) -> Findings:
     try:
         for number, folder in enumerate(runs):
             RunJudge(folder, fresh=number == 0 and start == "initial", findings=findings).judge()
-    except (Unreadable, Unknown, ValueError, OSError, KeyError) as error:
+    except (Unreadable, Unrecorded, Unknown, ValueError, OSError, KeyError) as error:
         findings.problems.append(f"{type(error).__name__}: {error}")
     return findings
 
@@ -93,11 +68,13 @@ class RunJudge:
         self.precision = DTYPES[self.train["precision"]]
         self.wide = torch.promote_types(self.precision, torch.float32)  # of master and moments
         self.ulp = torch.finfo(self.wide).eps / 2
+        self.floor = max(2 * ALLOWED * self.ulp, FLOOR.get(self.precision, 0.0))
         self.fresh = fresh
         self.reader = Reader(self.plan)
         self.exact, self.same = Network(self.model, torch.float64), Network(self.model, self.precision)
         self.noise: dict[str, float] = {}  # of each gradient, over its norm
-        self.loss_noise = 0.0  # of one token, over the mean loss
+        self.moe = self.model.get("moe") or {}
+        self.routing = RoutingJudge(self.model, self.precision, findings)
         self.measured, self._roundness = False, Tensors()  # gradients of the first step in the run's precision
         self.reports = list(self._reports())
 
@@ -148,73 +125,92 @@ class RunJudge:
             expect((after.scale, after.good) == (scale, good), f"{where}: loss scale {after.scale}, not {scale}")
         updates = before.updates + (not skipped)
         expect(after.updates == updates, f"{where}: {after.updates} updates, not {updates}")
+        choices = self._choices(after.step, before.samples)
+        if self.moe:
+            self.routing.biases(before, after, choices, skipped, where)
         if skipped:
-            self._skipped(before, after, where)
+            self._skipped(before, after, choices, where)
             return
         if norm is None:
             expect(False, f"{where}: no norm is reported")
             return
-        exact, loss = self._exact(before)
-        self._measure_noise(before, exact, where)
-        self._loss(losses.pop(), loss, self.reader.batch(before.samples).valid, where)
-        self._gradient(before, after, exact, norm, where)
+        exact = self._exact(before, choices)
+        rounded = exact if self.precision == torch.float64 else self._rounded_finite(before, choices, where)
+        self._measure_noise(exact, rounded, before, choices)
+        if self.moe:
+            self.routing.choices(before, choices, exact, rounded, where)
+        self.routing.reports(reports, after, choices, exact, rounded)
+        valid = self.reader.batch(before.samples).valid
+        self.findings.mean("loss", losses.pop(), exact.losses / valid, rounded.losses / valid, self.floor, where)
+        self._gradient(before, after, exact.grads, norm, where)
         self._update(before, after, norm, updates, lr, where)
+
+    # ----------------------------------------------------------------------------------------- computed anew
+
+    def _choices(self, step: int, consumed: int) -> Choices:
+        if not self.moe:
+            return Choices({}, {}, {})
+        size = self.reader.size(consumed), self.reader.length
+        return read_choices(self.folder, step, consumed, *size, list(self.exact.mixtures), self.moe["top_k"])
 
     def _weights(self, state: State) -> Tensors:
         """As the run computes with them: rounded to its precision."""
         return {name: weight.to(self.precision) for name, weight in state.tensors["master"].items()}
 
-    def _exact(self, before: State) -> tuple[Tensors, float]:
-        """(gradients, mean loss) of the whole step in fp64."""
+    def _counts(self, batch: Batch) -> Counts:
+        return Counts(batch.valid, len(batch.tokens), batch.tokens.numel())
+
+    def _exact(self, before: State, choices: Choices) -> Pass:
+        """The whole step at once, in fp64."""
         batch = self.reader.batch(before.samples)
-        losses, grads = self.exact.gradients(self._weights(before), batch, 1 / batch.valid)
-        return grads, float(losses.sum()) / batch.valid
+        return self.exact.run(self._weights(before), batch, self._counts(batch), 1.0, choices, before.loads())
 
-    def _rounded(self, before: State, scale: float) -> tuple[Tensors, Tensor]:
-        """(gradients, loss of every token) as one process of the run's precision has them: micro-batch by micro-batch,
-        each rounded, summed in the wide dtype; not a number where fp16 has overflowed."""
-        batch, size = self.reader.batch(before.samples), self.plan["parallel"]["micro_batch_size"]
-        weights, total, losses = self._weights(before), Tensors(), list[Tensor]()
+    def _rounded(self, before: State, choices: Choices, scale: float, at_once: int = 1) -> Pass:
+        """As one process of the run's precision has it: micro-batch by micro-batch (`at_once` together), each rounded,
+        gradients summed in the wide dtype; not a number where fp16 has overflowed."""
+        batch, size = self.reader.batch(before.samples), self.plan["parallel"]["micro_batch_size"] * at_once
+        weights, counts, total, parts = self._weights(before), self._counts(batch), Tensors(), list[Pass]()
         for first in reversed(range(0, len(batch.tokens), size)):  # in another order than the exact one
-            loss, grads = self.same.gradients(weights, batch.rows(slice(first, first + size)), scale / batch.valid)
-            losses.insert(0, loss)
-            for name, grad in grads.items():
+            some = slice(first, first + size)
+            part = self.same.run(weights, batch.rows(some), counts, scale, choices.rows(some), before.loads())
+            parts.insert(0, part)
+            for name, grad in parts[0].grads.items():
                 total[name] = total.get(name, 0) + grad.to(self.wide)
-        return {name: grad / scale for name, grad in total.items()}, torch.cat(losses)
+        return together(parts, {name: grad / scale for name, grad in total.items()})
 
-    def _skipped(self, before: State, after: State, where: str) -> None:
+    def _rounded_finite(self, before: State, choices: Choices, where: str) -> Pass:
+        rounded = self._rounded(before, choices, before.scale)
+        if not finite(rounded.grads):
+            rounded = self._rounded(before, choices, before.scale / 4)
+            problem = f"{where}: not skipped at loss scale {before.scale}, which overflows fp16 four times"
+            self.findings.expect(finite(rounded.grads), problem)
+        return rounded
+
+    def _skipped(self, before: State, after: State, choices: Choices, where: str) -> None:
         self.findings.skipped += 1
-        grads, _ = self._rounded(before, before.scale * 4)
-        finite = all(bool(grad.isfinite().all()) for grad in grads.values())
+        overflows = not finite(self._rounded(before, choices, before.scale * 4).grads)
         self.findings.expect(
-            not finite, f"{where}: skipped at loss scale {before.scale}, but fp16 holds four times that"
+            overflows, f"{where}: skipped at loss scale {before.scale}, but fp16 holds four times that"
         )
         for kind, tensors in before.tensors.items():
             for name, tensor in tensors.items():
                 same = torch.equal(tensor, after.tensors[kind][name])
                 self.findings.expect(same, f"{where}: a skipped step has changed {kind} of {name}")
 
-    def _measure_noise(self, before: State, exact: Tensors, where: str) -> None:
-        """What rounding alone does to each gradient and to the loss."""
-        scale = before.scale
-        grads, losses = self._rounded(before, scale)
-        if not all(bool(grad.isfinite().all()) for grad in grads.values()):
-            grads, losses = self._rounded(before, scale / 4)
-            finite = all(bool(grad.isfinite().all()) for grad in grads.values())
-            self.findings.expect(finite, f"{where}: not skipped at loss scale {scale}, which overflows fp16 four times")
-        batch = self.reader.batch(before.samples)
-        true, _ = self.exact.gradients(self._weights(before), batch, 1.0)
-        self.loss_noise = float((losses.double() - true).norm()) / batch.valid**0.5 / (float(true.sum()) / batch.valid)
-        overall = rms(exact)
-        for name, grad in exact.items():
-            self.noise[name] = distance(grads[name], grad, overall)
-        if not self.measured:
-            self._roundness = grads
-        self.measured = True
+    # --------------------------------------------------------------------------------------------- compared
 
-    def _loss(self, reported: float, exact: float, valid: int, where: str) -> None:
-        bound = ALLOWED * max(self.loss_noise / valid**0.5, torch.finfo(self.wide).eps)
-        self.findings.measure("loss", abs(reported - exact) / abs(exact), bound, where)
+    def _measure_noise(self, exact: Pass, rounded: Pass, before: State, choices: Choices) -> None:
+        """What rounding alone does to each gradient."""
+        overall = rms(exact.grads)
+        for name, grad in exact.grads.items():
+            self.noise[name] = distance(rounded.grads[name], grad, overall)
+        if not self.measured:
+            self._roundness = dict(rounded.grads)
+            self.measured = True
+            if (ranks := self.plan["parallel"]["ep"]) > 1 and self.moe and self.precision != self.wide:
+                # An expert multiplies the tokens of all ranks that share experts at once.
+                merged = self._rounded(before, choices, before.scale / 4, ranks).grads
+                self._roundness |= {name: grad for name, grad in merged.items() if ".experts." in name}
 
     def _gradient(self, before: State, after: State, exact: Tensors, norm: float, where: str) -> None:
         """The gradient that AdamW was given, from the first moments before and after."""
@@ -226,8 +222,7 @@ class RunJudge:
             found[name] = (then - beta * first) / (1 - beta) / clip
             blur = 2 * self.ulp * float((then.abs() + beta * first.abs()).norm()) / (1 - beta) / clip
             error = distance(found[name], wanted, overall)
-            noise = max(ALLOWED * max(self.noise[name], 2 * self.ulp), FLOOR.get(self.precision, 0.0))
-            bound = noise + distance(wanted, wanted, overall, blur)
+            bound = max(ALLOWED * self.noise[name], self.floor) + distance(wanted, wanted, overall, blur)
             self.findings.measure("gradient", error, bound, f"{where}, {name}")
             self._add_kind(kinds, name, float((found[name] - wanted).norm()), float(wanted.norm()))
             square, unsure = square + float(found[name].square().sum()), unsure + blur**2
@@ -236,8 +231,7 @@ class RunJudge:
             self.findings.measure("rounding", math.sqrt(error / size), bound, f"{where}, {kind}")
         total = math.sqrt(sum(float(one.square().sum()) for one in exact.values()))
         noise = math.sqrt(sum((self.noise[name] * float(one.norm())) ** 2 for name, one in exact.items())) / total
-        bound = ALLOWED * max(noise, 4 * self.ulp)
-        self.findings.measure("norm", abs(norm - total) / total, bound, where)
+        self.findings.measure("norm", abs(norm - total) / total, max(ALLOWED * noise, 2 * self.floor), where)
         blur = 4 * math.sqrt(unsure) / total + 1e3 * self.ulp  # the norm is summed in fp32
         self.findings.measure("clipping", abs(math.sqrt(square) - norm) / max(norm, 1e-300), blur, where)
         self._grid(found, where)
@@ -256,17 +250,9 @@ class RunJudge:
         if self.precision == self.wide or self.train["grad_dtype"] != "fp32" or not self._roundness:
             return
         names = [name for name, grad in found.items() if grad.dim() > 1 and not name.startswith("embed")]
-        ours, theirs = (self._narrow([grads[name] for name in names]) for grads in (found, self._roundness))
+        ours, theirs = (narrow([grads[name] for name in names], self.precision) for grads in (found, self._roundness))
         self._roundness = Tensors()  # measured once a run, as it is
         self.findings.measure("narrow", ours, 1.5 * theirs + 0.03, where)
-
-    def _narrow(self, grads: list[Tensor]) -> float:
-        """Share of elements that are numbers of the run's precision, to a few units of fp32."""
-        flat = torch.cat([grad.double().flatten() for grad in grads])
-        flat = flat[flat.abs() > flat.abs().mean() / 4]
-        mantissa = torch.frexp(flat)[0]  # the exponent range of fp16 is no matter of this
-        near = mantissa.to(self.precision).double()
-        return float(((mantissa - near).abs() < 2.0**-19).double().mean())
 
     def _update(self, before: State, after: State, norm: float, updates: int, lr: float, where: str) -> None:
         """AdamW, element by element, from the moments that were saved."""
@@ -278,30 +264,26 @@ class RunJudge:
             blur = 2 * self.ulp * (then.abs() + beta1 * first.abs()) / (1 - beta1)
             wanted = beta2 * second + (1 - beta2) * grad.square()
             room = ALLOWED_ULP * self.ulp * wanted + (1 - beta2) * (2 * grad.abs() + blur) * blur
-            self._elements("second moment", squared, wanted, room, f"{where}, {name}")
+            self.findings.elements("second moment", squared, wanted, room, f"{where}, {name}")
             weight = before.tensors["master"][name].double()
             wanted = optimizer.updated(weight, then, squared, updates, lr, self.optim)
             room = ALLOWED_ULP * self.ulp * (weight.abs() + (wanted - weight).abs())
-            self._elements("weight", saved.double(), wanted, room, f"{where}, {name}")
-
-    def _elements(self, what: str, found: Tensor, wanted: Tensor, room: Tensor, where: str) -> None:
-        """The element furthest beyond its room; where the room is nothing, both must be equal."""
-        error = (found - wanted).abs()
-        over = torch.where(error > 0, error / room.clamp(min=1e-300), 0.0).flatten()
-        at = int(over.argmax())
-        scale = max(float(wanted.abs().max()), 1e-300)
-        self.findings.measure(what, float(error.flatten()[at]) / scale, float(room.flatten()[at]) / scale, where)
+            self.findings.elements("weight", saved.double(), wanted, room, f"{where}, {name}")
 
 
-def rms(grads: Tensors) -> float:
-    """Root mean square of all elements."""
-    return math.sqrt(
-        sum(float(g.double().square().sum()) for g in grads.values()) / sum(g.numel() for g in grads.values())
+def finite(grads: Tensors) -> bool:
+    return all(bool(grad.isfinite().all()) for grad in grads.values())
+
+
+def together(parts: Sequence[Pass], grads: Tensors) -> Pass:
+    """The passes of a step's micro-batches, in the order of their samples, as one."""
+    first = parts[0]
+    return replace(
+        first,
+        grads=grads,
+        losses=torch.cat([one.losses for one in parts]),
+        terms={name: torch.cat([one.terms[name] for one in parts]) for name in first.terms},
+        scores={layer: torch.cat([one.scores[layer] for one in parts]) for layer in first.scores},
+        logits={layer: torch.cat([one.logits[layer] for one in parts]) for layer in first.logits},
+        weights={layer: torch.cat([one.weights[layer] for one in parts]) for layer in first.weights},
     )
-
-
-def distance(found: Tensor, wanted: Tensor, overall: float, blur: float = 0.0) -> float:
-    """2-norm of the difference (and of `blur`) over that of `wanted`; a gradient that is zero but for rounding (a key
-    bias) is measured by a thousandth of the model's `overall` root mean square."""
-    scale = max(float(wanted.double().norm()), 1e-3 * overall * wanted.numel() ** 0.5)
-    return (float((found.double() - wanted.double()).norm()) + blur) / scale

@@ -292,6 +292,8 @@ class StepMemory:
         running, opaque = engine.pipeline.action_times.running, engine.plan.job.train.compile
         found = cls(engine.device, registered, running, opaque)
         engine.pipeline.weight_grads.on_defer = lambda grad: found.tracker.keep(grad)
+        if engine.store is not None:
+            engine.store.on_fetch = lambda tensor: found.tracker.keep(tensor)
         return found
 
     def points(self) -> list[Point]:

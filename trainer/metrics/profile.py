@@ -1,4 +1,4 @@
-"""Profiles steps: memory by category at the configured interval, and the timeline of the first steps."""
+"""Profiles steps: memory by category now and then, the timeline of the first steps, choices of experts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.worker import WorkerEnv, trace_file
 from trainer.worker.reporter import Reporter
 
+from .choices import ChoiceRecord
 from .memory import StepMemory
 from .trace import StepTrace
 
@@ -24,17 +25,24 @@ class Profile:
 
     def __init__(self, plan: Plan, env: WorkerEnv, device: torch.device, engine: Engine, reporter: Reporter):
         self.every, self.traced = plan.job.metrics.memory_every_steps, plan.job.metrics.trace_steps
+        self._asked = self.traced
         self.engine, self.reporter = engine, reporter
         self.memory = StepMemory.of_engine(engine)
         path, about = trace_file(env.run_dir, env.rank), {"plan": plan.hash, "epoch": env.epoch}
         self.trace = StepTrace(path, env.rank, device, self._failed, about)
+        self.choices = ChoiceRecord(plan, env, engine, lambda error: reporter.event("record_failed", error=str(error)))
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[dict[str, int]]:
         """Context manager around optimizer step `number`; afterwards its dict has bytes by category if measured."""
+        with self.choices.step(number), self._measure(number) as measured:
+            yield measured
+
+    @contextlib.contextmanager
+    def _measure(self, number: int) -> Iterator[dict[str, int]]:
         measured: dict[str, int] = {}
         traced = self.traces(number)
-        if not traced and not (self.every and number % self.every == 0):
+        if not traced and not self._measures(number):
             yield measured
             return
         engine = self.engine
@@ -47,6 +55,13 @@ class Profile:
                 )
             around.enter_context(self.memory.measure(measured))
             yield measured
+
+    def watches(self, number: int) -> bool:
+        """Whether step `number` is profiled, as all ranks know: also where this one's trace has failed."""
+        return number <= self._asked or self._measures(number)
+
+    def _measures(self, number: int) -> bool:
+        return bool(self.every and number % self.every == 0)
 
     def traces(self, number: int) -> bool:
         """Whether the timeline of step `number` is recorded."""

@@ -9,15 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
+from trainer.compat import has_flash, segment_attention
 
+from .documents import Documents
 from .dropout import AttentionDropout
 from .linear import Linear, apply_linears
 from .norm import RMSNorm
 from .rope import Rope, rotate
 
-#: (q [b, s, heads, d], k and v [b, s, kv_heads, d], serial [b, s], documents [b, s] or None) -> [b, s, heads, d];
+#: (q [b, s, heads, d], k and v [b, s, kv_heads, d], serial [b, s], packed documents or None) -> [b, s, heads, d];
 #: `serial`, the tokens' numbers in the run, may be None without dropout
-Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, Documents | None], Tensor]
 
 
 class Attention(nn.Module):
@@ -43,7 +45,7 @@ class Attention(nn.Module):
         self.drop = AttentionDropout(model.dropout, model.heads) if model.dropout else None
         self.core: Core = SDPA(model.causal, self.drop)
 
-    def forward(self, x: Tensor, serial: Tensor | None, documents: Tensor | None, rope: Rope | None) -> Tensor:
+    def forward(self, x: Tensor, serial: Tensor | None, documents: Documents | None, rope: Rope | None) -> Tensor:
         q, k, v = self.apply_linears(x, (self.wq, self.wk, self.wv))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         if self.qk_norm:
@@ -59,8 +61,11 @@ class SDPA:
     def __init__(self, causal: bool, drop: AttentionDropout | None = None):
         self.causal, self.drop = causal, drop
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Tensor | None) -> Tensor:
-        mask = None if documents is None else self._mask(documents)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None) -> Tensor:
+        if documents is not None and self.knows_documents(q):
+            flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+            return segment_attention(*flat, documents.whole(), self.causal, q.shape[-1] ** -0.5).view_as(q)
+        mask = None if documents is None else self._mask(documents.numbers)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.drop is not None:
             assert serial is not None
@@ -69,6 +74,10 @@ class SDPA:
             q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.transpose(1, 2)
+
+    def knows_documents(self, q: Tensor) -> bool:
+        """Whether packed documents need no mask here."""
+        return self.drop is None and has_flash(q)
 
     def _dropped(
         self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor, mask: Tensor | None, drop: AttentionDropout
@@ -84,6 +93,7 @@ class SDPA:
         return (weights * drop.scale).to(v.dtype) @ v
 
     def _mask(self, documents: Tensor) -> Tensor:
-        """bool [b, 1, s, s], True where attention is allowed: the same document and, when causal, not the future."""
+        """bool [b, 1, s, s], True where attention is allowed: the same document and, when causal, not the future. Where
+        there is no kernel for documents: with dropout, and in fp32 on a GPU."""
         same = documents[:, None, :, None] == documents[:, None, None, :]
         return same.tril() if self.causal else same

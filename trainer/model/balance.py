@@ -1,7 +1,7 @@
 """What keeps the experts of a layer equally busy: terms of the loss, and a bias of the choice that has no part in it.
 
-Both terms are sums over sequences or tokens, so they do not depend on how the batch is cut: a layer adds them for its
-own tokens, divided by the step's global count.
+Terms are sums over sequences or tokens, so they do not depend on how the batch is cut: a layer adds them for its own
+tokens, divided by the step's global count.
 """
 
 from __future__ import annotations
@@ -25,11 +25,19 @@ def sequence_balance(routing: Routing, counts: Tensor) -> Tensor:
     return (share / tokens * routing.scores.unflatten(0, (len(counts), -1)).sum(1)).sum()
 
 
-def count_choices(routing: Routing, sequences: int) -> Tensor:
-    """int64 [sequences, experts]: how often each sequence's tokens on this rank chose each expert."""
-    chosen = routing.experts.reshape(sequences, -1)
-    zeros = chosen.new_zeros(sequences, routing.scores.shape[-1])
-    return zeros.scatter_add_(1, chosen, chosen.new_ones(()).expand_as(chosen))
+def batch_balance(routing: Routing, load: Tensor) -> Tensor:
+    """Sum over tokens of sum over experts of f * score, as `sequence_balance` but with f of the whole global batch (Qiu
+    et al., arXiv 2501.11873), by which Qwen3 is trained: experts may then specialise in some sequences.
+
+    f is known when a step ends, its gradient is wanted before. Others take what the micro-batches so far have chosen,
+    which depends on the layout; here it is `load` [experts], the f of the step before.
+    """
+    return (routing.scores @ load.to(routing.scores.dtype)).sum()
+
+
+def load_of(chosen: Tensor) -> Tensor:
+    """fp32 [..., experts]: how often each was chosen over the mean. `chosen` int64, by all tokens of a step."""
+    return chosen.float() * chosen.shape[-1] / chosen.sum(-1, keepdim=True).float()
 
 
 def bias_change(chosen: Tensor, speed: float) -> Tensor:

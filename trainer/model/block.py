@@ -13,6 +13,7 @@ from orchestrator.plan.document import Model
 from orchestrator.plan.flops import layer_moe
 
 from .attention import Attention
+from .documents import Documents
 from .dropout import Dropout
 from .experts import MixtureOfExperts
 from .linear import identities
@@ -38,7 +39,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         serial: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         rope: Rope | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
@@ -47,15 +48,16 @@ class Block(nn.Module):
         x = x + self.drop_attn(
             _biased(self.attn_out(self.attend(x, serial, documents, rope)), self.attn.out_bias), rows
         )
-        return x + self.drop_mlp(_biased(self.mlp_out(self.mix(x)), self.mlp.out_bias), rows)
+        return x + self.drop_mlp(_biased(self.mlp_out(self.mix(x, rows)), self.mlp.out_bias), rows)
 
     # The two halves up to their partial sums are methods, so that recomputation can wrap each.
 
-    def attend(self, x: Tensor, serial: Tensor | None, documents: Tensor | None, rope: Rope | None) -> Tensor:
+    def attend(self, x: Tensor, serial: Tensor | None, documents: Documents | None, rope: Rope | None) -> Tensor:
         return self.attn(self.attn_in(self.norm1(x)), serial, documents, rope)
 
-    def mix(self, x: Tensor) -> Tensor:
-        return self.mlp(self.mlp_in(self.norm2(x)))
+    def mix(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        x = self.mlp_in(self.norm2(x))
+        return self.mlp(x) if isinstance(self.mlp, MLP) else self.mlp(x, rows)
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:

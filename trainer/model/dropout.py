@@ -1,5 +1,5 @@
-"""Dropout (Srivastava et al. 2014) whose masks do not depend on the layout: a counter-based generator (Salmon et al.
-2011, "Parallel random numbers: as easy as 1, 2, 3") on (seed, name of the module, token, feature).
+"""Dropout (Srivastava et al. 2014) and jitter, alike on every layout: a counter-based generator (Salmon et al. 2011,
+"Parallel random numbers: as easy as 1, 2, 3") on (seed, name of the module, token, feature).
 
 A token's `serial` is its number in the run's data order, different for every step, sample and position; shards of a
 sequence carry the serials of their tokens. So any rank draws the same mask for its elements as a single process, and so
@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orchestrator.plan.document import Model
+
+_BITS = 24  # of a random number of jitter: as many as fp32 has
+
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
@@ -21,6 +25,16 @@ def _signed(value: int) -> int:
 
 #: The odd constants of splitmix64 and MurmurHash3's finaliser.
 _STEP, _FIRST, _SECOND = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
+
+
+def salt_of(text: str) -> int:
+    """A random int64 that the text decides."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def spread(x: Tensor) -> Tensor:
+    """Counters far from each other, for `mix`."""
+    return x * _STEP
 
 
 def mix(x: Tensor) -> Tensor:
@@ -104,13 +118,46 @@ class AttentionDropout(Seeded):
         return kept(rows, columns, self.rate)
 
 
+class Jitter(Seeded):
+    """[n, hidden] -> the same, each number times a random one between 1 - `rate` and 1 + `rate`: what routers read, so
+    that experts of nearly equal score are tried (Switch, arXiv 2101.03961, table 11). A number a token is kept for
+    backward."""
+
+    def forward(self, x: Tensor, serial: Tensor) -> Tensor:
+        """`serial` int64 [n]: of the tokens in `x`."""
+        return _Jittered.apply(x, mix(spread(serial) + self.salt), self.counters, self.rate)
+
+
+def jitter_noise(rows: Tensor, columns: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
+    """[n, hidden] of mixed int64 [n] and [hidden], by multiplicative hashing as `dropout.kept`."""
+    bits = (rows[:, None] * (columns | 1)) >> (64 - _BITS) & ((1 << _BITS) - 1)
+    return bits.to(dtype).mul_(2 * rate / (1 << _BITS)).add_(1 - rate)
+
+
+class _Jittered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+        ctx.save_for_backward(rows, columns)
+        ctx.rate = rate
+        return x * jitter_noise(rows, columns, rate, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, columns = ctx.saved_tensors
+        return grad * jitter_noise(rows, columns, ctx.rate, grad.dtype), None, None, None
+
+
+def draws(model: Model) -> bool:
+    """Whether the model draws random numbers for each token, which then has to know its serial number."""
+    return model.dropout > 0 or bool(model.moe and model.moe.jitter)
+
+
 def seed_dropout(stage: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
     """Salt every dropout in a stage by (seed, its global name): `layers.17.drop_mlp` is the same on every layout."""
     counters: dict[int, Tensor] = {}
     for name, module in stage.named_modules():
         if isinstance(module, Seeded) and module.rate:
-            digest = hashlib.blake2b(f"{seed}/dropout/{name}".encode(), digest_size=8).digest()
-            module.salt = torch.tensor(int.from_bytes(digest, "little", signed=True), device=device)
+            module.salt = torch.tensor(salt_of(f"{seed}/dropout/{name}"), device=device)
             if module.width not in counters:
                 counters[module.width] = mixed_counters(module.width, device)
             module.counters = counters[module.width]

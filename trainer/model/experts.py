@@ -1,9 +1,9 @@
 """The experts of one layer (a mixture of experts, Shazeer et al. 2017, arXiv 1701.06538), and the layer itself.
 
-No token is dropped and nothing is padded: the copies of tokens are sorted by expert, each expert multiplies its segment
-(MegaBlocks, arXiv 2211.15841), and a token sums what its experts returned. The weight of a choice multiplies at the
-expert, before the last matrix: the result is the same, and the expert's outputs need not be kept for backward
-(`segments` multiplies them where they are narrower).
+Nothing is padded, and without `moe.capacity_factor` no token is dropped: copies of tokens are sorted by expert, each
+expert multiplies its segment (MegaBlocks, arXiv 2211.15841), and a token sums what its experts returned. The weight of
+a choice multiplies at the expert, before the last matrix: the result is the same, and the expert's outputs need not be
+kept for backward (`segments` multiplies them where they are narrower).
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from msgspec import UNSET
 from torch import Tensor, nn
 
 from orchestrator.plan.document import Model, Moe
+from orchestrator.plan.expert_capacity import expert_capacity
 
-from .balance import count_choices, sequence_balance, z_sum
+from .balance import batch_balance, sequence_balance, z_sum
+from .capacity import first_choices
 from .linear import identities
 from .loss import LossTerms
 from .mlp import ACTIVATIONS, MLP, gated
-from .permutation import copied, counted, inverse, permuted, summed
+from .permutation import Places, copied, counted, counted_by_row, inverse, permuted, summed
 from .router import Router, Routing
 from .segments import segmented
 
@@ -31,6 +34,8 @@ Meanwhile = Callable[[], Tensor | None]
 Dispatch = Callable[[Tensor, Routing, "Experts", Meanwhile], tuple[Tensor, Tensor | None]]
 #: (x [b, s, hidden], routing of its tokens) -> the same of the tokens that this rank's experts shall see
 Enter = Callable[[Tensor, Routing], tuple[Tensor, Routing]]
+#: (rows [b, s, k] of this rank's tokens, a function of those of whole sequences) -> what it returns for this rank's
+OfSequences = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 #: Terms of the loss.
 BALANCE, Z = "expert_balance", "router_z"
 
@@ -74,10 +79,11 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """[b, s, hidden] -> [b, s, hidden]: stands in a block where a dense layer has its MLP.
+    """[b, s, hidden], and numbers of its tokens [b, s] -> [b, s, hidden]: stands in a block where a dense layer has its
+    MLP.
 
-    `enter`, `sum_counts`, `dispatch`, `shared_in` and `shared_out` are replaceable: parallelism puts its communication
-    there. `terms`, where they are set, get the terms that balance the experts.
+    `enter`, `sum_counts`, `of_sequences`, `dispatch`, `shared_in` and `shared_out` are replaceable: parallelism puts
+    its communication there. `terms`, where they are set, get the terms that balance the experts.
     """
 
     def __init__(self, model: Model, moe: Moe):
@@ -88,13 +94,17 @@ class MixtureOfExperts(nn.Module):
         self.enter: Enter = _enter
         self.shared_in, self.shared_out = identities(2)
         self.dispatch: Dispatch = dispatch
-        self.sum_counts: Callable[[Tensor], Tensor] = _alone  # over ranks that hold parts of the same sequences
+        # Over ranks that hold parts of the same sequences:
+        self.sum_counts: Callable[[Tensor], Tensor] = _alone
+        self.of_sequences: OfSequences = _of_whole
         self.terms: LossTerms | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        routing = self.router(x.flatten(0, -2))
+    def forward(self, x: Tensor, serial: Tensor | None = None) -> Tensor:
+        routing = self.router(x.flatten(0, -2), None if serial is None else serial.flatten())
         if self.terms is not None:
             x = self._add_terms(x, routing, self.terms)
+        if self.router.moe.capacity_factor is not UNSET:
+            routing = self._drop(routing, len(x))
         x, routing = self.enter(x, routing)
 
         def shared() -> Tensor | None:
@@ -105,12 +115,26 @@ class MixtureOfExperts(nn.Module):
 
     def _add_terms(self, x: Tensor, routing: Routing, terms: LossTerms) -> Tensor:
         moe = self.router.moe
-        if moe.balance_loss:
-            counts = self.sum_counts(count_choices(routing, len(x)))
+        if self.router.load is not None:
+            x = terms.add(BALANCE, x, moe.balance_loss * batch_balance(routing, self.router.load), divisor=terms.tokens)
+        elif moe.balance_loss:
+            chosen = routing.experts.reshape(len(x), -1)
+            counts = self.sum_counts(counted_by_row(chosen, moe.experts))
             x = terms.add(BALANCE, x, moe.balance_loss * sequence_balance(routing, counts), divisor=terms.samples)
         if moe.z_loss:
             x = terms.add(Z, x, moe.z_loss * z_sum(routing), divisor=terms.tokens)
         return x
+
+    def _drop(self, routing: Routing, sequences: int) -> Routing:
+        """Each expert takes its first tokens of each sequence."""
+        moe, chosen = self.router.moe, routing.experts.view(sequences, -1, self.router.moe.top_k)
+
+        def taken(chosen: Tensor) -> Tensor:
+            capacity = expert_capacity(moe, chosen.shape[1])
+            assert capacity is not None, "else nothing is dropped"
+            return first_choices(chosen, moe.experts, capacity)
+
+        return routing._replace(taken=self.of_sequences(chosen, taken).flatten(0, 1))
 
 
 def term_names(model: Model) -> list[str]:
@@ -127,27 +151,38 @@ def _alone(counts: Tensor) -> Tensor:
     return counts
 
 
-class Copies(NamedTuple):
-    """A copy of a token for each of its k choices, sorted by expert."""
+def _of_whole(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    return function(rows)
 
-    rows: Tensor  # [n * k, hidden]
-    weights: Tensor  # [n * k]
+
+class Copies(NamedTuple):
+    """A copy of a token for each of its choices that is taken, sorted by expert; m = n * k where all are."""
+
+    rows: Tensor  # [m, hidden]
+    weights: Tensor  # [m]
     counts: Tensor  # int64 [experts of the layer]
-    token: Tensor  # int64 [n * k]: which token each copy is of
-    places: Tensor  # int64 [n, k]: where the copy for each choice is
+    token: Tensor  # int64 [m]: which token each copy is of
+    places: Places  # where the copies of each token are
 
     @classmethod
     def of(cls, x: Tensor, routing: Routing, experts: int) -> Copies:
         """Of tokens [n, hidden] for a layer of so many experts."""
-        chosen = routing.experts.flatten()
+        chosen, taken = routing.experts.flatten(), routing.taken
+        if taken is not None:
+            chosen = chosen.masked_fill(~taken.flatten(), experts)  # dropped ones go behind the last expert
         order = chosen.argsort(stable=True)
-        token, places = order // routing.experts.shape[-1], inverse(order)
-        weights = permuted(routing.weights.flatten(), order, places)
-        places = places.view_as(routing.experts)
-        return cls(copied(x, token, places), weights, counted(chosen, experts), token, places)
+        place = inverse(order)
+        weights = permuted(routing.weights.flatten(), order, place)
+        if taken is None:
+            places, counts = Places(place.view_as(routing.experts)), counted(chosen, experts)
+        else:
+            places, counts = Places.unequal(place[taken.flatten()], taken.sum(-1)), counted(chosen, experts + 1)[:-1]
+            weights, order = weights[: len(places.of_copies)], order[: len(places.of_copies)]
+        token = order // routing.experts.shape[-1]
+        return cls(copied(x, token, places), weights, counts, token, places)
 
     def summed(self, out: Tensor) -> Tensor:
-        """What experts returned for the copies, [n * k, hidden], summed over each token's -> [n, hidden]."""
+        """What experts returned for the copies, [m, hidden], summed over each token's -> [n, hidden]."""
         return summed(out, self.token, self.places)
 
 

@@ -5,6 +5,7 @@ modules of any stage add to it.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,12 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
+class _Running(threading.local):
+    """The micro-batch whose forward runs in this thread now; None in recomputation, which may be another thread's."""
+
+    forward_of: int | None = None
+
+
 class LossTerms:
     """Terms that modules add to the loss, by name: a router's balance, a z-loss, the loss of another head.
 
@@ -33,7 +40,7 @@ class LossTerms:
         self.sums: dict[str, Tensor | None] = {}  # this rank's share of each term in this step, divided; None: nothing
         self.samples = self.tokens = 1  # of the step on all ranks, masked ones too: what else a term may divide by
         self._loss_scale, self._valid_tokens, self._taken = torch.ones((), dtype=torch.float64), 1, 0
-        self._micro_batch: int | None = None  # whose forward runs now; None in recomputation
+        self._running = _Running()
         self._copies: dict[str, int] = {}
 
     def declare(self, *names: str, copies: int = 1) -> None:
@@ -52,16 +59,17 @@ class LossTerms:
     @contextlib.contextmanager
     def forward(self, micro_batch: int) -> Iterator[None]:
         """Around the forward of a stage. What recomputation adds again, outside of this, does not count twice."""
-        self._micro_batch = micro_batch
+        self._running.forward_of = micro_batch
         try:
             yield
         finally:
-            self._micro_batch = None
+            self._running.forward_of = None
 
     @property
     def counts(self) -> bool:
         """Whether the forward of a micro-batch that is no padding runs now, and not its recomputation."""
-        return self._micro_batch is not None and self._micro_batch < self._taken
+        micro_batch = self._running.forward_of
+        return micro_batch is not None and micro_batch < self._taken
 
     def add(self, name: str, x: Tensor, value: Tensor, divisor: float | None = None) -> Tensor:
         """`x`, on whose way the loss grows by `value` (0-d) / `divisor`, by default over the step's global number of
@@ -73,7 +81,7 @@ class LossTerms:
         """
         if name not in self.sums:
             raise ValueError(f"loss term {name!r} is not declared; declared: {', '.join(self.sums) or 'none'}")
-        if self._micro_batch is None or self._micro_batch >= self._taken:  # padding is a collective, as all others are
+        if not self.counts:  # padding is a collective, as all others are
             return _Attached.apply(x, value, self._loss_scale, 0.0)
         share = 1.0 / (self._valid_tokens if divisor is None else divisor)
         part, before = value.detach().double() * (share / self._copies[name]), self.sums[name]

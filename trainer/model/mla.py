@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from orchestrator.plan.document import Mla, Model
 
 from .attention import SDPA, Core
+from .documents import Documents
 from .dropout import AttentionDropout
 from .linear import Linear
 from .norm import RMSNorm
@@ -21,6 +22,8 @@ from .rope import Rope, attention_scale, rotate
 
 class LatentAttention(nn.Module):
     """[b, s, hidden] -> [b, s, hidden]. Head counts follow from the weights' shapes, as in `Attention`."""
+
+    MADE_OF_LATENTS = 2  # the products `wq` and `wkv`, behind those that make latents and before the last
 
     def __init__(self, model: Model, mla: Mla):
         super().__init__()
@@ -39,7 +42,7 @@ class LatentAttention(nn.Module):
         self.latents_in: nn.Module = nn.Identity()  # replaced: here latents meet the heads of a rank
         self.scale = attention_scale(model)
 
-    def forward(self, x: Tensor, serial: Tensor | None, documents: Tensor | None, rope: Rope | None) -> Tensor:
+    def forward(self, x: Tensor, serial: Tensor | None, documents: Documents | None, rope: Rope | None) -> Tensor:
         mla = self.mla
         assert rope is not None, "latent attention has rotary positions"
         latent_q = self.q_norm(self.q_down(x)) if mla.q_lora_rank else x

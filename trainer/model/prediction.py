@@ -20,6 +20,7 @@ from orchestrator.plan.document import Model, Mtp
 from orchestrator.plan.flops import prediction_blocks
 
 from .block import Block
+from .documents import Documents
 from .linear import Linear
 from .norm import make_norm
 from .rope import Rope
@@ -45,7 +46,7 @@ class PredictionBlock(Block):
         x: Tensor,
         token: Tensor,
         serial: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         rope: Rope | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:

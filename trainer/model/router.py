@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from orchestrator.plan.document import Model, Moe
 
+from .dropout import Jitter
 from .state import State, add_state
 
 #: How the name of a router's bias ends, among the state of a model.
@@ -32,24 +33,37 @@ class Routing(NamedTuple):
     weights: Tensor  # fp32 or float64 [n, k]: by how much each expert's output counts
     scores: Tensor  # [n, e], differentiable, as `balance` wants them: they sum to 1
     logits: Tensor  # [n, e]
+    taken: Tensor | None = None  # bool [n, k]: choices that their expert takes; None: all
 
 
 class Router(nn.Module):
-    """[n, hidden] -> `Routing`. `bias` fp32 [experts], where the plan has it, moves the choice alone and has no
-    gradient: a step changes it (`balance.bias_change`)."""
+    """[n, hidden], and numbers of the tokens [n] where `jitter` needs them -> `Routing`. Without gradient, and changed
+    by each step: `bias` fp32 [experts], where the plan has it, moves the choice alone (`balance.bias_change`); `load`
+    fp32 [experts], where the load of the whole batch is balanced, is how often the step before chose each expert, over
+    the mean.
+    """
 
     def __init__(self, model: Model, moe: Moe):
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.experts, model.hidden))
+        self.jitter = Jitter(moe.jitter, model.hidden) if moe.jitter else None
         self.bias: Tensor | None
         self.register_buffer("bias", None)
         if moe.bias_update is not UNSET:
             add_state(self, "bias", State((moe.experts,)))
+        self.load: Tensor | None
+        self.register_buffer("load", None)
+        if moe.balance_over == "batch" and moe.balance_loss:
+            add_state(self, "load", State((moe.experts,), start=1.0))
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, serial: Tensor | None = None) -> Routing:
         moe, wide = self.moe, torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
+        x = x.to(wide)
+        if self.jitter is not None:
+            assert serial is not None, "jitter is of a token's number"
+            x = self.jitter(x, serial)
+        logits = F.linear(x, self.weight.to(wide))
         scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
         chosen = best(self._choosable(scores.detach()), moe.top_k)
         weights = scores.gather(-1, chosen)

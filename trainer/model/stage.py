@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from orchestrator.plan.document import Model
 
 from .block import Block
-from .dropout import Dropout
+from .documents import Documents
+from .dropout import Dropout, draws
 from .experts import term_names as expert_terms
-from .linear import Embedding, Linear, apply_linears, identities
+from .linear import Embedding, Linear, identities
 from .loss import LossTerms, cross_entropy_sum
 from .norm import make_norm
 from .prediction import MTP, PredictionBlock, numbers, prediction_loss
@@ -20,16 +21,16 @@ from .rope import Rope, rope_tables
 
 
 class Batch(Protocol):
-    """The fields of a micro-batch that the model reads (`trainer.data.batch.MicroBatch`), all int64 [b, s]."""
+    """The fields of a micro-batch that the model reads (`trainer.data.batch.MicroBatch`), int64 [b, s]."""
 
     @property
     def tokens(self) -> Tensor: ...
     @property
     def positions(self) -> Tensor: ...  # counted from the start of each document
     @property
-    def documents(self) -> Tensor | None: ...  # number of the packed document that a token belongs to
+    def documents(self) -> Documents | None: ...  # that are packed into samples, where they are kept apart
     @property
-    def serial(self) -> Tensor | None: ...  # number of the token in the run's data order; read by dropout only
+    def serial(self) -> Tensor | None: ...  # number of the token in the data order; read where random numbers are drawn
     # For a model that predicts further tokens, [b, s, depth]: at depth k, from 1, the token k places on and its target.
     @property
     def next_tokens(self) -> Tensor | None: ...
@@ -69,7 +70,6 @@ class Stage(nn.Module):
             self.norm = make_norm(model)
             self.head = Linear(model.hidden, model.vocab)
             self.head.reused = bool(self.ahead)
-            self.apply_linears = apply_linears
             self.tie()
 
     @property
@@ -94,7 +94,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states [b, s, hidden] (None on the first stage) -> hidden states, or logits [b, s, vocab] if last."""
         serial = batch.serial if self.model.dropout else None
-        rows = None if serial is None else self.rows(serial)
+        rows = self.rows(batch.serial) if draws(self.model) and batch.serial is not None else None
         if self.embeds:
             self.before("embed")
         if self.first:
@@ -118,8 +118,7 @@ class Stage(nn.Module):
         return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:
-        (logits,) = self.apply_linears(self.head_in(x), (self.head,))
-        return logits
+        return self.head(self.head_in(x))
 
     def _look_ahead(
         self, x: Tensor, batch: Batch, serial: Tensor | None, rope: Rope | None, rows: Tensor | None

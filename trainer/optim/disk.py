@@ -1,9 +1,10 @@
 """Master weights and moments on a disk, of which a bounded part is in memory (ZeRO-Infinity, arXiv 2104.07857).
 
 The state is one file, cut into chunks: the same elements of the master weights and of each moment, beside each other.
-An update reads chunk after chunk in the order in which the next forward needs the weights, computes, and writes it
-back: three are in memory, one being read, one computed, one written, whatever the size of the model or of a single
-layer. Reads and writes bypass the page cache where the file system can (O_DIRECT), from a thread each.
+An update takes chunk after chunk in the order in which the next forward needs the weights. While one is computed the
+next ones are read, those before are written (`trainer.host.ring`), and the gradient of the next one is copied:
+whatever the size of the model or of a single layer, the same few are in memory. The last chunks of an update are
+written, and the first ones of the next update read, during the forward after it.
 
 The file has no name: its space is free again however the process ends. What survives is a checkpoint, which is written
 from the file and read into it through a mapping, page by page.
@@ -14,16 +15,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from orchestrator.plan.offload import BLOCK, SLOTS, chunk_elements
+from orchestrator.plan.offload import BLOCK, GRADIENTS, SLOTS, chunk_elements
 from trainer.errors import LayoutError
-from trainer.host import HostMemory, StateFile
-from trainer.parallel.data.buckets import ShardedBucket, Sharding
+from trainer.host.file import StateFile
+from trainer.host.memory import HostMemory
+from trainer.host.ring import Record, Ring
+from trainer.parallel.data.buckets import Sharding
 from trainer.parallel.params import StateKind
 
 from .rule import Rules, Shard, Update
@@ -56,19 +59,15 @@ class DiskOptimizer:
         if not self.chunk:
             raise LayoutError(f"train.offload_buffer_mib: {buffer_bytes} bytes hold no chunk of {BLOCK} bytes")
         self.chunks, self.bytes = self._cut()
-        self.slots = [host.zeros(BLOCK + self._slot_bytes, torch.uint8) for _ in range(SLOTS)]
-        self.file = StateFile(folder, self.bytes)
+        self.host, width = host, self.chunk * master_dtype.itemsize
+        slots = [host.blocks(len(self.kinds) * width) for _ in range(SLOTS)]
+        self._gradients = [host.blocks(width) for _ in range(GRADIENTS)]
+        self.file = StateFile(folder, self.bytes, host.requests)
+        self.ring = Ring(self.file, [self._record(chunk) for chunk in self.chunks], slots)
         self.step_count = 0
         self.copied: torch.cuda.Event | None = None
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
-        self.seconds = 0.0  # of all updates; `moved` bytes were read and written in them
-        self.moved = 0
-        self._fill()
-
-    @property
-    def _slot_bytes(self) -> int:
-        return (len(self.kinds) + 1) * self.chunk * self.dtype.itemsize  # and the gradient
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="offload-gradient")
+        self._fill(slots[0])
 
     def _cut(self) -> tuple[list[Chunk], int]:
         found, offset = list[Chunk](), 0
@@ -81,34 +80,26 @@ class DiskOptimizer:
                 offset += stride * len(self.kinds)
         return found, offset
 
-    def _views(self, chunk: Chunk, slot: int) -> list[Tensor]:
-        """State and, last, room for the gradient of a chunk, in a slot: 1-D."""
-        room = self._aligned(slot)
-        count = chunk.stop - chunk.start
-        size = count * self.dtype.itemsize
-        starts = [at * chunk.stride for at in range(len(self.kinds))]
-        starts.append(len(self.kinds) * self.chunk * self.dtype.itemsize)
-        return [room[start : start + size].view(self.dtype) for start in starts]
+    def _record(self, chunk: Chunk) -> Record:
+        return Record(chunk.offset, chunk.stride * len(self.kinds))
 
-    def _aligned(self, slot: int) -> Tensor:
-        start = -self.slots[slot].data_ptr() % BLOCK
-        return self.slots[slot][start : start + self._slot_bytes]
-
-    def _record(self, chunk: Chunk, slot: int) -> Tensor:
-        return self._aligned(slot)[: chunk.stride * len(self.kinds)]
-
-    @torch.no_grad()
-    def _fill(self) -> None:
-        """Write the first state: the weights as they are, moments of zero."""
-        for chunk in self.chunks:
-            master, *rest = self._views(chunk, 0)
-            master.copy_(self._weights(chunk))
-            for state in rest:
-                state.zero_()
-            self.file.write(self._record(chunk, 0), chunk.offset)
+    def _views(self, chunk: Chunk, slot: Tensor) -> list[Tensor]:
+        """A chunk's state in its slot: 1-D."""
+        size = (chunk.stop - chunk.start) * self.dtype.itemsize
+        return [slot[at * chunk.stride :][:size].view(self.dtype) for at in range(len(self.kinds))]
 
     def _weights(self, chunk: Chunk) -> Tensor:
         return self.buckets.buckets[chunk.bucket].param_shard[chunk.start : chunk.stop]
+
+    @torch.no_grad()
+    def _fill(self, slot: Tensor) -> None:
+        """Write the first state: the weights as they are, moments of zero."""
+        for chunk in self.chunks:
+            master, *rest = self._views(chunk, slot)
+            self.host.read(self._weights(chunk), master)
+            for state in rest:
+                state.zero_()
+            self.file.write(slot[: self._record(chunk).size], chunk.offset)
 
     # ------------------------------------------------------------------------------------------- the update
 
@@ -117,64 +108,65 @@ class DiskOptimizer:
         """As `ShardedOptimizer.step`; waits for the device. Raises DiskError."""
         if not finite:
             return
-        began, factor = perf_counter(), float(grad_scale)
+        factor = float(grad_scale)
         self.step_count += 1
         update = Update(lr, torch.tensor(float(self.step_count)), torch.zeros(()))
-        reads, writes = list[Future[None]](), list[Future[None]]()
-
-        def read(number: int) -> None:
-            """State and gradient, when the chunk that was there has been written."""
-            if number >= SLOTS:
-                writes[number - SLOTS].result()
-            chunk, slot = self.chunks[number], number % SLOTS
-            self.file.read(self._record(chunk, slot), chunk.offset)
-            with torch.no_grad():  # known to each thread by itself
-                gradient = self.buckets.buckets[chunk.bucket].grad_shard
-                self._views(chunk, slot)[-1].copy_(gradient[chunk.start : chunk.stop])
-
-        def write(chunk: Chunk, slot: int) -> None:
-            with torch.no_grad():
-                self._weights(chunk).copy_(self._views(chunk, slot)[0])
-            self.file.write(self._record(chunk, slot), chunk.offset)
-
-        many, done = len(self.chunks), list[tuple[Future[None], ShardedBucket]]()
+        copied, stored, gathered = list[Future[Tensor]](), list[Future[None]](), 0
         try:
-            reads += [self._reader.submit(read, number) for number in range(min(SLOTS, many))]
+            for number in range(min(GRADIENTS, len(self.chunks))):
+                copied.append(self._copier.submit(self._gradient, number))
             for number, chunk in enumerate(self.chunks):
-                slot, bucket = number % SLOTS, self.buckets.buckets[chunk.bucket]
-                reads[number].result()
-                self._update(chunk, slot, factor, update)
-                writes.append(self._writer.submit(write, chunk, slot))
-                if number + SLOTS < many:
-                    reads.append(self._reader.submit(read, number + SLOTS))
-                if chunk.stop == bucket.param_shard.numel():
-                    done.append((writes[-1], bucket))
-                while done and done[0][0].done():
-                    self._gather(*done.pop(0))
-            for last in done:
-                self._gather(*last)
+                slot, grad = self.ring.take(), copied[number].result()
+                master, *states = self._views(chunk, slot)
+                if factor != 1.0:
+                    grad.mul_(factor)
+                shard = Shard(master, grad, dict(zip(self.rules.elements.kinds, states, strict=True)))
+                self.rules.elements.step([shard], update, self.buckets.buckets[chunk.bucket].kind.decay)
+                stored.append(self.ring.give_back(partial(self._store, chunk, master, grad)))
+                if number + GRADIENTS < len(self.chunks):
+                    copied.append(self._copier.submit(self._gradient, number + GRADIENTS, stored[-1]))
+                gathered = self._gather(stored, gathered, wait=False)
+            self._gather(stored, gathered, wait=True)
         finally:
-            for job in (*reads, *writes):
+            for job in copied:
                 job.exception()  # no thread goes on after this
-        self.seconds += perf_counter() - began
-        self.moved += 2 * self.bytes
 
-    def _gather(self, written: Future[None], bucket: ShardedBucket) -> None:
-        """In the same order on all ranks, if not at the same moment."""
-        written.result()
-        self.buckets.gather(bucket)
+    def _gradient(self, number: int, free: Future[None] | None = None) -> Tensor:
+        """A chunk's gradient on the host, when its place is `free`."""
+        if free is not None:
+            free.result()
+        chunk = self.chunks[number]
+        room = self._gradients[number % GRADIENTS].view(self.dtype)[: chunk.stop - chunk.start]
+        with torch.no_grad():  # known to each thread by itself
+            self.host.read(self.buckets.buckets[chunk.bucket].grad_shard[chunk.start : chunk.stop], room)
+        return room
 
-    def _update(self, chunk: Chunk, slot: int, factor: float, update: Update) -> None:
-        master, *states, grad = self._views(chunk, slot)
-        if factor != 1.0:
-            grad.mul_(factor)
-        shard = Shard(master, grad, dict(zip(self.rules.elements.kinds, states, strict=True)))
-        self.rules.elements.step([shard], update, self.buckets.buckets[chunk.bucket].kind.decay)
+    def _store(self, chunk: Chunk, master: Tensor, room: Tensor) -> None:
+        """Give a chunk's weights back; they are narrowed in `room`, where the gradient was."""
+        weights = self._weights(chunk)
+        with torch.no_grad():
+            if weights.dtype != master.dtype:
+                master = room.view(torch.uint8)[: weights.nbytes].view(weights.dtype).copy_(master)
+            self.host.write(master, weights)
+
+    def _gather(self, stored: list[Future[None]], done: int, wait: bool) -> int:
+        """Gather the buckets whose weights are back, in the same order on all ranks, if not at the same moment. `done`:
+        chunks that were seen before; returned: after this."""
+        for job in stored[done:]:
+            if not wait and not job.done():
+                break
+            job.result()
+            chunk, done = self.chunks[done], done + 1
+            bucket = self.buckets.buckets[chunk.bucket]
+            if chunk.stop == bucket.param_shard.numel():
+                self.buckets.gather(bucket)
+        return done
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
     def slices(self) -> Iterator[StateSlice]:
         """As `ShardedOptimizer.slices`, through a mapping of the file: pages come and go, nothing is copied."""
+        self.ring.settle()
         whole = self.file.mapped()
         for chunk in self.chunks:
             bucket = self.buckets.buckets[chunk.bucket]
@@ -187,11 +179,13 @@ class DiskOptimizer:
                     yield StateSlice(info, kind, start + low - at, start + high - at, view, first and info.owner)
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish(self, stale: bool = False) -> None:
         """After a load into `slices`: copy the master weights to the parameters, on every rank."""
+        self.ring.settle()
+        slot = self.ring.slots[0] if self.chunks else torch.empty(0)
         for chunk in self.chunks:
-            self.file.read(self._record(chunk, 0), chunk.offset)
-            self._weights(chunk).copy_(self._views(chunk, 0)[0])
+            self.file.read(slot[: self._record(chunk).size], chunk.offset)
+            self.host.write(self._views(chunk, slot)[0].to(self._weights(chunk).dtype), self._weights(chunk))
         for bucket in reversed(self.buckets.buckets):
             self.buckets.gather(bucket)
         self.buckets.wait_params()

@@ -1,8 +1,8 @@
 """Muon: a matrix moves along the orthogonal part of its momentum (arXiv 2502.16982, section 2).
 
 The orthogonal part comes from five Newton-Schulz steps, which bring every singular value near 1. They need the whole
-matrix: its owner makes them, and the ranks of a tp group each make them on the matrix that they have gathered, so that
-all get what one process gets. They are made in the master dtype: in bf16, as often elsewhere, layouts would differ.
+matrix: its owner makes them (`owners`), so that all get what one process gets. They are made in the master dtype: in
+bf16, as often elsewhere, layouts would differ.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from orchestrator.plan.document import Optim
+from trainer.comm.collectives import CommCounter
 from trainer.parallel.params import StateKind
 
+from .owners import on_whole, rounds
 from .rule import Matrix, Update
 
 #: Of the quintic a x + b x^3 + c x^5 that each step applies to singular values, and how many steps.
@@ -28,15 +30,18 @@ class Muon:
     def __init__(self, optim: Optim):
         self.momentum, self.weight_decay = optim.beta1, optim.weight_decay
 
-    def step(self, matrices: Sequence[Matrix], update: Update) -> None:
+    def step(self, matrices: Sequence[Matrix], update: Update, counter: CommCounter) -> None:
         """m = beta1 m + g; w = (1 - lr decay) w - lr 0.2 sqrt(longer side) orthogonal(g + beta1 m)."""
         keep = 1 - update.lr * self.weight_decay
-        for matrix in matrices:
-            momentum = matrix.grad + self.momentum * matrix.state["momentum"]
-            whole = orthogonal(matrix.whole(matrix.grad + self.momentum * momentum))
-            moved = matrix.part(whole) * (update.lr * RMS * max(whole.shape) ** 0.5)
-            update.set(matrix.state["momentum"], momentum)
-            update.set(matrix.master, matrix.master * keep - moved)
+        for some in rounds([matrix.cuts for matrix in matrices]):
+            these = [matrices[at] for at in some]
+            momenta = [one.grad + self.momentum * one.state["momentum"] for one in these]
+            ahead = [one.grad + self.momentum * momentum for one, momentum in zip(these, momenta, strict=True)]
+            directions = on_whole(ahead, [one.cuts for one in these], counter, orthogonal)
+            for matrix, momentum, direction in zip(these, momenta, directions, strict=True):
+                size = update.lr * RMS * max(matrix.info.global_shape) ** 0.5
+                update.set(matrix.state["momentum"], momentum)
+                update.set(matrix.master, matrix.master * keep - direction * size)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -2,24 +2,25 @@
 gradients, master copies, narrow weights, gathering, checkpoints.
 
 Most rules look at each element alone and get flat shards, cut anywhere (`ElementRule`). Rules that need a whole matrix
-(its norm, its orthogonal part) are `MatrixRule`s: the layout gives each matrix whole to one rank of the shard group,
-balanced by size. Over tensor parallelism the rule gathers what it needs.
+(its norm, its orthogonal part) are `MatrixRule`s: under ZeRO-1 and -2 the layout gives each matrix whole to one rank of
+the shard group, balanced by size. Over what else cuts it, tensor parallelism and ZeRO-3, the rule asks `owners`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from trainer.comm.collectives import CommCounter, all_gather
-from trainer.comm.mesh import Mesh
+from trainer.comm.collectives import CommCounter
 from trainer.errors import LayoutError
 from trainer.parallel.params import ParamInfo, StateKind
 from trainer.parallel.tensor import VOCABULARY
+
+from .owners import Cut
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Update:
         tensor.copy_(torch.where(self.skip.bool(), tensor, value))
 
 
+#: (parameter, start and stop in its flat local elements, position in the shard).
+Piece = tuple[ParamInfo, int, int, int]
+
+
 @dataclass
 class Shard:
     """Flat elements of one bucket, in the master dtype. A rule changes `master` and `state` in place; `grad` is its own
@@ -47,26 +52,13 @@ class Shard:
 
 @dataclass
 class Matrix:
-    """One matrix of which this rank is the owner: views of the local shape, cut only by tensor parallelism."""
+    """This rank's part of one matrix, as views of its shape."""
 
     info: ParamInfo
     master: Tensor
     grad: Tensor
     state: dict[StateKind, Tensor]
-    mesh: Mesh
-    counter: CommCounter
-
-    def whole(self, local: Tensor) -> Tensor:
-        """The whole matrix, from a tensor that lies as `master` does. Collective over tp."""
-        if not self.info.shards:
-            return local
-        (cut,) = self.info.shards
-        parts = all_gather(local.contiguous()[None], self.mesh.group(cut.axis), cut.axis, self.counter)
-        return torch.cat(list(parts[:: len(self.info.replicas)]), dim=cut.dim)
-
-    def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole matrix (a view)."""
-        return whole[self.info.global_slices]
+    cuts: tuple[Cut, ...]  # over which ranks its other parts are: of tensor parallelism, of ZeRO-3
 
 
 class ElementRule(Protocol):
@@ -83,14 +75,20 @@ class MatrixRule(Protocol):
     def kinds(self) -> tuple[StateKind, ...]:
         """As of `ElementRule`."""
 
-    def step(self, matrices: Sequence[Matrix], update: Update) -> None:
-        """In the same order on the ranks of a tp group."""
+    def step(self, matrices: Sequence[Matrix], update: Update, counter: CommCounter) -> None:
+        """In the same order on all ranks that hold parts of them, also where a part is empty."""
 
 
 @dataclass(frozen=True)
 class Rules:
     elements: ElementRule
     matrices: MatrixRule | None = None  # of the matrices inside of blocks
+    state: Literal["", "bf16", "8bit"] = ""  # of the rules of elements, if not as wide as master weights
+    seed: int = 0  # of its rounding
+
+    def narrows(self, info: ParamInfo) -> bool:
+        """Whether a parameter's state is narrow."""
+        return self.state == "bf16" or (self.state == "8bit" and len(info.global_shape) > 1)
 
     def owns(self, info: ParamInfo) -> bool:
         """Whether the matrix rule updates a parameter: matrices but embeddings, positions and the head. Raises

@@ -7,8 +7,8 @@ that the gathers start early; others share a call, since ZeRO-3 has a bucket for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,21 +16,27 @@ from torch import Tensor
 from orchestrator.plan.document import Optim
 from trainer.compat import foreach_copy_, foreach_mul_
 from trainer.errors import LayoutError
-from trainer.host import HostMemory
+from trainer.host.memory import HostMemory
 from trainer.parallel.data.buckets import ShardedBucket, Sharding
 from trainer.parallel.params import ParamInfo, StateKind
 
 from .adamw import AdamW
 from .muon import Muon
-from .rule import ElementRule, Matrix, MatrixRule, Rules, Shard, Update
+from .narrow import NarrowShard, NarrowState, narrow_state, step_narrow
+from .owners import cuts_of
+from .rule import ElementRule, Matrix, MatrixRule, Piece, Rules, Shard, Update
 from .sgd import Sgd
 
+#: Elements of a narrow gradient that are widened at a time on the host, by up to seven threads.
+PIECE = 1 << 19
 
-def rules_of(optim: Optim) -> Rules:
+
+def rules_of(optim: Optim, seed: int = 0) -> Rules:
     """What the plan asks for. With Muon, whatever is no matrix inside of a block follows AdamW."""
+    state = optim.state or ""
     if optim.kind == "sgd":
-        return Rules(Sgd(optim))
-    return Rules(AdamW(optim), Muon(optim) if optim.kind == "muon" else None)
+        return Rules(Sgd(optim), state=state, seed=seed)
+    return Rules(AdamW(optim), Muon(optim) if optim.kind == "muon" else None, state, seed)
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,11 @@ class StateSlice:
 
 @dataclass
 class BucketState:
-    """The optimizer's tensors for one bucket, all 1-D of the shard's length in the master dtype."""
+    """The optimizer's state for one bucket; its tensors are 1-D of the shard's length in the master dtype."""
 
     master: Tensor  # the parameter shard itself where its dtype is the master dtype
     state: dict[StateKind, Tensor]
+    narrow: dict[StateKind, NarrowState] = field(default_factory=dict)  # in place of `state`
 
 
 class ShardedOptimizer:
@@ -59,9 +66,9 @@ class ShardedOptimizer:
 
     def __init__(self, buckets: Sharding, rules: Rules, master_dtype: torch.dtype, host: HostMemory | None = None):
         """`host`: where master weights and moments are, and updates are computed. Raises LayoutError for whole matrices
-        under ZeRO-3, which cuts each one into rows."""
-        if buckets.zero == 3 and any(bucket.kind.whole for bucket in buckets.buckets):
-            raise LayoutError("ZeRO-3 cuts every matrix into rows: an optimizer of whole matrices needs zero 0, 1 or 2")
+        and narrow state there."""
+        if host is not None and rules.state:
+            raise LayoutError(f"optim.state={rules.state} is kept on the device: train.offload=none")
         if host is not None and any(bucket.kind.whole for bucket in buckets.buckets):
             raise LayoutError("an optimizer of whole matrices computes on the device: train.offload=none")
         self.buckets, self.rules, self.master_dtype, self.host = buckets, rules, master_dtype, host
@@ -94,15 +101,21 @@ class ShardedOptimizer:
             master.copy_(shard)
             return BucketState(master, dict(zip(self._rule(bucket).kinds, rest, strict=True)))
         master = shard if shard.dtype == self.master_dtype else shard.to(self.master_dtype)
+        if bucket.kind.narrow and self.rules.state:
+            where, (form, seed) = list(pieces(bucket)), (self.rules.state, self.rules.seed)
+            same = master.numel(), master.dtype, master.device, seed
+            return BucketState(
+                master, {}, {kind: narrow_state(form, kind, where, *same) for kind in self._rule(bucket).kinds}
+            )
         return BucketState(master, {kind: torch.zeros_like(master) for kind in self._rule(bucket).kinds})
 
     def _grouped(self) -> list[list[int]]:
         """Indices of the buckets that one call updates, groups in forward order."""
-        groups, at = list[list[int]](), dict[tuple[bool, bool], list[int]]()
+        groups, at = list[list[int]](), dict[tuple[bool, ...], list[int]]()
         for index, bucket in reversed(list(enumerate(self.buckets.buckets))):
             # a narrow gradient is widened for the update: not those of the whole model at once
             alone = self.buckets.gathers or self.host is not None or bucket.grad_shard.dtype != self.master_dtype
-            kind = bucket.kind.decay, bucket.kind.whole
+            kind = bucket.kind.decay, bucket.kind.whole, bucket.kind.narrow
             if not alone and kind in at:
                 at[kind].append(index)
                 continue
@@ -115,25 +128,10 @@ class ShardedOptimizer:
     def step(self, lr: float, grad_scale: Tensor, finite: Tensor) -> None:
         """One update with the gradients times `grad_scale` (clipping, loss scale), or none if not `finite`: both 0-d,
         decided on the device. Starts the parameter gathers in forward order; `buckets.wait_params()` waits for them."""
-        if self.host is not None:  # it decides, and waits for the gradients
-            grad_scale, finite = grad_scale.cpu(), finite.cpu()
-            self.host.wait()
-        if self._steps.device != finite.device:  # a rank without parameters, in its first step
-            self._steps, self._skip = self._steps.to(finite.device), self._skip.to(finite.device)
-        if self.copied is not None:  # the stream waits, not the host
-            torch.cuda.current_stream().wait_event(self.copied)
-            self.copied = None
-        self._steps += finite
-        torch.logical_not(finite, out=self._skip)
-        factor = None
-        if grad_scale.is_cuda or float(grad_scale) != 1.0:
-            factor = grad_scale.to(self.master_dtype)
+        factor, update = self.decide(lr, grad_scale, finite)
         for group in self.groups:
             buckets, states = [self.buckets.buckets[at] for at in group], [self.states[at] for at in group]
-            grads = [_gradient(bucket).to(self.master_dtype) for bucket in buckets]
-            if factor is not None:
-                foreach_mul_(grads, factor)
-            self._update(buckets, states, grads, Update(lr, self._steps, self._skip))
+            self.compute(group, [_gradient(bucket) for bucket in buckets], factor, update)
             copies = [pair for pair in zip(buckets, states, strict=True) if pair[1].master is not pair[0].param_shard]
             if self.host is not None:
                 for bucket, state in copies:
@@ -143,25 +141,75 @@ class ShardedOptimizer:
             for bucket in buckets:
                 self.buckets.gather(bucket)
 
+    def decide(self, lr: float, grad_scale: Tensor, finite: Tensor) -> tuple[Tensor | None, Update]:
+        """(factor of the gradients if it is not 1, the update), which is counted. On the host it waits for the device,
+        which decides, and for the gradients."""
+        if self.host is not None:
+            grad_scale, finite = grad_scale.cpu(), finite.cpu()
+            self.host.wait()
+        if self._steps.device != finite.device:  # a rank without parameters, in its first step
+            self._steps, self._skip = self._steps.to(finite.device), self._skip.to(finite.device)
+        if self.copied is not None:  # the stream waits, not the host
+            torch.cuda.current_stream().wait_event(self.copied)
+            self.copied = None
+        self._steps += finite
+        torch.logical_not(finite, out=self._skip)
+        one = not grad_scale.is_cuda and float(grad_scale) == 1.0
+        return None if one else grad_scale.to(self.master_dtype), Update(lr, self._steps, self._skip)
+
+    def compute(self, group: Sequence[int], grads: Sequence[Tensor], factor: Tensor | None, update: Update) -> None:
+        """Update the states of a group of buckets by their gradients, which may be changed."""
+        if self.host is not None and any(grad.dtype != self.master_dtype for grad in grads):
+            for at, grad in zip(group, grads, strict=True):
+                self._compute_in_pieces(at, grad, factor, update)
+            return
+        grads = [grad.to(self.master_dtype) for grad in grads]
+        if factor is not None:
+            foreach_mul_(grads, factor)
+        self._update([self.buckets.buckets[at] for at in group], [self.states[at] for at in group], grads, update)
+
+    def _compute_in_pieces(self, at: int, grad: Tensor, factor: Tensor | None, update: Update) -> None:
+        """As `compute`, on the host, of a gradient that is widened: a piece of it stays in the caches, the whole would
+        be written to memory and read again."""
+        state, piece = self.states[at], min(grad.numel(), PIECE * max(1, torch.get_num_threads() // 4))
+        room = torch.empty(piece, dtype=self.master_dtype)
+        for start in range(0, grad.numel(), piece):
+            part = slice(start, start + piece)
+            wide = room[: grad[part].numel()].copy_(grad[part])
+            if factor is not None:
+                wide.mul_(factor)
+            shard = Shard(state.master[part], wide, {kind: tensor[part] for kind, tensor in state.state.items()})
+            self.rules.elements.step([shard], update, self.buckets.buckets[at].kind.decay)
+
     def _update(
         self, buckets: list[ShardedBucket], states: list[BucketState], grads: list[Tensor], update: Update
     ) -> None:
-        shards = [Shard(state.master, grad, state.state) for state, grad in zip(states, grads, strict=True)]
         kind = buckets[0].kind
+        if kind.narrow:
+            narrow = [NarrowShard(one.master, grad, one.narrow) for one, grad in zip(states, grads, strict=True)]
+            step_narrow(self.rules.elements, narrow, update, kind.decay)
+            return
+        shards = [Shard(state.master, grad, state.state) for state, grad in zip(states, grads, strict=True)]
         if not kind.whole:
             self.rules.elements.step(shards, update, kind.decay)
             return
         assert self.rules.matrices is not None
         matrices = [one for pair in zip(buckets, shards, strict=True) for one in self._matrices(*pair)]
-        self.rules.matrices.step(matrices, update)
+        self.rules.matrices.step(matrices, update, self.buckets.counter)
 
     def _matrices(self, bucket: ShardedBucket, shard: Shard) -> Iterator[Matrix]:
-        for info, start, stop, at in pieces(bucket):
-            assert (start, stop) == (0, info.numel), f"{info.name} is cut over the shard group"
-            span, shape = slice(at, at + stop), info.local_shape
+        rows = bucket.layout.rows(bucket.shards)
+        if rows:  # a bucket is a matrix, of which a rank has rows, or none
+            (info,), (start, stop) = bucket.infos, bucket.range
+            found = [(info, start, stop, 0)]
+        else:
+            found = list(pieces(bucket))
+        for info, start, stop, at in found:
+            assert rows or (start, stop) == (0, info.numel), f"{info.name} is cut over the shard group"
+            span, shape = slice(at, at + stop - start), (-1, info.local_shape[1])
             state = {kind: tensor[span].view(shape) for kind, tensor in shard.state.items()}
             master, grad = shard.master[span].view(shape), shard.grad[span].view(shape)
-            yield Matrix(info, master, grad, state, self.buckets.mesh, self.buckets.counter)
+            yield Matrix(info, master, grad, state, cuts_of(info, self.buckets.mesh, rows))
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
@@ -174,9 +222,12 @@ class ShardedOptimizer:
                 for kind, tensor in {"master": state.master, **state.state}.items():
                     view = tensor[at : at + stop - start]
                     yield StateSlice(info, kind, start, stop, view, first_replica and info.owner)
+                for one in state.narrow.values():
+                    for kind, of, first, last, view in one.slices((info, start, stop, at)):
+                        yield StateSlice(of, kind, first, last, view, first_replica and info.owner)
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish(self, stale: bool = False) -> None:
         """After a load into `slices`: copy the master weights to the parameters, on every rank."""
         for bucket, state in zip(self.buckets.buckets, self.states, strict=True):
             if state.master is not bucket.param_shard:
@@ -192,6 +243,7 @@ class ShardedOptimizer:
         for bucket, state in zip(self.buckets.buckets, self.states, strict=True):
             result += [] if state.master is bucket.param_shard else [state.master]
             result += state.state.values()
+            result += [tensor for one in state.narrow.values() for tensor in one.tensors()]
         return result
 
 
@@ -215,7 +267,7 @@ def give_back(bucket: ShardedBucket, master: Tensor) -> None:
     bucket.param_shard.copy_(master, non_blocking=True)
 
 
-def pieces(bucket: ShardedBucket) -> Iterator[tuple[ParamInfo, int, int, int]]:
+def pieces(bucket: ShardedBucket) -> Iterator[Piece]:
     """(parameter, start and stop in its flat elements, position in the shard) of all that this rank's shard holds."""
     position_of = {slot.index: position for position, slot in enumerate(bucket.layout.slots)}
     for slot, start, stop in bucket.layout.pieces(bucket.shard_index, bucket.shards):

@@ -30,6 +30,7 @@ from orchestrator.plan.schedules import schedule_of
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError, check_supported
+from trainer.host.activations import ActivationStore
 from trainer.model.dropout import seed_dropout
 from trainer.model.experts import MixtureOfExperts
 from trainer.model.init import init_stage
@@ -42,7 +43,7 @@ from trainer.model.state import states
 from .column_parallel import OverlappedColumnLinears
 from .context.apply import apply_context_parallel
 from .expert.apply import apply_to_experts
-from .expert.bias import BiasBalance
+from .expert.choice_states import ChoiceStates
 from .expert.load import ExpertMeter
 from .fp8 import apply_fp8
 from .kept_inputs import KeptInputs
@@ -70,7 +71,7 @@ class ModelPart:
     terms: LossTerms
     state_table: ParamTable  # of what modules keep without gradient
     expert_meter: ExpertMeter
-    expert_bias: BiasBalance
+    expert_choices: ChoiceStates
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, ParamInfo]]:
         """Every parameter once, in order of execution."""
@@ -96,9 +97,10 @@ def build(
     dtype: torch.dtype = torch.float32,
     indices: Sequence[int] | None = None,
     new: NewTensor | None = None,
+    store: ActivationStore | None = None,
 ) -> ModelPart:
     """The stages `indices` (of pp * vpp; default: the looped placement, rank r holds r, r + pp, ...) of this rank.
-    `new`: where parameters are, if not on the device.
+    `new`: where parameters are, if not on the device; `store`: where inputs of recomputed layers are.
 
     Raises LayoutError for a plan that this trainer does not run.
     """
@@ -112,7 +114,7 @@ def build(
     terms.declare(*term_names(plan.model))
     if plan.model.mtp:  # computed from the logits, of which tensor-parallel ranks have parts
         terms.declare(MTP, copies=par.tp if par.sp else 1)
-    meter, bias = ExpertMeter(terms), BiasBalance(terms)
+    meter, choices = ExpertMeter(terms), ChoiceStates(terms)
     if plan.job.train.compile:  # its counters would be constants to the compiler
         terms.add = torch.compiler.disable(terms.add)  # type: ignore[method-assign]
     for index in sorted(indices):
@@ -130,18 +132,20 @@ def build(
         if plan.job.matmul:
             apply_fp8(stage, plan, mesh, counter)
         if plan.model.moe is not None:
-            apply_to_experts(stage, mesh, par.sp, terms, counter)
-            if plan.model.moe.bias_update:
-                bias.watch(stage)
+            apply_to_experts(stage, mesh, par.sp, par.cp_method, terms, counter)
+            moe = plan.model.moe
+            if moe.bias_update or (moe.balance_over == "batch" and moe.balance_loss):
+                choices.watch(stage)
             meter.watch(stage)
         if mesh.group("cp") is not None:
             apply_context_parallel(stage, par.cp_method, mesh, counter)
         if plan.model.dropout:
             set_dropout_heads(stage, plan, mesh)
-        apply_recompute(stage, plan.job.train, kept_inputs(plan, mesh, counter))
+        apply_recompute(stage, plan.job.train, kept_inputs(plan, mesh, counter, store))
         if plan.job.train.compile:
             for block in stage.blocks.values():
-                if mesh.group("cp") is not None:  # the compiler would trace into its communication
+                # The compiler would trace into communication, and into lengths of documents, which no step has twice.
+                if mesh.group("cp") is not None or plan.job.data.isolate_documents:
                     block.attn.core = torch.compiler.disable(block.attn.core)
                 if isinstance(block.mlp, MixtureOfExperts):  # its shapes depend on the tokens
                     block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # type: ignore[method-assign]
@@ -155,7 +159,7 @@ def build(
         table["embed.weight"] = replace(info, sums=tuple(name for name in info.sums if name != "embedding"))
     loss = make_loss(plan, stages[-1], table, mesh, counter)
     stages[-1].terms, stages[-1].token_loss = terms, loss
-    return ModelPart(stages, loss, table, terms, state_table, meter, bias)
+    return ModelPart(stages, loss, table, terms, state_table, meter, choices)
 
 
 def registry(plan: Plan, stage: Stage, coord: Coord) -> ParamTable:
@@ -240,15 +244,16 @@ def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Pla
     if stage.last and splits:
         stage.head_in = Region(into, group, counter)
     elif stage.last:
-        stage.apply_linears = OverlappedColumnLinears(group, counter, sp)
+        stage.head.run = OverlappedColumnLinears(group, counter, sp).run
 
 
-def kept_inputs(plan: Plan, mesh: Mesh, counter: CommCounter) -> KeptInputs | None:
-    """How recomputed parts keep their inputs; None: whole."""
-    group = mesh.group("tp")
-    if plan.job.train.partition_activations is not True or plan.parallel.sp or group is None:
-        return None
-    return KeptInputs(group, counter)
+def kept_inputs(
+    plan: Plan, mesh: Mesh, counter: CommCounter, store: ActivationStore | None = None
+) -> KeptInputs | None:
+    """How recomputed parts keep their inputs; None: whole, on the device."""
+    shares = plan.job.train.partition_activations is True and not plan.parallel.sp
+    group = mesh.group("tp") if shares else None
+    return None if group is None and store is None else KeptInputs(group, counter, store)
 
 
 def set_dropout_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:
@@ -266,7 +271,7 @@ def make_loss(plan: Plan, stage: Stage, table: ParamTable, mesh: Mesh, counter: 
     if not stage.last:
         return _no_loss
     start, stop = table["embed.weight" if plan.model.tied_embeddings else "head.weight"].along(0)
-    return VocabParallelLoss(start, stop - start, mesh.group("tp"), counter)
+    return VocabParallelLoss(start, stop - start, mesh.group("tp"), counter, plan.job.train.compile)
 
 
 def _no_loss(logits: Tensor, targets: Tensor) -> Tensor:

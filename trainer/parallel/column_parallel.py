@@ -40,6 +40,11 @@ class OverlappedColumnLinears:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         return _OverlappedColumnLinears.apply(x, self, [linear.op for linear in linears], *weights, *biases)
 
+    def run(self, linear: Linear, x: Tensor) -> Tensor:
+        """A `Linear.run`, for one that shares its input with no other."""
+        (out,) = self(x, (linear,))
+        return out
+
     def start_gather(self, x: Tensor) -> Later:
         """Start to gather the whole sequence of the input."""
         return start_gather_sequence(x, self.group, self.counter) if self.sp else lambda: x

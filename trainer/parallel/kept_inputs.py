@@ -1,10 +1,10 @@
 """What a recomputed part of a block keeps of its input from forward to backward: under tensor parallelism a share of
-it, gathered again before the recomputation.
+it, gathered again before the recomputation; and where, if not on the device.
 
 ZeRO-R's partitioned activation checkpoints, Pa (arXiv 1910.02054, section 6.1): the ranks of a tp group hold the same
 hidden states, so each keeps 1/tp. One all-gather for each recomputed part is added to the all-reduces of tensor
 parallelism: at most a tenth of their bytes. Under sequence parallelism the ranks hold different rows and nothing is
-left to share.
+left to share. Pa+cpu puts what is kept into memory of the host, `trainer.host.activations`.
 """
 
 from __future__ import annotations
@@ -17,31 +17,38 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from trainer.comm.collectives import CommCounter, all_gather
+from trainer.host.activations import ActivationStore, Entry
 
 
-class Share:
-    """This rank's share of an input, in its place."""
+class Kept:
+    """An input of `shape` in its place: this rank's share of it, or all."""
 
-    __slots__ = ("part", "shape")
+    __slots__ = ("held", "shape", "shared")
 
-    def __init__(self, part: Tensor, shape: torch.Size):
-        self.part, self.shape = part, shape
+    def __init__(self, held: Tensor | Entry, shape: torch.Size, shared: bool):
+        self.held, self.shape, self.shared = held, shape, shared
 
 
 class KeptInputs:
     """Hooks around a recomputed function: they see the tensors that it saves of its arguments, and no others."""
 
-    def __init__(self, group: torch.distributed.ProcessGroup, counter: CommCounter):
-        """`group`: of ranks with equal inputs, which recompute in the same order."""
-        self.group, self.counter = group, counter
+    def __init__(
+        self,
+        group: torch.distributed.ProcessGroup | None,
+        counter: CommCounter,
+        store: ActivationStore | None = None,
+    ):
+        """`group`: of ranks with equal inputs, which recompute in the same order; None: nothing is shared. `store`:
+        away from the device."""
+        self.group, self.counter, self.store = group, counter, store
 
     def around(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`function`, a recomputed one, which keeps a share of its first argument; its others are kept as they are."""
+        """`function`, a recomputed one, of whose first argument this is kept; its others are kept as they are."""
 
         def run(x: Tensor, *others: Any) -> Tensor:
             address, shape = x.data_ptr(), x.shape  # autograd keeps the hooks: they must not hold `x`
 
-            def pack(saved: Tensor) -> Tensor | Share:
+            def pack(saved: Tensor) -> Tensor | Kept:
                 return self._pack(saved) if saved.data_ptr() == address and saved.shape == shape else saved
 
             with saved_tensors_hooks(pack, self._unpack):
@@ -49,13 +56,24 @@ class KeptInputs:
 
         return run
 
-    def _pack(self, saved: Tensor) -> Tensor | Share:
-        parts = self.group.size()
-        if saved.numel() % parts:
-            return saved
-        return Share(saved.detach().reshape(parts, -1)[self.group.rank()].clone(), saved.shape)
+    def _pack(self, saved: Tensor) -> Tensor | Kept:
+        shared = self.group is not None and not saved.numel() % self.group.size()
+        held = saved.detach()
+        if shared:
+            assert self.group is not None
+            held = held.reshape(self.group.size(), -1)[self.group.rank()]
+        if self.store is not None:
+            return Kept(self.store.put(held), saved.shape, shared)
+        return Kept(held.clone(), saved.shape, shared) if shared else saved
 
-    def _unpack(self, kept: Tensor | Share) -> Tensor:
-        if not isinstance(kept, Share):
+    def _unpack(self, kept: Tensor | Kept) -> Tensor:
+        if not isinstance(kept, Kept):
             return kept
-        return all_gather(kept.part, self.group, "tp", self.counter).view(kept.shape)
+        held = kept.held
+        if isinstance(held, Entry):
+            assert self.store is not None
+            held = self.store.get(held)
+        if kept.shared:
+            assert self.group is not None
+            held = all_gather(held, self.group, "tp", self.counter)
+        return held.view(kept.shape)

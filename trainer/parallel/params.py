@@ -14,6 +14,8 @@ from torch import Tensor
 #: keeps ("exp_avg" and "exp_avg_sq", or "momentum"). "state" is what modules keep without gradient, under names of its
 #: own.
 StateKind = str
+#: Weights that lack the last update, of a run whose updates are delayed. Other checkpoints do not have them.
+STALE = "stale"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class ParamInfo:
     owner: bool = True  # this rank counts it in norms and writes it to checkpoints
     groups: GradGroups = DENSE
     whole: bool = False  # the optimizer needs the whole matrix: ZeRO gives it to one rank of `groups.shard`
+    narrow: bool = False  # the optimizer's state is narrower than its master weights
 
     def along(self, dim: int) -> tuple[int, int]:
         """This rank's [start, stop) of a dimension, without padding."""

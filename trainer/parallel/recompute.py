@@ -5,6 +5,8 @@ selective  by operator: results of matrix products and of attention are kept, ev
            positions, activations; with sequence parallelism the gathered sequence) is recomputed. Cheap in FLOPs, and
            with a fused attention it drops more than recomputing the attention core would (Korthikanti et al. 2022,
            arXiv 2205.05198, section 5, where the core was not fused yet).
+           `train.recompute_latents`: of latent attention only products that make latents are kept; queries, keys and
+           values are made from these again (DeepSeek-V3, arXiv 2412.19437, section 3.2.3).
 budget     one of these per layer, as the planner chose to fit `train.recompute_budget_gib`.
 
 Recomputation wraps methods of a block instance, so parameter names do not change.
@@ -23,6 +25,7 @@ from orchestrator.plan.document import Train
 from trainer.model.attention import SDPA
 from trainer.model.block import Block
 from trainer.model.linear import Linear
+from trainer.model.mla import LatentAttention
 from trainer.model.mlp import MLP
 from trainer.model.stage import Stage
 
@@ -37,6 +40,7 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    aten._flash_attention_forward.default,
 }
 
 
@@ -60,7 +64,7 @@ def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None
         if mode == "full":
             block.forward = kept(_checkpointed(block.forward), received)  # type: ignore[method-assign]
         elif mode == "selective":
-            contexts = _attention_contexts(block)
+            contexts = _attention_contexts(block, train.recompute_latents is True)
             block.attend = kept(_checkpointed(block.attend, contexts), received)  # type: ignore[method-assign]
             if isinstance(block.mlp, MLP):  # experts keep all: what lies between their products is little
                 contexts = partial(_contexts, products=1 if block.mlp.gate is None else 2, keep=set())
@@ -69,11 +73,13 @@ def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None
             raise ValueError(f"recompute={mode!r} of layer {layer}; legal: none, selective, full")
 
 
-def _attention_contexts(block: Block) -> Callable[[], Any]:
+def _attention_contexts(block: Block, latents: bool) -> Callable[[], Any]:
+    """`latents`: keep no product that is made from latents."""
     # A context-parallel core attends block by block: keeping each partial result would cost more than it saves.
     keep = ATTENTION if isinstance(block.attn.core, SDPA) else set()
     linears = sum(isinstance(module, Linear) for module in block.attn.children())
-    return partial(_contexts, products=linears - 1, keep=keep)
+    made = LatentAttention.MADE_OF_LATENTS if latents and isinstance(block.attn, LatentAttention) else 0
+    return partial(_contexts, products=linears - 1 - made, keep=keep)
 
 
 def _checkpointed(function: Callable[..., Any], contexts: Callable[[], Any] | None = None) -> Callable[..., Any]:

@@ -151,9 +151,9 @@ class SequenceShard(nn.Module):
         return x.chunk(self.parts, dim=1)[self.index]
 
 
-def gather_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
+def gather_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter, axis: str = AXIS) -> Tensor:
     """[b, s/n, h] of every rank -> [b, s, h]."""
-    return start_gather_sequence(x, group, counter)()
+    return start_gather_sequence(x, group, counter, axis)()
 
 
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
@@ -161,13 +161,15 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) 
     return start_scatter_sequence(x, group, counter)()
 
 
-def start_gather_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Callable[[], Tensor]:
+def start_gather_sequence(
+    x: Tensor, group: dist.ProcessGroup, counter: CommCounter, axis: str = AXIS
+) -> Callable[[], Tensor]:
     """Start `gather_sequence`; the returned function waits for its result.
 
     Collectives join dimension 0, so for b > 1 the pieces are reordered.
     """
     batch, length, hidden = x.shape
-    handle = start_all_gather(x.contiguous(), group, AXIS, counter)
+    handle = start_all_gather(x.contiguous(), group, axis, counter)
 
     def wait() -> Tensor:
         if batch == 1:

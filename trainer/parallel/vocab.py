@@ -6,6 +6,7 @@ looks up and no softmax counts. No rank holds full logits (Shoeybi et al. 2019, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from trainer.comm.collectives import CommCounter, all_gather
 from trainer.model.loss import IGNORED
 
 from .tensor import AXIS
+
+#: Log-sum-exp of rows, and the gradient of logits: each one kernel.
+Passes = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]]
 
 #: Logits that are exponentiated at a time, in elements: bounds the fp32 temporaries next to bf16 logits.
 CHUNK = 1 << 24
@@ -38,16 +42,32 @@ class VocabParallelLoss:
     """Sum of -log p(target) over valid tokens, from this rank's columns of the logits; equal on every tp rank.
 
     logits [b, s, p], targets int64 [b, s] -> scalar in at least fp32. `valid` is the number of columns that are not
-    padding.
+    padding. `compiled`: one kernel each way, which reads the logits once and keeps nothing wide.
     """
 
-    def __init__(self, start: int, valid: int, group: dist.ProcessGroup | None, counter: CommCounter):
+    def __init__(
+        self, start: int, valid: int, group: dist.ProcessGroup | None, counter: CommCounter, compiled: bool = False
+    ):
         self.start, self.valid, self.group, self.counter = start, valid, group, counter
+        self.passes = (torch.compile(_log_sums), torch.compile(_gradient)) if compiled else None
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if self.group is None and self.valid == logits.shape[-1]:
+        if self.group is None and self.valid == logits.shape[-1] and self.passes is None:
             return _WholeCrossEntropy.apply(logits, targets)
-        return _CrossEntropy.apply(logits, targets, self.start, self.valid, self.group, self.counter)
+        return _CrossEntropy.apply(logits, targets, self.start, self.valid, self.group, self.counter, self.passes)
+
+
+def _log_sums(logits: Tensor) -> Tensor:
+    """[n, p] -> [n], log-sum-exp of each row in at least fp32."""
+    return torch.logsumexp(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+
+
+def _gradient(logits: Tensor, total: Tensor, goal: Tensor, scale: Tensor, valid: int) -> Tensor:
+    """scale * (softmax - onehot(goal)) of [n, p], zero in padding; `goal` -1: in no column of these."""
+    column = torch.arange(logits.shape[1], device=logits.device)
+    softmax = torch.exp(logits - total[:, None])
+    grad = (softmax - (column == goal[:, None]).to(softmax.dtype)) * scale[:, None]
+    return torch.where(column < valid, grad, 0.0).to(logits.dtype)
 
 
 class _WholeCrossEntropy(torch.autograd.Function):
@@ -95,6 +115,7 @@ class _CrossEntropy(torch.autograd.Function):
         valid: int,
         group: dist.ProcessGroup | None,
         counter: CommCounter,
+        passes: Passes | None,
     ) -> Tensor:
         flat, goal = logits.flatten(0, -2), targets.flatten()
         wide = torch.promote_types(logits.dtype, torch.float32)
@@ -104,7 +125,9 @@ class _CrossEntropy(torch.autograd.Function):
         mine = flat.new_zeros(1, 2, goal.numel(), dtype=wide)
         if not valid:
             mine[0, 0] = -torch.inf
-        for rows in _chunks(flat) if valid else ():
+        if valid and passes is not None:
+            mine[0, 0] = passes[0](flat[:, :valid])
+        for rows in _chunks(flat) if valid and passes is None else ():
             # log_softmax, x - lse, is a fused kernel and logsumexp is not; the largest column gives lse most exactly.
             part = flat[rows, :valid]
             log_softmax = torch.log_softmax(part, dim=-1, dtype=wide)
@@ -115,7 +138,7 @@ class _CrossEntropy(torch.autograd.Function):
         total = torch.logsumexp(log_sums, dim=0)
         counted = goal != IGNORED
         ctx.save_for_backward(logits, total, column, here, counted)
-        ctx.valid = valid
+        ctx.valid, ctx.passes = valid, passes
         return (total - goals.sum(0)).masked_fill(~counted, 0.0).sum()
 
     @staticmethod
@@ -123,8 +146,11 @@ class _CrossEntropy(torch.autograd.Function):
         """d/dlogits = softmax - onehot(target), for valid tokens and columns; zero elsewhere."""
         logits, total, column, here, counted = ctx.saved_tensors
         flat = logits.flatten(0, -2)
-        out = torch.zeros_like(flat) if ctx.valid < flat.shape[1] else torch.empty_like(flat)
         scale = (grad * counted)[:, None]
+        if ctx.passes is not None:
+            goal = column.masked_fill(~here, -1)
+            return ctx.passes[1](flat, total, goal, scale[:, 0], ctx.valid).view_as(logits), *[None] * 6
+        out = torch.zeros_like(flat) if ctx.valid < flat.shape[1] else torch.empty_like(flat)
         for rows in _chunks(flat) if ctx.valid else ():
             there = out[rows, : ctx.valid]
             part = there if out.dtype == total.dtype else there.new_empty(there.shape, dtype=total.dtype)
@@ -133,7 +159,7 @@ class _CrossEntropy(torch.autograd.Function):
             part.scatter_add_(1, column[rows, None], scale[rows] * -here[rows, None].to(part.dtype))
             if part is not there:
                 there.copy_(part)
-        return out.view_as(logits), None, None, None, None, None
+        return out.view_as(logits), *[None] * 6
 
 
 def _chunks(flat: Tensor) -> list[slice]:

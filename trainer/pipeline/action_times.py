@@ -20,8 +20,14 @@ class StepActions:
         self._origin: Any = now(cuda)
         self._marks: list[tuple[Action, Any, Any]] = []
 
-    def add(self, action: Action, start: Any, end: Any) -> None:
-        self._marks.append((action, start, end))
+    def begin(self, action: Action) -> int:
+        """The number of the action, for `end`. Two that run as one are both begun before either ends."""
+        self._marks.append((action, now(self._cuda), None))
+        return len(self._marks) - 1
+
+    def end(self, number: int) -> None:
+        action, start, _ = self._marks[number]
+        self._marks[number] = action, start, now(self._cuda)
 
     def order(self) -> list[Action]:
         return [action for action, _, _ in self._marks]
@@ -42,8 +48,14 @@ class StepActions:
 
     def idle_seconds(self) -> float:
         """Between this rank's first start and last end, when it waits for other stages."""
-        spans = self.spans()
-        return spans[-1].end - spans[0].start - sum(span.end - span.start for span in spans) if spans else 0.0
+        spans = sorted(self.spans(), key=lambda span: span.start)
+        if not spans:
+            return 0.0
+        idle, latest = 0.0, spans[0].start
+        for _, start, end in spans:  # two that run as one overlap
+            idle += max(0.0, start - latest)
+            latest = max(latest, end)
+        return idle
 
 
 class ActionTimes:
@@ -63,13 +75,13 @@ class ActionTimes:
 
     @contextlib.contextmanager
     def timed(self, action: Action) -> Iterator[None]:
-        measured = self.measuring or not self._cuda
-        start, self._running = now(self._cuda) if measured else None, action
+        measured, step = self.measuring or not self._cuda, self.step
+        number, self._running = step.begin(action) if measured else 0, action
         yield
         self._running = None
         self._done += 1
         if measured:
-            self.step.add(action, start, now(self._cuda))
+            step.end(number)
 
     def running(self) -> tuple[int, bool] | None:
         """(number of the action that runs now, whether it is a forward); None between actions."""

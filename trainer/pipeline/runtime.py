@@ -33,6 +33,7 @@ from trainer.model.loss import LossTerms
 from .action_times import ActionTimes
 from .split import DeferredWeightGrad, DeferredWeightGrads, OnGrad, install
 from .transfer import Transfers
+from .turns import Turns
 
 
 class Batch(Protocol):
@@ -71,7 +72,8 @@ class Pipeline:
 
         `shape`, `dtype`: of the hidden states between stages. `on_grad(param)` is called for each weight gradient that
         a split backward adds to `param.grad`; all other gradients arrive through autograd and its hooks. `terms`: what
-        the stages add to the loss.
+        the stages add to the loss. `costs`: as in `lower`; where they say so, a forward and the whole backward of
+        another stage behind it run as one, each beside the other's communication (`turns`).
         """
         rank, device = mesh.coord.pp, torch.device(device)
         mine = schedule.stages_of(rank)
@@ -82,7 +84,12 @@ class Pipeline:
         self.stages = dict(zip(mine, stages, strict=True))
         self.transfers = Transfers(schedule, mesh, counter, tuple(shape), dtype, device)
         self.action_times = ActionTimes(device)
-        self._phase = timer.phase if timer else _no_phase
+        self._phase, self._timer = timer.phase if timer else _no_phase, timer
+        self.turns = Turns(device)
+        #: No two run as one in this step, for what watches operators or stands in for them, and sees those of one
+        #: thread. It must be the same on all ranks, which else would start collectives in other orders.
+        self.one_by_one = False
+        counter.before_wait = self.turns.pass_on
         self.weight_grads = DeferredWeightGrads(on_grad)
         if schedule.splits_backward:
             install(stages, self.weight_grads, compiled)
@@ -97,8 +104,7 @@ class Pipeline:
     def set_schedule(self, schedule: Schedule) -> None:
         """Use `schedule` from the next step on: the same stages and ranks, another number of micro-batches."""
         if self.transfers.counter.gloo:  # it matches messages by tag, so receives may start early and alone
-            early = receive_early(lower(schedule, self._costs)[self.rank])
-            self.program: tuple[tuple[Action, ...], ...] = tuple((action,) for action in early)
+            self.program = receive_early(lower(schedule, self._costs)[self.rank], costs=self._costs)
         else:  # NCCL needs the same order at both ends of a pair; its host thread runs ahead of the device anyway
             self.program = lower_to_batches(schedule, self._costs)[self.rank]
         self.schedule = self.transfers.schedule = schedule
@@ -157,14 +163,15 @@ class Pipeline:
         self._scale = torch.ones((), **scalar).mul_(loss_scale)  # keeps its dtype, copies nothing from the host
         self.action_times.restart()
         for batch in self.program:
-            action = batch[0]
-            match action.kind:
-                case Kind.F:
-                    self._forward(action)
-                case Kind.B | Kind.I:
-                    self._backward(action)
-                case Kind.W:
-                    self._weights(action)
+            match [action.kind for action in batch]:
+                case [Kind.F, Kind.B]:
+                    self._together(*batch)
+                case [Kind.F]:
+                    self._forward(batch[0])
+                case [Kind.B | Kind.I]:
+                    self._backward(batch[0])
+                case [Kind.W]:
+                    self._weights(batch[0])
                 case _:
                     self.transfers.start(batch)
         self._micro_batches = ()
@@ -172,12 +179,34 @@ class Pipeline:
             self.transfers.finish()
         return self._total
 
+    def _together(self, forward: Action, backward: Action) -> None:
+        if self.one_by_one:
+            self._forward(forward)
+            self._backward(backward)
+            return
+        hidden, grad = self._input_of(forward), self._grad_of(backward)
+        seconds = self.turns.together(
+            lambda: self._compute_forward(forward, hidden), lambda: self._compute_backward(backward, grad)
+        )
+        if self._timer is not None:
+            for name, spent in zip(("forward", "backward"), seconds, strict=True):
+                self._timer.add(name, spent)
+
     def _forward(self, action: Action) -> None:
+        hidden = self._input_of(action)
+        with self._phase("forward"):
+            self._compute_forward(action, hidden)
+
+    def _input_of(self, action: Action) -> Tensor | None:
+        """The hidden states that a forward starts from."""
+        if self.schedule.is_first(action.stage):
+            return None
+        return self._wait(action._replace(kind=Kind.RECV_F)).requires_grad_()
+
+    def _compute_forward(self, action: Action, hidden: Tensor | None) -> None:
         _, stage, index = action
-        batch, hidden = self._micro_batches[index], None
-        if not self.schedule.is_first(stage):
-            hidden = self._wait(action._replace(kind=Kind.RECV_F)).requires_grad_()
-        with self._phase("forward"), self.action_times.timed(action):
+        batch = self._micro_batches[index]
+        with self.action_times.timed(action):
             with self.terms.forward(index):
                 out = self.stages[stage](hidden, batch)
             if self.schedule.is_last(stage):
@@ -189,13 +218,18 @@ class Pipeline:
             self._saved[stage, index] = hidden, get_gradient_edge(out)
 
     def _backward(self, action: Action) -> None:
+        grad = self._grad_of(action)
+        with self._phase("backward"):
+            self._compute_backward(action, grad)
+
+    def _grad_of(self, action: Action) -> Tensor:
+        """The gradient of a stage's output, or of the loss."""
+        return self._scale if self.schedule.is_last(action.stage) else self._wait(action._replace(kind=Kind.RECV_B))
+
+    def _compute_backward(self, action: Action, grad: Tensor) -> None:
         kind, stage, index = action
         hidden, edge = self._saved.pop((stage, index))
-        if self.schedule.is_last(stage):
-            grad = self._scale
-        else:
-            grad = self._wait(action._replace(kind=Kind.RECV_B))
-        with self._phase("backward"), self.action_times.timed(action):
+        with self.action_times.timed(action):
             if kind is Kind.I:
                 self.weight_grads.open()
             torch.autograd.backward(edge, grad)

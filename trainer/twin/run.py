@@ -27,6 +27,8 @@ from trainer.compat import fake_tensors, fake_world
 from trainer.data.batch import MicroBatch
 from trainer.engine import Engine
 from trainer.metrics.memory import CATEGORIES, StepMemory
+from trainer.model.documents import Documents
+from trainer.model.dropout import draws
 from trainer.precision import recipe
 
 
@@ -49,7 +51,7 @@ def run_rank(plan: Plan, rank: int) -> RankRun:
 def run_step(engine: Engine, memory: StepMemory, batches: Sequence[MicroBatch]) -> RankRun:
     """One step of an engine, fake or real: its transfers and its memory."""
     began, found, peak = perf_counter(), Recorder(), dict[str, int]()
-    engine.counter.trace = found
+    engine.counter.trace, engine.pipeline.one_by_one = found, True  # memory, and fake tensors, see one thread
     with memory.measure(peak):
         _, norm = engine.gradients(batches, engine.plan.parallel.global_batch_tokens)
         float(norm)
@@ -79,8 +81,9 @@ def fake_batches(plan: Plan, coord: Coord) -> list[MicroBatch]:
         return torch.empty(shape, dtype=torch.int64)
 
     def batch() -> MicroBatch:
-        documents = column() if plan.job.data.isolate_documents else None
-        return MicroBatch(column(), column(), column(), documents, column() if plan.model.dropout else None)
+        apart = plan.job.data.isolate_documents  # how many there are is the text's business
+        documents = Documents(column(), ((shape[1],),) * shape[0]) if apart else None
+        return MicroBatch(column(), column(), column(), documents, column() if draws(plan.model) else None)
 
     return [batch() for _ in range(taken(par)[replica_of(par, coord)])]
 

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from orchestrator.plan import Plan
+from orchestrator.plan.offload import offload_of
 from orchestrator.plan.parity import ALONE, ALWAYS, HOPELESS, Cell, Errors, Verdict
 from orchestrator.plan.trained import problems
 from trainer.parallel import vocab
@@ -79,8 +80,8 @@ def _launch(cells: Sequence[Cell], precisions: Sequence[str], cache: ReferenceRu
 
 def _precisions(cell: Cell, precisions: Sequence[str]) -> list[str]:
     """What one cell is compared in, keys of LIMITS."""
-    if cell.plan.job.matmul:
-        # In fp32 sums differ in their last digits between layouts, and each digit may decide a rounding to 8 bits,
+    if cell.plan.job.matmul or cell.plan.job.optim.state:
+        # In fp32 sums differ in their last digits between layouts, and each digit may decide a rounding to few bits,
         # which is a million times as coarse. In fp64 none does, and a wrong scale is as wrong.
         precisions = [one for one in precisions if one != "fp32"]
     if not cell.precision:
@@ -141,7 +142,12 @@ def reference_run(plan: Plan, packed: bool, empty: bool, precision: str, cache: 
     narrow = precision if precision.removesuffix(ALONE) in ("bf16", "fp16") else ""  # of initial weights, at least
     engine = (train.grad_dtype, par.micro_batch_size, par.bucket_bytes, par.zero == 3) if narrow.endswith(ALONE) else ()
     same = (plan.model, plan.job.optim, train.seed, train.seq_len, train.steps, train.clip_grad_norm, narrow, engine)
-    text = (par.global_batch_samples, packed, (empty or plan.job.matmul) and (plan.job.matmul, par.micro_batch_size))
+    text = (
+        par.global_batch_samples,
+        offload_of(train).delayed,
+        packed,
+        (empty or plan.job.matmul) and (plan.job.matmul, par.micro_batch_size),
+    )
     key = msgspec.json.encode((same, text))
     if key not in cache and engine:
         cache[key] = alone.train(plan, STEPS, packed, empty, recipe_for(precision, plan))

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from msgspec import UNSET
 from torch import Tensor
+from torch.nn import Parameter
 
 from orchestrator.plan import Plan
+from orchestrator.plan.offload import offload_of
 from trainer.model.dropout import seed_dropout
 from trainer.model.experts import MixtureOfExperts
 from trainer.model.init import init_stage
@@ -70,10 +72,12 @@ def train(
     for module in stage.modules():
         if isinstance(module, MixtureOfExperts | Stage):
             module.terms = terms_of_model
-        if isinstance(module, Router) and module.bias is not None:
+        if isinstance(module, Router) and (module.bias is not None or module.load is not None):
             routers.append(_CountingRouter(module))
     params = dict(stage.named_parameters())
-    update = plain_optimizer(params, job.optim)
+    update = plain_optimizer(params, job.optim, job.train.seed)
+    delayed = offload_of(job.train).delayed
+    ahead = {name: param.detach().clone() for name, param in params.items()}  # of delayed updates: the weights to be
     outcomes = []
     for step in range(1, steps + 1):
         batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
@@ -88,7 +92,8 @@ def train(
         sum(terms.values(), loss).backward()
         grads = {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), job.train.clip_grad_norm or math.inf)
-        update(learning_rate(step, job.optim, job.train.steps))
+        lr = learning_rate(step, job.optim, job.train.steps)
+        _delayed(params, ahead, update, lr) if delayed else update(lr)
         for router in routers:
             router.move()
         weights = {name: param.detach().clone() for name, param in params.items()}
@@ -99,19 +104,34 @@ def train(
     return outcomes
 
 
+@torch.no_grad()
+def _delayed(
+    params: dict[str, Parameter], ahead: dict[str, Tensor], update: Callable[[float], None], lr: float
+) -> None:
+    """Update the weights `ahead` with the gradients of `params`, which then get what `ahead` was before."""
+    before = {name: weights.clone() for name, weights in ahead.items()}
+    for name, param in params.items():
+        param.copy_(ahead[name])
+    update(lr)
+    for name, param in params.items():
+        ahead[name].copy_(param)
+        param.copy_(before[name])
+
+
 class _CountingRouter:
-    """Moves a router's bias expert by expert, by what it has chosen since the last move."""
+    """Changes a router's bias and load expert by expert, by what it has chosen since the last time."""
 
     def __init__(self, router: Router):
         self.router, self.chosen = router, list[int]()
         router.register_forward_hook(lambda module, args, out: self.chosen.extend(out.experts.flatten().tolist()))
 
     def move(self) -> None:
-        bias, speed = self.router.bias, self.router.moe.bias_update
-        assert bias is not None and speed is not UNSET
-        mean = len(self.chosen) / len(bias)
-        for expert in range(len(bias)):
+        bias, load, moe = self.router.bias, self.router.load, self.router.moe
+        mean = len(self.chosen) / moe.experts
+        for expert in range(moe.experts):
             often = self.chosen.count(expert)
-            if often != mean:
-                bias[expert] += speed if often < mean else -speed
+            if bias is not None and moe.bias_update is not UNSET and often != mean:
+                bias[expert] += moe.bias_update if often < mean else -moe.bias_update
+            if load is not None:
+                load[expert] = often / mean
         self.chosen.clear()

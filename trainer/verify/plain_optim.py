@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -9,20 +10,22 @@ from torch import Tensor
 
 from orchestrator.plan.document import Optim
 
+from .plain_state import narrowed
+
 #: Makes an update with a learning rate, from the parameters' `.grad`.
 Step = Callable[[float], None]
 
 
-def plain_optimizer(params: Mapping[str, Tensor], optim: Optim) -> Step:
+def plain_optimizer(params: Mapping[str, Tensor], optim: Optim, seed: int = 0) -> Step:
     """The plan's optimizer for a whole model, by its parameters' names."""
     if optim.kind == "sgd":
-        return _by_formula(params, optim, lambda gradient, momentum: momentum)
+        return _by_formula(params, optim, lambda gradient, momentum: momentum, seed)
     if optim.kind != "muon":
-        return _adamw(list(params.values()), optim)
+        return _adamw(params, optim, seed)
     inside = {name for name, param in params.items() if param.dim() == 2 and name.split(".")[0] == "layers"}
     steps = (
         _by_formula({name: params[name] for name in inside}, optim, _muon(optim.beta1)),
-        _adamw([param for name, param in params.items() if name not in inside], optim),
+        _adamw({name: param for name, param in params.items() if name not in inside}, optim),
     )
 
     def step(lr: float) -> None:
@@ -32,9 +35,10 @@ def plain_optimizer(params: Mapping[str, Tensor], optim: Optim) -> Step:
     return step
 
 
-def _adamw(params: list[Tensor], optim: Optim) -> Step:
-    matrices = {"params": [param for param in params if param.dim() > 1], "weight_decay": optim.weight_decay}
-    vectors = {"params": [param for param in params if param.dim() == 1], "weight_decay": 0.0}
+def _adamw(params: Mapping[str, Tensor], optim: Optim, seed: int = 0) -> Step:
+    every = params.values()
+    matrices = {"params": [param for param in every if param.dim() > 1], "weight_decay": optim.weight_decay}
+    vectors = {"params": [param for param in every if param.dim() == 1], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
     made = torch.optim.AdamW(groups, lr=0.0, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False)
 
@@ -42,21 +46,30 @@ def _adamw(params: list[Tensor], optim: Optim) -> Step:
         for group in made.param_groups:
             group["lr"] = lr
         made.step()
+        for name, param in params.items() if optim.state else ():
+            kept = made.state[param]
+            for kind in ("exp_avg", "exp_avg_sq"):
+                kept[kind].copy_(narrowed(kept[kind], str(optim.state), kind, name, seed, int(kept["step"])))
 
     return step
 
 
-def _by_formula(params: Mapping[str, Tensor], optim: Optim, direction: Callable[[Tensor, Tensor], Tensor]) -> Step:
+def _by_formula(
+    params: Mapping[str, Tensor], optim: Optim, direction: Callable[[Tensor, Tensor], Tensor], seed: int = 0
+) -> Step:
     """`direction` of a gradient and the momentum that it has been added to."""
-    momenta = {name: torch.zeros_like(param) for name, param in params.items()}
+    momenta, updates = {name: torch.zeros_like(param) for name, param in params.items()}, itertools.count(1)
 
     def step(lr: float) -> None:
+        number = next(updates)
         with torch.no_grad():
             for name, param in params.items():
                 gradient = torch.zeros_like(param) if param.grad is None else param.grad
                 momenta[name] = optim.beta1 * momenta[name] + gradient
                 decay = optim.weight_decay if param.dim() > 1 else 0.0
                 param.copy_((1 - lr * decay) * param - lr * direction(gradient, momenta[name]))
+                if optim.state:
+                    momenta[name] = narrowed(momenta[name], optim.state, "momentum", name, seed, number)
 
     return step
 

@@ -17,6 +17,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from trainer.data.batch import IGNORED, MicroBatch, with_serials
 from trainer.data.order import micro_batches_at, samples_at, samples_of_step
+from trainer.model.documents import Documents
 
 
 def sample(plan: Plan, index: int, empty: bool = False) -> tuple[Tensor, Tensor]:
@@ -46,7 +47,7 @@ def micro_batch(plan: Plan, indices: list[int], packed: bool = False, empty: boo
     cuts = torch.tensor([sorted((1 + index % (length - 1), 1 + 5 * index % (length - 1))) for index in indices])
     documents = (positions[:, None, :] >= cuts[:, :, None]).sum(1)
     starts = torch.where(documents == 0, 0, cuts.gather(1, (documents - 1).clamp(min=0)))
-    return with_serials(MicroBatch(tokens, targets, positions - starts, documents), indices)
+    return with_serials(MicroBatch(tokens, targets, positions - starts, Documents.of(documents)), indices)
 
 
 def token_by_token(batch: MicroBatch, depth: int) -> MicroBatch:
@@ -57,7 +58,8 @@ def token_by_token(batch: MicroBatch, depth: int) -> MicroBatch:
         later = at + k + 1
         if later < length:
             tokens[row, at, k] = batch.tokens[row, later]
-            if batch.documents is None or batch.documents[row, later] == batch.documents[row, at]:
+            numbers = None if batch.documents is None else batch.documents.numbers
+            if numbers is None or numbers[row, later] == numbers[row, at]:
                 targets[row, at, k] = batch.targets[row, later]
     return replace(batch, next_tokens=tokens, next_targets=targets)
 

@@ -49,6 +49,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- merge (include "orch.labels" . | fromYaml) .Values.monitoring.labels | toYaml -}}
 {{- end -}}
 
+{{- /* Whether a controller of TrainRuns is there to give the run to; "" for no. */ -}}
+{{- define "orch.controlled" -}}
+{{- if eq .Values.controller "always" -}}yes
+{{- else if and (eq .Values.controller "auto") (.Capabilities.APIVersions.Has "orch.dev/v1alpha1/TrainRun") -}}yes
+{{- end -}}
+{{- end -}}
+
 {{- define "orch.image" -}}
 {{- if .Values.image.digest -}}
 {{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}

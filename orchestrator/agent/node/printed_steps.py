@@ -2,6 +2,9 @@
 
 A look reads what the workers' logs have grown by, so a step is seen up to half a second late, and steps between two
 looks share the time between them. Of a program that prints every tenth step the others are added, without a loss.
+
+Some patterns take exponential time on some lines, and the agent has other things to do: a search that takes longer than
+`_MOST_CPU_S` is cut off, and the pattern is not used any more.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ import contextlib
 import math
 import os
 import re
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from orchestrator.plan.worker import StepReport
 _AT_ONCE = 1 << 18  # bytes of a log in one look; of more the last, for the newest steps
 _LONGEST_LINE = 2000  # characters that are searched
 _MOST_ADDED = 1000  # steps between two that were printed
+_MOST_CPU_S = 0.5  # of this process, for what one log has grown by; a plain pattern takes a twentieth
 _OURS = "--- orch:"  # the beginning of a line that an agent writes into a log
 
 
@@ -39,6 +44,7 @@ class PrintedSteps:
         self._pattern, self._on_step, self._clock = re.compile(pattern), on_step, clock
         self._epoch = -1
         self._logs: dict[int, _Log] = {}
+        self.given_up = False
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -46,20 +52,23 @@ class PrintedSteps:
 
     def follow(self, rank: int, path: Path, start: int) -> None:
         """Reads what a worker prints from here on. `start`: bytes that its log has from before."""
+        if self.given_up:
+            return
         self._logs[rank] = _Log(path, start, self._clock())
 
     def look(self) -> None:
         """To be called every half second."""
-        for rank in self._logs:
+        for rank in list(self._logs):
             self._read(rank, at_end=False)
 
     def ended(self, rank: int) -> None:
         """A worker has ended: what it printed last, also without the end of the line."""
-        if rank in self._logs:
-            self._read(rank, at_end=True)
+        self._read(rank, at_end=True)
 
     def _read(self, rank: int, at_end: bool) -> None:
-        log = self._logs[rank]
+        log = self._logs.get(rank)
+        if log is None:  # given up
+            return
         grown = b""
         with contextlib.suppress(OSError), log.path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -70,9 +79,23 @@ class PrintedSteps:
             log.offset += len(grown)
         lines = re.split(rb"[\r\n]", log.part + grown)  # progress bars end their lines with a carriage return
         log.part = b"" if at_end else lines.pop()[:_LONGEST_LINE]
-        found = [values for line in lines if (values := self._values(line))]
+        found: list[dict[str, float]] = []
+        try:
+            with _at_most(_MOST_CPU_S):
+                found += filter(None, map(self._values, lines))
+        except _TookTooLong:
+            self._give_up()
         if found:
             self._tell(rank, log, found)
+
+    def _give_up(self) -> None:
+        """Says in every log that no more steps are read."""
+        self.given_up = True
+        said = f"{_OURS} metrics.pattern took over {_MOST_CPU_S:g} s on what was printed, and reads no more steps\n"
+        for log in self._logs.values():
+            with contextlib.suppress(OSError), log.path.open("a") as file:
+                file.write(said)
+        self._logs.clear()
 
     def _values(self, line: bytes) -> dict[str, float] | None:
         """The numbers of a line by group; None for one that tells no step."""
@@ -122,3 +145,24 @@ class PrintedSteps:
             grad_norm=values.get("grad_norm"),
             lr=values.get("lr"),
         )
+
+
+class _TookTooLong(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def _at_most(cpu_s: float) -> Iterator[None]:
+    """_TookTooLong in the body when it has taken so much processor time. Of the main thread: `re` looks for signals
+    while it searches, so it is the one that can be cut off."""
+
+    def stop(*_: object) -> None:
+        raise _TookTooLong
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

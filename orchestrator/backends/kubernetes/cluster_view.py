@@ -28,7 +28,7 @@ from .api.client import Cluster, gather, in_background
 from .fitting import pod_needs, quantity, why_not
 from .names import NODES, selector
 from .objects.node_affinity import HOST, ChosenNodes, check_levels, choose, split_units
-from .options import KubernetesOptions
+from .options import KubernetesOptions, places_itself
 
 _LEASE, _LEASE_S, _LEASE_WAIT_S = "orch-placement", 20, 60.0
 
@@ -82,7 +82,7 @@ def reserve_nodes(
     """
     check_levels(plan, options)
     check_queue(cluster, options)
-    queue_places = options.queue is not None or plan.cluster.device == "cpu"
+    queue_places = not places_itself(options) or plan.cluster.device == "cpu"
     try:
         view = snapshot.result() if snapshot else read_snapshot(cluster, options, not queue_places)
         gpu = options.gpu_resource if plan.cluster.device == "cuda" else ""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
+GROUP, VERSION, KIND = "orch.dev", "v1alpha1", "TrainRun"
+GATE = "orch.dev/placement"  # scheduling gate of pods that the controller gives their node
+TOGETHER = "orch.dev/together"  # how many nodes an elastic run had when this pod of it was let go
 RUN = "orch.dev/run"  # label on everything of a run; its value is the run id
 GENERATION = "orch.dev/generation"  # of the Job: 0, and one more with each resume
 INDEX = "batch.kubernetes.io/job-completion-index"  # which the Job gives its pods, as a label since Kubernetes 1.28

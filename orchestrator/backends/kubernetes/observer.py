@@ -9,11 +9,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.codec import UNREADABLE
-from orchestrator.run.state import RunState
+from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.state import RunState, read_state, write_state
 
 from .api.client import Cluster
 from .names import JOB_OF_SET, RUN, selector
@@ -22,7 +23,8 @@ from .pod.status_lines import NOTHING, parse_status_line
 from .record import KubernetesRecord
 
 FRESH_S = 2.0
-_LOG_LINES = 400  # of pod 0: holds its last `@orch` lines, which come every ten seconds at least
+_ASKED = 8  # pods whose logs are read for it
+LOG_LINES = 400  # of pod 0: holds its last `@orch` lines, which come every ten seconds at least
 
 Key = tuple[str | None, str]
 
@@ -122,15 +124,23 @@ class LastReport(Struct, frozen=True):
     state: RunState | None = None
     node: str = ""
     step: bytes = b""  # a line of metrics/<node>.jsonl, with its end
+    ettr: float | None = None  # effective training time ratio since the run's first start
 
 
 def read_last_report(cluster: Cluster, run: ObservedRun) -> LastReport:
-    """From pod 0's newest status lines; empty when there is no such pod, or its log cannot be read."""
-    first = next((pod for pod in run.pods if index_of(pod) == 0), None)
-    if first is None or first.get("status", {}).get("phase") == "Pending":
-        return LastReport()
-    state, node, step = None, "", b""
-    for text in cluster.log(first["metadata"]["name"], tail=_LOG_LINES):
+    """From the newest status lines of pod 0, or of another where that has none; empty where no log can be read."""
+    begun = [pod for pod in run.pods if pod.get("status", {}).get("phase") != "Pending"]
+    for pod in sorted(begun, key=index_of)[:_ASKED]:  # of an elastic run any may have the coordinator
+        found = parse_report(cluster.log(pod["metadata"]["name"], tail=LOG_LINES))
+        if found.state is not None:
+            return found
+    return LastReport()
+
+
+def parse_report(lines: Iterable[str]) -> LastReport:
+    """The last of each kind of status line."""
+    state, node, step, ettr = None, "", b"", None
+    for text in lines:
         if (line := parse_status_line(text)) is None:
             continue
         if line.state != NOTHING:
@@ -140,7 +150,17 @@ def read_last_report(cluster: Cluster, run: ObservedRun) -> LastReport:
                 continue
         if line.step != NOTHING:
             node, step = line.node, bytes(line.step) + b"\n"
-    return LastReport(state, node, step)
+        ettr = line.ettr if line.ettr is not None else ettr
+    return LastReport(state, node, step, ettr)
+
+
+def save_last_report(folder: RunFolder, report: LastReport) -> None:
+    """Keep what pod 0 last reported of the run: its log goes with its pod."""
+    if report.state is not None:
+        state = read_state(folder)
+        write_state(folder, structs.replace(report.state, created_at=state.created_at, summary=state.summary))
+    if report.step and report.node:
+        write_private(folder.metrics(report.node), report.step, durable=False)
 
 
 # ------------------------------------------------------------------------------------------ pods of dead nodes
@@ -164,13 +184,14 @@ def force_delete_stuck_pods(cluster: Cluster, run: ObservedRun, now: float) -> s
     for pod in hanging if alive else ():
         if (node := pod["spec"].get("nodeName")) and node not in alive:
             with contextlib.suppress(OrchError):  # no right to do so: `phases.stuck` says what to do
-                cluster.patch_status("Pod", pod["metadata"]["name"], _failed(node, now))
+                cluster.patch_status("Pod", pod["metadata"]["name"], failed_by_disruption(node, now))
                 cluster.delete("Pod", pod["metadata"]["name"], grace_s=0)
                 done.append(f"{pod['metadata']['name']} of node {node}")
     return f"ended by force, for their nodes are gone: {', '.join(done)}; others take their place" if done else ""
 
 
-def _failed(node: str, now: float) -> dict[str, Any]:
+def failed_by_disruption(node: str, now: float) -> dict[str, Any]:
+    """The status of a pod whose node is gone."""
     at = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     about = {"reason": "NodeLost", "message": f"node {node} is gone; ended by orch", "lastTransitionTime": at}
     return {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True", **about}]}

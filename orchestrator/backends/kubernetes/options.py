@@ -41,6 +41,13 @@ class Volume(Frozen):
     read_only: bool = True
 
 
+class Egress(Frozen):
+    """Addresses outside of the run that its pods may reach: a data store, a registry of models."""
+
+    cidr: Annotated[str, Meta(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}\Z")]
+    ports: list[Annotated[int, Meta(ge=1, le=65535)]] = []  # TCP; none: all
+
+
 class Owner(Frozen):
     """A ConfigMap whose end is the run's end: Kubernetes collects what it owns. The chart has one for each run."""
 
@@ -55,6 +62,7 @@ class KubernetesOptions(Frozen):
     context: Annotated[str, Meta(max_length=253)] | None = None  # of the kubeconfig; None: the current one
     namespace: Label | None = None  # None: that of the context, or the launcher's own inside a cluster
     kind: Literal["job", "jobset"] = "job"
+    controller: Literal["auto", "always", "never"] = "auto"  # submit to charts/orch-controller; auto: where it is
     # with what
     image: Image | None = None  # has this orch and torch; the Containerfile builds one
     pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
@@ -73,6 +81,9 @@ class KubernetesOptions(Frozen):
     queue: Name | None = None  # Kueue's LocalQueue; None: no Kueue
     workload_priority: Name | None = None  # Kueue's WorkloadPriorityClass
     priority_class: Name | None = None  # PriorityClass of the pods
+    # without Kueue: all pods or none by a scheduler of the cluster (objects/gang.py); auto: the first that it has
+    gang: Literal["none", "auto", "workload", "volcano", "kai", "coscheduling"] = "none"
+    gang_queue: Name | None = None  # of Volcano or KAI
     # on which nodes
     profile: Annotated[str, Meta(max_length=2000)] = "auto"  # of node labels: `orch topology import --profile`
     levels: dict[str, Key] = {}  # level of the plan -> node label, e.g. {leaf: example.org/leaf}
@@ -86,6 +97,7 @@ class KubernetesOptions(Frozen):
     # time limits, retries
     unreachable_s: Natural = 30  # after which pods leave a node that has gone silent
     rendezvous_timeout_s: Positive = 1800.0  # a pod waits this long for all others, then gives its node back
+    grow_after_s: Natural = 60  # an elastic run takes more nodes in no sooner than its nodes have stayed this long
     max_pod_failures: Natural = 16  # counted ones: not disruptions, not exits 75, 76, 77
     checkpoint_gb_per_s: Positive = 1.0  # what one node writes to the claim; to size the grace period
     ttl_s: Natural | None = 604800  # a finished run is removed from the cluster after this long; None: never
@@ -95,7 +107,13 @@ class KubernetesOptions(Frozen):
     # anything else of the pod, merged as `kubectl patch` does (objects/pod_patch.py): {spec: {runtimeClassName: x}}
     pod: dict[str, Any] = {}
     network_policy: bool = False  # let only pods of the run, and Prometheus, reach its pods
+    egress: list[Egress] | None = None  # with it: its pods reach one another, DNS and these alone; None: anybody
     owner: Owner | None = None
+
+
+def places_itself(options: KubernetesOptions) -> bool:
+    """Whether nodes are chosen for the run, and not by a queue or by a scheduler of gangs."""
+    return options.queue is None and options.gang == "none"
 
 
 _RENAMED = {"gather_timeout_s": "rendezvous_timeout_s"}  # as runs and values of before call it

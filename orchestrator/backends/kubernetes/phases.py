@@ -19,7 +19,7 @@ from .api.api_errors import with_hint
 from .names import CONTAINER, INDEX
 
 #: Why a container waits -> what to do. Any other reason is shown as it is.
-_WAITING: dict[str, str] = {
+SETUP_FAILURES: dict[str, str] = {
     "ErrImagePull": "the image cannot be pulled: backend.options.image, pull_secrets",
     "ImagePullBackOff": "the image cannot be pulled: backend.options.image, pull_secrets",
     "InvalidImageName": "backend.options.image is no image name",
@@ -102,12 +102,17 @@ def _suspended(run: ObservedRun) -> str:
 
 def _alive(run: ObservedRun, now: float, facts: dict) -> RunStatus:
     pods = run.pods
-    if text := stuck(pods, now):
-        return RunStatus(phase="restarting", text=text, **facts)
-    wanted = (run.job or {}).get("spec", {}).get("completions") or len(pods)
+    spec = (run.job or {}).get("spec", {})
+    wanted = spec.get("completions") or len(pods)
     running = [pod for pod in pods if _phase(pod) == "Running" and not pod["metadata"].get("deletionTimestamp")]
+    elastic = bool(spec.get("successPolicy")) and bool(running)  # it goes on: its coordinator says how
+    text = stuck(pods, now)
+    if text and not elastic:
+        return RunStatus(phase="restarting", text=text, **facts)
     if len(running) >= wanted:
         return RunStatus(phase="running", text="running", **facts)
+    if elastic:
+        return RunStatus(phase="running", text=text or f"{len(running)} of {wanted} pods run", **facts)
     if why := waiting_reason(pods, run.events):
         return RunStatus(phase="pending", text=f"{len(running)} of {wanted} pods run; {why}", **facts)
     phase: Phase = "restarting" if facts["restarts"] else "starting"
@@ -120,9 +125,9 @@ def waiting_reason(pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[s
     for pod in pods:
         for status in pod.get("status", {}).get("containerStatuses") or []:
             waiting = status.get("state", {}).get("waiting") or {}
-            if waiting.get("reason") in _WAITING:
+            if waiting.get("reason") in SETUP_FAILURES:
                 message = _short(waiting.get("message", ""), 200)
-                return f"{_WAITING[waiting['reason']]} ({waiting['reason']}{': ' + message if message else ''})"
+                return f"{SETUP_FAILURES[waiting['reason']]} ({waiting['reason']}{': ' + message if message else ''})"
     for pod in pods:
         if _phase(pod) == "Pending":
             for found in pod["status"].get("conditions") or []:
@@ -144,7 +149,7 @@ def stuck(pods: Iterable[Mapping[str, Any]], now: float) -> str:
 
 
 def stuck_pods(pods: Iterable[Mapping[str, Any]], now: float) -> list[Mapping[str, Any]]:
-    return [pod for pod in pods if (at := _time(pod["metadata"].get("deletionTimestamp"))) and now > at + _STUCK_S]
+    return [pod for pod in pods if (at := seconds_of(pod["metadata"].get("deletionTimestamp"))) and now > at + _STUCK_S]
 
 
 # ------------------------------------------------------------------------------------------ pods
@@ -210,7 +215,7 @@ def _event_time(event: Mapping[str, Any]) -> str:
     return event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or ""
 
 
-def _time(text: str | None) -> float | None:
+def seconds_of(text: str | None) -> float | None:
     return datetime.fromisoformat(text).timestamp() if text else None
 
 

@@ -27,6 +27,7 @@ class KubernetesRecord(Frozen):
     submitted_at: float
     generation: int = 0
     sent: bool = False  # the API server has taken the last of them
+    train_run: str = ""  # name of the TrainRun whose controller looks after it; "": this machine's `orch` does
 
 
 def verdict(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool = True) -> RunState:

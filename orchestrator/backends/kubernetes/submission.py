@@ -20,19 +20,21 @@ from msgspec import structs
 
 from orchestrator.backends.base import write_record
 from orchestrator.errors import OrchError
-from orchestrator.plan import Exit, Plan
+from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import PASSED, LaunchRequest
+from orchestrator.run.request import LaunchRequest
+from orchestrator.run.variables import PASSED
 
-from .api.client import Cluster, gather, in_background
+from .api.client import PATHS, Cluster, gather, in_background, kind_of
 from .cluster_view import ClusterSnapshot, Reservation, reserve_nodes
 from .names import RUN, SUBMISSION, object_name
-from .objects.render import NO_KEY, Manifest, render
+from .objects.gang import resolved
+from .objects.render import NO_KEY, Manifest, elastic_sizes, render
 from .options import KubernetesOptions, read_options
 from .record import KubernetesRecord
 
 #: Variables of the submitting machine that mean nothing, or something else, inside a pod.
-_OF_THIS_MACHINE = PASSED - {"LANG", "LANGUAGE", "TZ", "PYTHONHASHSEED", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER"}
+OF_THIS_MACHINE = PASSED - {"LANG", "LANGUAGE", "TZ", "PYTHONHASHSEED", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER"}
 _DELETION_S = 180.0  # at least; for the pods of a run to be gone
 _TRUSTED_S = 2.0  # that names are free; others may have held the placement lock since
 
@@ -58,6 +60,7 @@ def submit_objects(
     OrchError: 65 for objects of the same names or refused ones, 76 without room, 78 without a right.
     """
     options, submission = _resolve_owner(cluster, read_options(request.backend_options), folder.run_id)
+    options = structs.replace(options, gang=resolved(options, cluster.has)) if options.gang != "none" else options
     record = record_of(request, options, cluster.namespace, submission, generation)
     if is_sent(cluster, drafts, submission):
         write_record(folder, structs.replace(record, sent=True), durable=True)
@@ -111,7 +114,7 @@ def manifest_of(
 ) -> Manifest:
     """With the run's own key, and the values of variables that are passed on."""
     key = folder.key.read_text().strip() if folder.key.exists() else NO_KEY
-    passed = {n: environ[n] for n in request.environment.names if n in environ and n not in _OF_THIS_MACHINE}
+    passed = {n: environ[n] for n in request.environment.names if n in environ and n not in OF_THIS_MACHINE}
     return Manifest(
         request=request,
         plan=plan,
@@ -124,6 +127,7 @@ def manifest_of(
         chosen=found.chosen if found else None,
         submission=submission,
         generation=generation,
+        sizes={size: load_plan(folder.sized_plan(size)) for size in elastic_sizes(request, options)},
     )
 
 
@@ -149,7 +153,7 @@ def is_sent(cluster: Cluster, objects: Sequence[Mapping[str, Any]], submission: 
 
     OrchError (65) when an object of one of these names is somebody else's.
     """
-    there = [cluster.get(body["kind"], body["metadata"]["name"]) for body in objects]
+    there = [cluster.get(kind_of(body), body["metadata"]["name"]) for body in objects]
     if _is_ours(there[-1], submission):
         return True
     for body, found in zip(objects, there, strict=True):
@@ -176,7 +180,7 @@ def apply_all(cluster: Cluster, objects: Sequence[Mapping[str, Any]], run_id: st
     except BaseException:
         for body in reversed(tried):  # the last one too: its answer may have been lost on the way
             try:
-                kind, name = body["kind"], body["metadata"]["name"]
+                kind, name = kind_of(body), body["metadata"]["name"]
                 if _is_ours(cluster.get(kind, name), submission):
                     cluster.delete(kind, name)
             except OrchError as error:
@@ -215,7 +219,7 @@ def set_owner(cluster: Cluster, objects: Sequence[Mapping[str, Any]], main: Mapp
     change = {"metadata": {"ownerReferences": [owner]}}
     for body in objects[:-1]:  # over one connection: another one's handshake costs more, while pods wait for the server
         with contextlib.suppress(OrchError):
-            cluster.merge(body["kind"], body["metadata"]["name"], change, _manager(submission))
+            cluster.merge(kind_of(body), body["metadata"]["name"], change, _manager(submission))
 
 
 def delete_remains(cluster: Cluster, record: KubernetesRecord) -> list[str]:
@@ -235,7 +239,8 @@ def delete_run_objects(cluster: Cluster, kind: str, name: str, run_id: str, wait
     OrchError (76) when they are not gone by then.
     """
     cluster.delete(kind, name, "Foreground")
-    for other in ("Secret", "ConfigMap", "Service", "NetworkPolicy"):
+    groups = [kind for kind in PATHS if kind.startswith(("PodGroup ", "Workload "))]
+    for other in ("Secret", "ConfigMap", "Service", "NetworkPolicy", *groups):
         with contextlib.suppress(OrchError):
             cluster.delete(other, name)
     end = time.monotonic() + max(wait_s, _DELETION_S)

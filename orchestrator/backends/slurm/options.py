@@ -40,6 +40,9 @@ class Container(Frozen):
 class SlurmOptions(Frozen):
     """Every option with its default. Times are in Slurm's form (`D-HH:MM:SS`); other units are in the names."""
 
+    # on which machine; `orchestrator.submit` reads these two, for any backend
+    ssh: str | None = None  # a login node, as ssh takes it: the job is planned and submitted there
+    ssh_python: str | None = None  # the interpreter there that has orch; None: python3
     # where
     partition: Word | None = None  # None: the site's default
     account: Word | None = None

@@ -90,6 +90,13 @@ def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
         )
     memory, launch = record.measured.memory_bytes_per_s, record.measured.launch_s
     lines.append(f"{'memory':<10}{si(memory, 'B/s')}, {seconds(launch)} a small operator")
+    if host := record.host:
+        lines += ["", look.title("A node's host, for what is offloaded")]
+        lines.append(
+            f"{'memory':<10}{si(host.memory_bytes_per_s, 'B/s')} of AdamW, {host.memory_bytes / 2**30:,.0f} GiB"
+        )
+        lines.append(f"{'link':<10}{si(host.link_bytes_per_s, 'B/s')} between a GPU and the host")
+        lines.append(f"{'disk':<10}{si(host.disk_bytes_per_s, 'B/s')}, {host.disk_bytes / 2**30:,.0f} GiB free")
     lines.append("")
     if where:
         lines.append(f"kept in {where}")

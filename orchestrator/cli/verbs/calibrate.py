@@ -11,7 +11,11 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from orchestrator.config.schema import ClusterSpec
+    from orchestrator.observe.timeline import StepLine
+    from orchestrator.plan import Plan
     from orchestrator.planner.calibrate.update import Update
     from orchestrator.planner.cost.profile import Profile
 
@@ -79,7 +83,7 @@ def _run(args: argparse.Namespace) -> int:
     from orchestrator.config.schema import ClusterSpec
     from orchestrator.observe.report import make_report
     from orchestrator.observe.timeline import nodes_of, read_steps
-    from orchestrator.planner.calibrate.update import update_with_step
+    from orchestrator.planner.calibrate.update import site_profile, then, update_with_step
     from orchestrator.planner.plan_cost import context_of, step_of
 
     folder, backend = open_run(args.source)
@@ -99,11 +103,27 @@ def _run(args: argparse.Namespace) -> int:
     # on the figures with which later plans are made, so that what is learned corrects those
     cluster = with_measured(plan.cluster, record) if record is not None else plan.cluster
     context = context_of(plan, base, cluster)
-    change, _ = update_with_step(base, step_of(plan, context), measured)
+    loads = _loads(base, plan, lines)
+    known = base if loads is None else site_profile(base, loads, "run", folder.run_id, "", base.name)
+    change, _ = update_with_step(known, step_of(plan, context), measured)
+    change = change if loads is None else then(loads, change)
     after = float(step_of(plan, context)(change.values(base)))  # type: ignore[arg-type]
     before = float(step_of(plan, context)(base.values))  # type: ignore[arg-type]
     facts = {"measured_s": measured, "before_s": before, "after_s": after}
     return _keep(args, spec, base, change, ("run", folder.run_id), facts)
+
+
+def _loads(base: Profile, plan: Plan, lines: Sequence[StepLine]) -> Update | None:
+    """What the loads of a run's experts say of the profile; None where it has none."""
+    from orchestrator.observe.expert_loads import load_spread, loads_of, rank_load
+    from orchestrator.plan.expert_mesh import expert_mesh
+    from orchestrator.planner.calibrate.update import update_with_loads
+
+    loads = loads_of(lines)
+    if not loads or plan.model.moe is None:
+        return None
+    fullest = rank_load(plan, loads).get("measured") or 1.0
+    return update_with_loads(base, plan.model, expert_mesh(plan.parallel).ep, fullest, load_spread(loads))
 
 
 def _bench(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -40,8 +40,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 def _choices(args: argparse.Namespace, overrides: list[str]) -> int:
     if overrides:
         raise OrchError(f"--choices lists files, it takes no {overrides[0]!r}")
+    from orchestrator.cli.terminal import style
     from orchestrator.config.grammar import RULE
     from orchestrator.config.groups import Library, folders
+    from orchestrator.style import fold
 
     library = Library(folders(args.config_dir))
     groups = library.groups()
@@ -56,9 +58,9 @@ def _choices(args: argparse.Namespace, overrides: list[str]) -> int:
         print(f"{group}:")
         wide = max(map(len, files))
         for name, about in files.items():
-            print(f"  {name:<{wide}}  {about}".rstrip())
+            print(*fold(f"  {name:<{wide}}  {about}".rstrip(), style().width, wide + 4), sep="\n")
         if group == "parallel":
-            print(f"  {RULE}")
+            print(*fold(f"  {RULE}", style().width, 4), sep="\n")
     return Exit.DONE
 
 

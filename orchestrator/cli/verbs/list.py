@@ -1,4 +1,4 @@
-"""`orch list`: the runs of this user on this machine, newest first."""
+"""`orch list`: the runs of this user on this machine, newest first; with --everyone those of a cluster, too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
+    from orchestrator.backends.base import FoundRun
     from orchestrator.run.state import RunState
 
 _SHOWN = 20
@@ -17,6 +18,8 @@ _SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", "-a", action="store_true", help=f"not only the newest {_SHOWN}")
+    everyone = "also those that a cluster's controller knows of, whoever has submitted them"
+    parser.add_argument("--everyone", action="store_true", help=everyone)
     parser.add_argument("--active", action="store_true", help="only those that have not ended")
     parser.add_argument(
         "--state", metavar="STATE", help="only those in this state, or in one of several: failed,stopped"
@@ -46,6 +49,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     unreadable: dict[str, str] = {}
     backends = Backends()
     found, hidden = all_runs(home()), 0
+    others = {one.state.run_id: one for one in _others()} if args.everyone else {}
+    found = [folder for folder in found if folder.run_id not in others]
     most = None if args.all or args.active else _SHOWN
     if wanted is None:
         found, hidden = found[:most], len(found[most or len(found) :])
@@ -63,6 +68,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             rows.append(raw)
         except Exception as error:  # whatever lies in the folder of one run, the others are listed
             unreadable[folder.run_id] = reason_of(error)
+    for one in others.values():
+        if wanted is None or wanted(one.state):
+            table.append(list_row(one.state, one.live, now))
+            rows.append(msgspec.Raw(msgspec.json.encode({"state": one.state, "live": one.live, "where": one.where})))
     if args.json:
         print_json([*rows, *({"run_id": run_id, "unreadable": why} for run_id, why in unreadable.items())])
         return Exit.DONE
@@ -74,6 +83,14 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if hidden:
         print(f"... {hidden} older: orch list --all")
     return Exit.DONE
+
+
+def _others() -> list[FoundRun]:
+    """Runs that the schedulers of this machine know of, newest first."""
+    from orchestrator.backends.base import BUILT_IN, RunDiscovery, get_backend
+
+    backends = [one for one in map(get_backend, BUILT_IN) if isinstance(one, RunDiscovery)]
+    return sorted((run for one in backends for run in one.everyone()), key=lambda run: -run.state.created_at)
 
 
 def _filter(args: argparse.Namespace, now: float) -> Callable[[RunState], bool] | None:

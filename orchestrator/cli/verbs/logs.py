@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from orchestrator.run.folder import RunFolder
-
-_LOOK_S = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,26 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    import time
-
-    from orchestrator.backends.base import LogMirroring
-    from orchestrator.cli.session import open_run
-    from orchestrator.observe.logs import LogTail
+    from orchestrator.api import Run
 
     if args.tail is not None and args.tail < 0:
         raise OrchError(f"--tail {args.tail}: a number of lines, 0 or more")
-    folder, backend = open_run(args.run)
-    with backend.mirror(folder, args.follow) if isinstance(backend, LogMirroring) else nullcontext():
-        sources = _sources(args, folder)
-        tails = [LogTail(path, args.tail) for _, path in sources]
-        while True:
-            alive = args.follow and backend.is_alive(folder)  # before reading: what is written until then is read
-            for (name, _), tail in zip(sources, tails, strict=True):
-                for line in tail.read(last=not alive):
-                    _say(name, line, alone=len(sources) == 1, as_json=args.json)
-            if not alive:
-                return Exit.DONE
-            time.sleep(_LOOK_S)
+    found, sources = Run.find(args.run), dict[str, Path]()
+
+    def logs() -> dict[str, Path]:
+        sources.update(_sources(args, found.folder))
+        return sources
+
+    for name, line in found.lines(logs, args.tail, args.follow):
+        _say(name, line, alone=len(sources) == 1, as_json=args.json)
+    return Exit.DONE
 
 
 def _say(name: str, line: str, alone: bool, as_json: bool) -> None:

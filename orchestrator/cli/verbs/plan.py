@@ -49,10 +49,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if not args.json:
         _print_sizes(sizes, config)
     if args.explain:
+        from orchestrator.cli.terminal import style
         from orchestrator.observe.pages.plan_page import explanation
         from orchestrator.planner.explain import explain
 
-        print(f"\n{explanation(explain(config, resolve(config.cluster), plan), plan.time.step_s, plan.time.sd)}")
+        found = explain(config, resolve(config.cluster), plan)
+        print(f"\n{explanation(found, plan.time.step_s, plan.time.sd, style().width)}")
     return Exit.DONE
 
 

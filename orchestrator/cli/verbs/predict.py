@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 PROGRESS = 1000
 #: Rows of which a score keeps all columns, to fit and to update; of longer tables it compares predictions alone.
 MOST_KEPT = 20_000
+#: Measured cells that cannot be, which are named one by one.
+MOST_REFUSED = 5
 #: What `--into` replaces of a page.
 BEGIN, END = "<!-- orch predict --score: begin -->", "<!-- orch predict --score: end -->"
 
@@ -83,8 +85,12 @@ def _score(
     from orchestrator.cli.terminal import tell
     from orchestrator.observe.pages.accuracy_page import as_json, page
     from orchestrator.planner.predict.rows import row_id
-    from orchestrator.planner.predict.score import score
+    from orchestrator.planner.predict.score import score, unread
 
+    for line in (refused := unread(rows))[:MOST_REFUSED]:
+        print(f"orch: warning: --table {args.table}: {line}; left out of the score", file=sys.stderr)
+    if len(refused) > MOST_REFUSED:
+        print(f"orch: warning: and {len(refused) - MOST_REFUSED:,} more", file=sys.stderr)
     found: Score
     terms: list[Ablation] = []
     if args.after is not None:

@@ -36,17 +36,23 @@ def remove_all(going: Sequence[tuple[RunFolder, int]], dry_run: bool, as_json: b
     """Removes these runs, each with its bytes, and says so; where one cannot go, the others are gone all the same."""
     import sys
 
+    from orchestrator.backends.base import Elsewhere
+    from orchestrator.cli.session import Backends
     from orchestrator.cli.terminal import print_json, tell
-    from orchestrator.observe.pages.report_page import binary
     from orchestrator.run.removal import remove
+    from orchestrator.style import binary
 
     rows: list[dict[str, Any]] = []
     problems: list[OrchError] = []
+    backends = Backends()
     for index, (folder, size) in enumerate(going):
         tell(index, len(going), folder.run_id)
         row: dict[str, Any] = {"run_id": folder.run_id, "run_dir": str(folder.path.resolve()), "bytes": size}
         try:
             if not dry_run:
+                backend = backends.of(folder)
+                if isinstance(backend, Elsewhere):
+                    backend.remove_there(folder)
                 remove(folder)
             rows.append(row)
         except OrchError as error:

@@ -40,18 +40,20 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return _show(bundle, job.candidate.plan, backend, args.json, said)
     for line in said_of(bundle.request.code):
         print(f"orch: {line}", file=sys.stderr)
-    handle = job.send(options).handle
+    sent = job.send(options)
     for line in said:
         print(f"orch: {line}", file=sys.stderr)
     if args.follow:
-        return _follow(handle, bundle, backend, args.json)
+        from orchestrator.cli.terminal import follow_run
+
+        return follow_run(sent.handle, sent.folder, backend, args.json)
     if args.json:
         from msgspec import json
 
-        found = {"handle": handle, "run_id": bundle.request.run_id, "run_dir": bundle.request.run_dir}
+        found = {"handle": sent.handle, "run_id": sent.id, "run_dir": str(sent.folder.path)}
         print(json.format(json.encode(found), indent=0).decode())
     else:
-        print(handle)
+        print(sent.handle)
     return Exit.DONE
 
 
@@ -69,7 +71,7 @@ def _show(bundle: SubmissionBundle, plan: Plan, backend: Backend, as_json: bool,
     look = style()
     print(render(plan, look), request_page(bundle.request, look), sep="\n\n")
     print("", *said, sep="\n")
-    print("Nothing was started or written. `--dry-run --json` prints the request as it would be sent.")
+    print("Nothing was started or written. `--dry-run --json` prints what would be sent.")
     try:
         backend.check(bundle.request)
         if isinstance(backend, Rendering):  # what its scheduler would be given

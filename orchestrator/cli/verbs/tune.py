@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from orchestrator.plan.interval import interval, plus_minus
+from orchestrator.style import fold
 
 if TYPE_CHECKING:
     from orchestrator.planner.search.search import CostedLayout, SearchResult
@@ -38,7 +39,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
         print(json.dumps({"legal": answer.counts.legal, "costed": answer.counts.costed, "front": rows(answer)}))
         return Exit.DONE
-    print(page(answer, [word for word in overrides if not word.lstrip("+").startswith("parallel")]))
+    from orchestrator.cli.terminal import style
+
+    rest = [word for word in overrides if not word.lstrip("+").startswith("parallel")]
+    print(page(answer, rest, style().width))
     return Exit.DONE
 
 
@@ -70,16 +74,15 @@ def _tokens(found: CostedLayout) -> float:
     return par.global_batch_tokens / found.step_s / par.world_size
 
 
-def page(answer: SearchResult, rest: list[str]) -> str:
+def page(answer: SearchResult, rest: list[str], width: int = 80) -> str:
     best = answer.front[0]
     lines = [f"{'step':>9} {'':<5}  {'slower':>6}  {'tokens/s/GPU':>12}  {'memory':>9}  layout"]
     for found in shown(answer):
         told, near = " ".join(found.overrides), plus_minus(found.solution.time.sd)
         slower = "equal" if found in answer.equal else f"{found.step_s / best.step_s - 1:.1%}"
-        lines.append(
-            f"{found.step_s:>7.4g} s{near:<6}  {slower:>6}  {_tokens(found):>12,.0f}"
-            f"  {found.memory.total / 2**30:>5.3g} GiB  {told}"
-        )
+        figures = f"{found.step_s:>7.4g} s{near:<6}  {slower:>6}  {_tokens(found):>12,.0f}"
+        figures += f"  {found.memory.total / 2**30:>5.3g} GiB  "
+        lines += fold(figures + told, width, len(figures))
     taken = answer.equal[0]
     counts = (
         f"{answer.counts.legal:,} legal layouts (times every nesting order) that fits"
@@ -87,16 +90,13 @@ def page(answer: SearchResult, rest: list[str]) -> str:
         " bounds."
     )
     if len(answer.equal) == 1:
-        lines += ["", f"The first is the fastest of {counts} The others are slower and need less memory."]
+        said = f"The first is the fastest of {counts} The others are slower and need less memory."
     else:
-        lines += [
-            "",
+        said = (
             f"The fastest of {counts} Those marked equal differ by less than predictions can tell (2%); of them the"
             " first moves fewest bytes over the top of the network, or is proven by orch verify. The others are slower"
-            " and need less memory.",
-        ]
-    lines += [
-        f"It is limited by {taken.solution.time.limited_by}.",
-        f"See it: orch plan {' '.join([*rest, *taken.overrides])}",
-    ]
+            " and need less memory."
+        )
+    lines += ["", *fold(said, width), *fold(f"It is limited by {taken.solution.time.limited_by}.", width)]
+    lines += fold(f"See it: orch plan {' '.join([*rest, *taken.overrides])}", width, len("See it: "))
     return "\n".join(lines)

@@ -78,17 +78,17 @@ def _layouts(args: argparse.Namespace, overrides: list[str]) -> list[Verdict]:
 def _independent(args: argparse.Namespace, overrides: list[str]) -> int:
     import tempfile
 
-    from orchestrator.verify import independent
+    from orchestrator.verify import independent, independent_cases
 
     if args.matrix:
         raise OrchError("--against independent takes layouts (parallel=tp2,dp2), not --matrix")
     independent.check_installed()
-    wanted = args.precision.split(",") if args.precision else independent.PRECISIONS
-    if odd := next((one for one in wanted if one not in independent.PRECISIONS), None):
-        raise OrchError(f"--precision {odd}; legal: {', '.join(independent.PRECISIONS)}")
+    wanted = args.precision.split(",") if args.precision else independent_cases.PRECISIONS
+    if odd := next((one for one in wanted if one not in independent_cases.PRECISIONS), None):
+        raise OrchError(f"--precision {odd}; legal: {', '.join(independent_cases.PRECISIONS)}")
     found = []
     with tempfile.TemporaryDirectory(prefix="orch-independent-") as home:
-        cases = list(independent.cases(overrides, wanted, args.config_dir, Path(home)))
+        cases = list(independent_cases.cases(overrides, wanted, args.config_dir, Path(home)))
         for verdict in independent.judged(cases, Path(home)):
             found.append(verdict)
             _tell(verdict, args.json)

@@ -1,4 +1,4 @@
-"""`orch version`: what is installed, without importing any of it."""
+"""`orch version`: what is installed, without importing any of it, and which formats it reads and writes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,28 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator import __version__
 
-    found = {"orch": __version__, "python": platform.python_version()}
+    found: dict[str, str] = {"orch": __version__, "python": platform.python_version()}
     for name in STANDS_ON:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    print(json.dumps(found) if args.json else "\n".join(f"{name} {number}" for name, number in found.items()))
+    if args.json:
+        print(json.dumps(found | {"formats": formats()}))
+        return 0
+    print("\n".join(f"{name} {number}" for name, number in found.items()))
+    print("\n".join(f"{name} format {text}" for name, text in formats().items()))
     return 0
+
+
+def formats() -> dict[str, str]:
+    """The formats of files that this version writes, and the newest that it reads."""
+    from orchestrator.cluster.document import SCHEMA as TOPOLOGY
+    from orchestrator.observe.report import SCHEMA as REPORT
+    from orchestrator.plan.document import SCHEMA as PLAN
+    from orchestrator.plan.worker import CHECKPOINT
+    from orchestrator.run.request import SCHEMA as REQUEST
+    from orchestrator.run.state import SCHEMA as STATE
+
+    run = f"{REQUEST} {STATE}"
+    return {"plan": PLAN, "run folder": run, "checkpoint": CHECKPOINT, "report": REPORT, "topology": TOPOLOGY}

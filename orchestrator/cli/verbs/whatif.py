@@ -54,7 +54,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
         print(json.dumps(columns))
     else:
-        print(page(columns))
+        from orchestrator.cli.terminal import style
+
+        print(page(columns, style().width))
     return Exit.DONE
 
 
@@ -88,14 +90,22 @@ def column(name: str, plan: Plan, tokens: float | None) -> dict[str, Any]:
     }
 
 
-def page(columns: list[dict[str, Any]]) -> str:
+def page(columns: list[dict[str, Any]], width: int = 80) -> str:
     rows = [[label, *(show(column) for column in columns)] for label, show in ROWS]
     base = columns[0]
     for key, label in (("step_s", "step against the first"), ("gpu_hours", "GPU-hours against the first")):
         if len(columns) > 1:
             rows.append([label, *("" if c is base else f"{c[key] / base[key] - 1:+.1%}" for c in columns)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    blocks, left = [[0]], width - widths[0]
+    for index, wide in enumerate(widths[1:], start=1):  # as many side by side as fit
+        if left < wide + 2 and len(blocks[-1]) > 1:
+            blocks.append([0])
+            left = width - widths[0]
+        blocks[-1].append(index)
+        left -= wide + 2
+    texts = ["\n".join("  ".join(row[i].ljust(widths[i]) for i in block).rstrip() for row in rows) for block in blocks]
+    return "\n\n".join(texts)
 
 
 def _memory(c: dict[str, Any]) -> str:

@@ -25,8 +25,10 @@ def page(found: Score, terms: Sequence[Ablation] = ()) -> str:
     if found.memory:
         parts.append(_errors("peak memory", found.memory, MEMORY))
     if found.order:
-        rows = [(one.group, one.rows, one.sweeps, f"{one.spearman:.2f}", one.regret, one.worst) for one in found.order]
-        parts.append(_table("order of layouts", ("rows", "sweeps", "Spearman", "regret", "worst"), rows))
+        rows = [
+            (one.group, one.layouts, one.sweeps, f"{one.spearman:.2f}", one.regret, one.worst) for one in found.order
+        ]
+        parts.append(_table("order of layouts", ("layouts", "sweeps", "Spearman", "regret", "worst"), rows))
     if found.fits:
         counts = [[found.fits.get((kind, other), 0) for other in ("ok", "oom")] for kind in ("ok", "oom")]
         parts.append(_table("measured / predicted", ("fits", "oom"), [("fits", *counts[0]), ("oom", *counts[1])]))

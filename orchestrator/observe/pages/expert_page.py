@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from orchestrator.observe.expert_loads import Loads, summary
+from orchestrator.observe.expert_loads import Loads, rank_load, summary
 from orchestrator.plan import Plan
 from orchestrator.plan.expert_load import ExpertLoad
-from orchestrator.style import GRAY, Style, three
+from orchestrator.style import GRAY, Style, fold, three
 
 _STEPS = 10
 _HEIGHTS, _LETTERS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
@@ -26,6 +26,9 @@ def render(plan: Plan, loads: Loads, style: Style) -> str:
         lines.append(
             f"{layer:<8}{balance:>16}{ratios}{found['router_entropy']:>9.2f}{found['dropped']:>9.1%}{bias:>18}"
         )
+    if ranks := rank_load(plan, loads):
+        told = f"fullest rank: {ranks['measured']:.3f} times the mean load, {ranks['planned']:.3f} was planned"
+        lines += fold(f"{told} (cost.expert_imbalance; orch calibrate --from RUN learns it)", style.width, 2)
     worst = min(numbers, key=lambda layer: numbers[layer]["balance"]["last"])
     lines += ["", style.paint(f"tokens by expert over steps, layer {worst}: full height is twice the mean", GRAY)]
     return "\n".join(lines + _picture(loads[int(worst)], style))

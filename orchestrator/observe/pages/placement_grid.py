@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
-from orchestrator.style import GRAY, PALETTE, Style
+from orchestrator.style import GRAY, REPLICA, Style
 
 MOST_LINES = 32  # nodes shown one by one
 MOST_FOLDED = 12  # lines when there are more
@@ -62,7 +62,7 @@ def _node_line(
         cells = []
         for coord in coords[start : start + room]:
             text = _cell(coord, axes).center(cell)
-            code = PALETTE[getattr(coord, colour_axis) % len(PALETTE)] if colour_axis else PALETTE[0]
+            code = REPLICA[getattr(coord, colour_axis) % len(REPLICA)] if colour_axis else REPLICA[0]
             cells.append(style.fill(text, code))
         lead = name if start == 0 else " " * len(name)
         lines.append(f"  {lead} {' '.join(cells)}")
@@ -109,7 +109,7 @@ def _folded(
             coords = [coord for name in part for coord in by_node[name]]
             ranges = "  ".join(f"{axis} {_range([getattr(c, axis) for c in coords])}" for axis in axes)
             span = part[0] if len(part) == 1 else f"{part[0]} .. {part[-1]}"
-            code = PALETTE[getattr(coords[0], colour_axis) % len(PALETTE)] if colour_axis else PALETTE[0]
+            code = REPLICA[getattr(coords[0], colour_axis) % len(REPLICA)] if colour_axis else REPLICA[0]
             lines.append(f"  {style.fill(' ', code) if style.colour else '-'} {span}  {ranges}")
     return lines
 

@@ -12,15 +12,30 @@ from typing import TYPE_CHECKING
 from orchestrator.observe.pages.placement_grid import grid
 from orchestrator.plan import AXES, Plan, batch
 from orchestrator.plan.document import Certificate
+from orchestrator.plan.expert_mesh import axes, expert_mesh
 from orchestrator.plan.interval import plus_minus
-from orchestrator.style import CATEGORY_COLOUR, GRAY, GREEN, RED, YELLOW, Style, percent, seconds, si, three
+from orchestrator.style import (
+    CATEGORY_COLOUR,
+    COMMUNICATION,
+    COMPUTE,
+    GRAY,
+    GREEN,
+    IDLE,
+    RED,
+    YELLOW,
+    Style,
+    fold,
+    percent,
+    seconds,
+    si,
+    three,
+)
 
 if TYPE_CHECKING:
     from orchestrator.planner.explain import Explanation
 
 GIB = 1 << 30
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
-AXIS_COLOUR = {"tp": 75, "cp": 80, "ep": 141, "pp": 214, "dp": 79}
 MEANING = {
     "tp": "tensor parallel",
     "cp": "context parallel",
@@ -71,6 +86,9 @@ def _header(plan: Plan, style: Style) -> str:
     par, model, cluster, train = plan.parallel, plan.model, plan.cluster, plan.job.train
     word = _degrees(plan) or "one GPU"
     extra = [f"zero={par.zero}"] + ([f"vpp={par.vpp}"] if par.vpp > 1 else []) + (["sp"] if par.sp else [])
+    if axes(par) != ("ep",):
+        extra.append("experts etp={} ep={} edp={}".format(*expert_mesh(par)))
+    extra += ["all-to-all by domain"] if par.expert_all_to_all == "hierarchical" else []
     rows = [
         ("model", f"{model.name}, {si(model.parameters)} parameters, {model.layers} layers, hidden {model.hidden}"),
         ("cluster", _cluster(plan)),
@@ -120,19 +138,24 @@ def _days(value: float) -> str:
 
 def _placement(plan: Plan, style: Style) -> str:
     lines = [style.title("Placement"), *grid(plan, style), ""]
-    for axis in _moving(plan):
+    folded = [] if plan.program or plan.parallel.ep > 1 or expert_mesh(plan.parallel).ep == 1 else ["ep"]
+    for axis in [*_moving(plan), *folded]:
         if axis == "-":
             lines.append("one rank: nothing to communicate")
             break
         where = plan.placement[axis]
-        count = len(plan.groups[axis])
-        sent = ", ".join(f"{si(size, 'B')} on {level}" for level, size in where.bytes_per_step_by_level.items())
-        name = style.paint(f"{axis}", AXIS_COLOUR[axis], bold=True)
-        groups = f"{count} group{'s' * (count > 1)} of {getattr(plan.parallel, axis)}"
-        text = f" {MEANING[axis]}: {groups}, within {where.worst_level}"
-        lines.append(f"{name}{text}" + ("" if plan.program else f"; {sent or 'nothing'} a step and rank"))
+        count, size = len(plan.groups[axis]), getattr(plan.parallel, axis)
+        if axis == "ep" and not plan.program:
+            size = expert_mesh(plan.parallel).ep
+            count = plan.parallel.world_size // size
+        sent = ", ".join(f"{si(many, 'B')} on {level}" for level, many in where.bytes_per_step_by_level.items())
+        groups = f"{count} group{'s' * (count > 1)} of {size}"
+        text = f"{MEANING[axis]}: {groups}, within {where.worst_level}"
+        text += "" if plan.program else f"; {sent or 'nothing'} a step and rank"
+        first, *more = textwrap.wrap(text, style.width - 3)
+        lines += [f"{style.paint(axis, bold=True)} {first}", *(f"   {line}" for line in more)]
     if plan.certificate and plan.parallel.world_size > 1:
-        lines.append(_certificate(plan.certificate))
+        lines += textwrap.wrap(_certificate(plan.certificate), style.width)
     return "\n".join(lines)
 
 
@@ -154,10 +177,12 @@ def _memory(plan: Plan, style: Style) -> str:
     fits = memory.total <= memory.capacity
     verdict = style.paint("fits", GREEN, bold=True) if fits else style.paint("DOES NOT FIT", RED, bold=True)
     bar = style.bar(memory.total / memory.capacity, cells, GREEN if fits else RED)
-    lines.append(
-        f"{'total':<12} {three(memory.total / scale):>8}  {bar} {memory.total / memory.capacity:>4.0%}"
-        f" of {three(memory.capacity / scale)}{plus_minus(memory.sd)}: {verdict}"
-    )
+    share = f"{memory.total / memory.capacity:>4.0%}"
+    end = f"of {three(memory.capacity / scale)}{plus_minus(memory.sd)}: "
+    fits_here = 24 + cells + len(share) + len(end) + len("fits" if fits else "DOES NOT FIT") + 1 <= style.width
+    lines.append(f"{'total':<12} {three(memory.total / scale):>8}  {bar} {share}" + f" {end}{verdict}" * fits_here)
+    if not fits_here:
+        lines.append(f"{'':<13}{end}{verdict}")
     for name, size in (("on the host", memory.host), ("on the disk", memory.disk)):
         if size:
             lines.append(f"{name:<12} {three(size / scale):>8}")
@@ -169,23 +194,20 @@ def _time(plan: Plan, style: Style) -> str:
     lines = [style.title(f"Time of one step: {seconds(time.step_s)}{plus_minus(time.sd)} (predicted)")]
     exposed = {f"{axis} communication": value for axis, value in time.exposed_comm_s.items() if value > 0}
     rest = max(0.0, time.step_s - time.compute_s - sum(exposed.values()))
-    colours = {"compute": GREEN, "pipeline bubble": GRAY}
+    colours = {"compute": COMPUTE, "pipeline bubble": IDLE}
     for name, value in {"compute": time.compute_s, **exposed, "pipeline bubble": rest}.items():
         if name == "pipeline bubble" and plan.parallel.pp == 1:
             continue
-        code = colours.get(name) or AXIS_COLOUR[name.split()[0]]
-        bar = style.bar(value / time.step_s, cells, code)
+        bar = style.bar(value / time.step_s, cells, colours.get(name, COMMUNICATION))
         lines.append(f"{name:<16} {seconds(value):>9} {bar} {percent(value / time.step_s):>4}")
     lines.append("")
-    lines.append(
-        f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {plan.mfu:.1%},"
-        f" pipeline bubble {time.bubble_ratio:.1%} of the step"
-    )
+    rates = f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {plan.mfu:.1%},"
+    lines += textwrap.wrap(f"{rates} pipeline bubble {time.bubble_ratio:.1%} of the step", style.width)
     label = "limited by "
     lines += textwrap.wrap(label + time.limited_by, style.width, subsequent_indent=" " * len(label))
     if time.profile:
         software = "" if time.software == "orch" else f", as {time.software} would run it"
-        lines.append(f"parameters {time.profile}{software}")
+        lines += textwrap.wrap(f"parameters {time.profile}{software}", style.width)
     return "\n".join(lines)
 
 
@@ -199,24 +221,36 @@ def _warnings(plan: Plan, style: Style) -> str:
     return "\n".join(lines)
 
 
-def explanation(found: Explanation, step_s: float, sd: float = 0.0) -> str:
+def explanation(found: Explanation, step_s: float, sd: float = 0.0, width: int = 80) -> str:
     """The part of `orch plan --explain`: what the step is made of, why it does not fit, what to change."""
     lines = ["Why", f"the step, {seconds(step_s)}{plus_minus(sd)}, is:"]
     lines += [f"  {term.seconds:>9.4g} s  {term.seconds / step_s:>6.1%}  {term.name}" for term in found.terms]
-    lines.append(f"limited by {found.limited_by}")
+    lines += fold(f"limited by {found.limited_by}", width, len("limited by "))
+    if (load := found.experts) is not None:
+        how = {"bias": "by moved biases", "loss": "by the loss", "none": "by nothing"}[load.balanced_by]
+        between = f" ({load.low:.2f} to {load.high:.2f})" if load.factor > 1 else ""
+        text = (
+            f"experts: the fullest rank is planned with {load.factor:.2f} times the mean load{between}, balanced {how}:"
+            f" {seconds(load.costs_s)} of the step"
+        )
+        lines += fold(text, width, len("experts: "))
     if found.over_bytes:
         lines += ["", f"It does not fit: the fullest rank lacks {found.over_bytes / GIB:.2f} GiB. It holds:"]
         for name, size in found.categories:
             alone = "  (without it the plan would fit)" if size >= found.over_bytes else ""
             lines.append(f"  {size / GIB:>9.2f} GiB  {name}{alone}")
     what = "that make it fit, fastest first" if found.over_bytes else "that make it faster"
-    lines += ["", f"Changes {what} (one thing each of {found.tried} tried; else the best of all layouts):"]
+    head = f"Changes {what} (one thing each of {found.tried} tried; else the best of all layouts):"
+    lines += ["", *fold(head, width)]
     for change in found.changes:
         faster = f"{change.step_s:.4g} s a step ({-change.saves_s / step_s:+.1%})"
         memory = f"{change.memory.total / GIB:.1f} GiB ({-change.frees_bytes / GIB:+.1f})"
-        lines.append(f"  {' '.join(change.words):<48}  {faster:<24}  {memory}")
+        words = f"  {' '.join(change.words):<30}"
+        one = f"{words}  {faster:<24}  {memory}"
+        lines += [one] if len(one) <= width else [*fold(words.rstrip(), width, 4), f"{'':<34}{faster:<24}  {memory}"]
     if not found.changes:
         lines.append("  none: nothing fits these GPUs" if found.over_bytes else "  none: no single change is faster")
     if found.warnings:
-        lines += ["", "Warnings, each with its price:"] + [f"  {line}" for line in found.warnings]
+        lines += ["", "Warnings, each with its price:"]
+        lines += [part for line in found.warnings for part in fold(f"  {line}", width, 4)]
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from orchestrator.observe.expert_loads import Loads
 from orchestrator.observe.rank_trace import Timeline
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import attention_core_flops, hardware_flops_per_token, model_flops_per_token
-from orchestrator.style import CATEGORY_COLOUR, GRAY, YELLOW, Style, percent, seconds, si, three
+from orchestrator.style import CATEGORY_COLOUR, COMPUTE, GRAY, YELLOW, Style, binary, percent, seconds, si, three
 
 from . import expert_page
 from .goodput_page import goodput
@@ -84,7 +84,7 @@ def _speed(report: dict[str, Any], style: Style) -> str:
     if spent:
         longest = max(value for _, value in spent)
         lines += ["", style.paint("phases of the first rank", GRAY)]
-        lines += [f"{name:<22}{seconds(value):>14}  {style.bar(value / longest, 30, 75)}" for name, value in spent]
+        lines += [f"{name:<22}{seconds(value):>14}  {style.bar(value / longest, 30, COMPUTE)}" for name, value in spent]
     return "\n".join(lines)
 
 
@@ -147,7 +147,8 @@ def formulas(report: dict[str, Any], plan: Plan) -> list[str]:
     train, gpu = plan.job.train, plan.cluster.gpu
     shape = plan.model, train.seq_len
     model, attention = model_flops_per_token(*shape), 3 * attention_core_flops(*shape)
-    hardware = hardware_flops_per_token(*shape, train.recompute, train.recompute_layers)
+    again, latents = (train.recompute, train.recompute_layers), bool(train.recompute_latents)
+    hardware = hardware_flops_per_token(*shape, *again, latents)
     peak = gpu.peak_flops.get(train.precision)
     known = f"{si(peak, 'FLOP/s')} ({gpu.name}, {train.precision})" if peak else f"not known in {train.precision}"
     return [
@@ -179,11 +180,3 @@ def _row(name: str, pair: Pair, show: Callable[[float], str]) -> str:
 
 def _share(value: float) -> str:
     return f"{value:.1%}" if value < 0.995 else percent(value)
-
-
-def binary(value: float) -> str:
-    """Bytes of memory at three digits: 1536 -> "1.50 KiB"."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if value >= scale:
-            return f"{three(value / scale)} {unit}"
-    return f"{three(value / 1024)} KiB" if value >= 1024 else f"{value:.0f} B"

@@ -13,7 +13,7 @@ from orchestrator.run.bad_nodes import BadNode
 from orchestrator.run.left_out import said_of
 from orchestrator.run.request import LaunchRequest
 from orchestrator.run.state import Cause, RunState
-from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, seconds, si, three
+from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, fold, seconds, si, three
 
 from .goodput_page import strip
 
@@ -85,7 +85,7 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
     elif live.step is not None:
         rows.append(("step", ", ".join(filter(None, (str(live.step), str(s.get("progress", "")))))))
     elif "model" not in s and state.state in ("running", "done"):
-        why = "no printed line matches metrics.pattern" if "progress" in s else "the program reports none"
+        why = "metrics.pattern has found no step in what is printed" if "progress" in s else "the program reports none"
         rows.append(("progress", f"unknown: {why} (docs/programs.md)"))
     elif live.doing and not state.is_final:
         rows.append(("doing", live.doing))
@@ -146,7 +146,8 @@ def progress_line(state: RunState, live: Live, style: Style) -> str:
 def end_lines(state: RunState, style: Style) -> list[str]:
     """What is said when a run has ended."""
     code = f", exit code {state.exit_code} ({meaning(state.exit_code)})" if state.exit_code else ""
-    lines = [f"{style.paint(state.state, COLOUR.get(state.state), bold=True)}: {state.reason}{code}"]
+    first, *more = fold(f"{state.state}: {state.reason}{code}", style.width, 2)
+    lines = [style.paint(state.state, COLOUR.get(state.state), bold=True) + first.removeprefix(state.state), *more]
     return lines + (_cause("First cause", state.cause, style, tail=12) if state.cause else [])
 
 
@@ -165,20 +166,22 @@ def list_row(state: RunState, live: Live, now: float) -> tuple[str, ...]:
 
 def _short(summary: Mapping[str, str | int]) -> str:
     """A program's command in a few words."""
-    return textwrap.shorten(str(summary.get("program", "")), 40, placeholder="...")
+    first, _, rest = str(summary.get("program", "")).partition(" ")
+    return textwrap.shorten(f"{first.rpartition('/')[2]} {rest}", 40, placeholder="...")
 
 
 def list_page(rows: list[tuple[str, ...]], style: Style) -> str:
     table = [("run", "state", "job", "step", "loss", "age"), *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    narrow = sum(widths) + 2 * len(widths) - 2 > style.width  # what it runs gets a line of its own
     lines = []
     for index, row in enumerate(table):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        if index == 0:
-            lines.append(style.paint("  ".join(cells).rstrip(), GRAY))
-        else:
+        if index:
             cells[1] = style.paint(cells[1], COLOUR.get(row[1]))
-            lines.append("  ".join(cells).rstrip())
+        below = fold(f"  {cells.pop(2).rstrip()}", style.width, 4) if narrow else []
+        text = ["  ".join(cells).rstrip(), *below]
+        lines += [style.paint(line, GRAY) for line in text] if index == 0 else text
     return "\n".join(lines)
 
 

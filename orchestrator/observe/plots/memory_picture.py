@@ -6,11 +6,10 @@ import itertools
 from typing import TYPE_CHECKING
 
 from orchestrator.observe.pages.plan_page import CATEGORIES
-from orchestrator.observe.pages.report_page import binary
 from orchestrator.observe.rank_trace import Timeline
-from orchestrator.style import seconds
+from orchestrator.style import binary, seconds
 
-from .panels import CATEGORY, INK, MUTED, RC
+from .panels import ACTION, CATEGORY, INK, MUTED, RC, STROKE
 from .plan_picture import matplotlib
 
 if TYPE_CHECKING:
@@ -24,8 +23,7 @@ NAMES = {
     "activations": "activations",
     "buffers": "buffers",
 }
-#: Colours of the pipeline's actions, as in its own timeline.
-ACTION = {"F": "#4c9fd6", "B": "#3bb28a", "I": "#3bb28a", "W": "#a8dcc8"}
+_CHARACTER = 0.0075  # of the panel's width, of a label
 
 
 def figure(timeline: Timeline, title: str) -> Figure:
@@ -70,15 +68,19 @@ def _memory(ax: Axes, timeline: Timeline) -> None:
     for step in timeline.steps:
         ax.axvline(step.start * 1e3, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
         label = f" {step.name}, {seconds(step.end - step.start)}"
+        if len(label) * _CHARACTER * (times[-1] - times[0]) > (step.end - step.start) * 1e3:
+            continue  # the next step's line would strike it
         ax.text(step.start * 1e3, 1.08 * most / scale, label, va="top", fontsize=9, color=INK)
 
 
 def _actions(ax: Axes, timeline: Timeline) -> None:
     for name, spans in itertools.groupby(sorted(timeline.actions), key=lambda span: span.name):
         bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans]
-        ax.broken_barh(bars, (0, 1), facecolors=ACTION.get(name, MUTED), edgecolor="white", linewidth=0.3, label=name)
+        colour, pattern, words = ACTION.get(name, (MUTED, "", name))
+        how = {"facecolors": colour, "edgecolor": STROKE, "linewidth": 0, "hatch": pattern}
+        ax.broken_barh(bars, (0, 1), label=words, **how)
     ax.set_yticks([])
     ax.set_ylim(0, 1)
     ax.set_xlabel("milliseconds")
     ax.spines["left"].set_visible(False)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1.6), frameon=False, ncols=2, borderaxespad=0, handlelength=1)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 2.6), frameon=False, borderaxespad=0, handlelength=1.4)

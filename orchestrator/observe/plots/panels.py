@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
+from orchestrator import style
 from orchestrator.observe.pages.placement_grid import label_axes
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import replica_of
+from orchestrator.plan.document import Coord
 from orchestrator.plan.interval import interval
-from orchestrator.plan.schedules import Kind
 from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
 from orchestrator.planner.memory.recipe import recipe_of
 from orchestrator.planner.plan_cost import pipeline_timeline
-from orchestrator.style import seconds
+from orchestrator.style import hex_of, seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MUTED, LINE, INK = "#6b7280", "#d1d5db", "#1f2937"
-#: Okabe & Ito 2008, softened; cycles over data-parallel replicas.
-REPLICA = ("#4c9fd6", "#f0a93b", "#3bb28a", "#e07a5f", "#a78bda", "#6cc5d9", "#d6c14a", "#d783b0")
-CATEGORY = {
-    "params": "#4c9fd6",
-    "grads": "#f0a93b",
-    "optimizer": "#3bb28a",
-    "activations": "#e07a5f",
-    "buffers": "#a78bda",
+STROKE = (0.12, 0.16, 0.22, 0.45)  # of patterns, over any colour
+REPLICA = tuple(map(hex_of, style.REPLICA))
+#: Of the replicas beyond those, one a round of the colours.
+PATTERN = ("", "////", "....", "xxxx", "----", "oooo", "\\\\\\\\", "++++")
+CATEGORY = {name: hex_of(code) for name, code in style.CATEGORY_COLOUR.items()}
+#: What a rank does -> colour, pattern and words. Half a backward pass has its colour and a pattern.
+ACTION = {
+    "F": (hex_of(style.FORWARD), "", "forward"),
+    "B": (hex_of(style.BACKWARD), "", "backward"),
+    "I": (hex_of(style.BACKWARD), "////", "input's gradient"),
+    "W": (hex_of(style.BACKWARD), "....", "weight's gradient"),
 }
-AXIS = {"tp": "#4c9fd6", "cp": "#6cc5d9", "ep": "#a78bda", "pp": "#f0a93b", "dp": "#3bb28a"}
 GIB = 1 << 30
 
 RC = {
@@ -46,6 +50,8 @@ RC = {
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "svg.fonttype": "path",
+    "pdf.fonttype": 42,
+    "hatch.linewidth": 0.6,
     "figure.facecolor": "white",
 }
 
@@ -56,8 +62,19 @@ def shade(colour: str, amount: float) -> tuple[float, float, float]:
     return tuple(part + (1 - part) * amount for part in parts)  # type: ignore[return-value]
 
 
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """The one unit of a time axis, as seconds and by name."""
+    return next(((s, name) for s, name in ((1.0, "seconds"), (1e-3, "milliseconds")) if longest_s >= s), (1e-6, "µs"))
+
+
+def legend(ax: Axes, **where: Any) -> None:
+    """One line of colours and words above a panel."""
+    small = {"frameon": False, "fontsize": 8, "borderaxespad": 0.0, "handlelength": 1.4, "handleheight": 1}
+    ax.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.98), columnspacing=1.2, handletextpad=0.5, **small, **where)
+
+
 class Topology:
-    """Nodes as columns of GPUs, under the switches they hang on; colour = replica, tint = pipeline stage."""
+    """Nodes as columns of GPUs, under the switches they hang on; colour, pattern = replica, tint = pipeline stage."""
 
     MOST_LABELLED = 40  # nodes drawn with a label a GPU
 
@@ -74,13 +91,12 @@ class Topology:
 
     def draw(self, ax: Axes) -> None:
         place = self._columns()
-        colour = self._colours()
         if self.labelled:
-            self._cells(ax, place, colour)
+            self._cells(ax, place)
             unit, bottom = 1.0, -self.gpus - 0.7
         else:
-            unit, bottom = 1.35, -5.9
-            self._strips(ax, place, colour, bottom + 0.9)
+            unit, bottom = 1.35, -6.6
+            self._strips(ax, place, bottom + 1.6)
         top = (0.75 + len(self.tiers) * 1.4 - 0.5) * unit
         ax.set_xlim(-0.2, max(place.values()) + 1.1)
         ax.set_ylim(bottom, top)
@@ -140,17 +156,16 @@ class Topology:
             x += gap
         return place
 
-    def _colours(self) -> dict[tuple[int, int], tuple[float, float, float]]:
+    def _colour(self, coord: Coord) -> tuple[float, float, float]:
         par = self.plan.parallel
-        index = {name: i for i, name in enumerate(self.plan.cluster.node_names)}
-        result = {}
-        for rank in self.plan.ranks:
-            tint = 0.0 if par.pp == 1 else 0.55 * rank.coord.pp / (par.pp - 1)
-            replica = replica_of(par, rank.coord)
-            result[index[rank.node], rank.gpu] = shade(REPLICA[replica % len(REPLICA)], tint)
-        return result
+        tint = 0.0 if par.pp == 1 else 0.55 * coord.pp / (par.pp - 1)
+        return shade(REPLICA[replica_of(par, coord) % len(REPLICA)], tint)
 
-    def _cells(self, ax: Axes, place: dict[int, float], colour: dict[tuple[int, int], Any]) -> None:
+    @staticmethod
+    def _pattern(replica: int) -> str:
+        return PATTERN[replica // len(REPLICA) % len(PATTERN)]
+
+    def _cells(self, ax: Axes, place: dict[int, float]) -> None:
         from matplotlib.patches import Rectangle
 
         axes = label_axes(self.plan)
@@ -159,18 +174,25 @@ class Topology:
         for rank in self.plan.ranks:
             node = index[rank.node]
             x, y = place[node], -(rank.gpu + 1)
-            patch = Rectangle((x + 0.03, y + 0.06), 0.86, 0.88, facecolor=colour[node, rank.gpu], edgecolor="none")
-            ax.add_patch(patch)
+            colour, pattern = self._colour(rank.coord), self._pattern(replica_of(self.plan.parallel, rank.coord))
+            how: dict[str, Any] = {"facecolor": colour, "edgecolor": STROKE, "linewidth": 0, "hatch": pattern}
+            ax.add_patch(Rectangle((x + 0.03, y + 0.06), 0.86, 0.88, **how))
             text = ".".join(str(getattr(rank.coord, axis)) for axis in axes) or "0"
-            ax.text(x + 0.46, y + 0.5, text, ha="center", va="center", fontsize=6 if small else 7.5)
+            plain = {"facecolor": colour, "edgecolor": "none", "pad": 1.2} if pattern else None  # no stroke in a text
+            ax.text(x + 0.46, y + 0.5, text, ha="center", va="center", fontsize=6 if small else 7.5, bbox=plain)
         for node, x in place.items():
             name = self.plan.cluster.node_names[node]
             ax.text(x + 0.46, -self.gpus - 0.12, name, ha="center", va="top", fontsize=6.5 if small else 8, color=MUTED)
 
-    def _strips(self, ax: Axes, place: dict[int, float], colour: dict[tuple[int, int], Any], bottom: float) -> None:
-        """Too many nodes for labels: one image a switch, a column a node, a row a GPU."""
+    def _strips(self, ax: Axes, place: dict[int, float], bottom: float) -> None:
+        """Too many nodes for a label a GPU: an image a switch, a column a node, a row a GPU; its replicas below."""
         import numpy as np
 
+        index = {name: i for i, name in enumerate(self.plan.cluster.node_names)}
+        at = {(index[rank.node], rank.gpu): rank.coord for rank in self.plan.ranks}
+        colour = {where: self._colour(coord) for where, coord in at.items()}
+        replica = {where: replica_of(self.plan.parallel, coord) for where, coord in at.items()}
+        many = self.plan.parallel.dp * self.plan.parallel.ep > len(REPLICA)
         blocks = self.switches[0].switches if self.switches else [list(range(self.nodes))]
         for block in blocks:
             members = [node for node in block if node in place]
@@ -179,13 +201,36 @@ class Topology:
             image = np.array([[colour.get((node, gpu), (1, 1, 1)) for node in members] for gpu in range(self.gpus)])
             left, right = place[members[0]], place[members[-1]] + 1
             ax.imshow(image, extent=(left, right, bottom, 0), aspect="auto", interpolation="nearest", zorder=2)
-            ax.text((left + right) / 2, bottom - 0.15, f"{len(members)} nodes", ha="center", va="top", color=MUTED)
+            if many:
+                self._patterns(ax, members, replica, left, -bottom / self.gpus)
+            held = sorted(
+                {replica[node, gpu] for node in members for gpu in range(self.gpus) if (node, gpu) in replica}
+            )
+            label = f"{len(members)} nodes" + (f"\nreplica {ranges(held)}" if len(blocks) <= 16 else "")
+            ax.text((left + right) / 2, bottom - 0.15, label, ha="center", va="top", fontsize=8, color=MUTED)
+
+    def _patterns(
+        self, ax: Axes, members: list[int], replica: dict[tuple[int, int], int], left: float, height: float
+    ) -> None:
+        """Patterns over one image: a rectangle for each run of nodes that hold one replica in a row of GPUs."""
+        from matplotlib.patches import Rectangle
+
+        for gpu in range(self.gpus):
+            runs = itertools.groupby(enumerate(members), key=lambda one: replica.get((one[1], gpu)))
+            for number, run in runs:
+                pattern, cells = "" if number is None else self._pattern(number), list(run)
+                if pattern:
+                    how: dict[str, Any] = {"facecolor": "none", "edgecolor": STROKE, "linewidth": 0, "zorder": 3}
+                    start = left + cells[0][0]
+                    ax.add_patch(Rectangle((start, -(gpu + 1) * height), len(cells), height, hatch=pattern, **how))
 
     def _legend(self) -> str:
         par, axes = self.plan.parallel, label_axes(self.plan)
         parts = []
         if par.dp * par.ep > 1:
-            parts.append("colour: replica (dp)")
+            replicas = par.dp * par.ep
+            which = "dp, ep" if par.ep > 1 else "dp"
+            parts.append(f"colour{' and pattern' * (replicas > len(REPLICA))}: replica ({which})")
         if par.pp > 1:
             parts.append("tint: stage (pp)")
         if self.labelled and axes:
@@ -207,17 +252,18 @@ def memory(ax: Axes, plan: Plan) -> None:
         ax.barh(rows, sizes, left=left, color=colour, height=0.72, label=name, linewidth=0)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     capacity = plan.memory.capacity / GIB
-    ax.axvline(capacity, color="#b91c1c", linewidth=1.4, linestyle=(0, (4, 3)))
-    ax.set_xlim(0, max(capacity, *left) * 1.14)
+    ax.axvline(capacity, color=INK, linewidth=1.4, linestyle=(0, (4, 3)))
+    most = max(capacity, *left)
+    ax.set_xlim(0, most * 1.14)
     for row, total in zip(rows, left, strict=True):
-        if len(rows) <= 16:
-            ax.text(total, row, f" {total:.1f}", va="center", fontsize=8, color="#b91c1c" if total > capacity else INK)
+        if len(rows) <= 16:  # beyond the line of the capacity, which strikes none of them
+            weight = "bold" if total > capacity else "normal"
+            ax.text(most * 1.13, row, f"{total:.1f}", ha="right", va="center", fontsize=8, fontweight=weight)
     ax.set_ylim(max(len(rows), 3) - 0.4, -0.6)
     step = max(1, math.ceil(len(rows) / 16))
     ax.set_yticks(rows[::step], [f"pp {row}" for row in rows[::step]])
     ax.set_xlabel(f"GiB a rank (dashed: capacity {capacity:.1f})")
-    ax.legend(ncols=5, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(-0.01, 0.98), borderaxespad=0.0,
-              handlelength=1, handleheight=1, columnspacing=1.2, handletextpad=0.5)  # fmt: skip
+    legend(ax, ncols=5)
     ax.set_title("Memory by pipeline stage", pad=24)
     ax.tick_params(length=0)
 
@@ -225,23 +271,34 @@ def memory(ax: Axes, plan: Plan) -> None:
 def time(ax: Axes, plan: Plan) -> None:
     """Where a step goes, and the whole with its 95 % interval."""
     value = plan.time
-    rows = [("compute", value.compute_s, "#3bb28a")]
-    rows += [(f"{axis} comm.", cost, AXIS[axis]) for axis, cost in value.exposed_comm_s.items() if cost > 0]
+    rows = [("compute", value.compute_s, hex_of(style.COMPUTE))]
+    sent = hex_of(style.COMMUNICATION)
+    rows += [(f"{axis} comm.", cost, sent) for axis, cost in value.exposed_comm_s.items() if cost > 0]
     if plan.parallel.pp > 1:
         bubble = value.step_s - value.compute_s - sum(value.exposed_comm_s.values())
-        rows.append(("bubble", max(0.0, bubble), "#9ca3af"))
-    rows.append(("step", value.step_s, LINE))
+        rows.append(("bubble", max(0.0, bubble), hex_of(style.IDLE)))
+    rows.append(("step", value.step_s, "white"))
     low, high = interval(value.step_s, value.sd)
     longest = max(high, *(cost for _, cost, _ in rows))
-    ax.errorbar(value.step_s, len(rows) - 1, xerr=[[value.step_s - low], [high - value.step_s]], color=INK, capsize=4)
+    scale, unit = time_unit(longest)
+    spread = [[(value.step_s - low) / scale], [(high - value.step_s) / scale]]
+    ax.errorbar(value.step_s / scale, len(rows) - 1, xerr=spread, color=INK, capsize=4)
     for row, (name, cost, colour) in enumerate(rows):
-        ax.barh(row, cost, color=colour, height=0.62, linewidth=0)
+        ax.barh(
+            row, cost / scale, color=colour, height=0.62, linewidth=0.8, edgecolor=MUTED if name == "step" else colour
+        )
         end = high if name == "step" else cost
-        ax.text(end + 0.015 * longest, row, f"{seconds(cost)}  {cost / value.step_s:.1%}", va="center", fontsize=8.5)
+        ax.text(
+            (end + 0.015 * longest) / scale,
+            row,
+            f"{seconds(cost)}  {cost / value.step_s:.1%}",
+            va="center",
+            fontsize=8.5,
+        )
     ax.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     ax.set_ylim(max(len(rows), 4) - 0.4, -0.6)
-    ax.set_xlim(0, longest * 1.32)
-    ax.xaxis.set_major_formatter(lambda value, _: seconds(value))
+    ax.set_xlim(0, longest * 1.32 / scale)
+    ax.set_xlabel(unit)
     ax.set_title("Time of a step", pad=24)
     ax.tick_params(length=0)
 
@@ -250,34 +307,57 @@ def timeline_inches(plan: Plan) -> float:
     return min(4.0, 0.55 + 0.2 * min(plan.parallel.pp, 32) + 0.5)
 
 
+def ranges(numbers: list[int]) -> str:
+    """Sorted numbers with runs as ranges; many pieces as their number and ends."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    if len(runs) > 3:
+        return f"{len(numbers)} of {numbers[0]}..{numbers[-1]}"
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+
+
 def pipeline(ax: Axes, plan: Plan) -> None:
     """The first micro-batches of a step on every pipeline rank, with the plan's own stage times."""
     from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Patch
 
     drawn = pipeline_timeline(plan)
-    chunks, kinds = plan.parallel.vpp, {Kind.F: "#4c9fd6", Kind.B: "#f0a93b", Kind.I: "#e8c15f", Kind.W: "#3bb28a"}
-    boxes, colours = [], []
+    scale, unit = time_unit(drawn.makespan)
+    chunks = plan.parallel.vpp
+    boxes: dict[str, list[Any]] = {name: [] for name in ACTION}
+    colours: dict[str, list[Any]] = {name: [] for name in ACTION}
     for rank, spans in enumerate(drawn.spans):
         for span in spans:
-            a, b, low, high = span.start, span.end, rank - 0.42, rank + 0.42
-            boxes.append([(a, low), (b, low), (b, high), (a, high)])
+            a, b, low, high = span.start / scale, span.end / scale, rank - 0.42, rank + 0.42
+            kind = span.action.kind.name
+            boxes[kind].append([(a, low), (b, low), (b, high), (a, high)])
             chunk = drawn.schedule.model_stage(span.action.stage) // plan.parallel.pp
-            colours.append(shade(kinds[span.action.kind], 0.5 * chunk / max(1, chunks - 1)))
-            if (span.end - span.start) / drawn.makespan > 0.012 and plan.parallel.pp <= 16:
-                x = (span.start + span.end) / 2
-                ax.text(x, rank, str(span.action.micro_batch), ha="center", va="center", fontsize=6.5)
-    ax.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=0.5))
-    ax.set_xlim(0, drawn.makespan * 1.002)
+            colour, pattern, _ = ACTION[kind]
+            colours[kind].append(shade(colour, 0.5 * chunk / max(1, chunks - 1)))
+            text = str(span.action.micro_batch)
+            if (span.end - span.start) / drawn.makespan > 0.006 * (1 + len(text)) and plan.parallel.pp <= 16:
+                plain = {"facecolor": colours[kind][-1], "edgecolor": "none", "pad": 0.5} if pattern else None
+                ax.text((a + b) / 2, rank, text, ha="center", va="center", fontsize=6.5, bbox=plain)
+    handles = []
+    for kind, (colour, pattern, words) in ACTION.items():
+        if boxes[kind]:
+            how: dict[str, Any] = {"edgecolors": STROKE, "linewidths": 0, "hatch": pattern}
+            ax.add_collection(PolyCollection(boxes[kind], facecolors=colours[kind], **how))
+            ax.add_collection(PolyCollection(boxes[kind], facecolors="none", edgecolors="white", linewidths=0.5))
+            handles.append(Patch(facecolor=colour, hatch=pattern, edgecolor=STROKE, linewidth=0, label=words))
+    ax.set_xlim(0, drawn.makespan * 1.002 / scale)
     ax.set_ylim(plan.parallel.pp - 0.4, -0.6)
     step = max(1, math.ceil(plan.parallel.pp / 16))
     ax.set_yticks(range(0, plan.parallel.pp, step), [f"pp {r}" for r in range(0, plan.parallel.pp, step)])
-    ax.xaxis.set_major_formatter(lambda value, _: seconds(value))
+    ax.set_xlabel(unit)
     shown = drawn.schedule.micro_batches
     which = (
         f"all {shown}" if shown == plan.parallel.micro_batches else f"first {shown} of {plan.parallel.micro_batches}"
     )
-    legend = "blue: forward, orange: backward"
-    if drawn.schedule.splits_backward:
-        legend = "blue: forward, yellow: input gradient, green: weight gradient, orange: both"
-    ax.set_title(f"Pipeline timeline, {plan.parallel.schedule}   [{which} micro-batches; {legend}]")
+    legend(ax, handles=handles, ncols=len(handles))
+    ax.set_title(f"Pipeline timeline, {plan.parallel.schedule}   [{which} micro-batches]", pad=24)
     ax.tick_params(length=0)

@@ -1,6 +1,6 @@
 """A plan as one picture: placement on the topology, memory against capacity, the pipeline's timeline.
 
-`save(plan, path)` writes .png, .svg or .html (one file that holds its picture). matplotlib is imported here only.
+`save(plan, path)` writes .png, .svg, .pdf or .html (one file that holds its picture). matplotlib is imported here only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import panels
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMATS = (".png", ".svg", ".html")
+FORMATS = (".png", ".svg", ".pdf", ".html")
 CSS = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;color:#222}"
     "svg{width:100%;height:auto}"
@@ -64,7 +64,7 @@ def figure(plan: Plan) -> Figure:
 
         topology = panels.Topology(plan)
         heights = [topology.inches, 2.6] + ([panels.timeline_inches(plan)] if plan.parallel.pp > 1 else [])
-        gap = 1.05  # inches between rows: an axis label and a title
+        gap = 1.25  # inches between rows: an axis label and a title
         total = sum(heights) + gap * (len(heights) - 1) + 1.9
         result = Figure(figsize=(12, total))
         spec = result.add_gridspec(
@@ -117,7 +117,8 @@ def _image(drawn: Figure, kind: str) -> bytes:
     buffer = io.BytesIO()
     # no date and fixed ids: the same plan gives the same bytes
     with matplotlib().rc_context({**panels.RC, "svg.hashsalt": "orch"}):
-        drawn.savefig(buffer, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else {"Software": None})
+        when = {"svg": {"Date": None}, "png": {"Software": None}, "pdf": {"CreationDate": None, "Producer": None}}
+        drawn.savefig(buffer, format=kind, dpi=160, metadata=when[kind])
     return buffer.getvalue()
 
 

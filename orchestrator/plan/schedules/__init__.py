@@ -8,7 +8,7 @@ from orchestrator.plan.document import TABLE
 from .actions import RECEIVES, Action, Kind, ScheduleError, parse_action
 from .device import DeviceTimes, run_on_device
 from .lower import Batch, Program, lower, lower_to_batches, peer_of, receive_early, receive_of
-from .of_plan import copies, copies_of, costs_of, schedule_of
+from .of_plan import copies, copies_of, costs_of, runs_pairs, schedule_of
 from .registry import SCHEDULES, build, illegal
 from .schedule import Schedule
 from .simulate import Costs, Span, Timeline, peak_in_flight, simulate
@@ -46,6 +46,7 @@ __all__ = [
     "receive_early",
     "receive_of",
     "run_on_device",
+    "runs_pairs",
     "schedule_of",
     "simulate",
     "write_table",

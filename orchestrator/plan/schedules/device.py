@@ -31,7 +31,7 @@ class _Rank:
     """The queues of one rank, and how far they have come."""
 
     def __init__(self, batches: Sequence[Batch]):
-        self.kernels = [batch[0] for batch in batches if batch[0].kind in COMPUTE]
+        self.kernels = [batch for batch in batches if batch[0].kind in COMPUTE]  # two that run as one are one
         self.batches: list[Batch] = []
         self.before: list[int] = []  # kernels that are enqueued before each batch
         kernels = 0
@@ -107,9 +107,9 @@ def _compute(
 ) -> bool:  # fmt: skip
     if len(rank.computed) == len(rank.kernels):
         return False
-    action = rank.kernels[len(rank.computed)]
+    group = rank.kernels[len(rank.computed)]
     free = start = rank.computed[-1] if rank.computed else 0.0
-    for source in schedule.needs(action):
+    for source in (source for action in group for source in schedule.needs(action)):
         if schedule.stage_rank[source.stage] == number:
             if source not in ends:
                 return False
@@ -122,8 +122,10 @@ def _compute(
         start = max(start, rank.transferred[batch])
     if rank.computed:
         rank.waited += start - free
-    ends[action] = start + costs.of(action.kind, schedule.model_stage(action.stage))
-    rank.computed.append(ends[action])
+    seconds = sum(costs.of(action.kind, schedule.model_stage(action.stage)) for action in group)
+    end = start + (seconds if len(group) == 1 or costs.together is None else costs.together)
+    ends.update(dict.fromkeys(group, end))
+    rank.computed.append(end)
     return True
 
 
@@ -153,7 +155,8 @@ def _check_pairs(schedule: Schedule, programs: Sequence[Sequence[Batch]]) -> Non
 
 
 def _at(rank: _Rank) -> str:
-    kernel = rank.kernels[len(rank.computed)] if len(rank.computed) < len(rank.kernels) else "its end"
+    left = rank.kernels[len(rank.computed) :]
+    kernel = " ".join(map(str, left[0])) if left else "its end"
     transfer = len(rank.transferred)
     waiting = " ".join(map(str, rank.batches[transfer])) if transfer < len(rank.batches) else "no transfer"
     return f"{kernel} with {waiting}"

@@ -12,10 +12,10 @@ from operator import itemgetter
 
 from .actions import COMPUTE, RECEIVES, Action, Kind
 from .schedule import Schedule
-from .simulate import Costs, simulate
+from .simulate import Costs, groups, simulate
 
 Program = tuple[Action, ...]
-#: One compute action, or transfers that start together.
+#: One compute action, or two that run as one, or transfers that start together.
 Batch = tuple[Action, ...]
 
 
@@ -92,28 +92,29 @@ def lower_to_batches(schedule: Schedule, costs: Costs | None = None) -> tuple[tu
     programs = []
     for mine, batches in zip(spans, starting, strict=True):
         times, program = sorted(batches, reverse=True), list[Batch]()
-        for action, _, end in mine:
-            while times and times[-1] < end:
+        ends = {action: end for action, _, end in mine}
+        for group in groups([action for action, _, _ in mine], costs):
+            while times and times[-1] < ends[group[0]]:
                 program.append(tuple(batches[times.pop()]))
-            program.append((action,))
+            program.append(group)
         programs.append((*program, *(tuple(batches[time]) for time in reversed(times))))
     return tuple(programs)
 
 
-def receive_early(program: Program, by: int = 2) -> Program:
-    """Post every receive `by` compute actions earlier: the transfer then overlaps with them, and the sender, who finds
-    its receive posted, sends at once instead of asking first.
+def receive_early(program: Program, by: int = 2, costs: Costs | None = None) -> tuple[Batch, ...]:
+    """Post every receive `by` computations earlier: the transfer then overlaps with them, and the sender, who finds
+    its receive posted, sends at once instead of asking first. `costs`: those of `lower`; each transfer stands alone.
 
     Only for transports that match messages by tag (gloo): it gives up the common order of a pair's transfers.
     """
-    segments: list[list[Action]] = [[]]  # each compute action with its sends
-    receives: list[list[Action]] = [[]]  # posted behind each segment
-    for action in program:
-        if action.kind in RECEIVES:
-            receives[max(len(segments) - 1 - by, 0)].append(action)
+    segments: list[list[Batch]] = [[]]  # each computation with its sends
+    receives: list[list[Batch]] = [[]]  # posted behind each segment
+    for batch in groups(program, costs):
+        if batch[0].kind in RECEIVES:
+            receives[max(len(segments) - 1 - by, 0)].append(batch)
             continue
-        if action.kind in COMPUTE:
+        if batch[0].kind in COMPUTE:
             segments.append([])
             receives.append([])
-        segments[-1].append(action)
-    return tuple(action for pair in zip(segments, receives, strict=True) for part in pair for action in part)
+        segments[-1].append(batch)
+    return tuple(batch for pair in zip(segments, receives, strict=True) for part in pair for batch in part)

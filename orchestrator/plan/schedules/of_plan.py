@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.plan.document import TABLE, Parallel, Plan
+from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.flops import (
     attention_core_flops,
     attention_weights,
@@ -45,6 +46,13 @@ def copies(schedule: str, pp: int, vpp: int) -> int:
     return len(SCHEDULES[schedule].place(pp, vpp)) // (pp * vpp)
 
 
+def runs_pairs(parallel: Parallel) -> bool:
+    """Whether a forward and the backward behind it run as one, each beside the other's communication: DualPipe, where
+    layers communicate."""
+    inside = parallel.tp > 1 or parallel.cp > 1 or expert_mesh(parallel).ep > 1
+    return parallel.schedule in ("dualpipe", "dualpipev") and inside
+
+
 def costs_of(plan: Plan) -> Costs:
     """What the plan's stages compute, in FLOPs a token: their layers, the head on the last, and what recompute repeats.
     For the order of transfers, for which only the ratios matter."""
@@ -60,4 +68,7 @@ def costs_of(plan: Plan) -> Costs:
     again = [one if train.recompute == "full" else 0.0 for one in forward]
     forward[-1] += 2.0 * model.vocab * model.hidden + ahead * 2.0 * prediction_weights(model)
     inputs = tuple(one + repeated for one, repeated in zip(forward, again, strict=True))
-    return Costs(tuple(forward), inputs, tuple(forward))
+    together = None
+    if runs_pairs(plan.parallel):
+        together = max(forward) + max(one + weight for one, weight in zip(inputs, forward, strict=True))
+    return Costs(tuple(forward), inputs, tuple(forward), together=together)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -110,8 +110,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         order, mine = schedule.orders[rank], spans[rank]
         free = mine[-1].end if mine else 0.0
         while len(mine) < len(order):
-            together = costs.together
-            group = order[len(mine) : len(mine) + 1] if together is None else _pair(order, len(mine))
+            group = group_at(order, len(mine), costs)
             arrivals = [_arrival(schedule, action, rank, ended, costs.transfer) for action in group]
             missing = next((source for _, source in arrivals if source is not None), None)
             if missing is not None:
@@ -119,8 +118,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                 break
             start = max(free, *(arrival for arrival, _ in arrivals))
             first = group[0]
-            span = duration[first.kind, first.stage] if together is None or len(group) == 1 else together
-            free = start + span
+            alone = duration[first.kind, first.stage]
+            free = start + (alone if len(group) == 1 or costs.together is None else costs.together)
             for action in group:
                 mine.append(Span(action, start, free))
                 ended[action] = free
@@ -132,12 +131,23 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(schedule, tuple(map(tuple, spans)))
 
 
-def _pair(order: tuple[Action, ...], index: int) -> tuple[Action, ...]:
-    """The action at `index`, and the next if the two are a forward and the whole backward of another stage."""
+def group_at(order: Sequence[Action], index: int, costs: Costs | None) -> tuple[Action, ...]:
+    """The action at `index`, and the next if the two run as one (`Costs.together`): a forward and the whole backward
+    of another stage."""
     first, *rest = order[index : index + 2]
-    if rest and first.kind is Kind.F and rest[0].kind is Kind.B and first.stage != rest[0].stage:
+    paired = costs is not None and costs.together is not None
+    if paired and rest and first.kind is Kind.F and rest[0].kind is Kind.B and first.stage != rest[0].stage:
         return first, rest[0]
     return (first,)
+
+
+def groups(order: Sequence[Action], costs: Costs | None) -> list[tuple[Action, ...]]:
+    """All actions in their order, those that run as one together."""
+    found, index = list[tuple[Action, ...]](), 0
+    while index < len(order):
+        found.append(group_at(order, index, costs))
+        index += len(found[-1])
+    return found
 
 
 def _arrival(

@@ -31,6 +31,7 @@ SUBJECTS = {
     "lora": "backward of frozen weights takes",
     "recompute.": "recomputation ({}) takes",
     "moe.permute": "permuting routed tokens moves",
+    "moe.spread.": "loads of experts (balanced by: {}) differ by",
     "host.": "the CPU needs for launches ({})",
     "host.dense": "the CPU needs for a layer",
     "host.step": "the CPU needs for an optimizer step",

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from orchestrator.planner.cost.profile import Profile
-from orchestrator.planner.placement.axis_order import PathCache
-from orchestrator.planner.predict.cells import RowError, number_of
+from orchestrator.planner.placement.path_cache import PathCache
+from orchestrator.planner.predict.cells import RowError
 from orchestrator.planner.predict.job_memory import job_memory
 from orchestrator.planner.predict.predict import step_of
 from orchestrator.planner.predict.rows import group_of, read_row, row_id
+from orchestrator.planner.predict.score import measured_in
 
 from .fit import Observation, linearised
 from .update import site_profile, update
-
-LEAST_S, MOST_S = 1e-4, 1e5  # of a step that can be
 
 
 def observations(rows: Iterable[Mapping[str, str]], refused: list[str] | None = None) -> list[Observation]:
@@ -42,12 +41,7 @@ def _observation(
 
 def measured_s(cells: Mapping[str, str]) -> float | None:
     """Seconds of a row's step, None where it has none. RowError for one that cannot be."""
-    value = number_of("step_time_s", cells.get("step_time_s") or "")
-    if value is None:
-        return None
-    if not LEAST_S <= value <= MOST_S:
-        raise RowError(f"step_time_s={value:g}: a step takes from {LEAST_S:g} to {MOST_S:g} s")
-    return value
+    return measured_in(cells, "step_time_s")
 
 
 def after_row(profile: Profile, cells: Mapping[str, str]) -> Profile:

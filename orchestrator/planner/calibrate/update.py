@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from orchestrator.cluster.measured import Record
 from orchestrator.plan.cluster import NVLINK
-from orchestrator.plan.document import Cluster
+from orchestrator.plan.document import Cluster, Model
 from orchestrator.planner.cost.dual import Number, duals, log_gradient, value_of
+from orchestrator.planner.cost.imbalance import LEAST_SPREAD, spread_name, spread_of
 from orchestrator.planner.cost.parameters import INDEX, NAMES, generation_of
 from orchestrator.planner.cost.profile import FittedOn, Profile, make_profile
 
@@ -26,6 +27,7 @@ ROW_NOISE = 0.10  # standard deviation of ln t of one measured row
 MOST_MISS = 0.3
 #: The same of the median step of a run, of a rate that `orch bench` found, and of a link whose load in a step is other.
 RUN_NOISE, RATE_NOISE, LINK_NOISE = 0.03, 0.08, 0.15
+LOAD_NOISE = 0.15  # of the spread of experts' loads, which goes on changing as a router learns
 IN_STEP = 0.7  # rate of NVLink's collectives inside a step / alone (accuracy.md section 2; comm-0364)
 ROUNDS = 5
 LEAST_PART = 0.01  # of a round's way
@@ -92,6 +94,23 @@ def update_with_step(
         if np.abs(part * way).max() < 1e-3:
             break
     return Update(moved, found.covariance), first
+
+
+def update_with_loads(profile: Profile, model: Model, ranks: int, fullest: float, spread: float | None) -> Update:
+    """By the loads of a run's experts: of the `fullest` of `ranks` ranks that share them, over the mean; of one rank,
+    whose load is always even, by the `spread` of single experts."""
+    assert model.moe is not None
+    if ranks > 1:
+        spread = spread_of(fullest, model.moe.experts, ranks)
+    name, jacobian = spread_name(model.moe), np.zeros((1, len(NAMES)))
+    jacobian[0, INDEX[name]] = 1.0
+    miss = np.log(profile.values[name] / max(LEAST_SPREAD, spread or 0.0))
+    return _posterior(profile, np.array([miss]), jacobian, np.array([LOAD_NOISE]))
+
+
+def then(first: Update, second: Update) -> Update:
+    """Of `second`, which began where `first` ended."""
+    return Update(first.log_change + second.log_change, second.covariance)
 
 
 def update_with_bench(profile: Profile, described: Cluster, record: Record) -> Update:

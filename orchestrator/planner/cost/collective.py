@@ -24,7 +24,7 @@ PATTERN: dict[str, Pattern] = {
 IDEAL = Links(1.0, 1.0, 1.0, 0.0)
 
 
-def sent_bytes(operation: Operation, size: float, n: int) -> float:
+def sent_bytes(operation: Operation, size: Number, n: int) -> Number:
     """Bytes that one rank sends. `size`: bytes of the whole tensor; for all-to-all and p2p, of one rank's buffer."""
     if n == 1:
         return 0.0
@@ -33,7 +33,7 @@ def sent_bytes(operation: Operation, size: float, n: int) -> float:
     return size * (n - 1) / n * (2 if operation == "all_reduce" else 1)
 
 
-def seconds(operation: Operation, size: float, n: int, path: Path, links: Links = IDEAL) -> Number:
+def seconds(operation: Operation, size: Number, n: int, path: Path, links: Links = IDEAL) -> Number:
     """Seconds of one operation over groups of n ranks, when all groups run it at once. `size` as in `sent_bytes`.
 
     Latency: a ring pays its hops once (all-reduce: twice), or 2*log2(n) of its longest hop where a tree is faster; an

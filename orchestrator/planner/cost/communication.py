@@ -12,14 +12,16 @@ from orchestrator.planner.model.layers import sample_layers
 
 from . import collective
 from .compute import Compute
-from .dual import Number, larger
+from .dual import Number, larger, value_of
 from .expert_exchange import phases
 from .fabric import Path
+from .imbalance import imbalance
 from .layer_traffic import (
     Overlap,
     TensorOperation,
     boundary_bytes,
     expert_operations,
+    micro_batch_tokens,
     tensor_operations,
     vocabulary_operations,
 )
@@ -75,12 +77,13 @@ def tensor_seconds(
             result += one.times * exposed(known[key], one.overlap)
         return result
 
-    tokens = par.micro_batch_size * train.seq_len / par.cp
+    tokens = micro_batch_tokens(par, train)
     loss = collective.seconds("all_gather", tokens * 2 * 4 * par.tp, par.tp, path, links)  # two numbers a token
     ends = ((1, 0), (ahead, 1 + ahead))
     first, last = (total(vocabulary_operations(model, par, train, *one)) for one in ends)
+    load = value_of(imbalance(par, rate))
     dense, moe = (
-        total(tensor_operations(model, par, train, share, bool(kind))) if layer is not None else 0.0
+        total(tensor_operations(model, par, train, share, bool(kind), load)) if layer is not None else 0.0
         for kind, layer in enumerate(sample_layers(model))
     )
     return TensorSeconds(dense, moe, first, last + (1 + ahead) * exposed(loss))
@@ -103,10 +106,10 @@ def expert_seconds(
 ) -> Number:
     """Exposed all-to-all of an MoE layer and micro-batch, forward and backward."""
     total: Number = 0.0
-    ranks = expert_mesh(par).ep
+    ranks, load = expert_mesh(par).ep, imbalance(par, rate)
     for operation, size, count in expert_operations(model, par, train, share) if ranks > 1 else ():
         for path in phases(paths[axes(par), collective.PATTERN[operation]], model, par):
-            total += count * collective.seconds(operation, size, ranks, path, rate.ring) * rate.ep_exposed
+            total += count * collective.seconds(operation, size * load, ranks, path, rate.ring) * rate.ep_exposed
     return total
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from orchestrator.plan import flops
 from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.planner.model.layers import (
     dense_on_rank,
@@ -22,6 +23,7 @@ from orchestrator.planner.model.layers import (
 )
 
 from .dual import Number
+from .imbalance import imbalance
 from .rates import Rates
 from .software import Software
 
@@ -49,22 +51,22 @@ NO_LAYER = LayerSeconds(0.0, 0.0, 0.0, 0.0, 0.0, (0.0, 0.0), {})
 class Matrix(NamedTuple):
     """Products [rows, inputs] x [inputs, outputs] of one kind, in one layer on one rank."""
 
-    rows: float  # of all of them together
+    rows: Number  # of all of them together
     inputs: float
     outputs: float
     weights: float = 1.0  # number of such matrices
 
     @property
-    def flops(self) -> float:
+    def flops(self) -> Number:
         return 2.0 * self.rows * self.inputs * self.outputs
 
     @property
-    def reduced(self) -> tuple[float, float]:
+    def reduced(self) -> tuple[Number, Number]:
         """Lengths of the sums: of the product itself, and of both gradients together."""
         return self.inputs, self.outputs + self.rows
 
     @property
-    def bytes(self) -> float:
+    def bytes(self) -> Number:
         """Read and written in 16 bits."""
         return 2.0 * (self.rows * (self.inputs + self.outputs) + self.weights * self.inputs * self.outputs)
 
@@ -81,9 +83,11 @@ def attention_matrices(model: Model, tokens: float, tp: int) -> list[Matrix]:
     return [Matrix(tokens, h, columns), Matrix(tokens, heads * model.head_dim, h)]
 
 
-def mlp_matrices(model: Model, layer: int, tokens: float, tp: int, ep: int, etp: int) -> Iterator[Matrix]:
-    """Of a dense layer, or of the shared and the routed experts; tokens are spread evenly over the experts,
-    `tokens` being those of all tp ranks; `ep`, `etp`: of the expert mesh."""
+def mlp_matrices(
+    model: Model, layer: int, tokens: float, tp: int, ep: int, etp: int, seq_len: int, load: Number = 1.0
+) -> Iterator[Matrix]:
+    """Of a dense layer, or of the shared and the routed experts, `tokens` being those of all tp ranks; `ep`, `etp`: of
+    the expert mesh; `load`: of the rank over the mean."""
     h, gate = model.hidden, 2 if model.mlp == "gated" else 1
     moe = flops.layer_moe(model, layer)
     if moe is None:
@@ -91,10 +95,11 @@ def mlp_matrices(model: Model, layer: int, tokens: float, tp: int, ep: int, etp:
         return
     if moe.shared_ffn_hidden:
         yield from _mlp(h, moe.shared_ffn_hidden / tp, tokens, gate, 1.0)
-    yield from _mlp(h, moe.ffn_hidden / etp, tokens * moe.top_k * (etp / tp), gate, moe.experts / ep)
+    copies = tokens * taken_choices(moe, seq_len)
+    yield from _mlp(h, moe.ffn_hidden / etp, copies * (etp / tp) * load, gate, moe.experts / ep)
 
 
-def _mlp(hidden: int, width: float, rows: float, gate: int, count: float) -> Iterator[Matrix]:
+def _mlp(hidden: int, width: float, rows: Number, gate: int, count: float) -> Iterator[Matrix]:
     yield Matrix(rows, hidden, gate * width, count)
     yield Matrix(rows, width, hidden, count)
 
@@ -106,8 +111,9 @@ def layer_seconds(
     tp, (etp, ep, _) = parallel.tp, expert_mesh(parallel)
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     rows = tp if parallel.sp else 1
-    moe = flops.layer_moe(model, layer)
-    attention, mlp = attention_matrices(model, tokens, tp), list(mlp_matrices(model, layer, tokens, tp, ep, etp))
+    moe, load = flops.layer_moe(model, layer), imbalance(parallel, rate)
+    attention = attention_matrices(model, tokens, tp)
+    mlp = list(mlp_matrices(model, layer, tokens, tp, ep, etp, train.seq_len, load))
     column = [one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in (attention[0], mlp[0])]
     matrices = attention + mlp
     gemm = sum(one.flops for one in matrices) * rate.gemm_s + sum(one.bytes for one in matrices) * rate.gemm_byte_s
@@ -116,16 +122,20 @@ def layer_seconds(
         gemm += 2.0 * tokens / rows * model.hidden * moe.experts * rate.gemm16_s  # the router
 
     core, core_back = _core(model, parallel, train, tokens, rate)
-    ffn = moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden if moe else model.ffn_hidden
+    ffn: Number = model.ffn_hidden
+    if moe is not None:
+        ffn = taken_choices(moe, train.seq_len) * moe.ffn_hidden * load + moe.shared_ffn_hidden
     row, gated = 20 * model.hidden / rows, 6 if model.mlp == "gated" else 4
-    columns = gated * ffn / tp
+    columns: Number = gated * ffn / tp
     if model.position == "rope":
         columns += 4 * (model.heads + model.kv_heads) * model.head_dim / tp
     elementwise = tokens * (row + columns) * rate.elementwise * rate.byte_s
     cast = sum(one.rows * one.inputs for one in matrices) * rate.cast_bytes * rate.byte_s
     experts: Number = 0.0
     if moe is not None:
-        experts = rate.permute * 8 * tokens / rows * moe.top_k * model.hidden * rate.byte_s
+        copies = tokens / rows * taken_choices(moe, train.seq_len)
+        experts = rate.permute * 8 * copies * model.hidden * rate.byte_s
+        experts = experts * (1.0 + load) / 2  # a rank's own rows, and those that it receives
     own = dense_on_rank(model, layer, tp) + layer_params(model, layer).experts / (etp * ep)
     accumulate = own * rate.accumulate_bytes * rate.byte_s * rate.weight_gradients
 
@@ -143,6 +153,9 @@ def layer_seconds(
     slower = slower + rate.host_gap_s / gpu
     terms["host"] = gpu * (slower - 1.0)
     selective = _selective(software, rate, gemm, core, elementwise, columns / (row + columns), forward, parallel)
+    if model.mla is not None and train.recompute_latents is True and software.selective == "orch":
+        _, *made, _ = attention  # queries, keys and values of latents
+        selective += sum(one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in made)
     return LayerSeconds(
         forward=forward * slower,
         backward=(gpu - forward) * slower,
@@ -183,7 +196,7 @@ def _selective(
     gemm: Number,
     core: Number,
     elementwise: Number,
-    columns: float,
+    columns: Number,
     forward: Number,
     parallel: Parallel,
 ) -> Number:
@@ -247,6 +260,11 @@ def micro_batch_compute(model: Model, parallel: Parallel, train: Train, rate: Ra
     kinds = layer_seconds_by_kind(model, parallel, train, rate, software)
     loss = loss_seconds(model, parallel, train, rate)
     return Compute(kinds, loss, overlap_seconds(model, parallel, train, rate, kinds))
+
+
+#: Bytes a parameter that narrow moments (`Optim.state`) add to an update: they are widened and narrowed again by
+#: operators of torch, one after the other, whose bytes a test counts.
+NARROW_STATE = {"8bit": 128.0, "bf16": 238.0}
 
 
 def optimizer_seconds(parameters: float, shards: int, rate: Rates) -> Number:

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from msgspec import UNSET
+
 from orchestrator.plan.cluster import Operation
 from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.planner.model.layers import DTYPE_BYTES
 from orchestrator.planner.model.stages import splits_backward
@@ -39,7 +42,7 @@ class TensorOperation(NamedTuple):
 
 def hidden_bytes(model: Model, parallel: Parallel, train: Train) -> float:
     """Bytes of one micro-batch's hidden states on a rank, not cut by sequence parallelism."""
-    return _tokens(parallel, train) * model.hidden * DTYPE_BYTES[train.precision]
+    return micro_batch_tokens(parallel, train) * model.hidden * DTYPE_BYTES[train.precision]
 
 
 def boundary_bytes(model: Model, parallel: Parallel, train: Train) -> float:
@@ -47,15 +50,16 @@ def boundary_bytes(model: Model, parallel: Parallel, train: Train) -> float:
     return hidden_bytes(model, parallel, train) / (parallel.tp if parallel.sp else 1)
 
 
-def _tokens(parallel: Parallel, train: Train) -> float:
+def micro_batch_tokens(parallel: Parallel, train: Train) -> float:
     """Tokens of one micro-batch on the ranks of a tp group together."""
     return parallel.micro_batch_size * train.seq_len / parallel.cp
 
 
 def tensor_operations(
-    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare, moe: bool
+    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare, moe: bool, load: float = 1.0
 ) -> list[TensorOperation]:
-    """Over tp of one layer and micro-batch, forward and backward. `moe`: of a layer with experts.
+    """Over tp of one layer and micro-batch, forward and backward. `moe`: of a layer with experts; `load`: what a rank
+    that shares them gets, over the mean.
 
     Attention and feed-forward each begin and end with an all-reduce; with SP, with an all-gather and a reduce-scatter.
     With a split backward there is no weight gradient to overlap with, and inputs are kept whole.
@@ -73,7 +77,7 @@ def tensor_operations(
     if recomputed.inputs:
         found.append(TensorOperation("all_gather", "", hidden, recomputed.inputs, parallel.tp))
     if moe:
-        return [*found, *_mixture(model, parallel, train, recomputed)]
+        return [*found, *_mixture(model, parallel, train, recomputed, load)]
     if recomputed.mlp_inputs:
         found.append(TensorOperation("all_gather", "", hidden, recomputed.mlp_inputs, parallel.tp))
     again = 0.0 if plain else 1.0 - recomputed.gather
@@ -99,7 +103,9 @@ def _region(
         yield TensorOperation("all_gather", overlap, entry, again, tp)
 
 
-def _mixture(model: Model, parallel: Parallel, train: Train, share: RecomputedShare) -> Iterator[TensorOperation]:
+def _mixture(
+    model: Model, parallel: Parallel, train: Train, share: RecomputedShare, load: float
+) -> Iterator[TensorOperation]:
     """The same for the experts of a layer, none of it behind a product.
 
     Tokens of all tp ranks meet before the experts where these are all here, or where the ranks hold the same tokens.
@@ -112,7 +118,7 @@ def _mixture(model: Model, parallel: Parallel, train: Train, share: RecomputedSh
         yield from _region(parallel, hidden, hidden, "", share.layer, share.end, 0.0)
         return
     if etp > 1:
-        rows = hidden * moe.top_k * etp / parallel.tp
+        rows = hidden * taken_choices(moe, train.seq_len) * etp / parallel.tp * load
         for operation in ("all_gather", "reduce_scatter"):
             yield TensorOperation(operation, "", rows, 2 + share.layer, etp)
     if moe.shared_ffn_hidden:
@@ -127,15 +133,30 @@ def routing_operations(
     if parallel.tp == 1 or model.moe is None:
         return []
     etp, ranks, _ = expert_mesh(parallel)
-    choices, weight = _tokens(parallel, train) * model.moe.top_k, weight_bytes(train)
+    moe, tokens, weight = model.moe, micro_batch_tokens(parallel, train), weight_bytes(train)
     if not parallel.sp:
-        return [TensorOperation("all_reduce", "", choices * weight, 1.0, parallel.tp)]
+        return [TensorOperation("all_reduce", "", tokens * moe.top_k * weight, 1.0, parallel.tp)]
+    dropped = moe.capacity_factor is not UNSET
+    told = [TensorOperation("all_gather", "", told_choices(model, parallel, train), 1 + recomputed.layer, parallel.tp)]
     if ranks == 1:
-        size = choices * (8 + weight)
+        choices = tokens * moe.top_k
+        size = choices * (8 + weight + dropped)
     else:
-        choices, size = choices * etp / parallel.tp, choices * etp / parallel.tp * weight
-    gathered = TensorOperation("all_gather", "", size, 1 + recomputed.layer, etp)
-    return [gathered, TensorOperation("reduce_scatter", "", choices * weight, 1.0, etp)] if etp > 1 else []
+        choices = tokens * taken_choices(moe, train.seq_len) * etp / parallel.tp
+        size = choices * weight
+    found = told if dropped else []
+    if etp > 1:
+        found.append(TensorOperation("all_gather", "", size, 1 + recomputed.layer, etp))
+        found.append(TensorOperation("reduce_scatter", "", choices * weight, 1.0, etp))
+    return found
+
+
+def told_choices(model: Model, parallel: Parallel, train: Train) -> float:
+    """Bytes of the choices of a micro-batch's tokens on a cp rank, which the ranks that share a sequence tell each
+    other where experts drop some (`trainer/parallel/expert/capacity.py`); 0 where none does."""
+    if model.moe is None or model.moe.capacity_factor is UNSET:
+        return 0.0
+    return micro_batch_tokens(parallel, train) * model.moe.top_k * 4
 
 
 def weight_bytes(train: Train) -> int:
@@ -149,7 +170,8 @@ def expert_operations(
     """(operation, bytes, count) of one MoE layer and micro-batch: dispatch and combine, forward and backward."""
     if model.moe is None:
         return []
-    routed = _sent_tokens(parallel, train) * model.hidden * DTYPE_BYTES[train.precision] * model.moe.top_k
+    copies = _sent_tokens(parallel, train) * taken_choices(model.moe, train.seq_len)
+    routed = copies * model.hidden * DTYPE_BYTES[train.precision]
     return [("all_to_all", routed, 2 * (2 + recomputed.layer))]
 
 
@@ -160,7 +182,7 @@ def label_operations(
     by domain, four bytes that name the copy. They count among the bytes; beside the rows they take no time."""
     if model.moe is None:
         return []
-    copies = _sent_tokens(parallel, train) * model.moe.top_k
+    copies = _sent_tokens(parallel, train) * taken_choices(model.moe, train.seq_len)
     found: list[tuple[Carried, float, float]] = [("copies", copies * weight_bytes(train), 2 + recomputed.layer)]
     if parallel.expert_all_to_all == "hierarchical":
         found.append(("names", copies * 4, 1 + recomputed.layer))
@@ -169,7 +191,7 @@ def label_operations(
 
 def _sent_tokens(parallel: Parallel, train: Train) -> float:
     """Tokens that a rank sends to experts."""
-    return _tokens(parallel, train) / (parallel.tp if parallel.sp else 1)
+    return micro_batch_tokens(parallel, train) / (parallel.tp if parallel.sp else 1)
 
 
 def vocabulary_operations(

@@ -36,7 +36,7 @@ BETWEEN: dict[str, float] = {
     **dict.fromkeys(("gemm", "family"), 0.06),
     **dict.fromkeys(("gemm.hopper.fp8", "gemm.blackwell.fp8", "gemm.blackwell_ultra.fp8"), 0.08),
     **dict.fromkeys(("gemm.blackwell.nvfp4", "gemm.blackwell_ultra.nvfp4", "head"), 0.1),
-    **dict.fromkeys(("family.eager", "family.orch", "nvlink"), 0.15),
+    **dict.fromkeys(("family.eager", "family.orch", "family.transformers", "nvlink"), 0.15),
     **dict.fromkeys(("gemm_bytes", "gemm_wave", "gemm.other", "attention", "elementwise", "accumulate", "logits"), 0.2),
     **dict.fromkeys(("optimizer", "nic"), 0.2),
     **dict.fromkeys(("moe", "host", "pp", "ep", "dp", "nodes"), 0.4),
@@ -237,4 +237,10 @@ def with_values(values: Mapping[str, float]) -> Profile:
     if not values:
         return shipped()
     known = [structs.replace(one, value=values.get(one.name, one.value)) for one in shipped().parameters]
-    return structs.replace(shipped(), parameters=known)
+    triangle, names = list(shipped().covariance), {one.name for one in known}
+    for one in PRIOR:  # those that the shipped file does not know yet
+        if one.name in values and one.name not in names:
+            same = {name: getattr(one, name) for name in ("name", "sd", "unit", "source")}
+            known.append(FittedParameter(**same, value=values[one.name], prior=one.value))
+            triangle.append([0.0] * len(triangle) + [one.sd**2])
+    return structs.replace(shipped(), parameters=known, covariance=triangle)

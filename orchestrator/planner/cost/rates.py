@@ -70,6 +70,7 @@ class Rates(Struct, frozen=True):
     nodes: Number
     family: Number
     full_recompute: Number  # of a forward, that full recomputation repeats
+    expert_spread: Number = 1.0  # of experts' loads, over what the plan's `expert_imbalance` was made of
 
 
 def rates(
@@ -80,6 +81,7 @@ def rates(
     matmul: Matmul = "",
     task: str = "pretrain",
     slow_fabric: bool = False,
+    expert_spread: Number = 1.0,
 ) -> Rates:
     """`values`: of the parameters, by name. Raises OrchError (65) for a precision in which the GPU does not compute."""
     gpu, measured = cluster.gpu, cluster.measured
@@ -100,7 +102,7 @@ def rates(
         attention = attention * values["attention.packed"]
     memory = gpu.hbm_bytes_per_s
     byte_s: Number = 1.0 / measured.memory_bytes_per_s if measured else 1.0 / (memory * values["hbm"])
-    one_by_one = software.elementwise == "eager" or software.dp_overlap in ("early", "zero_2021")
+    one_by_one = software.elementwise != "fused" or software.dp_overlap in ("early", "zero_2021")
     unfused = software.attention == "unfused"
     wave = values["gemm_wave.old" if generation in ("v100", "a100") else "gemm_wave"]
     return Rates(
@@ -118,7 +120,7 @@ def rates(
         accumulate_bytes=values[f"accumulate.{software.accumulate}"],
         logits_bytes=values["logits"],
         permute=values["moe.permute"],
-        host_dense_s=values["host.dense"],
+        host_dense_s=values["host.modules" if software.elementwise == "modules" else "host.dense"],
         host_moe_s=values["host.moe" if software.host == "eager" else "host.moe_modern"],
         host_gap_s=values["host.gap"] if one_by_one else 0.0,
         recompute_ops=values["recompute.ops"],
@@ -137,6 +139,7 @@ def rates(
         nodes=values["nodes"],
         family=values[f"family.{software.name}"],
         full_recompute=values["recompute.jax"] if software.dp_overlap == "jax" else 1.0,
+        expert_spread=expert_spread,
     )
 
 
@@ -147,6 +150,7 @@ def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mappin
         "head",
         "elementwise.fused",
         "elementwise.eager",
+        "elementwise.modules",
         "tp.exposed",
         "tp.exposed_overlap",
         "pp.exposed",
@@ -154,7 +158,7 @@ def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mappin
     ones += ("pp.exposed_overlap", "cp.exposed", "ep.exposed", "ep.exposed_overlap", "attention.cp")
     own: dict[str, Number] = dict.fromkeys(ones, 1.0)
     own |= {"hbm": values["hbm.cpu"], "host.gap": 0.0, "nodes": 0.0, "gemm_bytes": 1.0, "gemm_wave": 0.0}
-    own |= {"host.dense": 3 * CPU_LAUNCHES * launch, "host.step": 2 * launch}
+    own |= dict.fromkeys(("host.dense", "host.modules"), 3 * CPU_LAUNCHES * launch) | {"host.step": 2 * launch}
     return {**values, **own}
 
 

@@ -17,8 +17,9 @@ from orchestrator.plan.exits import Exit
 #: unfused: scores are written out; triton: the flash kernel of 2023; flash: FlashAttention-2, as torch's SDPA has it;
 #: cudnn: cuDNN's or FlashAttention-3 on Hopper and later.
 Attention = Literal["unfused", "triton", "flash", "cudnn"]
-#: Class of the memory-bound kernels: fused by hand or by a compiler, or one kernel an operation.
-Elementwise = Literal["fused", "eager"]
+#: Class of the memory-bound kernels: fused by hand or by a compiler, one kernel an operation, or several of them, as in
+#: Hugging Face's modules, which write norms and rotary positions out in fp32.
+Elementwise = Literal["fused", "eager", "modules"]
 #: What selective recomputation repeats: this trainer's norms, rotary and activation; attention's core (Korthikanti et
 #: al. 2022); what PyTorch's per-operation policy does not keep; every other layer.
 Selective = Literal["orch", "core", "ops", "alternate"]
@@ -104,7 +105,8 @@ _LISTED = (
     # Meta's for Llama 3 (arXiv 2407.21783, section 3.3.2): asynchronous sends, each output freed once it is used
     Software(name="llama3", pp_overlap=True, reduces_by_round=True, memory="megatron"),
     Software(name="torchtitan", elementwise="eager", memory="fsdp"),
-    Software(name="fsdp", memory="fsdp"),  # PyTorch FSDP, Hugging Face's trainers
+    Software(name="fsdp", memory="fsdp"),  # PyTorch FSDP
+    Software(name="transformers", elementwise="modules", memory="fsdp"),  # Hugging Face's models and trainers
     Software(name="fsdp_compile", elementwise="fused", memory="fsdp"),  # with torch.compile
     Software(name="fsdp_triton", attention="triton", memory="llm_foundry"),  # MosaicML LLM-Foundry of 2023
     Software(name="nanotron", accumulate="separate", dp_overlap="early", memory="nanotron"),  # Hugging Face's playbook

@@ -16,6 +16,7 @@ from orchestrator.plan.document import Cluster, Model, Parallel, Time, Train
 from orchestrator.plan.flops import prediction_blocks
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import copies_of
+from orchestrator.planner.memory.offloaded_inputs import input_bytes, stage_inputs
 from orchestrator.planner.model.layers import layer_groups, params_outside_layers
 from orchestrator.planner.model.stages import held_layers, rank_parameters, rank_stages, splits_backward
 
@@ -28,10 +29,10 @@ from .communication import (
     tensor_seconds,
     transfer_seconds,
 )
-from .compute import Compute, micro_batch_compute, optimizer_seconds
+from .compute import NARROW_STATE, Compute, micro_batch_compute, optimizer_seconds
 from .dual import Number, scaled_like, value_of
 from .fabric import Path
-from .offload import offload_seconds
+from .offload import activation_seconds, offload_seconds
 from .pipeline import EQUAL, rank_seconds, span_seconds
 from .rates import Rates
 from .recomputed import recomputed_share
@@ -56,6 +57,7 @@ class Stage(NamedTuple):
     layers: tuple[tuple[int, str, int], ...]  # (kind as in `sample_layers`, recomputation mode, number)
     first: bool
     last: bool
+    away: float = 0.0  # bytes of a micro-batch that leave the device in forward and come back in backward
 
 
 class Work(NamedTuple):
@@ -70,7 +72,8 @@ class Work(NamedTuple):
     stages: list[Stage]
     held: list[tuple[int, int]]  # (dense, expert) parameters of each pipeline rank
     nodes: int
-    offload: Cluster | None = None  # whose hosts compute the update, if not the GPUs
+    state: str = ""  # as `Optim.state`
+    offload: Cluster | None = None  # whose hosts compute the update or keep activations
 
 
 def step_work(
@@ -82,13 +85,19 @@ def step_work(
     gpus_per_node: int,
     compute: Compute | None = None,
     cluster: Cluster | None = None,
+    state: str = "",
 ) -> Work:
     """The compute of one step, from the cost model's rates. `compute`: of its micro-batches, where it is known.
     `cluster`: for an update on its hosts, where the plan asks for one."""
     last = len(parallel.stage_layers) - 1
     held = [held_layers(model, parallel, stage) for stage in range(last + 1)]
     stages = [
-        Stage(tuple(one for one in layer_groups(model, train, [layers]) if one[2]), at == 0, at == last)
+        Stage(
+            tuple(one for one in layer_groups(model, train, [layers]) if one[2]),
+            first=at == 0,
+            last=at == last,
+            away=stage_inputs(model, parallel, train, at) * input_bytes(model, parallel, train),
+        )
         for at, layers in enumerate(held)
     ]
     return Work(
@@ -101,7 +110,8 @@ def step_work(
         stages=stages,
         held=rank_parameters(model, parallel),
         nodes=-(-parallel.world_size // gpus_per_node),
-        offload=cluster if offload_of(train).optimizer else None,
+        state=state,
+        offload=cluster if train.offload else None,
     )
 
 
@@ -122,6 +132,8 @@ class StepCost:
             {"tp": self.tensor.dense, "cp": context, "ep": 0.0},
             {"tp": self.tensor.moe, "cp": context, "ep": experts},
         ]
+        #: seconds of a micro-batch by which putting activations away and bringing them back is longer than its work
+        self.late: dict[Stage, Number] = {}
         known: dict[Stage, tuple[Number, Number]] = {}
         for stage in work.stages:
             if stage not in known:
@@ -146,7 +158,12 @@ class StepCost:
         if stage.last:
             forward += self.work.compute.loss[0] + self.tensor.last / 2
             backward += self.work.compute.loss[1] + self.tensor.last / 2
-        return forward, backward
+        if not stage.away or self.work.offload is None:
+            return forward, backward
+        same = stage.away, self.work.train, self.work.offload, self.work.rate.byte_s
+        later = activation_seconds(*same, forward), activation_seconds(*same, backward)
+        self.late[stage] = sum(later)
+        return forward + later[0], backward + later[1]
 
     # ---------------------------------------------------------------------------------- the step
 
@@ -188,9 +205,11 @@ class StepCost:
     def constant(self) -> Number:
         """Seconds of optimizer and network that are the same wherever the ranks are."""
         par, work, most = self.parallel, self.work, max(map(sum, self.work.held))
-        if work.offload is None:
-            return constant_seconds(par, work.rate, most, work.nodes)
-        away = offload_seconds(most, shard_ranks(par), work.train, work.offload, work.rate.byte_s)
+        if work.offload is None or not offload_of(work.train).optimizer:
+            narrow = NARROW_STATE.get(work.state, 0.0) * most / (shard_ranks(par) if par.zero else 1)
+            return constant_seconds(par, work.rate, most, work.nodes) + narrow * work.rate.byte_s
+        beside = par.micro_batches * self.ranks[self.slowest]
+        away = offload_seconds(most, shard_ranks(par), work.train, work.offload, work.rate.byte_s, beside)
         return constant_seconds(par, work.rate, 0.0, work.nodes) + away
 
     @cached_property
@@ -298,6 +317,7 @@ class StepCost:
                 for name, seconds in layer.terms.items():
                     add(name, count * seconds * scale)
                 add("recompute", count * layer.recompute_s(mode) * scale)
+            add("activations", self.late.get(stage, 0.0) * scale)
             if stage.last:
                 add("head", (work.compute.loss[0] + work.compute.loss[1]) * scale)
         for axis, seconds in self.exposed.items():

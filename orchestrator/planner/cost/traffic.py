@@ -31,6 +31,7 @@ from orchestrator.planner.model.layers import (
 from orchestrator.planner.model.stages import held_layers, rank_parameters, rank_stages
 
 from .collective import PATTERN, sent_bytes
+from .dual import value_of
 from .fabric import Pattern
 from .layer_traffic import (
     Carried,
@@ -38,9 +39,11 @@ from .layer_traffic import (
     boundary_bytes,
     expert_operations,
     label_operations,
+    micro_batch_tokens,
     prediction_operations,
     routing_operations,
     tensor_operations,
+    told_choices,
     vocabulary_operations,
 )
 from .recomputed import RecomputedShare, recomputed_share
@@ -82,7 +85,7 @@ class Traffic(Struct, frozen=True):
     @property
     def sent_bytes(self) -> float:
         """Bytes that one rank sends in a step."""
-        return self.count * sent_bytes(self.operation, self.size, self.members)
+        return self.count * value_of(sent_bytes(self.operation, self.size, self.members))
 
 
 def step_traffic(model: Model, parallel: Parallel, train: Train, software: Software) -> list[list[Traffic]]:
@@ -114,7 +117,7 @@ def _rank_traffic(
     """Of a rank with `held` layers, `moe` of them MoE layers; ends: `end_shares`; parameters: (dense, expert)."""
     copies = copies_of(parallel)  # a bidirectional schedule has two, which share the micro-batches
     layers, m = held / copies, parallel.micro_batches
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    tokens = micro_batch_tokens(parallel, train)
     recomputed = recomputed_share(parallel, train, software)
     result: list[Traffic] = []
     parallel_experts = expert_mesh.expert_mesh(parallel).ep
@@ -147,6 +150,10 @@ def _rank_traffic(
 
     for operation, size, count, _ in context_parallel_operations(model, parallel, train, recomputed):
         add("cp", operation, size, count * layers * m)
+
+    if moe:  # which tokens experts take of sequences that cp ranks share
+        told = told_choices(model, parallel, train) * parallel.cp
+        add("cp", "all_gather", told, (1 + recomputed.layer) * moe / copies * m)
 
     for operation, size, count in expert_operations(*own):
         add("ep", operation, size, count * moe / copies * m, expert_mesh.axes(parallel))
@@ -207,7 +214,7 @@ def context_parallel_operations(
     cp, width = parallel.cp, DTYPE_BYTES[train.precision]
     if cp == 1:
         return []
-    tokens = parallel.micro_batch_size * train.seq_len / cp
+    tokens = micro_batch_tokens(parallel, train)
     heads, kv_heads, dim = model.heads // parallel.tp, max(1, model.kv_heads // parallel.tp), model.head_dim
     if model.mla is not None:  # keys of every head travel, and values padded to their length, as the core takes them
         kv_heads, dim = heads, model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim

@@ -13,7 +13,10 @@ from typing import Literal
 from msgspec import Struct
 
 from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.expert_capacity import mlp_width, taken_choices
+from orchestrator.plan.expert_mesh import fullest
 from orchestrator.plan.flops import layer_moe, prediction_blocks
+from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import TABLE, schedule_of
 from orchestrator.planner.cost.layer_traffic import boundary_bytes
 from orchestrator.planner.cost.pipeline import in_flight
@@ -21,8 +24,11 @@ from orchestrator.planner.cost.recomputed import shares_inputs
 from orchestrator.planner.model.layers import DTYPE_BYTES, layer_groups, sample_layers
 from orchestrator.planner.model.stages import held_layers, rank_stages, splits_backward, stage_range
 
+from . import latents_and_experts
 from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients, Layers, bytes_of_stage
 from .moments import OneStage
+from .offloaded_inputs import back_bytes, input_bytes, inputs_of
+from .recomputed_by_others import every_second_product, repeated_modules
 from .unequal_stages import unequal_peak
 
 #: Searched schedules use all memory they may: this many times as much as 1F1B's first rank, on every rank (ZB-1p and
@@ -52,12 +58,11 @@ class Kernels(Struct, frozen=True, kw_only=True):
     dropout: bool = False  # dropout, even where the model does not say so: a default of the software
     fills_limit: bool = False  # split backwards come as a search placed them, up to a limit of whole micro-batches
     copied_heads: bool = False  # queries, keys and values are kept as projected and as attention reads them
-    expert_outputs: bool = (
-        True  # outputs of experts are kept, to be weighted; else weights come before the last product
-    )
+    expert_outputs: bool = True  # outputs of experts are kept, to be weighted; else weights come before them
     narrow_activation: bool = False  # experts' activations keep their inputs as narrow as products do
     shared_inputs: bool = False  # tensor-parallel ranks share the inputs of recomputed layers (ZeRO-R's Pa)
     wide_shards: bool = False  # shards of what is gathered again are kept as they are, not as narrow as products
+    trainer: str = ""  # "cpu", "cuda": latent attention and experts are this project's trainer's, there
     product_width: float | None = None  # bytes of a matrix product's input, where narrower than the tensor
     loss_width: float | None = None  # bytes of a logit at the peak of the loss; None: the trainer's loss by chunks
 
@@ -82,6 +87,7 @@ def trainer_kernels(model: Model, parallel: Parallel, device: str = "cuda", matm
         inside_backward=True,
         product_width=_NARROW.get(matmul),
         wide_shards=True,
+        trainer=device,
     )
 
 
@@ -98,12 +104,14 @@ def layer_activations(
     rows = tp if parallel.sp else 1  # shards of the sequence between the blocks
     gathered = 1 if kernels.keep_gathered else rows
     product = width if kernels.wide_shards and gathered > 1 else kernels.product_width or width
-    products = 0.0 if kernels.compiled and tp == 1 else 2 * model.hidden * product / gathered
+    ours, moe = bool(kernels.trainer), layer_moe(model, layer)
+    halves = (model.mla is None) + (moe is None) if ours else 2  # latents and experts are counted where they are
+    products = 0.0 if kernels.compiled and tp == 1 else halves * model.hidden * product / gathered
     kept = {
         "norm inputs": 2 * model.hidden * width / rows,
         "matmul inputs": products,
         **_attention(model, parallel, train, kernels, width),
-        **_mlp(model, layer, parallel, kernels, width, gathered),
+        **_mlp(model, layer, parallel, train, kernels, width, gathered),
     }
     if model.dropout or kernels.dropout:
         kept["dropout masks"] = 2 * model.hidden / rows
@@ -114,20 +122,21 @@ def _attention(model: Model, parallel: Parallel, train: Train, kernels: Kernels,
     """Bytes per token of queries, keys, values, attention output and softmax."""
     tp = parallel.tp
     heads, kv_heads = model.heads / tp, max(1.0, model.kv_heads / tp)
+    kept = {"attention": (heads + 2 * kv_heads) * model.head_dim * width}
+    kept["attention output"] = out = heads * model.head_dim * width
     if model.mla is not None:
         m = model.mla
-        key = m.qk_nope_head_dim + m.qk_rope_head_dim
-        elements = heads * (2 * key + m.v_head_dim) + m.q_lora_rank * 2 + m.kv_lora_rank * 2
-        out = heads * m.v_head_dim
-    else:
-        elements, out = (heads + 2 * kv_heads) * model.head_dim, heads * model.head_dim
+        elements = heads * (2 * (m.qk_nope_head_dim + m.qk_rope_head_dim) + m.v_head_dim)
+        kept["attention"] = (elements + m.q_lora_rank * 2 + m.kv_lora_rank * 2) * width
+        kept["attention output"] = out = heads * m.v_head_dim * width
+        if kernels.trainer:
+            kept = latents_and_experts.latent_attention(model, m, parallel, train)
     if parallel.cp > 1 and parallel.cp_method == "ulysses":
-        out *= 2  # before and after the all-to-all
-    kept = {"attention": elements * width, "attention output": out * width}
+        kept["attention output"] *= 2  # before and after the all-to-all
     if kernels.copied_heads:
-        kept["projected heads"] = elements * width
+        kept["projected heads"] = kept["attention"]
     if kernels.product_width:
-        kept["attention output, narrow"] = out * kernels.product_width  # attention itself reads the wide one
+        kept["attention output, narrow"] = out / width * kernels.product_width  # attention itself reads the wide one
     if kernels.fused_attention:
         kept["softmax statistics"] = 4 * heads
     else:
@@ -136,16 +145,19 @@ def _attention(model: Model, parallel: Parallel, train: Train, kernels: Kernels,
     return kept
 
 
-def _mlp(model: Model, layer: int, parallel: Parallel, kernels: Kernels, width: int, gathered: int) -> dict[str, float]:
+def _mlp(
+    model: Model, layer: int, parallel: Parallel, train: Train, kernels: Kernels, width: int, gathered: int
+) -> dict[str, float]:
     """Bytes per token: inputs and output of the activation, input of the down projection, routed tokens."""
     copies = (2 if model.mlp == "plain" else (3 if kernels.fused_activation else 4)) - kernels.compiled
     product = kernels.product_width or width  # the last copy is the down projection's input
     if (moe := layer_moe(model, layer)) is None:
         return {"mlp": model.ffn_hidden * ((copies - 1) * width + product) / parallel.tp}
-    ffn = moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
-    routed = (
-        moe.top_k * model.hidden * (product + width * kernels.expert_outputs) / gathered
-    )  # experts' inputs, outputs
+    if kernels.trainer:
+        return latents_and_experts.experts(model, moe, parallel, train, kernels.trainer)
+    load = fullest(parallel)
+    ffn, taken = mlp_width(model, moe, train.seq_len, load), taken_choices(moe, train.seq_len) * load
+    routed = taken * model.hidden * (product + width * kernels.expert_outputs) / gathered  # experts' inputs, outputs
     mlp = ffn * ((copies - 1) * (product if kernels.narrow_activation else width) + product) / parallel.tp
     return {"mlp": mlp, "routed tokens": routed, "router": 8 * moe.experts}
 
@@ -160,7 +172,18 @@ class ActivationBytes(Struct, frozen=True):
 def layer_activation_bytes(
     model: Model, layer: int, tokens: float, parallel: Parallel, train: Train, kernels: Kernels, mode: str
 ) -> ActivationBytes:
-    """Activation bytes of a layer with a recomputation mode.
+    """Bytes of a layer with a recomputation mode, without inputs that are away; `back_bytes` are."""
+    found, away = (
+        _with_inputs(model, layer, tokens, parallel, train, kernels, mode),
+        inputs_of(model, layer, train, mode),
+    )
+    return ActivationBytes(found.stored - away * input_bytes(model, parallel, train), found.recomputing)
+
+
+def _with_inputs(
+    model: Model, layer: int, tokens: float, parallel: Parallel, train: Train, kernels: Kernels, mode: str
+) -> ActivationBytes:
+    """Bytes of a layer with a recomputation mode, wherever its input is.
 
     The trainer's selective keeps both inputs of the layer's halves, all matrix products but the last of each half, and
     fused attention. Full keeps the layer's input. A recomputed layer holds the gathered sequence.
@@ -172,68 +195,43 @@ def layer_activation_bytes(
     if mode == "selective" and kernels.selective == "core":
         repeated = 0.0
         if model.mla is not None or layer_moe(model, layer) is not None:
-            repeated = _repeated_modules(model, layer, tokens, parallel, train, kernels, tensors)
+            product = kernels.product_width or DTYPE_BYTES[train.precision]
+            repeated = repeated_modules(model, layer, tokens, parallel, train, product, tensors)
         return ActivationBytes(everything - tensors.get("attention scores", 0.0) - repeated, repeated)
     rows = parallel.tp if parallel.sp and not kernels.keep_gathered else 1
     everything += tensors["matmul inputs"] * (rows - 1)
+    moe, mla = (layer_moe(model, layer), model.mla) if kernels.trainer else (None, None)
     shared = shares_inputs(parallel, train)  # a gathered input is among the buffers
     if mode == "full":
         if shared:
             return ActivationBytes(boundary / parallel.tp, everything - boundary)
         kept = boundary / parallel.tp if kernels.shared_inputs and not parallel.sp else boundary
+        if moe is not None:
+            everything += tokens * latents_and_experts.results_of_experts(
+                model, moe, parallel, train, (tensors["mlp"] + tensors["shared input"]) / tokens
+            )
         return ActivationBytes(kept, everything - kept)
     if kernels.selective == "alternate":
         return ActivationBytes((everything + boundary) / 2, everything - boundary)
     if kernels.selective == "ops":
-        stored = boundary + _every_second_product(model, layer, tokens, parallel, train) + tensors["attention output"]
+        stored = boundary + every_second_product(model, layer, tokens, parallel, train) + tensors["attention output"]
         stored = min(everything, stored + tensors.get("softmax statistics", 0.0))
         return ActivationBytes(stored, everything - stored)
+    halves = 1 if moe is not None else 2  # that are recomputed: experts keep all
     stored = everything - tensors["matmul inputs"] * rows - tensors["norm inputs"] + 2 * boundary
-    saved = 2 * boundary * (1 - 1 / parallel.tp) if shared else 0.0
+    saved = halves * boundary * (1 - 1 / parallel.tp) if shared else 0.0
     width, others = DTYPE_BYTES[train.precision], 2 if model.mlp == "gated" else 1
     narrow = kernels.product_width or width
-    stored -= tensors["mlp"] * narrow / (others * width + narrow)  # the input of the down projection
+    if halves == 2:
+        stored -= tensors["mlp"] * narrow / (others * width + narrow)  # the input of the down projection
     stored -= tensors.get("attention scores", 0.0)
-    if parallel.cp > 1 or not kernels.fused_attention:
+    fused = parallel.cp == 1 and kernels.fused_attention
+    if not fused:
         stored -= tensors["attention output"] + tensors.get("softmax statistics", 0.0)
+    if mla is not None:
+        stored -= tensors["latent inputs"] + tensors["attention"] + tensors["attention output"] * fused
+        stored += tokens * latents_and_experts.selective_latent_attention(model, mla, parallel, train, fused)
     return ActivationBytes(stored - saved, everything - stored)
-
-
-def _repeated_modules(
-    model: Model,
-    layer: int,
-    tokens: float,
-    parallel: Parallel,
-    train: Train,
-    kernels: Kernels,
-    tensors: dict[str, float],
-) -> float:
-    """Bytes of what Megatron-Core's `layernorm`, `mla_up_proj` and `moe_act` make again, as DeepSeek-V3 did.
-
-    Outputs of norms, queries, keys and values made from their latents, and outputs of the experts' activations (arXiv
-    2412.19437, section 3.2.3).
-    """
-    width, moe = DTYPE_BYTES[train.precision], layer_moe(model, layer)
-    dropped = tensors["matmul inputs"]
-    if model.mla is not None:
-        latents = 2 * (model.mla.q_lora_rank + model.mla.kv_lora_rank) * width * tokens
-        dropped += tensors["attention"] - latents
-    if moe is not None:
-        ffn = moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
-        dropped += ffn * (kernels.product_width or width) / parallel.tp * tokens
-    return dropped
-
-
-def _every_second_product(model: Model, layer: int, tokens: float, parallel: Parallel, train: Train) -> float:
-    """Outputs of the first, third, ... matrix product of a layer: of queries, values, MLP's first and, gated, last."""
-    tp, heads = parallel.tp, model.heads * model.head_dim + max(parallel.tp, model.kv_heads) * model.head_dim
-    if model.mla is not None:
-        heads = model.heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim)
-    moe = layer_moe(model, layer)
-    ffn = model.ffn_hidden if moe is None else moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
-    rows = tp if parallel.sp else 1
-    last = model.hidden / rows if model.mlp == "gated" else 0
-    return tokens * DTYPE_BYTES[train.precision] * ((heads + ffn) / tp + last)
 
 
 def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels | None = None) -> list[float]:
@@ -288,7 +286,8 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
         # a layer is recomputed when its output was sent: of the two messages the gradient is there
         extra = extra + sent if kernels.keep_sent else max(extra + boundary, sent)
         result.append(sum(stored) / len(stages) * in_flight_count + extra)
-    return result
+    back = (back_bytes(model, parallel, train, stages) for stages in rank_stages(parallel))
+    return [one + more for one, more in zip(result, back, strict=True)]
 
 
 def _of_layers(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> Callable[..., ActivationBytes]:
@@ -309,9 +308,9 @@ def kept_of_one_stage(model: Model, parallel: Parallel, train: Train, kernels: K
     of, whole = _of_layers(model, parallel, train, kernels), model.layers + prediction_blocks(model)
     groups = [(n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, [range(whole)]) if n]
     head, again = head_bytes(model, parallel, train, kernels), max(one.recomputing for _, one in groups)
-    ahead = ahead_bytes(model, parallel, train, head) if again else 0.0
+    ahead, back = ahead_bytes(model, parallel, train, head) if again else 0.0, back_bytes(model, parallel, train, (0,))
     return OneStage(
-        sum(n * one.stored for n, one in groups) + stage_bytes(model, parallel, train, kernels)[1],
+        sum(n * one.stored for n, one in groups) + stage_bytes(model, parallel, train, kernels)[1] + back,
         head,
         again + ahead,
         max(one.stored + one.recomputing for _, one in groups) + ahead,
@@ -328,20 +327,22 @@ def backward_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kern
     if not kernels.inside_backward:
         return 0.0
     moe, tokens = model.moe, parallel.micro_batch_size * train.seq_len / parallel.cp
-    ffn = 0 if moe is None else moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden
-    if moe is None or sample_layers(model)[0] is not None:
+    ffn = mlp_width(model, moe, train.seq_len, fullest(parallel))
+    if sample_layers(model)[0] is not None:
         ffn = max(ffn, model.ffn_hidden)
     return (2 if model.mlp == "gated" else 1) * tokens * ffn / parallel.tp * DTYPE_BYTES[train.precision]
 
 
 def received_input_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels, layers: range) -> float:
-    """Bytes of the input of a stage that begins inside the model, beyond the share that its first layer keeps: the
-    stage holds it until its gradient is sent back, so sharing it saves nothing."""
-    if not layers or not shares_inputs(parallel, train):
+    """Bytes of the input of a stage that begins inside the model, beyond what its first layer keeps: the stage holds it
+    until its gradient is sent back, so sharing it or putting it away saves nothing."""
+    away = bool(offload_of(train).activations)
+    if not layers or not (away or shares_inputs(parallel, train)):
         return 0.0
     mode = train.recompute_layers[layers[0]] if train.recompute == "budget" else train.recompute
     kept = mode == "full" or (mode == "selective" and kernels.selective == "orch")
-    return boundary_bytes(model, parallel, train) * (1 - 1 / parallel.tp) if kept else 0.0
+    share = 0.0 if away else 1 / parallel.tp
+    return boundary_bytes(model, parallel, train) * (1 - share) if kept else 0.0
 
 
 def stage_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> tuple[float, float]:

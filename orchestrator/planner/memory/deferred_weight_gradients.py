@@ -106,7 +106,8 @@ def bytes_of_stage(
 
 
 def _layer(model: Model, layer: int, tp: int) -> tuple[float, float]:
-    """Elements per token: (inputs and output gradients of all matrices, output gradients of the MLP's first ones)."""
+    """Elements per token: (inputs and output gradients of all matrices, output gradients of the MLP's first ones).
+    Experts defer nothing, shared ones do."""
     if model.mla is not None:
         m = model.mla
         latent, heads = m.q_lora_rank + m.kv_lora_rank, model.heads / tp
@@ -115,11 +116,11 @@ def _layer(model: Model, layer: int, tp: int) -> tuple[float, float]:
     else:
         inputs = model.heads / tp * model.head_dim
         grads = inputs + 2 * max(1.0, model.kv_heads / tp) * model.head_dim
-    ffn, many = model.ffn_hidden / tp, 1
-    if (moe := layer_moe(model, layer)) is not None:
-        ffn, many = (moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden) / tp, moe.top_k
-    forward = model.hidden * many + (2 if model.mlp == "gated" else 1) * ffn  # gradients
-    return inputs + grads + model.hidden * (2 + many) + ffn + forward, forward
+    moe = layer_moe(model, layer)
+    width = model.ffn_hidden if moe is None else moe.shared_ffn_hidden
+    ffn, read = width / tp, model.hidden if width else 0
+    forward = read + (2 if model.mlp == "gated" else 1) * ffn  # gradients
+    return inputs + grads + 2 * model.hidden + read + ffn + forward, forward
 
 
 def peak_points(parallel: Parallel, rank: int, in_flight_count: int | None = None) -> list[Point]:

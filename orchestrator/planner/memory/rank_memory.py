@@ -5,17 +5,18 @@ States follow ZeRO (Rajbhandari et al., arXiv 1910.02054, section 3) with the re
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
 from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
 from orchestrator.plan.schedules import copies_of
-from orchestrator.planner.model.layers import DTYPE_BYTES, parameter_count
-from orchestrator.planner.model.stages import rank_parameters, rank_stages
+from orchestrator.planner.model.layers import DTYPE_BYTES, expert_params, parameter_count
+from orchestrator.planner.model.stages import rank_parameters, rank_stages, rank_vectors
 
 from .activations import activations, backward_bytes, kept_of_one_stage, loss_bytes
 from .moments import peak_of_one_stage, whole_layer
+from .offloaded_inputs import offloaded_inputs
 from .recipe import CONTEXT_BYTES, ORCH, Kind, Recipe, kernels_of
 
 
@@ -34,9 +35,10 @@ class StateBytes(Struct, frozen=True):
 
 
 def rank_state_bytes(
-    dense: float, experts: float, parallel: Parallel, train: Train, recipe: Recipe = ORCH, expert_replicas: int = 0
+    dense: float, experts: float, parallel: Parallel, train: Train, recipe: Recipe = ORCH, vectors: float = 0.0
 ) -> StateBytes:
-    """States of a rank that holds `dense` and `experts` parameters before data-parallel sharding.
+    """States of a rank that holds `dense` and `experts` parameters before data-parallel sharding, `vectors` of the
+    dense ones in norms and biases.
 
     Weights in the training precision; gradients in `grad_dtype` or as the recipe has them, unsharded with ZeRO-0 and 1;
     moments in fp32 (fp64 beside fp64 weights), and an fp32 master copy where weights are narrower. Experts
@@ -46,20 +48,24 @@ def rank_state_bytes(
     copies = copies_of(parallel)
     for count, replicas in (
         (dense, parallel.cp * parallel.ep * parallel.dp),
-        (experts, expert_replicas or expert_mesh(parallel).edp),
+        (experts, expert_mesh(parallel).edp),
     ):
         each = param_state_bytes(copies * replicas, parallel, train, recipe)
         params += count * each.params
         grads += count * each.grads
         optimizer += count * each.optimizer
         host, disk = host + count * each.host, disk + count * each.disk
+    if recipe.wide_vectors:
+        wide, replicas = structs.replace(recipe, moment=None), copies * parallel.cp * parallel.ep * parallel.dp
+        narrow = param_state_bytes(replicas, parallel, train, recipe)
+        optimizer += vectors * (param_state_bytes(replicas, parallel, train, wide).optimizer - narrow.optimizer)
     return StateBytes(params, grads, optimizer, host, disk)
 
 
 def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: Recipe = ORCH) -> StateBytes:
     """States of one parameter that `replicas` ranks hold, on each of them."""
     weight: float = DTYPE_BYTES[train.precision]
-    gradient, moment = gradient_bytes(train, recipe), max(weight, 4)
+    gradient, moment = gradient_bytes(train, recipe), recipe.moment or max(weight, 4)
     shards, master = min(replicas, parallel.zero_group or replicas), 0 if weight >= 4 else 4
     if parallel.zero >= 3 and shards > 1:  # the shard is the master copy; gathered weights are narrow
         narrow = weight / shards
@@ -82,7 +88,7 @@ def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: R
             params=weight,
             grads=0.0 if parallel.zero == 2 and shards > 1 else gradient / (shards if parallel.zero >= 2 else 1),
             optimizer=0.0,
-            host=state + gradient / sharded,
+            host=state + gradient / sharded * (2 if offload.delayed else 1),
         )
     return StateBytes(
         params=weight + (recipe.more_bf16 if train.precision == "bf16" else 0.0),
@@ -140,7 +146,9 @@ def zero_buffers(model: Model, parallel: Parallel, train: Train, recipe: Recipe 
 
 def _unsharded_params(model: Model, parallel: Parallel) -> float:
     """Parameters of an average rank before data-parallel sharding."""
-    return (model.parameters or parameter_count(model)) / (parallel.tp * parallel.pp)
+    experts = expert_params(model)
+    dense = (model.parameters or parameter_count(model)) - experts
+    return (dense / parallel.tp + experts / (parallel.tp * spread(parallel))) / parallel.pp
 
 
 def memory_by_pp_rank(
@@ -150,15 +158,11 @@ def memory_by_pp_rank(
     train: Train,
     recipe: Recipe = ORCH,
     matmul: str = "",
-    expert_shards: int = 0,
 ) -> list[Memory]:
     """Memory of a GPU of each pipeline rank, whose number is in `worst_rank` (the caller maps it to a rank).
 
-    `matmul`: as `Job.matmul`. `expert_shards`: ranks that share a layer's experts, where it is not tp * ep. `total` is
-    what the process takes of the card, `capacity` what it can take.
+    `matmul`: as `Job.matmul`. `total` is what the process takes of the card, `capacity` what it can take.
     """
-    cut = parallel.tp * spread(parallel)
-    replicas = expert_mesh(parallel).edp * cut // (expert_shards or cut)
     one_stage, same = is_one_stage(parallel, recipe), (model, parallel, train, cluster.device, recipe)
     buffer_bytes = lasting_buffers(*same) if one_stage else buffers(*same)
     kernels = kernels_of(recipe, cluster, model, parallel, matmul)
@@ -166,10 +170,11 @@ def memory_by_pp_rank(
     backward = backward_bytes(model, parallel, train, kernels)
     of_stage = kept_of_one_stage(model, parallel, train, kernels) if one_stage else None
     held = activations(model, parallel, train, kernels) if of_stage is None else [of_stage.most]
-    ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), strict=True)
-    for pp_rank, ((dense, experts), kept, stages) in enumerate(ranks):
-        shards = expert_shards or cut
-        states = rank_state_bytes(dense, experts * cut / shards, parallel, train, recipe, replicas)
+    away = offloaded_inputs(model, parallel, train)
+    ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), away, strict=True)
+    for pp_rank, ((dense, experts), kept, stages, (inputs_host, inputs_disk)) in enumerate(ranks):
+        vectors = rank_vectors(model, parallel, stages) if recipe.wide_vectors else 0
+        states = rank_state_bytes(dense, experts, parallel, train, recipe, vectors)
         sizes = {"params": states.params, "grads": states.grads, "optimizer": states.optimizer, "activations": kept}
         sizes["buffers"], apart = buffer_bytes + max(loss if last in stages else 0.0, backward), 0.0
         if of_stage is not None:
@@ -180,13 +185,11 @@ def memory_by_pp_rank(
         sizes["buffers"] += recipe.process_bytes(tensors) - tensors
         parts = {name: round(size) for name, size in sizes.items()} | {"apart": round(apart)}
         total = sum(parts.values()) - 2 * parts["apart"]
-        away = {"host": round(states.host), "disk": round(states.disk)}
+        host = states.host
         if states.disk:
-            size, width = offload_of(train).buffer_bytes, state_width(train.precision)
-            away["host"] = buffer_size(size, STATE_KINDS, width)
-        result.append(
-            Memory(**parts, **away, total=total, capacity=recipe.capacity(cluster), worst_rank=pp_rank, sd=recipe.sd)
-        )
+            host = buffer_size(offload_of(train).buffer_bytes, STATE_KINDS, state_width(train.precision))
+        parts |= {"host": round(host + inputs_host), "disk": round(states.disk + inputs_disk)}
+        result.append(Memory(**parts, total=total, capacity=recipe.capacity(cluster), worst_rank=pp_rank, sd=recipe.sd))
     return result
 
 

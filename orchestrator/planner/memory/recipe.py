@@ -18,11 +18,14 @@ from msgspec import Struct, structs
 
 from orchestrator.config.schema import OptimSpec
 from orchestrator.plan.document import Cluster, Model, Optim, Parallel
+from orchestrator.plan.trained import STATE_BLOCK
 from orchestrator.planner.cost.software import Software, software_named
 
 from .activations import Kernels, trainer_kernels
 
 GIB = 1 << 30
+#: Bytes of an element of optimizer state by `Optim.state`; of 8 bits, with a scale of 4 bytes for each block.
+MOMENT = {"bf16": 2.0, "8bit": 1 + 4 / STATE_BLOCK}
 #: Device context, communicators and workspaces of this project's trainer; a CPU rank's share of memory has none.
 CONTEXT_BYTES = {"cuda": 2 * GIB, "cpu": 0}
 #: model: parameters, gradients, optimizer state and activations alone, as formulas count them.
@@ -34,6 +37,8 @@ class Recipe(Struct, frozen=True, kw_only=True):
 
     name: str
     moments: int = 2  # tensors like the weights that the optimizer keeps, beside a master copy: AdamW's two
+    moment: float | None = None  # bytes of an element of them, where narrower than a master weight
+    wide_vectors: bool = False  # but not of norms and biases
     kernels: Kernels | None = None  # None: this project's trainer, whose kernels depend on device and layout
     gradient: float | None = None  # bytes of a gradient; None: as the software sends it, or the plan's `grad_dtype`
     more_gradient: float = 0.0  # bytes of each parameter's gradient of one micro-batch, beside the sum
@@ -143,7 +148,11 @@ def recipe_of(software: str, optim: Optim | OptimSpec | None = None) -> Recipe:
     that, so what a plan says is the most that it takes. Raises OrchError (65) for an unknown name.
     """
     recipe = recipe_for(software_named(software))
-    return structs.replace(recipe, moments=1) if optim is not None and optim.kind == "sgd" else recipe
+    if optim is None:
+        return recipe
+    if optim.state in MOMENT:
+        recipe = structs.replace(recipe, moment=MOMENT[optim.state], wide_vectors=optim.state == "8bit")
+    return structs.replace(recipe, moments=1) if optim.kind == "sgd" else recipe
 
 
 @lru_cache(maxsize=512)

@@ -60,8 +60,9 @@ def unequal_peak(
 
 @lru_cache(maxsize=1024)
 def _counted(name: str, p: int, m: int, v: int, rank: int, held: tuple[int, ...]) -> Points:
-    """Cached. After a few rounds of micro-batches further ones add no new points."""
-    m = min(m, 3 * p if m % p == 0 else 2 * p + 2 + m % 2)
+    """Cached. After a few rounds of micro-batches further ones add no new points, but where all come before the first
+    backward."""
+    m = m if name == "afab" else min(m, 3 * p if m % p == 0 else 2 * p + 2 + m % 2)
     return _points(SCHEDULES[name].order(rank, p, m, v), held, p * v)
 
 

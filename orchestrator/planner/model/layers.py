@@ -127,6 +127,26 @@ def dense_on_rank(model: Model, layer: int, tp: int) -> int:
     return own
 
 
+def vectors_on_rank(model: Model, layer: int, tp: int) -> int:
+    """Of `dense_on_rank`, those in norms and biases."""
+    found = 2 * norm_params(model)
+    if model.mla is not None:
+        found += model.mla.q_lora_rank + model.mla.kv_lora_rank
+    elif model.qk_norm:
+        found += 2 * model.head_dim
+    if model.bias and model.mla is None:
+        found += model.heads * model.head_dim // tp + 2 * max(1, model.kv_heads // tp) * model.head_dim + model.hidden
+    if model.bias and layer_moe(model, layer) is None:
+        found += (2 if model.mlp == "gated" else 1) * model.ffn_hidden // tp + model.hidden
+    return found
+
+
+def expert_params(model: Model) -> int:
+    """Parameters of all routed experts."""
+    _, moe = sample_layers(model)
+    return 0 if moe is None else dense_and_moe(model, 0, model.layers)[1] * layer_params(model, moe).experts
+
+
 def embedding_params(model: Model) -> tuple[int, int]:
     """(token table, position table): the first is divided by tp along the vocabulary, the second replicated."""
     return model.vocab * model.hidden, model.max_seq_len * model.hidden if model.position == "learned" else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
 
@@ -22,6 +23,7 @@ from .layers import (
     norm_params,
     prediction_params,
     sample_layers,
+    vectors_on_rank,
 )
 
 
@@ -101,6 +103,18 @@ def stage_range(parallel: Parallel, stage: int) -> range:
     """Decoder layers of a virtual stage."""
     start = sum(parallel.stage_layers[:stage])
     return range(start, start + parallel.stage_layers[stage])
+
+
+def rank_vectors(model: Model, parallel: Parallel, stages: Sequence[int]) -> int:
+    """Parameters in norms and biases of a rank that holds `stages`."""
+    kinds = [0 if layer is None else vectors_on_rank(model, layer, parallel.tp) for layer in sample_layers(model)]
+    found, last, ahead = 0, len(parallel.stage_layers) - 1, prediction_blocks(model)
+    for stage in stages:
+        held = held_layers(model, parallel, stage)
+        numbers = dense_and_moe(model, held.start, held.stop)
+        found += sum(many * each for many, each in zip(numbers, kinds, strict=True))
+        found += (1 + 3 * ahead) * norm_params(model) * (stage == last)
+    return found
 
 
 def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:

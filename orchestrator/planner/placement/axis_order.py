@@ -17,24 +17,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Matmul, Model, Parallel, Time, Train
 from orchestrator.plan.domains import domains_of
+from orchestrator.plan.expert_mesh import axes, expert_mesh
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.compute import Compute, micro_batch_compute
 from orchestrator.planner.cost.dual import Number, value_of
 from orchestrator.planner.cost.expert_exchange import phases
-from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path, Pattern
+from orchestrator.planner.cost.fabric import Path
+from orchestrator.planner.cost.imbalance import load_factor, spread_name
 from orchestrator.planner.cost.profile import Profile, shipped
 from orchestrator.planner.cost.rates import Rates, rates
 from orchestrator.planner.cost.software import SOFTWARE, Software
 from orchestrator.planner.cost.step_time import StepCost, Work, predict, step_work
-from orchestrator.planner.cost.traffic import DENSE_REPLICAS, PathKey, Traffic, step_traffic
+from orchestrator.planner.cost.traffic import PathKey, Traffic, step_traffic
 
 from .group_packing import domain_node_orders
+from .path_cache import Cuts, PathCache, Paths
 
 TIE = 0.005
 
@@ -50,26 +52,20 @@ def orders(degrees: Mapping[str, int]) -> Iterator[tuple[Axis, ...]]:
         yield tuple(next(following) if degrees[axis] > 1 else axis for axis in AXES)
 
 
-def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Sequence[str]) -> Ints:
-    """Ranks of every group in which only the `varying` axes vary: int array [groups, members].
-
-    Members are sorted by those coordinates, the last of `varying` slowest, as in `orchestrator.plan.ranks.groups`.
-    """
-    outer_first = list(reversed(order))
-    grid = np.arange(np.prod([degrees[axis] for axis in outer_first], dtype=int))
-    grid = grid.reshape([degrees[axis] for axis in outer_first])
-    fixed = [axis for axis in outer_first if axis not in varying]
-    last = list(reversed(list(varying)))
-    moved = grid.transpose([outer_first.index(axis) for axis in [*fixed, *last]])
-    return moved.reshape(-1, int(np.prod([degrees[axis] for axis in varying], dtype=int)))
-
-
 class Candidate:
     """One nesting order and its cost."""
 
-    def __init__(self, order: tuple[Axis, ...], paths: Mapping[PathKey, Path], work: Work, nodes: tuple[int, ...] = ()):
-        """`nodes`: the node in each slot; empty: the cluster's first nodes in their order."""
-        self.order, self.paths, self.work, self.nodes = order, paths, work, nodes
+    def __init__(
+        self,
+        order: tuple[Axis, ...],
+        paths: Mapping[PathKey, Path],
+        work: Work,
+        nodes: tuple[int, ...] = (),
+        legal: bool = True,
+    ):
+        """`nodes`: the node in each slot; empty: the cluster's first nodes in their order. `legal`: tokens can go by
+        domain, where the plan asks for that."""
+        self.order, self.paths, self.work, self.nodes, self.legal = order, paths, work, nodes, legal
 
     @cached_property
     def cost(self) -> StepCost:
@@ -86,90 +82,14 @@ class Candidate:
         return self.cost.lower_bound_s
 
     def worst_level(self, axis: Axis) -> str:
+        """Of "ep": of the ranks that share experts, also where these fold over other axes."""
+        par = self.work.parallel
+        if axis == "ep" and expert_mesh(par).ep > 1:
+            return self.paths[axes(par), "exchange"].worst_level
         return self.paths[(axis,), "ring"].worst_level
 
     def outside_nvlink(self, axis: Axis) -> bool:
         return self.worst_level(axis) not in (SELF, NVLINK)
-
-
-def mirrored(members: Ints, pp: int) -> Ints:
-    """Of int [groups, pp * n] over all stages: the n ranks of stage r together with those of stage pp - 1 - r, which
-    hold the same layers in a bidirectional pipeline."""
-    stages = members.reshape(len(members), pp, -1)
-    pairs = np.concatenate([stages[:, : pp // 2], stages[:, : pp // 2 - 1 - pp : -1]], axis=2)
-    return pairs.reshape(-1, pairs.shape[2])
-
-
-def communicating(
-    order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, zero_group: int
-) -> tuple[Ints, Pattern]:
-    """int [groups, n]: the groups that a key of `Traffic` means, and how they communicate."""
-    varying, pattern = key
-    members = group_members(order, sizes, varying)
-    if "pp" in varying and len(varying) > 1:
-        members = mirrored(members, sizes["pp"])
-    if pattern == "shard" or pattern == "replica":
-        # ranks with different experts share a group of shards; each of them has its own part of it
-        zero_group //= math.prod(sizes[axis] for axis in DENSE_REPLICAS if axis not in varying)
-        return split_groups(members, pattern, zero_group), "ring"
-    return members, pattern
-
-
-def split_groups(members: Ints, part: str, zero_group: int) -> Ints:
-    """Of int [groups, n]: "shard", neighbours that share one copy; "replica", the holders of the same shard."""
-    split = members.reshape(len(members), -1, zero_group)
-    split = split if part == "shard" else split.swapaxes(1, 2)
-    return split.reshape(-1, split.shape[2])
-
-
-class PathCache:
-    """Paths on one cluster, each computed once: axes with equal strides and sizes have equal groups."""
-
-    def __init__(self, cluster: Cluster):
-        self.fabric = Fabric(cluster)
-        self._seen: dict[tuple[object, ...], Path] = {}
-        self.nodes: tuple[int, ...] = ()  # the node in each slot, where that is not the cluster's order
-
-    def reordered(self, nodes: Sequence[int]) -> PathCache:
-        """An empty cache for the same network with `nodes` in this order."""
-        other = copy.copy(self)
-        other.fabric, other._seen, other.nodes = self.fabric.reordered(nodes), {}, tuple(nodes)
-        return other
-
-    def path(
-        self, order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, wrap: bool = True, zero_group: int = 0
-    ) -> Path:
-        """Path of a pattern over all groups in which the axes of `key` vary, nested in `order`."""
-        varying, pattern = key
-        shape = tuple((_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1)
-        if not shape:
-            return NO_PATH
-        both = "pp" in varying and len(varying) > 1  # two stages that are the same one
-        slot = (shape, pattern, both, wrap, math.prod(sizes.values()), zero_group)
-        if slot not in self._seen:
-            members, way = communicating(order, sizes, key, zero_group)
-            members = self.fabric.standing_for_all(members, max(stride * size for stride, size in shape))
-            self._seen[slot] = self.fabric.path(members, way, wrap)
-        return self._seen[slot]
-
-
-class Paths(Mapping[PathKey, Path]):
-    """Paths of a nesting order, each found when it is asked for: most orders are out by the path of their tp groups."""
-
-    def __init__(
-        self, cache: PathCache, order: Sequence[Axis], sizes: Mapping[str, int], wanted: dict[PathKey, bool], group: int
-    ):
-        """`wanted`: keys, and whether the last member of a group sends to the first. `group`: as `zero_group`."""
-        self.cache, self.order, self.sizes, self.wanted, self.group = cache, order, sizes, wanted, group
-
-    def __getitem__(self, key: PathKey) -> Path:
-        return self.cache.path(self.order, self.sizes, key, self.wanted[key], self.group)
-
-    def __iter__(self) -> Iterator[PathKey]:
-        return iter(self.wanted)
-
-    def __len__(self) -> int:
-        return len(self.wanted)
 
 
 def path_keys(traffic: Sequence[Sequence[Traffic]]) -> set[PathKey]:
@@ -190,8 +110,17 @@ def candidates(
     # only virtual stages send from the last rank to the first
     wanted = {key: key != (("pp",), "chain") or parallel.vpp > 1 for key in path_keys(traffic)}
     wanted |= {((axis,), "ring"): True for axis in AXES}  # axes that send nothing have a worst level too
+    wanted |= {(axes(parallel), "exchange"): True} if expert_mesh(parallel).ep > 1 else {}
+    cuts, by_domain = Cuts.of(parallel), parallel.expert_all_to_all == "hierarchical" and expert_mesh(parallel).ep > 1
+    asked = work.model.moe if by_domain else None
     return [
-        Candidate(order, Paths(path_cache, order, sizes, wanted, parallel.zero_group), work, path_cache.nodes)
+        Candidate(
+            order,
+            Paths(path_cache, order, sizes, wanted, cuts),
+            work,
+            path_cache.nodes,
+            asked is None or path_cache.by_domain(order, parallel, asked),
+        )
         for order in ([tuple(only)] if only else orders(sizes))
     ]
 
@@ -203,7 +132,7 @@ def choose(found: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
         rank = {SELF: 0, NVLINK: 1, **{name: index + 2 for index, name in enumerate(level_names)}}
         return sum(rank[candidate.worst_level(axis)] for axis in AXES)
 
-    rest = list(found)
+    rest = [candidate for candidate in found if candidate.legal] or list(found)
     for axis in ("tp", "ep"):
         least = min(candidate.outside_nvlink(axis) for candidate in rest)
         rest = [candidate for candidate in rest if candidate.outside_nvlink(axis) == least]
@@ -242,13 +171,6 @@ def _phases(candidate: Candidate, item: Traffic) -> list[Path]:
     return phases(path, work.model, work.parallel, item.carried) if item.axis == "ep" else [path]
 
 
-def _stride(order: Sequence[Axis], sizes: Mapping[str, int], axis: Axis) -> int:
-    stride = 1
-    for inner in order[: order.index(axis)]:
-        stride *= sizes[inner]
-    return stride
-
-
 class CostContext:
     """One model on one cluster: what the costs of all layouts share, computed once."""
 
@@ -262,11 +184,17 @@ class CostContext:
         matmul: Matmul = "",
         software: Software = SOFTWARE["orch"],
         profile: Profile | None = None,
+        imbalance: float | None = None,
+        assumed: Mapping[str, float] | None = None,
+        state: str = "",
         **job: Any,
     ):
-        """`path_cache`: the cluster's, if there is one already. `job`: task and slow_fabric, as `rates` takes them."""
+        """`path_cache`: the cluster's, if there is one already. `job`: task and slow_fabric, as `rates` takes them.
+        imbalance: of experts' ranks, where it is given; assumed: values of the profile that a plan's was made of, where
+        they are not this one's."""
         self.cluster, self.model, self.train, self.software = cluster, model, train, software
-        self.matmul, self.profile, self.job = matmul, profile or shipped(), job
+        self.matmul, self.profile, self.job, self.imbalance = matmul, profile or shipped(), job, imbalance
+        self.assumed, self.state = assumed or self.profile.values, state
         self.path_cache = path_cache or PathCache(cluster)
         self.level_names = [level.name for level in cluster.levels]
         self._parts: dict[tuple[int, int], list[PathCache]] = {}
@@ -280,11 +208,23 @@ class CostContext:
         return self.rates(self.profile.values)
 
     def rates(self, values: Mapping[str, Number]) -> Rates:
-        return rates(self.cluster, values, self.train.precision, self.software, self.matmul, **self.job)
+        name = self.model.moe and spread_name(self.model.moe)
+        spread = values[name] / self.assumed[name] if name else 1.0
+        options: dict[str, Any] = {"expert_spread": spread, **self.job}
+        return rates(self.cluster, values, self.train.precision, self.software, self.matmul, **options)
+
+    def balanced(self, parallel: Parallel) -> Parallel:
+        """`parallel` with the load of its fullest expert rank, as given or as the profile says."""
+        moe = self.model.moe
+        if moe is None or expert_mesh(parallel).ep == 1:
+            return parallel
+        factor = self.imbalance or load_factor(self.model, parallel, self.profile.values[spread_name(moe)])
+        return structs.replace(parallel, expert_imbalance=UNSET if factor == 1 else float(f"{factor:.4g}"))
 
     def on(self, cluster: Cluster, path_cache: PathCache | None = None) -> CostContext:
         """The same job on another cluster."""
         options: dict[str, Any] = {"matmul": self.matmul, "software": self.software, "profile": self.profile}
+        options |= {"imbalance": self.imbalance, "assumed": self.assumed, "state": self.state}
         return CostContext(cluster, self.model, self.train, path_cache, **options, **self.job)
 
     def training(self, train: Train) -> CostContext:
@@ -296,12 +236,15 @@ class CostContext:
     def work(self, parallel: Parallel, train: Train, rate: Rates | None = None) -> Work:
         per_node = self.cluster.gpus_per_node
         compute = None if rate else self.compute(parallel)
-        return step_work(self.model, parallel, train, rate or self.rate, self.software, per_node, compute, self.cluster)
+        return step_work(
+            self.model, parallel, train, rate or self.rate, self.software, per_node, compute, self.cluster, self.state
+        )
 
     def compute(self, parallel: Parallel) -> Compute:
         """Compute of a micro-batch, once for all layouts that give a GPU equal shards of it."""
         tokens, ring = parallel.micro_batch_size / parallel.cp, parallel.cp_method == "ring"
-        key = parallel.tp, parallel.ep, parallel.sp, tokens, parallel.cp if ring else min(parallel.cp, 2)
+        experts = *expert_mesh(parallel)[:2], parallel.expert_imbalance
+        key = parallel.tp, experts, parallel.sp, tokens, parallel.cp if ring else min(parallel.cp, 2)
         if key not in self._compute:
             self._compute[key] = micro_batch_compute(self.model, parallel, self.train, self.rate, self.software)
         return self._compute[key]

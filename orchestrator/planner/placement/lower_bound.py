@@ -22,20 +22,21 @@ from orchestrator.planner.cost.rates import Rates
 from orchestrator.planner.cost.step_time import INNER, StepCost, Work
 from orchestrator.planner.cost.traffic import PathKey
 
-from .axis_order import communicating
+from .path_cache import Cuts, communicating
 
 
 def placement_lower_bound(
     fabric: Fabric, order: Sequence[Axis], parallel: Parallel, keys: Iterable[PathKey], work: Work
 ) -> float:
     """Lower bound of the step in seconds, for this nesting order and any placement. `keys`: of the paths it needs."""
-    sizes, ratio = degrees(parallel), nvlink_over_fabric(work.rate)
+    sizes, ratio, cuts = degrees(parallel), nvlink_over_fabric(work.rate), Cuts.of(parallel)
     paths, known = {}, True
     for key in keys:
         wrap = key != (("pp",), "chain") or parallel.vpp > 1
-        members, pattern = communicating(order, sizes, key, parallel.zero_group)
+        members, pattern = communicating(order, sizes, key, cuts)
         paths[key] = path_lower_bound(fabric, members, pattern, wrap, ratio)
-        if key[0][0] in INNER and len(key[0]) == 1:  # groups of one node cost the same wherever the node is
+        inner = key[0][0] in INNER and (len(key[0]) == 1 or key[1] == "exchange")
+        if inner:  # groups of one node cost the same wherever the node is
             known &= bool((np.ptp(members // fabric.gpus_per_node, axis=1) == 0).all())
     return StepCost(work, paths).bound_over(known)
 
@@ -80,7 +81,8 @@ def path_lower_bound(fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool
     rate, latency = float(fabric.rate[level:].max()), float(fabric.latency[level:].min())
     if pattern == "exchange":
         outside = max(0, n - domain) / (n - 1) * nic
-        return Path(0.0, outside, latency, latency * (n - 1), fabric.names[level], {})
+        inside = (min(n, domain) - 1) / (n - 1)  # at most; by domain, fewer domains get fewer rows of a token
+        return Path(0.0, outside, latency, latency * (n - 1), fabric.names[level], {fabric.names[0]: inside})
     nvlink = 0.0 if crossing.all() else inside  # two neighbours on one node
     least = int(crossing.sum(axis=1).min())  # hops between nodes; two hops of a ring reach `level`
     far = min(2 if wrap else 1, least)

@@ -24,6 +24,7 @@ from orchestrator.config.schema import Config
 from orchestrator.config.validate import with_defaults
 from orchestrator.plan.document import AXES, Axis, Certificate, Cluster, Parallel
 from orchestrator.plan.domains import cut, domains_of, usable_nodes
+from orchestrator.plan.expert_mesh import axes
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost import collective
 from orchestrator.planner.cost.dual import value_of
@@ -34,9 +35,10 @@ from orchestrator.planner.cost.traffic import Traffic, step_traffic
 from orchestrator.planner.job import make_train
 from orchestrator.planner.model.layers import resolve
 
-from .axis_order import Candidate, CostContext, PathCache, candidates, orders, path_keys, solve
+from .axis_order import Candidate, CostContext, candidates, orders, path_keys, solve
 from .group_packing import distinct_node_orders, domain_node_orders, packed_node_orders
 from .lower_bound import placement_lower_bound
+from .path_cache import PathCache
 
 EXACT_NODES = 8
 EXACT_PLACEMENTS = 6000  # most placements, up to symmetry, that are all costed
@@ -49,6 +51,7 @@ CLOSE = 1e-9  # relative difference below which two steps count as equal
 class PlacementScore(NamedTuple):
     """Compared field by field; smaller is better."""
 
+    misfit: bool  # tokens cannot go by domain, which the plan asks for
     tp_outside: bool  # tensor-parallel groups leave their NVLink domain
     ep_outside: bool
     step_s: float
@@ -98,15 +101,14 @@ class PlacementCosts:
         fabric = self.path_cache.fabric
         if fabric.gpus[0].max() > fabric.gpus_per_node:
             return
-        sizes = degrees(self.parallel)
-        for axis in ("tp", "ep"):
+        sizes, groups = degrees(self.parallel), [("tp",), axes(self.parallel)]
+        for varying in groups:
 
-            def outside(order: tuple[Axis, ...], axis: str = axis) -> bool:
-                reach = 1
-                for inner in order[: order.index(axis) + 1]:
-                    reach *= sizes[inner]
+            def outside(order: tuple[Axis, ...], varying: tuple[Axis, ...] = varying) -> bool:
+                last = max((order.index(axis) for axis in varying if sizes[axis] > 1), default=-1)
+                reach = math.prod(sizes[inner] for inner in order[: last + 1])
                 whole = fabric.gpus_per_node % reach == 0 or reach == self.parallel.world_size
-                return sizes[axis] > 1 and (reach > fabric.gpus_per_node or not whole)
+                return last >= 0 and (reach > fabric.gpus_per_node or not whole)
 
             inside = [order for order in self.orders if not outside(order)]
             self.orders = inside or self.orders
@@ -137,7 +139,7 @@ class PlacementCosts:
         levels = [found.worst_level(axis) for axis in AXES]
         height = sum(names.index(level) + 1 for level in levels if level in names)
         tp, ep = found.outside_nvlink("tp"), found.outside_nvlink("ep")
-        return PlacementScore(tp, ep, _round(found.step_s), _round(busy), height, index)
+        return PlacementScore(not found.legal, tp, ep, _round(found.step_s), _round(busy), height, index)
 
     def bound(self) -> float:
         """Lower bound of the step in seconds, for any placement and nesting order."""
@@ -168,7 +170,7 @@ def place_nodes(
     given_score = best[0]
 
     def done() -> bool:
-        return best[0].step_s <= bound * (1 + CLOSE) and not best[0].tp_outside
+        return best[0].step_s <= bound * (1 + CLOSE) and not (best[0].tp_outside or best[0].misfit)
 
     few = costs.total <= EXACT_NODES if exact is None else exact
     if (
@@ -219,7 +221,7 @@ def _improve_by_swaps(
 
 def _is_worth_swapping(new: PlacementScore, old: PlacementScore) -> bool:
     """Whether a swap gains enough."""
-    return new[:2] < old[:2] or (new[:2] == old[:2] and new.step_s < old.step_s * (1 - SWAP_GAIN))
+    return new[:3] < old[:3] or (new[:3] == old[:3] and new.step_s < old.step_s * (1 - SWAP_GAIN))
 
 
 def _swapped(nodes: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
@@ -274,6 +276,7 @@ def make_context(
     """What all layouts of a configuration share. `path_cache`: the cluster's, if there is one already."""
     software, matmul = software_named(config.cost.software), config.train.matmul
     same: dict[str, Any] = {"matmul": matmul, "software": software, "profile": profile}
+    same |= {"imbalance": config.cost.expert_imbalance, "state": config.optim.state}
     return CostContext(cluster, resolve(config.model), make_train(config), path_cache, **same)
 
 

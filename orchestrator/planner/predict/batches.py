@@ -6,7 +6,7 @@ import math
 import re
 
 from orchestrator.plan.document import Model
-from orchestrator.planner.model.layers import dense_and_moe, layer_params
+from orchestrator.planner.model.layers import expert_params
 
 from .cells import Row, RowError
 
@@ -67,7 +67,7 @@ def tokens_that_fit(
     States: 18 bytes a parameter, by ZeRO stage. Activations a layer and token: Korthikanti et al. (arXiv 2205.05198)
     with fused attention; 9 bytes a logit. `full`: layers are recomputed.
     """
-    experts = expert_parameters(model)
+    experts = expert_params(model)
     sharded = {0: 0, 1: 12, 2: 16, 3: 18}[zero]
     states = 0.0
     for parameters, ranks in ((model.parameters - experts, replicas * cp), (experts / ep, replicas * cp / ep)):
@@ -84,9 +84,3 @@ def tokens_that_fit(
     if model.moe and zero == 3:
         return 0.0  # whole layers of experts are gathered, which leaves little
     return max(0.0, min(most, (memory_bytes * _USED - states) / token * cp))
-
-
-def expert_parameters(model: Model) -> int:
-    """Parameters of all routed experts."""
-    _, moe = dense_and_moe(model, 0, model.layers)
-    return moe * layer_params(model, model.layers - 1).experts if moe else 0

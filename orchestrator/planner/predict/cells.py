@@ -16,7 +16,7 @@ MOST: dict[str, int] = {
     **dict.fromkeys(("pp", "vpp"), 256),
     **dict.fromkeys(("layers", "tp", "cp", "topk"), 1024),
     **dict.fromkeys(("heads", "kv_heads", "experts", "ep", "gpus_per_node"), 1 << 16),
-    **dict.fromkeys(("hidden", "num_gpus", "dp", "micro_batch"), MOST_GPUS),
+    **dict.fromkeys(("hidden", "nodes", "num_gpus", "dp", "micro_batch"), MOST_GPUS),
     **dict.fromkeys(("ffn_hidden", "moe_ffn", "vocab"), 1 << 24),
     "seq_len": 1 << 28,
     "global_batch": 1 << 40,  # samples, or tokens
@@ -25,10 +25,15 @@ MOST: dict[str, int] = {
 #: Columns of powers of two: 4k is 4096. Elsewhere k is 1000.
 _BINARY = ("seq_len", "global_batch", "hidden", "ffn_hidden", "moe_ffn", "num_gpus", "micro_batch")
 _SCALES = {"": 0, "k": 1, "m": 2, "b": 3, "t": 4}
+#: Units of measured cells, in the column's own.
+_MEASURED: dict[str, dict[str, float]] = {
+    "step_time_s": {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0},
+    "peak_mem_gib": {"gib": 1.0, "gb": 1.0, "g": 1.0, "mib": 2.0**-10, "mb": 2.0**-10, "bytes": 2.0**-30},
+}
 _UNITS = "x|×|gpus?|gpu|layers?|heads?|tokens?|tok|samples?|sequences?|seqs?|ranks?|experts?|stages?|gb|gib|devices?"
 _NUMBER = re.compile(
-    rf"[~≈]?([+-]?(?:\d{{1,3}}(?:[,_' ]\d{{3}})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?|[+-]?\.\d+)\s*([kmbt]?)\s*(?:{_UNITS})?"
-    r"(?:\s*\([^()]*\))?"
+    r"[~≈]?([+-]?(?:\d{1,3}(?:[,_' ]\d{3})+|\d+)(?:\.\d+|,\d{1,2})?(?:e[+-]?\d+)?|[+-]?\.\d+)"
+    rf"\s*([kmbt]?)\s*(?:{_UNITS})?(?:\s*\([^()]*\))?"
 )
 _PRODUCT = re.compile(r"(\d{1,7})\s*[x×*]\s*(\d{1,7})(?:\s*(?:gpus?|=.*|\([^()]*\)))?")
 
@@ -48,10 +53,15 @@ def number_of(name: str, text: str) -> float | None:
         raise RowError(f"{name}={short!r}... is not a number: {len(text)} characters")
     if several := _PRODUCT.fullmatch(lower):
         return float(int(several[1]) * int(several[2]))
+    factor = 1.0
+    if name in _MEASURED and (unit := re.search(r"(?<=[\d. ])([a-z]+)$", lower)):
+        factor = _MEASURED[name].get(unit[1], 0.0)
+        lower = lower[: unit.start()].strip() if factor else lower
     found = _NUMBER.fullmatch(lower)
     if found is None:
         raise RowError(f"{name}={short!r} is not a number")
-    value = float(re.sub("[,_' ]", "", found[1]))
+    digits = re.sub(r",(?=\d{1,2}(?:e|$))", ".", found[1])  # a decimal comma: "6,7"
+    value = float(re.sub("[,_' ]", "", digits)) * (factor or 1.0)
     return value * (1024.0 if name in _BINARY else 1000.0) ** _SCALES[found[2]]
 
 

@@ -34,9 +34,11 @@ _FAMILIES: tuple[tuple[str, str], ...] = (
     (r"megatron.?deepspeed|gpt.?neox|bigscience", "megatron_deepspeed"),
     (r"nemo|megatron.?bridge|megatron.?core|mcore|mlperf|megascale|megatron.?hub|pai.?megatron", "nemo"),
     (r"megatron|primus|zero.?bubble|simumax|flagscale|internevo|paddle|mindspeed", "megatron"),
+    (r"sagemaker|\bmics\b", "fsdp"),
     (r"deepspeed|zero-?[123]|\bzero\b", "deepspeed"),
-    (r"fsdp|torch|fairscale|metaseq|hugging|\bhf\b|transformers|accelerate|\btrl\b|axolotl|lightning|litgpt", "fsdp"),
-    (r"factory|unsloth|torchtune|fairseq|\bddp\b|vescale|\bfms\b|lit-?gpt|oumi|nanogpt|open_?lm|olmo", "fsdp"),
+    (r"\bhf\b|hugging|transformers|accelerate|\btrl\b|peft|axolotl|factory|swift|fastchat", "transformers"),
+    (r"fsdp|torch|fairscale|metaseq|lightning|lit-?gpt", "fsdp"),
+    (r"unsloth|fairseq|\bddp\b|vescale|\bfms\b|oumi|nanogpt|open_?lm|olmo|llm\.c\b|prime-?rl|verl\b", "fsdp"),
     (r"colossal|alpa|oneflow|merak|bmtrain|galvatron|hetu|mindspore|hivemind|slapo", "fsdp"),
 )
 #: "container 25.09", "v24.11.1", "NeMo 24.07"; not "28.29 GiB".
@@ -77,22 +79,26 @@ def software_of(facts: Facts) -> tuple[Software, str]:
     base, said, own_memory = name, "", dict[str, object]()
     if name == "deepspeed":
         sharded = facts.zero == 3
-        base = ("deepspeed_2021" if sharded else "megatron_2021") if old else "fsdp"
+        base = ("deepspeed_2021" if sharded else "megatron_2021") if old else "transformers"  # it has no models itself
         own_memory = {"memory": "deepspeed"} if old else {}
     elif name == "megatron":
         base = "megatron_2021" if old else "megatron"
     elif name == "fsdp_triton" and hopper:
         base = "fsdp"  # the Triton kernel of 2023 ran on A100
-    if name == "fsdp" and re.search(r"fms|compile|torch ?tune", words):
+    if name == "fsdp" and re.search(r"fms|compile|torch ?tune|llm\.c\b", words):
         base = "fsdp_compile"
     software = SOFTWARE[base]
     traits = own_memory
+    if name == "fsdp" and old:
+        traits, said = {"attention": "unfused"}, "software of 2022: attention is not fused"
     if name in ("nemo", "megatron") and base != "megatron_2021":
         if old:
             traits |= {"attention": "unfused", "tp_overlap": False, "pp_overlap": False}
             said = "software of 2022: attention is not fused"
         elif not hopper:
             traits["attention"] = "flash"
+    if name == "nemo" and not re.search(r"nemo|bridge|mlperf", words):
+        traits["grad_bytes"] = None  # Megatron-Core by itself sums in fp32
     if name == "megatron_deepspeed" and not old:
         traits["attention"] = "flash"
     if base.endswith("_2021") and not said:

@@ -24,12 +24,14 @@ class GpuData(NamedTuple):
     fp4_tflops: float = 0.0
 
 
-#: Data sheets of NVIDIA and AMD. Memory is what the driver shows. A GPU without 8-bit products has the 16-bit rate.
+#: Data sheets. Memory is what the driver shows. A GPU without 8-bit products has the 16-bit rate.
 GPUS: dict[str, GpuData] = {
+    "P100": GpuData(16, 21.2, 21.2, 732, 80, 12.5),
     "V100-16GB": GpuData(16, 125, 125, 900, 150, 25),
     "V100-32GB": GpuData(32, 125, 125, 900, 150, 50),
     "A100-40GB": GpuData(40, 312, 312, 1555, 300, 200),
     "A100-40GB-PCIe": GpuData(40, 312, 312, 1555, 32, 100),
+    "A100-64GB": GpuData(64, 312, 312, 1640, 300, 100, 4),  # Leonardo's
     "A100-80GB": GpuData(80, 312, 312, 2039, 300, 200),
     "A100-80GB-PCIe": GpuData(80, 312, 312, 1935, 32, 100),
     "A800-80GB": GpuData(80, 312, 312, 2039, 200, 200),  # NVLink of 400 GB/s
@@ -41,6 +43,8 @@ GPUS: dict[str, GpuData] = {
     "T4": GpuData(15, 65, 65, 320, 16, 12.5),
     "RTX3090": GpuData(24, 71, 71, 936, 32, 12.5),
     "RTX4090": GpuData(24, 165, 330, 1008, 32, 12.5),
+    "RTX5090": GpuData(32, 210, 419, 1792, 64, 12.5),
+    "RTX6000-Ada": GpuData(47.5, 182, 364, 960, 32, 25),
     "L4": GpuData(22.5, 121, 242, 300, 32, 12.5),
     "L40S": GpuData(45, 362, 733, 864, 32, 50),
     "L40": GpuData(45, 181, 362, 864, 32, 50),
@@ -56,48 +60,51 @@ GPUS: dict[str, GpuData] = {
     "GB200": GpuData(185, 2500, 5000, 8000, 900, 400, 4, 10000),
     "B300": GpuData(268, 2250, 4500, 8000, 900, 800, 8, 13500),
     "GB300": GpuData(277, 2500, 5000, 8000, 900, 800, 4, 15000),
+    "MI210": GpuData(64, 181, 181, 1638, 100, 100),
     "MI250X": GpuData(64, 191.5, 191.5, 1638, 100, 100),  # one of the two dies, each a device
     "MI300X": GpuData(192, 1307, 2615, 5300, 448, 400),
     "MI325X": GpuData(256, 1307, 2615, 6000, 448, 400),
     "MI355X": GpuData(288, 2516, 5033, 8000, 538, 400, 8, 10066),
+    "Gaudi2": GpuData(96, 432, 865, 2450, 262, 300),
+    "Gaudi3": GpuData(128, 1835, 1835, 3700, 525, 600),
+    "Ascend910B": GpuData(64, 376, 376, 1600, 196, 200),
+    "TPUv3": GpuData(32, 123, 123, 900, 164, 164, 4),  # of TPUs, links are those of the torus, all in one domain
+    "TPUv4": GpuData(32, 275, 275, 1228, 150, 150, 4),
+    "TPUv5e": GpuData(16, 197, 197, 819, 100, 100, 4),
+    "TPUv5p": GpuData(95, 459, 459, 2765, 300, 300, 4),
+    "TPUv6e": GpuData(32, 918, 918, 1640, 224, 224, 4),
 }
 SOURCE = "data sheets"
-#: Patterns of names, without separators and in upper case, before the GPU they mean. The first match counts.
+#: What may stand before a GPU's name without a space.
+_BEFORE = r"(?:\d+X|NVIDIA|TESLA|AMD|INSTINCT|GEFORCE|QUADRO|RTX|DGX|HGX|INTEL|ASCEND|GOOGLE|CLOUD|TPU|MI)"
+#: Patterns of names in upper case, words apart by one space, before the GPU they mean. The first match counts: names
+#: of GPUs, then of systems and clouds' machines, then of generations.
 _NAMES: tuple[tuple[str, str], ...] = (
-    *((name, name) for name in ("GB300", "GB200", "B300", "B200", "GH200", "H200", "H800", "A10G", "L40S", "T4")),
-    *(
-        ("H100.*(HBM2E|500W)", "H100-96GB-HBM2e"),
-        ("H100.*(PCIE|PCI-E)", "H100-PCIe"),
-        ("H100.*(NVL(?!INK)|94)", "H100-NVL"),
-    ),
-    *(
-        ("H100", "H100-80GB"),
-        ("H20", "H20"),
-        ("A800", "A800-80GB"),
-        ("A100.*80.*PCIE|A100.*PCIE.*80", "A100-80GB-PCIe"),
-    ),
-    *(("A100.*PCIE", "A100-40GB-PCIe"), ("A100.*40", "A100-40GB"), ("A100", "A100-80GB"), ("V100.*16", "V100-16GB")),
-    *(
-        ("V100", "V100-32GB"),
-        ("A6000", "A6000"),
-        ("3090", "RTX3090"),
-        ("4090", "RTX4090"),
-        ("A40", "A40"),
-        ("A30", "A30"),
-    ),
-    *(("A10", "A10"), ("L40", "L40"), ("L4", "L4"), ("MI250", "MI250X"), ("MI300", "MI300X"), ("MI325", "MI325X")),
-    ("MI35", "MI355X"),
+    *((name, name) for name in ("GB300", "GB200", "B300", "B200", "GH200", "H200", "H800", "A10G", "L40S")),
+    *(("H100.*(HBM2E|500 ?W)", "H100-96GB-HBM2e"), ("H100.*(PCIE|PCI E)", "H100-PCIe")),
+    *(("H100.*(NVL(?!INK)|94)", "H100-NVL"), ("H100", "H100-80GB"), ("H20", "H20"), ("A800", "A800-80GB")),
+    *(("A100.*80.*PCIE|A100.*PCIE.*80", "A100-80GB-PCIe"), ("A100.*PCIE", "A100-40GB-PCIe")),
+    *(("A100.*64", "A100-64GB"), ("A100.*40(?!0)", "A100-40GB"), ("A100", "A100-80GB"), ("P100", "P100")),
+    *(("V100.*16 ?G", "V100-16GB"), ("V100", "V100-32GB"), ("T4", "T4")),
+    *(("A6000", "A6000"), ("6000 ?ADA|ADA ?6000", "RTX6000-Ada"), ("3090", "RTX3090"), ("4090", "RTX4090")),
+    *(("5090", "RTX5090"), ("A40", "A40"), ("A30", "A30"), ("A10", "A10"), ("L40", "L40"), ("L4", "L4")),
+    *(("MI210", "MI210"), ("MI250", "MI250X"), ("MI300", "MI300X"), ("MI325", "MI325X"), ("MI35", "MI355X")),
+    *(("GAUDI ?3", "Gaudi3"), ("GAUDI ?2|HPU", "Gaudi2"), ("910 ?B", "Ascend910B")),
+    *(("TPU ?V3", "TPUv3"), ("TPU ?V4", "TPUv4"), ("TPU ?V5 ?P", "TPUv5p"), ("TPU ?V5", "TPUv5e")),
+    *(("TPU ?V6|TRILLIUM", "TPUv6e"), ("DGX 1", "V100-16GB"), ("DGX 2", "V100-32GB")),
+    *((r"P4DE|ND\d+AMSR|A2 ULTRA", "A100-80GB"), (r"P4D|ND\d+ASR|A2 HIGH", "A100-40GB"), ("P3DN", "V100-32GB")),
+    *((r"P3\b", "V100-16GB"), ("P5E|A3 ULTRA", "H200"), ("P5|A3 (HIGH|MEGA|EDGE)", "H100-80GB"), ("P6", "B200")),
+    *(("G5", "A10G"), ("G6E", "L40S"), ("G6", "L4"), ("VOLTA", "V100-32GB"), ("AMPERE", "A100-80GB")),
+    *(("HOPPER", "H100-80GB"), ("BLACKWELL", "B200")),
 )
 
 
 @lru_cache(maxsize=1024)
 def gpu_of(name: str) -> tuple[str, bool]:
     """(the GPU that `name` means, True), or an H100 and False."""
-    word = re.sub(r"[\s_\-]+", "", name[:80]).upper()
+    words = re.sub(r"[\s_\-/,]+", " ", name[:80].upper())
     for pattern, known in _NAMES:
-        if re.search(
-            rf"(?<![A-Z0-9])(?:\d*X)?(?:NVIDIA|TESLA|AMD|INSTINCT|GEFORCE|QUADRO|RTX|DGX|HGX)*{pattern}", word
-        ):
+        if re.search(rf"(?<![A-Z0-9]){_BEFORE}*(?:{pattern})", words):
             return known, True
     return "H100-80GB", False
 

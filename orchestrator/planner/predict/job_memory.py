@@ -39,7 +39,7 @@ def job_memory(job: Job) -> JobMemory:
         train = recomputed(
             job.train, job.recompute, job.recompute_share, job.software.selective == "alternate", model.layers
         )
-    accounts = memory_by_pp_rank(cluster, model, par, train, recipe, job.matmul, job.expert_shards)
+    accounts = memory_by_pp_rank(cluster, model, par, train, recipe, job.matmul)
     worst = max(accounts, key=lambda account: account.total)
     if offloaded:
         moved = min(worst.activations, worst.total - worst.capacity)
@@ -55,7 +55,7 @@ def _least(job: Job, recipe: Recipe) -> tuple[Train, str, bool]:
     """(`train` with full recomputation in as few layers as fit; what was assumed; whether activations offload)."""
 
     def worst(train: Train) -> Memory:
-        accounts = memory_by_pp_rank(job.cluster, job.model, job.parallel, train, recipe, job.matmul, job.expert_shards)
+        accounts = memory_by_pp_rank(job.cluster, job.model, job.parallel, train, recipe, job.matmul)
         return max(accounts, key=lambda account: account.total)
 
     plain = structs.replace(job.train, recompute="none")

@@ -7,11 +7,14 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
+from msgspec import UNSET, UnsetType
+
 from orchestrator.plan.document import AXES, Model, Parallel
 from orchestrator.planner.cost.software import Software
+from orchestrator.planner.model.layers import expert_params
 from orchestrator.planner.model.stages import balance_stages
 
-from .batches import batch_of, expert_parameters, tokens_that_fit
+from .batches import batch_of, tokens_that_fit
 from .cells import MOST, MOST_GPUS, Row, RowError
 
 #: Words in `pp_schedule`, in lower case without separators, before the schedule they mean. The first match counts.
@@ -34,10 +37,12 @@ _WEIGHT_BYTES = 6  # of them, where the optimizer's are sharded
 _FULL = 0.6  # of a GPU's memory, that states may take in an assumed layout
 
 
-class Layout(NamedTuple):
-    parallel: Parallel
-    expert_tp: int  # ranks that share one expert
-    expert_ranks: int  # `ep` as the row has it; `parallel.ep` is what fits the plan's axes
+class Experts(NamedTuple):
+    """As in `Parallel`."""
+
+    ep: int
+    etp: int | UnsetType
+    fold_cp: bool | UnsetType
 
 
 class Degrees(NamedTuple):
@@ -48,7 +53,7 @@ class Degrees(NamedTuple):
     gpus: int
 
 
-def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per_node: int) -> Layout:
+def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per_node: int) -> Parallel:
     """The row's parallelism. `memory_bytes`: of a GPU. RowError for numbers that mean nothing."""
     zero = stated_zero(row)
     degrees = _degrees(row, model, software, zero, memory_bytes, per_node)
@@ -57,7 +62,7 @@ def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per
         zero = _usual_zero(row, model, software, degrees, memory_bytes)
     if re.search(r"off-?load", f"{_words(row)} {row.text('zero_stage')} {row.text('recompute')}".lower()):
         row.say("offloading is not modelled")
-    ep, expert_tp, expert_ranks = _experts(row, model, replicas, tp)
+    ep, etp, fold_cp = _experts(row, model, degrees, zero)
     full = row.text("recompute").lower().startswith("full")
     most = tokens_that_fit(model, tp, cp, ep, replicas, zero, memory_bytes, full)
     size, batch, micro_batches = batch_of(row, model, pp, replicas, most, software.memory not in ("fsdp", "orch"))
@@ -65,7 +70,7 @@ def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per
     if schedule.startswith("dualpipe") and (pp % 2 or micro_batches % 2):
         row.say("pp_schedule=1f1b: dualpipe wants even numbers")
         schedule, vpp = "1f1b", 1
-    parallel = Parallel(
+    return Parallel(
         tp=tp,
         cp=cp,
         ep=ep,
@@ -86,8 +91,9 @@ def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per
         bucket_bytes=25 << 20 if zero < 3 else max(25 << 20, 4 * model.parameters // model.layers // tp),
         cp_method="ulysses" if cp > 1 and re.search(r"ulysses|all-?to-?all attention", _words(row)) else "zigzag",
         zero_group=_zero_group(row, zero, replicas * cp, per_node),
+        etp=etp,
+        fold_cp=fold_cp,
     )
-    return Layout(parallel, expert_tp, expert_ranks)
 
 
 def stated_zero(row: Row) -> int | None:
@@ -123,7 +129,10 @@ def zero_of(text: str) -> int | None:
 
 def _degrees(row: Row, model: Model, software: Software, zero: int | None, memory: int, per_node: int) -> Degrees:
     tp, cp, pp, dp = (row.degree(name) for name in ("tp", "cp", "pp", "dp"))
-    gpus = row.whole("num_gpus")
+    gpus, nodes = row.whole("num_gpus"), row.whole("nodes")
+    if gpus is None and nodes is not None:
+        gpus = nodes * per_node
+        row.say(f"num_gpus={gpus}: {nodes} nodes of {per_node}")
     cp = cp or 1
     shards = row.text("sp")
     if cp == 1 and tp in (None, 1) and shards.isdecimal() and 1 < int(shards) <= MOST["cp"]:
@@ -171,7 +180,7 @@ def _usual_split(
     most = gpus or 1 << 14
     held = float(model.parameters)
     if model.moe:  # experts are spread over data parallelism first
-        experts = expert_parameters(model)
+        experts = expert_params(model)
         held += experts / (row.degree("ep") or 8) - experts
     need = held * (_STATE_BYTES if software.memory == "megatron_fp16" else _WEIGHT_BYTES) / (memory * _FULL)
     tp = pp = 1
@@ -220,29 +229,30 @@ def _zero_group(row: Row, zero: int, ranks: int, per_node: int) -> int:
     return group if 1 < group < ranks and ranks % group == 0 else 0
 
 
-def _experts(row: Row, model: Model, replicas: int, tp: int) -> tuple[int, int, int]:
-    """(the ep axis, ranks that share an expert, `ep` as stated).
-
-    Tables count dp over all replicas of the dense weights. `ep` above dp can only mean that experts are spread over
-    tensor parallelism too: an expert is whole (expert TP 1). The plan's axes split experts over tp x ep: `ep` is what
-    gives as many shards.
-    """
+def _experts(row: Row, model: Model, degrees: Degrees, zero: int) -> Experts:
+    """Tables count dp over all replicas of the dense weights, and ep on the experts' own mesh: over dp, then over cp,
+    and where it is larger than both over tp too, whose ranks then hold whole experts."""
+    tp, replicas = degrees.tp, degrees.replicas
     stated = row.degree("ep")
     if model.moe is None:
-        return 1, tp, 1
+        return Experts(1, UNSET, UNSET)
     if stated is None:
-        stated = math.gcd(model.moe.experts, min(replicas, 8)) if replicas > 1 else 1
+        most = replicas if zero == 3 else min(replicas, 8)  # to gather experts would cost more than to send tokens
+        stated = math.gcd(model.moe.experts, most)
         row.say(f"ep={stated}")
     if stated > model.moe.experts:
         row.say(f"ep={model.moe.experts} of {stated}: as many as experts")
         stated = model.moe.experts
     found = re.search(r"\betp[ =:]*(\d{1,3})\b", row.text("notes").lower())
-    expert_tp = min(tp, int(found[1])) if found else tp if replicas % stated == 0 else 1
-    expert_tp = max(1, expert_tp)
-    ep = math.gcd(max(1, stated * expert_tp // tp), replicas)  # as many shards of the experts as the row has
-    if ep != stated:
-        row.say(f"ep={ep} of {stated}: an expert on {expert_tp} ranks, as many shards with tp {tp}")
-    return ep, expert_tp, stated
+    for etp in [max(1, math.gcd(tp, int(found[1])))] if found else [tp, 1]:
+        cut, folded = etp if etp < tp else UNSET, tp // etp
+        if stated % folded == 0 and replicas % (stated // folded) == 0:
+            return Experts(stated // folded, cut, UNSET)
+        if degrees.cp > 1 and stated % (folded * degrees.cp) == 0 and replicas % (stated // folded // degrees.cp) == 0:
+            return Experts(stated // folded // degrees.cp, cut, True)
+    ep = math.gcd(max(1, stated // folded), replicas)
+    row.say(f"ep={ep * folded} of {stated}: tp {tp} x cp {degrees.cp} x dp {replicas} have no more places")
+    return Experts(ep, cut, UNSET)
 
 
 def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str, int]:

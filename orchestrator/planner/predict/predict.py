@@ -10,7 +10,8 @@ from orchestrator.plan.interval import interval
 from orchestrator.planner.cost.dual import Number, duals, log_gradient, value_of
 from orchestrator.planner.cost.profile import Profile, relative_sd, shipped
 from orchestrator.planner.cost.traffic import step_traffic
-from orchestrator.planner.placement.axis_order import CostContext, PathCache, candidates
+from orchestrator.planner.placement.axis_order import CostContext, candidates
+from orchestrator.planner.placement.path_cache import PathCache
 
 from .cells import RowError
 from .job_memory import job_memory

@@ -36,15 +36,8 @@ class Job(NamedTuple):
     recompute: Recompute | None  # None: the row does not say
     recompute_share: float  # of the layers, that recompute
     slow_fabric: bool  # a cloud's or an Ethernet network
-    expert_tp: int  # ranks that share one expert
-    expert_ranks: int  # `ep` of the row; `parallel.ep` is what fits the plan's axes
     group: str  # the row's source: its id without the number
     assumed: list[str]
-
-    @property
-    def expert_shards(self) -> int:
-        """Ranks that share the experts of a layer."""
-        return self.expert_tp * self.expert_ranks
 
 
 def read_row(cells: Mapping[str, str]) -> Job:
@@ -70,8 +63,7 @@ def read_row(cells: Mapping[str, str]) -> Job:
     software, said = software_of(facts)
     if said:
         row.say(said)
-    layout = layout_of(row, model, software, int(GPUS[gpu].memory_gib * (1 << 30)), per_node)
-    parallel = layout.parallel
+    parallel = layout_of(row, model, software, int(GPUS[gpu].memory_gib * (1 << 30)), per_node)
     gpus = parallel.world_size
     per_node = min(per_node, gpus)
     if network.gbit_per_gpu is None and gpus > max(per_node, network.domain_gpus or 0):
@@ -101,8 +93,6 @@ def read_row(cells: Mapping[str, str]) -> Job:
         recompute,
         share,
         network.slow and gpus > per_node,
-        layout.expert_tp,
-        layout.expert_ranks,
         group_of(cells),
         row.assumed,
     )
@@ -139,7 +129,9 @@ def _hardware(row: Row) -> tuple[str, Network, int]:
     name, known = gpu_of(words or _gpu_of_network(interconnect))
     if not known or not words:
         row.say(f"gpu={name}" if not words else f"gpu={name}: {words[:30]!r} is not known")
-    per_node = row.whole("gpus_per_node")
+    per_node, nodes, gpus = (row.whole(name) for name in ("gpus_per_node", "nodes", "num_gpus"))
+    if per_node is None and nodes and gpus and gpus % nodes == 0:
+        per_node = gpus // nodes
     network = network_of(interconnect, per_node or GPUS[name].per_node)
     if per_node is None:
         per_node = network.per_node or (4 if network.domain_gpus else GPUS[name].per_node)

@@ -9,13 +9,21 @@ from typing import Any, NamedTuple
 
 from orchestrator.plan.interval import SIGMAS
 
+from .cells import RowError, number_of
 from .predict import Prediction
-from .rows import group_of
+from .rows import group_of, row_id
 
 #: Rows that agree in these differ in layout only.
-SWEEP = ("model", "layers", "hidden", "seq_len", "gpu", "num_gpus", "global_batch", "precision", "framework")
+SWEEP = ("model", "layers", "hidden", "seq_len", "gpu", "num_gpus", "global_batch", "precision", "framework", "task")
+#: A row's layout. Of rows that agree in it too, the mean counts: releases and repetitions are no layouts.
+LAYOUT = ("tp", "sp", "cp", "pp", "vpp", "pp_schedule", "dp", "ep", "zero_stage", "micro_batch", "recompute")
 #: What a score reads of a row.
-COMPARED = (*SWEEP, "id", "step_time_s", "peak_mem_gib", "status")
+COMPARED = (*SWEEP, *LAYOUT, "id", "step_time_s", "peak_mem_gib", "status")
+#: Measured column -> what can be.
+MEASURED: dict[str, tuple[float, float, str]] = {
+    "step_time_s": (1e-4, 1e5, "a step takes seconds"),
+    "peak_mem_gib": (1e-3, 1e4, "a GPU has GiB"),
+}
 
 
 class Errors(NamedTuple):
@@ -35,7 +43,7 @@ class Errors(NamedTuple):
 class Order(NamedTuple):
     group: str
     sweeps: int  # with at least three layouts
-    rows: int
+    layouts: int
     spearman: float  # mean over sweeps
     regret: float  # mean: how much slower the layout predicted fastest is than the fastest
     worst: float
@@ -61,7 +69,8 @@ ALL, MEAN = "all", "mean of groups"
 def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) -> Score:
     time: dict[str, list[Miss]] = defaultdict(list)
     memory: dict[str, list[Miss]] = defaultdict(list)
-    sweeps: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    sweeps: dict[tuple[str, ...], dict[tuple[str, ...], list[tuple[float, float]]]]
+    sweeps = defaultdict(lambda: defaultdict(list))
     fits: dict[tuple[str, str], int] = defaultdict(int)
     for row, got in zip(rows, predictions, strict=True):
         if got.step_time_s is None or got.peak_mem_gib is None:
@@ -69,7 +78,8 @@ def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) 
         group, measured, peak = group_of(row), _number(row, "step_time_s"), _number(row, "peak_mem_gib")
         if measured:
             time[group].append(miss(got.step_time_s, measured, got.step_sd))
-            sweeps[(group, *(row.get(name, "") for name in SWEEP))].append((measured, got.step_time_s))
+            sweep, layout = (tuple(row.get(name, "") for name in names) for names in (SWEEP, LAYOUT))
+            sweeps[group, *sweep][layout].append((measured, got.step_time_s))
         if peak:
             memory[group].append(miss(got.peak_mem_gib, peak, got.mem_sd))
         if row.get("status") in ("ok", "oom"):
@@ -81,12 +91,31 @@ def miss(predicted: float, measured: float, sd: float) -> Miss:
     return Miss(predicted / measured - 1, log(predicted / measured) / sd if sd > 0 else None)
 
 
+def unread(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """A line for each measured cell that cannot be: no number, not above 0, of another unit. A score leaves it out."""
+    found = []
+    for number, row in enumerate(rows, 1):
+        for name in MEASURED:
+            try:
+                measured_in(row, name)
+            except RowError as error:
+                found.append(f"row {number} ({row_id(row) or number}): {error}")
+    return found
+
+
 def _number(row: Mapping[str, str], name: str) -> float | None:
     try:
-        value = float(row.get(name) or "")
-    except ValueError:
+        return measured_in(row, name)
+    except RowError:
         return None
-    return value if value > 0 else None
+
+
+def measured_in(row: Mapping[str, str], name: str) -> float | None:
+    """The number in a measured cell, None where it is blank. RowError for one that cannot be."""
+    value, (least, most, what) = number_of(name, row.get(name) or ""), MEASURED[name]
+    if value is not None and not least <= value <= most:
+        raise RowError(f"{name}={value:g}: {what} from {least:g} to {most:g}")
+    return value
 
 
 def _errors(found: Mapping[str, list[Miss]]) -> list[Errors]:
@@ -117,18 +146,20 @@ def _summary(group: str, misses: Sequence[Miss]) -> Errors:
     return Errors(group, len(misses), sum(sizes) / len(sizes), p90, bias, *inside)
 
 
-def _orders(sweeps: Mapping[tuple[str, ...], list[tuple[float, float]]]) -> list[Order]:
+def _orders(sweeps: Mapping[tuple[str, ...], Mapping[tuple[str, ...], list[tuple[float, float]]]]) -> list[Order]:
     by_group: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
-    for key, points in sweeps.items():
+    for key, layouts in sweeps.items():
+        points = [(_mean([m for m, _ in runs]), _mean([p for _, p in runs])) for runs in layouts.values()]
         if len(points) >= 3 and len({measured for measured, _ in points}) > 1:
             by_group[key[0]].append(points)
     result = []
     for group, found in sorted(by_group.items()):
-        ranks = [spearman(points) for points in found]
-        regrets = [regret(points) for points in found]
-        count = len(found)
-        rows = sum(map(len, found))
-        result.append(Order(group, count, rows, sum(ranks) / count, sum(regrets) / count, max(regrets)))
+        ranks, regrets = [spearman(points) for points in found], [regret(points) for points in found]
+        result.append(Order(group, len(found), sum(map(len, found)), _mean(ranks), _mean(regrets), max(regrets)))
+    if result:
+        order, lost = (_mean([getattr(one, name) for one in result]) for name in ("spearman", "regret"))
+        count, worst = sum(one.layouts for one in result), max(one.worst for one in result)
+        result.append(Order(MEAN, len(result), count, order, lost, worst))
     return result
 
 

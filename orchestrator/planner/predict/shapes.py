@@ -140,8 +140,9 @@ def _depth_and_width(cells: Cells, known: Shape | None, billions: float | None, 
     hidden = cells.hidden or (known.hidden if known else None)
     if layers is None or hidden is None:
         if billions is None:
-            blank = "layers" if layers is None else "hidden"
-            raise RowError(f"{blank} is blank, and neither model={cells.name[:40]!r} nor params_b says the shape")
+            billions = _usual_size(layers, hidden)
+        if billions is None:
+            raise RowError(f"layers is blank, and neither model={cells.name[:40]!r} nor params_b says the shape")
         _, usual_layers, width = min(LADDER, key=lambda one: abs(math.log(one[0] / billions)))
         table = (cells.vocab or _usual_vocab(cells.name)) * (hidden or width)
         blocks = max(billions * 1e9 / 2, billions * 1e9 - table) / 12  # about 12 layers hidden^2, and the token table
@@ -155,6 +156,14 @@ def _depth_and_width(cells: Cells, known: Shape | None, billions: float | None, 
     if cells.hidden is None:
         said.append(f"hidden={hidden}")
     return layers, hidden
+
+
+def _usual_size(layers: int | None, hidden: int | None) -> float | None:
+    """Billions of parameters of usual models that are as wide, or as deep; None where neither is known."""
+    if hidden:
+        one = min(LADDER, key=lambda one: abs(math.log(one[2] / hidden)))
+        return one[0] * (hidden / one[2]) ** 2  # as deep
+    return min(LADDER, key=lambda one: abs(math.log(one[1] / layers)))[0] if layers else None
 
 
 def _seq_len(cells: Cells, known: Shape | None, said: list[str]) -> int:
@@ -174,7 +183,10 @@ def _moe(cells: Cells, known: Shape | None, hidden: int, said: list[str]) -> Moe
         return None
     if cells.experts is None:
         said.append(f"experts={experts}")
-    top_k = min(experts, _given(cells.topk, listed.top_k if listed else None, 2 if experts <= 16 else 8, "topk", said))
+    top_k = _given(cells.topk, listed.top_k if listed else None, 2 if experts <= 16 else 8, "topk", said)
+    if top_k > experts:
+        said.append(f"topk={experts} of {top_k}: as many as experts")
+        top_k = experts
     width = cells.moe_ffn or (listed.ffn_hidden if listed else None)
     if width is None:
         width = cells.ffn_hidden or 4 * hidden

@@ -17,15 +17,17 @@ SEPARATORS = ",;\t|"
 #: Columns that predictions read, and what is measured.
 COLUMNS = (
     *("id", "model", "params_b", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "experts", "topk"),
-    *("moe_ffn", "seq_len", "gpu", "num_gpus", "gpus_per_node", "interconnect", "framework", "task", "tp", "sp", "cp"),
-    *("pp", "vpp", "pp_schedule", "dp", "ep", "zero_stage", "micro_batch", "global_batch", "recompute", "precision"),
+    *("moe_ffn", "seq_len", "gpu", "nodes", "num_gpus", "gpus_per_node", "interconnect", "framework", "task"),
+    *("tp", "sp", "cp", "pp", "vpp", "pp_schedule", "dp", "ep", "zero_stage", "micro_batch", "global_batch"),
+    *("recompute", "precision"),
     *("mem_kind", "notes", "source", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib", "status"),
 )
 #: Other names of these columns, without units.
 _ALIASES: dict[str, str] = {
     **dict.fromkeys(("params", "parameters", "params_billion", "size_b", "model_size", "n_params"), "params_b"),
-    **dict.fromkeys(("num_layers", "n_layers", "n_layer", "depth"), "layers"),
-    **dict.fromkeys(("hidden_size", "d_model", "hidden_dim", "h"), "hidden"),
+    **dict.fromkeys(("model_name", "architecture"), "model"),
+    **dict.fromkeys(("num_layers", "n_layers", "n_layer", "depth", "num_hidden_layers"), "layers"),
+    **dict.fromkeys(("hidden_size", "d_model", "hidden_dim", "h", "n_embd"), "hidden"),
     **dict.fromkeys(("ffn", "d_ff", "ffn_size", "intermediate_size", "ffn_hidden_size", "ffn_dim"), "ffn_hidden"),
     **dict.fromkeys(("num_heads", "n_heads", "n_head", "attention_heads", "num_attention_heads"), "heads"),
     **dict.fromkeys(("num_kv_heads", "n_kv_heads", "num_key_value_heads", "query_groups"), "kv_heads"),
@@ -34,26 +36,28 @@ _ALIASES: dict[str, str] = {
     **dict.fromkeys(("top_k", "experts_per_token", "num_experts_per_tok"), "topk"),
     **dict.fromkeys(("moe_ffn_hidden", "expert_ffn", "moe_intermediate_size"), "moe_ffn"),
     **dict.fromkeys(("seq", "sequence_length", "seq_length", "context", "context_length", "seqlen"), "seq_len"),
-    **dict.fromkeys(("gpu_type", "accelerator", "device", "hardware"), "gpu"),
-    **dict.fromkeys(("gpus", "n_gpus", "ngpus", "world_size", "num_devices", "gpu_count"), "num_gpus"),
-    **dict.fromkeys(("gpus/node", "gpus_a_node"), "gpus_per_node"),
+    **dict.fromkeys(("gpu_type", "gpu_name", "gpu_model", "accelerator", "device", "hardware"), "gpu"),
+    **dict.fromkeys(("gpus", "n_gpus", "n_gpu", "ngpus", "world_size", "num_devices", "gpu_count"), "num_gpus"),
+    **dict.fromkeys(("num_nodes", "n_nodes", "nnodes", "node_count"), "nodes"),
+    **dict.fromkeys(("gpus/node", "gpus_a_node", "num_gpus_per_node", "nproc_per_node"), "gpus_per_node"),
     **dict.fromkeys(("network", "fabric"), "interconnect"),
     **dict.fromkeys(("software", "trainer"), "framework"),
-    **dict.fromkeys(("tensor_parallel", "tp_size", "tensor_parallel_size"), "tp"),
-    **dict.fromkeys(("context_parallel", "cp_size"), "cp"),
-    **dict.fromkeys(("pipeline_parallel", "pp_size", "pipeline_parallel_size"), "pp"),
+    **dict.fromkeys(("tensor_parallel", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"), "tp"),
+    **dict.fromkeys(("context_parallel", "cp_size", "context_parallel_size", "context_model_parallel_size"), "cp"),
+    **dict.fromkeys(("pipeline_parallel", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size"), "pp"),
     **dict.fromkeys(("data_parallel", "dp_size"), "dp"),
-    **dict.fromkeys(("expert_parallel", "ep_size"), "ep"),
+    **dict.fromkeys(("expert_parallel", "ep_size", "expert_parallel_size", "expert_model_parallel_size"), "ep"),
     **dict.fromkeys(("sequence_parallel",), "sp"),
     **dict.fromkeys(("vp", "virtual_stages", "virtual_pipeline", "interleave"), "vpp"),
     **dict.fromkeys(("schedule", "pipeline_schedule"), "pp_schedule"),
     **dict.fromkeys(("zero", "sharding"), "zero_stage"),
     **dict.fromkeys(("mbs", "micro_batch_size", "microbatch", "batch_per_gpu"), "micro_batch"),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_batch_size"), "micro_batch"),
     **dict.fromkeys(("gbs", "global_batch_size", "batch_size", "batch"), "global_batch"),
     **dict.fromkeys(("recomputation", "activation_checkpointing", "checkpointing", "ac"), "recompute"),
     **dict.fromkeys(("dtype", "data_type"), "precision"),
     **dict.fromkeys(("comment", "comments", "note", "remarks"), "notes"),
-    **dict.fromkeys(("step_time", "iteration_time", "step_seconds", "time_per_step"), "step_time_s"),
+    **dict.fromkeys(("step_time", "iteration_time", "iter_time", "step_seconds", "time_per_step"), "step_time_s"),
     **dict.fromkeys(("peak_mem", "peak_memory", "memory"), "peak_mem_gib"),
     **dict.fromkeys(("tokens_per_gpu_per_s", "tokens_per_second_per_gpu", "tok_s_gpu"), "tokens_per_s_per_gpu"),
 }
@@ -73,6 +77,8 @@ def read_rows(file: BinaryIO) -> Iterator[dict[str, str]]:
     """
     text = _decoded(file)
     first = text.readline(MOST_LINE)
+    while first.startswith("#"):
+        first = text.readline(MOST_LINE)
     if not first.strip():
         raise TableError("row 1 is empty: it must name the columns" if first else "the file is empty")
     if "\0" in first or first.startswith(("PK\x03\x04", "PAR1", "\x1f")):
@@ -148,9 +154,11 @@ def _rows(lines: Iterator[list[str]], columns: list[tuple[str, float]], width: i
             why = f"a cell of more than {MOST_CELL:,} characters, or a quote that is not closed"
             yield {PROBLEM: why if "field larger" in str(error) else str(error)}
             continue
-        if not cells:
+        if not "".join(cells).strip(" |:-"):  # an empty line, or the rule below a Markdown table's first
             continue
-        if len(cells) > width and any(cell.strip() for cell in cells[width:]):
+        if len(cells) < width and "\n" in cells[-1]:
+            row = {PROBLEM: f"a quote that is not closed: {cells[-1][:20]!r}..."}
+        elif len(cells) > width and any(cell.strip() for cell in cells[width:]):
             row = {PROBLEM: f"{len(cells)} cells under {width} columns"}
         else:
             row = {names[index]: cells[index] for index in read if index < len(cells)}

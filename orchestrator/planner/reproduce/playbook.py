@@ -230,7 +230,7 @@ def _all_reduce(plans: Plans) -> Section:
         f"{pub.ALL_REDUCE_SOURCE}; the last column: {pub.PLAYBOOK}",
         rows,
         "The planner's ring over nodes with 8 x 400 Gb/s: NVLink at its data sheet's rate, the network at the share and"
-        " latency of the shipped profile, which was fitted to training runs alone.",
+        " latency of the shipped profile: fitted to training runs, from priors that know the spread of this chart.",
         "Inside a step NVLink is shared with compute, and the plan gives it less. The playbook's figures beyond a node"
         " are of a cloud fabric and an older stack: two to six times below what DGX H100 with InfiniBand reach, and p5"
         " nodes of the same cloud (342 to 437); such a fabric is a cluster file or `orch bench`, not a constant.",

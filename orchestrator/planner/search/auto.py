@@ -16,6 +16,11 @@ from .search import NEAR, CostedLayout, Search, SearchResult
 from .ties import bytes_at_the_top
 
 GIB = 1 << 30
+#: Keys that the search keeps where they are given.
+GIVEN = (
+    *("tp", "cp", "ep", "etp", "fold_cp", "expert_all_to_all", "pp", "dp", "zero", "vpp", "sp", "cp_method"),
+    *("schedule", "micro_batch_size"),
+)
 
 
 def search(
@@ -62,11 +67,7 @@ def _run(seeker: Search, near: float) -> SearchResult:
     answer = seeker.run(near)
     if answer.front:
         return answer
-    given = [
-        f"{name}={getattr(config.parallel, name)}"
-        for name in ("tp", "cp", "ep", "pp", "dp", "zero", "vpp", "sp", "cp_method", "schedule", "micro_batch_size")
-        if getattr(config.parallel, name) is not None
-    ]
+    given = [f"{name}={getattr(config.parallel, name)}" for name in GIVEN if getattr(config.parallel, name) is not None]
     with_what = f" with {', '.join(given)}" if given else ""
     if not answer.counts.legal:
         raise OrchError(

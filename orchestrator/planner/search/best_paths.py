@@ -11,10 +11,13 @@ from __future__ import annotations
 from functools import cache
 
 from orchestrator.plan.cluster import NVLINK
+from orchestrator.plan.document import Moe
+from orchestrator.plan.expert_mesh import axes, expert_mesh, replicas
+from orchestrator.plan.hierarchy import hold_groups
 from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Path
 from orchestrator.planner.cost.rates import Rates
-from orchestrator.planner.cost.traffic import DENSE_REPLICAS, EXPERT_REPLICAS, PathKey
+from orchestrator.planner.cost.traffic import DENSE_REPLICAS, PathKey
 from orchestrator.planner.placement.lower_bound import nvlink_over_fabric
 
 from .space import Mesh
@@ -38,19 +41,19 @@ class BestPaths:
     def paths(self, mesh: Mesh, near: bool) -> dict[PathKey, Path]:
         """Best paths of a mesh. near: stages lie inside an NVLink domain and leave less of it to other rings."""
         tp, cp, ep, dp = mesh.tp, mesh.cp, mesh.ep, mesh.dp
-        sharing = mesh.pp if near else 1
+        sharing, (etp, experts, edp), alike = mesh.pp if near else 1, expert_mesh(mesh), replicas(mesh)
         return {
             (("tp",), "ring"): self.tensor(tp),
             (("cp",), "ring"): self._ring(cp, tp),
             (("cp",), "chain"): self._chain(cp, tp),
             (("cp",), "exchange"): self._exchange(cp, tp),
-            (("ep",), "exchange"): self._exchange(ep, tp),
+            (axes(mesh), "exchange"): self._exchange(experts, etp),
             (("pp",), "chain"): self._chain(mesh.pp, tp, near),
             (DENSE_REPLICAS, "ring"): self._ring(cp * ep * dp, tp, sharing),
-            (EXPERT_REPLICAS, "ring"): self._ring(cp * dp, tp, sharing),
+            (alike, "ring"): self._ring(edp, tp, sharing),
             # of a bidirectional pipeline, whose ends hold the same: whatever the ranks, there are as many
             ((*DENSE_REPLICAS, "pp"), "ring"): self._ring(2 * cp * ep * dp, tp),
-            ((*EXPERT_REPLICAS, "pp"), "ring"): self._ring(2 * cp * dp, tp),
+            ((*alike, "pp"), "ring"): self._ring(2 * edp, tp),
         }
 
     def per_byte(self, path: Path) -> float:
@@ -110,8 +113,23 @@ class BestPaths:
             return Path(0.0, self.own_nic, max(self.latency[1], self._hop(members, tp)), 0.0, NVLINK, {})
         return Path(self._near(self.own_nic), 0.0, self.latency[0], 0.0, NVLINK, {})
 
+    def by_domain(self, members: int, etp: int, moe: Moe) -> list[Path]:
+        """Best paths of an all-to-all by domain, for each number of members that may lie in each domain."""
+        most = min(members, self.members_in_block(etp))
+        inside = [count for count in range(1, most + 1) if members % count == 0]
+        return [self._parted(members, etp, count) for count in inside if hold_groups(moe, members // count)]
+
+    def _parted(self, members: int, etp: int, inside: int) -> Path:
+        """Of an all-to-all with `inside` members in each domain."""
+        near, hop = (inside - 1) / (members - 1), self._hop(members, etp)
+        if inside == members:
+            return self._exchange(members, etp)
+        far = (1 - near) * min(self.share, self.own_nic)
+        return Path(near * self.inside, far, hop, 0.0, NVLINK, {NVLINK: near})
+
     def exchange(self, members: int, tp: int) -> Path:
-        """Best path of an all-to-all: bytes for members outside the domain go over its NICs."""
+        """Best path of an all-to-all: bytes for members outside the domain go over its NICs. `tp`: ranks of tp that
+        are in groups of their own."""
         if members == 1:
             return NO_PATH
         outside = max(0, members - self.members_in_block(tp)) / (members - 1)

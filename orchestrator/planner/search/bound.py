@@ -18,6 +18,7 @@ from functools import cached_property
 from msgspec import structs
 
 from orchestrator.plan.document import CpMethod, Parallel
+from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.planner.cost.communication import (
     exposed_gradients,
     gradient_seconds,
@@ -35,7 +36,7 @@ from orchestrator.planner.memory.unequal_stages import unequal_peak
 from orchestrator.planner.model.layers import params_outside_layers
 
 from .best_paths import BestPaths
-from .layer_cost import LayerCost, StageSeconds
+from .layer_cost import LayerCost, StageSeconds, least_of
 from .pipeline_shapes import PipelineShape, PipelineShapes, RankShape
 from .space import Mesh
 
@@ -51,15 +52,12 @@ class MeshBound:
         best: BestPaths,
         cp_methods: Sequence[CpMethod],
         sp_open: bool = False,
+        folds: Sequence[LayerCost] = (),
     ):
-        """cp_methods: those that are open; sp_open: sequence parallelism is open too, `mesh.sp` is one of two."""
-        self.mesh, self.cost, self.shapes, self.cp_methods, self.sp_open = (
-            mesh,
-            cost,
-            shapes,
-            tuple(cp_methods),
-            sp_open,
-        )
+        """cp_methods: those that are open; sp_open: sequence parallelism is open too, `mesh.sp` is one of two; folds:
+        costs with each fold of the experts, where several are open: then only `least_seconds` holds for all."""
+        self.mesh, self.cost, self.shapes, self.cp_methods = mesh, cost, shapes, tuple(cp_methods)
+        self.sp_open, self.folds = sp_open, folds or [cost]
         world = mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp
         same = {"pp": mesh.pp, "dp": mesh.dp, "micro_batches": mesh.micro_batches, "world_size": world}
         self.par = structs.replace(cost.par, **same)
@@ -74,7 +72,7 @@ class MeshBound:
             job = context.model, self.par, context.train, context.rate
             self.transfers = [value_of(transfer_seconds(*job, paths)) for paths in self.nestings]
         #: tensor parallelism lies inside an NVLink domain, and nothing else communicates inside a stage
-        self.inner_known = mesh.cp == 1 and mesh.ep == 1 and (mesh.tp == 1 or best.confined)
+        self.inner_known = mesh.cp == 1 and cost.experts.ep == 1 and (mesh.tp == 1 or best.confined)
         self.sharded: list[ZeroStage] = []
 
     def branches(self, recomputes: Iterable[str], zeros: Iterable[int]) -> Iterator[RecomputeBound]:
@@ -90,7 +88,7 @@ class MeshBound:
         its gradients can show.
         """
         mesh, cost, m = self.mesh, self.cost, self.mesh.micro_batches
-        one = cost.least(recompute, self.cp_methods, self.sp_open)
+        one = least_of(self.folds, recompute, self.cp_methods, self.sp_open)
         both = [forward + backward for forward, backward in zip(one.forward, one.backward, strict=True)]
         there = [seconds for seconds, many in zip(both, (cost.dense, cost.moe), strict=True) if many]
         fastest, forward = (
@@ -98,7 +96,7 @@ class MeshBound:
             min(f for f, many in zip(one.forward, (cost.dense, cost.moe), strict=True) if many),
         )
         work = cost.dense * both[0] + cost.moe * both[1] + one.first + sum(one.last)
-        dense, experts = cost.average_params(mesh.pp)
+        dense, experts = min(one.average_params(mesh.pp) for one in self.folds)
         shown = self._gradients(dense), self._gradients(cost.least_params)
         span = m * work / mesh.pp + shown[0]
         if not cost.mixed:
@@ -140,7 +138,8 @@ class ZeroStage:
 
         #: of a dense and an expert parameter, by copies of the model on a pipeline, which share the shards
         self.states = {
-            copies: (each(copies * mesh.cp * mesh.ep * mesh.dp), each(copies * mesh.cp * mesh.dp)) for copies in (1, 2)
+            copies: (each(copies * mesh.cp * mesh.ep * mesh.dp), each(copies * expert_mesh(mesh).edp))
+            for copies in (1, 2)
         }
         self.state_bytes = {
             copies: (dense.on_device, experts.on_device) for copies, (dense, experts) in self.states.items()

@@ -7,12 +7,14 @@ axis can have. Methods of context parallelism that divide attention evenly diffe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import inf, prod
 from typing import Any, NamedTuple
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
-from orchestrator.plan.document import CpMethod, Model, Parallel
+from orchestrator.plan.document import AllToAll, CpMethod, Model, Parallel
+from orchestrator.plan.expert_mesh import axes, expert_mesh
 from orchestrator.planner.cost.communication import (
     TensorSeconds,
     context_seconds,
@@ -23,7 +25,7 @@ from orchestrator.planner.cost.compute import NO_LAYER
 from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.layer_traffic import boundary_bytes
 from orchestrator.planner.cost.recomputed import recomputed_share
-from orchestrator.planner.cost.traffic import grad_bytes
+from orchestrator.planner.cost.traffic import PathKey, grad_bytes
 from orchestrator.planner.memory import activations
 from orchestrator.planner.memory.deferred_weight_gradients import (
     SPLIT_BACKWARD,
@@ -65,7 +67,7 @@ NO_ACTIVATIONS = activations.ActivationBytes(0.0, 0.0)
 
 
 class ShardParams(NamedTuple):
-    """Parameters on one rank for given tp and ep, as `stages.rank_parameters` counts them."""
+    """Parameters on one rank for given tp and expert mesh, as `stages.rank_parameters` counts them."""
 
     dense: tuple[int, int]  # of a dense layer, and of an MoE layer without its routed experts
     experts: int  # of an MoE layer
@@ -74,7 +76,8 @@ class ShardParams(NamedTuple):
     single_last: int  # the last stage where it is the first one too
 
 
-def shard_params(model: Model, tp: int, ep: int) -> ShardParams:
+def shard_params(model: Model, tp: int, experts: tuple[int, int]) -> ShardParams:
+    """`experts`: (etp, ep) of the expert mesh."""
     dense, moe = sample_layers(model)
     table = -(-model.vocab // tp) * model.hidden
     return ShardParams(
@@ -82,7 +85,7 @@ def shard_params(model: Model, tp: int, ep: int) -> ShardParams:
             0 if dense is None else dense_on_rank(model, dense, tp),
             0 if moe is None else dense_on_rank(model, moe, tp),
         ),
-        experts=0 if moe is None else layer_params(model, moe).experts // (tp * ep),
+        experts=0 if moe is None else layer_params(model, moe).experts // prod(experts),
         first=table + embedding_params(model)[1],
         last=norm_params(model) + table,
         single_last=norm_params(model) + (0 if model.tied_embeddings else table),
@@ -135,16 +138,54 @@ class Kept:
         return bytes_of_stage(layers, stored, self.head if stage.last else 0.0, deferred)
 
 
+def _remembered(
+    known: dict[tuple[object, ...], Any], key: tuple[object, ...], make: Callable[..., Any], *args: Any
+) -> Any:
+    if key not in known:
+        known[key] = make(*args)
+    return known[key]
+
+
+def least_of(
+    costs: Sequence[LayerCost], recompute: str, cp_methods: tuple[CpMethod, ...], sp_open: bool
+) -> StageSeconds:
+    """What no fold of the experts is below, part by part. `costs`: one of each fold."""
+
+    def least() -> StageSeconds:
+        every = [one.least(recompute, cp_methods, sp_open) for one in costs]
+        forward, backward, last = (
+            (min(pair[0] for pair in part), min(pair[1] for pair in part))
+            for part in zip(*((one.forward, one.backward, one.last) for one in every), strict=True)
+        )
+        return StageSeconds(forward, backward, min(one.first for one in every), last)
+
+    if len(costs) == 1:
+        return costs[0].least(recompute, cp_methods, sp_open)
+    found: StageSeconds = _remembered(costs[0].known, ("folds", len(costs), recompute, cp_methods, sp_open), least)
+    return found
+
+
 class LayerCost:
     """Seconds, parameters and bytes of one layer of each kind (dense, MoE) for one micro-batch on one GPU."""
 
     def __init__(
-        self, par: Parallel, mesh: Mesh, context: CostContext, best: BestPaths, params: ShardParams, recipe: Recipe
+        self,
+        par: Parallel,
+        mesh: Mesh,
+        context: CostContext,
+        best: BestPaths,
+        params: ShardParams,
+        recipe: Recipe,
+        shared: dict[tuple[object, ...], Any],
+        all_to_alls: tuple[AllToAll, ...] = ("direct",),
     ):
-        """`par`: of any layout of the mesh; only tp, cp, ep, sp, cp_method and micro_batch_size are read."""
+        """`par`: of any layout of the mesh; only tp, cp, ep, etp, fold_cp, sp, cp_method and micro_batch_size are read.
+        `shared`: parts that several have in common. `all_to_alls`: ways of tokens to experts that are open."""
         model, train = context.model, context.train
-        par = structs.replace(par, schedule="1f1b")
+        par = structs.replace(par, schedule="1f1b", expert_all_to_all=UNSET)
         self.par, self.context, self.params, self.recipe = par, context, params, recipe
+        self.best, self.shared, self.all_to_alls = best, shared, all_to_alls
+        self.experts = expert_mesh(par)
         self.kinds, self.trains = sample_layers(model), context.trains
         self.tokens = par.micro_batch_size * train.seq_len / par.cp
         self.compute = context.compute(par)
@@ -153,7 +194,7 @@ class LayerCost:
         self.dense, self.moe = dense_and_moe(model, 0, model.layers)
         self.mixed = bool(self.dense and self.moe)
         self.boundary = boundary_bytes(model, par, train)
-        self._known: dict[tuple[object, ...], Any] = {}
+        self.known: dict[tuple[object, ...], Any] = {}
         self._pipeline_params: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
 
     def stage_seconds(self, recompute: str, split: bool, cp_methods: tuple[CpMethod, ...]) -> StageSeconds:
@@ -172,16 +213,23 @@ class LayerCost:
     def _seconds(
         self, recompute: str, splits: tuple[bool, ...], cp_methods: tuple[CpMethod, ...], *along: bool
     ) -> StageSeconds:
+        par, cut, size = self.par, (self.par.tp, self.tokens), self.par.micro_batch_size
         tensors = [
-            self._once((recompute, split, sp), self._tensor, recompute, split, sp) for split in splits for sp in along
+            self._share((*cut, self.experts[:2], recompute, split, sp), self._tensor, recompute, split, sp)
+            for split in splits
+            for sp in along
         ]
         *own, table, last = (value_of(min(parts, key=value_of)) for parts in zip(*tensors, strict=True))
-        context = min(self._once((recompute, one), self._context, recompute, one) for one in cp_methods)
+        context = min(
+            self._share((par.tp, par.cp, size, recompute, one), self._context, recompute, one) for one in cp_methods
+        )
         forward, backward = [], []
         for kind, layer in enumerate(self.compute.kinds):
             inner = own[kind] + context
             if kind == 1 and layer is not NO_LAYER:
-                inner += min(self._once((recompute, sp), self._expert, recompute, sp) for sp in along)
+                inner += min(
+                    self._share((*cut, self.experts[:2], recompute, sp), self._expert, recompute, sp) for sp in along
+                )
             forward.append(value_of(layer.forward) + inner / 2)
             backward.append(value_of(layer.backward) + value_of(layer.recompute_s(recompute)) + inner / 2)
         loss = [value_of(seconds) + last / 2 for seconds in self.compute.loss]
@@ -206,16 +254,26 @@ class LayerCost:
         return value_of(context_seconds(context.model, par, train, share, context.rate, self.paths))
 
     def _expert(self, recompute: str, sp: bool) -> float:
-        par, context, train = structs.replace(self.par, sp=sp), self.context, self.trains[recompute]
-        share = recomputed_share(par, train, context.software)
-        return value_of(expert_seconds(context.model, par, train, share, context.rate, self.paths))
+        """With the way of tokens to experts that takes least."""
+        context, train = self.context, self.trains[recompute]
+        over: PathKey = axes(self.par), "exchange"
+        share = recomputed_share(self.par, train, context.software)
+        found, moe, (etp, ep, _) = list[float](), context.model.moe, self.experts
+        for way in self.all_to_alls if ep > 1 else ("direct",):
+            by_domain = self.best.by_domain(ep, etp, moe) if way == "hierarchical" and moe is not None else None
+            par = structs.replace(self.par, sp=sp, expert_all_to_all=UNSET if by_domain is None else way)
+            for path in [self.paths[over]] if by_domain is None else by_domain:
+                seconds = expert_seconds(context.model, par, train, share, context.rate, {over: path})
+                found.append(value_of(seconds))
+        return min(found, default=inf)  # no number of domains in which they may go
 
     def _once(self, key: tuple[object, ...], make: Callable[..., Any], *args: Any) -> Any:
         """`make(*args)`, computed once."""
-        key = make.__name__, *key
-        if key not in self._known:
-            self._known[key] = make(*args)
-        return self._known[key]
+        return _remembered(self.known, (make.__name__, *key), make, *args)
+
+    def _share(self, key: tuple[object, ...], make: Callable[..., Any], *args: Any) -> Any:
+        """The same, once for all that have `key` in common."""
+        return _remembered(self.shared, (make.__name__, *key), make, *args)
 
     def kept(self, schedule: str) -> Kept:
         """Activation bytes; the same for all schedules that do alike with backward."""

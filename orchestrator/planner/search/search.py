@@ -18,6 +18,7 @@ from msgspec import structs
 from orchestrator.config.grammar import canonical
 from orchestrator.config.schema import Config
 from orchestrator.plan import document as doc
+from orchestrator.plan.expert_mesh import expert_mesh, in_words
 from orchestrator.plan.supported import Case, broken
 from orchestrator.planner.cost.profile import Profile
 from orchestrator.planner.degrees import make_case, make_parallel
@@ -31,11 +32,13 @@ from .best_paths import BestPaths
 from .bound import MeshBound, PipelineBound, RecomputeBound, ZeroStage
 from .layer_cost import LayerCost, ShardParams, shard_params
 from .pipeline_shapes import PipelineShape, PipelineShapes, pipeline_shape, summarize
-from .space import Layout, Mesh, Space, Variant
+from .space import Fold, Layout, Mesh, Space, Variant
 from .ties import EQUAL, MOST_EQUAL, preference, preferred_first
 
 #: Kinds of nodes of the search tree; of equal bounds the coarser node is opened first.
 FAMILY, RECOMPUTE, PIPELINE, CP_METHOD, LAYOUT, COSTED = range(6)
+WORTH = 1e-6  # of the step, that a less simple way must save
+Option = tuple[Fold, list[Variant]]  # of a family: how experts fold, variants of equal work
 Node = tuple[float, int, tuple[object, ...], Any]  # (lower bound in seconds, kind, tie-breaker, item)
 LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s on rank s % pp
 #: Layouts that take up to this much longer than the fastest are reported too where they need less memory.
@@ -63,10 +66,16 @@ class CostedLayout(NamedTuple):
         degrees: dict[str, int | bool] = {
             name: getattr(par, name) for name in ("tp", "pp", "cp", "ep", "vpp") if getattr(par, name) > 1
         }
+        folds: dict[str, int | bool] = {"etp": par.etp} if par.etp else {}
+        folds |= {"fold_cp": True} if par.fold_cp else {}
+        word = not folds or in_words(mesh) is not None
+        degrees |= folds if word else {}
         degrees |= {} if self.fills else {"dp": mesh.dp}
         degrees |= {"zero": par.zero} if par.zero else {}
         degrees |= {"sp": False} if mesh.tp > 1 and not mesh.sp else {}
         found = [f"parallel={canonical(degrees)}", f"parallel.micro_batch_size={par.micro_batch_size}"]
+        found += [] if word else [f"parallel.{name}={str(value).lower()}" for name, value in folds.items()]
+        found += ["parallel.expert_all_to_all=hierarchical"] if par.expert_all_to_all == "hierarchical" else []
         if par.schedule not in ("1f1b", "interleaved"):
             found.append(f"parallel.schedule={par.schedule}")
         if mesh.cp > 1 and mesh.cp_method != "zigzag":
@@ -96,10 +105,15 @@ class Search:
         self.best = BestPaths(self.context.path_cache.fabric, self.context.rate, confined)
         self.recipe = recipe_of(config.cost.software, config.optim)
         self.capacity = self.recipe.capacity(cluster)
+        given, domains = config.parallel.expert_all_to_all, cluster.nvlink_domains
+        #: ways of tokens to experts that are open; in one NVLink domain there is nothing to choose
+        self.all_to_alls: tuple[doc.AllToAll, ...] = ("direct", "hierarchical") if len(domains) > 1 else ("direct",)
+        self.all_to_alls = (given,) if given else self.all_to_alls
         self._shapes: dict[tuple[str, int, int], PipelineShape] = {}
         self._layer_costs: dict[tuple[object, ...], LayerCost] = {}
-        self._params: dict[tuple[int, int], ShardParams] = {}
-        self._variants: dict[tuple[int, int], tuple[int, list[list[Variant]]]] = {}
+        self._shared: dict[tuple[object, ...], Any] = {}
+        self._params: dict[tuple[int, tuple[int, int]], ShardParams] = {}
+        self._options: dict[tuple[int, int, int], list[Option]] = {}
         self._summaries: dict[int, PipelineShapes] = {}
         self.legal = self.costed = 0
 
@@ -109,7 +123,7 @@ class Search:
         Raises OrchError (65) where the configuration contradicts itself.
         """
         families = enumerate(self.families())
-        heap: list[Node] = [(base.least_seconds(), FAMILY, (n,), (base, variants)) for n, (base, variants) in families]
+        heap: list[Node] = [(base.least_seconds(), FAMILY, (n,), (base, options)) for n, (base, options) in families]
         heapq.heapify(heap)
         serial, front, equal = len(heap), list[CostedLayout](), list[CostedLayout]()
 
@@ -136,37 +150,41 @@ class Search:
 
     # -------------------------------------------------------------------------------------- bounds
 
-    def families(self) -> Iterator[tuple[MeshBound, list[list[Variant]]]]:
-        """(bound, variants that may be best) of each family that has a legal layout. Counts legal layouts."""
+    def families(self) -> Iterator[tuple[MeshBound, list[Option]]]:
+        """(bound, what may be best of it) of each family that has a legal layout. Counts legal layouts."""
         for first in self.space.families():
-            count = self.space.count(first)
-            if count:
-                key = first.tp, first.cp
-                if key not in self._variants:
-                    found = self.space.variants(*key)
-                    self._variants[key] = len(found), worthwhile(found)
-                many, variants = self._variants[key]
-                self.legal += count * many
-                yield self.base(first, variants), variants
+            many, folded = 0, self.space.folded(first.tp, first.cp, first.ep)
+            for (etp, fold_cp), variants in folded:
+                many += self.space.count(first._replace(etp=etp, fold_cp=fold_cp)) * len(variants)
+            if many:
+                key = first.tp, first.cp, first.ep
+                if key not in self._options:
+                    self._options[key] = [(fold, one) for fold, variants in folded for one in worthwhile(variants)]
+                self.legal += many
+                yield self.base(first, self._options[key]), self._options[key]
 
-    def base(self, mesh: Mesh, variants: list[list[Variant]]) -> MeshBound:
-        """Bound of a mesh in any of `variants`, whose first has the least work and keeps the fewest bytes."""
-        sp, method = variants[0][0]
-        first = mesh._replace(sp=sp, cp_method=method)
-        cp_methods = list(dict.fromkeys(one for equal in variants for _, one in equal))
-        sp_open = any(equal[0][0] != sp for equal in variants)
-        return MeshBound(first, self._layer_cost(first), self._summary(first.pp), self.best, cp_methods, sp_open)
+    def base(self, mesh: Mesh, options: list[Option]) -> MeshBound:
+        """Bound of a mesh in any of `options`, whose first has the least work and keeps the fewest bytes, but for
+        how the experts fold."""
+        (etp, fold_cp), ((sp, method), *_) = options[0]
+        first = mesh._replace(sp=sp, cp_method=method, etp=etp, fold_cp=fold_cp)
+        cp_methods = list(dict.fromkeys(one for _, equal in options for _, one in equal))
+        sp_open = any(equal[0][0] != sp for _, equal in options)
+        folds = [first._replace(etp=own[0], fold_cp=own[1]) for own in dict.fromkeys(fold for fold, _ in options)]
+        costs = [self._layer_cost(one) for one in folds]
+        return MeshBound(first, costs[0], self._summary(first.pp), self.best, cp_methods, sp_open, costs)
 
     def _open(self, state: int, item: Any, most: int) -> Iterator[Node]:
         """Children of a node that may need no more than `most` bytes."""
         if state == FAMILY:
-            base, variants = item
-            for variant in variants if len(variants) > 1 else ():
-                own = self.base(base.mesh, [variant])
-                own.sharded = base.sharded  # the same for all variants
+            base, options = item
+            sharded: dict[Fold, list[ZeroStage]] = {}  # the same for all variants
+            for option in options if len(options) > 1 else ():
+                own = self.base(base.mesh, [option])
+                own.sharded = sharded.get(option[0], [])
                 yield from self._branches(own, most)
-                base.sharded = own.sharded
-            if len(variants) == 1:
+                sharded[option[0]] = own.sharded
+            if len(options) == 1:
                 yield from self._branches(base, most)
         elif state == RECOMPUTE:
             for pipeline, names in self.pipelines(item):
@@ -241,15 +259,16 @@ class Search:
         return make_case(config, self.context.cluster, self.context.model)
 
     def _layer_cost(self, mesh: Mesh) -> LayerCost:
-        key = mesh.tp, mesh.cp, mesh.ep, mesh.sp, mesh.micro_batch_size, mesh.cp_method == "ring"
+        key = *mesh[:3], mesh.fold, mesh.sp, mesh.micro_batch_size, mesh.cp_method == "ring"
         found = self._layer_costs.get(key)
         if found is None:
-            cut = mesh.tp, mesh.ep
+            etp, ep, _ = expert_mesh(mesh)
+            cut = mesh.tp, (etp, ep)
             if cut not in self._params:
                 self._params[cut] = shard_params(self.context.model, *cut)
-            names = ("tp", "cp", "ep", "sp", "micro_batch_size", "cp_method")
-            par = structs.replace(self.par, **{name: getattr(mesh, name) for name in names})
-            same = self.context, self.best, self._params[cut], self.recipe
+            names = ("tp", "cp", "ep", "etp", "fold_cp", "sp", "micro_batch_size", "cp_method")
+            par = self.context.balanced(structs.replace(self.par, **{name: getattr(mesh, name) for name in names}))
+            same = self.context, self.best, self._params[cut], self.recipe, self._shared, self.all_to_alls
             found = self._layer_costs[key] = LayerCost(par, mesh, *same)
         return found
 
@@ -274,17 +293,34 @@ class Search:
         if broken(case, self.space.rules) is not None:
             return None
         train = structs.replace(self.context.train, recompute=layout.recompute)
-        parallel = make_parallel(config, case)
+        parallel = self.context.balanced(make_parallel(config, case))
         job = self.context.cluster, self.context.model, parallel, train
         accounts = memory.memory_by_pp_rank(*job, self.recipe, self.context.matmul)
         worst = max(accounts, key=lambda account: account.total)
         if worst.total > min(worst.capacity, most):
             return None
-        solution = solve(self.context, parallel, config.parallel.order, train)
-        if solution.best.outside_nvlink("tp") and not case.allow_tp_across_nvlink:
+        solution = self._solve(parallel, config, train)
+        if solution is None or (solution.best.outside_nvlink("tp") and not case.allow_tp_across_nvlink):
             return None  # `parallel.order` puts tensor-parallel groups across nodes
+        if solution.parallel.expert_all_to_all == "hierarchical":
+            own = structs.replace(config.parallel, expert_all_to_all="hierarchical")
+            config = structs.replace(config, parallel=own)
         fills = self.space.filled(case.tp, case.cp, case.ep, case.pp) == case.ranks
         return CostedLayout(layout, solution, worst, config, fills)
+
+    def _solve(self, parallel: doc.Parallel, config: Config, train: doc.Train) -> Solution | None:
+        """In the best nesting order, tokens going to experts in the best way; None where no order allows the one that
+        is given."""
+        best: Solution | None = None
+        for way in self.all_to_alls:
+            if way == "hierarchical":
+                if best is not None and not best.best.outside_nvlink("ep"):
+                    continue  # there is nothing to go by
+                parallel = structs.replace(parallel, expert_all_to_all=way)
+            found = solve(self.context, parallel, config.parallel.order, train)
+            if found.best.legal and (best is None or found.time.step_s < best.time.step_s * (1 - WORTH)):
+                best = found
+        return best
 
 
 def worthwhile(variants: list[Variant]) -> list[list[Variant]]:

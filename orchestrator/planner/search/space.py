@@ -1,8 +1,9 @@
 """The search space of `parallel=auto`: every legal layout of a configuration.
 
-A `Mesh` is the device mesh with the split of the batch: tp, cp, ep, pp, dp and the micro-batch size. A `Layout` adds
-what a mesh leaves open: recomputation, ZeRO stage, pipeline schedule and virtual stages. Keys that the configuration
-gives are kept. Meshes that differ only in their `Variant` variant a family.
+A `Mesh` is the device mesh with the split of the batch: tp, cp, ep, pp, dp, how experts fold over tp and cp, and the
+micro-batch size. A `Layout` adds what a mesh leaves open: recomputation, ZeRO stage, pipeline schedule and virtual
+stages. Keys that the configuration gives are kept. Meshes that differ only in `Fold` and `Variant` are a family. Where
+tokens of experts may go by domain, `Search.cost` tries both ways, as it does every nesting order.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from msgspec import structs
+from msgspec import UNSET, UnsetType, structs
 
 from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
+from orchestrator.plan.batch import divisors
 from orchestrator.plan.document import CpMethod
 from orchestrator.plan.domains import domains_of
+from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
 from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, Case, broken, sharding, zero_group
 from orchestrator.plan.trained import MODELS, TRAINER, expert_sharding
@@ -39,6 +42,9 @@ TP_RULES = ("heads", "kv_heads", "ffn", "nvlink")
 
 
 Variant = tuple[bool, CpMethod]  # (sequence parallelism, method of context parallelism)
+#: How experts fold: (ranks of tp that cut each, whether ranks of cp hold different ones). Both unset: they do not.
+Fold = tuple[int | UnsetType, bool | UnsetType]
+NO_FOLD: Fold = (UNSET, UNSET)
 
 
 class Mesh(NamedTuple):
@@ -51,6 +57,12 @@ class Mesh(NamedTuple):
     micro_batches: int
     sp: bool
     cp_method: CpMethod
+    etp: int | UnsetType = UNSET
+    fold_cp: bool | UnsetType = UNSET
+
+    @property
+    def fold(self) -> Fold:
+        return self.etp, self.fold_cp
 
 
 class Layout(NamedTuple):
@@ -71,9 +83,6 @@ class Space:
         par, ramp = config.parallel, config.train.batch_ramp
         if par.schedule_file is not None:
             raise OrchError("parallel.schedule_file is for one pp, vpp and batch: not with parallel=auto", Exit.CONFIG)
-        if par.etp is not None or par.fold_cp or par.expert_all_to_all:
-            words = "parallel.etp, parallel.fold_cp and parallel.expert_all_to_all"
-            raise OrchError(f"{words} are not searched: not with parallel=auto", Exit.CONFIG)
         if context.model.mtp:
             raise OrchError("model.mtp is not searched with: give degrees, not parallel=auto", Exit.CONFIG)
         if config.train.recompute not in (None, *RECOMPUTE_MODES):
@@ -86,6 +95,7 @@ class Space:
         self.samples = global_batch(config)
         self.gpus = len(context.cluster.node_names) * context.cluster.gpus_per_node
         self.variants, self.schedules = cache(self._variants), cache(self._legal_schedules)
+        self.folded = cache(self._folded)
         self._zeros: dict[tuple[str, int, int, tuple[int, bool]], int] = {}
         self._counts: dict[tuple[int, int, int, tuple[int, bool]], int] = {}
         domains, across = domains_of(context.cluster), par.allow_tp_across_nvlink
@@ -104,6 +114,7 @@ class Space:
             global_batch_samples=self.samples,
             batch_ramp=make_ramp(ramp, config.train.seq_len) if ramp else None,
             seq_len=config.train.seq_len,
+            optim_state="" if config.optim.state == "wide" else config.optim.state,
             model=context.model,
             cluster=context.cluster,
         )
@@ -116,7 +127,9 @@ class Space:
     def meshes(self) -> Iterator[Mesh]:
         """Every legal mesh, in a fixed order."""
         for first in self.families():
-            yield from (first._replace(sp=sp, cp_method=method) for sp, method in self.variants(first.tp, first.cp))
+            for (etp, fold_cp), variants in self.folded(first.tp, first.cp, first.ep):
+                for sp, method in variants:
+                    yield first._replace(sp=sp, cp_method=method, etp=etp, fold_cp=fold_cp)
 
     def families(self) -> Iterator[Mesh]:
         """The first mesh of each family."""
@@ -136,23 +149,23 @@ class Space:
         given = getattr(self.par, axis)
         if given is not None:
             return [given] if gpus % given == 0 and (axis == "pp" or self._keeps({axis: given})) else []
-        found = [degree for degree in _divisors(gpus) if degree <= most]
+        found = [degree for degree in divisors(gpus) if degree <= most]
         return [degree for degree in found if axis == "pp" or self._keeps({axis: degree})]
 
     def _batches(self, tp: int, cp: int, ep: int, pp: int, dp: int) -> Iterator[Mesh]:
         share, rest = divmod(self.samples, dp * ep)
         if rest or not share:
             return
-        variants = self.variants(tp, cp)
-        if not variants:
+        if not (folded := self.folded(tp, cp, ep)):
             return
-        sizes = _divisors(share) if self.par.micro_batch_size is None else [self.par.micro_batch_size]
+        (etp, fold_cp), variants = folded[0]
+        sizes = divisors(share) if self.par.micro_batch_size is None else [self.par.micro_batch_size]
         case = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp}
         if share % sizes[0] or not self._keeps(case | {"micro_batch_size": sizes[0]}):
             return
         for size in sizes:
             if share % size == 0 and self._starts(case | {"micro_batch_size": size}):
-                yield Mesh(tp, cp, ep, pp, dp, size, share // size, *variants[0])
+                yield Mesh(tp, cp, ep, pp, dp, size, share // size, *variants[0], etp, fold_cp)
 
     def _starts(self, degrees: dict[str, int]) -> bool:
         """Whether the first step of a ramp has a micro-batch for every replica."""
@@ -171,6 +184,29 @@ class Space:
                 for rule in VARIANT_RULES
             )
         ]
+
+    def _folded(self, tp: int, cp: int, ep: int) -> list[tuple[Fold, list[Variant]]]:
+        """Legal folds of the experts with the variants that each goes with, the simplest first."""
+        every, found = self.variants(tp, cp), list[tuple[Fold, list[Variant]]]()
+        for fold in self._folds(tp, cp):
+            mesh = structs.replace(self.base, tp=tp, cp=cp, ep=ep, etp=fold[0], fold_cp=fold[1])
+            legal = {sp: LAYOUT["experts"](structs.replace(mesh, sp=sp)) is None for sp in (True, False)}
+            if variants := [one for one in every if legal[one[0]]]:
+                found.append((fold, variants))
+        return found
+
+    def _folds(self, tp: int, cp: int) -> Iterator[Fold]:
+        """Without folding `etp` stays unset, unless it is given. A word of degrees can say what folds over cp where it
+        says etp, too."""
+        par = self.par
+        if self.context.model.moe is None:
+            yield (UNSET if par.etp is None else par.etp), (True if par.fold_cp else UNSET)
+            return
+        over_cp = [False, True] if par.fold_cp is None and cp > 1 else [bool(par.fold_cp)]
+        cuts = sorted(divisors(tp), reverse=True) if par.etp is None else [par.etp]
+        for fold_cp, etp in product(over_cp, cuts):
+            unset = par.etp is None and etp == tp and not fold_cp
+            yield (UNSET if unset else etp), (True if fold_cp else UNSET)
 
     def _keeps(self, degrees: dict[str, int]) -> bool:
         """Whether the degrees keep every rule that applies to them (one axis alone need not fill the cluster)."""
@@ -216,8 +252,7 @@ class Space:
         """Possible ZeRO stages; without replicas there is nothing to shard."""
         if self.par.zero is not None:
             return (self.par.zero,)
-        stages = (0, 1, 2) if self.config.optim.kind == "muon" else (0, 1, 2, 3)  # whole matrices: see `make_optim`
-        return stages if mesh.dp * mesh.cp * mesh.ep > 1 else (0,)
+        return (0, 1, 2, 3) if mesh.dp * mesh.cp * mesh.ep > 1 else (0,)
 
     def layouts(self, mesh: Mesh) -> Iterator[Layout]:
         for recompute in self.recompute:
@@ -230,7 +265,8 @@ class Space:
         fewest = SCHEDULES[schedule].vpp[0] if schedule in SCHEDULES else 1
         replicas, many = mesh.dp * mesh.cp * mesh.ep, copies(schedule, mesh.pp, fewest)
         group = self.par.zero_group
-        experts = (mesh.ep, group, mesh.dp * mesh.cp) if "expert_parallel" in self.rules else (1, group, 0)
+        own = spread(mesh), group, expert_mesh(mesh).edp
+        experts = own if "expert_parallel" in self.rules else (1, group, 0)
         return lambda zero: (
             not (
                 zero_group(zero, group, replicas)
@@ -250,7 +286,8 @@ class Space:
 
     def _experts(self, mesh: Mesh) -> tuple[int, bool]:
         """What decides whether experts can be sharded."""
-        return mesh.ep if self.par.zero_group else min(mesh.ep, 2), mesh.dp * mesh.cp == 1
+        ranks = spread(mesh)
+        return ranks if self.par.zero_group else min(ranks, 2), expert_mesh(mesh).edp == 1
 
     def _sharded(self, mesh: Mesh, schedule: str, replicas: int) -> int:
         """Number of ZeRO stages that are legal with a schedule."""
@@ -265,13 +302,10 @@ class Space:
         parallel: ParallelSpec = structs.replace(
             self.par,
             auto=False,
-            **{name: getattr(mesh, name) for name in Mesh._fields if name != "micro_batches"},
+            **{name: getattr(mesh, name) for name in Mesh._fields if name not in ("micro_batches", "etp", "fold_cp")},
+            etp=None if mesh.etp is UNSET else mesh.etp,
+            fold_cp=None if mesh.fold_cp is UNSET else mesh.fold_cp,
             **{name: getattr(layout, name) for name in ("zero", "schedule", "vpp")},
         )
         train = structs.replace(self.config.train, recompute=layout.recompute)
         return structs.replace(self.config, parallel=parallel, train=train)
-
-
-def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]

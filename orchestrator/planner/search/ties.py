@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from orchestrator.plan.expert_mesh import tensor_ranks
 from orchestrator.plan.schedules import SCHEDULES
 from orchestrator.planner.placement.axis_order import axis_placement
 
-from .space import CP_METHODS, RECOMPUTE_MODES, Layout
+from .space import CP_METHODS, NO_FOLD, RECOMPUTE_MODES, Layout
 
 if TYPE_CHECKING:
     from .search import CostedLayout
@@ -34,6 +35,7 @@ def preference(layout: Layout) -> tuple[object, ...]:
         *(RECOMPUTE_MODES.index(layout.recompute) if layout.recompute in RECOMPUTE_MODES else 9, layout.zero),
         *(rank != order, layout.vpp, rank, mesh.ep, mesh.cp, mesh.tp, mesh.pp, mesh.micro_batch_size),
         *(mesh.tp > 1 and not mesh.sp, CP_METHODS.index(mesh.cp_method)),
+        *(mesh.fold != NO_FOLD, mesh.fold_cp is True, mesh.tp - tensor_ranks(mesh)),
     )
 
 
@@ -48,7 +50,7 @@ def proven(layout: Layout) -> bool:
         layout.recompute != "none",
     ]
     main = mesh.cp_method != "ring" and (mesh.pp == 1 or layout.schedule in IN_THREES)
-    return mesh.ep == 1 and sum(used) <= (3 if main else 2)
+    return mesh.ep == 1 and mesh.fold == NO_FOLD and sum(used) <= (3 if main else 2)
 
 
 def bytes_at_the_top(found: CostedLayout, level: str) -> float:

@@ -89,8 +89,9 @@ def library() -> Path:
         words = [_compiler(), "-O1", "-w", "-fPIC", "-shared", f"-I{HERE}", f"-I{_headers()}"]
         subprocess.run([*words, *HERE.glob("*.c"), "-o", made, "-lpthread"], check=True)
         made.rename(found)
-        (folder / "libcuda.so.1").unlink(missing_ok=True)
-        (folder / "libcuda.so.1").symlink_to(found.name)  # torch opens the driver by this name
+        for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # torch opens the driver and NVML by these names
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to(found.name)
     return found
 
 

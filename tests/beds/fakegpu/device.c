@@ -143,6 +143,26 @@ cudaError_t cudaMemGetInfo(size_t *f, size_t *t) {
 cudaError_t cudaProfilerStart(void) { return 0; }
 cudaError_t cudaProfilerStop(void) { return 0; }
 
+// NVML: how many devices there are, and that they are in no fabric across nodes.
+int nvmlInit(void) { return 0; }
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *n) {
+  *n = devices();
+  return 0;
+}
+int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) {
+  *device = (void *)1;
+  return 0;
+}
+int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return 3; }
+int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, void *type) { return 3; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *info) { return 3; }
+int nvmlSystemGetCudaDriverVersion_v2(int *v) { return cudaDriverGetVersion(v); }
+int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *n, void *infos) {
+  *n = 0;
+  return 0;
+}
+
 static Range *ranges;
 static int ranges_n, ranges_room;
 void remember(void *p, size_t n, int type) {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.beds.base import ROOT
 
+from . import bed_conf as conf
 from .building import module_folder, program
 
 if TYPE_CHECKING:
@@ -191,3 +192,19 @@ def queues(
          "spec": {"clusterQueue": name}},
         {**kueue_api, "kind": "WorkloadPriorityClass", "metadata": {"name": "high"}, "value": 1000},
     )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ network policies
+
+
+def network_policies(bed: Bed) -> None:
+    """Enforces them, by the reference implementation of SIG Network. Pods are on one bridge, whose packets the kernel
+    shows to its filters where it is told to."""
+    account = "/run/secrets/kubernetes.io/serviceaccount"
+    bed.run("sh", "-c", f"mkdir -p {account} && printf %s {conf.TOKENS['admin']} > {account}/token && "
+            f"printf default > {account}/namespace && cp {bed.home}/pki/apiserver.crt {account}/ca.crt && "
+            "sysctl -qw net.bridge.bridge-nf-call-iptables=1")  # fmt: skip
+    host, port = conf.API.removeprefix("https://").split(":")
+    env = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+    flags = ["--disable-nri", "--hostname-override=node-0", "--nfqueue-id=98", "--v=2"]
+    bed.daemon("policies", program("kube-network-policies"), *flags, env=env)

@@ -37,6 +37,7 @@ class Shape:
     kueue: bool = False
     jobset: bool = False
     api_only: bool = False  # nothing acts on what the API server holds
+    gangs: bool = False  # with Kubernetes' own gang scheduling, an alpha feature
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -232,10 +233,12 @@ class Bed(base.Bed):
         self.daemon("kube-controller-manager", program("kube-controller-manager"), *flags)
         (self.home / "scheduler.yaml").write_text(conf.scheduler_yaml(self.home, own_rates))
         flags = [f"--config={self.home}/scheduler.yaml", "--secure-port=0"]
+        flags += ["--feature-gates=GenericWorkload=true,GangScheduling=true"] if self.shape.gangs else []
         self.daemon("kube-scheduler", program("kube-scheduler"), *flags)
 
     def start_apiserver(self) -> None:
-        self.daemon("kube-apiserver", program("kube-apiserver"), *conf.apiserver_flags(self.home))
+        flags = conf.apiserver_flags(self.home, self.shape.gangs)
+        self.daemon("kube-apiserver", program("kube-apiserver"), *flags)
         ready = ("get", "--raw", "/readyz", "--request-timeout=5s")
         self.wait(lambda: self.kubectl(*ready, check=False) == "ok", 120, "API server", "kube-apiserver")
 

@@ -108,9 +108,12 @@ def proxy_yaml(home: Path) -> str:
     )  # fmt: skip
 
 
-def apiserver_flags(home: Path) -> list[str]:
+def apiserver_flags(home: Path, gangs: bool = False) -> list[str]:
+    """`gangs`: with the Workload API, which is alpha."""
     pki = home / "pki"
+    alpha = ["--feature-gates=GenericWorkload=true", "--runtime-config=scheduling.k8s.io/v1alpha1=true"]
     return [
+        *(alpha if gangs else ()),
         "--etcd-servers=http://127.0.0.1:2379", f"--cert-dir={pki}", f"--bind-address={HOST}", "--secure-port=6443",
         f"--advertise-address={HOST}", f"--service-cluster-ip-range={SERVICES}", "--watch-cache=true", "--v=1",
         f"--service-account-key-file={pki}/sa.pub", f"--service-account-signing-key-file={pki}/sa.key",

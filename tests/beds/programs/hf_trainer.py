@@ -27,6 +27,7 @@ class Slow(TrainerCallback):
 
 def main() -> None:
     torch.manual_seed(0)
+    os.makedirs(sys.argv[2], exist_ok=True)  # the Trainer makes it on rank 0 alone, some time
     x = torch.randn(512, 4)
     data = [{"x": row, "labels": row.sum()} for row in x]
     backend = "gloo" if "WORLD_SIZE" in os.environ else None

@@ -7,11 +7,14 @@ balance.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainer.comm.collectives import CommCounter, all_gather, reduce_scatter
+from trainer.model.documents import Documents
 from trainer.model.dropout import AttentionDropout
 from trainer.parallel.context import block
 from trainer.parallel.context.order import chunks, natural_order
@@ -30,10 +33,10 @@ class AllGatherAttention:
     ):
         self.group, self.size, self.index, self.counter, self.drop = group, size, index, counter, drop
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Tensor | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        labels = block.labels(documents, serial, self.drop)
-        return _AllGather.apply(q, k, v, labels, q.shape[-1] ** -0.5, self).transpose(1, 2)
+        labels = block.labels(documents, serial, self.drop, q)
+        return _AllGather.apply(q, k, v, labels, documents, q.shape[-1] ** -0.5, self).transpose(1, 2)
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """[..., s / cp, ...] -> [..., s, ...] in sequence order."""
@@ -54,37 +57,36 @@ class AllGatherAttention:
         """Position of the n-th of 2 cp chunks of the sequence when the ranks' pairs are concatenated."""
         return natural_order("allgather", 2 * self.size, self.size)
 
-    def between(self, mine: Tensor | None, rows: slice, theirs: Tensor | None, keys: slice, q: Tensor):
-        """(mask, factors) of a block, from the labels of its queries and keys."""
-        if mine is None or theirs is None:
-            return None, None
-        return block.between(mine[:, :, rows], theirs[:, :, keys], q, self.drop)
-
-    def blocks(self, seq_len: int):
-        """(local queries, keys, on the diagonal) of each chunk: everything before it, then its own causal square."""
+    def blocks(
+        self, q: Tensor, labels: Tensor | None, all_labels: Tensor | None, documents: Documents | None
+    ) -> Iterator[tuple[slice, slice, bool, block.Sight]]:
+        """(local queries, keys, whether on the diagonal, what they see) of each chunk: everything before it, then its
+        own causal square."""
         begin = 0
-        for chunk in chunks("allgather", seq_len, self.size, self.index):
+        for chunk in chunks("allgather", q.shape[2] * self.size, self.size, self.index):
             rows = slice(begin, begin + len(chunk))
             begin += len(chunk)
-            if chunk.start:
-                yield rows, slice(0, chunk.start), False
-            yield rows, slice(chunk.start, chunk.stop), True
+            for keys, diagonal in ((range(chunk.start), False), (chunk, True)):
+                there, sight = slice(keys.start, keys.stop), block.Sight()
+                if labels is not None and all_labels is not None:
+                    sight = block.between(labels[:, :, rows], all_labels[:, :, there], q, self.drop)
+                elif documents is not None:
+                    sight = block.inside(documents, (chunk,), (keys,))
+                if len(keys) and not sight.nothing:
+                    yield rows, there, diagonal, sight
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, labels, scale, core: AllGatherAttention):
+    def forward(ctx, q, k, v, labels, documents, scale, core: AllGatherAttention):
         wide = block.accumulation_dtype(q.dtype)
         out = torch.empty_like(q, dtype=wide)
         lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
         all_k, all_v = core.gather(torch.stack([k, v]), 3)
         all_labels = None if labels is None else core.gather(labels, 2)
         before = None
-        for rows, keys, causal in core.blocks(all_k.shape[2]):
-            part = block.forward(
-                *(q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys], scale, causal),
-                *core.between(labels, rows, all_labels, keys, q),
-            )
+        for rows, keys, causal, sight in core.blocks(q, labels, all_labels, documents):
+            part = block.forward(q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys], scale, causal, *sight)
             if before is not None:
                 part = block.join(before[0].to(wide), before[1].to(wide), *part)
             before = None if causal else part
@@ -92,7 +94,7 @@ class _AllGather(torch.autograd.Function):
                 out[:, :, rows], lse[:, :, rows] = part
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, labels, out, lse)
-        ctx.scale, ctx.core = scale, core
+        ctx.scale, ctx.core, ctx.documents = scale, core, documents
         return out
 
     @staticmethod
@@ -104,14 +106,14 @@ class _AllGather(torch.autograd.Function):
         all_labels = None if labels is None else core.gather(labels, 2)
         dq = torch.zeros_like(q, dtype=wide)
         dkv = torch.zeros(2, *all_k.shape, dtype=wide, device=q.device)
-        for rows, keys, causal in core.blocks(all_k.shape[2]):
+        for rows, keys, causal, sight in core.blocks(q, labels, all_labels, ctx.documents):
             parts = block.backward(
                 *(grad[:, :, rows], q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys]),
                 *(out[:, :, rows], lse[:, :, rows].contiguous(), ctx.scale, causal),
-                *core.between(labels, rows, all_labels, keys, q),
+                *sight,
             )
             dq[:, :, rows] += parts[0]
             dkv[0][:, :, keys] += parts[1]
             dkv[1][:, :, keys] += parts[2]
         dk, dv = core.scatter(dkv, 3)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None

@@ -7,19 +7,45 @@ output and log-sum-exp, the gradient of each block can be computed alone.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from trainer import compat
+from trainer.compat import Segments
+from trainer.model.documents import Documents, Ranges
 from trainer.model.dropout import AttentionDropout
 
 
+class Sight(NamedTuple):
+    """What a block's queries see of its keys, on top of causality (top-left aligned)."""
+
+    mask: Tensor | None = None  # bool [b, s_q, s_k], True where a query may see a key
+    factors: Tensor | None = None  # [b, h, s_q, s_k], of the probabilities, which are not normalised again: dropout
+    segments: Segments | None = None  # in place of a mask: runs of tokens of one document, the samples end to end
+
+    @property
+    def nothing(self) -> bool:
+        return self.segments is not None and not self.segments.meet
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None, factors: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None = None,
+    factors: Tensor | None = None,
+    segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse). `mask` [b, s_q, s_k] is True where a query may see a key, on top of `causal` (top-left aligned).
-    `factors` [b, h, s_q, s_k] multiply the probabilities, which are not normalised again: dropout."""
-    k, v = _expand(k, q), _expand(v, q)
+    """(out, lse) under a `Sight`."""
+    if segments is not None:
+        flat = _end_to_end(q), _end_to_end(k), _end_to_end(v)
+        out, lse = compat.segments_forward(*flat, segments, causal, scale)
+        return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2), lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
+    k, v = (compat.expand_heads(x, q.shape[1]) for x in (k, v))
     if mask is None and factors is None and compat.has_flash(q):
         return compat.flash_forward(q, k, v, causal, scale)
     scores = _scores(q, k, scale, causal, mask)
@@ -38,12 +64,19 @@ def backward(
     lse: Tensor,
     scale: float,
     causal: bool,
-    mask: Tensor | None,
+    mask: Tensor | None = None,
     factors: Tensor | None = None,
+    segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of this block, given the gradient, output and log-sum-exp of the *joined* attention."""
+    if segments is not None:
+        of_rows, of_keys = (_end_to_end(grad), _end_to_end(q)), (_end_to_end(k), _end_to_end(v))
+        sums = lse.transpose(0, 1).flatten(1).contiguous()
+        parts = compat.segments_backward(*of_rows, *of_keys, _end_to_end(out), sums, segments, causal, scale)
+        of_q, of_k, of_v = (part.unflatten(0, (q.shape[0], -1)).transpose(1, 2) for part in parts)
+        return of_q, of_k, of_v
     kv_heads = k.shape[1]
-    k, v = _expand(k, q), _expand(v, q)
+    k, v = (compat.expand_heads(x, q.shape[1]) for x in (k, v))
     if mask is None and factors is None and compat.has_flash(q):
         dq, dk, dv = compat.flash_backward(grad, q, k, v, out, lse, causal, scale)
     else:
@@ -54,7 +87,7 @@ def backward(
         dweights = dweights if factors is None else dweights * factors
         dscores = (weights * (dweights - delta) * scale).to(q.dtype)
         dq, dk = dscores @ k, dscores.transpose(-1, -2) @ q
-    return dq, _reduce(dk, kv_heads), _reduce(dv, kv_heads)
+    return dq, compat.sum_heads(dk, kv_heads), compat.sum_heads(dv, kv_heads)
 
 
 def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,25 +99,30 @@ def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tens
     return torch.lerp(out, more.to(out.dtype), weight[..., None].to(out.dtype)), torch.logaddexp(lse, more_lse)
 
 
-def labels(documents: Tensor | None, serial: Tensor | None, drop: AttentionDropout | None) -> Tensor | None:
-    """Labels of tokens that attention needs, as one message: document and, for dropout, serial number; int64
-    [1 or 2, b, s], or None if it needs none."""
+def labels(
+    documents: Documents | None, serial: Tensor | None, drop: AttentionDropout | None, q: Tensor
+) -> Tensor | None:
+    """Labels of tokens that attention of `q` needs of other ranks, as one message: document and, for dropout, serial
+    number; int64 [1 or 2, b, s], or None if it needs none."""
     if drop is None:
-        return None if documents is None else documents[None]
+        return None if documents is None or compat.has_flash(q) else documents.numbers[None]
     assert serial is not None
-    return torch.stack([torch.zeros_like(serial) if documents is None else documents, serial])
+    return torch.stack([torch.zeros_like(serial) if documents is None else documents.numbers, serial])
 
 
-def between(
-    queries: Tensor | None, keys: Tensor | None, q: Tensor, drop: AttentionDropout | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """(mask, factors) of a block of `q` from both sides' labels: a token never attends to another packed document."""
+def between(queries: Tensor | None, keys: Tensor | None, q: Tensor, drop: AttentionDropout | None) -> Sight:
+    """What a block of `q` sees, from both sides' labels: a token never attends to another packed document."""
     if queries is None or keys is None:
-        return None, None
+        return Sight()
     mask = queries[0][:, :, None] == keys[0][:, None, :]
     if drop is None:
-        return mask, None
-    return mask, drop.kept(queries[1], keys[1], q.shape[1]).to(accumulation_dtype(q.dtype)) * drop.scale
+        return Sight(mask)
+    return Sight(mask, drop.kept(queries[1], keys[1], q.shape[1]).to(accumulation_dtype(q.dtype)) * drop.scale)
+
+
+def inside(documents: Documents, queries: Ranges, keys: Ranges) -> Sight:
+    """The same where kernels know documents, from the positions of both sides' tokens."""
+    return Sight(segments=documents.segments(queries, keys))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -107,11 +145,6 @@ def _finite(lse: Tensor) -> Tensor:
     return torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
 
 
-def _expand(kv: Tensor, q: Tensor) -> Tensor:
-    """Repeat key/value heads for their query heads (grouped-query attention)."""
-    return kv if kv.shape[1] == q.shape[1] else kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
-
-
-def _reduce(grad: Tensor, kv_heads: int) -> Tensor:
-    """The transpose of `_expand`."""
-    return grad if grad.shape[1] == kv_heads else grad.unflatten(1, (kv_heads, -1)).sum(dim=2)
+def _end_to_end(x: Tensor) -> Tensor:
+    """[b, h, s, d] -> [b * s, h, d]"""
+    return x.transpose(1, 2).flatten(0, 1)

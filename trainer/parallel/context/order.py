@@ -8,6 +8,7 @@ of causal pairs (Ultra-Scale Playbook, "Zig-Zag Ring Attention"; Llama 3, sectio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.plan.supported import BALANCED
@@ -30,6 +31,13 @@ def chunks(method: str, seq_len: int, size: int, index: int) -> list[range]:
 
 def positions(method: str, seq_len: int, size: int, index: int) -> list[int]:
     return [position for chunk in chunks(method, seq_len, size, index) for position in chunk]
+
+
+def part(ranges: Sequence[range], rows: slice) -> tuple[range, ...]:
+    """The positions of the tokens `rows` of a rank with these `ranges`, equally long; `rows` cuts none of them."""
+    length = len(ranges[0])
+    begin, end, _ = rows.indices(length * len(ranges))
+    return tuple(ranges[begin // length : end // length])
 
 
 def natural_order(method: str, seq_len: int, size: int) -> list[int]:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.comm.collectives import CommCounter, start_rotate
+from trainer.model.documents import Documents
 from trainer.model.dropout import AttentionDropout
 from trainer.parallel.context import block
-from trainer.parallel.context.order import ALL, Visible, visible
+from trainer.parallel.context.order import ALL, Visible, chunks, part, visible
 
 
 class RingAttention:
@@ -36,10 +37,10 @@ class RingAttention:
         self.method, self.group, self.ranks, self.index, self.counter = method, group, ranks, index, counter
         self.drop = drop
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Tensor | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        labels = block.labels(documents, serial, self.drop)
-        return _Ring.apply(q, k, v, labels, q.shape[-1] ** -0.5, self).transpose(1, 2)
+        labels = block.labels(documents, serial, self.drop, q)
+        return _Ring.apply(q, k, v, labels, documents, q.shape[-1] ** -0.5, self).transpose(1, 2)
 
     @property
     def size(self) -> int:
@@ -50,39 +51,45 @@ class RingAttention:
         to, source = self.ranks[(self.index + 1) % self.size], self.ranks[(self.index - 1) % self.size]
         return start_rotate(tensors, to, source, self.group, "cp", self.counter)
 
-    def between(self, mine: Tensor | None, travelling: list[Tensor], see: Visible, q: Tensor):
-        """(mask, factors) of a block, from the labels of its queries and keys."""
-        if mine is None:
-            return None, None
-        return block.between(mine[:, :, see.queries], travelling[1][:, :, see.keys], q, self.drop)
-
-    def sees(self, step: int, local_len: int):
-        return visible(self.method, local_len, self.index, (self.index - step) % self.size)
+    def sees(
+        self, step: int, q: Tensor, labels: Tensor | None, travelling: list[Tensor], documents: Documents | None
+    ) -> tuple[Visible | None, block.Sight]:
+        """Which queries see which of the keys that are here in `step`, and how."""
+        local, source = q.shape[-2], (self.index - step) % self.size
+        see = visible(self.method, local, self.index, source)
+        if see is None:
+            return None, block.Sight()
+        if labels is not None:
+            return see, block.between(labels[:, :, see.queries], travelling[1][:, :, see.keys], q, self.drop)
+        if documents is None:
+            return see, block.Sight()
+        mine, theirs = (chunks(self.method, local * self.size, self.size, rank) for rank in (self.index, source))
+        sight = block.inside(documents, part(mine, see.queries), part(theirs, see.keys))
+        return (None if sight.nothing else see), sight
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, labels, scale, ring: RingAttention):
+    def forward(ctx, q, k, v, labels, documents, scale, ring: RingAttention):
         wide = block.accumulation_dtype(q.dtype)
         travelling = _pack(k, v, labels)
         for step in range(ring.size):
             arrived = ring.rotate(travelling) if step + 1 < ring.size else None
-            see = ring.sees(step, q.shape[-2])
+            see, sight = ring.sees(step, q, labels, travelling, documents)
             if see is not None:
                 rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
-                conditions = ring.between(labels, travelling, see, q)
-                part = block.forward(q[:, :, rows], keys, values, scale, see.causal, *conditions)
+                found = block.forward(q[:, :, rows], keys, values, scale, see.causal, *sight)
                 if step == 0:  # the rank's own keys, which all its queries see
-                    out, lse = part[0].to(wide), part[1].to(wide)
+                    out, lse = found[0].to(wide), found[1].to(wide)
                 elif rows == ALL:
-                    out, lse = block.join(out, lse, *part)
+                    out, lse = block.join(out, lse, *found)
                 else:
-                    out[:, :, rows], lse[:, :, rows] = block.join(out[:, :, rows], lse[:, :, rows], *part)
+                    out[:, :, rows], lse[:, :, rows] = block.join(out[:, :, rows], lse[:, :, rows], *found)
             if arrived is not None:
                 travelling = arrived()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, labels, out, lse)
-        ctx.scale, ctx.ring = scale, ring
+        ctx.scale, ctx.ring, ctx.documents = scale, ring, documents
         return out
 
     @staticmethod
@@ -94,13 +101,13 @@ class _Ring(torch.autograd.Function):
         gradients_arrived: Callable[[], list[Tensor]] = list  # replaced in each step
         for step in range(ring.size):
             arrived = ring.rotate(travelling) if step + 1 < ring.size else None
-            see = ring.sees(step, q.shape[-2])
+            see, sight = ring.sees(step, q, labels, travelling, ctx.documents)
             if see is not None:
                 rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
                 parts = block.backward(
                     *(grad[:, :, rows], q[:, :, rows], keys, values),
                     *(out[:, :, rows], lse[:, :, rows].contiguous(), ctx.scale, see.causal),
-                    *ring.between(labels, travelling, see, q),
+                    *sight,
                 )
             if step > 0:
                 (dkv,) = gradients_arrived()  # sent by the previous rank during our computation
@@ -115,7 +122,7 @@ class _Ring(torch.autograd.Function):
                 travelling = arrived()
         (dkv,) = gradients_arrived()
         dk, dv = dkv
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
 def _pack(k: Tensor, v: Tensor, labels: Tensor | None) -> list[Tensor]:

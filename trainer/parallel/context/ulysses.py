@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.comm.collectives import CommCounter, all_gather, all_to_all
-from trainer.model.attention import Core
+from trainer.model.attention import SDPA
+from trainer.model.documents import Documents
 
 
 class UlyssesAttention:
@@ -21,10 +22,10 @@ class UlyssesAttention:
     Inside, `core` sees whole sequences and 1 / cp of the heads.
     """
 
-    def __init__(self, core: Core, group: dist.ProcessGroup, size: int, counter: CommCounter):
+    def __init__(self, core: SDPA, group: dist.ProcessGroup, size: int, counter: CommCounter):
         self.core, self.group, self.size, self.counter = core, group, size, counter
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Tensor | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None) -> Tensor:
         if q.shape[2] % self.size:
             raise ValueError(f"ulysses needs heads divisible by cp={self.size}, a rank has {q.shape[2]} heads")
         repeat = lcm(k.shape[2], self.size) // k.shape[2]
@@ -34,7 +35,9 @@ class UlyssesAttention:
         each = [tensor.unflatten(2, (self.size, -1)) for tensor in (q, k, v)]
         heads = [tensor.shape[3] for tensor in each]
         q, k, v = _Exchange.apply(torch.cat(each, dim=3).flatten(2, 3), 2, 1, self).split(heads, dim=2)
-        serial, documents = (None if part is None else self.gather(part) for part in (serial, documents))
+        serial = None if serial is None else self.gather(serial)
+        if documents is not None and not self.core.knows_documents(q):
+            documents = documents.each(self.gather)  # for a mask of the whole sequence
         return _Exchange.apply(self.core(q, k, v, serial, documents), 1, 2, self)
 
     def gather(self, local: Tensor) -> Tensor:

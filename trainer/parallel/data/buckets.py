@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from orchestrator.plan.trained import STATE_BLOCK
 from trainer.comm.collectives import (
     CommCounter,
     all_reduce,
@@ -36,10 +37,10 @@ from trainer.comm.collectives import (
 )
 from trainer.comm.mesh import Mesh
 from trainer.errors import LayoutError
-from trainer.host import HostMemory
+from trainer.host.memory import HostMemory
 from trainer.model.stage import Stage
 from trainer.parallel.data.flat_bucket import FlatBucket, Kind
-from trainer.parallel.data.layout import Item, Slot, make_layout
+from trainer.parallel.data.layout import SHARD_ALIGN, Item, Slot, make_layout
 from trainer.parallel.params import DENSE, GradGroups, ParamInfo
 
 #: Axis under which the bytes of a composite group are counted.
@@ -56,6 +57,8 @@ class ShardLayout(Protocol):
     def slots(self) -> tuple[Slot, ...]: ...
 
     def pieces(self, index: int, shards: int) -> list[tuple[Slot, int, int]]: ...
+
+    def rows(self, shards: int) -> list[tuple[int, int]]: ...  # of a matrix that shards cut into rows; else none
 
 
 class ShardedBucket(Protocol):
@@ -132,7 +135,7 @@ class GradBuckets:
         self._aside: torch.cuda.Stream | None = None  # where sums over replicas wait for their shards
         self.launched = 0  # buckets whose reduction has started; they start in index order on every rank
         items = [
-            Item(at, param.numel(), kind_of(param.dtype, info), info.whole)
+            Item(at, param.numel(), kind_of(param.dtype, info), info.whole, STATE_BLOCK if info.narrow else SHARD_ALIGN)
             for at, (_, param, info) in enumerate(params)
         ]
         layouts = make_layout(items, self._shards_of, max(1, bucket_bytes // reduce_dtype.itemsize))
@@ -349,7 +352,7 @@ class GradBuckets:
 
 
 def kind_of(dtype: torch.dtype, info: ParamInfo) -> Kind:
-    return Kind(dtype, info.decay, len(info.replicas) > 1, info.sums, info.groups, info.whole)
+    return Kind(dtype, info.decay, len(info.replicas) > 1, info.sums, info.groups, info.whole, info.narrow)
 
 
 def check_classes(infos: Sequence[ParamInfo], classes: Sequence[GradGroups]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from trainer.comm.collectives import Handle
-from trainer.host import HostMemory
+from trainer.host.memory import HostMemory
 from trainer.parallel.data.layout import Bucket
 from trainer.parallel.params import DENSE, GradGroups, ParamInfo
 
@@ -24,6 +24,7 @@ class Kind(NamedTuple):
     sums: tuple[str, ...]  # groups over which the gradient is summed after the data-parallel one
     groups: GradGroups = DENSE  # its class: the data-parallel groups
     whole: bool = False  # each parameter lies in one shard
+    narrow: bool = False  # as `ParamInfo.narrow`
 
 
 class FlatBucket:

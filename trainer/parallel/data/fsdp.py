@@ -2,10 +2,14 @@
 (FSDP2), with our collectives and our optimizer.
 
 A block's weights are gathered before its forward and again before its backward, one block ahead, and its gradients are
-reduce-scattered after its backward: 3 Psi (n-1)/n per micro-batch. Embedding, final norm and head stay gathered in
-between: 2 Psi for those. Under pipeline parallelism, where forwards and backwards of micro-batches alternate, every
-weight is gathered once per step and freed at its end (as in torch's own pipelines): this saves weight memory only
-between steps, which the plan warns about.
+reduce-scattered after its backward: 3 Psi (n-1)/n per micro-batch. Embedding, and final norm with head, are units of
+their own, gathered ahead of where they compute; they stay gathered until their backward: 2 Psi for those. A table that
+both ends of a stage use belongs to the unit of the whole stage. Under pipeline parallelism, where forwards and
+backwards of micro-batches alternate, every weight is gathered once per step and freed at its end (as in torch's own
+pipelines): this saves weight memory only between steps, which the plan warns about.
+
+Hybrid sharding: when a step's last backward pass has reduced a unit's shard, the shard is summed over the replicas
+while the units below compute, on a stream of its own.
 
 The shards are the master copy; blocks compute in `Recipe.param`, and gradients are sent and accumulated in
 `Recipe.reduce`, as sums: torch's mean over ranks is disabled. For the optimizer, the norm and checkpoints each
@@ -15,10 +19,11 @@ parameter is a bucket of its own whose shard is a range of rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +36,7 @@ from trainer.comm.collectives import CommCounter, all_reduce, reduce_scatter, st
 from trainer.comm.mesh import Mesh
 from trainer.compat import real_tensors
 from trainer.errors import LayoutError
-from trainer.host import HostMemory
+from trainer.host.memory import HostMemory
 from trainer.model.stage import Stage
 from trainer.parallel.params import DENSE, GradGroups, ParamInfo, ParamTable
 from trainer.precision import Recipe
@@ -54,6 +59,11 @@ class Rows:
         """[start, stop) in the parameter's flat elements."""
         run, width = -(-self.shape[0] // shards), prod(self.shape[1:])
         return min(index * run, self.shape[0]) * width, min((index + 1) * run, self.shape[0]) * width
+
+    def rows(self, shards: int) -> list[tuple[int, int]]:
+        """[start, stop) of each of `shards` in the parameter's rows."""
+        width, ranges = prod(self.shape[1:]), [self.shard(index, shards) for index in range(shards)]
+        return [(start // width, stop // width) for start, stop in ranges]
 
     def pieces(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
         start, stop = self.shard(index, shards)
@@ -100,7 +110,8 @@ class FullyShardedParameters:
         self.mesh, self.counter, self.classes, self.host = mesh, counter, classes, host
         ranks = {groups: _device_mesh(mesh, groups, device) for groups in classes}
         policy = MixedPrecisionPolicy(param_dtype=recipe.param, reduce_dtype=recipe.reduce, cast_forward_inputs=False)
-        self.modules: list[FSDPModule] = []
+        self.modules: list[FSDPModule] = []  # a handle of each unit, and what it consists of
+        holders = list[list[nn.Module]]()
         for stage in stages:
             of = {id(param): table[name].groups for name, param in stage.named_parameters()}
             blocks = list[FSDPModule]()
@@ -110,10 +121,14 @@ class FullyShardedParameters:
                     fully_shard(unit, mesh=ranks[groups], mp_policy=policy, reshard_after_forward=not interleaved)
                     for unit, groups in units
                 ]
+                holders += [[unit] for unit, _ in units]
                 blocks.append(self.modules[-1])
-            whole = fully_shard(stage, mesh=ranks[DENSE], mp_policy=policy, reshard_after_forward=False)
-            _prefetch(whole, blocks)
-            self.modules.append(whole)
+            # They stay gathered: backward of a head follows its forward, an embedding's reads no weights.
+            shard: Any = partial(fully_shard, mesh=ranks[DENSE], mp_policy=policy, reshard_after_forward=False)
+            before, behind = ([shard(unit)[0]] if unit else [] for unit in _ends(stage))
+            self.modules += [*before, *behind, shard(stage)]
+            holders += [*filter(None, _ends(stage)), [stage]]
+            _prefetch(self.modules[-1], [*before, *blocks, *behind])
         for module in self.modules:
             module.set_custom_all_gather(_AllGather(counter))  # type: ignore[arg-type]  # its base class is private
             module.set_custom_reduce_scatter(_ReduceScatter(counter))  # type: ignore[arg-type]
@@ -125,6 +140,7 @@ class FullyShardedParameters:
         self.buckets = [
             ShardedParameter(param, table[name], mesh) for stage in stages for name, param in stage.named_parameters()
         ]
+        self._replicas = self._sum_replicas_early(holders)
         if host is not None and host.takes_gradients:
             for bucket in self.buckets:
                 bucket.host_grad = host.zeros(bucket.param_shard.numel(), recipe.reduce)
@@ -137,6 +153,7 @@ class FullyShardedParameters:
             raise ValueError(f"a step needs at least one backward pass, not {passes}")
         for bucket in self.buckets:
             bucket.param.grad, bucket.grad_shard = None, bucket.param_shard[:0]
+        self._replicas.start(passes)
 
     def on_grad(self, param: Tensor) -> None:
         raise NotImplementedError("ZeRO-3 takes gradients from autograd alone: no schedule that splits backward")
@@ -151,8 +168,7 @@ class FullyShardedParameters:
             if grad is None:
                 bucket.param.grad = grad = torch.zeros_like(bucket.param)
             bucket.grad_shard = _local(grad)
-        for groups in self.classes:
-            self._sum([bucket for bucket in self.buckets if bucket.kind.groups == groups], groups.replica)
+        self._replicas.end()
         for name in sorted({name for bucket in self.buckets for name in bucket.kind.sums}):  # everywhere in this order
             self._sum([bucket for bucket in self.buckets if name in bucket.kind.sums], name)
         if self.host is not None:
@@ -160,15 +176,25 @@ class FullyShardedParameters:
                 if bucket.host_grad is not None:
                     self.host.take(bucket.host_grad, bucket.grad_shard)
 
+    def _sum_replicas_early(self, holders: list[list[nn.Module]]) -> ReplicaSums:
+        """Let each unit, of the modules `holders`, tell when a backward pass has reduced its gradients."""
+        sums, of = ReplicaSums(self.mesh, self.counter), {id(bucket.param): bucket for bucket in self.buckets}
+        device = self.buckets[0].param_shard.device if self.buckets else torch.device("cpu")
+        aside = {"stream": torch.cuda.Stream(device)} if device.type == "cuda" and sums.any(self.classes) else {}
+        inner = set[int]()
+        for module, parts in zip(self.modules, holders, strict=True):  # units inside others come before them
+            params = {id(param): param for part in parts for param in part.parameters()}
+            mine = [of[key] for key in params if key not in inner]
+            inner |= {id(bucket.param) for bucket in mine}
+            if mine and self.mesh.group(mine[0].kind.groups.replica) is not None:
+                module.set_all_reduce_hook(sums.unit(mine), **aside)
+        return sums
+
     def _sum(self, buckets: list[ShardedParameter], name: str) -> None:
         """Sum the gradient shards over one group, in one message."""
         group = self.mesh.group(name) if buckets else None  # a group that nothing is summed over may not be there
-        if group is None:
-            return
-        grads = [bucket.grad_shard for bucket in buckets]
-        total = all_reduce(torch.cat(grads), group, AXIS_OF_GROUP.get(name, name), self.counter)
-        for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part)
+        if group is not None:
+            sum_together([bucket.grad_shard for bucket in buckets], group, AXIS_OF_GROUP.get(name, name), self.counter)
 
     # ------------------------------------------------------------------------------------------- parameters
 
@@ -201,6 +227,67 @@ class FullyShardedParameters:
         return [_local(bucket.param.grad) for bucket in self.buckets if bucket.param.grad is not None]
 
 
+class ReplicaSums:
+    """Sums of gradient shards over the replicas of hybrid sharding, a unit a message.
+
+    FSDP2 tells of a unit (`set_all_reduce_hook`) before it adds the shard to what earlier passes have left, so each
+    unit's sum starts when the next unit is told of, or in `end`. All ranks tell of them in one order.
+    """
+
+    def __init__(self, mesh: Mesh, counter: CommCounter):
+        self.mesh, self.counter = mesh, counter
+        self.passes, self._waiting = 0, list[int]()
+        self._units, self._told = list[list[ShardedParameter]](), list[int]()
+
+    def any(self, classes: Sequence[GradGroups]) -> bool:
+        return any(self.mesh.group(groups.replica) is not None for groups in classes)
+
+    def start(self, passes: int) -> None:
+        self.passes, self._told = passes, [0] * len(self._units)
+
+    def unit(self, buckets: list[ShardedParameter]) -> Callable[[Tensor], None]:
+        """What FSDP2 calls after each pass of a unit with these parameters, on the stream where it adds the shard."""
+        number = len(self._units)
+        self._units.append(buckets)
+
+        def told(shard: Tensor) -> None:
+            self._told[number] += 1
+            if self._told[number] == self.passes:
+                self._sum()
+                self._waiting.append(number)
+
+        return told
+
+    def end(self) -> None:
+        """Sum what is left: the last unit, and units without gradients in some pass."""
+        self._waiting += [number for number, told in enumerate(self._told) if told < self.passes]
+        self._sum()
+
+    @torch.no_grad()
+    def _sum(self) -> None:
+        while self._waiting:
+            buckets = self._units[self._waiting.pop(0)]
+            group = self.mesh.required_group(buckets[0].kind.groups.replica)
+            sum_together([_local(bucket.param.grad) for bucket in buckets], group, "dp", self.counter)
+
+
+def sum_together(grads: list[Tensor], group: dist.ProcessGroup, axis: str, counter: CommCounter) -> None:
+    """Sum each over the group, all in one message."""
+    total = all_reduce(torch.cat(grads), group, axis, counter)
+    for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part)
+
+
+def _ends(stage: Stage) -> tuple[list[nn.Module], list[nn.Module]]:
+    """What computes before and after the blocks, as units; empty where it belongs to the unit of the whole stage: a
+    table that both ends use, a head that several predictions use."""
+    if stage.ahead or (stage.last and stage.model.tied_embeddings):
+        return [], []
+    first: list[nn.Module] = [stage.embed] if stage.first else []
+    first += [stage.embed_positions] if stage.learned_positions else []
+    return first, [stage.norm, stage.head] if stage.last else []
+
+
 def _device_mesh(mesh: Mesh, groups: GradGroups, device: torch.device) -> DeviceMesh:
     group = mesh.group(groups.shard)
     if group is None:
@@ -223,18 +310,19 @@ def _others(block: nn.Module, groups_of: dict[int, GradGroups]) -> Iterator[tupl
         yield from _others(child, groups_of)
 
 
-def _prefetch(stage: FSDPModule, blocks: list[FSDPModule]) -> None:
-    """Prefetch the next block's weights while a block computes, in forward and in backward."""
-    if blocks:
-        stage.set_modules_to_forward_prefetch(blocks[:1])
-        stage.set_modules_to_backward_prefetch(blocks[-1:])
-    for block, following in itertools.pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
+def _prefetch(stage: FSDPModule, units: list[FSDPModule]) -> None:
+    """Prefetch the next unit's weights while a unit computes, in forward and in backward."""
+    if units:
+        stage.set_modules_to_forward_prefetch(units[:1])
+        stage.set_modules_to_backward_prefetch(units[-1:])
+    for unit, following in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([unit])
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor | None) -> Tensor:
     """This rank's rows of a DTensor as a flat view."""
+    assert tensor is not None
     return cast(DTensor, tensor.detach()).to_local().view(-1)
 
 

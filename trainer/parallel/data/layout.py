@@ -29,6 +29,7 @@ class Item:
     numel: int
     key: Hashable = None
     whole: bool = False  # it must lie in one shard; equal for all items of a kind
+    align: int = SHARD_ALIGN  # elements that shards do not cut; equal for all items of a kind
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class Bucket:
         """The half-open range of elements that shard `index` of `shards` owns."""
         size = self.numel // shards
         return index * size, (index + 1) * size
+
+    def rows(self, shards: int) -> list[tuple[int, int]]:
+        return []
 
     def pieces(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
         """The parts of parameters inside a shard: (slot, start, stop) in the parameter's own flat elements."""
@@ -86,19 +90,18 @@ def make_layout(items: Sequence[Item], shards: int | Callable[[Hashable], int], 
         if key in whole:
             done.append((position, _balanced(key, slots, count)))
             return
-        done.append(
-            (position, Bucket(key, tuple(slots), _round_up(slots[-1].stop, math.lcm(ALIGN, count * SHARD_ALIGN))))
-        )
+        numel = _round_up(slots[-1].stop, math.lcm(ALIGN, count * align[key]))
+        done.append((position, Bucket(key, tuple(slots), numel)))
 
     last_of_kind: dict[Hashable, int] = {}
-    whole = set[Hashable]()
+    whole, align = set[Hashable](), dict[Hashable, int]()
     for position, item in enumerate(reversed(items)):
         if item.numel < 1:
             raise ValueError(f"parameter {item.index} is empty")
         slots = open_slots.setdefault(item.key, [])
         start = _round_up(slots[-1].stop, ALIGN) if slots else 0
         slots.append(Slot(item.index, start, item.numel))
-        last_of_kind[item.key] = position
+        last_of_kind[item.key], align[item.key] = position, item.align
         least = bucket_numel
         if item.whole:  # enough for every shard
             whole.add(item.key)

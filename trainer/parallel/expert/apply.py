@@ -13,16 +13,20 @@ from trainer.model.loss import LossTerms
 from trainer.model.stage import Stage
 from trainer.parallel.tensor import Gather, Region, Scatter
 
+from .capacity import WholeSequences
 from .dispatch import ExpertDispatch
 from .hierarchical import HierarchicalDispatch
 from .tensor_parallel import SequenceCounts, TokensOfAll, TokensOfOne
 
 
-def apply_to_experts(stage: Stage, mesh: Mesh, sp: bool, terms: LossTerms, counter: CommCounter) -> None:
+def apply_to_experts(
+    stage: Stage, mesh: Mesh, sp: bool, cp_method: str, terms: LossTerms, counter: CommCounter
+) -> None:
     """After tensor parallelism has been put around the blocks of the stage."""
     for block in stage.blocks.values():
         if isinstance(block.mlp, MixtureOfExperts):
             block.mlp.terms, block.mlp.sum_counts = terms, SequenceCounts(mesh, sp, counter)
+            block.mlp.of_sequences = WholeSequences(mesh, sp, cp_method, counter)
             _place(block, block.mlp, mesh, sp, counter)
 
 

@@ -71,7 +71,9 @@ class _UnderWay:
     waits: list[Callable[[], Tensor]]
 
     def wait(self) -> tuple[Tensor, ...]:
-        return tuple(wait() for wait in self.waits)
+        """What has arrived. The waits are let go: they hold what was sent and what arrived."""
+        waits, self.waits = self.waits, []
+        return tuple(wait() for wait in waits)
 
 
 class _Started(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.comm.collectives import CommCounter, all_to_all
 from trainer.model.experts import Experts, Meanwhile, nothing
-from trainer.model.permutation import counted
+from trainer.model.permutation import Places, copied, counted, inverse, permuted, summed
 from trainer.model.router import Routing
 
 from .dispatch import AXIS, ExpertDispatch, all_to_all_move
@@ -43,26 +43,24 @@ class HierarchicalDispatch:
         )
         weights = by_copies(routing.weights.flatten()[sent.choice])
         label = by_copies.there(sent.label)()
-        (rows,), other = by_rows.beside(meanwhile, x[sent.token])
-        # A label counts rows from its sender's first one for this domain.
+        (rows,), other = by_rows.beside(meanwhile, copied(x, sent.token, sent.places))
+        # A label counts rows from its sender's first one for this domain, in the order of rows.
         start = (arriving[:, 0].cumsum(0) - arriving[:, 0]).repeat_interleave(arriving[:, 1], output_size=len(label))
         row, expert = label // here + start, label % here
         by_expert = expert.argsort(stable=True)
-        count = counted(expert, here)
-        row = row[by_expert]
-        out, _ = self.inside.exchange(rows[row], weights[by_expert], count, experts, nothing)
-        return _summed(by_rows.reverse(_summed(out, row, len(rows))), sent.token, len(x)), other
-
-
-def _summed(rows: Tensor, into: Tensor, count: int) -> Tensor:
-    """[count, hidden]: the sum of the rows that go `into` each place; in the same order each time, on a GPU too."""
-    return rows.new_zeros(count, *rows.shape[1:]).index_put((into,), rows, accumulate=True)
+        place, count = inverse(by_expert), counted(expert, here)
+        of_row, row = Places.unequal(place, counted(row, len(rows))), row[by_expert]
+        out, _ = self.inside.exchange(
+            copied(rows, row, of_row), permuted(weights, by_expert, place), count, experts, nothing
+        )
+        return summed(by_rows.reverse(summed(out, row, of_row)), sent.token, sent.places), other
 
 
 class _Sent(NamedTuple):
     """What a rank sends: rows and copies, sorted by domain."""
 
     token: Tensor  # int64 [rows]: each token once for each domain that it goes to
+    places: Places  # where the rows of each token are
     choice: Tensor  # int64 [copies]: which of the n * k choices each copy is
     label: Tensor  # int32 [copies]: number of its row among those to the domain * experts there + expert in the domain
     rows_to: Tensor  # int64 [domains]
@@ -72,9 +70,16 @@ class _Sent(NamedTuple):
     def of(cls, routing: Routing, here: int, domains: int) -> _Sent:
         """`here`: experts of a domain."""
         domain = routing.experts // here  # [n, k]
-        goes = torch.zeros(len(domain), domains, dtype=torch.bool, device=domain.device).scatter_(1, domain, True)
+        if routing.taken is not None:
+            domain = domain.masked_fill(~routing.taken, domains)  # dropped choices go behind the last one
+        goes = torch.zeros(len(domain), domains + 1, dtype=torch.bool, device=domain.device).scatter_(1, domain, True)
         number = goes.cumsum(0) - 1  # of a token's row among those to each domain
         choice = domain.flatten().argsort(stable=True)
+        if routing.taken is not None:
+            choice = choice[: routing.taken.sum()]
         label = number.gather(1, domain) * here + routing.experts % here
-        token = goes.T.nonzero()[:, 1]
-        return cls(token, choice, label.flatten()[choice].int(), goes.sum(0), counted(domain, domains))
+        goes, number = goes[:, :-1], number[:, :-1]
+        rows_to = goes.sum(0)
+        places = Places.unequal((number + rows_to.cumsum(0) - rows_to)[goes], goes.sum(1))
+        copies_to = counted(domain, domains + 1)[:-1]
+        return cls(goes.T.nonzero()[:, 1], places, choice, label.flatten()[choice].int(), rows_to, copies_to)

@@ -23,8 +23,8 @@ from trainer.model.stage import Stage
 from .choices import sum_over_ranks, watch
 
 #: Columns of a layer's row behind the tokens of its experts.
-ENTROPY, TOKENS, LOWEST, HIGHEST = range(4)
-_MORE = 4
+ENTROPY, TOKENS, DROPPED, LOWEST, HIGHEST = range(5)
+_MORE = 5
 
 
 class ExpertMeter:
@@ -45,7 +45,7 @@ class ExpertMeter:
         self._rows.clear()
 
     def totals(self, mesh: Mesh, sp: bool, counter: CommCounter) -> Tensor | None:
-        """float64 [layers of this rank, experts + 4] over all ranks with these layers; None if the step is not sampled.
+        """float64 [layers of this rank, experts + 5] over all ranks with these layers; None if the step is not sampled.
         Collective among them."""
         if not self.on:
             return None
@@ -60,10 +60,10 @@ class ExpertMeter:
         """What `totals` has computed, by the number of the layer in the model."""
         found = {}
         for (layer, mixture), row in zip(sorted(self.mixtures.items()), table, strict=True):
-            tokens, (entropy, count, *bias) = [round(one) for one in row[:-_MORE]], row[-_MORE:]
+            tokens, (entropy, count, dropped, *bias) = [round(one) for one in row[:-_MORE]], row[-_MORE:]
             share = entropy / (max(count, 1.0) * log(len(tokens))) if len(tokens) > 1 else 0.0
             ends = (bias[0], bias[1]) if mixture.router.bias is not None else None
-            found[str(layer)] = ExpertLoad(tokens, share, bias=ends)
+            found[str(layer)] = ExpertLoad(tokens, share, dropped / max(sum(tokens), 1), ends)
         return found
 
     @torch.no_grad()
@@ -75,6 +75,8 @@ class ExpertMeter:
         more = row[-_MORE:]
         more[ENTROPY] += torch.special.entr(routing.scores).sum()
         more[TOKENS] += len(routing.experts)
+        if routing.taken is not None:
+            more[DROPPED] += (~routing.taken).sum()
 
     @staticmethod
     def _empty(mixture: MixtureOfExperts) -> Tensor:

@@ -11,6 +11,7 @@ import re
 import msgspec
 
 from orchestrator.errors import OrchError
+from orchestrator.plan.codec import decoder
 from orchestrator.plan.exits import Exit
 
 _FORBIDDEN = re.compile(
@@ -52,6 +53,9 @@ class _Status(msgspec.Struct):
     reason: str = ""
 
 
+_STATUS = decoder(_Status)
+
+
 class ApiError(OrchError):
     """An OrchError that remembers the HTTP status."""
 
@@ -63,7 +67,7 @@ class ApiError(OrchError):
 def api_error(status: int, body: str) -> ApiError:
     """The error for an answer that is not 2xx."""
     try:
-        found = msgspec.json.decode(body.encode(), type=_Status)
+        found = _STATUS.decode(body.encode())
         text = found.message
     except msgspec.MsgspecError:
         text = body

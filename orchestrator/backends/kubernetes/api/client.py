@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct, field
 
 from orchestrator.errors import OrchError
+from orchestrator.plan.codec import decoder
 from orchestrator.plan.exits import Exit
 
 from .access import Access, Unusable, access
@@ -52,7 +53,22 @@ PATHS: dict[str, str] = {
     "Node": "/api/v1/nodes",
     "AllPods": "/api/v1/pods",
     "AllJobs": "/apis/batch/v1/jobs",
+    "PodGroup scheduling.volcano.sh": "/apis/scheduling.volcano.sh/v1beta1/namespaces/{ns}/podgroups",
+    "PodGroup scheduling.x-k8s.io": "/apis/scheduling.x-k8s.io/v1alpha1/namespaces/{ns}/podgroups",
+    "Workload scheduling.k8s.io": "/apis/scheduling.k8s.io/v1alpha1/namespaces/{ns}/workloads",
+    "TrainRun": "/apis/orch.dev/v1alpha1/namespaces/{ns}/trainruns",
+    "AllTrainRuns": "/apis/orch.dev/v1alpha1/trainruns",
 }
+
+#: Kinds of which several groups have one.
+_OF_GROUP = ("PodGroup", "Workload")
+
+
+def kind_of(body: Mapping[str, Any]) -> str:
+    """The object's key in PATHS."""
+    kind, group = str(body["kind"]), str(body["apiVersion"]).partition("/")[0]
+    return f"{kind} {group}" if kind in _OF_GROUP and group != "kueue.x-k8s.io" else kind
+
 
 T = TypeVar("T")
 Objects = list[dict[str, Any]]
@@ -113,6 +129,12 @@ class Cluster:
     def address(self) -> str:
         return self._access.host
 
+    def within(self, namespace: str) -> Cluster:
+        """The same cluster, over the same connections, in another namespace."""
+        found = Cluster(self._context, namespace)
+        found._found = self._access
+        return found
+
     # ---------------------------------------------------------------------------------- objects
 
     def apply(self, body: Mapping[str, Any], manager: str, force: bool = False, dry_run: bool = False) -> dict:
@@ -121,14 +143,14 @@ class Cluster:
         if dry_run:
             query["dryRun"] = "All"
         raw = msgspec.json.encode(body)
-        path = self._path(body["kind"], body["metadata"]["name"])
+        path = self._path(kind_of(body), body["metadata"]["name"])
         return self._json("PATCH", path, query, raw, "application/apply-patch+yaml")
 
     def create(self, body: Mapping[str, Any]) -> dict | None:
         """None when an object of that name exists."""
         with _answer(409) as answer:
             answer.value = self._json(
-                "POST", self._path(body["kind"]), {}, msgspec.json.encode(body), "application/json"
+                "POST", self._path(kind_of(body)), {}, msgspec.json.encode(body), "application/json"
             )
         return answer.value
 
@@ -136,6 +158,28 @@ class Cluster:
         """Set these fields and leave the others (RFC 7386)."""
         raw, how = msgspec.json.encode(change), "application/merge-patch+json"
         return self._json("PATCH", self._path(kind, name), {"fieldManager": manager}, raw, how)
+
+    def replace(self, body: Mapping[str, Any]) -> dict | None:
+        """The whole object, at the version that its metadata names. None when it has another one by now, or is gone."""
+        with _answer(404, 409) as answer:
+            path = self._path(body["kind"], body["metadata"]["name"])
+            answer.value = self._json("PUT", path, {}, msgspec.json.encode(body), "application/json")
+        return answer.value
+
+    def change(self, kind: str, name: str, change: Mapping[str, Any], part: str = "") -> dict | None:
+        """A merge patch (RFC 7386), of `part` where it is "/status". None when the object is gone, or is another or of
+        another version by now than the patch names."""
+        raw, how = msgspec.json.encode(change), "application/merge-patch+json"
+        with _answer(404, 409) as answer:
+            answer.value = self._json("PATCH", self._path(kind, name) + part, {}, raw, how)
+        return answer.value
+
+    def has(self, group_version: str, plural: str = "") -> bool:
+        """Whether the API server serves it, and in it that kind. OrchError (76) when it does not answer."""
+        with _answer(403, 404) as answer:
+            answer.value = self._json("GET", f"/apis/{group_version}")
+        kinds = {one.get("name") for one in (answer.value or {}).get("resources") or ()}
+        return answer.value is not None and (not plural or plural in kinds)
 
     def patch_status(self, kind: str, name: str, change: Mapping[str, Any]) -> dict:
         """Into the status, conditions by their type."""
@@ -161,12 +205,21 @@ class Cluster:
         query |= {"resourceVersion": "0"} if cached else {"limit": str(_PAGE)}
         found: list[T] = []
         page_of: Any = _Page
+        pages = decoder(page_of[of])
         while True:
-            page = msgspec.json.decode(self._raw("GET", self._path(kind), query), type=page_of[of])
+            page = pages.decode(self._raw("GET", self._path(kind), query))
             found += page.items or ()
             if not page.metadata.more:
                 return found
             query["continue"] = page.metadata.more
+
+    def events(self, kind: str, query: Mapping[str, str], read_s: float) -> Response:
+        """A watch that has begun: a line an event, until the server ends it. To be closed."""
+        return self._send("GET", self._path(kind), {"watch": "1", **query}, read_s=read_s, stream=True)[0]
+
+    def page(self, kind: str, query: Mapping[str, str]) -> bytes:
+        """A page of a list, as it came."""
+        return self._raw("GET", self._path(kind), query)
 
     def delete(self, kind: str, name: str, propagation: str = "Background", grace_s: int | None = None) -> bool:
         """False when there was nothing to delete."""

@@ -22,6 +22,7 @@ from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 from orchestrator.run.request import AgentCommand, LaunchRequest, to_bytes
 
+from .gang import group_object, job_labels, job_notes, join_gang
 from .node_affinity import ChosenNodes, kueue_annotations, kueue_labels
 from .payload import pack_plan, pack_topology
 from .pod import grace_seconds, pod_failure_policy, pod_template
@@ -44,6 +45,10 @@ class Manifest(Struct, frozen=True, kw_only=True):
     chosen: ChosenNodes | None = None
     submission: str = ""  # the same for a repeated submission of one run
     generation: int = 0  # how often it was started again
+    train_run: str = ""  # uid of the TrainRun that owns all of it
+    gated: bool = False  # its controller gives each pod its node
+    environment_secret: str = ""  # more variables, of a Secret
+    sizes: dict[int, Plan] = {}  # of an elastic run: the plan of every size
 
     @property
     def name(self) -> str:
@@ -61,6 +66,8 @@ def render(run: Manifest) -> list[dict[str, Any]]:
         objects.append(_service(run))
     if run.options.network_policy:
         objects.append(_network_policy(run))
+    if group := group_object(run.options, run.name, together(run), _metadata(run)):
+        objects.append(group)
     return [*objects, _job_set(run) if run.options.kind == "jobset" else _job(run)]
 
 
@@ -93,8 +100,20 @@ def pod_request(request: LaunchRequest, plan: Plan, options: KubernetesOptions) 
         policy=policy,
         code=structs.replace(request.code, kind="none", root="", holds_orch=False),
         files=[],
-        sizes=[],  # the pods of a Job are of one size; `orch resize` makes another Job
+        # An elastic run needs a folder that its pods share. Without, a Job is of one size, `orch resize` makes another.
+        sizes=elastic_sizes(request, options),
     )
+
+
+def elastic_sizes(request: LaunchRequest, options: KubernetesOptions) -> list[int]:
+    """The sizes between which a run changes while its pods live, largest first; [] where it has one size."""
+    sizes = [size for size in request.sizes if size <= len(request.agents)]
+    return sizes if options.claim and len(sizes) > 1 else []
+
+
+def together(run: Manifest) -> int:
+    """Pods that have to be placed for the run to begin."""
+    return min(elastic_sizes(run.request, run.options) or [len(run.request.agents)])
 
 
 # ------------------------------------------------------------------------------------------ small objects
@@ -110,7 +129,10 @@ def _metadata(run: Manifest, **annotations: str) -> dict[str, Any]:
     notes |= dict(run.options.annotations) | annotations
     if notes:
         found["annotations"] = notes
-    if (owner := run.options.owner) and owner.uid:
+    if run.train_run:
+        whose = {"apiVersion": f"{names.GROUP}/{names.VERSION}", "kind": names.KIND, "name": run.request.run_id}
+        found["ownerReferences"] = [{**whose, "uid": run.train_run, "controller": True}]
+    elif (owner := run.options.owner) and owner.uid:
         found["ownerReferences"] = [{"apiVersion": "v1", "kind": "ConfigMap", "name": owner.name, "uid": owner.uid}]
     return found
 
@@ -133,6 +155,8 @@ def _secret(run: Manifest) -> dict[str, Any]:
 def _config_map(run: Manifest) -> dict[str, Any]:
     request = to_bytes(pod_request(run.request, run.plan, run.options)).decode()
     binary = {"plan.bin": pack_plan(run.plan)}
+    for size in run.sizes if elastic_sizes(run.request, run.options) else ():
+        binary[f"plan.nodes{size}.bin"] = pack_plan(run.sizes[size])
     if run.topology is not None:
         binary["topology.bin"] = pack_topology(run.topology)
     text = {"request.json": request, "config.yaml": run.config.decode()}
@@ -175,21 +199,29 @@ def _service(run: Manifest) -> dict[str, Any]:
 
 
 def _network_policy(run: Manifest) -> dict[str, Any]:
-    """Only the run's own pods reach its pods; metrics may be read from anywhere in the cluster."""
+    """Only the run's own pods reach its pods; metrics may be read from anywhere in the cluster. Outwards, where that is
+    limited, they reach one another, DNS, and what the options name."""
     ours = {"matchLabels": {names.RUN: run.request.run_id}}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": _metadata(run),
-        "spec": {
-            "podSelector": ours,
-            "policyTypes": ["Ingress"],
-            "ingress": [
-                {"from": [{"podSelector": ours}]},
-                {"from": [{"namespaceSelector": {}}], "ports": [{"port": names.METRICS_PORT, "protocol": "TCP"}]},
-            ],
-        },
+    spec: dict[str, Any] = {
+        "podSelector": ours,
+        "policyTypes": ["Ingress"],
+        "ingress": [
+            {"from": [{"podSelector": ours}]},
+            {"from": [{"namespaceSelector": {}}], "ports": [{"port": names.METRICS_PORT, "protocol": "TCP"}]},
+        ],
     }
+    if run.options.egress is not None:
+        spec["policyTypes"].append("Egress")
+        # DNS servers are pods, addresses of their nodes, or of a machine outside: named by their port alone
+        dns = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
+        spec["egress"] = [{"to": [{"podSelector": ours}]}, {"ports": dns}]
+        for one in run.options.egress:
+            rule: dict[str, Any] = {"to": [{"ipBlock": {"cidr": one.cidr}}]}
+            if one.ports:
+                rule["ports"] = [{"port": port, "protocol": "TCP"} for port in one.ports]
+            spec["egress"].append(rule)
+    about = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": _metadata(run)}
+    return {**about, "spec": spec}
 
 
 # ------------------------------------------------------------------------------------------ the job
@@ -208,6 +240,18 @@ def _job_spec(run: Manifest) -> dict[str, Any]:
         run.chosen,
         subdomain=options.kind == "job",
     )
+    ending: dict[str, Any] = {}
+    if elastic_sizes(run.request, run.options):  # pods that never found a node are not waited for
+        ending["successPolicy"] = {"rules": [{"succeededCount": 1}]}
+        agent = next(one for one in template["spec"]["containers"] if one["name"] == names.CONTAINER)
+        source = {"fieldRef": {"fieldPath": f"metadata.annotations['{names.TOGETHER}']"}}
+        agent["env"] = [*agent["env"], {"name": "ORCH_TOGETHER", "valueFrom": source}]
+    if run.environment_secret:
+        agent = next(one for one in template["spec"]["containers"] if one["name"] == names.CONTAINER)
+        agent.setdefault("envFrom", []).append({"secretRef": {"name": run.environment_secret}})
+    join_gang(template, options, run.name)
+    if run.gated:
+        template["spec"]["schedulingGates"] = [{"name": names.GATE}]
     return {
         "completionMode": "Indexed",
         "completions": pods,
@@ -215,6 +259,7 @@ def _job_spec(run: Manifest) -> dict[str, Any]:
         "backoffLimit": options.max_pod_failures,
         "podReplacementPolicy": "Failed",  # never two pods of one index
         "podFailurePolicy": pod_failure_policy(),
+        **ending,
         "template": template,
     }
 
@@ -224,8 +269,9 @@ def _main_metadata(run: Manifest) -> dict[str, Any]:
     notes = {names.PLAN: run.plan.hash, names.SUMMARY: summary}
     if run.chosen:
         notes[names.NODES] = ",".join(run.chosen.nodes)
-    metadata = _metadata(run, **notes)
+    metadata = _metadata(run, **notes, **job_notes(run.options, together(run)))
     metadata["labels"] = metadata["labels"] | {names.GENERATION: str(run.generation)} | kueue_labels(run.options)
+    metadata["labels"] |= job_labels(run.options)
     return metadata
 
 

@@ -30,14 +30,18 @@ def node_names(members: Sequence[Join]) -> list[str]:
     return [pod.node if count[pod.node] == 1 else f"{pod.node}.pod-{pod.index}" for pod in members]
 
 
-def map_ranks(planned: Plan, members: Sequence[Join], topology: Topology | None) -> RankMapping:
+def map_ranks(
+    planned: Plan, members: Sequence[Join], topology: Topology | None, names: Sequence[str] | None = None
+) -> RankMapping:
     """The plan on the nodes of these pods, sealed. The same members give the same plan, to the bit, in every pod.
+
+    `names`: what the plan calls their nodes, None: `node_names`.
 
     OrchError: 65 when the topology contradicts itself, 76 when the pods are too few.
     """
     from orchestrator.planner.elastic.replan import difference, replan  # numpy, which only pods need
 
-    names = node_names(members)
+    names = node_names(members) if names is None else list(names)
     real = replan(planned, with_nodes(planned.cluster, names, pod_topology(topology or FLAT, members, names)))
     return RankMapping(real, names, difference(planned, real))
 

@@ -6,6 +6,7 @@ permission and no open port. A line is `[rank 3] text`, or `@orch {json}`; the a
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -15,17 +16,22 @@ from typing import TextIO
 import msgspec
 from msgspec import structs
 
+from orchestrator.agent.node.connection import read_address
+from orchestrator.errors import OrchError
+from orchestrator.observe.goodput.account import account
+from orchestrator.observe.goodput.run_timeline import run_timeline
 from orchestrator.observe.logs import LogTail
-from orchestrator.observe.timeline import tail_lines
+from orchestrator.observe.timeline import StepFollower, read_events, tail_lines
 from orchestrator.plan.codec import UNREADABLE
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.state import RunState
+from orchestrator.run.state import RunState, read_state
 
 MARK = "@orch "
 _POLL_S = 0.25
 _STATE_S = 10.0  # the state is written again this often, so that the last lines of a long log hold it
 _STEP_S = 2.0
 _EPOCHS = 8
+_ETTR_S, _ETTR_NODES = 30.0, 8  # how often it is worked out, from the records of so many nodes
 
 
 NOTHING = msgspec.Raw(b"null")
@@ -37,6 +43,7 @@ class StatusLine(msgspec.Struct, frozen=True):
     state: msgspec.Raw = NOTHING  # state.json
     node: str = ""  # whose report `step` is
     step: msgspec.Raw = NOTHING  # one line of metrics/<node>.jsonl
+    ettr: float | None = None  # effective training time ratio since the run's first start
 
 
 class StatusLineWriter:
@@ -44,6 +51,7 @@ class StatusLineWriter:
 
     def __init__(self, folder: RunFolder, node: str, ranks: Sequence[int], is_leader: bool, out: TextIO | None = None):
         self._folder, self._node, self._is_leader, self._out = folder, node, is_leader, out or sys.stdout
+        self._spent = _Spent(folder)
         self._tails = {rank: LogTail(folder.rank_log(rank), last_lines=0) for rank in ranks}
         self._state, self._state_at, self._step, self._step_at = b"", 0.0, b"", 0.0
         self._end = threading.Event()
@@ -64,26 +72,82 @@ class StatusLineWriter:
         lines = [f"[rank {rank}] {line}" for rank, tail in self._tails.items() for line in tail.read(last=last)]
         now = time.monotonic()
         if self._is_leader and (last or now - self._step_at >= _STEP_S):
-            found = tail_lines(self._folder.metrics(self._node), size=1 << 14)
-            if found and found[-1] != self._step:
-                self._step, self._step_at = found[-1], now
-                lines.append(_line(StatusLine(node=self._node, step=msgspec.Raw(found[-1]))))
+            node, step = self._last_step()
+            if step and step != self._step:
+                self._step, self._step_at = step, now
+                lines.append(_line(StatusLine(node=node, step=msgspec.Raw(step))))
         if (
             self._is_leader
             and (state := self._read_state())
             and (state != self._state or now - self._state_at > _STATE_S)
         ):
             self._state, self._state_at = state, now
-            lines.append(_line(StatusLine(state=msgspec.Raw(state))))
+            lines.append(_line(StatusLine(state=msgspec.Raw(state), ettr=self._spent.ettr())))
         if lines:
             self._out.write("\n".join(lines) + "\n")
             self._out.flush()
+
+    def _last_step(self) -> tuple[str, bytes]:
+        """The last step's report, of a node that knows the loss (the last stage's) where its records are seen."""
+        known = [self._node]
+        with contextlib.suppress(OrchError):
+            ranked = {name: max(one.ranks) for name, one in read_state(self._folder).nodes.items() if one.ranks}
+            known = [*sorted(ranked, key=lambda name: -ranked[name])[:1], *known]
+        for node in known:
+            if lines := tail_lines(self._folder.metrics(node), size=1 << 14):
+                return node, next((line for line in reversed(lines) if b'"loss":' in line), lines[-1])
+        return self._node, b""
 
     def _read_state(self) -> bytes:
         try:
             return msgspec.json.encode(compact(msgspec.json.decode(self._folder.state.read_bytes(), type=RunState)))
         except (OSError, *UNREADABLE):
             return b""
+
+
+class ElasticStatusLineWriter(StatusLineWriter):
+    """Of a pod of an elastic run: its ranks change, and it leads while its node has the coordinator."""
+
+    def __init__(self, folder: RunFolder, node: str, out: TextIO | None = None):
+        self.led = False  # at some time
+        super().__init__(folder, node, (), False, out)
+
+    def _pass(self, last: bool) -> None:
+        seen = read_address(self._folder)
+        self._is_leader = seen is not None and seen.node == self._node
+        self.led = self.led or self._is_leader
+        with contextlib.suppress(OrchError):
+            nodes = read_state(self._folder).nodes
+            own = nodes[self._node].ranks if self._node in nodes else []
+            for rank in own:
+                if rank not in self._tails:
+                    self._tails[rank] = LogTail(self._folder.rank_log(rank), last_lines=0)
+            for rank in self._tails.keys() - set(own):
+                del self._tails[rank]
+        super()._pass(last)
+
+
+class _Spent:
+    """The run's effective training time ratio, from what its nodes have recorded; worked out now and then."""
+
+    def __init__(self, folder: RunFolder):
+        self._folder, self._steps = folder, StepFollower(folder)
+        self._at = float("-inf")
+        self._found: float | None = None
+
+    def ettr(self) -> float | None:
+        if time.monotonic() - self._at < _ETTR_S:
+            return self._found
+        self._at = time.monotonic()
+        try:
+            state = read_state(self._folder)
+            nodes = [node for node, one in state.nodes.items() if one.ranks][:_ETTR_NODES] or list(state.nodes)[:1]
+            steps, events = self._steps.read(nodes), read_events(self._folder, nodes)
+            found = account(run_timeline(state, events, steps), time.time()).ettr
+            self._found = None if found is None else round(found, 4)
+        except (OrchError, ValueError, ZeroDivisionError):
+            self._found = None
+        return self._found
 
 
 def compact(state: RunState) -> RunState:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -65,6 +65,7 @@ class Input(Frozen):
     topology: bytes
     key: bytes
     environment: dict[str, str]
+    sizes: dict[int, Plan] = {}  # of an elastic run: the plan of every size
 
 
 class Placement(Frozen):
@@ -150,8 +151,10 @@ def read_input(run: Path) -> Input:
     """OrchError (65, 78) when something of it is missing or damaged."""
     try:
         topology = run / "topology.bin"
+        request = from_bytes((run / "request.json").read_bytes())
         return Input(
-            request=from_bytes((run / "request.json").read_bytes()),
+            request=request,
+            sizes={size: unpack_plan((run / f"plan.nodes{size}.bin").read_bytes()) for size in request.sizes},
             planned=unpack_plan((run / "plan.bin").read_bytes()),
             config=(run / "config.yaml").read_bytes(),
             topology=topology.read_bytes() if topology.exists() else b"",
@@ -178,6 +181,10 @@ def _run_attempt(pod: Pod, given: Input) -> tuple[int, str]:
     _make_folder(folder, given)
     if (before := _is_done(folder)) is not None:
         return int(Exit.DONE), before
+    if given.request.sizes:
+        from .elastic_task import run_elastic
+
+        return run_elastic(folder, pod, given)
     topology = unpack_topology(given.topology) if given.topology else None
     own = Join(pod.index, pod.node, pod.address, pod.name)
     count = len(given.request.agents)
@@ -230,24 +237,32 @@ def _agent(folder: RunFolder, pod: Pod, given: Input, start: Start, mapping: Ran
     first = start.members[0].address
     where = msgspec.json.encode({"host": first, "port": names.CONTROL_PORT})
     write_private(folder.coordinator, where, durable=False)
+    status_lines = StatusLineWriter(folder, node, ranks, is_leader=pod.index == 0)
+    code = run_agent(folder, pod, given, node, status_lines, "here" if pod.index == 0 else "elsewhere")
+    return pod_exit(code), reason_of(folder, pod.index == 0, code)
+
+
+def run_agent(
+    folder: RunFolder, pod: Pod, given: Input, node: str, status_lines: StatusLineWriter, coordinator: str, *more: str
+) -> int:
+    """This pod's agent, from its start to its end, in this process; its exit code."""
     os.environ.update(given.environment)
     os.environ.update(compose_environment(given.request.environment, os.environ))
     os.chdir(folder.path)
     from orchestrator.agent.__main__ import main as agent_main
 
-    status_lines = StatusLineWriter(folder, node, ranks, is_leader=pod.index == 0)
     argv = ["--run-dir", str(folder.path), "--node", node, "--address", pod.address]
     argv += ["--metrics-port", str(names.METRICS_PORT), "--coordinator-port", str(names.CONTROL_PORT)]
-    argv += ["--coordinator", "here" if pod.index == 0 else "elsewhere"]
+    argv += ["--coordinator", coordinator, *more]
     try:
-        code = int(agent_main(argv, key=given.key))
+        return int(agent_main(argv, key=given.key))
     finally:
         status_lines.close()
-    return pod_exit(code), _reason(folder, pod, code)
 
 
-def _reason(folder: RunFolder, pod: Pod, code: int) -> str:
-    if pod.index == 0:
+def reason_of(folder: RunFolder, tells: bool, code: int) -> str:
+    """The pod's last word. `tells`: it knows how the run ended."""
+    if tells:
         with contextlib.suppress(OrchError):
             state = read_state(folder)
             return f"{state.state}: {state.reason or ''}"
@@ -271,10 +286,18 @@ def _write_attempt(folder: RunFolder, given: Input, members: list[Join], mapping
     folder.coordinator.unlink(missing_ok=True)
     _write_plan(folder, given, mapping.plan)
     write_private(folder.config, given.config)
+    write_placement(folder, given, members, node_names(members), mapping)
+    write_state(folder, fresh_state(folder, given, mapping))
+
+
+def write_placement(
+    folder: RunFolder, given: Input, members: Sequence[Join], nodes: Sequence[str], mapping: RankMapping
+) -> None:
+    """kubernetes/placement.json of this attempt. `nodes`: what the plan calls those of the members."""
     found = mapping.difference
     placement = Placement(
         pods=[pod.pod for pod in members],
-        nodes=node_names(members),
+        nodes=list(nodes),
         planned_hash=given.planned.hash,
         plan_hash=mapping.plan.hash,
         summary=found.text,
@@ -284,10 +307,9 @@ def _write_attempt(folder: RunFolder, given: Input, members: list[Join], mapping
     )
     raw = msgspec.json.format(msgspec.json.encode(placement), indent=1) + b"\n"
     write_private(folder.path / "kubernetes" / "placement.json", raw)
-    write_state(folder, _fresh_state(folder, given, mapping))
 
 
-def _fresh_state(folder: RunFolder, given: Input, mapping: RankMapping) -> RunState:
+def fresh_state(folder: RunFolder, given: Input, mapping: RankMapping) -> RunState:
     """Pending again, with the epochs of earlier attempts where the claim has kept them."""
     try:
         before = read_state(folder)

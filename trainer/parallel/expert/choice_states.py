@@ -1,8 +1,8 @@
-"""Balance of experts without a term of the loss: every step moves the biases of the routers' choice towards an equal
-load (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+"""What routers keep of a step's choices: biases that move towards an equal load, without a term of the loss (arXiv
+2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2), and the load that the next step's term balances.
 
-Choices are counted over the whole global batch, wherever its tokens are, so every layout moves the biases alike. One
-sum a step, of a whole number for each expert of this rank's layers; the host waits for nothing.
+Choices are counted over the whole global batch, wherever its tokens are, so every layout keeps the same. One sum a
+step, of a whole number for each expert of this rank's layers; the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.comm.collectives import CommCounter
 from trainer.comm.mesh import Mesh
-from trainer.model.balance import bias_change
+from trainer.model.balance import bias_change, load_of
 from trainer.model.experts import MixtureOfExperts
 from trainer.model.loss import LossTerms
 from trainer.model.permutation import counted
@@ -23,8 +23,8 @@ from trainer.model.stage import Stage
 from .choices import sum_over_ranks, watch
 
 
-class BiasBalance:
-    """The biases of this rank's layers, in model order; nothing where the plan does not move any."""
+class ChoiceStates:
+    """The biases and loads of this rank's layers, in model order; nothing where the plan has none."""
 
     def __init__(self, terms: LossTerms):
         self.terms = terms
@@ -40,7 +40,7 @@ class BiasBalance:
         self._chosen.clear()
 
     def apply(self, finite: Tensor, mesh: Mesh, sp: bool, counter: CommCounter) -> None:
-        """Move the biases by the step's choices, unless the step is skipped (`finite` 0-d bool). Collective among ranks
+        """Change both by the step's choices, unless the step is skipped (`finite` 0-d bool). Collective among ranks
         with the same layers."""
         if not self.mixtures:
             return
@@ -48,9 +48,11 @@ class BiasBalance:
         rows = [self._chosen.get(layer, self._empty(one)) for layer, one in layers]
         chosen = sum_over_ranks(rows, mesh, sp, counter)
         for (_, mixture), counts in zip(layers, chosen, strict=True):
-            bias, speed = mixture.router.bias, mixture.router.moe.bias_update
-            assert bias is not None and speed is not UNSET, "else nobody watches it"
-            bias += bias_change(counts, speed) * finite
+            router, speed = mixture.router, mixture.router.moe.bias_update
+            if router.bias is not None and speed is not UNSET:
+                router.bias += bias_change(counts, speed) * finite
+            if router.load is not None:
+                router.load.copy_(torch.where(finite, load_of(counts), router.load))
 
     def _count(self, layer: int, routing: Routing) -> None:
         row = self._chosen.setdefault(layer, self._empty(self.mixtures[layer]))

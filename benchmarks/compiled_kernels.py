@@ -1,0 +1,202 @@
+"""Kernels and bytes of compiled blocks, as torch's compiler makes them for an H100: no GPU is needed to count.
+
+Runs in a process with fake GPUs (tests/beds/fakegpu), on which compiled code is generated, loaded and launched, and
+computes nothing. Bytes are those of the compiler's own account of each kernel that it generates, every buffer once a
+kernel; matrix products and attention are not among them. `benchmarks.kernels` calls it and prints its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.beds import fakegpu
+from tests.beds.plans import tiny_model
+from tests.trainer.operations import size
+from trainer.comm.collectives import CommCounter
+from trainer.model.block import Block
+from trainer.model.dropout import Dropout, seed_dropout
+from trainer.model.mlp import gated
+from trainer.model.norm import RMSNorm
+from trainer.model.rope import rope_tables, rotate
+from trainer.parallel.vocab import VocabParallelLoss
+
+#: The shapes of Llama 3 8B, one sequence.
+SHAPE = BATCH, LENGTH, HIDDEN = 1, 8192, 4096
+HEADS, KV_HEADS, FFN, VOCAB, DTYPE = 32, 8, 14336, 128256, torch.bfloat16
+DEVICE, WIDE = "cuda", [(BATCH, LENGTH, FFN)] * 2
+Run = Callable[[], Tensor]
+
+
+def measured(titan: str = "") -> dict[str, Any]:
+    """{"blocks": {whose: row}, "parts": {name: row}}; `titan`: a folder with torchtitan."""
+    import torch._inductor.config as config
+
+    config.fx_graph_cache, config.compile_threads = False, 1
+    torch._logging.set_logs(inductor_metrics=True)  # without it the compiler does not count
+    log = torch._logging.getArtifactLogger("torch._inductor.compile_fx", "inductor_metrics")
+    log.handlers.clear()
+    blocks = {"ours": of_ours, "transformers": of_transformers}
+    if titan:
+        blocks["torchtitan"] = lambda: of_torchtitan(titan)
+    found: dict[str, Any] = {"shape": [*SHAPE], "blocks": {name: counted(make()) for name, make in blocks.items()}}
+    found["parts"] = {}
+    for name, (run, forward, backward) in parts().items():
+        row = counted(run, inside=name != "cross-entropy")  # that compiles its passes itself
+        row |= {"forward_over": row["forward_mb"] * 1e6 / forward, "backward_over": row["backward_mb"] * 1e6 / backward}
+        found["parts"][name] = row
+    return found
+
+
+def counted(run: Run, inside: bool = True) -> dict[str, float]:
+    """Kernels that are generated and launched, all that are launched, and MB of the generated ones, each forward and
+    backward."""
+    torch._dynamo.reset()
+    row, account = {}, _Account()
+    with account:
+        compiled = torch.compile(run) if inside else run
+        out = compiled()
+        out.backward(torch.zeros_like(out))  # generates the code
+        for name, begin in (("forward", 0), ("backward", account.graphs[0])):
+            row[f"{name}_mb"] = sum(account.bytes[begin:] if begin else account.bytes[: account.graphs[0]]) / 1e6
+    for name in ("forward", "backward"):
+        with fakegpu.recording() as found:
+            out = compiled() if name == "forward" else out.backward(torch.zeros_like(out))
+        launched = [note.name for note in found.notes if note.kind == "K"]
+        row[f"{name}_all_kernels"] = len(launched)
+        row[f"{name}_kernels"] = sum(kernel.startswith("triton_") for kernel in launched)
+    return row
+
+
+class _Account:
+    """Bytes of the kernels that the compiler generates, while it is entered. `graphs`: how many after each graph."""
+
+    def __init__(self) -> None:
+        self.bytes, self.graphs = list[int](), list[int]()
+
+    def __enter__(self) -> _Account:
+        from torch._inductor.graph import GraphLowering
+        from torch._inductor.scheduler import ExternKernelSchedulerNode
+
+        self.real = real = GraphLowering.count_bytes
+
+        def count_bytes(graph: Any) -> Any:
+            for node in graph.scheduler.nodes:
+                if not isinstance(node, ExternKernelSchedulerNode):
+                    self.bytes.append(node.get_read_write_buffers_sizes())
+            self.graphs.append(len(self.bytes))
+            return real(graph)
+
+        GraphLowering.count_bytes = count_bytes  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from torch._inductor.graph import GraphLowering
+
+        GraphLowering.count_bytes = self.real  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------------------------------------- blocks
+
+
+def model_of() -> Any:
+    return tiny_model(hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HIDDEN // HEADS, ffn_hidden=FFN)
+
+
+def of_ours() -> Run:
+    with torch.device("meta"):
+        block = Block(model_of(), 0)
+    block, x = _ready(block)
+    rope = tuple(table.to(DEVICE) for table in rope_tables(_positions("cpu"), model_of(), DTYPE))
+    return lambda: block(x(), rope=rope)
+
+
+def of_transformers() -> Run:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        **{"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS},
+        intermediate_size=FFN,
+    )
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        block = LlamaDecoderLayer(config, 0)
+    block, x = _ready(block)
+    tables = LlamaRotaryEmbedding(config)(torch.empty(1, dtype=DTYPE), _positions("cpu"))
+    tables, positions = tuple(table.to(DEVICE) for table in tables), _positions(DEVICE)
+
+    def run() -> Tensor:
+        out = block(x(), position_embeddings=tables, position_ids=positions)
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+def of_torchtitan(folder: str) -> Run:
+    import sys
+
+    from benchmarks.kernels import Sdpa
+
+    sys.path.append(folder)
+    from torchtitan.models.llama3 import model_registry
+
+    config = model_registry("8B").model.layers[0]
+    with torch.device("meta"):
+        block = config.build()
+    block, x = _ready(block)
+    block.attention.inner_attention = Sdpa()
+    positions = _positions(DEVICE)
+    return lambda: block(x(), None, positions)
+
+
+def _positions(device: str) -> Tensor:
+    return torch.arange(LENGTH, device=device).expand(BATCH, -1)
+
+
+def _ready(block: nn.Module) -> tuple[Any, Run]:
+    source = torch.zeros(SHAPE, dtype=DTYPE, device=DEVICE, requires_grad=True)
+    return block.to_empty(device=DEVICE).to(DTYPE), lambda: source.view(SHAPE)
+
+
+# ---------------------------------------------------------------------------------------------- parts of ours
+
+
+def parts() -> dict[str, tuple[Run, float, float]]:
+    """Of each part of ours what runs, and the fewest bytes that it can move forward and backward: every input read
+    once and every result written once."""
+    serial = torch.arange(BATCH * LENGTH, device=DEVICE).view(BATCH, LENGTH)
+    cos, sin = (table.to(DEVICE) for table in rope_tables(_positions("cpu"), model_of(), DTYPE))
+    q, gate, up, x, y, logits = (
+        torch.zeros(*shape, dtype=DTYPE, device=DEVICE, requires_grad=True)
+        for shape in ((BATCH, LENGTH, HEADS, HIDDEN // HEADS), *WIDE, SHAPE, SHAPE, (1, 4096, VOCAB))
+    )
+    loss, goals = VocabParallelLoss(0, VOCAB, None, CommCounter(gloo=False), True), serial[:, :4096]
+    norm, holder = RMSNorm(HIDDEN, 1e-5).to(DTYPE).to(DEVICE), nn.Module()
+    holder.drop = drop = Dropout(0.1, HIDDEN)
+    seed_dropout(holder, 1, DEVICE)
+    runs = {
+        "rotary positions of q": lambda: rotate(q, (cos, sin)),
+        "gated activation": lambda: gated(gate, up, "silu"),
+        "RMS norm": lambda: norm(x),
+        "dropout": lambda: drop(x, serial),
+        "cross-entropy": lambda: loss(logits, goals),
+        "dropout and residual": lambda: x + drop(y, serial),
+    }
+    bounds = least(q, up, x, size(cos) + size(sin)) | {"cross-entropy": (size(logits), 2 * size(logits))}
+    return {name: (run, *bounds[name]) for name, run in runs.items()}
+
+
+def least(q: Tensor, up: Tensor, x: Tensor, tables: int) -> dict[str, tuple[int, int]]:
+    """The fewest bytes of parts of a block, forward and backward. `tables`: bytes of cosines and sines."""
+    one, row, mask = size(x), 4 * x.shape[:-1].numel(), x.numel()
+    return {
+        "rotary positions of q": (2 * size(q) + tables, 2 * size(q) + tables),
+        "gated activation": (3 * size(up), 5 * size(up)),
+        "RMS norm": (2 * one + row, 3 * one + row),
+        "dropout": (2 * one + mask, 2 * one + mask),
+        "dropout and residual": (3 * one + mask, 2 * one + mask),
+    }

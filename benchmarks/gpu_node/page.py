@@ -1,0 +1,68 @@
+"""The tables of docs/performance.md about a node of GPUs, from what has been measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+MARKS = "<!-- gpu node -->\n", "<!-- end of gpu node -->"
+SIDES = {"ours": "ours", "loop": "plain loop", "titan": "torchtitan"}
+
+
+def line(row: dict[str, Any]) -> str:
+    """One line for people."""
+    if "failed" in row:
+        return f"failed: {row['failed']}"
+    parts = []
+    for side, name in SIDES.items():
+        if side in row:
+            part = row[side]
+            parts.append(f"{name} failed: {part['failed']}" if "failed" in part else f"{name} {_speed(part)}")
+    return ", ".join(parts)
+
+
+def _speed(part: dict[str, Any]) -> str:
+    return f"{part['step_s']:.3f} s, {part['of_ceiling']:.0%} of the product, {part['peak_gib']:.1f} GiB"
+
+
+def table(record: dict[str, Any]) -> str:
+    """All cases, and what the node itself can do."""
+    node = record["node"]
+    rows = [
+        "| technique | words | step, s | planned | MFU | of the product | peak GiB | planned | exposed, s | beside |"
+    ]
+    rows += ["|---|---|---|---|---|---|---|---|---|---|"]
+    for name, row in record["cases"].items():
+        rows.append(f"| {name} | {' '.join(f'`{word}`' for word in row.get('words', []))} | {_cells(row)} |")
+    what = f"{record['gpus']} x {next((row['gpu'] for row in record['cases'].values() if 'gpu' in row), '?')}"
+    rates = "; ".join(
+        f"{name} {max(sizes.values()) / 1e9:.0f} GB/s at {int(max(sizes, key=lambda size: sizes[size])) >> 20} MiB"
+        for name, sizes in node["nccl"].items()
+    )
+    about = f"{what}: best bf16 product on all at once {node['matmul_flops'] / 1e12:.1f} TFLOP/s; bus rates: {rates}."
+    about += f" Commit {record['conditions']['commit'][:7]}, torch {record['conditions']['torch']}."
+    return "\n".join([*rows, "", about]) + "\n"
+
+
+def _cells(row: dict[str, Any]) -> str:
+    ours = row.get("ours", row)
+    if "failed" in ours:
+        return f"failed: {ours['failed']} | | | | | | | "
+    mfu = f"{ours['mfu']:.1%}" if ours["mfu"] else "-"
+    exposed = ", ".join(f"{axis} {seconds:.3f}" for axis, seconds in row["exposed_s"].items() if seconds > 5e-4)
+    beside = ", ".join(
+        f"{name} {'failed' if 'failed' in row[side] else format(ours['step_s'] / row[side]['step_s'], '.2f')}"
+        for side, name in SIDES.items()
+        if side != "ours" and side in row
+    )
+    memory = f"{ours['peak_gib']:.1f} | {row['planned_gib']:.1f}"
+    speed = f"{ours['step_s']:.3f} | {row['planned_s']:.3f} | {mfu} | {ours['of_ceiling']:.1%}"
+    return f"{speed} | {memory} | {exposed or '-'} | {beside or '-'}"
+
+
+def write(record: dict[str, Any], page: Path) -> None:
+    """Put the table in its place on the page."""
+    head, _, rest = page.read_text().partition(MARKS[0])
+    tail = rest.partition(MARKS[1])[2]
+    page.write_text(f"{head}{MARKS[0]}{table(record)}{MARKS[1]}{tail}")

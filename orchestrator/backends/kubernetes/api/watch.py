@@ -1,0 +1,180 @@
+"""Objects of one kind as the API server has them now: listed once, then watched. What changes is told by its key.
+
+A list with its version, then a watch from that version on; where the watch ends it goes on from the last event or
+bookmark, and where that version is forgotten (410) everything is listed again. So no change is missed, and a reader
+never waits. Source: https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct, field
+
+from orchestrator.errors import OrchError
+from orchestrator.plan.codec import decoder
+
+from .client import Cluster
+
+_WATCH_S = 300
+_PAGE = "2000"
+_PAUSE_S = (0.2, 1.0, 3.0, 10.0)
+
+log = logging.getLogger("orch.watch")
+
+
+class _Object(Protocol):
+    @property
+    def metadata(self) -> Any: ...
+
+
+T = TypeVar("T", bound=_Object)
+
+
+class _ListMeta(Struct):
+    version: str = field(default="", name="resourceVersion")
+    more: str = field(default="", name="continue")
+
+
+class _Page(Struct, Generic[T]):
+    items: list[T] | None = None
+    metadata: _ListMeta = field(default_factory=_ListMeta)
+
+
+class _Event(Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class _Version(Struct):
+    version: str = field(default="", name="resourceVersion")
+
+
+class _Bare(Struct):
+    metadata: _Version = field(default_factory=_Version)
+
+
+class _Expired(Exception):
+    """The version to go on from is forgotten."""
+
+
+class Watch(Generic[T]):
+    """`of`: a struct with `metadata`, decoded from each object. `changed(key, before, after)` is called in the watching
+    thread for each change; None: not there."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        kind: str,
+        of: type[T],
+        changed: Callable[[str, T | None, T | None], None],
+        labels: str = "",
+    ):
+        self._cluster, self._kind, self._changed = cluster, kind, changed
+        page_of: Any = _Page
+        self._pages, self._one, self._event = decoder(page_of[of]), decoder(of), decoder(_Event)
+        self._bare = decoder(_Bare)
+        self._query = {"labelSelector": labels} if labels else {}
+        self._found: dict[str, T] = {}
+        self._lock = threading.Lock()
+        self._ready, self._end = threading.Event(), threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name=f"watch-{self._kind}", daemon=True).start()
+
+    def stop(self) -> None:
+        """Nothing is told any more. Its thread, which waits for the server, ends with the watch or the process."""
+        self._end.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether everything has been listed by then."""
+        return self._ready.wait(seconds)
+
+    def get(self, key: str) -> T | None:
+        """By `namespace/name`, or the name where there are no namespaces."""
+        with self._lock:
+            return self._found.get(key)
+
+    def all(self) -> list[T]:
+        with self._lock:
+            return list(self._found.values())
+
+    # ---------------------------------------------------------------------------------- the watching thread
+
+    def _run(self) -> None:
+        version, tries = "", 0
+        while not self._end.is_set():
+            try:
+                if not version:
+                    version = self._list()
+                    self._ready.set()
+                for version in self._events(version):  # noqa: B007, B020 - what it goes on from
+                    tries = 0
+            except _Expired:
+                version = ""
+            except (OrchError, msgspec.MsgspecError) as error:
+                if not self._end.is_set():
+                    log.warning("%s: %s", self._kind, error)
+                if getattr(error, "status", None) == 410:
+                    version = ""
+                self._end.wait(_PAUSE_S[min(tries, len(_PAUSE_S) - 1)] * random.uniform(0.8, 1.2))
+                tries += 1
+
+    def _list(self) -> str:
+        """Replaces what is known; its version."""
+        found: dict[str, T] = {}
+        query: dict[str, str] = {**self._query, "limit": _PAGE}
+        while True:
+            page = self._pages.decode(self._cluster.page(self._kind, query))
+            found |= {_key(one): one for one in page.items or ()}
+            if not page.metadata.more:
+                break
+            query["continue"] = page.metadata.more
+        with self._lock:
+            before, self._found = self._found, found
+        for key in before.keys() | found.keys():
+            old, new = before.get(key), found.get(key)
+            if old is None or new is None or old.metadata.resource_version != new.metadata.resource_version:
+                self._changed(key, old, new)
+        return page.metadata.version
+
+    def _events(self, version: str) -> Iterator[str]:
+        """The version after each event, until the server ends the watch."""
+        query: Mapping[str, str] = {
+            **self._query,
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(_WATCH_S),
+        }
+        response = self._cluster.events(self._kind, query, _WATCH_S + 30.0)
+        rest = b""
+        with contextlib.closing(response):
+            for chunk in response.chunks():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines if not self._end.is_set() else ():
+                    yield self._take(self._event.decode(line))
+
+    def _take(self, event: _Event) -> str:
+        if event.type == "ERROR":
+            raise _Expired
+        if event.type == "BOOKMARK":
+            return self._bare.decode(event.object).metadata.version
+        new: T = self._one.decode(event.object)
+        key = _key(new)
+        with self._lock:
+            old = self._found.pop(key, None)
+            if event.type != "DELETED":
+                self._found[key] = new
+        self._changed(key, old, None if event.type == "DELETED" else new)
+        return str(new.metadata.resource_version)
+
+
+def _key(one: _Object) -> str:
+    about = one.metadata
+    return f"{about.namespace}/{about.name}" if about.namespace else str(about.name)

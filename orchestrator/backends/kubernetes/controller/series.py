@@ -1,0 +1,103 @@
+"""The controller's own metrics: of every run what outlives its pods, and how quickly it is looked after.
+
+Counters are in the TrainRun's status, so they survive restarts of the run and of the controller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from orchestrator.backends.kubernetes.phases import seconds_of
+from orchestrator.backends.kubernetes.train_run import TrainRun
+from orchestrator.run.state import Phase
+
+from .ledger import Ledger
+
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0)
+_LABELS = ["namespace", "job"]
+
+
+class Series(Collector):
+    """Served from the moment it is made, by replicas that wait, too. `port` 0: nowhere."""
+
+    def __init__(self, port: int):
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._runs: Callable[[], list[TrainRun]] | None = None
+        self._ledger: Ledger | None = None
+        self._waited = self._times("orch_reconcile_wait_seconds", "From a change until it is looked at.")
+        self._took = self._times("orch_reconcile_seconds", "One look at one run, its requests included.")
+        self._decided = self._times("orch_decide_seconds", "One decision about who gets which nodes.")
+        self.registry.register(self)
+        if port:
+            start_http_server(port, registry=self.registry)
+
+    def _times(self, name: str, about: str) -> Histogram:
+        return Histogram(name, about, registry=self.registry, buckets=_BUCKETS)
+
+    def publish(self, runs: Callable[[], list[TrainRun]], ledger: Ledger) -> None:
+        """From now on this replica leads."""
+        self._runs, self._ledger = runs, ledger
+
+    def reconciled(self, waited_s: float, took_s: float) -> None:
+        self._waited.observe(max(0.0, waited_s))
+        self._took.observe(took_s)
+
+    def decided(self, took_s: float) -> None:
+        self._decided.observe(took_s)
+
+    def collect(self) -> Iterator[Metric]:
+        leads = GaugeMetricFamily("orch_controller_leads", "1 of the replica that leads.")
+        leads.add_metric([], 1.0 if self._runs else 0.0)
+        yield leads
+        if self._runs is None or self._ledger is None:
+            return
+        found = {name: family(name, text, labels=[*_LABELS, *more]) for name, (family, text, more) in _FAMILIES.items()}
+        now = time.time()
+        for run in self._runs():
+            labels = [run.metadata.namespace, run.metadata.name]
+            for name, value in _values(run, now).items():
+                found[name].add_metric(labels, value)
+            for phase in get_args(Phase):
+                found["orch_run_state"].add_metric([*labels, phase], float(run.status.state == phase))
+        yield from found.values()
+        held = GaugeMetricFamily("orch_held_nodes", "Nodes that runs hold.")
+        held.add_metric([], float(len({node for one in self._ledger.book.allocations.values() for node in one.held})))
+        yield held
+
+
+_FAMILIES: dict[str, tuple[Any, str, list[str]]] = {
+    "orch_run_state": (GaugeMetricFamily, "1 of the state that the run is in.", ["state"]),
+    "orch_run_restarts": (CounterMetricFamily, "Restarts of all workers since the run's first start.", []),
+    "orch_run_starts": (CounterMetricFamily, "Jobs that were made for the run.", []),
+    "orch_run_lost_pods": (CounterMetricFamily, "Pods that came back since the run's first start.", []),
+    "orch_run_step": (GaugeMetricFamily, "Last completed step.", []),
+    "orch_run_loss": (GaugeMetricFamily, "Loss of the last step.", []),
+    "orch_run_ettr_ratio": (GaugeMetricFamily, "Effective training time ratio since the run's first start.", []),
+    "orch_run_last_step_timestamp_seconds": (GaugeMetricFamily, "When the last step completed.", []),
+    "orch_run_wanted_nodes": (GaugeMetricFamily, "Nodes of the plan in force.", []),
+    "orch_run_running_nodes": (GaugeMetricFamily, "Pods of the run that run.", []),
+    "orch_run_age_seconds": (GaugeMetricFamily, "Since it was asked for.", []),
+}
+
+
+def _values(run: TrainRun, now: float) -> dict[str, float]:
+    status = run.status
+    found = {
+        "orch_run_restarts": status.restarts,
+        "orch_run_starts": status.generation + 1,
+        "orch_run_lost_pods": status.lost_pods,
+        "orch_run_step": status.step,
+        "orch_run_loss": status.loss,
+        "orch_run_ettr_ratio": status.ettr,
+        "orch_run_last_step_timestamp_seconds": seconds_of(status.last_step_at),
+        "orch_run_wanted_nodes": status.wanted_nodes,
+        "orch_run_running_nodes": status.running_nodes,
+        "orch_run_age_seconds": now - (seconds_of(run.metadata.creation_timestamp) or now),
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}

@@ -1,0 +1,243 @@
+"""`orch` as a client of the controller: a submission is one object, and what is asked of a run is a change of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import structs
+
+from orchestrator.errors import OrchError
+from orchestrator.plan import Plan
+from orchestrator.plan.codec import UNREADABLE
+from orchestrator.plan.exits import Exit
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import LaunchRequest, SubmissionBundle
+from orchestrator.run.state import RunState, finish, prepare_resume, read_state, write_state
+from orchestrator.run.variables import passed_names
+
+from .api.client import Cluster
+from .names import KIND, SUBMISSION, object_name, standard_labels
+from .options import KubernetesOptions, read_options
+from .record import KubernetesRecord
+from .submission import OF_THIS_MACHINE
+from .train_run import API_VERSION, Spec, TrainRun, body_of, planned
+
+if TYPE_CHECKING:
+    from .observer import RunObserver
+
+_ASK_S = 20.0  # a submission whose answer was lost is asked for this long
+
+
+def is_there(cluster: Cluster, options: KubernetesOptions) -> bool:
+    """Whether the cluster has a controller to submit to. OrchError: 65 where one is required, 76 without an answer."""
+    if options.controller == "never" or options.kind == "jobset":
+        return False
+    there = cluster.has(API_VERSION)
+    if not there and options.controller == "always":
+        text = "backend.options.controller=always: the cluster does not know TrainRuns; install charts/orch-controller"
+        raise OrchError(text, Exit.CONFIG)
+    return there
+
+
+def submit(
+    cluster: Cluster, bundle: SubmissionBundle, plans: Sequence[Plan], environ: Mapping[str, str]
+) -> KubernetesRecord:
+    """Create the TrainRun, all at once; where variables are passed on that others should not read, as a draft, which
+    becomes a run when they are there.
+
+    OrchError: 65 when one of that name is somebody else's, 76 when it is not known whether it was made.
+    """
+    request = bundle.request
+    options = read_options(request.backend_options)
+    submission = os.urandom(8).hex()
+    body, secret = _bodies(bundle, plans, environ, cluster.namespace, submission)
+    made = _create(cluster, body, submission)
+    if secret:
+        owner = {"apiVersion": API_VERSION, "kind": KIND, "name": request.run_id, "uid": made["metadata"]["uid"]}
+        secret["metadata"]["ownerReferences"] = [owner]
+        cluster.create(secret)
+        cluster.change("TrainRun", request.run_id, {"spec": {"draft": None}})
+    return record(request, options, cluster.namespace, submission)
+
+
+def document(bundle: SubmissionBundle, plans: Sequence[Plan], namespace: str) -> dict[str, Any]:
+    """The TrainRun of a bundle, for a repository: without the variables of this shell."""
+    return _bodies(bundle, plans, {}, namespace, "")[0]
+
+
+def record(
+    request: LaunchRequest, options: KubernetesOptions, namespace: str, submission: str = ""
+) -> KubernetesRecord:
+    return KubernetesRecord(
+        context=options.context,
+        namespace=namespace,
+        kind="Job",
+        name=object_name(request.run_id, len(request.agents), options.kind),
+        submission=submission,
+        submitted_at=time.time(),
+        sent=True,
+        train_run=request.run_id,
+    )
+
+
+def _bodies(
+    bundle: SubmissionBundle, plans: Sequence[Plan], environ: Mapping[str, str], namespace: str, submission: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    request = bundle.request
+    given = {n: environ[n] for n in request.environment.names if n in environ and n not in OF_THIS_MACHINE}
+    plain = {name: given[name] for name in passed_names(given)}
+    hidden = {name: value for name, value in given.items() if name not in plain}
+    name = f"{request.run_id}-env"
+    spec = Spec(planned=planned(bundle, plans), environment=plain)
+    if hidden:
+        spec = structs.replace(spec, environment_secret=name, draft=True)
+    notes = {SUBMISSION: submission} if submission else {}
+    body = body_of(request.run_id, namespace, spec, notes, standard_labels(request.run_id))
+    if not namespace:
+        del body["metadata"]["namespace"]
+    if not hidden:
+        return body, {}
+    about = {"name": name, "namespace": namespace, "labels": standard_labels(request.run_id)}
+    return body, {"apiVersion": "v1", "kind": "Secret", "metadata": about, "type": "Opaque", "stringData": hidden}
+
+
+def _create(cluster: Cluster, body: dict[str, Any], submission: str) -> dict[str, Any]:
+    name, end = body["metadata"]["name"], time.monotonic() + _ASK_S
+    while True:
+        try:
+            made = cluster.create(body)
+        except OrchError as error:
+            if getattr(error, "status", None) is not None or time.monotonic() > end:
+                raise
+            made = None  # the answer was lost, perhaps on its way back
+        found = made or cluster.get("TrainRun", name)
+        if found is not None:
+            if (found["metadata"].get("annotations") or {}).get(SUBMISSION) == submission:
+                return found
+            text = f"TrainRun {name} exists already in namespace {cluster.namespace}"
+            raise OrchError(text, Exit.CONFIG)
+        time.sleep(0.5)
+
+
+# ------------------------------------------------------------------------------------------ what is asked of a run
+
+
+def read(cluster: Cluster, name: str) -> TrainRun | None:
+    """OrchError (65) for one of another version."""
+    body = cluster.get("TrainRun", name)
+    if body is None:
+        return None
+    try:
+        return msgspec.convert(body, TrainRun)
+    except UNREADABLE as error:
+        raise OrchError(f"TrainRun {name} is of another version: {error}", Exit.CONFIG) from None
+
+
+def read_all(cluster: Cluster) -> list[TrainRun]:
+    """Of every namespace, if that may be read, else of our own."""
+    for kind in ("AllTrainRuns", "TrainRun"):
+        try:
+            return list(cluster.read(kind, TrainRun))
+        except OrchError as error:
+            if getattr(error, "status", None) != 403 or kind == "TrainRun":
+                raise
+    return []
+
+
+def state_of(run: TrainRun | None, known: RunState) -> RunState:
+    """The run's state as its controller says. `known`: what was known of it here."""
+    if run is None:
+        if known.is_final:
+            return known
+        return finish(known, "stopped", Exit.RESTART, "its TrainRun was deleted", at=time.time())
+    status, state = run.status, known
+    if status.run:
+        try:
+            state = msgspec.convert(status.run, RunState)
+        except UNREADABLE:
+            state = known
+    state = structs.replace(state, created_at=known.created_at, summary={**known.summary, **state.summary})
+    if not status.observed_generation:
+        return structs.replace(state, reason="no controller has taken it up yet")
+    phase = status.state
+    if run.spec.stopped and not status.over:
+        phase = "stopping"
+    reason = status.reason or state.reason
+    if status.attempt != run.spec.attempt:
+        phase, reason = "pending", "asked to go on"
+    code = status.exit_code if phase == status.state else None
+    ended = state.ended_at if phase in ("done", "failed", "cancelled", "stopped") else None
+    return structs.replace(state, state=phase, reason=reason, exit_code=code, ended_at=ended)
+
+
+def change(cluster: Cluster, name: str, **spec: Any) -> None:
+    """OrchError (64) when the run is gone."""
+    if cluster.change("TrainRun", name, {"spec": spec}) is None:
+        raise OrchError(f"TrainRun {name} is gone from namespace {cluster.namespace}", Exit.USAGE)
+
+
+class ControlledRuns:
+    """What is asked of runs that a controller looks after. `cluster(record)`; `observer()`: of now."""
+
+    def __init__(self, cluster: Callable[[KubernetesRecord], Cluster], observer: Callable[[], RunObserver]):
+        self._cluster, self._observer = cluster, observer
+
+    def resume(
+        self, folder: RunFolder, request: LaunchRequest, record: KubernetesRecord | None, environ: Mapping[str, str]
+    ) -> None:
+        assert record is not None
+        self._again(record)
+        prepare_resume(folder)
+
+    def resize(
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        record: KubernetesRecord | None,
+        nodes: int,
+        environ: Mapping[str, str],
+    ) -> None:
+        """At that size, a living run after it has saved."""
+        assert record is not None
+        self._again(record, nodes)
+
+    def cancel(self, folder: RunFolder, record: KubernetesRecord, force: bool) -> None:
+        """OrchError (64) when it is not running."""
+        cluster, run = self._cluster(record), self._read(record)
+        if run is None or run.is_over:
+            raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
+        change(cluster, record.train_run, stopped=True, force=force or None)
+
+    def is_alive(self, folder: RunFolder, record: KubernetesRecord) -> bool:
+        """Until it is over and its pods have left."""
+        run = self._read(record)
+        return run is not None and (not run.is_over or run.status.running_nodes > 0)
+
+    def state(self, folder: RunFolder, record: KubernetesRecord) -> RunState:
+        """As the controller says it, which keeps what the coordinator last wrote; pods' logs say more, to who may read
+        them. OrchError where no cluster answers."""
+        from .observer import save_last_report
+
+        run = self._read(record)
+        if run is not None and not run.is_over:
+            with contextlib.suppress(OrchError):
+                save_last_report(folder, self._observer().last_report(record, folder.run_id))
+        state = state_of(run, read_state(folder))
+        write_state(folder, state)
+        return state
+
+    def _read(self, record: KubernetesRecord) -> TrainRun | None:
+        return read(self._cluster(record), record.train_run)
+
+    def _again(self, record: KubernetesRecord, nodes: int | None = None) -> None:
+        """A run that has ended starts once more. OrchError (64) when it is gone."""
+        run = self._read(record)
+        more: dict[str, Any] = {"nodes": nodes} if nodes is not None else {}
+        if run is not None and (run.status.over or run.spec.stopped):
+            more |= {"attempt": run.status.attempt + 1, "stopped": None, "force": None}
+        change(self._cluster(record), record.train_run, **more)

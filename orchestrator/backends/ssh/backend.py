@@ -1,0 +1,170 @@
+"""The backend of runs on another host. Their folder here is a mirror of what matters of the one there; everything that
+reads runs reads it as any other's."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from orchestrator.backends.base import Backend, Elsewhere, LogMirroring, Rendering, Resizing, read_record, write_record
+from orchestrator.errors import OrchError
+from orchestrator.plan import Plan
+from orchestrator.plan.document import Frozen
+from orchestrator.plan.exits import Exit
+from orchestrator.run.folder import RunFolder, home_folder, write_private
+from orchestrator.run.registry import runs_folder
+from orchestrator.run.request import LaunchRequest, SubmissionBundle, to_bytes
+from orchestrator.run.state import RunState, read_state, write_state
+
+from . import mirror, wire
+from .session import Session
+
+_FRESH_S = 0.5  # an answer of the host serves so long
+
+
+class SshRecord(Frozen):
+    host: str
+    python: str
+    run_dir: str  # there
+
+
+class _Seen(NamedTuple):
+    at: float
+    alive: bool
+    state: RunState
+
+
+class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
+    """`session`: the one in which the job to submit was prepared."""
+
+    name = "ssh"
+    shares_folders = False
+
+    def __init__(self, session: Session | None = None, prepared: wire.Prepared | None = None) -> None:
+        self._prepared_in, self._prepared = session, prepared
+        self._sessions: dict[tuple[str, str], Session] = {}
+        self._seen: dict[str, _Seen] = {}
+        self._with_logs: set[str] = set()
+
+    # ---------------------------------------------------------------------------------- a job that was prepared there
+
+    def check(self, request: LaunchRequest) -> None:
+        if self._prepared is None:
+            raise OrchError("the backend ssh is not chosen by its name: backend.options.ssh=HOST", Exit.USAGE)
+        if self._prepared.refusal:
+            raise OrchError(self._prepared.refusal, Exit.CAPACITY)
+
+    def script(self, request: LaunchRequest, plan: Plan) -> str:
+        return self._prepared.script if self._prepared else ""
+
+    def render(self, bundle: SubmissionBundle) -> str:
+        raise OrchError("a script is rendered on the host itself: log in and use orch render there", Exit.USAGE)
+
+    def folder_of(self, request: LaunchRequest, home: Path) -> RunFolder:
+        return RunFolder(runs_folder(home) / request.run_id)
+
+    def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
+        self.check(bundle.request)
+        assert self._prepared_in is not None
+        session = self._prepared_in
+        folder = self.folder_of(bundle.request, home_folder(environ))
+        if folder.path.exists():
+            raise OrchError(f"run {folder.run_id} exists already in {folder.path.parent}", Exit.CONFIG)
+        session.ask(wire.Send())
+        folder.create()
+        write_private(folder.request, to_bytes(bundle.request), durable=False)
+        write_record(
+            folder, SshRecord(host=session.host, python=session.python, run_dir=bundle.request.run_dir), durable=True
+        )
+        self._sessions[session.host, session.python] = session
+        self._look(folder)
+        return f"{self.name}://{folder.run_id}"
+
+    # ---------------------------------------------------------------------------------- runs
+
+    def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
+        return self._start_again(folder, wire.Resume(run=folder.run_id))
+
+    def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
+        return self._start_again(folder, wire.Resize(run=folder.run_id, nodes=nodes))
+
+    def cancel(self, folder: RunFolder, force: bool) -> None:
+        self._ask(folder, wire.Cancel(run=folder.run_id, force=force))
+        self._seen.pop(folder.run_id, None)
+
+    def remove_there(self, folder: RunFolder) -> None:
+        self._ask(folder, wire.Remove(run=folder.run_id))
+
+    def allow_there(self, folder: RunFolder, pins: Sequence[str]) -> None:
+        self._ask(folder, wire.Allow(run=folder.run_id, pins=list(pins)))
+
+    def is_alive(self, folder: RunFolder) -> bool:
+        return self._look(folder).alive
+
+    def state(self, folder: RunFolder) -> RunState:
+        """As the host has it; as it was last seen where the host does not answer, which the reason says."""
+        try:
+            return self._look(folder).state
+        except OrchError as error:
+            if error.exit != Exit.CAPACITY:
+                raise
+            state = read_state(folder)
+            if state.is_final:
+                return state
+            ago = time.strftime("%H:%M:%S", time.localtime(state.updated_at))
+            return replace(state, reason=f"as of {ago}: {error.message}")
+
+    @contextlib.contextmanager
+    def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:
+        """With each look while the context is open, and once at its beginning."""
+        self._with_logs.add(folder.run_id)
+        self._seen.pop(folder.run_id, None)
+        try:
+            self._look(folder)
+            yield
+        finally:
+            self._with_logs.discard(folder.run_id)
+
+    # ---------------------------------------------------------------------------------- parts
+
+    def _start_again(self, folder: RunFolder, question: wire.Question) -> str:
+        self._ask(folder, question)
+        self._seen.pop(folder.run_id, None)
+        self._look(folder)
+        return f"{self.name}://{folder.run_id}"
+
+    def _look(self, folder: RunFolder) -> _Seen:
+        seen = self._seen.get(folder.run_id)
+        if seen and time.monotonic() - seen.at < _FRESH_S:
+            return seen
+        logs = folder.run_id in self._with_logs
+        while True:
+            look = wire.Look(run=folder.run_id, known=mirror.known(folder), logs=logs)
+            answer, payload = self._ask(folder, look)
+            assert isinstance(answer, wire.Looked)
+            mirror.write_parts(folder, answer.parts, payload)
+            if not answer.more:
+                break
+        state = replace(answer.state, backend=self.name)
+        write_state(folder, state)
+        seen = self._seen[folder.run_id] = _Seen(time.monotonic(), answer.alive, state)
+        return seen
+
+    def _ask(self, folder: RunFolder, question: wire.Question) -> tuple[wire.Answer, bytes]:
+        record = read_record(folder, SshRecord)
+        if record is None:
+            raise OrchError(f"run {folder.run_id} was not sent: there is no {folder.backend.name}", Exit.CONFIG)
+        key = record.host, record.python
+        if key not in self._sessions:
+            self._sessions[key] = Session(*key)
+        return self._sessions[key].ask(question)
+
+
+def request_of(prepared: wire.Prepared) -> LaunchRequest:
+    return msgspec.json.decode(prepared.request, type=LaunchRequest)

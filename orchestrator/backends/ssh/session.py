@@ -1,0 +1,102 @@
+"""A connection to the orch of another host: one process of the system's ssh for as long as this command runs."""
+
+from __future__ import annotations
+
+import atexit
+import re
+import subprocess
+from contextlib import suppress
+
+from orchestrator import __version__
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+from orchestrator.start import BY_NAME
+
+from . import wire
+
+#: A host as ssh takes it; its user, port and keys are for ~/.ssh/config, or `user@host`.
+HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]{0,254}")
+#: The interpreter there that has orch, from the home folder on: no word needs quoting for a shell.
+PYTHON = re.compile(r"(~/)?[A-Za-z0-9_./+-]{1,400}")
+_NOISE = 1 << 20  # bytes that a login shell may print before orch answers
+_KEPT_ALIVE = ("-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+
+
+class Session:
+    """`ask` starts it where it is not there. OrchError (65) for a host or interpreter that is no such name."""
+
+    def __init__(self, host: str, python: str):
+        if not HOST.fullmatch(host):
+            raise OrchError(f"backend.options.ssh={host!r} is no host as ssh takes it", Exit.CONFIG)
+        if not PYTHON.fullmatch(python) or ".." in python.split("/"):
+            raise OrchError(f"backend.options.ssh_python={python!r} is no path of an interpreter", Exit.CONFIG)
+        self.host, self.python = host, python
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, question: wire.Question, payload: bytes = b"") -> tuple[wire.Answer, bytes]:
+        """The answer with its payload. OrchError: what the other side refuses, with its exit code; 76 when the host
+        does not answer or the connection is lost."""
+        process = self._process or self._start()
+        assert process.stdin and process.stdout
+        try:
+            wire.write(process.stdin, question, payload)  # type: ignore[arg-type]
+            found = wire.read_answer(process.stdout)  # type: ignore[arg-type]
+        except (OSError, ValueError) as error:
+            self.close()
+            raise OrchError(f"ssh {self.host}: {error}", Exit.CAPACITY) from None
+        if found is None:
+            raise OrchError(f"ssh {self.host}: the connection was lost ({self._ended()})", Exit.CAPACITY)
+        if isinstance(found[0], wire.Refused):
+            codes = {int(code): code for code in Exit}
+            raise OrchError(f"{self.host}: {found[0].message}", codes.get(found[0].exit, Exit.INTERNAL))
+        return found
+
+    def close(self) -> None:
+        """The other side ends with its standard input."""
+        if (process := self._process) is None:
+            return
+        self._process = None
+        for stream in (process.stdin, process.stdout):
+            with suppress(OSError):
+                stream and stream.close()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # A login shell, because PATH and modules of a site are set there. Nothing of a user's is in this line.
+        line = f"exec sh -lc 'exec {self.python} -P {' '.join(BY_NAME)} {wire.MODULE}'"
+        argv = ["ssh", "-T", *_KEPT_ALIVE, "--", self.host, line]
+        try:
+            self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            raise OrchError(f"ssh cannot be started: {error.strerror}", Exit.CAPACITY) from None
+        atexit.register(self.close)
+        assert self._process.stdout
+        read = 0
+        while line_read := self._process.stdout.readline():
+            read += len(line_read)
+            if line_read.startswith(wire.GREETING):
+                return self._greeted(line_read, self._process)
+            if read > _NOISE:
+                break
+        code = self._ended()
+        if code.endswith(" 255"):  # ssh's own, which has said why
+            raise OrchError(f"ssh {self.host} found no way there ({code})", Exit.CAPACITY)
+        how = "install it there (pip install orch-train), or say where: backend.options.ssh_python=PATH"
+        raise OrchError(f"{self.host} has no orch under {self.python} ({code}): {how}", Exit.CAPACITY)
+
+    def _greeted(self, line: bytes, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+        said = line.removeprefix(wire.GREETING).decode(errors="replace").split()
+        if said[:1] == [str(wire.VERSION)]:
+            return process
+        self.close()
+        theirs = said[1] if len(said) > 1 else "another version"
+        raise OrchError(f"{self.host} has orch {theirs}, this is {__version__}: install the same there", Exit.CAPACITY)
+
+    def _ended(self) -> str:
+        process = self._process
+        self.close()
+        return f"exit code {process.returncode}" if process else "it was closed"

@@ -1,0 +1,147 @@
+"""What this machine and the orch of another host say to each other, over the standard streams of ssh.
+
+A message is a JSON object, then as many bytes as its `payload` says. This side asks, the other answers each question.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import BinaryIO
+
+import msgspec
+
+from orchestrator.plan.document import Frozen
+from orchestrator.run.request import Code
+from orchestrator.run.state import RunState
+
+VERSION = 1
+#: The line that the other side begins with: what a login shell prints comes before it.
+GREETING = b"@orch-remote "
+#: Started there by name: nobody knows where it is installed.
+MODULE = "orchestrator.remote"
+
+_LENGTH = struct.Struct(">QQ")
+_MOST_JSON = 64 << 20
+
+
+class Prepare(Frozen, tag=True, kw_only=True):
+    """Plan a job and keep it. Payload: a tar of `code/...` and `conf/...`."""
+
+    words: list[str]
+    command: list[str]
+    env: list[str]
+    program: bool
+    code: Code  # of this machine; the other side has its files from the payload
+    after: list[str] = []
+    run_id: str | None = None
+    dry_run: bool = False
+    conf: bool = False  # the payload has group files of the user's
+
+
+class Send(Frozen, tag=True):
+    """Start the job that was prepared last."""
+
+
+class Look(Frozen, tag=True):
+    run: str
+    known: dict[str, int] = {}  # bytes of the files that only grow, as this machine has them
+    logs: bool = False
+
+
+class Cancel(Frozen, tag=True):
+    run: str
+    force: bool
+
+
+class Allow(Frozen, tag=True):
+    """As `orch resume --allow`, before a Resume."""
+
+    run: str
+    pins: list[str]
+
+
+class Resume(Frozen, tag=True):
+    run: str
+
+
+class Resize(Frozen, tag=True):
+    run: str
+    nodes: int
+
+
+class Remove(Frozen, tag=True):
+    run: str
+
+
+Question = Prepare | Send | Look | Cancel | Allow | Resume | Resize | Remove
+
+
+class Refused(Frozen, tag=True):
+    message: str
+    exit: int
+
+
+class Prepared(Frozen, tag=True):
+    """Payload: plan.json."""
+
+    request: msgspec.Raw
+    said: list[str]
+    script: str = ""  # what its scheduler would be given
+    refusal: str = ""  # why sending it would be refused
+
+
+class Handle(Frozen, tag=True):
+    handle: str
+
+
+class Part(Frozen):
+    """Bytes of a file of a run folder, from an offset on; they lie in the payload, in the order of the parts."""
+
+    path: str
+    offset: int
+    size: int
+
+
+class Looked(Frozen, tag=True):
+    alive: bool
+    state: RunState
+    parts: list[Part]
+    more: bool = False  # there is more than one answer should hold
+
+
+class Done(Frozen, tag=True):
+    pass
+
+
+Answer = Refused | Prepared | Handle | Looked | Done
+
+
+def write(stream: BinaryIO, message: Question | Answer, payload: bytes = b"") -> None:
+    raw = msgspec.json.encode(message)
+    stream.write(_LENGTH.pack(len(raw), len(payload)))
+    stream.write(raw)
+    stream.write(payload)
+    stream.flush()
+
+
+def read_question(stream: BinaryIO) -> tuple[Question, bytes] | None:
+    """None where the other side has gone. ValueError for what is no question."""
+    found = _read(stream)
+    return None if found is None else (msgspec.json.decode(found[0], type=Question), found[1])
+
+
+def read_answer(stream: BinaryIO) -> tuple[Answer, bytes] | None:
+    """None where the other side has gone. ValueError for what is no answer."""
+    found = _read(stream)
+    return None if found is None else (msgspec.json.decode(found[0], type=Answer), found[1])
+
+
+def _read(stream: BinaryIO) -> tuple[bytes, bytes] | None:
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    long, payload = _LENGTH.unpack(head)
+    if long > _MOST_JSON or payload > 1 << 31:
+        raise ValueError(f"a message of {long} and {payload} bytes")
+    raw, rest = stream.read(long), stream.read(payload)
+    return (raw, rest) if len(raw) == long and len(rest) == payload else None

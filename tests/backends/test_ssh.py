@@ -1,0 +1,240 @@
+"""Jobs on another host through a real sshd: what goes there, what comes back, and what is said when it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends.ssh import ship, wire
+from orchestrator.backends.ssh.mirror import parts_of, write_parts
+from orchestrator.backends.ssh.session import Session
+from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import Code
+from tests.beds import sshd
+from tests.beds.bundles import wait_for
+
+from .test_verbs import home, orch
+
+__all__ = ["home"]  # the fixture
+
+PROGRAM = """
+import os, pathlib, sys, time
+import helper
+print("hello from", os.environ["RANK"], helper.NAME, pathlib.Path("notes/a b.txt").read_text(), flush=True)
+pathlib.Path(f"out-{os.environ['RANK']}.txt").write_text(os.environ.get("SITE", "nowhere"))
+for step in range(1, 6):
+    print(f"step {step}", flush=True)
+while "hold" in sys.argv and not pathlib.Path(os.environ["GO"]).exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def site(home, tmp_path, monkeypatch) -> Iterator[sshd.LoginNode]:
+    """A host with a home of its own. This machine's current folder has a program, with what git ignores beside it."""
+    if reason := sshd.install():
+        pytest.skip(f"no sshd: {reason}")
+    go = tmp_path / "go"
+    environ = {"ORCH_HOME": str(tmp_path / "site"), "SITE": "there", "GO": str(go), "OMP_NUM_THREADS": "1"}
+    Path("train.py").write_text(PROGRAM)
+    Path("helper.py").write_text("NAME = 'a helper'")
+    Path("notes").mkdir()
+    Path("notes/a b.txt").write_text("and notes")
+    Path("weights.bin").write_bytes(b"x" * 5000)
+    Path(".gitignore").write_text("weights.bin\n")
+    for argv in (["init", "-q"], ["add", "-A"]):
+        subprocess.run(["git", *argv], check=True)
+    with sshd.LoginNode(tmp_path / "sshd", environ) as node:
+        monkeypatch.setenv("PATH", f"{node.path}:{os.environ['PATH']}")
+        monkeypatch.delenv("SITE", raising=False)
+        yield node
+
+
+def submit(capsys, site: sshd.LoginNode, *words: str) -> tuple[str, str]:
+    """The run's id, and what was said."""
+    code, out, err = orch(capsys, "submit", "nproc=2", *site.options(), "--json", *words)
+    assert code == 0, err
+    return json.loads(out)["run_id"], err
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_program_goes_there_and_its_lines_state_and_report_come_back(site, home, capsys, tmp_path):
+    words = ["--env", "SITE", "--env", "GO", r"metrics.pattern=step (?P<step>\d+)", "--", "python", "train.py", "hold"]
+    run, said = submit(capsys, site, *words)
+    assert "orch: ships 4 files" in said and "to login" in said  # .gitignore is one of them
+    assert "leaves out weights.bin (4.88 KiB)" in said
+    here, there = home / "runs" / run, tmp_path / "site" / "runs" / run
+    assert there.is_dir() and not (here / "code").exists() and not list((tmp_path / "site" / "shipped").iterdir())
+
+    def status() -> dict:
+        return json.loads(orch(capsys, "status", run, "--json")[1])
+
+    wait_for(lambda: (status()["live"]["step"] or 0) == 5, what="step 5, as printed there")
+    assert status()["state"]["state"] == "running"
+    rows = json.loads(orch(capsys, "list", "--json")[1])
+    assert [(row["state"]["run_id"], row["state"]["backend"]) for row in rows] == [(run, "ssh")]
+    assert orch(capsys, "cancel", run)[0] == 0
+    ended = status()["state"]
+    assert ended["state"] == "cancelled"
+    (tmp_path / "go").write_text("")
+    code, out, err = orch(capsys, "resume", run, "--follow")
+    assert code == 0, err
+    assert "[rank 1] step 5" in out and out.splitlines()[-1].startswith("done")
+    _, out, _ = orch(capsys, "logs", run)
+    assert {line for line in out.splitlines() if "hello" in line} == {
+        f"[rank {rank}] hello from {rank} a helper and notes" for rank in range(2)
+    }
+    assert orch(capsys, "logs", run, "--rank", "0", "--tail", "1")[1] == "step 5\n"
+    assert (there / "code" / "out-1.txt").read_text() == "there"  # of the shell there, not of this one
+    assert json.loads(orch(capsys, "report", run, "--json")[1])["steps"]["completed"] == 5
+    assert orch(capsys, "rm", run)[0] == 0 and not there.exists() and not here.exists()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_plans_groups_and_refusals_are_those_of_the_host(site, home, capsys, tmp_path):
+    Path("conf/backend").mkdir(parents=True)
+    Path("conf/.orch").touch()
+    options = {"ssh": "login", "ssh_python": sys.executable}
+    lines = "".join(f"  {name}: {value}\n" for name, value in options.items())
+    Path("conf/backend/there.yaml").write_text(f"name: local\nmax_restarts: 3\noptions:\n{lines}")
+    code, out, err = orch(
+        capsys, "submit", "backend=there", "nproc=3", "--dry-run", "--json", "--", "python", "train.py"
+    )
+    assert code == 0, err
+    request = json.loads(out)
+    assert request["run_dir"].startswith(str(tmp_path / "site")) and request["policy"]["max_restarts"] == 3
+    assert request["backend_options"] == {} and not (tmp_path / "site" / "runs").exists()
+    code, out, _ = orch(capsys, "submit", "backend=there", "nproc=3", "--dry-run", "--", "python", "train.py")
+    assert code == 0 and "Plan of a program" in out and "Nothing was started" in out
+    code, _, err = orch(capsys, "submit", "backend=there", "parallel=tp3", "cluster.nodes=1", "--", "python", "x.py")
+    assert code == Exit.CONFIG and err.startswith("orch: ")
+    code, _, err = orch(capsys, "submit", *site.options(), "nproc=1", "--", "python", "nothing.py")
+    assert code == Exit.USAGE and "login: script 'nothing.py' is not in" in err
+    assert not list((home / "runs").glob("*"))
+    for words, says in (
+        (["submit", "--in-place", "nproc=1"], "the host does not see this folder"),
+        (["submit", "--multirun", "nproc=1,2"], "one by one"),
+        (["render", "nproc=1"], "one by one"),
+    ):
+        code, _, err = orch(capsys, *words, *site.options(), "--", "python", "train.py")
+        assert code == Exit.USAGE and says in err, (words, err)
+
+
+@pytest.mark.process
+def test_a_host_that_does_not_answer_or_has_no_orch_is_one_line(site, home, capsys):
+    words = ["submit", "nproc=1", "backend.options.ssh=login"]
+    code, _, err = orch(capsys, *words, "backend.options.ssh_python=/usr/bin/python3", "--", "python", "train.py")
+    assert code == Exit.CAPACITY and "login has no orch under /usr/bin/python3 (exit code 1): install it" in err
+    site.stop()
+    code, _, err = orch(capsys, *words, "--", "python", "train.py")
+    assert code == Exit.CAPACITY and "ssh login found no way there (exit code 255)" in err
+
+
+@pytest.mark.process
+def test_a_host_that_goes_away_costs_news_and_not_the_run(site, home, capsys, tmp_path):
+    run, _ = submit(capsys, site, "--env", "GO", "--", "python", "train.py", "hold")
+
+    def state() -> str:
+        return json.loads(orch(capsys, "status", run, "--json")[1])["state"]["state"]
+
+    wait_for(lambda: state() == "running", what="running")
+    site.stop()
+    code, out, _ = orch(capsys, "status", run)
+    assert code == 0 and "running" in out and "as of" in out and "no way there" in out
+    assert orch(capsys, "cancel", run)[0] == Exit.CAPACITY
+    site.start()
+    (tmp_path / "go").write_text("")
+    there = RunFolder(tmp_path / "site" / "runs" / run)
+    wait_for(lambda: json.loads(there.state.read_text())["state"] == "done", what="its end")
+    assert state() == "done"
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=x", "a b", "", "a;b", "$(x)"])
+def test_hosts_and_interpreters_that_are_none_are_refused(host):
+    with pytest.raises(OrchError) as refused:
+        Session(host, "python3")
+    assert refused.value.exit == Exit.CONFIG
+    with pytest.raises(OrchError):
+        Session("login", f"python3{host or ' '}'")
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "code/../../x", "other/x"])
+def test_a_tar_cannot_leave_its_folder(tmp_path, name):
+    import io
+    import tarfile
+
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    with pytest.raises(OrchError) as refused:
+        ship.unpack(out.getvalue(), tmp_path / "in")
+    assert refused.value.exit == Exit.SECURITY and not (tmp_path / "x").exists()
+
+
+def test_a_tar_cannot_write_through_a_link_of_its_own(tmp_path):
+    import io
+    import tarfile
+
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        link = tarfile.TarInfo("code/out")
+        link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path)
+        tar.addfile(link)
+        tar.addfile(tarfile.TarInfo("code/out/x"), io.BytesIO())
+    (tmp_path / "in").mkdir()
+    with pytest.raises(OrchError):
+        ship.unpack(out.getvalue(), tmp_path / "in")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_copy_has_modes_links_and_nothing_else(tmp_path):
+    root = tmp_path / "root"
+    (root / "sub").mkdir(parents=True)
+    (root / "sub" / "run.sh").write_text("echo")
+    (root / "sub" / "run.sh").chmod(0o755)
+    (root / "link").symlink_to("sub")
+    payload, files, size = ship.pack(Code(kind="folder", root=str(root)), None)
+    ship.unpack(payload, tmp_path / "in")
+    code = tmp_path / "in" / "code"
+    assert (files, size) == (1, 4) or (files, size) == (2, 4 + (root / "link").lstat().st_size)
+    assert os.access(code / "sub" / "run.sh", os.X_OK)
+
+
+def test_what_grows_is_sent_once_and_only_into_its_place(tmp_path):
+    there, here = RunFolder(tmp_path / "there"), RunFolder(tmp_path / "here")
+    for folder in (there, here):
+        folder.create()
+    log, events = there.rank_log(0), there.events("node-0")
+    log.write_text("one\n")
+    events.write_text("a\n")
+    (there.path / "secret.key").write_text("no")
+    (there.path / "checkpoints" / "x.jsonl").write_text("no")
+
+    def look(logs: bool) -> list[tuple[str, int, int]]:
+        from orchestrator.backends.ssh.mirror import known
+
+        parts, payload, more = parts_of(there, known(here), logs)
+        write_parts(here, parts, payload)
+        assert not more
+        return [(part.path, part.offset, part.size) for part in parts]
+
+    assert look(False) == [("events/node-0.jsonl", 0, 2)]
+    assert look(True) == [("logs/rank-00000.log", 0, 4)]
+    with log.open("a") as file:
+        file.write("two\n")
+    assert look(True) == [("logs/rank-00000.log", 4, 4)] and here.rank_log(0).read_text() == "one\ntwo\n"
+    log.write_text("x")  # it was made anew
+    assert look(True) == [("logs/rank-00000.log", 0, 1)] and here.rank_log(0).read_text() == "x"
+    for path in ("secret.key", "../x", "logs/../../x", "logs/a/b.log", "/etc/x.json"):
+        with pytest.raises(OrchError):
+            write_parts(here, [wire.Part(path=path, offset=0, size=1)], b"x")

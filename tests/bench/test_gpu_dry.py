@@ -1,0 +1,77 @@
+"""The benchmarks of GPUs run dry here, on CPUs and on fake GPUs, and every line of them: on a rented node none fails
+for the first time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+
+from benchmarks.gpu_node.cases import Where, cases, plan_of
+from tests.beds import fakegpu
+from tests.bench.dry_runs import CASES, NODE, ROOT, SINGLE, lines_of
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+def run(what, folder, fake):
+    folder.mkdir()
+    environment = fakegpu.environment() if fake else dict(os.environ)
+    environment |= {"TORCH_COMPILE_DISABLE": "1"}  # minutes of a compiler, and no line of ours
+    words = [sys.executable, "-m", "tests.bench.dry_runs", what, str(folder)]
+    ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    found = defaultdict(set)
+    for line in (folder / "lines").read_text().splitlines():
+        file, _, number = line.partition(":")
+        found[file].add(int(number))
+    return found
+
+
+def left(files, *runs):
+    """Lines that no run has executed: "file:line text"."""
+    missing = []
+    for file in files:
+        text = (ROOT / file).read_text().splitlines()
+        done = set().union(*(run[file] for run in runs))
+        missing += [f"{file}:{line} {text[line - 1].strip()}" for line in sorted(lines_of(file) - done)]
+    return missing
+
+
+#: What the machine decides: one without GPUs, one with torchtitan.
+ELSEWHERE = ("skipped: this machine has no CUDA device", "return 0", "RESULT.write_text", "record = {", "return RIVALS")
+
+
+def test_every_case_has_a_plan_that_fits_eight_gpus():
+    for case in cases(8):
+        plan = plan_of(case.model, case.words, 8, Where(dry=False, cuda=True))
+        assert plan.parallel.world_size == 8 and plan.memory.total < plan.memory.capacity, case.name
+
+
+@pytest.mark.skipif(bool(fakegpu.missing()), reason=fakegpu.missing() or "there are fake GPUs")
+@pytest.mark.parametrize(("what", "files"), [("single", SINGLE), ("node", NODE)])
+def test_a_dry_run_executes_every_line(what, files, tmp_path):
+    runs = run(what, tmp_path / "cpu", False), run(what, tmp_path / "gpu", True)
+    missing = [line for line in left(files, *runs) if not any(text in line for text in ELSEWHERE)]
+    if not os.environ.get("TORCHTITAN"):  # a folder that holds it: see benchmarks/kernels.py
+        missing = [line for line in missing if not in_titan(line)]
+    assert missing == []
+    if what == "node":
+        rows = json.loads((tmp_path / "cpu" / "result.json").read_text())["cases"]
+        assert set(rows) == {*CASES, "fails", "dies", "ours fails"}
+        assert "rule 'gpus'" in rows["refused"]["failed"] and "a rival that fails" in rows["fails"]["failing"]["failed"]
+        assert "a rival that fails" in rows["ours fails"]["ours"]["failed"] and rows["dies"]["failed"]
+        for name in set(CASES) - {"refused"}:
+            assert rows[name]["ours"]["step_s"] > 0 and rows[name]["ours"]["loss"] > 0
+        assert rows["ZeRO-3"]["loop"]["loss"] == pytest.approx(rows["ZeRO-3"]["ours"]["loss"], rel=0.1)
+
+
+def in_titan(line):
+    number = int(line.partition(":")[2].partition(" ")[0])
+    text = (ROOT / "benchmarks/gpu_node/rivals.py").read_text().splitlines()
+    begin, end = (next(at for at, one in enumerate(text) if one.startswith(of)) for of in ("def titan", "RIVALS ="))
+    return line.startswith("benchmarks/gpu_node/rivals.py") and begin < number <= end

@@ -1,0 +1,58 @@
+"""Pages fit 80 columns, or wrap: nothing that people read is cut off by a narrow terminal."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from orchestrator.cli.verbs import VERBS
+from orchestrator.cli.verbs.whatif import page
+from orchestrator.style import fold
+from tests.backends.test_verbs import home, orch
+
+__all__ = ["home"]  # the fixture
+
+LINES = [
+    "plan +cluster=h100x64 parallel=tp2_pp2_zero1 model=llama3_8b",
+    "plan +cluster=h100x1024 parallel=tp8_pp4_zero1 model=llama3_70b --explain",
+    "plan +cluster=h100x64 nodes=4..8 parallel=tp8_pp4",
+    "plan cluster=h800x2048 model=deepseek_v3 parallel=deepseek_v3",
+    "tune +cluster=h100x8 model=llama3_8b",
+    "whatif +cluster=h100x64 parallel=tp8_pp4_zero1 --case parallel=tp8_pp2_zero1 --case train.recompute=full",
+    "submit nproc=5 --dry-run -- python -c pass",
+    "config --choices",
+    "list",
+    "nodes",
+    "help",
+    *(f"{verb} --help" for verb in VERBS),
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_no_line_is_longer_than_80(home, capsys, monkeypatch, line):
+    monkeypatch.setenv("COLUMNS", "80")
+    try:
+        code, out, _ = orch(capsys, *shlex.split(line))
+    except SystemExit as ended:  # argparse, after its help
+        code, out = int(ended.code or 0), capsys.readouterr().out
+    assert code == 0
+    folder = str(home)  # a path is one word
+    assert [text for text in out.splitlines() if len(text) > 80 and folder not in text and " " in text.strip()] == []
+
+
+def test_a_line_is_folded_at_words_and_a_long_word_stays_whole():
+    assert fold("a b", 80) == ["a b"]
+    assert fold("  name  one two three", 14, 8) == ["  name  one", "        two", "        three"]
+    assert fold("x " + "y" * 30, 10) == ["x", "y" * 30]
+
+
+def test_cases_side_by_side_go_on_below_one_another():
+    from orchestrator.cli.verbs.whatif import column
+    from tests.planner import configs
+
+    columns = [column(f"case {number}", configs.main_line(), None) for number in range(5)]
+    text = page(columns, 80)
+    assert max(map(len, text.splitlines())) <= 80 and "\n\n" in text
+    assert [f"case {number}" in text for number in range(5)] == [True] * 5
+    assert len(page(columns, 400).split("\n\n")) == 1

@@ -1,0 +1,70 @@
+"""Runs the commands that a page shows, and compares what they print with what it shows.
+
+A block ```console has commands (`$ ...`), each with its output below it; `…` stands for anything within a line, a line
+`...` for any lines. A block ```python file=NAME is that file.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+_BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.M | re.S)
+
+
+class Command(NamedTuple):
+    line: str
+    shown: list[str]
+
+
+class File(NamedTuple):
+    name: str
+    text: str
+
+
+def steps(page: str) -> Iterator[Command | File]:
+    """In the order of the page."""
+    for kind, name, body in _BLOCK.findall(page):
+        if name:
+            yield File(name, body)
+        elif kind == "console":
+            command: Command | None = None
+            for line in body.splitlines():
+                if line.startswith("$ "):
+                    if command:
+                        yield command
+                    command = Command(line[2:], [])
+                else:
+                    assert command, f"output before the first command: {line!r}"
+                    command.shown.append(line)
+            if command:
+                yield command
+
+
+def matches(said: list[str], shown: list[str]) -> bool:
+    """Whether lines are as they are shown."""
+    if not shown:
+        return not said
+    if shown[0] == "...":
+        return any(matches(said[skip:], shown[1:]) for skip in range(len(said) + 1))
+    if not said:
+        return False
+    wanted = ".*".join(map(re.escape, shown[0].rstrip().split("…")))
+    return re.fullmatch(wanted, said[0].rstrip()) is not None and matches(said[1:], shown[1:])
+
+
+def play(page: str, folder: Path, environ: Mapping[str, str], limit_s: float = 600) -> None:
+    """Everything that the page shows, in a folder. AssertionError with what was printed in place of what is shown."""
+    for step in steps(page):
+        if isinstance(step, File):
+            (folder / step.name).write_text(step.text)
+            continue
+        done = subprocess.run(
+            ["bash", "-c", step.line], cwd=folder, env=dict(environ), text=True, timeout=limit_s,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        said = done.stdout.rstrip("\n").split("\n") if done.stdout.strip() else []
+        assert matches(said, step.shown), f"$ {step.line}\n{done.stdout}\n--- is shown as\n" + "\n".join(step.shown)

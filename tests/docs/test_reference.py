@@ -1,0 +1,105 @@
+"""The pages of docs/reference are what the code says today; and every link of every page leads somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from orchestrator import __version__
+from orchestrator.cli.verbs import VERBS
+from orchestrator.cli.verbs.version import formats
+from tests.house.rooms import ROOT
+
+_LINK = re.compile(r"(?<!\\)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_current():
+    made = generator().pages()
+    kept = {path.name: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
+    assert kept.keys() == made.keys()
+    old = [name for name in made if kept[name] != made[name]]
+    assert not old, f"{', '.join(old)}: python docs/make_reference.py"
+
+
+def test_the_reference_names_every_verb_key_and_option():
+    made = generator().pages()
+    for verb in VERBS:
+        assert f"## orch {verb}\n" in made["verbs.md"]
+    for key in ("train.seq_len", "parallel.schedule", "backend.max_restarts", "metrics.pattern", "optim.lr"):
+        assert f"| `{key}` |" in made["configuration.md"], key
+    for option in ("partition", "ssh", "queue", "rdma"):
+        assert f"| `{option}` |" in made["options.md"], option
+    for name in ("orchestrator.plan_job", "Run.logs", "orch_report.report"):
+        assert f"`{name}`" in made["python.md"], name
+
+
+def pages() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True)
+    found = listed.stdout.split() if listed.returncode == 0 else []
+    if not found:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in found]
+
+
+def anchors(path: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    heads = re.findall(r"^#+\s+(.*)$", text, flags=re.M)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
+
+
+def test_every_link_leads_somewhere():
+    lost = []
+    for page in pages():
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
+        for target in _LINK.findall(text):
+            if re.match(r"[a-z]+:", target):
+                continue  # elsewhere: nothing of ours
+            path, _, anchor = target.partition("#")
+            where = (page.parent / path).resolve() if path else page
+            if not where.exists() or (anchor and where.suffix == ".md" and anchor not in anchors(where)):
+                lost.append(f"{page.relative_to(ROOT)}: {target}")
+    assert lost == []
+
+
+def test_every_page_is_reached_from_the_index():
+    """docs/index.md has Guides, Reference and Design, and in them every page."""
+    index = (ROOT / "docs" / "index.md").read_text()
+    heads = re.findall(r"^:caption: (.*)$", index, flags=re.M)
+    assert heads == ["Guides", "Reference", "Design"]
+    listed = set(re.findall(r"^(?:.*<)?([a-z_/-]+)>?$", index, flags=re.M))
+    there = {
+        str(path.relative_to(ROOT / "docs").with_suffix(""))
+        for path in pages()
+        if path.is_relative_to(ROOT / "docs") and path.name != "index.md"
+    }
+    assert there - listed == set()
+
+
+def test_one_version_and_a_changelog_by_version():
+    log = (ROOT / "CHANGELOG.md").read_text()
+    heads = re.findall(r"^## (.*)$", log, flags=re.M)
+    assert heads[0] == f"Unreleased ({__version__.partition('.dev')[0]})", "the version under way is the first"
+    for head in heads[1:]:
+        assert re.fullmatch(r"\d+\.\d+\.\d+", head)
+    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    assert "`vMAJOR.MINOR.PATCH`" in contributing
+
+
+def test_version_says_the_formats():
+    import trainer.checkpoint.format as checkpoint
+
+    assert formats()["checkpoint"] == checkpoint.SCHEMA
+    assert formats()["plan"].startswith("orch.plan/") and "orch.state/" in formats()["run folder"]

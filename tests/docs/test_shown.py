@@ -1,0 +1,116 @@
+"""What pages show is what a newcomer gets: the tutorial, README's lines, the notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.shown import Command, File, matches, play, steps
+from tests.house.rooms import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture
+def environ(tmp_path) -> dict[str, str]:
+    """Of somebody who has just installed orch: a home of their own, and `orch` on PATH."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("ORCH", "SLURM", "KUBE", "COLUMNS"))
+    }
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    (tmp_path / "work").mkdir()
+    return {**kept, "ORCH_HOME": str(tmp_path / "home"), "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def test_how_output_is_compared():
+    page = "```console\n$ a\nx … z\n...\nlast\n$ b\n```\n```python file=c.py\npass\n```\n"
+    assert list(steps(page)) == [Command("a", ["x … z", "...", "last"]), Command("b", []), File("c.py", "pass\n")]
+    assert matches(["x 1 z", "last"], ["x … z", "...", "last"]) and matches(
+        ["x  z", "1", "2", "last"], ["x … z", "...", "last"]
+    )
+    assert not matches(["x 1 z"], ["x … z", "...", "last"]) and not matches(["y"], []) and matches([], [])
+    assert not matches(["a.b"], ["acb"]) and not matches(["acb"], ["a.b"])
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_tutorial(environ, tmp_path):
+    play((ROOT / "docs" / "tutorial.md").read_text(), tmp_path / "work", environ)
+
+
+@pytest.mark.process
+def test_what_the_readme_shows(environ, tmp_path):
+    play(README, tmp_path / "work", environ)
+
+
+def quickstarts() -> dict[str, list[str]]:
+    """Title -> its lines, of the README."""
+    part = README.partition("## Four ways in")[2].partition("\n## ")[0]
+    found = re.findall(r"^\*\*(.+?)\*\*.*?^```sh\n(.*?)^```", part, re.M | re.S)
+    return {title: [line.partition("  #")[0].strip() for line in body.splitlines()] for title, body in found}
+
+
+def test_the_readme_s_order():
+    """Sentence and picture, two commands and pip install on the first screen, four quickstarts of three lines."""
+    order = [
+        "**From",
+        "docs/plan.png",
+        "make demo",
+        "make test",
+        "pip install .",
+        "## Four ways in",
+        "## Beside others",
+    ]
+    order += ["## What it cannot do", "## Links"]
+    at = [README.index(word) for word in order]
+    assert at == sorted(at)
+    first_screen = README.splitlines()[:22]
+    commands = [line for line in first_screen if re.match(r"(make|pip|git|curl|conda|orch) ", line)]
+    assert [line.split("#")[0].strip() for line in commands] == ["make demo", "make test"]
+    assert any("pip install ." in line for line in first_screen)
+    found = quickstarts()
+    assert len(found) == 4 and {len(lines) for lines in found.values()} == {3}
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("title", quickstarts())
+def test_each_quickstart_runs(title, environ, tmp_path):
+    """Its lines one by one; what needs a cluster runs as `--dry-run`, on the described one."""
+    work = tmp_path / "work"
+    (work / "train.py").write_text("import os\nprint('hello from', os.environ['RANK'], flush=True)\n")
+    for line in quickstarts()[title]:
+        words = shlex.split(line)
+        if "cluster=slurm" in words or "cluster=kubernetes" in words:
+            words = ["cluster=h100x64" if word.startswith("cluster=") else word for word in words]
+            words = ["--dry-run" if word == "--follow" else word for word in words]
+        words = [word.replace("REGISTRY", "registry.example") for word in words]
+        done = subprocess.run(words, cwd=work, env=environ, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        assert done.stdout.strip(), line
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_notebook(environ, tmp_path):
+    """Its cells in order, in one process, as a kernel runs them."""
+    book = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())
+    assert book["nbformat"] == 4
+    cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 5
+    code = (
+        "import sys\nfor cell in sys.stdin.read().split('\\0'):\n    exec(compile(cell, 'cell', 'exec'), globals())\n"
+    )
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(
+        argv, cwd=tmp_path / "work", env=environ, input="\0".join(cells), capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "65" in done.stdout and "cancelled" in done.stdout and "rank 0 step" in done.stdout

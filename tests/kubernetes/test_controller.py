@@ -1,0 +1,365 @@
+"""The controller on simulated nodes: real control plane, real processes, pods whose kubelets are played."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from orchestrator.plan import Exit
+from orchestrator.run.processes import descendants
+from tests.beds.base import ROOT, BedError, wait
+from tests.beds.kubernetes import controllers
+from tests.beds.kubernetes.bed import Bed, Shape
+from tests.beds.kubernetes.controllers import Replica, controller
+from tests.beds.kubernetes.runs import Orch, Run
+from tests.beds.kubernetes.simulate import FINISHES, LEVELS
+
+from .conftest import bring_up
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
+MAIN = ("+cluster=h100x64", "parallel=tp8_pp4_zero1")  # eight nodes
+OPTIONS = {"image": "orch.test/none:1", "levels": LEVELS}
+NODES = 24
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[Bed]:
+    with bring_up(Shape(simulated=NODES)) as found:
+        controllers.install(found)
+        yield found
+
+
+@pytest.fixture
+def space(bed, request) -> Iterator[Callable[[str], str]]:
+    """Namespaces of a test; what is in them goes with it."""
+    made: list[str] = []
+
+    def make(name: str) -> str:
+        made.append(name)
+        bed.kubectl("create", "namespace", name)
+        return name
+
+    yield make
+    for name in made:
+        bed.kubectl("delete", "trainruns", "-n", name, "--all", "--wait=false", check=False)
+        bed.kubectl("delete", "namespace", name, "--wait=false", check=False)
+    bed.wait(lambda: not living(bed), 180, "end of the pods")
+
+
+@pytest.fixture
+def orch(bed, space, tmp_path, request) -> Orch:
+    return Orch(bed, tmp_path, space(f"one-{abs(hash(request.node.name)) % 10**6}"), OPTIONS)
+
+
+def living(bed: Bed, *where: str) -> list[dict]:
+    """Pods of runs that have not ended."""
+    found = bed.get("pods", *(where or ("-A",)), "-l", "orch.dev/run")["items"]
+    return [pod for pod in found if pod["status"].get("phase") not in ("Succeeded", "Failed")]
+
+
+def status(bed: Bed, run: str, namespace: str) -> dict:
+    return bed.get("trainrun", "-n", namespace, run).get("status", {})
+
+
+def until(bed: Bed, what: Callable[[], object], seconds: float, about: Callable[[], object] = lambda: "") -> None:
+    assert wait(what, seconds, 0.3), about()
+
+
+def train_run(name: str, namespace: str, nodes: int = 8, **spec: object) -> dict:
+    words = ["cluster=h100x64", "model=llama3_8b", f"cluster.nodes={nodes}", "parallel=tp8"]
+    options = {**OPTIONS, "annotations": {FINISHES: "yes"}, **spec.pop("options", {})}
+    about = {"name": name, "namespace": namespace}
+    return {"apiVersion": "orch.dev/v1alpha1", "kind": "TrainRun", "metadata": about,
+            "spec": {"words": words, "options": options, **spec}}  # fmt: skip
+
+
+def shared_nodes(pods: list[dict]) -> set[str]:
+    """Nodes that pods of two runs have."""
+    owner: dict[str, str] = {}
+    found = set()
+    for pod in pods:
+        if node := pod["spec"].get("nodeName"):
+            run = f"{pod['metadata']['namespace']}/{pod['metadata']['labels']['orch.dev/run']}"
+            if owner.setdefault(node, run) != run:
+                found.add(node)
+    return found
+
+
+# ------------------------------------------------------------------------------------------ one run's life
+
+
+def test_a_run_from_its_submission_to_its_end(bed, orch, tmp_path):
+    """Submitted, placed under leaves, cancelled, resumed, seen by somebody else, deleted: and nothing is left."""
+    with controller(bed, "life"):
+        run = orch.submit(*MAIN)
+        pods = orch.bound(run.id, 8)
+        assert len({pod["spec"]["nodeName"] for pod in pods}) == 8
+        leaf = {int(pod["spec"]["nodeName"].removeprefix("sim-")) // 4 for pod in pods}
+        assert len(leaf) == 2  # two pipelines of four nodes, each under one leaf
+        held = controllers.ledger(bed)[f"{orch.namespace}/{run.id}"]
+        assert held["nodes"] == [pod["spec"]["nodeName"] for pod in pods]
+        until(bed, lambda: status(bed, run.id, orch.namespace).get("nodes") == "8/8", 60)
+        table = bed.kubectl("get", "trainruns", "-n", orch.namespace)
+        assert table.split()[:8] == ["NAME", "STATE", "STEP", "LOSS", "NODES", "ETTR", "AGE", "REASON"]
+        orch("cancel", run.id)
+        assert run.state().state == "cancelled"
+        assert not living(bed, "-n", orch.namespace)
+        until(bed, lambda: not controllers.ledger(bed), 30)
+        orch("resume", run.id)
+        assert len(orch.bound(run.id, 8)) == 8
+        assert status(bed, run.id, orch.namespace)["generation"] == 1
+        other = Orch(bed, tmp_path / "other", orch.namespace, OPTIONS)
+        other.home.mkdir()
+        seen = json.loads(other("list", "--json", "--everyone").stdout)
+        assert run.id in {one["state"]["run_id"] for one in seen}
+        assert json.loads(other("status", "--json", run.id).stdout)["state"]["plan_hash"] == run.state().plan_hash
+        bed.kubectl("delete", "trainrun", "-n", orch.namespace, run.id)
+        kinds = "jobs,pods,secrets,services,configmaps"
+        left = lambda: bed.kubectl("get", kinds, "-n", orch.namespace, "-l", f"orch.dev/run={run.id}", "-o", "name")  # noqa: E731
+        until(bed, lambda: not left(), 90, left)
+        until(bed, lambda: not controllers.ledger(bed), 30)
+
+
+@pytest.mark.full
+def test_words_in_a_repository_are_planned_by_the_controller(bed, orch):
+    """And planned anew where they change: the run goes on under the new plan, at once where it fits."""
+    with controller(bed, "gitops"):
+        bed.apply(train_run("gitops", orch.namespace, 8, options={"annotations": {}}))
+        orch.bound("gitops", 8)
+        bed.apply(train_run("gitops", orch.namespace, 4, options={"annotations": {}}))
+        until(bed, lambda: status(bed, "gitops", orch.namespace).get("nodes") == "4/4", 120,
+              lambda: status(bed, "gitops", orch.namespace))  # fmt: skip
+        assert status(bed, "gitops", orch.namespace)["generation"] == 1
+        bed.apply(train_run("wrong", orch.namespace, 8, options={"imagee": "x"}))
+        until(bed, lambda: status(bed, "wrong", orch.namespace).get("state") == "failed", 60)
+        wrong = status(bed, "wrong", orch.namespace)
+        assert wrong["exitCode"] == Exit.CONFIG and "did you mean 'image'" in wrong["reason"]
+        both = train_run("both", orch.namespace)
+        both["spec"]["planned"] = {"request": "", "config": "", "plans": [""]}
+        with pytest.raises(BedError, match="either words"):
+            bed.apply(both)
+
+
+@pytest.mark.full
+def test_variables_that_nobody_should_read_make_a_draft_first(bed, orch):
+    """And one that stays a draft, for its submission was killed, is deleted with what it owns."""
+    with controller(bed, "draft"):
+        done = orch(*orch.submission(), *MAIN, "--env", "HF_TOKEN", env={"HF_TOKEN": "hush", "LANG": "C.UTF-8"})
+        run = Run(orch, json.loads(done.stdout)["run_dir"])
+        spec = bed.get("trainrun", "-n", orch.namespace, run.id)["spec"]
+        assert "hush" not in json.dumps(spec) and not spec.get("draft")
+        assert spec["environment"]["LANG"] == "C.UTF-8"
+        orch.bound(run.id, 8)
+        owner = bed.get("secret", "-n", orch.namespace, f"{run.id}-env")["metadata"]["ownerReferences"][0]
+        assert (owner["kind"], owner["name"]) == ("TrainRun", run.id)
+
+
+# ------------------------------------------------------------------------------------------ faults of the controller
+
+
+def test_a_paused_leader_decides_nothing_when_it_wakes(bed, space):
+    """It is stopped for longer than its lease in the middle of its work, another one places other runs on the same
+    nodes, and then it goes on."""
+    names = [space("pause-a"), space("pause-b")]
+    with controller(bed, "first", 8.0) as first:
+        bed.apply(*(train_run(f"r{i}", names[i % 2], 8, options={"annotations": {}}) for i in range(3)))
+        bed.wait(lambda: len(controllers.ledger(bed)) == 3, 120, "three allocations")
+        first.signal(signal.SIGSTOP)
+        for name in names:
+            bed.kubectl("delete", "trainruns", "-n", name, "--all")
+        with controller(bed, "second", 8.0):
+            bed.apply(*(train_run(f"s{i}", names[i % 2], 8, options={"annotations": {}}) for i in range(3)))
+            done = lambda: len([pod for pod in living(bed) if pod["spec"].get("nodeName")]) == 24  # noqa: E731
+            bed.wait(done, 180, "the second's pods")
+            first.signal(signal.SIGCONT)
+            assert wait(lambda: not first.alive, 60), first.log[-3000:]
+            time.sleep(3.0)
+            pods = living(bed)
+            assert not shared_nodes(pods)
+            assert {pod["metadata"]["labels"]["orch.dev/run"] for pod in pods} == {"s0", "s1", "s2"}
+
+
+@pytest.mark.full
+def test_the_ledger_is_made_anew_from_the_pods(bed, space):
+    name = space("ledger")
+    with controller(bed, "before"):
+        bed.apply(train_run("r", name, 8, options={"annotations": {}}))
+        bed.wait(lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 8, 120, "pods")
+        held = controllers.ledger(bed)[f"{name}/r"]["nodes"]
+    bed.kubectl("delete", "configmap", "-n", controllers.SPACE, "orch-placements")
+    with controller(bed, "after"):
+        bed.apply(*(train_run(f"s{i}", name, 8, options={"annotations": {}}) for i in range(2)))
+        bed.wait(lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 24, 120, "pods")
+        assert controllers.ledger(bed)[f"{name}/r"]["nodes"] == held
+        assert not shared_nodes(living(bed))
+
+
+def competition(bed: Bed, names: list[str], round: int, count: int) -> None:
+    """`count` runs of four namespaces for room for a few: all of them end well, no node is given twice, and none stands
+    idle while somebody fits."""
+    bodies = [train_run(f"r{round}-{i}", names[i % len(names)], random.choice((4, 8))) for i in range(count)]
+    over, shared, idle = threading.Event(), set(), []
+
+    def watch() -> None:
+        since = None
+        while not over.wait(0.5):
+            pods = living(bed)
+            shared.update(shared_nodes(pods))
+            waiting = [one for one in controllers.runs(bed).values() if one.get("status", {}).get("state") == "pending"]
+            held = {node for one in controllers.ledger(bed).values() for node in one["nodes"]}
+            least = min((4 if "cluster.nodes=4" in one["spec"]["words"] else 8 for one in waiting), default=99)
+            since = (since or time.monotonic()) if NODES - len(held) >= least else None
+            if since and time.monotonic() - since > 60:  # on a machine that does much else
+                idle.append((len(held), least))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        bed.apply(*bodies)
+        ended = lambda: [one for one in controllers.runs(bed).values() if one.get("status", {}).get("state") == "done"]  # noqa: E731
+        bed.wait(lambda: len(ended()) == count, 900, f"end of {count} runs")
+    finally:
+        over.set()
+        watcher.join()
+    assert not shared and not idle
+    for name in names:
+        bed.kubectl("delete", "trainruns", "-n", name, "--all")
+    bed.wait(lambda: not controllers.ledger(bed), 120, "an empty ledger")
+
+
+def test_runs_of_several_namespaces_compete_for_room(bed, space):
+    with controller(bed, "compete"):
+        competition(bed, [space(f"compete-{i}") for i in range(4)], 0, 8)
+
+
+@pytest.mark.full
+def test_twenty_runs_of_four_namespaces_fifty_times(bed, space):
+    with controller(bed, "fifty"):
+        names = [space(f"fifty-{i}") for i in range(4)]
+        for round in range(50):
+            competition(bed, names, round, 20)
+
+
+@pytest.mark.parametrize("points", [2, pytest.param(100, marks=pytest.mark.full)])
+def test_a_controller_killed_anywhere_leaves_one_run_or_none(bed, space, points):
+    """SIGKILL at a random moment after a run was asked for; the next one comes to one Job of it and whole pods."""
+    name, seed = space("killed"), random.Random(21)
+    for point in range(points):
+        one = Replica(bed, f"kill-{point}", lease_s=2.0)
+        bed.apply(train_run(f"k{point}", name, 8, options={"annotations": {}}))
+        wait(lambda one=one: one.leads, 60)
+        time.sleep(seed.uniform(0.0, 2.0))
+        one.kill()
+        with controller(bed, f"next-{point}", 2.0):
+            run = f"k{point}"
+            until(
+                bed,
+                lambda run=run: status(bed, run, name).get("nodes") == "8/8",
+                120,
+                lambda run=run: status(bed, run, name),
+            )
+            jobs = bed.get("jobs", "-n", name)["items"]
+            assert [job["metadata"]["name"] for job in jobs] == [run]
+            pods = living(bed, "-n", name)
+            held = controllers.ledger(bed)[f"{name}/{run}"]["nodes"]
+            assert sorted(pod["spec"]["nodeName"] for pod in pods) == sorted(held)
+            bed.kubectl("delete", "trainrun", "-n", name, run)
+            kinds = "jobs,pods,secrets,services"
+            left = lambda kinds=kinds: bed.kubectl("get", kinds, "-n", name, "-o", "name")  # noqa: E731
+            until(bed, lambda left=left: not left(), 60, left)
+            until(bed, lambda: not controllers.ledger(bed), 30)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("points", [100])
+def test_a_submitter_killed_anywhere_leaves_one_run_or_none(bed, orch, points):
+    """SIGKILL at a random moment of `orch submit` with a secret to pass on: a whole run, a draft that goes, nothing."""
+    seed, words, env = random.Random(22), orch.submission(), {"HF_TOKEN": "hush"}
+    began = time.monotonic()
+    orch(*words, *MAIN, "--env", "HF_TOKEN", "run.name=warm", env=env)
+    takes = time.monotonic() - began
+    with controller(bed, "submitter"):
+        for point in range(points):
+            argv = [sys.executable, "-m", "orchestrator.cli.main", *words, *MAIN, "--env", "HF_TOKEN"]
+            environ = {"ORCH_HOME": str(orch.home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+            process = bed.popen(f"submit-{point}", *argv, f"--run-id=s{point}", env=environ)
+            time.sleep(seed.uniform(0.3, 1.1) * takes)
+            for pid in (*descendants(process.pid), process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait(30)
+            bed.kubectl("delete", "trainrun", "-n", orch.namespace, f"s{point}", "--ignore-not-found", "--wait=false")
+        kinds = "trainruns,jobs,pods,secrets,services"
+        left = lambda: [  # noqa: E731
+            one for one in bed.kubectl("get", kinds, "-n", orch.namespace, "-o", "name").split() if "warm" not in one
+        ]
+        until(bed, lambda: not left(), 300, left)
+
+
+@pytest.mark.full
+def test_the_api_server_may_go_and_come_back(bed, space):
+    """Killed while runs are being placed and started: nothing is done twice, and everything in the end."""
+    name = space("api-server")
+    with controller(bed, "api", 15.0) as one:
+        for round in range(3):
+            bed.apply(*(train_run(f"a{round}-{i}", name, 8, options={"annotations": {}}) for i in range(3)))
+            time.sleep(1.0 + round)
+            bed.end("kube-apiserver", signal.SIGKILL)
+            time.sleep(3.0)
+            bed.start_apiserver()
+            ready = lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 24  # noqa: E731
+            bed.wait(ready, 240, "every pod", "api")
+            assert not shared_nodes(living(bed)) and one.alive
+            assert len(bed.get("jobs", "-n", name)["items"]) == 3
+            bed.kubectl("delete", "trainruns", "-n", name, "--all")
+            bed.wait(lambda: not controllers.ledger(bed) and not living(bed), 180, "an empty ledger", "api")
+
+
+# ------------------------------------------------------------------------------------------ healing
+
+
+@pytest.mark.full
+def test_a_node_out_of_service_is_replaced(bed, space):
+    """Cordoned and its pod gone, as a drain leaves it; and one that was never fit to take its pod."""
+    name = space("heal")
+    with controller(bed, "heal"):
+        bed.apply(train_run("r", name, 8, options={"annotations": {}}))
+        bed.wait(lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 8, 120, "pods")
+        held = controllers.ledger(bed)[f"{name}/r"]["nodes"]
+        bed.kubectl("cordon", held[3])
+        try:
+            victim = next(p for p in living(bed) if p["spec"].get("nodeName") == held[3])["metadata"]["name"]
+            bed.kubectl("delete", "pod", "-n", name, victim, "--wait=false")
+            whole = lambda: [p["spec"].get("nodeName") for p in living(bed) if p["spec"].get("nodeName")]  # noqa: E731
+            bed.wait(lambda: len(whole()) == 8 and held[3] not in whole(), 120, "another node")
+            now = controllers.ledger(bed)[f"{name}/r"]["nodes"]
+            assert now[:3] + now[4:] == held[:3] + held[4:] and now[3] not in held
+        finally:
+            bed.kubectl("uncordon", held[3])
+
+
+@pytest.mark.full
+def test_a_quota_gives_the_nodes_back(bed, space):
+    """Pods that may not be made hold no nodes: others get them, and the run comes back when there is quota."""
+    name, other = space("quota"), space("quota-other")
+    bed.apply({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q", "namespace": name},
+               "spec": {"hard": {"pods": "0"}}})  # fmt: skip
+    with controller(bed, "quota"):
+        bed.apply(train_run("r", name, 8, options={"annotations": {}}))
+        said = lambda: status(bed, "r", name).get("reason", "")  # noqa: E731
+        until(bed, lambda: "exceeded quota" in said() and "tried again at" in said(), 120, said)
+        until(bed, lambda: not controllers.ledger(bed), 60)
+        bed.apply(*(train_run(f"s{i}", other, 8, options={"annotations": {}}) for i in range(3)))
+        bed.wait(lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 24, 120, "the others' pods")
+        bed.kubectl("delete", "trainruns", "-n", other, "--all")
+        bed.kubectl("delete", "resourcequota", "-n", name, "q")
+        until(bed, lambda: status(bed, "r", name).get("nodes") == "8/8", 180, said)

@@ -1,0 +1,125 @@
+"""Training under the controller on real nodes: two kubelets, containers, checkpoints on a claim, many faults."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.beds.kubernetes import controllers, nodes
+from tests.beds.kubernetes.bed import Bed, Shape
+from tests.beds.kubernetes.controllers import controller
+from tests.beds.kubernetes.runs import SHORT, TINY, Orch, Run
+
+from .conftest import bring_up
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pytest.mark.full]
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[Bed]:
+    with bring_up(Shape(nodes=2)) as found:
+        controllers.install(found)
+        yield found
+
+
+@pytest.fixture
+def orch(bed, tmp_path) -> Iterator[Orch]:
+    with Orch.in_new_namespace(bed, tmp_path) as home:
+        yield home
+
+
+@pytest.fixture(scope="module")
+def undisturbed(bed, tmp_path_factory) -> dict[int, float]:
+    """Losses of the run that nothing happens to, without a controller."""
+    with Orch.in_new_namespace(bed, tmp_path_factory.mktemp("undisturbed")) as orch:
+        run = orch.submit(*TINY, *SHORT, options={"controller": "never"})
+        run.wait("done")
+        return run.steps()
+
+
+def status(run: Run) -> dict:
+    return run.orch.bed.get("trainrun", "-n", run.orch.namespace, run.id)["status"]
+
+
+def test_a_run_says_how_it_is_and_goes_on_after_its_pod_its_controller_and_its_cancel(orch, undisturbed):
+    with controller(orch.bed, "train-1") as first:
+        run = orch.submit(*TINY, *SHORT)
+        run.step(5)
+        run.until("its step in the status", lambda: status(run).get("step", 0) >= 5 and status(run).get("loss"))
+        assert status(run)["state"] == "running" and status(run)["nodes"] == "4/4"
+        first.signal(signal.SIGKILL)
+        run.step(10)  # nobody is needed to train on
+    with controller(orch.bed, "train-2"):
+        victim = orch.pods(run.id)[2]["metadata"]["name"]
+        orch.bed.kubectl("delete", "pod", "-n", orch.namespace, victim, "--wait=false")
+        run.step(25)
+        orch("cancel", run.id)
+        assert run.state().state == "cancelled" and not orch.pods(run.id)
+        assert run.saved()
+        orch("resume", run.id)
+        run.wait("done")
+        assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
+        found = status(run)
+        assert (found["state"], found["step"], found["exitCode"]) == ("done", 60, 0)
+        assert found["lostPods"] >= 1 and found["generation"] == 1 and 0 < found["ettr"] <= 1
+
+
+def test_an_elastic_run_goes_on_with_the_pods_that_are_left(orch, undisturbed):
+    """A pod deleted, a whole node killed, and back again: the run never ends, and its losses are the same."""
+    with controller(orch.bed, "elastic"):
+        run = orch.submit(*TINY, *SHORT, "nodes=2..4", "train.steps=100000", options={"grow_after_s": 2})
+        run.step(3)
+        life = lambda: status(run)["generation"]  # noqa: E731
+        victim = orch.pods(run.id)[1]["metadata"]["name"]
+        orch.bed.kubectl("delete", "pod", "-n", orch.namespace, victim, "--wait=false")
+        run.until("fewer nodes", lambda: run.state().epoch >= 1)
+        before = max(run.steps())
+        run.step(before + 3)
+        nodes.kill(orch.bed, 1)
+        try:
+            nodes.wait_ready(orch.bed, "node-1", ready=False)
+            before = max(run.steps())
+            run.step(before + 3)
+            plan = json.loads((run.inside / "plan.json").read_text())
+            assert {rank["node"].split(".pod-")[0] for rank in plan["ranks"]} == {"node-0"}
+        finally:
+            nodes.start(orch.bed, 1, again=True)
+            nodes.wait_ready(orch.bed, "node-1")
+        run.until("all four again", lambda: len(json.loads((run.inside / "plan.json").read_text())["ranks"]) == 8)
+        before = max(run.steps())
+        run.step(max(before + 3, 60))
+        assert life() == 0 and status(run)["state"] == "running"
+        assert run.state().restarts == 0
+        orch("cancel", run.id)
+        losses = run.steps()
+        assert sorted(losses) == list(range(1, len(losses) + 1))
+        assert [losses[step] for step in range(1, 61)] == pytest.approx(
+            [undisturbed[s] for s in range(1, 61)], rel=1e-4
+        )
+
+
+def test_an_upgrade_goes_on_from_the_checkpoints(orch, tmp_path: Path):
+    """Other words of the same run: it saves, leaves, and goes on under the new plan."""
+    words = ["cluster=local", "cluster.nodes=4", "cluster.gpus_per_node=2", *SHORT, "train.steps=100000"]
+    body = {
+        "apiVersion": "orch.dev/v1alpha1",
+        "kind": "TrainRun",
+        "metadata": {"name": "upgraded", "namespace": orch.namespace},
+        "spec": {"words": [*words, "parallel=tp2_pp2"], "options": {**orch.options}},
+    }
+    with controller(orch.bed, "upgrade"):
+        orch.bed.apply(body)
+        run = Run(orch, str(orch.home / "runs" / "upgraded"))
+        run.step(5)
+        orch.bed.apply({**body, "spec": {**body["spec"], "words": [*words, "parallel=tp2"]}})
+        run.until("the new plan", lambda: status(run).get("generation") == 1 and status(run)["state"] == "running")
+        assert run.saved()
+        run.until("steps under it", lambda: run.steps(since_epoch=1))
+        first = min(run.steps(since_epoch=1))
+        assert first > 5  # from what the old plan had saved
+        run.step(first + 3)
+        assert sorted(run.steps()) == list(range(1, max(run.steps()) + 1))

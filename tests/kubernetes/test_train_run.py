@@ -1,0 +1,417 @@
+"""TrainRuns without a cluster: schema and values, what is done for a run, who gets which nodes. All pure."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as some
+from msgspec import structs
+
+from orchestrator.backends.kubernetes.controller import decide as steps
+from orchestrator.backends.kubernetes.controller import main as controller_main
+from orchestrator.backends.kubernetes.controller.decide import Seen, decide
+from orchestrator.backends.kubernetes.controller.ledger import Allocation
+from orchestrator.backends.kubernetes.controller.observed import Job, Pod
+from orchestrator.backends.kubernetes.controller.room import Fits, Placed, Room, Wish, wish_of
+from orchestrator.backends.kubernetes.controller.status import Report, begun, next_status
+from orchestrator.backends.kubernetes.fitting import pod_needs
+from orchestrator.backends.kubernetes.names import GATE, GENERATION, INDEX, RUN
+from orchestrator.backends.kubernetes.options import read_options
+from orchestrator.backends.kubernetes.train_run import (
+    Bundle,
+    Meta,
+    Spec,
+    Status,
+    TrainRun,
+    changed_fields,
+    planned,
+    unpacked,
+)
+from orchestrator.cluster.importers.kubernetes import Node
+from orchestrator.plan import Exit, Plan
+from tests.beds.base import ROOT
+from tests.beds.bundles import refusal
+from tests.beds.plans import make_plan
+from tests.kubernetes.test_fitting import cuda, node
+from tests.kubernetes.test_watching import state
+
+NOW = 1_800_000_000.0
+LONG_AGO = "2026-01-01T00:00:00Z"
+SCHEMA = yaml.safe_load(Path(ROOT, "charts/orch-controller/files/trainruns.yaml").read_text())
+
+
+def fields_of(part: str) -> dict[str, Any]:
+    [version] = SCHEMA["spec"]["versions"]
+    return version["schema"]["openAPIV3Schema"]["properties"][part]["properties"]
+
+
+@pytest.mark.parametrize(("part", "kind"), [("spec", Spec), ("status", Status)])
+def test_the_schema_has_the_fields_of_the_values(part, kind):
+    """Else the API server would drop what the controller writes, without a word."""
+    assert set(fields_of(part)) == {one.encode_name for one in structs.fields(kind)}
+
+
+def test_every_column_is_a_field():
+    [version] = SCHEMA["spec"]["versions"]
+    columns = {one["jsonPath"] for one in version["additionalPrinterColumns"]}
+    assert columns <= {f".status.{name}" for name in fields_of("status")} | {".metadata.creationTimestamp"}
+    assert {"State", "Step", "Loss", "Nodes", "ETTR", "Reason"} <= {
+        one["name"] for one in version["additionalPrinterColumns"]
+    }
+
+
+texts = some.text("abc", max_size=3)
+statuses = some.builds(
+    Status,
+    state=some.sampled_from(["pending", "running", "done"]), reason=texts, step=some.none() | some.integers(0, 9),
+    observed_generation=some.integers(0, 2), loss=some.none() | some.floats(0, 9),
+    run=some.dictionaries(texts, some.integers(0, 2) | some.dictionaries(texts, some.integers(0, 2), max_size=2)),
+)  # fmt: skip
+
+
+def merged(old: Any, patch: Any) -> Any:
+    """RFC 7386, as it reads."""
+    if not isinstance(patch, dict):
+        return patch
+    found = dict(old) if isinstance(old, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            found.pop(key, None)
+        else:
+            found[key] = merged(found.get(key), value)
+    return found
+
+
+@given(statuses, statuses)
+def test_a_patch_makes_one_status_of_another(before, after):
+    stored = msgspec.to_builtins(before)
+    found = msgspec.convert(merged(stored, changed_fields(before, after)), Status)
+    assert found == after
+    assert changed_fields(after, after) in ({}, {"state": after.state})
+
+
+def test_what_was_planned_comes_back_whole():
+    from tests.kubernetes.test_render import request_of
+
+    bundle, plan = request_of(["cluster=h100x64", "model=llama3_8b"], "r-1")
+    found = unpacked(planned(bundle, [plan]))
+    assert (found.request, found.plans) == (bundle.request, {len(bundle.request.agents): plan})
+    with refusal("spec.planned", Exit.CONFIG):
+        unpacked(structs.replace(planned(bundle, [plan]), plans=["no plan"]))
+
+
+# ------------------------------------------------------------------------------------------ what is done for a run
+
+
+def run(**spec: Any) -> TrainRun:
+    about = Meta(name="r", namespace="n", uid="u", generation=1, creation_timestamp=LONG_AGO)
+    return TrainRun(about, Spec(words=["cluster=local"], **spec))
+
+
+def with_status(one: TrainRun, **status: Any) -> TrainRun:
+    return structs.replace(one, status=Status(**{"inputs": one.inputs, "generation": 0, **status}))
+
+
+def job(generation: int = 0, count: int = 2, **status: Any) -> Job:
+    labels = {RUN: "r", GENERATION: str(generation)}
+    body = {"metadata": {"name": "r", "namespace": "n", "labels": labels, "creationTimestamp": LONG_AGO}}
+    return msgspec.convert({**body, "spec": {"completions": count}, "status": status}, Job)
+
+
+def pod(index: int, where: str = "", phase: str = "Pending", gated: bool = False, **more: Any) -> Pod:
+    labels = {RUN: "r", INDEX: str(index), GENERATION: "0"}
+    about = {"name": f"r-{index}", "namespace": "n", "uid": f"p{index}", "resourceVersion": "1", "labels": labels}
+    about |= {"creationTimestamp": more.pop("created", LONG_AGO), **more.pop("about", {})}
+    spec = {"nodeName": where, "schedulingGates": [{"name": GATE}] if gated else []}
+    return msgspec.convert({"metadata": about, "spec": spec, "status": {"phase": phase, **more}}, Pod)
+
+
+def held(*nodes: str, **more: Any) -> Allocation:
+    return Allocation(**{"uid": "u", "number": 1, "generation": 0, "nodes": list(nodes), "size": len(nodes), **more})
+
+
+def seen(one: TrainRun | None = None, job: Job | None = None, pods: Any = (), **more: Any) -> Seen:
+    fields = {"fits": {"a", "b"}, "ready": {"a", "b"}, "least": 2, "now": NOW, "allocation": None, **more}
+    return Seen(run=one or with_status(run()), job=job, pods=pods, **fields)
+
+
+ENDED = {"containerStatuses": [{"name": "agent", "state": {"terminated": {"exitCode": 75}}}]}
+RUNNING = [pod(0, "a", "Running"), pod(1, "b", "Running")]
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        (seen(planned=False), [steps.Plan()]),
+        (seen(), [steps.Wait()]),
+        (seen(pods=[pod(0, "a", "Running")]), []),  # of a start before: nothing new while they live
+        (seen(allocation=held("a", "b")), [steps.Make(0)]),
+        (seen(job=job(), allocation=held("a", "b"), pods=RUNNING), []),
+        (
+            seen(job=job(), allocation=held("a", "b"), pods=[pod(0, gated=True), pod(1, gated=True)]),
+            [steps.Give("r-0", "a", 2), steps.Give("r-1", "b", 2)],
+        ),
+        # its node went out of service before it was let go: it goes first, and only then the node is given away
+        (
+            seen(job=job(), allocation=held("a", "c"), pods=[pod(0, "a", "Running"), pod(1, gated=True)]),
+            [steps.Move("r-1", 1, "c", "its node is out of service")],
+        ),
+        (seen(job=job(), allocation=held("a", "c"), pods=[pod(0, "a", "Running")]), [steps.Replace([1])]),
+        (seen(job=job(), allocation=held("a", ""), pods=[RUNNING[0], pod(1, gated=True)]), [steps.Replace([1])]),
+        (
+            seen(job=job(), allocation=held("a", "b"), pods=[pod(0, "b", "Running"), pod(1, "b", "Running")]),
+            [steps.Move("r-0", 0, "b", "is on node b instead of a")],
+        ),
+        # the Job was deleted by somebody: it is made again, once its pods have left
+        (seen(allocation=held("a", "b"), pods=[pod(0, "a", "Running")]), []),
+        # of another start than the one that was decided
+        (seen(job=job(generation=0), allocation=held("a", "b", generation=1)), [steps.Remove()]),
+        (seen(with_status(run(stopped=True)), job(), RUNNING, allocation=held("a", "b")), [steps.Remove()]),
+        (
+            seen(with_status(run(stopped=True, force=True)), job(), RUNNING, allocation=held("a", "b")),
+            [steps.Remove(True)],
+        ),
+        (
+            seen(with_status(run(stopped=True)), None, [pod(0, "a", "Failed")], allocation=held("a", "b")),
+            [steps.Release()],
+        ),
+        (seen(with_status(run(stopped=True)), None, RUNNING, allocation=held("a", "b")), []),
+        (seen(job=job(), allocation=held("a", "b", ending="resize"), pods=RUNNING), [steps.Remove()]),
+        (seen(with_status(run(), state="done"), job(conditions=[{"type": "Complete", "status": "True"}]),
+              allocation=held("a", "b")), [steps.Release()]),
+        (seen(with_status(run(), state="done"), job(conditions=[{"type": "Complete", "status": "True"}])), []),
+        # one more attempt of a run that has ended: what is left of the last one goes first
+        (seen(job=job(conditions=[{"type": "Failed", "status": "True"}])), [steps.Remove()]),
+        (seen(with_status(run(draft=True))), [steps.Discard()]),
+        (seen(with_status(run(), ended_generation=0), queued=True), [steps.Make(1)]),
+        (seen(with_status(run(), generation=-1), queued=True), [steps.Make(0)]),
+        (seen(job=job(), queued=True, pods=RUNNING), []),
+        (seen(with_status(run(nodes=1)), job(), queued=True), [steps.Remove()]),
+        (seen(job=job(), queued=True, changed=True), [steps.Remove()]),
+    ],
+)  # fmt: skip
+def test_what_is_done_for_a_run(what, expected):
+    assert decide(what) == expected
+
+
+def waits(index: int, where: str, reason: str) -> Pod:
+    state = {"waiting": {"reason": reason, "message": "no such image"}}
+    return pod(index, where, containerStatuses=[{"name": "agent", "state": state}])
+
+
+def test_a_pod_moves_away_from_where_it_cannot_run():
+    refused = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient cpu"}]
+    there = {"job": job(), "allocation": held("a", "b")}
+    [moved] = decide(seen(pods=[pod(0, "a", "Running"), pod(1, conditions=refused)], **there))
+    assert (moved.pod, moved.node) == ("r-1", "b") and "Insufficient cpu" in moved.why
+    [moved] = decide(seen(pods=[pod(0, "a", "Running"), waits(1, "b", "ImagePullBackOff")], **there))
+    assert moved.pod == "r-1" and "no such image" in moved.why
+    [given_up] = decide(seen(pods=[waits(0, "a", "ErrImagePull"), waits(1, "b", "ErrImagePull")], **there))
+    assert given_up.wait and "ErrImagePull" in given_up.why
+    [given_up] = decide(seen(no_quota="exceeded quota: pods", **there))
+    assert given_up == steps.Yield("exceeded quota: pods", wait=True)
+
+
+def test_a_run_that_misses_nodes_does_not_keep_the_others_for_ever():
+    pods = [pod(0, "a", "Running"), pod(1, gated=True)]
+    lost = {"job": job(), "pods": pods, "allocation": held("a", "", lost_at=NOW - 100), "hold_s": 600.0}
+    assert decide(seen(**lost)) == [steps.Replace([1])]
+    assert isinstance(decide(seen(crowded=True, **lost))[0], steps.Yield)
+    assert isinstance(decide(seen(**{**lost, "hold_s": 90.0}))[0], steps.Yield)
+    assert decide(seen(crowded=True, **{**lost, "least": 1})) == [steps.Replace([1])]  # it goes on with what is left
+
+
+def test_pods_of_a_dead_node_are_ended_and_those_of_a_slow_one_are_not():
+    gone = pod(1, "c", "Running", about={"deletionTimestamp": LONG_AGO})
+    there = {"job": job(), "allocation": held("a", "c"), "pods": [pod(0, "a", "Running"), gone]}
+    assert decide(seen(**there)) == [steps.Bury("r-1", "c")]
+    assert decide(seen(**{**there, "ready": {"a", "c"}})) == []
+    alone = {
+        "job": job(count=1),
+        "allocation": held("c"),
+        "pods": [pod(0, "c", "Running", about={"deletionTimestamp": LONG_AGO})],
+    }
+    assert decide(seen(**alone)) == []  # nobody would notice if it still trained there
+
+
+def test_a_sick_node_is_left_out():
+    ended = [{"name": "agent", "state": {"terminated": {"exitCode": 74}}}]
+    pods = [pod(0, "a", "Running"), pod(1, "b", "Failed", containerStatuses=ended)]
+    [sick] = decide(seen(job=job(), allocation=held("a", "b"), pods=pods))
+    assert isinstance(sick, steps.Sick) and sick.node == "b"
+
+
+# ------------------------------------------------------------------------------------------ its status
+
+
+def test_status_of_a_run_from_its_objects():
+    said = Report(0, structs.replace(state("running", epoch=2), reason=None))
+
+    def status(one: TrainRun, **more: Any) -> Status:
+        return next_status(seen(one, **more), None, said, "waiting for room: needs 2 nodes")
+
+    new = status(structs.replace(run(), status=Status()))
+    assert (new.state, new.reason, new.observed_generation) == ("pending", "waiting for room: needs 2 nodes", 1)
+    began = with_status(run())
+    there = {"job": job(), "allocation": held("a", "b")}
+    assert status(began, pods=RUNNING, **there).state == "running"
+    assert status(began, pods=RUNNING, **there).nodes == "2/2"
+    assert status(began, pods=RUNNING, **there).restarts == 2
+    starting = status(began, pods=RUNNING[:1], **there)
+    assert (starting.state, starting.reason) == ("restarting", "1 of 2 pods run")
+    done = status(began, job=job(conditions=[{"type": "Complete", "status": "True"}]), allocation=held("a", "b"))
+    assert (done.state, done.exit_code, done.over, done.ended_generation) == ("done", 0, True, 0)
+    stopping = status(with_status(run(stopped=True)), pods=RUNNING, **there)
+    assert stopping.state == "stopping"
+    assert status(with_status(run(stopped=True))).state == "cancelled"
+    degraded = status(began, pods=RUNNING[:1], job=job(count=2), allocation=held("a", ""))
+    assert degraded.nodes == "1/2"
+    assert {one.type: one.status for one in done.conditions}["Ended"] == "True"
+
+
+def test_another_attempt_begins_afresh_and_keeps_its_counters():
+    ended = with_status(run(attempt=1), state="failed", exit_code=1, restarts=3, lost_pods=2, step=7, fails=2)
+    found = begun(ended)
+    assert (found.state, found.exit_code, found.attempt, found.fails) == ("pending", None, 1, 0)
+    assert (found.restarts, found.lost_pods, found.step) == (3, 2, 7)
+    assert not structs.replace(ended, status=found).is_over
+    cancelled = with_status(run(), state="cancelled")
+    assert not cancelled.is_over  # nobody wants it to be stopped any more
+    assert with_status(run(stopped=True), state="cancelled").is_over
+
+
+# ------------------------------------------------------------------------------------------ who gets which nodes
+
+
+def nodes(count: int, **labels: str) -> dict[str, Node]:
+    found = msgspec.convert([node(f"n{i}", labels) for i in range(count)], list[Node])
+    return {one.metadata.name: one for one in found}
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Plan:
+    return cuda(make_plan(nodes=2, tp=2, pp=2))
+
+
+@pytest.fixture(scope="module")
+def cpus() -> Plan:
+    return make_plan(nodes=4, tp=2, pp=2, dp=2)
+
+
+OPTIONS = read_options({"image": "x", "cpus": 4, "memory_gib": 8, "shm_gib": 1})
+
+
+def wish(key: str, plan: Plan, count: int = 2, **more: Any) -> Wish:
+    return structs.replace(wish_of(key, {count: plan}, OPTIONS, pod_needs(plan, OPTIONS), None), **more)
+
+
+def test_nodes_with_gpus_belong_to_one_run_each(gpus):
+    room = Room(Fits(nodes(5)), [], {"n/other": held("n4")})
+    first, second, third = (room.place(wish(f"n/{i}", gpus)) for i in range(3))
+    assert isinstance(first, Placed) and isinstance(second, Placed)
+    assert sorted(first.nodes + second.nodes) == ["n0", "n1", "n2", "n3"]
+    assert first.needs == {}
+    assert third == "waiting for room: needs 2 nodes, 0 are free (5 held by other runs)"
+
+
+def test_who_does_not_fit_does_not_hold_up_those_behind(gpus):
+    large = structs.replace(wish("n/large", gpus), sizes=[(8, make_large())])
+    room = Room(Fits(nodes(3)), [], {})
+    assert isinstance(room.place(large), str)
+    assert isinstance(room.place(wish("n/small", gpus)), Placed)
+
+
+def make_large() -> Plan:
+    return cuda(make_plan(nodes=8, tp=2, pp=2, dp=4))
+
+
+def test_the_largest_size_that_finds_room(gpus):
+    sizes = structs.replace(wish("n/r", gpus), sizes=[(8, make_large()), (2, gpus)])
+    found = Room(Fits(nodes(3)), [], {}).place(sizes)
+    assert isinstance(found, Placed) and (found.size, len(found.nodes)) == (2, 2)
+    with refusal("legal are 2, 8", Exit.CONFIG):
+        wish_of("n/r", {8: gpus, 2: gpus}, OPTIONS, pod_needs(gpus, OPTIONS), 5)
+
+
+def test_nodes_without_gpus_are_shared_as_far_as_they_hold(cpus):
+    room = Room(Fits(nodes(2)), [], {})
+    found = room.place(wish("n/r", cpus, 4))
+    assert isinstance(found, Placed) and sorted(found.nodes) == ["n0", "n0", "n1", "n1"]
+    assert found.needs["cpu"] == 4
+    for index in range(7):  # 64 CPUs hold sixteen pods
+        assert isinstance(room.place(wish(f"n/{index}", cpus, 4)), Placed)
+    assert "needs 4 places for pods, 0 are free" in room.place(wish("n/last", cpus, 4))
+
+
+def test_what_others_have_on_a_node_counts_and_what_an_allocation_promises_counts_once(cpus, gpus):
+    theirs = msgspec.convert(
+        {"metadata": {"name": "x", "namespace": "y", "uid": "z", "resourceVersion": "1"},
+         "spec": {"nodeName": "n0", "containers": [{"resources": {"requests": {"cpu": "62"}}}]},
+         "status": {"phase": "Running"}}, Pod,
+    )  # fmt: skip
+    found = Room(Fits(nodes(2)), [theirs], {}).place(wish("n/r", cpus, 4))
+    assert isinstance(found, Placed) and set(found.nodes) == {"n1"}
+    mine = pod(0, "n0", "Running")
+    room = Room(Fits(nodes(2)), [mine], {"n/r": held("n0", "n0", needs={"cpu": 60.0})})
+    assert isinstance(room.place(wish("n/other", cpus, 4)), Placed)
+
+
+def test_a_lost_node_is_replaced_by_one_near_the_others(gpus):
+    labels = [{"network.topology.nvidia.com/leaf": f"leaf{i // 3}"} for i in range(6)]
+    listed = msgspec.convert([node(f"n{i}", labels[i]) for i in range(6)], list[Node])
+    there = {one.metadata.name: one for one in listed}
+    room = Room(Fits(there), [], {"n/r": held("n3", "n4")})
+    assert room.more(wish("n/r", gpus), ["n3"], 1) == ["n5"]
+    assert room.more(wish("n/r", gpus, excluded=frozenset({"n0", "n1"})), ["n3"], 3) == ["n2"]
+    assert Room(Fits(nodes(1)), [], {}, bad=["n0"]).more(wish("n/r", gpus), [], 1) == []
+
+
+def test_an_elastic_run_grows_by_whole_sizes(gpus):
+    sizes = {8: make_large(), 4: make_large(), 2: gpus}
+    elastic = wish_of("n/r", sizes, OPTIONS, pod_needs(gpus, OPTIONS), None, elastic=True)
+    room = Room(Fits(nodes(6)), [], {})
+    found = room.place(elastic)
+    assert isinstance(found, Placed) and (found.size, elastic.pods) == (2, 8)  # eight GPU nodes of make_large
+    assert room.more(elastic, found.nodes, 6) != []
+    small = Room(Fits(nodes(3)), [], {})
+    found = small.place(elastic)
+    assert isinstance(found, Placed) and small.more(elastic, found.nodes, 6) == []  # one more is no size
+    assert wish_of("n/r", sizes, OPTIONS, pod_needs(gpus, OPTIONS), 4, elastic=True).pods == 4
+
+
+def test_a_run_that_is_rendered_for_the_controller_is_gated_and_owned():
+    from orchestrator.backends.kubernetes.controller.objects import manifest
+    from orchestrator.backends.kubernetes.objects.render import render
+    from tests.kubernetes.test_render import request_of
+
+    bundle, plan = request_of(["cluster=h100x64", "model=llama3_8b"], "r-1")
+    whole = Bundle(bundle.request, b"", {len(bundle.request.agents): plan})
+    one = structs.replace(run(environment_secret="s"), spec=Spec(environment_secret="s"))
+    found = render(manifest(one, whole, plan, read_options({"image": "x"}), 3, None, gated=True))
+    owners = {json.dumps(body["metadata"]["ownerReferences"]) for body in found}
+    assert len(owners) == 1 and '"uid": "u"' in owners.pop()
+    spec = found[-1]["spec"]["template"]["spec"]
+    assert spec["schedulingGates"] == [{"name": GATE}] and "affinity" not in spec
+    assert spec["containers"][0]["envFrom"] == [{"secretRef": {"name": "s"}}]
+    assert found[-1]["metadata"]["labels"][GENERATION] == "3"
+
+
+def test_types_that_threads_of_the_controller_decode_are_worked_out_before():
+    """msgspec works out a type where it is first decoded; two threads that do that at a time end the process."""
+    folder = Path(controller_main.__file__).parent
+    calls = [
+        node
+        for file in sorted(folder.glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "msgspec.json.decode"
+    ]
+    named = {ast.unparse(word.value) for call in calls for word in call.keywords if word.arg == "type"}
+    assert named
+    assert named <= {kind.__name__ for kind in controller_main.DECODED}

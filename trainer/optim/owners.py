@@ -1,0 +1,141 @@
+"""Whole matrices from ranks that hold parts of them: each is computed by one owner, whose result goes back in parts.
+
+ZeRO-3 cuts matrices into rows over the shard group, tensor parallelism into rows or columns over tp. Ranks exchange as
+many matrices at a time as there are ranks that hold parts, and each rank becomes the owner of one: an all-to-all brings
+it the parts, a second one takes the parts of its result back. So the work on whole matrices is shared; in arXiv
+2502.16982, section 2.3, every rank gathers and computes all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from trainer.comm.collectives import CommCounter
+from trainer.comm.mesh import Mesh
+from trainer.comm.uneven import start_all_to_all_uneven
+from trainer.parallel.params import ParamInfo
+
+#: Of a whole matrix, another of its shape.
+OfWhole = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A matrix of `shape` in parts along a dimension, one on each rank of a group."""
+
+    group: ProcessGroup
+    axis: str  # that the bytes are counted under
+    shape: tuple[int, int]
+    dim: int
+    held: tuple[tuple[int, int], ...]  # [start, stop) of each rank
+
+    def length(self, rank: int) -> int:
+        start, stop = self.held[rank]
+        return stop - start
+
+    def given(self, rank: int) -> int:
+        """Length of what a rank gives to the owner: nothing where the rank before it holds the same."""
+        return 0 if rank and self.held[rank - 1] == self.held[rank] else self.length(rank)
+
+    def numel(self, length: int) -> int:
+        """Elements of a part."""
+        return length * self.shape[1 - self.dim]
+
+    def of_rank(self, whole: Tensor, rank: int) -> Tensor:
+        return whole.narrow(self.dim, self.held[rank][0], self.length(rank))
+
+    def part(self, flat: Tensor, length: int) -> Tensor:
+        """A part of this length from its elements."""
+        return flat.view(length, self.shape[1]) if self.dim == 0 else flat.view(self.shape[0], length)
+
+
+def cuts_of(info: ParamInfo, mesh: Mesh, rows: Sequence[tuple[int, int]] = ()) -> tuple[Cut, ...]:
+    """How ranks hold a matrix, the outermost cut last. `rows`: of the local matrix, those of each rank of the shard
+    group, where ZeRO cuts it."""
+    found = list[Cut]()
+    sharded = mesh.group(info.groups.shard)
+    if rows and sharded is not None:
+        height, width = info.local_shape
+        found.append(Cut(sharded, "dp", (height, width), 0, tuple(rows)))
+    tp = mesh.group("tp")
+    if info.shards and tp is not None:
+        (cut,) = info.shards
+        size, copies = info.global_shape[cut.dim], len(info.replicas)
+        each = size * copies // tp.size()
+        held = tuple((rank // copies * each, (rank // copies + 1) * each) for rank in range(tp.size()))
+        found.append(Cut(tp, "tp", (info.global_shape[0], info.global_shape[1]), cut.dim, held))
+    return tuple(found)
+
+
+def rounds(cuts: Sequence[Sequence[Cut]]) -> Iterator[list[int]]:
+    """Which of the matrices, by their cuts, ranks exchange at a time: some with the same groups, one for each of the
+    ranks; large ones first, so that those of a round are alike."""
+    by_groups = dict[tuple[str, ...], list[int]]()
+    for at in sorted(range(len(cuts)), key=lambda at: -_work(cuts[at])):
+        by_groups.setdefault(tuple(cut.axis for cut in cuts[at]), []).append(at)
+    for same in by_groups.values():
+        many = prod(cut.group.size() for cut in cuts[same[0]])
+        yield from (same[at : at + many] for at in range(0, len(same), many))
+
+
+def _work(cuts: Sequence[Cut]) -> int:
+    """Of a whole matrix, to compare: multiplications by its own transpose."""
+    return max(cuts[-1].shape) * min(cuts[-1].shape) ** 2 if cuts else 0
+
+
+def on_whole(parts: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], counter: CommCounter, of: OfWhole) -> list[Tensor]:
+    """`of` each whole matrix: this rank's part of it. `parts`: this rank's, contiguous; `cuts`: of each, of the same
+    groups. Collective over these."""
+    if not parts or not cuts[0]:
+        return [of(part) for part in parts]
+    exchange = _Exchange([one[0] for one in cuts], counter)
+    mine = on_whole(exchange.to_owners(parts), [cuts[at][1:] for at in exchange.own], counter, of)
+    return exchange.from_owners(mine, like=parts[0])
+
+
+class _Exchange:
+    """Of matrices over one group; number i belongs to rank i modulo the ranks."""
+
+    def __init__(self, cuts: Sequence[Cut], counter: CommCounter):
+        self.cuts, self.counter, self.group = cuts, counter, cuts[0].group
+        self.ranks, self.rank = self.group.size(), self.group.rank()
+        self.owned = [range(rank, len(cuts), self.ranks) for rank in range(self.ranks)]
+        self.own = self.owned[self.rank]
+
+    def _send(self, pieces: list[list[Tensor]], arriving: list[list[int]], like: Tensor) -> list[list[Tensor]]:
+        """`pieces`: to each rank; `arriving`: elements of each piece from each rank. What arrives, flat."""
+        flat = [torch.cat([like.new_empty(0), *(piece.reshape(-1) for piece in some)]) for some in pieces]
+        sent, came = [one.numel() for one in flat], [sum(sizes) for sizes in arriving]
+        axis = self.cuts[0].axis
+        arrived = start_all_to_all_uneven(torch.cat(flat), sent, came, self.group, axis, self.counter)()
+        parts = arrived.split(came)
+        return [list(part.split(sizes)) if sizes else [] for part, sizes in zip(parts, arriving, strict=True)]
+
+    def to_owners(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's parts -> its own matrices whole."""
+        sent = [[parts[at] for at in owned if self.cuts[at].given(self.rank)] for owned in self.owned]
+        lengths = [[self.cuts[at].given(rank) for at in self.own] for rank in range(self.ranks)]
+        sizes = [[self.cuts[at].numel(n) for at, n in zip(self.own, row, strict=True)] for row in lengths]
+        came, whole = self._send(sent, sizes, parts[0]), list[Tensor]()
+        for number, at in enumerate(self.own):
+            cut, ranks = self.cuts[at], range(self.ranks)
+            pieces = [cut.part(came[rank][number], lengths[rank][number]) for rank in ranks]
+            whole.append(torch.cat(pieces, cut.dim))
+        return whole
+
+    def from_owners(self, whole: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """Its own matrices whole -> this rank's parts of all."""
+        own = [(one, self.cuts[at]) for one, at in zip(whole, self.own, strict=True)]
+        sent = [[cut.of_rank(one, rank) for one, cut in own] for rank in range(self.ranks)]
+        sizes = [[self.cuts[at].numel(self.cuts[at].length(self.rank)) for at in owned] for owned in self.owned]
+        found = dict[int, Tensor]()
+        for owned, flat in zip(self.owned, self._send(sent, sizes, like), strict=True):
+            for at, one in zip(owned, flat, strict=True):
+                found[at] = self.cuts[at].part(one, self.cuts[at].length(self.rank))
+        return [found[at] for at in range(len(self.cuts))]
