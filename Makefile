@@ -6,7 +6,7 @@ WORKERS ?= 3
 # Where an environment forbids it, every one of a thousand processes would compile what it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: docs mutations demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
+.PHONY: gpu-check docs mutations demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
 
 demo: .venv/.ready
 	.venv/bin/orch demo
@@ -43,6 +43,12 @@ COUNT ?= 0
 SEED ?= 1
 mutations: .venv/.ready
 	$(PY) -m tests.mutations.run --count $(COUNT) --seed $(SEED) --out docs/mutations.md
+
+# On a machine with a GPU: three steps of every technique beside float64 on the host, then a 1B model beside plain torch,
+# five minutes in all. On an image that brings its own torch: make gpu-check PY=python3.
+gpu-check: $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
+	$(PY) -m benchmarks.gpu_parity
+	$(PY) -m benchmarks.gpu_single
 
 # The score in docs/accuracy.md, by a table of measured runs: some minutes, most of them for the terms.
 accuracy: .venv/.ready

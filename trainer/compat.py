@@ -31,6 +31,7 @@ __all__ = [
     "foreach_norms",
     "fused_adamw_",
     "has_flash",
+    "import_compiler",
     "real_tensors",
     "segment_attention",
     "segments_backward",
@@ -50,6 +51,15 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def import_compiler() -> None:
+    """Import torch._dynamo, which compiled blocks, checkpointing and FSDP2 need: seconds of processor time.
+
+    `torch.compiler.reset` imports it as well, but up to torch 2.11 it then asks the driver for GPUs and starts threads:
+    a process that has done either cannot fork others that use a GPU.
+    """
+    import torch._dynamo  # noqa: F401
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

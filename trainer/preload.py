@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,9 @@ import torch
 import torch.distributed
 import torch.fx.experimental.symbolic_shapes  # what a worker's first backward imports: half a second
 
-from . import train  # noqa: F401
+from . import compat, train  # noqa: F401
+
+_ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class _Parallel(msgspec.Struct):
@@ -42,10 +45,28 @@ def prepare(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     words = list(arguments)
     path = words[words.index("--plan") + 1] if "--plan" in words else environment["ORCH_PLAN"]
     plan = msgspec.json.decode(Path(path).read_bytes(), type=_Needs)
-    if plan.parallel.zero == 3:
-        from .parallel.data import fsdp  # noqa: F401
-    if plan.parallel.zero == 3 or plan.job.train.compile or plan.job.train.recompute != "none":
-        torch.compiler.reset()  # imports torch._dynamo: seconds of processor time
+    with _driver_left_alone():
+        if plan.parallel.zero == 3:
+            from .parallel.data import fsdp  # noqa: F401
+        if plan.parallel.zero == 3 or plan.job.train.compile or plan.job.train.recompute != "none":
+            compat.import_compiler()
+
+
+@contextlib.contextmanager
+def _driver_left_alone() -> Iterator[None]:
+    """Inside, a module of torch that asks whether there are GPUs is answered by NVML.
+
+    CUDA cannot be used in a process that is forked from one that has asked CUDA's driver.
+    """
+    before = os.environ.get(_ASK_NVML)
+    os.environ[_ASK_NVML] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ASK_NVML]
+        else:
+            os.environ[_ASK_NVML] = before
 
 
 def after_fork() -> None:

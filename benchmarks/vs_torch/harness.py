@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -107,6 +108,8 @@ def conditions(**settings: object) -> dict[str, object]:
     """What a reader needs to judge the numbers."""
 
     def git(*words: str) -> str:
+        if shutil.which("git") is None:  # a rented machine's image may lack it
+            return ""
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")

@@ -452,16 +452,32 @@ def test_python_dash_m_trainer_runs_a_plan_and_prints_its_progress(cache, tmp_pa
 
 
 def test_a_worker_imports_the_compiler_only_where_its_plan_needs_it(tmp_path):
-    """torch._dynamo is 900 modules: a second and 100 MiB in every process, for nothing that runs uncompiled."""
-    (tmp_path / "plain.json").write_bytes(to_json(make_plan(dp=2, zero=1)))
-    (tmp_path / "sharded.json").write_bytes(to_json(make_plan(dp=2, zero=3)))
+    """torch._dynamo is 900 modules: a second and 100 MiB in every process, for nothing that runs uncompiled.
+
+    The process that imports it forks the workers: it has one thread, and it has not asked CUDA's driver for devices,
+    which `torch.compiler.reset` does in torch 2.11 (an H200 showed it: no forked worker could use the GPU).
+    """
+    plans = {
+        "plain": make_plan(dp=2, zero=1),
+        "sharded": make_plan(dp=2, zero=3),
+        "compiled": make_plan(compile=True),
+    }
+    for name, plan in plans.items():
+        (tmp_path / f"{name}.json").write_bytes(to_json(plan))
     code = (
-        "import sys, torch; from trainer import preload; from trainer.metrics.memory import StorageTracker\n"
+        "import os, sys, torch; from trainer import preload; from trainer.metrics.memory import StorageTracker\n"
+        "asked = []\n"
+        "torch._C._cuda_getDeviceCount = lambda: asked.append(1) or 0\n"
+        "torch.compiler.reset = torch.cuda.is_available\n"
         "preload.prepare(['--plan', sys.argv[1]], {})\n"
         "with StorageTracker(): torch.zeros(3) + 1\n"
         "before = 'torch._dynamo' in sys.modules\n"
         "preload.prepare([], {'ORCH_PLAN': sys.argv[2]})\n"
-        "print(before, {'torch._dynamo', 'torch.distributed.fsdp'} <= sys.modules.keys())"
+        "print(before, {'torch._dynamo', 'torch.distributed.fsdp'} <= sys.modules.keys())\n"
+        "preload.prepare([], {'ORCH_PLAN': sys.argv[3]})\n"
+        "print('asked', len(asked), 'threads', len(os.listdir('/proc/self/task')))"
     )
-    command = [sys.executable, "-c", code, tmp_path / "plain.json", tmp_path / "sharded.json"]
-    assert subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True).stdout == "False True\n"
+    command = [sys.executable, "-c", code, *(tmp_path / f"{name}.json" for name in plans)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=300, capture_output=True, text=True)
+    assert done.stdout == "False True\nasked 0 threads 1\n", done.stderr

@@ -29,9 +29,11 @@ import torch.distributed as dist
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 
+from trainer import compat
+
 from .huge_pages import collapse
 
-torch.compiler.reset()  # imports torch._dynamo, which optimizers need: here once, instead of a second in every rank
+compat.import_compiler()  # optimizers need it: here once, instead of a second in every rank
 
 _GRACE_S = 2.0  # after the first failure: time for the other ranks to report theirs
 
