@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
-WORKERS ?= 3
+WORKERS ?= 2
 # Where an environment forbids it, every one of a thousand processes would compile what it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: .venv/.ready
 	.venv/bin/orch demo
 
-# The Slurm tier, which mostly waits, runs beside the rest.
+# Tier by tier, with the seconds of each and the slowest files: docs/testing.md.
 test: .venv/.ready lint
 	OMP_NUM_THREADS=1 $(PY) -m tests.tiers $(WORKERS)
 

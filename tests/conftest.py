@@ -1,4 +1,4 @@
-"""For all tests: a home of their own, and examples that are not timed.
+"""For all tests: a home of their own, examples that are not timed, and what the machine was like when one failed.
 
 What the user has measured (`orch bench`) or run must not change a test, nor a test the user's home. A machine that is
 busy with other ranks is no failure of the code.
@@ -9,6 +9,8 @@ import gc
 import os
 import shutil
 import tempfile
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -20,6 +22,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the home of the p
     os.environ["ORCH_HOME"] = tempfile.mkdtemp(prefix="orch-test-home-")
     atexit.register(shutil.rmtree, os.environ["ORCH_HOME"], ignore_errors=True)
 
+SLOWEST_FILES = 20
+_seconds_by_file = Counter[str]()
+
 
 def pytest_collection_finish() -> None:
     """Collections look no more through all that torch and Hydra brought, and come more rarely, in forked ranks too.
@@ -28,6 +33,35 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failure says how busy the machine was."""
+    report = yield
+    if report.failed:
+        report.sections.append(("the machine", _machine()))
+    return report
+
+
+def _machine() -> str:
+    """Its load, and how late the canary of `make test` came at most (tests/canary.py)."""
+    text = "load average {:.1f} {:.1f} {:.1f}".format(*os.getloadavg())
+    starved = Path(os.environ.get("ORCH_TEST_STARVED", os.devnull))
+    late = starved.read_text() if starved.exists() else ""
+    return f"{text}; longest starved tick of the last minute: {late or '?'} s"
+
+
+def pytest_runtest_logreport(report) -> None:
+    _seconds_by_file[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ or len(_seconds_by_file) < SLOWEST_FILES:
+        return
+    terminalreporter.section(f"the {SLOWEST_FILES} slowest files, seconds")
+    for file, seconds in _seconds_by_file.most_common(SLOWEST_FILES):
+        terminalreporter.write_line(f"{seconds:7.1f}  {file}")
 
 
 @pytest.fixture

@@ -1,73 +1,148 @@
-"""`python -m tests.tiers WORKERS`: what `make test` runs, three pytest processes beside each other.
+"""`python -m tests.tiers WORKERS`: what `make test` runs, tier by tier (docs/testing.md).
 
-The tiers on real clusters mostly wait, for schedulers and for pods, everything else computes: together they take little
-longer than the rest alone. What the rest says is seen at once; what the tiers say, skips with their reasons included,
+The tier on a real Slurm mostly waits for its scheduler, so it runs beside the rest, which computes. The tier on a real
+Kubernetes begins when Slurm is over, so that one cluster at a time shares the processor; its programs are built in the
+meantime where they are missing. Tests that measure seconds run last and alone; only they are tried a second time, and a
+second try is printed. What the rest says is seen at once; what the other tiers say, skips with their reasons included,
 when all are over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
+
+from tests.beds.kubernetes import ready
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = (sys.executable, "-m", "pytest")
-TIERS = {
+REST, SLURM, KUBERNETES, TIMING = "rest", "Slurm", "Kubernetes", "timing"
+QUICK = "not full and not timing"
+ARGUMENTS = {
+    REST: ("--dist", "worksteal", "-m", f"not slurm and not kubernetes and {QUICK}"),
     # The cluster tests of one file keep to one worker, which has clusters of its own.
-    "Slurm": ("-n", "2", "--dist", "loadgroup", "-rs", "-m", "slurm and not full", "tests/slurm"),
-    # One bed after the other: each is a whole control plane. On a new machine its programs are built first.
-    "Kubernetes": ("-p", "no:xdist", "-rs", "-m", "kubernetes and not full", "tests/kubernetes"),
+    SLURM: ("-n", "2", "--dist", "loadgroup", "-rs", "-m", f"slurm and {QUICK}", "tests/slurm"),
+    # One bed after the other: each is a whole control plane.
+    KUBERNETES: ("-p", "no:xdist", "-rs", "-m", f"kubernetes and {QUICK}", "tests/kubernetes"),
+    TIMING: ("-p", "no:xdist", "-rs", "-m", "timing and not full"),
 }
-STARTS = {"Kubernetes": (sys.executable, "-m", "tests.beds.kubernetes.ready")}
-REST = ("--dist", "worksteal", "-m", "not slurm and not kubernetes and not full")
+NO_TESTS = 5  # pytest's exit code
+_LOOK_S = 0.2
 
 
-def start(tier: str) -> tuple[str, ...]:
-    return STARTS.get(tier, PYTEST)
+class Tiers:
+    """The processes of one run. `folder`: for what they say, and for what the canary measures."""
 
+    def __init__(self, workers: str, folder: Path):
+        self._workers, self._folder = workers, folder
+        self._began: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self.codes: dict[str, int] = {}
 
-def stderr(tier: str) -> int | None:
-    """That of a start of its own is seen at once: what it waits for."""
-    return None if tier in STARTS else subprocess.STDOUT
+    def run(self) -> None:
+        """All tiers, the timing stage at the end."""
+        self._start("canary", (sys.executable, "-m", "tests.canary", str(self._folder / "starved")))
+        self._start(SLURM, (*PYTEST, *ARGUMENTS[SLURM]), quiet=True)
+        self._start("build", (sys.executable, "-m", "tests.beds.kubernetes.ready"))
+        self._start(REST, (*PYTEST, "-n", self._workers, *ARGUMENTS[REST]))
+        while self._running.keys() - {"canary"}:
+            self._reap()
+            if KUBERNETES not in self._began and not {SLURM, "build"} & self._running.keys():
+                self._start(KUBERNETES, (*PYTEST, *ARGUMENTS[KUBERNETES]), quiet=True)
+            time.sleep(_LOOK_S)
+        self._time()
+
+    def _start(self, name: str, command: Sequence[str], quiet: bool = False) -> None:
+        """`quiet`: what it says is shown at the end."""
+        output: IO[bytes] | None = self._said(name).open("wb") if quiet else None
+        environment = os.environ | {"ORCH_TEST_STARVED": str(self._folder / "starved")}
+        if name == KUBERNETES and (reason := self._why_no_kubernetes()):
+            environment[ready.WHY] = reason
+        self._began[name] = time.monotonic()
+        where = subprocess.PIPE if name == "build" else output
+        self._running[name] = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=where, stderr=subprocess.STDOUT if quiet else None
+        )
+        if output is not None:
+            output.close()
+
+    def _why_no_kubernetes(self) -> str:
+        """What the build has printed: nothing where every program is there."""
+        return (self._folder / "why").read_text() if (self._folder / "why").exists() else ""
+
+    def _said(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def _reap(self) -> None:
+        for name, process in list(self._running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self._running[name]
+            self._seconds[name] = time.monotonic() - self._began[name]
+            if name == "build":
+                assert process.stdout is not None
+                (self._folder / "why").write_text(process.stdout.read().decode().strip())
+            elif name != "canary":
+                self.codes[name] = code
+
+    def _time(self) -> None:
+        """Tests that measure, on idle cores; those that fail, once more."""
+        cache = ("-o", f"cache_dir={self._folder / 'cache'}")
+        command = (*PYTEST, *ARGUMENTS[TIMING], *cache)
+        begin = time.monotonic()
+        print(f"\n{' the timing stage ':=^80}", flush=True)
+        code = subprocess.call(command, cwd=ROOT)
+        if code == 1:
+            print("the timing stage: a second try of what failed", flush=True)
+            code = subprocess.call((*command, "--last-failed"), cwd=ROOT)
+        self._seconds[TIMING] = time.monotonic() - begin
+        self.codes[TIMING] = 0 if code == NO_TESTS else code
+
+    def interrupt(self) -> None:
+        """Their fixtures end daemons and clusters."""
+        for process in self._running.values():
+            process.send_signal(signal.SIGINT)
+        for process in self._running.values():
+            process.wait()
+
+    def end(self) -> None:
+        """The canary goes; what was said is shown, and what each tier took."""
+        if canary := self._running.pop("canary", None):
+            canary.terminate()
+            canary.wait()
+        for name in (SLURM, KUBERNETES):
+            if self._said(name).exists():
+                text = self._said(name).read_text(errors="replace")
+                print(f"\n{f' the {name} tier ':=^80}\n{text}", end="", flush=True)
+        spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._seconds.items())
+        print(f"\nseconds by tier: {spent}", flush=True)
 
 
 def main(argv: list[str]) -> int:
     """The exit code of the first that failed; 130 when interrupted, by SIGTERM too."""
-    workers = argv[0] if argv else "3"
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # where a shell in the background lets it be ignored
-    with contextlib.ExitStack() as files:
-        said = {name: files.enter_context(tempfile.TemporaryFile()) for name in TIERS}
-        tiers = {
-            name: subprocess.Popen(
-                [*STARTS.get(name, PYTEST), *words], cwd=ROOT, stdout=said[name], stderr=stderr(name)
-            )
-            for name, words in TIERS.items()
-        }
-        rest = subprocess.Popen([*PYTEST, "-n", workers, *REST], cwd=ROOT)
-        everyone = (rest, *tiers.values())
-
-        def end(*_: object) -> None:
-            for process in everyone:
-                process.send_signal(signal.SIGINT)  # their fixtures end daemons and clusters
-            raise KeyboardInterrupt
-
-        signal.signal(signal.SIGTERM, end)
+    # A shell in the background lets SIGINT be ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="orch-tiers-"))
+        tiers = Tiers(argv[0] if argv else "2", Path(folder))
+        stack.callback(tiers.end)
         try:
-            codes = [rest.wait()]
-            for name, tier in tiers.items():
-                if tier.poll() is None:
-                    print(f"waiting for the {name} tier", flush=True)
-                codes.append(tier.wait())
-        except KeyboardInterrupt:  # a terminal has told all of us
-            codes = [130, *(process.wait() for process in everyone)]
-        for name, output in said.items():
-            output.seek(0)
-            print(f"\n{f' the {name} tier ':=^80}\n{output.read().decode(errors='replace')}", end="", flush=True)
-    return next((code for code in codes if code), 0)
+            tiers.run()
+        except KeyboardInterrupt:
+            tiers.interrupt()
+            return 130
+        return next((code for code in tiers.codes.values() if code), 0)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ mutation = adder(MUTATIONS)
 # ------------------------------------------------------------------------------------------------ terms and biases
 
 
-@mutation("the balance is that of the batch, not of each sequence", "term expert_balance", MIXTRAL, first=True)
+@mutation("the balance is that of the batch, not of each sequence", "term expert_balance", MIXTRAL)
 def _(patch):
     def of_batch(routing, counts):
         whole = counts.sum(0, keepdim=True).expand_as(counts) / len(counts)
@@ -87,12 +87,12 @@ def _(patch):
     after(patch, engine.Engine, "resumed", lost)
 
 
-@mutation("the balanced load is that of one rank", "load", QWEN3, first=True)
+@mutation("the balanced load is that of one rank", "load", QWEN3)
 def _(patch):
     patch.setattr(choice_states, "sum_over_ranks", lambda rows, *rest: torch.stack(rows))
 
 
-@mutation("the balanced load is the one before the last", "load", QWEN3, first=True)
+@mutation("the balanced load is the one before the last", "load", QWEN3)
 def _(patch):
     patch.setattr(choice_states, "load_of", lambda chosen: torch.ones(chosen.shape))
 
@@ -117,7 +117,7 @@ def _(patch):
 
 @mutation("positions are not stretched", "loss")
 def _(patch):
-    patch.setattr(rope, "_stretch", lambda yarn, size, theta: torch.ones(size // 2, dtype=torch.float64))
+    patch.setattr(rope, "_stretch", lambda yarn, size, *_: torch.ones(size // 2, dtype=torch.float64))
 
 
 @mutation("fast dimensions are slowed down, and not slow ones", "loss")
@@ -126,7 +126,7 @@ def _(patch):
     patch.setattr(rope, "_stretch", lambda *args: stretch(*args).flip(0))
 
 
-@mutation("the rotary part turns neighbours together", "gradient", V2, first=True)
+@mutation("the rotary part turns neighbours together", "gradient", V2)
 def _(patch):
     turn = mla.rotate
 

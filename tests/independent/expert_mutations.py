@@ -182,7 +182,7 @@ def _(patch):
 # ------------------------------------------------------------------------------------- experts and their gradients
 
 
-@mutation("gradients of experts are divided by the ranks that share them", "gradient", MIXTRAL, first=True)
+@mutation("gradients of experts are divided by the ranks that share them", "gradient", MIXTRAL)
 def _(patch):
     reduced(patch, lambda grad: grad.div_(2))
 

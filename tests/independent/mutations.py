@@ -87,7 +87,7 @@ def _(patch):
     patch.setattr(engine.Engine, "update", one_late)
 
 
-@mutation("the last micro-batch is dropped", "gradient", first=True)
+@mutation("the last micro-batch is dropped", "gradient")
 def _(patch):
     run = Pipeline.run
 
@@ -98,7 +98,7 @@ def _(patch):
     patch.setattr(Pipeline, "run", shorter)
 
 
-@mutation("every epoch has the same order", "gradient", first=True)
+@mutation("every epoch has the same order", "gradient")
 def _(patch):
     patch.setattr(order.SampleOrder, "__call__", lambda self, consumed: self._epoch(consumed % self.samples))
 
@@ -202,7 +202,7 @@ def _(patch):
 # --------------------------------------------------------------------------------------------------- the model
 
 
-@mutation("the base of rotary positions is ignored", "gradient", first=True)
+@mutation("the base of rotary positions is ignored", "gradient")
 def _(patch):
     tables = stage.rope_tables
 
@@ -264,7 +264,7 @@ def _(patch):
 # --------------------------------------------------------------------------------------------------- the optimizer
 
 
-@mutation("weight decay on norms", "weight", first=True)
+@mutation("weight decay on norms", "weight")
 def _(patch):
     shard = apply.shard
     patch.setattr(apply, "shard", lambda *args: replace(shard(*args), decay=True))
@@ -275,9 +275,7 @@ def _(patch):
     patch.setattr(clip, "all_reduce", lambda tensor, *args: tensor)
 
 
-@mutation(
-    "gradients are clipped by the norm of this rank, and the right one is reported", "gradient", layouts=TWO, first=True
-)
+@mutation("gradients are clipped by the norm of this rank, and the right one is reported", "gradient", layouts=TWO)
 def _(patch):
     norm = engine.grad_norm
     local: list[torch.Tensor] = []
@@ -352,7 +350,7 @@ def _(patch):
     patch.setattr(engine.Engine, "update", counted)
 
 
-@mutation("the bias correction counts steps, skipped or not, and the checkpoint updates", "weight", "fp16", first=True)
+@mutation("the bias correction counts steps, skipped or not, and the checkpoint updates", "weight", "fp16")
 def _(patch):
     update, fused, skipped = engine.Engine.update, adamw.fused_adamw_, []
 

@@ -13,9 +13,10 @@ import torch
 from msgspec import structs
 
 from orchestrator.plan import Plan, seal
+from orchestrator.plan.model import Yarn
 from tests.beds import fakegpu
 from tests.trainer.test_loop import changed, finish, job
-from tests.trainer.test_planned_memory import plan_of
+from tests.trainer.test_planned_memory import LLAMA, plan_of
 from trainer import compat
 from trainer.checkpoint.background import Snapshots
 from trainer.comm.mesh import Mesh
@@ -34,7 +35,10 @@ LR, TOKENS = 1e-3, 64
 
 def gpu_plan(layout: dict[str, Any]) -> Plan:
     """A plan for GPUs, in bf16 unless it says otherwise."""
-    plan = plan_of({"precision": "bf16"} | layout)
+    model = dict(layout.get("model", LLAMA))
+    if "yarn" in model:  # layouts arrive as JSON
+        model["yarn"] = Yarn(**model["yarn"])
+    plan = plan_of({"precision": "bf16"} | layout | {"model": model})
     return seal(structs.replace(plan, cluster=structs.replace(plan.cluster, device="cuda")))
 
 

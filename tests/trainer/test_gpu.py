@@ -15,6 +15,9 @@ pytestmark = [
 QUICK = test_twin.QUICK | {"cp2 gqa bf16": {"cp": 2, "precision": "bf16"}, "cp4 ring": {"cp": 4, "cp_method": "ring"}}
 #: Kernels that give the same bits every time: torch refuses the others by itself.
 QUICK["deterministic"] = {"deterministic": True, "isolate_documents": True}
+#: A card showed that the host waited here, for a copy of frequencies, in every stage and micro-batch.
+STRETCHED = {"factor": 4.0, "original_seq_len": 32, "mscale_all_dim": 0.0}
+QUICK["YaRN"] = {"model": test_twin.planned.LLAMA | {"yarn": STRETCHED}}
 #: Products in 8 bits are emulated, on CPUs alone.
 MORE = {
     "deterministic fp32": {"deterministic": True, "precision": "fp32"},

@@ -20,13 +20,16 @@ def rope_tables(positions: Tensor, model: Model, dtype: torch.dtype) -> Rope:
     steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim
     speeds = model.rope_theta**-steps
     if model.yarn:
-        speeds = speeds * _stretch(model.yarn, head_dim, model.rope_theta).to(speeds)
+        speeds = speeds * _stretch(model.yarn, head_dim, model.rope_theta, positions.device).to(dtype)
     angles = positions.to(dtype)[:, :, None, None] * speeds
     return angles.cos(), angles.sin()
 
 
-def _stretch(yarn: Yarn, head_dim: int, theta: float) -> Tensor:
-    """float64 [head_dim / 2]: by what YaRN multiplies each rotary frequency, from 1 (fast) to 1 / factor (slow)."""
+def _stretch(yarn: Yarn, head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """float64 [head_dim / 2]: by what YaRN multiplies each rotary frequency, from 1 (fast) to 1 / factor (slow).
+
+    It is made on the device: for a copy of it the host would wait.
+    """
 
     def dimension(turns: float) -> float:
         """Index of the dimension that turns that often over the original length."""
@@ -34,7 +37,7 @@ def _stretch(yarn: Yarn, head_dim: int, theta: float) -> Tensor:
 
     first = max(0, math.floor(dimension(yarn.beta_fast)))
     last = min(head_dim - 1, math.ceil(dimension(yarn.beta_slow)))
-    slow = (torch.arange(head_dim // 2, dtype=torch.float64) - first) / max(last - first, 0.001)
+    slow = (torch.arange(head_dim // 2, dtype=torch.float64, device=device) - first) / max(last - first, 0.001)
     return 1.0 + slow.clamp(0.0, 1.0) * (1.0 / yarn.factor - 1.0)
 
 

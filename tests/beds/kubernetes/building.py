@@ -97,7 +97,7 @@ def _build(name: str, seconds: float) -> str | None:
     target = program(name)
     part = target.with_suffix(".part")
     flags = f"-s -w {_STAMP}" if folder == "kubernetes" else "-s -w"
-    argv = ["nice", "-n", "19", "go", "build", "-trimpath", "-ldflags", flags, "-o", str(part), package]
+    argv = ["go", "build", "-trimpath", "-ldflags", flags, "-o", str(part), package]
     env = {**os.environ, "GOFLAGS": "-mod=readonly -buildvcs=false", "CGO_ENABLED": "0"}
     try:
         done = subprocess.run(argv, cwd=TOOLS / folder, env=env, capture_output=True, text=True, timeout=seconds)
