@@ -163,10 +163,10 @@ def _(patch):
 
 @mutation("the reported loss is that of one replica", "report losses", layouts=("dp2", "dp1"))
 def _(patch):
-    def local(self, loss_sum, valid_tokens):
-        return float(loss_sum) * self.mesh.size("dp") / valid_tokens if self.has_loss else None
+    def local(self, loss_sum):
+        return loss_sum.double() * self.mesh.size("dp") if self.has_loss else None
 
-    patch.setattr(engine.Engine, "mean_loss", local)
+    patch.setattr(engine.Engine, "loss_total", local)
 
 
 # --------------------------------------------------------------------------------------------------- documents
