@@ -53,7 +53,10 @@ def test_every_case_has_a_plan_that_fits_eight_gpus():
 
 
 @pytest.mark.skipif(bool(fakegpu.missing()), reason=fakegpu.missing() or "there are fake GPUs")
-@pytest.mark.parametrize(("what", "files"), [("single", SINGLE), ("node", NODE)])
+@pytest.mark.parametrize(
+    ("what", "files"),
+    [("single", SINGLE), pytest.param("node", NODE, marks=pytest.mark.full)],  # ten minutes
+)
 def test_a_dry_run_executes_every_line(what, files, tmp_path):
     runs = run(what, tmp_path / "cpu", False), run(what, tmp_path / "gpu", True)
     missing = [line for line in left(files, *runs) if not any(text in line for text in ELSEWHERE)]

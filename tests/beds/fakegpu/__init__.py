@@ -182,5 +182,8 @@ def _on_gpu(rank: int, function: Callable[..., Any], store: str, world: int, *ar
     dist.barrier()  # a peer that still connects would find this rank gone
     dist.destroy_process_group()
     torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    device = torch.device("cuda", rank)  # bound to it, as in a run: groups are split from the world
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", store=dist.FileStore(store, world), rank=rank, world_size=world, device_id=device
+    )
     return function(rank, *args)
