@@ -11,6 +11,7 @@ import pytest
 import orchestrator
 from orchestrator.plan.exits import Exit
 from tests.backends.test_verbs import home
+from tests.patience import PATIENCE_S, wait_for
 
 __all__ = ["home"]  # the fixture
 PROGRAM = Path(__file__).parents[1] / "beds" / "programs" / "reporting.py"
@@ -37,14 +38,14 @@ def test_importing_orchestrator_imports_nothing_more():
 
 @pytest.mark.process
 def test_a_run_from_its_start_to_its_report(home):
-    command = [sys.executable, str(PROGRAM), "200", "0.05"]
+    steps = 100_000  # an hour or more: what is done to the run comes before its end
+    command = [sys.executable, str(PROGRAM), str(steps), "0.05"]
     run = orchestrator.submit_job("nproc=2", command=command, run_id="mine-1")
     assert (run.id, run.handle, repr(run)) == ("mine-1", "local://mine-1", "Run('local://mine-1')")
     with pytest.raises(TimeoutError, match="mine-1 is "):
         run.wait(timeout_s=0.0)
     same = orchestrator.Run.find("mine")
-    from tests.beds.bundles import wait_for
-
+    wait_for(lambda: list(run.logs(1)) == ["starts after step 0"], what="first line of rank 1")
     wait_for(lambda: (same.status().live.step or 0) >= 3, what="step 3")
     assert same.status().live.loss is not None and same.status().spent.ettr is not None
     with pytest.raises(orchestrator.OrchError, match="cancel it first"):
@@ -53,13 +54,13 @@ def test_a_run_from_its_start_to_its_report(home):
     with pytest.raises(orchestrator.OrchError, match="has ended: cancelled"):
         run.cancel()
     for rank in range(2):
-        (run.folder.checkpoints / f"rank-{rank}").write_text("198")
+        (run.folder.checkpoints / f"rank-{rank}").write_text(str(steps - 2))
     assert run.resume() == run.handle
     lines = list(run.logs(1, follow=True))
-    assert lines[0] == "starts after step 0" and lines[-1] == "starts after step 198"
+    assert lines[0] == "starts after step 0" and lines[-1] == f"starts after step {steps - 2}"
     assert list(run.logs(1, last=1)) == lines[-1:]
-    assert run.wait(timeout_s=300).state == "done"
-    assert run.report()["steps"]["completed"] == 200 and run.plan().program
+    assert run.wait(timeout_s=PATIENCE_S).state == "done"
+    assert run.report()["steps"]["completed"] == steps and run.plan().program
     with pytest.raises(orchestrator.OrchError, match="is done"):
         run.resume()
     with pytest.raises(orchestrator.OrchError, match="no run 'other'"):

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -26,10 +25,9 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import Identity, send_signal
 from orchestrator.run.request import Code, Site, SubmissionBundle, make_request
 from orchestrator.run.state import RunState, true_state
+from tests.patience import PATIENCE_S, wait_for
 
 WORKER = str(Path(__file__).with_name("worker.py"))
-#: Every wait looks for its condition: on a busy machine nothing but time is lost.
-PATIENCE_S = 300.0
 
 
 class SmallConfig(msgspec.Struct, frozen=True):
@@ -98,15 +96,6 @@ def refusal(says: str, *exits: int) -> Iterator[None]:
     with pytest.raises(OrchError, match=says or None) as refused:
         yield
     assert refused.value.exit in exits and "\n" not in refused.value.message, refused.value
-
-
-def wait_for(condition, timeout_s: float = PATIENCE_S, what: str = "condition"):
-    """The first true value of `condition()`; AssertionError when it stays false."""
-    end = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < end, f"{what} did not come within {timeout_s} s"
-        time.sleep(0.05)
-    return value
 
 
 def wait_end(folder: RunFolder, timeout_s: float = PATIENCE_S) -> RunState:

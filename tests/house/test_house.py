@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 from tests.house.rooms import MODULES, PACKAGES, ROOT, edges, floors, imports, lines, nodes
+from tests.patience import PATIENCE_S
 
 TOP_LEVEL = {
     *("orchestrator", "trainer", "charts", "slurm", "conf", "tests", "benchmarks", "docs"),
@@ -158,7 +159,7 @@ def test_top_level_is_exactly_the_house():
 def test_importing_every_orchestrator_module_loads_no_torch():
     names = [m for m in MODULES if m.startswith("orchestrator") and not m.endswith("__main__")]
     code = f"import importlib, sys\nfor m in {names!r}: importlib.import_module(m)\nprint('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     assert result.stdout.strip() == "False", result.stderr
 
 
@@ -174,7 +175,8 @@ def test_wheel_ships_orchestrator_trainer_conf_and_orch_report(tmp_path):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, target)
     code = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "src", capture_output=True, check=True, timeout=120)
+    build = [sys.executable, "-c", code]
+    subprocess.run(build, cwd=tmp_path / "src", capture_output=True, check=True, timeout=PATIENCE_S)
     (wheel,) = tmp_path.glob("*.whl")
     inside = set(zipfile.ZipFile(wheel).namelist())
     shipped = {p for p in tracked() if p.startswith(("orchestrator/", "trainer/", "conf/")) and "/README" not in p}

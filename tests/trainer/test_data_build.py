@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from orchestrator.plan.document import Data
+from tests.patience import wait_for
 from tests.trainer.states import flip_bit
 from tests.trainer.test_data_tokenizer import word_level
 from trainer.data import build
@@ -269,16 +269,20 @@ def test_a_killed_builder_neither_blocks_nor_leaves_half_a_store(text):
 
 @pytest.mark.process
 def test_the_waiting_process_says_so(text):
-    started = text.parent / "started"
+    started, told = text.parent / "started", text.parent / "told"
 
-    def slow(phase: str, *_: int) -> None:
+    def hold_the_lock(phase: str, *_: int) -> None:
         started.touch()
-        time.sleep(0.3)
+        wait_for(told.exists, what="the other process")
 
-    pid, log = fork(lambda: open_tokens(data(text), slow)), Log()
-    while not started.exists():
-        time.sleep(0.01)
-    assert isinstance(open_tokens(data(text), log), TokenStore) and log.phases == {"wait"}
+    def say(*progress: int) -> None:
+        log(*progress)
+        told.touch()
+
+    log = Log()
+    pid = fork(lambda: open_tokens(data(text), hold_the_lock))
+    wait_for(started.exists, what="the lock")
+    assert isinstance(open_tokens(data(text), say), TokenStore) and log.phases == {"wait"}
     assert os.waitpid(pid, 0)[1] == 0
 
 

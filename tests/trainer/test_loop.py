@@ -22,6 +22,7 @@ from orchestrator.plan import Exit, Plan, seal, to_json
 from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.worker import PINS, pin_file
 from tests.beds.plans import make_plan, tiny_model
+from tests.patience import PATIENCE_S
 from tests.trainer.states import flip_bit
 from tests.trainer.workers import Workers, free_port, running, worker_env
 from trainer.checkpoint.format import rank_file, step_name
@@ -103,10 +104,11 @@ def test_it_trains_and_a_killed_and_resumed_run_equals_an_uninterrupted_one_to_t
         assert list(one.losses().values())[:4] == pytest.approx(list(losses.values())[:4], rel=1e-4)
 
     last = plan.parallel.world_size - 1
-    with running(plan, tmp_path / "cut") as workers:
+    with running(plan, tmp_path / "cut", held=8) as workers:
         workers.until(0, "checkpoint_saved")
         workers.until(last, 4)
         os.kill(workers.pids[last], signal.SIGKILL)
+        workers.release()
         codes = workers.wait()
         assert codes[last] == -signal.SIGKILL and set(codes[:last]) <= {Exit.RESTART}
         for rank in range(last):
@@ -121,9 +123,9 @@ def test_it_trains_and_a_killed_and_resumed_run_equals_an_uninterrupted_one_to_t
 
 
 def test_a_step_report_says_what_the_step_did(cache, tmp_path):
-    plan = job(cache, steps=2, dp=2, zero=1, memory_every_steps=1)
+    plan = job(cache, steps=6, dp=2, zero=1, memory_every_steps=1)
     _, workers = finish(plan, tmp_path)
-    first, second = workers.steps(0)
+    first, second, *more = workers.steps(0)
     size = plan.parallel.global_batch_samples
     assert (first.samples, second.samples) == (size, 2 * size)
     assert first.tokens == plan.parallel.global_batch_tokens
@@ -136,7 +138,8 @@ def test_a_step_report_says_what_the_step_did(cache, tmp_path):
     # ZeRO-1: reduce-scatter and all-gather of all parameters, (n - 1) / n of the bytes each
     assert first.comm_bytes["dp"] == pytest.approx(first.memory_bytes["params"], rel=0.01)
     assert {"data", "forward", "backward", "optimizer", "comm"} <= first.phase_s.keys()
-    assert 0.5 * second.step_s < sum(second.phase_s.values()) <= second.step_s
+    shares = [sum(step.phase_s.values()) / step.step_s for step in (second, *more)]
+    assert 0.5 < max(shares) <= 1, "unless the processor was taken from it between phases, in each of these steps"
     rate = first.tokens / first.step_s / 2 / plan.cluster.gpu.peak_flops["fp32"]
     assert first.mfu == pytest.approx(rate * model_flops_per_token(plan.model, plan.job.train.seq_len))
     assert first.hfu == first.mfu
@@ -359,7 +362,7 @@ def test_a_termination_signal_during_the_imports_ends_with_75(cache, tmp_path):
     with worker_process(job(cache, steps=10_000), tmp_path) as worker:
         time.sleep(0.5)
         worker.terminate()
-        _, text = worker.communicate(timeout=300)
+        _, text = worker.communicate(timeout=PATIENCE_S)
     assert worker.returncode in (Exit.RESTART, -signal.SIGTERM), text
     if worker.returncode == Exit.RESTART:
         assert "SIGTERM before the first step: nothing to save yet" in text
@@ -446,7 +449,7 @@ def test_without_an_agents_environment_it_is_a_usage_error():
 
 def test_python_dash_m_trainer_runs_a_plan_and_prints_its_progress(cache, tmp_path):
     with worker_process(job(cache, steps=2), tmp_path) as worker:
-        _, text = worker.communicate(timeout=300)
+        _, text = worker.communicate(timeout=PATIENCE_S)
     assert worker.returncode == 0, text
     assert "step 2  loss " in text and "done (step 2)" in text
 
@@ -479,5 +482,5 @@ def test_a_worker_imports_the_compiler_only_where_its_plan_needs_it(tmp_path):
     )
     command = [sys.executable, "-c", code, *(tmp_path / f"{name}.json" for name in plans)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=300, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=PATIENCE_S, capture_output=True, text=True)
     assert done.stdout == "False True\nasked 0 threads 1\n", done.stderr

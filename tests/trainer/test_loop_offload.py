@@ -29,7 +29,7 @@ def losses(workers) -> dict[int, float]:
 def test_a_killed_run_goes_on_with_the_losses_of_one_that_kept_all_in_memory(cache, tmp_path):
     _, workers = finish(job(cache, steps=8, dp=2, zero=1), tmp_path / "memory")
     expected = losses(workers)
-    with running(job(cache, steps=8, every=2, dp=2, zero=1, offload=DISK), tmp_path / "disk") as workers:
+    with running(job(cache, steps=8, every=2, dp=2, zero=1, offload=DISK), tmp_path / "disk", held=6) as workers:
         workers.until(0, 4)
         for pid in workers.pids:
             os.kill(pid, signal.SIGKILL)
@@ -101,8 +101,8 @@ def test_killed_at_fifty_points_it_goes_on_each_time(cache, tmp_path, monkeypatc
     expected, plan = losses(workers), job(cache, every=1, offload=AWAY, **layout)
     with monkeypatch.context() as patch:
         calls = counted(patch)
-        with running(plan, tmp_path / "count") as workers:
-            workers.until(0, 4)
+        with running(plan, tmp_path / "count", held=4) as workers:
+            workers.until(0, "held")
             calls = calls()
     reached, epochs = 0, iter(range(KILLS + 1))
     for kill in range(KILLS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -17,6 +18,8 @@ from tests.trainer.workers import Workers, running
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 STEPS = 12
+#: What a call says whose file or folder is being deleted.
+DELETED = {os.strerror(number) for number in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)}
 
 
 @pytest.fixture
@@ -40,6 +43,7 @@ def lose(workers: Workers, node: str) -> int:
     for place in workers.plan.ranks:
         if place.node == node:
             os.kill(workers.pids[place.rank], signal.SIGKILL)
+    workers.release()
     codes = workers.wait()
     shutil.rmtree(replica_dir(workers.run_dir, node))
     assert set(codes) == {-signal.SIGKILL, Exit.RESTART}
@@ -56,7 +60,7 @@ def test_a_lost_node_costs_at_most_one_step_on_a_spare_or_on_fewer_nodes(cache, 
     plans = [whole_plan, plan_of(cache, ["node7", "node1"], **layout)]
     losses, done = {}, 0
     for epoch, (plan, lost) in enumerate(zip(plans, ["node0", "node1"], strict=True)):
-        with running(plan, run, epoch) as workers:
+        with running(plan, run, epoch, held=done + 5) as workers:
             for rank in range(4):
                 workers.until(rank, done + 3)
             if epoch:
@@ -83,7 +87,7 @@ def check_resumed(workers: Workers, done: int) -> None:
 def test_on_the_same_layout_the_run_goes_on_to_the_bit(cache, tmp_path, run):
     plan = plan_of(cache, ["node0", "node1"], dp=2, zero=1)
     finish(plan, tmp_path / "whole")
-    with running(plan, run, 0) as workers:
+    with running(plan, run, held=8) as workers:
         workers.until(0, 5)
         workers.until(1, 5)
         done = lose(workers, "node1")
@@ -95,27 +99,30 @@ def test_on_the_same_layout_the_run_goes_on_to_the_bit(cache, tmp_path, run):
 
 def test_copies_that_somebody_deletes_are_made_anew_and_those_of_a_lost_node_go_with_the_others(cache, tmp_path, run):
     """logind deletes them where RemoveIPC=yes and the user's last session ends."""
-    plan = changed(plan_of(cache, ["node0", "node1"], dp=2, zero=1), "train", steps=200)
+    plan = changed(plan_of(cache, ["node0", "node1"], dp=2, zero=1), "train", steps=80)
     home = replica_dir(run, "node0").parent
-    with running(plan, run, 0) as workers:
+    with running(plan, run, held=62) as workers:
         for step in range(3, 60, 3):
             workers.until(0, step)
             shutil.rmtree(home, ignore_errors=True)
         lost = replica_dir(run, "node9") / "step-00000003.e0"  # by an agent that was killed; on this machine
         lost.mkdir(parents=True)
         (lost.parent / ".lock").touch()
+        workers.release()
         assert workers.wait() == [0, 0], workers.log(0) + workers.log(1)
     assert workers.events("replicas_deleted")
-    assert all("No such file" in event.fields["error"] for event in workers.events("replica_failed"))
+    for event in workers.events("replica_failed"):
+        assert any(text in event.fields["error"] for text in DELETED), event.fields["error"]
     assert not home.exists()
 
 
 def test_a_termination_signal_puts_everything_on_disk_and_gives_the_memory_back(cache, tmp_path, run):
     plan = plan_of(cache, ["node0", "node1"], dp=2, zero=1)
-    with running(plan, run, 0) as workers:
+    with running(plan, run, held=6) as workers:
         workers.until(0, 3)
         assert list(replica_dir(run, "node1").glob("step-*"))
         os.kill(workers.pids[1], signal.SIGTERM)
+        workers.release()
         assert workers.wait() == [Exit.RESTART] * 2
     assert not replica_dir(run, "node0").exists() and not replica_dir(run, "node1").exists()
     with running(plan, run, 1) as workers:

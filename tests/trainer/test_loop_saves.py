@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from orchestrator.plan import Exit
 from orchestrator.plan.worker import EventReport, StepReport
+from tests.patience import wait_for
 from tests.trainer.test_loop import EIGHT, finish, job
 from tests.trainer.workers import Workers, running
 from trainer.checkpoint import save as save_module
@@ -26,9 +26,7 @@ def gate(monkeypatch, tmp_path) -> Path:
     path, write = tmp_path / "gate", save_module.write_tensors
 
     def wait_and_write(*args: object) -> object:
-        deadline = time.monotonic() + 60
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.002)
+        wait_for(path.exists, what="the gate")
         return write(*args)
 
     monkeypatch.setattr(save_module, "write_tensors", wait_and_write)
@@ -87,16 +85,20 @@ def test_a_run_moves_from_layout_to_layout_and_its_losses_do_not_notice(cache, t
     losses: dict[int, float] = {}
     starts = []
     for epoch, layout in enumerate(moves):
-        with running(job(cache, steps=20, every=3, **layout), tmp_path / "moved", epoch) as workers:
+        held = max(losses, default=2) + 5
+        with running(job(cache, steps=20, every=3, **layout), tmp_path / "moved", epoch, held=held) as workers:
             if epoch == 0:
                 workers.until(0, "checkpoint_saved")
                 os.kill(workers.pids[5], signal.SIGKILL)
+                workers.release()
                 assert -signal.SIGKILL in workers.wait()
             elif epoch < 3:
                 workers.until(0, max(losses) + 2)
                 os.kill(workers.pids[0], signal.SIGTERM)
+                workers.release()
                 assert set(workers.wait()) == {Exit.RESTART}
             else:
+                workers.release()
                 assert workers.wait() == [0]
         for event in workers.events("resumed"):
             assert not event.fields["same_layout"] and event.fields["samples"] == 4 * event.step

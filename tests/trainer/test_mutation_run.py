@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from tests.mutations.run import ROOT, every_site, files_of_tests, page, sample
+from tests.mutations.run import LIMIT_S, ROOT, every_site, files_of_tests, page, sample
 from tests.mutations.run import Result as Judged
 from tests.mutations.sites import mutated, sites
+from tests.patience import PATIENCE_S
 
 SOURCE = '''
 def f(a: int = 1, *rest) -> int:
@@ -62,7 +63,8 @@ def test_the_page_counts():
 @pytest.mark.slow
 def test_a_sample_is_noticed():
     command = [sys.executable, "-m", "tests.mutations.run", "--count", "3", "--seed", "1", "--only", "trainer/optim/*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    limit_s = 3 * LIMIT_S + PATIENCE_S
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3 and not any("LIVES" in line for line in lines), done.stdout

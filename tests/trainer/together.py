@@ -30,7 +30,7 @@ def run_together(fn: Callable[..., Any], world: int, cases: Mapping[str, tuple])
                 found.append(fn(rank, *args))
         return found
 
-    answers = run_ranks(work, world, timeout=300.0)
+    answers = run_ranks(work, world)
     return {name: [answer[at] for answer in answers] for at, name in enumerate(cases)}
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -20,12 +21,12 @@ import torch
 from orchestrator.plan import Plan, to_json
 from orchestrator.plan.worker import EventReport, ProgressReport, Report, StepReport, WorkerEnv
 from orchestrator.run.store_socket import StoreSocket
+from tests.beds.held import sitecustomize as hold
+from tests.patience import PATIENCE_S
 from trainer.__main__ import main
 from trainer.preload import prepare as _in_memory_before_the_fork  # noqa: F401
+from trainer.train import Run
 from trainer.verify.huge_pages import collapse
-
-#: Every wait looks for its condition: on a busy machine nothing but time is lost.
-PATIENCE_S = 300.0
 
 
 def worker_env(plan: Plan, rank: int, /, **changes: object) -> WorkerEnv:
@@ -40,10 +41,21 @@ def worker_env(plan: Plan, rank: int, /, **changes: object) -> WorkerEnv:
 
 
 class Workers:
-    """All ranks of one epoch of a run. Files in `run_dir`: plan.json, rank-N.log, rank-N.jsonl."""
+    """All ranks of one epoch of a run. Files in `run_dir`: plan.json, rank-N.log, rank-N.jsonl.
 
-    def __init__(self, plan: Plan, run_dir: Path, epoch: int = 0, changes: Mapping[int, dict] | None = None):
+    `held`: the step that no rank makes before `release`, or before it got a termination signal.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        run_dir: Path,
+        epoch: int = 0,
+        changes: Mapping[int, dict] | None = None,
+        held: int | None = None,
+    ):
         self.plan, self.run_dir, self.epoch = plan, run_dir, epoch
+        self.held = held
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "plan.json").write_bytes(to_json(plan))
         self._store = StoreSocket("127.0.0.1", listens=False)
@@ -72,9 +84,17 @@ class Workers:
             values |= {"plan": str(self.run_dir / "plan.json"), **changes}
             os.environ.update(worker_env(self.plan, rank, **values).variables())
             torch.set_num_threads(1)
+            if self.held is not None:
+                os.environ[hold.VARIABLE] = str(self.held)
+                Run._agree = hold.held(Run._agree)
             main([])
         finally:
             os._exit(99)
+
+    def release(self) -> None:
+        """Let the ranks go on that wait before the held step."""
+        assert self.held is not None
+        hold.release(self.run_dir, self.held)
 
     def reports_of(self, rank: int) -> Path:
         return self.run_dir / f"rank-{rank}.e{self.epoch}.jsonl"
@@ -109,8 +129,10 @@ class Workers:
     def until(self, rank: int, seen: str | int, timeout: float = PATIENCE_S) -> None:
         """Wait until `rank` has reported the event named `seen`, or step number `seen`."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and rank not in self.codes:
+        over = False
+        while not over:
             self._collect()
+            over = rank in self.codes or time.monotonic() > deadline
             for report in self.reports(rank):
                 if (report.step if isinstance(report, StepReport) else report.name) == seen:
                     return
@@ -144,9 +166,9 @@ class Workers:
 
 
 @contextlib.contextmanager
-def running(plan: Plan, run_dir: Path, epoch: int = 0, changes: Mapping[int, dict] | None = None) -> Iterator[Workers]:
+def running(*args: Any, **options: Any) -> Iterator[Workers]:
     """Workers that are gone when the block is left, however it is left."""
-    workers = Workers(plan, run_dir, epoch, changes)
+    workers = Workers(*args, **options)
     try:
         yield workers
     finally:

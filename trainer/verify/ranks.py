@@ -35,7 +35,10 @@ from .huge_pages import collapse
 
 compat.import_compiler()  # optimizers need it: here once, instead of a second in every rank
 
+_START_S = 300.0  # for all ranks to be forked and connected
 _GRACE_S = 2.0  # after the first failure: time for the other ranks to report theirs
+_STACKS_S = 30.0  # for the ranks that are late to write where they stand
+_BEGUN = b"!"  # what a rank's pipe begins with: it is connected and begins its work, or has failed
 
 
 class RankError(RuntimeError):
@@ -46,12 +49,12 @@ class RankError(RuntimeError):
         self.rank = rank
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """[fn(rank, *args) for each rank], each rank a process in a gloo group of `world`.
 
     `fn` may be a closure. It returns any nesting of dicts (string keys), lists and tuples (which become lists) of
-    tensors and JSON values. Raises RankError with the first failing rank's traceback; after `timeout` seconds with
-    the stacks of the ranks that still run. No process outlives the call.
+    tensors and JSON values. Raises RankError with the first failing rank's traceback; `timeout` seconds after the last
+    rank has begun its work with the stacks of the ranks that still run. No process outlives the call.
     """
     home = Path(tempfile.mkdtemp(prefix="ranks-"))
     ranks: list[_Rank] = []
@@ -60,7 +63,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     try:
         for index in range(world):
             ranks.append(_start(fn, index, world, args, home, timeout))
-        return _collect(ranks, time.monotonic() + timeout)
+        return _collect(ranks, timeout)
     finally:
         for rank in ranks:
             rank.end()
@@ -77,9 +80,18 @@ class _Rank:
     pid: int
     pipe: int
     stacks: Path
+    signals: Path  # numbers of the signals that it has handled: those of stacks once they are complete
     data: bytearray
     ended: bool = False  # the pipe is closed: `data` is complete
     status: int | None = None
+
+    @property
+    def answer(self) -> bytes:
+        return bytes(self.data[len(_BEGUN) :])
+
+    @property
+    def has_dumped(self) -> bool:
+        return self.signals.exists() and signal.SIGUSR1 in self.signals.read_bytes()
 
     def end(self) -> None:
         os.close(self.pipe)
@@ -97,7 +109,7 @@ class _Rank:
     def failure(self) -> str | None:
         if self.status == 0:
             return None
-        text = _decode(bytes(self.data))["error"] if self.data else f"ended with code {self.status} and no result"
+        text = _decode(self.answer)["error"] if self.answer else f"ended with code {self.status} and no result"
         return f"rank {self.index}: {text}"
 
 
@@ -109,11 +121,13 @@ def _start(fn: Callable[..., Any], rank: int, world: int, args: tuple, home: Pat
         os.close(read)
         _child(fn, rank, world, args, home, timeout, write, parent)
     os.close(write)
-    return _Rank(rank, pid, read, home / f"stacks-{rank}", bytearray())
+    return _Rank(rank, pid, read, home / f"stacks-{rank}", home / f"signals-{rank}", bytearray())
 
 
-def _collect(ranks: list[_Rank], deadline: float) -> list[Any]:
+def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
     first: _Rank | None = None
+    deadline = time.monotonic() + _START_S
+    begun = False
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.pipe, selectors.EVENT_READ, rank)
@@ -125,19 +139,24 @@ def _collect(ranks: list[_Rank], deadline: float) -> list[Any]:
                     selector.unregister(rank.pipe)
                     if first is None and rank.failure():
                         first, deadline = rank, min(deadline, time.monotonic() + _GRACE_S)
+            if first is None and not begun and all(rank.data for rank in ranks):
+                deadline = time.monotonic() + timeout
+                begun = True
     if first is not None:
         raise RankError(first.index, first.failure() or "")
     late = [rank for rank in ranks if not rank.ended]
     if late:
         raise RankError(late[0].index, _stacks(late))
-    return [_decode(bytes(rank.data)) for rank in ranks]
+    return [_decode(rank.answer) for rank in ranks]
 
 
 def _stacks(late: list[_Rank]) -> str:
     """Stacks of the ranks that did not finish, from faulthandler's dump on SIGUSR1."""
     for rank in late:
         os.kill(rank.pid, signal.SIGUSR1)
-    time.sleep(0.3)
+    end = time.monotonic() + _STACKS_S
+    while not all(rank.has_dumped for rank in late) and time.monotonic() < end:
+        time.sleep(0.01)
     texts = [f"rank {rank.index} did not finish in time:\n{rank.stacks.read_text()}" for rank in late]
     return "\n".join(texts)
 
@@ -150,21 +169,26 @@ def _child(
 ) -> None:
     """Never returns."""
     code = 1
+    head = _BEGUN
     try:
         _die_with(parent)
         stacks = (home / f"stacks-{rank}").open("w")
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        signals = os.open(home / f"signals-{rank}", os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK)
+        signal.set_wakeup_fd(signals)
+        signal.signal(signal.SIGUSR1, lambda *_: None)  # after the stacks: it makes Python write the signal's number
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=True)
         torch.set_num_threads(1)  # before the first operation: the parent's thread pool did not survive the fork
         init = f"file://{home}/store"
-        dist.init_process_group(
-            "gloo", init_method=init, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
-        )
+        patience = timedelta(seconds=_START_S + timeout)  # the parent's ends first, and tells who is late
+        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world, timeout=patience)
+        os.write(pipe, head)
+        head = b""
         answer, code = _encode(fn(rank, *args)), 0
         dist.barrier()  # a rank that leaves early closes connections that others still read
     except BaseException:
         answer, code = _encode({"error": traceback.format_exc()}), 1
     try:
-        view = memoryview(answer)
+        view = memoryview(head + answer)
         while view:
             view = view[os.write(pipe, view) :]
     finally:
