@@ -26,10 +26,9 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import Identity, send_signal
 from orchestrator.run.request import Code, Site, SubmissionBundle, make_request
 from orchestrator.run.state import RunState, true_state
+from tests.patience import PATIENCE_S
 
 WORKER = str(Path(__file__).with_name("worker.py"))
-#: Every wait looks for its condition: on a busy machine nothing but time is lost.
-PATIENCE_S = 300.0
 
 
 class SmallConfig(msgspec.Struct, frozen=True):
@@ -56,7 +55,7 @@ def make_bundle(
     **wishes: object,
 ) -> SubmissionBundle:
     """`wishes`: what the stand-in worker is to do, as STEPS=9 (see worker.py)."""
-    fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 10.0, "min_nodes_grace_s": 0}
+    fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 15.0, "min_nodes_grace_s": 0}
     fields |= backend or {}
     site = Site(
         run_id=run_id,
