@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from orchestrator.backends.local.backend import LocalBackend
@@ -14,13 +16,16 @@ pytestmark = pytest.mark.process
 
 
 def start(runs, wishes: dict[str, object], **backend) -> RunFolder:
-    fields = {"hang_after_s": 2.0, "max_restarts": 9} | backend
+    fields = {"hang_after_s": 20.0, "max_restarts": 9} | backend
     return submit(make_plan(dp=4, nodes=2), runs, backend=fields, **{"MEET": 1, **wishes})
 
 
 @pytest.mark.slow
 def test_each_way_to_stand_still_is_told_from_the_others(runs):
-    """One run, a fault an epoch: what it was, who it was, and where it stood."""
+    """One run, a fault an epoch: what it was, who it was, and where it stood.
+
+    Ranks that a busy machine leaves without a step for two seconds may cost an epoch more: each fault waits its turn.
+    """
     faults = {
         "worker_spinning": ("1:5:spin:0", 1, "node0", 4, "computes"),
         "worker_stuck": ("2:6:stuck:1", 2, "node1", 5, "neither computing nor waiting, state S"),
@@ -29,10 +34,12 @@ def test_each_way_to_stand_still_is_told_from_the_others(runs):
     }
     held = "0:4:held:4"
     hangs = ",".join([order for order, *_ in faults.values()] + [held])
-    folder = start(runs, {"HANG": hangs, "STEPS": 9})
+    folder = start(runs, {"HANG": hangs, "STEPS": 9}, hang_after_s=2.0, max_restarts=99)
     state = wait_end(folder)
-    assert (state.state, state.restarts, state.epoch) == ("done", 5, 5), state.reason
-    causes = [epoch.cause for epoch in state.epochs if epoch.cause]
+    every = [epoch.cause for epoch in state.epochs if epoch.cause]
+    assert (state.state, state.restarts, state.epoch) == ("done", len(every), len(every)), state.reason
+    hung = [int((folder.path / f"hung-{turn}").read_text()) for turn in range(5)]
+    causes = [state.epochs[epoch].cause for epoch in hung]
     for cause, (kind, (_, rank, node, step, text)) in zip(causes, faults.items(), strict=False):
         assert (cause.kind, cause.rank, cause.node, cause.step) == (kind, rank, node, step), cause
         assert text in cause.text
@@ -40,12 +47,15 @@ def test_each_way_to_stand_still_is_told_from_the_others(runs):
     for cause, place in ((causes[0], "rank 1 on node0 (gpu 1)"), (causes[3], "rank 3 on node1 (gpu 1)")):
         assert cause.text.startswith(f"{place} did not enter all-reduce (dp) of step {cause.step + 1}"), cause
     assert causes[0].tail[-1] == f"orch: {causes[0].text}: killed"
-    assert state.restarts_by_cause == {kind: 1 for kind in faults} | {"worker_spinning": 2}
+    provoked = Counter([*faults, "worker_spinning"])
+    by_cause = Counter(cause.kind for cause in every)
+    assert provoked <= by_cause and state.restarts_by_cause == by_cause
     for cause, function in ((causes[0], "in hang"), (causes[1], "in hang"), (causes[4], "in hang")):
         text = (folder.path / cause.stack).read_text()
         assert text.startswith(cause.text) and function in text and "State:\t" not in text, text
     assert "State: T (stopped)" in (folder.path / causes[3].stack).read_text()
-    assert len(list((folder.path / "stacks").glob("epoch-2-*"))) == 4, "where nobody is missing, all are asked"
+    stacks = list((folder.path / "stacks").glob(f"epoch-{hung[2]}-*"))
+    assert len(stacks) == 4, "where nobody is missing, all are asked"
     assert {oct(path.stat().st_mode & 0o777) for path in (folder.path / "stacks").iterdir()} == {"0o600"}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,10 +17,12 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Plan, load_plan
 from orchestrator.planner.elastic.replan import replan
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.processes import Identity, send_signal
 from orchestrator.run.request import read_request
 from orchestrator.run.state import RunState, read_state
 from tests.beds.bundles import events, no_namespaces, submit, wait_end, wait_for
 from tests.beds.plans import make_plan
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -66,6 +70,17 @@ def kill(folder: RunFolder, node: str, signum: int = signal.SIGKILL) -> None:
     os.kill(agent(folder, node), signum)
 
 
+@contextlib.contextmanager
+def nobody_brought_back(folder: RunFolder) -> Iterator[None]:
+    """The run's supervisor stands still, and so does not start the agents of lost nodes again."""
+    supervisor = Identity(*read_record(folder, LocalRecord).supervisor)
+    assert send_signal(supervisor, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send_signal(supervisor, signal.SIGCONT)
+
+
 def cancel(folder: RunFolder) -> RunState:
     LocalBackend().cancel(folder, force=False)
     return wait_end(folder)
@@ -110,7 +125,7 @@ def test_the_coordinator_moves_and_moves_again(runs):
 
 def test_a_frozen_coordinator_is_succeeded_and_fenced_when_it_wakes(runs):
     """It wakes as the writer that it was; the newer claim stops it before it writes."""
-    folder = start(runs, 3, 2, rules={"heartbeat_timeout_s": 3.0})
+    folder = start(runs, 3, 2, rules={"heartbeat_timeout_s": 5.0})
     first = running(folder, "node0", "node1", "node2")
     frozen = agent(folder, first.writer)
     os.kill(frozen, signal.SIGSTOP)
@@ -124,19 +139,21 @@ def test_a_frozen_coordinator_is_succeeded_and_fenced_when_it_wakes(runs):
 
 
 def test_a_node_comes_back_and_the_run_grows_at_a_step_boundary(runs):
-    # Comes back after the epoch of its loss is over: workers there may use 1.5 s to end.
-    folder = start(runs, 3, 2, rules={"min_nodes_grace_s": 60.0}, restart_lost_nodes_after_s=4.0, grow_after_s=1.0)
+    rules = {"min_nodes_grace_s": 2 * PATIENCE_S}
+    folder = start(runs, 3, 2, rules=rules, restart_lost_nodes_after_s=0.2, grow_after_s=1.0)
     first = running(folder, "node0", "node1", "node2")
-    kill(folder, "node1")
-    running(folder, "node0", "node2", after=first.epoch)
+    with nobody_brought_back(folder):
+        kill(folder, "node1")
+        running(folder, "node0", "node2", after=first.epoch)
     third = running(folder, "node0", "node1", "node2", after=first.epoch + 1)
     growing = third.epochs[-2]
     assert growing.outcome == "restart" and growing.cause is None and not growing.counted
     assert len({(folder.path / f"saved-{rank}").read_text() for rank in range(2)}) >= 1, "saved before it stopped"
     assert [e["how"] for e in events(folder, "replanned")] == ["shrink", "grow"]
     left = next(node for node in third.nodes if node != third.writer)
-    kill(folder, left, signal.SIGTERM)  # drained, and in service again
-    running(folder, *third.nodes.keys() - {left}, after=third.epoch)
+    with nobody_brought_back(folder):
+        kill(folder, left, signal.SIGTERM)  # drained, and in service again
+        running(folder, *third.nodes.keys() - {left}, after=third.epoch)
     running(folder, "node0", "node1", "node2", after=third.epoch + 1)
     assert [e["how"] for e in events(folder, "replanned")][2:] == ["shrink", "grow"]
     last = running(folder, "node0", "node1", "node2")
@@ -182,7 +199,7 @@ def test_a_frozen_worker_is_found_named_and_replaced(runs):
 @pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())
 def test_a_coordinator_that_is_cut_off_leaves_the_run_to_the_larger_side(runs):
     """Too few are left on its side. It stands back, the others claim, and after the cut is healed it is fenced."""
-    folder = start(runs, 3, 2, rules={"heartbeat_timeout_s": 3.0}, network="namespaces", link_gbit_per_s=0.5)
+    folder = start(runs, 3, 2, rules={"heartbeat_timeout_s": 5.0}, network="namespaces", link_gbit_per_s=0.5)
     first = running(folder, "node0", "node1", "node2")
     record, index = read_record(folder, LocalRecord), int(first.writer[-1])
     holders = [record.supervisor[0], *record.agents.values()]

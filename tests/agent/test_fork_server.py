@@ -17,6 +17,7 @@ import pytest
 
 from orchestrator.agent.node.worker_supervisor import PendingFork, WorkerSupervisor
 from orchestrator.run.processes import descendants, identity, is_alive
+from tests.patience import PATIENCE_S
 
 from .test_workers import ROOT, Harness
 
@@ -110,7 +111,7 @@ async def test_a_worker_told_to_end_before_it_is_born_has_ended(h, waits, end):
     h.start("print('ran')", 0)
     h.start("print('ran')", 1)
     if end == "stop":
-        h.workers.stop(signal.SIGTERM, 5.0)
+        h.workers.stop(signal.SIGTERM, 2 * PATIENCE_S)
     else:
         h.workers.kill()
     await h.until_empty()
@@ -126,16 +127,23 @@ async def test_a_worker_told_to_end_before_it_is_born_has_ended(h, waits, end):
 
 
 @pytest.mark.parametrize("victim", ["worker supervisor", "fork server"])
-async def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork_server(h, victim):
-    h.start(f"import time; print('up', flush=True); time.sleep({1 if victim == 'fork server' else 600})")
+async def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork_server(h, tmp_path, victim):
+    wait = "while not os.path.exists('go'): time.sleep(0.05)"
+    h.start(f"import os, time\nprint('up', flush=True)\n{wait}")
     await h.until_logged("up")
     worker = h.workers.pids[0]
-    async with asyncio.timeout(60):  # what bore the worker may still be going
+    async with asyncio.timeout(PATIENCE_S):  # what bore the worker may still be going
         while len(others := [pid for pid in descendants(h.workers.supervisor_pid) if pid != worker]) > 1:
             await asyncio.sleep(0.01)
     (fork_server_pid,) = others
     seen = [identity(worker), identity(fork_server_pid)]
-    os.kill(h.workers.supervisor_pid if victim == "worker supervisor" else fork_server_pid, signal.SIGKILL)
+    if victim == "worker supervisor":
+        os.kill(h.workers.supervisor_pid, signal.SIGKILL)
+    else:
+        os.kill(fork_server_pid, signal.SIGKILL)
+        while is_alive(seen[1]):
+            await asyncio.sleep(0.01)
+        (tmp_path / "go").touch()
     await h.until_empty()
     if victim == "worker supervisor":
         assert h.ended == {0: (-9, False)}
@@ -152,7 +160,7 @@ async def test_a_stopped_fork_server_owes_no_worker_for_long(h):
     h.ended.clear()
     os.kill(fork_server, signal.SIGSTOP)
     h.start("print('second')", 0)
-    await h.until_empty(20)
+    await h.until_empty()
     assert h.ended == {0: (0, False)} and is_alive(identity(fork_server))
     h.ended.clear()
     h.start("print('third')", 0)

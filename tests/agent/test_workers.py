@@ -15,6 +15,8 @@ import pytest
 
 from orchestrator.agent.node.workers import Workers
 from orchestrator.run.processes import identity, is_alive, is_stopped
+from tests.beds.bundles import wait_for
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,16 +56,18 @@ class Harness:
     def log(self, rank: int = 0):
         return self.tmp_path / f"rank-{rank}.log"
 
-    async def until_empty(self, timeout_s=60.0):
+    async def until_empty(self, timeout_s=PATIENCE_S):
         await asyncio.wait_for(self.empty.wait(), timeout_s)
         self.empty.clear()
 
     async def until_logged(self, text: str, rank: int = 0):
-        for _ in range(6000):
-            if self.log(rank).exists() and text in self.log(rank).read_text():
-                return
+        end = time.monotonic() + PATIENCE_S
+        while not self.has_logged(text, rank):
+            assert time.monotonic() < end, f"{text!r} never came"
             await asyncio.sleep(0.01)
-        raise AssertionError(f"{text!r} never came: {self.log(rank).read_text()}")
+
+    def has_logged(self, text: str, rank: int = 0) -> bool:
+        return self.log(rank).exists() and text in self.log(rank).read_text()
 
 
 @pytest.fixture(params=["plain", "forked"])
@@ -103,10 +107,7 @@ os.write(3, b'why\\n')
 print('said', flush=True)
 """
     h.start(code)
-    for _ in range(1200):
-        time.sleep(0.05)
-        if h.log().exists() and "said" in h.log().read_text():
-            break
+    wait_for(lambda: h.has_logged("said"), what="what the worker says")
     time.sleep(0.2)  # its end is to be there before its words are read
     await h.until_empty()
     assert len(h.lines) == 6401 and h.lines[-1] == (0, b"why")
@@ -115,29 +116,26 @@ print('said', flush=True)
 async def test_a_worker_that_floods_its_pipe_is_never_blocked_by_us(h):
     """Nobody reads while the loop is stuck; the writes fail instead of waiting."""
     code = """
-import os, time
-until = time.monotonic() + 60  # a write that waited would not come back before the agent reads again
-while time.monotonic() < until:
+import os
+while True:  # a write that waited would not come back before the agent reads again
     try: os.write(3, b'x' * 100 + b'\\n')
     except BlockingIOError: break
-print('full' if time.monotonic() < until else 'never full', flush=True)
+print('full', flush=True)
 """
     h.start(code)
-    for _ in range(400):  # the agent is stuck: its loop does not run until the worker has been refused
-        time.sleep(0.05)
-        if h.log().exists() and "full\n" in h.log().read_text():
-            break
+    # The agent is stuck: its loop does not run until the worker has been refused.
+    wait_for(lambda: h.has_logged("full\n"), what="a write that is refused")
     assert h.log().read_text() == "full\n"
     await h.until_empty()
 
 
 async def test_asked_and_unasked_ends_are_told_apart(h):
     h.start("import sys; sys.exit(7)", rank=0)
-    h.start("import time; print('up', flush=True); time.sleep(60)", rank=1)
+    h.start("import time; print('up', flush=True); time.sleep(3600)", rank=1)
     await h.until_logged("up", 1)
     while 0 not in h.ended:
         await asyncio.sleep(0.01)
-    h.workers.stop(signal.SIGTERM, 5.0)
+    h.workers.stop(signal.SIGTERM, 2 * PATIENCE_S)
     await h.until_empty()
     assert h.ended == {0: (7, False), 1: (-15, True)}
     h.ended.clear()
@@ -154,21 +152,27 @@ async def test_a_kill_of_nothing_does_not_colour_the_next_life(h):
     assert h.ended == {0: (3, False)}
 
 
-async def test_the_grace_ends_in_a_kill_and_a_stopped_worker_hears_too(h):
-    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-    polite = (
-        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(60)"
-    )
-    h.start(deaf, rank=0)
-    h.start(polite, rank=1)
-    for rank in (0, 1):
-        await h.until_logged("up", rank)
-    os.kill(h.workers.pids[1], signal.SIGSTOP)
+UP = "print('up', flush=True); time.sleep(3600)"
+
+
+async def test_the_grace_ends_in_a_kill(h):
+    h.start(f"import signal, time; signal.signal(15, signal.SIG_IGN); {UP}")
+    await h.until_logged("up")
     begun = time.monotonic()
     h.workers.stop(signal.SIGTERM, 0.5)
     await h.until_empty()
-    assert h.ended == {0: (-9, True), 1: (75, True)}
+    assert h.ended == {0: (-9, True)}
     assert time.monotonic() - begun >= 0.5
+
+
+async def test_a_stopped_worker_hears_that_it_shall_end(h):
+    """Its grace is longer than the test waits."""
+    h.start(f"import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); {UP}")
+    await h.until_logged("up")
+    os.kill(h.workers.pids[0], signal.SIGSTOP)
+    h.workers.stop(signal.SIGTERM, 2 * PATIENCE_S)
+    await h.until_empty()
+    assert h.ended == {0: (75, True)}
 
 
 def stop(pid: int) -> None:
@@ -221,14 +225,14 @@ async def test_workers_have_started_when_all_of_them_run(h):
 async def test_signals_reach_the_worker_and_not_what_it_started(h, signum):
     code = f"""
 import signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])
+child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(3600)'])
 def heard(number, frame):
     time.sleep(0.2)
     print('heard', number, 'child', child.poll(), flush=True)
     sys.exit(0)
 signal.signal({int(signum)}, heard)
 print('up', flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
     h.start(code)
     await h.until_logged("up")
@@ -289,5 +293,7 @@ def test_an_agent_that_dies_without_listening_is_no_error_of_the_supervisor():
         theirs.send(b"never read")
         ours.close()
         argv = [sys.executable, "-m", "orchestrator.agent.node.worker_supervisor", str(theirs.fileno())]
-        supervisor = subprocess.run(argv, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60)
+        supervisor = subprocess.run(
+            argv, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=PATIENCE_S
+        )
     assert (supervisor.returncode, supervisor.stderr) == (0, "")

@@ -54,7 +54,7 @@ def make_bundle(
     **wishes: object,
 ) -> SubmissionBundle:
     """`wishes`: what the stand-in worker is to do, as STEPS=9 (see worker.py)."""
-    fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 10.0, "min_nodes_grace_s": 0}
+    fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 15.0, "min_nodes_grace_s": 0}
     fields |= backend or {}
     site = Site(
         run_id=run_id,

@@ -20,6 +20,7 @@ from orchestrator.run.registry import Discovery
 from orchestrator.run.request import Policy
 from orchestrator.run.state import SCHEMA, RunState, read_state, write_state
 from tests.beds.plans import make_plan
+from tests.patience import PATIENCE_S
 
 PLAN = make_plan(dp=4, nodes=2)
 KEY = bytes(range(32))
@@ -34,7 +35,7 @@ class FakeAgent:
     async def hear(self):
         """The next message that is no heartbeat: (epoch, message), None at the end."""
         while True:
-            heard = await asyncio.wait_for(self.channel.receive(), 60)
+            heard = await asyncio.wait_for(self.channel.receive(), PATIENCE_S)
             if heard is None or not isinstance(heard[1], messages.CoordinatorAlive):
                 return heard
 
@@ -61,8 +62,8 @@ class FakeAgent:
 class World:
     """A coordinator that runs, and a way to join it."""
 
-    def __init__(self, folder: RunFolder, task: asyncio.Task):
-        self.folder, self.task = folder, task
+    def __init__(self, context: Context, task: asyncio.Task):
+        self.context, self.folder, self.task = context, context.folder, task
 
     async def join(self, node, epoch=-1, gpus=2, plan_hash=PLAN.hash, key=KEY, name=None, warm=True) -> FakeAgent:
         where = json.loads(self.folder.coordinator.read_text())
@@ -82,7 +83,7 @@ class World:
         return a, b
 
     async def end(self):
-        return await asyncio.wait_for(self.task, 60)
+        return await asyncio.wait_for(self.task, PATIENCE_S)
 
     def state(self) -> RunState:
         return read_state(self.folder)
@@ -112,14 +113,14 @@ async def coordinating(
     while not folder.coordinator.exists():
         await asyncio.sleep(0.01)
     try:
-        yield World(folder, task)
+        yield World(context, task)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         recorder.close()
 
 
-def coordinated(tmp_path, max_restarts=0, join_s=5.0, heartbeat_s=10.0, epoch=-1):
+def coordinated(tmp_path, max_restarts=0, join_s=PATIENCE_S, heartbeat_s=PATIENCE_S, epoch=-1):
     """A coordinator of a run with two fixed nodes."""
     rules = Policy(max_restarts=max_restarts, grace_s=1.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=join_s)
     return coordinating(make_folder(tmp_path, epoch=epoch), PLAN, rules, WorldSizes.fixed(PLAN))

@@ -4,7 +4,8 @@ What to do comes from the environment, as ORCH_TEST_<WORD>: STEPS, STEP_S, DIE="
 is a signal), SAVE=1 (answer SIGTERM by saving and leaving with 75), DEAF=1 (ignore SIGTERM), SPAWN=1 (leave a
 grandchild in a session of its own), GARBAGE=1, LEARN=1 (losses that show any step that was lost or done twice), HOLD=1
 (wait before the last step until the run folder has a file `go`), MEET=1 (have a pulse, and meet all others at each
-step), HANG="rank:step:how:epoch" (how: spin, stuck, held, stopped, or apart: all meet, and nobody gets away),
+step), HANG="rank:step:how:turn" (how: spin, stuck, held, stopped, or apart: all meet, and nobody gets away; turn: 0 for
+the first of these faults, the next one in an epoch after it; the file hung-<turn> has the epoch),
 SLOW="rank or node:factor" (own compute time), SAY="rank:step:cause:epoch" (fail, and say of what).
 """
 
@@ -91,6 +92,7 @@ def hang(how: str) -> None:
 
 def main() -> int:
     stop = []
+    turn = len(list(RUN.glob("hung-*")))  # of the next fault: those before it have ended an epoch each
     faulthandler.register(signal.SIGQUIT)
     if wish("MEET"):
         threading.Thread(target=pulse, daemon=True).start()
@@ -145,9 +147,12 @@ def main() -> int:
         if wish("MEET"):
             time.sleep(max(0.0, own_s - float(wish("STEP_S", "0.02"))))
             orders = [order.split(":") for order in filter(None, wish("HANG").split(","))]
-            mine = [how for rank, *when, how, e in orders if (int(rank), int(when[0]), int(e)) == (RANK, step, EPOCH)]
-            apart = any(how == "apart" and (int(s), int(e)) == (step, EPOCH) for _, s, how, e in orders)
+            due = [(int(rank), how) for rank, s, how, t in orders if (int(s), int(t)) == (step, turn)]
+            mine = [how for rank, how in due if rank == RANK]
+            apart = any(how == "apart" for _, how in due)
             DOING.update(step=step, phase="forward", moves=DOING["moves"] + 1)
+            if mine:
+                (RUN / f"hung-{turn}").write_text(str(EPOCH))
             for how in mine:
                 hang(how)
             if not meet(step, apart):

@@ -20,6 +20,7 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
 from tests.agent.test_elastic import cancel, running, sized
 from tests.beds.bundles import kill_runs, make_bundle, refusal, submit
+from tests.patience import PATIENCE_S
 
 TOGETHER = str(Path(__file__).resolve().parents[2] / "benchmarks" / "together.py")
 
@@ -36,7 +37,7 @@ def home(tmp_path, monkeypatch):
 
 
 def start(home, sizes=(3, 2, 1), max_restarts=9, **options) -> RunFolder:
-    backend = {"grace_s": 5.0, "heartbeat_timeout_s": 3.0, "max_restarts": max_restarts, "options": options}
+    backend = {"grace_s": 5.0, "heartbeat_timeout_s": 15.0, "max_restarts": max_restarts, "options": options}
     plans = {nodes: sized(nodes) for nodes in sizes}
     elastic = plans if len(sizes) > 1 else {}
     command = (sys.executable, TOGETHER)
@@ -47,7 +48,7 @@ def start(home, sizes=(3, 2, 1), max_restarts=9, **options) -> RunFolder:
 def test_a_drill_breaks_what_it_says_and_the_run_gets_over_it(home, capsys):
     folder = start(home, restart_lost_nodes_after_s=0.2, grow_after_s=0.2)
     running(folder, "node0", "node1", "node2")
-    code = main(["drill", "test-run", "--faults", FAULTS, "--for-s", "1", "--limit-s", "60", "--json"])
+    code = main(["drill", "test-run", "--faults", FAULTS, "--for-s", "1", "--limit-s", f"{PATIENCE_S:g}", "--json"])
     said = json.loads(capsys.readouterr().out)
     assert code == 0, (said["score"], folder.state.read_text()[-3000:])
     trials = said["trials"]

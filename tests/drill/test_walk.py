@@ -34,6 +34,7 @@ from tests.agent.test_elastic import cancel, running
 from tests.beds.bundles import events, reports, submit, wait_for
 from tests.beds.plans import make_plan
 from tests.drill.test_drill import TOGETHER
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -51,7 +52,7 @@ def sized(nodes: int, **fields) -> Plan:
 
 
 def start(runs, plans: Mapping[int, Plan], command=(), run_id="walk", **options) -> RunFolder:
-    backend = {"grace_s": 20.0, "heartbeat_timeout_s": 3.0, "max_restarts": 1000, "options": options}
+    backend = {"grace_s": 20.0, "heartbeat_timeout_s": 15.0, "max_restarts": 1000, "options": options}
     sizes = plans if len(plans) > 1 else {}
     return submit(plans[max(plans)], runs, run_id=run_id, command=command, backend=backend, sizes=sizes)
 
@@ -115,7 +116,7 @@ def test_two_resumes_in_a_row_that_end_on_other_sizes(runs):
         after = read_state(folder).epoch
         LocalBackend().resume(folder, request, os.environ)
         running(folder, "node0", "node1", "node2", after=after)
-        drilled, targets = DrilledRun(folder, LocalBackend(), request, 60.0), LocalTargets(folder, request)
+        drilled, targets = DrilledRun(folder, LocalBackend(), request, PATIENCE_S), LocalTargets(folder, request)
         assert all(drilled.run_trial(Injection("kill_node", node, 0.0), targets, 0.0).ok for node in lost)
         assert load_plan(folder.plan).parallel.dp == 3 - len(lost)
     assert cancel(folder).state == "cancelled"
