@@ -146,7 +146,7 @@ def test_without_root_one_line_says_so():
 
 
 class TestNetwork:
-    pytestmark = real
+    pytestmark = [*real, pytest.mark.timing]
 
     def test_inside_a_node_is_fast_and_between_nodes_as_slow_as_asked(self):
         size = 1 << 20
