@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -16,10 +18,11 @@ import math
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +33,12 @@ from .sites import Site, mutated, sites
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("model", "parallel", "pipeline", "optim", "data", "comm")
 FILES = ("engine.py", "train.py", "precision.py")
-LIMIT_S = 400.0  # a mutant that takes longer hangs, or the machine is busy: it is listed, and not counted
+LIMIT_S = 400.0  # on idle cores; a mutant that takes longer is listed, and not counted
+CELL_S = 20.0  # of it for a layout's start, and for its steps
 HANGS = "it hangs"
+ODD = "it ends oddly"
+#: Ends that say nothing of what notices a mutant.
+UNCOUNTED = (HANGS, ODD)
 #: Tests by file, of all patterns that match; all of them are fast, the fastest first.
 TESTS = {
     "model/*": "test_model test_dropout test_experts",
@@ -138,14 +145,20 @@ def files_of_tests(site: Site) -> list[str]:
     return [str(file) for file in found if file.exists()]
 
 
-def _differs(layouts: Sequence[dict]) -> str:
-    """What verify says of the layouts: nothing where all are equal."""
+def _load() -> float:
+    """By how much a busy machine makes everything slower: never below 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def _differs(layouts: Sequence[dict]) -> bool:
+    """Whether verify judges one of the layouts to be different. A layout that fails, or does not end, proves nothing:
+    the tests about the file are asked next."""
     from orchestrator.plan.parity import Cell
     from orchestrator.verify.techniques import DEEPSEEK, MIXTURE
     from tests.beds.plans import make_plan, tiny_model
     from trainer.verify import judge as judging
 
-    judging.START_S, judging.CELL_S = 20.0, 20.0
+    judging.START_S = judging.CELL_S = CELL_S * _load()
     gpt = {"kv_heads": 4, "norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True}
     kinds = {
         "gpt": tiny_model(**gpt, tied_embeddings=True),
@@ -161,31 +174,59 @@ def _differs(layouts: Sequence[dict]) -> str:
         words = {key: rest.pop(key) for key in ("packed", "empty") if key in rest}
         cell = Cell(name=str(number), plan=make_plan(model=model, **rest), **words)
         (verdict,) = judging.judge([cell], ["fp64"])
-        if not verdict.equal:
-            return f"verify: {verdict.word}"
-    return ""
+        if verdict.word == "DIFFERENT":
+            return True
+    return False
+
+
+LIVES, BY_VERIFY, BY_TEST, BY_IMPORT = range(4)
+CAUSES = {LIVES: "", BY_VERIFY: "verify", BY_TEST: "a test", BY_IMPORT: "its import", -signal.SIGKILL: HANGS}
+#: pytest's exit codes.
+PASSED, FAILED, NO_TESTS = 0, 1, 5
+NO_VERIFY = ("trainer/data/", "trainer/train")
 
 
 def _judge(site: Site) -> int:
-    """In the child: 0 the mutant lives, 1 verify has it, 2 a test has it, 3 the import fails."""
-    sys.meta_path.insert(0, _Mutant(site))
-    try:
-        if not site.path.startswith(("trainer/data/", "trainer/train")) and _differs(LAYOUTS):
-            return 1
-    except Exception:
-        return 1
+    """In the child: what notices the mutant, or a code that CAUSES does not have."""
     import pytest
 
+    mutant = _Mutant(site)
+    sys.meta_path.insert(0, mutant)
+    try:
+        importlib.import_module(mutant.name)
+    except Exception:
+        return BY_IMPORT
+    with contextlib.suppress(Exception):
+        if not site.path.startswith(NO_VERIFY) and _differs(LAYOUTS):
+            return BY_VERIFY
     for file in files_of_tests(site):
-        only = SELECTED.get(Path(file).stem)
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
-        marks = ["-m", "not slow and not full and not slurm and not kubernetes"]
-        if pytest.main([file, *options, *marks, *(["-k", only] if only else [])]) not in (0, 5):
-            return 2
-    return 0
+        code = tested(file, pytest.main)
+        if code == FAILED:
+            return BY_TEST
+        if code not in (PASSED, NO_TESTS):
+            return int(code)
+    return LIVES
 
 
-CAUSES = {0: "", 1: "verify", 2: "a test", 3: "its import", -signal.SIGKILL: HANGS}
+def tested(file: str, run: Callable[[list[str]], int]) -> int:
+    """pytest's exit code for the fast tests of a file."""
+    only = SELECTED.get(Path(file).stem)
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+    marks = ["-m", "not slow and not full and not slurm and not kubernetes"]
+    return run([file, *options, *marks, *(["-k", only] if only else [])])
+
+
+def control(chosen: Sequence[Site]) -> list[str]:
+    """What is not green without any mutant: layouts that differ, files of tests that fail. Else nothing is proven."""
+    words = [sys.executable, "-m", "pytest"]
+    files = list(dict.fromkeys(file for site in chosen for file in files_of_tests(site)))
+    red = [
+        file
+        for file in files
+        if tested(file, lambda argv: subprocess.call([*words, *argv], cwd=ROOT, stdout=subprocess.DEVNULL))
+        not in (PASSED, NO_TESTS)
+    ]
+    return red + (["orch verify"] if _differs(LAYOUTS) else [])
 
 
 def judged(site: Site, limit_s: float = LIMIT_S) -> Result:
@@ -207,13 +248,13 @@ def judged(site: Site, limit_s: float = LIMIT_S) -> Result:
         if done:
             code = os.waitstatus_to_exitcode(status)
             break
-        if time.monotonic() - start > limit_s:
+        if time.monotonic() - start > limit_s * _load():
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             code = -signal.SIGKILL
             break
         time.sleep(0.05)
-    return Result(site, CAUSES.get(code, f"it ends with {code}"), time.monotonic() - start)
+    return Result(site, CAUSES.get(code, ODD), time.monotonic() - start)
 
 
 def sample(count: int, seed: int, only: str = "*") -> list[Site]:
@@ -239,8 +280,8 @@ def run(chosen: Sequence[Site]) -> Iterator[Result]:
 
 def page(results: Sequence[Result], whole: int, seed: int) -> str:
     """The published page."""
-    late = [r for r in results if r.killed == HANGS]
-    results = [r for r in results if r.killed != HANGS]
+    uncounted = [r for r in results if r.killed in UNCOUNTED]
+    results = [r for r in results if r.killed not in UNCOUNTED]
     equivalent = [r for r in results if not r.killed and r.site.key in REASONS]
     lived = [r for r in results if not r.killed and r.site.key not in REASONS]
     counted = len(results) - len(equivalent)
@@ -256,8 +297,8 @@ def page(results: Sequence[Result], whole: int, seed: int) -> str:
         f"**{sum(killed.values())} of {counted} noticed ({100 * sum(killed.values()) / max(counted, 1):.1f} %)**, by "
         + ", ".join(f"{name} {count}" for name, count in by.most_common())
         + f". Of all sites: at least {100 * at_least(sum(killed.values()), counted):.0f} %, at 95 % confidence."
-        + f" {len(equivalent)} more change nothing that a run could show, {len(late)} took longer than {LIMIT_S:.0f} s;"
-        " neither are counted.\n",
+        + f" {len(equivalent)} more change nothing that a run could show, {len(uncounted)} took longer than"
+        f" {LIMIT_S:.0f} s or ended oddly; neither are counted. Without a mutant, all that judges here is green.\n",
         "Written by `make mutations`; do not edit.\n",
         "| room | mutants | noticed |\n|---|--:|--:|",
         *(f"| {room} | {count} | {killed[room]} |" for room, count in sorted(rooms.items())),
@@ -265,8 +306,8 @@ def page(results: Sequence[Result], whole: int, seed: int) -> str:
         *(f"- {r.site.path}:{r.site.line}: {r.site.what}" for r in lived),
         "\n## Change nothing\n",
         *(f"- {r.site.path}:{r.site.line}: {r.site.what}. {REASONS[r.site.key]}" for r in equivalent),
-        "\n## Took too long\n",
-        *(f"- {r.site.path}:{r.site.line}: {r.site.what}" for r in late),
+        "\n## Not counted\n",
+        *(f"- {r.site.path}:{r.site.line}: {r.site.what}: {r.killed}" for r in uncounted),
     ]
     return "\n".join(lines) + "\n"
 
@@ -292,9 +333,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="*", help="files, as trainer/optim/*")
     parser.add_argument("--minutes", type=float, default=1e9, help="no new mutant after these")
     parser.add_argument("--out", type=Path, help="write the page")
+    parser.add_argument("--no-control", dest="control", action="store_false", help="tests have just been green")
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     chosen, results, start = sample(args.count, args.seed, args.only), [], time.monotonic()
+    if args.control and (red := control(chosen)):
+        print(f"not green without a mutant: {', '.join(red)}", file=sys.stderr)
+        return 1
     for result in run(chosen):
         results.append(result)
         word, site = f"by {result.killed}" if result.killed else "LIVES", result.site
