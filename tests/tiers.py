@@ -32,7 +32,7 @@ ARGUMENTS = {
     SLURM: ("-n", "2", "--dist", "loadgroup", "-rs", "-m", f"slurm and {QUICK}", "tests/slurm"),
     # One bed after the other: each is a whole control plane.
     KUBERNETES: ("-p", "no:xdist", "-rs", "-m", f"kubernetes and {QUICK}", "tests/kubernetes"),
-    TIMING: ("-p", "no:xdist", "-rs", "-m", "timing and not full"),
+    TIMING: ("-n", "0", "-rs", "-m", "timing and not full"),
 }
 NO_TESTS = 5  # pytest's exit code
 _LOOK_S = 0.2
@@ -98,7 +98,8 @@ class Tiers:
     def _time(self) -> None:
         """Tests that measure, on idle cores; those that fail, once more."""
         cache = ("-o", f"cache_dir={self._folder / 'cache'}")
-        command = (*PYTEST, *ARGUMENTS[TIMING], *cache)
+        measuring = [str(path) for path in ROOT.glob("tests/*/test_*.py") if "mark.timing" in path.read_text()]
+        command = (*PYTEST, *ARGUMENTS[TIMING], *cache, *measuring)
         begin = time.monotonic()
         print(f"\n{' the timing stage ':=^80}", flush=True)
         code = subprocess.call(command, cwd=ROOT)
