@@ -10,6 +10,7 @@ import time
 import pytest
 
 from orchestrator.backends.base import read_record
+from orchestrator.backends.local import backend
 from orchestrator.backends.local.backend import LocalBackend, LocalRecord
 from orchestrator.errors import OrchError
 from orchestrator.plan import load_plan
@@ -18,6 +19,7 @@ from orchestrator.run.intent import ask, newest
 from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state
 from tests.beds.bundles import wait_end, wait_for
+from tests.patience import PATIENCE_S
 
 from .test_elastic import agent, kill, running, start
 
@@ -80,7 +82,16 @@ def test_a_run_without_supervisor_and_coordinator_ends_and_is_resized(runs):
     assert ended(folder).state == "cancelled"
 
 
-def test_of_two_resizes_at_once_the_later_one_counts(runs):
+def test_of_two_resizes_at_once_the_later_one_counts(runs, monkeypatch):
+    """Both are asked before the first is looked after."""
+    asked = threading.Barrier(2)
+
+    def ask_together(*args, **fields):
+        intent = ask(*args, **fields)
+        asked.wait(PATIENCE_S)
+        return intent
+
+    monkeypatch.setattr(backend, "ask", ask_together)
     folder = start(runs, 3, 2, 1)
     first = running(folder, *THREE)
     said: dict[int, str] = {}
@@ -89,6 +100,7 @@ def test_of_two_resizes_at_once_the_later_one_counts(runs):
         each.start()
     for each in both:
         each.join()
+    monkeypatch.undo()
     last = newest(folder)
     assert last.number == 2 and said[last.nodes] == ""
     (other,) = {1, 2} - {last.nodes}

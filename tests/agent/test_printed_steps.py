@@ -17,6 +17,7 @@ from orchestrator.plan.worker import StepReport
 from orchestrator.run.folder import RunFolder
 from tests.backends.test_verbs import home, orch
 from tests.beds.bundles import wait_end, wait_for
+from tests.patience import PATIENCE_S
 
 __all__ = ["home"]  # the fixture
 PATTERN = r"step (?P<step>\d+)(.* loss (?P<loss>\S+))?(.* tokens (?P<tokens>[\d,]+))?"
@@ -133,13 +134,14 @@ def test_status_prometheus_and_report_show_what_is_printed(home, capsys):
         return json.loads(orch(capsys, "status", folder.run_id, "--json")[1])["live"]
 
     wait_for(lambda: live()["step"] == 40, what="step 40")
-    assert live()["loss"] == pytest.approx(1 / 40) and 0.03 < live()["step_s"] < 2.0  # 0.05 on an idle machine
-    assert 500 < live()["tokens_per_s"] < 40_000
+    found = live()
+    assert found["loss"] == pytest.approx(1 / 40) and found["step_s"] > 0
+    assert found["tokens_per_s"] * found["step_s"] == pytest.approx(1000)
     assert "step        40, as printed" in orch(capsys, "status", folder.run_id)[1]
     (target,) = json.loads(folder.discovery.read_text())
     import urllib.request
 
-    with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=PATIENCE_S) as page:
         text = page.read().decode()
     assert any(line.startswith("orch_last_step{") and line.endswith(" 40.0") for line in text.splitlines())
     assert any(line.startswith("orch_loss{") and line.endswith(" 0.025") for line in text.splitlines())
@@ -162,7 +164,6 @@ def test_without_a_match_progress_is_unknown_and_a_program_that_reports_is_belie
     Path("reports.py").write_text(text)
     _, out, _ = orch(capsys, "submit", f"metrics.pattern={PATTERN}", "--json", "--", sys.executable, "reports.py")
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
-    began = time.monotonic()
-    assert wait_end(folder).state == "done" and time.monotonic() - began < 60
+    assert wait_end(folder).state == "done"
     found = json.loads(orch(capsys, "status", folder.run_id, "--json")[1])["live"]
     assert (found["step"], found["loss"]) == (2, 5.0)

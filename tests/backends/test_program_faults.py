@@ -12,6 +12,7 @@ import pytest
 from benchmarks.programs import PROGRAM, STEPS, Orch, measure
 from orchestrator.plan.exits import Exit
 from tests.backends.test_verbs import home, orch
+from tests.patience import PATIENCE_S
 
 __all__ = ["home"]  # the fixture
 
@@ -24,20 +25,10 @@ def test_it_goes_on_after_each_and_computes_what_it_does_under_torchrun(tmp_path
     folder = tmp_path / "torchrun"
     folder.mkdir()
     (folder / "hurry").touch()
-    argv = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--max-restarts",
-        "5",
-        "--nproc-per-node",
-        "4",
-    ]
+    words = ["--standalone", "--max-restarts", "5", "--nproc-per-node", "4", str(PROGRAM)]
+    argv = [sys.executable, "-m", "torch.distributed.run", *words, str(STEPS), str(folder), "0"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*argv, str(PROGRAM), str(STEPS), str(folder), "0"], env=env, check=True, capture_output=True, timeout=300
-    )
+    subprocess.run(argv, env=env, check=True, capture_output=True, timeout=PATIENCE_S)
     theirs = {int(row[1]): float(row[3]) for row in map(str.split, (folder / "steps.txt").read_text().splitlines())}
     assert found["losses"].keys() == theirs.keys() == set(range(1, STEPS + 1))
     assert found["losses"] == pytest.approx(theirs, abs=1e-4)  # sums in another order; some steps on two ranks
@@ -48,6 +39,6 @@ def test_a_program_that_fails_ends_with_1_as_under_torchrun_and_its_own_code_is_
     with open("train.py", "w") as file:
         file.write("import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)")
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    assert subprocess.run(argv, capture_output=True, timeout=300).returncode == 1
+    assert subprocess.run(argv, capture_output=True, timeout=PATIENCE_S).returncode == 1
     code, out, _ = orch(capsys, "run", "--nproc-per-node", "2", "train.py")
     assert code == Exit.USER and "exit code 3" in out

@@ -13,10 +13,13 @@ import pytest
 import orch_report
 from orchestrator.run.folder import RunFolder
 from tests.beds.bundles import wait_end, wait_for
+from tests.patience import PATIENCE_S
 
 from .test_verbs import home, orch
 
 __all__ = ["home"]  # the fixture
+#: What the program says that a step took: what a busy machine makes of its sleeps is not tested.
+TOLD_STEP_S = 0.25
 PROGRAMS = Path(__file__).parents[1] / "beds" / "programs"
 
 
@@ -27,7 +30,7 @@ def status(capsys, folder: RunFolder) -> dict:
 @pytest.mark.process
 def test_reports_give_progress_goodput_and_a_save_before_the_end(home, capsys):
     script = [sys.executable, str(PROGRAMS / "reporting.py")]
-    code, out, err = orch(capsys, "submit", "nproc=2", "--json", "--", *script, "400", "0.05")
+    code, out, err = orch(capsys, "submit", "nproc=2", "--json", "--", *script, "400", "0.05", str(TOLD_STEP_S))
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
 
@@ -39,7 +42,8 @@ def test_reports_give_progress_goodput_and_a_save_before_the_end(home, capsys):
     wait_for(lambda: min(steps()) >= 3, what="step 3 of both")
     found = status(capsys, folder)
     assert found["live"]["loss"] == pytest.approx(1 / found["live"]["step"])
-    assert 500 < found["live"]["tokens_per_s"] < 2100 and found["goodput"]["ettr"] > 0
+    assert found["live"]["tokens_per_s"] == pytest.approx(100 / TOLD_STEP_S)
+    assert found["goodput"]["ettr"] > 0
     assert "progress" not in orch(capsys, "status", folder.run_id)[1]
     assert orch(capsys, "cancel", folder.run_id)[0] == 0
     assert wait_end(folder).state == "cancelled"
@@ -50,7 +54,7 @@ def test_reports_give_progress_goodput_and_a_save_before_the_end(home, capsys):
     assert orch(capsys, "resume", folder.run_id, "--follow")[0] == 0
     assert folder.rank_log(1).read_text().endswith("starts after step 398\n")
     report = json.loads(orch(capsys, "report", folder.run_id, "--json")[1])
-    assert report["steps"]["completed"] == 400 and report["step_s"]["measured"] == pytest.approx(0.05, rel=1.0)
+    assert report["steps"]["completed"] == 400 and report["step_s"]["measured"] == pytest.approx(TOLD_STEP_S)
 
 
 def test_outside_orch_it_is_silent(tmp_path, monkeypatch):
@@ -68,7 +72,8 @@ orch_report.exit_saved(1)
 """
     copy = tmp_path / "orch_report.py"  # one file: a copy beside a program is enough
     copy.write_text(Path(orch_report.__file__).read_text())
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    argv = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -94,7 +99,7 @@ def test_fsdp_and_tensor_parallelism_over_the_plan_s_mesh(home, capsys):
     """tp 2 x dp 2 by our mesh gives the losses of dp 2 under torchrun: the same sums, another layout."""
     script = str(PROGRAMS / "fsdp_tp.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "4"]
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     theirs = done.stdout.splitlines()
     words = ["cluster.gpus_per_node=2", "parallel=tp2", "--json", "--", sys.executable, script, "4"]

@@ -22,12 +22,15 @@ from orchestrator.config.schema import BackendSpec, MetricsSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.intent import Intent
 from orchestrator.run.processes import Identity, send_signal
-from orchestrator.run.request import Code, Site, SubmissionBundle, make_request
+from orchestrator.run.request import Code, LaunchRequest, Site, SubmissionBundle, make_request
 from orchestrator.run.state import RunState, true_state
 from tests.patience import PATIENCE_S, wait_for
 
 WORKER = str(Path(__file__).with_name("worker.py"))
+for _kind in (Intent, LaunchRequest, LocalRecord, Plan, RunState):
+    msgspec.json.Decoder(_kind)  # which crashes where two threads of a test are the first to decode one of them
 
 
 class SmallConfig(msgspec.Struct, frozen=True):

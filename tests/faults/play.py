@@ -16,6 +16,7 @@ from orchestrator.backends.base import read_record
 from orchestrator.backends.local.backend import LocalBackend, LocalRecord
 from orchestrator.errors import OrchError
 from orchestrator.plan import load_plan
+from orchestrator.run.folder import RunFolder
 from orchestrator.run.intent import newest
 from orchestrator.run.processes import Identity, identity, send_signal
 from orchestrator.run.request import read_request
@@ -32,6 +33,28 @@ _MOMENT_S = 3.0
 
 class Broken(AssertionError):
     """Something that must always hold did not."""
+
+
+def victim(folder: RunFolder, name: str) -> Identity | None:
+    """The process that has this part (see VICTIMS) in the run, None where there is none.
+
+    The kernel gives numbers again: it is known by its start time too, and an agent by the folder of its run.
+    """
+    kind = name.rstrip("0123456789")
+    with contextlib.suppress(OrchError, psutil.Error, KeyError, IndexError, AttributeError):
+        record = read_record(folder, LocalRecord)
+        if kind == "supervisor":
+            return Identity(*record.supervisor)
+        node = read_state(folder).writer if kind == "coordinator" else f"node{name[-1]}"
+        process = psutil.Process(record.agents[node])
+        found = identity(process.pid)
+        if str(folder.path) not in process.cmdline():
+            return None  # another process has its number by now
+        for _ in range({"watcher": 1, "worker": 2}.get(kind, 0)):
+            process = process.children()[0]
+            found = identity(process.pid)
+        return found
+    return None
 
 
 class Play:
@@ -84,7 +107,7 @@ class Play:
         match action.deed:
             case "kill" | "pause":
                 self._killed = True
-                for process in self._victims(action.victim):
+                if process := victim(self.folder, action.victim):
                     send_signal(process, signal.SIGKILL if action.deed == "kill" else signal.SIGSTOP)
                     if action.deed == "pause":
                         self._paused.append(process)
@@ -93,7 +116,7 @@ class Play:
             case "delete":
                 (self.folder.path / action.victim).unlink(missing_ok=True)
             case "submit_signal":
-                for process in self._victims("supervisor"):
+                if process := victim(self.folder, "supervisor"):
                     send_signal(process, signal.SIGTERM)
             case "cancel" | "force":
                 self._verb(lambda: LocalBackend().cancel(self.folder, action.deed == "force"))
@@ -120,25 +143,6 @@ class Play:
         thread = threading.Thread(target=call, daemon=True)
         self._verbs.append(thread)
         thread.start()
-
-    def _victims(self, name: str) -> list[Identity]:
-        """Pids are given again: a victim is known by the start of its process too."""
-        kind, node = name.rstrip("0123456789"), f"node{name[-1]}"
-        with contextlib.suppress(OrchError, psutil.Error, KeyError, IndexError, AttributeError):
-            record = read_record(self.folder, LocalRecord)
-            if kind == "supervisor":
-                return [Identity(*record.supervisor)]
-            if kind == "coordinator":
-                node = read_state(self.folder).writer
-            victim = identity(record.agents[node])
-            process = psutil.Process(record.agents[node])
-            if str(self.folder.path) not in process.cmdline():
-                return []  # another process has its number by now
-            for _ in range({"watcher": 1, "worker": 2}.get(kind, 0)):
-                process = process.children()[0]
-                victim = identity(process.pid)
-            return [victim] if victim else []
-        return []
 
     def _continue(self) -> None:
         for process in self._paused:

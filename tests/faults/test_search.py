@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
-from .play import failure
+from orchestrator.backends.base import write_record
+from orchestrator.backends.local.backend import LocalRecord
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.processes import identity, send_signal
+
+from .play import failure, victim
 from .schedule import Action, Schedule, make, shrunk
 
 #: Seeds whose schedules broke a run once: 145 a forced cancel that a resize overtook.
@@ -26,6 +35,27 @@ def test_a_seed_is_a_schedule_and_all_deeds_and_victims_come_up():
         *("kill", "pause", "delete", "cancel", "force", "resize", "resume", "submit_signal")
     }
     assert len({action.victim for action in many}) == 1 + 11 + 4
+
+
+def test_a_process_that_only_has_the_number_of_a_victim_is_none(tmp_path):
+    """It belongs to run seed-12, or is no process of a run at all."""
+    folder = RunFolder(tmp_path / "seed-1")
+    folder.create()
+    sleep = "import time; time.sleep(3600)"
+    stranger = subprocess.Popen([sys.executable, "-c", sleep, str(tmp_path / "seed-12")])
+    agent = subprocess.Popen([sys.executable, "-c", sleep, str(folder.path)])
+    try:
+        agents = {"node0": stranger.pid, "node1": agent.pid}
+        write_record(folder, LocalRecord(supervisor=(stranger.pid, 1), agents=agents))
+        assert victim(folder, "agent0") is None
+        assert victim(folder, "agent1") == identity(agent.pid)
+        assert not send_signal(victim(folder, "supervisor"), signal.SIGKILL)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        agent.kill()
+        stranger.wait()
+        agent.wait()
 
 
 def test_shrinking_leaves_what_is_needed_and_nothing_else():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import threading
 import time
@@ -24,6 +23,7 @@ from orchestrator.run.folder import RunFolder, write_private
 from tests.beds.base import wait
 from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
+from tests.patience import PATIENCE_S
 
 from .test_lives import Pods
 
@@ -68,7 +68,7 @@ class Together:
 
     def all(self) -> dict[int, Begun]:
         for thread in self.threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
         return self.begun
 
 
@@ -136,11 +136,10 @@ def pods(tmp_path):
     made: list[Pods] = []
 
     def make(*sizes: int, **wishes: object) -> Pods:
-        offset = os.getpid() % 500 * 4
         plans = {nodes: sized(nodes, tmp_path / "data") for nodes in sizes}
         does = {"STEPS": 100_000, "STEP_S": 0.05, "SAVE": 1, **wishes}
         largest = max(sizes)
-        made.append(Pods(tmp_path / "run", plans[largest], largest, (23000 + offset, 23001 + offset), plans, **does))
+        made.append(Pods(tmp_path / "run", plans[largest], largest, plans, **does))
         return made[-1]
 
     yield make
@@ -175,7 +174,7 @@ def test_a_run_goes_on_with_the_pods_that_are_left_and_takes_in_those_that_come(
     run.processes[0].kill()
     second = busy(run, 1, 2, after=first)
     run.processes[2].send_signal(signal.SIGTERM)
-    assert run.processes[2].wait(60) == Exit.RESTART
+    assert run.processes[2].wait(PATIENCE_S) == Exit.RESTART
     third = busy(run, 1, after=second)
     run.start(0, 2, together=3)  # their replacements: with pod 1's node the run has three
     fourth = busy(run, 0, 1, 2, after=third)
@@ -199,8 +198,8 @@ def test_below_its_smallest_size_a_run_saves_and_waits(pods):
     run.processes[1].kill()
     busy(run, 0, 2, after=first)
     run.processes[2].send_signal(signal.SIGTERM)
-    assert run.processes[0].wait(120) == Exit.RESTART, run.log(0)
-    assert run.processes[2].wait(120) == Exit.RESTART
+    assert run.processes[0].wait(PATIENCE_S) == Exit.RESTART, run.log(0)
+    assert run.processes[2].wait(PATIENCE_S) == Exit.RESTART
     assert list(run.run.glob("saved-*"))
     before = run.state["epoch"]
     run.start(0, 2)  # as Kubernetes does: they come back, and two are enough again
@@ -214,4 +213,4 @@ def test_a_run_that_is_done_is_done_for_whoever_comes_later(pods):
     assert run.codes() == [0, 0], run.log(0)
     assert json.loads((run.run / "state.json").read_text())["state"] == "done"
     run.start(1)
-    assert run.processes[1].wait(120) == Exit.DONE
+    assert run.processes[1].wait(PATIENCE_S) == Exit.DONE

@@ -6,9 +6,11 @@ cluster is in test_real_nodes.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,8 +28,11 @@ from orchestrator.run.request import to_bytes
 from tests.beds.base import ROOT, wait
 from tests.beds.bundles import make_bundle, reports
 from tests.beds.plans import make_plan
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
+#: The address of pod 0: no other program of this machine speaks from it, so a port that is free there stays free.
+FIRST = "127.0.2.1"
 #: Paths and the name of pod 0 are what differs from a pod.
 POD = """
 import sys
@@ -45,6 +50,15 @@ sys.exit(task.main())
 """
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports of pod 0 that the kernel has not given to anybody, told apart by holding all of them at once."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((FIRST, 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 class Pods:
     """The pods of one run, index by index."""
 
@@ -53,18 +67,18 @@ class Pods:
         folder: Path,
         plan: Plan,
         count: int,
-        ports: tuple[int, int],
         sizes: Mapping[int, Plan] = MappingProxyType({}),
         **wishes: object,
     ):
         """`sizes`: the plans of an elastic run."""
-        self.folder, self.count, self.ports, self.ranks = folder, count, ports, len(plan.ranks)
+        self.folder, self.count, self.ranks = folder, count, len(plan.ranks)
+        self.ports = free_ports(2)
         self.run = folder / "claim" / "tiny"
         self.run.parent.mkdir(parents=True)
         backend = {"name": "kubernetes", "max_restarts": 0, "grace_s": 10.0}
-        backend["options"] = {"rendezvous_timeout_s": 60.0, "grow_after_s": 1}
+        backend["options"] = {"rendezvous_timeout_s": PATIENCE_S, "grow_after_s": 1}
         env = {f"ORCH_TEST_{name}": str(value) for name, value in wishes.items()}
-        backend |= {"heartbeat_timeout_s": 5.0}
+        backend |= {"heartbeat_timeout_s": 15.0}
         options: dict = {"run_id": "tiny", "backend": backend, "env": env, "names": (), "sizes": sizes}
         request = make_bundle(plan, self.run.parent, **options).request
         # the image has the program; here it runs in the run folder
@@ -84,12 +98,12 @@ class Pods:
             address = f"127.0.2.{index + 1}"
             environ = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"tiny-{index}", "ORCH_POD": f"tiny-{index}-x"}
             environ |= {"ORCH_POD_NODE": f"n{index}", "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
-            argv = [sys.executable, "-c", POD, str(self.folder), "127.0.2.1", address, *map(str, self.ports)]
+            argv = [sys.executable, "-c", POD, str(self.folder), FIRST, address, *map(str, self.ports)]
             environ["ORCH_TOGETHER"] = str(together or len(indices) or self.count)
             with (self.folder / f"log-{index}").open("ab") as log:
                 self.processes[index] = subprocess.Popen(argv, env=environ, stdout=log, stderr=log, cwd=self.folder)
 
-    def codes(self, seconds: float = 300) -> list[int]:
+    def codes(self, seconds: float = PATIENCE_S) -> list[int]:
         end = time.monotonic() + seconds
         return [self.processes[i].wait(max(0.1, end - time.monotonic())) for i in range(self.count)]
 
@@ -97,7 +111,7 @@ class Pods:
         return (self.folder / f"log-{index}").read_text(errors="replace")
 
     def until(self, ready: Callable[[], object]) -> None:
-        assert wait(ready, 300, 0.05), "\n".join(self.log(i)[-3000:] for i in range(self.count))
+        assert wait(ready, PATIENCE_S, 0.05), "\n".join(self.log(i)[-3000:] for i in range(self.count))
 
     def reached(self, step: int) -> bool:
         """Every rank has reported that step: one that still starts up has no answer to SIGTERM yet."""
@@ -115,12 +129,11 @@ def pods(tmp_path, request):
     made: list[Pods] = []
 
     def make(**wishes: object) -> Pods:
-        offset = os.getpid() % 500 * 4 + len(made) * 2
         plan = make_plan(tp=2, dp=2, nodes=2)
         data = structs.replace(plan.job.data, cache_dir=str(tmp_path / "data"))
         job = structs.replace(plan.job, data=data)
         plan = seal(structs.replace(plan, job=job, hash=""))
-        made.append(Pods(tmp_path / f"run{len(made)}", plan, 2, (21000 + offset, 21001 + offset), **wishes))
+        made.append(Pods(tmp_path / f"run{len(made)}", plan, 2, **wishes))
         return made[-1]
 
     yield make
@@ -141,18 +154,19 @@ def test_a_run_from_the_first_pod_to_the_last(pods):
     placement = json.loads((run.run / "kubernetes" / "placement.json").read_text())
     assert (placement["pods"], placement["nodes"]) == (["tiny-0-x", "tiny-1-x"], ["n0", "n1"])
     run.start(1)  # a pod that comes back after the end has nothing to do
-    assert run.processes[1].wait(300) == Exit.DONE
+    assert run.processes[1].wait(PATIENCE_S) == Exit.DONE
 
 
 def test_losing_a_peer_is_75_and_the_next_life_goes_on(pods):
     """SIGKILL of one pod's process 1: no goodbye, no disruption mark on the other."""
-    run = pods(STEPS=6, STEP_S=0.3, SAVE=1)
+    run = pods(HOLD=1, SAVE=1)
     run.start()
     run.until(lambda: run.reached(2))
     run.processes[1].kill()
-    assert run.processes[0].wait(300) == Exit.RESTART, run.log(0)
+    assert run.processes[0].wait(PATIENCE_S) == Exit.RESTART, run.log(0)
     run.processes[1].wait()
     before = run.state["epoch"]
+    (run.run / "go").touch()
     run.start()
     assert run.codes() == [0, 0], run.log(0)
     assert run.state["epoch"] > before
@@ -172,7 +186,7 @@ def test_losing_a_peer_while_it_is_waited_for_costs_nothing(pods):
 
 def test_a_notice_to_one_pod_saves_all_and_brings_all_back(pods):
     """A drain sends SIGTERM to the pods of one node alone."""
-    run = pods(STEPS=40, STEP_S=0.3, SAVE=1)
+    run = pods(HOLD=1, SAVE=1)
     run.start()
     run.until(lambda: run.reached(2))
     run.processes[1].send_signal(signal.SIGTERM)

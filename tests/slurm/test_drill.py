@@ -13,12 +13,14 @@ from tests.drill.test_drill import TOGETHER
 from .test_elastic import JOB
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
-ALLOWED = ("backend.heartbeat_timeout_s=4", "backend.allow_drills=true")
+ALLOWED = "backend.allow_drills=true"
+PATIENT = "backend.heartbeat_timeout_s=15"
+SHORT = "backend.heartbeat_timeout_s=4"
 
 
 def test_faults_on_the_nodes_of_a_job_and_the_run_goes_on(orch):
     """One that costs time, one a restart, one a node; each hits the rank or node that it says."""
-    run = orch.submit(*JOB, *ALLOWED, program=(sys.executable, TOGETHER))
+    run = orch.submit(*JOB, ALLOWED, PATIENT, program=(sys.executable, TOGETHER))
     run.step(3)
     refused = orch("drill", run.id, "--faults", "partition", code=64)
     assert "rights on the node; what can be: kill_worker, stop_worker, slow_worker, kill_agent" in refused.stderr
@@ -36,7 +38,8 @@ def test_faults_on_the_nodes_of_a_job_and_the_run_goes_on(orch):
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["kill_agent", "stop_agent", "kill_worker", "notice"])
 def test_the_agent_of_one_node_is_hit_and_the_run_goes_on(orch, fault):
-    run = orch.submit(*JOB, *ALLOWED, program=(sys.executable, TOGETHER))
+    silence = SHORT if fault == "stop_agent" else PATIENT  # a stopped agent is noticed by its silence alone
+    run = orch.submit(*JOB, ALLOWED, silence, program=(sys.executable, TOGETHER))
     run.step(3)
     words = ("--faults", fault, "--victim", "other", "--for-s", "8", "--limit-s", "200", "--json")
     (trial,) = json.loads(orch("drill", run.id, *words).stdout)["trials"]

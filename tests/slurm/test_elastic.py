@@ -69,7 +69,7 @@ def test_losing_a_node_keeps_the_rest(orch):
     """The job, its script and its other agents stay; two of them go on, one is a spare. When the next is lost, it takes
     its place. A requeue asks for the full size again.
     """
-    run = orch.submit(*JOB, "backend.heartbeat_timeout_s=4", worker=LONG)
+    run = orch.submit(*JOB, "backend.heartbeat_timeout_s=15", worker=LONG)
     run.step(3)
     agents = {name: node.pid for name, node in run.state().nodes.items()}
     host, lost = run.assignment["nodes"][0], []
@@ -129,7 +129,7 @@ def test_training_goes_on_at_another_size(orch):
 def test_too_few_nodes_save_what_their_memories_hold_and_slurm_brings_the_job_back(orch):
     """The real trainer on two nodes, neither of which suffices, long before its first checkpoint."""
     words = ("train.steps=300", "train.log_every_steps=1", "checkpoint.every_steps=1000")
-    few = ("nodes=2..2", "checkpoint.memory_every_steps=1", "backend.heartbeat_timeout_s=4")
+    few = ("nodes=2..2", "checkpoint.memory_every_steps=1", "backend.heartbeat_timeout_s=15")
     run = orch.submit("cluster=testbed", "parallel=tp2_zero1", *few, *words, program=None)
     run.step(20)
     lost = run.assignment["nodes"][1]

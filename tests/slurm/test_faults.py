@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 
 def test_lost_nodes_are_replaced(orch: Orch):
     """One run loses a node; a second the node of its script and coordinator, where Slurm itself requeues the job."""
-    one = orch.submit(*two_nodes("backend.heartbeat_timeout_s=4"), worker=LONG)
+    one = orch.submit(*two_nodes("backend.heartbeat_timeout_s=15"), worker=LONG)
     other = orch.submit(*two_nodes(), worker=LONG)
     one.step(3)
     other.step(3)

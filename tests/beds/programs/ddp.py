@@ -1,7 +1,8 @@
 """DDP on a small model: saves each step and goes on from what is saved. Knows nothing of what has started it.
 
 Arguments: steps, folder, seconds a step. `steps.txt` there gets a line a step of rank 0: time, step, ranks, loss. The
-losses are the same on any number of ranks, because they share one batch.
+losses are the same on any number of ranks, because they share one batch. The line of a step is written before the step
+is saved: a step that is ended in between has two lines and never none.
 """
 
 import json
@@ -42,11 +43,11 @@ def main() -> None:
                 parameter -= 0.01 * parameter.grad
         dist.all_reduce(loss.detach_(), op=dist.ReduceOp.SUM)
         if rank == 0:
+            with (folder / "steps.txt").open("a") as file:
+                file.write(f"{time.time()} {step} {world} {loss.item() / world:.6f}\n")
             weights = {name: value.tolist() for name, value in model.state_dict().items()}
             saved.with_suffix(".part").write_text(json.dumps([step, weights]))
             saved.with_suffix(".part").replace(saved)
-            with (folder / "steps.txt").open("a") as file:
-                file.write(f"{time.time()} {step} {world} {loss.item() / world:.6f}\n")
     dist.destroy_process_group()
 
 
