@@ -150,16 +150,21 @@ def pods(tmp_path):
 
 
 def busy(run: Pods, *indices: int, after: int = -1) -> int:
-    """Once workers run on exactly these pods, in an epoch after `after`: that epoch."""
+    """Once workers run on exactly these pods, in an epoch after `after`, and listen for signals: that epoch."""
 
     def there() -> bool:
         try:
             state = run.state
         except (OSError, ValueError):
             return False
-        ranked = {name for name, node in state["nodes"].items() if node["state"] == "running" and node["ranks"]}
+        epoch = state["epoch"]
+        running = {name: node["ranks"] for name, node in state["nodes"].items() if node["state"] == "running"}
+        ranked = {name for name, ranks in running.items() if ranks}
         names = {f"n{index}.pod-{index}" for index in indices}
-        return state["state"] == "running" and state["epoch"] > after and ranked == names
+        if state["state"] != "running" or epoch <= after or ranked != names:
+            return False
+        # A worker that gets SIGTERM before it has written its pid is ended by it, and saves nothing.
+        return all((run.run / f"pid-{epoch}-{rank}").exists() for name in names for rank in running[name])
 
     run.until(there)
     return run.state["epoch"]
