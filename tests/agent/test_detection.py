@@ -24,7 +24,8 @@ def start(runs, wishes: dict[str, object], **backend) -> RunFolder:
 def test_each_way_to_stand_still_is_told_from_the_others(runs):
     """One run, a fault an epoch: what it was, who it was, and where it stood.
 
-    Ranks that a busy machine leaves without a step for two seconds may cost an epoch more: each fault waits its turn.
+    Ranks that a busy machine leaves without a step for two seconds may cost an epoch more: each
+    fault waits its turn.
     """
     faults = {
         "worker_spinning": ("1:5:spin:0", 1, "node0", 4, "computes"),

@@ -30,7 +30,8 @@ def status(capsys, folder: RunFolder) -> dict:
 @pytest.mark.process
 def test_reports_give_progress_goodput_and_a_save_before_the_end(home, capsys):
     script = [sys.executable, str(PROGRAMS / "reporting.py")]
-    code, out, err = orch(capsys, "submit", "nproc=2", "--json", "--", *script, "400", "0.05", str(TOLD_STEP_S))
+    words = ["nproc=2", "--json", "--", *script, "400", "0.05", str(TOLD_STEP_S)]
+    code, out, err = orch(capsys, "submit", *words)
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
 
@@ -54,7 +55,8 @@ def test_reports_give_progress_goodput_and_a_save_before_the_end(home, capsys):
     assert orch(capsys, "resume", folder.run_id, "--follow")[0] == 0
     assert folder.rank_log(1).read_text().endswith("starts after step 398\n")
     report = json.loads(orch(capsys, "report", folder.run_id, "--json")[1])
-    assert report["steps"]["completed"] == 400 and report["step_s"]["measured"] == pytest.approx(TOLD_STEP_S)
+    assert report["steps"]["completed"] == 400
+    assert report["step_s"]["measured"] == pytest.approx(TOLD_STEP_S)
 
 
 def test_outside_orch_it_is_silent(tmp_path, monkeypatch):

@@ -30,7 +30,8 @@ from tests.patience import PATIENCE_S, wait_for
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 for _kind in (Intent, LaunchRequest, LocalRecord, Plan, RunState):
-    msgspec.json.Decoder(_kind)  # which crashes where two threads of a test are the first to decode one of them
+    # msgspec crashes where two threads of a test are the first to decode one of them.
+    msgspec.json.Decoder(_kind)
 
 
 class SmallConfig(msgspec.Struct, frozen=True):

@@ -92,7 +92,8 @@ def hang(how: str) -> None:
 
 def main() -> int:
     stop = []
-    turn = len(list(RUN.glob("hung-*")))  # of the next fault: those before it have ended an epoch each
+    # Of the next fault: those before it have ended an epoch each.
+    turn = len(list(RUN.glob("hung-*")))
     faulthandler.register(signal.SIGQUIT)
     if wish("MEET"):
         threading.Thread(target=pulse, daemon=True).start()

@@ -38,7 +38,8 @@ class Broken(AssertionError):
 def victim(folder: RunFolder, name: str) -> Identity | None:
     """The process that has this part (see VICTIMS) in the run, None where there is none.
 
-    The kernel gives numbers again: it is known by its start time too, and an agent by the folder of its run.
+    The kernel gives numbers again: it is known by its start time too, and an agent by the folder
+    of its run.
     """
     kind = name.rstrip("0123456789")
     with contextlib.suppress(OrchError, psutil.Error, KeyError, IndexError, AttributeError):
@@ -168,7 +169,7 @@ class Play:
         state, asked = LocalBackend().state(self.folder), newest(self.folder)
         if not state.is_final or state.exit_code is None or not state.reason:
             raise Broken(f"ended as {state.state} with {state.exit_code}: {state.reason}")
-        # Nobody paused the coordinator, so it was the machine: silence and delay may come of that too.
+        # Nobody paused the coordinator, so the machine did: silence and delay may come of that.
         starved = not self._paused and events(self.folder, "was_away")
         if state.state == "failed" and not self._killed and not starved:
             raise Broken(f"failed without a fault: {state.reason}")

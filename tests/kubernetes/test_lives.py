@@ -31,7 +31,8 @@ from tests.beds.plans import make_plan
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
-#: The address of pod 0: no other program of this machine speaks from it, so a port that is free there stays free.
+#: The address of pod 0: no other program of this machine speaks from it, so a port that is free
+#: there stays free.
 FIRST = "127.0.2.1"
 #: Paths and the name of pod 0 are what differs from a pod.
 POD = """
@@ -51,7 +52,7 @@ sys.exit(task.main())
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of pod 0 that the kernel has not given to anybody, told apart by holding all of them at once."""
+    """Ports of pod 0 that nobody has; all are held at once, so that they differ."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

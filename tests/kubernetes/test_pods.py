@@ -36,7 +36,8 @@ from tests.beds.plans import make_plan
 from tests.patience import PATIENCE_S
 
 KEY = bytes(range(32))
-#: The address of pod 0: no other program of this machine speaks from it, so a port that is free there stays free.
+#: The address of pod 0: no other program of this machine speaks from it, so a port that is free
+#: there stays free.
 HOST = "127.0.3.1"
 
 

@@ -38,7 +38,8 @@ def test_faults_on_the_nodes_of_a_job_and_the_run_goes_on(orch):
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["kill_agent", "stop_agent", "kill_worker", "notice"])
 def test_the_agent_of_one_node_is_hit_and_the_run_goes_on(orch, fault):
-    silence = SHORT if fault == "stop_agent" else PATIENT  # a stopped agent is noticed by its silence alone
+    # A stopped agent is noticed by its silence alone.
+    silence = SHORT if fault == "stop_agent" else PATIENT
     run = orch.submit(*JOB, ALLOWED, silence, program=(sys.executable, TOGETHER))
     run.step(3)
     words = ("--faults", fault, "--victim", "other", "--for-s", "8", "--limit-s", "200", "--json")
