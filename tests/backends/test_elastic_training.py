@@ -23,12 +23,16 @@ from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state
 from tests.backends.conftest import write_text
 from tests.beds.bundles import events, make_bundle, reports, wait_end, wait_for
+from tests.beds.held.sitecustomize import environment, release
 from tests.beds.plans import make_plan, tiny_model
+from tests.patience import PATIENCE_S
 from tests.trainer.workers import running
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 STEPS, BATCH, EVERY = 100, 4, 20
+#: No run makes these steps before what is to happen to it has happened.
+HELD = (55, 80)
 
 
 def sized(corpus, tmp_path, nodes: int, **shape) -> Plan:
@@ -57,7 +61,8 @@ def mixed(corpus, tmp_path, nodes: int, **degrees: int) -> Plan:
 
 
 def start(tmp_path, run_id: str, sizes: dict[int, Plan], elastic: bool) -> RunFolder:
-    options = {"run_id": run_id, "command": (), "backend": {"grace_s": 120}}
+    backend = {"grace_s": 120, "hang_after_s": 2 * PATIENCE_S}  # who is held does not hang
+    options = {"run_id": run_id, "command": (), "backend": backend, "env": environment(*HELD)}
     largest = sizes[max(sizes)]
     bundle = make_bundle(largest, tmp_path / "runs", **options, sizes=sizes if elastic else {})
     LocalBackend().submit(bundle, os.environ)
@@ -87,6 +92,11 @@ def reached(folder: RunFolder, epoch: int, step: int) -> bool:
     return any(line["epoch"] >= epoch and line["step"] >= step for line in steps_of(folder))
 
 
+def release_all(folder: RunFolder) -> None:
+    for step in HELD:
+        release(folder.path, step)
+
+
 def kill_node(folder: RunFolder, node: str) -> None:
     """As when the machine fails."""
     agent = read_record(folder, LocalRecord).agents[node]
@@ -109,12 +119,13 @@ def test_a_pipeline_that_loses_nodes_has_the_losses_of_a_run_that_does_not(tmp_p
     The global batch, the order of the samples and, to rounding, every loss stay the same."""
     sizes = {nodes: staged(corpus, tmp_path, nodes) for nodes in (3, 2, 1)}
     broken = start(tmp_path, "broken", sizes, elastic=True)
-    for epoch, step in ((0, 25), (1, 50)):
+    for epoch, (step, held) in enumerate(zip((25, 60), HELD, strict=True)):
         wait_for(lambda epoch=epoch, step=step: reached(broken, epoch, step), 400, f"step {step} of epoch {epoch}")
         state = read_state(broken)
         others = {node for node, one in state.nodes.items() if one.state == "running"} - {state.writer}
         victim = state.writer if epoch else others.pop()  # the coordinator's node the second time
         kill_node(broken, victim)
+        release(broken.path, held)
     state = wait_end(broken, 600)
     assert state.state == "done", (state.reason, broken.rank_log(0).read_text()[-2000:])
     assert [epoch.cause.kind for epoch in state.epochs[:2]] == ["node_lost", "coordinator_lost"]
@@ -134,6 +145,7 @@ def test_below_the_smallest_size_the_nodes_that_are_left_save_what_their_memorie
     folder = start(tmp_path, "small", {2: staged(corpus, tmp_path, 2)}, elastic=True)
     wait_for(lambda: reached(folder, 0, EVERY + 5), 400, f"step {EVERY + 5}")
     kill_node(folder, read_state(folder).writer)
+    release_all(folder)
     state = wait_end(folder, 400)
     last = max(line["step"] for line in steps_of(folder))
     assert (state.state, state.exit_code) == ("failed", Exit.CAPACITY), (state.reason, folder.rank_log(0).read_text())
@@ -161,6 +173,7 @@ def test_experts_over_five_axes_lose_a_node_and_have_the_losses_of_one_process(t
     folder = start(tmp_path, "experts", sizes, elastic=True)
     wait_for(lambda: reached(folder, 0, STEPS // 2), 400, "half of the steps")
     kill_node(folder, next(node for node in read_state(folder).nodes if node != read_state(folder).writer))
+    release_all(folder)
     state = wait_end(folder, 600)
     assert state.state == "done", (state.reason, folder.rank_log(0).read_text()[-2000:])
     assert [event["pp"] for event in events(folder, "replanned")] == [1]
@@ -176,9 +189,11 @@ def test_two_resumes_in_a_row_each_at_another_size(tmp_path, corpus, whole):
     assert sizes[3].parallel.replica_micro_batches == [2, 1, 1]
     assert {plan.parallel.global_batch_samples for plan in sizes.values()} == {BATCH}
     folder = start(tmp_path, "resized", sizes, elastic=True)
-    for epoch, step, nodes in ((0, 5, 1), (1, 1, 2)):
+    for epoch, (step, nodes, held) in enumerate(zip((5, 1), (1, 2), HELD, strict=True)):
         wait_for(lambda epoch=epoch, step=step: reached(folder, epoch, step), 400, f"step {step} of epoch {epoch}")
         LocalBackend().resize(folder, read_request(folder), nodes, os.environ)
+        wait_for(lambda epoch=epoch: len(events(folder, "epoch_runs")) == epoch + 2, what=f"epoch {epoch + 1}")
+        release(folder.path, held)
     state = wait_end(folder, 600)
     assert state.state == "done", (state.reason, folder.rank_log(0).read_text()[-2000:])
     assert [event["workers"] for event in events(folder, "epoch_runs")] == [3, 1, 2]

@@ -19,7 +19,9 @@ from orchestrator.plan import Plan
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import from_bytes
 from tests.beds.bundles import events, make_bundle, no_namespaces, reports, wait_end, wait_for, wait_step
+from tests.beds.held.sitecustomize import environment, release
 from tests.beds.plans import make_plan
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -29,8 +31,9 @@ def plan(corpus, tmp_path, steps: int, **fields) -> Plan:
     return make_plan(**{"dp": 2, "nodes": 2, "zero": 1, "steps": steps, "seq_len": 32, **more, **fields})
 
 
-def start(tmp_path, plan: Plan, run_id: str, **backend) -> RunFolder:
-    bundle = make_bundle(plan, tmp_path / "runs", run_id=run_id, command=(), backend={"grace_s": 30, **backend})
+def start(tmp_path, plan: Plan, run_id: str, env: dict[str, str] | None = None, **backend) -> RunFolder:
+    backend = {"grace_s": 30, "hang_after_s": 2 * PATIENCE_S, **backend}  # who is held does not hang
+    bundle = make_bundle(plan, tmp_path / "runs", run_id=run_id, command=(), backend=backend, env=env)
     LocalBackend().submit(bundle, os.environ)
     return RunFolder(tmp_path / "runs" / run_id)
 
@@ -45,7 +48,7 @@ def losses(folder: RunFolder) -> dict[int, float]:
 
 
 def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, monkeypatch, capsys):
-    steps = 40
+    steps, held = 40, 25
     spec = plan(corpus, tmp_path, steps, trace_steps=2)
     whole = start(tmp_path, plan(corpus, tmp_path, steps, trace_steps=2, nodes=1), "whole")  # the same layout
     assert wait_end(whole).state == "done", whole.rank_log(0).read_text()
@@ -55,17 +58,19 @@ def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, mo
     assert [step["name"] for step in timeline["steps"]] == ["step 1", "step 2"]
     assert all(step["peak"]["activations"] > 0 for step in timeline["steps"])
 
-    broken = start(tmp_path, spec, "broken", max_restarts=1)
+    broken = start(tmp_path, spec, "broken", env=environment(held), max_restarts=1)
     wait_step(broken, 12, workers=2)
     pids = json.loads(broken.backend.read_text())["agents"]
     victim = next(pid for pid in children_of(children_of(pids["node1"])[0]) if comm(pid).startswith("orch-rank-"))
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: any(e["epoch"] == 1 for e in events(broken, "resumed")), what="resuming")
-    wait_for(lambda: max(losses(broken), default=0) > 20, what="progress")
+    wait_for(lambda: any(e["epoch"] == 1 for e in events(broken, "held")), what="progress")
+    wait_for(lambda: max(losses(broken), default=0) == held - 1, what="its report")
     LocalBackend().cancel(broken, force=False)
     state = wait_end(broken)
     assert (state.state, state.reason) == ("cancelled", "cancelled by the user")
     assert state.epochs[0].cause.code == -9 and state.epochs[0].cause.node == "node1"
+    release(broken.path, held)
     LocalBackend().resume(broken, from_bytes(broken.request.read_bytes()), os.environ)
     state = wait_end(broken)
     assert (state.state, state.epoch) == ("done", 2), broken.rank_log(0).read_text()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tests.patience import PATIENCE_S
 from trainer.verify.ranks import run_ranks
 
 
@@ -30,7 +31,7 @@ def run_together(fn: Callable[..., Any], world: int, cases: Mapping[str, tuple])
                 found.append(fn(rank, *args))
         return found
 
-    answers = run_ranks(work, world)
+    answers = run_ranks(work, world, timeout=PATIENCE_S * len(cases))
     return {name: [answer[at] for answer in answers] for at, name in enumerate(cases)}
 
 

@@ -21,6 +21,11 @@ VARIABLE = "ORCH_TEST_HOLD"
 TRAINING_LOOP = "trainer.train"
 
 
+def environment(*steps: int) -> dict[str, str]:
+    """What makes the ranks of a run with agents wait before these steps."""
+    return {"PYTHONPATH": str(Path(__file__).parent), VARIABLE: " ".join(map(str, steps))}
+
+
 def release(run_dir: Path, step: int) -> None:
     """Let the ranks of a run make that step, now or when they come to it."""
     (run_dir / f"go-{step}").touch()
