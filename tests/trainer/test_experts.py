@@ -19,6 +19,7 @@ from orchestrator.planner.cost.recomputed import RecomputedShare
 from tests.beds.plans import make_plan
 from tests.trainer.samples import LLAMA, small
 from trainer.comm.collectives import CommCounter
+from trainer.independent.findings import ALLOWED, rounding
 from trainer.model.experts import Dispatch, Experts, MixtureOfExperts, dispatch, nothing
 from trainer.model.router import Routing
 from trainer.parallel.expert.dispatch import ExpertDispatch
@@ -67,9 +68,16 @@ def run(case: str, rank: int, by: Dispatch, experts: Experts) -> dict:
     return {"out": out.detach(), "x": x.grad, "weights": routing.weights.grad, "experts": grads}
 
 
-def compare(found: dict, expected: dict, atol: float) -> None:
+def compare(found: dict, expected: dict) -> None:
     for what in ("out", "x", "weights"):
-        torch.testing.assert_close(found[what], expected[what], rtol=1e-12, atol=atol)
+        assert_near(found[what], expected[what])
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for rounding: an element may be small because the products that it adds cancel."""
+    products = 2 * MODEL.hidden * MOE.ffn_hidden
+    atol = ALLOWED * rounding(products, torch.float64) * float(expected.norm())
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.process
@@ -86,7 +94,7 @@ def test_tokens_come_back_as_if_all_experts_were_here(case):
     found = run_ranks(on, ranks)
     experts = experts_of(slice(0, 6))
     for rank in range(ranks):
-        compare(found[rank], run(case, rank, dispatch, experts), atol=1e-12)
+        compare(found[rank], run(case, rank, dispatch, experts))
         routing = case_of(case, rank)[1]
         away = int((routing.experts // 2 != rank).sum())
         arrived = sum(int((case_of(case, r)[1].experts // 2 == rank).sum()) for r in range(ranks) if r != rank)
@@ -100,7 +108,7 @@ def test_tokens_come_back_as_if_all_experts_were_here(case):
         assert found[rank]["levels"]["network"] == (out + into) * (2 * 8 * 32 + 8)
     for name, param in experts.named_parameters():
         mine = torch.cat([found[rank]["experts"][name] for rank in range(ranks)])
-        torch.testing.assert_close(mine, param.grad, rtol=1e-12, atol=1e-10)
+        assert_near(mine, param.grad)
 
 
 @pytest.mark.process
@@ -122,7 +130,7 @@ def test_tokens_go_once_to_each_domain(case, domains, inside):
     found, experts = run_ranks(on, ranks), experts_of(slice(0, 6))
     row, weight, label = 8 * 32, 8, 4
     for rank in range(ranks):
-        compare(found[rank], run(case, rank, dispatch, experts), atol=1e-11)
+        compare(found[rank], run(case, rank, dispatch, experts))
         sent = 0
         for other in range(rank % inside, ranks, inside):  # its counterpart in each domain
             if other != rank:
@@ -135,7 +143,7 @@ def test_tokens_go_once_to_each_domain(case, domains, inside):
         assert found[rank]["levels"].get("network", 0) == sent
     for name, param in experts.named_parameters():
         mine = torch.cat([found[rank]["experts"][name] for rank in range(ranks)])
-        torch.testing.assert_close(mine, param.grad, rtol=1e-12, atol=1e-10)
+        assert_near(mine, param.grad)
 
 
 @pytest.mark.process
@@ -262,9 +270,9 @@ def test_experts_cut_over_tensor_parallel_ranks(case, expert_ranks):
     found = run_ranks(on, ranks)
     experts = experts_of(slice(0, 6))
     for rank in range(ranks):
-        compare(found[rank], run(case, rank, dispatch, experts), atol=1e-11)
+        compare(found[rank], run(case, rank, dispatch, experts))
     for name, param in experts.named_parameters():
         dim = 2 if name.startswith("down") else 1
         parts = [found[rank]["experts"][name] for rank in range(ranks)]
         whole = torch.cat([torch.cat(parts[2 * e : 2 * e + 2], dim=dim) for e in range(expert_ranks)])
-        torch.testing.assert_close(whole, param.grad, rtol=1e-12, atol=1e-10)
+        assert_near(whole, param.grad)

@@ -6,6 +6,8 @@ every gradient, norm and weights as in the other proofs.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,8 +67,9 @@ class Compared:
         self.worst: dict[str, float] = {}
 
     def __call__(self, what: str, ours: Tensor, theirs: Tensor) -> None:
-        error = float((ours - theirs).abs().max() / theirs.abs().max())
-        self.worst[what] = max(self.worst.get(what, 0.0), error)
+        size = max(float(theirs.abs().max()), torch.finfo(theirs.dtype).tiny)  # both may be zero
+        error = float((ours - theirs).abs().max()) / size
+        self.worst[what] = max(self.worst.get(what, 0.0), error if error == error else math.inf)
 
 
 def data_parallel(rank: int, plan: Plan, kind: str) -> dict[str, float]:
@@ -192,3 +195,6 @@ def test_torch_is_asked_for_something_that_can_differ():
     compared = Compared()
     compared("grad", torch.ones(3, dtype=torch.float64) * 1.001, torch.ones(3, dtype=torch.float64))
     assert compared.worst["grad"] > LIMIT and not dist.is_initialized()
+    compared("nan", torch.full((3,), torch.nan), torch.ones(3))
+    compared("zero", torch.zeros(3), torch.zeros(3))
+    assert compared.worst["nan"] == math.inf and compared.worst["zero"] == 0.0

@@ -13,14 +13,16 @@ import torch
 import trainer.verify.judge as judging
 from orchestrator.cli.main import main as orch
 from orchestrator.plan.exits import Exit
-from orchestrator.plan.parity import HOPELESS, Cell, Verdict
+from orchestrator.plan.parity import HOPELESS, LIMITS, Cell, Verdict
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
 from tests.trainer import samples
 from trainer.engine import Engine
+from trainer.independent.findings import ALLOWED, rounding
+from trainer.independent.shapes import shapes
 from trainer.verify import oracle
 from trainer.verify.__main__ import main as program
-from trainer.verify.compare import STEPS
+from trainer.verify.compare import STEPS, scale_of
 from trainer.verify.judge import judge, summary
 
 GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
@@ -44,6 +46,15 @@ def test_a_quantity_that_nobody_compared_is_hopelessly_wrong():
     assert (found.grad, found.worst_grad, found.largest) == (1e-11, "a", 1e-11)
     assert summary([{"loss": 0.0, "norm": 0.0, "grad a": 0.0}], {"a"}).weight == HOPELESS
     assert summary([{"loss": 0.0, "norm": 0.0, "grad a": 0.0, "weight a": 0.0}], {"a", "b"}).grad == HOPELESS
+
+
+def test_a_tensor_whose_terms_cancel_may_have_their_rounding():
+    """Its error is measured by the model's largest, not by itself; nothing is measured by more."""
+    widths = sum(sum(shape[-2:]) for shape in shapes(msgspec.to_builtins(tiny_model())).values())
+    limit = LIMITS["fp64"]
+    for own in (0.0, 1e-16, 2e-10, 1e-6, 1e-3, 1.0):
+        allowed = limit * scale_of(own, 1.0, limit)
+        assert ALLOWED * rounding(widths, torch.float64) < allowed <= limit, own
 
 
 def test_terms_of_the_loss_and_state_are_judged_too():

@@ -9,14 +9,22 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
-#: Times the measured rounding that a gradient, its norm or a mean may be off (docs/verify.md: correct runs).
+#: Times its rounding, measured or of `rounding`, that a quantity may be off (docs/verify.md).
 ALLOWED = 6.0
 #: The same over all matrices of a kind together (every layer's `attn.wq`), in bf16 and fp16: so many elements that the
 #: ratio hardly varies, and a rounding too many shows.
 ALLOWED_KIND = 2.0
-#: What anything may be off in fp64, where nothing is measured: nothing real is that small, while attention's backward
-#: subtracts nearly equal numbers, which another kernel rounds otherwise.
-FLOOR = {torch.float64: 1e-12}
+
+
+def rounding(terms: int, dtype: torch.dtype) -> float:
+    """What rounding does to a sum of so many terms in any order, over the sum of their sizes.
+
+    That is half the distance from 1 to the next number, times the root of the number of terms. A
+    sum is off by more than `ALLOWED` times as much with a probability of 2 exp(-ALLOWED^2 / 2) a
+    term, 3e-8, if its roundings are independent and zero on average (Higham and Mary 2019, SIAM J.
+    Sci. Comput. 41(5), section 2). No bound is below that: what is measured of two programs may
+    be zero by luck."""
+    return math.sqrt(terms) * torch.finfo(dtype).eps / 2
 
 
 @dataclass

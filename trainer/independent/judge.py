@@ -5,8 +5,9 @@ a step is its report (loss, norm, learning rate, samples) and two checkpoints. T
 the gradient that AdamW was given; the moments after give the update of the weights.
 
 How far a gradient may be off is measured, not chosen: it is `ALLOWED` times the difference between this oracle in the
-run's own precision, cut into the run's micro-batches, and this oracle in fp64. docs/verify.md has the measurements. In
-fp64 itself nothing is measured: `FLOOR`.
+run's own precision, cut into the run's micro-batches, and this oracle in fp64. docs/verify.md has the measurements. No
+bound is below what the arithmetic of its sum explains (`findings.rounding`); in fp64, where nothing is measured, that
+alone is the unit.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import optimizer
 from .choices import Choices, Unrecorded
 from .choices import read as read_choices
 from .data import Batch, Reader
-from .findings import ALLOWED, ALLOWED_KIND, FLOOR, Findings, distance, narrow, rms
+from .findings import ALLOWED, ALLOWED_KIND, Findings, distance, narrow, rms, rounding
 from .network import Counts, Network, Pass, Tensors, Unknown
 from .routing import RoutingJudge
 from .shapes import shapes
 from .state import State, Unreadable, harsh, initial, read, saved_steps, step_folder, write
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Units in the last place that AdamW's few operations may be off. Correct runs reach 3.
-ALLOWED_ULP = 12.0
+#: Operations of AdamW that round an element of the second moment, and of the weight.
+MOMENT_OPERATIONS = 4
+WEIGHT_OPERATIONS = 8
 
 
 def judge(runs: Sequence[Path], start: str) -> Findings:
@@ -68,13 +71,19 @@ class RunJudge:
         self.precision = DTYPES[self.train["precision"]]
         self.wide = torch.promote_types(self.precision, torch.float32)  # of master and moments
         self.ulp = torch.finfo(self.wide).eps / 2
-        self.floor = max(2 * ALLOWED * self.ulp, FLOOR.get(self.precision, 0.0))
         self.fresh = fresh
         self.reader = Reader(self.plan)
+        every = shapes(self.model).values()
+        # A value passes each matrix forward and backward, and is summed over the step's tokens.
+        tokens = self.plan["parallel"]["global_batch_samples"] * self.reader.length
+        self.sum_rounding = rounding(tokens + sum(sum(one[-2:]) for one in every), self.wide)
+        # The norm is the root of a sum over all parameters: it is off by half as much as the sum.
+        self.norm_rounding = rounding(sum(math.prod(one) for one in every), self.wide) / 2
         self.exact, self.same = Network(self.model, torch.float64), Network(self.model, self.precision)
         self.noise: dict[str, float] = {}  # of each gradient, over its norm
         self.moe = self.model.get("moe") or {}
-        self.routing = RoutingJudge(self.model, self.precision, findings)
+        self.floor = ALLOWED * self.sum_rounding
+        self.routing = RoutingJudge(self.model, self.precision, findings, self.floor)
         self.measured, self._roundness = False, Tensors()  # gradients of the first step in the run's precision
         self.reports = list(self._reports())
 
@@ -110,7 +119,8 @@ class RunJudge:
         expect(len(reports) == self.plan["parallel"]["world_size"], f"{where}: {len(reports)} ranks have reported it")
         expect(after.samples == before.samples + size, f"{where}: {after.samples - before.samples} samples, not {size}")
         for one in reports:
-            same = one["samples"] == after.samples and math.isclose(one["lr"], lr, rel_tol=1e-12)
+            near = math.isclose(one["lr"], lr, rel_tol=1e-12, abs_tol=1e-12 * self.optim["lr"])
+            same = one["samples"] == after.samples and near
             expect(same, f"{where}: rank {one['rank']} reports {one['samples']} samples, lr {one['lr']}, not {lr}")
         losses = {one["loss"] for one in reports if one.get("loss") is not None}
         norms = {one.get("grad_norm") for one in reports}
@@ -200,10 +210,14 @@ class RunJudge:
     # --------------------------------------------------------------------------------------------- compared
 
     def _measure_noise(self, exact: Pass, rounded: Pass, before: State, choices: Choices) -> None:
-        """What rounding alone does to each gradient."""
+        """What rounding alone does to each gradient. In fp64 it is that of a sum whose terms are as
+        large as the model's gradients, though its result may be small: attention's backward
+        subtracts nearly equal numbers."""
         overall = rms(exact.grads)
+        term = self.sum_rounding * overall if self.precision == torch.float64 else 0.0
         for name, grad in exact.grads.items():
-            self.noise[name] = distance(rounded.grads[name], grad, overall)
+            off = distance(rounded.grads[name], grad, overall, term * grad.numel() ** 0.5)
+            self.noise[name] = max(off, self.sum_rounding)
         if not self.measured:
             self._roundness = dict(rounded.grads)
             self.measured = True
@@ -222,7 +236,7 @@ class RunJudge:
             found[name] = (then - beta * first) / (1 - beta) / clip
             blur = 2 * self.ulp * float((then.abs() + beta * first.abs()).norm()) / (1 - beta) / clip
             error = distance(found[name], wanted, overall)
-            bound = max(ALLOWED * self.noise[name], self.floor) + distance(wanted, wanted, overall, blur)
+            bound = ALLOWED * self.noise[name] + distance(wanted, wanted, overall, blur)
             self.findings.measure("gradient", error, bound, f"{where}, {name}")
             self._add_kind(kinds, name, float((found[name] - wanted).norm()), float(wanted.norm()))
             square, unsure = square + float(found[name].square().sum()), unsure + blur**2
@@ -231,8 +245,9 @@ class RunJudge:
             self.findings.measure("rounding", math.sqrt(error / size), bound, f"{where}, {kind}")
         total = math.sqrt(sum(float(one.square().sum()) for one in exact.values()))
         noise = math.sqrt(sum((self.noise[name] * float(one.norm())) ** 2 for name, one in exact.items())) / total
-        self.findings.measure("norm", abs(norm - total) / total, max(ALLOWED * noise, 2 * self.floor), where)
-        blur = 4 * math.sqrt(unsure) / total + 1e3 * self.ulp  # the norm is summed in fp32
+        allowed = ALLOWED * (noise + self.norm_rounding)
+        self.findings.measure("norm", abs(norm - total) / total, allowed, where)
+        blur = 4 * math.sqrt(unsure) / total + ALLOWED * self.norm_rounding
         self.findings.measure("clipping", abs(math.sqrt(square) - norm) / max(norm, 1e-300), blur, where)
         self._grid(found, where)
 
@@ -263,12 +278,18 @@ class RunJudge:
             grad = (then - beta1 * first) / (1 - beta1)
             blur = 2 * self.ulp * (then.abs() + beta1 * first.abs()) / (1 - beta1)
             wanted = beta2 * second + (1 - beta2) * grad.square()
-            room = ALLOWED_ULP * self.ulp * wanted + (1 - beta2) * (2 * grad.abs() + blur) * blur
+            room = self._room(MOMENT_OPERATIONS, wanted)
+            room += (1 - beta2) * (2 * grad.abs() + blur) * blur
             self.findings.elements("second moment", squared, wanted, room, f"{where}, {name}")
             weight = before.tensors["master"][name].double()
             wanted = optimizer.updated(weight, then, squared, updates, lr, self.optim)
-            room = ALLOWED_ULP * self.ulp * (weight.abs() + (wanted - weight).abs())
+            room = self._room(WEIGHT_OPERATIONS, weight.abs() + (wanted - weight).abs())
             self.findings.elements("weight", saved.double(), wanted, room, f"{where}, {name}")
+
+    def _room(self, operations: int, size: Tensor) -> Tensor:
+        """What elements of this size may be off after so many operations. Below the smallest normal
+        number a rounding is no part of the size, and a device may take such numbers for zero."""
+        return ALLOWED * rounding(operations, self.wide) * size + torch.finfo(self.wide).tiny
 
 
 def finite(grads: Tensors) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .choices import Choices, counts, needed_rounding
-from .findings import ALLOWED, ALLOWED_KIND, FLOOR, Findings, narrow
+from .findings import ALLOWED, ALLOWED_KIND, Findings, narrow, rounding
 from .modules import taken_choices
 from .network import MTP, Pass
 from .state import STATE, State
@@ -17,15 +17,18 @@ from .state import STATE, State
 #: Times the largest rounding of a layer's scores that the scores behind a choice may have been off. Correct runs reach
 #: 1.5 (docs/verify.md).
 ALLOWED_CHOICE = 3.0
+#: What a bias or a load may be off, over its size: both are kept in fp32 and rounded twice.
+STATE_ROOM = ALLOWED * rounding(2, torch.float32)
 
 
 class RoutingJudge:
-    """Of a plan's model, for runs of one precision."""
+    """Of a plan's model, for runs of one precision. `floor`: what a number may be off in any case,
+    over its size."""
 
-    def __init__(self, model: dict[str, Any], precision: torch.dtype, findings: Findings):
+    def __init__(self, model: dict[str, Any], precision: torch.dtype, findings: Findings, floor: float):
         self.moe, self.precision, self.findings = model.get("moe") or {}, precision, findings
         self.wide = torch.promote_types(precision, torch.float32)
-        self.floor = max(ALLOWED * torch.finfo(self.wide).eps, FLOOR.get(precision, 0.0))
+        self.floor = floor
 
     def choices(self, before: State, made: Choices, exact: Pass, rounded: Pass, where: str) -> None:
         """Each choice is the best one by the exact scores, but for rounding; its logits and weights are exact but for
@@ -33,9 +36,9 @@ class RoutingJudge:
         for layer, chosen in made.experts.items():
             at, bias = f"{where}, layer {layer}", self._bias(before, layer)
             values, near = exact.scores[layer] + bias, rounded.scores[layer].double() + bias
-            rounding = max(float((near - values).abs().max()), self.floor * float(values.abs().max()))
+            room = max(float((near - values).abs().max()), self.floor * float(values.abs().max()))
             needed = needed_rounding(values.flatten(0, 1), chosen.flatten(0, 1), self.moe).max()
-            self.findings.measure("choice", float(needed), ALLOWED_CHOICE * rounding, at)
+            self.findings.measure("choice", float(needed), ALLOWED_CHOICE * room, at)
             self._numbers("logits", made.logits[layer], exact.logits[layer], rounded.logits[layer], at)
             self._numbers("weights", made.weights[layer], exact.weights[layer], rounded.weights[layer], at)
 
@@ -63,12 +66,12 @@ class RoutingJudge:
                 often = counts(chosen, self.moe["experts"]).double()
                 wanted = before.tensors[STATE][load].double() if skipped else often / often.mean()
                 found = after.tensors[STATE][load].double()
-                self.findings.elements("load", found, wanted, 2.0**-23 * wanted, f"{where}, {load}")
+                self.findings.elements("load", found, wanted, STATE_ROOM * wanted, f"{where}, {load}")
             if name not in after.tensors[STATE]:
                 continue
             bias, often = before.tensors[STATE][name].double(), counts(chosen, self.moe["experts"]).double()
             moved = (often.mean() - often).sign() * (0.0 if skipped else self.moe["bias_update"])
-            room = 2.0**-23 * (bias.abs() + moved.abs()) * (moved != 0)
+            room = STATE_ROOM * (bias.abs() + moved.abs()) * (moved != 0)
             self.findings.elements("bias", after.tensors[STATE][name].double(), bias + moved, room, f"{where}, {name}")
 
     def reports(self, reports: list[dict[str, Any]], after: State, made: Choices, exact: Pass, rounded: Pass) -> None:
