@@ -33,6 +33,9 @@ from .shapes import shapes
 from .state import State, Unreadable, harsh, initial, read, saved_steps, step_folder, write
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: In fp64 a margin beyond the statistics of rounding costs nothing: nothing real is that small, and kernels for other
+#: processors cancel nearly equal numbers in another order.
+LEAST_ROUNDING = 2e-13
 #: Operations of AdamW that round an element of the second moment, and of the weight.
 MOMENT_OPERATIONS = 4
 WEIGHT_OPERATIONS = 8
@@ -76,7 +79,8 @@ class RunJudge:
         every = shapes(self.model).values()
         # A value passes each matrix forward and backward, and is summed over the step's tokens.
         tokens = self.plan["parallel"]["global_batch_samples"] * self.reader.length
-        self.sum_rounding = rounding(tokens + sum(sum(one[-2:]) for one in every), self.wide)
+        terms = tokens + sum(sum(one[-2:]) for one in every)
+        self.sum_rounding = max(rounding(terms, self.wide), LEAST_ROUNDING)
         # The norm is the root of a sum over all parameters: it is off by half as much as the sum.
         self.norm_rounding = rounding(sum(math.prod(one) for one in every), self.wide) / 2
         self.exact, self.same = Network(self.model, torch.float64), Network(self.model, self.precision)
