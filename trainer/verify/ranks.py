@@ -179,8 +179,8 @@ def _child(
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=True)
         torch.set_num_threads(1)  # before the first operation: the parent's thread pool did not survive the fork
         init = f"file://{home}/store"
-        patience = timedelta(seconds=_START_S + timeout)  # the parent's ends first, and tells who is late
-        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world, timeout=patience)
+        group_timeout = timedelta(seconds=_START_S + timeout)  # the parent's ends first, and tells who is late
+        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world, timeout=group_timeout)
         os.write(pipe, head)
         head = b""
         answer, code = _encode(fn(rank, *args)), 0
