@@ -73,9 +73,10 @@ def test_what_one_raises_is_raised_and_the_other_ends_at_its_next_transfer(at, a
         raise ValueError("this one")
 
     pieces = {"first": work(turns, seen, "a", 9), "second": work(turns, seen, "b", 9)} | {at: fails}
+    others = set(threading.enumerate())  # other tests of this process may have left the compiler's
     with pytest.raises(ValueError, match="this one"):
         turns.together(pieces["first"], pieces["second"])
-    assert len(seen) <= 2 and threading.active_count() == 1
+    assert len(seen) <= 2 and set(threading.enumerate()) <= others
     turns.pass_on()
     turns.together(work(turns, seen := [], "c", 2), work(turns, seen, "d", 2))
     assert seen == ["c0", "d0", "c1", "d1"]
