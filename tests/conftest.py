@@ -26,6 +26,22 @@ SLOWEST_FILES = 20
 _seconds_by_file = Counter[str]()
 
 
+#: Seconds that a test of this mark takes, about; others take next to none.
+SECONDS = {"slow": 12.0, "process": 3.0}
+
+
+@pytest.hookimpl(trylast=True)  # after those that are left out by their marks
+def pytest_collection_modifyitems(items) -> None:
+    """Files that take long come first: a worker that begins one at the end would work on alone."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    seconds = Counter[str]()
+    for item in items:
+        marked = [SECONDS[mark] for mark in SECONDS if item.get_closest_marker(mark)]
+        seconds[item.location[0]] += max(marked, default=0)
+    items.sort(key=lambda item: -seconds[item.location[0]])
+
+
 def pytest_collection_finish() -> None:
     """Collections look no more through all that torch and Hydra brought, and come more rarely, in forked ranks too.
 

@@ -27,7 +27,8 @@ PYTEST = (sys.executable, "-m", "pytest")
 REST, SLURM, KUBERNETES, TIMING = "rest", "Slurm", "Kubernetes", "timing"
 QUICK = "not full and not timing"
 ARGUMENTS = {
-    REST: ("--dist", "worksteal", "-m", f"not slurm and not kubernetes and {QUICK}"),
+    # A file keeps to one worker: its tests share fixtures and oracles.
+    REST: ("--dist", "loadfile", "--no-loadscope-reorder", "-m", f"not slurm and not kubernetes and {QUICK}"),
     # The cluster tests of one file keep to one worker, which has clusters of its own.
     SLURM: ("-n", "2", "--dist", "loadgroup", "-rs", "-m", f"slurm and {QUICK}", "tests/slurm"),
     # One bed after the other: each is a whole control plane.

@@ -1,6 +1,7 @@
 """Naive twin of the mixture of experts and of latent attention: token by token, expert by expert, head by head.
 
 Written from the papers (DeepSeek-V3, arXiv 2412.19437, sections 2.1.1 and 2.1.2), not from the code under test.
+Tensors are taken apart by `unbind`, once: the backward of every `x[i]` would fill a tensor as large as x with zeros.
 """
 
 import cmath
@@ -38,6 +39,9 @@ def mixture(x, w, name, model, terms, bias=None):
 
 def _of_sequence(x, w, name, model, terms, bias, sequences):
     moe, rows, length = model.moe, [], len(x)
+    ups = w[f"{name}.experts.up.weight"].unbind()
+    downs = w[f"{name}.experts.down.weight"].unbind()
+    gates = w[f"{name}.experts.gate.weight"].unbind() if model.mlp == "gated" else ()
     chosen_often, mean_score = [0] * moe.experts, 0.0
     factor = moe.capacity_factor or math.inf
     most = math.ceil(round(factor * moe.top_k * length / moe.experts, 9)) if factor < math.inf else length
@@ -51,12 +55,9 @@ def _of_sequence(x, w, name, model, terms, bias, sequences):
             chosen_often[e] += 1
             if chosen_often[e] > most:  # the expert takes no more of this sequence
                 continue
-            up = w[f"{name}.experts.up.weight"][e] @ token
-            if model.mlp == "gated":
-                inner = dense.act(w[f"{name}.experts.gate.weight"][e] @ token, model) * up
-            else:
-                inner = dense.act(up, model)
-            out = out + moe.routed_scale * raw[e] / total * (w[f"{name}.experts.down.weight"][e] @ inner)
+            up = ups[e] @ token
+            inner = dense.act(gates[e] @ token, model) * up if gates else dense.act(up, model)
+            out = out + moe.routed_scale * raw[e] / total * (downs[e] @ inner)
         rows.append(out)
         mean_score = mean_score + raw / raw.sum() / length
         z = moe.z_loss * logits.exp().sum().log() ** 2 / (sequences * length)
@@ -69,6 +70,7 @@ def _of_sequence(x, w, name, model, terms, bias, sequences):
 def turn(x, position, model):
     """A head's rotary part [d]: dimension i with i + d/2, as YaRN stretches the angles (arXiv 2309.00071)."""
     d, theta, yarn = x.shape[-1], model.rope_theta, model.yarn
+    parts = x.unbind()
     out = [None] * d
     for i in range(d // 2):
         speed = theta ** (-2 * i / d)
@@ -78,8 +80,8 @@ def turn(x, position, model):
             slow = min(1.0, max(0.0, (i - low) / max(high - low, 0.001)))
             speed = slow * speed / yarn.factor + (1 - slow) * speed
         z = cmath.exp(1j * position * speed)
-        out[i] = x[i] * z.real - x[i + d // 2] * z.imag
-        out[i + d // 2] = x[i + d // 2] * z.real + x[i] * z.imag
+        out[i] = parts[i] * z.real - parts[i + d // 2] * z.imag
+        out[i + d // 2] = parts[i + d // 2] * z.real + parts[i] * z.imag
     return torch.stack(out)
 
 
@@ -99,18 +101,20 @@ def latent_attention(x, w, name, model, positions, documents):
         scale *= (0.1 * model.yarn.mscale_all_dim * math.log(model.yarn.factor) + 1) ** 2
     rows = []
     for b in range(x.shape[0]):
-        shared = [turn(both[b, j, mla.kv_lora_rank :], int(positions[b, j]), model) for j in range(x.shape[1])]
-        for i in range(x.shape[1]):
+        places = positions[b].tolist()
+        shared = [turn(row[mla.kv_lora_rank :], place, model) for row, place in zip(both[b], places, strict=True)]
+        heads_of_queries = [row.unbind() for row in queries[b].view(len(places), model.heads, nope + rope)]
+        keys, contents = [], []  # by token, then by head
+        for row, rotary in zip(values[b].view(len(places), model.heads, nope + wide), shared, strict=True):
+            keys.append([torch.cat((head[:nope], rotary)) for head in row])
+            contents.append([head[nope:] for head in row])
+        for i, place in enumerate(places):
+            seen = [j for j in range(i + 1) if documents is None or documents[b, j] == documents[b, i]]
             heads = []
-            for h in range(model.heads):
-                q = queries[b, i, h * (nope + rope) : (h + 1) * (nope + rope)]
-                q = torch.cat((q[:nope], turn(q[nope:], int(positions[b, i]), model)))
-                seen = [j for j in range(i + 1) if documents is None or documents[b, j] == documents[b, i]]
-                own = [values[b, j, h * (nope + wide) : (h + 1) * (nope + wide)] for j in seen]
-                score = torch.stack(
-                    [q @ torch.cat((kv[:nope], shared[j])) * scale for kv, j in zip(own, seen, strict=True)]
-                )
+            for h, query in enumerate(heads_of_queries[i]):
+                q = torch.cat((query[:nope], turn(query[nope:], place, model)))
+                score = torch.stack([keys[j][h] for j in seen]) @ q * scale
                 share = score.exp() / score.exp().sum()
-                heads.append(sum(p * kv[nope:] for p, kv in zip(share, own, strict=True)))
+                heads.append(share @ torch.stack([contents[j][h] for j in seen]))
             rows.append(torch.cat(heads))
     return dense.output(torch.stack(rows).view(*x.shape[:2], -1), w, name, "wo")

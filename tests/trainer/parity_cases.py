@@ -394,22 +394,6 @@ TECHNIQUES = {
 }
 
 
-#: Each is close to two others here: `make verify` runs them.
-REPEATS = {
-    *(f"deepseek {name}" for name in ("dp2 zero1", "dp2 zero2", "cp2 ulysses", "pp2 zbv tp2 without sp", "pp2")),
-    *(f"mixture {name}" for name in ("dp2 zero3", "tp4 sp", "cp2 zigzag", "tp2 cp2 full", "pp2 dualpipe dp2 zero1")),
-    *(f"four experts {name}" for name in ("ep2 dp2 zero2", "ep2 pp2", "ep2 cp2 zero3, ulysses", "ep2 tp2 cp2")),
-    *(f"deepseek {name}" for name in ("ep2 zero1", "ep2 tp2 without sp", "ep2 cp2 zigzag", "ep2 pp2 zb_h1 tp2")),
-    *(f"deepseek {name}" for name in ("ep2 pp2 interleaved full", "ep2 dp4 zero1 hybrid", "ep2 dp2 zero2")),
-    *("zero3 tp2 without sp", "zero3 pp2 afab", "zero3 pp2 interleaved", "hybrid zero1 over cp", "zero2 pp2 zbv tied"),
-    *("zero3 full recompute", "zero2 tp2 pp2", "hybrid zero1, dp nested inside cp", "zero1, pp innermost"),
-    *("selective, tp2 without sp", "full, dp2 zero1", "selective, zb_h2", "full, 1f1b tied"),
-    *("cp2 ring packed gpt", "cp2 allgather packed gpt", "cp2 tp2 without sp, ulysses", "cp2 dp2 zero1"),
-    *("afab pp2 vpp2 m3 tied", "zb_h1 pp2 vpp1 m5 gpt, uneven", "zbv pp2 vpp2 m4 gpt, uneven", "zb_h2 pp4"),
-    *("dualpipe pp4 zero1", "dualpipe pp2 tp2", "interleaved pp2 dp2 zero1", "dualpipev pp2 vpp2 m3 tied"),
-    *("gpt, tp2 without sp", "cp2 ring", "cp2 allgather packed", "selective, gpt", "dropout, pp2 interleaved"),
-}
-
 #: Those that are also compared in fp32, the precision of real runs; the other "layouts" with `make verify`.
 IN_FP32 = (
     "dp4 accumulation 3", "tp4 sp gpt", "tp2 dp3 zero2 unequal, gpt",

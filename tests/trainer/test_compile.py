@@ -31,6 +31,7 @@ DROPPED = tiny_model(layers=2, dropout=0.1)
 GENERATED = ("alone", "tp2 sp", "zb_h1", "cp2", "zero3", "dropout, tp2 sp")
 #: Half a minute each, and close to the others: with the published proof, `make verify`.
 FULL = {
+    ("alone", "aot_eager"),
     ("tp2 sp", "aot_eager"), ("tp2 pp2", "aot_eager"), ("selective recompute, tp2", "aot_eager"),
     ("cp2 allgather", "aot_eager"), ("dropout, tp2 sp", "aot_eager"), ("cp2 ring", "aot_eager"),
     ("cp2", "aot_eager"), ("cp2 ulysses", "aot_eager"), ("zero2, full recompute", "aot_eager"),

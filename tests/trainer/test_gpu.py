@@ -26,6 +26,9 @@ MORE = {
     "deterministic cp2": {"deterministic": True, "cp": 2, "cp_method": "allgather"},
 }
 MORE |= {name: one for name, one in test_twin.MORE.items() if name not in QUICK and "matmul" not in one}
+#: Of MORE, those whose twin is compared too; the others with `make verify`.
+FULL = {name: layout for name, layout in MORE.items() if name in test_twin.MORE and name not in test_twin.KINDS}
+MORE = {name: layout for name, layout in MORE.items() if name not in FULL}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +39,11 @@ def quick():
 @pytest.fixture(scope="module")
 def more():
     return fakegpu.call(gpu_steps.steps, MORE)
+
+
+@pytest.fixture(scope="module")
+def full():
+    return fakegpu.call(gpu_steps.steps, FULL)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -49,6 +57,13 @@ def test_more_layouts_run_on_gpus(more, name):
     runs(more[name], "offload" in MORE[name])
 
 
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("name", FULL)
+def test_all_layouts_run_on_gpus(full, name):
+    runs(full[name], "offload" in FULL[name])
+
+
 #: Where an optimizer on the host waits for the device.
 OF_OFFLOAD = ("sharded.py:decide", "zero2.py:expect", "zero2.py:_arrive", "clip.py:grad_norm")
 
@@ -59,8 +74,7 @@ def runs(ranks: list[dict], on_the_host: bool) -> None:
         assert rank["kernels"] > 100, "it computes on the device"
         waits = [one for one in map(str, rank["waits"]) if not on_the_host or not any(at in one for at in OF_OFFLOAD)]
         assert waits == [], "the host enqueues a step without waiting for the device"
-        counted = sum(rank["calls"].values())
-        assert bool(counted) == bool(rank["sent"]), "what the counter counts is what NCCL is given"
+        assert rank["counted"] == rank["sent"], "what the counter counts is what NCCL is given, to the byte"
 
 
 LOOPS = {

@@ -1,4 +1,4 @@
-"""The mutation run: its sites, its trees, and a few mutants of the trainer, all of which must be noticed."""
+"""The mutation run: its sites, its trees, and one mutant of the trainer, which must be noticed."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_the_page_counts():
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_sample_is_noticed():
-    command = [sys.executable, "-m", "tests.mutations.run", "--count", "3", "--seed", "1", "--only", "trainer/optim/*"]
+def test_a_change_of_the_source_is_noticed():
+    command = [sys.executable, "-m", "tests.mutations.run", "--count", "1", "--seed", "1", "--only", "trainer/optim/*"]
     command += ["--no-control"]  # the suite that this test belongs to runs them
-    limit_s = 3 * LIMIT_S + PATIENCE_S
+    limit_s = LIMIT_S + PATIENCE_S
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     noticed = [line for line in lines if re.search(r" s  by (verify|a test|its import) ", line)]
-    assert len(noticed) == len(lines) == 3, done.stdout
+    assert len(noticed) == len(lines) == 1, done.stdout

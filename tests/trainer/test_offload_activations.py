@@ -33,6 +33,8 @@ LAYOUTS = {
     "pp2 interleaved": {"recompute": "full", "pp": 2, "vpp": 2, "schedule": "interleaved", "micro_batches": 4},
     "pp2 zb_h1": {"recompute": "selective", "pp": 2, "schedule": "zb_h1", "micro_batches": 4},
 }
+#: Close to the others: with `make verify`.
+FULL = ("full", "tp2", "pp2", "pp2 interleaved")
 #: Bytes of an input that no ranks share.
 INPUT = 128 * LLAMA["hidden"] * 4
 
@@ -61,7 +63,9 @@ def steps(rank: int, layout: str) -> dict[str, dict]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in LAYOUTS]
+)
 def test_the_same_gradients_and_the_planned_bytes(layout):
     accounts = {}
     for place in ("", *PLACES):

@@ -18,7 +18,8 @@ from orchestrator.plan.document import Model
 from tests.beds.plans import make_plan
 from tests.reference import single
 from tests.trainer import samples
-from tests.trainer.parity_cases import GQA, IN_FP32, REPEATS, TECHNIQUES
+from tests.trainer.pairs import covering
+from tests.trainer.parity_cases import GQA, IN_FP32, TECHNIQUES
 from tests.trainer.together import run_together, told, world
 from trainer.precision import FP64, recipe
 from trainer.verify.compare import LIMIT, STEPS, run_rank, with_eps
@@ -51,18 +52,23 @@ def arguments(case: dict, dtype: torch.dtype) -> tuple:
 
 
 def launches() -> list:
-    """Cases of one technique, precision and number of ranks, which run one after the other on the same ranks."""
-    found: dict[tuple, dict[str, dict]] = {}
-    for technique, cases in TECHNIQUES.items():
-        for name, case in cases.items():
-            ranks = world(case)
-            found.setdefault((technique, "float64", ranks, name in REPEATS), {})[name] = case
-            if technique == "layouts" or name in IN_FP32:
-                found.setdefault((technique, "float32", ranks, name not in IN_FP32), {})[name] = case
+    """Cases of one technique, precision and number of ranks, which run one after the other on the same ranks.
+
+    Those in which no new pair of settings meets run with `make verify`.
+    """
+    cases = {(technique, name): case for technique, some in TECHNIQUES.items() for name, case in some.items()}
+    chosen = covering(cases)
+    launch: dict[tuple, dict[str, dict]] = {}
+    for (technique, name), case in cases.items():
+        ranks = world(case)
+        full = (technique, name) not in chosen
+        launch.setdefault((technique, "float64", ranks, full), {})[name] = case
+        if technique == "layouts" or name in IN_FP32:
+            launch.setdefault((technique, "float32", ranks, name not in IN_FP32), {})[name] = case
     return [
-        pytest.param(getattr(torch, dtype), ranks, cases, id=f"{technique}-{dtype}-{ranks}{'-repeats' * repeats}",
-                     marks=[pytest.mark.full] if repeats else [])
-        for (technique, dtype, ranks, repeats), cases in sorted(found.items())
+        pytest.param(getattr(torch, dtype), ranks, some, id=f"{technique}-{dtype}-{ranks}{'-full' * full}",
+                     marks=[pytest.mark.full] if full else [])
+        for (technique, dtype, ranks, full), some in sorted(launch.items())
     ]  # fmt: skip
 
 

@@ -16,8 +16,9 @@ from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.model import Mla, Moe
 from orchestrator.planner.memory import rank_memory as memory
 from tests.beds.plans import make_plan, tiny_model
+from tests.trainer.pairs import covering
 from tests.trainer.samples import engine_of
-from tests.trainer.together import run_together, told
+from tests.trainer.together import run_together, told, world
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.metrics.memory import StepMemory
@@ -115,11 +116,6 @@ MORE_SPECIAL = {
     "deepseek, pp2": PIPE | {"model": DEEPSEEK},
     "deepseek, pp2 zb_h1": PIPE | {"model": DEEPSEEK, "schedule": "zb_h1"},
 }
-#: Close to others: with the published proof, `make verify`.
-FULL = {
-    "two samples", "tp2 without sp, selective", "pp2 full", "pp2 all forward first", "cp2 all-gather", "cp2 full",
-    "pp2 dp2 zero3", "pp2 zb_h1 selective", "tp2 pp2 zb_h1", "GPT, tied, pp2",
-}  # fmt: skip
 STATES = ("params", "grads", "optimizer", "host")
 
 
@@ -179,18 +175,16 @@ def rows(plan: Plan, ranks: list[dict]) -> list[Row]:
 
 
 def launches() -> list:
-    """The layouts by how many ranks they have; those for `make verify` and the long ones apart."""
-    kinds = {
-        "quick": ([*QUICK, *SPECIAL], []),
-        "more": ([*(name for name in MORE if name not in FULL), *MORE_SPECIAL], [pytest.mark.slow]),
-        "full": (sorted(FULL), [pytest.mark.slow, pytest.mark.full]),
-    }
-    layouts, found = QUICK | MORE | SPECIAL | MORE_SPECIAL, {}
-    for kind, (names, marks) in kinds.items():
-        for name in names:
-            world = plan_of(layouts[name]).parallel.world_size
-            found.setdefault((kind, world), (marks, {}))[1][name] = layouts[name]
-    return [pytest.param(these, id=f"{kind}-{world}", marks=marks) for (kind, world), (marks, these) in found.items()]
+    """The layouts by how many ranks they have; those in which no new pair of settings meets with `make verify`."""
+    layouts = QUICK | MORE | SPECIAL | MORE_SPECIAL
+    chosen = covering(layouts)
+    launch: dict[tuple[bool, int], dict[str, dict]] = {}
+    for name, layout in layouts.items():
+        launch.setdefault((name not in chosen, world(layout)), {})[name] = layout
+    return [
+        pytest.param(some, id=f"{'full' if full else 'quick'}-{ranks}", marks=[pytest.mark.full] if full else [])
+        for (full, ranks), some in launch.items()
+    ]
 
 
 @pytest.mark.process

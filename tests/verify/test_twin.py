@@ -97,32 +97,35 @@ def test_the_level_of_a_group_is_the_highest_that_it_crosses():
 
 @pytest.mark.process
 def test_the_command_runs_the_trainer_and_ends_with_0_where_the_plan_is_true(capsys):
-    words = ["+cluster=h100x8", "model=llama32_1b", "parallel=tp2_pp2_zero1", "train.seq_len=1024"]
-    code = main(["twin", *words, "train.global_batch_samples=64", "--json"])
+    words = ["+cluster=h100x8", "model=llama32_1b", "model.layers=4", "parallel=tp2_pp2_zero1"]
+    code = main(["twin", *words, "train.seq_len=1024", "train.global_batch_samples=64", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == 0 and found["of"] == 32 and found["micro_batches"] < 32
     assert [len(rank["compared"]) > 8 for rank in found["ranks"]] == [True, True]
     assert not any(one["differs"] for rank in found["ranks"] for one in rank["compared"])
 
 
+LAYOUTS = (
+    "model=tiny parallel=dp8_zero3",
+    "model=tiny parallel=dp8_zero1 optim.kind=sgd",
+    "model=tiny model.mtp={depth:2} parallel=tp2_pp2_dp2_zero1",
+    "model=gpt2 model.mtp={depth:1} parallel=dp8_zero1 train.recompute=full",
+    "model=gpt2 parallel=dp8_zero3",
+    "model=gpt2 parallel=dp8_zero1 train.recompute=full",
+    "model=llama32_1b parallel=dp8_zero3 parallel.zero_group=4 train.recompute=full",
+    "model=llama32_1b parallel=cp2_dp4_zero3 train.recompute=selective",
+    "model=llama32_1b parallel=pp4_dp2_zero1 train.recompute=full",
+    "model=llama32_1b parallel=pp2_dp4_zero3",
+    "model=llama32_1b parallel=tp8_zero1 parallel.sp=false train.recompute=full train.partition_activations=true",
+)
+#: More layers repeat what four do, in four times the time: they run with `make verify`.
+SHORT = [f"{words} model.layers=4" for words in LAYOUTS]
+WHOLE = [pytest.param(words, marks=pytest.mark.full) for words in LAYOUTS if "model=tiny" not in words]
+
+
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        "model=tiny parallel=dp8_zero3",
-        "model=tiny parallel=dp8_zero1 optim.kind=sgd",
-        "model=tiny model.mtp={depth:2} parallel=tp2_pp2_dp2_zero1",
-        "model=gpt2 model.mtp={depth:1} parallel=dp8_zero1 train.recompute=full",
-        "model=gpt2 parallel=dp8_zero3",
-        "model=gpt2 parallel=dp8_zero1 train.recompute=full",
-        "model=llama32_1b parallel=dp8_zero3 parallel.zero_group=4 train.recompute=full",
-        "model=llama32_1b parallel=cp2_dp4_zero3 train.recompute=selective",
-        "model=llama32_1b parallel=pp4_dp2_zero1 train.recompute=full",
-        "model=llama32_1b parallel=pp2_dp4_zero3",
-        "model=llama32_1b parallel=tp8_zero1 parallel.sp=false train.recompute=full train.partition_activations=true",
-    ],
-)
+@pytest.mark.parametrize("words", [*SHORT, *WHOLE])
 def test_every_moment_of_a_step_is_planned(words, capsys):
     """Peaks at the loss, where backward begins, where a layer is recomputed; what ZeRO-3 gathers once and twice."""
     code = main(["twin", "+cluster=h100x8", *words.split()])

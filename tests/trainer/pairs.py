@@ -1,0 +1,103 @@
+"""Which cases of a long list `make test` runs: few in which every pair of settings of the list still meets.
+
+A fault of a layout comes from one setting or from two that meet; three at once find hardly more. This is what pairwise
+testing rests on. The other cases of a list run with `make verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any
+
+from msgspec import Struct, structs
+
+from tests.beds.plans import make_plan, tiny_model
+from tests.trainer.together import world
+
+Setting = tuple[str, str]
+Pair = frozenset[Setting]  # or one setting alone
+
+#: Settings that matter as "given" alone: their value decides how much is computed, not how.
+_GIVEN = ("replica_micro_batches", "schedule_rows", "recompute_layers")
+_NOT_COUNTED = ("name", "parameters")  # fields of a model that follow from others
+
+
+def covering(cases: Mapping[Any, Mapping[str, Any]]) -> set[Any]:
+    """The names of the chosen cases, arguments of `make_plan` each: cheap ones that meet many new pairs first."""
+    met = {name: _pairs(settings(case)) for name, case in cases.items()}
+    left = set[Pair]().union(*met.values())
+    chosen: list[Any] = []
+    while left:
+        best = max(met, key=lambda name: len(met[name] & left) / _cost(cases[name]))
+        chosen.append(best)
+        left -= met[best]
+    for name in sorted(chosen, key=lambda name: -_cost(cases[name])):
+        others = set[Pair]().union(*(met[other] for other in chosen if other != name))
+        if met[name] <= others:
+            chosen.remove(name)
+    return set(chosen)
+
+
+def settings(case: Mapping[str, Any]) -> frozenset[Setting]:
+    """What a fault may depend on in a case."""
+    pp = case.get("pp", 1)
+    return frozenset(setting for name, value in case.items() for setting in _settings_of(name, value, pp))
+
+
+def _settings_of(name: str, value: Any, pp: int) -> list[Setting]:
+    match name:
+        case "model":
+            return _settings_of_model(tiny_model(**value) if isinstance(value, dict) else value)
+        case "micro_batches":
+            return [(name, _kind_of_count(value, pp))]
+        case "stage_layers":
+            return [(name, "empty stage" if 0 in value else "uneven")]
+        case "bucket_bytes":
+            default = make_plan.__kwdefaults__[name]
+            return [(name, "many buckets" if value < default else "one bucket")]
+        case _ if name in _GIVEN:
+            return [(name, "given")]
+        case _:
+            return [(name, str(value))]
+
+
+def _settings_of_model(model: Struct) -> list[Setting]:
+    """Fields that differ from the tests' default model."""
+    plain = structs.asdict(tiny_model())
+    found = []
+    for name, value in structs.asdict(model).items():
+        if isinstance(value, Struct):
+            found.append((f"model.{name}", "given"))
+            found += [(f"model.{name}.{option}", "given") for option in _options_of(value)]
+        elif value != plain[name] and name not in _NOT_COUNTED:
+            found.append((f"model.{name}", str(value)))
+    return found
+
+
+def _options_of(part: Struct) -> list[str]:
+    """Of experts, latent attention or predictions: what is not as it is where nothing is said. Sizes always are."""
+    return [field.name for field in structs.fields(part) if not field.required and _is_given(part, field)]
+
+
+def _is_given(part: Struct, field: structs.FieldInfo) -> bool:
+    return bool(getattr(part, field.name) != field.default)
+
+
+def _kind_of_count(micro_batches: int, pp: int) -> str:
+    if pp == 1:
+        return "several" if micro_batches > 1 else "one"
+    if micro_batches < pp:
+        return "fewer than stages"
+    return "not a multiple of stages" if micro_batches % pp else "a multiple of stages"
+
+
+def _pairs(found: frozenset[Setting]) -> set[Pair]:
+    return {frozenset([setting]) for setting in found} | {frozenset(pair) for pair in combinations(found, 2)}
+
+
+def _cost(case: Mapping[str, Any]) -> float:
+    """Layers that all ranks run in a step, less than in proportion: long cases meet much."""
+    model = case.get("model", {})
+    layers = structs.asdict(tiny_model(**model) if isinstance(model, dict) else model)["layers"]
+    return float(world(case) * case.get("micro_batches", 2) * layers) ** 0.7
