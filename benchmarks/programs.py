@@ -31,10 +31,10 @@ class Step(NamedTuple):
 
 
 class Launcher:
-    """One program in a folder of its own; subclasses start it."""
+    """One program in a folder of its own, with so many ranks on each of two nodes; subclasses start it."""
 
-    def __init__(self, home: Path):
-        self.home = home
+    def __init__(self, home: Path, ranks_per_node: int = 2):
+        self.home, self.ranks_per_node = home, ranks_per_node
         home.mkdir(parents=True)
         self.argv = [str(PROGRAM), str(STEPS), str(home), str(STEP_S)]
         self.environment = {**os.environ, "ORCH_HOME": str(home / "orch"), "OMP_NUM_THREADS": "1"}
@@ -76,17 +76,18 @@ class Launcher:
         return until(reached)[1].at - since
 
     def kill_worker(self) -> float:
-        pids = {path.name: path.read_text() for path in self.home.glob("pid-*")}
-        os.kill(int(pids["pid-3"]), signal.SIGKILL)
+        last = self.home / f"pid-{2 * self.ranks_per_node - 1}"
+        pid = last.read_text()
+        os.kill(int(pid), signal.SIGKILL)
         began = time.time()
-        until(lambda: (self.home / "pid-3").read_text() != pids["pid-3"])  # until then the peers may step on
-        return self.stepped((self.home / "pid-3").stat().st_mtime) + (self.home / "pid-3").stat().st_mtime - began
+        until(lambda: last.read_text() != pid)  # until then the peers may step on
+        return self.stepped(last.stat().st_mtime) + last.stat().st_mtime - began
 
     def kill_node(self) -> float:
         agent = psutil.Process(self.node())
         for process in [agent, *agent.children(recursive=True)]:
             process.kill()
-        return self.stepped(time.time(), ranks=2)
+        return self.stepped(time.time(), ranks=self.ranks_per_node)
 
 
 def until(condition: Callable, limit_s: float = LIMIT_S):
@@ -100,7 +101,8 @@ def until(condition: Callable, limit_s: float = LIMIT_S):
 
 class Orch(Launcher):
     def start(self) -> None:
-        words = ["run", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "20", "--detach", "--json"]
+        words = ["run", "--nnodes", "1:2", "--nproc-per-node", str(self.ranks_per_node)]
+        words += ["--max-restarts", "20", "--detach", "--json"]
         self.run_id = json.loads(self._orch(*words, *self.argv).stdout)["run_id"]
 
     def _orch(self, *words: str) -> subprocess.CompletedProcess:
@@ -134,7 +136,8 @@ class Torchrun(Launcher):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        words = ["--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=20", "--rdzv-backend=c10d", "--rdzv-id=x"]
+        words = ["--nnodes=1:2", f"--nproc-per-node={self.ranks_per_node}", "--max-restarts=20"]
+        words += ["--rdzv-backend=c10d", "--rdzv-id=x"]
         words += [f"--rdzv-endpoint=127.0.0.1:{port}"]
         self.agents = []
         for node in range(2):
@@ -145,7 +148,7 @@ class Torchrun(Launcher):
             time.sleep(2.0)  # the first hosts the store
 
     def node(self) -> int:
-        held = {int((self.home / f"pid-{rank}").read_text()) for rank in (0, 1)}
+        held = {int((self.home / f"pid-{rank}").read_text()) for rank in range(self.ranks_per_node)}
         return next(
             agent.pid
             for agent in self.agents
@@ -178,7 +181,7 @@ def measure(launcher: Launcher) -> dict:
     try:
         began = time.time()
         launcher.start()
-        found["first_steps_s"] = launcher.stepped(began, ranks=4)
+        found["first_steps_s"] = launcher.stepped(began, ranks=2 * launcher.ranks_per_node)
         found["worker_killed_s"] = launcher.kill_worker()
         found["node_lost_s"] = launcher.kill_node()
         found["ended_code"] = launcher.end()

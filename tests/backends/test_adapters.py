@@ -61,8 +61,9 @@ def test_steps_losses_a_save_when_asked_and_going_on(home, capsys, program, tmp_
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("program", sorted(NEEDS))
+@pytest.mark.parametrize("program", ["hf_trainer.py", pytest.param("lightning_trainer.py", marks=pytest.mark.full)])
 def test_outside_orch_the_callbacks_do_nothing(program, tmp_path):
+    """Both ask `orch_report.active()`: one of them is tried in every test run, an import of Lightning being costly."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("ORCH_", "TORCHELASTIC"))}
     argv = [sys.executable, needed(program), "4", str(tmp_path / "saved"), "0"]
     done = subprocess.run(argv, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -30,9 +30,9 @@ from tests.trainer.workers import running
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-STEPS, BATCH, EVERY = 100, 4, 20
+STEPS, BATCH, EVERY = 40, 4, 10
 #: No run makes these steps before what is to happen to it has happened.
-HELD = (55, 80)
+HELD = (22, 34)
 
 
 def sized(corpus, tmp_path, nodes: int, **shape) -> Plan:
@@ -119,7 +119,7 @@ def test_a_pipeline_that_loses_nodes_has_the_losses_of_a_run_that_does_not(tmp_p
     The global batch, the order of the samples and, to rounding, every loss stay the same."""
     sizes = {nodes: staged(corpus, tmp_path, nodes) for nodes in (3, 2, 1)}
     broken = start(tmp_path, "broken", sizes, elastic=True)
-    for epoch, (step, held) in enumerate(zip((25, 60), HELD, strict=True)):
+    for epoch, (step, held) in enumerate(zip((12, 26), HELD, strict=True)):
         wait_for(lambda epoch=epoch, step=step: reached(broken, epoch, step), 400, f"step {step} of epoch {epoch}")
         state = read_state(broken)
         others = {node for node, one in state.nodes.items() if one.state == "running"} - {state.writer}
