@@ -28,8 +28,8 @@ REST, SLURM, KUBERNETES, TIMING = "rest", "Slurm", "Kubernetes", "timing"
 QUICK = "not full and not timing"
 ARGUMENTS = {
     REST: ("--dist", "worksteal", "-m", f"not slurm and not kubernetes and {QUICK}"),
-    # The cluster tests of one file keep to one worker, which has clusters of its own.
-    SLURM: ("-n", "2", "--dist", "loadgroup", "-rs", "-m", f"slurm and {QUICK}", "tests/slurm"),
+    # Tests mostly wait: three workers, each with clusters of its own, take turns at the processor.
+    SLURM: ("-n", "3", "--dist", "loadgroup", "-rs", "-m", f"slurm and {QUICK}", "tests/slurm"),
     # One bed after the other: each is a whole control plane.
     KUBERNETES: ("-p", "no:xdist", "-rs", "-m", f"kubernetes and {QUICK}", "tests/kubernetes"),
     TIMING: ("-n", "0", "-rs", "-m", "timing and not full"),
