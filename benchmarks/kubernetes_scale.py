@@ -196,7 +196,7 @@ def by_orch(orch: Orch, case: Case, name: str) -> tuple[dict, dict[str, float]]:
         "PYTHONPYCACHEPREFIX": str(orch.home / "compiled"),
     }  # as where it is installed
     words = (*submission, f"+cluster={case.cluster}", "parallel=tp8_pp4_zero1", "--run-id", name)
-    command = lambda: orch(*words, timeout=1800, env=env)  # noqa: E731
+    command = lambda: orch.alone(*words, timeout=1800, env=env)  # noqa: E731
     bound, cluster, sent = timed(bed, f"orch.dev/run={name}", case, command)
     job, pods = bed.get("job", name), orch.pods(name)
     if case.controlled:

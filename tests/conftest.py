@@ -32,8 +32,12 @@ SECONDS = {"slow": 12.0, "process": 3.0}
 
 @pytest.hookimpl(trylast=True)  # after those that are left out by their marks
 def pytest_collection_modifyitems(items) -> None:
-    """Files that take long come first: a worker that begins one at the end would work on alone."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    """Files that take long come first: a worker that begins one at the end would work on alone.
+
+    The tiers on clusters have orders of their own.
+    """
+    on_a_cluster = any(item.get_closest_marker("slurm") for item in items)
+    if on_a_cluster or "PYTEST_XDIST_WORKER" not in os.environ:
         return
     seconds = Counter[str]()
     for item in items:

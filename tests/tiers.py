@@ -29,8 +29,8 @@ QUICK = "not full and not timing"
 ARGUMENTS = {
     # A file keeps to one worker: its tests share fixtures and oracles.
     REST: ("--dist", "loadfile", "--no-loadscope-reorder", "-m", f"not slurm and not kubernetes and {QUICK}"),
-    # The cluster tests of one file keep to one worker, which has clusters of its own.
-    SLURM: ("-n", "2", "--dist", "loadgroup", "-rs", "-m", f"slurm and {QUICK}", "tests/slurm"),
+    # Tests mostly wait: three workers, each with clusters of its own, take turns at the processor.
+    SLURM: ("-n", "3", "--dist", "loadgroup", "-rs", "-m", f"slurm and {QUICK}", "tests/slurm"),
     # One bed after the other: each is a whole control plane.
     KUBERNETES: ("-p", "no:xdist", "-rs", "-m", f"kubernetes and {QUICK}", "tests/kubernetes"),
     TIMING: ("-n", "0", "-rs", "-m", "timing and not full"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -77,6 +78,37 @@ class Bed(ABC):
     def log_tail(self, name: str, lines: int = 20) -> str:
         path = self.home / "log" / f"{name}.log"
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else f"no {name}.log"
+
+
+class CommandServer:
+    """Runs `orch` in children of one process (tests/beds/server.py), which ends with this one.
+
+    `enter`: the way to where it runs. One line at a time: each thread needs one of its own.
+    """
+
+    def __init__(self, backend: str, enter: Sequence[str] = (), env: Mapping[str, str] | None = None):
+        argv = [*enter, sys.executable, "-m", "tests.beds.server", backend]
+        self._process = subprocess.Popen(
+            argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def run(
+        self, words: Sequence[str], env: Mapping[str, str], output: Path, seconds: float, cwd: Path
+    ) -> subprocess.CompletedProcess[str]:
+        """`output`: a folder for what it says."""
+        out, err = output / f".out-{self._process.pid}", output / f".err-{self._process.pid}"
+        files = {"cwd": str(cwd), "out": str(out), "err": str(err)}
+        wish = json.dumps({"argv": words, "env": dict(env), "seconds": seconds, **files})
+        print(wish, file=self._process.stdin, flush=True)
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline()
+        assert answer, "the server of command lines has ended: see its error above"
+        code = int(answer)
+        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
 
 
 def wait(ready: Callable[[], object], seconds: float, pause: float = 0.1) -> bool:

@@ -133,7 +133,13 @@ def test_a_quota_on_jobs_and_one_on_pods(user):
     [
         ({"user": "user"}, Exit.SECURITY, "the rule to add: {apiGroups:"),
         ({"user": "somebody-whose-token-has-expired"}, Exit.SECURITY, "log in again"),
-        ({"server": "https://10.77.0.1:1"}, Exit.CAPACITY, "no answer from the cluster"),
+        # Eight seconds of tries; test_api_server.py has the same words of the same server.
+        pytest.param(
+            {"server": "https://10.77.0.1:1"},
+            Exit.CAPACITY,
+            "no answer from the cluster",
+            marks=pytest.mark.full,
+        ),
         (None, Exit.CAPACITY, "no Kubernetes cluster is configured"),
     ],
 )

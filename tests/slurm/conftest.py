@@ -25,15 +25,20 @@ def bring_up(shape: Shape) -> Cluster:
     return Cluster(shape)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` the cluster tests of a file stay in one worker, which has clusters of its own.
+    """The long ones first, so that none of them is left for one worker when the others have ended.
 
-    They mostly wait, so files run well beside each other and beside everything else.
+    Each worker has clusters of its own, which start in two seconds. Tests mostly wait, so they run
+    well beside each other and beside everything else.
     """
-    for item in items:
-        if item.get_closest_marker("slurm"):
-            item.add_marker(pytest.mark.xdist_group(f"slurm-{item.path.stem}"))
+    places = [place for place, item in enumerate(items) if item.get_closest_marker("slurm")]
+    ours = sorted((items[place] for place in places), key=_is_short)
+    for place, item in zip(places, ours, strict=True):
+        items[place] = item
+
+
+def _is_short(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is None
 
 
 @pytest.fixture(scope="session")

@@ -21,26 +21,29 @@ from .test_runs import two_nodes
 pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def accounted() -> Iterator[Cluster]:
     with bring_up(Shape(nodes=2, gpus=2, leaves=1, accounting=True, min_job_age_s=3)) as cluster:
         yield cluster
 
 
-@pytest.fixture
-def orch(accounted: Cluster, tmp_path: Path) -> Orch:
+def test_accounts_are_enforced_and_what_the_controller_forgot_is_known(accounted, tmp_path):
+    """One test: each worker would make a database of its own for another, which takes ten seconds."""
+    orch = Orch(accounted, tmp_path)
+    a_wrong_account_is_one_line_with_the_choices(orch)
+    states_come_from_squeue_when_the_database_is_away(orch, accounted)
     accounted.reset()
-    return Orch(accounted, tmp_path)
+    a_run_that_the_controller_has_forgotten(orch, accounted)
 
 
-def test_a_wrong_account_is_one_line_with_the_choices(orch):
+def a_wrong_account_is_one_line_with_the_choices(orch: Orch) -> None:
     done = orch("submit", "cluster=local", "cluster.gpus_per_node=2", "parallel=tp2_zero1", "backend=slurm",
                 "backend.options.account=orhc", code=Exit.CONFIG)  # fmt: skip
     assert "invalid account" in done.stderr.lower() and "choices: orch" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_run_that_the_controller_has_forgotten(orch, accounted):
+def a_run_that_the_controller_has_forgotten(orch: Orch, accounted: Cluster) -> None:
     run = orch.submit(*two_nodes("backend.options.account=orch"), worker={"STEPS": 2})
     assert run.wait("done").exit_code == 0
     failed = orch.submit(*two_nodes("backend.max_restarts=0"), worker={"DIE": "0:1:3"})
@@ -53,7 +56,7 @@ def test_a_run_that_the_controller_has_forgotten(orch, accounted):
     assert run.state().state == "done" and failed.state().exit_code == Exit.USER
 
 
-def test_states_come_from_squeue_when_the_database_is_away(orch, accounted):
+def states_come_from_squeue_when_the_database_is_away(orch: Orch, accounted: Cluster) -> None:
     job = accounted.run("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap", "true").strip()
     found = Slurm({**accounted.env, "PATH": without_sacct(orch.home, accounted.env["PATH"])}).jobs([job, "999999"])
     assert job_state(found[job].state).phase == "pending" and "999999" not in found

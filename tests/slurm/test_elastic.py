@@ -29,6 +29,7 @@ def nodes_of(run: Run) -> int:
     return len({rank["node"] for rank in run.plan["ranks"]})
 
 
+@pytest.mark.slow
 def test_the_size_that_starts_soon(orch):
     """Three nodes are free: four would wait an hour, three are no legal size, two start now."""
     hold(orch, 5)
@@ -45,6 +46,7 @@ def test_the_size_that_starts_soon(orch):
     assert "Slurm: starts about" in single
 
 
+@pytest.mark.slow
 def test_started_at_each_legal_size(orch):
     """The rendered script says which sizes there are; given more nodes than one needs it takes the best of them."""
     rendered = [orch.submit(*JOB, verb="render", worker={"STEPS": 3}) for _ in range(3)]

@@ -51,20 +51,23 @@ def test_the_number_of_requeues_is_capped(orch: Orch):
 
 
 def test_time_limits_shorter_than_the_run(orch: Orch):
-    """Partition `short` ends jobs after a minute, and the notice comes 10 to 40 s after the start: a run of 45 s needs
-    several attempts, and computes what it does in one; with max_requeues=0 it is not requeued after the first. On a
-    busy machine the notice may come before an attempt's workers have started, which saves and loses nothing.
+    """Partition `short` ends jobs after a minute, and the notice comes 10 to 40 s after the start: a run that is held
+    until then needs several attempts, and computes what it does in one; with max_requeues=0 it is not requeued after
+    the first. On a busy machine the notice may come before an attempt's workers have started, which saves and loses
+    nothing.
     """
     short = two_nodes("backend.options.partition=short", "backend.options.notice_s=20")
-    long = {"STEPS": 450, "STEP_S": 0.1, "SAVE": 1, "LEARN": 1}
-    chain = orch.submit(*short, worker=long)
-    capped = orch.submit(*short, "backend.options.max_requeues=0", worker=long)
-    whole = orch.submit(*two_nodes(), worker=long | {"STEP_S": 0.001})
+    learning = LONG | {"STEPS": 40, "LEARN": 1}
+    chain = orch.submit(*short, worker=learning)
+    capped = orch.submit(*short, "backend.options.max_requeues=0", worker=learning)
+    whole = orch.submit(*two_nodes(), worker=learning | {"STEP_S": 0.001})
+    whole.release()
+    chain.requeued()
     chain.finish()
     assert chain.restarts >= 1 and chain.attempts == chain.restarts + 1
     assert "notice (USR1)" in chain.logs() and "comes back" in chain.logs()
     assert whole.wait("done").exit_code == 0
-    assert chain.losses() == whole.losses() and sorted(chain.losses()) == list(range(1, 451))
+    assert chain.losses() == whole.losses() and sorted(chain.losses()) == list(range(1, 41))
     state = capped.wait("stopped")
     assert state.exit_code == Exit.RESTART and capped.restarts == 0
     assert "come back 0 times: no more" in capped.logs()

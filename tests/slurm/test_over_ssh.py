@@ -62,6 +62,7 @@ def laptop(cluster: Cluster, tmp_path: Path) -> Iterator[Laptop]:
 
 
 @pytest.mark.slurm
+@pytest.mark.slow
 def test_a_program_waits_in_slurm_s_queue_runs_is_cancelled_and_resumed_from_a_laptop(laptop, cluster, tmp_path):
     assert laptop("submit", "backend=slurm", "nproc=1", "--", "python", "train.py", code=76)  # no Slurm here
     options = ["cluster=slurm", "backend=slurm", "nproc=4", "backend.options.partition=main"]

@@ -22,6 +22,7 @@ def jobs(orch: Orch) -> list[str]:
     return sorted(orch.cluster.run("squeue", "--array", "-h", "-o", "%i").split())
 
 
+@pytest.mark.slow
 def test_an_array_whose_members_live_on_their_own(orch):
     """Three runs that ask for the same: one array. One is requeued, one cancelled, one left alone."""
     requeued, cancelled, alone = sweep(orch, *two_nodes(), "optim.lr=1e-3,2e-3,3e-3", worker=LONG)
@@ -70,6 +71,7 @@ def test_all_or_none(orch, words, code, text):
     assert jobs(orch) == [] and orch("list").stdout.strip() == "no runs"
 
 
+@pytest.mark.slow
 def test_a_run_after_a_run(orch):
     first = orch.submit(*two_nodes(), worker=LONG)
     second = orch.submit(*two_nodes(), "--after", first.id, worker={"STEPS": 2})

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ class Bed(base.Bed):
         self.shape = shape or Shape()
         self.home = home or Path(tempfile.gettempdir(), PREFIX + secrets.token_hex(4))
         self.first = 0  # pid, outside, of the first process of the bed's name spaces
+        self._of_thread = threading.local()
 
     # ------------------------------------------------------------------------------------------ life
 
@@ -142,6 +144,14 @@ class Bed(base.Bed):
         if check and done.returncode:
             raise BedError(f"{' '.join(argv)}: exit {done.returncode}: {(done.stderr or done.stdout).strip()[-2000:]}")
         return done
+
+    @property
+    def commands(self) -> base.CommandServer:
+        """This thread's server of `orch` inside the bed."""
+        if not hasattr(self._of_thread, "commands"):
+            env = {**self.env, "PYTHONPATH": str(base.ROOT)}
+            self._of_thread.commands = base.CommandServer("kubernetes", self.enter, env)
+        return self._of_thread.commands
 
     def kubectl(self, *argv: str, check: bool = True, timeout: float = 60, input: str = "") -> str:
         return self.run(str(program("kubectl")), *argv, check=check, timeout=timeout, input=input).stdout

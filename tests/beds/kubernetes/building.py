@@ -7,6 +7,7 @@ two cores and 11 GB, Go's own caches included; `python -m tests.beds.kubernetes.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import subprocess
@@ -57,6 +58,7 @@ def program(name: str) -> Path:
     return cache() / f"{name}-{digest}"
 
 
+@functools.cache
 def module_folder(tool: str, module: str) -> Path:
     """The sources of a module as Go keeps them: CRDs and stages are read from there."""
     argv = ["go", "list", "-m", "-f", "{{.Dir}}", module]

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.beds.base import ROOT, BedError, wait
+from tests.patience import PATIENCE_S
 
 from .bed import Bed
 
@@ -65,7 +66,7 @@ class Replica:
         """As Kubernetes does it; the exit code."""
         self.signal(signal.SIGTERM)
         try:
-            return self._process.wait(30)
+            return self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.kill()
             raise BedError(f"{self.name} does not end\n{self.log[-2000:]}") from None
@@ -81,15 +82,15 @@ class Replica:
 
 @contextlib.contextmanager
 def controller(bed: Bed, name: str, lease_s: float = 20.0) -> Iterator[Replica]:
-    """One that leads, ended with the body."""
+    """One that leads until the body ends. It gives its lease back, so that the next one leads at once."""
     one = Replica(bed, name, lease_s)
     try:
-        if not wait(lambda: one.leads or not one.alive, 120):
+        if not wait(lambda: one.leads or not one.alive, PATIENCE_S):
             raise BedError(f"{name} does not lead\n{one.log[-2000:]}")
         yield one
     finally:
         if one.alive:
-            one.kill()
+            one.end()
 
 
 def runs(bed: Bed, namespace: str = "") -> dict[str, dict]:

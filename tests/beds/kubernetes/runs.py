@@ -33,6 +33,13 @@ SMALL = {
 }
 
 
+def stand_in(**wishes: object) -> list[str]:
+    """The words of the program tests/beds/worker.py, which a pod's image does not have."""
+    environment = [f"ORCH_TEST_{name}={value}" for name, value in wishes.items()]
+    source = (ROOT / "tests" / "beds" / "worker.py").read_text()
+    return ["--", "env", *environment, "python3", "-c", source]
+
+
 class Orch:
     """One user's home, and a namespace of their own under the restricted profile."""
 
@@ -64,9 +71,18 @@ class Orch:
     def __call__(
         self, *words: str, code: int | None = 0, env: Mapping[str, str] | None = None, timeout: float = 600
     ) -> subprocess.CompletedProcess[str]:
-        environ = {"ORCH_HOME": str(self.home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+        environ = self.bed.env | self._environ(env)
+        # A program runs in pods where it is submitted from, and that folder must be in their image.
+        done = self.bed.commands.run(words, environ, self.home, timeout, cwd=Path("/"))
+        return base.checked(done, code)
+
+    def alone(self, *words: str, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+        """In a process of its own, as a user has it: for who takes its time."""
         argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
-        return base.checked(self.bed.run(*argv, env=environ, check=False, timeout=timeout, cwd=self.home), code)
+        return self.bed.run(*argv, env=self._environ(env), timeout=timeout, cwd=self.home)
+
+    def _environ(self, env: Mapping[str, str] | None) -> dict[str, str]:
+        return {"ORCH_HOME": str(self.home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
 
     def submit(self, *words: str, options: Mapping[str, object] | None = None, code: int = 0) -> Run:
         done = self(*self.submission(options), *words, code=code)

@@ -28,7 +28,7 @@ FAKE_WORKER = (sys.executable, str(ROOT / "tests" / "beds" / "worker.py"))
 class Orch:
     """One user's home on one cluster."""
 
-    _server: subprocess.Popen | None = None  # of all homes of this test process
+    _server: base.CommandServer | None = None  # of all homes of this test process
 
     def __init__(self, cluster: Cluster, home: Path):
         self.cluster, self.home = cluster, home
@@ -38,20 +38,12 @@ class Orch:
     ) -> subprocess.CompletedProcess[str]:
         """Run `orch`; its exit code must be `code` (None: any)."""
         environ = {**self.cluster.env, "ORCH_HOME": str(self.home), "PYTHONPATH": str(ROOT), **(env or {})}
-        out, err = self.home / ".out", self.home / ".err"
-        files = {"cwd": str(self.home), "out": str(out), "err": str(err)}
-        server = self._serve()
-        print(json.dumps({"argv": words, "env": environ, "seconds": timeout, **files}), file=server.stdin, flush=True)
-        answer = server.stdout.readline()
-        assert answer, "the server of command lines has ended: see its error above"
-        return base.checked(subprocess.CompletedProcess(words, int(answer), out.read_text(), err.read_text()), code)
+        return base.checked(self._serve().run(words, environ, self.home, timeout, cwd=self.home), code)
 
     @classmethod
-    def _serve(cls) -> subprocess.Popen:
-        """A process that has imported `orch` once; it ends with its standard input, so with this process."""
-        if cls._server is None or cls._server.poll() is not None:
-            argv = [sys.executable, "-m", "tests.beds.slurm.server"]
-            cls._server = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def _serve(cls) -> base.CommandServer:
+        if cls._server is None or not cls._server.is_alive:
+            cls._server = base.CommandServer("slurm")
         return cls._server
 
     def submit(self, *words: str, **how: Any) -> Run:

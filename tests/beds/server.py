@@ -1,4 +1,4 @@
-"""`python -m tests.beds.slurm.server`: runs `orch` lines, each in a child of one process that has imported it all.
+"""`python -m tests.beds.server BACKEND`: runs `orch` lines, each in a child of one process that has imported it all.
 
 A tier of a hundred command lines would spend minutes of this machine's two cores on imports. One JSON line in
 (argv, env, cwd, out, err: files, seconds), one out: the exit code, -9 where it took too long.
@@ -19,13 +19,20 @@ from orchestrator.cli.main import main as orch
 IMPORTED = (
     *(f"cli.verbs.{verb}" for verb in ("plan", "submit", "render", "status", "list", "cancel", "resume")),
     *("config.compose", "planner.elastic.sizes", "submit.sweep", "cli.session", "observe.pages.run_page"),
-    *("backends.slurm.backend", "backends.slurm.submission"),
 )
+#: What a backend imports so.
+OF_BACKEND = {
+    "slurm": ("backend", "submission"),
+    "kubernetes": (
+        *("backend", "submission", "direct_runs", "observer", "cluster_view", "log_mirror", "adoption"),
+        *("api.transport", "api.access", "objects.render", "objects.payload"),
+    ),
+}
 
 
-def serve() -> None:
+def serve(backend: str) -> None:
     import_module("hydra.core.override_parser.overrides_parser")
-    for name in IMPORTED:
+    for name in (*IMPORTED, *(f"backends.{backend}.{name}" for name in OF_BACKEND[backend])):
         import_module(f"orchestrator.{name}")
     for line in sys.stdin:
         wish = json.loads(line)
@@ -66,4 +73,4 @@ def _wait(child: int, seconds: float) -> int:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])
