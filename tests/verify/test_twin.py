@@ -118,9 +118,11 @@ LAYOUTS = (
     "model=llama32_1b parallel=pp2_dp4_zero3",
     "model=llama32_1b parallel=tp8_zero1 parallel.sp=false train.recompute=full train.partition_activations=true",
 )
+#: Its peak is planned with an embedding too many, 5 % of it with eight layers: a small model would fail.
+ROUGH = "model=llama32_1b parallel=pp2_dp4_zero3"
 #: More layers repeat what four do, in four times the time: they run with `make verify`.
-SHORT = [f"{words} model.layers=4" for words in LAYOUTS]
-WHOLE = [pytest.param(words, marks=pytest.mark.full) for words in LAYOUTS if "model=tiny" not in words]
+SHORT = [words if words == ROUGH else f"{words} model.layers=4" for words in LAYOUTS]
+WHOLE = [pytest.param(words, marks=pytest.mark.full) for words in LAYOUTS if words != ROUGH and "tiny" not in words]
 
 
 @pytest.mark.process
