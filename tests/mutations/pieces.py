@@ -61,15 +61,16 @@ from .base import Patch
 class Piece(NamedTuple):
     name: str
     check: Callable[[Path], None]  # raises AssertionError where the bug is
+    by: str  # in the statement of the check that notices it
     patch: Patch
 
 
 PIECES: list[Piece] = []
 
 
-def bug(name: str, check: Callable[[Path], None]) -> Callable[[Patch], Patch]:
+def bug(name: str, check: Callable[[Path], None], by: str) -> Callable[[Patch], Patch]:
     def add(patch: Patch) -> Patch:
-        PIECES.append(Piece(name, check, patch))
+        PIECES.append(Piece(name, check, by, patch))
         return patch
 
     return add
@@ -98,14 +99,14 @@ def rope_turns_by_its_own_base(tmp_path: Path) -> None:
     assert not torch.equal(*tables), "the model's own base reaches its attention"
 
 
-@bug("RoPE's base is always 10000", rope_turns_by_its_own_base)
+@bug("RoPE's base is always 10000", rope_turns_by_its_own_base, by="(cos[0, at, 0]")
 def _(patch):
     original = rope.rope_tables
     plain = {"rope_theta": 1e4}
     patch.setattr(rope, "rope_tables", lambda at, model, *rest: original(at, structs.replace(model, **plain), *rest))
 
 
-@bug("the model ignores its RoPE base", rope_turns_by_its_own_base)
+@bug("the model ignores its RoPE base", rope_turns_by_its_own_base, by="torch.equal(*tables)")
 def _(patch):
     original = rope.rope_tables
     plain = {"rope_theta": 1e4}
@@ -116,7 +117,7 @@ def _(patch):
     patch.setattr(model_stage, "rope_tables", tables)
 
 
-@bug("RoPE's angles are computed in bf16", rope_turns_by_its_own_base)
+@bug("RoPE's angles are computed in bf16", rope_turns_by_its_own_base, by="torch.float32")
 def _(patch):
     patch.setattr(rope.torch, "promote_types", lambda dtype, other: dtype)
 
@@ -131,7 +132,7 @@ def every_dropout_draws_its_own(tmp_path: Path) -> None:
     assert not torch.equal(first, second)
 
 
-@bug("every layer draws the same dropout mask", every_dropout_draws_its_own)
+@bug("every layer draws the same dropout mask", every_dropout_draws_its_own, by="len(set(salts))")
 def _(patch):
     original = dropout.hashlib.blake2b
 
@@ -142,7 +143,7 @@ def _(patch):
     patch.setattr(dropout, "hashlib", SimpleNamespace(blake2b=digest))
 
 
-@bug("all dropout draws from one salt", every_dropout_draws_its_own)
+@bug("all dropout draws from one salt", every_dropout_draws_its_own, by="len(set(salts))")
 def _(patch):
     original = dropout.hashlib.blake2b
     patch.setattr(dropout, "hashlib", SimpleNamespace(blake2b=lambda text, **options: original(b"", **options)))
@@ -166,7 +167,11 @@ def a_loss_in_chunks_is_that_of_the_whole(tmp_path: Path) -> None:
     torch.testing.assert_close(logits.grad, plain.grad, rtol=1e-10, atol=1e-14)
 
 
-@bug("the chunked loss takes the first chunk's log-sums for all", a_loss_in_chunks_is_that_of_the_whole)
+@bug(
+    "the chunked loss takes the first chunk's log-sums for all",
+    a_loss_in_chunks_is_that_of_the_whole,
+    by="assert_close(found, expected",
+)
 def _(patch):
     original = torch.log_softmax
     first: list[torch.Tensor] = []
@@ -210,7 +215,7 @@ def blocks_are_joined_in_fp32(tmp_path: Path) -> None:
         assert error < 1.1 * far(whole), (method, error, far(whole))
 
 
-@bug("context parallelism joins its blocks in bf16", blocks_are_joined_in_fp32)
+@bug("context parallelism joins its blocks in bf16", blocks_are_joined_in_fp32, by="error < 1.1 * far(whole)")
 def _(patch):
     original = block.forward
     patch.setattr(block, "accumulation_dtype", lambda dtype: dtype)
@@ -252,7 +257,11 @@ def fp16_weights_follow_the_unscaled_gradient(tmp_path: Path) -> None:
     assert run.optimizer.step_count == 5, "a resumed run corrects its bias by updates, not by steps"
 
 
-@bug("fp16: gradients are never unscaled", fp16_weights_follow_the_unscaled_gradient)
+@bug(
+    "fp16: gradients are never unscaled",
+    fp16_weights_follow_the_unscaled_gradient,
+    by="assert_close(piece.data, wanted",
+)
 def _(patch):
     original = sharded.ShardedOptimizer.step
     patch.setattr(
@@ -260,13 +269,17 @@ def _(patch):
     )
 
 
-@bug("fp16: the norm is of the scaled gradient", fp16_weights_follow_the_unscaled_gradient)
+@bug("fp16: the norm is of the scaled gradient", fp16_weights_follow_the_unscaled_gradient, by="naive.norm(grads)")
 def _(patch):
     original = engine.grad_norm
     patch.setattr(engine, "grad_norm", lambda buckets, device: original(buckets, device) * 1024.0)
 
 
-@bug("fp16: bias correction counts skipped steps", fp16_weights_follow_the_unscaled_gradient)
+@bug(
+    "fp16: bias correction counts skipped steps",
+    fp16_weights_follow_the_unscaled_gradient,
+    by="assert_close(piece.data, wanted",
+)
 def _(patch):
     original = sharded.ShardedOptimizer.step
 
@@ -277,7 +290,11 @@ def _(patch):
     patch.setattr(sharded.ShardedOptimizer, "step", step)
 
 
-@bug("a resumed run corrects its bias by steps, skipped ones included", fp16_weights_follow_the_unscaled_gradient)
+@bug(
+    "a resumed run corrects its bias by steps, skipped ones included",
+    fp16_weights_follow_the_unscaled_gradient,
+    by="step_count == 5",
+)
 def _(patch):
     original = Engine.resumed
 
@@ -343,13 +360,17 @@ def the_loop_trains_what_one_process_trains(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, twin[-1].weights[info.name], rtol=0, atol=1e-10)
 
 
-@bug("the learning rate is that of the step before", the_loop_trains_what_one_process_trains)
+@bug("the learning rate is that of the step before", the_loop_trains_what_one_process_trains, by='step["lr"]')
 def _(patch):
     original = loop.learning_rate
     patch.setattr(loop, "learning_rate", lambda step, *rest: original(max(1, step - 1), *rest))
 
 
-@bug("the learning rate is applied one step late and reported in time", the_loop_trains_what_one_process_trains)
+@bug(
+    "the learning rate is applied one step late and reported in time",
+    the_loop_trains_what_one_process_trains,
+    by='found["loss"]',
+)
 def _(patch):
     original, before = Engine.update, []
 
@@ -360,13 +381,13 @@ def _(patch):
     patch.setattr(Engine, "update", update)
 
 
-@bug("every step reads the samples of the first", the_loop_trains_what_one_process_trains)
+@bug("every step reads the samples of the first", the_loop_trains_what_one_process_trains, by='found["loss"]')
 def _(patch):
     original = Places.step
     patch.setattr(Places, "step", lambda self, consumed: original(self, 0))
 
 
-@bug("the loop clips what is clipped already", the_loop_trains_what_one_process_trains)
+@bug("the loop clips what is clipped already", the_loop_trains_what_one_process_trains, by='found["loss"]')
 def _(patch):
     original = engine.clip_coefficient
     patch.setattr(engine, "clip_coefficient", lambda norm, most: original(norm, most) ** 2)
@@ -380,13 +401,13 @@ def every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
     assert [orders(at) for at in range(50)] == epochs[0], "and it is found again"
 
 
-@bug("every epoch has the order of the first", every_epoch_has_an_order_of_its_own)
+@bug("every epoch has the order of the first", every_epoch_has_an_order_of_its_own, by="epochs[0] != epochs[1]")
 def _(patch):
     original = order.Permutation
     patch.setattr(order, "Permutation", lambda size, seed, epoch: original(size, seed, 0))
 
 
-@bug("samples come in the order of the corpus", every_epoch_has_an_order_of_its_own)
+@bug("samples come in the order of the corpus", every_epoch_has_an_order_of_its_own, by="epochs[0] != list(range(50))")
 def _(patch):
     patch.setattr(order.Permutation, "__call__", lambda self, index: index)
 
@@ -416,7 +437,7 @@ def a_save_keeps_what_was_there_when_it_began(tmp_path: Path) -> None:
         assert torch.equal(tensors[f"{piece.kind}/{piece.info.name}@0"], piece.data)
 
 
-@bug("a background save writes the live tensors", a_save_keeps_what_was_there_when_it_began)
+@bug("a background save writes the live tensors", a_save_keeps_what_was_there_when_it_began, by="torch.equal(tensors[")
 def _(patch):
     patch.setattr(background.Snapshots, "take", lambda self, pieces: list(pieces))
 
@@ -434,7 +455,7 @@ def hybrid_shards_stay_near(tmp_path: Path) -> None:
             assert len({plan.ranks[other].node for other in replica}) == len(replica) == 8 // group
 
 
-@bug("hybrid sharding: far ranks shard, near ones replicate", hybrid_shards_stay_near)
+@bug("hybrid sharding: far ranks shard, near ones replicate", hybrid_shards_stay_near, by="for other in shard")
 def _(patch):
     original = mesh._hybrid
     other = {"shard": "replica", "replica": "shard"}
@@ -458,7 +479,7 @@ def zero3_gathers_ahead(tmp_path: Path) -> None:
         assert before.count("c10d.broadcast") == 2 * 3, "from two ranks: embedding, the first block and the second"
 
 
-@bug("ZeRO-3 gathers a block's weights when it needs them", zero3_gathers_ahead)
+@bug("ZeRO-3 gathers a block's weights when it needs them", zero3_gathers_ahead, by="before.count(")
 def _(patch):
     patch.setattr(fsdp, "_prefetch", lambda stage, blocks: None)
 
@@ -492,7 +513,7 @@ def keys_travel_while_blocks_compute(tmp_path: Path) -> None:
         assert seen[:3] == ["send", "block", "wait"]
 
 
-@bug("the ring waits for keys before it computes", keys_travel_while_blocks_compute)
+@bug("the ring waits for keys before it computes", keys_travel_while_blocks_compute, by='["send", "block", "wait"]')
 def _(patch):
     original = ring.RingAttention.rotate
 
@@ -503,7 +524,7 @@ def _(patch):
     patch.setattr(ring.RingAttention, "rotate", now)
 
 
-@bug("the model begins as another one in every run", the_loop_trains_what_one_process_trains)
+@bug("the model begins as another one in every run", the_loop_trains_what_one_process_trains, by='found["loss"]')
 def _(patch):
     original = apply.init_stage
     patch.setattr(apply, "init_stage", lambda stage, model, seed, table: original(stage, model, seed + 1, table))

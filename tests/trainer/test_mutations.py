@@ -6,6 +6,7 @@ import pytest
 
 from orchestrator.plan.parity import Cell, Verdict
 from tests.beds.plans import make_plan
+from tests.mutations import pieces
 from tests.mutations.data import DATA
 from tests.mutations.experts import EXPERTS
 from tests.mutations.model import MODEL
@@ -67,11 +68,13 @@ def test_the_same_layouts_are_equal_without_a_bug():
 @pytest.mark.process
 @pytest.mark.parametrize("piece", PIECES, ids=[piece.name for piece in PIECES])
 def test_a_check_catches(piece, monkeypatch, tmp_path):
-    """It passes without the bug, and fails with it."""
+    """It passes without the bug, and fails with it at the statement that was written to notice it."""
     piece.check(tmp_path)
     piece.patch(monkeypatch)
-    with pytest.raises((AssertionError, RankError)):
+    with pytest.raises((AssertionError, RankError)) as caught:
         piece.check(tmp_path)
+    statements = [str(entry.statement) for entry in caught.traceback if entry.path.samefile(pieces.__file__)]
+    assert piece.by in (statements[-1] if caught.type is AssertionError else str(caught.value))
 
 
 def test_there_are_enough_of_them():
