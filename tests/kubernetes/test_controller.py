@@ -94,39 +94,7 @@ def shared_nodes(pods: list[dict]) -> set[str]:
     return found
 
 
-# ------------------------------------------------------------------------------------------ one run's life
-
-
-def test_a_run_from_its_submission_to_its_end(bed, orch, tmp_path):
-    """Submitted, placed under leaves, cancelled, resumed, seen by somebody else, deleted: and nothing is left."""
-    with controller(bed, "life"):
-        run = orch.submit(*MAIN)
-        pods = orch.bound(run.id, 8)
-        assert len({pod["spec"]["nodeName"] for pod in pods}) == 8
-        leaf = {int(pod["spec"]["nodeName"].removeprefix("sim-")) // 4 for pod in pods}
-        assert len(leaf) == 2  # two pipelines of four nodes, each under one leaf
-        held = controllers.ledger(bed)[f"{orch.namespace}/{run.id}"]
-        assert held["nodes"] == [pod["spec"]["nodeName"] for pod in pods]
-        until(bed, lambda: status(bed, run.id, orch.namespace).get("nodes") == "8/8", 60)
-        table = bed.kubectl("get", "trainruns", "-n", orch.namespace)
-        assert table.split()[:8] == ["NAME", "STATE", "STEP", "LOSS", "NODES", "ETTR", "AGE", "REASON"]
-        orch("cancel", run.id)
-        assert run.state().state == "cancelled"
-        assert not living(bed, "-n", orch.namespace)
-        until(bed, lambda: not controllers.ledger(bed), 30)
-        orch("resume", run.id)
-        assert len(orch.bound(run.id, 8)) == 8
-        assert status(bed, run.id, orch.namespace)["generation"] == 1
-        other = Orch(bed, tmp_path / "other", orch.namespace, OPTIONS)
-        other.home.mkdir()
-        seen = json.loads(other("list", "--json", "--everyone").stdout)
-        assert run.id in {one["state"]["run_id"] for one in seen}
-        assert json.loads(other("status", "--json", run.id).stdout)["state"]["plan_hash"] == run.state().plan_hash
-        bed.kubectl("delete", "trainrun", "-n", orch.namespace, run.id)
-        kinds = "jobs,pods,secrets,services,configmaps"
-        left = lambda: bed.kubectl("get", kinds, "-n", orch.namespace, "-l", f"orch.dev/run={run.id}", "-o", "name")  # noqa: E731
-        until(bed, lambda: not left(), 90, left)
-        until(bed, lambda: not controllers.ledger(bed), 30)
+# ------------------------------------------------------------------------------------------ planning
 
 
 @pytest.mark.full
@@ -322,6 +290,44 @@ def test_the_api_server_may_go_and_come_back(bed, space):
             assert len(bed.get("jobs", "-n", name)["items"]) == 3
             bed.kubectl("delete", "trainruns", "-n", name, "--all")
             bed.wait(lambda: not controllers.ledger(bed) and not living(bed), 180, "an empty ledger", "api")
+
+
+# ------------------------------------------------------------------------------------------ a whole life
+
+
+def test_a_run_from_its_submission_to_its_end(bed, orch, tmp_path):
+    """Submitted, placed under leaves, cancelled, resumed, seen by somebody else, deleted: and nothing is left.
+
+    Not the first of the bed: Kubernetes' garbage collector hears of a new kind after half a minute.
+    """
+    with controller(bed, "life"):
+        run = orch.submit(*MAIN)
+        pods = orch.bound(run.id, 8)
+        assert len({pod["spec"]["nodeName"] for pod in pods}) == 8
+        leaf = {int(pod["spec"]["nodeName"].removeprefix("sim-")) // 4 for pod in pods}
+        assert len(leaf) == 2  # two pipelines of four nodes, each under one leaf
+        held = controllers.ledger(bed)[f"{orch.namespace}/{run.id}"]
+        assert held["nodes"] == [pod["spec"]["nodeName"] for pod in pods]
+        until(bed, lambda: status(bed, run.id, orch.namespace).get("nodes") == "8/8", 60)
+        table = bed.kubectl("get", "trainruns", "-n", orch.namespace)
+        assert table.split()[:8] == ["NAME", "STATE", "STEP", "LOSS", "NODES", "ETTR", "AGE", "REASON"]
+        orch("cancel", run.id)
+        assert run.state().state == "cancelled"
+        assert not living(bed, "-n", orch.namespace)
+        until(bed, lambda: not controllers.ledger(bed), 30)
+        orch("resume", run.id)
+        assert len(orch.bound(run.id, 8)) == 8
+        assert status(bed, run.id, orch.namespace)["generation"] == 1
+        other = Orch(bed, tmp_path / "other", orch.namespace, OPTIONS)
+        other.home.mkdir()
+        seen = json.loads(other("list", "--json", "--everyone").stdout)
+        assert run.id in {one["state"]["run_id"] for one in seen}
+        assert json.loads(other("status", "--json", run.id).stdout)["state"]["plan_hash"] == run.state().plan_hash
+        bed.kubectl("delete", "trainrun", "-n", orch.namespace, run.id)
+        kinds = "jobs,pods,secrets,services,configmaps"
+        left = lambda: bed.kubectl("get", kinds, "-n", orch.namespace, "-l", f"orch.dev/run={run.id}", "-o", "name")  # noqa: E731
+        until(bed, lambda: not left(), 90, left)
+        until(bed, lambda: not controllers.ledger(bed), 30)
 
 
 # ------------------------------------------------------------------------------------------ healing

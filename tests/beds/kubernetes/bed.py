@@ -94,8 +94,8 @@ class Bed(base.Bed):
             self.daemon("kube-proxy", program("kube-proxy"), f"--config={self.home}/proxy.yaml")
         from . import addons, nodes
 
-        for index in range(self.shape.nodes):
-            nodes.start(self, index)
+        if self.shape.nodes:
+            nodes.start_all(self)
         if self.shape.simulated:
             addons.simulated(self)
         if self.shape.jobset:
