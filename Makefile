@@ -37,12 +37,12 @@ verify: .venv/.ready
 	.venv/bin/orch verify --matrix full --out docs/parity.md
 	$(MAKE) mutations COUNT=200
 
-# Small changes of the trainer's source, each judged by verify and by the tests about its file: COUNT of them, drawn by
-# SEED, ten seconds each; 0: all, a night.
+# Small changes of the source, each judged by the quick tests that run its line: COUNT of the trainer and as many of the
+# orchestrator, drawn by SEED, five seconds each; 0: all, a night. An hour before them: which tests run which lines.
 COUNT ?= 0
 SEED ?= 1
 mutations: .venv/.ready
-	$(PY) -m tests.mutations.run --count $(COUNT) --seed $(SEED) --out docs/mutations.md
+	$(PY) -m tests.mutations.run --record --count $(COUNT) --seed $(SEED) --out docs/mutations.md
 
 # On a machine with a GPU: three steps of every technique beside float64 on the host, then a 1B model beside plain torch,
 # five minutes in all. On an image that brings its own torch: make gpu-check PY=python3.

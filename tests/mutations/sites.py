@@ -1,8 +1,8 @@
 """Where a source file can be made wrong, and how: one small change of its syntax tree each. Pure.
 
 Operators, comparisons, constants, names of groups, orders of arguments and of lists, removed statements, negated
-conditions. Left alone is what no run can see: annotations, messages of errors, docstrings, and code for devices that
-this machine does not have.
+conditions. Left alone is what no run can see: annotations, messages of errors, docstrings, and what only type checkers
+and compilers read.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Site(NamedTuple):
     number: int  # of the file's sites
     line: int
     what: str
+    first: int  # line of the statement that the site is in
+    last: int  # of a statement that holds others: the last line before them
 
     @property
     def key(self) -> str:
@@ -37,11 +39,28 @@ class Site(NamedTuple):
 
 def sites(path: str, source: str) -> list[Site]:
     """All sites of a file, in its order."""
-    found, lines = [], source.splitlines()
-    for number, (node, what, _) in enumerate(_changes(ast.parse(source))):
+    found = []
+    lines = source.splitlines()
+    tree = ast.parse(source)
+    statements = _statements(tree)
+    for number, (node, what, _) in enumerate(_changes(tree)):
         text = lines[node.lineno - 1].strip()
-        found.append(Site(path, number, node.lineno, f"{what} in `{text}`"))
+        first, last = statements.get(node.lineno, (node.lineno, node.lineno))
+        found.append(Site(path, number, node.lineno, f"{what} in `{text}`", first, last))
     return found
+
+
+def _statements(tree: ast.Module) -> dict[int, tuple[int, int]]:
+    """By line: the first and the last line of the innermost statement there, without statements inside it."""
+    spans = {}
+    for node in ast.walk(tree):  # those inside come later
+        if not isinstance(node, ast.stmt):
+            continue
+        inside = [child.lineno for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+        last = max(node.lineno, min(inside) - 1) if inside else node.end_lineno or node.lineno
+        for line in range(node.lineno, last + 1):
+            spans[line] = (node.lineno, last)
+    return spans
 
 
 def mutated(source: str, number: int) -> ast.Module:
@@ -137,4 +156,4 @@ def _seen(tree: ast.AST) -> Iterator[ast.AST]:
 
 def _elsewhere(test: ast.expr) -> bool:
     text = ast.unparse(test)
-    return any(word in text for word in ("cuda", "TYPE_CHECKING", "is_compiling"))
+    return any(word in text for word in ("TYPE_CHECKING", "is_compiling"))

@@ -1,4 +1,4 @@
-"""The mutation run: its sites, its trees, and one mutant of the trainer, which must be noticed."""
+"""The mutation run: its sites, its trees, and mutants of the trainer, which must be noticed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from tests.mutations.run import LIMIT_S, ODD, ROOT, every_site, files_of_tests, page, sample
-from tests.mutations.run import Result as Judged
+from tests.mutations.judge import BY_TEST, LIVES, ODD, UNSEEN, Result, chosen
+from tests.mutations.reach import ROOT
+from tests.mutations.run import SUBJECTS, every_site, page, sample
 from tests.mutations.sites import mutated, sites
 from tests.patience import PATIENCE_S
 
@@ -45,30 +46,52 @@ def test_messages_and_docstrings_are_left_alone():
     assert len(trees) == len(sites("x.py", SOURCE)) and ast.unparse(ast.parse(SOURCE)) not in trees
 
 
-def test_the_whole_trainer_has_sites_and_every_file_has_tests():
-    found = every_site()
+def test_a_site_knows_its_statement():
+    spans = {site.line: (site.first, site.last) for site in sites("x.py", "if a(\n    1,\n):\n    b(\n        2)\n")}
+    assert spans[2] == (1, 3) and spans[5] == (4, 5)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_subject_has_sites(name):
+    subject = SUBJECTS[name]
+    found = every_site(subject)
     assert len(found) > 2000 and len({site.path for site in found}) > 40
-    assert all(files_of_tests(site) for site in found)
-    assert sample(5, 3) == sample(5, 3) != sample(5, 4)
+    assert sample(subject, 5, 3) == sample(subject, 5, 3) != sample(subject, 5, 4)
     for site in found[::97]:
         compile(mutated((ROOT / site.path).read_text(), site.number), site.path, "exec")
+    assert all((ROOT / room).is_dir() for room in subject.tests)
+
+
+def test_quick_tests_of_all_files_are_asked_in_turn():
+    seconds = {"a::1": 0.1, "a::2": 0.2, "a::3": 9.0, "b::1": 0.3, "c::1": 50.0}
+    assert chosen(seconds, 4.0) == ["a::1", "b::1"]
+    assert chosen(seconds, 60.0) == ["a::1", "b::1", "c::1", "a::2"]
+    assert chosen({"c::1": 50.0}, 4.0) == ["c::1"], "one at least"
 
 
 def test_the_page_counts():
-    one, other, third = sample(3, 1)
-    text = page([Judged(one, "verify", 1.0), Judged(other, "", 1.0), Judged(third, ODD, 1.0)], 4000, 1)
-    assert "1 of 2 noticed (50.0 %)" in text and f"- {other.path}:{other.line}" in text
+    one, other, third, fourth = sample(SUBJECTS["trainer"], 4, 1)
+    results = [Result(one, BY_TEST, "t", 1.0), Result(other, LIVES, "", 1.0), Result(third, ODD, "", 1.0)]
+    text = page({"trainer": [*results, Result(fourth, LIVES, UNSEEN, 0.0)]}, {"trainer": 4000}, 1)
+    assert "1 of 3 noticed (33.3 %)" in text and f"- {other.path}:{other.line}" in text
+    assert f"- {fourth.path}:{fourth.line}: {fourth.what} ({UNSEEN})" in text
     assert f"- {third.path}:{third.line}: {third.what}: {ODD}" in text.partition("Not counted")[2]
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_change_of_the_source_is_noticed():
-    command = [sys.executable, "-m", "tests.mutations.run", "--count", "1", "--seed", "1", "--only", "trainer/optim/*"]
-    command += ["--no-control"]  # the suite that this test belongs to runs them
-    limit_s = LIMIT_S + PATIENCE_S
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+def test_changes_of_the_source_are_noticed_and_written_down(tmp_path):
+    """Recorded, judged in copies of the tree, proven without them, and published; a second run finds it all done."""
+    words = [sys.executable, "-m", "tests.mutations.run", "trainer", "--count", "3", "--only", "trainer/optim/lr.py"]
+    words += ["--workers", "1", "--build", str(tmp_path), "--out", str(tmp_path / "page.md")]
+    done = subprocess.run(
+        [*words, "--record", "tests/trainer/test_optim_lr.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=3 * PATIENCE_S,
+    )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    noticed = [line for line in lines if re.search(r" s  by (verify|a test|its import) ", line)]
-    assert len(noticed) == len(lines) == 1, done.stdout
+    lines = [line for line in done.stdout.splitlines() if "trainer/optim/lr.py" in line]
+    assert len(lines) == 3 and all(re.search(r" s  by a test ", line) for line in lines), done.stdout
+    assert "**3 of 3 noticed (100.0 %)**" in (tmp_path / "page.md").read_text()
