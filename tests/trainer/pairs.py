@@ -6,10 +6,11 @@ testing rests on. The other cases of a list run with `make verify`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import combinations
 from typing import Any
 
+import pytest
 from msgspec import Struct, structs
 
 from tests.beds.plans import make_plan, tiny_model
@@ -39,6 +40,29 @@ def covering(cases: Mapping[Any, Mapping[str, Any]]) -> set[Any]:
         if met[name] <= others:
             chosen.remove(name)
     return set(chosen)
+
+
+def launches(cases: Mapping[tuple, Mapping[str, Any]], chosen: Collection[tuple] | None = None) -> list:
+    """Parameters of a test: cases by name that run one after the other on the same ranks.
+
+    A key is a case's name, after the words of its group, if any: launches are of one group and one
+    number of ranks. Cases that are not `chosen`, by `covering` if nobody else, run with `make verify`.
+    """
+    if chosen is None:
+        chosen = covering(cases)
+    found: dict[tuple, dict[str, Mapping[str, Any]]] = {}
+    for key, case in cases.items():
+        *group, name = key
+        full = key not in chosen
+        found.setdefault((*group, world(case), full), {})[name] = case
+    return [
+        pytest.param(
+            found[launch],
+            id="-".join(map(str, launch[:-1])) + "-full" * launch[-1],
+            marks=[pytest.mark.full] * launch[-1],
+        )
+        for launch in sorted(found)
+    ]
 
 
 def settings(case: Mapping[str, Any]) -> frozenset[Setting]:
