@@ -15,6 +15,7 @@ from orchestrator.cli.main import main as orch
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.parity import HOPELESS, LIMITS, Cell, Verdict
 from tests.beds.plans import make_plan, tiny_model
+from tests.patience import PATIENCE_S
 from tests.reference import single
 from tests.trainer import samples
 from trainer.engine import Engine
@@ -131,7 +132,7 @@ def test_the_program_reads_lines_and_writes_lines(tmp_path, capsys):
     assert msgspec.json.decode(line, type=Verdict).equal
     command = [sys.executable, "-m", "trainer.verify", str(path)]
     path.write_text('{"name": "x"}\n')
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == Exit.CONFIG and "missing required field `plan`" in done.stderr
 
 
