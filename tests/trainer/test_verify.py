@@ -12,6 +12,7 @@ import torch
 
 import trainer.verify.judge as judging
 from orchestrator.cli.main import main as orch
+from orchestrator.plan import seal
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.parity import HOPELESS, LIMITS, Cell, Verdict
 from tests.beds.plans import make_plan, tiny_model
@@ -102,6 +103,16 @@ def test_a_cell_that_breaks_costs_its_neighbour_nothing(monkeypatch):
     found = {verdict.name: verdict for verdict in judge(cells, ["fp64"], together=2)}
     assert found["dp2"].word == "equal"
     assert found["tp2"].word == "failed" and "ZeroDivisionError: seeded" in found["tp2"].failed
+
+
+@pytest.mark.process
+def test_a_key_bias_does_not_differ_where_the_eps_of_a_plan_is_below_its_rounding():
+    """Softmax ignores a key bias, so its gradient is rounding, which AdamW would make a whole step of."""
+    plan = make_plan(model=GPT, tp=2)
+    optim = msgspec.structs.replace(plan.job.optim, eps=1e-15)
+    plan = seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, optim=optim)))
+    (verdict,) = judge([Cell(name="tp2", plan=plan)], ["fp64"])
+    assert verdict.word == "equal", verdict
 
 
 @pytest.mark.process
