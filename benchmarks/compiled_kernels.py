@@ -51,6 +51,17 @@ def measured(titan: str = "") -> dict[str, Any]:
     return found
 
 
+def eager_norm() -> dict[str, float]:
+    """The row of RMS norm in the table of what is not compiled: on a CPU torch has no one operator for
+    it, so this counts those that torch dispatches for a GPU."""
+    from benchmarks import kernels
+
+    x = torch.zeros(kernels.SHAPE, dtype=DTYPE, device=DEVICE, requires_grad=True)
+    norm = RMSNorm(kernels.HIDDEN, 1e-5).to(DTYPE).to(DEVICE)
+    forward, backward = least(x, x, x, 0)["RMS norm"]
+    return kernels.over_least(kernels.counted(lambda: norm(x)), forward, backward)
+
+
 def counted(run: Run, inside: bool = True) -> dict[str, float]:
     """Kernels that are generated and launched, all that are launched, and MB of the generated ones, each forward and
     backward."""

@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import psutil
 
+from tests.patience import PATIENCE_S
+
 PROGRAM = Path(__file__).parents[1] / "tests" / "beds" / "programs" / "ddp.py"
 STEPS, STEP_S = 400, 0.25
-LIMIT_S = 240.0
 
 
 class Step(NamedTuple):
@@ -90,7 +91,7 @@ class Launcher:
         return self.stepped(time.time(), ranks=self.ranks_per_node)
 
 
-def until(condition: Callable, limit_s: float = LIMIT_S):
+def until(condition: Callable, limit_s: float = PATIENCE_S):
     end = time.monotonic() + limit_s
     while not (found := condition()):
         if time.monotonic() > end:
@@ -162,7 +163,7 @@ class Torchrun(Launcher):
         return self.wait()
 
     def wait(self) -> int:
-        return max((agent.wait(LIMIT_S) for agent in self.agents if agent.returncode != -signal.SIGKILL), key=abs)
+        return max((agent.wait(PATIENCE_S) for agent in self.agents if agent.returncode != -signal.SIGKILL), key=abs)
 
     def resume(self) -> None:
         self.start()

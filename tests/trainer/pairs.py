@@ -6,10 +6,11 @@ testing rests on. The other cases of a list run with `make verify`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import combinations
 from typing import Any
 
+import pytest
 from msgspec import Struct, structs
 
 from tests.beds.plans import make_plan, tiny_model
@@ -21,22 +22,47 @@ Pair = frozenset[Setting]  # or one setting alone
 #: Settings that matter as "given" alone: their value decides how much is computed, not how.
 _GIVEN = ("replica_micro_batches", "schedule_rows", "recompute_layers")
 _NOT_COUNTED = ("name", "parameters")  # fields of a model that follow from others
+_PLAIN = structs.asdict(tiny_model())  # the model of a case that names none
 
 
 def covering(cases: Mapping[Any, Mapping[str, Any]]) -> set[Any]:
     """The names of the chosen cases, arguments of `make_plan` each: cheap ones that meet many new pairs first."""
     met = {name: _pairs(settings(case)) for name, case in cases.items()}
+    cost = {name: _cost(case) for name, case in cases.items()}
     left = set[Pair]().union(*met.values())
     chosen: list[Any] = []
     while left:
-        best = max(met, key=lambda name: len(met[name] & left) / _cost(cases[name]))
+        best = max(met, key=lambda name: len(met[name] & left) / cost[name])
         chosen.append(best)
         left -= met[best]
-    for name in sorted(chosen, key=lambda name: -_cost(cases[name])):
+    for name in sorted(chosen, key=lambda name: -cost[name]):
         others = set[Pair]().union(*(met[other] for other in chosen if other != name))
         if met[name] <= others:
             chosen.remove(name)
     return set(chosen)
+
+
+def launches(cases: Mapping[tuple, Mapping[str, Any]], chosen: Collection[tuple] | None = None) -> list:
+    """Parameters of a test: cases by name that run one after the other on the same ranks.
+
+    A key is a case's name, after the words of its group, if any: launches are of one group and one
+    number of ranks. Cases that are not `chosen`, by `covering` if nobody else, run with `make verify`.
+    """
+    if chosen is None:
+        chosen = covering(cases)
+    found: dict[tuple, dict[str, Mapping[str, Any]]] = {}
+    for key, case in cases.items():
+        *group, name = key
+        full = key not in chosen
+        found.setdefault((*group, world(case), full), {})[name] = case
+    return [
+        pytest.param(
+            found[launch],
+            id="-".join(map(str, launch[:-1])) + "-full" * launch[-1],
+            marks=[pytest.mark.full] * launch[-1],
+        )
+        for launch in sorted(found)
+    ]
 
 
 def settings(case: Mapping[str, Any]) -> frozenset[Setting]:
@@ -48,7 +74,7 @@ def settings(case: Mapping[str, Any]) -> frozenset[Setting]:
 def _settings_of(name: str, value: Any, pp: int) -> list[Setting]:
     match name:
         case "model":
-            return _settings_of_model(tiny_model(**value) if isinstance(value, dict) else value)
+            return _settings_of_model(_fields_of_model(value))
         case "micro_batches":
             return [(name, _kind_of_count(value, pp))]
         case "stage_layers":
@@ -62,15 +88,19 @@ def _settings_of(name: str, value: Any, pp: int) -> list[Setting]:
             return [(name, str(value))]
 
 
-def _settings_of_model(model: Struct) -> list[Setting]:
+def _fields_of_model(model: Struct | dict[str, Any]) -> dict[str, Any]:
+    """A model is given whole, or as what it has other than the tests' default model."""
+    return _PLAIN | model if isinstance(model, dict) else structs.asdict(model)
+
+
+def _settings_of_model(fields: Mapping[str, Any]) -> list[Setting]:
     """Fields that differ from the tests' default model."""
-    plain = structs.asdict(tiny_model())
     found = []
-    for name, value in structs.asdict(model).items():
+    for name, value in fields.items():
         if isinstance(value, Struct):
             found.append((f"model.{name}", "given"))
             found += [(f"model.{name}.{option}", "given") for option in _options_of(value)]
-        elif value != plain[name] and name not in _NOT_COUNTED:
+        elif value != _PLAIN[name] and name not in _NOT_COUNTED:
             found.append((f"model.{name}", str(value)))
     return found
 
@@ -98,6 +128,5 @@ def _pairs(found: frozenset[Setting]) -> set[Pair]:
 
 def _cost(case: Mapping[str, Any]) -> float:
     """Layers that all ranks run in a step, less than in proportion: long cases meet much."""
-    model = case.get("model", {})
-    layers = structs.asdict(tiny_model(**model) if isinstance(model, dict) else model)["layers"]
+    layers = _fields_of_model(case.get("model", {}))["layers"]
     return float(world(case) * case.get("micro_batches", 2) * layers) ** 0.7

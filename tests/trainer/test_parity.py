@@ -18,7 +18,7 @@ from orchestrator.plan.document import Model
 from tests.beds.plans import make_plan
 from tests.reference import single
 from tests.trainer import samples
-from tests.trainer.pairs import covering
+from tests.trainer.pairs import launches
 from tests.trainer.parity_cases import GQA, IN_FP32, TECHNIQUES
 from tests.trainer.together import run_together, told, world
 from trainer.precision import FP64, recipe
@@ -51,30 +51,27 @@ def arguments(case: dict, dtype: torch.dtype) -> tuple:
     return plan, use, expected_of(plan, dtype, packed), packed
 
 
-def launches() -> list:
-    """Cases of one technique, precision and number of ranks, which run one after the other on the same ranks.
-
-    Those in which no new pair of settings meets run with `make verify`.
-    """
-    cases = {(technique, name): case for technique, some in TECHNIQUES.items() for name, case in some.items()}
-    chosen = covering(cases)
-    launch: dict[tuple, dict[str, dict]] = {}
-    for (technique, name), case in cases.items():
-        ranks = world(case)
-        full = (technique, name) not in chosen
-        launch.setdefault((technique, "float64", ranks, full), {})[name] = case
-        if technique == "layouts" or name in IN_FP32:
-            launch.setdefault((technique, "float32", ranks, name not in IN_FP32), {})[name] = case
-    return [
-        pytest.param(getattr(torch, dtype), ranks, some, id=f"{technique}-{dtype}-{ranks}{'-full' * full}",
-                     marks=[pytest.mark.full] if full else [])
-        for (technique, dtype, ranks, full), some in sorted(launch.items())
-    ]  # fmt: skip
+CASES = {(technique, name): case for technique, some in TECHNIQUES.items() for name, case in some.items()}
+CASES_IN_FP32 = {
+    (technique, name): case for (technique, name), case in CASES.items() if technique == "layouts" or name in IN_FP32
+}
+CHOSEN_IN_FP32 = [key for key in CASES_IN_FP32 if key[-1] in IN_FP32]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("dtype", "ranks", "cases"), launches())
-def test_layouts_equal_one_process(dtype, ranks, cases):
+@pytest.mark.parametrize("cases", launches(CASES))
+def test_layouts_equal_one_process(cases):
+    assert_equal_to_one_process(cases, torch.float64)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("cases", launches(CASES_IN_FP32, CHOSEN_IN_FP32))
+def test_layouts_equal_one_process_in_fp32(cases):
+    assert_equal_to_one_process(cases, torch.float32)
+
+
+def assert_equal_to_one_process(cases: dict[str, dict], dtype: torch.dtype) -> None:
+    (ranks,) = {world(case) for case in cases.values()}
     made = {name: arguments(case, dtype) for name, case in cases.items()}
     for case, answers in run_together(run_rank, ranks, made).items():
         with told(case):

@@ -10,11 +10,11 @@ import torch
 from msgspec import structs
 
 from orchestrator.plan import Plan
-from orchestrator.plan.document import Mla, Model, Moe, Mtp
+from orchestrator.plan.document import Mla, Moe, Mtp
 from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.placement.axis_order import CostContext, axis_placement, candidates
 from tests.beds.plans import make_plan, tiny_model
-from tests.trainer.pairs import covering
+from tests.trainer.pairs import covering, launches
 from tests.trainer.samples import engine_of
 from tests.trainer.together import run_together, told, world
 from trainer.model.experts import MixtureOfExperts
@@ -105,8 +105,8 @@ def planned(plan: Plan, rank: int) -> dict[str, float]:
 COUNTED = {"tp": 8 * 4 * 4 * 8 * 2, "ep": 8 * 4 * 4 * 8 * 2}
 
 
-def assert_sent_as_planned(cases: dict, model: Model) -> None:
-    for name, plan, answers in sent(cases, model):
+def assert_sent_as_planned(cases: dict[str, dict]) -> None:
+    for name, plan, answers in sent(cases):
         with told(name):
             for rank, answer in enumerate(answers):
                 expected = planned(plan, rank)
@@ -117,53 +117,38 @@ def assert_sent_as_planned(cases: dict, model: Model) -> None:
                     assert answer["levels"].get(level, 0) == pytest.approx(expected[level]), level
 
 
-def sent(cases: dict, model: Model) -> Iterator[tuple[str, Plan, list[dict]]]:
-    for ranks in sorted({world(case) for case in cases.values()}):
-        plans = {
-            name: make_plan(model=model, seq_len=48, **case) for name, case in cases.items() if world(case) == ranks
-        }
-        answers = run_together(sent_by, ranks, {name: (plan,) for name, plan in plans.items()})
-        yield from ((name, plan, answers[name]) for name, plan in plans.items())
+def sent(cases: dict[str, dict]) -> Iterator[tuple[str, Plan, list[dict]]]:
+    """Of each case, all for equally many ranks: its plan, and what each rank has sent."""
+    (ranks,) = {world(case) for case in cases.values()}
+    plans = {name: make_plan(seq_len=48, **case) for name, case in cases.items()}
+    answers = run_together(sent_by, ranks, {name: (plan,) for name, plan in plans.items()})
+    yield from ((name, plan, answers[name]) for name, plan in plans.items())
 
 
-def launches() -> list:
-    """The cases of each model; those in which no new pair of settings meets with `make verify`."""
-    every = {(kind, name): {"model": model, **case} for kind, model in MODELS.items() for name, case in CASES.items()}
-    chosen = covering(every)
-    launch: dict[tuple[str, bool], dict[str, dict]] = {}
-    for kind, name in every:
-        launch.setdefault((kind, (kind, name) not in chosen), {})[name] = CASES[name]
-    return [
-        pytest.param(kind, some, id=f"{kind}{'-full' * full}", marks=[pytest.mark.full] if full else [])
-        for (kind, full), some in launch.items()
-    ]
+OF_MODELS = {(kind, name): {"model": model, **case} for kind, model in MODELS.items() for name, case in CASES.items()}
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("kind", "cases"), launches())
-def test_ranks_send_what_is_planned(kind, cases):
-    assert_sent_as_planned(cases, MODELS[kind])
+@pytest.mark.parametrize("cases", launches(OF_MODELS))
+def test_ranks_send_what_is_planned(cases):
+    assert_sent_as_planned(cases)
 
 
 @pytest.mark.process
 def test_ranks_of_four_axes_send_what_is_planned():
-    assert_sent_as_planned(WIDE, SHARED)
+    assert_sent_as_planned({name: {"model": SHARED, **case} for name, case in WIDE.items()})
 
 
-def dropping() -> list:
-    """Of layouts that spread experts, and one that does not, those of new pairs; the others with `make verify`."""
-    every = {**CASES, **WIDE}
-    chosen = covering({name: case for name, case in CASES.items() if "ep" in case or name == "tp2"}) | WIDE.keys()
-    quick = {name: case for name, case in every.items() if name in chosen}
-    full = {name: case for name, case in every.items() if name not in chosen}
-    return [pytest.param(quick, id="quick"), pytest.param(full, id="full", marks=pytest.mark.full)]
+DROPPING = {(name,): {"model": CAPPED, **case} for name, case in (CASES | WIDE).items()}
+#: Of layouts that spread experts, and one that does not, those of new pairs.
+SPREAD = {key: case for key, case in DROPPING.items() if "ep" in case or key == ("tp2",)}
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("cases", dropping())
+@pytest.mark.parametrize("cases", launches(DROPPING, covering(SPREAD)))
 def test_ranks_together_send_what_is_planned_where_experts_drop_tokens(cases):
     """Ranks with the first tokens of a sequence send all of them, the others none: their sum is the planned one."""
-    for name, plan, answers in sent(cases, CAPPED):
+    for name, plan, answers in sent(cases):
         with told(name):
             expected = [planned(plan, rank) for rank in range(len(answers))]
             for axis in ("tp", "cp", "ep", "pp", "dp"):

@@ -16,9 +16,9 @@ from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.model import Mla, Moe
 from orchestrator.planner.memory import rank_memory as memory
 from tests.beds.plans import make_plan, tiny_model
-from tests.trainer.pairs import covering
+from tests.trainer.pairs import launches
 from tests.trainer.samples import engine_of
-from tests.trainer.together import run_together, told, world
+from tests.trainer.together import run_together, told
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine
 from trainer.metrics.memory import StepMemory
@@ -174,21 +174,11 @@ def rows(plan: Plan, ranks: list[dict]) -> list[Row]:
     return result
 
 
-def launches() -> list:
-    """The layouts by how many ranks they have; those in which no new pair of settings meets with `make verify`."""
-    layouts = QUICK | MORE | SPECIAL | MORE_SPECIAL
-    chosen = covering(layouts)
-    launch: dict[tuple[bool, int], dict[str, dict]] = {}
-    for name, layout in layouts.items():
-        launch.setdefault((name not in chosen, world(layout)), {})[name] = layout
-    return [
-        pytest.param(some, id=f"{'full' if full else 'quick'}-{ranks}", marks=[pytest.mark.full] if full else [])
-        for (full, ranks), some in launch.items()
-    ]
+LAYOUTS = QUICK | MORE | SPECIAL | MORE_SPECIAL
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("layouts", launches())
+@pytest.mark.parametrize("layouts", launches({(name,): layout for name, layout in LAYOUTS.items()}))
 def test_planned_is_measured(layouts):
     for name, found in measure(layouts).items():
         for planned, held, padding in found:
@@ -201,7 +191,7 @@ def test_planned_is_measured(layouts):
 
 def main() -> None:
     print(f"{'layout':<28}{'stage':>6}{'states':>12}{'planned':>12}{'activations':>13}{'planned':>12}")
-    for name, layout in (QUICK | MORE | SPECIAL | MORE_SPECIAL).items():
+    for name, layout in LAYOUTS.items():
         for stage, (planned, held, padding) in enumerate(measure({name: layout})[name]):
             states = sum(held[one] for one in STATES) - 16 * padding
             off = planned["activations"] / held["activations"] - 1

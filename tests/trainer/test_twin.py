@@ -15,9 +15,10 @@ from orchestrator.plan import Plan
 from orchestrator.plan.twin import RankRun
 from tests.patience import PATIENCE_S
 from tests.trainer import test_planned_memory as planned
+from tests.trainer.pairs import launches
 from tests.trainer.samples import engine_of
 from tests.trainer.test_planned_memory import GPT, LLAMA, PIPE, plan_of
-from tests.trainer.together import told
+from tests.trainer.together import told, world
 from trainer.data.order import samples_of_step
 from trainer.metrics.memory import StepMemory
 from trainer.twin.run import run_rank, run_step
@@ -105,8 +106,8 @@ MORE = {name: layout for name, layout in LAYOUTS.items() if name not in QUICK} |
     **{f"dp4 zero{zero} in pairs": {"dp": 4, "zero": zero, "zero_group": 2} for zero in (1, 2, 3)},
 }
 
-
-#: Of MORE, one of each kind; the rest, close to these, with `make verify`.
+EVERY = {(name,): layout for name, layout in (QUICK | MORE).items()}
+#: Of MORE, one of each kind. `covering` would choose what takes twice as long.
 KINDS = (
     "8 bits", "two samples", "full", "tp2 without sp, selective", "cp2 ulysses", "cp2 all-gather", "pp2 zbv",
     "dp2 zero2, on the host", "dp2 zero2, unequal", "pp2 dualpipev", "pp2, budget", "GPT, tied",
@@ -114,36 +115,36 @@ KINDS = (
 )  # fmt: skip
 
 
-def twin_plan(layout: dict) -> Plan:
-    """Of two layers where stages need no more: the others add nothing but time."""
-    return plan_of(layout if "pp" in layout or "model" in layout else layout | {"model": LLAMA | {"layers": 2}})
+def short(layout: dict) -> dict:
+    """Of two layers where stages need no more: the others add little but time."""
+    if "pp" in layout or "model" in layout:
+        return layout
+    return layout | {"model": LLAMA | {"layers": 2}}
 
 
-def launches() -> list:
-    """The layouts by how many ranks they have, and the ranks of them that are compared.
-
-    The first and the last rank differ in all that ranks differ in; every rank is compared with `make verify`.
-    """
-    quick, full = {}, {}
-    for name, layout in (QUICK | MORE).items():
-        plan = twin_plan(layout)
-        world = plan.parallel.world_size
-        full.setdefault(world, {})[name] = plan
-        if name in QUICK or name in KINDS:
-            quick.setdefault(world, {})[name] = plan
-    return [
-        *(pytest.param(plans, sorted({0, world - 1}), id=f"quick-{world}") for world, plans in quick.items()),
-        *(pytest.param(plans, range(world), id=f"full-{world}", marks=[pytest.mark.full])
-          for world, plans in full.items()),
-    ]  # fmt: skip
+SHORT = {(name,): short(EVERY[name,]) for name in (*QUICK, *KINDS)}
 
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize(("plans", "ranks"), launches())
-def test_a_twin_is_its_real_rank(plans, ranks, tmp_path):
-    assert set(KINDS) <= set(MORE)
-    for name, pairs in both(plans, tmp_path / "store", ranks).items():
+@pytest.mark.parametrize("layouts", launches(SHORT, chosen=SHORT))
+def test_a_twin_is_its_real_rank(layouts, tmp_path):
+    """The first and the last rank, which differ in all that ranks differ in."""
+    (ranks,) = {world(layout) for layout in layouts.values()}
+    assert_twins(layouts, sorted({0, ranks - 1}), tmp_path / "store")
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", launches(EVERY, chosen=()))
+def test_every_twin_is_its_real_rank(layouts, tmp_path):
+    (ranks,) = {world(layout) for layout in layouts.values()}
+    assert_twins(layouts, range(ranks), tmp_path / "store")
+
+
+def assert_twins(layouts: dict[str, dict], ranks: Collection[int], store: Path) -> None:
+    plans = {name: plan_of(layout) for name, layout in layouts.items()}
+    for name, pairs in both(plans, store, ranks).items():
         for measured, twin in pairs:
             with told(name):
                 peaks = measured.pop("peak")

@@ -12,9 +12,11 @@ import torch
 
 import trainer.verify.judge as judging
 from orchestrator.cli.main import main as orch
+from orchestrator.plan import seal
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.parity import HOPELESS, LIMITS, Cell, Verdict
 from tests.beds.plans import make_plan, tiny_model
+from tests.patience import PATIENCE_S
 from tests.reference import single
 from tests.trainer import samples
 from trainer.engine import Engine
@@ -104,6 +106,16 @@ def test_a_cell_that_breaks_costs_its_neighbour_nothing(monkeypatch):
 
 
 @pytest.mark.process
+def test_a_key_bias_does_not_differ_where_the_eps_of_a_plan_is_below_its_rounding():
+    """Softmax ignores a key bias, so its gradient is rounding, which AdamW would make a whole step of."""
+    plan = make_plan(model=GPT, tp=2)
+    optim = msgspec.structs.replace(plan.job.optim, eps=1e-15)
+    plan = seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, optim=optim)))
+    (verdict,) = judge([Cell(name="tp2", plan=plan)], ["fp64"])
+    assert verdict.word == "equal", verdict
+
+
+@pytest.mark.process
 def test_ranks_that_hang_are_a_failure(monkeypatch):
     original = Engine.gradients
 
@@ -131,7 +143,7 @@ def test_the_program_reads_lines_and_writes_lines(tmp_path, capsys):
     assert msgspec.json.decode(line, type=Verdict).equal
     command = [sys.executable, "-m", "trainer.verify", str(path)]
     path.write_text('{"name": "x"}\n')
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == Exit.CONFIG and "missing required field `plan`" in done.stderr
 
 

@@ -6,7 +6,8 @@ noise there), with two exceptions. A tensor that is small because its terms canc
 rounding, not its own: `scale_of`. And AdamW divides by sqrt(v) + eps, which multiplies the rounding
 of a gradient g by up to (g + eps) / eps: with eps = 1e-8 two correct fp32 programs differ by 1e-4
 after two steps. In float64 that is 1e-13 (4e-11 in the worst cell of docs/parity.md), and the
-plan's own eps is used; elsewhere eps is 1e-2, about the largest gradient.
+plan's own eps is used where it is not below `EPS_FP64`; elsewhere eps is 1e-2, about the largest
+gradient.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ FP32 = Recipe(torch.float32, torch.float32, torch.float32)
 #: on that is 900 units in the last place; six times the rounding of a sum of 3,000 terms, as many as
 #: there are behind a value of the small models, is 330 (`trainer.independent.findings.rounding`).
 LEAST = 1e-3
+#: AdamW's eps in float64, at least. A gradient that is nothing but rounding moves a weight by up to
+#: lr * rounding / eps. Six times the rounding of a sum of 3,000 terms is 4e-14 of the largest
+#: gradient, 1e-2; with lr = 1e-3 that moves a weight by 4e-11, which is within the limit.
+EPS_FP64 = 1e-8
 LIMIT = {FP64.param: LIMITS["fp64"]} | {DTYPES[name]: LIMITS[name] for name in DTYPES}
 
 
@@ -46,9 +51,8 @@ def recipe_for(precision: str, plan: Plan) -> Recipe:
 
 def with_eps(plan: Plan, precision: str) -> Plan:
     """The plan with the eps that is used to verify `precision` (a key of LIMITS); the single process uses it too."""
-    if precision == "fp64":
-        return plan
-    optim = msgspec.structs.replace(plan.job.optim, eps=1e-2)
+    eps = max(plan.job.optim.eps, EPS_FP64) if precision == "fp64" else 1e-2
+    optim = msgspec.structs.replace(plan.job.optim, eps=eps)
     return seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, optim=optim)))
 
 
