@@ -25,8 +25,12 @@ _QUICK = "not slow and not full and not timing and not slurm and not kubernetes"
 
 
 def record(folder: Path, sources: Sequence[str], tests: Sequence[str], workers: int = 2) -> None:
-    """Adds what `tests` (pytest's arguments) run of the folders `sources` to the recording in `folder`."""
+    """Adds what `tests` (pytest's arguments) run of the folders `sources` to the recording in `folder`.
+
+    Of files that have changed since it was begun, it forgets what other tests run: their lines have moved.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    _forget(folder, changed(folder, sources))
     rules = folder / "rules"
     included = "".join(f"\n    {ROOT / source}/*" for source in sources)
     rules.write_text(
@@ -53,16 +57,30 @@ def digests(sources: Sequence[str]) -> dict[str, str]:
     return {str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+def changed(folder: Path, sources: Sequence[str]) -> list[str]:
+    """The files that are not as they were recorded."""
+    kept = folder / "digests.json"
+    then = json.loads(kept.read_text()) if kept.exists() else {}
+    return [path for path, digest in digests(sources).items() if then.get(path) != digest]
+
+
+def _forget(folder: Path, paths: Sequence[str]) -> None:
+    if paths and (folder / "data").exists():
+        data = coverage.CoverageData(str(folder / "data"))
+        data.read()
+        data.purge_files([str(ROOT / path) for path in paths])
+
+
 class Reach:
     """A recording, read. Raises ValueError where a source file has changed since."""
 
     def __init__(self, folder: Path, sources: Sequence[str]):
         if not (folder / "digests.json").exists():
             raise ValueError(f"{folder} holds no recording")
-        self.digests: dict[str, str] = json.loads((folder / "digests.json").read_text())
-        changed = [path for path, digest in digests(sources).items() if self.digests.get(path) != digest]
-        if changed:
-            raise ValueError(f"{folder} was recorded before {changed[0]} changed")
+        moved = changed(folder, sources)
+        if moved:
+            raise ValueError(f"{folder} was recorded before {moved[0]} changed")
+        self.digests = digests(sources)
         self._data = coverage.CoverageData(str(folder / "data"))
         self._data.read()
         self._seconds: dict[str, float] = {}
