@@ -81,8 +81,7 @@ class Reach:
         if moved:
             raise ValueError(f"{folder} was recorded before {moved[0]} changed")
         self.digests = digests(sources)
-        self._data = coverage.CoverageData(str(folder / "data"))
-        self._data.read()
+        self._file = folder / "data"
         self._seconds: dict[str, float] = {}
         for file in sorted(folder.glob("seconds-*.jsonl")):
             for line in file.read_text().splitlines():
@@ -90,13 +89,19 @@ class Reach:
 
     def tests(self, path: str, lines: range) -> dict[str, float]:
         """Seconds of each test that has passed and runs one of the lines; the lines that run at import have none."""
-        contexts = self._data.contexts_by_lineno(str(ROOT / path))
+        contexts = self._data().contexts_by_lineno(str(ROOT / path))
         reached = {test for line in lines for test in contexts.get(line, [])}
         return {test: self._seconds[test] for test in sorted(reached) if test in self._seconds}
 
     def lines(self, path: str) -> set[int]:
         """The lines of a file that have run, by any test or at import."""
-        return set(self._data.lines(str(ROOT / path)) or ())
+        return set(self._data().lines(str(ROOT / path)) or ())
+
+    def _data(self) -> coverage.CoverageData:
+        """Opened anew: a forked process would look for a file of its own, and find nothing."""
+        data = coverage.CoverageData(str(self._file))
+        data.read()
+        return data
 
 
 # ----------------------------------------------------------------------------------------- a plugin of pytest
