@@ -47,7 +47,14 @@ class NodeProcesses:
         return found
 
     def _workers(self) -> dict[int, Identity]:
-        return {rank: one for one in self._everything()[1:] if (rank := _rank_of(one.pid)) is not None}
+        """By rank. What a worker starts has its name or its variables too (compilers, loaders of data): the eldest is
+        the worker."""
+        workers: dict[int, Identity] = {}
+        for process in sorted(self._everything()[1:], key=lambda process: process.started):
+            rank = _rank_of(process.pid)
+            if rank is not None:
+                workers.setdefault(rank, process)
+        return workers
 
     # ---------------------------------------------------------------------------------- faults
 
@@ -193,7 +200,7 @@ def fill(folder: Path) -> Callable[[], None]:
 
 
 def _rank_of(pid: int) -> int | None:
-    """The rank that a process is: by its name where it was forked, else by its environment; children have no rank."""
+    """The rank that a process says it is: by its name where it was forked, else by its environment."""
     with contextlib.suppress(OSError, ValueError):
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         if name.startswith(_RANK_NAME):

@@ -33,7 +33,7 @@ class Live(Frozen):
     loss: float | None = None
     grad_norm: float | None = None
     lr: float | None = None
-    step_s: float | None = None  # median of the last steps
+    step_s: float | None = None  # median of the last steps, as mfu and hfu are
     phase_s: dict[str, float] = {}
     tokens_per_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
@@ -53,7 +53,7 @@ def read_live(folder: RunFolder, state: RunState, now: float) -> Live:
     last = max((line.step for line in lines), default=None)
     recent = {line.step: line for line in lines if line.rank == min(x.rank for x in lines)}
     window = [recent[step] for step in sorted(recent)[-_SMOOTH_STEPS:]]
-    step_s = statistics.median(line.step_s for line in window) if window else None
+    step_s = _median(window, "step_s")
     speed = window[-1].tokens / step_s if step_s else None
     say = [event for event in events if event.epoch == state.epoch]
     return Live(
@@ -66,13 +66,19 @@ def read_live(folder: RunFolder, state: RunState, now: float) -> Live:
         phase_s=window[-1].phase_s if window else {},
         tokens_per_s=speed,
         tokens_per_s_per_gpu=speed / world if speed and isinstance(world, int) else None,
-        mfu=_last(lines, "mfu"),
-        hfu=_last(lines, "hfu"),
+        mfu=_median(window, "mfu"),
+        hfu=_median(window, "hfu"),
         left_s=step_s * max(0, steps - last) if step_s and last is not None and isinstance(steps, int) else None,
         saved=_saved(events, now),
         doing=_doing(max(say, key=lambda event: event.at)) if say and last is None else None,
         nodes={node: _node(found, now) for node, found in nodes.items()},
     )
+
+
+def _median(window: list[StepLine], name: str) -> float | None:
+    """Of the steps that tell it: one alone may be twice as fast, since a GPU's steps run ahead of those that wait."""
+    known = [value for line in window if (value := getattr(line, name)) is not None]
+    return statistics.median(known) if known else None
 
 
 def _last(lines: list[StepLine], name: str) -> float | None:

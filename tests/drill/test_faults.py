@@ -1,11 +1,15 @@
-"""Which fault hits whom, and what a run cannot spare: pure."""
+"""Which fault hits whom, and what a run cannot spare."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,9 +27,13 @@ from orchestrator.drill.faults import (
     restarts_left,
     victim,
 )
+from orchestrator.drill.node_faults import NodeProcesses
 from orchestrator.drill.trial import Trial, measure, score
 from orchestrator.errors import OrchError
 from orchestrator.observe.timeline import Event, Step
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.processes import descendants, identity, is_alive
+from tests.patience import PATIENCE_S
 
 nodes = st.dictionaries(st.sampled_from("abcdefgh"), st.lists(st.integers(0, 30), max_size=3), max_size=6)
 
@@ -140,3 +148,32 @@ def on_a_small_disk(folder: Path) -> int:
     (disk / "save").write_bytes(b"x" * 500_000)
     left = sorted(path.name for path in disk.iterdir())
     return 0 if left == ["before", "save"] and node_faults.is_small_disk(disk, folder) else 4
+
+
+#: An agent with a worker, and that worker with what may run below it: an instance of itself, and a program.
+WORKER = """
+import os, subprocess, sys, time
+if os.fork() == 0:
+    open("/proc/self/comm", "w").write("orch-rank-3")
+    if os.fork() == 0:
+        time.sleep(600)
+    below = subprocess.Popen(["sleep", "600"], env=os.environ | {"RANK": "3", "ORCH_EPOCH": "0"})
+    print(os.getpid(), flush=True)
+    below.wait()
+os.wait()
+"""
+
+
+@pytest.mark.process
+def test_a_worker_is_hit_and_not_what_it_has_started(tmp_path):
+    agent = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        worker = identity(int(agent.stdout.readline()))
+        below = [identity(pid) for pid in descendants(worker.pid)]
+        assert len(below) == 2
+        NodeProcesses(RunFolder(tmp_path), identity(agent.pid)).inject("kill_worker", 3, 0.0, 0.0)
+        assert agent.wait(PATIENCE_S) == 0, "the worker was not the one"
+        assert not is_alive(worker) and all(map(is_alive, below))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)

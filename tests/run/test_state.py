@@ -83,7 +83,7 @@ def test_the_truth_about_a_run_that_nobody_keeps(folder):
 
 def test_live_numbers_are_of_this_epoch_and_of_the_last_steps(folder):
     old = [{"rank": 0, "epoch": 0, "step": step, "loss": 9.0} for step in range(1, 9)]
-    new = [{"rank": 0, "epoch": 1, "step": step, "loss": 3.0 - step / 10, "mfu": 0.5} for step in (4, 5)]
+    new = [{"rank": 0, "epoch": 1, "step": step, "loss": 3.0 - step / 10, "mfu": step / 10} for step in (4, 5)]
     memory = [{"rank": rank, "epoch": 1, "step": 5, "memory_bytes": {"total": 100 + rank}} for rank in (2, 3)]
     write_steps(folder, "node0", *old, *new)
     write_steps(folder, "node1", *memory)
@@ -91,7 +91,7 @@ def test_live_numbers_are_of_this_epoch_and_of_the_last_steps(folder):
     event = {"kind": "event", "rank": 0, "epoch": 0, "name": "checkpoint_saved", "step": 3, "at": 90.0}
     folder.events("node0").write_text(json.dumps(event) + "\nnoise\n")
     live = read_live(folder, state(), now=110.0)
-    assert (live.step, live.steps, live.loss, live.mfu) == (5, 10, 2.5, 0.5)
+    assert (live.step, live.steps, live.loss, live.mfu) == (5, 10, 2.5, 0.45)
     assert (live.tokens_per_s, live.tokens_per_s_per_gpu) == (2000.0, 500.0)
     assert live.left_s == pytest.approx(1.0)
     assert (live.saved.step, live.saved.age_s) == (3, 20.0)
