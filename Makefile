@@ -44,11 +44,13 @@ SEED ?= 1
 mutations: .venv/.ready
 	$(PY) -m tests.mutations.run --record --count $(COUNT) --seed $(SEED) --out docs/mutations.md
 
-# On a machine with a GPU: three steps of every technique beside float64 on the host, then a 1B model beside plain torch,
-# five minutes in all. On an image that brings its own torch: make gpu-check PY=python3.
+# On a machine with a GPU: three steps of every technique beside float64 on the host, a 1B model beside plain torch, and a
+# run that is killed twice, cancelled and resumed; six minutes in all. On an image that brings its own torch: make gpu-check
+# PY=python3.
 gpu-check: $(if $(filter .venv/bin/python,$(PY)),.venv/.ready)
 	$(PY) -m benchmarks.gpu_parity
 	$(PY) -m benchmarks.gpu_single
+	$(PY) -m benchmarks.gpu_run
 
 # The score in docs/accuracy.md, by a table of measured runs: some minutes, most of them for the terms.
 accuracy: .venv/.ready

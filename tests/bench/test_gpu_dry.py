@@ -73,6 +73,15 @@ def test_a_dry_run_executes_every_line(what, files, tmp_path):
         assert rows["ZeRO-3"]["loop"]["loss"] == pytest.approx(rows["ZeRO-3"]["ours"]["loss"], rel=0.1)
 
 
+@pytest.mark.full
+def test_a_run_that_is_broken_dry_goes_on():
+    """Its pieces are tested by those of `orch drill`; the numbers of a card need the whole program to run."""
+    words = [sys.executable, "-m", "benchmarks.gpu_run", "--dry", "--steps", "600"]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.endswith("each sample once, and all faults got over\n")
+
+
 def in_titan(line):
     number = int(line.partition(":")[2].partition(" ")[0])
     text = (ROOT / "benchmarks/gpu_node/rivals.py").read_text().splitlines()
