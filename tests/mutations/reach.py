@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,20 @@ def _forget(folder: Path, paths: Sequence[str]) -> None:
         data.purge_files([str(ROOT / path) for path in paths])
 
 
-class Reach:
-    """A recording, read. Raises ValueError where a source file has changed since."""
+def collected(tests: Sequence[str]) -> set[str]:
+    """The names of the quick tests that there are now: what was recorded may have another name since."""
+    words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only", "-p", "no:xdist", "-m", _QUICK]
+    done = subprocess.run([*words, *tests], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return {line for line in done.stdout.splitlines() if "::" in line}
 
-    def __init__(self, folder: Path, sources: Sequence[str]):
+
+class Reach:
+    """A recording, read. Raises ValueError where a source file has changed since.
+
+    Only the tests of `names` are asked for.
+    """
+
+    def __init__(self, folder: Path, sources: Sequence[str], names: Collection[str]):
         if not (folder / "digests.json").exists():
             raise ValueError(f"{folder} holds no recording")
         moved = changed(folder, sources)
@@ -85,7 +95,7 @@ class Reach:
         self._seconds: dict[str, float] = {}
         for file in sorted(folder.glob("seconds-*.jsonl")):
             for line in file.read_text().splitlines():
-                self._seconds.update(json.loads(line))
+                self._seconds.update((test, took) for test, took in json.loads(line).items() if test in names)
 
     def tests(self, path: str, lines: range) -> dict[str, float]:
         """Seconds of each test that has passed and runs one of the lines; the lines that run at import have none."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from .judge import BY_TEST, LIVES, UNCOUNTED, UNSEEN, Judge, Result
 from .lived import REASONS
-from .reach import ROOT, Reach, record
+from .reach import ROOT, Reach, collected, record
 from .sites import Site, sites
 
 BUILD = ROOT / "build" / "mutations"
@@ -37,7 +37,9 @@ class Subject(NamedTuple):
 
 
 SUBJECTS = {
-    "trainer": Subject(("trainer",), ("tests/trainer", "tests/house", "tests/independent", "tests/verify")),
+    "trainer": Subject(
+        ("trainer",), tuple(f"tests/{room}" for room in ("trainer", "bench", "house", "independent", "verify"))
+    ),
     "orchestrator": Subject(
         ("orchestrator/agent", "orchestrator/plan", "orchestrator/backends"),
         tuple(f"tests/{room}" for room in ("agent", "backends", "cli", "config", "golden", "planner", "run", "verify")),
@@ -218,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.record is not None or not (folder / "digests.json").exists():
             record(folder, subject.sources, args.record or subject.tests, args.workers)
         try:
-            reach = Reach(folder, subject.sources)
+            reach = Reach(folder, subject.sources, collected(subject.tests))
         except ValueError as error:
             print(f"{error}: run it with --record", file=sys.stderr)
             return 2
