@@ -103,6 +103,11 @@ class Reach:
         reached = {test for line in lines for test in contexts.get(line, [])}
         return {test: self._seconds[test] for test in sorted(reached) if test in self._seconds}
 
+    def beside(self, tests: Collection[str]) -> dict[str, float]:
+        """Seconds of all tests of the files of these."""
+        files = {test.partition("::")[0] for test in tests}
+        return {test: took for test, took in sorted(self._seconds.items()) if test.partition("::")[0] in files}
+
     def lines(self, path: str) -> set[int]:
         """The lines of a file that have run, by any test or at import."""
         return set(self._data().lines(str(ROOT / path)) or ())

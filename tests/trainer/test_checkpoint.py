@@ -67,6 +67,7 @@ def test_own_writer_makes_what_the_library_reads(tmp_path_factory, sizes, dtype)
     tensors = {f"näme {i}": (torch.arange(size) * 3).to(dtype) for i, size in enumerate(sizes)}
     size, digest = write_tensors(path, tensors)
     assert (size, digest) == (path.stat().st_size, sha256(path))
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0, "tensors begin where they can be mapped"
     read = load_file(path)
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[key], tensors[key]) and read[key].dtype == dtype for key in tensors)

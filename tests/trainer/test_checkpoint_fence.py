@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.plan import Exit
+from tests.beds.plans import make_plan
 from tests.trainer.states import equal, opened, resume, saved, state
+from tests.trainer.workers import worker_env
 from trainer.checkpoint import fence
 from trainer.checkpoint import save as save_module
 from trainer.checkpoint.format import step_name
@@ -108,8 +110,10 @@ def test_of_two_epochs_that_both_live_one_writes(tmp_path):
 def test_a_newer_claim_on_the_run_ends_the_rights_of_an_epoch(tmp_path):
     """The coordinator has moved, and nobody of its new epoch has been at the checkpoints yet."""
     claims = tmp_path / "claims"
+    env = worker_env(make_plan(), 0, run_dir=str(tmp_path), run_id="run", epoch=3)
+    assert fence.Fence.of(env) == fence.Fence("run", 3), "no epochs are claimed where a run has one size"
     claims.mkdir()
-    token = fence.Fence("run", 3, str(claims))
+    token = fence.Fence.of(env)
     fence.claim(tmp_path / "checkpoints", token)
     for name in ("2", "3", ".4.tmp"):
         (claims / name).touch()

@@ -102,6 +102,8 @@ def test_actions_are_those_of_the_schedule_in_its_order(run):
         found = [(e["name"], e["args"]["stage"], e["args"]["micro_batch"]) for e in spans(events, 0)]
         program = [(a.kind.name, a.stage, a.micro_batch) for a in schedule.orders[plan.ranks[rank].coord.pp]]
         assert found == 2 * program and Kind.F.name == program[0][0]
+        assert [event["name"] for event in spans(events, 2)] == ["step 1", "step 2"]
+        assert spans(events, 2)[0]["ts"] == 0, "a file's time begins with its first step"
 
 
 @pytest.mark.process
