@@ -249,14 +249,14 @@ def _(patch):
     patch.setattr(init, "std", lambda name, model: (2.0 / (5.0 * model.hidden)) ** 0.5)
 
 
-@mutation("attention's scores are rounded before the softmax", "rounding", "bf16")
+@mutation("attention's weights are rounded and summed one by one before they are divided", "rounding", "bf16")
 def _(patch):
     def rounded(self, q, k, v, serial, documents):
         mask = self._mask(torch.zeros(q.shape[:2], dtype=torch.int64) if documents is None else documents.numbers)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
-        return (scores.exp() / scores.exp().sum(-1, keepdim=True) @ v).transpose(1, 2)
+        weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).exp()
+        return (weights / sum(weights.split(1, dim=-1)) @ v).transpose(1, 2)
 
     patch.setattr(attention.SDPA, "__call__", rounded)
 
