@@ -33,18 +33,24 @@ class RoutingJudge:
     def choices(self, before: State, made: Choices, exact: Pass, rounded: Pass, where: str) -> None:
         """Each choice is the best one by the exact scores, but for rounding; its logits and weights are exact but for
         rounding, and wide numbers."""
+        of_logits = noise_of(exact.logits, rounded.logits)
+        of_weights = noise_of(exact.weights, rounded.weights)
         for layer, chosen in made.experts.items():
             at, bias = f"{where}, layer {layer}", self._bias(before, layer)
             values, near = exact.scores[layer] + bias, rounded.scores[layer].double() + bias
             room = max(float((near - values).abs().max()), self.floor * float(values.abs().max()))
             needed = needed_rounding(values.flatten(0, 1), chosen.flatten(0, 1), self.moe).max()
             self.findings.measure("choice", float(needed), ALLOWED_CHOICE * room, at)
-            self._numbers("logits", made.logits[layer], exact.logits[layer], rounded.logits[layer], at)
-            self._numbers("weights", made.weights[layer], exact.weights[layer], rounded.weights[layer], at)
+            self._numbers("logits", made.logits[layer], exact.logits[layer], rounded.logits[layer], of_logits, at)
+            self._numbers("weights", made.weights[layer], exact.weights[layer], rounded.weights[layer], of_weights, at)
 
-    def _numbers(self, what: str, found: Tensor, exact: Tensor, rounded: Tensor, where: str) -> None:
+    def _numbers(
+        self, what: str, found: Tensor, exact: Tensor, rounded: Tensor, noise_of_layers: float, where: str
+    ) -> None:
+        """`noise_of_layers`: what rounding does to them in all layers; one layer's may be small by luck."""
         size = float(exact.norm())
         error, noise = (float((one.double() - exact).norm()) / size for one in (found, rounded))
+        noise = max(noise, noise_of_layers)
         allowed = ALLOWED if self.precision == self.wide else ALLOWED_KIND
         self.findings.measure(f"choice {what}", error, max(allowed * noise, self.floor), where)
         self.findings.expect(found.dtype == self.wide, f"{where}: {what} of choices are {found.dtype}")
@@ -121,3 +127,9 @@ class RoutingJudge:
         share = scores / scores.sum(-1, keepdim=True)
         entropy = torch.special.entr(share).sum(-1).flatten()
         return entropy / (len(entropy) * math.log(experts))
+
+
+def noise_of(exact: dict[int, Tensor], rounded: dict[int, Tensor]) -> float:
+    """How far numbers of all layers are off together, over their size."""
+    error = sum(float((rounded[layer].double() - one).square().sum()) for layer, one in exact.items())
+    return math.sqrt(error / max(sum(float(one.square().sum()) for one in exact.values()), 1e-300))
