@@ -134,9 +134,12 @@ def _steady(lead: list[StepLine]) -> list[StepLine]:
 
 
 def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, Any]]:
-    """By category: the planned worst rank against the worst rank that was seen."""
-    names = ("params", "grads", "optimizer", "activations", "buffers", "total")
-    planned = {} if plan.program else {name: getattr(plan.memory, name) for name in names}
+    """By category: the planned worst rank against the worst rank that was seen.
+
+    Workers measure what tensors take. What the device's own software takes is planned among the
+    buffers: here it has a row of its own, without a measurement, and is no part of the total.
+    """
+    planned = {} if plan.program else _planned_tensors(plan)
     seen: dict[str, int] = {}
     for line in lines:
         for category, size in line.memory_bytes.items():
@@ -145,8 +148,23 @@ def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, Any]]:
         name: {"planned": planned.get(name), "measured": seen.get(name)} for name in {**planned, **seen}
     }
     if not plan.program:
-        found["total"] |= _against(plan.memory.total, plan.memory.sd, seen.get("total"))
+        found["total"] |= _against(planned["total"], plan.memory.sd, seen.get("total"))
+        context = plan.memory.total - planned["total"]
+        if context:
+            found["device context"] = {"planned": context, "measured": None}
     return found
+
+
+def _planned_tensors(plan: Plan) -> dict[str, int]:
+    """Bytes by category, less the device's context."""
+    from orchestrator.planner.memory.recipe import CONTEXT_BYTES  # agents write reports, and start without a planner
+
+    names = ("params", "grads", "optimizer", "activations", "buffers", "total")
+    planned = {name: getattr(plan.memory, name) for name in names}
+    context = min(CONTEXT_BYTES[plan.cluster.device], plan.memory.buffers)
+    planned["buffers"] -= context
+    planned["total"] -= context
+    return planned
 
 
 def _against(planned: float, sd: float, measured: float | None) -> dict[str, Any]:

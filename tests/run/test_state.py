@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from orchestrator.errors import OrchError
 from orchestrator.observe.live import read_live
@@ -157,6 +158,16 @@ def test_a_replayed_step_counts_once_in_the_report(folder):
     assert report["comm_bytes_per_step"]["dp"]["measured"] == 5
     assert report["wall_s"] == 2.5
     msgspec.json.encode(report)
+
+
+def test_tensors_are_compared_with_tensors(folder):
+    """A GPU's context is planned, and nothing that a worker measures."""
+    memory = structs.replace(PLAN.memory, buffers=3 << 30, total=5 << 30)
+    plan = structs.replace(PLAN, cluster=structs.replace(PLAN.cluster, device="cuda"), memory=memory)
+    write_steps(folder, "node0", {"rank": 0, "epoch": 1, "step": 1, "memory_bytes": {"total": 3 << 30}})
+    found = make_report(plan, state(), read_steps(folder, plan.cluster.node_names))["memory"]
+    assert found["total"]["planned"] == found["total"]["measured"] == 3 << 30
+    assert (found["buffers"]["planned"], found["device context"]["planned"]) == (1 << 30, 2 << 30)
 
 
 def test_a_report_of_a_run_that_never_stepped():
