@@ -37,7 +37,9 @@ def record(folder: Path, sources: Sequence[str], tests: Sequence[str], workers: 
         f"[run]\nparallel = true\npatch =\n    _exit\n    fork\ndata_file = {folder / 'data'}\n"
         f"context = ${{{_TEST}-}}\ninclude ={included}\n"
     )
-    environment = os.environ | {
+    # A run of the tests in which this is one would hand down that it is a worker of xdist.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = inherited | {
         "COVERAGE_PROCESS_START": str(rules),
         "OMP_NUM_THREADS": "1",
         _FOLDER: str(folder),
