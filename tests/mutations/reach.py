@@ -140,14 +140,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     return result
 
 
-def pytest_sessionfinish() -> None:
-    """A worker of xdist ends without handlers of exit."""
-    recorder = coverage.Coverage.current()
-    if recorder is not None:
-        recorder.stop()
-        recorder.save()
-
-
 _seconds: dict[str, float] = {}
 
 
