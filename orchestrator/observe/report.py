@@ -157,11 +157,11 @@ def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, Any]]:
 
 def _planned_tensors(plan: Plan) -> dict[str, int]:
     """Bytes by category, less the device's context."""
-    from orchestrator.planner.memory.recipe import CONTEXT_BYTES  # agents write reports, and start without a planner
+    from orchestrator.planner.memory.rank_memory import context_bytes  # agents write reports and start without it
 
     names = ("params", "grads", "optimizer", "activations", "buffers", "total")
     planned = {name: getattr(plan.memory, name) for name in names}
-    context = min(CONTEXT_BYTES[plan.cluster.device], plan.memory.buffers)
+    context = context_bytes(plan.memory, plan.cluster.device)
     planned["buffers"] -= context
     planned["total"] -= context
     return planned

@@ -25,8 +25,8 @@ from orchestrator.plan.schedules import TABLE, illegal
 from orchestrator.plan.twin import RankRun, Transfer
 from orchestrator.planner.cost.software import SOFTWARE
 from orchestrator.planner.cost.traffic import step_traffic
-from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
-from orchestrator.planner.memory.recipe import CONTEXT_BYTES, recipe_of
+from orchestrator.planner.memory.rank_memory import context_bytes, memory_by_pp_rank
+from orchestrator.planner.memory.recipe import recipe_of
 from orchestrator.planner.model.layers import dense_and_moe
 from orchestrator.planner.model.stages import held_layers, rank_stages
 
@@ -127,8 +127,7 @@ def compare(plan: Plan, found: RankRun) -> list[Compared]:
 
 def _memory(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
     account = _accounts(plan)[pp_rank]
-    context = CONTEXT_BYTES[plan.cluster.device]  # of the device's own library: nothing that a twin has
-    total = account.total - context
+    total = account.total - context_bytes(account, plan.cluster.device)  # a twin has tensors alone
     for name in STATES:
         planned = getattr(account, name)
         enough = max(planned, found.memory[name]) > SMALL * total

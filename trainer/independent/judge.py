@@ -253,8 +253,8 @@ class RunJudge:
             self.findings.measure("gradient", error, bound, f"{where}, {name}")
             self._add_kind(kinds, name, float((found[name] - wanted).norm()), float(wanted.norm()))
             square, unsure = square + float(found[name].square().sum()), unsure + blur**2
-        for kind, (error, noise, size) in kinds.items():
-            bound = ALLOWED_KIND * math.sqrt(noise / size)
+        for kind, (error, size) in kinds.items():
+            bound = ALLOWED_KIND * self.kind_noise[kind]
             self.findings.measure("rounding", math.sqrt(error / size), bound, f"{where}, {kind}")
         total = math.sqrt(sum(float(one.square().sum()) for one in exact.values()))
         noise = math.sqrt(sum((self.noise[name] * float(one.norm())) ** 2 for name, one in exact.items())) / total
@@ -265,12 +265,12 @@ class RunJudge:
         self._grid(found, where)
 
     def _add_kind(self, kinds: dict[str, list[float]], name: str, error: float, size: float) -> None:
-        """Squares of error, measured rounding and size over all layers' matrices of a kind, in a narrow precision."""
+        """Squares of error and size over all layers' matrices of a kind, in a narrow precision."""
         if self.precision == self.wide or not optimizer.decays(shapes(self.model)[name]):
             return
-        of_kind = kinds.setdefault(kind_of(name), [0.0, 0.0, 0.0])
-        for at, value in enumerate((error, self.noise[name] * size, size)):
-            of_kind[at] += value**2
+        of_kind = kinds.setdefault(kind_of(name), [0.0, 0.0])
+        of_kind[0] += error**2
+        of_kind[1] += size**2
 
     def _grid(self, found: Tensors, where: str) -> None:
         """A gradient summed in fp32 from several narrow ones is not a narrow number itself, but for a few elements."""

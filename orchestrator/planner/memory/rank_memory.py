@@ -193,11 +193,15 @@ def memory_by_pp_rank(
     return result
 
 
+def context_bytes(memory: Memory, device: str) -> int:
+    """What an account of this project's trainer holds for the device's own software, among the buffers: no tensors."""
+    return min(CONTEXT_BYTES[device], memory.buffers)
+
+
 def as_measured(memory: Memory, kind: Kind, recipe: Recipe) -> float:
     """Bytes that a measurement of this kind shows of what the account holds."""
-    if recipe.context is None:  # this project's trainer: the context is among the buffers
-        context = min(CONTEXT_BYTES["cuda"], memory.buffers)
-        return float(memory.total if kind == "process" else memory.total - context)
+    if recipe.context is None:  # this project's trainer
+        return float(memory.total if kind == "process" else memory.total - context_bytes(memory, "cuda"))
     tensors = recipe.tensor_bytes(memory.total)
     allocated = tensors + recipe.workspace
     return {
