@@ -17,6 +17,7 @@ from orchestrator.plan.exits import Exit
 from .hostlist import natural_key
 
 Kind = Literal["tree", "block", "flat"]
+SHARED, MIG = "shared GPUs", "MIG slices"  # reasons: what a node advertises are not whole GPUs
 MAX_DEPTH = 64  # switches above one another; no network is that deep
 
 

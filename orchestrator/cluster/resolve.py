@@ -18,6 +18,7 @@ from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster
 
 from .build import build_cluster
+from .model import MIG, SHARED
 
 if TYPE_CHECKING:
     from .measured import Record
@@ -93,7 +94,7 @@ def _unfit(spec: ClusterSpec, machine: Machine | None, bad: bool) -> str | None:
     if machine is None:
         return None
     if not machine.free:
-        return "out of service"
+        return f"with {machine.reason}" if machine.reason in (SHARED, MIG) else "out of service"
     fewer = machine.gpus and machine.gpus < spec.gpus_per_node
     other = machine.gpu and spec.gpu.name.split("-")[0].lower() not in machine.gpu.lower()
     return f"with {machine.gpus or 'some'} {machine.gpu or 'GPUs'}" if fewer or other else None

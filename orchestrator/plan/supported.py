@@ -120,6 +120,8 @@ def _gpus(case: Case) -> str | None:
         return None
     shape = f"{len(case.cluster.node_names)} nodes x {case.cluster.gpus_per_node} GPUs = {case.gpus}"
     shape += next((f", of which groups of {parts[most]} use {most}" for most in parts if most < case.gpus), "")
+    kinds = ", ".join(f"{count} {kind}" for kind, count in case.cluster.left_out.items())
+    shape += f" (left out: {kinds})" if kinds else ""
     return f"tp{case.tp} x pp{case.pp} x dp{case.dp} x cp{case.cp} x ep{case.ep} = {case.ranks} ranks on {shape}"
 
 

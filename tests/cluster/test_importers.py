@@ -16,7 +16,7 @@ from orchestrator.cluster.export import export, slurm_block, slurm_conf, slurm_y
 from orchestrator.cluster.importers.infiniband import parse_ibnetdiscover
 from orchestrator.cluster.importers.kubernetes import parse_nodes, profile_of, profiles
 from orchestrator.cluster.importers.slurm import parse_topology
-from orchestrator.cluster.model import Machine, Tier, Topology
+from orchestrator.cluster.model import MIG, SHARED, Machine, Tier, Topology
 from orchestrator.cluster.read import merge, parse, recognise
 from orchestrator.errors import OrchError
 
@@ -118,6 +118,35 @@ def test_other_makers_gpus_count():
     amd = {"status": {"allocatable": {"amd.com/gpu": "8"}}, "spec": {"taints": taints}}
     found = parse_nodes(samples.kubernetes({"n0": {}, "n1": {}}, n0=amd, n1={"status": {"allocatable": {}}}))
     assert (found.machines["n0"].gpus, found.free) == (8, ["n0"])
+
+
+A100 = {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB", "nvidia.com/gpu.count": "8"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "amounts", "cards", "why"),
+    [
+        ({"nvidia.com/gpu.replicas": "1"}, {}, 8, ""),
+        ({"nvidia.com/gpu.sharing-strategy": "none", "nvidia.com/gpu.replicas": "0"}, {}, 8, ""),
+        ({"nvidia.com/mig.strategy": "single", "nvidia.com/mig.capable": "true"}, {}, 8, ""),
+        ({"nvidia.com/gpu.count": "7"}, {"nvidia.com/gpu": "7"}, 7, ""),
+        ({"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB-SHARED"}, {"nvidia.com/gpu": "32"}, 8, SHARED),
+        ({"nvidia.com/gpu.replicas": "12", "nvidia.com/gpu.count": "1"}, {"nvidia.com/gpu": "12"}, 1, SHARED),
+        ({"nvidia.com/gpu.sharing-strategy": "mps"}, {}, 8, SHARED),
+        ({"nvidia.com/gpu.count": "2"}, {}, 2, SHARED),  # the count alone
+        ({"nvidia.com/gpu.replicas": "4"}, {"nvidia.com/gpu": "0", "nvidia.com/gpu.shared": "32"}, 0, SHARED),
+        ({}, {"nvidia.com/gpu": "0", "nvidia.com/gpu.shared": "16"}, 0, SHARED),
+        ({"cloud.google.com/gke-max-shared-clients-per-gpu": "2"}, {"nvidia.com/gpu": "16"}, 8, SHARED),
+        ({"cloud.google.com/gke-gpu-partition-size": "3g.40gb"}, {}, 8, MIG),
+        ({"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB-MIG-1g.10gb-SHARED"}, {}, 8, MIG),
+        ({"nvidia.com/gpu.product": "cards-of-ours", "nvidia.com/gpu.slices.gi": "1"}, {}, 8, MIG),
+    ],
+)
+def test_what_a_plugin_advertises_is_not_what_the_cards_are(labels, amounts, cards, why):
+    status = {"status": {"allocatable": {"nvidia.com/gpu": "8"} | amounts}}
+    found = parse_nodes(samples.kubernetes({"a": A100 | labels, "b": A100}, a=status))
+    assert (found.machines["a"].gpus, found.machines["a"].reason) == (cards, why)
+    assert found.free == (["b"] if why else ["a", "b"])
 
 
 def test_nvlink_racks_and_slinky():

@@ -23,6 +23,8 @@ from orchestrator.run.bad_nodes import BadNode, NodeMemory
 from orchestrator.submit import cluster as edge
 from tests.planner import configs, shapes
 
+from . import samples
+
 NODES = tuple(f"n{i}" for i in range(6))
 LIVE = Topology(
     "tree",
@@ -47,6 +49,23 @@ def test_imported_nodes_without_the_gpus_are_left_out(tmp_path):
     file.write_text("\n".join([lines[1], "NodeName=n8 State=IDLE Gres=gpu:h100:4 CPUTot=1"]))
     with pytest.raises(OrchError, match=r"none is free with 8 H100.* there are: 1 with 4 h100, 1 with 8 a100"):
         resolve(spec)
+
+
+def test_shared_gpus_are_no_gpus_of_a_plan(tmp_path, capsys):
+    file, product = tmp_path / "nodes.json", {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    labels = {f"whole-{i}": product | {"nvidia.com/gpu.count": "8"} for i in range(2)}
+    labels |= {"sliced": product | {"nvidia.com/gpu.replicas": "4", "nvidia.com/gpu.count": "2"}}
+    labels |= {"cut": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-MIG-1g.10gb"}}
+    file.write_text(samples.kubernetes(labels))
+    found = resolve(configs.cluster(4, 8, topology_file=str(file)))
+    assert found.node_names == ["whole-0", "whole-1"]
+    assert found.left_out == {"with MIG slices": 1, "with shared GPUs": 1}
+    assert main(["topology", "show", str(file)]) == Exit.DONE
+    told = capsys.readouterr().out
+    assert "2 out of service (1 with shared GPUs, 1 with MIG slices)" in told and "2/8 GPUs a node" in told
+    job = ["cluster=h100x64", f"cluster.topology_file={file}", "model=llama3_8b", "train.global_batch_samples=1020"]
+    assert main(["plan", *job, "parallel=tp8_zero1", "parallel.dp=3"]) == Exit.CONFIG
+    assert "2 nodes x 8 GPUs = 16 (left out: 1 with MIG slices, 1 with shared GPUs)" in capsys.readouterr().err
 
 
 def test_bad_nodes_are_left_out_of_a_running_cluster():

@@ -101,6 +101,19 @@ def test_what_the_scheduler_will_check(options, gpu, changes, why):
     assert why in found and bool(why) == bool(found)
 
 
+def test_nodes_with_shared_gpus_are_not_given_and_the_refusal_says_so():
+    sharing = [{"nvidia.com/gpu.replicas": "4"}, {"nvidia.com/gpu.sharing-strategy": "mps"}]
+    sharing += [{"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED"}, {"nvidia.com/gpu.count": "1"}]
+    nodes = [node(f"n{i}", labels) for i, labels in enumerate(sharing)] + [node(f"n{i}") for i in (4, 5)]
+    assert reserve(Api(nodes), cuda(make_plan(tp=2, dp=2, nodes=2))).chosen.nodes == ("n4", "n5")
+    with refusal(r"2 of 6 nodes are free with 2 GPUs \(4 x shared GPUs\)", Exit.CAPACITY):
+        reserve(Api(nodes), cuda(make_plan(tp=2, dp=3, nodes=3)))
+    amounts = {"status": {"allocatable": ROOM | {"nvidia.com/gpu": "0", "nvidia.com/gpu.shared": "8"}}}
+    renamed = [node(f"n{i}", sharing[0], **amounts) for i in range(2)]
+    with refusal("2 x shared GPUs", Exit.CAPACITY):
+        reserve(Api(renamed), cuda(make_plan(tp=2, dp=2, nodes=2)), gpu_resource="nvidia.com/gpu.shared")
+
+
 def test_a_taint_that_is_tolerated_does_not_matter_and_one_of_another_value_does():
     taints = {"spec": {"taints": [{"key": "team", "value": "a", "effect": "NoSchedule"}]}}
     api, plan = Api([node(f"n{i}", **taints) for i in range(2)]), cuda(make_plan(tp=2, dp=2, nodes=2))

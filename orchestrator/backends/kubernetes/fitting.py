@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from orchestrator.cluster.importers.kubernetes import PRODUCT, Node, Taint
+from orchestrator.cluster.importers.kubernetes import PRODUCT, Node, Taint, why_not_whole
 from orchestrator.plan.document import Plan
 
 from .objects.node_affinity import HOST
@@ -34,13 +34,14 @@ class PodNeeds(Struct, frozen=True):
     requests: dict[str, float]
     tolerations: Sequence[Mapping[str, Any]]
     gpu: str  # the model, in small letters; "": any
+    cuda: bool = False  # of whole GPUs
 
 
 def pod_needs(plan: Plan, options: KubernetesOptions) -> PodNeeds:
     spec = pod_template("run", plan, options, 0, {}, {}, None, subdomain=False)["spec"]
     needs = {name: sum(map(quantity, amounts)) for name, amounts in requests(spec).items()}
     model = plan.cluster.gpu.name.split("-")[0].lower() if plan.cluster.device == "cuda" else ""
-    return PodNeeds(needs, spec["tolerations"], model)
+    return PodNeeds(needs, spec["tolerations"], model, plan.cluster.device == "cuda")
 
 
 def why_not(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> str:
@@ -51,6 +52,8 @@ def why_not(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> str:
     for taint in node.spec.taints:
         if taint.effect in ("NoSchedule", "NoExecute") and not any(_tolerates(t, taint) for t in needs.tolerations):
             return f"taint {taint.key}"
+    if needs.cuda and (parts := why_not_whole(node)):
+        return parts
     product = labels.get(PRODUCT, "")
     if needs.gpu and product and needs.gpu not in re.split(r"[^a-z0-9]+", product.lower()):
         return f"{product} instead of {needs.gpu}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,8 +77,13 @@ def _read(args: argparse.Namespace, path: Path) -> Topology:
 
 def summary(topology: Topology) -> str:
     """One line: nodes, who is out of service, tiers with their switches and sizes."""
+    from orchestrator.cluster.model import MIG, SHARED
+
     nodes, free = topology.nodes, topology.free
     parts = [f"{len(nodes)} nodes" + (f", {len(nodes) - len(free)} out of service" if len(free) < len(nodes) else "")]
+    reasons = Counter(machine.reason for machine in topology.machines.values() if not machine.free)
+    if counts := [f"{reasons[reason]} with {reason}" for reason in (SHARED, MIG) if reasons[reason]]:
+        parts[0] += f" ({', '.join(counts)})"
     for tier in topology.tiers:
         sizes = sorted({len(members) for members in tier.switches.values()})
         span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"

@@ -14,12 +14,23 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from orchestrator.cluster.model import Machine, Tier, Topology, bad, check, from_paths
+from orchestrator.cluster.model import MIG, SHARED, Machine, Tier, Topology, bad, check, from_paths
 from orchestrator.errors import did_you_mean
 
 WHERE = "Kubernetes nodes"
 GPU, NICS = "nvidia.com/gpu", ("rdma/ib", "rdma/hca_shared_devices_a", "nvidia.com/mlnxnics", "vpc.amazonaws.com/efa")
 PRODUCT = "nvidia.com/gpu.product"
+_COUNT = "nvidia.com/gpu.count"
+#: Labels that say how a GPU is shared -> values with which it is not.
+#: Sources: NVIDIA/k8s-device-plugin docs/gpu-feature-discovery ; GKE "Share GPUs with multiple workloads".
+_SHARING = {
+    "nvidia.com/gpu.replicas": ("0", "1"),
+    "nvidia.com/gpu.sharing-strategy": ("none",),
+    "cloud.google.com/gke-gpu-sharing-strategy": ("none",),
+    "cloud.google.com/gke-max-shared-clients-per-gpu": ("0", "1"),
+}
+#: Labels that only nodes carry whose GPUs are cut into MIG slices.
+_SLICING = ("nvidia.com/gpu.slices.gi", "nvidia.com/gpu.slices.ci", "cloud.google.com/gke-gpu-partition-size")
 
 
 class Profile(Struct, frozen=True, forbid_unknown_fields=True):
@@ -247,14 +258,36 @@ def _gpus(node: Node, gpu: str) -> int:
     return max((_count(amount) for name, amount in amounts.items() if name.endswith("/gpu")), default=0)
 
 
+def why_not_whole(node: Node) -> str:
+    """Why what the node advertises as GPUs are not whole ones; "" when they are, or nobody says otherwise.
+
+    Two ranks on one card end in NCCL's "duplicate GPU", or in half the speed and memory.
+    """
+    labels = node.metadata.labels
+    product = labels.get(PRODUCT, "").upper()
+    if "-MIG-" in product or any(labels.get(key) for key in _SLICING):
+        return MIG
+    shared = any(labels.get(key, "") not in ("", *whole) for key, whole in _SHARING.items())
+    shared = shared or any(name.endswith("/gpu.shared") and _count(n) for name, n in node.status.allocatable.items())
+    cards, advertised = _count(labels.get(_COUNT)), _count(node.status.allocatable.get(GPU))
+    return SHARED if shared or product.endswith("-SHARED") or 0 < cards < advertised else ""
+
+
+def _cards(node: Node, gpu: str) -> int:
+    """GPUs of a node as it advertises them, and no more than it has."""
+    advertised, cards = _gpus(node, gpu), _count(node.metadata.labels.get(_COUNT))
+    return min(advertised, cards) if cards and why_not_whole(node) else advertised
+
+
 def _machine(node: Node, gpu: str) -> Machine:
     spec, status = node.spec, node.status
     ready = next((c.status for c in status.conditions if c.type == "Ready"), "True")
     gpu_taints = {gpu} if gpu else {name for name in status.allocatable if name.endswith("/gpu")} | {GPU}
     taints = [t.key for t in spec.taints if t.effect in ("NoSchedule", "NoExecute") and t.key not in gpu_taints]
     reason = "cordoned" if spec.unschedulable else "" if ready == "True" else "not ready"
+    reason = reason or why_not_whole(node)
     return Machine(
-        gpus=_gpus(node, gpu),
+        gpus=_cards(node, gpu),
         gpu=node.metadata.labels.get(PRODUCT, ""),
         nics=max([_count(status.allocatable[name]) for name in NICS if name in status.allocatable], default=0),
         free=not reason and not taints,
