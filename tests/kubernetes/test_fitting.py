@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import reduce
 
 import msgspec
 import pytest
@@ -10,10 +12,11 @@ from msgspec import structs
 
 from orchestrator.backends.kubernetes.api.api_errors import api_error
 from orchestrator.backends.kubernetes.cluster_view import Reservation, reserve_nodes
-from orchestrator.backends.kubernetes.fitting import pod_needs, quantity, why_not
+from orchestrator.backends.kubernetes.fitting import pod_needs, why_not
 from orchestrator.backends.kubernetes.names import NODES
 from orchestrator.backends.kubernetes.objects.node_affinity import HOST, node_affinity
 from orchestrator.backends.kubernetes.options import read_options
+from orchestrator.backends.kubernetes.pod_requests import PodShape, pod_requests, quantity
 from orchestrator.cluster.importers.kubernetes import Node
 from orchestrator.plan import Exit, Plan
 from tests.beds.bundles import refusal
@@ -57,7 +60,8 @@ class Api:
         self.found = {"Node": nodes, "AllPods": pods, "Job": jobs, "JobSet": [], "AllJobs": all_jobs}
 
     def read(self, kind, of, labels="", fields="", cached=False):
-        return msgspec.json.decode(json.dumps(self.found[kind]), type=list[of])
+        kept = [body for body in self.found[kind] if _selected(body, fields)]
+        return msgspec.json.decode(json.dumps(kept), type=list[of])
 
     def list(self, kind, labels="", fields="", absent_ok=False):
         if self.found[kind] is None and not absent_ok:
@@ -69,6 +73,21 @@ class Api:
 
     def delete(self, *_):
         return True
+
+
+def _selected(body: dict, fields: str) -> bool:
+    """A field selector: `status.phase!=Failed,spec.nodeName!=`."""
+    for path, unlike, value in re.findall(r"([\w.]+)(!?)=([^,]*)", fields):
+        found = reduce(lambda at, name: at.get(name, {}), path.split("."), body) or ""
+        if (found == value) is bool(unlike):
+            return False
+    return True
+
+
+def pod(name: str, on: str, spec: dict | None = None, phase: str = "Running", **requests: str) -> dict:
+    container = {"resources": {"requests": requests or {"cpu": "10m"}}}
+    body = {"nodeName": on, "containers": [container]} | (spec or {})
+    return {"metadata": {"name": name}, "spec": body, "status": {"phase": phase}}
 
 
 def reserve(api: Api, plan: Plan, **options: object) -> Reservation:
@@ -124,15 +143,57 @@ def test_a_taint_that_is_tolerated_does_not_matter_and_one_of_another_value_does
 
 
 def test_cpus_that_others_use_are_not_there():
-    pod = {
-        "metadata": {"name": "p"},
-        "spec": {"nodeName": "n1", "containers": [{"resources": {"requests": {"cpu": "60"}}}]},
-    }
+    theirs = pod("p", "n1", cpu="60")
     plan = cuda(make_plan(tp=2, dp=2, nodes=2))
-    found = reserve(Api([node(f"n{i}") for i in range(3)], [pod]), plan)
+    found = reserve(Api([node(f"n{i}") for i in range(3)], [theirs]), plan)
     assert found.chosen.nodes == ("n0", "n2")
     with refusal("1 x too little cpu", Exit.CAPACITY):
-        reserve(Api([node(f"n{i}") for i in range(2)], [pod]), plan)
+        reserve(Api([node(f"n{i}") for i in range(2)], [theirs]), plan)
+
+
+def test_a_node_without_a_free_slot_for_pods_is_not_given():
+    plan, full = cuda(make_plan(tp=2, dp=2, nodes=2)), has(pods="29")
+    pods = [pod(f"small-{i}", "n0") for i in range(29)]
+    ended = [pod(f"job-{i}", "n1", phase=("Succeeded", "Failed")[i % 2]) for i in range(40)]
+    nodes = [node("n0", **full), node("n1", **full), node("n2")]  # n2 does not say how many it takes
+    assert reserve(Api(nodes, pods + ended), plan).chosen.nodes == ("n1", "n2")
+    with refusal(r"1 of 2 nodes are free with 2 GPUs \(1 x too many pods \(29 of 29\)\)", Exit.CAPACITY):
+        reserve(Api(nodes[:2], pods + ended), plan)
+    assert reserve(Api(nodes[:2], pods[1:] + ended), plan).chosen.nodes == ("n0", "n1")
+
+
+STAYS = {"restartPolicy": "Always"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({"containers": [{"resources": {"requests": {"cpu": "1"}, "limits": {"cpu": "2", "x/y": "3"}}}, {}]},
+         {"cpu": 1, "x/y": 3}),
+        ({"initContainers": [{"resources": {"requests": {"cpu": "40"}}} | STAYS]}, {"cpu": 41}),
+        ({"initContainers": [{"resources": {"requests": {"cpu": "40", "memory": "1Ki"}}}]},
+         {"cpu": 40, "memory": 1024}),
+        ({"initContainers": [{"resources": {"requests": {"cpu": "500m"}}}]}, {"cpu": 1}),
+        # The one that ends runs beside the sidecar before it, and not beside the one after it.
+        ({"initContainers": [{"resources": {"requests": {"cpu": "2"}}} | STAYS,
+                             {"resources": {"requests": {"cpu": "8"}}},
+                             {"resources": {"requests": {"cpu": "4"}}} | STAYS]}, {"cpu": 10}),
+        ({"overhead": {"cpu": "2", "memory": "2Ki"}}, {"cpu": 3, "memory": 2048}),
+        ({"resources": {"requests": {"cpu": "60", "memory": "900Gi"}}}, {"cpu": 60, "memory": 900 * 2**30}),
+        ({"resources": {"limits": {"cpu": "60", "memory": "1Ki"}}, "overhead": {"cpu": "250m"}},
+         {"cpu": 1.25, "memory": 1024}),
+    ],
+)  # fmt: skip
+def test_a_pod_takes_what_the_scheduler_counts(spec, expected):
+    one = {"containers": [{"resources": {"requests": {"cpu": "1"}}}]} | spec
+    assert pod_requests(msgspec.convert(one, PodShape)) == expected | {"pods": 1}
+    plan = cuda(make_plan(tp=2, dp=1, nodes=1))
+    needs = pod_needs(plan, read_options({"image": "x"})).requests
+    room = {"cpu": f"{needs['cpu'] + expected['cpu']}", "memory": "2Ti"}
+    at_their_side = [node("n0", **{"status": {"allocatable": ROOM | room}})]
+    assert reserve(Api(at_their_side, [pod("theirs", "n0", one)]), plan).chosen.nodes == ("n0",)
+    with refusal("1 x too little cpu", Exit.CAPACITY):
+        reserve(Api(at_their_side, [pod("theirs", "n0", one), pod("small", "n0")]), plan)
 
 
 def test_other_makers_gpus_are_chosen():

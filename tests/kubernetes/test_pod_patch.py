@@ -114,6 +114,9 @@ def test_the_scheduler_counts_what_the_patch_asks_for():
     ]
     plain = pod_needs(PLAN, read_options({"image": "x"})).requests
     found = pod_needs(PLAN, read_options({"image": "x", "pod": {"spec": more}})).requests
+    assert found == plain | {"vendor/nic": 2.0, "cpu": 64.5}  # `once` runs alone, beside `logs`
+    more["initContainers"].pop()
+    found = pod_needs(PLAN, read_options({"image": "x", "pod": {"spec": more}})).requests
     assert found == plain | {"vendor/nic": 2.0, "cpu": plain["cpu"] + 0.5}
 
 

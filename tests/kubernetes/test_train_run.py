@@ -24,6 +24,7 @@ from orchestrator.backends.kubernetes.controller.status import Report, begun, ne
 from orchestrator.backends.kubernetes.fitting import pod_needs
 from orchestrator.backends.kubernetes.names import GATE, GENERATION, INDEX, RUN
 from orchestrator.backends.kubernetes.options import read_options
+from orchestrator.backends.kubernetes.pod_requests import PODS
 from orchestrator.backends.kubernetes.train_run import (
     Bundle,
     Meta,
@@ -358,6 +359,9 @@ def test_what_others_have_on_a_node_counts_and_what_an_allocation_promises_count
     )  # fmt: skip
     found = Room(Fits(nodes(2)), [theirs], {}).place(wish("n/r", cpus, 4))
     assert isinstance(found, Placed) and set(found.nodes) == {"n1"}
+    there = nodes(2)
+    there["n1"].status.allocatable[PODS] = "2"
+    assert "needs 4 places for pods, 2 are free" in Room(Fits(there), [theirs], {}).place(wish("n/r", cpus, 4))
     mine = pod(0, "n0", "Running")
     room = Room(Fits(nodes(2)), [mine], {"n/r": held("n0", "n0", needs={"cpu": 60.0})})
     assert isinstance(room.place(wish("n/other", cpus, 4)), Placed)

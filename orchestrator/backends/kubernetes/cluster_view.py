@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime
 
-from msgspec import Struct, field, structs
+from msgspec import Struct, structs
 
 from orchestrator.cluster.importers.kubernetes import (
     Node,
@@ -25,10 +25,11 @@ from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 
 from .api.client import Cluster, gather, in_background
-from .fitting import pod_needs, quantity, why_not
+from .fitting import pod_needs, why_not
 from .names import NODES, selector
 from .objects.node_affinity import HOST, ChosenNodes, check_levels, choose, split_units
 from .options import KubernetesOptions, places_itself
+from .pod_requests import PodShape, pod_requests
 
 _LEASE, _LEASE_S, _LEASE_WAIT_S = "orch-placement", 20, 60.0
 
@@ -195,34 +196,15 @@ class _Named(Struct):
     name: str
 
 
-class _Resources(Struct):
-    limits: dict[str, str | int] | None = None
-    requests: dict[str, str | int] | None = None
-
-
-class _Container(Struct):
-    resources: _Resources = field(default_factory=_Resources)
-
-
-class _Spec(Struct):
-    containers: list[_Container] = []
-    node: str = field(default="", name="nodeName")
+class _Spec(PodShape, frozen=True, rename="camel"):
+    node_name: str = ""
 
 
 class _Pod(Struct):
-    """The fields of `v1.Pod` that tell which GPUs it has."""
+    """The fields of `v1.Pod` that tell what it takes of its node."""
 
     metadata: _Named
     spec: _Spec
-
-    @property
-    def gpus(self) -> float:
-        return sum(amount for name, amount in self.requests() if name.endswith("/gpu"))
-
-    def requests(self) -> Iterator[tuple[str, float]]:
-        for container in self.spec.containers:
-            given = (container.resources.limits or {}) | (container.resources.requests or {})
-            yield from ((name, quantity(amount)) for name, amount in given.items())
 
 
 def _pods(cluster: Cluster) -> Sequence[_Pod]:
@@ -238,13 +220,16 @@ def _pods(cluster: Cluster) -> Sequence[_Pod]:
 
 def _used(pods: Sequence[_Pod]) -> tuple[dict[str, str], dict[str, dict[str, float]]]:
     """Node -> a pod that has GPUs there; node -> what its pods ask for."""
+    with_gpus: dict[str, str] = {}
     requests: dict[str, dict[str, float]] = {}
     for pod in pods:
-        if pod.spec.node:
-            of = requests.setdefault(pod.spec.node, {})
-            for name, amount in pod.requests():
-                of[name] = of.get(name, 0.0) + amount
-    return {pod.spec.node: pod.metadata.name for pod in pods if pod.spec.node and pod.gpus}, requests
+        if node := pod.spec.node_name:
+            there, needs = requests.setdefault(node, {}), pod_requests(pod.spec)
+            for name, amount in needs.items():
+                there[name] = there.get(name, 0.0) + amount
+            if any(amount and name.endswith("/gpu") for name, amount in needs.items()):
+                with_gpus[node] = pod.metadata.name
+    return with_gpus, requests
 
 
 def _nodes_of_living_runs(cluster: Cluster) -> dict[str, str]:

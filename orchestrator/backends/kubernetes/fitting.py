@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from orchestrator.cluster.importers.kubernetes import PRODUCT, Node, Taint, why_not_whole
@@ -17,15 +18,10 @@ from orchestrator.plan.document import Plan
 
 from .objects.node_affinity import HOST
 from .objects.pod import pod_template
-from .objects.pod_patch import requests
 from .options import KubernetesOptions
+from .pod_requests import PODS, PodShape, pod_requests, quantity
 
-_FACTORS = {"m": 1e-3, "": 1.0} | {
-    unit + binary: float(base**power)
-    for power, unit in enumerate(("k", "M", "G", "T", "P", "E"), 1)
-    for binary, base in (("", 1000), ("i", 1024))
-} | {"Ki": 1024.0}  # fmt: skip
-_QUANTITY = re.compile(r"([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]*)")
+SAID = ("cpu", "memory", PODS)  # every kubelet says how much it has of these
 
 
 class PodNeeds(Struct, frozen=True):
@@ -39,7 +35,7 @@ class PodNeeds(Struct, frozen=True):
 
 def pod_needs(plan: Plan, options: KubernetesOptions) -> PodNeeds:
     spec = pod_template("run", plan, options, 0, {}, {}, None, subdomain=False)["spec"]
-    needs = {name: sum(map(quantity, amounts)) for name, amounts in requests(spec).items()}
+    needs = pod_requests(msgspec.convert(spec, PodShape))
     model = plan.cluster.gpu.name.split("-")[0].lower() if plan.cluster.device == "cuda" else ""
     return PodNeeds(needs, spec["tolerations"], model, plan.cluster.device == "cuda")
 
@@ -58,9 +54,11 @@ def why_not(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> str:
     if needs.gpu and product and needs.gpu not in re.split(r"[^a-z0-9]+", product.lower()):
         return f"{product} instead of {needs.gpu}"
     for name, wanted in needs.requests.items():
-        if name not in has and name in ("cpu", "memory"):  # every kubelet says them: not asked for
+        if name not in has and name in SAID:
             continue
-        if (free := quantity(has.get(name, 0)) - used.get(name, 0.0)) < wanted:
+        if (free := quantity(has.get(name, 0)) - used.get(name, 0.0)) + 1e-9 < wanted:
+            if name == PODS:
+                return f"too many pods ({used.get(name, 0.0):g} of {quantity(has[name]):g})"
             return f"too little {name}" if free > 0 else f"no {name}"
     return ""
 
@@ -72,14 +70,3 @@ def _tolerates(toleration: Mapping[str, Any], taint: Taint) -> bool:
     if toleration.get("key", taint.key) != taint.key:
         return False
     return toleration.get("operator", "Equal") == "Exists" or toleration.get("value", "") == taint.value
-
-
-def quantity(amount: object) -> float:
-    """A Kubernetes quantity as a number: 64Gi, 500m, 1e3. What cannot be read is 0."""
-    found = _QUANTITY.fullmatch(str(amount))
-    if not found or found[2] not in _FACTORS:
-        return 0.0
-    try:
-        return float(found[1]) * _FACTORS[found[2]]
-    except ValueError:
-        return 0.0

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from orchestrator.backends.kubernetes.fitting import quantity
 from orchestrator.backends.kubernetes.names import CONTAINER, GATE, GENERATION, INDEX, RUN
 from orchestrator.backends.kubernetes.phases import seconds_of
+from orchestrator.backends.kubernetes.pod_requests import PodShape, pod_requests
 from orchestrator.backends.kubernetes.train_run import Meta
 
 
@@ -45,15 +45,6 @@ class Gate(Struct, frozen=True):
     name: str = ""
 
 
-class Resources(Struct, frozen=True, omit_defaults=True):
-    limits: dict[str, str | int] | None = None
-    requests: dict[str, str | int] | None = None
-
-
-class Container(Struct, frozen=True, omit_defaults=True):
-    resources: Resources = Resources()
-
-
 class PodMeta(Struct, frozen=True, rename="camel", omit_defaults=True):
     name: str
     namespace: str
@@ -65,10 +56,9 @@ class PodMeta(Struct, frozen=True, rename="camel", omit_defaults=True):
     deletion_grace_period_seconds: int | None = None
 
 
-class PodSpec(Struct, frozen=True, rename="camel", omit_defaults=True):
+class PodSpec(PodShape, frozen=True, rename="camel", omit_defaults=True):
     node_name: str = ""
     scheduling_gates: list[Gate] = []
-    containers: list[Container] = []
 
 
 class PodStatus(Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -129,11 +119,7 @@ class Pod(Struct, frozen=True, omit_defaults=True, dict=True):
     @cached_property
     def needs(self) -> dict[str, float]:
         """What it asks of its node."""
-        found: dict[str, float] = {}
-        for container in self.spec.containers:
-            for name, amount in ((container.resources.limits or {}) | (container.resources.requests or {})).items():
-                found[name] = found.get(name, 0.0) + quantity(amount)
-        return found
+        return pod_requests(self.spec)
 
     def body(self) -> dict[str, Any]:
         """As the API server writes it, what is read of it."""

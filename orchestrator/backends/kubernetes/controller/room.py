@@ -13,9 +13,10 @@ from typing import NamedTuple
 from msgspec import Struct, structs
 
 from orchestrator.backends.kubernetes.cluster_view import profile
-from orchestrator.backends.kubernetes.fitting import PodNeeds, quantity, why_not
+from orchestrator.backends.kubernetes.fitting import SAID, PodNeeds, why_not
 from orchestrator.backends.kubernetes.objects.node_affinity import choose
 from orchestrator.backends.kubernetes.options import KubernetesOptions
+from orchestrator.backends.kubernetes.pod_requests import quantity
 from orchestrator.cluster.importers.kubernetes import Node, from_nodes
 from orchestrator.cluster.model import Topology
 from orchestrator.errors import OrchError
@@ -23,8 +24,6 @@ from orchestrator.plan import Plan
 
 from .ledger import Allocation
 from .observed import Pod
-
-_NEED = ("cpu", "memory")  # every kubelet says them
 
 
 class Wish(Struct, frozen=True):
@@ -228,7 +227,7 @@ def _count(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> int:
     counts = [
         int((quantity(has.get(name, 0)) - used.get(name, 0.0) + 1e-9) // wanted)
         for name, wanted in needs.requests.items()
-        if wanted > 0 and (name in has or name not in _NEED)
+        if wanted > 0 and (name in has or name not in SAID)
     ]
     return max(0, min(counts, default=1))
 

@@ -78,21 +78,6 @@ def patched(template: dict[str, Any], patch: Mapping[str, Any]) -> dict[str, Any
     return found
 
 
-def requests(spec: Mapping[str, Any]) -> dict[str, list[object]]:
-    """What the scheduler counts for a pod, by resource: amounts that add up. Init containers that end before the agent
-    starts are left out; they are small beside it.
-
-    Source: https://kubernetes.io/docs/concepts/workloads/pods/sidecar-containers/#resource-sharing-within-containers
-    """
-    stay = [one for one in spec.get("initContainers", []) if one.get("restartPolicy") == "Always"]
-    found: dict[str, list[object]] = {}
-    for container in (*spec["containers"], *stay):
-        resources = container.get("resources", {})
-        for name, amount in {**resources.get("limits", {}), **resources.get("requests", {})}.items():
-            found.setdefault(name, []).append(amount)
-    return found
-
-
 def _refuse(place: str, text: str) -> None:
     raise OrchError(f"{PLACE}{'.' + place if place else ''} {text}", Exit.CONFIG)
 
