@@ -11,7 +11,8 @@ import pytest
 from msgspec import structs
 
 from orchestrator.backends.kubernetes.api.api_errors import api_error
-from orchestrator.backends.kubernetes.cluster_view import Reservation, reserve_nodes
+from orchestrator.backends.kubernetes.api.client import Cluster
+from orchestrator.backends.kubernetes.cluster_view import Reservation, read_snapshot, reserve_nodes
 from orchestrator.backends.kubernetes.fitting import pod_needs, why_not
 from orchestrator.backends.kubernetes.names import NODES
 from orchestrator.backends.kubernetes.objects.node_affinity import HOST, node_affinity
@@ -160,6 +161,31 @@ def test_a_node_without_a_free_slot_for_pods_is_not_given():
     with refusal(r"1 of 2 nodes are free with 2 GPUs \(1 x too many pods \(29 of 29\)\)", Exit.CAPACITY):
         reserve(Api(nodes[:2], pods + ended), plan)
     assert reserve(Api(nodes[:2], pods[1:] + ended), plan).chosen.nodes == ("n0", "n1")
+
+
+class Asked(Cluster):
+    """Answers lists out of what there is, and remembers what was asked."""
+
+    def __init__(self, found: dict[str, list[dict]]):
+        super().__init__(None, "llm")
+        self.found, self.queries = found, {}
+
+    def _raw(self, method, path, query, body=None, kind=""):
+        self.queries[path] = query
+        if path not in self.found:
+            raise api_error(403, "forbidden")
+        kept = [body for body in self.found[path] if _selected(body, query.get("fieldSelector", ""))]
+        return json.dumps({"items": kept}).encode()
+
+
+@pytest.mark.parametrize("pods", ["/api/v1/pods", "/api/v1/namespaces/llm/pods"])
+def test_pods_are_read_from_the_servers_memory_and_no_more_of_them_than_matter(pods):
+    there = [pod("a", "n0", cpu="2"), pod("waits", "", cpu="4"), pod("ended", "n0", phase="Failed", cpu="8")]
+    api = Asked({"/api/v1/nodes": [node("n0")], pods: there})
+    assert read_snapshot(api, read_options({"image": "x"})).requests == {"n0": {"cpu": 2, "pods": 1}}
+    for path in ("/api/v1/nodes", pods):
+        assert api.queries[path]["resourceVersion"] == "0" and "limit" not in api.queries[path]
+    assert "spec.nodeName!=" in api.queries[pods]["fieldSelector"]
 
 
 STAYS = {"restartPolicy": "Always"}

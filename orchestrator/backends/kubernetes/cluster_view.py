@@ -208,14 +208,18 @@ class _Pod(Struct):
 
 
 def _pods(cluster: Cluster) -> Sequence[_Pod]:
-    """Pods that have not ended, of any namespace if that may be read, else of our own."""
-    alive = "status.phase!=Succeeded,status.phase!=Failed"
+    """Pods that have a node and have not ended, of any namespace if that may be read, else of our own.
+
+    As the API server remembers them: a list of a large cluster's pods out of its storage takes it many seconds. What
+    other runs were given is known by their Jobs (`_nodes_of_living_runs`), which are read as they are.
+    """
+    alive = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"
     try:
-        return cluster.read("AllPods", _Pod, fields=alive)
+        return cluster.read("AllPods", _Pod, fields=alive, cached=True)
     except OrchError as error:
         if getattr(error, "status", None) != 403:
             raise
-        return cluster.read("Pod", _Pod, fields=alive)
+        return cluster.read("Pod", _Pod, fields=alive, cached=True)
 
 
 def _used(pods: Sequence[_Pod]) -> tuple[dict[str, str], dict[str, dict[str, float]]]:
