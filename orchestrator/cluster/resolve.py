@@ -18,6 +18,7 @@ from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster
 
 from .build import build_cluster
+from .gpu_models import is_other_model
 from .model import MIG, SHARED
 
 if TYPE_CHECKING:
@@ -96,5 +97,5 @@ def _unfit(spec: ClusterSpec, machine: Machine | None, bad: bool) -> str | None:
     if not machine.free:
         return f"with {machine.reason}" if machine.reason in (SHARED, MIG) else "out of service"
     fewer = machine.gpus and machine.gpus < spec.gpus_per_node
-    other = machine.gpu and spec.gpu.name.split("-")[0].lower() not in machine.gpu.lower()
+    other = is_other_model(spec.gpu.name, machine.gpu)
     return f"with {machine.gpus or 'some'} {machine.gpu or 'GPUs'}" if fewer or other else None

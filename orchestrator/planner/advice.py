@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
+from orchestrator.cluster.gpu_models import gpu_model
 from orchestrator.plan import Plan
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.offload import offload_of
@@ -77,7 +78,7 @@ def _memory(plan: Plan) -> str | None:
 
 
 def _faster_than_measured(plan: Plan) -> str | None:
-    gpu = plan.cluster.gpu.name.split("-")[0]
+    gpu = gpu_model(plan.cluster.gpu.name).upper() or plan.cluster.gpu.name
     best, where = BEST_MEASURED.get(SAME_CHIP.get(gpu, gpu), BEST_MEASURED["A100"])  # the highest on any GPU
     if plan.model.moe or plan.job.matmul or plan.job.train.precision == "fp32" or plan.mfu <= best:
         return None

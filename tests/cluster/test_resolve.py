@@ -9,6 +9,7 @@ import subprocess
 import time
 
 import pytest
+from msgspec import structs
 
 from orchestrator.backends.base import Choice
 from orchestrator.backends.slurm import backend as slurm_backend
@@ -49,6 +50,16 @@ def test_imported_nodes_without_the_gpus_are_left_out(tmp_path):
     file.write_text("\n".join([lines[1], "NodeName=n8 State=IDLE Gres=gpu:h100:4 CPUTot=1"]))
     with pytest.raises(OrchError, match=r"none is free with 8 H100.* there are: 1 with 4 h100, 1 with 8 a100"):
         resolve(spec)
+
+
+def test_a_name_of_ones_own_for_a_gpu_finds_its_nodes(tmp_path):
+    file = tmp_path / "nodes"
+    kinds = ["h100", "nvidia_h100_80gb_hbm3", "gh200", "h200"]
+    file.write_text("\n".join(f"NodeName=n{i} State=IDLE Gres=gpu:{kind}:8 CPUTot=1" for i, kind in enumerate(kinds)))
+    spec = configs.cluster(8, 8, topology_file=str(file))
+    for name in ("NVIDIA H100 80GB", "H100-SXM5-80GB", "h100"):
+        found = resolve(structs.replace(spec, gpu=structs.replace(spec.gpu, name=name)))
+        assert found.node_names == ["n0", "n1"] and found.left_out == {"with 8 gh200": 1, "with 8 h200": 1}
 
 
 def test_shared_gpus_are_no_gpus_of_a_plan(tmp_path, capsys):

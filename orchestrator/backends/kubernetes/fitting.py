@@ -6,13 +6,13 @@ Source: kube-scheduler's filters NodeResourcesFit and TaintToleration.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from orchestrator.cluster.gpu_models import gpu_model, is_other_model
 from orchestrator.cluster.importers.kubernetes import PRODUCT, Node, Taint, why_not_whole
 from orchestrator.plan.document import Plan
 
@@ -29,15 +29,15 @@ class PodNeeds(Struct, frozen=True):
 
     requests: dict[str, float]
     tolerations: Sequence[Mapping[str, Any]]
-    gpu: str  # the model, in small letters; "": any
+    gpu: str  # the model as `gpu_model` calls it; "": any
     cuda: bool = False  # of whole GPUs
 
 
 def pod_needs(plan: Plan, options: KubernetesOptions) -> PodNeeds:
     spec = pod_template("run", plan, options, 0, {}, {}, None, subdomain=False)["spec"]
     needs = pod_requests(msgspec.convert(spec, PodShape))
-    model = plan.cluster.gpu.name.split("-")[0].lower() if plan.cluster.device == "cuda" else ""
-    return PodNeeds(needs, spec["tolerations"], model, plan.cluster.device == "cuda")
+    cuda = plan.cluster.device == "cuda"
+    return PodNeeds(needs, spec["tolerations"], gpu_model(plan.cluster.gpu.name) if cuda else "", cuda)
 
 
 def why_not(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> str:
@@ -51,7 +51,7 @@ def why_not(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> str:
     if needs.cuda and (parts := why_not_whole(node)):
         return parts
     product = labels.get(PRODUCT, "")
-    if needs.gpu and product and needs.gpu not in re.split(r"[^a-z0-9]+", product.lower()):
+    if is_other_model(needs.gpu, product):
         return f"{product} instead of {needs.gpu}"
     for name, wanted in needs.requests.items():
         if name not in has and name in SAID:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-#: GPU generations that share kernels, by the beginning of the GPU's name; the longest match counts.
+from orchestrator.cluster.gpu_models import gpu_model
+
+#: GPU generations that share kernels, by the beginning of the GPU's model; the longest match counts.
 GENERATIONS: dict[str, str] = {
     **dict.fromkeys(("V100",), "v100"),
     **dict.fromkeys(("A100", "A800", "A10", "A30", "A40"), "a100"),
@@ -24,7 +26,8 @@ def generation_of(gpu: str, device: str) -> str:
     """Generation of a GPU by its name; "other" where it is unknown, "cpu" for a processor."""
     if device == "cpu":
         return "cpu"
-    matches = [known for known in GENERATIONS if gpu.upper().startswith(known)]
+    model = gpu_model(gpu).upper()
+    matches = [known for known in GENERATIONS if model.startswith(known)]
     return GENERATIONS[max(matches, key=len)] if matches else "other"
 
 

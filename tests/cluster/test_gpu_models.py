@@ -1,0 +1,36 @@
+"""One GPU has many names: a data sheet's, a label's, a Slurm type's, a person's."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.cluster.gpu_models import gpu_model, is_other_model
+
+#: A model, its label as the device plugin writes it -> how people call it.
+NAMES = {
+    ("h100", "NVIDIA-H100-80GB-HBM3"): ["NVIDIA H100 80GB", "H100-SXM5-80GB", "nvidia_h100_pcie", "8xH100", "H100SXM"],
+    ("h200", "NVIDIA-H200"): ["H200 141GB", "NVIDIA HGX H200", "h200"],
+    ("a100", "NVIDIA-A100-SXM4-40GB"): ["Tesla A100", "A100_40G", "A100-PCIE-80GB", "NVIDIA DGX A100"],
+    ("gb200", "NVIDIA-GB200"): ["GB200", "NVIDIA GB200 NVL72"],
+    ("gh200", "NVIDIA-GH200-480GB"): ["GH200 480GB", "NVIDIA GH200 Grace Hopper"],
+    ("b200", "NVIDIA-B200"): ["B200", "DGX B200 180GB"],
+    ("l40s", "NVIDIA-L40S"): ["L40S", "nvidia l40s 48 GB"],
+    ("l4", "NVIDIA-L4"): ["L4", "NVIDIA L4 Tensor Core"],
+    ("v100", "Tesla-V100-SXM2-16GB"): ["V100-SXM3-32GB", "tesla_v100"],
+    ("a10g", "NVIDIA-A10G"): ["A10G"],
+    ("4090", "NVIDIA-GeForce-RTX-4090"): ["RTX4090", "GeForce RTX 4090 24GB"],
+    ("a6000", "NVIDIA-RTX-A6000"): ["RTX A6000", "rtxa6000"],
+    ("mi300x", "AMD_Instinct_MI300X_OAM"): ["MI300X", "AMD Instinct MI300X 192GB"],
+}
+
+
+@pytest.mark.parametrize(("model", "label"), NAMES)
+def test_every_name_of_a_model_is_the_same_one(model, label):
+    assert {gpu_model(name) for name in (label, *NAMES[model, label])} == {model}
+    others = [other for known, other in NAMES if known != model]
+    assert all(is_other_model(name, other) for name in NAMES[model, label] for other in others)
+
+
+@pytest.mark.parametrize("name", ["", "cpu", "our GPUs", "tesla", "80GB HBM3", "NVL72", "SXM5"])
+def test_a_name_without_a_model_is_of_any(name):
+    assert gpu_model(name) == "" and not is_other_model(name, "NVIDIA-H100-80GB-HBM3")
