@@ -167,6 +167,11 @@ def test_rights_are_named_one_by_one(helm):
         if body["kind"] == "ClusterRole":
             assert body["rules"] == [
                 {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list"]},
+                {
+                    "apiGroups": ["resource.k8s.io"],
+                    "resources": ["resourceslices", "resourceclaims"],
+                    "verbs": ["list"],
+                },
                 {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["list"]},
             ]
 

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from orchestrator.backends.kubernetes.api.api_errors import api_error
-from orchestrator.backends.kubernetes.api.client import Cluster
+from orchestrator.backends.kubernetes.api.client import PATHS, Cluster
 from orchestrator.backends.kubernetes.cluster_view import Reservation, read_snapshot, reserve_nodes
 from orchestrator.backends.kubernetes.fitting import pod_needs, why_not
 from orchestrator.backends.kubernetes.names import NODES
@@ -176,9 +176,16 @@ class Asked(Cluster):
     def _raw(self, method, path, query, body=None, kind=""):
         self.queries[path] = query
         if path not in self.found:
-            raise api_error(403, "forbidden")
+            missing = "/v1/" in path and path.replace("/v1/", "/v1beta1/") in self.found
+            raise api_error(404 if missing else 403, "forbidden")
         kept = [body for body in self.found[path] if _selected(body, query.get("fieldSelector", ""))]
         return json.dumps({"items": kept}).encode()
+
+    def create(self, body):
+        return body
+
+    def delete(self, *_, **__):
+        return True
 
 
 @pytest.mark.parametrize("pods", ["/api/v1/pods", "/api/v1/namespaces/llm/pods"])
@@ -189,6 +196,65 @@ def test_pods_are_read_from_the_servers_memory_and_no_more_of_them_than_matter(p
     for path in ("/api/v1/nodes", pods):
         assert api.queries[path]["resourceVersion"] == "0" and "limit" not in api.queries[path]
     assert "spec.nodeName!=" in api.queries[pods]["fieldSelector"]
+
+
+CLAIM = {"resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "two-gpus"}]}
+NO_GPU = {"nvidia.com/gpu": None}
+BY_CLAIM = {
+    "spec": CLAIM
+    | {
+        "containers": [
+            {"name": "agent", "resources": {"claims": [{"name": "gpus"}], "requests": NO_GPU, "limits": NO_GPU}}
+        ]
+    }
+}
+NO_RUNS: dict[str, list[dict]] = {PATHS[kind].format(ns="llm"): [] for kind in ("AllJobs", "Job", "JobSet")}
+
+
+def slices(name: str, devices: int, kind: str = "gpu", driver: str = "gpu.nvidia.com", old: bool = False) -> dict:
+    about = {"attributes": {"type": {"string": kind}, "productName": {"string": "NVIDIA H100 80GB HBM3"}}}
+    listed = [{"name": f"{kind}-{i}"} | ({"basic": about} if old else about) for i in range(devices)]
+    return {"spec": {"driver": driver, "pool": {"name": name}, "nodeName": name, "devices": listed}}
+
+
+def claim(name: str, pool: str, **more: object) -> dict:
+    held = {"driver": "gpu.nvidia.com", "pool": pool, "device": "gpu-0", "request": "r"} | more
+    return {"metadata": {"name": name}, "status": {"allocation": {"devices": {"results": [held]}}}}
+
+
+def bare(name: str, labels: dict | None = None) -> dict:
+    """A node whose GPUs are no resource."""
+    return node(name, labels, status={"allocatable": {"cpu": "64", "memory": "1Ti"}})
+
+
+def chosen_by_claim(api: Asked) -> tuple[str, ...]:
+    return reserve(api, cuda(make_plan(tp=2, dp=2, nodes=2)), pod=BY_CLAIM).chosen.nodes
+
+
+@pytest.mark.parametrize(("version", "old"), [("v1", False), ("v1beta1", True)])
+def test_gpus_that_are_asked_for_by_a_claim_are_where_their_driver_says(version, old):
+    names = ("cpus", "few", "cut", "nics", "held", "watched", "free", "also")
+    there = [slices("few", 1, old=old), slices("cut", 2, "mig", old=old), slices("nics", 8, driver="nic.vendor")]
+    there += [slices(name, 2, old=old) for name in ("held", "watched", "free", "also")]
+    claims = [claim("theirs", "held"), claim("monitor", "watched", adminAccess=True), {"metadata": {"name": "waits"}}]
+    api = Asked({
+        "/api/v1/nodes": [bare(name) for name in names], "/api/v1/pods": [], **NO_RUNS,
+        f"/apis/resource.k8s.io/{version}/resourceslices": there,
+        f"/apis/resource.k8s.io/{version}/resourceclaims": claims,
+    })  # fmt: skip
+    assert set(chosen_by_claim(api)) <= {"watched", "free", "also"}
+    there.pop()
+    there.pop()
+    with refusal(r"1 of 8 nodes are free with 2 GPUs \(.*fewer than 2 GPUs.*\)", Exit.CAPACITY):
+        chosen_by_claim(api)
+
+
+def test_where_devices_cannot_be_read_labels_say_how_many_gpus_a_node_has():
+    labels = {"nvidia.com/gpu.count": "2"}
+    users = [pod("theirs", "n0", CLAIM)]
+    nodes = [bare("n0", labels), bare("n1", labels), bare("cpus"), bare("n2", labels)]
+    api = Asked({"/api/v1/nodes": nodes, "/api/v1/pods": users, **NO_RUNS})
+    assert chosen_by_claim(api) == ("n1", "n2")
 
 
 STAYS = {"restartPolicy": "Always"}

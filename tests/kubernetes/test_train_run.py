@@ -40,7 +40,7 @@ from orchestrator.plan import Exit, Plan
 from tests.beds.base import ROOT
 from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
-from tests.kubernetes.test_fitting import cuda, node
+from tests.kubernetes.test_fitting import BY_CLAIM, bare, cuda, node
 from tests.kubernetes.test_watching import state
 
 NOW = 1_800_000_000.0
@@ -320,6 +320,15 @@ def test_nodes_with_gpus_belong_to_one_run_each(gpus):
     assert sorted(first.nodes + second.nodes) == ["n0", "n1", "n2", "n3"]
     assert first.needs == {}
     assert third == "waiting for room: needs 2 nodes, 0 are free (5 held by other runs)"
+
+
+def test_gpus_that_are_asked_for_by_a_claim_are_counted_by_their_labels(gpus):
+    options = structs.replace(OPTIONS, pod=BY_CLAIM)
+    labels = [{"nvidia.com/gpu.count": "2"}, {"nvidia.com/gpu.count": "2"}, {}]
+    there = msgspec.convert([bare(f"n{i}", more) for i, more in enumerate(labels)], list[Node])
+    room = Room(Fits({one.metadata.name: one for one in there}), [], {})
+    found = room.place(wish_of("n/r", {2: gpus}, options, pod_needs(gpus, options), None))
+    assert isinstance(found, Placed) and found.nodes == ["n0", "n1"]
 
 
 def test_who_does_not_fit_does_not_hold_up_those_behind(gpus):

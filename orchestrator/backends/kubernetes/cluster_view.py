@@ -25,7 +25,8 @@ from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 
 from .api.client import Cluster, gather, in_background
-from .fitting import pod_needs, why_not
+from .devices import GpuDevices, asks_by_claim, read_devices, with_devices
+from .fitting import PodNeeds, pod_needs, why_not
 from .names import NODES, selector
 from .objects.node_affinity import HOST, ChosenNodes, check_levels, choose, split_units
 from .options import KubernetesOptions, places_itself
@@ -52,6 +53,8 @@ class ClusterSnapshot(Struct, frozen=True):
     nodes: Sequence[Node]
     used: dict[str, str] = {}
     requests: dict[str, dict[str, float]] = {}  # node -> what its pods ask for, all together
+    claims: dict[str, str] = {}  # node -> a pod that asks for devices by a claim
+    devices: GpuDevices | None = None  # None: nobody asks for GPUs by a claim
 
 
 def read_snapshot(cluster: Cluster, options: KubernetesOptions, used_too: bool = True) -> ClusterSnapshot:
@@ -61,10 +64,12 @@ def read_snapshot(cluster: Cluster, options: KubernetesOptions, used_too: bool =
     """
     wanted = ",".join(f"{key}={value}" for key, value in sorted(options.node_selector.items()))
     pods = in_background(lambda: _pods(cluster)) if used_too else None
+    devices = in_background(lambda: read_devices(cluster)) if asks_by_claim(options) else None
     nodes = cluster.read("Node", Node, wanted, cached=True)
     if not nodes:
         raise NoNodes(f"the cluster has no nodes{f' with the labels {wanted}' if wanted else ''}", Exit.CAPACITY)
-    return ClusterSnapshot(nodes, *_used(pods.result() if pods else ()))
+    used = _used(pods.result() if pods else ())
+    return structs.replace(used, nodes=nodes, devices=devices.result() if devices else None)
 
 
 @contextlib.contextmanager
@@ -87,6 +92,9 @@ def reserve_nodes(
     try:
         view = snapshot.result() if snapshot else read_snapshot(cluster, options, not queue_places)
         gpu = options.gpu_resource if plan.cluster.device == "cuda" else ""
+        needs = pod_needs(plan, options)
+        if gpu and gpu not in needs.requests:
+            view = _with_claimed(view, gpu)
         workers = gpu_nodes(view.nodes, gpu)
         picked = pick_profile(workers, profile(options))
         topology = _topology(view, picked, gpu)
@@ -105,7 +113,7 @@ def reserve_nodes(
         yield Reservation(topology)
         return
     with _placement_lock(cluster, run_id):
-        topology = _without_used(_fitting(topology, view, plan, options), _nodes_of_living_runs(cluster))
+        topology = _without_used(_fitting(topology, view, needs), _nodes_of_living_runs(cluster))
         labels = dict(options.levels) or tier_labels(workers, picked)
         hosts = {node.metadata.name: node.metadata.labels.get(HOST, node.metadata.name) for node in workers}
         chosen = choose(plan, topology, labels, hosts)
@@ -113,9 +121,16 @@ def reserve_nodes(
         yield Reservation(topology, chosen, _split_warning(plan, chosen, known))
 
 
-def _fitting(topology: Topology, view: ClusterSnapshot, plan: Plan, options: KubernetesOptions) -> Topology:
+def _with_claimed(view: ClusterSnapshot, gpu: str) -> ClusterSnapshot:
+    """The cluster for pods that ask for their GPUs by a claim: who has devices, and who holds some of them."""
+    devices = view.devices or GpuDevices()
+    held = view.claims if devices.held is None else devices.held
+    return structs.replace(view, nodes=with_devices(view.nodes, gpu, devices), used=view.used | held)
+
+
+def _fitting(topology: Topology, view: ClusterSnapshot, needs: PodNeeds) -> Topology:
     """Free is what the scheduler would take for a pod of the run: taints that it tolerates do not matter."""
-    needs, machines = pod_needs(plan, options), dict(topology.machines)
+    machines = dict(topology.machines)
     for node in view.nodes:
         name = node.metadata.name
         machine = machines[name]
@@ -222,9 +237,10 @@ def _pods(cluster: Cluster) -> Sequence[_Pod]:
         return cluster.read("Pod", _Pod, fields=alive, cached=True)
 
 
-def _used(pods: Sequence[_Pod]) -> tuple[dict[str, str], dict[str, dict[str, float]]]:
-    """Node -> a pod that has GPUs there; node -> what its pods ask for."""
+def _used(pods: Sequence[_Pod]) -> ClusterSnapshot:
+    """What the pods have of nodes that are not known yet."""
     with_gpus: dict[str, str] = {}
+    with_claims: dict[str, str] = {}
     requests: dict[str, dict[str, float]] = {}
     for pod in pods:
         if node := pod.spec.node_name:
@@ -233,7 +249,9 @@ def _used(pods: Sequence[_Pod]) -> tuple[dict[str, str], dict[str, dict[str, flo
                 there[name] = there.get(name, 0.0) + amount
             if any(amount and name.endswith("/gpu") for name, amount in needs.items()):
                 with_gpus[node] = pod.metadata.name
-    return with_gpus, requests
+            if pod.spec.resource_claims:
+                with_claims[node] = pod.metadata.name
+    return ClusterSnapshot((), with_gpus, requests, with_claims)
 
 
 def _nodes_of_living_runs(cluster: Cluster) -> dict[str, str]:

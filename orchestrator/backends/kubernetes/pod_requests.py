@@ -44,6 +44,7 @@ class PodShape(Struct, frozen=True, omit_defaults=True, rename="camel"):
     init_containers: list[Container] = []
     resources: Resources | None = None  # of the whole pod
     overhead: dict[str, str | int | float] = {}  # of its runtime class
+    resource_claims: list[dict[str, str]] = []  # by which it asks for devices
 
 
 def pod_requests(spec: PodShape) -> Amounts:

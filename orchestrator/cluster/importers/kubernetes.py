@@ -20,7 +20,7 @@ from orchestrator.errors import did_you_mean
 WHERE = "Kubernetes nodes"
 GPU, NICS = "nvidia.com/gpu", ("rdma/ib", "rdma/hca_shared_devices_a", "nvidia.com/mlnxnics", "vpc.amazonaws.com/efa")
 PRODUCT = "nvidia.com/gpu.product"
-_COUNT = "nvidia.com/gpu.count"
+CARDS = "nvidia.com/gpu.count"
 #: Labels that say how a GPU is shared -> values with which it is not.
 #: Sources: NVIDIA/k8s-device-plugin docs/gpu-feature-discovery ; GKE "Share GPUs with multiple workloads".
 _SHARING = {
@@ -269,13 +269,13 @@ def why_not_whole(node: Node) -> str:
         return MIG
     shared = any(labels.get(key, "") not in ("", *whole) for key, whole in _SHARING.items())
     shared = shared or any(name.endswith("/gpu.shared") and _count(n) for name, n in node.status.allocatable.items())
-    cards, advertised = _count(labels.get(_COUNT)), _count(node.status.allocatable.get(GPU))
+    cards, advertised = _count(labels.get(CARDS)), _count(node.status.allocatable.get(GPU))
     return SHARED if shared or product.endswith("-SHARED") or 0 < cards < advertised else ""
 
 
 def _cards(node: Node, gpu: str) -> int:
     """GPUs of a node as it advertises them, and no more than it has."""
-    advertised, cards = _gpus(node, gpu), _count(node.metadata.labels.get(_COUNT))
+    advertised, cards = _gpus(node, gpu), _count(node.metadata.labels.get(CARDS))
     return min(advertised, cards) if cards and why_not_whole(node) else advertised
 
 

@@ -52,6 +52,10 @@ PATHS: dict[str, str] = {
     "OldWorkloadPriorityClass": "/apis/kueue.x-k8s.io/v1beta1/workloadpriorityclasses",
     "Node": "/api/v1/nodes",
     "AllPods": "/api/v1/pods",
+    "ResourceSlice": "/apis/resource.k8s.io/v1/resourceslices",
+    "OldResourceSlice": "/apis/resource.k8s.io/v1beta1/resourceslices",  # before Kubernetes 1.34
+    "AllResourceClaims": "/apis/resource.k8s.io/v1/resourceclaims",
+    "OldAllResourceClaims": "/apis/resource.k8s.io/v1beta1/resourceclaims",
     "AllJobs": "/apis/batch/v1/jobs",
     "PodGroup scheduling.volcano.sh": "/apis/scheduling.volcano.sh/v1beta1/namespaces/{ns}/podgroups",
     "PodGroup scheduling.x-k8s.io": "/apis/scheduling.x-k8s.io/v1alpha1/namespaces/{ns}/podgroups",

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from msgspec import Struct, structs
 
 from orchestrator.backends.kubernetes.cluster_view import profile
+from orchestrator.backends.kubernetes.devices import GpuDevices, with_devices
 from orchestrator.backends.kubernetes.fitting import SAID, PodNeeds, why_not
 from orchestrator.backends.kubernetes.objects.node_affinity import choose
 from orchestrator.backends.kubernetes.options import KubernetesOptions
@@ -69,7 +70,7 @@ class Fits:
         """OrchError (65) for labels that contradict each other."""
         options, cuda = wish.options, wish.sizes[0][1].cluster.device == "cuda"
         gpu, select = options.gpu_resource if cuda else "", sorted(options.node_selector.items())
-        where = repr((select, options.levels, options.profile, gpu))
+        where = repr((select, options.levels, options.profile, gpu, gpu in wish.needs.requests))
         about = f"{where} {wish.needs!r}"
         if about not in self._known:
             why: dict[str, str] = {}
@@ -81,6 +82,8 @@ class Fits:
             if where not in self._topologies:
                 chosen = [node for name, node in self.nodes.items() if why.get(name) != "not selected"]
                 flat = Topology("flat", ())
+                if gpu and gpu not in wish.needs.requests:
+                    chosen = with_devices(chosen, gpu, GpuDevices())
                 self._topologies[where] = from_nodes(chosen, profile(options), gpu) if chosen else flat
             self._known[about] = _Fit(self._topologies[where], why, cuda, about)
         return self._known[about]

@@ -103,7 +103,10 @@ def choose(
     fitting = [n for n in topology.free if n not in topology.machines or topology.machines[n].gpus >= gpus]
     if len(fitting) < wanted:
         have = f"{len(fitting)} of {len(topology.nodes)} nodes are free with {gpus} GPUs"
-        reasons = Counter(topology.machines[node].reason for node in topology.nodes if node in topology.machines)
+        fewer = {node: f"fewer than {gpus} GPUs" for node in topology.free if node not in fitting}
+        reasons = Counter(
+            fewer.get(node, topology.machines[node].reason) for node in topology.nodes if node in topology.machines
+        )
         why = ", ".join(
             f"{n} x {text}" for text, n in reasons.most_common(4) if text and not text.startswith("has pod")
         )
