@@ -157,11 +157,13 @@ def test_a_job_submitted_by_hand_is_found_by_its_name():
 
 
 def test_what_the_nodes_answer():
-    assert read_probe("0 n0 spine.leaf0.n0\n1 n1 spine.leaf0.n1\n") == {"n0": "spine.leaf0.n0", "n1": "spine.leaf0.n1"}
-    for text in ("0 n0\n", "0 n0 a\n1 n0 a\n", "slurmstepd: error: x y z\n"):
-        with pytest.raises(Exception, match="answered") as refused:
-            read_probe(text)
-        assert refused.value.exit == Exit.NODE
+    said = "orch-node 0 n0 spine.leaf0.n0\nbanner\n\norch-node 1 n1 n1 image\n"
+    assert read_probe(said) == {"n0": "spine.leaf0.n0", "n1": "n1"}
+    for text in ("orch-node 0 n0\n", "0 n0 a\n", "slurmstepd: error: x y z\n", "orch-node x n0 a\n"):
+        assert read_probe(text) == {}
+    with pytest.raises(Exception, match="answered twice") as refused:
+        read_probe("orch-node 0 n0 a\norch-node 1 n0 a\n")
+    assert refused.value.exit == Exit.NODE
 
 
 @pytest.mark.parametrize(("srun", "code", "phase"), [(143, Exit.RESTART, "stopped"), (137, Exit.CAPACITY, "failed")])
