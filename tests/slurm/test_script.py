@@ -57,7 +57,8 @@ class Bed:
         path.chmod(0o755)
 
     def start(self, options: dict | None = None, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        text = script(options or {}, run_dir=str(self.run), python=str(self.tools / "python"), python_path=())
+        options = dict(options or {})
+        text = script(options, run_dir=str(self.run), python=str(self.tools / "python"), python_path=())
         environ = {"PATH": f"{self.tools}:/usr/bin:/bin", "HOME": str(self.home), "NODES": "n0 n1"}
         environ |= {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n0", "SLURM_JOB_NUM_NODES": "2", **variables}
         (self.home / "script").write_text(text)
@@ -139,3 +140,88 @@ def test_an_allocation_in_which_no_step_starts_comes_back(bed):
     (bed.home / "jobs").write_text("7 COMPLETING\n")
     done = bed.start(NODES="")
     assert done.returncode == Exit.NODE and bed.asked() == []
+
+
+# ------------------------------------------------------------------------------------------ whose folder it is
+
+
+def killed_before_it_had_taken_over(slurm: Path) -> None:
+    (slurm / "owner").write_text("5\n")
+    (slurm / "5.ended").symlink_to("6")
+
+
+def claimed_by_an_earlier_attempt(slurm: Path) -> None:
+    (slurm / "owner").write_text("5\n")
+    (slurm / "5.ended").symlink_to("7")
+
+
+def two_were_killed(slurm: Path) -> None:
+    killed_before_it_had_taken_over(slurm)
+    (slurm / "5.ended.6").symlink_to("6_1")
+
+
+def claimed_as_before(slurm: Path) -> None:
+    (slurm / "owner").write_text("5\n")
+    (slurm / "5.ended").mkdir()
+
+
+def an_empty_owner(slurm: Path) -> None:
+    (slurm / "owner").touch()
+
+
+def an_empty_owner_was_claimed(slurm: Path) -> None:
+    an_empty_owner(slurm)
+    (slurm / "nobody.ended").symlink_to("6")
+
+
+def no_owner(slurm: Path) -> None:
+    (slurm / "7.owner").write_text("7\n")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [killed_before_it_had_taken_over, claimed_by_an_earlier_attempt, two_were_killed, claimed_as_before, an_empty_owner,
+     an_empty_owner_was_claimed, no_owner],
+)  # fmt: skip
+def test_a_job_that_was_killed_while_it_took_a_folder_over_keeps_nobody_waiting(bed, before):
+    before(bed.run / "slurm")
+    done = bed.start()
+    assert (done.returncode, bed.asked()[:1]) == (0, ["place"]) and (bed.run / "slurm" / "owner").read_text() == "7\n"
+    assert not list((bed.run / "slurm").glob("*.owner"))
+
+
+@pytest.mark.parametrize("by", ["5", "5 6"])
+def test_a_folder_whose_job_lives_is_left_alone(bed, by):
+    """Also one that another job, which lives, has claimed and is about to take over."""
+    owner, *claims = by.split()
+    (bed.run / "slurm" / "owner").write_text(f"{owner}\n")
+    (bed.home / "jobs").write_text(f"{by.split()[-1]} RUNNING\n")
+    for claim in claims:
+        (bed.run / "slurm" / f"{owner}.ended").symlink_to(claim)
+        bed.tool("sleep", f'#!/bin/bash\necho {claim} > "{bed.run}/slurm/owner"\n')
+    done = bed.start()
+    assert (done.returncode, bed.asked()) == (Exit.FENCED, [])
+    assert f"the run belongs to job {by.split()[-1]} (RUNNING): this one leaves" in done.stderr
+    assert (bed.run / "slurm" / "owner").read_text() == f"{by.split()[-1]}\n"
+
+
+@pytest.mark.parametrize("answers_after", [3, 99])
+def test_a_controller_that_does_not_answer_is_asked_again(bed, answers_after):
+    bed.tool("sleep", '#!/bin/bash\necho x >> "$HOME/slept"\n')
+    down = 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1'
+    count = f'[ "$(wc -l < "$HOME/slept")" -ge {answers_after} ] || {{ {down}; }}'
+    bed.tool("squeue", SQUEUE.replace("#!/bin/bash\n", f'#!/bin/bash\ntouch "$HOME/slept"\n{count}\n'))
+    (bed.run / "slurm" / "owner").write_text("5\n")
+    done = bed.start()
+    assert (done.returncode, bed.asked()[:1]) == ((0, ["place"]) if answers_after == 3 else (Exit.FENCED, []))
+    assert answers_after == 3 or "Unable to contact slurm controller" in done.stderr
+
+
+@pytest.mark.parametrize("line", [{"setup": ["false"]}, {"modules": ["cuda/12.4"]}])
+def test_an_agent_that_takes_over_needs_no_line_of_the_site(bed, line):
+    """The lines were run on its own node already; here a requeue is decided, from a node where they may fail."""
+    (bed.home / "jobs").write_text("7 RUNNING\n")
+    bed.tool("sleep", "#!/bin/bash\nkill -KILL $PPID\n")  # as a requeue does
+    done = bed.start({**line, "sizes": (8, 4)}, "finish", str(int(Exit.RESTART)))
+    assert "requeue 7" in (bed.home / "said").read_text(), done.stderr
+    assert not (bed.run / "slurm" / "over").exists()

@@ -104,21 +104,33 @@ finish() {{
 
 
 #: One job writes in a run folder: a second one (`sbatch` of the same script) leaves before it writes anything, unless
-#: the first has ended. Of several that find it ended, the one that makes the folder `<owner>.ended` goes on.
+#: the first has ended. Of several that find it ended, the one whose claim, the link `<owner>.ended`, comes first goes
+#: on; the claim of a job that was killed in this moment is claimed in turn. `owner` comes and changes as a whole, so
+#: it is empty only if somebody else has made it so. A controller that does not answer is asked for two minutes.
 #: Slurm requeues some jobs whose run has ended (a preemption with GraceTime in 24.11, a lost batch node): they leave.
 OWNER = f"""\
 mkdir -p "$run/slurm" || exit 70
-until (set -C; echo "$job" > "$run/slurm/owner") 2>/dev/null; do
-  owner=$(cat "$run/slurm/owner") || exit 70
-  [ "$owner" != "$job" ] || break
-  holds=$([ -z "$owner" ] || squeue --noheader --jobs="$owner" --format=%T 2>&1)
-  case $holds in
-    *nvalid\\ job\\ id*|'')
-      [ -n "$owner" ] && mkdir "$run/slurm/$owner.ended" 2>/dev/null || {{ sleep 1; continue; }}
-      echo "$job" > "$run/slurm/$job.owner" && mv -f "$run/slurm/$job.owner" "$run/slurm/owner"
-      ;;
-    *) say "the run belongs to job $owner ($holds): this one leaves"; exit {int(Exit.FENCED)} ;;
-  esac
+ended() {{
+  for pause in 1 5 10 20 30 60 0; do
+    holds=$([ -z "$1" ] || squeue --noheader --jobs="$1" --format=%T 2>&1) && break
+    case $holds in *nvalid\\ job\\ id*) holds=; break ;; esac
+    sleep $pause
+  done
+  [ -z "$holds" ]
+}}
+take() {{ echo "$job" > "$run/slurm/$job.owner" && "$@" "$run/slurm/$job.owner" "$run/slurm/owner"; }}
+[ -e "$run/slurm/owner" ] || take ln 2>/dev/null
+rm -f "$run/slurm/$job.owner"
+while owner=$(cat "$run/slurm/owner") || exit 70; [ "$owner" != "$job" ]; do
+  ended "$owner" || {{ say "the run belongs to job $owner ($holds): this one leaves"; exit {int(Exit.FENCED)}; }}
+  claim=$run/slurm/${{owner:-nobody}}.ended
+  until ln -sT "$job" "$claim" 2>/dev/null; do
+    by=$(readlink "$claim") || [ -e "$claim" ] || exit 70
+    [ "$by" != "$job" ] || break
+    ended "$by" || {{ sleep 2; continue 2; }}
+    claim=$claim.${{by:-nobody}}
+  done
+  [ "$(cat "$run/slurm/owner")" != "$owner" ] || take mv -f || exit 70
 done
 [ "$times" = 0 ] || [ ! -s "$run/slurm/over" ] || leave "$(cat "$run/slurm/over")" ", the run had ended before"
 """.splitlines()
