@@ -205,13 +205,13 @@ def takeover(folder):
 def test_the_notice_before_the_time_limit_is_sent_once(takeover, slurm, signals):
     takeover._slurm = slurm
     assert not takeover.check(NOON) and not takeover.check(NOON)
-    assert slurm.signals == [("--signal=TERM",)] * signals
+    assert slurm.signals == [("--signal=URG",)] * signals
 
 
 def test_who_takes_over_and_until_when(takeover, folder):
     takeover._slurm = slurm = FakeSlurm()
     ask(folder, "end")
-    assert not takeover.check(NOON) and slurm.signals == [("--signal=TERM",)]
+    assert not takeover.check(NOON) and slurm.signals == [("--signal=URG",)]
     state = msgspec.structs.replace(read_state(folder), state="cancelled", exit_code=75)
     write_state(folder, msgspec.structs.replace(state, writer="n3"))
     assert takeover.check(NOON) and not (folder.path / "finished").exists(), "the coordinator has moved: not ours"

@@ -105,7 +105,7 @@ def test_a_segment_that_does_not_fit_waits(blocks):
 #: In place of the run's Python: notes what it is asked to do. Its agent ends well when it is asked to save.
 STUB = """#!/bin/bash
 echo "$5" >> "$0.asked"
-[ "$5" != agent ] || { trap 'exit 0' TERM; for i in {1..600}; do sleep 0.2; done; exit 75; }
+[ "$5" != agent ] || { trap 'exit 0' TERM URG; for i in {1..600}; do sleep 0.2; done; exit 75; }
 """
 
 

@@ -78,6 +78,13 @@ def test_a_final_state_is_given_when_the_job_is_over_or_waits_although_the_run_i
         assert found.state != "restarting", "no attempt follows"
 
 
+@pytest.mark.parametrize("word", ["CANCELLED by 0", "TIMEOUT", "PREEMPTED"])
+def test_what_slurm_says_does_not_hide_the_runs_own_reason(word):
+    own = "n0: got SIGTERM; rank 1 on n0 was asked to save and failed: exit code 3"
+    found = combined_state(state("stopped", 75, own), job(word), cancel_asked=False)
+    assert found.reason.startswith(f"{own}; job 7: ") and found.exit_code == Exit.RESTART
+
+
 def test_waiting_says_why_and_until_when():
     found = combined_state(state("pending"), job("PENDING", reason="Resources", start="2026-11-21T14:00:00"), False)
     why = "waiting in the queue; Resources: waiting for nodes to become free"

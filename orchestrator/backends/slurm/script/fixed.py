@@ -36,8 +36,9 @@ printf "\\n{MARK} %s %s %s%s\\n" "$SLURM_NODEID" "$SLURMD_NODENAME" "$address" "
 PROBE_FLAGS: dict[str, str | int | bool] = {"chdir": "/", "wait": 6 * ANSWER_S}
 PROBE_LIMIT = ("timeout", "--kill-after=30", "300")
 
-#: Signals: the notice before the time limit (USR1) is forwarded to the steps as SIGTERM, as Slurm does for preemption.
-#: Workers then save at the next step boundary and exit with 75.
+#: Signals: the notice before the time limit (USR1) goes on to the steps as URG, which all processes ignore but agents
+#: (SIGTERM would end the children that a worker needs for its save), again and again, as an agent may just be starting.
+#: Workers then save at the next step boundary and exit with 75. For preemption Slurm itself sends all of them SIGTERM.
 #: Requeueing is decided in `finish` alone. It first asks for the job's state, because `scontrol requeue` would revive a
 #: job that is being cancelled; `retry` waits for a controller that restarts. A lost or unhealthy node (74, 76) requeues
 #: the job too, `most_faults` times, since Slurm can replace the node. The requeue, excluded nodes and node count go to
@@ -54,7 +55,9 @@ noticed=
 agents=
 notice() {{
   say "notice ($1): workers are asked to save"
-  [ -z "$noticed" ] && [ -n "$agents" ] && [ "$1" = USR1 ] && scancel --signal=TERM "$job"
+  if [ -z "$noticed" ] && [ -n "$agents" ] && [ "$1" = USR1 ]; then
+    while kill -0 "$agents"; do scancel --signal=URG "$job"; sleep 20; done 2>/dev/null &
+  fi
   noticed=$1
 }}
 trap 'notice USR1' USR1
