@@ -31,6 +31,9 @@ from .process import AgentProcess
 _ANY = ("0.0.0.0", "::")  # every interface: no address that anyone could be sent to
 #: Signals by which schedulers announce an end. Slurm's `--signal` may be any of the last two.
 _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+#: The notice of a job's script to all processes of its steps, of which only agents hear it: the workers' children must
+#: live until the workers have saved. It is repeated, as it may come before an agent listens.
+_NOTICE = signal.SIGURG
 
 log = logging.getLogger("orch.agent")
 
@@ -140,6 +143,7 @@ def _listen_to_signals(agent: Agent) -> None:
         # a program may know USR1 and USR2; whatever else it was, to a worker it is the usual request to end
         passed = signum.name if signum in (signal.SIGUSR1, signal.SIGUSR2) else "SIGTERM"
         loop.add_signal_handler(signum, agent.terminate, f"got {signum.name}", passed)
+    loop.add_signal_handler(_NOTICE, agent.terminate, "got the notice of the job's script", "SIGTERM", False)
 
 
 def _watch_lifeline(agent: Agent) -> None:

@@ -67,6 +67,24 @@ def test_table(what, budget, again, state, code, rank):
         assert found.cause.rank == rank
 
 
+@pytest.mark.parametrize(
+    ("ends", "reason"),
+    [
+        ((75, (3, True)), "rank 1 on node1 was asked to save and failed: exit code 3"),
+        (((1, True), (75, True)), "rank 0 on node0 was asked to save and failed: user code failed"),
+        (((-11, True), (-15, True)), "rank 0 on node0 was asked to save and failed: killed by SIGSEGV"),
+        ((1, (75, True)), "node0: got SIGTERM; rank 0 on node0 failed: user code failed"),
+        (((-9, True), (75, True)), "not every worker saved"),  # it took longer than its grace
+        (((-15, True), (75, True)), "not every worker saved"),  # it knows nothing of signals
+        (((75, True), (75, True)), NOTICE.reason),
+    ],
+)
+def test_a_worker_that_fails_after_it_was_asked_to_save_is_named(ends, reason):
+    found = decide(end(*ends, request=NOTICE), Budget(3))
+    assert (found.state, found.code, found.exclude) == ("stopped", Exit.RESTART, None)
+    assert found.reason.endswith(reason)
+
+
 CODES = st.sampled_from([0, 0, 1, 3, 64, 65, 70, 74, 75, 75, 76, 77, 78, 127, -6, -9, -11, -15])
 
 

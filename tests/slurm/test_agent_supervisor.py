@@ -15,6 +15,7 @@ from orchestrator.agent.node.agent import Agent, NodeFacts
 from orchestrator.agent.node.connection import FixedCoordinator
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import TerminationSignal
+from orchestrator.backends.slurm.job.agent_supervisor import NOTICE
 from orchestrator.plan import Exit
 from tests.beds.bundles import make_bundle, wait_for
 from tests.beds.coordinated import PLAN, make_folder
@@ -73,14 +74,15 @@ def test_none_is_restarted_when_the_run_has_ended(tmp_path):
     assert len((tmp_path / "starts").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("how", ["signal", "kill"])
+@pytest.mark.parametrize("how", ["signal", "notice", "kill"])
 def test_the_agent_receives_the_supervisors_signal_and_does_not_outlive_it(tmp_path, how):
     starts, received = tmp_path / "starts", tmp_path / "received"
     supervisor = start_supervisor(starts, "stay", "0")
     agent = int(wait_for(lambda: starts.exists() and starts.read_text(), 120, "the agent"))
-    if how == "signal":
-        supervisor.send_signal(signal.SIGUSR1)
-        wait_for(lambda: received.exists() and received.read_text() == "SIGUSR1\n", 120, "the signal")
+    if how != "kill":
+        sent = signal.SIGUSR1 if how == "signal" else NOTICE
+        supervisor.send_signal(sent)
+        wait_for(lambda: received.exists() and received.read_text() == f"{sent.name}\n", 120, "the signal")
         os.kill(agent, signal.SIGKILL)
         assert supervisor.wait(300) == 128 + 9 and len(starts.read_text().splitlines()) == 1, "no restart is wanted"
     else:

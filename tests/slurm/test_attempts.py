@@ -44,7 +44,7 @@ def folder(tmp_path):
 
 def attempt(folder: RunFolder, restarts: int, *nodes: str):
     """The node assignment and request of an attempt on these nodes, of which the first two are under one switch."""
-    probe = "".join(f"{i} {node} spine.leaf{i // 2}.{node}\n" for i, node in enumerate(nodes))
+    probe = "".join(f"orch-node {i} {node} spine.leaf{i // 2}.{node}\n" for i, node in enumerate(nodes))
     environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "SLURM_JOB_NODELIST": ",".join(nodes)}
     return assign_nodes(folder, probe, environ), read_request(folder)
 
@@ -73,7 +73,7 @@ def test_a_job_that_slurm_requeues_after_the_end_of_its_run_does_nothing(folder,
     ended = msgspec.structs.replace(read_state(folder), state=phase, exit_code=code, reason="x")
     write_state(folder, ended)
     probe = folder.path / "nodes"
-    probe.write_text("0 m1 m1\n1 m2 m2\n")
+    probe.write_text("orch-node 0 m1 m1\norch-node 1 m2 m2\n")
     for name, value in {"JOB_ID": "7", "RESTART_COUNT": "1", "JOB_NODELIST": "m[1-2]"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert task.main(["place", "--run-dir", str(folder.path), "--nodes", str(probe)]) == (code if over else 0)
@@ -115,7 +115,7 @@ def test_what_the_agents_could_not_start_for_is_in_the_cause(folder):
 def test_nodes_that_lack_something_are_left_out_by_name(folder, lacks):
     """An elastic run goes on while a size is left; else the job comes back without them."""
     (folder.path / "nodes").write_text(
-        "".join(f"{i} n{i} n{i}{' image' if f'n{i}' in lacks else ''}\n" for i in range(1, 5))
+        "".join(f"orch-node {i} n{i} n{i}{' image' if f'n{i}' in lacks else ''}\n" for i in range(1, 5))
     )
     environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0", "SLURM_JOB_NODELIST": "n[1-4]"}
     probe = (folder.path / "nodes").read_text()
@@ -126,6 +126,17 @@ def test_nodes_that_lack_something_are_left_out_by_name(folder, lacks):
         with refusal("node n2 lacks: image; node n3 lacks: image", Exit.NODE):
             assign_nodes(folder, probe, environ)
     assert sorted(expand((folder.path / "slurm" / "exclude").read_text())) == lacks.split(",")
+
+
+@pytest.mark.parametrize(("answers", "silent"), [((1, 2, 3), "n4"), ((2,), "n[1,3-4]"), ((), "")])
+def test_nodes_that_do_not_answer_are_named_and_left_out_next_time(folder, answers, silent):
+    """All of them silent is a step that could not start: no node is to blame."""
+    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0", "SLURM_JOB_NODELIST": "n[1-4]"}
+    probe = "".join(f"orch-node {i} n{i} n{i}\n" for i in answers)
+    with refusal("no answer from n", Exit.NODE):
+        assign_nodes(folder, probe, environ)
+    path = folder.path / "slurm" / "exclude"
+    assert (path.read_text() if path.exists() else "").strip() == silent
 
 
 @pytest.mark.parametrize("phase", ["running", "done"])
@@ -194,13 +205,13 @@ def takeover(folder):
 def test_the_notice_before_the_time_limit_is_sent_once(takeover, slurm, signals):
     takeover._slurm = slurm
     assert not takeover.check(NOON) and not takeover.check(NOON)
-    assert slurm.signals == [("--signal=TERM",)] * signals
+    assert slurm.signals == [("--signal=URG",)] * signals
 
 
 def test_who_takes_over_and_until_when(takeover, folder):
     takeover._slurm = slurm = FakeSlurm()
     ask(folder, "end")
-    assert not takeover.check(NOON) and slurm.signals == [("--signal=TERM",)]
+    assert not takeover.check(NOON) and slurm.signals == [("--signal=URG",)]
     state = msgspec.structs.replace(read_state(folder), state="cancelled", exit_code=75)
     write_state(folder, msgspec.structs.replace(state, writer="n3"))
     assert takeover.check(NOON) and not (folder.path / "finished").exists(), "the coordinator has moved: not ours"

@@ -11,8 +11,9 @@ from orchestrator.backends.slurm.commands import parse_estimate
 from orchestrator.backends.slurm.job.node_assignment import read_probe
 from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.backends.slurm.queue import parse_squeue, squeue_argv
+from orchestrator.backends.slurm.script.fixed import PROBE
 from orchestrator.backends.slurm.script.flags import as_argv, network_flags
-from orchestrator.backends.slurm.script.render import PROBE, JobScript, render
+from orchestrator.backends.slurm.script.render import JobScript, render
 from orchestrator.cluster.importers.slurm import from_addresses, parse_topology
 from orchestrator.cluster.importers.slurm_nodes import parse_nodes
 from orchestrator.cluster.nodes import with_nodes
@@ -103,8 +104,8 @@ def test_a_segment_that_does_not_fit_waits(blocks):
 
 #: In place of the run's Python: notes what it is asked to do. Its agent ends well when it is asked to save.
 STUB = """#!/bin/bash
-echo "$4" >> "$0.asked"
-[ "$4" != agent ] || { trap 'exit 0' TERM; for i in {1..600}; do sleep 0.2; done; exit 75; }
+echo "$5" >> "$0.asked"
+[ "$5" != agent ] || { trap 'exit 0' TERM URG; for i in {1..600}; do sleep 0.2; done; exit 75; }
 """
 
 

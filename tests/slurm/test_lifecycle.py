@@ -6,15 +6,19 @@ The workers are those of tests/beds/worker.py: on SIGTERM they save their step a
 from __future__ import annotations
 
 import json
+import re
+import sys
 
 import pytest
 
 from orchestrator.plan.exits import Exit
+from tests.beds.base import ROOT
 from tests.beds.contract import cancel_and_resume, refusals
 from tests.beds.slurm.runs import CONF, LONG, Orch
 
 from .test_runs import two_nodes
 
+WITH_HELPER = ROOT / "tests" / "beds" / "with_helper.py"
 pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 
 
@@ -81,6 +85,38 @@ def test_scancel_saves_and_stays_cancelled(orch: Orch):
     state = run.wait("cancelled")
     assert state.exit_code == Exit.RESTART and min(run.saved()) >= 3
     assert orch.cluster.job_state(run.job) == "CANCELLED" and run.restarts == 0
+
+
+@pytest.mark.parametrize("how", ["cancel", "notice"])
+def test_a_notice_reaches_no_process_that_a_worker_needs_to_save(orch: Orch, how):
+    """Its children must live until it has saved: the script tells the agents alone."""
+    run = orch.submit(*two_nodes("backend.options.max_requeues=0"), program=(sys.executable, str(WITH_HELPER)))
+    run.step(3)
+    if how == "cancel":
+        orch("cancel", run.id)
+    else:  # as Slurm does before the time limit
+        orch.cluster.run("scancel", "--signal=USR1", "--batch", run.job)
+    state = run.wait("cancelled" if how == "cancel" else "stopped")
+    assert state.exit_code == Exit.RESTART and state.cause is None and "died" not in orch("logs", run.id).stdout
+    run.release()
+    orch("resume", run.id)
+    assert run.wait("done").exit_code == 0
+    for rank in range(4):
+        log = (run.folder / "logs" / f"rank-{rank:05d}.log").read_text()
+        first, second = re.findall(r"^starts at (\d+)$", log, re.M)
+        assert int(first) == 0 and int(second) >= 3
+
+
+def test_slurms_own_end_may_end_them_and_then_nothing_is_called_saved(orch: Orch):
+    """scancel by hand, as preemption, signals every process of the steps."""
+    run = orch.submit(*two_nodes("backend.options.max_requeues=0"), program=(sys.executable, str(WITH_HELPER)))
+    run.step(3)
+    orch.cluster.run("scancel", run.job)
+    state = run.wait("cancelled")
+    assert re.search(r"rank \d on n\d (was asked to save and )?failed: .*; job \d+: cancelled", state.reason), (
+        state.reason
+    )
+    assert "saved, wants restart" not in orch("status", run.id).stdout
 
 
 def test_the_contract_of_every_backend(orch: Orch):

@@ -78,6 +78,13 @@ def test_a_final_state_is_given_when_the_job_is_over_or_waits_although_the_run_i
         assert found.state != "restarting", "no attempt follows"
 
 
+@pytest.mark.parametrize("word", ["CANCELLED by 0", "TIMEOUT", "PREEMPTED"])
+def test_what_slurm_says_does_not_hide_the_runs_own_reason(word):
+    own = "n0: got SIGTERM; rank 1 on n0 was asked to save and failed: exit code 3"
+    found = combined_state(state("stopped", 75, own), job(word), cancel_asked=False)
+    assert found.reason.startswith(f"{own}; job 7: ") and found.exit_code == Exit.RESTART
+
+
 def test_waiting_says_why_and_until_when():
     found = combined_state(state("pending"), job("PENDING", reason="Resources", start="2026-11-21T14:00:00"), False)
     why = "waiting in the queue; Resources: waiting for nodes to become free"
@@ -157,11 +164,13 @@ def test_a_job_submitted_by_hand_is_found_by_its_name():
 
 
 def test_what_the_nodes_answer():
-    assert read_probe("0 n0 spine.leaf0.n0\n1 n1 spine.leaf0.n1\n") == {"n0": "spine.leaf0.n0", "n1": "spine.leaf0.n1"}
-    for text in ("0 n0\n", "0 n0 a\n1 n0 a\n", "slurmstepd: error: x y z\n"):
-        with pytest.raises(Exception, match="answered") as refused:
-            read_probe(text)
-        assert refused.value.exit == Exit.NODE
+    said = "orch-node 0 n0 spine.leaf0.n0\nbanner\n\norch-node 1 n1 n1 image\n"
+    assert read_probe(said) == {"n0": "spine.leaf0.n0", "n1": "n1"}
+    for text in ("orch-node 0 n0\n", "0 n0 a\n", "slurmstepd: error: x y z\n", "orch-node x n0 a\n"):
+        assert read_probe(text) == {}
+    with pytest.raises(Exception, match="answered twice") as refused:
+        read_probe("orch-node 0 n0 a\norch-node 1 n0 a\n")
+    assert refused.value.exit == Exit.NODE
 
 
 @pytest.mark.parametrize(("srun", "code", "phase"), [(143, Exit.RESTART, "stopped"), (137, Exit.CAPACITY, "failed")])

@@ -15,7 +15,7 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.state import Cause
 
 #: Ends that somebody outside may have brought about, which say nothing of data, code and node.
-_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, int(Exit.RESTART))
+OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, int(Exit.RESTART))
 _OF_CODE = ("worker_exit", "worker_spinning", "worker_stuck", "non_finite")
 _OF_NODE = ("worker_exit", "worker_spinning", "worker_stuck")
 
@@ -72,4 +72,4 @@ def _of_node(cause: Cause) -> bool:
 
 def _from_outside(cause: Cause) -> bool:
     """A worker that hung was killed by its own agent: there the signal says nothing."""
-    return cause.kind == "worker_exit" and cause.code in _OUTSIDE
+    return cause.kind == "worker_exit" and cause.code in OUTSIDE

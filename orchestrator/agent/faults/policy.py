@@ -12,7 +12,7 @@ from typing import Literal
 from orchestrator.plan.exits import FATAL, Exit, meaning
 from orchestrator.run.state import WORKER_CAUSES, Cause
 
-from .attribution import NO_FAULTS, FaultHistory, attribute
+from .attribution import NO_FAULTS, OUTSIDE, FaultHistory, attribute
 
 #: Saved-and-wants-restart exits in a row without one new step, after which starting again is pointless.
 MOST_FRUITLESS = 5
@@ -158,9 +158,10 @@ def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> 
     if end.request is not None:
         if first and cause and end.fault is None and not first.asked and first.code in FATAL:
             return _end("failed", first.code, cause.text, budget, cause)
-        saved = all(worker.code in (0, Exit.RESTART) for worker in end.ends) and (complete or not end.ends)
-        how = "; before any worker had started" if not end.ends else "" if saved else "; not every worker saved"
-        return _end(end.request.kind, Exit.RESTART, end.request.reason + how, budget, None if saved else cause)
+        if not end.ends or (complete and all(worker.code in (0, Exit.RESTART) for worker in end.ends)):
+            how = "" if end.ends else "; before any worker had started"
+            return _end(end.request.kind, Exit.RESTART, end.request.reason + how, budget, None)
+        return _unsaved(end, end.request, budget, cause)
 
     if end.fault is None and end.resize and (first is None or first.asked or first.code == Exit.RESTART):
         if end.slow:
@@ -172,6 +173,22 @@ def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> 
         return _end("failed", Exit.INTERNAL, text, budget, Cause(kind="internal", text=text, epoch=end.epoch))
 
     return _after_failure(end, cause, 1 if end.fault or first is None else first.code, budget, history)
+
+
+def _unsaved(end: EpochEnd, request: Request, budget: Budget, cause: Cause | None) -> Decision:
+    """The end of a run that was asked for, without a whole save: a worker that failed over it is named.
+
+    One that was killed, or that knows nothing of signals, has not failed.
+    """
+    how = "not every worker saved"
+    failed = [worker for worker in end.ends if worker.code and worker.code not in OUTSIDE]
+    if failed:
+        worst = min(failed, key=lambda worker: (not worker.asked, worker.order))
+        cause = end.fault or cause_of(worst, end.epoch)
+        asked = "was asked to save and failed" if worst.asked else "failed"
+        after = f" after step {worst.step}" if worst.step is not None else ""
+        how = f"rank {worst.rank} on {worst.node} {asked}: {meaning(worst.code)}{after}"
+    return _end(request.kind, Exit.RESTART, f"{request.reason}; {how}", budget, cause)
 
 
 def _after_failure(end: EpochEnd, cause: Cause, code: int, budget: Budget, history: FaultHistory) -> Decision:

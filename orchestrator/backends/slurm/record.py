@@ -177,7 +177,8 @@ def _ended(state: RunState, job: Job, cancel_asked: bool, left: int | None, said
     elif code is None or code < 0:  # without accounting squeue does not tell; the script may have
         code = left if left is not None and left >= 0 else Exit.CAPACITY
     code = int(code)
-    text = "; ".join(filter(None, [f"job {job.id}: {what.text}", explain_reason(job.reason), said]))
+    own = state.reason if state.is_final else ""  # the run knows more of its end than Slurm
+    text = "; ".join(filter(None, [own, f"job {job.id}: {what.text}", explain_reason(job.reason), said]))
     if what.phase == "done":  # the script succeeded, though the coordinator wrote no final state
         return finish(state, "done", Exit.DONE, text, state.cause)
     cause = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=job.exit_code)

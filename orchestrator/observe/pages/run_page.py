@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from orchestrator.observe.goodput.account import Account
 from orchestrator.observe.live import Live, NodeLive
-from orchestrator.plan.exits import meaning
+from orchestrator.plan.exits import Exit, meaning
 from orchestrator.run.bad_nodes import BadNode
 from orchestrator.run.left_out import said_of
 from orchestrator.run.request import LaunchRequest
@@ -69,7 +69,7 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
     if sweep := s.get("sweep"):
         rows.insert(2, ("of a sweep", str(sweep)))
     if state.exit_code:
-        rows.append(("exit code", f"{state.exit_code} ({meaning(state.exit_code)})"))
+        rows.append(("exit code", f"{state.exit_code} ({_meaning(state, state.exit_code)})"))
     if reason:
         rows.append(("reason", reason))
     elif (last := state.epochs[-2:-1]) and last[0].cause and not state.is_final:
@@ -143,9 +143,14 @@ def progress_line(state: RunState, live: Live, style: Style) -> str:
     return f"{name}  " + "  ".join(filter(None, parts))
 
 
+def _meaning(state: RunState, code: int) -> str:
+    """Of an exit code. A run that has saved has no cause: one with a cause wants a restart without a whole save."""
+    return "wants restart" if code == Exit.RESTART and state.cause else meaning(code)
+
+
 def end_lines(state: RunState, style: Style) -> list[str]:
     """What is said when a run has ended."""
-    code = f", exit code {state.exit_code} ({meaning(state.exit_code)})" if state.exit_code else ""
+    code = f", exit code {state.exit_code} ({_meaning(state, state.exit_code)})" if state.exit_code else ""
     first, *more = fold(f"{state.state}: {state.reason}{code}", style.width, 2)
     lines = [style.paint(state.state, COLOUR.get(state.state), bold=True) + first.removeprefix(state.state), *more]
     return lines + (_cause("First cause", state.cause, style, tail=12) if state.cause else [])

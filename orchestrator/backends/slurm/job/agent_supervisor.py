@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from orchestrator.plan import Exit
 
 _RESTART_DELAY_S = 1.0
-_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+#: By default it is ignored, so that children of workers live until the workers have saved (orchestrator/agent).
+NOTICE = signal.SIGURG
+_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, NOTICE)
 
 
 def supervise(argv: Sequence[str], run_ended: Callable[[], bool], max_restarts: int) -> int:

@@ -17,6 +17,7 @@ from orchestrator.backends.slurm.record import (
     submitted_plan,
     submitted_request,
 )
+from orchestrator.backends.slurm.script.fixed import MARK
 from orchestrator.cluster.hostlist import expand, natural_key
 from orchestrator.cluster.importers.slurm import from_addresses
 from orchestrator.cluster.nodes import choose_nodes, with_nodes
@@ -57,28 +58,27 @@ def read_assignment(folder: RunFolder) -> NodeAssignment | None:
 
 
 def read_probe(text: str) -> dict[str, str]:
-    """Node -> address, from lines `<node id> <name> <address> [<what it lacks> ...]`, one a task.
-
-    OrchError (74) for other lines.
-    """
+    """Node -> address, from the probe's output. OrchError (74) when a node answered twice."""
     found: dict[str, str] = {}
-    for line in text.splitlines():
-        words = line.split()
-        if len(words) < 3 or not words[0].isdigit() or not _LACKS.issuperset(words[3:]):
-            raise OrchError(f"a node answered {line[:80]!r}", Exit.NODE)
-        if words[1] in found:
-            raise OrchError(f"node {words[1]} answered twice", Exit.NODE)
-        found[words[1]] = words[2]
+    for _, node, address, *_ in _answers(text):
+        if node in found:
+            raise OrchError(f"node {node} answered twice", Exit.NODE)
+        found[node] = address
     return found
 
 
-#: What a node may lack, as the script's probe writes it.
-_LACKS = {"run-folder", "program", "image"}
-
-
 def lacking(text: str) -> dict[str, str]:
-    """Node -> what it lacks, from the probe's lines."""
-    return {words[1]: ", ".join(words[3:]) for line in text.splitlines() if len(words := line.split()) > 3}
+    """Node -> what it lacks, from the probe's output."""
+    return {node: ", ".join(lacks) for _, node, _, *lacks in _answers(text) if lacks}
+
+
+def _answers(text: str) -> list[list[str]]:
+    """The words `<node id> <name> <address> [<what it lacks> ...]` of each line that the probe has marked as its own.
+
+    Nodes print other things too (a TaskProlog, a shell's start files), which are no answers.
+    """
+    lines = [line.split() for line in text.split("\n")]
+    return [words[1:] for words in lines if words[:1] == [MARK] and len(words) > 3 and words[1].isdigit()]
 
 
 def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> NodeAssignment:
@@ -88,7 +88,7 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
     did not answer, 75 when the run was cancelled meanwhile, 76 when the nodes are too few.
     """
     addresses = read_probe(probe)
-    _check_nodes(addresses, environ)
+    _check_nodes(folder, addresses, environ)
     lacks = lacking(probe)
     exclude(folder, lacks)
     if wants_end(folder):
@@ -125,11 +125,15 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
     return assignment
 
 
-def _check_nodes(addresses: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """OrchError (74) unless exactly the nodes that Slurm granted have answered."""
+def _check_nodes(folder: RunFolder, addresses: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """OrchError (74) unless exactly the nodes that Slurm granted have answered; the next attempt has no silent one.
+
+    If none has answered, no node is to blame.
+    """
     granted = set(expand(environ.get("SLURM_JOB_NODELIST", "")))
     silent, strange = granted - set(addresses), set(addresses) - granted
     if silent:
+        exclude(folder, silent if addresses else ())
         raise OrchError(f"no answer from {', '.join(sorted(silent, key=natural_key)[:8])}", Exit.NODE)
     if strange:
         raise OrchError(f"answers from nodes that are not the job's: {', '.join(sorted(strange)[:8])}", Exit.NODE)

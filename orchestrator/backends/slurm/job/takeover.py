@@ -24,6 +24,8 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.intent import wants_end
 from orchestrator.run.state import RunState, read_state
 
+from .agent_supervisor import NOTICE
+
 _POLL_S = 5.0
 
 
@@ -73,7 +75,7 @@ class BatchStepTakeover:
             return self._finish(state)
         if not self._signalled and (wants_end(self._folder) or self._notice_is_due(job.get("EndTime", ""), now)):
             self._signalled = True
-            self._slurm.cancel(self._job, "--signal=TERM")
+            self._slurm.cancel(self._job, f"--signal={NOTICE.name.removeprefix('SIG')}")
         return False
 
     def _notice_is_due(self, end: str, now: datetime) -> bool:

@@ -90,7 +90,7 @@ def _place(folder: RunFolder, nodes: Path) -> int:
         # Slurm requeues a job whose batch node was lost, even if the run has ended on the other nodes meanwhile
         write_private(Path(folder.path, "slurm", "over"), f"{state.exit_code or 0}\n".encode())
         return state.exit_code or 0
-    assignment = assign_nodes(folder, nodes.read_text(), os.environ)
+    assignment = assign_nodes(folder, nodes.read_text(errors="replace"), os.environ)
     print(f"orch: {assignment.summary}", file=sys.stderr)
     return 0
 

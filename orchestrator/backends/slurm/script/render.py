@@ -6,7 +6,6 @@ forwards termination signals to the steps and decides whether the job is requeue
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,17 +18,9 @@ from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 from orchestrator.planner.placement.rank_assignment import used_node_count
 
+from .fixed import END_STUCK_STEP, LACKING, LIFECYCLE, MARK, OWNER, PROBE, PROBE_FLAGS, PROBE_LIMIT, TAKEOVER_ENTRY
 from .flags import Flags, as_argv, job_flags, step_flags
 from .quoting import assignment, check_text, command, directive, file_pattern
-
-#: Prints a task's position in the allocation, its node's name and network address, and what the node lacks of the run
-#: folder ($1), the program that starts Python ($2) and the image ($3). Needs no Python and no files.
-PROBE = (
-    'lacks=; [ -z "$1" ] || [ -r "$1/request.json" ] || lacks=" run-folder"; '
-    '[ -z "$2" ] || command -v "$2" >/dev/null || lacks="$lacks program"; '
-    '[ -z "$3" ] || [ -e "$3" ] || lacks="$lacks image"; '
-    'printf "%s %s %s%s\\n" "$SLURM_NODEID" "$SLURMD_NODENAME" "${SLURM_TOPOLOGY_ADDR:-$SLURMD_NODENAME}" "$lacks"'
-)
 
 
 class JobScript(Struct, frozen=True, kw_only=True):
@@ -112,19 +103,20 @@ def _head(job: JobScript) -> list[str]:
 
 def _body(job: JobScript) -> list[str]:
     options, elastic = job.options, bool(job.sizes)
-    steps = as_argv(step_flags(job.plan, options, elastic))
+    steps = step_flags(job.plan, options, elastic)
     task = [*_python(job), "-P", *start.BY_NAME, "orchestrator.slurm.task"]
     needs = [job.run_dir, *_needs(options, job.python)]
+    probe = ["srun", *as_argv({**steps, **PROBE_FLAGS}), options.shell, "-c", PROBE, "probe", *needs]
     on_this_node = _single_step(job)
     # in an elastic run one agent may end long before the others, so srun must not set a limit then
-    agent_flags = as_argv({**step_flags(job.plan, options, elastic), **({"wait": 0} if elastic else {})})
+    agent_flags = as_argv({**steps, **({"wait": 0} if elastic else {})})
     agents = ["srun", *agent_flags, f"--output={file_pattern(str(Path(job.run_dir, 'logs')))}/slurm-%j-agents.log"]
     agents += ["--open-mode=append", *_container_flags(job), *task, "agent", "--run-dir", job.run_dir]
     attempt = [
         'life="$run/slurm/$job.$times"',
-        _on_all(["srun", *steps, options.shell, "-c", PROBE, "probe", *needs], elastic)
-        + ' > "$life.nodes" || finish 74',
-        *_LACKING,
+        f"{command(PROBE_LIMIT)} {_on_all(probe, elastic)}" + ' > "$life.nodes"',
+        f"grep -q '^{MARK} ' \"$life.nodes\" || finish {int(Exit.NODE)}",
+        *LACKING,
         f'{command([*on_this_node, *task, "place", "--run-dir", job.run_dir])} --nodes "$life.nodes"',
         "code=$?; [ $code = 0 ] || finish $code",
         '[ ! -e "$run/slurm/over" ] || leave 0 ", the run had ended before"',
@@ -133,7 +125,7 @@ def _body(job: JobScript) -> list[str]:
         "# One agent a node. The shell waits in a way that lets a notice through.",
         f"{_on_all(agents, elastic)} &",
         "agents=$!",
-        *(_END_STUCK_STEP if elastic else ()),
+        *(END_STUCK_STEP if elastic else ()),
         "while :; do",
         '  wait "$agents"; code=$?',
         '  kill -0 "$agents" 2>/dev/null || break',
@@ -151,14 +143,14 @@ def _body(job: JobScript) -> list[str]:
         assignment("most", str(options.max_requeues if options.requeue else 0)),
         assignment("most_faults", str(options.max_node_faults if options.requeue else 0)),
         "",
-        *_LIFECYCLE,
+        *LIFECYCLE,
+        *(TAKEOVER_ENTRY if elastic else ()),
         "",
         *(f"unset {name}" for name in options.unset),
         *(line for name in options.modules for line in _checked(command(["module", "load", name]), "modules")),
         *(line for text in options.setup for line in _checked(check_text(text, "backend.options.setup"), "setup")),
-        *(_TAKEOVER_ENTRY if elastic else ()),
         "",
-        *_OWNER,
+        *OWNER,
         *(['cp -- "$0" "$run/slurm/script"'] if elastic else ()),
         "# Where am I? Every task names its node and its place in the network; then the ranks are put on these nodes.",
         *attempt,
@@ -243,128 +235,3 @@ def _container_flags(job: JobScript) -> Sequence[str]:
         f"--container-workdir={job.run_dir}",
         "--no-container-mount-home",
     )
-
-
-#: Signals: the notice before the time limit (USR1) is forwarded to the steps as SIGTERM, as Slurm does for preemption.
-#: Workers then save at the next step boundary and exit with 75.
-#: Requeueing is decided in `finish` alone. It first asks for the job's state, because `scontrol requeue` would revive a
-#: job that is being cancelled; `retry` waits for a controller that restarts. A lost or unhealthy node (74, 76) requeues
-#: the job too, `most_faults` times, since Slurm can replace the node. The requeue, excluded nodes and node count go to
-#: one scontrol: the requeue ends the script, and a job that had lost nodes would ask only for as many as it kept.
-#: `over` marks a job that is not requeued, for `orch status` while Slurm does not answer. Where Slurm itself ends the
-#: attempt (`obey`), whether another follows is Slurm's decision.
-_LIFECYCLE = f"""\
-times=${{SLURM_RESTART_COUNT:-0}}
-job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
-job=${{job:-$SLURM_JOB_ID}}
-say() {{ printf '%s orch: job %s life %s: %s\\n' "$(date -u +%FT%TZ)" "$job" "$times" "$*" >&2; }}
-
-noticed=
-agents=
-notice() {{
-  say "notice ($1): workers are asked to save"
-  [ -z "$noticed" ] && [ -n "$agents" ] && [ "$1" = USR1 ] && scancel --signal=TERM "$job"
-  noticed=$1
-}}
-trap 'notice USR1' USR1
-trap 'notice TERM' TERM
-
-retry() {{ for pause in 1 5 10 20 30 60 60 60; do "$@" && return; sleep $pause; done; return 1; }}
-leave() {{ say "code $1$2"; echo "$1" > "$run/slurm/over"; exit "$1"; }}
-obey() {{ say "code $1, ended by Slurm$2"; exit "$1"; }}
-requeue() {{
-  {{
-    echo "requeue $job"
-    [ -z "$without" ] || echo "update JobId=$job ExcNodeList=$without"
-    [ -z "$full" ] || echo "update JobId=$job NumNodes=$full"
-  }} | scontrol --quiet >/dev/null
-}}
-
-check_line() {{
-  [ "$1" != 0 ] || return 0
-  say "error: code $1 of $2"
-  holder=$(cat "$run/slurm/owner" 2>/dev/null)
-  [ "${{holder:-$job}}" != "$job" ] || {{ mkdir -p "$run/slurm" && echo {int(Exit.CONFIG)} > "$run/slurm/over"; }}
-  exit {int(Exit.CONFIG)}
-}}
-
-finish() {{
-  trap '' USR1 TERM
-  case $1 in
-    {int(Exit.RESTART)}) ;;
-    {int(Exit.NODE)}|{int(Exit.CAPACITY)})
-      echo "$job $times $1" >> "$run/slurm/faults"
-      [ "$(wc -l < "$run/slurm/faults")" -le "$most_faults" ] || leave $1 ", after $most_faults of its kind: no more"
-      ;;
-    {128 + signal.SIGTERM}) obey $1 "" ;;
-    *) leave $1 "" ;;
-  esac
-  asked=$(ls "$run"/intents/*.json 2>/dev/null | tail -n 1)
-  if grep -qs '"want":"end"' "$asked"; then retry scancel "$job"; leave $1 ", cancelled"; fi
-  [ "$times" -lt "$most" ] || leave $1 ", come back $times times: no more"
-  state=$(retry squeue --noheader --jobs="$job" --format=%T)
-  [ "$state" = RUNNING ] || obey $1 " ($state)"
-  without=$(cat "$run/slurm/exclude" 2>/dev/null)
-  say "code $1, comes back${{without:+ without $without}}"
-  retry requeue || leave $1 ", and the requeue failed"
-  trap - TERM
-  sleep 300
-}}""".splitlines()  # sleep 300: the requeue kills the script meanwhile
-
-
-#: One job writes in a run folder: a second one (`sbatch` of the same script) leaves before it writes anything, unless
-#: the first has ended. Of several that find it ended, the one that makes the folder `<owner>.ended` goes on.
-#: Slurm requeues some jobs whose run has ended (a preemption with GraceTime in 24.11, a lost batch node): they leave.
-_OWNER = f"""\
-mkdir -p "$run/slurm" || exit 70
-until (set -C; echo "$job" > "$run/slurm/owner") 2>/dev/null; do
-  owner=$(cat "$run/slurm/owner") || exit 70
-  [ "$owner" != "$job" ] || break
-  holds=$([ -z "$owner" ] || squeue --noheader --jobs="$owner" --format=%T 2>&1)
-  case $holds in
-    *nvalid\\ job\\ id*|'')
-      [ -n "$owner" ] && mkdir "$run/slurm/$owner.ended" 2>/dev/null || {{ sleep 1; continue; }}
-      echo "$job" > "$run/slurm/$job.owner" && mv -f "$run/slurm/$job.owner" "$run/slurm/owner"
-      ;;
-    *) say "the run belongs to job $owner ($holds): this one leaves"; exit {int(Exit.FENCED)} ;;
-  esac
-done
-[ "$times" = 0 ] || [ ! -s "$run/slurm/over" ] || leave "$(cat "$run/slurm/over")" ", the run had ended before"
-""".splitlines()
-
-
-#: Nodes that lack something. The task `place` decides about them, unless they are all, or this one, where it would run.
-_LACKING = f"""\
-lacking=
-sound=
-here=
-while read -r _ name _ lacks; do
-  [ -n "$lacks" ] || {{ sound=1; continue; }}
-  what=$lacks
-  say "error: node $name lacks: $lacks"
-  lacking=$lacking${{lacking:+,}}$name
-  [ "$name" != "$SLURMD_NODENAME" ] || here=1
-done < "$life.nodes"
-[ -z "$lacking" ] || [ -n "$sound" ] || leave {int(Exit.CONFIG)} ", error: no node has what it needs: $what"
-if [ -n "$here" ]; then
-  known=$(cat "$run/slurm/exclude" 2>/dev/null || echo "$excluded")
-  echo "$known${{known:+,}}$lacking" > "$run/slurm/exclude"
-  finish {int(Exit.NODE)}
-fi""".splitlines()
-
-
-#: Lets job/takeover.py call `finish` from another node once this script's node is lost.
-_TAKEOVER_ENTRY = """\
-export ORCH_SCRIPT_NODE="${ORCH_SCRIPT_NODE:-$SLURMD_NODENAME}"
-[ "${1-}" != finish ] || finish "$2"
-""".splitlines()
-
-
-#: When a node is lost the job keeps the others (--no-kill), and the agents' step goes on. Slurm 22.05 may never see a
-#: step end that was on a lost node, so the step is killed half a minute after the run has ended.
-_END_STUCK_STEP = """\
-{
-  until [ -e "$run/slurm/ended" ]; do sleep 2; done
-  sleep 30; kill "$agents"; sleep 15; kill -KILL "$agents"
-} 2>/dev/null &
-watch=$!""".splitlines()
