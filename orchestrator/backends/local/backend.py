@@ -24,7 +24,14 @@ from orchestrator.run.create import check_program, create_run_folder
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.intent import Intent, ask, due, newest
 from orchestrator.run.processes import Identity, holders, identity, kill_trees, send_signal
-from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, compose_environment, to_bytes
+from orchestrator.run.request import (
+    LaunchRequest,
+    SubmissionBundle,
+    at_size,
+    check_variables,
+    compose_environment,
+    to_bytes,
+)
 from orchestrator.run.state import RunState, prepare_resume, read_state, true_state
 
 from . import namespaces
@@ -103,6 +110,7 @@ class LocalBackend(Backend, Resizing):
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
         self.check(request)
+        check_variables(request, environ)
         self._start(folder, request, environ, again=True)
         return request.handle
 
@@ -114,6 +122,8 @@ class LocalBackend(Backend, Resizing):
         request stays.
         """
         self.check(at_size(request, load_plan(folder.sized_plan(nodes))))
+        if not self.is_alive(folder):  # a supervisor that lives has the variables
+            check_variables(request, environ)
         asked = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
         self._wake(folder)
         end = time.monotonic() + request.policy.grace_s + _END_S
