@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
+from orchestrator.agent import __main__ as agent
 from orchestrator.backends.kubernetes.backend import KubernetesBackend
+from orchestrator.backends.kubernetes.pod.task import run_agent
 from orchestrator.backends.slurm.backend import SlurmBackend
+from orchestrator.backends.slurm.job.task import environment
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import compose_environment, from_bytes
 from orchestrator.run.state import read_state
 from orchestrator.run.variables import all_names, dropped_names, matching
 from tests.beds.bundles import wait_end, wait_for
@@ -106,6 +113,60 @@ def test_a_resize_asks_for_them_where_no_supervisor_has_them(home, capsys, monke
     code, _, err = orch(capsys, "resize", folder.run_id, "2")
     assert code == 65 and "--env LR, not set in this shell" in err
     assert read_state(folder) == before
+
+
+DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
+}
+
+
+def local(request, shell, monkeypatch):
+    return compose_environment(request.environment, shell)
+
+
+def slurm(request, shell, monkeypatch):
+    exported = {name: shell[name] for name in request.environment.names if name in shell}
+    return exported | environment(request, exported)
+
+
+def kubernetes(request, shell, monkeypatch):
+    """What the agent of a pod finds, which has the variables that were passed on from the run's Secret."""
+    found = {}
+    passed = {name: shell[name] for name in request.environment.names if name in shell}
+    given = SimpleNamespace(request=in_pods(request), environment=passed, key=b"")
+    with monkeypatch.context() as pod:
+        for name in DEFAULTS:
+            pod.delenv(name, raising=False)
+        pod.setattr(os, "chdir", lambda _: None)
+        pod.setattr(os, "environ", dict(os.environ))
+        pod.setattr(agent, "main", lambda *_, **__: found.update(os.environ) or 0)
+        end = SimpleNamespace(close=lambda: None)
+        run_agent(SimpleNamespace(path="/"), SimpleNamespace(address="::"), given, "node-0", end, "here")
+    return found
+
+
+def in_pods(request):
+    pods = msgspec.structs.replace(request.environment, names=[], path_first=[], python_path_first=[])
+    return msgspec.structs.replace(request, environment=pods)
+
+
+@pytest.mark.parametrize("backend", [local, slurm, kubernetes])
+@pytest.mark.parametrize(
+    "mine",
+    [{}, {"OMP_NUM_THREADS": "8"}, {"OMP_NUM_THREADS": ""}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}],
+)
+def test_a_program_gets_torchrun_s_defaults_and_what_the_user_set_stays(home, capsys, monkeypatch, backend, mine):
+    for name in DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in mine.items():
+        monkeypatch.setenv(name, value)
+    program("")
+    code, out, err = orch(capsys, "submit", "--dry-run", "--json", *SLURM, *PROGRAM)
+    assert code == 0, err
+    found = backend(from_bytes(out.encode()), {"HOME": "/h", **mine}, monkeypatch)
+    assert {name: found.get(name) for name in DEFAULTS} == DEFAULTS | mine
 
 
 def test_elsewhere_those_that_are_not_passed_on_are_said(home, capsys, monkeypatch):
