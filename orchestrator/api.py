@@ -96,10 +96,10 @@ class PreparedJob(NamedTuple):
 
 def prepare_job(words: list[str], options: SubmitOptions, config_dir: str | Path | None = None) -> PreparedJob:
     """The job planned, checked, and at the size that its scheduler would start. OrchError as `submit_job`."""
-    from orchestrator.config.compose import load
-    from orchestrator.submit.submission import check, choose, not_passed, prepare
+    from orchestrator.submit.submission import check, choose, not_passed, prepare, simulated_nodes
+    from orchestrator.submit.this_machine import load_job
 
-    config = load(words, config_dir, ranges=True)
+    config = load_job(words, options, config_dir)
     if config.backend.options.get("ssh") and options.code is None:
         from orchestrator.submit.over_ssh import prepare_there
 
@@ -107,7 +107,9 @@ def prepare_job(words: list[str], options: SubmitOptions, config_dir: str | Path
     submission = prepare(config, options)
     check(submission, options)
     candidate, said = choose(submission, options)
-    return PreparedJob(submission.backend, candidate, [*said, *not_passed(candidate.bundle.request, options)])
+    request = candidate.bundle.request
+    more = [*simulated_nodes(request, submission.backend), *not_passed(request, options)]
+    return PreparedJob(submission.backend, candidate, [*said, *more])
 
 
 def submit_job(

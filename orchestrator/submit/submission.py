@@ -202,6 +202,14 @@ def choose(submission: Submission, options: SubmitOptions) -> tuple[SizeCandidat
     return candidates[index], lines
 
 
+def simulated_nodes(request: LaunchRequest, backend: Backend) -> list[str]:
+    """One line where the nodes of a program are parts of this machine; torchrun would wait for other machines."""
+    if not backend.on_this_machine or request.worker.bundled or max([request.nodes, *request.sizes]) == 1:
+        return []
+    shape = f"{request.nodes} nodes of {request.gpus_per_node} workers"
+    return [f"{shape} are simulated on this machine: no other one takes part (one node: cluster.nodes=1, --nnodes 1)"]
+
+
 def not_passed(request: LaunchRequest, options: SubmitOptions) -> list[str]:
     """One line on the variables of this shell that a program does not get; none where it gets all."""
     from orchestrator.run.variables import dropped_names

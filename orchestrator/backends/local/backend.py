@@ -35,6 +35,7 @@ from orchestrator.run.request import (
 from orchestrator.run.state import RunState, prepare_resume, read_state, true_state
 
 from . import namespaces
+from .gpus import check_gpus, gpus_here
 
 
 class LocalRecord(Frozen):
@@ -88,8 +89,10 @@ class LocalBackend(Backend, Resizing):
             raise OrchError(f"the local backend needs Linux, this is {sys.platform}", Exit.CAPACITY)
         if request.worker.bundled:
             start.command("trainer")
-        if read_options(request).network == "namespaces":
+        options = read_options(request)
+        if options.network == "namespaces":
             namespaces.check()
+        check_gpus(request, options.spare_nodes)
         if request.device == "cpu":
             return
         have, need = gpus_here(), request.nodes * request.gpus_per_node
@@ -246,11 +249,6 @@ def _check_newest(folder: RunFolder, asked: Intent | None) -> None:
 def _check_program(request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = "") -> None:
     if not request.worker.bundled:
         check_program(request.worker.argv, compose_environment(request.environment, environ), cwd, where)
-
-
-def gpus_here() -> int:
-    """NVIDIA GPUs of this machine, by the driver's device files."""
-    return sum(1 for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit())
 
 
 def machine() -> str:
