@@ -102,7 +102,8 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     backend, runs = prepare_sweep(members(overrides), lambda words: load_job(words, options, args.config_dir), options)
     if args.dry_run:
         return _show_sweep(backend, runs, args.json)
-    for line in said_of(runs[0].bundle.request.code):
+    said = [line for run in runs for line in run.said]
+    for line in dict.fromkeys([*said_of(runs[0].bundle.request.code), *said]):
         print(f"orch: {line}", file=sys.stderr)
     if backend.on_this_machine:
         return _one_after_another(backend, runs, options, args.json)
@@ -130,7 +131,7 @@ def _show_sweep(backend: Backend, runs: Sequence[SweepRun], as_json: bool) -> in
         return Exit.DONE
     for run in runs:
         print(f"==> {run.label}")
-        _show(run.bundle, run.candidate.plan, backend, as_json=False)
+        _show(run.bundle, run.candidate.plan, backend, as_json=False, said=run.said)
     return Exit.DONE
 
 
