@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import sys
 import time
 from pathlib import Path
@@ -28,19 +29,43 @@ AXES = ("tp", "cp", "ep", "pp", "dp")
 
 
 class _Worker:
-    """What this process has told. It knows orch by the environment variables of its worker."""
+    """What this process has told. It knows orch by the environment variables of its worker.
+
+    Children inherit the variables, but not always the pipe: in them the number may be a file of their own. So before
+    each report the descriptor must be the very pipe that the agent made, and no process above this one reports.
+    """
 
     def __init__(self) -> None:
-        found = os.environ.get("ORCH_REPORT_FD", "")
-        self.fd = int(found) if found.isdecimal() else None
-        self.rank, self.epoch = int(os.environ.get("RANK", 0)), int(os.environ.get("ORCH_EPOCH", 0))
+        told = os.environ.get("ORCH_REPORT_FD", "")
+        self.fd = int(told) if told.isdecimal() else None
+        self.pipe = os.environ.get("ORCH_REPORT_PIPE", "")  # device:inode; "" under an older agent
+        self.reporter = _number("ORCH_REPORT_PID")  # the process that reports; 0: none yet
+        self.rank, self.epoch = _number("RANK"), _number("ORCH_EPOCH")
         self.told_at = time.monotonic()
         self.step = self.moves = self.dropped = 0
         self.asked: bool | None = None  # None: nobody listens for the signal yet
 
+    def is_reporter(self) -> bool:
+        """Whether this process may write into the descriptor that its variables name."""
+        if self.fd is None or self.reporter not in (0, os.getpid()):
+            return False
+        try:
+            found = os.fstat(self.fd)
+        except (OSError, OverflowError):
+            return False
+        same = self.pipe in ("", f"{found.st_dev}:{found.st_ino}")
+        return same and stat.S_ISFIFO(found.st_mode)
+
+    def claim(self) -> None:
+        """From now on no child of this process reports in its place."""
+        if self.reporter == 0 and self.is_reporter():
+            self.reporter = os.getpid()
+            os.environ["ORCH_REPORT_PID"] = str(self.reporter)
+
     def send(self, **report: Any) -> None:
         """One line; dropped and counted where the agent reads too slowly. Nothing without an agent."""
-        if self.fd is None:
+        self.claim()
+        if self.fd is None or not self.is_reporter():
             return
         known = {"rank": self.rank, "epoch": self.epoch}
         line = json.dumps({**known, **{name: value for name, value in report.items() if value is not None}})
@@ -52,12 +77,19 @@ class _Worker:
             self.fd = None
 
 
+def _number(name: str) -> int:
+    """0 where the variable is unset, empty or no number."""
+    found = os.environ.get(name, "")
+    return int(found) if found.isdecimal() else 0
+
+
 _worker = _Worker()
 
 
 def active() -> bool:
-    """Whether an orch agent has started this process."""
-    return _worker.fd is not None
+    """Whether this process reports to an orch agent: False outside orch, and in a child that did not inherit the
+    agent's pipe or whose parent reports."""
+    return _worker.is_reporter()
 
 
 def report(step: int, loss: float | None = None, tokens: int = 0, samples: int = 0, **more: float) -> None:
@@ -99,6 +131,7 @@ def save_requested() -> bool:
 
     All ranks are told within moments, not at the same step: agree on one (an all-reduce of this value).
     """
+    _worker.claim()
     if _worker.asked is None:
         _listen(signal.getsignal(signal.SIGTERM))
     return bool(_worker.asked)

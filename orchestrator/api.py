@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from orchestrator.submit.submission import SizeCandidate, SubmitOptions
 
 _LOOK_S = 0.1
+_CANCEL_S = 120.0  # for agents, pods or a job to go, beyond the grace period of the workers
 _END_S = 10.0  # for the last processes of a run that has ended
 
 
@@ -96,10 +97,10 @@ class PreparedJob(NamedTuple):
 
 def prepare_job(words: list[str], options: SubmitOptions, config_dir: str | Path | None = None) -> PreparedJob:
     """The job planned, checked, and at the size that its scheduler would start. OrchError as `submit_job`."""
-    from orchestrator.config.compose import load
-    from orchestrator.submit.submission import check, choose, not_passed, prepare
+    from orchestrator.submit.submission import check, choose, not_passed, prepare, simulated_nodes
+    from orchestrator.submit.this_machine import load_job
 
-    config = load(words, config_dir, ranges=True)
+    config = load_job(words, options, config_dir)
     if config.backend.options.get("ssh") and options.code is None:
         from orchestrator.submit.over_ssh import prepare_there
 
@@ -107,7 +108,9 @@ def prepare_job(words: list[str], options: SubmitOptions, config_dir: str | Path
     submission = prepare(config, options)
     check(submission, options)
     candidate, said = choose(submission, options)
-    return PreparedJob(submission.backend, candidate, [*said, *not_passed(candidate.bundle.request, options)])
+    request = candidate.bundle.request
+    more = [*simulated_nodes(request, submission.backend), *not_passed(request, options)]
+    return PreparedJob(submission.backend, candidate, [*said, *more])
 
 
 def submit_job(
@@ -122,15 +125,23 @@ def submit_job(
     """Plan a job and start it, as `orch submit` does. `command`: a program of one's own; empty: the bundled trainer.
 
     env: names of further variables to pass on. in_place: run the program in the current folder and not in a copy (None:
-    where nodes share folders). after: ids of runs to wait for, where the backend has a queue. OrchError: 64 for words
-    and options, 65 for what cannot run, 76 and 78 from the cluster.
+    where nodes share folders). after: ids of runs to wait for, where the backend has a queue. What the command line
+    would say of the run, such as variables that are not passed on, is a UserWarning. OrchError: 64 for words and
+    options, 65 for what cannot run, 76 and 78 from the cluster.
     """
+    import warnings
+
+    from orchestrator.run.left_out import said_of
     from orchestrator.submit.submission import names_model
 
     wishes: dict[str, Any] = {"command": tuple(command), "env": tuple(env), "in_place": in_place, "run_id": run_id}
     program = bool(command) and not names_model(words)
     options = from_here(**wishes, after=tuple(after), program=program)
-    return prepare_job(list(words), options, config_dir).send(options)
+    job = prepare_job(list(words), options, config_dir)
+    run = job.send(options)
+    for line in [*said_of(job.candidate.bundle.request.code), *job.said]:
+        warnings.warn(line, stacklevel=2)
+    return run
 
 
 def from_here(**wishes: Any) -> SubmitOptions:
@@ -264,12 +275,24 @@ class Run:
                 time.sleep(_LOOK_S)
 
     def cancel(self, force: bool = False, wait: bool = True) -> RunState:
-        """End it; its workers save first, unless forced. OrchError (64) when it has ended before."""
+        """End it; its workers save first, unless forced.
+
+        OrchError: 64 when it has ended before, 76 when it lives on long after its grace period: the request stays.
+        """
+        from orchestrator.run.request import read_request
+
         state = self.state
         if state.is_final:
             raise OrchError(f"run {self.id} has ended: {state.state}")
         self.backend.cancel(self.folder, force)
+        within_s = _CANCEL_S
+        with suppress(OrchError):  # of a damaged run: it is ended all the same
+            within_s += 2 * read_request(self.folder).policy.grace_s
+        end = time.monotonic() + within_s
         while wait and self.backend.is_alive(self.folder):
+            if time.monotonic() > end:
+                text = f"run {self.id} lives on {within_s:.0f} s after it was asked to end; the request stays"
+                raise OrchError(f"{text}: orch cancel --force {self.id}", Exit.CAPACITY)
             time.sleep(_LOOK_S)
         return self.state
 
@@ -280,6 +303,7 @@ class Run:
         """
         from orchestrator.backends.base import Elsewhere
         from orchestrator.plan.worker import PINS, pin_file
+        from orchestrator.run.folder import private_umask
 
         end = time.monotonic() + _END_S
         while True:
@@ -292,12 +316,12 @@ class Run:
         if alive:
             raise OrchError(f"run {self.id} is {state.state}: cancel it first, or wait for its end")
         request = request_of_run(self.folder)
-        os.umask(0o077)
         if isinstance(self.backend, Elsewhere):
             self.backend.allow_there(self.folder, allow)
         for name in allow:
             pin_file(self.folder.path, PINS[name]).unlink(missing_ok=True)
-        return self.backend.resume(self.folder, request, os.environ)
+        with private_umask():
+            return self.backend.resume(self.folder, request, os.environ)
 
     def steps(self) -> list[StepLine]:
         """Every step that its ranks have reported."""

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
@@ -60,6 +60,17 @@ def file_name(node: str) -> str:
         digest = hashlib.sha256(node.encode(errors="surrogatepass")).hexdigest()[:16]
         name = f"{name[:_LONGEST_NAME]}%{digest}"
     return name or "%"
+
+
+@contextlib.contextmanager
+def private_umask() -> Iterator[None]:
+    """What is written inside, also by processes that are started there, is its user's alone. The umask of the caller,
+    which belongs to the whole process, is as before afterwards."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def make_private_folder(path: Path) -> None:

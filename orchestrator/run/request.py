@@ -84,6 +84,7 @@ class Environment(Frozen, omit_defaults=True, kw_only=True):
     path_first: list[str]  # put in front of PATH, so that `python` is the one orch runs in
     python_path_first: list[str]
     defaults: dict[str, str] = {}  # where the shell does not set them: what torchrun gives its workers
+    required: list[str] = []  # of `names`: asked for by name and set at submission, so a later start needs them too
 
 
 class Policy(Frozen):
@@ -288,7 +289,9 @@ def _environment(config: Config, plan: Plan, site: Site, keep: Iterable[str], py
             defaults["OMP_NUM_THREADS"] = "1"
     elif plan.cluster.device == "cpu":
         values["OMP_NUM_THREADS"] = "1"  # all ranks share this machine's cores
+    by_name = {*keep, *config.backend.pass_env} & {*given}
     return Environment(
+        required=sorted(by_name & {*asked, *keep}),
         names=sorted({*asked, *keep}),
         values=values | dict(config.backend.env),
         path_first=[str(Path(site.python).parent)],
@@ -306,6 +309,18 @@ def compose_environment(environment: Environment, environ: Mapping[str, str]) ->
         if parts:
             result[variable] = ":".join(dict.fromkeys(parts))
     return result
+
+
+def check_variables(request: LaunchRequest, environ: Mapping[str, str]) -> None:
+    """OrchError (65) where a run that is to start again was given a variable by name that `environ` does not set: its
+    value is written down nowhere, and without it the run would silently be another one."""
+    lost = [name for name in request.environment.required if name not in environ]
+    if lost:
+        raise OrchError(
+            f"run {request.run_id} was submitted with --env {' --env '.join(lost)}, not set in this shell: export "
+            f"{'it' if len(lost) == 1 else 'them'} as then ({lost[0]}= for an empty value); values are never kept",
+            Exit.CONFIG,
+        )
 
 
 def to_bytes(request: LaunchRequest) -> bytes:

@@ -5,7 +5,6 @@ Nothing here prints or reads the shell: what a submission depends on is in `Subm
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from orchestrator.config.validate import default_name
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run import registry
-from orchestrator.run.folder import RunFolder, new_run_id
+from orchestrator.run.folder import RunFolder, new_run_id, private_umask
 
 from .cluster import ClusterResolver, at_home
 
@@ -202,6 +201,14 @@ def choose(submission: Submission, options: SubmitOptions) -> tuple[SizeCandidat
     return candidates[index], lines
 
 
+def simulated_nodes(request: LaunchRequest, backend: Backend) -> list[str]:
+    """One line where the nodes of a program are parts of this machine; torchrun would wait for other machines."""
+    if not backend.on_this_machine or request.worker.bundled or max([request.nodes, *request.sizes]) == 1:
+        return []
+    shape = f"{request.nodes} nodes of {request.gpus_per_node} workers"
+    return [f"{shape} are simulated on this machine: no other one takes part (one node: cluster.nodes=1, --nnodes 1)"]
+
+
 def not_passed(request: LaunchRequest, options: SubmitOptions) -> list[str]:
     """One line on the variables of this shell that a program does not get; none where it gets all."""
     from orchestrator.run.variables import dropped_names
@@ -239,16 +246,16 @@ def check(submission: Submission, options: SubmitOptions) -> None:
 
 def send(bundle: SubmissionBundle, backend: Backend, options: SubmitOptions) -> str:
     """Start the run; its handle. From now on `orch list` finds it."""
-    os.umask(0o077)  # what a run writes is its user's alone
-    handle = backend.submit(bundle, options.environ)
+    with private_umask():
+        handle = backend.submit(bundle, options.environ)
     registry.register(options.home, backend.folder_of(bundle.request, options.home))
     return handle
 
 
 def render(bundle: SubmissionBundle, backend: Rendering, options: SubmitOptions) -> str:
     """Write the run's folder; the document that its scheduler takes."""
-    os.umask(0o077)
-    text = backend.render(bundle)
+    with private_umask():
+        text = backend.render(bundle)
     register(bundle, options)
     return text
 

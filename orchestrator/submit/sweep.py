@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,9 +10,20 @@ from msgspec import structs
 
 from orchestrator.backends.base import ArraySubmission, Backend
 from orchestrator.errors import OrchError
-from orchestrator.run.folder import new_run_id
+from orchestrator.run.folder import new_run_id, private_umask
 
-from .submission import SizeCandidate, SubmitOptions, check, choose, job_name, prepare, program_name, register
+from .submission import (
+    SizeCandidate,
+    SubmitOptions,
+    check,
+    choose,
+    job_name,
+    not_passed,
+    prepare,
+    program_name,
+    register,
+    simulated_nodes,
+)
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
@@ -24,6 +34,7 @@ if TYPE_CHECKING:
 class SweepRun(NamedTuple):
     candidate: SizeCandidate
     label: str  # what differs from the other runs
+    said: list[str]  # what people should know of it
 
     @property
     def bundle(self) -> SubmissionBundle:
@@ -50,12 +61,14 @@ def prepare_sweep(
             if backend is not None and type(submission.backend) is not type(backend):
                 raise OrchError(f"backend {submission.backend.name} and {backend.name}: a sweep has one backend")
             backend = backend or submission.backend
-            candidate, _ = choose(submission._replace(backend=backend), options)
+            candidate, said = choose(submission._replace(backend=backend), options)
+            request = candidate.bundle.request
+            said = [*said, *simulated_nodes(request, backend), *not_passed(request, options)]
             if not options.dry_run:
-                backend.check(candidate.bundle.request)
+                backend.check(request)
         except OrchError as error:
             raise OrchError(f"{label}: {error.message}; none of the {len(members)} runs was sent", error.exit) from None
-        runs.append(SweepRun(_labelled(candidate, label), label))
+        runs.append(SweepRun(_labelled(candidate, label), label, said))
     assert backend is not None
     return backend, runs
 
@@ -73,12 +86,12 @@ def _labelled(candidate: SizeCandidate, label: str) -> SizeCandidate:
 
 def send_sweep(backend: Backend, runs: Sequence[SweepRun], options: SubmitOptions) -> list[str]:
     """All runs to a scheduler, together where it takes them so (Slurm: one array); their handles."""
-    os.umask(0o077)
     bundles = [run.bundle for run in runs]
-    if isinstance(backend, ArraySubmission):
-        handles = backend.submit_all(bundles, options.environ)
-    else:
-        handles = [backend.submit(bundle, options.environ) for bundle in bundles]
+    with private_umask():
+        if isinstance(backend, ArraySubmission):
+            handles = backend.submit_all(bundles, options.environ)
+        else:
+            handles = [backend.submit(bundle, options.environ) for bundle in bundles]
     for bundle in bundles:
         register(bundle, options)
     return handles

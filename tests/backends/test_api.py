@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 
 import orchestrator
+from orchestrator import api
+from orchestrator.backends.slurm.backend import SlurmBackend
 from orchestrator.plan.exits import Exit
+from orchestrator.run.state import read_state
 from tests.backends.test_verbs import home
 from tests.patience import PATIENCE_S, wait_for
 
@@ -34,6 +38,72 @@ def test_importing_orchestrator_imports_nothing_more():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = orchestrator.nothing
+
+
+@pytest.fixture
+def umask():
+    """The caller's: what it is now, when asked."""
+    before = os.umask(0o022)
+
+    def now() -> int:
+        found = os.umask(0o022)
+        os.umask(found)
+        return found
+
+    yield now
+    os.umask(before)
+
+
+@pytest.mark.process
+def test_the_umask_of_the_caller_stays_and_the_run_is_private(home, umask, tmp_path):
+    """Whatever is done to runs from a notebook, the files that it writes itself later can be read by others."""
+    from orchestrator.cli.main import main
+
+    here = Path("here")
+    command = ["sh", "-c", f"umask > {here}; exit 1"]
+    run = orchestrator.submit_job("nproc=1", "backend.max_restarts=0", command=command)
+    assert umask() == 0o022 and run.wait(PATIENCE_S).state == "failed"
+    assert here.read_text().strip() == "0077" and run.folder.state.stat().st_mode & 0o077 == 0
+    here.unlink()
+    run.resume()
+    assert umask() == 0o022 and run.wait(PATIENCE_S).state == "failed"
+    assert here.read_text().strip() == "0077"
+    with pytest.raises(orchestrator.OrchError):
+        orchestrator.submit_job("nproc=1", command=["./missing"])
+    assert umask() == 0o022
+    words = ["backend=slurm", "cluster=h100x64", "parallel=tp8", "backend.options.topology=none"]
+    assert main(["render", "--in-place", *words, "--", "sh"]) == 0
+    assert main(["submit", "--multirun", "nproc=1", "backend.max_restarts=0,1", "--", "true"]) == 0
+    assert umask() == 0o022
+
+
+@pytest.mark.process
+def test_what_is_to_be_said_of_a_run_is_a_warning(home):
+    with pytest.warns(UserWarning, match="2 nodes of 1 workers are simulated on this machine") as told:
+        run = orchestrator.submit_job("cluster.nodes=2", "cluster.gpus_per_node=1", command=["true"])
+    assert told[0].filename == __file__
+    assert run.wait(PATIENCE_S).state == "done"
+
+
+def test_a_cancel_of_what_does_not_end_ends_itself(home, monkeypatch, capsys):
+    """A supervisor that hangs, a job that its scheduler does not let go: the command says so and returns."""
+    from orchestrator.cli.main import main
+
+    words = ["backend=slurm", "cluster=h100x64", "parallel=tp8", "backend.options.topology=none", "backend.grace_s=0.1"]
+    assert main(["render", "--in-place", "--run-id", "stuck", *words, "--", "sh"]) == 0
+    monkeypatch.setattr(SlurmBackend, "is_alive", lambda *_: True)
+    monkeypatch.setattr(SlurmBackend, "state", lambda _, folder: read_state(folder))
+    asked = []
+    monkeypatch.setattr(SlurmBackend, "cancel", lambda _, folder, force: asked.append(force))
+    monkeypatch.setattr(api, "_CANCEL_S", 0.1)
+    for damaged in (False, True):
+        if damaged:
+            (home / "runs" / "stuck" / "request.json").write_text("{")
+        capsys.readouterr()
+        assert main(["cancel", "stuck"]) == Exit.CAPACITY
+        err = capsys.readouterr().err
+        assert "run stuck lives on" in err and "orch cancel --force stuck" in err and err.count("\n") == 1
+    assert asked == [False, False]
 
 
 @pytest.mark.process

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.backends.local import gpus
 from orchestrator.run.folder import RunFolder
 from tests.beds.bundles import wait_end
 
@@ -48,6 +49,32 @@ def test_a_program_needs_no_model_and_is_told_of_none(home, capsys):
             assert word != "tiny" or word not in text, verb
         for path in (folder.plan, folder.config, folder.request):
             assert word not in path.read_text(), (path, word)
+
+
+#: For every process of a run: four GPUs in /dev.
+FOUR_GPUS = """
+import os
+real = os.listdir
+os.listdir = lambda path=".": real(path) + ([f"nvidia{index}" for index in range(4)] if path == "/dev" else [])
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("mine", "seen"), [(None, ["0,1", "2,3"]), ("3,1,2,0", ["3,1", "2,0"]), ("", ["", ""])])
+def test_each_simulated_node_has_gpus_of_its_own(home, capsys, monkeypatch, mine, seen):
+    Path("sitecustomize.py").write_text(FOUR_GPUS)
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if mine is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
+    monkeypatch.setattr(gpus, "gpus_here", lambda: 4)
+    program("import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['LOCAL_RANK'], sep=':')")
+    code, _, err = orch(capsys, "run", "--nnodes", "2", "--nproc-per-node", "2", "my_train.py")
+    assert code == 0, err
+    assert "orch: 2 nodes of 2 workers are simulated on this machine" in err
+    (run,) = (home / "runs").iterdir()
+    found = [RunFolder(run).rank_log(rank).read_text().split("\n")[-2] for rank in range(4)]
+    assert found == [f"{seen[rank // 2]}:{rank % 2}" for rank in range(4)]
 
 
 def test_the_dry_run_of_a_program_names_nothing_of_a_model(home, capsys):

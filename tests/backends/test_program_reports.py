@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from orchestrator.run.folder import RunFolder
 from tests.beds.bundles import wait_end, wait_for
 from tests.patience import PATIENCE_S
 
-from .test_verbs import home, orch
+from .test_verbs import home, orch, program
 
 __all__ = ["home"]  # the fixture
 #: What the program says that a step took: what a busy machine makes of its sleeps is not tested.
@@ -82,6 +84,7 @@ orch_report.exit_saved(1)
 def test_a_full_pipe_drops_and_counts_and_a_lost_agent_is_silent(monkeypatch):
     read, write = os.pipe2(os.O_NONBLOCK)
     monkeypatch.setenv("ORCH_REPORT_FD", str(write))
+    monkeypatch.setenv("ORCH_REPORT_PID", "")  # what the first report sets is taken back
     monkeypatch.setattr(orch_report, "_worker", orch_report._Worker())
     for step in range(3000):
         orch_report.report(step=step)
@@ -93,6 +96,99 @@ def test_a_full_pipe_drops_and_counts_and_a_lost_agent_is_silent(monkeypatch):
     os.close(write)
     with pytest.raises(TypeError, match="does not know losss"):
         orch_report.report(step=1, losss=2.0)
+
+
+#: How a process comes to have a worker's variables without its pipe: what it runs first.
+WITHOUT_THE_PIPE = {
+    "closed": "os.close(3); os.open('mine', os.O_CREAT | os.O_WRONLY)",
+    "another pipe": "ends = os.pipe(); os.dup2(ends[1], 3)",
+    "a file by dup2": "os.dup2(os.open('mine', os.O_CREAT | os.O_WRONLY), 3)",
+    "nothing at the number": "os.close(3)",
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("how", WITHOUT_THE_PIPE)
+def test_a_descriptor_that_is_not_the_agent_s_pipe_is_never_written_to(tmp_path, how, late):
+    """`late`: the program itself closes its descriptors after it has imported orch_report."""
+    first = ("import orch_report", WITHOUT_THE_PIPE[how])
+    order = first if late else reversed(first)
+    code = "; ".join(["import os", *order, "orch_report.report(step=5)", "assert not orch_report.active()"])
+    assert reports_of(code, tmp_path) == []
+    assert not (tmp_path / "mine").exists() or (tmp_path / "mine").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "child",
+    ["os.system(again)", "subprocess.run(again, shell=True, close_fds=False)", "os.fork() or report(step=9)"],
+)
+def test_children_of_the_process_that_reports_are_silent_though_they_have_its_pipe(tmp_path, child):
+    again = f"{sys.executable} -c 'import orch_report; orch_report.report(step=9)'"
+    code = f"import os, subprocess; from orch_report import report; again = {again!r}; report(step=1); {child}"
+    assert [line["step"] for line in reports_of(code, tmp_path)] == [1, 1]
+
+
+def test_a_program_below_a_shell_and_one_that_executes_itself_again_report(tmp_path):
+    code = (
+        "import os, sys, orch_report; orch_report.report(step=int(sys.argv[1])); "
+        "sys.argv[1] == '1' and os.execv(sys.executable, [*sys.orig_argv[:-1], '2'])"
+    )
+    shell = f"import os; os.system({shlex.join([sys.executable, '-c', code, '1'])!r})"
+    assert {line["step"] for line in reports_of(shell, tmp_path)} == {1, 2}
+
+
+@pytest.mark.parametrize("name", ["RANK", "ORCH_EPOCH", "ORCH_REPORT_FD", "ORCH_REPORT_PID"])
+@pytest.mark.parametrize("value", ["", "x", "-1", "99999999999999999999"])
+def test_variables_that_are_no_numbers_end_no_import(tmp_path, name, value):
+    reports_of("import orch_report; orch_report.report(step=1)", tmp_path, {name: value})
+
+
+def reports_of(code: str, folder: Path, more: dict[str, str] | None = None) -> list[dict]:
+    """What a worker that runs this code reports: descriptor 3 is its pipe."""
+    read, low = os.pipe()
+    write = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 20)  # out of the way of the worker's number
+    os.close(low)
+    made = os.fstat(write)
+    told = {"ORCH_REPORT_FD": "3", "ORCH_REPORT_PIPE": f"{made.st_dev}:{made.st_ino}"}
+    shell = f'exec 3>&{write} {write}>&-; exec "$@"'
+    root = str(Path(orch_report.__file__).parent)
+    with os.fdopen(read, "rb") as pipe:
+        done = subprocess.run(
+            ["bash", "-c", shell, "bash", sys.executable, "-c", code],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": root, **told, **(more or {})},
+            pass_fds=[write],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        os.close(write)
+        assert (done.returncode, done.stderr) == (0, "")
+        return [json.loads(line) for line in pipe.read().splitlines()]
+
+
+@pytest.mark.process
+def test_a_child_of_a_worker_does_not_write_into_its_own_files(home, capsys):
+    """The pipe is the worker's: `subprocess` closes it, so the child's third descriptor is a file of the child's."""
+    (Path.cwd() / "child.py").write_text(
+        "import orch_report\n"
+        "with open('mine', 'w') as file:\n"
+        "    orch_report.report(step=5)\n"
+        "    print(file.fileno(), file=file)\n"
+    )
+    program(
+        "import orch_report, subprocess, sys\n"
+        "orch_report.report(step=1)\n"
+        "subprocess.run([sys.executable, 'child.py'], check=True)\n"
+        "orch_report.report(step=2)\n"
+    )
+    code, out, err = orch(capsys, "submit", "nproc=1", "--json", "--", "python", "my_train.py")
+    assert code == 0, err
+    folder = RunFolder(Path(json.loads(out)["run_dir"]))
+    assert wait_end(folder).state == "done", folder.rank_log(0).read_text()
+    assert (Path.cwd() / "mine").read_text() == "3\n"
+    steps = [json.loads(line)["step"] for line in folder.metrics("node-0").read_text().splitlines()]
+    assert steps == [1, 2]
 
 
 @pytest.mark.process

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
+from orchestrator.agent import __main__ as agent
+from orchestrator.backends.kubernetes.backend import KubernetesBackend
+from orchestrator.backends.kubernetes.pod.task import run_agent
+from orchestrator.backends.slurm.backend import SlurmBackend
+from orchestrator.backends.slurm.job.task import environment
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.request import compose_environment, from_bytes
+from orchestrator.run.state import read_state
 from orchestrator.run.variables import all_names, dropped_names, matching
-from tests.beds.bundles import wait_end
+from tests.beds.bundles import wait_end, wait_for
 
 from .test_verbs import home, orch, program
 
 __all__ = ["home"]  # the fixture
 
 SLURM = ("backend=slurm", "backend.options.topology=none", "cluster=h100x64", "parallel=tp8")
+PROGRAM = ("--", "python", "my_train.py")
 SHELL = ["WANDB_MODE", "WANDB_API_KEY", "DATA", "HF_TOKEN", "BASH_FUNC_module%%", "PWD", "RANK", "ORCH_HOME", "A\nB"]
 
 
@@ -33,6 +44,129 @@ def test_on_this_machine_a_program_has_every_variable_and_no_value_is_written_do
     assert folder.rank_log(0).read_text().split("\n")[-2] == "/data/of-mine 18 0"
     kept = [path for path in Path(home).rglob("*") if path.is_file()]
     assert len(kept) > 5 and not [path for path in kept if b"hf_never-in-a-file" in path.read_bytes()]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("asked", [["--env", "LR", "--env", "MY_TOKEN"], ["backend.pass_env=[LR,MY_*,MY_TOKEN]"]])
+def test_a_resume_without_a_variable_that_was_asked_for_is_refused_and_changes_nothing(
+    home, capsys, monkeypatch, asked
+):
+    for name, value in (("LR", "1e-4"), ("MY_TOKEN", "hush"), ("MY_OTHER", "x")):
+        monkeypatch.setenv(name, value)
+    program("import os, sys; print(os.environ['LR'], os.environ['MY_TOKEN']); sys.exit(not os.path.exists('go'))")
+    code, out, err = orch(capsys, "submit", "nproc=1", *asked, "backend.max_restarts=0", "--json", *PROGRAM)
+    assert code == 0, err
+    folder = RunFolder(Path(json.loads(out)["run_dir"]))
+    before = wait_end(folder)
+    assert before.state == "failed"
+    for lost in (["LR"], ["MY_TOKEN"], ["LR", "MY_TOKEN"]):
+        with monkeypatch.context() as shell:
+            for name in lost:
+                shell.delenv(name)
+            code, _, err = orch(capsys, "resume", folder.run_id)
+        assert code == 65 and f"--env {' --env '.join(lost)}, not set in this shell" in err
+        assert len(err.splitlines()) == 1 and "hush" not in err
+        assert read_state(folder) == before
+    monkeypatch.delenv("MY_OTHER")  # nobody asked for it by name
+    Path("go").touch()
+    monkeypatch.setenv("LR", "")
+    assert orch(capsys, "resume", folder.run_id, "--follow")[0] == 0
+    assert folder.rank_log(0).read_text().splitlines()[-1] == " hush"
+
+
+def test_every_backend_asks_for_them_before_it_ends_anything(home, capsys, monkeypatch):
+    """Of a run on a cluster nothing may be deleted or cancelled, and no new size be asked for."""
+    monkeypatch.setenv("LR", "1e-4")
+    program("")
+    words = ("parallel=tp8", "nodes=1..2", "cluster=h100x64", "backend.options.topology=none")
+    of_kubernetes = ("parallel=tp8", "nodes=1..2", "cluster=h100x64", "backend.options.image=x:1")
+    for backend, given in (("slurm", words), ("kubernetes", of_kubernetes)):
+        how = ("--in-place", "--run-id", backend, "--env", "LR", f"backend={backend}", "model=tiny")
+        code, _, err = orch(capsys, "render", *how, *given, "--", "python", "my_train.py")
+        assert code == 0, err
+    monkeypatch.delenv("LR")
+    for backend in (SlurmBackend, KubernetesBackend):
+        monkeypatch.setattr(backend, "is_alive", lambda *_: False)
+        monkeypatch.setattr(backend, "state", lambda _, folder: read_state(folder))
+    for verb in (["resume", "slurm"], ["resume", "kubernetes"], ["resize", "kubernetes", "1"]):
+        kept = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+        code, _, err = orch(capsys, *verb)
+        assert code == 65 and "--env LR, not set in this shell" in err, verb
+        assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == kept
+
+
+@pytest.mark.process
+def test_a_resize_asks_for_them_where_no_supervisor_has_them(home, capsys, monkeypatch):
+    monkeypatch.setenv("LR", "1e-4")
+    program("import os, time; print(os.environ['LR'], os.environ['WORLD_SIZE'], flush=True); time.sleep(3600)")
+    words = ["nodes=1..2", "cluster.nodes=2", "cluster.gpus_per_node=1", "--env", "LR", "--json"]
+    code, out, err = orch(capsys, "submit", *words, *PROGRAM)
+    assert code == 0, err
+    folder = RunFolder(Path(json.loads(out)["run_dir"]))
+    log = folder.rank_log(0)
+    wait_for(lambda: log.exists() and "1e-4 2" in log.read_text(), what="its two ranks")
+    monkeypatch.delenv("LR")
+    assert orch(capsys, "resize", folder.run_id, "1")[0] == 0, "its supervisor lives and has them"
+    wait_for(lambda: "1e-4 1" in log.read_text(), what="its one rank")
+    assert orch(capsys, "cancel", folder.run_id)[0] == 0
+    before = wait_end(folder)
+    code, _, err = orch(capsys, "resize", folder.run_id, "2")
+    assert code == 65 and "--env LR, not set in this shell" in err
+    assert read_state(folder) == before
+
+
+DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
+}
+
+
+def local(request, shell, monkeypatch):
+    return compose_environment(request.environment, shell)
+
+
+def slurm(request, shell, monkeypatch):
+    exported = {name: shell[name] for name in request.environment.names if name in shell}
+    return exported | environment(request, exported)
+
+
+def kubernetes(request, shell, monkeypatch):
+    """What the agent of a pod finds, which has the variables that were passed on from the run's Secret."""
+    found = {}
+    passed = {name: shell[name] for name in request.environment.names if name in shell}
+    given = SimpleNamespace(request=in_pods(request), environment=passed, key=b"")
+    with monkeypatch.context() as pod:
+        for name in DEFAULTS:
+            pod.delenv(name, raising=False)
+        pod.setattr(os, "chdir", lambda _: None)
+        pod.setattr(os, "environ", dict(os.environ))
+        pod.setattr(agent, "main", lambda *_, **__: found.update(os.environ) or 0)
+        end = SimpleNamespace(close=lambda: None)
+        run_agent(SimpleNamespace(path="/"), SimpleNamespace(address="::"), given, "node-0", end, "here")
+    return found
+
+
+def in_pods(request):
+    pods = msgspec.structs.replace(request.environment, names=[], path_first=[], python_path_first=[])
+    return msgspec.structs.replace(request, environment=pods)
+
+
+@pytest.mark.parametrize("backend", [local, slurm, kubernetes])
+@pytest.mark.parametrize(
+    "mine",
+    [{}, {"OMP_NUM_THREADS": "8"}, {"OMP_NUM_THREADS": ""}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}],
+)
+def test_a_program_gets_torchrun_s_defaults_and_what_the_user_set_stays(home, capsys, monkeypatch, backend, mine):
+    for name in DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in mine.items():
+        monkeypatch.setenv(name, value)
+    program("")
+    code, out, err = orch(capsys, "submit", "--dry-run", "--json", *SLURM, *PROGRAM)
+    assert code == 0, err
+    found = backend(from_bytes(out.encode()), {"HOME": "/h", **mine}, monkeypatch)
+    assert {name: found.get(name) for name in DEFAULTS} == DEFAULTS | mine
 
 
 def test_elsewhere_those_that_are_not_passed_on_are_said(home, capsys, monkeypatch):

@@ -8,6 +8,7 @@ import json
 import pytest
 from torch.distributed.run import get_args_parser
 
+from orchestrator.backends.local import gpus as machine
 from orchestrator.cli.main import main
 from orchestrator.cli.parser import make_parser
 from orchestrator.cli.verbs import VERBS
@@ -54,6 +55,88 @@ def test_nodes_and_workers_on_each(capsys, flags):
     assert (found["nodes"], found["gpus_per_node"], found["summary"]["world_size"]) == (2, 3, 6)
     assert found["worker"]["argv"][1:] == ["-u", "train.py", "--nnodes", "9", "x=1"]  # all after the script is its own
     assert found["code"]["kind"] == "none" and found["policy"]["max_restarts"] == 0
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """As if this machine had so many GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lambda count: monkeypatch.setattr(machine, "gpus_here", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 8), ("", 0), ("-1", 0), ("3", 1), ("0,1, 5", 3), ("0,-1,2", 1), ("GPU-a1,GPU-b2", 2), ("9", 0)],
+)
+def test_as_many_workers_as_the_program_sees_gpus(capsys, monkeypatch, gpus, visible, count):
+    gpus(8)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if count:
+        assert request(capsys, "--nproc-per-node", "gpu", "train.py")["gpus_per_node"] == count
+    else:
+        assert "--nproc-per-node gpu: this machine has no GPU" in refused(capsys, "--nproc-per-node", "gpu", "train.py")
+
+
+@pytest.mark.parametrize("flags", [["--nnodes", "2"], ["--nnodes", "1:2"]])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_nodes_that_are_simulated_are_said(capsys, flags, as_json):
+    shown = ["--json"] if as_json else []
+    assert main(["run", "--dry-run", *shown, *flags, "--nproc-per-node", "3", "train.py"]) == 0
+    said = capsys.readouterr()
+    assert "2 nodes of 3 workers are simulated on this machine" in (said.err if as_json else said.out)
+    assert main(["run", "--dry-run", *shown, "--nproc-per-node", "3", "train.py"]) == 0
+    said = capsys.readouterr()
+    assert "simulated on this machine" not in said.out + said.err
+
+
+def refusal_of(capsys, *words: str) -> str:
+    assert main([*words, "train.py"]) == 65
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    return err
+
+
+def test_no_two_workers_are_put_on_one_gpu(capsys, monkeypatch, gpus):
+    """Simulated nodes number their workers from 0 each. Where the GPUs are not enough for all, they are refused."""
+    gpus(4)
+    for nodes, asked in (("2", 2), ("1:2", 2), ("3", 3)):
+        said = refusal_of(capsys, "run", "--nnodes", nodes, "--nproc-per-node", "4")
+        assert f"{asked} simulated nodes of 4 workers on 4 GPUs would put two workers on one GPU" in said
+    words = ("submit", "--in-place", "cluster.nodes=2", "cluster.gpus_per_node=2", "nodes=1..2")
+    said = refusal_of(capsys, *words, "backend.options.spare_nodes=1", "--", "python")
+    assert "3 simulated nodes of 2 workers on 4 GPUs" in said
+    for enough in (["--nnodes", "2", "--nproc-per-node", "2"], ["--nproc-per-node", "4"], ["--nproc-per-node", "6"]):
+        assert main(["run", "--dry-run", *enough, "train.py"]) == 0
+        assert "would be refused" not in capsys.readouterr().out
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["run", "--dry-run", "--nnodes", "2", "--nproc-per-node", "4", "train.py"]) == 0
+    assert "would be refused" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "shape"),
+    [
+        (8, ["nproc=8"], (1, 8)),
+        (8, ["nproc=5"], (1, 8)),
+        (4, ["parallel=tp2"], (1, 4)),
+        (8, ["nproc=4", "cluster.nodes=2", "cluster.gpus_per_node=2"], (2, 2)),
+        (8, ["nproc=6", "nodes=1..2"], None),
+        (0, ["nproc=8"], (2, 4)),
+    ],
+)
+def test_a_program_gets_the_gpus_of_this_machine_as_one_node(capsys, gpus, count, words, shape):
+    gpus(count)
+    code = main(["submit", "--dry-run", "--json", *words, "--", "python", "train.py"])
+    said = capsys.readouterr()
+    if shape is None:
+        assert code in (64, 65) and said.err.count("\n") == 1
+        return
+    assert code == 0, said.err
+    found = json.loads(said.out)
+    used = -(-found["summary"]["world_size"] // shape[1])
+    assert (found["nodes"], found["gpus_per_node"]) == (min(shape[0], used), shape[1])
+    assert ("are simulated" in said.err) == (found["nodes"] > 1)
 
 
 def test_a_range_of_nodes_is_elastic(capsys):

@@ -101,8 +101,10 @@ class Workers:
 
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         pipe = ReportPipe(read, lambda line: self._on_line(rank, line))
+        made = os.fstat(write)
+        known = {"ORCH_REPORT_PIPE": f"{made.st_dev}:{made.st_ino}"}  # children have the variables, not the pipe
         order = {
-            **{"do": "start", "rank": rank, "argv": list(argv), "environment": dict(environment)},
+            **{"do": "start", "rank": rank, "argv": list(argv), "environment": {**environment, **known}},
             **{"cwd": cwd, "log": str(log), "banner": banner},
         }
         try:

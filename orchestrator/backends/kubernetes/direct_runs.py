@@ -16,7 +16,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan, to_json
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.intent import ask, wants_end
-from orchestrator.run.request import LaunchRequest, at_size, to_bytes
+from orchestrator.run.request import LaunchRequest, at_size, check_variables, to_bytes
 from orchestrator.run.state import RunState, prepare_resume, read_state, write_state
 
 from .api.client import Cluster
@@ -63,6 +63,7 @@ class DirectRuns:
     ) -> None:
         from .submission import delete_run_objects
 
+        check_variables(request, environ)
         if record:
             delete_run_objects(self._of(record), record.kind, record.name, folder.run_id)
         prepare_resume(folder)
@@ -79,6 +80,7 @@ class DirectRuns:
         from .objects.pod import MARGIN_S, grace_seconds
         from .submission import delete_run_objects
 
+        check_variables(request, environ)
         plan = load_plan(folder.sized_plan(nodes))
         request = at_size(request, plan)
         asked = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)  # `resume` takes it up from here

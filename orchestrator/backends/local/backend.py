@@ -24,10 +24,18 @@ from orchestrator.run.create import check_program, create_run_folder
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.intent import Intent, ask, due, newest
 from orchestrator.run.processes import Identity, holders, identity, kill_trees, send_signal
-from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, compose_environment, to_bytes
+from orchestrator.run.request import (
+    LaunchRequest,
+    SubmissionBundle,
+    at_size,
+    check_variables,
+    compose_environment,
+    to_bytes,
+)
 from orchestrator.run.state import RunState, prepare_resume, read_state, true_state
 
 from . import namespaces
+from .gpus import check_gpus, gpus_here
 
 
 class LocalRecord(Frozen):
@@ -81,8 +89,10 @@ class LocalBackend(Backend, Resizing):
             raise OrchError(f"the local backend needs Linux, this is {sys.platform}", Exit.CAPACITY)
         if request.worker.bundled:
             start.command("trainer")
-        if read_options(request).network == "namespaces":
+        options = read_options(request)
+        if options.network == "namespaces":
             namespaces.check()
+        check_gpus(request, options.spare_nodes)
         if request.device == "cpu":
             return
         have, need = gpus_here(), request.nodes * request.gpus_per_node
@@ -103,6 +113,7 @@ class LocalBackend(Backend, Resizing):
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
         self.check(request)
+        check_variables(request, environ)
         self._start(folder, request, environ, again=True)
         return request.handle
 
@@ -114,6 +125,8 @@ class LocalBackend(Backend, Resizing):
         request stays.
         """
         self.check(at_size(request, load_plan(folder.sized_plan(nodes))))
+        if not self.is_alive(folder):  # a supervisor that lives has the variables
+            check_variables(request, environ)
         asked = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
         self._wake(folder)
         end = time.monotonic() + request.policy.grace_s + _END_S
@@ -236,11 +249,6 @@ def _check_newest(folder: RunFolder, asked: Intent | None) -> None:
 def _check_program(request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = "") -> None:
     if not request.worker.bundled:
         check_program(request.worker.argv, compose_environment(request.environment, environ), cwd, where)
-
-
-def gpus_here() -> int:
-    """NVIDIA GPUs of this machine, by the driver's device files."""
-    return sum(1 for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit())
 
 
 def machine() -> str:

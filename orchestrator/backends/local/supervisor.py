@@ -33,6 +33,7 @@ from orchestrator.run.request import AGENT, LaunchRequest, read_request
 from orchestrator.run.state import Cause, End, RunState, finish, read_state, write_state
 
 from .backend import LocalRecord, begin_attempt, read_options
+from .gpus import gpus_of_node
 from .namespaces import INTERFACE, Network, Wiring
 
 _LEAVE_S = 20.0  # for agents to exit after the run's final state
@@ -123,7 +124,8 @@ class Supervisor:
             self._folder.agent_log(node), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
         held = [self._lock]  # they hold the run's lock with us
-        environment, enter, listener = None, None, None
+        environment = os.environ | gpus_of_node(node, self._request, os.environ)
+        enter, listener = None, None
         if self._network:
             listener = self._listener(node)
             held.append(self._network.switches)
@@ -131,7 +133,7 @@ class Supervisor:
             if listener:
                 held.append(listener.fileno())
                 argv += ["--metrics-fd", str(listener.fileno())]
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE}  # or it asks what the host's name resolves to
+            environment["GLOO_SOCKET_IFNAME"] = INTERFACE  # or it asks what the host's name resolves to
             enter = self._network.enter(node)
         with os.fdopen(descriptor, "wb") as output, listener or contextlib.nullcontext():
             return subprocess.Popen(

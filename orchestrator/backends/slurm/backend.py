@@ -35,7 +35,7 @@ from orchestrator.planner.placement.rank_assignment import used_node_count
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.intent import ask, wants_end
-from orchestrator.run.request import LaunchRequest, SubmissionBundle
+from orchestrator.run.request import LaunchRequest, SubmissionBundle, check_variables
 from orchestrator.run.state import RunState, prepare_resume, read_state
 
 from .commands import Slurm
@@ -213,10 +213,11 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         """
         if self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
+        request = submitted_request(folder)
+        check_variables(request, environ)
         job = self._find_job(folder)
         if job is not None and self._is_stale(folder, job):
             self._slurm.cancel(job.id)
-        request = submitted_request(folder)
         options = without_dependency(request.backend_options)
         request = msgspec.structs.replace(request, backend_options=options)
         text = self.script(request, self._plan_to_resume(folder, request, environ))

@@ -18,6 +18,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator.backends.base import Resizing
     from orchestrator.cli.session import open_run, request_of_run
+    from orchestrator.run.folder import private_umask
 
     folder, backend = open_run(args.run)
     if not isinstance(backend, Resizing):
@@ -30,8 +31,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         legal = ", ".join(map(str, sorted(request.sizes)))
         why = f"legal are {legal}" if legal else "it was submitted for one size, not with nodes=A..B"
         raise OrchError(f"run {folder.run_id} cannot have {args.nodes} nodes: {why}", Exit.CONFIG)
-    os.umask(0o077)
-    handle = backend.resize(folder, request, args.nodes, os.environ)
+    with private_umask():
+        handle = backend.resize(folder, request, args.nodes, os.environ)
     if args.json:
         import json
 

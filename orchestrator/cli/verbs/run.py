@@ -117,11 +117,11 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _per_node(text: str) -> int:
-    from orchestrator.backends.local.backend import gpus_here
+    from orchestrator.backends.local.gpus import visible_gpus
 
-    gpus, cpus = gpus_here(), len(os.sched_getaffinity(0))
+    gpus, cpus = len(visible_gpus(os.environ)), len(os.sched_getaffinity(0))
     if text == "gpu" and not gpus:
-        raise OrchError("--nproc-per-node gpu: this machine has no GPU")
+        raise OrchError("--nproc-per-node gpu: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides all")
     known = {"gpu": gpus, "cpu": cpus, "auto": gpus or cpus}
     return known[text] if text in known else _number("--nproc-per-node", text, 1)
 

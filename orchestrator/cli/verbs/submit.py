@@ -62,6 +62,8 @@ def _show(bundle: SubmissionBundle, plan: Plan, backend: Backend, as_json: bool,
     from orchestrator.run.request import to_bytes
 
     if as_json:
+        for line in said:
+            print(f"orch: {line}", file=sys.stderr)
         print(to_bytes(bundle.request).decode(), end="")
         return Exit.DONE
     from orchestrator.cli.terminal import style
@@ -90,17 +92,18 @@ def _follow(handle: str, bundle: SubmissionBundle, backend: Backend, as_json: bo
 
 def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOptions) -> int:
     """A scheduler gets all runs together. This machine has no queue: they follow one another, watched."""
-    from orchestrator.config.compose import load
     from orchestrator.config.sweep import members
     from orchestrator.run.left_out import said_of
     from orchestrator.submit.sweep import prepare_sweep, send_sweep
+    from orchestrator.submit.this_machine import load_job
 
     if args.follow:
         raise OrchError("--follow watches one run; see those of a sweep with orch list and orch status")
-    backend, runs = prepare_sweep(members(overrides), lambda words: load(words, args.config_dir, ranges=True), options)
+    backend, runs = prepare_sweep(members(overrides), lambda words: load_job(words, options, args.config_dir), options)
     if args.dry_run:
         return _show_sweep(backend, runs, args.json)
-    for line in said_of(runs[0].bundle.request.code):
+    said = [line for run in runs for line in run.said]
+    for line in dict.fromkeys([*said_of(runs[0].bundle.request.code), *said]):
         print(f"orch: {line}", file=sys.stderr)
     if backend.on_this_machine:
         return _one_after_another(backend, runs, options, args.json)
@@ -128,7 +131,7 @@ def _show_sweep(backend: Backend, runs: Sequence[SweepRun], as_json: bool) -> in
         return Exit.DONE
     for run in runs:
         print(f"==> {run.label}")
-        _show(run.bundle, run.candidate.plan, backend, as_json=False)
+        _show(run.bundle, run.candidate.plan, backend, as_json=False, said=run.said)
     return Exit.DONE
 
 

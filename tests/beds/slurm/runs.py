@@ -32,12 +32,14 @@ class Orch:
 
     def __init__(self, cluster: Cluster, home: Path):
         self.cluster, self.home = cluster, home
+        self._worker_variables: dict[str, str] = {}  # passed on at submission, so a resume needs them as well
 
     def __call__(
         self, *words: str, code: int | None = 0, env: Mapping[str, str] | None = None, timeout: float = 300
     ) -> subprocess.CompletedProcess[str]:
         """Run `orch`; its exit code must be `code` (None: any)."""
-        environ = {**self.cluster.env, "ORCH_HOME": str(self.home), "PYTHONPATH": str(ROOT), **(env or {})}
+        again = self._worker_variables if words[0] == "resume" else {}
+        environ = {**self.cluster.env, "ORCH_HOME": str(self.home), "PYTHONPATH": str(ROOT), **again, **(env or {})}
         return base.checked(self._serve().run(words, environ, self.home, timeout, cwd=self.home), code)
 
     @classmethod
@@ -61,6 +63,7 @@ class Orch:
     ) -> Any:
         """What `orch submit --json` prints. `program`: None is the bundled trainer; `worker`: ORCH_TEST_ variables."""
         environ = {f"ORCH_TEST_{name}": str(value) for name, value in (worker or {}).items()}
+        self._worker_variables |= environ
         passed = [word for name in environ for word in ("--env", name)]
         argv = [verb, "--json", "--in-place", *passed, "--config-dir", str(CONF), *words]
         return json.loads(self(*argv, *(["--", *program] if program else []), env=environ, code=code).stdout)

@@ -247,7 +247,8 @@ def run_agent(
 ) -> int:
     """This pod's agent, from its start to its end, in this process; its exit code."""
     os.environ.update(given.environment)
-    os.environ.update(compose_environment(given.request.environment, os.environ))
+    everything = structs.replace(given.request.environment, names=list(os.environ))  # what is set here stays
+    os.environ.update(compose_environment(everything, os.environ))
     os.chdir(folder.path)
     from orchestrator.agent.__main__ import main as agent_main
 

@@ -153,11 +153,13 @@ def _start_takeover(folder: RunFolder, node: str, request: LaunchRequest) -> Bat
 
 
 def environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to change for agents and workers: the request's values, and search paths with its folders first.
+    """The variables to change for agents and workers: the request's values, torchrun's defaults where nobody has set
+    anything, and search paths with its folders first.
 
     All others stay: sbatch exported only the allowed names, Slurm and the site's set-up added GPUs and modules.
     """
-    result = dict(request.environment.values)
+    unset = {name: value for name, value in request.environment.defaults.items() if name not in environ}
+    result = unset | request.environment.values
     image = environ.get("ORCH_SUBMITTER")  # its own interpreter first, not the submitter's
     path_first = [str(Path(sys.executable).parent)] if image else request.environment.path_first
     pairs = (("PATH", path_first), ("PYTHONPATH", request.environment.python_path_first))
