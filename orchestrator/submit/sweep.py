@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
 from orchestrator.backends.base import ArraySubmission, Backend
 from orchestrator.errors import OrchError
-from orchestrator.run.folder import new_run_id
+from orchestrator.run.folder import RunFolder, new_run_id
 
-from .submission import SizeCandidate, SubmitOptions, check, choose, job_name, prepare, program_name, register
+from .submission import SizeCandidate, SubmitOptions, check, choose, job_name, listed, prepare, program_name
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
@@ -75,10 +76,7 @@ def send_sweep(backend: Backend, runs: Sequence[SweepRun], options: SubmitOption
     """All runs to a scheduler, together where it takes them so (Slurm: one array); their handles."""
     os.umask(0o077)
     bundles = [run.bundle for run in runs]
-    if isinstance(backend, ArraySubmission):
-        handles = backend.submit_all(bundles, options.environ)
-    else:
-        handles = [backend.submit(bundle, options.environ) for bundle in bundles]
-    for bundle in bundles:
-        register(bundle, options)
-    return handles
+    with listed([RunFolder(Path(bundle.request.run_dir)) for bundle in bundles], options.home):
+        if isinstance(backend, ArraySubmission):
+            return backend.submit_all(bundles, options.environ)
+        return [backend.submit(bundle, options.environ) for bundle in bundles]
