@@ -19,6 +19,14 @@ class OrchError(Exception):
         self.exit = exit
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal asked this process to end."""
+
+    def __init__(self, signum: int):
+        super().__init__()
+        self.signum = signum
+
+
 #: Packages that not every install has -> the extra that brings them.
 EXTRAS = {
     **{"torch": "trainer", "safetensors": "trainer", "submitit": "slurm", "kubernetes": "kubernetes"},

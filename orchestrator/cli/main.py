@@ -12,8 +12,9 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
+from orchestrator.cli.streams import lost_output, open_standard_streams
 from orchestrator.cli.verbs import VERBS, Verb
-from orchestrator.errors import EXTRAS, OrchError, did_you_mean, nearest, not_installed
+from orchestrator.errors import EXTRAS, Interrupted, OrchError, did_you_mean, nearest, not_installed
 from orchestrator.plan.exits import MEANING, Exit
 
 #: What a shell reports for a process that Ctrl-C ended, and for one whose reader went away.
@@ -27,21 +28,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     gc.set_threshold(COLLECT)
     atexit.register(gc.freeze)  # the system takes back all memory at once: nothing is to be looked through at the end
-    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character must not end a run
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    open_standard_streams()
+    acts = bool(argv) and argv[0] in VERBS and VERBS[argv[0]].acts
+    code = PIPE_CLOSED
+    try:
+        code = _answer(argv)
+        lost = lost_output()  # here a reader that went away is noticed, too
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        return code if acts else PIPE_CLOSED
+    if lost and not code:
+        return _refuse(lost, Exit.DONE if acts else Exit.CAPACITY, as_json=False)
+    return code
+
+
+def _answer(argv: list[str]) -> int:
     ours = argv[: argv.index("--")] if "--" in argv else argv
     try:
-        code = _dispatch(argv)
-        sys.stdout.flush()  # so that a reader that went away is noticed here
-        return code
+        return _dispatch(argv)
     except OrchError as error:
         return _refuse(error.message, error.exit, "--json" in ours)
+    except Interrupted as error:
+        return 128 + error.signum
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
-        return PIPE_CLOSED
+        raise
     except Exception as error:
         package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS:
@@ -147,7 +159,7 @@ start here:
 
 exit codes:
 {codes}
-  {INTERRUPTED:>3}  interrupted
+  {INTERRUPTED:>3}  interrupted (128 and the signal's number: 129 hangup, 143 terminated)
 
 `orch <verb> --help` shows a verb's flags. Every verb takes --json.
 ORCH_DEBUG=1 or --debug shows tracebacks."""

@@ -10,12 +10,14 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator.cli.streams import announce
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 if TYPE_CHECKING:
     from orchestrator.backends.base import Backend
     from orchestrator.run.folder import RunFolder
+    from orchestrator.run.held_signals import HeldSignals
     from orchestrator.style import Style
 
 
@@ -57,22 +59,36 @@ def tell(done: int, total: int, what: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def follow_run(handle: str, folder: RunFolder, backend: Backend, as_json: bool) -> int:
-    """Show a run until it ends; its exit code. With JSON progress goes to stderr, the last state to stdout."""
+def follow_run(
+    handle: str, folder: RunFolder, backend: Backend, as_json: bool, signals: HeldSignals, owned: bool = False
+) -> int:
+    """Show a run until it ends; its exit code. With JSON progress goes to stderr, the last state to stdout.
+
+    A signal leaves the run alone, which is said; `owned`: as `OwnedRun` has it, and the code is 128 and its number.
+    """
     from orchestrator.backends.base import LogMirroring
+    from orchestrator.cli.owned_run import OwnedRun
     from orchestrator.observe.follow import follow, follow_program
+    from orchestrator.run.held_signals import interrupt
     from orchestrator.run.request import read_request
 
     out = sys.stderr if as_json else sys.stdout
-    print(handle, file=out, flush=True)
+    announce(handle, out)
     bundled = read_request(folder).worker.bundled
     lines = backend.mirror(folder, follow=True) if isinstance(backend, LogMirroring) and not bundled else nullcontext()
+    run = OwnedRun(handle, folder, backend) if owned else None
     try:
+        signals.deliver(run.hear if run else interrupt)
         with lines:
-            state = (follow if bundled else follow_program)(folder, backend.state, out, style())
-    except KeyboardInterrupt:
-        print(f"\nThe run goes on. See it: orch status {handle}   End it: orch cancel {handle}", file=out)
+            look = run.state if run else backend.state
+            state = (follow if bundled else follow_program)(folder, look, out, style())
+    except (KeyboardInterrupt, BrokenPipeError) as error:
+        signals.deliver(None)
+        out = sys.stderr if isinstance(error, BrokenPipeError) else out
+        print(f"\nThe run goes on. See it: orch status {handle}   End it: orch cancel {handle}", file=out, flush=True)
         raise
     if as_json:
         print_json(state)
+    if run and run.ended_by and state.state != "done":
+        return 128 + run.ended_by
     return state.exit_code or 0

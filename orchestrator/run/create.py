@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -15,10 +16,13 @@ from orchestrator.plan.exits import Exit
 
 from . import code_snapshot as snapshot
 from .folder import RunFolder, write_private
+from .held_signals import HeldSignals
 from .request import LaunchRequest, SubmissionBundle, check_contents, to_bytes
 from .state import SCHEMA, RunState, finish, write_state
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_OF_A_DISK = _FULL | {errno.EIO, errno.EROFS, errno.EFBIG}
 
 
 def accepted(request: LaunchRequest, backend: str) -> RunState:
@@ -40,27 +44,58 @@ def accepted(request: LaunchRequest, backend: str) -> RunState:
 
 @contextlib.contextmanager
 def create_run_folder(bundle: SubmissionBundle, backend: str) -> Iterator[RunFolder]:
-    """The run's folder, made, filled and `pending`. When the body fails to start the run, its state says so."""
-    request = bundle.request
+    """The run's folder, made, filled and `pending`. When the body fails to start the run, its state says so.
+
+    Signals that would end this process take effect before the body, and then nothing is left, or after it. OrchError
+    (76) for a disk without room, (65) for another one that does not take the folder.
+    """
     check_contents(bundle)
-    folder = RunFolder(Path(request.run_dir))
-    folder.create()
-    state = accepted(request, backend)
+    folder = RunFolder(Path(bundle.request.run_dir))
+    state = accepted(bundle.request, backend)
+    with HeldSignals() as signals, _disk_refusals(folder):
+        folder.create()
+        try:
+            _fill(folder, bundle, state)
+            signals.check()
+        except BaseException:
+            shutil.rmtree(folder.path, ignore_errors=True)  # nobody knows of it
+            signals.check()  # it may be what has ended a command of the copy
+            raise
+        try:
+            yield folder
+        except BaseException as error:
+            if isinstance(error, OrchError):
+                code, reason = error.exit, error.message
+            elif isinstance(error, OSError):
+                code, reason = Exit.CAPACITY, f"submitting failed: {error}"
+            else:
+                code, reason = Exit.INTERNAL, f"submitting failed: {type(error).__name__}: {error}"
+            with contextlib.suppress(OSError):
+                write_state(folder, finish(state, "failed", code, reason, at=time.time()))
+            raise
+
+
+def _fill(folder: RunFolder, bundle: SubmissionBundle, state: RunState) -> None:
+    request = bundle.request
+    for file in request.files:
+        content = bundle.contents[file.path] if file.sha256 else os.urandom(32).hex().encode() + b"\n"
+        write_private(folder.path / file.path, content, int(file.mode, 8), durable=False)
+    snapshot.copy(request.code, folder)
+    write_private(folder.request, to_bytes(request), durable=False)
+    write_state(folder, state)
+
+
+@contextlib.contextmanager
+def _disk_refusals(folder: RunFolder) -> Iterator[None]:
+    """What the disk refuses, as an OrchError."""
     try:
-        for file in request.files:
-            content = bundle.contents[file.path] if file.sha256 else os.urandom(32).hex().encode() + b"\n"
-            write_private(folder.path / file.path, content, int(file.mode, 8), durable=False)
-        snapshot.copy(request.code, folder)
-        write_private(folder.request, to_bytes(request), durable=False)
-        write_state(folder, state)
-        yield folder
-    except BaseException as error:
-        if isinstance(error, OrchError):
-            code, reason = error.exit, error.message
-        else:
-            code, reason = Exit.INTERNAL, f"submitting failed: {type(error).__name__}: {error}"
-        write_state(folder, finish(state, "failed", code, reason, at=time.time()))
-        raise
+        yield
+    except OSError as error:
+        if not error.filename and error.errno not in _OF_A_DISK:
+            raise
+        where, why = error.filename or folder.path, error.strerror or error
+        code = Exit.CAPACITY if error.errno in _FULL else Exit.CONFIG
+        raise OrchError(f"run {folder.run_id} was not started: {where}: {why}", code) from error
 
 
 def check_program(argv: Sequence[str], environ: Mapping[str, str], cwd: Path, where: str = "") -> None:

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -238,8 +239,12 @@ class RunFolder(Struct, frozen=True):
             raise OrchError(f"run {self.run_id} exists already in {self.path.parent}", Exit.CONFIG) from None
         except OSError as error:
             raise OrchError(f"cannot make folder {self.path}: {error.strerror}", Exit.CONFIG) from None
-        for part in ("logs", "events", "metrics", "checkpoints"):
-            (self.path / part).mkdir(mode=0o700)
+        try:
+            for part in ("logs", "events", "metrics", "checkpoints"):
+                (self.path / part).mkdir(mode=0o700)
+        except OSError:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     def take_lock(self, wait_s: float = 0.5) -> int | None:
         """An inheritable descriptor of the lock, None while a process of the run exists. OrchError (65) when it is

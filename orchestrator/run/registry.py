@@ -57,12 +57,35 @@ def find_run(home: Path, name: str | None) -> RunFolder:
 
 
 def register(home: Path, folder: RunFolder) -> None:
-    """Makes a run in another folder (`run.dir`) findable by its id, by a link in the home's list."""
-    index = runs_folder(home)
-    if folder.path.parent == index:
+    """Makes a run in another folder (`run.dir`) findable by its id, by a link in the home's list. Before the run is
+    started: a link to no run is not listed. OrchError (65) where the list has another run of that id, or takes no link.
+    """
+    link = _link(home, folder)
+    if link is None:
         return
-    make_private_folder(index)
-    (index / folder.run_id).symlink_to(folder.path)
+    make_private_folder(link.parent)
+    try:
+        if link.is_symlink() and not link.exists():  # of a run whose folder was removed
+            link.unlink()
+        link.symlink_to(folder.path)
+    except FileExistsError:
+        raise OrchError(f"run {folder.run_id} exists already in {link.parent}", Exit.CONFIG) from None
+    except OSError as error:
+        raise OrchError(f"{link.parent} takes no more runs: {error.strerror}", Exit.CONFIG) from None
+
+
+def forget(home: Path, folder: RunFolder) -> None:
+    """Takes `register` back where there is no such run after all."""
+    link = _link(home, folder)
+    if link is not None and not folder.request.exists():
+        with contextlib.suppress(OSError):
+            if os.readlink(link) == str(folder.path):
+                link.unlink()
+
+
+def _link(home: Path, folder: RunFolder) -> Path | None:
+    index = runs_folder(home)
+    return None if folder.path.parent == index else index / folder.run_id
 
 
 class Discovery:

@@ -5,9 +5,10 @@ Nothing here prints or reads the shell: what a submission depends on is in `Subm
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -246,20 +247,23 @@ def check(submission: Submission, options: SubmitOptions) -> None:
 
 def send(bundle: SubmissionBundle, backend: Backend, options: SubmitOptions) -> str:
     """Start the run; its handle. From now on `orch list` finds it."""
-    with private_umask():
-        handle = backend.submit(bundle, options.environ)
-    registry.register(options.home, backend.folder_of(bundle.request, options.home))
-    return handle
+    with private_umask(), listed([backend.folder_of(bundle.request, options.home)], options.home):
+        return backend.submit(bundle, options.environ)
 
 
 def render(bundle: SubmissionBundle, backend: Rendering, options: SubmitOptions) -> str:
     """Write the run's folder; the document that its scheduler takes."""
-    with private_umask():
-        text = backend.render(bundle)
-    register(bundle, options)
-    return text
+    with private_umask(), listed([RunFolder(Path(bundle.request.run_dir))], options.home):
+        return backend.render(bundle)
 
 
-def register(bundle: SubmissionBundle, options: SubmitOptions) -> None:
-    """Let a run be found by its id, wherever its folder lies."""
-    registry.register(options.home, RunFolder(Path(bundle.request.run_dir)))
+@contextlib.contextmanager
+def listed(folders: Sequence[RunFolder], home: Path) -> Iterator[None]:
+    """Runs are found by their ids, wherever their folders lie, once the body has made those."""
+    try:
+        for folder in folders:
+            registry.register(home, folder)
+        yield
+    finally:
+        for folder in folders:
+            registry.forget(home, folder)

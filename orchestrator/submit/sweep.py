@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
 from orchestrator.backends.base import ArraySubmission, Backend
 from orchestrator.errors import OrchError
-from orchestrator.run.folder import new_run_id, private_umask
+from orchestrator.run.folder import RunFolder, new_run_id, private_umask
 
 from .submission import (
     SizeCandidate,
@@ -18,10 +19,10 @@ from .submission import (
     check,
     choose,
     job_name,
+    listed,
     not_passed,
     prepare,
     program_name,
-    register,
     simulated_nodes,
 )
 
@@ -87,11 +88,7 @@ def _labelled(candidate: SizeCandidate, label: str) -> SizeCandidate:
 def send_sweep(backend: Backend, runs: Sequence[SweepRun], options: SubmitOptions) -> list[str]:
     """All runs to a scheduler, together where it takes them so (Slurm: one array); their handles."""
     bundles = [run.bundle for run in runs]
-    with private_umask():
+    with private_umask(), listed([RunFolder(Path(bundle.request.run_dir)) for bundle in bundles], options.home):
         if isinstance(backend, ArraySubmission):
-            handles = backend.submit_all(bundles, options.environ)
-        else:
-            handles = [backend.submit(bundle, options.environ) for bundle in bundles]
-    for bundle in bundles:
-        register(bundle, options)
-    return handles
+            return backend.submit_all(bundles, options.environ)
+        return [backend.submit(bundle, options.environ) for bundle in bundles]

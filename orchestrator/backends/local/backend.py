@@ -215,7 +215,8 @@ class LocalBackend(Backend, Resizing):
                 )
             found = identity(process.pid)
             if found:
-                write_record(folder, LocalRecord(supervisor=(found.pid, found.started)))
+                with contextlib.suppress(OSError):  # a full disk: it runs, and writes this itself when there is room
+                    write_record(folder, LocalRecord(supervisor=(found.pid, found.started)))
             process.returncode = 0  # it is nobody's child from here on: no warning, no wait
         finally:
             os.close(lock)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
+from orchestrator.cli.streams import announce
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.worker import PINS
 
@@ -23,17 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.api import Run
+    from orchestrator.run.held_signals import HeldSignals
 
     found = Run.find(args.run)
-    handle = found.resume(args.allow)
-    if args.follow:
-        from orchestrator.cli.terminal import follow_run
+    with HeldSignals() as signals:
+        handle = found.resume(args.allow)
+        if args.follow:
+            from orchestrator.cli.terminal import follow_run
 
-        return follow_run(handle, found.folder, found.backend, args.json)
-    if args.json:
-        import json
+            return follow_run(handle, found.folder, found.backend, args.json, signals)
+        if args.json:
+            import json
 
-        print(json.dumps({"handle": handle, "run_id": found.id, "run_dir": str(found.folder.path)}))
-    else:
-        print(handle)
+            handle = json.dumps({"handle": handle, "run_id": found.id, "run_dir": str(found.folder.path)})
+        announce(handle, sys.stdout)
     return Exit.DONE

@@ -27,7 +27,7 @@ _IGNORED = {
     "redirects": "each rank's output is in a log of its own (orch logs)",
     "tee": "each rank's output is shown and kept (orch logs)",
     "event-log-handler": "events are in the run's folder",
-    "signals-to-handle": "SIGINT and SIGTERM are handled",
+    "signals-to-handle": "SIGTERM, SIGHUP and a second SIGINT end the run",
 }
 #: Those that would change what runs, which nothing here does.
 _REFUSED = {
@@ -79,7 +79,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError("`orch run` needs a script: orch run --nproc-per-node 8 train.py")
     _say_ignored(args)
     args.command = _command(args, rest)
-    args.follow, args.multirun = not args.detach, False
+    args.follow = args.owned = not args.detach
+    args.multirun = False
     return submit.run(args, [*_words(args), *overrides])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.cli.session import add_request_arguments, submit_options
+from orchestrator.cli.streams import announce
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
@@ -24,11 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show plan and request, start and write nothing")
     parser.add_argument("--follow", "-f", action="store_true", help="watch it; ends with the run's exit code")
     parser.add_argument("--multirun", "-m", action="store_true", help="a run for every combination of key=a,b")
+    parser.set_defaults(owned=False)
     add_request_arguments(parser)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    from msgspec import json
+
     from orchestrator.api import prepare_job
+    from orchestrator.run.held_signals import HeldSignals
     from orchestrator.run.left_out import said_of
 
     options = submit_options(args, args.dry_run, overrides)
@@ -40,20 +45,16 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return _show(bundle, job.candidate.plan, backend, args.json, said)
     for line in said_of(bundle.request.code):
         print(f"orch: {line}", file=sys.stderr)
-    sent = job.send(options)
-    for line in said:
-        print(f"orch: {line}", file=sys.stderr)
-    if args.follow:
-        from orchestrator.cli.terminal import follow_run
+    with HeldSignals() as signals:
+        sent = job.send(options)
+        for line in said:
+            print(f"orch: {line}", file=sys.stderr)
+        if args.follow:
+            from orchestrator.cli.terminal import follow_run
 
-        return follow_run(sent.handle, sent.folder, backend, args.json)
-    if args.json:
-        from msgspec import json
-
+            return follow_run(sent.handle, sent.folder, backend, args.json, signals, args.owned)
         found = {"handle": sent.handle, "run_id": sent.id, "run_dir": str(sent.folder.path)}
-        print(json.format(json.encode(found), indent=0).decode())
-    else:
-        print(sent.handle)
+        announce(json.format(json.encode(found), indent=0).decode() if args.json else sent.handle, sys.stdout)
     return Exit.DONE
 
 
@@ -83,16 +84,10 @@ def _show(bundle: SubmissionBundle, plan: Plan, backend: Backend, as_json: bool,
     return Exit.DONE
 
 
-def _follow(handle: str, bundle: SubmissionBundle, backend: Backend, as_json: bool) -> int:
-    from orchestrator.cli.terminal import follow_run
-    from orchestrator.run.folder import RunFolder
-
-    return follow_run(handle, RunFolder(Path(bundle.request.run_dir)), backend, as_json)
-
-
 def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOptions) -> int:
     """A scheduler gets all runs together. This machine has no queue: they follow one another, watched."""
     from orchestrator.config.sweep import members
+    from orchestrator.run.held_signals import HeldSignals
     from orchestrator.run.left_out import said_of
     from orchestrator.submit.sweep import prepare_sweep, send_sweep
     from orchestrator.submit.this_machine import load_job
@@ -107,19 +102,19 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
         print(f"orch: {line}", file=sys.stderr)
     if backend.on_this_machine:
         return _one_after_another(backend, runs, options, args.json)
-    handles = send_sweep(backend, runs, options)
-    if args.json:
-        import json
+    with HeldSignals():
+        handles = send_sweep(backend, runs, options)
+        if args.json:
+            import json
 
-        requests = [(run.bundle.request, run.label) for run in runs]
-        about = [
-            {"handle": request.handle, "run_id": request.run_id, "run_dir": request.run_dir, "sweep": label}
-            for request, label in requests
-        ]
-        print(json.dumps(about))
-        return Exit.DONE
-    for handle, one in zip(handles, runs, strict=True):
-        print(f"{handle}  {one.label}")
+            requests = [(run.bundle.request, run.label) for run in runs]
+            about = [
+                {"handle": request.handle, "run_id": request.run_id, "run_dir": request.run_dir, "sweep": label}
+                for request, label in requests
+            ]
+            announce(json.dumps(about), sys.stdout)
+        else:
+            announce("\n".join(f"{handle}  {one.label}" for handle, one in zip(handles, runs, strict=True)), sys.stdout)
     return Exit.DONE
 
 
@@ -137,11 +132,17 @@ def _show_sweep(backend: Backend, runs: Sequence[SweepRun], as_json: bool) -> in
 
 def _one_after_another(backend: Backend, runs: Sequence[SweepRun], options: SubmitOptions, as_json: bool) -> int:
     """Each run watched to its end before the next starts; the exit code of the first that failed."""
+    from orchestrator.cli.terminal import follow_run
+    from orchestrator.run.folder import RunFolder
+    from orchestrator.run.held_signals import HeldSignals
     from orchestrator.submit.submission import send
 
     codes = []
     for index, run in enumerate(runs):
         out = sys.stderr if as_json else sys.stdout
         print(f"run {index + 1} of {len(runs)}: {run.label}", file=out, flush=True)
-        codes.append(_follow(send(run.bundle, backend, options), run.bundle, backend, as_json))
+        with HeldSignals() as signals:
+            handle = send(run.bundle, backend, options)
+            folder = RunFolder(Path(run.bundle.request.run_dir))
+            codes.append(follow_run(handle, folder, backend, as_json, signals))
     return next(filter(None, codes), Exit.DONE)
