@@ -80,7 +80,7 @@ def _memory(plan: Plan) -> str | None:
 def _faster_than_measured(plan: Plan) -> str | None:
     gpu = gpu_model(plan.cluster.gpu.name).upper() or plan.cluster.gpu.name
     best, where = BEST_MEASURED.get(SAME_CHIP.get(gpu, gpu), BEST_MEASURED["A100"])  # the highest on any GPU
-    if plan.model.moe or plan.job.matmul or plan.job.train.precision == "fp32" or plan.mfu <= best:
+    if plan.model.moe or plan.job.matmul or plan.job.train.precision not in ("bf16", "fp16") or plan.mfu <= best:
         return None
     return (
         f"predicted MFU {plan.mfu:.1%} is above {best:.1%}, the best ever measured in 16 bits on this GPU ({where}):"

@@ -37,6 +37,27 @@ def test_defaults_on_this_machine_and_away_from_it():
     assert here.cluster.nodes >= 2
 
 
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        ("backend=slurm", None),
+        ("cluster=h100x64", None),
+        ("cluster=slurm", None),
+        ("cluster=kubernetes", None),
+        ("cluster=h100x64 backend=preemptible", "slurm"),
+        ("cluster=h100x64 backend=nvl72_block", "slurm"),
+    ],
+)
+def test_on_schedulers_no_rank_records_its_first_steps_unasked(words, folder):
+    """It is a file a rank, and the device is waited for at both ends of each step."""
+    where = None if folder is None else Path(__file__).parents[2] / folder
+    metrics = load(words.split(), where).metrics
+    assert (metrics.trace_steps, metrics.memory_every_steps) == (0, 100)
+    asked = load([*words.split(), "metrics=default", "metrics.trace_steps=3"], where).metrics
+    assert (asked.trace_steps, asked.memory_every_steps) == (3, 10), "the command line wins"
+    assert load([]).metrics.trace_steps == 2, "on this machine"
+
+
 def test_plus_is_optional_everywhere():
     plain = load(["cluster=h100x64", "train.steps=7"])
     assert load(["+cluster=h100x64", "+train.steps=7"]) == plain == load(["++cluster=h100x64", "++train.steps=7"])

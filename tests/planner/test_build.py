@@ -9,7 +9,9 @@ from orchestrator.plan import from_json, to_json
 from orchestrator.planner.advice import warnings
 
 from . import shapes
-from .configs import main_line, planned
+from .configs import H100, cluster, main_line, planned
+
+GIB = 1 << 30
 
 
 def test_a_plan_goes_round_through_json():
@@ -58,3 +60,30 @@ def test_a_dense_16_bit_plan_above_the_best_ever_measured_says_so(gpu, mfu, matm
     cluster = structs.replace(plan.cluster, gpu=structs.replace(plan.cluster.gpu, name=gpu))
     plan = structs.replace(plan, mfu=mfu, cluster=cluster, job=structs.replace(plan.job, matmul=matmul))
     assert any("best ever measured" in line for line in warnings(plan)) == said
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_only_plans_of_16_bits_are_compared_with_them(precision):
+    plan = main_line()
+    train = structs.replace(plan.job.train, precision=precision)
+    plan = structs.replace(plan, mfu=0.7, job=structs.replace(plan.job, train=train))
+    assert not any("best ever measured" in line for line in warnings(plan))
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 8, "pp": 4}, {"tp": 8, "zero": 3}, {"tp": 4, "pp": 4, "ep": 2}])
+@pytest.mark.parametrize(("spare", "fits"), [(1.0, False), (1.05, False), (1.08, True)])
+def test_a_card_is_not_filled_to_its_last_byte(degrees, spare, fits):
+    """The driver and holes between tensors take some of it: 7 % in all."""
+    model = shapes.mixtral_8x7b() if "ep" in degrees else shapes.llama3_70b()
+    needs = planned(model, degrees).memory.total
+    card = H100 | {"memory_gib": needs * spare / GIB}
+    plan = planned(model, degrees, cluster(gpu=card))
+    assert plan.memory.total == needs
+    assert (plan.memory.total <= plan.memory.capacity) == fits
+    assert any("does not fit" in line for line in warnings(plan)) != fits
+    assert plan.memory.sd > 0, "its total has an interval"
+
+
+def test_a_cpu_ranks_share_of_memory_may_be_filled():
+    memory = planned(shapes.llama3_8b(), {"tp": 8}, cluster(device="cpu")).memory
+    assert (memory.capacity, memory.sd) == (int(H100["memory_gib"] * GIB), 0.0)

@@ -161,7 +161,8 @@ def memory_by_pp_rank(
 ) -> list[Memory]:
     """Memory of a GPU of each pipeline rank, whose number is in `worst_rank` (the caller maps it to a rank).
 
-    `matmul`: as `Job.matmul`. `total` is what the process takes of the card, `capacity` what it can take.
+    `matmul`: as `Job.matmul`. `total` is what the process takes of the card, of this project's trainer without holes
+    between tensors; `capacity` is what it can take.
     """
     one_stage, same = is_one_stage(parallel, recipe), (model, parallel, train, cluster.device, recipe)
     buffer_bytes = lasting_buffers(*same) if one_stage else buffers(*same)
@@ -189,7 +190,8 @@ def memory_by_pp_rank(
         if states.disk:
             host = buffer_size(offload_of(train).buffer_bytes, STATE_KINDS, state_width(train.precision))
         parts |= {"host": round(host + inputs_host), "disk": round(states.disk + inputs_disk)}
-        result.append(Memory(**parts, total=total, capacity=recipe.capacity(cluster), worst_rank=pp_rank, sd=recipe.sd))
+        room, sd = recipe.capacity(cluster), recipe.account_sd(cluster)
+        result.append(Memory(**parts, total=total, capacity=room, worst_rank=pp_rank, sd=sd))
     return result
 
 
