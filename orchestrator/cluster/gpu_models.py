@@ -1,30 +1,40 @@
-"""The model of a GPU by any of its names: a data sheet's, a Kubernetes label's, a Slurm type's. Pure."""
+"""The model of a GPU by any of its names: a data sheet's, a Kubernetes label's, a Slurm type's. Pure.
+
+`RTX-3090`, `3090` and `NVIDIA GeForce RTX 3090` are one model; `3090`, `3090 Ti` and `4090d` are three.
+"""
 
 from __future__ import annotations
 
 import re
 from functools import cache
 
-_MODEL = re.compile(r"[a-z]{0,5}[0-9]{1,4}[a-z]{0,2}")  # h100, gb200, l40s, mi300x, gaudi3, 4090
-#: What else has digits: sizes of memory, its kind, form factors, systems, sizes of NVLink domains.
-_OTHER = re.compile(r"[0-9]{1,3}|[0-9]+g(i?b)?|g?ddr[0-9]\w?|hbm[0-9]\w?|(sxm|oam|nvl|pcie|gen|dgx|hgx|gpu)[0-9]*")
-_JOINED = re.compile(r"^[0-9]+x(?=[a-z])|^(rtx|gtx)(?=[a-z0-9])|(?<=[0-9])(sxm[0-9]?|pcie|nvl|oam)$")
+#: Words before the model's number, which some sites write and others leave out: brands, systems, "8x".
+_BRAND = re.compile(r"^(?:nvidia|geforce|tesla|quadro|rtx|gtx|amd|instinct|[dh]gx\d*|\d+x(?=[a-z]))+")
+#: Form factors and memory sizes, which are no model.
+_FORM = re.compile(r"(?:(?:sxm|pcie|hbm|nvl|oam)\d*[a-z]?|\d+gi?b?)$")
+#: h100, gb200, l40s, mi300x, gaudi3, 4090.
+_MODEL = re.compile(r"[a-z]{0,5}[0-9]{1,4}[a-z]{0,5}")
+#: What else has digits: small numbers, kinds of memory, generations of the bus.
+_OTHER = re.compile(r"[0-9]{1,3}|g?ddr[0-9]\w?|(?:gen|gpu)[0-9]*")
+#: Words behind the number that make another model of it.
+_VARIANTS = frozenset({"ti", "super", "d", "ada", "blackwell", "laptop"})
 
 
 @cache
 def gpu_model(name: str) -> str:
-    """h100 of H100-SXM5-80GB, "NVIDIA H100 80GB" and nvidia_h100_pcie; "" of a name that has none.
+    """h100 of H100-SXM5-80GB, "NVIDIA H100 80GB HBM3" and nvidia_h100_pcie; "" of a name that has none.
 
     Memory and form factor do not matter: one model is sold with several.
     """
-    for word in re.split(r"[^a-z0-9]+", name.lower()):
-        part = _JOINED.sub("", word)
-        if _MODEL.fullmatch(part) and not _OTHER.fullmatch(part):
-            return part
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        bare = _FORM.sub("", _BRAND.sub("", word))
+        if _MODEL.fullmatch(bare) and not _OTHER.fullmatch(bare):
+            return bare + (following if following in _VARIANTS else "")
     return ""
 
 
-def is_other_model(one: str, other: str) -> bool:
-    """Whether both names have a model, and not the same one."""
-    models = {gpu_model(one), gpu_model(other)}
-    return "" not in models and len(models) == 2
+def same_model(wanted: str, found: str) -> bool:
+    """Whether a GPU that a node calls `found` is the entry's `wanted`; by its first word where that has no number."""
+    model = gpu_model(wanted)
+    return model == gpu_model(found) if model else wanted.split("-")[0].lower() in found.lower()

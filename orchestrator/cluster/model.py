@@ -21,11 +21,30 @@ SHARED, MIG = "shared GPUs", "MIG slices"  # reasons: what a node advertises are
 MAX_DEPTH = 64  # switches above one another; no network is that deep
 
 
+ONLY_SLICES = "without a whole GPU, slices only"  # a machine's reason
+NO_GPUS = "without GPUs"  # a machine's reason
+#: Reasons why a machine has no whole GPUs for a job -> as it is said of a node.
+GPU_REASONS = {
+    SHARED: f"with {SHARED}",
+    MIG: f"with {MIG}",
+    ONLY_SLICES: ONLY_SLICES,
+    NO_GPUS: NO_GPUS,
+}
+
+
+class GpuCount(Struct, frozen=True):
+    """So many GPUs of one model ("": its name is unknown)."""
+
+    gpus: int
+    gpu: str
+
+
 class Machine(Struct, frozen=True, kw_only=True):
     """What is known of one node; 0 and "" are unknown."""
 
     gpus: int = 0
     gpu: str = ""
+    other_gpus: tuple[GpuCount, ...] = ()  # of further models, which are not counted in `gpus`
     nics: int = 0
     free: bool = True  # may take a job
     reason: str = ""  # why not

@@ -18,13 +18,14 @@ from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster
 
 from .build import build_cluster
-from .gpu_models import is_other_model
-from .model import MIG, SHARED
+from .gpu_models import same_model
+from .model import GPU_REASONS, GpuCount
 
 if TYPE_CHECKING:
     from .measured import Record
     from .model import Machine, Topology
 
+MOST_GPUS = 64  # of one node; a larger number is no count of GPUs
 LIVE = ("slurm:", "kubernetes:")  # prefixes of `topology_file` that name the running cluster instead of a file
 
 
@@ -94,8 +95,13 @@ def _unfit(spec: ClusterSpec, machine: Machine | None, bad: bool) -> str | None:
         return "found bad by earlier runs"
     if machine is None:
         return None
-    if not machine.free:
-        return f"with {machine.reason}" if machine.reason in (SHARED, MIG) else "out of service"
-    fewer = machine.gpus and machine.gpus < spec.gpus_per_node
-    other = is_other_model(spec.gpu.name, machine.gpu)
-    return f"with {machine.gpus or 'some'} {machine.gpu or 'GPUs'}" if fewer or other else None
+    if not machine.free and not (machine.reason in GPU_REASONS and spec.device == "cpu"):
+        return GPU_REASONS.get(machine.reason, "out of service")
+    if machine.reason in GPU_REASONS:
+        return None
+    found = [GpuCount(machine.gpus, machine.gpu), *machine.other_gpus]
+    for one in found:
+        enough = not one.gpus or spec.gpus_per_node <= one.gpus <= MOST_GPUS
+        if enough and (not one.gpu or same_model(spec.gpu.name, one.gpu)):
+            return None
+    return "with " + " and ".join(f"{one.gpus or 'some'} {one.gpu or 'GPUs'}" for one in found)

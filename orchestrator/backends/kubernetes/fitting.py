@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from orchestrator.cluster.gpu_models import gpu_model, is_other_model
+from orchestrator.cluster.gpu_models import gpu_model
 from orchestrator.cluster.importers.kubernetes import PRODUCT, Node, Taint, why_not_whole
 from orchestrator.plan.document import Plan
 
@@ -51,7 +51,7 @@ def why_not(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> str:
     if needs.cuda and (parts := why_not_whole(node)):
         return parts
     product = labels.get(PRODUCT, "")
-    if is_other_model(needs.gpu, product):
+    if needs.gpu and gpu_model(product) not in ("", needs.gpu):
         return f"{product} instead of {needs.gpu}"
     for name, wanted in needs.requests.items():
         if name not in has and name in SAID:

@@ -77,23 +77,28 @@ def _read(args: argparse.Namespace, path: Path) -> Topology:
 
 def summary(topology: Topology) -> str:
     """One line: nodes, who is out of service, tiers with their switches and sizes."""
-    from orchestrator.cluster.model import MIG, SHARED
-
-    nodes, free = topology.nodes, topology.free
-    parts = [f"{len(nodes)} nodes" + (f", {len(nodes) - len(free)} out of service" if len(free) < len(nodes) else "")]
-    reasons = Counter(machine.reason for machine in topology.machines.values() if not machine.free)
-    if counts := [f"{reasons[reason]} with {reason}" for reason in (SHARED, MIG) if reasons[reason]]:
-        parts[0] += f" ({', '.join(counts)})"
+    nodes = topology.nodes
+    parts = [", ".join([f"{len(nodes)} nodes", *_not_free(topology)])]
     for tier in topology.tiers:
         sizes = sorted({len(members) for members in tier.switches.values()})
         span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         rate = f", {tier.gbit_per_s:g} Gb/s" if tier.gbit_per_s else ""
         over = f", {tier.oversubscription:g}:1" if tier.oversubscription else ""
         parts.append(f"{tier.name}: {len(tier.switches)} of {span} nodes{rate}{over}")
-    gpus = {machine.gpus for machine in topology.machines.values() if machine.gpus}
+    counts = [one for machine in topology.machines.values() for one in (machine, *machine.other_gpus)]
+    gpus = {one.gpus for one in counts if one.gpus}
     if gpus:
         parts.append(f"{'/'.join(map(str, sorted(gpus)))} GPUs a node")
     return "; ".join(parts)
+
+
+def _not_free(topology: Topology) -> list[str]:
+    """How many nodes can take no job, by why."""
+    from orchestrator.cluster.model import GPU_REASONS
+
+    reasons = (machine.reason for machine in topology.machines.values() if not machine.free)
+    kinds = Counter(GPU_REASONS.get(reason, "out of service") for reason in reasons)
+    return [f"{count} {kind}" for kind, count in sorted(kinds.items())]
 
 
 def _as_json(topology: Topology) -> str:
