@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import zip_longest
 
 #: Words before the model's number, which some sites write and others leave out: brands, systems, "8x".
 _BRAND = re.compile(r"^(?:nvidia|geforce|tesla|quadro|rtx|gtx|amd|instinct|[dh]gx\d*|\d+x(?=[a-z]))+")
-#: Form factors and memory sizes, which are no model.
-_FORM = re.compile(r"(?:(?:sxm|pcie|hbm|nvl|oam)\d*[a-z]?|\d+gi?b?)$")
+#: Form factors and kinds of memory, which are no model.
+_FORM = re.compile(r"(?:sxm|pcie|hbm|nvl|oam)\d*[a-z]?$")
 #: h100, gb200, l40s, mi300x, gaudi3, 4090.
 _MODEL = re.compile(r"[a-z]{0,5}[0-9]{1,4}[a-z]{0,5}")
-#: What else has digits: small numbers, kinds of memory, generations of the bus.
-_OTHER = re.compile(r"[0-9]{1,3}|g?ddr[0-9]\w?|(?:gen|gpu)[0-9]*")
+#: What else has digits: small numbers, sizes and kinds of memory, generations of the bus.
+_OTHER = re.compile(r"[0-9]{1,3}|[0-9]+gi?b?|g?ddr[0-9]\w?|(?:gen|gpu)[0-9]*")
 #: Words behind the number that make another model of it.
 _VARIANTS = frozenset({"ti", "super", "d", "ada", "blackwell", "laptop"})
 
@@ -27,7 +28,7 @@ def gpu_model(name: str) -> str:
     Memory and form factor do not matter: one model is sold with several.
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
         bare = _FORM.sub("", _BRAND.sub("", word))
         if _MODEL.fullmatch(bare) and not _OTHER.fullmatch(bare):
             return bare + (following if following in _VARIANTS else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.cluster.gpu_models import gpu_model, is_other_model
+from orchestrator.cluster.gpu_models import gpu_model, same_model
 
 #: A model, its label as the device plugin writes it -> how people call it.
 NAMES = {
@@ -28,9 +28,25 @@ NAMES = {
 def test_every_name_of_a_model_is_the_same_one(model, label):
     assert {gpu_model(name) for name in (label, *NAMES[model, label])} == {model}
     others = [other for known, other in NAMES if known != model]
-    assert all(is_other_model(name, other) for name in NAMES[model, label] for other in others)
+    assert not any(same_model(name, other) for name in NAMES[model, label] for other in others)
 
 
 @pytest.mark.parametrize("name", ["", "cpu", "our GPUs", "tesla", "80GB HBM3", "NVL72", "SXM5"])
 def test_a_name_without_a_model_is_of_any(name):
-    assert gpu_model(name) == "" and not is_other_model(name, "NVIDIA-H100-80GB-HBM3")
+    assert gpu_model(name) == ""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "same", "others"),
+    [
+        ("3090", ("3090", "rtx3090", "NVIDIA-GeForce-RTX-3090"), ("3090ti", "RTX 3090 Ti", "4090")),
+        ("RTX-3090", ("3090", "geforce_rtx_3090"), ("rtx2080ti", "rtx_a6000")),
+        ("A100-SXM4-80GB", ("a100", "nvidia_a100_80gb_pcie", "tesla_a100"), ("a1000", "a10", "a800")),
+        ("H100-SXM5-80GB", ("h100", "nvidia_h100_80gb_hbm3", "h100sxm5", "dgx2_h100"), ("gh200", "h200", "gold")),
+        ("2080Ti", ("2080ti", "rtx2080ti", "2080_ti"), ("2080", "1080ti")),
+        ("L4", ("l4", "nvidia_l4"), ("l40", "l40s")),
+    ],
+)
+def test_a_gpu_is_told_by_its_model(gpu, same, others):
+    assert all(same_model(gpu, name) for name in same)
+    assert not any(same_model(gpu, name) for name in others)

@@ -17,7 +17,6 @@ from orchestrator.backends.slurm.backend import SlurmBackend
 from orchestrator.cli.main import main
 from orchestrator.cluster.diff import diff
 from orchestrator.cluster.document import parse_document, to_document
-from orchestrator.cluster.gpu_models import same_model
 from orchestrator.cluster.model import Machine, Tier, Topology
 from orchestrator.cluster.read import read
 from orchestrator.cluster.resolve import Sources, resolve
@@ -82,22 +81,6 @@ def test_shared_gpus_are_no_gpus_of_a_plan(tmp_path, capsys):
     job = ["cluster=h100x64", f"cluster.topology_file={file}", "model=llama3_8b", "train.global_batch_samples=1020"]
     assert main(["plan", *job, "parallel=tp8_zero1", "parallel.dp=3"]) == Exit.CONFIG
     assert "2 nodes x 8 GPUs = 16 (left out: 1 with MIG slices, 1 with shared GPUs)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("gpu", "same", "others"),
-    [
-        ("3090", ("3090", "rtx3090", "NVIDIA-GeForce-RTX-3090"), ("3090ti", "RTX 3090 Ti", "4090")),
-        ("RTX-3090", ("3090", "geforce_rtx_3090"), ("rtx2080ti", "rtx_a6000")),
-        ("A100-SXM4-80GB", ("a100", "nvidia_a100_80gb_pcie", "tesla_a100"), ("a1000", "a10", "a800")),
-        ("H100-SXM5-80GB", ("h100", "nvidia_h100_80gb_hbm3", "h100sxm5", "dgx2_h100"), ("gh200", "h200", "gold")),
-        ("2080Ti", ("2080ti", "rtx2080ti", "2080_ti"), ("2080", "1080ti")),
-        ("L4", ("l4", "nvidia_l4"), ("l40", "l40s")),
-    ],
-)
-def test_a_gpu_is_told_by_its_model(gpu, same, others):
-    assert all(same_model(gpu, name) for name in same)
-    assert not any(same_model(gpu, name) for name in others)
 
 
 MIXED = """\
