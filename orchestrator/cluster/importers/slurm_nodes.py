@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from orchestrator.errors import OrchError
+from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.exits import Exit
 
 #: One character a flag, as `sinfo` and scontrol's short states write them behind the base state.
@@ -167,7 +168,7 @@ class _JsonNodes(msgspec.Struct):
 def _from_json(text: str) -> list[Node]:
     try:
         found = msgspec.json.decode(text.encode(), type=_JsonNodes).nodes
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise OrchError(f"`scontrol show nodes --json`: {error}", Exit.CONFIG) from None
     result = []
     for node in found:
