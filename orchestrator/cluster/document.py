@@ -24,7 +24,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from orchestrator.config import bounded_yaml
 from orchestrator.errors import OrchError, did_you_mean
+from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.document import Frozen
 
 from .hostlist import compress, expand
@@ -72,10 +74,13 @@ def parse_document(text: str, name: str | None = None) -> Topology:
     import yaml
 
     try:
-        raw = msgspec.json.decode(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+        is_json = text.lstrip().startswith("{")
+        raw = msgspec.json.decode(text) if is_json else bounded_yaml.load(text, bounded_yaml.MOST_VALUES)
         file = msgspec.convert(raw, FileText)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise bad("topology file", str(error)) from None
+    except OrchError as error:
+        raise bad("topology file", error.message) from None
     except yaml.YAMLError as error:
         raise bad("topology file", " ".join(str(error).split())) from None
     if file.schema != SCHEMA:

@@ -17,6 +17,7 @@ from msgspec import Struct, structs
 from orchestrator.config.schema import ClusterSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan.cluster import NVLINK, Operation
+from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.document import Cluster, Frozen, Host, Link, Measured, SwitchLevel
 from orchestrator.plan.exits import Exit
 
@@ -87,7 +88,7 @@ def read(spec: ClusterSpec, home: Path) -> Record | None:
         record = msgspec.json.decode(path.read_bytes(), type=Record)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         hint = "remove it, measure again (orch bench), or cluster.measured=false"
         raise OrchError(f"{path}: {error}; {hint}", Exit.CONFIG) from None
     return record if record.schema == SCHEMA and record.key == key_of(spec) else None

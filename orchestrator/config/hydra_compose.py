@@ -13,25 +13,40 @@ import msgspec
 
 from orchestrator.errors import OrchError
 
-from . import grammar
+from . import bounded_yaml, grammar
 from .config_errors import Origin, annotation_at, from_msgspec, open_at
 from .content import check_interpolations, check_leaves
-from .groups import OPTIONAL, PRIMARY, Library
+from .groups import GROUPS, OPTIONAL, PRIMARY, Library
 from .hydra_errors import SpecNeeded, reason, refuse
 from .overrides import Override, quote, read
 from .schema import Config
 from .structured import config_dataclass, optional, register, struct_of
 from .validate import validate
 
+_MOST_VALUES = 20_000  # of a file that repeats parts of itself by aliases
 #: Parts of Hydra's own configuration that nothing here reads: files that need not be composed.
 _UNUSED = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 
 def compose(overrides: list[str], library: Library) -> Config:
     """Raises OrchError: 64 for the command line, 65 for a file, 78 for code or secrets."""
+    _check_aliases(library)
     given = read(list(overrides), library)
     tree, choices = _compose(library, given)
     return _typed(tree, Origin(library, given, choices))
+
+
+def _check_aliases(library: Library) -> None:
+    """OrchError (65) for a group file of the user's whose aliases would take OmegaConf minutes, or for ever."""
+    for folder in library.folders[:-1]:
+        for path in [
+            *folder.glob(f"{PRIMARY}.yaml"),
+            *(p for group in GROUPS for p in (folder / group).rglob("*.yaml")),
+        ]:
+            try:
+                bounded_yaml.check(path.read_text(encoding="utf-8", errors="replace"), _MOST_VALUES)
+            except OrchError as error:
+                raise OrchError(f"{library.show(path)}: {error.message}", error.exit) from None
 
 
 def _compose(library: Library, given: list[Override]) -> tuple[Any, dict[str, str]]:
@@ -106,7 +121,15 @@ def _call_hydra(library: Library, primary: str, words: list[str]) -> tuple[Any, 
     from omegaconf.errors import OmegaConfBaseException
 
     # what is raised by Hydra for files that are not what they should be: assertions and built-in errors among them
-    wrong = (HydraException, OmegaConfBaseException, yaml.YAMLError, AssertionError, ValueError, TypeError)
+    wrong = (
+        HydraException,
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        AssertionError,
+        ValueError,
+        TypeError,
+        RecursionError,
+    )
     try:
         with initialize_config_dir(str(library.folders[0]), version_base="1.3"):
             tree = compose(primary, overrides=words, return_hydra_config=True)

@@ -11,6 +11,7 @@ from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
 
 from . import grammar
+from .bounded_yaml import is_deep
 from .groups import PRIMARY, Library
 from .overrides import show
 
@@ -40,6 +41,9 @@ def refuse(error: Exception, library: Library, words: list[str]) -> Exception:
         return _missing_file(error, library)
     if isinstance(error, yaml.YAMLError):
         return OrchError(_yaml_line(error, library), Exit.CONFIG)
+    if isinstance(error, RecursionError):
+        where = _file_with(library, lambda raw: is_deep(raw))
+        return OrchError(f"{where}: it is nested too deeply", Exit.CONFIG)
     if isinstance(error, UnicodeDecodeError):
         where = _file_with(library, lambda raw: not _is_utf8(raw))
         return OrchError(f"{where}: not UTF-8: {error.reason}", Exit.CONFIG)

@@ -82,8 +82,10 @@ def _choice(group: str, text: str, library: Library) -> Override:
     files = library.files(group)
     if name in files:
         return Override(group, name, True)
+    if name.startswith("{"):
+        raise OrchError(f"{group}={show(name)}: it names a file; keys are set one by one, as {group}.KEY=VALUE")
     if "," in name or name.startswith("["):
-        raise OrchError(f"{group}={show(name)}: one at a time; a sweep is orch submit --multirun")
+        raise OrchError(f"{group}={show(name)}: one at a time; a sweep is orch submit --multirun {group}=a,b")
     if group == "parallel" and grammar.looks_like_spec(name):
         grammar.parse(name)  # refuses what is not a word
         return Override(group, name, True)

@@ -14,7 +14,7 @@ class LogTail:
 
     def __init__(self, path: Path, last_lines: int | None = None):
         self._path = path
-        self._part = b""
+        self._part: list[bytes] = []  # of a line that has no end yet, however long
         self._at = _start_of_last(path, last_lines)
 
     def read(self, last: bool = False) -> list[str]:
@@ -25,13 +25,16 @@ class LogTail:
                 file.seek(self._at)
                 while chunk := file.read(_AT_ONCE):
                     self._at += len(chunk)
-                    *whole, self._part = (self._part + chunk).split(b"\n")
-                    lines += whole
+                    first, *others = chunk.split(b"\n")
+                    self._part.append(first)
+                    if others:
+                        lines += [b"".join(self._part), *others[:-1]]
+                        self._part = [others[-1]]
         except OSError:  # its worker has not started yet
             pass
-        if last and self._part:
-            lines.append(self._part)
-            self._part = b""
+        if last and (part := b"".join(self._part)):
+            lines.append(part)
+            self._part = []
         return [line.removesuffix(b"\r").decode(errors="backslashreplace") for line in lines]
 
 
@@ -41,15 +44,19 @@ def _start_of_last(path: Path, count: int | None) -> int:
         return 0
     try:
         with open_regular(path) as file:
-            end = file.seek(0, 2)
-            at, block, breaks = end, b"", 0
-            while at > 0 and breaks <= count:
+            at = end = file.seek(0, 2)
+            file.seek(max(end - 1, 0))
+            breaks = count + (file.read(1) == b"\n")  # that many from the end is the one before those lines
+            while at > 0 and count:
                 size = min(1 << 16, at)
                 at -= size
                 file.seek(at)
-                block = file.read(size) + block
-                breaks = block.removesuffix(b"\n").count(b"\n") + 1
+                block = file.read(size)
+                if (found := block.count(b"\n")) >= breaks:
+                    for _ in range(breaks):
+                        size = block.rindex(b"\n", 0, size)
+                    return at + size + 1
+                breaks -= found
+            return at
     except OSError:
         return 0
-    lines = block.splitlines(keepends=True)
-    return end - sum(map(len, lines[-count:])) if count else end

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import structs
 
 from orchestrator.backends.base import ArraySubmission, Backend
+from orchestrator.config.sweep import hint
 from orchestrator.errors import OrchError
 from orchestrator.run.folder import RunFolder, new_run_id, private_umask
 
@@ -68,7 +69,8 @@ def prepare_sweep(
             if not options.dry_run:
                 backend.check(request)
         except OrchError as error:
-            raise OrchError(f"{label}: {error.message}; none of the {len(members)} runs was sent", error.exit) from None
+            why = f"{error.message}{hint(member.varied, error.message)}"
+            raise OrchError(f"{label}: {why}; none of the {len(members)} runs was sent", error.exit) from None
         runs.append(SweepRun(_labelled(candidate, label), label, said))
     assert backend is not None
     return backend, runs

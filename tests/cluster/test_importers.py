@@ -17,8 +17,9 @@ from orchestrator.cluster.importers.infiniband import parse_ibnetdiscover
 from orchestrator.cluster.importers.kubernetes import parse_nodes, profile_of, profiles
 from orchestrator.cluster.importers.slurm import parse_topology
 from orchestrator.cluster.model import MIG, SHARED, Machine, Tier, Topology
-from orchestrator.cluster.read import merge, parse, recognise
+from orchestrator.cluster.read import FORMATS, merge, parse, recognise
 from orchestrator.errors import OrchError
+from orchestrator.plan.exits import Exit
 
 from . import samples
 
@@ -205,6 +206,31 @@ def test_refusals_name_the_place(read, text, said):
     with pytest.raises(OrchError) as refused:
         read(text)
     assert said in refused.value.message and "\n" not in refused.value.message
+
+
+BOMB = "".join(f"- &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
+ENDLESS = {
+    "bomb": "- &a0 [1, 2]\n" + BOMB,
+    "recursive": "- &a {topology: *a}\n",
+    "brackets": "- topology: " + "[" * 5000,
+    "braces": "- topology: " + "{a: " * 3000,
+    "closed": "- topology: " + "[" * 900 + "]" * 900,
+    "json": '{"schema": ' + "[" * 100_000,
+    "unread json": '{"metadata": ' + "[" * 100_000 + "]" * 100_000 + "}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_texts_without_an_end_are_refused_in_one_line(name):
+    text, refusals = ENDLESS[name], 0
+    for format in FORMATS:
+        for whole in (text, f"schema: orch.topology/1\nclusters:\n{text}"):
+            try:
+                parse(whole, format)
+            except OrchError as error:
+                refusals += 1
+                assert "\n" not in error.message and len(error.message) < 400 and error.exit == Exit.CONFIG
+    assert refusals >= len(FORMATS), "a form that the text is none of may find nothing in it"
 
 
 def test_a_chain_of_switches_is_refused_quickly():

@@ -15,6 +15,7 @@ from orchestrator.config.schema import Config
 from orchestrator.config.structured import fields, is_text, struct_of
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from tests.beds.bundles import refusal
 
 from .test_compose import write
 
@@ -144,3 +145,47 @@ def test_secrets_of_the_environment_cannot_come_in(tmp_path, monkeypatch, text):
         load(["model=mine"], tmp_path)
     assert refused.value.exit == Exit.SECURITY
     assert "hunter2" not in refused.value.message
+
+
+#: 9 ** 9 values in a few hundred bytes.
+BOMB = "a0: &a0 [1, 2]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (BOMB, "repeat what they name to more than 20,000 values"),
+        (BOMB.replace("[", "{k: 1, <<: [").replace("]", "]}"), "repeat what they name"),
+        ("layers: &l {x: *l}\n", "holds itself"),
+        ("a: &r {self: [1, {b: *r}]}\n", "holds itself"),
+        ("layers: " + "[" * 5000, "nested too deeply"),
+        ("layers: " + "{a: " * 3000, "nested too deeply"),
+        ("layers: " + "[" * 900 + "]" * 900, "nested too deeply"),
+        ("".join(" " * depth + "a:\n" for depth in range(900)), "nested too deeply"),
+        ("a: &a 1\nb: *a\nlayers: " + "[" * 5000, "nested too deeply"),
+    ],
+    ids=[
+        "bomb",
+        "merged bomb",
+        "recursive",
+        "recursive below",
+        "lists",
+        "mappings",
+        "closed",
+        "blocks",
+        "with aliases",
+    ],
+)
+@pytest.mark.parametrize("where", ["model__mine", "train__mine", "orch"])
+def test_files_whose_values_have_no_end_are_refused_in_one_line(tmp_path, where, text, says):
+    write(tmp_path, **{where: text})
+    group = where.partition("__")[0]
+    with refusal(says, Exit.CONFIG):
+        load([f"{group}=mine"] if group != where else [], tmp_path)
+    with refusal(str(tmp_path), Exit.CONFIG):
+        load([f"{group}=mine"] if group != where else [], tmp_path)
+
+
+def test_a_few_aliases_are_as_good_as_their_text(tmp_path):
+    write(tmp_path, train__mine="steps: &n 8\nseq_len: *n\nglobal_batch_samples: *n\n")
+    assert load(["train=mine"], tmp_path).train.seq_len == 8

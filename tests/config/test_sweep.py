@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.cli.main import main
 from orchestrator.config.sweep import MOST, members, split
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
@@ -23,7 +26,8 @@ def test_every_combination_in_the_order_of_nested_loops():
 @pytest.mark.parametrize(
     ("text", "values"),
     [("a", ["a"]), ("", [""]), ("a, b", ["a", "b"]), ("[1,2],[3]", ["[1,2]", "[3]"]), ("'a,b'", ["'a,b'"]),
-     ('{a: "x,]",b: [1,2]},null', ['{a: "x,]",b: [1,2]}', "null"]), ("f(1,2),3", ["f(1,2)", "3"])],
+     ('{a: "x,]",b: [1,2]},null', ['{a: "x,]",b: [1,2]}', "null"]), ("f(1,2),3", ["f(1,2)", "3"]),
+     ("it's,b", ["it's", "b"]), ("a,'b,c', d", ["a", "'b,c'", "d"]), (":-),b", [":-)", "b"])],
 )  # fmt: skip
 def test_commas_in_brackets_and_quotes_part_nothing(text, values):
     assert split(text) == values
@@ -37,9 +41,61 @@ def test_what_is_joined_is_parted(values):
 @pytest.mark.parametrize(
     ("words", "text"),
     [(["train.steps=1"], "nothing varies"), (["a=1,,2"], "lacks a value"), (["a=1,2,1"], "holds 1 twice"),
-     ([f"a={','.join(map(str, range(MOST + 1)))}"], f"{MOST + 1} runs")],
+     ([f"a={','.join(map(str, range(MOST + 1)))}"], f"{MOST + 1} runs"),
+     ([r"checkpoint.dir=/data/a\,b"], "a backslash holds no comma; .* in quotes .* checkpoint.dir='a,b'"),
+     (["metrics.pattern='a,b'"], "nothing varies"),
+     (["backend.env.X='a,b','a,b'"], "holds a,b twice")],
 )  # fmt: skip
 def test_refusals(words, text):
     with pytest.raises(OrchError, match=text) as refused:
         members(words)
     assert refused.value.exit == Exit.USAGE
+
+
+DEVICES = "mlx5_0:1,mlx5_3:1"
+PATTERN = r"step (?P<step>\d{1,9}), loss (?P<loss>\S+)"
+JOB = ["cluster=h100x8", "model=llama32_1b", "parallel=tp2,tp4"]
+PROGRAM = ["--", "python", "-c", "pass"]
+
+
+def planned(capsys, *words: str) -> list[dict]:
+    """The requests of a sweep over two layouts."""
+    assert main(["submit", "--dry-run", "--multirun", "--json", *JOB, *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("mark", "'\"")
+def test_a_text_in_quotes_is_one_value_without_them(capsys, mark):
+    runs = planned(capsys, f"backend.env.NCCL_IB_HCA={mark}{DEVICES}{mark}")
+    assert [run["environment"]["values"]["NCCL_IB_HCA"] for run in runs] == [DEVICES] * 2
+    runs = planned(capsys, f"backend.env.NCCL_IB_HCA={mark}{DEVICES}{mark},mlx5_4:1")
+    assert [run["environment"]["values"]["NCCL_IB_HCA"] for run in runs] == [DEVICES, "mlx5_4:1"] * 2
+    runs = planned(capsys, f"metrics.pattern={mark}{PATTERN}{mark}", *PROGRAM)
+    assert len(runs) == 2 and all(PATTERN in json.dumps(run).replace("\\\\", "\\") for run in runs)
+    found = members(["parallel=tp2,tp4", f"+checkpoint.dir={mark}/data/a,b{mark}"])
+    assert [member.words[1] for member in found] == ["+checkpoint.dir=/data/a,b"] * 2
+
+
+def test_brackets_hold_commas_together_as_before(capsys):
+    runs = planned(capsys, f'backend.env={{NCCL_IB_HCA: "{DEVICES}"}}')
+    assert [run["environment"]["values"]["NCCL_IB_HCA"] for run in runs] == [DEVICES] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([f"metrics.pattern={PATTERN}", *PROGRAM], "in quotes they are one value: metrics.pattern='a,b'"),
+        (['checkpoint={dir: "/data/a,b"}'], "it names a file; keys are set one by one, as checkpoint.KEY=VALUE"),
+        (['metrics={pattern: "a, (?P<step>x)"}'], "keys are set one by one, as metrics.KEY=VALUE"),
+    ],
+)
+def test_a_refusal_names_the_spelling_that_works(capsys, words, says):
+    assert main(["submit", "--dry-run", "--multirun", *JOB, *words]) == 64
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+def test_without_a_sweep_quotes_around_a_text_stay_refused(capsys):
+    words = ["cluster=h100x8", "model=llama32_1b", f'backend.env.NCCL_IB_HCA="{DEVICES}"']
+    assert main(["submit", "--dry-run", *words]) == 64
+    assert "without quotes" in capsys.readouterr().err

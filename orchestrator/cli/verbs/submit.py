@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show plan and request, start and write nothing")
     parser.add_argument("--follow", "-f", action="store_true", help="watch it; ends with the run's exit code")
-    parser.add_argument("--multirun", "-m", action="store_true", help="a run for every combination of key=a,b")
+    parser.add_argument(
+        "--multirun",
+        "-m",
+        action="store_true",
+        help="a run for every combination of key=a,b; a value with commas stands in quotes: key='a,b',c",
+    )
     parser.set_defaults(owned=False)
     add_request_arguments(parser)
 

@@ -16,6 +16,7 @@ from msgspec import Struct, structs
 
 from orchestrator.cluster.model import MIG, SHARED, Machine, Tier, Topology, bad, check, from_paths
 from orchestrator.errors import did_you_mean
+from orchestrator.plan.codec import UNREADABLE
 
 WHERE = "Kubernetes nodes"
 GPU, NICS = "nvidia.com/gpu", ("rdma/ib", "rdma/hca_shared_devices_a", "nvidia.com/mlnxnics", "vpc.amazonaws.com/efa")
@@ -113,7 +114,7 @@ def parse_nodes(text: str, profile: str | Profile = "auto") -> Topology:
     """
     try:
         nodes = msgspec.json.decode(text.encode(), type=NodeList).items
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise bad(WHERE, str(error)) from None
     return from_nodes(nodes, profile)
 

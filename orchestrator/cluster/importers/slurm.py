@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.cluster.hostlist import MAX_NAMES, expand, natural_key
 from orchestrator.cluster.model import FLAT, Tier, Topology, bad, tier_name, tree
+from orchestrator.config import bounded_yaml
 from orchestrator.errors import OrchError
 
 WHERE = "Slurm topology"
@@ -62,7 +63,9 @@ def parse_yaml(text: str, name: str | None = None) -> Topology:
     import yaml
 
     try:
-        entries = yaml.safe_load(text)
+        entries = bounded_yaml.load(text, bounded_yaml.MOST_VALUES)
+    except OrchError as error:
+        raise _bad(f"topology.yaml: {error.message}") from None
     except yaml.YAMLError as error:
         raise _bad(f"it is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries) or not entries:

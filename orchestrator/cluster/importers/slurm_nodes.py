@@ -14,6 +14,7 @@ import msgspec
 
 from orchestrator.cluster.model import NO_GPUS, ONLY_SLICES, GpuCount, Machine
 from orchestrator.errors import OrchError
+from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.exits import Exit
 
 #: One character a flag, as `sinfo` and scontrol's short states write them behind the base state.
@@ -190,7 +191,7 @@ class _JsonNodes(msgspec.Struct):
 def _from_json(text: str) -> list[Node]:
     try:
         found = msgspec.json.decode(text.encode(), type=_JsonNodes).nodes
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise OrchError(f"`scontrol show nodes --json`: {error}", Exit.CONFIG) from None
     result = []
     for node in found:

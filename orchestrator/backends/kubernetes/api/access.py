@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 from msgspec import Struct, field
 
+from orchestrator.config import bounded_yaml
 from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
 
@@ -161,7 +162,9 @@ def _decode(raw: bytes) -> _Kubeconfig:
     import yaml
 
     try:
-        value = yaml.load(raw, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        value = bounded_yaml.load(raw, bounded_yaml.MOST_VALUES, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except OrchError as error:
+        raise Unusable(f"the kubeconfig cannot be read: {error.message}") from None
     except yaml.YAMLError as error:
         raise Unusable(f"the kubeconfig is no YAML: {error}") from None
     return msgspec.convert(value or {}, type=_Kubeconfig, strict=False)
