@@ -32,6 +32,7 @@ from orchestrator.plan import Exit
 from orchestrator.plan.ranks import check_ranks
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import SCHEMA, RunState, write_state
+from tests.beds.base import ROOT
 from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
 from tests.patience import PATIENCE_S
@@ -217,6 +218,32 @@ def test_without_a_claim_a_pod_begins_again_with_nothing(monkeypatch, tmp_path):
         task._live(Beginning({}, "/"), SimpleNamespace(index=1, returns=0), given)
         assert (tmp_path / "run").exists() == left
     assert begun == ["node2 was lost"] * 2
+
+
+@pytest.mark.parametrize(
+    ("image", "name"),
+    [({}, "orch"), ({"USER": "image"}, "image"), ({"LOGNAME": "image", "USER": ""}, "image")],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
+def test_a_user_without_a_name_has_one_in_a_pod(image, name):
+    """As libraries ask for it, with nothing but what process 1 has set."""
+    script = """if True:
+        import getpass, os, pwd
+        from orchestrator.backends.kubernetes.pod.task import login_names
+        os.setgroups([]), os.setgid(12345), os.setuid(12345)
+        os.environ |= login_names(os.environ)
+        print(os.getuid(), getpass.getuser(), os.environ["LOGNAME"])
+    """
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)} | image
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["12345", name, name], done.stderr
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_user_with_a_name_keeps_it(monkeypatch, known):
+    monkeypatch.setattr(task.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="ada") if known else {}[uid])
+    assert task.login_names({}) == dict.fromkeys(("USER", "LOGNAME"), "ada" if known else "orch")
+    assert task.login_names({"USER": "a", "LOGNAME": "b"}) == {"USER": "a", "LOGNAME": "b"}
 
 
 def test_who_submits_does_not_wait_for_what_only_pods_need():

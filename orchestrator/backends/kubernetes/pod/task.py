@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import pwd
 import shutil
 import signal
 import sys
@@ -88,6 +89,7 @@ def main() -> int:
     beginning = Beginning.of_this_process()
     os.umask(0o077)
     os.environ |= {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONUNBUFFERED": "1"}  # the root file system is read only
+    os.environ |= login_names(os.environ)
     signal.signal(
         signal.SIGTERM, _on_early_notice
     )  # process 1 has no default actions: without this it would be ignored
@@ -135,6 +137,18 @@ def _in_vain(pod: Pod, given: Input, text: str) -> tuple[int, str]:
         return int(Exit.RESTART), text
     why = f"pod {pod.index} has come back {pod.returns} times (backend.options.max_pod_returns={most})"
     return int(Exit.CAPACITY), f"{text}; {why}"
+
+
+def login_names(environ: Mapping[str, str]) -> dict[str, str]:
+    """USER and LOGNAME, as a login sets them: libraries name their folders of compiled kernels by them, and fail where
+    the user has no name, as most of a pod's have none. What the image has set stays."""
+    name = environ.get("USER") or environ.get("LOGNAME")
+    if not name:
+        try:
+            name = pwd.getpwuid(os.getuid()).pw_name
+        except KeyError:
+            name = "orch"
+    return {variable: environ.get(variable) or name for variable in ("USER", "LOGNAME")}
 
 
 def _on_early_notice(*_: object) -> None:
