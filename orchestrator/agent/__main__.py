@@ -14,6 +14,7 @@ import platform
 import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.errors import OrchError
@@ -38,15 +39,16 @@ _NOTICE = signal.SIGURG
 log = logging.getLogger("orch.agent")
 
 
-def main(argv: list[str] | None = None, key: bytes | None = None) -> int:
-    """`key`: the run's, where it does not lie in the run folder."""
+def main(argv: list[str] | None = None, key: bytes | None = None, on_notice: Callable[[], None] | None = None) -> int:
+    """`key`: the run's, where it does not lie in the run folder. `on_notice`: called when a signal asks this process
+    to end; those that come once the agent has ended then wait for whatever the caller does next."""
     args = _parse(argv)
     os.umask(0o077)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
     )
     try:
-        return asyncio.run(_run(args, key))
+        return asyncio.run(_run(args, key, on_notice))
     except OrchError as error:
         log.error("%s", error.message)
         return error.exit
@@ -80,7 +82,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-async def _run(args: argparse.Namespace, key: bytes | None) -> int:
+async def _run(args: argparse.Namespace, key: bytes | None, on_notice: Callable[[], None] | None) -> int:
     folder = RunFolder(args.run_dir)
     key = key or read_secret(folder.key)
     request = read_request(folder)
@@ -108,7 +110,7 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     process = AgentProcess(folder, request, args.node, key, recorder, (args.address, args.coordinator_port))
     connector = process.connector(ScaleUpPolicy(dwell_s=args.grow_after_s) if args.elastic else None)
     agent = Agent(folder, plan, request, args.node, facts, recorder, address, connector)
-    _listen_to_signals(agent)
+    _listen_to_signals(agent, on_notice)
     if args.lifeline:
         _watch_lifeline(agent)
     if first and not args.elastic:
@@ -116,6 +118,8 @@ async def _run(args: argparse.Namespace, key: bytes | None) -> int:
     try:
         return await process.run(agent, args.elastic)
     finally:
+        if on_notice:  # process 1 of a pod does not get what comes while nobody handles it
+            signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINATION_SIGNALS)
         if server:
             server.close()
         recorder.close()
@@ -137,12 +141,18 @@ async def _serve(
     return server, f"{args.address if bound[0] in _ANY else bound[0]}:{bound[1]}"
 
 
-def _listen_to_signals(agent: Agent) -> None:
+def _listen_to_signals(agent: Agent, on_notice: Callable[[], None] | None) -> None:
     loop = asyncio.get_running_loop()
+
+    def told(signum: signal.Signals, passed: str) -> None:
+        if on_notice:
+            on_notice()
+        agent.terminate(f"got {signum.name}", passed)
+
     for signum in _TERMINATION_SIGNALS:
         # a program may know USR1 and USR2; whatever else it was, to a worker it is the usual request to end
         passed = signum.name if signum in (signal.SIGUSR1, signal.SIGUSR2) else "SIGTERM"
-        loop.add_signal_handler(signum, agent.terminate, f"got {signum.name}", passed)
+        loop.add_signal_handler(signum, told, signum, passed)
     loop.add_signal_handler(_NOTICE, agent.terminate, "got the notice of the job's script", "SIGTERM", False)
 
 

@@ -25,7 +25,7 @@ from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
 from tests.patience import PATIENCE_S
 
-from .test_lives import Pods
+from .test_lives import AGAIN, Pods
 
 BATCH = 12  # samples: every size up to four divides it
 
@@ -203,11 +203,11 @@ def test_below_its_smallest_size_a_run_saves_and_waits(pods):
     run.processes[1].kill()
     busy(run, 0, 2, after=first)
     run.processes[2].send_signal(signal.SIGTERM)
-    assert run.processes[0].wait(PATIENCE_S) == Exit.RESTART, run.log(0)
     assert run.processes[2].wait(PATIENCE_S) == Exit.RESTART
+    run.until(lambda: AGAIN in run.log(0))
     assert list(run.run.glob("saved-*"))
     before = run.state["epoch"]
-    run.start(0, 2)  # as Kubernetes does: they come back, and two are enough again
+    run.start(2, together=2)  # as Kubernetes does: it comes back, and two are enough again
     busy(run, 0, 2, after=before)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from orchestrator.backends.kubernetes.record import KubernetesRecord
 from orchestrator.backends.kubernetes.submission import apply_all
 from orchestrator.plan import Exit
 from orchestrator.run.folder import RunFolder
+from orchestrator.run.intent import newest
 from tests.beds.bundles import refusal
 
 from .test_watching import state, write_state
@@ -81,6 +83,19 @@ def test_what_is_not_a_remain_stays(tmp_path, monkeypatch, submission, age_s, th
     folder, backend = backend_with(api, tmp_path, monkeypatch, submission, age_s)
     backend.state(folder)
     assert len(api.objects) == len(KINDS)
+
+
+def test_a_submitter_that_only_stands_still_keeps_what_it_has_sent(tmp_path, monkeypatch):
+    """It holds the run's lock, and goes on to the Job some day; who cancels the run leaves that to it."""
+    api = Api(dict.fromkeys(KINDS, "s"))
+    folder, backend = backend_with(api, tmp_path, monkeypatch)
+    lock = folder.take_lock()
+    assert backend.state(folder).state == "pending"
+    backend.cancel(folder, force=True)
+    assert len(api.objects) == len(KINDS)
+    assert newest(folder).want == "end"
+    os.close(lock)
+    assert (backend.state(folder).state, api.objects) == ("cancelled", {})
 
 
 def test_a_server_that_is_cut_off_is_waited_for_once():

@@ -36,16 +36,18 @@ pytestmark = pytest.mark.process
 FIRST = "127.0.2.1"
 #: Paths and the name of pod 0 are what differs from a pod.
 POD = """
+import os
 import sys
 from pathlib import Path
 from msgspec import structs
 from orchestrator.backends.kubernetes import names
 from orchestrator.backends.kubernetes.pod import task
-folder, first, own, gather, control = sys.argv[1:]
+folder, first, gather, control = sys.argv[1:]
+own = os.environ["JOB_COMPLETION_INDEX"]
 names.INPUT = folder
 names.RENDEZVOUS_PORT, names.CONTROL_PORT, names.METRICS_PORT = int(gather), int(control), 0
 task.TERMINATION_MESSAGE = Path(folder, f"termination-message-{own}")
-read, task.address_of = task.read_pod, lambda host: own
+read = task.read_pod
 task.read_pod = lambda *given: structs.replace(read(*given), host_of_first=first)
 sys.exit(task.main())
 """
@@ -69,19 +71,20 @@ class Pods:
         plan: Plan,
         count: int,
         sizes: Mapping[int, Plan] = MappingProxyType({}),
+        options: Mapping[str, object] = MappingProxyType({}),
         **wishes: object,
     ):
-        """`sizes`: the plans of an elastic run."""
+        """`sizes`: the plans of an elastic run; `options`: of the backend."""
         self.folder, self.count, self.ranks = folder, count, len(plan.ranks)
         self.ports = free_ports(2)
         self.run = folder / "claim" / "tiny"
         self.run.parent.mkdir(parents=True)
         backend = {"name": "kubernetes", "max_restarts": 0, "grace_s": 10.0}
-        backend["options"] = {"rendezvous_timeout_s": PATIENCE_S, "grow_after_s": 1}
+        backend["options"] = {"rendezvous_timeout_s": PATIENCE_S, "grow_after_s": 1, "claim": "runs", **options}
         env = {f"ORCH_TEST_{name}": str(value) for name, value in wishes.items()}
         backend |= {"heartbeat_timeout_s": 15.0}
-        options: dict = {"run_id": "tiny", "backend": backend, "env": env, "names": (), "sizes": sizes}
-        request = make_bundle(plan, self.run.parent, **options).request
+        about: dict = {"run_id": "tiny", "backend": backend, "env": env, "names": (), "sizes": sizes}
+        request = make_bundle(plan, self.run.parent, **about).request
         # the image has the program; here it runs in the run folder
         request = structs.replace(request, worker=structs.replace(request.worker, cwd=str(self.run)), device="cpu")
         (folder / "request.json").write_bytes(to_bytes(request))
@@ -93,13 +96,15 @@ class Pods:
         (folder / "environment.json").write_text("{}")
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, *indices: int, together: int | None = None) -> None:
-        """`together`: how many nodes an elastic run has then; without it, that of these pods."""
+    def start(self, *indices: int, together: int | None = None, returns: str = "") -> None:
+        """`together`: how many nodes an elastic run has then; without it, that of these pods. `returns`: as the Job
+        notes it on a pod."""
         for index in indices or range(self.count):
             address = f"127.0.2.{index + 1}"
-            environ = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"tiny-{index}", "ORCH_POD": f"tiny-{index}-x"}
-            environ |= {"ORCH_POD_NODE": f"n{index}", "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
-            argv = [sys.executable, "-c", POD, str(self.folder), FIRST, address, *map(str, self.ports)]
+            environ = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": "node-7", "ORCH_POD": f"tiny-{index}-x"}
+            environ |= {"ORCH_POD_NODE": f"n{index}", "ORCH_POD_ADDRESS": address, "ORCH_POD_RETURNS": returns}
+            environ |= {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+            argv = [sys.executable, "-c", POD, str(self.folder), FIRST, *map(str, self.ports)]
             environ["ORCH_TOGETHER"] = str(together or len(indices) or self.count)
             with (self.folder / f"log-{index}").open("ab") as log:
                 self.processes[index] = subprocess.Popen(argv, env=environ, stdout=log, stderr=log, cwd=self.folder)
@@ -158,19 +163,24 @@ def test_a_run_from_the_first_pod_to_the_last(pods):
     assert run.processes[1].wait(PATIENCE_S) == Exit.DONE
 
 
-def test_losing_a_peer_is_75_and_the_next_life_goes_on(pods):
-    """SIGKILL of one pod's process 1: no goodbye, no disruption mark on the other."""
+AGAIN = "meeting the other pods again"
+
+
+def test_a_pod_that_loses_a_peer_stays_and_meets_its_successor(pods):
+    """SIGKILL of one pod's process 1: no goodbye, no disruption mark on the other, which is of the same kind twice."""
     run = pods(HOLD=1, SAVE=1)
     run.start()
     run.until(lambda: run.reached(2))
-    run.processes[1].kill()
-    assert run.processes[0].wait(PATIENCE_S) == Exit.RESTART, run.log(0)
-    run.processes[1].wait()
-    before = run.state["epoch"]
+    for times in (1, 2):
+        before = run.state["epoch"]
+        run.processes[1].kill()
+        run.processes[1].wait()
+        run.until(lambda times=times: run.log(0).count(AGAIN) == times)
+        run.start(1)
+        run.until(lambda before=before: run.state["epoch"] > before and run.state["state"] == "running")
+        assert run.processes[0].poll() is None
     (run.run / "go").touch()
-    run.start()
     assert run.codes() == [0, 0], run.log(0)
-    assert run.state["epoch"] > before
     assert run.state["state"] == "done"
 
 
@@ -185,15 +195,40 @@ def test_losing_a_peer_while_it_is_waited_for_costs_nothing(pods):
     assert run.codes() == [0, 0], run.log(0)
 
 
-def test_a_notice_to_one_pod_saves_all_and_brings_all_back(pods):
+def test_a_notice_to_one_pod_saves_all_and_the_others_wait_for_its_successor(pods):
     """A drain sends SIGTERM to the pods of one node alone."""
     run = pods(HOLD=1, SAVE=1)
     run.start()
     run.until(lambda: run.reached(2))
     run.processes[1].send_signal(signal.SIGTERM)
-    assert run.codes() == [Exit.RESTART, Exit.RESTART], run.log(0)
+    assert run.processes[1].wait(PATIENCE_S) == Exit.RESTART, run.log(1)
+    run.until(lambda: AGAIN in run.log(0))
     assert len(list(run.run.glob("saved-*"))) == 4
     assert run.state["state"] == "stopped"
+    (run.run / "go").touch()
+    run.start(1)
+    assert run.codes() == [0, 0], run.log(0)
+
+
+def test_a_pod_that_meets_the_others_again_still_leaves_when_it_is_told_to(pods):
+    """`orch cancel` tells one pod after the other; so the second hears of it while it begins again."""
+    run = pods(HOLD=1, SAVE=1)
+    run.start()
+    run.until(lambda: run.reached(2))
+    run.processes[1].send_signal(signal.SIGTERM)
+    run.until(lambda: AGAIN in run.log(0))
+    run.processes[0].send_signal(signal.SIGTERM)
+    assert run.codes() == [Exit.RESTART, Exit.RESTART], run.log(0)
+
+
+@pytest.mark.parametrize(("returns", "code"), [("", Exit.RESTART), ("1", Exit.RESTART), ("2", Exit.CAPACITY)])
+def test_pods_that_wait_in_vain_come_back_until_they_have_come_back_too_often(pods, returns, code):
+    run = pods(options={"rendezvous_timeout_s": 0.5, "max_pod_returns": 2})
+    run.start(1, returns=returns)
+    assert run.processes[1].wait(PATIENCE_S) == code, run.log(1)
+    word = json.loads((run.folder / "termination-message-1").read_text())
+    assert word["code"] == code and "did not complete the rendezvous" in word["text"]
+    assert ("max_pod_returns=2" in word["text"]) == (code == Exit.CAPACITY)
 
 
 def test_a_program_that_fails_ends_the_run_with_its_code(pods):

@@ -22,6 +22,7 @@ from msgspec import structs
 from orchestrator.agent.protocol import channel
 from orchestrator.backends.kubernetes.objects.payload import pack_topology, unpack_topology
 from orchestrator.backends.kubernetes.pod import status_lines, task
+from orchestrator.backends.kubernetes.pod.lives import Beginning, PeersLost
 from orchestrator.backends.kubernetes.pod.rank_mapping import map_ranks, node_names
 from orchestrator.backends.kubernetes.pod.rendezvous import Join, Start, rendezvous
 from orchestrator.cluster.hostlist import expand
@@ -31,6 +32,7 @@ from orchestrator.plan import Exit
 from orchestrator.plan.ranks import check_ranks
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import SCHEMA, RunState, write_state
+from tests.beds.base import ROOT
 from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
 from tests.patience import PATIENCE_S
@@ -173,20 +175,75 @@ def test_damaged_topology_costs_the_network_not_the_run():
 # ------------------------------------------------------------------------------------------ what a pod is told and says
 
 
-def test_a_pod_knows_where_index_0_is(monkeypatch):
-    """And itself: from two fields of its own, its host name and the run's request."""
-    assert task.address_of("localhost") in ("127.0.0.1", "::1")
-    environ = {"JOB_COMPLETION_INDEX": "12", "HOSTNAME": "tiny-12", "ORCH_POD": "tiny-12-x", "ORCH_POD_NODE": "n7"}
+@pytest.mark.parametrize("host", ["tiny-12", "gpu-node-7", "gpu-node-12", None])
+def test_a_pod_knows_where_index_0_is(host):
+    """And itself: from fields of its own and the run's request. On its node's network it has the node's name."""
+    environ = {"JOB_COMPLETION_INDEX": "12", "ORCH_POD": "tiny-12-x", "ORCH_POD_NODE": "n7"}
+    environ |= {"ORCH_POD_ADDRESS": "fd00::7", "ORCH_POD_RETURNS": ""} | ({"HOSTNAME": host} if host else {})
     request = SimpleNamespace(run_id="tiny", agents=range(16), backend_options={})
-    monkeypatch.setattr(task, "address_of", {"tiny-12": "10.0.0.7", "tiny-node-0-12": "fd00::7"}.__getitem__)
     pod = task.read_pod(environ, request)
-    assert (pod.host_of_first, pod.address, pod.node) == ("tiny-0.tiny", "10.0.0.7", "n7")
-    inside_jobset = environ | {"HOSTNAME": "tiny-node-0-12"}
+    assert (pod.host_of_first, pod.address, pod.node) == ("tiny-0.tiny", "fd00::7", "n7")
+    assert [task.read_pod(environ | {"ORCH_POD_RETURNS": text}, request).returns for text in ("", "3")] == [0, 3]
     request.backend_options = {"kind": "jobset"}
-    assert task.read_pod(inside_jobset, request).host_of_first == "tiny-node-0-0.tiny"
-    for broken in (environ | {"HOSTNAME": "other"}, {k: v for k, v in environ.items() if k != "ORCH_POD_NODE"}):
+    assert task.read_pod(environ, request).host_of_first == "tiny-node-0-0.tiny"
+    for name in ("JOB_COMPLETION_INDEX", "ORCH_POD", "ORCH_POD_NODE", "ORCH_POD_ADDRESS"):
+        broken = {key: value for key, value in environ.items() if key != name}
         with pytest.raises(OrchError, match="not a pod of an orch Job"):
             task.read_pod(broken, request)
+
+
+def test_attempts_that_come_to_nothing_one_after_the_other_are_few():
+    """A pod begins again in place for as long as that leads anywhere."""
+    beginning, counts = Beginning({"A": "b"}, "/"), []
+    for lasted_s in (5, 0, 3600, 59, 1, 1, 1, 1):
+        lost = PeersLost("a peer was lost", lasted_s)
+        counts.append(beginning.short_attempts(lost))
+        assert beginning.may_go_on(lost) == (counts[-1] < 5)
+        beginning = Beginning({**beginning.environ, "ORCH_SHORT_ATTEMPTS": str(counts[-1])}, "/")
+    assert counts == [1, 2, 0, 1, 2, 3, 4, 5]
+
+
+def test_without_a_claim_a_pod_begins_again_with_nothing(monkeypatch, tmp_path):
+    """As a pod that comes in the place of a lost one does, which would else be fenced by this one's later epochs."""
+    begun = []
+    monkeypatch.setattr(Beginning, "again", lambda self, lost: begun.append(lost.text))
+
+    def lose(*_: object) -> tuple[int, str]:
+        raise PeersLost("node2 was lost", 100.0)
+
+    monkeypatch.setattr(task, "_run_attempt", lose)
+    for options, left in (({}, False), ({"claim": "runs"}, True)):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        given = SimpleNamespace(request=SimpleNamespace(backend_options=options, run_dir=str(tmp_path / "run")))
+        task._live(Beginning({}, "/"), SimpleNamespace(index=1, returns=0), given)
+        assert (tmp_path / "run").exists() == left
+    assert begun == ["node2 was lost"] * 2
+
+
+@pytest.mark.parametrize(
+    ("image", "name"),
+    [({}, "orch"), ({"USER": "image"}, "image"), ({"LOGNAME": "image", "USER": ""}, "image")],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
+def test_a_user_without_a_name_has_one_in_a_pod(image, name):
+    """As libraries ask for it, with nothing but what process 1 has set."""
+    script = """if True:
+        import getpass, os, pwd
+        from orchestrator.backends.kubernetes.pod.task import login_names
+        os.setgroups([]), os.setgid(12345), os.setuid(12345)
+        os.environ |= login_names(os.environ)
+        print(os.getuid(), getpass.getuser(), os.environ["LOGNAME"])
+    """
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)} | image
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["12345", name, name], done.stderr
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_user_with_a_name_keeps_it(monkeypatch, known):
+    monkeypatch.setattr(task.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="ada") if known else {}[uid])
+    assert task.login_names({}) == dict.fromkeys(("USER", "LOGNAME"), "ada" if known else "orch")
+    assert task.login_names({"USER": "a", "LOGNAME": "b"}) == {"USER": "a", "LOGNAME": "b"}
 
 
 def test_who_submits_does_not_wait_for_what_only_pods_need():

@@ -177,16 +177,25 @@ def _first_rule(code: int, disrupted: bool = False) -> str:
 
 @pytest.mark.parametrize("code", list(Exit))
 def test_every_exit_code_has_its_rule(code):
-    fatal = (Exit.USAGE, Exit.CONFIG, Exit.SECURITY, Exit.USER, Exit.INTERNAL)
-    waits = (Exit.RESTART, Exit.CAPACITY, Exit.FENCED)  # one missing pod must not use up what all the others may fail
+    fatal = (Exit.USAGE, Exit.CONFIG, Exit.SECURITY, Exit.USER, Exit.INTERNAL, Exit.CAPACITY)
+    waits = (Exit.RESTART, Exit.FENCED)  # one missing pod must not use up what all the others may fail
     expected = dict.fromkeys(fatal, "FailJob") | dict.fromkeys(waits, "Ignore")
     assert _first_rule(int(code)) == expected.get(code, "Count")
     assert _first_rule(137, disrupted=True) == "Ignore"
     assert _first_rule(137) == "Count"
 
 
+def test_a_pod_is_made_anew_as_soon_as_its_own_failures_allow(main_line):
+    """The wait of a whole Job grows with each pod that fails, whichever it is, and whether it is counted or not."""
+    for kind in ("job", "jobset"):
+        *_, main = render(manifest(main_line, {"kind": kind, "max_pod_failures": 3}))
+        job = main["spec"]["replicatedJobs"][0]["template"] if kind == "jobset" else main
+        assert (job["spec"]["backoffLimit"], job["spec"]["backoffLimitPerIndex"]) == (3, 3)
+        assert job["spec"]["maxFailedIndexes"] == 0  # the others would wait for ever for one that does not come back
+
+
 def test_losing_a_peer_never_costs_a_pod():
-    """An agent says 76 when a node is lost and 77 when it was overtaken: the pod comes back, uncounted."""
+    """An agent says 76 when a node is lost and 77 when it was overtaken: its pod goes on, or comes back uncounted."""
     assert {pod_exit(code) for code in (Exit.CAPACITY, Exit.FENCED, Exit.RESTART)} == {Exit.RESTART}
     assert all(pod_exit(code) == code for code in (0, 1, 64, 65, 70, 74, 78))
 

@@ -80,7 +80,12 @@ def test_every_option_is_in_some_rendering():
     """But those that say where and how the run is sent, not what."""
     given = set().union(*CASES.values(), *MORE.values()) | {"image"}
     elsewhere = {"context", "profile", "slices", "python", "user", "unreachable_s", "rendezvous_timeout_s"}
-    elsewhere |= {"gpu_resource", "max_pod_failures", "pull_policy"}  # plain values in fields that are always there
+    elsewhere |= {
+        "gpu_resource",
+        "max_pod_failures",
+        "max_pod_returns",
+        "pull_policy",
+    }  # plain values in fields that are always there
     elsewhere |= {"controller", "grow_after_s", "gang", "gang_queue"}  # gangs: kinds that no version of all these has
     assert set(KubernetesOptions.__struct_fields__) - given - elsewhere == set()
 

@@ -168,6 +168,8 @@ def test_a_pod_that_hangs_is_let_go_where_its_node_is_gone_and_the_user_may():
     assert "r-1-x of node n1" in force_delete_stuck_pods(cluster, run, NOW)
     assert cluster.done == [("r-1-x", "Failed", "DisruptionTarget"), ("r-1-x", 0)]
     assert force_delete_stuck_pods(Nodes(n0="True"), run, NOW)  # its node is no longer in the list at all
+    ended = pod(1, "Failed", 75, **at)  # its Job keeps it until it has made another one
+    assert not force_delete_stuck_pods(Nodes(n0="True", n1="False"), seen(job(), [pod(0), ended]), NOW)
     assert not force_delete_stuck_pods(Nodes(n0="True", n1="True"), run, NOW)  # the node lives: it is only slow
     assert not force_delete_stuck_pods(Nodes(), run, NOW)  # nodes cannot be read: nothing is known of them
     assert not force_delete_stuck_pods(Nodes(may=False, n0="True", n1="False"), run, NOW)

@@ -114,7 +114,7 @@ class KubernetesBackend(
                 cluster = self._cluster(options.context, options.namespace)
                 write_record(folder, train_runs.submit(cluster, bundle, _plans(bundle), environ), durable=True)
             else:
-                self._direct.start(folder, request, plan, environ, 0, drafts)
+                self._direct.start(folder, request, plan, environ, drafts)
         return request.handle
 
     def render(self, bundle: SubmissionBundle) -> str:

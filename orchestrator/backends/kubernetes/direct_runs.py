@@ -5,19 +5,24 @@ One namespace's submitters take turns; nobody looks after a run while nobody ask
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from orchestrator.backends.base import read_record
 from orchestrator.errors import OrchError
-from orchestrator.plan import Exit, Plan, load_plan, to_json
-from orchestrator.run.folder import RunFolder, write_private
-from orchestrator.run.intent import ask, wants_end
-from orchestrator.run.request import LaunchRequest, at_size, check_variables, to_bytes
-from orchestrator.run.state import RunState, prepare_resume, read_state, write_state
+from orchestrator.plan import Exit, Plan, load_plan
+from orchestrator.run.attempt import begin_attempt, check_newest
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.intent import Intent, ask, due, newest, wants_end
+from orchestrator.run.request import LaunchRequest, check_variables
+from orchestrator.run.state import RunState, read_state, write_state
 
 from .api.client import Cluster
 from .cluster_view import ClusterSnapshot
@@ -31,6 +36,18 @@ if TYPE_CHECKING:
 _BROKEN_S = 180.0  # no submission takes that long between its first object and its Job
 
 
+@contextlib.contextmanager
+def _only_command(folder: RunFolder, wait_s: float) -> Iterator[None]:
+    """Hold the run's lock. OrchError (76) while another command of this machine begins an attempt of it."""
+    lock = folder.take_lock(wait_s)
+    if lock is None:
+        raise OrchError(f"another command is starting run {folder.run_id}: try again", Exit.CAPACITY)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 class DirectRuns:
     """`cluster(context, namespace)`; `observer()`: of now; `snapshot()`: of the nodes, where one was asked for."""
 
@@ -41,6 +58,7 @@ class DirectRuns:
         snapshot: Callable[[], Future[ClusterSnapshot] | None],
     ):
         self._cluster, self._observer, self._snapshot = cluster, observer, snapshot
+        self._ended: set[str] = set()  # runs that were cancelled from here though their folders did not take it
 
     def start(
         self,
@@ -48,26 +66,43 @@ class DirectRuns:
         request: LaunchRequest,
         plan: Plan,
         environ: Mapping[str, str],
-        generation: int,
-        drafts: Sequence[Mapping[str, Any]] = (),
+        drafts: Sequence[Mapping[str, Any]],
     ) -> None:
-        from .submission import draft_objects, submit_objects
+        """The first generation. `drafts`: of `draft_objects`."""
+        with _only_command(folder, 0.5):
+            self._send(folder, request, plan, environ, 0, drafts)
+
+    def _send(
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        plan: Plan,
+        environ: Mapping[str, str],
+        generation: int,
+        drafts: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """The caller holds the run's lock. OrchError (64) when the run is to end by now."""
+        from .submission import delete_run_objects, submit_objects
 
         options = read_options(request.backend_options)
         cluster, fresh = self._cluster(options.context, options.namespace), self._snapshot()
-        drafts = drafts or draft_objects(request, plan)
         submit_objects(cluster, folder, request, plan, environ, generation, drafts, fresh)
+        last = due(folder, read_state(folder).intent)
+        record = read_record(folder, KubernetesRecord)
+        if record and last and last.want == "end":  # `cancel` found no Job yet
+            delete_run_objects(self._of(record), record.kind, record.name, folder.run_id)
+            raise OrchError(f"run {folder.run_id} was asked for something else meanwhile: {last.text}")
 
     def resume(
         self, folder: RunFolder, request: LaunchRequest, record: KubernetesRecord | None, environ: Mapping[str, str]
     ) -> None:
-        from .submission import delete_run_objects
-
+        """From here on no other command begins an attempt of the run. A size that was asked for is taken up."""
         check_variables(request, environ)
-        if record:
-            delete_run_objects(self._of(record), record.kind, record.name, folder.run_id)
-        prepare_resume(folder)
-        self.start(folder, request, load_plan(folder.plan), environ, record.generation + 1 if record else 0)
+        with _only_command(folder, 0.5):
+            self._observer().clear()
+            if record and self.is_alive(folder, record):
+                raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
+            self._begin(folder, request, environ, None)
 
     def resize(
         self,
@@ -77,33 +112,51 @@ class DirectRuns:
         nodes: int,
         environ: Mapping[str, str],
     ) -> None:
+        """OrchError: 64 when somebody asks for something else meanwhile, 76 when the run does not end: the request
+        stays, and `resume` takes it up."""
         from .objects.pod import MARGIN_S, grace_seconds
-        from .submission import delete_run_objects
 
         check_variables(request, environ)
         plan = load_plan(folder.sized_plan(nodes))
-        request = at_size(request, plan)
-        asked = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)  # `resume` takes it up from here
-        if record:
-            grace = grace_seconds(plan, read_options(request.backend_options), request.policy.grace_s)
-            delete_run_objects(self._of(record), record.kind, record.name, folder.run_id, 2.0 * grace + MARGIN_S)
-        write_private(folder.plan, to_json(plan, indent=1) + b"\n")
-        write_private(folder.request, to_bytes(request))
-        prepare_resume(folder, plan, asked.number)
-        self.start(folder, request, plan, environ, record.generation + 1 if record else 0)
+        asked = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
+        grace = grace_seconds(plan, read_options(request.backend_options), request.policy.grace_s)
+        with _only_command(folder, _BROKEN_S + 2.0 * grace):
+            if read_state(folder).intent < asked.number:  # else the command that was waited for has done it
+                self._begin(folder, request, environ, asked, 2.0 * grace + MARGIN_S)
+
+    def _begin(
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        environ: Mapping[str, str],
+        asked: Intent | None,
+        wait_s: float = 0.0,
+    ) -> None:
+        """The next generation, once nothing of the last one is left. The caller holds the run's lock."""
+        from .submission import delete_run_objects, draft_objects
+
+        before = asked or newest(folder)
+        check_newest(folder, before)
+        if record := read_record(folder, KubernetesRecord):  # a command that was waited for may have written another
+            delete_run_objects(self._of(record), record.kind, record.name, folder.run_id, wait_s)
+        check_newest(folder, before)
+        request, plan = begin_attempt(folder, request, asked)
+        generation = record.generation + 1 if record else 0
+        self._send(folder, request, plan, environ, generation, draft_objects(request, plan))
 
     def cancel(self, folder: RunFolder, record: KubernetesRecord, force: bool) -> None:
-        from .observer import save_last_report
+        """A full disk keeps nobody from it: then the run's folder does not say later that it was asked for."""
         from .submission import delete_remains
 
         cluster = self._of(record)
         if not self.is_alive(folder, record):
-            if delete_remains(cluster, record):
-                ask(folder, "end", force=force)  # a submission that broke off: there is no Job to wait for
+            # a command that is about to make the Job, or a submission that broke off
+            if folder.is_alive() or delete_remains(cluster, record):
+                self._ask_to_end(folder, force)
                 return
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        ask(folder, "end", force=force)
-        save_last_report(folder, self._observer().last_report(record, folder.run_id))
+        self._ask_to_end(folder, force)
+        self._save_last_report(folder, record)
         cluster.delete(record.kind, record.name, "Foreground")
         if force:
             for pod in self._observer().observe(record, folder.run_id).pods:
@@ -114,24 +167,41 @@ class DirectRuns:
 
     def state(self, folder: RunFolder, record: KubernetesRecord) -> RunState:
         """OrchError where no cluster answers."""
-        from .observer import force_delete_stuck_pods, save_last_report
+        from .observer import force_delete_stuck_pods
 
         observer = self._observer()
         what, run = observer.status(record, folder.run_id), observer.observe(record, folder.run_id)
         if done := force_delete_stuck_pods(self._of(record), run, time.time()):
             what = structs.replace(what, text=done)
             observer.clear()
-        if what.over and not record.sent and record.submission and time.time() > record.submitted_at + _BROKEN_S:
+        since = time.time() - record.submitted_at
+        if what.over and not record.sent and record.submission and since > _BROKEN_S and not folder.is_alive():
             what = self._broken_off(record, what)
             record = structs.replace(record, sent=True)  # nobody sends it any more
         if not (what.over and read_state(folder).is_final):
-            save_last_report(folder, observer.last_report(record, folder.run_id))
+            self._save_last_report(folder, record)
         known = read_state(folder)
-        state = verdict(known, what, wants_end(folder) is not None, record.sent)
+        cancelled = folder.run_id in self._ended or wants_end(folder) is not None
+        state = verdict(known, what, cancelled, record.sent)
         if state.is_final and state != known:
             state = structs.replace(state, ended_at=state.ended_at or time.time())
-            write_state(folder, state)  # the cluster forgets; this folder does not
+            with contextlib.suppress(OSError):
+                write_state(folder, state)  # the cluster forgets; this folder does not, but on a full disk
         return state
+
+    def _ask_to_end(self, folder: RunFolder, force: bool) -> None:
+        try:
+            ask(folder, "end", force=force)
+        except OrchError as error:
+            self._ended.add(folder.run_id)
+            print(f"orch: warning: {error.message}; the run is ended all the same", file=sys.stderr)
+
+    def _save_last_report(self, folder: RunFolder, record: KubernetesRecord) -> None:
+        from .observer import save_last_report
+
+        report = self._observer().last_report(record, folder.run_id)
+        with contextlib.suppress(OSError):  # a full disk; the pods' logs hold it still
+            save_last_report(folder, report)
 
     def _of(self, record: KubernetesRecord) -> Cluster:
         return self._cluster(record.context, record.namespace)

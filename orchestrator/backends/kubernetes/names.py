@@ -10,6 +10,7 @@ GATE = "orch.dev/placement"  # scheduling gate of pods that the controller gives
 TOGETHER = "orch.dev/together"  # how many nodes an elastic run had when this pod of it was let go
 RUN = "orch.dev/run"  # label on everything of a run; its value is the run id
 GENERATION = "orch.dev/generation"  # of the Job: 0, and one more with each resume
+RETURNS = "batch.kubernetes.io/job-index-ignored-failure-count"  # of the pods of an index that were there before
 INDEX = "batch.kubernetes.io/job-completion-index"  # which the Job gives its pods, as a label since Kubernetes 1.28
 PLAN = "orch.dev/plan-hash"
 SUBMISSION = "orch.dev/submission"  # of whom it was sent; the same again means the same submission
@@ -20,6 +21,14 @@ MANAGED = "app.kubernetes.io/managed-by"
 METRICS_PORT, RENDEZVOUS_PORT, CONTROL_PORT = 9401, 9402, 9403
 JOB_OF_SET = "node"  # the one replicated job of a JobSet
 CONTAINER = "agent"
+
+#: Variable of a pod -> the field of it that it holds.
+OWN_FIELDS = {
+    "ORCH_POD": "metadata.name",
+    "ORCH_POD_NODE": "spec.nodeName",
+    "ORCH_POD_ADDRESS": "status.podIP",
+    "ORCH_POD_RETURNS": f"metadata.annotations['{RETURNS}']",
+}
 
 ROOT = "/orch"  # of everything that orch writes inside a pod; the same volume is its /tmp
 RUNS = f"{ROOT}/runs"  # the claim is mounted here
@@ -39,6 +48,11 @@ def object_name(run_id: str, pods: int, kind: str) -> str:
         text = f"run id {run_id!r} is too long for Kubernetes by {len(name) + tail - 63}: give a shorter run.name"
         raise OrchError(text, Exit.CONFIG)
     return name
+
+
+def job_name(name: str, kind: str) -> str:
+    """Of the Job whose pods they are: the object of that name, or the one that the JobSet of that name makes."""
+    return name if kind.lower() == "job" else f"{name}-{JOB_OF_SET}-0"
 
 
 def standard_labels(run_id: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.state import RunState, read_state, write_state
 
 from .api.client import Cluster
-from .names import JOB_OF_SET, RUN, selector
+from .names import RUN, job_name, selector
 from .phases import ObservedRun, RunStatus, index_of, status_of, stuck_pods
 from .pod.status_lines import NOTHING, parse_status_line
 from .record import KubernetesRecord
@@ -65,7 +65,7 @@ class RunObserver:
     def _observe(self, record: KubernetesRecord, run_id: str) -> ObservedRun:
         found = self._list_objects(record)
         main = _named(found[record.kind], record.name)
-        job_name = record.name if record.kind == "Job" else f"{record.name}-{JOB_OF_SET}-0"
+        its_job = job_name(record.name, record.kind)
         pods = [pod for pod in found["Pod"] if pod["metadata"]["labels"].get(RUN) == run_id]
         newest = {}
         for pod in sorted(pods, key=lambda pod: pod["metadata"]["creationTimestamp"]):
@@ -75,12 +75,12 @@ class RunObserver:
         if main is not None and (len(newest) < _completions(main) or _any_pending(newest.values())):
             cluster = self._cluster(record.context, record.namespace)
             events = cluster.list("Event", fields="type=Warning", absent_ok=True)
-            names = {record.name, job_name, *(pod["metadata"]["name"] for pod in pods)}
+            names = {record.name, its_job, *(pod["metadata"]["name"] for pod in pods)}
             events = [event for event in events if event.get("involvedObject", {}).get("name") in names]
             if main.get("spec", {}).get("suspend"):
                 owned = cluster.list("Workload", absent_ok=True) or cluster.list("OldWorkload", absent_ok=True)
                 workload = next((w for w in owned if _owner(w) == main["metadata"]["uid"]), None)
-        job = _named(found["Job"], job_name)
+        job = _named(found["Job"], its_job)
         order = sorted(newest.values(), key=index_of)
         return ObservedRun(main=main, job=job, pods=order, events=events, workload=workload)
 
@@ -158,7 +158,8 @@ def save_last_report(folder: RunFolder, report: LastReport) -> None:
     """Keep what pod 0 last reported of the run: its log goes with its pod."""
     if report.state is not None:
         state = read_state(folder)
-        write_state(folder, structs.replace(report.state, created_at=state.created_at, summary=state.summary))
+        ours = {"created_at": state.created_at, "summary": state.summary, "intent": state.intent}  # not known to pods
+        write_state(folder, structs.replace(report.state, **ours))
     if report.step and report.node:
         write_private(folder.metrics(report.node), report.step, durable=False)
 

@@ -98,7 +98,8 @@ class KubernetesOptions(Frozen):
     unreachable_s: Natural = 30  # after which pods leave a node that has gone silent
     rendezvous_timeout_s: Positive = 1800.0  # a pod waits this long for all others, then gives its node back
     grow_after_s: Natural = 60  # an elastic run takes more nodes in no sooner than its nodes have stayed this long
-    max_pod_failures: Natural = 16  # counted ones: not disruptions, not exits 75, 76, 77
+    max_pod_failures: Natural = 16  # counted ones: not disruptions, not exit 75
+    max_pod_returns: Natural = 10  # uncounted ones of a pod that has then waited for others in vain: the run ends (76)
     checkpoint_gb_per_s: Positive = 1.0  # what one node writes to the claim; to size the grace period
     ttl_s: Natural | None = 604800  # a finished run is removed from the cluster after this long; None: never
     # names on everything

@@ -149,7 +149,11 @@ def stuck(pods: Iterable[Mapping[str, Any]], now: float) -> str:
 
 
 def stuck_pods(pods: Iterable[Mapping[str, Any]], now: float) -> list[Mapping[str, Any]]:
-    return [pod for pod in pods if (at := seconds_of(pod["metadata"].get("deletionTimestamp"))) and now > at + _STUCK_S]
+    """One that has ended is not stuck: its Job keeps it until another one takes its place."""
+    alive = [pod for pod in pods if _phase(pod) not in ("Succeeded", "Failed")]
+    return [
+        pod for pod in alive if (at := seconds_of(pod["metadata"].get("deletionTimestamp"))) and now > at + _STUCK_S
+    ]
 
 
 # ------------------------------------------------------------------------------------------ pods

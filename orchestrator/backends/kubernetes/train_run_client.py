@@ -225,10 +225,11 @@ class ControlledRuns:
 
         run = self._read(record)
         if run is not None and not run.is_over:
-            with contextlib.suppress(OrchError):
+            with contextlib.suppress(OrchError, OSError):
                 save_last_report(folder, self._observer().last_report(record, folder.run_id))
         state = state_of(run, read_state(folder))
-        write_state(folder, state)
+        with contextlib.suppress(OSError):  # a full disk: the cluster says it again
+            write_state(folder, state)
         return state
 
     def _read(self, record: KubernetesRecord) -> TrainRun | None:

@@ -17,12 +17,13 @@ import msgspec
 from orchestrator import start
 from orchestrator.backends.base import Backend, Resizing, decode_options, read_record, write_record
 from orchestrator.errors import OrchError
-from orchestrator.plan import load_plan, to_json
+from orchestrator.plan import load_plan
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
+from orchestrator.run.attempt import begin_attempt, check_newest
 from orchestrator.run.create import check_program, create_run_folder
-from orchestrator.run.folder import RunFolder, write_private
-from orchestrator.run.intent import Intent, ask, due, newest
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.intent import Intent, ask
 from orchestrator.run.processes import Identity, holders, identity, kill_trees, send_signal
 from orchestrator.run.request import (
     LaunchRequest,
@@ -30,9 +31,8 @@ from orchestrator.run.request import (
     at_size,
     check_variables,
     compose_environment,
-    to_bytes,
 )
-from orchestrator.run.state import RunState, prepare_resume, read_state, true_state
+from orchestrator.run.state import RunState, read_state, true_state
 
 from . import namespaces
 from .gpus import check_gpus, gpus_here
@@ -132,7 +132,7 @@ class LocalBackend(Backend, Resizing):
         end = time.monotonic() + request.policy.grace_s + _END_S
         while True:
             alive, state = self.is_alive(folder), read_state(folder)
-            _check_newest(folder, asked)
+            check_newest(folder, asked)
             if state.intent >= asked.number:
                 return request.handle
             if not alive and state.state == "done":
@@ -159,7 +159,7 @@ class LocalBackend(Backend, Resizing):
                 send_signal(agent, signal.SIGTERM)
         end = time.monotonic() + _FORCE_S
         while force and self.is_alive(folder):
-            _check_newest(folder, asked)
+            check_newest(folder, asked)
             if time.monotonic() > end:
                 kill_trees(holders(folder.lock))
             time.sleep(0.05)
@@ -220,31 +220,6 @@ class LocalBackend(Backend, Resizing):
             process.returncode = 0  # it is nobody's child from here on: no warning, no wait
         finally:
             os.close(lock)
-
-
-def begin_attempt(folder: RunFolder, request: LaunchRequest, asked: Intent | None) -> None:
-    """Puts the next attempt's plan and request in force, then its state: what breaks off before that is done again.
-
-    `asked`: what it obeys; None: a size that was asked for and is not there yet, else a resume. The caller holds the
-    run's lock. OrchError (65): no plan of that size.
-    """
-    began_with = read_state(folder).intent
-    if asked is None:
-        asked = due(folder, began_with)
-        if asked is None or asked.want == "end":
-            asked = ask(folder, "run", began_with=began_with)
-    plan = load_plan(folder.sized_plan(asked.nodes)) if asked.nodes else None
-    if plan:
-        write_private(folder.plan, to_json(plan, indent=1) + b"\n")
-        write_private(folder.request, to_bytes(at_size(request, plan)))
-    prepare_resume(folder, plan, asked.number)
-
-
-def _check_newest(folder: RunFolder, asked: Intent | None) -> None:
-    """OrchError (64) when there is a newer request than this one."""
-    last = newest(folder)
-    if asked and last and last.number > asked.number:
-        raise OrchError(f"run {folder.run_id} was asked for something else meanwhile: {last.text}")
 
 
 def _check_program(request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = "") -> None:

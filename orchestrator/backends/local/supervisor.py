@@ -27,13 +27,14 @@ from orchestrator.backends.base import write_record
 from orchestrator.errors import OrchError
 from orchestrator.observe.report import write_final_state
 from orchestrator.plan import Exit, load_plan, meaning
+from orchestrator.run.attempt import begin_attempt
 from orchestrator.run.folder import RECORD_ERRORS, RECORD_S, RunFolder
 from orchestrator.run.intent import due
 from orchestrator.run.processes import become_subreaper, identity, kill_descendants, reap_children
 from orchestrator.run.request import AGENT, LaunchRequest, read_request
 from orchestrator.run.state import Cause, End, RunState, finish, read_state, write_state
 
-from .backend import LocalRecord, begin_attempt, read_options
+from .backend import LocalRecord, read_options
 from .gpus import gpus_of_node
 from .namespaces import INTERFACE, Network, Wiring
 

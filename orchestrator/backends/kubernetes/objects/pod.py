@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any
 
 from orchestrator import start
-from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, METRICS_PORT, ROOT, RUNS
+from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, METRICS_PORT, OWN_FIELDS, ROOT, RUNS
 from orchestrator.backends.kubernetes.options import KubernetesOptions, Toleration
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import FATAL, Exit
@@ -125,7 +125,7 @@ def _container(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
         "image": options.image,
         "imagePullPolicy": options.pull_policy,
         "command": [options.python, "-uP", *start.BY_NAME, "orchestrator.kubernetes.task"],  # exec form: it is pid 1
-        "env": _fields(ORCH_POD="metadata.name", ORCH_POD_NODE="spec.nodeName"),
+        "env": _fields(),
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],  # who scrapes looks for the name
         "resources": resources(plan, options),
         "securityContext": _container_security(options),
@@ -133,8 +133,8 @@ def _container(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
     }
 
 
-def _fields(**paths: str) -> list[dict[str, Any]]:
-    return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in paths.items()]
+def _fields() -> list[dict[str, Any]]:
+    return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in OWN_FIELDS.items()]
 
 
 def resources(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
@@ -207,22 +207,23 @@ def _container_security(options: KubernetesOptions) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ exit codes
 
 #: Exit codes of an agent whose run cannot be helped by starting it again. USER and INTERNAL are among them because the
-#: agents have tried again themselves: `backend.max_restarts` is theirs to count.
-FINAL = tuple(sorted({*map(int, FATAL), int(Exit.USER), int(Exit.INTERNAL)}))
+#: agents have tried again themselves: `backend.max_restarts` is theirs to count; CAPACITY, because pods leave with it
+#: only after `max_pod_returns`.
+FINAL = tuple(sorted({*map(int, FATAL), int(Exit.USER), int(Exit.INTERNAL), int(Exit.CAPACITY)}))
 
 
 def pod_failure_policy() -> dict[str, Any]:
     """Rules in order, the first match wins (batch/v1 PodFailurePolicy; needs restartPolicy Never).
 
-    A disruption (preemption, drain, eviction, lost node) costs nothing. A pod that lost a peer has no such condition;
-    it leaves with 75, which costs nothing either, nor does 76: a pod that waited for others in vain, of which there are
-    as many as pods whenever one of them finds no node. All else is counted against backoffLimit: 74, a signal.
+    A disruption (preemption, drain, eviction, lost node) is not counted. Nor is 75: a pod that was told to leave, or
+    that has waited for others in vain, of which there are as many as pods whenever one of them finds no node. All else
+    is counted against backoffLimit: 74, a signal.
     """
     return {
         "rules": [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             {"action": "FailJob", "onExitCodes": _codes(*FINAL)},
-            {"action": "Ignore", "onExitCodes": _codes(int(Exit.RESTART), int(Exit.CAPACITY), int(Exit.FENCED))},
+            {"action": "Ignore", "onExitCodes": _codes(int(Exit.RESTART), int(Exit.FENCED))},
         ]
     }
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.backends.kubernetes.names import CONTAINER, INPUT
+from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, OWN_FIELDS
 from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
 
@@ -49,7 +49,7 @@ _REFUSED = {
     ),
     "spec.volumes.input": _INPUT,
     f"spec.containers.{CONTAINER}.volumeMounts.{INPUT}": _INPUT,
-    **dict.fromkeys((f"spec.containers.{CONTAINER}.env.{name}" for name in ("ORCH_POD", "ORCH_POD_NODE")), _NAMES),
+    **dict.fromkeys((f"spec.containers.{CONTAINER}.env.{name}" for name in OWN_FIELDS), _NAMES),
     "spec.ephemeralContainers": "Kubernetes takes none in a Job",
 }
 

@@ -257,6 +257,8 @@ def _job_spec(run: Manifest) -> dict[str, Any]:
         "completions": pods,
         "parallelism": pods,
         "backoffLimit": options.max_pod_failures,
+        "backoffLimitPerIndex": options.max_pod_failures,  # a pod is waited for as long as its own failures say
+        "maxFailedIndexes": 0,
         "podReplacementPolicy": "Failed",  # never two pods of one index
         "podFailurePolicy": pod_failure_policy(),
         **ending,

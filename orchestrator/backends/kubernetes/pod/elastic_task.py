@@ -11,7 +11,6 @@ import os
 from msgspec import structs
 
 from orchestrator.backends.kubernetes.objects.payload import unpack_topology
-from orchestrator.backends.kubernetes.objects.pod import pod_exit
 from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.plan import to_json
 from orchestrator.run.folder import RunFolder, write_private
@@ -21,7 +20,7 @@ from orchestrator.run.state import write_state
 from .elastic import Waiting, come_together, map_elastic, node_name
 from .rendezvous import Join
 from .status_lines import ElasticStatusLineWriter
-from .task import Input, Pod, fresh_state, log, reason_of, run_agent, write_placement
+from .task import Input, Pod, fresh_state, log, run_agent, write_placement
 
 
 def run_elastic(folder: RunFolder, pod: Pod, given: Input) -> tuple[int, str]:
@@ -41,8 +40,7 @@ def run_elastic(folder: RunFolder, pod: Pod, given: Input) -> tuple[int, str]:
     node = node_name(own.join, shared)
     status_lines = ElasticStatusLineWriter(folder, node)
     more = ("--elastic", "--grow-after-s", str(options.grow_after_s))
-    code = run_agent(folder, pod, given, node, status_lines, "elsewhere", *more)
-    return pod_exit(code), reason_of(folder, status_lines.led, code)
+    return run_agent(folder, pod, given, node, status_lines, "elsewhere", *more)
 
 
 def _write_attempt(folder: RunFolder, given: Input, members: list[Join], shared: bool) -> str:

@@ -51,6 +51,7 @@ class StatusLineWriter:
 
     def __init__(self, folder: RunFolder, node: str, ranks: Sequence[int], is_leader: bool, out: TextIO | None = None):
         self._folder, self._node, self._is_leader, self._out = folder, node, is_leader, out or sys.stdout
+        self.led = is_leader  # at some time
         self._spent = _Spent(folder)
         self._tails = {rank: LogTail(folder.rank_log(rank), last_lines=0) for rank in ranks}
         self._state, self._state_at, self._step, self._step_at = b"", 0.0, b"", 0.0
@@ -109,7 +110,6 @@ class ElasticStatusLineWriter(StatusLineWriter):
     """Of a pod of an elastic run: its ranks change, and it leads while its node has the coordinator."""
 
     def __init__(self, folder: RunFolder, node: str, out: TextIO | None = None):
-        self.led = False  # at some time
         super().__init__(folder, node, (), False, out)
 
     def _pass(self, last: bool) -> None:

@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import platform
+import pwd
+import shutil
 import signal
-import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +37,7 @@ from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import AgentCommand, LaunchRequest, compose_environment, from_bytes, to_bytes, used_nodes
 from orchestrator.run.state import RunState, pending_again, read_state, write_state
 
+from .lives import Beginning, PeersLost
 from .rank_mapping import RankMapping, map_ranks, node_names
 from .rendezvous import Join, Start, rendezvous
 from .status_lines import StatusLineWriter
@@ -54,6 +57,7 @@ class Pod(Frozen):
     address: str
     service: str
     host_of_first: str  # DNS name of pod 0
+    returns: int = 0  # pods of this index before it whose ends the Job's rules have ignored
 
 
 class Input(Frozen):
@@ -82,18 +86,21 @@ class Placement(Frozen):
 
 
 def main() -> int:
+    beginning = Beginning.of_this_process()
     os.umask(0o077)
     os.environ |= {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONUNBUFFERED": "1"}  # the root file system is read only
+    os.environ |= login_names(os.environ)
     signal.signal(
         signal.SIGTERM, _on_early_notice
     )  # process 1 has no default actions: without this it would be ignored
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what came while this process became itself again
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
     )
     try:
         given = read_input(Path(names.INPUT))
         pod = read_pod(os.environ, given.request)
-        code, text = _run_attempt(pod, given)
+        code, text = _live(beginning, pod, given)
     except OrchError as error:
         code, text = int(error.exit), error.message
     except PlanError as error:
@@ -103,6 +110,45 @@ def main() -> int:
         code, text = int(Exit.INTERNAL), f"internal error: {type(error).__name__}: {error}"
     _write_termination_message(code, text)
     return code
+
+
+def _live(beginning: Beginning, pod: Pod, given: Input) -> tuple[int, str]:
+    """One attempt: (exit code of the pod, why), or another beginning of this process for the next one."""
+    try:
+        return _run_attempt(pod, given)
+    except PeersLost as lost:
+        if not beginning.may_go_on(lost):
+            return _in_vain(pod, given, f"{lost.text}, again and again")
+        log.info("%s: meeting the other pods again", lost.text)
+        if read_options(given.request.backend_options).claim is None:
+            # nothing of such a run outlives the loss of a pod: what this one has would not fit what a new pod 0 has
+            shutil.rmtree(given.request.run_dir, ignore_errors=True)
+        beginning.again(lost)
+    except OrchError as error:
+        if error.exit != Exit.CAPACITY:
+            raise
+        return _in_vain(pod, given, error.message)
+
+
+def _in_vain(pod: Pod, given: Input, text: str) -> tuple[int, str]:
+    """What a pod leaves with whose attempt came to nothing: for another one, until there were too many."""
+    most = read_options(given.request.backend_options).max_pod_returns
+    if pod.returns < most:
+        return int(Exit.RESTART), text
+    why = f"pod {pod.index} has come back {pod.returns} times (backend.options.max_pod_returns={most})"
+    return int(Exit.CAPACITY), f"{text}; {why}"
+
+
+def login_names(environ: Mapping[str, str]) -> dict[str, str]:
+    """USER and LOGNAME, as a login sets them: libraries name their folders of compiled kernels by them, and fail where
+    the user has no name, as most of a pod's have none. What the image has set stays."""
+    name = environ.get("USER") or environ.get("LOGNAME")
+    if not name:
+        try:
+            name = pwd.getpwuid(os.getuid()).pw_name
+        except KeyError:
+            name = "orch"
+    return {variable: environ.get(variable) or name for variable in ("USER", "LOGNAME")}
 
 
 def _on_early_notice(*_: object) -> None:
@@ -125,26 +171,19 @@ def read_pod(environ: Mapping[str, str], request: LaunchRequest) -> Pod:
     """OrchError (70) when the pod was not made by our renderer."""
     kind = read_options(request.backend_options).kind
     service = names.object_name(request.run_id, len(request.agents), kind)
+    returns = environ.get("ORCH_POD_RETURNS", "")
     try:
-        index = int(environ["JOB_COMPLETION_INDEX"])
-        own, suffix = environ.get("HOSTNAME") or platform.node(), f"-{index}"
-        if not own.endswith(suffix):
-            raise ValueError(f"host name {own!r} does not end with the index {index}")
         return Pod(
-            index=index,
+            index=int(environ["JOB_COMPLETION_INDEX"]),
             name=environ["ORCH_POD"],
             node=environ["ORCH_POD_NODE"],
-            address=address_of(own),
+            address=environ["ORCH_POD_ADDRESS"],
             service=service,
-            host_of_first=f"{own.removesuffix(suffix)}-0.{service}",
+            host_of_first=f"{names.job_name(service, kind)}-0.{service}",
+            returns=int(returns) if returns.isdigit() else 0,
         )
-    except (KeyError, ValueError, OSError) as error:
+    except (KeyError, ValueError) as error:
         raise OrchError(f"not a pod of an orch Job: {error}", Exit.INTERNAL) from None
-
-
-def address_of(own: str) -> str:
-    """This pod's own: the kubelet has written its host name into /etc/hosts."""
-    return str(socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def read_input(run: Path) -> Input:
@@ -238,14 +277,16 @@ def _agent(folder: RunFolder, pod: Pod, given: Input, start: Start, mapping: Ran
     where = msgspec.json.encode({"host": first, "port": names.CONTROL_PORT})
     write_private(folder.coordinator, where, durable=False)
     status_lines = StatusLineWriter(folder, node, ranks, is_leader=pod.index == 0)
-    code = run_agent(folder, pod, given, node, status_lines, "here" if pod.index == 0 else "elsewhere")
-    return pod_exit(code), reason_of(folder, pod.index == 0, code)
+    return run_agent(folder, pod, given, node, status_lines, "here" if pod.index == 0 else "elsewhere")
 
 
 def run_agent(
     folder: RunFolder, pod: Pod, given: Input, node: str, status_lines: StatusLineWriter, coordinator: str, *more: str
-) -> int:
-    """This pod's agent, from its start to its end, in this process; its exit code."""
+) -> tuple[int, str]:
+    """This pod's agent, from its start to its end, in this process: (exit code of the pod, why).
+
+    PeersLost where another attempt has to follow and this pod may stay for it.
+    """
     os.environ.update(given.environment)
     everything = structs.replace(given.request.environment, names=list(os.environ))  # what is set here stays
     os.environ.update(compose_environment(everything, os.environ))
@@ -255,13 +296,18 @@ def run_agent(
     argv = ["--run-dir", str(folder.path), "--node", node, "--address", pod.address]
     argv += ["--metrics-port", str(names.METRICS_PORT), "--coordinator-port", str(names.CONTROL_PORT)]
     argv += ["--coordinator", coordinator, *more]
+    noticed, began = threading.Event(), time.monotonic()
     try:
-        return int(agent_main(argv, key=given.key))
+        code = int(agent_main(argv, key=given.key, on_notice=noticed.set))
     finally:
         status_lines.close()
+    text = _reason(folder, status_lines.led, code)
+    if pod_exit(code) == Exit.RESTART and not noticed.is_set():
+        raise PeersLost(text, time.monotonic() - began)
+    return pod_exit(code), text
 
 
-def reason_of(folder: RunFolder, tells: bool, code: int) -> str:
+def _reason(folder: RunFolder, tells: bool, code: int) -> str:
     """The pod's last word. `tells`: it knows how the run ended."""
     if tells:
         with contextlib.suppress(OrchError):
