@@ -24,7 +24,7 @@ from orchestrator.plan.domains import domains_of
 from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.schedules import SCHEDULES, copies, illegal
 from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, Case, broken, sharding, zero_group
-from orchestrator.plan.trained import MODELS, TRAINER, expert_sharding
+from orchestrator.plan.trained import TRAINER, expert_sharding
 from orchestrator.planner.degrees import global_batch
 from orchestrator.planner.job import make_ramp
 from orchestrator.planner.model.stages import balance_stages
@@ -34,7 +34,7 @@ RECOMPUTE_MODES = ("none", "selective", "full")
 #: Simplest first: the order of preference where nothing else decides.
 CP_METHODS: tuple[CpMethod, ...] = ("zigzag", "ring", "allgather", "ulysses")
 #: Rules that depend on the variant of a mesh.
-VARIANT_RULES = ("sequence", "ulysses")
+VARIANT_RULES = ("sequence", "ulysses", "matmul")
 #: Rules that only a complete layout can break.
 LAYOUT_RULES = ("virtual_stages", "zero_group", "schedule", "sharding", *VARIANT_RULES)
 #: Rules about tp alone, checked once for each tp.
@@ -114,12 +114,15 @@ class Space:
             global_batch_samples=self.samples,
             batch_ramp=make_ramp(ramp, config.train.seq_len) if ramp else None,
             seq_len=config.train.seq_len,
+            matmul=config.train.matmul,
             optim_state="" if config.optim.state == "wide" else config.optim.state,
+            precision=config.train.precision,
+            grad_dtype=config.train.grad_dtype,
             model=context.model,
             cluster=context.cluster,
         )
         self.rules = LAYOUT if any_layout else {**LAYOUT, **TRAINER}
-        if not any_layout and (found := broken(self.base, MODELS)):
+        if not any_layout and (found := broken(self.base, TRAINER)):  # degrees only add to what is wrong
             raise OrchError(f"parallel=auto: {found[1]}; --any searches layouts for another program", Exit.CONFIG)
 
     # -------------------------------------------------------------------------------------- meshes
@@ -180,8 +183,9 @@ class Space:
             (sp, method)
             for sp, method in product(along, methods)
             if not any(
-                LAYOUT[rule](structs.replace(self.base, tp=tp, cp=cp, sp=sp, cp_method=method))
+                self.rules[rule](structs.replace(self.base, tp=tp, cp=cp, sp=sp, cp_method=method))
                 for rule in VARIANT_RULES
+                if rule in self.rules
             )
         ]
 
