@@ -5,6 +5,7 @@ One namespace's submitters take turns; nobody looks after a run while nobody ask
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from msgspec import structs
 
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan, to_json
+from orchestrator.run.bad_nodes import remembered
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.intent import ask, wants_end
 from orchestrator.run.request import LaunchRequest, at_size, to_bytes
@@ -53,6 +55,8 @@ class DirectRuns:
     ) -> None:
         from .submission import draft_objects, submit_objects
 
+        if generation:
+            request = _without_bad_nodes(folder, request)
         options = read_options(request.backend_options)
         cluster, fresh = self._cluster(options.context, options.namespace), self._snapshot()
         drafts = drafts or draft_objects(request, plan)
@@ -141,3 +145,13 @@ class DirectRuns:
         gone = delete_remains(self._of(record), record)
         left = f"; deleted what it left: {', '.join(gone)}" if gone else ""
         return structs.replace(what, text=f"its submission broke off before the Job was sent{left}")
+
+
+def _without_bad_nodes(folder: RunFolder, request: LaunchRequest) -> LaunchRequest:
+    """The request of a run that starts again, without the nodes that runs have found bad since it was submitted."""
+    known = read_options(request.backend_options).exclude
+    new = [node for node in remembered(folder, time.time()) if node not in known]
+    if not new:
+        return request
+    print(f"orch: without {', '.join(new)}, found bad by earlier runs (orch nodes)", file=sys.stderr)
+    return structs.replace(request, backend_options={**request.backend_options, "exclude": [*known, *new]})
