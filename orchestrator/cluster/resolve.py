@@ -82,6 +82,10 @@ def _with_topology(spec: ClusterSpec, base: Cluster, sources: Sources) -> Cluste
             f" are: {kinds}. Another entry of cluster= may describe them",
             Exit.CAPACITY,
         )
+    if live and spec.nodes > len(fitting):
+        kinds = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
+        few = f"{spec.nodes} nodes are wanted, {len(fitting)} are free"
+        raise OrchError(f"{file}: {few}; left out: {kinds or 'none'}", Exit.CAPACITY)
     if live:
         fitting = choose_nodes(fitting, topology, spec.nodes)
     return structs.replace(with_nodes(base, fitting, topology, name=spec.name), left_out=left_out)

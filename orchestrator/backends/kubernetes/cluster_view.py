@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime
 
@@ -26,7 +26,7 @@ from orchestrator.plan.exits import Exit
 
 from .api.client import Cluster, gather, in_background
 from .devices import GpuDevices, asks_by_claim, read_devices, with_devices
-from .fitting import PodNeeds, pod_needs, why_not
+from .fitting import EXCLUDED, PodNeeds, is_excluded, pod_needs, why_not
 from .names import NODES, selector
 from .objects.node_affinity import HOST, ChosenNodes, check_levels, choose, split_units
 from .options import KubernetesOptions, places_itself
@@ -40,6 +40,7 @@ class Reservation(Struct, frozen=True):
 
     topology: Topology | None = None
     chosen: ChosenNodes | None = None
+    excluded: tuple[str, ...] | None = None  # hostname labels of nodes that are left out; None: not known
     warnings: tuple[str, ...] = ()
 
 
@@ -109,16 +110,19 @@ def reserve_nodes(
         text = f"nodes cannot be read ({error.message}): placed without knowing the network"
         yield Reservation(warnings=(text,))
         return
+    excluded = {node.metadata.name for node in view.nodes if is_excluded(node, options)}
+    hosts = {node.metadata.name: node.metadata.labels.get(HOST, node.metadata.name) for node in view.nodes}
+    left_out = tuple(hosts[name] for name in sorted(excluded))
     if queue_places:
-        yield Reservation(topology)
+        yield Reservation(topology, excluded=left_out)
         return
     with _placement_lock(cluster, run_id):
-        topology = _without_used(_fitting(topology, view, needs), _nodes_of_living_runs(cluster))
+        topology = _fitting(_without(topology, dict.fromkeys(excluded, EXCLUDED)), view, needs)
+        topology = _without_used(topology, _nodes_of_living_runs(cluster))
         labels = dict(options.levels) or tier_labels(workers, picked)
-        hosts = {node.metadata.name: node.metadata.labels.get(HOST, node.metadata.name) for node in workers}
         chosen = choose(plan, topology, labels, hosts)
         known = topology if labels or picked.annotation else structs.replace(topology, tiers=())
-        yield Reservation(topology, chosen, _split_warning(plan, chosen, known))
+        yield Reservation(topology, chosen, left_out, _split_warning(plan, chosen, known))
 
 
 def _with_claimed(view: ClusterSnapshot, gpu: str) -> ClusterSnapshot:
@@ -276,8 +280,12 @@ def _nodes_of_living_runs(cluster: Cluster) -> dict[str, str]:
 
 
 def _without_used(topology: Topology, taken: dict[str, str]) -> Topology:
+    return _without(topology, {name: f"has pod {pod}" for name, pod in taken.items()})
+
+
+def _without(topology: Topology, why: Mapping[str, str]) -> Topology:
     machines = {
-        name: structs.replace(machine, free=False, reason=f"has pod {taken[name]}") if name in taken else machine
+        name: structs.replace(machine, free=False, reason=why[name]) if name in why else machine
         for name, machine in topology.machines.items()
     }
     return structs.replace(topology, machines=machines)

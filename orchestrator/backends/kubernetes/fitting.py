@@ -24,6 +24,10 @@ from .pod_requests import PODS, PodShape, pod_requests, quantity
 SAID = ("cpu", "memory", PODS)  # every kubelet says how much it has of these
 
 
+#: Why a node is left out that `backend.options.exclude` names.
+EXCLUDED = "excluded by orch nodes or backend.options.exclude"
+
+
 class PodNeeds(Struct, frozen=True):
     """Of one pod of a run."""
 
@@ -38,6 +42,11 @@ def pod_needs(plan: Plan, options: KubernetesOptions) -> PodNeeds:
     needs = pod_requests(msgspec.convert(spec, PodShape))
     cuda = plan.cluster.device == "cuda"
     return PodNeeds(needs, spec["tolerations"], gpu_model(plan.cluster.gpu.name) if cuda else "", cuda)
+
+
+def is_excluded(node: Node, options: KubernetesOptions) -> bool:
+    """Whether it is named, by its own name or by its hostname label."""
+    return not {node.metadata.name, node.metadata.labels.get(HOST)}.isdisjoint(options.exclude)
 
 
 def why_not(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> str:

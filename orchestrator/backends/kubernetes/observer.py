@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -13,7 +14,9 @@ from msgspec import Struct, structs
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.codec import UNREADABLE
+from orchestrator.run.bad_nodes import remember
 from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.request import read_request
 from orchestrator.run.state import RunState, read_state, write_state
 
 from .api.client import Cluster
@@ -155,13 +158,25 @@ def parse_report(lines: Iterable[str]) -> LastReport:
 
 
 def save_last_report(folder: RunFolder, report: LastReport) -> None:
-    """Keep what pod 0 last reported of the run: its log goes with its pod."""
+    """Keep what pod 0 last reported of the run: its log goes with its pod. Nodes that the run has found bad since the
+    last time are remembered for this user's next runs (`orch nodes`)."""
     if report.state is not None:
         state = read_state(folder)
+        _remember_bad_nodes(folder, state, report.state)
         ours = {"created_at": state.created_at, "summary": state.summary, "intent": state.intent}  # not known to pods
         write_state(folder, structs.replace(report.state, **ours))
     if report.step and report.node:
         write_private(folder.metrics(report.node), report.step, durable=False)
+
+
+def _remember_bad_nodes(folder: RunFolder, before: RunState, now: RunState) -> None:
+    """Once: a node that has been forgotten since stays so."""
+    for name, why in now.excluded.items():
+        if name not in before.excluded:
+            node = re.sub(r"\.pod-[0-9]+\Z", "", name)  # where pods share a node (pod/rank_mapping.py)
+            with contextlib.suppress(OrchError):
+                hours = read_request(folder).policy.remember_bad_nodes_h
+                remember(folder, node, why, hours, time.time())
 
 
 # ------------------------------------------------------------------------------------------ pods of dead nodes

@@ -91,6 +91,7 @@ class KubernetesOptions(Frozen):
     slices: bool = True  # keep each TP/EP domain or pipeline under one switch of the innermost level
     node_selector: dict[Key, Value] = {}
     tolerations: list[Toleration] = []
+    exclude: list[Name] = []  # nodes that no pod may go to, by name or hostname label; with those of `orch nodes`
     # volumes
     claim: Name | None = None  # PVC for the run folder: checkpoints, logs, history; None: gone with its pods
     volumes: list[Volume] = []

@@ -125,6 +125,7 @@ def manifest_of(
         environment=passed,
         topology=found.topology if found else None,
         chosen=found.chosen if found else None,
+        excluded=found.excluded if found else None,
         submission=submission,
         generation=generation,
         sizes={size: load_plan(folder.sized_plan(size)) for size in elastic_sizes(request, options)},

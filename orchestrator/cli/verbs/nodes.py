@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
@@ -19,19 +20,13 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator.cli.session import home
     from orchestrator.cli.terminal import print_json, style
-    from orchestrator.errors import did_you_mean
     from orchestrator.observe.pages.run_page import nodes_page
     from orchestrator.run.bad_nodes import NodeMemory
 
     memory, now = NodeMemory(home()), time.time()
     if args.forget or args.forget_all:
         known = {one.node for one in memory.read(now, args.cluster)}
-        for name in args.forget:
-            if name not in known:
-                raise OrchError(
-                    f"no node {name!r} is on the list of bad nodes; {did_you_mean(name, known)}", Exit.USAGE
-                )
-        names = known if args.forget_all else set(args.forget)
+        names = known if args.forget_all else {_known_name(name, known) for name in args.forget}
         memory.forget(now, lambda one: one.node in names and args.cluster in (None, one.cluster))
     left = memory.read(now, args.cluster)
     if args.json:
@@ -39,3 +34,20 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     else:
         print(nodes_page(left, now, style()))
     return Exit.DONE
+
+
+def _known_name(name: str, known: Collection[str]) -> str:
+    """The node on the list, of which the name or its first part is given, or which is the first part of the given one.
+
+    OrchError (64) for none and for several.
+    """
+    from orchestrator.errors import did_you_mean
+
+    if name in known:
+        return name
+    alike = [one for one in sorted(known) if one.split(".")[0] == name or name.split(".")[0] == one]
+    if len(alike) > 1:
+        raise OrchError(f"node {name!r} may be any of {', '.join(alike)}: give its whole name", Exit.USAGE)
+    if not alike:
+        raise OrchError(f"no node {name!r} is on the list of bad nodes; {did_you_mean(name, known)}", Exit.USAGE)
+    return alike[0]

@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 
 from orchestrator.backends.kubernetes.cluster_view import profile
 from orchestrator.backends.kubernetes.devices import GpuDevices, with_devices
-from orchestrator.backends.kubernetes.fitting import SAID, PodNeeds, why_not
+from orchestrator.backends.kubernetes.fitting import EXCLUDED, SAID, PodNeeds, is_excluded, why_not
 from orchestrator.backends.kubernetes.objects.node_affinity import choose
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.backends.kubernetes.pod_requests import quantity
@@ -71,12 +71,14 @@ class Fits:
         options, cuda = wish.options, wish.sizes[0][1].cluster.device == "cuda"
         gpu, select = options.gpu_resource if cuda else "", sorted(options.node_selector.items())
         where = repr((select, options.levels, options.profile, gpu, gpu in wish.needs.requests))
-        about = f"{where} {wish.needs!r}"
+        about = f"{where} {wish.needs!r} {options.exclude}"
         if about not in self._known:
             why: dict[str, str] = {}
             for name, node in self.nodes.items():
                 if any(node.metadata.labels.get(key) != value for key, value in select):
                     why[name] = "not selected"
+                elif is_excluded(node, options):
+                    why[name] = EXCLUDED
                 elif reason := _out_of_service(node) or why_not(node, wish.needs, {}):
                     why[name] = reason
             if where not in self._topologies:
@@ -204,7 +206,13 @@ def fitting(
     found, left_out = set(), frozenset(out)
     for name in held:
         node = nodes.get(name)
-        if node is None or name in left_out or _out_of_service(node) or why_not(node, needs, {}):
+        if (
+            node is None
+            or name in left_out
+            or is_excluded(node, options)
+            or _out_of_service(node)
+            or why_not(node, needs, {})
+        ):
             continue
         if all(node.metadata.labels.get(key) == value for key, value in options.node_selector.items()):
             found.add(name)

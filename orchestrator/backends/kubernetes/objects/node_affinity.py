@@ -213,6 +213,27 @@ def _common(nodes: Sequence[str], topology: Topology, labels: Mapping[str, str])
     return "", ()
 
 
+def without_hosts(affinity: Mapping[str, Any], hosts: Sequence[str]) -> dict[str, Any]:
+    """The affinity, with nodes of these hostname labels excluded from every term that does not name its nodes."""
+    needed, nodes = "requiredDuringSchedulingIgnoredDuringExecution", dict(affinity.get("nodeAffinity", {}))
+    if not hosts:
+        return dict(affinity)
+    terms = nodes.get(needed, {}).get("nodeSelectorTerms") or [{"matchExpressions": []}]
+    others = _is(HOST, hosts, "NotIn")
+    found = [
+        term
+        if any(one["key"] == HOST and one["operator"] == "In" for one in term["matchExpressions"])
+        else {**term, "matchExpressions": [*term["matchExpressions"], others]}
+        for term in terms
+    ]
+    return {**affinity, "nodeAffinity": nodes | {needed: {"nodeSelectorTerms": found}}}
+
+
+def both_spellings(names: Sequence[str]) -> tuple[str, ...]:
+    """What the hostname labels of nodes may be whose names alone are known: the same, or its first part."""
+    return tuple(dict.fromkeys(part for name in names for part in (name, name.split(".")[0])))
+
+
 def node_affinity(chosen: ChosenNodes) -> dict[str, Any]:
     """The chosen nodes first; where one of them is lost, others under the same switch, or one of the spares.
 

@@ -9,17 +9,18 @@ NVIDIA GPU and network operators (GPU and RDMA resources in requests and limits,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 from typing import Any
 
 from orchestrator import start
 from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, METRICS_PORT, OWN_FIELDS, ROOT, RUNS
-from orchestrator.backends.kubernetes.options import KubernetesOptions, Toleration
+from orchestrator.backends.kubernetes.options import KubernetesOptions, Toleration, places_itself
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import FATAL, Exit
 from orchestrator.planner.placement.rank_assignment import save_seconds, used_node_count
 
-from .node_affinity import ChosenNodes, node_affinity
+from .node_affinity import ChosenNodes, both_spellings, node_affinity, without_hosts
 from .pod_patch import patched
 
 MARGIN_S = 30  # between the last worker's end and the kubelet's SIGKILL: its agent's termination message
@@ -40,8 +41,12 @@ def pod_template(
     annotations: dict[str, str],
     chosen: ChosenNodes | None,
     subdomain: bool,
+    excluded: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """`spec.template` of the Job. `grace_s`: what the agent gives its workers; the kubelet gives MARGIN_S more."""
+    """`spec.template` of the Job. `grace_s`: what the agent gives its workers; the kubelet gives MARGIN_S more.
+
+    `excluded`: hostname labels of the nodes that `options.exclude` names; None: nobody has looked them up.
+    """
     spec: dict[str, Any] = {
         "restartPolicy": "Never",  # podFailurePolicy decides, by the exit code
         "terminationGracePeriodSeconds": grace_s + MARGIN_S,
@@ -64,10 +69,12 @@ def pod_template(
         spec["nodeSelector"] = dict(options.node_selector)
     if chosen is not None:
         spec["affinity"] = node_affinity(chosen)
+    if hosts := both_spellings(options.exclude) if excluded is None else excluded:
+        spec["affinity"] = without_hosts(spec.get("affinity", {}), hosts)
     if plan.cluster.device == "cpu" and used_node_count(plan) > 1:
         spec["topologySpreadConstraints"] = [_spread(labels)]  # a GPU pod has its node to itself anyway
     template = {"metadata": {"labels": labels, "annotations": _annotations() | annotations}, "spec": spec}
-    return patched(template, options.pod)
+    return patched(template, options.pod, in_queue=not places_itself(options))
 
 
 def _annotations() -> dict[str, str]:

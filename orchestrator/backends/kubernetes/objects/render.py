@@ -43,6 +43,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}  # values of the variables that were passed on
     topology: Topology | None = None  # of all nodes that pods may be placed on, where it is known
     chosen: ChosenNodes | None = None
+    excluded: tuple[str, ...] | None = None  # hostname labels of excluded nodes; None: nobody has looked them up
     submission: str = ""  # the same for a repeated submission of one run
     generation: int = 0  # how often it was started again
     train_run: str = ""  # uid of the TrainRun that owns all of it
@@ -239,6 +240,7 @@ def _job_spec(run: Manifest) -> dict[str, Any]:
         dict(options.annotations) | kueue_annotations(run.plan, options),
         run.chosen,
         subdomain=options.kind == "job",
+        excluded=run.excluded,
     )
     ending: dict[str, Any] = {}
     if elastic_sizes(run.request, run.options):  # pods that never found a node are not waited for
