@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, seal, to_json
 from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.document import Memory
-from orchestrator.plan.schedules import TABLE, illegal
+from orchestrator.plan.schedules import TABLE, copies_of, illegal
 from orchestrator.plan.twin import RankRun, Transfer
 from orchestrator.planner.cost.software import SOFTWARE
 from orchestrator.planner.cost.traffic import step_traffic
@@ -142,24 +142,47 @@ def _transfers(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
         if item.axis == "pp" and item.operation == "p2p":  # both neighbours answer every message with a gradient
             expected["pp", "receive"] += item.sent_bytes
     sent: dict[tuple[str, str], float] = defaultdict(float)
-    levels: dict[str, set[str]] = defaultdict(set)
     for index in found.sequence:
         one = found.transfers[index]
         if one.axis == "norm":  # one number for the gradient's norm
             continue
         axis = one.axis if one.axis in ("tp", "cp", "ep", "pp") else "dp"
         sent[axis, OPERATION.get(one.operation, one.operation)] += one.bytes
-    for one in found.transfers:
-        levels[one.axis].add(level_of(plan, one))
     everything = max(sum(expected.values()), sum(sent.values()))
     for key in sorted(expected.keys() | sent.keys()):
         enough = max(expected[key], sent[key]) > SMALL * everything
         yield _compared(found.rank, f"{key[0]} {key[1]}, bytes", expected[key], sent[key], enough)
-    for axis in ("tp", "cp", "pp"):
-        if levels.get(axis):
-            planned, real = plan.placement[axis].worst_level, _worst(plan, levels[axis])
-            beyond = _height(plan, real) > _height(plan, planned)
-            yield Compared(found.rank, f"{axis}, level", planned, real, float("inf") if beyond else 0.0, True)
+    yield from _levels(plan, found)
+
+
+def _levels(plan: Plan, found: RankRun) -> Iterator[Compared]:
+    """The highest level that transfers of an axis cross, against that of the rank's group in the plan. Only where no
+    transfer has the whole group may it be lower: between stages, around a ring, of shards within a part of the group.
+    """
+    par = plan.parallel
+    whole = {"tp": True, "cp": par.cp_method not in ("ring", "zigzag"), "pp": False, "dp": not par.zero_group}
+    for axis in whole:
+        seen = [one for one in found.transfers if one.axis == axis]
+        if not seen:
+            continue
+        members = _members(plan, axis, found.rank)
+        planned, real = tier_of(plan, members), _worst(plan, {level_of(plan, one) for one in seen})
+        if axis != "dp":  # gradients are summed over cp and ep, too, of which the placement of dp says nothing
+            planned = min(planned, plan.placement[axis].worst_level, key=lambda level: _height(plan, level))
+        beyond = _height(plan, real) > _height(plan, planned)
+        off = float("inf") if beyond or (whole[axis] and real != planned) else 0.0
+        yield Compared(found.rank, f"{axis}, level", planned, real, off, True)
+
+
+def _members(plan: Plan, axis: str, rank: int) -> set[int]:
+    """Ranks of a rank's group on an axis. Gradients are summed over all that hold the same weights: where a pipeline
+    holds the model twice, the ranks of the opposite stage, too."""
+    holders = {rank}
+    if axis == "dp" and copies_of(plan.parallel) > 1:
+        pipeline = next(ranks for ranks in plan.groups["pp"] if rank in ranks)
+        holders.add(pipeline[-1 - pipeline.index(rank)])
+    groups = plan.groups["grad" if axis == "dp" else axis]
+    return {one for ranks in groups if holders & set(ranks) for one in ranks}
 
 
 def _compared(rank: int, what: str, planned: float, found: float, judged: bool) -> Compared:
@@ -168,10 +191,15 @@ def _compared(rank: int, what: str, planned: float, found: float, judged: bool) 
 
 
 def level_of(plan: Plan, transfer: Transfer) -> str:
+    """The highest tier that a transfer crosses."""
+    return tier_of(plan, transfer.ranks)
+
+
+def tier_of(plan: Plan, ranks: Collection[int]) -> str:
     """The highest tier that a group of ranks crosses."""
     index = {name: at for at, name in enumerate(plan.cluster.node_names)}
-    nodes = {index[plan.ranks[rank].node] for rank in transfer.ranks}
-    if len(transfer.ranks) == 1:
+    nodes = {index[plan.ranks[rank].node] for rank in ranks}
+    if len(ranks) == 1:
         return SELF
     tiers = [(NVLINK, plan.cluster.nvlink_domains), *((level.name, level.switches) for level in plan.cluster.levels)]
     return next((name for name, blocks in tiers if any(nodes <= set(block) for block in blocks)), tiers[-1][0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -342,3 +343,10 @@ def test_calibrate_says_what_it_wants(words, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     assert main(["calibrate", *words]) == Exit.USAGE
     assert capsys.readouterr().err.startswith("orch: error: ")
+
+
+def test_the_page_counts_rows_and_sources_of_the_shipped_profile():
+    rows = shipped().fitted_on.rows
+    page = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text()
+    said = re.search(r"fitted to (\d+) step times of\s+(\d+) public sources", page)
+    assert said and [int(one) for one in said.groups()] == [sum(rows.values()), len(rows)]

@@ -46,16 +46,23 @@ def test_all_forwards_first_need_all_micro_batches():
     assert shortened(plan) == plan
 
 
+GROUPS = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "grad"}
+
+
 def as_planned(plan, rank: int) -> RankRun:
     """What a twin finds that is exactly the plan."""
     pp_rank = plan.ranks[rank].coord.pp
     account = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)[pp_rank]
     names = {value: key for key, value in OPERATION.items() if key not in ("rotate", "receive")}
+    groups = {axis: next(g for g in plan.groups[name] if rank in g) for axis, name in GROUPS.items()}
+    groups["pp"] = groups["pp"][:2]  # its neighbour
     transfers = [
-        Transfer(operation=names[item.operation], axis=item.axis, bytes=round(item.sent_bytes), ranks=[rank, rank + 1])
+        Transfer(operation=names[item.operation], axis=item.axis, bytes=round(item.sent_bytes), ranks=groups[item.axis])
         for item in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[pp_rank]
     ]
-    transfers += [structs.replace(one, operation="receive") for one in transfers if one.operation == "send"]
+    transfers += [
+        structs.replace(one, operation="receive") for one in transfers if one.axis == "pp" and one.operation == "send"
+    ]
     held = {name: getattr(account, name) for name in ("params", "grads", "optimizer", "activations")}
     return RankRun(
         rank=rank,
@@ -84,6 +91,29 @@ def test_what_is_as_planned_differs_in_nothing_and_more_than_5_percent_is_named(
     assert [one.what for one in compare(plan, deaf) if one.differs] == ["pp receive, bytes"]
     far = [structs.replace(one, ranks=[0, 16]) if one.axis == "tp" else one for one in found.transfers]
     assert "tp, level" in {one.what for one in compare(plan, structs.replace(found, transfers=far)) if one.differs}
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis", "ranks"),
+    [
+        ({"tp": 2, "zero": 1}, "dp", [0, 2]),  # of all replicas only one, on the same node
+        ({"tp": 2, "zero": 1}, "dp", [0]),
+        ({"tp": 8, "cp": 2, "zero": 1}, "dp", [0, 1]),  # gradients are summed over cp, too
+        ({"tp": 8, "cp": 2, "cp_method": "ulysses"}, "cp", [0, 1]),
+        ({"tp": 4, "zero": 1}, "tp", [0, 8]),
+        ({"tp": 4, "zero": 1}, "tp", [0]),
+        ({"tp": 2, "pp": 4, "order": ["tp", "pp", "cp", "ep", "dp"]}, "pp", [0, 16]),
+        ({"tp": 2, "cp": 4, "cp_method": "zigzag"}, "cp", [0, 31]),
+    ],
+)
+def test_transfers_of_another_level_than_planned_are_named(layout, axis, ranks):
+    """Also of a lower one, where each transfer has the whole group."""
+    plan = plan_of(layout, global_batch_samples=64)
+    found = as_planned(plan, 0)
+    assert [one.what for one in compare(plan, found) if one.differs] == []
+    moved = [structs.replace(one, ranks=ranks) if one.axis == axis else one for one in found.transfers]
+    differ = [one.what for one in compare(plan, structs.replace(found, transfers=moved)) if one.differs]
+    assert differ == [f"{axis}, level"]
 
 
 def test_the_level_of_a_group_is_the_highest_that_it_crosses():

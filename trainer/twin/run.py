@@ -34,7 +34,7 @@ from trainer.precision import recipe
 
 def run_rank(plan: Plan, rank: int) -> RankRun:
     """The second step of `rank`, run in this process and alone. Raises LayoutError for a plan that is not trained."""
-    # Compiled blocks would not run under fake tensors. They keep no more than these.
+    # Compiled blocks would not run under fake tensors. What they keep may differ (docs/twin.md).
     plan = structs.replace(plan, job=structs.replace(plan.job, train=structs.replace(plan.job.train, compile=False)))
     gpu = plan.cluster.device == "cuda"
     with contextlib.ExitStack() as around:

@@ -137,17 +137,8 @@ def between_sd(name: str) -> float:
 
 def relative_sd(jacobian: NDArray[np.float64], profile: Profile) -> float:
     """Standard deviation of ln t. jacobian: d ln t / d ln(parameter), float [len(NAMES)]."""
-    return _sd(jacobian, profile, NOISE)
-
-
-def difference_sd(first: NDArray[np.float64], second: NDArray[np.float64], profile: Profile) -> float:
-    """Standard deviation of the difference of two ln t on the same machines: what they share does not count."""
-    return _sd(first - second, profile, 0.02)
-
-
-def _sd(jacobian: NDArray[np.float64], profile: Profile, noise: float) -> float:
-    """In six digits, and without BLAS, whose sums depend on the number of threads: plans are hashed with it."""
-    variance = float((jacobian[:, None] * profile.uncertainty * jacobian).sum()) + noise**2
+    # in six digits, and without BLAS, whose sums depend on the number of threads: plans are hashed with it
+    variance = float((jacobian[:, None] * profile.uncertainty * jacobian).sum()) + NOISE**2
     return _digits(variance**0.5, 6)
 
 

@@ -1,7 +1,7 @@
 """Layouts whose predicted steps differ by less than predictions can tell, and which of them to take.
 
-Two predictions on the same machines share most of their error; what is left is at least `EQUAL` of the step
-(`cost.profile.difference_sd`). Of equal layouts the one that moves fewer bytes over the highest level of the network is
+Two predictions on the same machines share most of their error. That what is left is `EQUAL` of the step is assumed, for
+all layouts alike. Of equal layouts the one that moves fewer bytes over the highest level of the network is
 taken, then one that `orch verify` proves, then the one with fewer techniques.
 """
 
