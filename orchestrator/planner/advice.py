@@ -79,7 +79,8 @@ def _memory(plan: Plan) -> str | None:
 def _faster_than_measured(plan: Plan) -> str | None:
     gpu = plan.cluster.gpu.name.split("-")[0]
     best, where = BEST_MEASURED.get(SAME_CHIP.get(gpu, gpu), BEST_MEASURED["A100"])  # the highest on any GPU
-    if plan.model.moe or plan.job.matmul or plan.job.train.precision == "fp32" or plan.mfu <= best:
+    wide = plan.job.train.precision in ("fp32", "fp64")
+    if plan.model.moe or plan.job.matmul or wide or plan.mfu <= best:
         return None
     return (
         f"predicted MFU {plan.mfu:.1%} is above {best:.1%}, the best ever measured in 16 bits on this GPU ({where}):"

@@ -58,3 +58,11 @@ def test_a_dense_16_bit_plan_above_the_best_ever_measured_says_so(gpu, mfu, matm
     cluster = structs.replace(plan.cluster, gpu=structs.replace(plan.cluster.gpu, name=gpu))
     plan = structs.replace(plan, mfu=mfu, cluster=cluster, job=structs.replace(plan.job, matmul=matmul))
     assert any("best ever measured" in line for line in warnings(plan)) == said
+
+
+@pytest.mark.parametrize(("precision", "said"), [("fp64", False), ("fp32", False), ("bf16", True), ("fp16", True)])
+def test_only_a_16_bit_plan_is_compared_with_it(precision, said):
+    plan = structs.replace(main_line(), mfu=0.9)
+    train = structs.replace(plan.job.train, precision=precision)
+    plan = structs.replace(plan, job=structs.replace(plan.job, train=train))
+    assert any("best ever measured" in line for line in warnings(plan)) == said
