@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("checkpoints", type=Path, help="the folder that holds step-... folders")
     parser.add_argument("out", type=Path, help="folder for model.safetensors")
     parser.add_argument("--step", type=int, help="of this step (default: the newest that verifies)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--dtype", choices=("fp64", "fp32", "bf16", "fp16"), help="default: as saved")
     args = parser.parse_args(argv)
     from .checkpoint.export import export  # after parsing: wrong arguments are refused before a second of imports
     from .checkpoint.load import at_step, newest

@@ -204,3 +204,12 @@ def test_a_working_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
     gone.rmdir()
     assert main(["plan"]) == Exit.USAGE
     assert capsys.readouterr().err == "orch: error: the working folder has been deleted: change into another one\n"
+
+
+@pytest.mark.parametrize("cluster", ["local", "h100x8", "v100x400"])
+def test_the_refusal_of_fp64_names_the_words_that_allow_it(capsys, cluster):
+    words = ["plan", f"cluster={cluster}", "model=tiny", "parallel=tp2", "train.precision=fp64"]
+    assert main(words) == C
+    way = capsys.readouterr().err.rpartition("to verify in fp64, ")[2].split()
+    assert len(way) == 2 and main([*words, *way]) == 0
+    assert "best ever measured" not in capsys.readouterr().out

@@ -62,12 +62,12 @@ def test_a_dense_16_bit_plan_above_the_best_ever_measured_says_so(gpu, mfu, matm
     assert any("best ever measured" in line for line in warnings(plan)) == said
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
-def test_only_plans_of_16_bits_are_compared_with_them(precision):
-    plan = main_line()
+@pytest.mark.parametrize(("precision", "said"), [("fp64", False), ("fp32", False), ("bf16", True), ("fp16", True)])
+def test_only_a_16_bit_plan_is_compared_with_it(precision, said):
+    plan = structs.replace(main_line(), mfu=0.9)
     train = structs.replace(plan.job.train, precision=precision)
-    plan = structs.replace(plan, mfu=0.7, job=structs.replace(plan.job, train=train))
-    assert not any("best ever measured" in line for line in warnings(plan))
+    plan = structs.replace(plan, job=structs.replace(plan.job, train=train))
+    assert any("best ever measured" in line for line in warnings(plan)) == said
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 8, "pp": 4}, {"tp": 8, "zero": 3}, {"tp": 4, "pp": 4, "ep": 2}])

@@ -257,7 +257,8 @@ def test_domains_of_several_nodes_hold_wide_groups():
         ({"pp": 4, "stage_layers": [20, 20, 20]}, {}, r"stage_layers=.* must be pp x vpp = 4 numbers .* balanced: \["),
         ({}, {"global_batch_tokens": 100_000}, r"not a multiple of train.seq_len=8192; nearest: 98304"),
         ({}, {"global_batch_samples": None}, "exactly one of"),
-        ({}, {"precision": "bf16"}, r"train.precision bf16: GPU .* computes in fp32, fp16"),
+        ({}, {"precision": "bf16"}, r"train.precision bf16: GPU .* computes in fp32, fp16$"),
+        ({}, {"precision": "fp64"}, r"fp32, fp16; to verify in fp64, cluster.gpu.peak_tflops.fp64=7.85 train.grad"),
     ],
 )
 def test_other_refusals_of_the_planner(parallel, train, line):

@@ -7,11 +7,12 @@ import os
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from orchestrator.cli.main import main as orch
-from orchestrator.plan import Exit, to_json
+from orchestrator.plan import Exit, seal, to_json
 from tests.beds.plans import make_plan
 from tests.reference.assemble import assemble
 from tests.trainer.samples import engine_of
@@ -19,6 +20,7 @@ from tests.trainer.states import opened, saved, shapes
 from trainer.checkpoint.files import sha256
 from trainer.checkpoint.format import rank_file, step_name
 from trainer.export import main
+from trainer.precision import DTYPES
 from trainer.verify.ranks import run_ranks
 
 
@@ -59,6 +61,28 @@ def test_the_file_holds_the_whole_weights_to_the_bit(tmp_path, capsys):
     half = load_file(exported(capsys, tmp_path / "run", tmp_path / "half", "--dtype", "bf16")["file"])
     assert all(torch.equal(half[name], whole[name].bfloat16()) for name in whole)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_run_of_any_precision_is_exported_as_it_is_saved_or_narrower(tmp_path, capsys, precision):
+    plan = make_plan(tp=2, dp=2, zero=1, precision=precision, bucket_bytes=1 << 12)
+    if precision == "fp64":
+        train = structs.replace(plan.job.train, grad_dtype="fp64")
+        plan = seal(structs.replace(plan, job=structs.replace(plan.job, train=train)))
+    run_ranks(save_some, 4, plan, tmp_path / "run")
+    saved_as = "fp64" if precision == "fp64" else "fp32"
+    state = assemble(tmp_path / "run" / step_name(3))
+    whole = {name: tensor for (kind, name), tensor in state.items() if kind == "master"}
+    assert {tensor.dtype for tensor in whole.values()} == {DTYPES[saved_as]}
+    for asked in (None, "fp64", "fp32", "bf16", "fp16"):
+        words = ["--dtype", asked] if asked else []
+        found = exported(capsys, tmp_path / "run", tmp_path / str(asked), *words)
+        assert found["dtype"] == (asked or saved_as)
+        tensors = load_file(found["file"])
+        wanted = DTYPES[asked or saved_as]
+        assert tensors.keys() == whole.keys()
+        assert all(torch.equal(tensors[name], whole[name].to(wanted)) for name in whole)
 
 
 def test_the_newest_good_one_or_the_one_that_was_asked_for(tmp_path, capsys):

@@ -41,11 +41,14 @@ class Exported(Struct, frozen=True):
     rejected: list[str] = []  # newer checkpoints that did not verify, and why
 
 
-def export(found: VerifiedCheckpoint, out: Path, dtype: str = "fp32", rejected: list[str] | None = None) -> Exported:
+def export(
+    found: VerifiedCheckpoint, out: Path, dtype: str | None = None, rejected: list[str] | None = None
+) -> Exported:
     """Write the weights of a verified checkpoint to `out`/model.safetensors, one parameter in memory at a time.
 
-    In fp32 they are the master weights to the bit; bf16 and fp16 are rounded from those. Tied weights are there once.
-    The biases by which routers choose are weights, too, and stay in fp32: they grow by less than bf16 can tell.
+    Without `dtype` they are the master weights to the bit, fp32 or of an fp64 run fp64; narrower ones are rounded from
+    those. Tied weights are there once. The biases by which routers choose are weights, too, and stay as they are saved:
+    they grow by less than bf16 can tell.
     Raises SaveError if the file exists or cannot be written, CheckpointError, OSError.
     """
     manifest, path = found.manifest, out / FILE
@@ -58,12 +61,15 @@ def export(found: VerifiedCheckpoint, out: Path, dtype: str = "fp32", rejected: 
         **{"format": "pt", "run_id": manifest.run_id, "step": str(manifest.step), "samples": str(manifest.samples)},
         **{"plan_hash": manifest.plan_hash, "trained_on": str(manifest.layout)},
     }
+    stored = StoredState(found)
+    weights = {name: stored.dtype("state" if name in biases else KIND, name) for name in shapes}
+    wanted = DTYPES[dtype] if dtype else None
+    dtypes = {name: kept if name in biases else wanted or kept for name, kept in weights.items()}
     try:
         out.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
-        dtypes = {name: torch.float32 if name in biases else DTYPES[dtype] for name in shapes}
         entries = {name: (dtypes[name], shape) for name, shape in shapes.items()}
-        size, digest = write_stream(temporary, entries, _weights(found, shapes, dtypes), metadata)
+        size, digest = write_stream(temporary, entries, _weights(stored, shapes, dtypes), metadata)
         temporary.rename(path)
         sync_folder(out)
     except BaseException as error:
@@ -72,18 +78,17 @@ def export(found: VerifiedCheckpoint, out: Path, dtype: str = "fp32", rejected: 
             raise SaveError(f"{path}: {error.strerror or error}") from None
         raise
     parameters = sum(torch.Size(shape).numel() for shape in manifest.parameters.values())
+    of_weights = {dtypes[name] for name in manifest.parameters}
+    written = "+".join(sorted(name for name, dtype in DTYPES.items() if dtype in of_weights))
     return Exported(
-        *(str(path), size, digest, dtype, len(shapes), parameters),
+        *(str(path), size, digest, written, len(shapes), parameters),
         *(manifest.run_id, manifest.step, manifest.samples, str(found.path), rejected or []),
     )
 
 
-def _weights(
-    found: VerifiedCheckpoint, shapes: dict[str, list[int]], dtypes: dict[str, torch.dtype]
-) -> Iterator[Tensor]:
-    stored = StoredState(found)
+def _weights(stored: StoredState, shapes: dict[str, list[int]], dtypes: dict[str, torch.dtype]) -> Iterator[Tensor]:
     for name, shape in shapes.items():
-        tensor = torch.empty(torch.Size(shape).numel(), dtype=torch.float32)
-        kind = KIND if name in found.manifest.parameters else "state"
+        kind: StateKind = KIND if name in stored.found.manifest.parameters else "state"
+        tensor = torch.empty(torch.Size(shape).numel(), dtype=stored.dtype(kind, name))
         stored.fill([StatePiece(kind, whole(name, tuple(shape)), 0, tensor)])
         yield tensor.to(dtypes[name])

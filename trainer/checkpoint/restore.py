@@ -26,6 +26,7 @@ from .load import VerifiedCheckpoint
 PAGE_BYTES = 4096
 #: Bytes of the file that are read at once for short rows.
 SPAN_BYTES = 16 << 20
+_STORED = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class _Read(NamedTuple):
@@ -63,6 +64,13 @@ class StoredState:
         self._parts: dict[tuple[str, str], list[tuple[FileRecord, Slice]]] = {}
         for record, part in found.manifest.slices():
             self._parts.setdefault((part.kind, part.name), []).append((record, part))
+
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        """In which it is stored. Raises CheckpointError where it is not."""
+        for record, part in self._parts.get((kind, name), []):
+            if found := _STORED.get(record.dtypes.get(dtype_key(part.kind, name), "")):
+                return found
+        raise CheckpointError(f"{self.found.path.name} holds nothing of {name} ({kind})")
 
     def files(self, pieces: Iterable[StatePiece]) -> set[str]:
         """Names of the files that hold any of the pieces. Raises as `restore`."""

@@ -12,7 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for model.safetensors")
     parser.add_argument("--step", type=int, metavar="N", help="of this step; without it the newest that verifies")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32: as saved, to the bit")
+    widths = ("fp64", "fp32", "bf16", "fp16")
+    parser.add_argument("--dtype", choices=widths, help="default: as saved, to the bit (fp32; fp64 of an fp64 run)")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -26,7 +27,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     folder = find_run(args.run)
     checkpoints = checkpoint_dir(plan_of_run(folder).job.checkpoint.dir, str(folder.path))
     step = [] if args.step is None else ["--step", str(args.step)]
-    said = start.output("trainer.export", str(checkpoints), str(args.out), "--dtype", args.dtype, *step)
+    dtype = ["--dtype", args.dtype] if args.dtype else []
+    said = start.output("trainer.export", str(checkpoints), str(args.out), *dtype, *step)
     if args.json:
         print(said.strip())
         return Exit.DONE

@@ -73,6 +73,11 @@ class Rates(Struct, frozen=True):
     expert_spread: Number = 1.0  # of experts' loads, over what the plan's `expert_imbalance` was made of
 
 
+def _fp64_of(peak_flops: Mapping[str, float]) -> str:
+    """The word that gives a GPU a rate for fp64, which all compute in and few entries name: half of the widest."""
+    return f"cluster.gpu.peak_tflops.fp64={min(peak_flops.values()) / 2e12:g}"
+
+
 def rates(
     cluster: Cluster,
     values: Mapping[str, Number],
@@ -88,7 +93,8 @@ def rates(
     peak = gpu.peak_flops.get(precision)
     if peak is None:
         known = ", ".join(gpu.peak_flops)
-        raise OrchError(f"train.precision {precision}: GPU {gpu.name} computes in {known}", Exit.CONFIG)
+        rate = f"; to verify in fp64, {_fp64_of(gpu.peak_flops)} train.grad_dtype=fp64" if precision == "fp64" else ""
+        raise OrchError(f"train.precision {precision}: GPU {gpu.name} computes in {known}{rate}", Exit.CONFIG)
     generation = generation_of(gpu.name, cluster.device)
     if cluster.device == "cpu":
         values = _on_a_cpu(values, measured)
