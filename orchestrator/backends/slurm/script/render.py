@@ -114,7 +114,7 @@ def _body(job: JobScript) -> list[str]:
     agents += ["--open-mode=append", *_container_flags(job), *task, "agent", "--run-dir", job.run_dir]
     attempt = [
         'life="$run/slurm/$job.$times"',
-        f"{command(PROBE_LIMIT)} {_on_all(probe, elastic)}" + ' > "$life.nodes"',
+        f'(cd /; unset OLDPWD; {command(PROBE_LIMIT)} {_on_all(probe, elastic)}) > "$life.nodes"',
         f"grep -q '^{MARK} ' \"$life.nodes\" || finish {int(Exit.NODE)}",
         *LACKING,
         f'{command([*on_this_node, *task, "place", "--run-dir", job.run_dir])} --nodes "$life.nodes"',
