@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from .hostlist import compress, natural_key
+from .hostlist import compress, natural_key, slurm_list
 from .model import Topology, bad
 
 FORMATS = ("conf", "yaml", "block", "orch", "svg", "text")
@@ -40,7 +40,7 @@ def slurm_conf(topology: Topology) -> str:
     """`topology.conf` of the tree plugin. Reading it back gives the same tiers."""
     lines = []
     for name, children, nodes in switches(topology):
-        what = f"Switches={compress(children)}" if children else f"Nodes={compress(nodes)}"
+        what = f"Switches={slurm_list(children)}" if children else f"Nodes={slurm_list(nodes)}"
         lines.append(f"SwitchName={name} {what}")
     return "\n".join(lines) + "\n" if lines else ""
 
@@ -50,7 +50,7 @@ def slurm_yaml(topology: Topology) -> str:
     import yaml
 
     rows = [
-        {"switch": name, **({"children": compress(children)} if children else {"nodes": compress(nodes)})}
+        {"switch": name, **({"children": slurm_list(children)} if children else {"nodes": slurm_list(nodes)})}
         for name, children, nodes in switches(topology)
     ]
     entry = {"topology": topology.name or "default", "cluster_default": True}
@@ -66,7 +66,7 @@ def slurm_block(topology: Topology) -> str:
     blocks = topology.domains or (topology.tiers[0].switches if topology.tiers else {})
     if not blocks:
         raise bad("topology", "it has neither NVLink domains nor switches: there are no blocks")
-    lines = [f"BlockName={name} Nodes={compress(nodes)}" for name, nodes in blocks.items()]
+    lines = [f"BlockName={name} Nodes={slurm_list(nodes)}" for name, nodes in blocks.items()]
     base = topology.block_size or min(len(nodes) for nodes in blocks.values())
     sizes = [base]
     while sizes[-1] * 2 <= base * len(blocks):

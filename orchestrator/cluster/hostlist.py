@@ -1,4 +1,4 @@
-"""Slurm's host lists: `n[0-3,7],gpu-[001-002]x` <-> names. Pure; a job's nodes are learnt without calling scontrol."""
+"""Slurm's host lists: `n[0-3,7],gpu-[001-002]` <-> names. Pure; a job's nodes are learnt without calling scontrol."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def expand(text: str) -> list[str]:
 def compress(names: Iterable[str]) -> str:
     """The shortest-in-practice host list of a set of names: runs of the last number are folded, width kept.
 
-    Each name once, in natural order (n2 before n10).
+    For people and orch's own files; what goes to Slurm is written by `slurm_list`. Each name once, in natural order (n2
+    before n10).
     """
     families: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
     parts: list[str] = []
@@ -54,6 +55,14 @@ def compress(names: Iterable[str]) -> str:
     _adopt_full_width(families)
     parts += [_fold(key, sorted(number for number, _ in numbers)) for key, numbers in families.items()]
     return ",".join(sorted(parts, key=natural_key))
+
+
+def slurm_list(names: Iterable[str]) -> str:
+    """A host list that Slurm itself reads, which takes nothing behind a bracket: other names (n03d) stand alone."""
+    found = set(names)
+    alone = {name for name in found if not name[-1:].isdigit()}
+    lists = [compress(found - alone), *(compress([name]) for name in sorted(alone, key=natural_key))]
+    return ",".join(filter(None, lists))
 
 
 @lru_cache(maxsize=1 << 15)  # a cluster is sorted by each of its tiers

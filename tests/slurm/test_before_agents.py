@@ -19,9 +19,9 @@ def blind(orch: Orch):
     """Makes a node see none of the run folders; afterwards all nodes see them again."""
     nodes: list[str] = []
 
-    def one(name: str) -> None:
+    def one(name: str, hangs: bool = False) -> None:
         nodes.append(name)
-        orch.cluster.restart_node(name, orch.home)
+        orch.cluster.restart_node(name, orch.home, hangs)
 
     yield one
     for name in nodes:
@@ -35,6 +35,21 @@ def test_a_node_that_does_not_see_the_run_folder_is_left_out(orch: Orch, blind):
     run.until("requeued", lambda: excluded.exists() and orch.cluster.job_state(run.job) == "PENDING")
     state = json.loads((run.folder / "state.json").read_text())
     assert state["exit_code"] == Exit.NODE and state["reason"] == "node n1 lacks: run-folder"
+    assert run.finish().exit_code == 0 and "n1" not in run.assignment["nodes"] and run.restarts == 1
+
+
+def test_a_node_whose_mount_hangs_is_left_out(orch: Orch, blind, tmp_path_factory):
+    """Beside a start file of the shell that prints: what a site does to nodes must not end its users' runs."""
+    start = tmp_path_factory.mktemp("site") / "start"
+    start.write_text("echo Loading cuda/12.4 now\n")
+    blind("n1", hangs=True)
+    words = ("backend.options.nodelist=[n0]", f"backend.options.setup=['export BASH_ENV={start}']")
+    run = orch.submit(*two_nodes(*words), worker={"STEPS": 3})
+    excluded = run.folder / "slurm" / "exclude"
+    run.until("requeued", lambda: excluded.exists() and orch.cluster.job_state(run.job) == "PENDING")
+    state = json.loads((run.folder / "state.json").read_text())
+    assert state["exit_code"] == Exit.NODE and state["reason"].startswith("node n1 lacks: run-folder-within-20-s")
+    assert excluded.read_text() == "n1\n"
     assert run.finish().exit_code == 0 and "n1" not in run.assignment["nodes"] and run.restarts == 1
 
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.backends.slurm.options import format_time, parse_time
-from orchestrator.cluster.hostlist import compress, expand, natural_key
+from orchestrator.backends.slurm.options import format_time, parse_time, read_options
+from orchestrator.backends.slurm.record import exclude
+from orchestrator.backends.slurm.script.flags import job_flags
+from orchestrator.cluster.export import slurm_block, slurm_conf, slurm_yaml
+from orchestrator.cluster.hostlist import compress, expand, natural_key, slurm_list
+from orchestrator.cluster.model import Tier, Topology
 from orchestrator.errors import OrchError
+from orchestrator.run.create import create_run_folder
+from tests.beds.bundles import make_bundle
+from tests.beds.plans import make_plan
+
+from .test_render import script
 
 names = st.from_regex(r"[a-z]([a-z0-9.-]{0,6}[a-z0-9])?", fullmatch=True)
 
@@ -79,12 +91,66 @@ def test_natural_order():
     assert sorted(["n10", "n9", "n1", "m2"], key=natural_key) == ["m2", "n1", "n9", "n10"]
 
 
+@given(st.sets(names, max_size=30))
+def test_what_slurm_is_given_has_nothing_behind_a_bracket(found):
+    written = slurm_list(found)
+    assert set(expand(written)) == found and not re.search(r"\][^,\[]", written)
+
+
+@pytest.mark.parametrize(
+    ("found", "want"),
+    [
+        (["n03d", "n04d", "n05d"], "n03d,n04d,n05d"),
+        (["n1", "n2", "n1.cluster.local", "n2.cluster.local"], "n[1-2],n1.cluster.local,n2.cluster.local"),
+        (["gpu-1-ib", "gpu-2-ib"], "gpu-1-ib,gpu-2-ib"),
+        (["r1n1", "r1n2", "x"], "r1n[1-2],x"),
+        ([], ""),
+    ],
+)
+def test_slurm_list(found, want):
+    assert slurm_list(found) == want
+
+
+SUFFIXES = ("", "d", ".cluster.local", "-ib", "a0b")
+
+
+def topology_of(suffix: str) -> Topology:
+    """Two leaves and a spine, whose own names end as the nodes' do."""
+    leaves = {f"leaf{k}{suffix}": tuple(f"n{4 * k + i:02d}{suffix}" for i in range(4)) for k in range(2)}
+    spine = {f"spine0{suffix}": tuple(node for leaf in leaves.values() for node in leaf)}
+    return Topology(kind="tree", tiers=(Tier(name="leaf", switches=leaves), Tier(name="spine", switches=spine)))
+
+
+@pytest.mark.slurm
+@pytest.mark.process
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_list_for_slurm_is_what_scontrol_reads(full_cluster, tmp_path, suffix):
+    """topology.conf and .yaml, block or tree; --nodelist, --exclude; the lists of the script and of a requeue."""
+    topology = topology_of(suffix)
+    nodes = {node for group in topology.tiers[0].switches.values() for node in group}
+    texts = [slurm_conf(topology), slurm_block(topology)]
+    rows = yaml.safe_load(slurm_yaml(topology))[0]["tree"]["switches"]
+    lists = [found for text in texts for found in re.findall(r"(?:Nodes|Switches)=(\S+)", text)]
+    lists += [row.get("nodes") or row["children"] for row in rows]
+    options = {"exclude": [compress(nodes)], "nodelist": [compress(nodes)]}
+    flags = job_flags(make_plan(tp=8, nodes=1), read_options(options), "r", "/r", [])
+    lists += [str(flags["exclude"]), str(flags["nodelist"])]
+    lists += re.findall(r"^excluded='?([^'\n]*)", script(options), re.M)
+    with create_run_folder(make_bundle(make_plan(), tmp_path / "runs"), "slurm") as folder:
+        (folder.path / "slurm").mkdir(mode=0o700)
+        exclude(folder, nodes)
+        lists.append((folder.path / "slurm" / "exclude").read_text().strip())
+    read = [full_cluster.run("scontrol", "show", "hostnames", found).split() for found in lists]
+    assert [set(names) for names in read] == [set(expand(found)) for found in lists]
+    assert set(read[-1]) == nodes == set(read[-3]) and len(lists) >= 12
+
+
 @pytest.mark.slurm
 @pytest.mark.process
 @pytest.mark.parametrize("text", ["n[0-3,7]", "gpu-[001-003]", "a,b[1-2],c", "r[1-2]n[08-10]", "n[098-101]"])
 def test_agrees_with_scontrol(full_cluster, text):
     assert full_cluster.run("scontrol", "show", "hostnames", text).split() == expand(text)
-    folded = compress(expand(text))
+    folded = slurm_list(expand(text))
     assert sorted(full_cluster.run("scontrol", "show", "hostnames", folded).split()) == sorted(expand(text))
 
 

@@ -106,8 +106,13 @@ def test_what_else_a_node_prints_is_no_answer(bed, banner):
 #: A look at a file whose name holds HANGS never returns; the clock of the others runs fast.
 HUNG = """
 [() { case "$*" in -[re]*HANGS*) while :; do command sleep 1; done ;; esac; builtin [ "$@"; }
-command() { case "$*" in -v*HANGS*) while :; do builtin command sleep 1; done ;; esac; builtin command "$@"; }
-sleep() { builtin command sleep 0.02; }
+command() {
+  case "$*" in
+    -v*HANGS*) while :; do builtin command sleep 1; done ;;
+    -p*) builtin command sleep 0.02 ;;
+    *) builtin command "$@" ;;
+  esac
+}
 """
 
 

@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 
 from orchestrator.backends.base import write_record
-from orchestrator.cluster.hostlist import compress, expand
+from orchestrator.cluster.hostlist import expand, slurm_list
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder, write_private
@@ -78,7 +78,7 @@ def exclude(folder: RunFolder, nodes: Iterable[str]) -> None:
         return
     known = [name for text in read_options(read_request(folder).backend_options).exclude for name in expand(text)]
     known += expand(path.read_text()) if path.exists() else []
-    write_private(path, compress(list(dict.fromkeys([*known, *new]))).encode() + b"\n")
+    write_private(path, slurm_list(list(dict.fromkeys([*known, *new]))).encode() + b"\n")
 
 
 def left_with(folder: RunFolder) -> int | None:

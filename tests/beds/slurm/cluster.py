@@ -87,18 +87,24 @@ class Cluster(base.Bed):
     def stop_controller(self) -> None:
         self._end("slurmctld", signal.SIGTERM)
 
-    def start_node(self, name: str, blind_to: Path | None = None) -> None:
-        """`blind_to`: a folder that the node sees empty, as when its mount is lost."""
+    def start_node(self, name: str, blind_to: Path | None = None, hangs: bool = False) -> None:
+        """`blind_to`: a folder that the node sees empty, as when its mount is lost. `hangs`: its mount is dead."""
         argv = ["slurmd", "-D", "-N", name, "-f", str(self.inside / "slurm.conf")]
         if blind_to:
             argv[0] = find("slurmd") or "slurmd"
             mount = 'mount -t tmpfs none "$0" && exec "$@"'
+            if hangs:  # a file system whose server never says a word
+                mount = (
+                    'exec 9<>/dev/fuse && mount -i -t fuse -o fd=9,rootmode=40000,user_id=0,group_id=0 dead "$0"'
+                    ' && { tail --pid=$$ -f /dev/null & } && exec "$@"'  # it keeps 9 open, which slurmd closes
+                )
             argv = ["unshare", "--mount", "sh", "-c", mount, str(blind_to), *argv]
         self._daemon(*argv, key=f"slurmd-{name}")
 
-    def restart_node(self, name: str, blind_to: Path | None = None) -> None:
+    def restart_node(self, name: str, blind_to: Path | None = None, hangs: bool = False) -> None:
+        """A node's daemon once more, as `start_node` says."""
         self._end(f"slurmd-{name}", signal.SIGTERM)
-        self.start_node(name, blind_to)
+        self.start_node(name, blind_to, hangs)
         self.wait(lambda: self.idle() == self.shape.nodes, 40, "idle nodes", "slurmctld")
         self.run("srun", f"--nodelist={name}", "--chdir=/", "true")  # the scheduler knows it too
 

@@ -19,7 +19,10 @@ lacks=
 look() {{
   what=$1; shift
   "$@" </dev/null >/dev/null 2>&1 &
-  for pause in 0.02 0.2 0.8 1 1 2 5 10; do sleep $pause; kill -0 $! 2>/dev/null || break; done
+  for pause in 0.02 0.2 0.8 1 1 2 5 10; do
+    LD_LIBRARY_PATH= LD_PRELOAD= command -p sleep $pause
+    kill -0 $! 2>/dev/null || break
+  done
   if kill -0 $! 2>/dev/null; then kill -KILL $!; lacks="$lacks $what-within-{ANSWER_S}-s"
   else wait $! || lacks="$lacks $what"
   fi
@@ -31,8 +34,8 @@ address=${{SLURM_TOPOLOGY_ADDR:-$SLURMD_NODENAME}}
 printf "\\n{MARK} %s %s %s%s\\n" "$SLURM_NODEID" "$SLURMD_NODENAME" "$address" "$lacks"
 """
 
-#: srun's limits for the step of the probe: its folder is there on every node, and a node that cannot even start a
-#: shell is not waited for.
+#: srun's limits for the step of the probe: a node that cannot even start a shell is not waited for. It starts in a
+#: folder that every node has, and PWD and OLDPWD name no other: a shell looks at them before anything else.
 PROBE_FLAGS: dict[str, str | int | bool] = {"chdir": "/", "wait": 6 * ANSWER_S}
 PROBE_LIMIT = ("timeout", "--kill-after=30", "300")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Set
 from pathlib import Path
 
 from orchestrator.backends.slurm.options import SlurmOptions
-from orchestrator.cluster.hostlist import compress, expand
+from orchestrator.cluster.hostlist import expand, slurm_list
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
@@ -103,9 +103,9 @@ def _nodes_and_partition(options: SlurmOptions) -> Flags:
     if options.nodelist:
         if options.topology == "block":
             raise OrchError("backend.options.nodelist cannot be met on a block topology: use exclude", Exit.CONFIG)
-        flags["nodelist"] = compress(_names(options.nodelist))
+        flags["nodelist"] = slurm_list(_names(options.nodelist))
     if options.exclude:
-        flags["exclude"] = compress(_names(options.exclude))
+        flags["exclude"] = slurm_list(_names(options.exclude))
     return flags
 
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from orchestrator import __version__, start
 from orchestrator.backends.slurm.options import SlurmOptions
-from orchestrator.cluster.hostlist import compress, expand
+from orchestrator.cluster.hostlist import expand, slurm_list
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 from orchestrator.planner.placement.rank_assignment import used_node_count
@@ -114,7 +114,7 @@ def _body(job: JobScript) -> list[str]:
     agents += ["--open-mode=append", *_container_flags(job), *task, "agent", "--run-dir", job.run_dir]
     attempt = [
         'life="$run/slurm/$job.$times"',
-        f"{command(PROBE_LIMIT)} {_on_all(probe, elastic)}" + ' > "$life.nodes"',
+        f'(cd /; unset OLDPWD; {command(PROBE_LIMIT)} {_on_all(probe, elastic)}) > "$life.nodes"',
         f"grep -q '^{MARK} ' \"$life.nodes\" || finish {int(Exit.NODE)}",
         *LACKING,
         f'{command([*on_this_node, *task, "place", "--run-dir", job.run_dir])} --nodes "$life.nodes"',
@@ -139,7 +139,7 @@ def _body(job: JobScript) -> list[str]:
         *_search_paths(job),
         assignment("run", job.run_dir),
         "full=$SLURM_JOB_NUM_NODES" if elastic or options.no_kill else "full=",
-        assignment("excluded", compress([name for text in options.exclude for name in expand(text)])),
+        assignment("excluded", slurm_list([name for text in options.exclude for name in expand(text)])),
         assignment("most", str(options.max_requeues if options.requeue else 0)),
         assignment("most_faults", str(options.max_node_faults if options.requeue else 0)),
         "",
