@@ -298,17 +298,25 @@ def decode_options(options: Mapping[str, Any], kind: type[Options], backend: str
     """`backend.options` as a struct. OrchError (65): an unknown name with the nearest legal one, a wrong value with its
     place.
     """
+    from orchestrator.config.structured import fields, is_text
+
     known = kind.__struct_fields__
+    text = {name: field.type for name, field in fields(kind).items() if is_text(field.type)}
     for name in options:
         if name not in known:
             hint = did_you_mean(name, known)
             raise OrchError(f"backend.options.{name} is not an option of {backend}; {hint}", Exit.CONFIG)
+    # `gpu_type: 3090` is a name, which YAML reads as a number. Not so `time: 4:00:00`, which it reads as 14400.
+    names = {name for name, annotation in text.items() if "pattern=" in str(annotation)}
+    values = {name: str(value) if type(value) is int and name in names else value for name, value in options.items()}
     try:
-        return msgspec.convert(dict(options), type=kind)
+        return msgspec.convert(values, type=kind)
     except msgspec.ValidationError as error:  # Expected X - at `$.partition`
         what, _, where = str(error).partition(" - at ")
         place = where.strip("`").removeprefix("$").lstrip(".")
-        raise OrchError(f"backend.options{'.' + place if place else ''}: {what}", Exit.CONFIG) from None
+        key = f"backend.options{'.' + place if place else ''}"
+        quotes = f"; in quotes it is text: '{key}=\"...\"'" if place in text and ", got `" in what else ""
+        raise OrchError(f"{key}: {what}{quotes}", Exit.CONFIG) from None
 
 
 # ------------------------------------------------------------------------------------------ lookup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from .hostlist import compress
-from .model import Topology
+from .model import GpuCount, Topology
 
 
 def diff(old: Topology, new: Topology) -> list[str]:
@@ -33,10 +33,17 @@ def diff(old: Topology, new: Topology) -> list[str]:
         was, now = old.machines[node], new.machines[node]
         if was.free != now.free:
             groups.setdefault(f"out of service ({now.reason})" if was.free else "back in service", []).append(node)
-        for key in ("gpus", "gpu", "nics"):
-            if getattr(was, key) != getattr(now, key):
-                groups.setdefault(f"{key}: {getattr(was, key)} before, {getattr(now, key)} now", []).append(node)
+        for key in ("gpus", "gpu", "other_gpus", "nics"):
+            before, after = getattr(was, key), getattr(now, key)
+            if before != after:
+                groups.setdefault(f"{key}: {_shown(before)} before, {_shown(after)} now", []).append(node)
     return lines + [f"{what}: {compress(nodes)}" for what, nodes in sorted(groups.items())]
+
+
+def _shown(value: int | str | tuple[GpuCount, ...]) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(f"{one.gpus} {one.gpu}" for one in value) or "none"
+    return str(value)
 
 
 def _list(what: str, nodes: set[str]) -> list[str]:

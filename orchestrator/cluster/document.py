@@ -11,6 +11,7 @@ clusters:
     machines:                   # optional; groups of like nodes
       - {nodes: "n[0-8]", gpus: 8, gpu: h100, nics: 8}
       - {nodes: "n9", gpus: 8, free: false, reason: "drained: ECC"}
+      - {nodes: "n10", gpus: 4, gpu: a100, other_gpus: [{gpus: 8, gpu: 2080ti}]}
 ```
 
 Node lists are in Slurm's host-list form. JSON is YAML too.
@@ -27,7 +28,7 @@ from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.document import Frozen
 
 from .hostlist import compress, expand
-from .model import Kind, Machine, Tier, Topology, bad, check
+from .model import GpuCount, Kind, Machine, Tier, Topology, bad, check
 
 SCHEMA = "orch.topology/1"
 
@@ -46,6 +47,7 @@ class MachineText(Frozen):
     nodes: str
     gpus: Count = 0
     gpu: str = ""
+    other_gpus: tuple[GpuCount, ...] = ()
     nics: Count = 0
     free: bool = True
     reason: str = ""

@@ -20,11 +20,23 @@ Kind = Literal["tree", "block", "flat"]
 MAX_DEPTH = 64  # switches above one another; no network is that deep
 
 
+ONLY_SLICES = "without a whole GPU, slices only"  # a machine's reason
+NO_GPUS = "without GPUs"  # a machine's reason
+
+
+class GpuCount(Struct, frozen=True):
+    """So many GPUs of one model ("": its name is unknown)."""
+
+    gpus: int
+    gpu: str
+
+
 class Machine(Struct, frozen=True, kw_only=True):
     """What is known of one node; 0 and "" are unknown."""
 
     gpus: int = 0
     gpu: str = ""
+    other_gpus: tuple[GpuCount, ...] = ()  # of further models, which are not counted in `gpus`
     nics: int = 0
     free: bool = True  # may take a job
     reason: str = ""  # why not

@@ -12,7 +12,7 @@ from orchestrator.plan.exits import Exit
 
 from . import document
 from .importers import infiniband, kubernetes, slurm
-from .importers.slurm_nodes import Node, parse_nodes
+from .importers.slurm_nodes import machines, parse_nodes
 from .model import Machine, Topology
 
 MAX_BYTES = 1 << 28
@@ -64,7 +64,7 @@ def parse(
     if format == "slurm":
         found = slurm.parse_topology(text, name)
     elif format == "slurm-nodes":
-        found = Topology("flat", (), machines={node.name: machine(node) for node in parse_nodes(text)})
+        found = Topology("flat", (), machines=machines(parse_nodes(text)))
     elif format == "kubernetes":
         found = kubernetes.parse_nodes(text, profile)
     else:
@@ -92,15 +92,9 @@ def merge(parts: list[Topology]) -> Topology:
     if len(switched) > 1:
         raise OrchError("two of the files name switches; give one of them", Exit.CONFIG)
     base = switched[0] if switched else parts[0]
-    machines: dict[str, Machine] = {}
+    known: dict[str, Machine] = {}
     domains: dict[str, tuple[str, ...]] = {}
     for part in parts:
-        machines |= part.machines
+        known |= part.machines
         domains |= part.domains
-    return structs.replace(base, machines=machines, domains=domains)
-
-
-def machine(node: Node) -> Machine:
-    """What `scontrol show nodes` says of a node. A busy node is kept: it is free another time."""
-    reason = "" if node.usable else f"{node.state}{': ' + node.reason if node.reason else ''}"
-    return Machine(gpus=node.gpus, gpu=node.gpu_type, free=node.usable, reason=reason)
+    return structs.replace(base, machines=known, domains=domains)

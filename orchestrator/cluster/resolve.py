@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .measured import Record
     from .model import Machine, Topology
 
+MOST_GPUS = 64  # of one node; a larger number is no count of GPUs
 LIVE = ("slurm:", "kubernetes:")  # prefixes of `topology_file` that name the running cluster instead of a file
 
 
@@ -92,8 +93,17 @@ def _unfit(spec: ClusterSpec, machine: Machine | None, bad: bool) -> str | None:
         return "found bad by earlier runs"
     if machine is None:
         return None
-    if not machine.free:
-        return "out of service"
-    fewer = machine.gpus and machine.gpus < spec.gpus_per_node
-    other = machine.gpu and spec.gpu.name.split("-")[0].lower() not in machine.gpu.lower()
-    return f"with {machine.gpus or 'some'} {machine.gpu or 'GPUs'}" if fewer or other else None
+    from .gpu_models import same_model
+    from .model import NO_GPUS, ONLY_SLICES, GpuCount
+
+    no_gpus = machine.reason in (NO_GPUS, ONLY_SLICES)
+    if not machine.free and not (no_gpus and spec.device == "cpu"):
+        return machine.reason if no_gpus else "out of service"
+    if no_gpus:
+        return None
+    found = [GpuCount(machine.gpus, machine.gpu), *machine.other_gpus]
+    for one in found:
+        enough = not one.gpus or spec.gpus_per_node <= one.gpus <= MOST_GPUS
+        if enough and (not one.gpu or same_model(spec.gpu.name, one.gpu)):
+            return None
+    return "with " + " and ".join(f"{one.gpus or 'some'} {one.gpu or 'GPUs'}" for one in found)

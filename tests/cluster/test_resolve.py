@@ -9,15 +9,21 @@ import subprocess
 import time
 
 import pytest
+from msgspec import structs
 
 from orchestrator.backends.base import Choice
 from orchestrator.backends.slurm import backend as slurm_backend
 from orchestrator.backends.slurm.backend import SlurmBackend
 from orchestrator.cli.main import main
+from orchestrator.cluster.diff import diff
+from orchestrator.cluster.document import parse_document, to_document
+from orchestrator.cluster.gpu_models import same_model
 from orchestrator.cluster.model import Machine, Tier, Topology
+from orchestrator.cluster.read import read
 from orchestrator.cluster.resolve import Sources, resolve
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
+from orchestrator.plan.document import Cluster
 from orchestrator.planner.build import build_plan
 from orchestrator.run.bad_nodes import BadNode, NodeMemory
 from orchestrator.submit import cluster as edge
@@ -47,6 +53,67 @@ def test_imported_nodes_without_the_gpus_are_left_out(tmp_path):
     file.write_text("\n".join([lines[1], "NodeName=n8 State=IDLE Gres=gpu:h100:4 CPUTot=1"]))
     with pytest.raises(OrchError, match=r"none is free with 8 H100.* there are: 1 with 4 h100, 1 with 8 a100"):
         resolve(spec)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "same", "others"),
+    [
+        ("3090", ("3090", "rtx3090", "NVIDIA-GeForce-RTX-3090"), ("3090ti", "RTX 3090 Ti", "4090")),
+        ("RTX-3090", ("3090", "geforce_rtx_3090"), ("rtx2080ti", "rtx_a6000")),
+        ("A100-SXM4-80GB", ("a100", "nvidia_a100_80gb_pcie", "tesla_a100"), ("a1000", "a10", "a800")),
+        ("H100-SXM5-80GB", ("h100", "nvidia_h100_80gb_hbm3", "h100sxm5", "dgx2_h100"), ("gh200", "h200", "gold")),
+        ("2080Ti", ("2080ti", "rtx2080ti", "2080_ti"), ("2080", "1080ti")),
+        ("L4", ("l4", "nvidia_l4"), ("l40", "l40s")),
+    ],
+)
+def test_a_gpu_is_told_by_its_model(gpu, same, others):
+    assert all(same_model(gpu, name) for name in same)
+    assert not any(same_model(gpu, name) for name in others)
+
+
+MIXED = """\
+NodeName=g1 State=IDLE Gres=gpu:3090:8(S:0-1) CPUTot=64
+NodeName=g2 State=MIXED Gres=gpu:3090:10 GresUsed=gpu:3090:3(IDX:0-2) CPUTot=64
+NodeName=g3 State=IDLE Gres=gpu:a100:4(S:0),gpu:2080ti:8(S:1) CPUTot=64
+NodeName=g4 State=IDLE Gres=gpu:3g.20gb:8,gpu:1g.5gb:16 CPUTot=64
+NodeName=g5 State=IDLE Gres=gpu:3090 CPUTot=64
+NodeName=g6 State=IDLE Gres=(null) CPUTot=64
+NodeName=g7 State=IDLE Gres=gpu:8 CPUTot=64
+"""
+
+
+def test_nodes_of_other_models_slices_and_impossible_counts_are_left_out(tmp_path):
+    file = tmp_path / "nodes"
+    file.write_text(MIXED)
+
+    def taken(gpu: str, gpus: int, **values: object) -> Cluster:
+        spec = configs.cluster(7, gpus, topology_file=str(file), **values)
+        return resolve(structs.replace(spec, gpu=structs.replace(spec.gpu, name=gpu)))
+
+    found = taken("RTX-3090", 8)
+    assert found.node_names == ["g1", "g2", "g7"]
+    assert found.left_out == {
+        "with 4 a100 and 8 2080ti": 1,
+        "with 3090 GPUs": 1,
+        "without GPUs": 1,
+        "without a whole GPU, slices only": 1,
+    }
+    assert taken("A100-SXM4-40GB", 4).node_names == ["g3", "g7"]
+    assert taken("RTX-2080Ti", 8).node_names == ["g3", "g7"]
+    assert taken("H100-SXM5-80GB", 8).node_names == ["g7"], "its type is not known, and eight are possible"
+    # A job without GPUs may use nodes without any.
+    file.write_text(MIXED.splitlines()[5] + "\n" + MIXED.splitlines()[6])
+    assert taken("cpu", 1, device="cpu").node_names == ["g6", "g7"]
+
+
+def test_several_models_survive_our_own_file(tmp_path):
+    file = tmp_path / "nodes"
+    file.write_text(MIXED)
+    topology = read(file)
+    assert parse_document(to_document([topology])).machines == topology.machines
+    machines = topology.machines | {"g3": structs.replace(topology.machines["g3"], other_gpus=())}
+    changes = diff(topology, structs.replace(topology, machines=machines))
+    assert changes == ["other_gpus: 8 2080ti before, none now: g3"]
 
 
 def test_bad_nodes_are_left_out_of_a_running_cluster():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,17 +91,39 @@ def test_node_states(text, want, free):
 
 
 @pytest.mark.parametrize(
-    ("gres", "count", "kind"),
-    [("gpu:8", 8, ""), ("gpu:h100:8(S:0-1)", 8, "h100"), ("gpu:a100_3g.20gb:2,gpu:a100:6", 8, "a100_3g.20gb"),
-     ("nic:4,gpu:mi300x:4", 4, "mi300x"), ("(null)", 0, ""), ("", 0, ""), ("shard:8", 0, "")],
-)  # fmt: skip
-def test_gres(gres, count, kind):
-    (node,) = parse_nodes(f"NodeName=x State=IDLE Gres={gres} CPUTot=1")
-    assert (node.gpus, node.gpu_type) == (count, kind)
+    ("gres", "whole", "total"),
+    [
+        ("gpu:8", [(8, "")], 8),
+        ("gpu:h100:8(S:0-1)", [(8, "h100")], 8),
+        ("gpu:3090:8(S:0-1)", [(8, "3090")], 8),
+        ("gpu:3090:3(IDX:0-2)", [(3, "3090")], 3),
+        ("gpu:4090d:8,gpu:4090d:2", [(10, "4090d")], 10),
+        ("gpu:a100:4(S:0),gpu:2080ti:8(S:1)", [(4, "a100"), (8, "2080ti")], 12),
+        ("gpu:1080Ti:2(S:0),shard:1080Ti:8(0/4,0/4)", [(2, "1080Ti")], 2),
+        ("gpu:a100_3g.20gb:2,gpu:a100:6", [(6, "a100")], 8),
+        ("gpu:1g.5gb:7(S:0)", [], 7),
+        ("gpu:3g.20gb:8(S:0-1),gpu:2g.10gb:8(S:0-1),gpu:1g.10gb.me:16", [], 32),
+        ("gpu:nvidia_h100_80gb_hbm3_1g.10gb:56(S:0-1)", [], 56),
+        ("nic:4,gpu:mi300x:4", [(4, "mi300x")], 4),
+        ("gpu:5090:no_consume:8", [(8, "5090")], 8),
+        ("gpu:tesla", [(1, "tesla")], 1),
+        ("gpu:nvidia_h100_80gb_hbm3:4", [(4, "nvidia_h100_80gb_hbm3")], 4),
+        ("(null)", [], 0),
+        ("shard:8", [], 0),
+    ],
+)
+def test_gres_as_text_and_json(gres, whole, total):
+    (text,) = parse_nodes(f"NodeName=x State=IDLE Gres={gres} GresUsed={gres} CPUTot=1")
+    raw = {"name": "x", "state": ["IDLE"], "gres": gres, "gres_used": gres, "cpus": 1}
+    (json,) = parse_nodes(msgspec.json.encode({"nodes": [raw]}).decode())
+    assert text == json and text.gpus_used == total
+    found = [(text.gpus, text.gpu_type), *((one.gpus, one.gpu) for one in text.other_gpus)]
+    assert found == (whole or [(0, "")]) and text.sliced is (total > sum(count for count, _ in whole))
 
 
-def test_allocated_gpus_without_detail():
-    (node,) = parse_nodes("NodeName=x State=MIXED Gres=gpu:8 AllocTRES=cpu=4,mem=1G,gres/gpu=3,gres/gpu:h100=3")
+@pytest.mark.parametrize("total", ["gres/gpu=3,gres/gpu:3090=3", "gres/gpu:3090=1,gres/gpu:a100=2", "gres/gpu=3"])
+def test_allocated_gpus_without_detail(total):
+    (node,) = parse_nodes(f"NodeName=x State=MIXED Gres=gpu:8 AllocTRES=cpu=4,mem=1G,{total}")
     assert node.gpus_used == 3
 
 

@@ -256,3 +256,26 @@ def test_profile(name):
         assert "#SBATCH --segment=" in text and "--switches" not in text
     if options.topology == "tree":
         assert "#SBATCH --switches=2@" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "flag"), [("gpu_type", "gpus-per-node"), ("partition", "partition"), ("qos", "qos")]
+)
+def test_a_name_may_be_a_number(option, flag):
+    """The command line and YAML read `3090` as a number, which is a GPU's, a partition's or an account's name here."""
+    config = load(["cluster=h100x64", "backend=slurm", f"backend.options.{option}=3090"])
+    flags = job_flags(MAIN_LINE, read_options(config.backend.options), "r", "/r", [])
+    assert flags[flag] == ("3090:8" if option == "gpu_type" else "3090")
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"time": 14400}, "backend.options.time"),  # YAML's reading of 4:00:00: no name, so it is not guessed
+        ({"partition": 1.5}, "backend.options.partition"),
+        ({"gpu_type": True}, "backend.options.gpu_type"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_the_quotes_that_help(options, key):
+    with pytest.raises(OrchError, match=f"{key}: Expected .*in quotes it is text: '{key}=\"...\"'"):
+        read_options(options)

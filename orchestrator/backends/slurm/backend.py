@@ -26,8 +26,8 @@ from orchestrator.backends.base import (
     read_record,
 )
 from orchestrator.cluster.importers.slurm import parse_topology
-from orchestrator.cluster.importers.slurm_nodes import parse_nodes, select
-from orchestrator.cluster.model import Machine, Topology
+from orchestrator.cluster.importers.slurm_nodes import machines, parse_nodes, select
+from orchestrator.cluster.model import Topology
 from orchestrator.errors import OrchError, check_installed, did_you_mean
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.codec import from_json
@@ -85,16 +85,13 @@ def read_cluster(partition: str | None = None, slurm: Slurm | None = None) -> To
     known = sorted({name for node in nodes for name in node.partitions})
     if partition is not None and partition not in known:
         raise OrchError(f"cluster: no partition {partition!r}; {did_you_mean(partition, known)}", Exit.CONFIG)
-    machines = {
-        node.name: Machine(gpus=node.gpus, gpu=node.gpu_type, free=node.free, reason="" if node.free else node.state)
-        for node in select(nodes, partition)
-    }
+    chosen = machines(select(nodes, partition), idle=True)
     network = parse_topology(slurm.topology())
     tiers = []
     for tier in network.tiers:
-        groups = {name: tuple(node for node in group if node in machines) for name, group in tier.switches.items()}
+        groups = {name: tuple(node for node in group if node in chosen) for name, group in tier.switches.items()}
         tiers.append(msgspec.structs.replace(tier, switches={name: group for name, group in groups.items() if group}))
-    return msgspec.structs.replace(network, name="slurm", machines=machines, tiers=tuple(tiers))
+    return msgspec.structs.replace(network, name="slurm", machines=chosen, tiers=tuple(tiers))
 
 
 class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering, TopologySource, NodeExec):

@@ -76,18 +76,31 @@ def _read(args: argparse.Namespace, path: Path) -> Topology:
 
 def summary(topology: Topology) -> str:
     """One line: nodes, who is out of service, tiers with their switches and sizes."""
-    nodes, free = topology.nodes, topology.free
-    parts = [f"{len(nodes)} nodes" + (f", {len(nodes) - len(free)} out of service" if len(free) < len(nodes) else "")]
+    nodes = topology.nodes
+    parts = [", ".join([f"{len(nodes)} nodes", *_not_free(topology)])]
     for tier in topology.tiers:
         sizes = sorted({len(members) for members in tier.switches.values()})
         span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         rate = f", {tier.gbit_per_s:g} Gb/s" if tier.gbit_per_s else ""
         over = f", {tier.oversubscription:g}:1" if tier.oversubscription else ""
         parts.append(f"{tier.name}: {len(tier.switches)} of {span} nodes{rate}{over}")
-    gpus = {machine.gpus for machine in topology.machines.values() if machine.gpus}
+    machines = topology.machines.values()
+    gpus = {machine.gpus for machine in machines} | {one.gpus for machine in machines for one in machine.other_gpus}
+    gpus.discard(0)
     if gpus:
         parts.append(f"{'/'.join(map(str, sorted(gpus)))} GPUs a node")
     return "; ".join(parts)
+
+
+def _not_free(topology: Topology) -> list[str]:
+    """How many nodes can take no job, by why."""
+    from collections import Counter
+
+    from orchestrator.cluster.model import NO_GPUS, ONLY_SLICES
+
+    reasons = (machine.reason for machine in topology.machines.values() if not machine.free)
+    kinds = Counter(reason if reason in (NO_GPUS, ONLY_SLICES) else "out of service" for reason in reasons)
+    return [f"{count} {kind}" for kind, count in sorted(kinds.items())]
 
 
 def _as_json(topology: Topology) -> str:

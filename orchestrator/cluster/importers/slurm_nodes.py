@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
+from orchestrator.cluster.model import NO_GPUS, ONLY_SLICES, GpuCount, Machine
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
@@ -33,7 +35,8 @@ _SYNONYMS |= {"COMP": "COMPLETING", "UNK": "UNKNOWN", "RESV": "RESERVED", "DRAIN
 #: power saving switched off is switched on for a job.
 _HARMLESS = frozenset({"PLANNED", "CLOUD", "DYNAMIC_NORM", "DYNAMIC_FUTURE", "POWERED_DOWN", "POWERING_UP", "IDLE"})
 
-_GPUS = re.compile(r"(?:^|,)gpu(?::([A-Za-z][\w.+-]*))?:([0-9]+)")
+#: A type, or the end of one, that is a slice of a GPU: `1g.5gb`, `h100_1g.10gb`, `1c.3g.20gb`, `1g.10gb.me`.
+_SLICE = re.compile(r"(?:^|[^a-z0-9])(?:\d+c\.)?\d+g[._]?\d+gb(?:[+._-][a-z.+-]+)?$", re.IGNORECASE)
 _IN_BRACKETS = re.compile(r"\([^)]*\)")
 _WANTED = frozenset(
     {"NodeName", "State", "Gres", "GresUsed", "AllocTRES", "CPUEfctv", "CPUTot", "RealMemory", "ActiveFeatures"}
@@ -45,9 +48,11 @@ _AFTER_REASON = re.compile(r" (?:Comment|Extra)=")
 class Node(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     states: frozenset[str]  # Slurm's words: a base state and flags
-    gpus: int
-    gpus_used: int
+    gpus: int  # whole ones of the first type
+    gpus_used: int  # of all types, slices too
     gpu_type: str  # "" where the site does not type its GPUs
+    other_gpus: tuple[GpuCount, ...] = ()  # whole ones of further types
+    sliced: bool = False  # some of its GPUs are offered as slices only
     cpus: int
     memory_mib: int
     features: frozenset[str]
@@ -70,6 +75,26 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         """One readable word group, base state first: `IDLE+DRAIN`."""
         bases = ("IDLE", "MIXED", "ALLOCATED", "DOWN", "ERROR", "FUTURE", "UNKNOWN")
         return "+".join(sorted(self.states, key=lambda word: (word not in bases, word)))
+
+
+def machines(nodes: Iterable[Node], idle: bool = False) -> dict[str, Machine]:
+    """What is known of the nodes. Free is one that is not out of service, with `idle` one that is idle as a whole.
+
+    Where some nodes have whole GPUs, those without any are not for a job.
+    """
+    nodes = list(nodes)
+    some = any(node.gpus for node in nodes)
+    return {node.name: _machine(node, idle, some) for node in nodes}
+
+
+def _machine(node: Node, idle: bool, some_have_gpus: bool) -> Machine:
+    if not (node.free if idle else node.usable):
+        reason = node.state if idle or not node.reason else f"{node.state}: {node.reason}"
+    elif not node.gpus and node.sliced:
+        reason = ONLY_SLICES
+    else:
+        reason = NO_GPUS if some_have_gpus and not node.gpus else ""
+    return Machine(gpus=node.gpus, gpu=node.gpu_type, other_gpus=node.other_gpus, free=not reason, reason=reason)
 
 
 def parse_state(text: str) -> frozenset[str]:
@@ -128,15 +153,13 @@ def _from_text(block: str) -> Node:
     fields = _fields(block)
     if "NodeName" not in fields or "State" not in fields:
         raise OrchError(f"not a node of `scontrol show nodes`: {block[:80]!r}", Exit.CONFIG)
-    gpus, kind = _count_gpus(fields.get("Gres", ""))
     used = fields.get("GresUsed")
-    in_use = _count_gpus(used)[0] if used is not None else _tres_gpus(fields.get("AllocTRES", ""))
-    return Node(
+    in_use = _tres_gpus(fields.get("AllocTRES", "")) if used is None else _total(parse_gres(used))
+    return _node(
+        parse_gres(fields.get("Gres", "")),
         name=fields["NodeName"],
         states=parse_state(fields["State"]),
-        gpus=gpus,
         gpus_used=in_use,
-        gpu_type=kind,
         cpus=_number(fields.get("CPUEfctv") or fields.get("CPUTot")),
         memory_mib=_number(fields.get("RealMemory")),
         features=_words(fields.get("ActiveFeatures")),
@@ -171,16 +194,14 @@ def _from_json(text: str) -> list[Node]:
         raise OrchError(f"`scontrol show nodes --json`: {error}", Exit.CONFIG) from None
     result = []
     for node in found:
-        gpus, kind = _count_gpus(node.gres)
         state = node.state if isinstance(node.state, str) else "+".join(node.state)
         features = node.active_features
         result.append(
-            Node(
+            _node(
+                parse_gres(node.gres),
                 name=node.name,
                 states=parse_state("+".join([state, *node.state_flags])),
-                gpus=gpus,
-                gpus_used=_count_gpus(node.gres_used)[0],
-                gpu_type=kind,
+                gpus_used=_total(parse_gres(node.gres_used)),
                 cpus=node.cpus,
                 memory_mib=node.real_memory,
                 features=_words(features) if isinstance(features, str) else frozenset(features),
@@ -191,15 +212,38 @@ def _from_json(text: str) -> list[Node]:
     return result
 
 
-def _count_gpus(gres: str) -> tuple[int, str]:
-    """`gpu:h100:8(S:0-1),nic:2` -> (8, "h100"); several types add up under the first one's name."""
-    found = _GPUS.findall(_IN_BRACKETS.sub("", gres))
-    return sum(int(count) for _, count in found), next((kind for kind, _ in found if kind), "")
+def parse_gres(gres: str) -> dict[str, int]:
+    """`gpu:h100:8(S:0-1),gpu:3090:2,nic:2` -> {"h100": 8, "3090": 2}; "" is the type of GPUs without one.
+
+    A GRES is name[:type][:no_consume][:count][(...)]. The last number is the count, so a type may be a number, too.
+    """
+    found: dict[str, int] = {}
+    for entry in _IN_BRACKETS.sub("", gres).split(","):
+        name, *words = (word for word in entry.strip().split(":") if word != "no_consume")
+        if name != "gpu":
+            continue
+        count = int(words.pop()) if words and words[-1].isdigit() else 1
+        kind = ":".join(words)
+        found[kind] = found.get(kind, 0) + count
+    return found
+
+
+def _node(gpus: dict[str, int], **values: Any) -> Node:
+    """A node with its whole GPUs told apart by type."""
+    whole = [GpuCount(count, kind) for kind, count in gpus.items() if not _SLICE.search(kind)]
+    first = whole[0] if whole else GpuCount(0, "")
+    sliced = len(whole) < len(gpus)
+    return Node(gpus=first.gpus, gpu_type=first.gpu, other_gpus=tuple(whole[1:]), sliced=sliced, **values)
+
+
+def _total(gpus: dict[str, int]) -> int:
+    return sum(gpus.values())
 
 
 def _tres_gpus(tres: str) -> int:
+    """GPUs in use by `AllocTRES`: the total, else the sum over the types, as sites track the one or the other."""
     found = re.search(r"(?:^|,)gres/gpu=([0-9]+)", tres)
-    return int(found[1]) if found else 0
+    return int(found[1]) if found else sum(map(int, re.findall(r"(?:^|,)gres/gpu:[^=,]+=([0-9]+)", tres)))
 
 
 def _number(text: str | None) -> int:
