@@ -229,6 +229,7 @@ def test_exports_read_back(topology):
     assert parse_document(to_document([topology])) == topology
     assert diff(topology, parse_document(to_document([topology]))) == []
     blocks = parse_topology(slurm_block(topology))
+    assert diff(blocks, parse_topology(slurm_block(blocks))) == []
     assert {frozenset(n) for n in blocks.tiers[0].switches.values()} == members(topology)[0]
     drawn = [e for e in xml.fromstring(export(topology, "svg")).iter() if e.tag.endswith("rect")]
     assert len(drawn) == len(topology.nodes) + sum(len(tier.switches) for tier in topology.tiers)
@@ -251,3 +252,30 @@ def test_several_clusters_in_one_file():
         parse_document(text)
     with pytest.raises(OrchError, match="two"):
         parse_document(text, "tow")
+
+
+@pytest.mark.parametrize("sizes", ["4", "3", "4,8", "4,16", "4,8,16", "2,16", ""])
+def test_block_sizes_read_back_as_they_were(sizes):
+    """Ragged blocks with one size, several, and sizes that leave one out; a text without sizes reads back, too."""
+    nodes = ("n[1-4]", "n[5-8]", "n[9-13]", "n[14-18]", "n[19-22]")
+    lines = [f"BlockName=b{index} Nodes={names}" for index, names in enumerate(nodes)]
+    topology = parse("\n".join([*lines, f"BlockSizes={sizes}" if sizes else ""]))
+    for format in ("block", "yaml", "orch"):
+        again = parse(export(topology, format))
+        assert (again.kind, again.tiers, again.block_size) == (topology.kind, topology.tiers, topology.block_size)
+        assert diff(topology, again) == []
+    if sizes:
+        assert slurm_block(topology).splitlines()[-1] == f"BlockSizes={sizes}"
+
+
+def test_other_block_sizes_are_a_difference_and_blocks_stay_blocks_beside_domains():
+    text = "BlockName=a Nodes=n[1-4]\nBlockName=b Nodes=n[5-8]\nBlockSizes="
+    one = parse(text + "4")
+    assert diff(one, parse(text + "2")) == ["block sizes: 4 before, 2 now"]
+    domains = {"d0": ("n1", "n2"), "d1": ("n3", "n4")}
+    assert slurm_block(structs.replace(one, domains=domains)) == slurm_block(one)
+
+
+def test_blocks_of_our_own_file_without_sizes_get_some():
+    tiers = (Tier("rack", {"a": ("n1", "n2"), "b": ("n3",)}), Tier("row", {"r": ("n1", "n2", "n3")}))
+    assert slurm_block(Topology("block", tiers)).splitlines()[-1] == "BlockSizes=1,2"
