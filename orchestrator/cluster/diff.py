@@ -18,6 +18,8 @@ def diff(old: Topology, new: Topology) -> list[str]:
     both = set(before) & set(after)
     if len(old.tiers) != len(new.tiers):
         lines.append(f"tiers: {len(old.tiers)} before, {len(new.tiers)} now")
+    if old.block_sizes != new.block_sizes:
+        lines.append(f"block sizes: {_sizes(old)} before, {_sizes(new)} now")
     for a, b in zip(old.tiers, new.tiers, strict=False):
         lines += _moved(a.switches, b.switches, both, a.name)
         for what, x, y in (
@@ -44,6 +46,10 @@ def _shown(value: int | str | tuple[GpuCount, ...]) -> str:
     if isinstance(value, tuple):
         return ", ".join(f"{one.gpus} {one.gpu}" for one in value) or "none"
     return str(value)
+
+
+def _sizes(topology: Topology) -> str:
+    return ",".join(map(str, topology.block_sizes)) or "none"
 
 
 def _list(what: str, nodes: set[str]) -> list[str]:

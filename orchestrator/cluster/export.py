@@ -46,7 +46,7 @@ def slurm_conf(topology: Topology) -> str:
 
 
 def slurm_yaml(topology: Topology) -> str:
-    """`topology.yaml` (Slurm 25.05 and later) with one tree."""
+    """`topology.yaml` (Slurm 25.05 and later) with one tree, or the blocks of a block topology."""
     import yaml
 
     rows = [
@@ -54,23 +54,31 @@ def slurm_yaml(topology: Topology) -> str:
         for name, children, nodes in switches(topology)
     ]
     entry = {"topology": topology.name or "default", "cluster_default": True}
-    entry |= {"tree": {"switches": rows}} if rows else {"flat": True}
+    if topology.kind == "block":
+        blocks = [{"block": name, "nodes": slurm_list(nodes)} for name, nodes in topology.tiers[0].switches.items()]
+        entry["block"] = {"block_sizes": list(topology.block_sizes), "blocks": blocks}
+    else:
+        entry |= {"tree": {"switches": rows}} if rows else {"flat": True}
     return yaml.safe_dump([entry], sort_keys=False, width=110)
 
 
 def slurm_block(topology: Topology) -> str:
-    """`topology.conf` of the block plugin: NVLink domains where there are any, else the innermost switches.
+    """`topology.conf` of the block plugin. Reading it back gives the same tiers of a block topology.
 
-    Slurm's base block is the smallest: every block must hold as many nodes, and more of them count as no block.
+    Others are made into blocks: NVLink domains where there are any, else the innermost switches. Slurm's base block is
+    the smallest: every block must hold as many nodes, and more of them count as no block.
     """
-    blocks = topology.domains or (topology.tiers[0].switches if topology.tiers else {})
+    tiers = topology.tiers
+    blocks = tiers[0].switches if topology.kind == "block" else topology.domains or (tiers[0].switches if tiers else {})
     if not blocks:
         raise bad("topology", "it has neither NVLink domains nor switches: there are no blocks")
     lines = [f"BlockName={name} Nodes={slurm_list(nodes)}" for name, nodes in blocks.items()]
-    base = topology.block_size or min(len(nodes) for nodes in blocks.values())
-    sizes = [base]
-    while sizes[-1] * 2 <= base * len(blocks):
-        sizes.append(sizes[-1] * 2)
+    sizes = list(topology.block_sizes)
+    if not sizes:
+        base = min(len(nodes) for nodes in blocks.values())
+        sizes = [base]
+        while sizes[-1] * 2 <= base * len(blocks):
+            sizes.append(sizes[-1] * 2)
     return "\n".join([*lines, f"BlockSizes={','.join(map(str, sizes))}"]) + "\n"
 
 

@@ -63,7 +63,7 @@ class Record(Frozen):
 
 def key_of(spec: ClusterSpec) -> str:
     described = structs.asdict(spec)
-    for name in ("measured", "topology_file", "topology_name"):
+    for name in ("measured", "topology_file", "topology_name", "topology_nodes"):
         described.pop(name, None)
     return hashlib.sha256(msgspec.json.encode(described, order="deterministic")).hexdigest()[:12]
 

@@ -18,6 +18,7 @@ from .hostlist import natural_key
 
 Kind = Literal["tree", "block", "flat"]
 SHARED, MIG = "shared GPUs", "MIG slices"  # reasons: what a node advertises are not whole GPUs
+BLOCK = "block"  # the innermost tier of a block topology; the further ones have their size behind it
 MAX_DEPTH = 64  # switches above one another; no network is that deep
 
 
@@ -64,6 +65,14 @@ class Topology(Struct, frozen=True):
     name: str = ""
     domains: dict[str, tuple[str, ...]] = {}  # NVLink domains of several nodes; a node in none is its own
     machines: dict[str, Machine] = {}
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Slurm's BlockSizes: of a base block, then of a block of each further tier. () where they are unknown."""
+        sizes = [tier.name.removeprefix(BLOCK) for tier in self.tiers[1:]]
+        if self.kind != "block" or not self.block_size or not all(size.isdecimal() for size in sizes):
+            return ()
+        return (self.block_size, *map(int, sizes))
 
     def order(self, nodes: Iterable[str]) -> list[str]:
         """Nodes so that those under one switch are neighbours, on every tier; natural order otherwise."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msgspec import Struct, structs
+from msgspec import UNSET, Struct, structs
 
-from orchestrator.config.schema import ClusterSpec
+from orchestrator.config.schema import LIVE, ClusterSpec
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .model import Machine, Topology
 
 MOST_GPUS = 64  # of one node; a larger number is no count of GPUs
-LIVE = ("slurm:", "kubernetes:")  # prefixes of `topology_file` that name the running cluster instead of a file
 
 
 class Sources(Struct, frozen=True):
@@ -56,8 +55,9 @@ def resolve(spec: ClusterSpec, sources: Sources = Sources()) -> Cluster:  # noqa
 def _with_topology(spec: ClusterSpec, base: Cluster, sources: Sources) -> Cluster:
     """The free nodes of `topology_file` that have what a node of `base` has, with the figures of `base`.
 
-    `slurm:[partition]` and `kubernetes:[label profile]` ask the running cluster, and take the `nodes` idle ones that
-    lie closest together, without those that earlier runs have found bad.
+    Of a file they are all taken, or the `topology_nodes` of them that lie closest together. `slurm:[partition]` and
+    `kubernetes:[label profile]` ask the running cluster, and take the `nodes` idle ones that lie closest together,
+    without those that earlier runs have found bad.
     """
     from .nodes import choose_nodes, with_nodes
 
@@ -82,12 +82,13 @@ def _with_topology(spec: ClusterSpec, base: Cluster, sources: Sources) -> Cluste
             f" are: {kinds}. Another entry of cluster= may describe them",
             Exit.CAPACITY,
         )
-    if live and spec.nodes > len(fitting):
-        kinds = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
-        few = f"{spec.nodes} nodes are wanted, {len(fitting)} are free"
-        raise OrchError(f"{file}: {few}; left out: {kinds or 'none'}", Exit.CAPACITY)
-    if live:
-        fitting = choose_nodes(fitting, topology, spec.nodes)
+    count = spec.nodes if live else spec.topology_nodes
+    if count is not UNSET:
+        if count > len(fitting):
+            kinds = ", ".join(f"{many} {kind}" for kind, many in left_out.items())
+            few = f"{count} nodes are wanted, {len(fitting)} " + ("are free" if live else "are there that fit")
+            raise OrchError(f"{file}: {few}; left out: {kinds or 'none'}", Exit.CAPACITY)
+        fitting = choose_nodes(fitting, topology, count)
     return structs.replace(with_nodes(base, fitting, topology, name=spec.name), left_out=left_out)
 
 

@@ -156,6 +156,8 @@ def _typed(tree: Any, origin: Origin) -> Config:
         raise origin.error(key, reason) from None
     check_leaves(plain, origin)
     plain["choices"] = origin.choices
+    if plain["cluster"]["topology_nodes"] is None:
+        del plain["cluster"]["topology_nodes"]  # unset, so that it is written down only where it says something
     try:
         config = msgspec.convert(plain, Config)
     except msgspec.ValidationError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import force_setattr
 
 from orchestrator.plan.document import (
@@ -125,6 +125,10 @@ class HostSpec(Frozen):
     source: Source
 
 
+#: Prefixes of `cluster.topology_file` that name the running cluster instead of a file.
+LIVE = ("slurm:", "kubernetes:")
+
+
 class ClusterSpec(Frozen):
     """A regular description; the planner unfolds it to explicit nodes, domains and switches."""
 
@@ -138,6 +142,7 @@ class ClusterSpec(Frozen):
     levels: list[LevelSpec]  # innermost first
     topology_file: Path | None = None  # the real nodes and switches, any form `orch topology` reads; figures stay
     topology_name: Name | None = None  # which of a file that holds several
+    topology_nodes: Degree | UnsetType = UNSET  # so many of the file's; unset: cluster.nodes where typed, else all
     host: HostSpec | None = None  # None: predictions of train.offload assume one, and say so
     measured: bool = True  # plan with what `orch bench` has found on this cluster, where it was run
 

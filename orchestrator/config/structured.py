@@ -77,6 +77,8 @@ def _default(field: FieldInfo) -> Any:
         return dataclasses.field(default_factory=field.default_factory)
     if isinstance(field.default, msgspec.Struct):
         return dataclasses.field(default_factory=config_dataclass(type(field.default)))
+    if field.default is msgspec.UNSET:
+        return None
     if field.default is not msgspec.NODEFAULT:
         return field.default
     return "???"  # OmegaConf's MISSING

@@ -12,7 +12,7 @@ from orchestrator.plan.batch import nearest_divisors
 from orchestrator.plan.document import AXES
 from orchestrator.plan.worker import PRINTED
 
-from .schema import Config, ModelSpec, ParallelSpec, TrainSpec
+from .schema import LIVE, ClusterSpec, Config, ModelSpec, ParallelSpec, TrainSpec
 
 if TYPE_CHECKING:
     from .config_errors import Origin
@@ -40,11 +40,28 @@ def validate(config: Config, origin: Origin) -> Config:
         raise origin.error("cluster.levels", "needs at least one level, innermost first")
     _check_parts(config.model, origin)
     _check_pattern(config.metrics.pattern, origin)
+    config = msgspec.structs.replace(config, cluster=_with_topology_nodes(config.cluster, origin))
     config = msgspec.structs.replace(config, parallel=with_defaults(config.parallel), train=_said(config))
     if config.run.name is not None:
         return config
     run = msgspec.structs.replace(config.run, name=default_name(config))
     return msgspec.structs.replace(config, run=run)
+
+
+def _with_topology_nodes(cluster: ClusterSpec, origin: Origin) -> ClusterSpec:
+    """The entry with the number of nodes to take of its topology file: `cluster.nodes`, where that was typed.
+
+    An entry's own number describes the entry's cluster, not the file's. Raises OrchError for a key without its file.
+    """
+    file = cluster.topology_file
+    for key in ("topology_name", "topology_nodes"):
+        if getattr(cluster, key) not in (None, msgspec.UNSET) and (file is None or file.startswith(LIVE)):
+            hint = "; cluster.nodes says how many" if key == "topology_nodes" else ""
+            raise origin.error(f"cluster.{key}", f"is of a file that cluster.topology_file names{hint}")
+    typed = any(override.key == "cluster.nodes" and not override.group for override in origin.given)
+    if not typed or file is None or file.startswith(LIVE) or cluster.topology_nodes is not msgspec.UNSET:
+        return cluster
+    return msgspec.structs.replace(cluster, topology_nodes=cluster.nodes)
 
 
 def _check_parts(model: ModelSpec, origin: Origin) -> None:

@@ -284,6 +284,7 @@ def test_exports_read_back(topology):
     assert parse_document(to_document([topology])) == topology
     assert diff(topology, parse_document(to_document([topology]))) == []
     blocks = parse_topology(slurm_block(topology))
+    assert diff(blocks, parse_topology(slurm_block(blocks))) == []
     assert {frozenset(n) for n in blocks.tiers[0].switches.values()} == members(topology)[0]
     drawn = [e for e in xml.fromstring(export(topology, "svg")).iter() if e.tag.endswith("rect")]
     assert len(drawn) == len(topology.nodes) + sum(len(tier.switches) for tier in topology.tiers)
@@ -306,3 +307,93 @@ def test_several_clusters_in_one_file():
         parse_document(text)
     with pytest.raises(OrchError, match="two"):
         parse_document(text, "tow")
+
+
+@pytest.mark.parametrize("sizes", ["4", "3", "4,8", "4,16", "4,8,16", "2,16", ""])
+def test_block_sizes_read_back_as_they_were(sizes):
+    """Ragged blocks with one size, several, and sizes that leave one out; a text without sizes reads back, too."""
+    nodes = ("n[1-4]", "n[5-8]", "n[9-13]", "n[14-18]", "n[19-22]")
+    lines = [f"BlockName=b{index} Nodes={names}" for index, names in enumerate(nodes)]
+    topology = parse("\n".join([*lines, f"BlockSizes={sizes}" if sizes else ""]))
+    for format in ("block", "yaml", "orch"):
+        again = parse(export(topology, format))
+        assert (again.kind, again.tiers, again.block_size) == (topology.kind, topology.tiers, topology.block_size)
+        assert diff(topology, again) == []
+    if sizes:
+        assert slurm_block(topology).splitlines()[-1] == f"BlockSizes={sizes}"
+
+
+def test_other_block_sizes_are_a_difference_and_blocks_stay_blocks_beside_domains():
+    text = "BlockName=a Nodes=n[1-4]\nBlockName=b Nodes=n[5-8]\nBlockSizes="
+    one = parse(text + "4")
+    assert diff(one, parse(text + "2")) == ["block sizes: 4 before, 2 now"]
+    domains = {"d0": ("n1", "n2"), "d1": ("n3", "n4")}
+    assert slurm_block(structs.replace(one, domains=domains)) == slurm_block(one)
+
+
+def test_blocks_of_our_own_file_without_sizes_get_some():
+    tiers = (Tier("rack", {"a": ("n1", "n2"), "b": ("n3",)}), Tier("row", {"r": ("n1", "n2", "n3")}))
+    assert slurm_block(Topology("block", tiers)).splitlines()[-1] == "BlockSizes=1,2"
+
+
+# ---------------------------------------------------------------------- adapters that nobody named after their host
+
+
+def fabric(*adapters: tuple[str, str, str], cable: bool = False) -> str:
+    """ibnetdiscover's text of adapters, each (description, GUID of its system or "", the leaves its ports are on)."""
+    ports: dict[str, list[str]] = {"a": [], "b": []}
+    blocks = []
+    for number, (description, system, leaves) in enumerate(adapters):
+        lines = [f"sysimgguid=0x{system}"] if system else []
+        lines.append(f'Ca\t2 "H-{number:016x}"\t\t# "{description}"')
+        for port, leaf in enumerate(leaves, 1):
+            lines.append(f'[{port}](1)\t"S-{leaf}"[{number + 1}]\t\t# lid 1 lmc 0 "{leaf}" lid 2 4xSDR')
+            ports[leaf].append(f'[{number + 1}]\t"H-{number:016x}"[{port}](1)\t\t# "{description}" lid 1 4xSDR')
+        blocks.append("\n".join(lines))
+    if cable:
+        ports["a"].append('[30]\t"S-b"[30]\t\t# "leaf-b" lid 1 4xSDR')
+        ports["b"].append('[30]\t"S-a"[30]\t\t# "leaf-a" lid 1 4xSDR')
+    switches = [f'Switch\t32 "S-{leaf}"\t\t# "leaf-{leaf}"\n' + "\n".join(its) for leaf, its in ports.items() if its]
+    return "\n\n".join([*switches, *blocks]) + "\n"
+
+
+def fabric_nodes(*adapters: tuple[str, str, str]) -> list[str]:
+    return parse_ibnetdiscover(fabric(*adapters)).nodes
+
+
+MODEL = "MT23108 InfiniHost Mellanox Technologies"
+
+
+@pytest.mark.parametrize("name", [MODEL, "localhost mlx4_0", "", "node1", "MT4129 ConnectX7   Mellanox Technologies"])
+def test_adapters_of_one_description_are_nodes_by_their_systems(name):
+    adapters = ((name, "a1", "a"), (name, "a2", "a"), (name, "", "b"), (name, "a4", "ab"))
+    found = parse_ibnetdiscover(fabric(*adapters, cable=True))
+    guids = [f"{number:016x}" for number in (0xA1, 0xA2, 2, 0xA4)]
+    assert sorted(found.nodes) == sorted(guids), "the third, without a system, by its own"
+    assert sorted(map(len, found.tiers[0].switches.values())) == [1, 3], "two switches, the last node under one of them"
+    assert [len(tier.switches) for tier in found.tiers] == [2, 1]
+
+
+def test_named_hosts_stay_beside_nameless_ones():
+    adapters = (("node1 mthca0", "a1", "a"), ("node2 mthca0", "a2", "a"), (MODEL, "a3", "b"), (MODEL, "a4", "ab"))
+    assert sorted(fabric_nodes(*adapters)) == [f"{0xA3:016x}", f"{0xA4:016x}", "node1", "node2"]
+
+
+def test_a_host_with_several_adapters_stays_one_node():
+    assert fabric_nodes(("node7 mlx5_0", "a1", "a"), ("node7 mlx5_1", "a2", "b")) == ["node7"]
+    assert fabric_nodes(("nvidia-7 HCA-1", "a1", "a"), ("nvidia-7 HCA-2", "a2", "b")) == ["nvidia-7"]
+    assert fabric_nodes(("node7 HCA-1", "a1", "a"), ("node7 HCA-2", "a2", "b")) == ["node7"]
+    assert fabric_nodes(("node7", "a1", "a"), ("node7", "a1", "a")) == ["node7"], "two ports of one system"
+    assert fabric_nodes((MODEL, "a1", "a"), (MODEL, "a1", "b")) == [f"{0xA1:016x}"]
+
+
+def test_hosts_of_one_name_with_several_adapters_each_are_refused():
+    text = fabric(*((f"localhost mlx5_{device}", f"a{host}{device}", "a") for host in range(3) for device in range(2)))
+    with pytest.raises(OrchError, match=r"3 adapters are described as 'localhost mlx5_0'.*set the hosts' node descr"):
+        parse_ibnetdiscover(text)
+
+
+def test_a_node_with_links_to_two_groups_does_not_join_them():
+    adapters = [(f"n{number} mlx5_0", f"a{number}", "ab"[number // 4]) for number in range(8)]
+    found = parse_ibnetdiscover(fabric(*adapters, ("store mlx5_0", "b0", "a"), ("store mlx5_1", "b1", "b")))
+    assert sorted(map(len, found.tiers[0].switches.values())) == [4, 5]

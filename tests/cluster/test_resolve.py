@@ -20,12 +20,15 @@ from orchestrator.cluster.document import parse_document, to_document
 from orchestrator.cluster.model import Machine, Tier, Topology
 from orchestrator.cluster.read import read
 from orchestrator.cluster.resolve import Sources, resolve
+from orchestrator.config.compose import load
+from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster
 from orchestrator.planner.build import build_plan
 from orchestrator.run.bad_nodes import BadNode, NodeMemory
 from orchestrator.submit import cluster as edge
+from tests.beds.bundles import refusal
 from tests.planner import configs, shapes
 
 from . import samples
@@ -126,6 +129,61 @@ def test_several_models_survive_our_own_file(tmp_path):
     machines = topology.machines | {"g3": structs.replace(topology.machines["g3"], other_gpus=())}
     changes = diff(topology, structs.replace(topology, machines=machines))
     assert changes == ["other_gpus: 8 2080ti before, none now: g3"]
+
+
+BLOCKS = """\
+BlockName=a Nodes=r[1-16]
+BlockName=b Nodes=r[17-29]
+BlockName=c Nodes=r[30-47]
+BlockSizes=13
+"""
+
+
+def of_file(tmp_path, *words: str) -> Config:
+    file = tmp_path / "topology.conf"
+    file.write_text(BLOCKS)
+    job = ("cluster=gb200_nvl72x8", "model=llama3_70b", "parallel=tp8_pp2_zero1", "train.global_batch_samples=1024")
+    return load([*job, f"cluster.topology_file={file}", *words])
+
+
+@pytest.mark.parametrize("key", ["cluster.nodes", "cluster.topology_nodes"])
+@pytest.mark.parametrize(
+    ("count", "by_block"), [(47, (16, 13, 18)), (44, (16, 10, 18)), (34, (16, 0, 18)), (16, (16, 0, 0)), (8, (0, 8, 0))]
+)
+def test_so_many_nodes_of_a_file_are_taken_as_the_command_line_says(key, count, by_block, tmp_path):
+    cluster = resolve(of_file(tmp_path, f"{key}={count}").cluster)
+    index = {name: int(name[1:]) for name in cluster.node_names}
+    blocks = [range(1, 17), range(17, 30), range(30, 48)]
+    assert tuple(sum(at in block for at in index.values()) for block in blocks) == by_block
+
+
+def test_groups_of_the_taken_nodes_cross_no_block(tmp_path):
+    config = of_file(tmp_path, "cluster.nodes=44", "train.global_batch_samples=1023")
+    plan = build_plan(config, resolve(config.cluster))
+    blocks = [range(1, 17), range(17, 30), range(30, 48)]
+    assert len(plan.groups["tp"]) == 22
+    for group in plan.groups["tp"]:
+        numbers = {int(plan.ranks[rank].node[1:]) for rank in group}
+        assert len(numbers) == 2 and any(numbers <= set(block) for block in blocks)
+
+
+def test_the_entrys_own_number_takes_every_node_of_a_file(tmp_path):
+    assert len(resolve(of_file(tmp_path).cluster).node_names) == 47
+
+
+@pytest.mark.parametrize(
+    ("words", "exit", "says"),
+    [
+        (["cluster.nodes=48"], Exit.CAPACITY, "48 nodes are wanted, 47 are there that fit"),
+        (["cluster.topology_nodes=0"], Exit.USAGE, "cluster.topology_nodes=0"),
+        (["cluster.topology_file=slurm:", "cluster.topology_nodes=4"], Exit.USAGE, "cluster.nodes says how many"),
+        (["cluster.topology_file=null", "cluster.topology_nodes=4"], Exit.USAGE, "is of a file that"),
+        (["cluster.topology_file=null", "cluster.topology_name=x"], Exit.USAGE, "is of a file that"),
+    ],
+)
+def test_what_a_file_cannot_give_is_refused(words, exit, says, tmp_path):
+    with refusal(says, exit):
+        resolve(of_file(tmp_path, *words).cluster)
 
 
 def test_bad_nodes_are_left_out_of_a_running_cluster():

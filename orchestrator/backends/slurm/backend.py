@@ -85,13 +85,13 @@ def read_cluster(partition: str | None = None, slurm: Slurm | None = None) -> To
     known = sorted({name for node in nodes for name in node.partitions})
     if partition is not None and partition not in known:
         raise OrchError(f"cluster: no partition {partition!r}; {did_you_mean(partition, known)}", Exit.CONFIG)
-    known = machines(select(nodes, partition), idle=True)
+    chosen = machines(select(nodes, partition), idle=True)
     network = parse_topology(slurm.topology())
     tiers = []
     for tier in network.tiers:
-        groups = {name: tuple(node for node in group if node in known) for name, group in tier.switches.items()}
+        groups = {name: tuple(node for node in group if node in chosen) for name, group in tier.switches.items()}
         tiers.append(msgspec.structs.replace(tier, switches={name: group for name, group in groups.items() if group}))
-    return msgspec.structs.replace(network, name="slurm", machines=known, tiers=tuple(tiers))
+    return msgspec.structs.replace(network, name="slurm", machines=chosen, tiers=tuple(tiers))
 
 
 class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering, TopologySource, NodeExec):

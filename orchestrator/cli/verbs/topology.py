@@ -85,8 +85,9 @@ def summary(topology: Topology) -> str:
         rate = f", {tier.gbit_per_s:g} Gb/s" if tier.gbit_per_s else ""
         over = f", {tier.oversubscription:g}:1" if tier.oversubscription else ""
         parts.append(f"{tier.name}: {len(tier.switches)} of {span} nodes{rate}{over}")
-    counts = [one for machine in topology.machines.values() for one in (machine, *machine.other_gpus)]
-    gpus = {one.gpus for one in counts if one.gpus}
+    machines = topology.machines.values()
+    gpus = {machine.gpus for machine in machines} | {one.gpus for machine in machines for one in machine.other_gpus}
+    gpus.discard(0)
     if gpus:
         parts.append(f"{'/'.join(map(str, sorted(gpus)))} GPUs a node")
     return "; ".join(parts)

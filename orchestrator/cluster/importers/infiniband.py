@@ -1,9 +1,9 @@
 """`ibnetdiscover` text -> topology. Pure.
 
-The text lists every switch and channel adapter with its links. A tier is what hangs together without going higher: two
-nodes share a leaf group when their adapters meet on switches of height 0 (on a rail-optimised fabric that is one leaf a
-rail, so eight switches make one group), a pod when they meet through switches of height at most 1, and so on. Height is
-the distance to the nearest adapter. So any fat tree, its missing links included, becomes tiers that nest.
+The text lists every switch and channel adapter with its links. Height is a switch's distance to the nearest adapter.
+Switches of height 0 that serve mostly the same nodes are one leaf group (on a rail-optimised fabric there is one leaf a
+rail, so eight switches make one group). Leaf groups that hang together through switches of height at most 1 are a pod,
+and so on. So any fat tree, its missing links included, becomes tiers that nest.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Iterable
+from itertools import combinations
 
 from orchestrator.cluster.hostlist import natural_key
 from orchestrator.cluster.model import FLAT, MAX_DEPTH, Machine, Tier, Topology, bad, tier_name
@@ -21,14 +22,21 @@ _LINK = re.compile(r'\[[0-9]+\](?:\([0-9a-f]+\))?\s+"([SHR]-[0-9a-f]+)"\[[0-9]+\
 _SPEED = re.compile(r"\b(1|2|4|8|12)x(SDR|DDR|QDR|FDR10|FDR|EDR|HDR|NDR|XDR)\b")
 #: Gb/s of one lane (InfiniBand Architecture Specification; data rate).
 _LANE = {"SDR": 2, "DDR": 4, "QDR": 8, "FDR10": 10, "FDR": 13.64, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
+_SYSTEM = re.compile(r"sysimgguid=0x([0-9a-f]+)")
+#: What a driver calls an adapter, behind the host's name: mlx5_0, mthca0, hfi1_0, HCA-1, ibp23s0.
+_DEVICE = re.compile(r"(?:mlx|mthca|hfi|qib|ipath|ehca|bnxt|ib|roce|rdma|hca)[\w-]*\d\Z", re.I)
+#: Words of a description that an adapter has from its maker.
+_MAKER = re.compile(r"^MT\d+|mellanox|technologies|infinihost|connectx|nvidia|qlogic|voltaire", re.I)
 _NO_HOST = re.compile(r"aggregation node|sharp", re.I)  # an adapter inside a switch
 
 
 def parse_ibnetdiscover(text: str) -> Topology:
     """The tiers of a fabric, with rates and oversubscription where the links tell. OrchError (65) names the line.
 
-    A node is the first word of its adapters' descriptions (`node7 mlx5_0`).
+    A node is the first word of its adapters' descriptions (`node7 mlx5_0`). Systems whose adapters name no host, or the
+    same host as those of other systems, stand for a node each, which is called by the system's GUID.
     """
+    system, systems = "", {}  # adapter -> GUID of its system
     label: dict[str, str] = {}  # switch or adapter -> description
     links: dict[str, list[tuple[str, float]]] = {}
     at = ""
@@ -38,6 +46,9 @@ def parse_ibnetdiscover(text: str) -> Topology:
             if at in links:
                 raise bad(WHERE, f"line {number}: {at} stands there twice")
             label[at], links[at] = found[3], []
+            systems[at] = system.zfill(16) if system.strip("0") else at[2:]
+        elif found := _SYSTEM.match(line):
+            system = found[1]
         elif line.startswith("["):
             found = _LINK.match(line.rstrip())
             if not found or not at:
@@ -47,16 +58,49 @@ def parse_ibnetdiscover(text: str) -> Topology:
             speed = _SPEED.search(found[2] or "")
             links[at].append((found[1], int(speed[1]) * _LANE[speed[2]] if speed else 0.0))
         elif not line.strip():
-            at = ""
+            at = system = ""
     for name, ends in links.items():
         for other, _ in ends:
             if other not in links:
                 raise bad(WHERE, f"{name} has a link to {other}, which is not in the text")
-    return _tiers(label, links)
+    adapters = {name: text for name, text in label.items() if name[0] == "H" and not _NO_HOST.search(text)}
+    return _tiers(label, links, _hosts(adapters, systems))
 
 
-def _tiers(label: dict[str, str], links: dict[str, list[tuple[str, float]]]) -> Topology:
-    hosts = {name: _host(text) for name, text in label.items() if name[0] == "H" and not _NO_HOST.search(text)}
+def _hosts(adapters: dict[str, str], systems: dict[str, str]) -> dict[str, str]:
+    """Adapter -> its node. Raises OrchError (65) where several hosts have one name and several adapters each."""
+    named: dict[str, list[str]] = {}
+    for name, text in adapters.items():
+        of_maker = _MAKER.search(text) and not _device(text)
+        named.setdefault("" if of_maker else _first_word(text), []).append(name)
+    result = {}
+    for host, group in named.items():
+        of_device: dict[str, set[str]] = {}
+        for name in group:
+            of_device.setdefault(_device(adapters[name]), set()).add(systems[name])
+        all_systems = set().union(*of_device.values())
+        apart = all(len(found) == 1 for found in of_device.values()) and "" not in of_device
+        if host and (len(all_systems) == 1 or apart):
+            result.update(dict.fromkeys(group, host))
+        elif host and "" not in of_device and len(of_device) > 1:
+            device, found = max(of_device.items(), key=lambda item: len(item[1]))
+            raise bad(
+                WHERE,
+                f"{len(found)} adapters are described as '{host} {device}', and their hosts have further adapters:"
+                " nobody can say which belong together; set the hosts' node descriptions (rdma-ndd does)",
+            )
+        else:
+            result.update({name: systems[name] for name in group})
+    return result
+
+
+def _device(description: str) -> str:
+    """The adapter's word of `node7 mlx5_0`; "" where there is none."""
+    words = description.replace("'", " ").split()
+    return words[1] if len(words) > 1 and _DEVICE.match(words[1]) else ""
+
+
+def _tiers(label: dict[str, str], links: dict[str, list[tuple[str, float]]], hosts: dict[str, str]) -> Topology:
     height = _heights(links, hosts)
     if not height:
         return FLAT
@@ -64,29 +108,63 @@ def _tiers(label: dict[str, str], links: dict[str, list[tuple[str, float]]]) -> 
     if top > MAX_DEPTH:
         raise bad(WHERE, f"a chain of {top} switches is no fabric")
     adapters = Counter(host for name, host in hosts.items() if any(end in height for end, _ in links[name]))
+    leaves = [switch for switch, at in height.items() if at == 0]
     parent: dict[str, str] = {}
-    tiers: list[Tier] = []
-    for level in range(top + 1):
-        for name in [*hosts, *(s for s, h in height.items() if h <= level)]:
-            me = hosts.get(name, name)
+    _join_leaves(parent, links, leaves, hosts)
+    groups = _groups(parent, adapters)
+    found = [(_named(groups, parent, label, leaves), *_figures(links, height, hosts, 0))]
+    depth = top + 1
+    for level in range(depth):
+        for name in (switch for switch, at in height.items() if at <= level):
             for other, _ in links[name]:
-                if other in hosts or height.get(other, level + 1) <= level:
-                    _join(parent, me, hosts.get(other, other))
-        groups: dict[str, list[str]] = {}
-        for host in sorted(adapters, key=natural_key):
-            groups.setdefault(_root(parent, host), []).append(host)
-        switches = _named(groups, parent, label, (s for s, h in height.items() if h == level))
-        rate, over = _figures(links, height, hosts, level)
-        tiers.append(Tier(tier_name(level, top + 1), switches, rate, over))
+                if height.get(other, level + 1) <= level:
+                    _join(parent, name, other)
+        before, groups = len(groups), _groups(parent, adapters)
+        if level > 0:
+            switches = _named(groups, parent, label, (s for s, h in height.items() if h == level))
+            found.append((switches, *_figures(links, height, hosts, level)))
+        elif len(groups) < before:  # leaves with cables between them
+            depth += 1
+            found.append((_named(groups, parent, label, leaves), 0.0, 0.0))
         if len(groups) == 1:
             break
+    tiers = tuple(Tier(tier_name(level, depth), *figures) for level, figures in enumerate(found))
     machines = {host: Machine(nics=count) for host, count in adapters.items()}
-    return Topology("tree", tuple(tiers), machines=machines)
+    return Topology("tree", tiers, machines=machines)
 
 
-def _host(description: str) -> str:
-    words = description.replace("'", " ").split()
-    return words[0] if words else "unnamed"
+def _join_leaves(
+    parent: dict[str, str], links: dict[str, list[tuple[str, float]]], leaves: list[str], hosts: dict[str, str]
+) -> None:
+    """Leaf groups: leaves that share more than half of the nodes of the one that has fewer, and each node in the group
+    that most of its links go to. A node with links to two groups does not make them one."""
+    ends: dict[str, Counter[str]] = {}  # node -> leaf -> links
+    for name, host in hosts.items():
+        ends.setdefault(host, Counter()).update(end for end, _ in links[name] if end[0] == "S")
+    served = Counter(leaf for its in ends.values() for leaf in its)
+    shared = Counter(pair for its in ends.values() for pair in combinations(sorted(its), 2))
+    for leaf in leaves:
+        _root(parent, leaf)
+    for (one, other), count in shared.items():
+        if 2 * count > min(served[one], served[other]):
+            _join(parent, one, other)
+    for host, its in ends.items():
+        groups: Counter[str] = Counter()
+        for leaf, count in its.items():
+            groups[_root(parent, leaf)] += count
+        if groups:
+            _join(parent, host, groups.most_common(1)[0][0])
+
+
+def _groups(parent: dict[str, str], nodes: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for node in sorted(nodes, key=natural_key):
+        groups.setdefault(_root(parent, node), []).append(node)
+    return groups
+
+
+def _first_word(description: str) -> str:
+    return next(iter(description.replace("'", " ").split()), "")
 
 
 def _heights(links: dict[str, list[tuple[str, float]]], hosts: dict[str, str]) -> dict[str, int]:
@@ -127,7 +205,7 @@ def _named(
         root = _root(parent, switch)
         first[root] = min(first.get(root, switch), switch, key=lambda s: (natural_key(label[s]), s))
     # a managed switch describes itself as "MF0;leaf-01:MQM9700/U1"
-    short = {root: _host(label[switch].split(";")[-1].split(":")[0]) for root, switch in first.items()}
+    short = {root: _first_word(label[switch].split(";")[-1].split(":")[0]) or switch for root, switch in first.items()}
     count = Counter(short.values())
     result = {}
     for root, nodes in groups.items():

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orchestrator.cluster.hostlist import MAX_NAMES, expand, natural_key
-from orchestrator.cluster.model import FLAT, Tier, Topology, bad, tier_name, tree
+from orchestrator.cluster.model import BLOCK, FLAT, Tier, Topology, bad, tier_name, tree
 from orchestrator.config import bounded_yaml
 from orchestrator.errors import OrchError
 
@@ -117,8 +117,8 @@ def _blocks(blocks: Mapping[str, list[str]], sizes: list[int]) -> Topology:
             if node in owner:
                 raise _bad(f"node {node} is in two blocks, {owner[node]} and {name}")
             owner[node] = name
-    base = sizes[0] if sizes else max((len(nodes) for nodes in blocks.values()), default=0)
-    tiers = [Tier("block", {name: tuple(nodes) for name, nodes in blocks.items()})]
+    base = sizes[0] if sizes else min((len(nodes) for nodes in blocks.values()), default=0)
+    tiers = [Tier(BLOCK, {name: tuple(nodes) for name, nodes in blocks.items()})]
     names = list(blocks)
     if sizes and not base:
         raise _bad(f"BlockSizes {sizes}: a block of no nodes")
@@ -127,7 +127,7 @@ def _blocks(blocks: Mapping[str, list[str]], sizes: list[int]) -> Topology:
         if step < 2 or step & (step - 1) or size % base:
             raise _bad(f"BlockSizes {sizes}: {size} is not {base} times a power of two")
         groups = [names[i : i + step] for i in range(0, len(names), step)]
-        tiers.append(Tier(f"block{size}", {g[0]: tuple(n for name in g for n in blocks[name]) for g in groups}))
+        tiers.append(Tier(f"{BLOCK}{size}", {g[0]: tuple(n for name in g for n in blocks[name]) for g in groups}))
     return Topology("block", tuple(tiers), base) if blocks else FLAT
 
 

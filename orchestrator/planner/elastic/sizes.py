@@ -18,8 +18,7 @@ import msgspec
 from msgspec import structs
 
 from orchestrator.cache import cached, code, content
-from orchestrator.cluster.resolve import LIVE
-from orchestrator.config.schema import ClusterSpec, Config
+from orchestrator.config.schema import LIVE, ClusterSpec, Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, from_json
 from orchestrator.plan.batch import taken
