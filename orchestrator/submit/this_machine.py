@@ -26,7 +26,7 @@ def load_job(words: Sequence[str], options: SubmitOptions, config_dir: str | Pat
         return config
     from orchestrator.backends.local.gpus import visible_gpus
 
-    gpus = visible_gpus(options.environ | config.backend.env)
+    gpus = visible_gpus({**options.environ, **config.backend.env})
     if not gpus:
         return config
     shape = ["cluster.nodes=1", f"cluster.gpus_per_node={len(gpus)}"]

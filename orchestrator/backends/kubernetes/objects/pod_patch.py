@@ -120,6 +120,7 @@ def _exclusions(affinity: object) -> list[Any]:
         rules = _at(term, "matchExpressions")
         if set(term) != {"matchExpressions"} or not isinstance(rules, list) or not rules:
             _refuse(at, "must have matchExpressions and nothing else")
+        assert isinstance(rules, list)
         for rule in rules:
             if rule.get("operator") not in ("NotIn", "DoesNotExist"):
                 text = "operator must be NotIn or DoesNotExist; backend.options.node_selector names labels to have"
