@@ -139,12 +139,23 @@ def send_signal(process: Identity, signum: int) -> bool:
         os.close(fd)
 
 
-def descendants(root: int) -> list[int]:
-    """Pids below `root`, zombies left out, parents before children."""
-    children: dict[int, list[int]] = {}
+def _families() -> dict[int, list[int]]:
+    """Parent -> its children, zombies left out."""
+    families: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (found := _stat(int(name))) and found[1] not in "ZX":
-            children.setdefault(found[0], []).append(int(name))
+            families.setdefault(found[0], []).append(int(name))
+    return families
+
+
+def children_of(parent: int) -> list[Identity]:
+    """Its children, zombies left out."""
+    return [one for pid in _families().get(parent, []) if (one := identity(pid))]
+
+
+def descendants(root: int) -> list[int]:
+    """Pids below `root`, zombies left out, parents before children."""
+    children = _families()
     found_below, queue = [], [root]
     while queue:
         below = children.get(queue.pop(), [])
@@ -189,7 +200,7 @@ def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0)
     inherits what such a fork leaves. `reap` collects every dead child (a caller that waits itself sets it to False).
     """
     end = time.monotonic() + timeout_s
-    while left := [pid for pid in descendants(os.getpid()) if pid != spare]:
+    while left := [pid for pid in _below(end) if pid != spare]:
         if time.monotonic() > end:
             return left
         for pid in left:
@@ -201,6 +212,17 @@ def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0)
             reap_children()
         time.sleep(0.002)
     return []
+
+
+def _below(end: float) -> list[int]:
+    """This process's descendants. While it has no descriptor to look for them, it waits, at most to that time."""
+    while True:
+        try:
+            return descendants(os.getpid())
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.05)
 
 
 def reap_children() -> list[tuple[int, int]]:

@@ -7,10 +7,7 @@ import contextlib
 import errno
 import json
 import os
-import resource
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -36,7 +33,8 @@ from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state
 from tests.agent.conftest import options
 from tests.agent.test_elastic import cancel, running, start
-from tests.beds.bundles import make_bundle, submit, wait_for
+from tests.beds.bundles import make_bundle, refusal, submit, wait_for
+from tests.beds.failing_disk import failing, without_descriptors
 from tests.beds.plans import make_plan
 from tests.patience import PATIENCE_S
 
@@ -139,38 +137,6 @@ async def test_the_heart_beats_on_whatever_the_disk_says(w, monkeypatch, number)
         await asyncio.sleep(0.01)
 
 
-@contextlib.contextmanager
-def failing(*records: Path) -> Iterator[None]:
-    """In their places are folders, which can neither be read as files nor be replaced by files."""
-    held = [record.with_name(f"{record.name}.held") for record in records]
-    for record, away in zip(records, held, strict=True):
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(record, away)
-        while not record.is_dir():
-            with contextlib.suppress(FileExistsError):
-                record.mkdir()
-    try:
-        yield
-    finally:
-        for record, away in zip(records, held, strict=True):
-            record.rmdir()
-            with contextlib.suppress(FileNotFoundError, FileExistsError):  # it is written anew already
-                os.link(away, record)
-
-
-@contextlib.contextmanager
-def without_descriptors(pids: Iterable[int]) -> Iterator[None]:
-    """None of these processes can open anything: EMFILE."""
-    before = {pid: resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in pids}
-    for pid, (_, hard) in before.items():
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        yield
-    finally:
-        for pid, limits in before.items():
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-
-
 def log_of(folder: RunFolder, name: str) -> str:
     return (folder.logs / f"{name}.log").read_text()
 
@@ -261,4 +227,9 @@ def test_a_resize_waits_for_a_disk_that_takes_the_next_plan(runs):
             wait_for(lambda: "a record cannot be" in log_of(folder, "supervisor") or asked.done(), what="a refusal")
         assert asked.result(PATIENCE_S).endswith(folder.run_id)
     running(folder, "node0")
+    assert cancel(folder).state == "cancelled"
+    with failing(folder.plan), refusal("cannot be written down.*the request stays", 76):  # nothing of it lives
+        LocalBackend().resize(folder, read_request(folder), 2, os.environ)
+    LocalBackend().resume(folder, read_request(folder), os.environ)  # which takes the request up
+    running(folder, "node0", "node1")
     assert cancel(folder).state == "cancelled"

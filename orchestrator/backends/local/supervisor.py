@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from orchestrator import start
 from orchestrator.backends.base import write_record
@@ -28,22 +27,30 @@ from orchestrator.errors import OrchError
 from orchestrator.observe.report import write_final_state
 from orchestrator.plan import Exit, load_plan, meaning
 from orchestrator.run.attempt import begin_attempt
-from orchestrator.run.folder import RECORD_ERRORS, RECORD_S, RunFolder
-from orchestrator.run.intent import due
-from orchestrator.run.processes import become_subreaper, identity, kill_descendants, reap_children
+from orchestrator.run.folder import RECORD_ERRORS, RunFolder, insist
+from orchestrator.run.intent import Intent, due, unwritten_end
+from orchestrator.run.processes import (
+    become_subreaper,
+    children_of,
+    identity,
+    is_stopped,
+    kill_descendants,
+    kill_trees,
+    reap_children,
+)
 from orchestrator.run.request import AGENT, LaunchRequest, read_request
 from orchestrator.run.state import Cause, End, RunState, finish, read_state, write_state
 
-from .backend import LocalRecord, read_options
+from .backend import CANCEL, CANCEL_BY_FORCE, LocalRecord, read_options
 from .gpus import gpus_of_node
 from .namespaces import INTERFACE, Network, Wiring
 
 _LEAVE_S = 20.0  # for agents to exit after the run's final state
-_AGAIN_S = 1.0  # between attempts to read, write or start what failed
-_HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_AGAIN_S = 1.0  # between attempts to write or start what failed
+_STOPPED_S = 20.0  # for a stopped agent to be continued by who stopped it, after it counts as silent for its peers
+_HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, CANCEL, CANCEL_BY_FORCE)
 
 log = logging.getLogger("orch.supervisor")
-Result = TypeVar("Result")
 
 
 class Supervisor:
@@ -59,6 +66,10 @@ class Supervisor:
         self._unwritten = False  # the disk did not take the last record
         self._unread = False  # nor gave the last state
         self._back: dict[str, float] = {}  # lost node -> monotonic time at which it comes back
+        self._told: Intent | None = None  # a request to end that found no room on the disk
+        self._stopped: dict[str, float] = {}  # node -> seconds for which its agent was seen stopped by a signal
+        self._looked = time.monotonic()
+        self._given_up: dict[str, str] = {}  # node -> why its agent was killed
 
     def run(self) -> int:
         """The run's exit code, after every process of it has ended."""
@@ -84,14 +95,14 @@ class Supervisor:
 
     def begins_again(self) -> bool:
         """Whether people asked for another attempt, which is ready to begin then."""
-        asked = due(self._folder, self._began_with)
+        asked = self._asked_for()
         if asked is None or asked.want == "end":
             return False
         try:
-            if _insist(lambda: read_state(self._folder)).state == "done":
+            if insist(lambda: read_state(self._folder)).state == "done":
                 return False
             log.info("next attempt: %s", asked.text)
-            _insist(lambda: begin_attempt(self._folder, self._request, asked))
+            insist(lambda: begin_attempt(self._folder, self._request, asked))
         except RECORD_ERRORS as error:  # this attempt has ended well, and the request stays for a resume
             log.error("the next attempt cannot begin: %s", error)
             return False
@@ -174,8 +185,10 @@ class Supervisor:
 
     def _hear(self, signals: list[signal.Signals]) -> None:
         for what in signals:
+            if what in (CANCEL, CANCEL_BY_FORCE):
+                self._told = unwritten_end(force=what == CANCEL_BY_FORCE)
             self._end(what.name)
-        if due(self._folder, self._began_with):
+        if self._asked_for():
             self._end("as people asked")
         nodes = {agent.pid: node for node, agent in self._agents.items()}
         changed = False
@@ -187,11 +200,44 @@ class Supervisor:
                 self._may_come_back(nodes[pid], code)
         if changed or self._unwritten:
             self._remember()
+        self._kill_left_behind()
+        self._give_up_stopped()
         self._bring_back()
         if self._deadline is None and self._is_over():
             self._deadline = time.monotonic() + _LEAVE_S
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._kill()
+
+    def _asked_for(self) -> Intent | None:
+        """What people want, if this attempt has to end for it; also where the disk did not take their request."""
+        return due(self._folder, self._began_with) or self._told
+
+    def _kill_left_behind(self) -> None:
+        """What an agent leaves falls to this process. Its worker supervisor ends all of it, unless that was stopped: an
+        old worker must not live beside those of the next epoch."""
+        if not self._codes:
+            return
+        agents = {agent.pid for agent in self._agents.values()}
+        with contextlib.suppress(OSError):  # no descriptor to look for them: at the next look
+            if left := [one for one in children_of(os.getpid()) if one.pid not in agents]:
+                log.info("killing what an agent has left: %s", [one.pid for one in left])
+                kill_trees(left)
+
+    def _give_up_stopped(self) -> None:
+        """Kills agents that were stopped by a signal and not continued: nodes that their peers have lost, and the one
+        that coordinates may be among them. Where all that are left stand still, nobody waits for them any more."""
+        now, silence_s = time.monotonic(), self._request.policy.heartbeat_timeout_s
+        since_s = min(now - self._looked, _AGAIN_S)  # this process may have been stopped as well
+        self._looked = now
+        living = [node for node in self._agents if node not in self._codes]
+        stopped = [node for node in living if (one := identity(self._agents[node].pid)) and is_stopped(one)]
+        self._stopped = {node: self._stopped.get(node, 0.0) + since_s for node in stopped}
+        limit_s = silence_s if stopped == living else 2 * silence_s + _STOPPED_S
+        for node, stopped_s in self._stopped.items():
+            if stopped_s > limit_s and node not in self._given_up:
+                self._given_up[node] = f"agent of {node}: stopped by a signal for {stopped_s:.0f} s, and killed"
+                log.error("%s", self._given_up[node])
+                os.kill(self._agents[node].pid, signal.SIGKILL)
 
     def _is_over(self) -> bool:
         """Whether the coordinator has ended the run. A state that cannot be read now ends nothing."""
@@ -222,6 +268,7 @@ class Supervisor:
                     self._back[node] = time.monotonic() + _AGAIN_S
                     continue
                 del self._codes[node]
+                self._given_up.pop(node, None)
                 log.info("node %s is back", node)
                 self._remember()
             del self._back[node]
@@ -230,7 +277,7 @@ class Supervisor:
         """Pass a request to end on to every agent. They take the second signal for impatience, and kill; a second
         `orch cancel` is none, and a forced one asks nobody.
         """
-        asked = due(self._folder, self._began_with)
+        asked = self._asked_for()
         if asked and self._asked and not asked.force:
             return
         if not self._asked or not asked:
@@ -241,6 +288,7 @@ class Supervisor:
             return
         self._asked = True
         self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)  # a stopped one would not hear it
 
     def _kill(self) -> None:
         self._signal(signal.SIGKILL)  # worker supervisors kill the workers
@@ -273,7 +321,7 @@ class Supervisor:
 
     def _last_word(self) -> int:
         """The coordinator's, or ours when it was killed before it could speak."""
-        state, asked = _insist(lambda: read_state(self._folder)), due(self._folder, self._began_with)
+        state, asked = insist(lambda: read_state(self._folder)), self._asked_for()
         cancelled = asked is not None and asked.want == "end"
         code, final, cause = self._judge(state.epoch)
         if state.is_final and not (asked and cancelled and state.state == "stopped"):
@@ -287,7 +335,9 @@ class Supervisor:
 
     def _write_end(self, end: RunState) -> int:
         with contextlib.suppress(*RECORD_ERRORS):
-            _insist(lambda: write_final_state(self._folder, end))
+            self._folder.coordinator.unlink(missing_ok=True)  # nobody listens there, and a full disk needs its room
+        with contextlib.suppress(*RECORD_ERRORS):
+            insist(lambda: write_final_state(self._folder, end))
         return end.exit_code or 0
 
     def _judge(self, epoch: int) -> tuple[int, End, Cause]:
@@ -298,7 +348,7 @@ class Supervisor:
         if first is None:
             return int(Exit.INTERNAL), "failed", Cause(kind="internal", text="agents left without a word", epoch=epoch)
         code = self._codes[first]
-        text = f"agent of {first}: {meaning(code)}"
+        text = self._given_up.get(first, f"agent of {first}: {meaning(code)}")
         if code < 0:
             return int(Exit.CAPACITY), "failed", Cause(kind="node_lost", text=text, epoch=epoch, node=first, code=code)
         cause = Cause(kind="agent_exit", text=text, epoch=epoch, node=first, code=code, log=self._log(first))
@@ -306,21 +356,6 @@ class Supervisor:
 
     def _log(self, node: str) -> str:
         return str(self._folder.agent_log(node).relative_to(self._folder.path))
-
-
-def _insist(record: Callable[[], Result]) -> Result:
-    """What `record` returns, called until the disk lets it, in at most RECORD_S. Raises what it has raised last."""
-    end, told = time.monotonic() + RECORD_S, False
-    while True:
-        try:
-            return record()
-        except RECORD_ERRORS as error:
-            if time.monotonic() > end:
-                raise
-            if not told:
-                log.error("a record cannot be read or written: %s; trying for %.0f s", error, RECORD_S)
-            told = True
-        time.sleep(_AGAIN_S)
 
 
 def _become_agent(enter: Callable[[], None] | None) -> None:
