@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from datetime import UTC, datetime
 
 from msgspec import Struct, field, structs
 
@@ -29,8 +27,7 @@ from .fitting import pod_needs, quantity, why_not
 from .names import NODES, selector
 from .objects.node_affinity import HOST, ChosenNodes, check_levels, choose, split_units
 from .options import KubernetesOptions, places_itself
-
-_LEASE, _LEASE_S, _LEASE_WAIT_S = "orch-placement", 20, 60.0
+from .placement_lock import placement_lock
 
 
 class Reservation(Struct, frozen=True):
@@ -39,6 +36,7 @@ class Reservation(Struct, frozen=True):
     topology: Topology | None = None
     chosen: ChosenNodes | None = None
     warnings: tuple[str, ...] = ()
+    check: Callable[[], None] = lambda: None  # before and after the Job is sent: OrchError (76) if it came too late
 
 
 class NoNodes(OrchError):
@@ -77,7 +75,7 @@ def reserve_nodes(
     """The topology, and without a queue the nodes for the plan. The body creates the Job.
 
     All or nothing: nodes that a living run was given are not given again, and one submitter in a namespace at a time
-    chooses and creates (it holds a Lease), so no two runs ever wait for each other's nodes. `snapshot`: one that is
+    chooses and creates (placement_lock.py), so no two runs ever wait for each other's nodes. `snapshot`: one that is
     being read since before, while the plan was made. OrchError (76) when too few nodes are free.
     """
     check_levels(plan, options)
@@ -103,13 +101,13 @@ def reserve_nodes(
     if queue_places:
         yield Reservation(topology)
         return
-    with _placement_lock(cluster, run_id):
+    with placement_lock(cluster, run_id) as check:
         topology = _without_used(_fitting(topology, view, plan, options), _nodes_of_living_runs(cluster))
         labels = dict(options.levels) or tier_labels(workers, picked)
         hosts = {node.metadata.name: node.metadata.labels.get(HOST, node.metadata.name) for node in workers}
         chosen = choose(plan, topology, labels, hosts)
         known = topology if labels or picked.annotation else structs.replace(topology, tiers=())
-        yield Reservation(topology, chosen, _split_warning(plan, chosen, known))
+        yield Reservation(topology, chosen, _split_warning(plan, chosen, known), check)
 
 
 def _fitting(topology: Topology, view: ClusterSnapshot, plan: Plan, options: KubernetesOptions) -> Topology:
@@ -274,42 +272,3 @@ def _without_used(topology: Topology, taken: dict[str, str]) -> Topology:
         for name, machine in topology.machines.items()
     }
     return structs.replace(topology, machines=machines)
-
-
-# ------------------------------------------------------------------------------------------ placement lock
-
-
-@contextlib.contextmanager
-def _placement_lock(cluster: Cluster, run_id: str) -> Iterator[None]:
-    """Hold the namespace's placement Lease. A holder that died is overtaken after _LEASE_S seconds."""
-    end = time.monotonic() + _LEASE_WAIT_S
-    while not _try_lock(cluster, run_id):
-        if time.monotonic() > end:
-            raise OrchError(f"other submissions hold Lease {_LEASE}: try again", Exit.CAPACITY)
-        time.sleep(0.3)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OrchError):
-            cluster.delete("Lease", _LEASE)
-
-
-def _try_lock(cluster: Cluster, run_id: str) -> bool:
-    now = datetime.now(UTC)
-    body = {
-        "apiVersion": "coordination.k8s.io/v1",
-        "kind": "Lease",
-        "metadata": {"name": _LEASE, "namespace": cluster.namespace},
-        "spec": {
-            "holderIdentity": run_id,
-            "leaseDurationSeconds": _LEASE_S,
-            "acquireTime": now.isoformat(timespec="microseconds").replace("+00:00", "Z"),
-        },
-    }
-    if cluster.create(body) is not None:
-        return True
-    if lease := cluster.get("Lease", _LEASE):
-        since = datetime.fromisoformat(lease["spec"]["acquireTime"])
-        if (now - since).total_seconds() > _LEASE_S:
-            cluster.delete("Lease", _LEASE)
-    return False
