@@ -59,6 +59,13 @@ def test_a_refused_job_leaves_nothing(api):
     assert found["left"] == []
 
 
+def test_the_placement_lease_is_of_whoever_has_made_it(api):
+    found = ask(api, "lease")
+    assert "other submissions hold Lease" in found["said"]
+    assert "stood still" in found["late"]
+    assert (found["kept"], found["left"]) == ([False, True], None)
+
+
 def test_missing_rights_are_told_with_the_rule_to_add(api):
     found = ask(api, "look", user="user")
     assert found["exit"] == Exit.SECURITY

@@ -21,6 +21,9 @@ from .test_chart import CHART, FULL
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process]
 
 
+CLUSTER_WIDE = ("Topology", "ResourceFlavor", "ClusterQueue", "ClusterRole", "ClusterRoleBinding")
+
+
 @pytest.fixture(scope="module")
 def helm() -> str:
     built("helm")
@@ -128,6 +131,56 @@ def test_the_controllers_chart(helm):
                        and "-edit" not in body["metadata"]["name"]]  # fmt: skip
     assert [rule["resources"] for rule in cluster_wide["rules"]] == [["nodes"]]
     assert "--one-namespace" in of(one, "Deployment")["spec"]["template"]["spec"]["containers"][0]["command"]
+
+
+def test_accounts_of_somebody_else_are_named_and_bound(helm):
+    """Made elsewhere, with a cloud's role or pull secrets; without a name it is the namespace's default one."""
+    for names, bound in (({}, "default"), ({"launcher": "ours", "pods": "theirs"}, "ours")):
+        bodies = rendered(helm, FULL | {"serviceAccount": {"create": False, **names}})
+        assert not [body for body in bodies if body["kind"] == "ServiceAccount"]
+        assert {body["subjects"][0]["name"] for body in bodies if body["kind"].endswith("Binding")} == {bound}
+        spec = of(bodies, "Job", "-launch")["spec"]["template"]["spec"]
+        assert spec.get("serviceAccountName") == names.get("launcher")
+        conf = yaml.safe_load(of(bodies, "ConfigMap", "-values")["data"]["helm.yaml"])
+        assert read_options(conf["backend"]["options"]).service_account == names.get("pods")
+    role = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/x"}
+    made = [
+        b for b in rendered(helm, FULL | {"serviceAccount": {"annotations": role}}) if b["kind"] == "ServiceAccount"
+    ]
+    assert [body["metadata"]["annotations"] for body in made] == [role, role]
+
+
+def test_the_launcher_runs_under_the_image_s_interpreter(helm):
+    for options, python in (({}, "python3"), ({"python": "/opt/conda/bin/python"}, "/opt/conda/bin/python")):
+        job = of(rendered(helm, FULL | {"options": options}), "Job", "-launch")
+        assert job["spec"]["template"]["spec"]["containers"][0]["command"][0] == python
+
+
+def test_releases_of_one_name_share_no_object_of_the_cluster(helm):
+    """Nor do two of one namespace that name the same queue; a release's own objects refer to one another."""
+    queue = {**FULL["kueue"], "queue": "shared"}
+    found = [
+        {(body["kind"], body["metadata"]["name"]) for body in bodies if body["kind"] in CLUSTER_WIDE}
+        for bodies in (
+            rendered(helm, FULL, "r", "a"),
+            rendered(helm, FULL, "r", "b"),
+            rendered(helm, FULL | {"kueue": queue}, "one", "c"),
+            rendered(helm, FULL | {"kueue": queue}, "two", "c"),
+        )
+    ]
+    assert len(set().union(*found)) == sum(map(len, found)) == 4 * len(CLUSTER_WIDE)
+    bodies = rendered(helm, FULL, "r", "a")
+    name = of(bodies, "ClusterQueue")["metadata"]["name"]
+    assert of(bodies, "LocalQueue")["spec"]["clusterQueue"] == name
+    assert of(bodies, "ClusterQueue")["spec"]["resourceGroups"][0]["flavors"][0]["name"] == name
+    assert of(bodies, "ResourceFlavor")["spec"]["topologyName"] == of(bodies, "Topology")["metadata"]["name"]
+
+
+def test_each_release_scrapes_its_own_pods(helm):
+    for more, wanted in (((), "-values"), (("--api-versions", "orch.dev/v1alpha1/TrainRun"), None)):
+        bodies = rendered(helm, FULL, "my-run", "llm", CHART, *more)
+        run_id = of(bodies, "ConfigMap", wanted)["metadata"]["name"].removesuffix(wanted) if wanted else "my-run"
+        assert of(bodies, "PodMonitor")["spec"]["selector"] == {"matchLabels": {"orch.dev/run": run_id}}
 
 
 def test_labels_are_data(helm):

@@ -70,9 +70,9 @@ class Api:
         return self.found[kind] or []
 
     def create(self, body):
-        return body
+        return {**body, "metadata": {**body["metadata"], "uid": "u", "resourceVersion": "1"}}
 
-    def delete(self, *_):
+    def delete(self, *_, **__):
         return True
 
 

@@ -14,8 +14,19 @@ same, so that an upgrade replaces a run and a rollback brings it back, with its 
 {{- printf "%s-%s-%s" (.Release.Namespace | trunc 40 | trimSuffix "-") (include "orch.name" .) $whose -}}
 {{- end -}}
 
+{{- /* The accounts of the launcher and of the run's pods: the chart's own, or those that somebody else has made; "" for
+the namespace's default one. */ -}}
+{{- define "orch.launcherAccount" -}}
+{{- if .Values.serviceAccount.create -}}{{ include "orch.name" . }}-launcher{{- else -}}{{ .Values.serviceAccount.launcher }}{{- end -}}
+{{- end -}}
+
+{{- define "orch.podsAccount" -}}
+{{- if .Values.serviceAccount.create -}}{{ include "orch.name" . }}-pods{{- else -}}{{ .Values.serviceAccount.pods }}{{- end -}}
+{{- end -}}
+
 {{- define "orch.digest" -}}
 {{- $made := dict "c" .Values.cluster "p" .Values.parallel "m" .Values.model "o" .Values.overrides "i" .Values.image "x" .Values.options "k" .Values.claim "n" .Values.networkPolicy "q" .Values.kueue -}}
+{{- with .Values.serviceAccount.pods -}}{{- $_ := set $made "s" . -}}{{- end -}}
 {{- $made | toJson | sha256sum | trunc 8 -}}
 {{- end -}}
 
@@ -76,7 +87,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- define "orch.options" -}}
 {{- $own := dict "image" (include "orch.image" .) "pull_policy" .Values.image.pullPolicy "pull_secrets" .Values.image.pullSecrets "network_policy" .Values.networkPolicy.enabled "namespace" .Release.Namespace "owner" (dict "name" (printf "%s-values" (include "orch.run" .))) -}}
 {{- if include "orch.claim" . -}}{{- $_ := set $own "claim" (include "orch.claim" .) -}}{{- end -}}
-{{- if .Values.serviceAccount.create -}}{{- $_ := set $own "service_account" (printf "%s-pods" (include "orch.name" .)) -}}{{- end -}}
+{{- with include "orch.podsAccount" . -}}{{- $_ := set $own "service_account" . -}}{{- end -}}
 {{- if .Values.kueue.create -}}{{- $_ := set $own "queue" (include "orch.queue" .) -}}{{- end -}}
 {{- merge $own .Values.options | toJson -}}
 {{- end -}}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from datetime import UTC, datetime
 
 from msgspec import Struct, structs
 
@@ -30,9 +28,8 @@ from .fitting import EXCLUDED, PodNeeds, is_excluded, pod_needs, why_not
 from .names import NODES, selector
 from .objects.node_affinity import HOST, ChosenNodes, check_levels, choose, split_units
 from .options import KubernetesOptions, places_itself
+from .placement_lock import placement_lock
 from .pod_requests import PodShape, pod_requests
-
-_LEASE, _LEASE_S, _LEASE_WAIT_S = "orch-placement", 20, 60.0
 
 
 class Reservation(Struct, frozen=True):
@@ -42,6 +39,7 @@ class Reservation(Struct, frozen=True):
     chosen: ChosenNodes | None = None
     excluded: tuple[str, ...] | None = None  # hostname labels of nodes that are left out; None: not known
     warnings: tuple[str, ...] = ()
+    check: Callable[[], None] = lambda: None  # before and after the Job is sent: OrchError (76) if it came too late
 
 
 class NoNodes(OrchError):
@@ -84,7 +82,7 @@ def reserve_nodes(
     """The topology, and without a queue the nodes for the plan. The body creates the Job.
 
     All or nothing: nodes that a living run was given are not given again, and one submitter in a namespace at a time
-    chooses and creates (it holds a Lease), so no two runs ever wait for each other's nodes. `snapshot`: one that is
+    chooses and creates (placement_lock.py), so no two runs ever wait for each other's nodes. `snapshot`: one that is
     being read since before, while the plan was made. OrchError (76) when too few nodes are free.
     """
     check_levels(plan, options)
@@ -116,13 +114,13 @@ def reserve_nodes(
     if queue_places:
         yield Reservation(topology, excluded=left_out)
         return
-    with _placement_lock(cluster, run_id):
+    with placement_lock(cluster, run_id) as check:
         topology = _fitting(_without(topology, dict.fromkeys(excluded, EXCLUDED)), view, needs)
         topology = _without_used(topology, _nodes_of_living_runs(cluster))
         labels = dict(options.levels) or tier_labels(workers, picked)
         chosen = choose(plan, topology, labels, hosts)
         known = topology if labels or picked.annotation else structs.replace(topology, tiers=())
-        yield Reservation(topology, chosen, left_out, _split_warning(plan, chosen, known))
+        yield Reservation(topology, chosen, left_out, _split_warning(plan, chosen, known), check)
 
 
 def _with_claimed(view: ClusterSnapshot, gpu: str) -> ClusterSnapshot:
@@ -289,42 +287,3 @@ def _without(topology: Topology, why: Mapping[str, str]) -> Topology:
         for name, machine in topology.machines.items()
     }
     return structs.replace(topology, machines=machines)
-
-
-# ------------------------------------------------------------------------------------------ placement lock
-
-
-@contextlib.contextmanager
-def _placement_lock(cluster: Cluster, run_id: str) -> Iterator[None]:
-    """Hold the namespace's placement Lease. A holder that died is overtaken after _LEASE_S seconds."""
-    end = time.monotonic() + _LEASE_WAIT_S
-    while not _try_lock(cluster, run_id):
-        if time.monotonic() > end:
-            raise OrchError(f"other submissions hold Lease {_LEASE}: try again", Exit.CAPACITY)
-        time.sleep(0.3)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OrchError):
-            cluster.delete("Lease", _LEASE)
-
-
-def _try_lock(cluster: Cluster, run_id: str) -> bool:
-    now = datetime.now(UTC)
-    body = {
-        "apiVersion": "coordination.k8s.io/v1",
-        "kind": "Lease",
-        "metadata": {"name": _LEASE, "namespace": cluster.namespace},
-        "spec": {
-            "holderIdentity": run_id,
-            "leaseDurationSeconds": _LEASE_S,
-            "acquireTime": now.isoformat(timespec="microseconds").replace("+00:00", "Z"),
-        },
-    }
-    if cluster.create(body) is not None:
-        return True
-    if lease := cluster.get("Lease", _LEASE):
-        since = datetime.fromisoformat(lease["spec"]["acquireTime"])
-        if (now - since).total_seconds() > _LEASE_S:
-            cluster.delete("Lease", _LEASE)
-    return False

@@ -11,7 +11,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -75,7 +75,7 @@ def submit_objects(
         )
         if time.monotonic() > free_at + _TRUSTED_S:
             is_sent(cluster, drafts, submission)
-        main = apply_all(cluster, objects, folder.run_id, submission)
+        main = apply_all(cluster, objects, folder.run_id, submission, found.check)
         owned = in_background(
             lambda: set_owner(cluster, objects, main, submission)
         )  # while the placement lock is given back
@@ -166,9 +166,16 @@ def is_sent(cluster: Cluster, objects: Sequence[Mapping[str, Any]], submission: 
     return False
 
 
-def apply_all(cluster: Cluster, objects: Sequence[Mapping[str, Any]], run_id: str, submission: str) -> dict[str, Any]:
+def apply_all(
+    cluster: Cluster,
+    objects: Sequence[Mapping[str, Any]],
+    run_id: str,
+    submission: str,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """Server-side apply: the Secret first, the Job last, what is between at once. What was sent goes again when the
-    rest is refused. Returns the Job as the server has it. To be called when `is_sent` has report no.
+    rest is refused, or `check` raises, which is called before each part and after the last one. Returns the Job as the
+    server has it. To be called when `is_sent` has report no.
 
     Every submission is a field manager of its own: a second submitter of the same run meets a conflict at the first
     object, the Secret with its key, before anything has started. A repetition of this one changes nothing.
@@ -176,8 +183,10 @@ def apply_all(cluster: Cluster, objects: Sequence[Mapping[str, Any]], run_id: st
     tried: list[Mapping[str, Any]] = []
     try:
         for part in filter(None, (objects[:1], objects[1:-1], objects[-1:])):
+            check()
             tried += part
             answers = gather(partial(_apply, cluster, body, run_id, submission) for body in part)
+        check()
     except BaseException:
         for body in reversed(tried):  # the last one too: its answer may have been lost on the way
             try:

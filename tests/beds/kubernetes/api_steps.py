@@ -14,6 +14,7 @@ from msgspec import structs
 
 from orchestrator.backends.kubernetes.api.client import Cluster
 from orchestrator.backends.kubernetes.objects.render import render
+from orchestrator.backends.kubernetes.placement_lock import NAME, placement_lock
 from orchestrator.backends.kubernetes.submission import apply_all, is_sent, set_owner
 from orchestrator.errors import OrchError
 from tests.kubernetes.test_render import CASES, manifest, request_of
@@ -78,7 +79,23 @@ def look() -> dict[str, object]:
         return {"error": error.message, "exit": int(error.exit), "seconds": time.monotonic() - started}
 
 
-STEPS: dict[str, Callable[[], object]] = {"dry-run": dry_run, "twice": twice, "refused": refused, "look": look}
+def lease() -> dict[str, object]:
+    """A holder that stood still is overtaken, and does not take the other's Lease with it."""
+    cluster, kinds = Cluster(), []
+    with placement_lock(cluster, "still", lease_s=1) as check:
+        said = complaint(lambda: placement_lock(cluster, "hasty", wait_s=0.1).__enter__())
+        with placement_lock(cluster, "next"):
+            pass
+        late = complaint(check)
+        with placement_lock(cluster, "last"):
+            kinds.append(cluster.delete("Lease", NAME, only=("00000000-0000-0000-0000-000000000000", "1")))
+            kinds.append(cluster.get("Lease", NAME)["spec"]["holderIdentity"].startswith("last-"))
+    return {"said": said, "late": late, "kept": kinds, "left": cluster.get("Lease", NAME)}
+
+
+STEPS: dict[str, Callable[[], object]] = {
+    "dry-run": dry_run, "twice": twice, "refused": refused, "look": look, "lease": lease
+}  # fmt: skip
 
 if __name__ == "__main__":
     print(json.dumps(STEPS[sys.argv[1]]()))

@@ -225,12 +225,21 @@ class Cluster:
         """A page of a list, as it came."""
         return self._raw("GET", self._path(kind), query)
 
-    def delete(self, kind: str, name: str, propagation: str = "Background", grace_s: int | None = None) -> bool:
-        """False when there was nothing to delete."""
+    def delete(
+        self,
+        kind: str,
+        name: str,
+        propagation: str = "Background",
+        grace_s: int | None = None,
+        only: tuple[str, str] | None = None,
+    ) -> bool:
+        """False when there was nothing to delete. `only`: uid and version; another one of that name stays."""
         options: dict[str, Any] = {"propagationPolicy": propagation}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
-        with _answer(404) as answer:
+        if only is not None:
+            options["preconditions"] = {"uid": only[0], "resourceVersion": only[1]}
+        with _answer(404, *((409,) if only else ())) as answer:
             body = msgspec.json.encode(options)
             answer.value = self._json("DELETE", self._path(kind, name), {}, body, "application/json")
         return answer.value is not None
