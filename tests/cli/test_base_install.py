@@ -67,6 +67,11 @@ def test_what_needs_no_extra_works_without_any(orch, words):
             "submit cluster=local backend=kubernetes backend.options.image=x:1 --in-place",
             "pip install 'orch-train[kubernetes]'",
         ),
+        (
+            "render cluster=h100x64 model=llama3_8b parallel=tp8_zero1 backend=kubernetes backend.options.image=x:1"
+            " backend.options.pod={spec:{runtimeClassName:nvidia}} --in-place",
+            "backend.options.pod needs kubernetes: pip install 'orch-train[kubernetes]'",
+        ),
     ],
 )
 def test_what_needs_an_extra_names_it_in_one_line(orch, words, says, tmp_path):

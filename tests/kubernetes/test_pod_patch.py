@@ -106,6 +106,51 @@ def test_what_cannot_be_is_refused_with_its_place(pod, why):
         template(pod)
 
 
+RULE = {"key": "rack", "operator": "NotIn", "values": ["r7"]}
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+def kept_off(*terms: object, **more: object) -> dict:
+    return {"spec": {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": list(terms)}} | more}}}
+
+
+def in_queue(pod: dict, **more: object) -> dict:
+    options = read_options({"image": "x", "queue": "q", "pod": pod} | more)
+    return pod_template("run", PLAN, options, 60, {}, {}, None, subdomain=True)["spec"].get("affinity", {})
+
+
+def test_where_a_queue_places_the_run_a_site_may_leave_nodes_out():
+    rack, broken = {"matchExpressions": [RULE]}, {"key": "broken", "operator": "DoesNotExist"}
+    assert in_queue(kept_off(rack)) == {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [rack]}}}
+    other = {"matchExpressions": [broken, RULE]}
+    excluded = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n1"]}
+    found = in_queue(kept_off(rack, other), exclude=["n1"])["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
+    assert [term["matchExpressions"] for term in found] == [[excluded, RULE], [excluded, broken, RULE]]
+    apart = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    both = kept_off(rack)
+    both["spec"]["affinity"] |= apart
+    assert in_queue(both) == apart | {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [rack]}}}
+
+
+@pytest.mark.parametrize(
+    ("pod", "why"),
+    [
+        (kept_off({"matchExpressions": [RULE | {"operator": "In"}]}), "operator must be NotIn or DoesNotExist"),
+        (kept_off({"matchExpressions": [RULE, RULE | {"operator": "Exists"}]}), "backend.options.node_selector"),
+        (kept_off({"matchExpressions": [RULE], "matchFields": []}), "must have matchExpressions and nothing else"),
+        (kept_off({"matchExpressions": []}), "must have matchExpressions and nothing else"),
+        (kept_off(), "nodeSelectorTerms must be a list of terms"),
+        (kept_off("r7"), "nodeSelectorTerms.0 must be a mapping"),
+        (kept_off({"matchExpressions": [{"key": "rack", "opertor": "NotIn"}]}), "did you mean 'operator'"),
+        (kept_off(preferredDuringSchedulingIgnoredDuringExecution=[]), "only requiredDuringScheduling"),
+        ({"spec": {"affinity": {"nodeAffinity": [RULE]}}}, "nodeAffinity must be a mapping"),
+    ],
+)
+def test_and_nothing_else_of_where_it_goes(pod, why):
+    with refusal(why, Exit.CONFIG):
+        in_queue(pod)
+
+
 def test_the_scheduler_counts_what_the_patch_asks_for():
     more = {"containers": [{"name": "agent", "resources": {"limits": {"vendor/nic": 2}}}]}
     more["initContainers"] = [

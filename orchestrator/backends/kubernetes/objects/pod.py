@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator import start
 from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, METRICS_PORT, ROOT, RUNS
-from orchestrator.backends.kubernetes.options import KubernetesOptions, Toleration
+from orchestrator.backends.kubernetes.options import KubernetesOptions, Toleration, places_itself
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import FATAL, Exit
 from orchestrator.planner.placement.rank_assignment import save_seconds, used_node_count
@@ -74,7 +74,7 @@ def pod_template(
     if plan.cluster.device == "cpu" and used_node_count(plan) > 1:
         spec["topologySpreadConstraints"] = [_spread(labels)]  # a GPU pod has its node to itself anyway
     template = {"metadata": {"labels": labels, "annotations": _annotations() | annotations}, "spec": spec}
-    return patched(template, options.pod)
+    return patched(template, options.pod, in_queue=not places_itself(options))
 
 
 def _annotations() -> dict[str, str]:

@@ -12,20 +12,22 @@ each list in the API's reference.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from orchestrator.backends.kubernetes.names import CONTAINER, INPUT
-from orchestrator.errors import OrchError, did_you_mean
+from orchestrator.errors import OrchError, check_installed, did_you_mean
 from orchestrator.plan.exits import Exit
 
 PLACE = "backend.options.pod"
+NODE_AFFINITY = "spec.affinity.nodeAffinity"
 #: List -> the field by which two of its entries are the same one.
 _KEYS = {
     **dict.fromkeys(("containers", "initContainers", "volumes", "env", "resourceClaims", "claims"), "name"),
     **{"volumeMounts": "mountPath", "volumeDevices": "devicePath", "ports": "containerPort", "hostAliases": "ip"},
     "topologySpreadConstraints": "topologyKey",
 }
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _ENDS, _NAMES = "the run decides how its pods end", "the run's pods find each other by it"
 _PLACED, _INPUT = "nodes are chosen by the plan", "the run's plan and key lie there"
 #: What may be added to and not taken away.
@@ -43,7 +45,8 @@ _REFUSED = {
     f"spec.containers.{CONTAINER}.imagePullPolicy": "pull_policy",
     **dict.fromkeys(("spec.restartPolicy", "spec.terminationGracePeriodSeconds", "spec.activeDeadlineSeconds"), _ENDS),
     **dict.fromkeys(("spec.hostname", "spec.subdomain", "spec.hostnameOverride"), _NAMES),
-    **dict.fromkeys(("spec.nodeName", "spec.affinity.nodeAffinity"), _PLACED),
+    "spec.nodeName": _PLACED,
+    NODE_AFFINITY: f"{_PLACED}; backend.options.exclude leaves nodes out, and where a queue places the run, NotIn does",
     **dict.fromkeys(
         (f"spec.containers.{CONTAINER}.command", f"spec.containers.{CONTAINER}.args"), "it starts the agent"
     ),
@@ -54,14 +57,20 @@ _REFUSED = {
 }
 
 
-def patched(template: dict[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """The pod template with the patch in it; the same one without.
+def patched(template: dict[str, Any], patch: Mapping[str, Any], in_queue: bool = False) -> dict[str, Any]:
+    """The pod template with the patch in it; the same one without. `in_queue`: a queue chooses the nodes, so that the
+    patch may leave some out.
 
     OrchError (65): a field that Kubernetes does not have, a value of another type, or what the run itself needs, each
-    with its place.
+    with its place; no kubernetes package to tell them by.
     """
     if not patch:
         return template
+    check_installed("kubernetes", PLACE)
+    kept_off: list[Any] = []
+    if in_queue and (affinity := _at(patch, NODE_AFFINITY)) is not None:
+        kept_off = _exclusions(affinity)
+        patch = _without(patch, NODE_AFFINITY.split("."))
     for name in patch.keys() - {"metadata", "spec"}:
         _refuse(name, f"is not a part of a pod template; {did_you_mean(name, ('metadata', 'spec'))}")
     _check(patch, "V1PodTemplateSpec", "")
@@ -69,6 +78,8 @@ def patched(template: dict[str, Any], patch: Mapping[str, Any]) -> dict[str, Any
         _refuse(f"metadata.{name}", "is not for a pod template, which takes annotations alone")
     found: dict[str, Any] = _merge(template, patch, "")
     spec = found["spec"]
+    if kept_off:
+        spec["affinity"] = _with_terms(spec.get("affinity", {}), kept_off)
     for container in spec["containers"]:
         if container["name"] != CONTAINER:
             text = "would live on after the run; put it into initContainers with restartPolicy: Always"
@@ -78,7 +89,52 @@ def patched(template: dict[str, Any], patch: Mapping[str, Any]) -> dict[str, Any
     return found
 
 
-def _refuse(place: str, text: str) -> None:
+def _at(value: object, path: str) -> object:
+    """What stands at that place; None for nothing, or something of another shape on the way."""
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _without(value: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """A copy that lacks what stands there."""
+    first, *rest = path
+    if not rest:
+        return {name: one for name, one in value.items() if name != first}
+    return {**value, first: _without(value[first], rest)}
+
+
+def _exclusions(affinity: object) -> list[Any]:
+    """The terms of a node affinity that leaves nodes out and does nothing else."""
+    place = f"{NODE_AFFINITY}.{_REQUIRED}"
+    for name in _mapping(affinity, NODE_AFFINITY):
+        if name != _REQUIRED:
+            _refuse(f"{NODE_AFFINITY}.{name}", f"cannot be set: only {_REQUIRED}, which leaves nodes out")
+    _check(_at(affinity, _REQUIRED), "V1NodeSelector", place)
+    terms = _at(affinity, f"{_REQUIRED}.nodeSelectorTerms")
+    if not isinstance(terms, list) or not terms:
+        _refuse(f"{place}.nodeSelectorTerms", "must be a list of terms")
+    for index, term in enumerate(terms):
+        at = f"{place}.nodeSelectorTerms.{index}"
+        rules = _at(term, "matchExpressions")
+        if set(_mapping(term, at)) != {"matchExpressions"} or not isinstance(rules, list) or not rules:
+            _refuse(at, "must have matchExpressions and nothing else")
+        for rule in rules:
+            if rule.get("operator") not in ("NotIn", "DoesNotExist"):
+                text = "operator must be NotIn or DoesNotExist; backend.options.node_selector names labels to have"
+                _refuse(f"{at}.matchExpressions", text)
+    return terms
+
+
+def _with_terms(affinity: Mapping[str, Any], terms: Sequence[Any]) -> dict[str, Any]:
+    """The affinity, where one of these terms must hold beside those that it has."""
+    nodes = affinity.get("nodeAffinity", {})
+    ours = nodes.get(_REQUIRED, {}).get("nodeSelectorTerms") or [{"matchExpressions": []}]
+    both = [{"matchExpressions": [*a["matchExpressions"], *b["matchExpressions"]]} for a in ours for b in terms]
+    return {**affinity, "nodeAffinity": {**nodes, _REQUIRED: {"nodeSelectorTerms": both}}}
+
+
+def _refuse(place: str, text: str) -> NoReturn:
     raise OrchError(f"{PLACE}{'.' + place if place else ''} {text}", Exit.CONFIG)
 
 
@@ -108,7 +164,6 @@ def _check(value: object, kind: str, place: str) -> None:
 def _check_list(value: object, kind: str, place: str) -> None:
     if not isinstance(value, list):
         _refuse(place, f"must be a list, not {value!r}")
-    assert isinstance(value, list)
     key = _KEYS.get(place.rpartition(".")[2])
     for index, entry in enumerate(value):
         name: object = index
@@ -145,7 +200,6 @@ def _check_model(value: Mapping[str, Any], kind: str, place: str) -> None:
 def _mapping(value: object, place: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         _refuse(place, f"must be a mapping, not {value!r}")
-    assert isinstance(value, dict)
     return value
 
 
