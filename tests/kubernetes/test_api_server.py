@@ -46,6 +46,13 @@ def test_the_server_takes_every_rendering_and_knows_every_field(api):
     assert found["everything"] == ["Secret", "ConfigMap", "Service", "NetworkPolicy", "Job"]
 
 
+def test_nodes_pods_and_devices_are_read_as_the_server_serves_them(api):
+    """The field selectors, and the paths and fields of dynamic resource allocation."""
+    found = ask(api, "nodes")
+    gpus = {"count": 8, "product": "NVIDIA H100 80GB HBM3"}
+    assert found == {"nodes": ["gpus-1"], "devices": {"by_node": {"gpus-1": gpus}, "held": {}}}
+
+
 def test_a_repeated_submission_is_one_run_and_a_second_submitter_none(api):
     found = ask(api, "twice")
     assert found["same"]

@@ -108,7 +108,7 @@ class KubernetesOptions(Frozen):
     annotations: dict[Key, Annotated[str, Meta(max_length=4096)]] = {}
     # anything else of the pod, merged as `kubectl patch` does (objects/pod_patch.py): {spec: {runtimeClassName: x}}
     pod: dict[str, Any] = {}
-    network_policy: bool = False  # let only pods of the run, and Prometheus, reach its pods
+    network_policy: bool = False  # only its pods reach one another, and any pod their metrics
     egress: list[Egress] | None = None  # with it: its pods reach one another, DNS and these alone; None: anybody
     owner: Owner | None = None
 

@@ -10,10 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 
+import msgspec
 from msgspec import structs
 
 from orchestrator.backends.kubernetes.api.client import Cluster
+from orchestrator.backends.kubernetes.cluster_view import read_snapshot
 from orchestrator.backends.kubernetes.objects.render import render
+from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.backends.kubernetes.placement_lock import NAME, placement_lock
 from orchestrator.backends.kubernetes.submission import apply_all, is_sent, set_owner
 from orchestrator.errors import OrchError
@@ -70,6 +73,21 @@ def refused() -> dict[str, object]:
     return {"said": said, "left": [kind for kind in (*SMALL_KINDS, "Job") if cluster.get(kind, "refused-1")]}
 
 
+def nodes() -> dict[str, object]:
+    """What is read before nodes are chosen for a run that asks for its GPUs by a claim."""
+    cluster = Cluster()
+    cluster.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "gpus-1"}})
+    texts = {"type": {"string": "gpu"}, "productName": {"string": "NVIDIA H100 80GB HBM3"}}
+    devices = [{"name": f"gpu-{index}", "attributes": texts} for index in range(8)]
+    pool = {"name": "gpus-1", "generation": 1, "resourceSliceCount": 1}
+    spec = {"driver": "gpu.nvidia.com", "nodeName": "gpus-1", "pool": pool, "devices": devices}
+    about = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": "gpus-1"}}
+    cluster.create({**about, "spec": spec})
+    claims = {"spec": {"resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "eight"}]}}
+    found = read_snapshot(cluster, read_options({"image": "x", "pod": claims}))
+    return {"nodes": [node.metadata.name for node in found.nodes], "devices": msgspec.to_builtins(found.devices)}
+
+
 def look() -> dict[str, object]:
     started = time.monotonic()
     try:
@@ -94,8 +112,13 @@ def lease() -> dict[str, object]:
 
 
 STEPS: dict[str, Callable[[], object]] = {
-    "dry-run": dry_run, "twice": twice, "refused": refused, "look": look, "lease": lease
-}  # fmt: skip
+    "dry-run": dry_run,
+    "twice": twice,
+    "refused": refused,
+    "nodes": nodes,
+    "look": look,
+    "lease": lease,
+}
 
 if __name__ == "__main__":
     print(json.dumps(STEPS[sys.argv[1]]()))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, OWN_FIELDS
 from orchestrator.errors import OrchError, check_installed, did_you_mean
@@ -114,13 +114,11 @@ def _exclusions(affinity: object) -> list[Any]:
     terms = _at(affinity, f"{_REQUIRED}.nodeSelectorTerms")
     if not isinstance(terms, list) or not terms:
         _refuse(f"{place}.nodeSelectorTerms", "must be a list of terms")
-    assert isinstance(terms, list)
     for index, term in enumerate(terms):
         at = f"{place}.nodeSelectorTerms.{index}"
         rules = _at(term, "matchExpressions")
-        if set(term) != {"matchExpressions"} or not isinstance(rules, list) or not rules:
+        if set(_mapping(term, at)) != {"matchExpressions"} or not isinstance(rules, list) or not rules:
             _refuse(at, "must have matchExpressions and nothing else")
-        assert isinstance(rules, list)
         for rule in rules:
             if rule.get("operator") not in ("NotIn", "DoesNotExist"):
                 text = "operator must be NotIn or DoesNotExist; backend.options.node_selector names labels to have"
@@ -136,7 +134,7 @@ def _with_terms(affinity: Mapping[str, Any], terms: Sequence[Any]) -> dict[str, 
     return {**affinity, "nodeAffinity": {**nodes, _REQUIRED: {"nodeSelectorTerms": both}}}
 
 
-def _refuse(place: str, text: str) -> None:
+def _refuse(place: str, text: str) -> NoReturn:
     raise OrchError(f"{PLACE}{'.' + place if place else ''} {text}", Exit.CONFIG)
 
 
@@ -166,7 +164,6 @@ def _check(value: object, kind: str, place: str) -> None:
 def _check_list(value: object, kind: str, place: str) -> None:
     if not isinstance(value, list):
         _refuse(place, f"must be a list, not {value!r}")
-    assert isinstance(value, list)
     key = _KEYS.get(place.rpartition(".")[2])
     for index, entry in enumerate(value):
         name: object = index
@@ -203,7 +200,6 @@ def _check_model(value: Mapping[str, Any], kind: str, place: str) -> None:
 def _mapping(value: object, place: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         _refuse(place, f"must be a mapping, not {value!r}")
-    assert isinstance(value, dict)
     return value
 
 
