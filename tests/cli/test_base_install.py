@@ -67,6 +67,11 @@ def test_what_needs_no_extra_works_without_any(orch, words):
             "submit cluster=local backend=kubernetes backend.options.image=x:1 --in-place",
             "pip install 'orch-train[kubernetes]'",
         ),
+        (
+            "render cluster=local backend=kubernetes backend.options.image=x:1 --in-place"
+            " backend.options.pod={spec:{priority:1}}",
+            "backend.options.pod needs kubernetes: pip install 'orch-train[kubernetes]'",
+        ),
     ],
 )
 def test_what_needs_an_extra_names_it_in_one_line(orch, words, says, tmp_path):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.backends.kubernetes.names import CONTAINER, INPUT
-from orchestrator.errors import OrchError, did_you_mean
+from orchestrator.errors import OrchError, check_installed, did_you_mean
 from orchestrator.plan.exits import Exit
 
 PLACE = "backend.options.pod"
@@ -147,6 +147,7 @@ def _check_scalar(value: object, kind: str, place: str) -> None:
 
 
 def _check_model(value: Mapping[str, Any], kind: str, place: str) -> None:
+    check_installed("kubernetes", "backend.options.pod")  # its models say what a pod may hold
     from kubernetes import client
 
     model = getattr(client, kind)
