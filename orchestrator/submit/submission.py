@@ -141,9 +141,29 @@ def program_name(config: Config, command: Sequence[str]) -> str:
         return config.run.name
     words = list(command)
     if len(words) > 1 and Path(words[0]).name.startswith("python"):
-        words = words[words.index("-m") + 1 :] if "-m" in words[:-1] else [x for x in words[1:] if x[:1] != "-"]
+        words = _after_python(words[1:])
     name = Path(words[0] if words else command[0]).name.removesuffix(".py").lower()
     return re.sub(r"[^a-z0-9]+", "-", name)[:40].strip("-") or "program"
+
+
+def _after_python(words: Sequence[str]) -> list[str]:
+    """What Python runs, and its arguments: none for a text of `-c`, or from standard input. Its flags may stand
+    together, as in `-um MODULE`; those after the script are the script's own."""
+    left = list(words)
+    while left and left[0].startswith("-") and left[0] != "-":
+        flag = left.pop(0)
+        if flag.startswith("--"):
+            del left[: flag == "--check-hash-based-pycs"]
+            continue
+        found = re.fullmatch(r"-[^cmWX]*(?:([cmWX])(.*))?", flag, re.DOTALL)
+        taking, value = found.groups() if found else (None, "")
+        if taking == "c":
+            return []
+        if taking == "m":
+            return [value, *left] if value else left
+        if taking and not value:
+            del left[:1]
+    return [] if left[:1] == ["-"] else left
 
 
 def job_name(config: Config) -> str:

@@ -94,6 +94,12 @@ def test_the_run_is_named_by_what_it_runs(home, capsys):
     named = {
         ("python", "-u", "a b.py"): "a-b-",
         ("python", "-m", "pkg.my_loop"): "pkg-my-loop-",
+        ("python", "-um", "pkg.my_loop", "-m", "x"): "pkg-my-loop-",
+        ("python", "-mpkg.my_loop", "other.py"): "pkg-my-loop-",
+        ("python", "a b.py", "-m", "of-the-script"): "a-b-",
+        ("python", "-W", "ignore", "-Xdev", "-X", "utf8", "a b.py", "-c", "9"): "a-b-",
+        ("python", "-u", "-c", "print()"): "python-",
+        ("python", "-"): "python-",
         ("python", "a b.py"): "a-b-",
         ("/bin/echo", "hello"): "echo-",
     }
