@@ -72,6 +72,9 @@ def session(
     `say` gets a line about each. Each is also a line of drills.jsonl in the run folder once it is over.
     """
     trials: list[Trial] = []
+    if not drilled.request.worker.pattern and (untold := drilled.untold()):
+        wait = f"waits up to {drilled.limit_s:g} s for the first"
+        say(style.paint(f"run {drilled.folder.run_id}: {untold}; {wait}", GRAY))
     for index, injection in enumerate(plan):
         if trials and every_s:
             time.sleep(max(0.0, trials[-1].at + every_s - time.time()))

@@ -71,6 +71,15 @@ class DrilledRun:
     def steps(self, state: RunState) -> list[Step]:
         return self._lead.read(state.nodes)
 
+    def untold(self) -> str:
+        """Why no step of a program may ever be seen; "" once one is, and for what reports steps by itself."""
+        worker = self.request.worker
+        if worker.bundled or self.steps(self.state()):
+            return ""
+        if worker.pattern:
+            return "metrics.pattern has found no step in what it prints, and a drill measures by steps"
+        return "it has reported no step, and a drill measures by steps: orch_report or metrics.pattern"
+
     def wait_steady(self, injection: Injection) -> tuple[RunState, Step, tuple[str, int]]:
         """Until the run steps and has a victim that it can spare; its state, last step, and that (node, rank).
 
@@ -94,7 +103,7 @@ class DrilledRun:
             if chosen is not None and state.state == "running" and steady and not why:
                 return state, mine[-1], chosen
             if time.monotonic() > end or "used up" in why:
-                text = why or f"no steps, it is {state.state}"
+                text = why or self.untold() or f"no steps, it is {state.state}"
                 raise OrchError(f"run {state.run_id}: {text}", Exit.CAPACITY)
             time.sleep(_POLL_S)
 

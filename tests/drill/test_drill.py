@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from orchestrator.backends.base import get_backend
 from orchestrator.cli.main import main
@@ -19,7 +20,7 @@ from orchestrator.observe.timeline import StepFollower
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import read_state
 from tests.agent.test_elastic import cancel, running, sized
-from tests.beds.bundles import kill_runs, make_bundle, refusal, submit
+from tests.beds.bundles import kill_runs, make_bundle, refusal, submit, submitted
 from tests.patience import PATIENCE_S
 
 TOGETHER = str(Path(__file__).resolve().parents[2] / "benchmarks" / "together.py")
@@ -84,6 +85,25 @@ def test_a_run_that_cannot_spare_it_is_left_alone(home, capsys):
     assert cancel(folder).state == "cancelled"
     with pytest.raises(OrchError, match="has ended"):
         open_drill(folder, ["slow_worker"], "any", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why", "waits"),
+    [
+        ("", "it has reported no step, and a drill measures by steps: orch_report or metrics.pattern", 1),
+        (r"step (?P<step>\d+)", "metrics.pattern has found no step in what it prints", 0),
+    ],
+)
+def test_a_program_that_tells_no_steps_is_told_how_to(home, capsys, pattern, why, waits):
+    bundle = make_bundle(sized(1), home / "runs", command=("sleep", "3600"), backend={"max_restarts": 1})
+    worker = structs.replace(bundle.request.worker, pattern=pattern)
+    folder = submitted(structs.replace(bundle, request=structs.replace(bundle.request, worker=worker)))
+    running(folder, "node0")
+    assert main(["drill", "--limit-s", "0.5"]) == 1
+    said = capsys.readouterr().out
+    assert f"run test-run: {why}" in said and said.count("waits up to 0.5 s for the first") == waits
+    assert read_state(folder).epoch == 0, "nothing was injected"
+    assert cancel(folder).state == "cancelled"
 
 
 def test_only_what_was_submitted_for_it_is_drilled_on_a_cluster(tmp_path):

@@ -52,6 +52,12 @@ def test_a_published_run_fits_and_takes_as_long_as_it_did(name):
     assert memory.ours <= memory.theirs
 
 
+def test_what_this_project_counts_is_not_called_theirs():
+    """Nobody published the MFU that our count of FLOPs gives for their step."""
+    counted = [row for section in sections() for row in section.rows if "MFU" in f"{row.what} {row.column}"]
+    assert len(counted) >= len(PRESETS) and not [row for row in counted if row.theirs is not None]
+
+
 def test_every_figure_is_as_near_as_its_row_says():
     far = [(row.what, row.column, row.theirs, row.ours) for one in sections() for row in one.rows if not row.holds]
     assert not far
