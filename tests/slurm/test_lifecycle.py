@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -158,6 +159,19 @@ def test_a_run_keeps_what_the_users_variables_of_sbatch_said(orch: Orch):
         shown = orch.cluster.run("scontrol", "show", "job", run.job)
         assert "Partition=urgent" in shown and "TimeLimit=00:17:00" in shown
         run.wait("failed")
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_cancel_that_the_disk_does_not_take_reaches_slurm(orch: Orch, force):
+    """The disk is full, or has become read-only: the request cannot be written down."""
+    run = orch.submit(*two_nodes(), worker=LONG)
+    run.step(3)
+    shutil.rmtree(run.folder / "intents", ignore_errors=True)
+    (run.folder / "intents").touch()  # no file can be made below a file
+    orch("cancel", *(["--force"] if force else []), run.id)
+    state = run.wait("cancelled")
+    assert state.exit_code == Exit.RESTART and run.restarts == 0
+    assert orch.cluster.job_state(run.job) == "CANCELLED" and (force or min(run.saved()) >= 3)
 
 
 def test_one_question_for_all_runs(orch: Orch, tmp_path):

@@ -247,14 +247,22 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         return {**options, "exclude": [*([known] if isinstance(known, str) else known), *nodes]}
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
-        """Signal the script, which lets the workers save; end the job at once if it has not started, or by force."""
+        """Signal the script, which lets the workers save; end the job at once if it has not started, or by force.
+
+        Also where the disk takes no request: the script hears by another signal that it is not to requeue the job.
+        """
         job = self._find_job(folder)
         if job is None or job_state(job.state).ended or self._is_stale(folder, job):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        ask(folder, "end", force=force)
+        signal = "USR1"
+        try:
+            ask(folder, "end", force=force)
+        except OrchError as error:
+            signal = "USR2"
+            _print_warnings([f"{error.message}; Slurm is told"])
         started = job_state(job.state).phase in ("running", "stopping")
         if started and not force:
-            self._slurm.cancel(job.id, "--signal=USR1", "--batch")  # the script forwards it, and does not requeue
+            self._slurm.cancel(job.id, f"--signal={signal}", "--batch")  # the script forwards it, and does not requeue
         else:
             self._slurm.cancel(job.id)
         self._watcher.clear()
