@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from orchestrator.plan.exits import Exit
 from tests.beds.base import ROOT
 from tests.beds.contract import cancel_and_resume, refusals
-from tests.beds.slurm.runs import CONF, LONG, Orch
+from tests.beds.slurm.runs import CONF, LONG, Orch, Run
 
 from .test_runs import two_nodes
 
@@ -144,6 +145,33 @@ def test_cancel_before_the_start_and_by_force(orch: Orch):
     assert running.state().state == "cancelled"
     assert not list(running.folder.glob("saved-*"))
     orch.cluster.wait(lambda: orch.cluster.idle() == 8, 60, "idle nodes, none drained by our doing")
+
+
+def test_a_run_keeps_what_the_users_variables_of_sbatch_said(orch: Orch):
+    """It may be resumed from cron or another shell. Variables for which no option stands are not in the way."""
+    said = {"SBATCH_PARTITION": "urgent,main", "SBATCH_TIMELIMIT": "17", "SBATCH_EXPORT": "NONE"}
+    said["SBATCH_NO_REQUEUE"] = "1"
+    words = ["submit", "--json", "--in-place", "--config-dir", str(CONF), *two_nodes(), "--", "/bin/false"]
+    run = Run(orch, json.loads(orch(*words, env=said).stdout)["run_dir"])
+    assert run.wait("failed").exit_code == 1
+    for later in ({}, {"SBATCH_TIMELIMIT": "5", "SBATCH_PARTITION": "short"}):
+        orch("resume", run.id, env=later)
+        shown = orch.cluster.run("scontrol", "show", "job", run.job)
+        assert "Partition=urgent" in shown and "TimeLimit=00:17:00" in shown
+        run.wait("failed")
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_cancel_that_the_disk_does_not_take_reaches_slurm(orch: Orch, force):
+    """The disk is full, or has become read-only: the request cannot be written down."""
+    run = orch.submit(*two_nodes(), worker=LONG)
+    run.step(3)
+    shutil.rmtree(run.folder / "intents", ignore_errors=True)
+    (run.folder / "intents").touch()  # no file can be made below a file
+    orch("cancel", *(["--force"] if force else []), run.id)
+    state = run.wait("cancelled")
+    assert state.exit_code == Exit.RESTART and run.restarts == 0
+    assert orch.cluster.job_state(run.job) == "CANCELLED" and (force or min(run.saved()) >= 3)
 
 
 def test_one_question_for_all_runs(orch: Orch, tmp_path):

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from orchestrator import __version__
-from orchestrator.backends.slurm.options import SlurmOptions, read_options, with_environment
+from orchestrator.backends.slurm.commands import Slurm
+from orchestrator.backends.slurm.options import (
+    SlurmOptions,
+    check_environment,
+    check_rendering,
+    from_environment,
+    read_options,
+)
 from orchestrator.backends.slurm.script.flags import job_flags, network_flags, step_flags
 from orchestrator.backends.slurm.script.quoting import check_text, command, directive
 from orchestrator.backends.slurm.script.render import JobScript, common_flags, render, render_array
@@ -111,7 +118,8 @@ def test_hostile_option_text_is_refused(field, text):
 
 @pytest.mark.parametrize(
     "options",
-    [{"partition": "a b"}, {"partition": "$(id)"}, {"account": "--uid=0"}, {"modules": ["x; rm -rf ."]},
+    [{"partition": "a,"}, {"partition": "a,$(id)"}, {"partition": "a b"},
+     {"partition": "$(id)"}, {"account": "--uid=0"}, {"modules": ["x; rm -rf ."]},
      {"unset": ["A B"]}, {"exclude": ["n[0-"]}, {"time": "soon"}, {"memory": "lots"}, {"partitoin": "x"},
      {"nodes": "8"}, {"sbatch": {"Bad Flag": 1}}, {"container": {"runtime": "pyxis"}}, {"dependency": "afterok:1 --x"},
      {"setup": ["a\nb"]}, {"sbatch": {"comment": "x\ny"}}, {"sbatch": {"output": "x"}}, {"srun": {"export": "NONE"}},
@@ -201,24 +209,35 @@ def test_runs_that_ask_for_different_things_are_no_array():
 # ------------------------------------------------------------------------------------------ profiles
 
 
-def test_the_users_variables_of_sbatch_are_honoured_or_refused_by_name():
-    """sbatch would let them override the directives of a rendered script, so `submit` must not drop them in silence."""
+def test_the_users_variables_of_sbatch_stand_for_options_that_are_not_set():
     options = read_options({"account": "llm"})
-    assert with_environment(options, {"SLURM_CONF": "/x", "SBATCH_QOS": ""}) is options
-    found = with_environment(options, {"SBATCH_QOS": "high", "SBATCH_ACCOUNT": "llm", "SBATCH_TIMELIMIT": "1:00:00"})
-    assert found == structs.replace(options, qos="high", time="1:00:00")
-    for environ in (
-        {"SBATCH_ACCOUNT": "other"},
-        {"SBATCH_GET_USER_ENV": "1"},
-        {"SBATCH_EXPORT": "ALL"},
-        {"SLURM_CLUSTERS": "east"},
-        {"SBATCH_CLUSTERS": "east"},
-    ):
-        ((name, _),) = environ.items()
-        with refusal(f"{name}=", Exit.CONFIG):
-            with_environment(options, environ)
-    with refusal("qos", Exit.CONFIG):
-        with_environment(options, {"SBATCH_QOS": "a b"})
+    assert from_environment(options, {"SLURM_CONF": "/x", "SBATCH_QOS": "", "SBATCH_ACCOUNT": "other"}) == {}
+    said = {"SBATCH_QOS": "high", "SBATCH_ACCOUNT": "llm", "SBATCH_TIMELIMIT": "1:00:00", "SBATCH_PARTITION": "a,b"}
+    assert from_environment(options, said) == {"qos": "high", "time": "1:00:00", "partition": "a,b"}
+    check_environment(options, said)
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["SBATCH_ACCOUNT=other", "SLURM_CLUSTERS=east", "SBATCH_CLUSTERS=east", "SBATCH_QOS=a b", "SBATCH_TIMELIMIT=soon",
+     "SBATCH_PARTITION=a,,b", "SBATCH_PARTITION=a,b,"],
+)  # fmt: skip
+def test_a_variable_that_cannot_be_meant_is_refused_by_name(variable):
+    name, _, value = variable.partition("=")
+    with refusal(variable, Exit.CONFIG):
+        check_environment(read_options({"account": "llm"}), {name: value})
+
+
+@pytest.mark.parametrize(
+    "variable", ["SBATCH_EXPORT=NONE", "SBATCH_NO_REQUEUE=1", "SBATCH_GET_USER_ENV=1", "SBATCH_OPEN_MODE=truncate"]
+)
+def test_only_a_rendered_script_minds_the_rest_of_them(variable):
+    """sbatch prefers variables to directives, but sees none of them where orch calls it."""
+    name, _, value = variable.partition("=")
+    check_environment(read_options({}), {name: value})
+    assert name not in Slurm({name: value}).environ
+    with refusal(variable, Exit.CONFIG):
+        check_rendering({name: value, "SBATCH_QOS": "high"})
 
 
 @pytest.mark.parametrize(

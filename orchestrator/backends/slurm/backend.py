@@ -39,7 +39,7 @@ from orchestrator.run.request import LaunchRequest, SubmissionBundle, check_vari
 from orchestrator.run.state import RunState, prepare_resume, read_state
 
 from .commands import Slurm
-from .options import SlurmOptions, read_options, with_environment
+from .options import SlurmOptions, check_environment, check_rendering, from_environment, read_options
 from .preflight import (
     StartEstimate,
     add_dependencies,
@@ -108,8 +108,8 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         return JobWatcher(self._slurm)
 
     def check(self, request: LaunchRequest) -> None:
-        """OrchError: 65 for bad options, 76 when Slurm's commands are not installed here."""
-        read_options(request.backend_options)
+        """OrchError: 65 for bad options or variables of sbatch, 76 when Slurm's commands are not installed here."""
+        check_environment(read_options(request.backend_options), os.environ)
         check_installed("submitit", "submitting to Slurm")
         self._slurm.run(["sbatch", "--version"])
 
@@ -169,7 +169,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
 
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
         self.check(bundle.request)
-        plan = from_json(bundle.contents["plan.json"])
+        bundle, plan = _settled(bundle), from_json(bundle.contents["plan.json"])
         text = self.script(bundle.request, plan)
         found = self._preflight(bundle.request, plan)
         with create_run_folder(bundle, self.name) as folder:
@@ -182,6 +182,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         from .submission import submit_all
 
         self.check(bundles[0].request)
+        bundles = [_settled(bundle) for bundle in bundles]
         plans = [from_json(bundle.contents["plan.json"]) for bundle in bundles]
         jobs = [self.job_of(bundle.request, plan) for bundle, plan in zip(bundles, plans, strict=True)]
         slurm = Slurm(environ)
@@ -198,6 +199,9 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
 
     def render(self, bundle: SubmissionBundle) -> str:
         """Prepare the run folder as `submit` does, and return the script instead of submitting it."""
+        check_environment(read_options(bundle.request.backend_options), os.environ)
+        check_rendering(os.environ)
+        bundle = _settled(bundle)
         text = self.script(bundle.request, from_json(bundle.contents["plan.json"]))
         with create_run_folder(bundle, self.name):
             return text
@@ -241,14 +245,22 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         return {**options, "exclude": [*([known] if isinstance(known, str) else known), *nodes]}
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
-        """Signal the script, which lets the workers save; end the job at once if it has not started, or by force."""
+        """Signal the script, which lets the workers save; end the job at once if it has not started, or by force.
+
+        Also where the disk takes no request: the script hears by another signal that it is not to requeue the job.
+        """
         job = self._find_job(folder)
         if job is None or job_state(job.state).ended or self._is_stale(folder, job):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        ask(folder, "end", force=force)
+        signal = "USR1"
+        try:
+            ask(folder, "end", force=force)
+        except OrchError as error:
+            signal = "USR2"
+            _print_warnings([f"{error.message}; Slurm is told"])
         started = job_state(job.state).phase in ("running", "stopping")
         if started and not force:
-            self._slurm.cancel(job.id, "--signal=USR1", "--batch")  # the script forwards it, and does not requeue
+            self._slurm.cancel(job.id, f"--signal={signal}", "--batch")  # the script forwards it, and does not requeue
         else:
             self._slurm.cancel(job.id)
         self._watcher.clear()
@@ -313,7 +325,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         plan = from_json(bundle.contents["plan.json"])
         nodes, options = used_node_count(plan), _asked(bundle.request)
         try:
-            check_partition(plan, options, slurm.partition(options.partition))
+            _check_partitions(plan, options, slurm)
             return StartEstimate(nodes=nodes, at=slurm.start_estimate(self.script(bundle.request, plan)))
         except OrchError as error:
             return StartEstimate(nodes=nodes, refusal=error.message, code=int(error.exit))
@@ -321,8 +333,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
     def _preflight(self, request: LaunchRequest, plan: Plan) -> list[str]:
         """Warnings; OrchError for a job that the partition would keep pending for ever."""
         options = _asked(request)
-        partition = self._slurm.partition(options.partition)
-        check_partition(plan, options, partition)
+        partition = _check_partitions(plan, options, self._slurm)
         mounts = Path("/proc/mounts")
         local = local_folder(request.run_dir, mounts.read_text()) if mounts.exists() else []
         return [*warnings(plan, options, partition, self._slurm.kill_wait_s()), *local]
@@ -345,8 +356,33 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
 
 
 def _asked(request: LaunchRequest) -> SlurmOptions:
-    """The options of the request and of this shell's variables of sbatch."""
-    return with_environment(read_options(request.backend_options), os.environ)
+    """The options of the request, and for those that it does not set this shell's variables of sbatch."""
+    options = read_options(request.backend_options)
+    found = from_environment(options, os.environ)
+    return read_options({**request.backend_options, **found}) if found else options
+
+
+def _settled(bundle: SubmissionBundle) -> SubmissionBundle:
+    """The bundle of a run that keeps what this shell's variables of sbatch say: another one resumes it."""
+    request = bundle.request
+    found = from_environment(read_options(request.backend_options), os.environ)
+    request = msgspec.structs.replace(request, backend_options={**request.backend_options, **found})
+    return msgspec.structs.replace(bundle, request=request)
+
+
+def _check_partitions(plan: Plan, options: SlurmOptions, slurm: Slurm) -> dict[str, str]:
+    """Fields of the first partition of the options that can take the job. OrchError of the last one if none can."""
+    refusal: OrchError | None = None
+    for name in (options.partition or "").split(","):
+        partition = slurm.partition(name or None)
+        try:
+            check_partition(plan, options, partition)
+        except OrchError as error:
+            refusal = error
+        else:
+            return partition
+    assert refusal
+    raise refusal
 
 
 def _outside(request: LaunchRequest) -> list[str]:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
 from orchestrator.backends.base import decode_options
@@ -21,6 +20,10 @@ from orchestrator.plan.exits import Exit
 
 #: A name in Slurm. Other characters are refused, not quoted: no site has names like that.
 Word = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@+=-]{0,126}\Z")]
+#: One or several of them, of which Slurm takes the first that can start the job.
+Words = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@+=-]{0,126}(,[A-Za-z0-9][A-Za-z0-9_.:@+=-]{0,126}){0,31}\Z")
+]
 Flag = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{1,40}\Z")]
 Module = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./:@+=-]{0,126}\Z")]
 Line = Annotated[str, Meta(min_length=1, max_length=1000)]
@@ -44,7 +47,7 @@ class SlurmOptions(Frozen):
     ssh: str | None = None  # a login node, as ssh takes it: the job is planned and submitted there
     ssh_python: str | None = None  # the interpreter there that has orch; None: python3
     # where
-    partition: Word | None = None  # None: the site's default
+    partition: Words | None = None  # a,b: the first that can start it; None: the site's default
     account: Word | None = None
     qos: Word | None = None
     reservation: Word | None = None
@@ -105,6 +108,7 @@ def read_options(options: Mapping[str, Any]) -> SlurmOptions:
     return decode_options(options, SlurmOptions, "slurm")
 
 
+_ELSEWHERE = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")
 #: Variables of sbatch that many users set for all their jobs -> the option that they stand for.
 _HONOURED = {
     "SBATCH_ACCOUNT": "account",
@@ -117,27 +121,45 @@ _HONOURED = {
 }
 
 
-def with_environment(options: SlurmOptions, environ: Mapping[str, str]) -> SlurmOptions:
-    """The options with what the user's `SBATCH_*` variables say, as `sbatch` of a rendered script would take it.
-
-    OrchError (65) names a variable that would change the script otherwise, or that says something else than an option
-    that is set: sbatch prefers variables to directives, so the rendered script would be another job than the submitted.
+def from_environment(options: SlurmOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the user's `SBATCH_*` variables say of options that are not set. OrchError (65) names a variable whose value
+    its option cannot have.
     """
     found: dict[str, str] = {}
-    for name, value in sorted(environ.items()):
-        if not value or not (name.startswith("SBATCH_") or name == "SLURM_CLUSTERS"):
+    for name, option in _HONOURED.items():
+        value = environ.get(name)
+        if not value or getattr(options, option) is not None:
             continue
-        option = _HONOURED.get(name)
-        if option is None:
-            raise OrchError(f"{name}={value} is set and would change the job: unset it", Exit.CONFIG)
-        said = getattr(options, option)
-        if said not in (None, value):
-            text = (
-                f"{name}={value} and backend.options.{option}={said} differ: sbatch would take the variable; unset it"
-            )
-            raise OrchError(text, Exit.CONFIG)
+        try:
+            read_options({option: value})
+        except OrchError as error:
+            raise OrchError(f"{name}={value}: {error.message}", Exit.CONFIG) from None
         found[option] = value
-    return read_options({**msgspec.to_builtins(options), **found}) if found else options
+    return found
+
+
+def check_environment(options: SlurmOptions, environ: Mapping[str, str]) -> None:
+    """OrchError (65) names a variable that says something else than an option that is set, that sends jobs to another
+    cluster, or whose value its option cannot have.
+    """
+    from_environment(options, environ)
+    for name in _ELSEWHERE:
+        if value := environ.get(name):
+            raise OrchError(f"{name}={value}: jobs are sent to the cluster of this login node; unset it", Exit.CONFIG)
+    for name, option in _HONOURED.items():
+        value, said = environ.get(name), getattr(options, option)
+        if value and said not in (None, value):
+            raise OrchError(f"{name}={value} and backend.options.{option}={said} differ: unset one", Exit.CONFIG)
+
+
+def check_rendering(environ: Mapping[str, str]) -> None:
+    """OrchError (65) names a variable by which `sbatch` of a rendered script would make another job of it.
+
+    A job that orch itself sends is what the script says: `Slurm` gives sbatch none of them.
+    """
+    for name, value in sorted(environ.items()):
+        if value and name.startswith("SBATCH_") and name not in _HONOURED:
+            raise OrchError(f"{name}={value} is set and would change the job: unset it", Exit.CONFIG)
 
 
 # ------------------------------------------------------------------------------------------ lengths of time, sbatch(1)

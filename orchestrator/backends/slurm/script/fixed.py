@@ -42,6 +42,7 @@ PROBE_LIMIT = ("timeout", "--kill-after=30", "300")
 #: Signals: the notice before the time limit (USR1) goes on to the steps as URG, which all processes ignore but agents
 #: (SIGTERM would end the children that a worker needs for its save), again and again, as an agent may just be starting.
 #: Workers then save at the next step boundary and exit with 75. For preemption Slurm itself sends all of them SIGTERM.
+#: USR2 is a cancel of which no request could be written.
 #: Requeueing is decided in `finish` alone. It first asks for the job's state, because `scontrol requeue` would revive a
 #: job that is being cancelled; `retry` waits for a controller that restarts. A lost or unhealthy node (74, 76) requeues
 #: the job too, `most_faults` times, since Slurm can replace the node. The requeue, excluded nodes and node count go to
@@ -55,6 +56,7 @@ job=${{job:-$SLURM_JOB_ID}}
 say() {{ printf '%s orch: job %s life %s: %s\\n' "$(date -u +%FT%TZ)" "$job" "$times" "$*" >&2; }}
 
 noticed=
+cancelled=
 agents=
 notice() {{
   say "notice ($1): workers are asked to save"
@@ -64,6 +66,7 @@ notice() {{
   noticed=$1
 }}
 trap 'notice USR1' USR1
+trap 'cancelled=1; notice USR1' USR2
 trap 'notice TERM' TERM
 
 retry() {{ for pause in 1 5 10 20 30 60 60 60; do "$@" && return; sleep $pause; done; return 1; }}
@@ -86,7 +89,7 @@ check_line() {{
 }}
 
 finish() {{
-  trap '' USR1 TERM
+  trap '' USR1 USR2 TERM
   case $1 in
     {int(Exit.RESTART)}) ;;
     {int(Exit.NODE)}|{int(Exit.CAPACITY)})
@@ -97,7 +100,7 @@ finish() {{
     *) leave $1 "" ;;
   esac
   asked=$(ls "$run"/intents/*.json 2>/dev/null | tail -n 1)
-  if grep -qs '"want":"end"' "$asked"; then retry scancel "$job"; leave $1 ", cancelled"; fi
+  if [ -n "$cancelled" ] || grep -qs '"want":"end"' "$asked"; then retry scancel "$job"; leave $1 ", cancelled"; fi
   [ "$times" -lt "$most" ] || leave $1 ", come back $times times: no more"
   state=$(retry squeue --noheader --jobs="$job" --format=%T)
   [ "$state" = RUNNING ] || obey $1 " ($state)"
