@@ -187,7 +187,6 @@ def _check_scalar(value: object, kind: str, place: str) -> None:
 
 
 def _check_model(value: Mapping[str, Any], kind: str, place: str) -> None:
-    check_installed("kubernetes", "backend.options.pod")  # its models say what a pod may hold
     from kubernetes import client
 
     model = getattr(client, kind)
