@@ -9,7 +9,6 @@ from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.registry import Discovery
 from orchestrator.run.request import LaunchRequest
-from orchestrator.run.state import read_state
 
 from .leader.context import Context
 from .leader.coordinator import Coordinator
@@ -72,12 +71,12 @@ class AgentProcess:
                 await asyncio.wait({work, self._leading}, return_when=asyncio.FIRST_COMPLETED)
                 if self._leading.done():
                     decision = self._leading.result()  # a bug in it must be seen, and not leave the agent waiting
-                    if elastic and (decision.code == Exit.FENCED or not read_state(self._folder).is_final):
+                    if elastic and (decision.code == Exit.FENCED or not self._coordinator.has_ended_the_run):
                         agent.leave(decision.code, decision.reason)
                 elif not elastic:
                     self._coordinator.agent_left()
                     await self._leading  # it still has to end the other agents, and to write how the run ended
-                elif read_state(self._folder).is_final:
+                elif self._coordinator.has_ended_the_run:
                     await self._leading  # it tells the other agents
             return await work
         finally:

@@ -54,8 +54,8 @@ class EpochLease:
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink()
+        self.held = epoch  # also where the next line fails: who tries again has not lost it to itself
         sync_folder(self._folder)
-        self.held = epoch
         self.check()
 
     def check(self) -> None:

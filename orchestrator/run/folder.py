@@ -22,12 +22,17 @@ import msgspec
 from msgspec import Struct
 
 from orchestrator.errors import OrchError
-from orchestrator.plan.codec import UNREADABLE, read_file
+from orchestrator.plan.codec import UNREADABLE, PlanError, read_file
 from orchestrator.plan.exits import Exit
 
 RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 Document = TypeVar("Document", bound=Struct)
 _LONGEST_NAME = 120  # bytes of a file name made from a node's name
+
+#: What reading or writing a record of a run raises. A disk that fails may be well again in a moment, so who keeps a run
+#: tries again (`RECORD_S`) and ends nothing that works.
+RECORD_ERRORS = (OSError, OrchError, PlanError)
+RECORD_S = 60.0  # for a record without which the run cannot go on
 
 
 def home_folder(environ: Mapping[str, str]) -> Path:

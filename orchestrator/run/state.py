@@ -56,6 +56,7 @@ CAUSES: dict[str, str] = WORKER_CAUSES | {
     "agent_exit": "an agent left by itself",
     "supervisor_lost": "every process of the run was gone",
     "scheduler": "the scheduler ended the run",
+    "disk_failed": "the disk took no record of the run for a minute",
     "internal": "a bug of orch",
 }
 

@@ -1,18 +1,44 @@
-"""A run folder without room: news wait, epochs do not begin, and nothing that runs is ended for it."""
+"""A run folder without room, or that fails: news wait, epochs do not begin, and nothing that runs is ended for it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import json
 import os
+import resource
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from orchestrator.agent.leader import context
 from orchestrator.agent.leader import state_writer as run_record
+from orchestrator.agent.node.agent import Agent, NodeFacts
+from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.node.workers import Workers
-from orchestrator.agent.protocol.messages import Ready, Started, WorkerExit
+from orchestrator.agent.protocol.messages import (
+    Assign,
+    CoordinatorAlive,
+    Prepare,
+    RankAssignment,
+    Ready,
+    Started,
+    WorkerExit,
+)
+from orchestrator.backends.base import read_record
+from orchestrator.backends.local.backend import LocalBackend, LocalRecord
+from orchestrator.plan import to_json
+from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state
 from tests.agent.conftest import options
+from tests.agent.test_elastic import cancel, running, start
+from tests.beds.bundles import make_bundle, submit, wait_for
+from tests.beds.plans import make_plan
+from tests.patience import PATIENCE_S
 
 REAL = run_record.write_state
 
@@ -20,14 +46,14 @@ REAL = run_record.write_state
 class Disk:
     """`full`: every write of the state is refused."""
 
-    def __init__(self, monkeypatch):
-        self.full, self.refused = False, 0
+    def __init__(self, monkeypatch, number=errno.ENOSPC):
+        self.full, self.refused, self._number = False, 0, number
         monkeypatch.setattr(run_record, "write_state", self.write)
 
     def write(self, folder, state):
         if self.full:
             self.refused += 1
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(self._number, os.strerror(self._number))
         REAL(folder, state)
 
 
@@ -59,6 +85,7 @@ async def test_news_wait_for_room_and_the_run_goes_on(w, monkeypatch):
 @options(max_restarts=3)
 async def test_an_epoch_that_cannot_be_written_down_does_not_begin(w, monkeypatch):
     disk = Disk(monkeypatch)
+    monkeypatch.setattr(context, "RECORD_S", 1.0)
     a, b = await w.started()
     disk.full = True
     b.say(WorkerExit(rank=3, code=1, asked=False, step=7, tail=[]))
@@ -79,3 +106,159 @@ async def test_a_worker_whose_log_cannot_be_written_runs(tmp_path):
         assert await asyncio.wait_for(ended, 120) == (0, 3, False)
     finally:
         workers.close()
+
+
+@options(max_restarts=3)
+async def test_an_epoch_waits_for_room_to_be_written_down(w, monkeypatch):
+    disk = Disk(monkeypatch)
+    a, b = await w.started()
+    disk.full = True
+    b.say(WorkerExit(rank=3, code=1, asked=False, step=7, tail=[]))
+    a.workers_end(75, 75, asked=True)
+    b.workers_end(75, 1)
+    refused = disk.refused
+    while disk.refused < refused + 3:
+        await asyncio.sleep(0.01)
+    disk.full = False
+    for agent in (a, b):
+        while not isinstance((await agent.hear())[1], Prepare):
+            pass
+    assert read_state(w.folder).epoch == 1, "on disk before anybody heard of it"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EPERM, errno.ESTALE, errno.EMFILE])
+async def test_the_heart_beats_on_whatever_the_disk_says(w, monkeypatch, number):
+    disk = Disk(monkeypatch, number)
+    a, _ = await w.started()
+    disk.full = True
+    w.context.record.slow({"node1": 3.0})
+    while disk.refused < 3:
+        assert isinstance((await a.channel.receive())[1], CoordinatorAlive)
+    disk.full = False
+    while not w.state().slow:
+        await asyncio.sleep(0.01)
+
+
+@contextlib.contextmanager
+def failing(*records: Path) -> Iterator[None]:
+    """In their places are folders, which can neither be read as files nor be replaced by files."""
+    held = [record.with_name(f"{record.name}.held") for record in records]
+    for record, away in zip(records, held, strict=True):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(record, away)
+        while not record.is_dir():
+            with contextlib.suppress(FileExistsError):
+                record.mkdir()
+    try:
+        yield
+    finally:
+        for record, away in zip(records, held, strict=True):
+            record.rmdir()
+            with contextlib.suppress(FileNotFoundError, FileExistsError):  # it is written anew already
+                os.link(away, record)
+
+
+@contextlib.contextmanager
+def without_descriptors(pids: Iterable[int]) -> Iterator[None]:
+    """None of these processes can open anything: EMFILE."""
+    before = {pid: resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in pids}
+    for pid, (_, hard) in before.items():
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        for pid, limits in before.items():
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+def log_of(folder: RunFolder, name: str) -> str:
+    return (folder.logs / f"{name}.log").read_text()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["records", "descriptors"])
+@pytest.mark.parametrize("sizes", [(3, 2), (3,)], ids=["elastic", "fixed"])
+def test_records_that_fail_for_a_while_end_no_healthy_run(runs, sizes, how):
+    folder = start(runs, *sizes) if len(sizes) > 1 else submit(make_plan(dp=3, nodes=3), runs, STEPS=9, HOLD=1, SAVE=1)
+    first = running(folder, "node0", "node1", "node2")
+    record = read_record(folder, LocalRecord)
+    pids = [record.supervisor[0], *record.agents.values()]
+    fails = failing(folder.state, folder.coordinator) if how == "records" else without_descriptors(pids)
+
+    def noticed():
+        assert folder.is_alive(), log_of(folder, "supervisor")
+        beats = len(sizes) == 1 or "heartbeat cannot be written" in log_of(folder, f"agent-{first.writer}")
+        return beats and "state cannot be read" in log_of(folder, "supervisor")
+
+    with fails:
+        wait_for(noticed, what="records that fail")
+    if len(sizes) > 1:
+        beat = json.loads(folder.coordinator.read_text())["beat"]
+        wait_for(lambda: json.loads(folder.coordinator.read_text())["beat"] > beat + 2, what="heartbeats")
+    assert running(folder, "node0", "node1", "node2").epoch == first.epoch
+    assert read_record(folder, LocalRecord) == record, "the same processes"
+    assert cancel(folder).state == "cancelled"
+
+
+class Played:
+    """The channel to a coordinator, and the way to it."""
+
+    moves = True
+
+    def __init__(self):
+        self.said = []
+
+    def send(self, epoch, message):
+        self.said.append(message)
+
+    def workers_started(self, order):
+        self.said.append("started")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["unreadable", "old", "no socket"])
+async def test_an_agent_waits_for_a_plan_that_its_disk_does_not_show_yet(runs, monkeypatch, how):
+    old, new = make_plan(dp=2, nodes=2), make_plan(dp=2, nodes=1)
+    bundle = make_bundle(old, runs, STEPS=1)
+    folder = RunFolder(runs / "test-run")
+    folder.create()
+    write_private(folder.plan, to_json(old))
+    recorder, played = Recorder(folder, "node0", old), Played()
+    facts = NodeFacts("h", "127.0.0.1", 1, 2, 0)
+    agent = Agent(folder, old, bundle.request, "node0", facts, recorder, None, played)
+    agent._channel = played
+    try:
+        with contextlib.ExitStack() as fault:
+            if how == "unreadable":
+                fault.enter_context(failing(folder.plan))
+            elif how == "no socket":
+                fault.enter_context(without_descriptors([os.getpid()]))
+            agent._handle(1, Prepare())
+            ranks = [RankAssignment(rank.rank, rank.gpu) for rank in new.ranks]
+            about = {"node_rank": 0, "world_size": 2, "master_address": "127.0.0.1", "master_port": 1, "peers": []}
+            if how != "no socket":
+                agent._handle(1, Assign(plan_hash=new.hash, ranks=ranks, **about))
+            await asyncio.sleep(1.2)  # more than two looks
+            assert not agent._result.done() and "started" not in played.said
+        write_private(folder.plan, to_json(new))
+        while how != "no socket" and "started" not in played.said:
+            await asyncio.sleep(0.02)
+        while not any(isinstance(message, Ready) for message in played.said):
+            await asyncio.sleep(0.02)
+        assert not agent._result.done()
+    finally:
+        agent._control.close()
+        recorder.close()
+
+
+@pytest.mark.process
+def test_a_resize_waits_for_a_disk_that_takes_the_next_plan(runs):
+    folder = start(runs, 2, 1)
+    running(folder, "node0", "node1")
+    with ThreadPoolExecutor(1) as pool:
+        with failing(folder.plan):
+            asked = pool.submit(LocalBackend().resize, folder, read_request(folder), 1, os.environ)
+            wait_for(lambda: "a record cannot be" in log_of(folder, "supervisor") or asked.done(), what="a refusal")
+        assert asked.result(PATIENCE_S).endswith(folder.run_id)
+    running(folder, "node0")
+    assert cancel(folder).state == "cancelled"

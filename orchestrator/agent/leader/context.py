@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 from orchestrator.agent.faults import policy
 from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import Done, FromAgent, TerminationSignal
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.epoch_lease import LeaseLost
-from orchestrator.run.folder import RunFolder
+from orchestrator.run.folder import RECORD_ERRORS, RECORD_S, RunFolder
 from orchestrator.run.intent import Intent, due
 from orchestrator.run.request import Policy, used_nodes
 from orchestrator.run.state import Cause
@@ -20,6 +21,8 @@ from .membership import Member, MemberLost, Membership, MemberUnfit
 from .state_writer import StateWriter
 
 log = logging.getLogger("orch.coordinator")
+_AGAIN_S = 0.5  # between attempts at a record
+Result = TypeVar("Result")
 
 
 class Event(NamedTuple):
@@ -106,6 +109,32 @@ class Context:
         about = {"fault": cause.kind, "on": cause.node, "rank": cause.rank, "code": cause.code} if cause else {}
         said = {"reason": decision.reason, "again": decision.again, "counted": decision.counted, **about}
         self.note("epoch_ended", epoch=self.epoch if epoch is None else epoch, **said)
+
+    # ---------------------------------------------------------------------------------- records
+
+    async def on_disk(self, record: Callable[[], Result]) -> Result:
+        """What `record` returns, called until the disk lets it, in at most RECORD_S; heartbeats go on meanwhile.
+
+        Raises what it has raised last, and LeaseLost.
+        """
+        loop = asyncio.get_running_loop()
+        end, told = loop.time() + RECORD_S, False
+        while True:
+            try:
+                return record()
+            except RECORD_ERRORS as error:
+                if loop.time() > end:
+                    raise
+                if not told:
+                    log.error("a record cannot be read or written: %s; trying for %g s", error, RECORD_S)
+                told = True
+            await asyncio.sleep(_AGAIN_S)
+
+    async def begin_epoch(self) -> None:
+        """Starts the next epoch, which is on disk before anybody hears of it."""
+        await self.on_disk(self.record.claim)
+        self.record.begin_epoch()
+        await self.on_disk(self.record.retry)
 
     # ---------------------------------------------------------------------------------- members
 

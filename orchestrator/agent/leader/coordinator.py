@@ -10,6 +10,8 @@ queue, so they have one order and no lock is needed. The work is done by compone
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import time
 from dataclasses import replace
 
@@ -23,14 +25,16 @@ from orchestrator.agent.protocol.messages import Done, Join, TerminationSignal
 from orchestrator.plan import Exit
 from orchestrator.run.bad_nodes import remember
 from orchestrator.run.epoch_lease import LeaseLost
+from orchestrator.run.folder import RECORD_ERRORS
 
-from .context import Context
+from .context import Context, log
 from .elasticity import CoordinatorLeaves, Elasticity, WorldSizes
 from .election import Announcement
 from .epoch import Epoch
 from .final_checkpoint import FinalCheckpoint, is_due
 from .membership import MemberLost
-from .state_writer import NO_ROOM
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Coordinator:
@@ -41,6 +45,7 @@ class Coordinator:
         self._detector = HangDetector(context.rules)
         self._stalls = SelfStallDetector()
         self._heard = 0  # number of the newest request of people that was taken up
+        self._silenced = False  # the disk did not take the last heartbeat
 
     async def run(self, host: str, port: int = 0) -> policy.Decision:
         """Coordinates until the run is over; returns the decision that ended it.
@@ -60,20 +65,22 @@ class Coordinator:
         server = await asyncio.start_server(connected, host, port, limit=READ_LIMIT, backlog=BACKLOG)
         ticker = asyncio.create_task(context.membership.tick(self._on_heartbeat))
         try:
-            self._announcement.begin(*server.sockets[0].getsockname()[:2])
+            bound = server.sockets[0].getsockname()
+            await context.on_disk(lambda: self._announcement.begin(bound[0], bound[1]))
             context.record.update(state="starting", reason=f"waiting for {len(context.ranked)} nodes")
             decision = await self._elasticity.wait_for_nodes()
             while decision is None or decision.again:
                 decision = await self._run_epoch()
-            if is_due(context.folder, context.plan, decision):
+            ended = decision
+            if await context.on_disk(lambda: is_due(context.folder, context.plan, ended)):
                 told = await FinalCheckpoint(context).run()
                 decision = replace(decision, reason="; ".join(filter(None, (decision.reason, told))))
             await self._finish(decision)
             return decision
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            decision = context.end("stopped", Exit.RESTART, f"no room for the run's state: {error}", "disk_full")
+        except RECORD_ERRORS as error:
+            kind = "disk_full" if isinstance(error, OSError) and error.errno in _NO_ROOM else "disk_failed"
+            text = f"the run's state cannot be written: {error}"
+            decision = context.end("stopped", Exit.RESTART, text, kind)
             await self._finish(decision)
             return decision
         finally:
@@ -121,6 +128,8 @@ class Coordinator:
                 context.membership.drop(event.node, "node_left", event.what.text)
             elif isinstance(event.what, Join) and (late := context.members.get(event.node)):
                 late.channel.send(context.epoch, over)
+        with contextlib.suppress(*RECORD_ERRORS):
+            await context.on_disk(context.record.retry)  # the end may have found no room
 
     def _on_heartbeat(self) -> None:
         """Once a heartbeat: renews the lease on the epoch, writes state that found no room before, and takes up what
@@ -136,9 +145,16 @@ class Coordinator:
             self._announcement.renew()
         except LeaseLost as error:
             context.put(context.node, error)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
+        except RECORD_ERRORS as error:  # it is tried again at the next heartbeat
+            if not self._silenced:
+                log.error("the coordinator's heartbeat cannot be written, and will be: %s", error)
+            self._silenced = True
+        else:
+            self._silenced = False
+
+    @property
+    def has_ended_the_run(self) -> bool:
+        return self._context.record.is_final
 
     def agent_left(self) -> None:
         """To be called when the agent of this process has ended: no connection tells while nodes are awaited."""

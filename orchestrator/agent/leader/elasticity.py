@@ -8,6 +8,7 @@ that are connected, and members without a rank are spares.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -283,10 +284,11 @@ class Elasticity:
             plan = await self._wait_for_capacity()
         if plan is None:
             return self._too_few(decision, left)
-        context.record.claim()
-        self._announcement.renew()  # with the new claim: agents go only where the newest one is
-        if plan.hash != context.plan.hash:
-            write_private(context.folder.plan, to_json(plan, indent=1) + b"\n")  # all who read the last one are gone
+        await context.on_disk(context.record.claim)
+        await context.on_disk(self._announcement.renew)  # with the new claim: agents go only where the newest one is
+        if plan.hash != context.plan.hash:  # all who read the last one are gone
+            document = to_json(plan, indent=1) + b"\n"
+            await context.on_disk(lambda: write_private(context.folder.plan, document))
             context.record.replanned(plan)
             self._note_change(context.plan, plan, decision.reason)
             context.set_plan(plan)
@@ -316,7 +318,8 @@ class Elasticity:
         end = loop.time() + max(2.0, context.rules.heartbeat_timeout_s) + turns + _SETTLE_S
         while loop.time() < end:
             await asyncio.sleep(TICK_S)
-            context.record.check()
+            with contextlib.suppress(OSError):
+                context.record.check()
             if len(context.members) >= self._sizes.least:
                 break
         self._announcement.paused = self.partition_suspected = False

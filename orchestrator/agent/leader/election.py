@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
+from typing import TypeVar
 
 import msgspec
 
@@ -22,9 +25,9 @@ from orchestrator.agent.protocol.channel import Channel, Refused, WrongKey, conn
 from orchestrator.agent.protocol.messages import FromCoordinator
 from orchestrator.plan import Exit
 from orchestrator.run.epoch_lease import EpochLease, LeaseLost
-from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.folder import RECORD_ERRORS, RunFolder, write_private
 from orchestrator.run.request import Policy
-from orchestrator.run.state import read_state
+from orchestrator.run.state import RunState, read_state
 
 from .state_writer import StateWriter
 
@@ -34,6 +37,9 @@ TURN_TICKS = 4  # from one in the order to the next
 _CONNECT_S = 5.0
 _BELIEVED_BEATS = 3
 _PREPARE_S = 5.0  # after the workers' start, which has the processor first
+
+log = logging.getLogger("orch.agent")
+Record = TypeVar("Record")
 
 
 def turn_of(node: str, order: Sequence[str], gone: str) -> int:
@@ -99,6 +105,7 @@ class LeaderElection:
     def __init__(self, folder: RunFolder, node: str, key: bytes, rules: Policy, lead: Callable[[EpochLease], None]):
         self._folder, self._node, self._key, self._rules, self._lead = folder, node, key, rules, lead
         self._preparing: asyncio.Task | None = None
+        self._told = False  # that the run folder cannot be read or written
 
     def workers_started(self, order: Sequence[str]) -> None:
         """On the node that would lead next: imports, a little later, the modules that a coordinator plans with."""
@@ -121,8 +128,7 @@ class LeaderElection:
         denied: CoordinatorAddress | None = None  # who first said that this node's key is wrong
         try:
             while loop.time() < end and not over.done():
-                lease = EpochLease(self._folder, self._node)
-                seen, newest = read_address(self._folder), lease.newest
+                seen, newest = read_address(self._folder), self._try(self._newest_claim)
                 if call is None and seen is not None and seen.epoch == newest:
                     call, called = asyncio.create_task(self._call(seen)), seen
                 await asyncio.wait({over, call} if call else {over}, timeout=TICK_S)
@@ -137,24 +143,48 @@ class LeaderElection:
                         call, wrong, denied = None, True, denied if _same_place(denied, called) else called
                     except (OSError, Refused, TimeoutError) as error:
                         call, refused = None, isinstance(error, ConnectionRefusedError)
-                state = read_state(self._folder)
+                state = self._try(self._state)
+                if state is None or newest is None:
+                    continue  # whether it may claim is not known
                 if state.is_final:
                     break
                 fresh = seen is None and state.state == "pending" and newest <= state.epoch
                 turn = turn_of(self._node, order, seen.node if seen else "")
                 if monitor.tick(newest, seen, refused, fresh, turn):
                     with contextlib.suppress(LeaseLost):
-                        lease.take(max(newest, state.epoch, epoch) + 1)
-                        self._lead(lease)
-                        _cancel(call)
-                        call = None
+                        if self._try(partial(self._claim, max(newest, state.epoch, epoch) + 1)):
+                            _cancel(call)
+                            call = None
                 if refused or wrong:
                     await asyncio.wait({over}, timeout=TICK_S)
         finally:
             _cancel(call)
-        if (state := read_state(self._folder)).is_final:  # this agent was paused or cut off, or came too late
+        state = self._try(self._state)
+        if state and state.is_final:  # this agent was paused or cut off, or came too late
             raise NoCoordinator(Exit.FENCED, f"the run has ended meanwhile: {state.state}")
         raise NoCoordinator(Exit.CAPACITY, "no coordinator, and none could be made")
+
+    def _state(self) -> RunState:
+        return read_state(self._folder)
+
+    def _newest_claim(self) -> int:
+        return EpochLease(self._folder, self._node).newest
+
+    def _claim(self, epoch: int) -> bool:
+        lease = EpochLease(self._folder, self._node)
+        lease.take(epoch)
+        self._lead(lease)
+        return True
+
+    def _try(self, record: Callable[[], Record]) -> Record | None:
+        """What `record` returns, None where the disk does not let it: later."""
+        try:
+            return record()
+        except RECORD_ERRORS as error:
+            if not self._told:
+                log.error("no election while the run folder cannot be read or written: %s", error)
+            self._told = True
+            return None
 
     async def _call(self, seen: CoordinatorAddress) -> Channel:
         arguments = self._folder.run_id, self._node, self._key, FromCoordinator

@@ -45,7 +45,7 @@ class Epoch:
     async def run(self) -> policy.EpochEnd:
         """Runs the epoch; returns what is known once every worker is gone."""
         context, furthest = self._context, self._context.furthest_step
-        self._begin()
+        await self._begin()
         end = asyncio.get_running_loop().time() + self._rules.join_timeout_s
         while (late := [node for node, member in self._ranked_members() if member.ready is None]) and (
             not self._stopping
@@ -76,10 +76,10 @@ class Epoch:
             fault=self._fault_with_tail(),
         )
 
-    def _begin(self) -> None:
+    async def _begin(self) -> None:
         context, metrics = self._context, self._context.recorder.metrics
         self._detector.begin_epoch(context.plan)
-        context.record.begin_epoch()  # on disk before anybody hears of it
+        await context.begin_epoch()
         context.note("epoch_began", epoch=context.epoch)
         metrics.set("orch_wanted_nodes", len(self._nodes))
         metrics.set("orch_healthy_nodes", len(context.members))

@@ -95,7 +95,7 @@ class FinalCheckpoint:
 
     async def _try(self, attempt: _Attempt) -> None:
         self._record.update(state="stopping", reason="saving what the nodes' memories hold")
-        self._record.begin_epoch()  # on disk before anybody hears of it
+        await self._context.begin_epoch()
         self._context.note("flush_began", epoch=self._record.epoch, nodes=len(attempt.nodes))
         for node in attempt.nodes:
             self._members[node].ready = None

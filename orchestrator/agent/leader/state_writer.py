@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import logging
 import time
 from collections.abc import Callable
 
@@ -14,14 +14,14 @@ from orchestrator.agent.protocol.messages import Join
 from orchestrator.observe.report import write_report
 from orchestrator.plan import Plan
 from orchestrator.run.epoch_lease import EpochLease
-from orchestrator.run.folder import RunFolder
+from orchestrator.run.folder import RECORD_ERRORS, RunFolder
 from orchestrator.run.registry import Discovery
 from orchestrator.run.state import Cause, EpochState, NodeState, RunState, finish, read_state, write_state
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _MOST_EPOCHS = 64  # kept in the state; events/ has them all
 
 _replace = msgspec.structs.replace
+log = logging.getLogger("orch.coordinator")
 
 
 class StateWriter:
@@ -43,7 +43,7 @@ class StateWriter:
         self._discovery, self._lease, self._clock = discovery, lease, clock
         self._state: RunState = read_state(folder)
         self._led_by = self._state.writer  # until now
-        self._unwritten = False  # there was no room for the newest state
+        self._unwritten = False  # the disk did not take the newest state
         self._file: int | None = None  # inode of the state that we wrote last
 
     @property
@@ -89,6 +89,11 @@ class StateWriter:
     def nodes(self) -> dict[str, NodeState]:
         return self._state.nodes
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the run has ended, whatever the disk says of it by now."""
+        return self._state.is_final
+
     def check(self) -> None:
         """Raises LeaseLost if another process has become the writer."""
         if self._lease:
@@ -105,26 +110,23 @@ class StateWriter:
             self._lease.take(self._state.epoch + 1)
 
     def update(self, **changes: object) -> None:
-        self.check()
+        """Changes the state. What the disk does not take is written later, by `retry`."""
         self._state = _replace(self._state, **changes, updated_at=self._clock(), writer=self._node)
-        self._write()
-
-    def _write(self, must: bool = False) -> None:
-        """Writes the state. If the disk is full, it is written when there is room again, unless it `must` be now."""
         try:
-            write_state(self._folder, self._state)
-        except OSError as error:
-            if must or error.errno not in NO_ROOM:
-                raise
-            self._unwritten = True
-            return
+            self._write()
+        except RECORD_ERRORS as error:
+            log.error("state.json cannot be written, and will be: %s", error)
+
+    def _write(self) -> None:
+        self._unwritten = True
+        self.check()
+        write_state(self._folder, self._state)
         self._unwritten = False
         self._file = self._folder.state.stat().st_ino
 
     def retry(self) -> None:
-        """Writes what found no room before. To be called once a heartbeat."""
+        """Writes what the disk did not take before. To be called once a heartbeat."""
         if self._unwritten:
-            self.check()
             self._write()
 
     def reassert(self) -> None:
@@ -163,13 +165,11 @@ class StateWriter:
         self._discovery.publish({name: node.metrics for name, node in here.items() if node.metrics})
 
     def begin_epoch(self) -> None:
-        """Starts an epoch, one higher than any before, durable before the first message that carries it."""
+        """Starts an epoch, one higher than any before. Before anybody hears of it, `retry` must have it on disk."""
         self.claim()
         number = self.claimed if self._lease else self._state.epoch + 1
         epoch = EpochState(epoch=number, started_at=self._clock())
         self.update(epoch=epoch.epoch, epochs=[*self._state.epochs[-_MOST_EPOCHS:], epoch])
-        if self._unwritten:
-            self._write(must=True)
 
     def running(self) -> None:
         self._nodes("running")
@@ -225,7 +225,7 @@ class StateWriter:
         self._nodes("ended")
         self._discovery.withdraw()
         ended = finish(self._state, decision.state, decision.code, decision.reason, decision.cause, at=self._clock())
-        with contextlib.suppress(OSError):  # the report is optional, the final state is not
+        with contextlib.suppress(*RECORD_ERRORS):  # the report is optional, the final state is not
             write_report(self._folder, self._plan, ended)
         self._state = ended
         self.update()

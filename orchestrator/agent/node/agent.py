@@ -11,7 +11,7 @@ from orchestrator.agent.protocol import messages
 from orchestrator.agent.protocol.channel import Channel, Refused, WrongKey
 from orchestrator.agent.protocol.heartbeat import HeartbeatTimer, timeout_ticks
 from orchestrator.plan import Exit, Plan, meaning
-from orchestrator.run.folder import RunFolder
+from orchestrator.run.folder import RECORD_S, RunFolder
 from orchestrator.run.request import LaunchRequest, used_nodes
 
 from .connection import Connector, NoCoordinator
@@ -59,6 +59,7 @@ class Agent:
         self._channel: Channel | None = None
         self._epoch = -1  # the last epoch it followed
         self._silent_ticks = 0
+        self._assigned: messages.Assign | None = None  # of this epoch, until its workers are told to stop
         self._result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._signalled = self._insisted = False  # told from outside that the end is wanted; by a signal
         self._notice: messages.TerminationSignal | None = None  # what was said of it: also to the next coordinator
@@ -153,6 +154,7 @@ class Agent:
         await asyncio.gather(*tasks, return_exceptions=True)
         channel, self._channel = self._channel, None
         self._silent_ticks = 0
+        self._assigned = None
         self._control.disconnected()
         if channel:
             await channel.close()
@@ -212,9 +214,9 @@ class Agent:
             self._finish(message.code, message.reason)
         elif isinstance(message, messages.Prepare):
             if epoch > self._epoch:
-                self._epoch = epoch
+                self._epoch, self._assigned = epoch, None
                 self._control.begin_epoch(epoch)
-                self._send(messages.Ready(port=self._control.open_store(self._facts.address)))
+                self._get_ready(epoch)
         elif epoch == self._epoch:  # else the heartbeat of a coordinator whose epoch this agent was not prepared for
             self._handle_current(message)
 
@@ -223,18 +225,41 @@ class Agent:
     ) -> None:
         match message:
             case messages.Assign():
-                if problem := self._control.start(message):
-                    self._finish(Exit.CONFIG, problem)
-                else:
-                    self._connector.workers_started(used_nodes(self._control.plan))
+                self._assigned = message
+                self._assign(message, asyncio.get_running_loop().time() + RECORD_S)
             case messages.CoordinatorAlive():
                 self._recorder.metrics.set("orch_node_slowdown_ratio", message.slowdown)
             case messages.Examine():
                 self._control.examine(message)
             case messages.Stop():
+                self._assigned = None
                 self._stop(message)
             case _:
                 assert_never(message)
+
+    def _get_ready(self, epoch: int) -> None:
+        """Says where rank 0's store would listen; while no socket can be opened, this is tried again."""
+        if epoch != self._epoch or self._result.done():
+            return
+        try:
+            port = self._control.open_store(self._facts.address)
+        except OSError as error:
+            log.error("no socket for the store: %s", error)
+            asyncio.get_running_loop().call_later(LOOK_S, self._get_ready, epoch)
+        else:
+            self._send(messages.Ready(port=port))
+
+    def _assign(self, order: messages.Assign, until: float) -> None:
+        """Starts the workers; while their plan cannot be read here, this is tried again until loop time `until`."""
+        if self._assigned is not order or self._result.done():
+            return
+        loop = asyncio.get_running_loop()
+        if not self._control.has_plan(order.plan_hash) and loop.time() < until:
+            loop.call_later(LOOK_S, self._assign, order, until)
+        elif problem := self._control.start(order):
+            self._finish(Exit.CONFIG, problem)
+        else:
+            self._connector.workers_started(used_nodes(self._control.plan))
 
     def _stop(self, order: messages.Stop) -> None:
         examination, epoch = self._control.examination, self._epoch

@@ -23,7 +23,7 @@ async def save_stack(worker: Identity, log: Path, into: Path, reason: str) -> bo
     """
     said = ""
     if catches(worker.pid, signal.SIGQUIT) and not is_stopped(worker):
-        start = _size(log)
+        start = size_of(log)
         send_signal(worker, signal.SIGQUIT)
         said = await _said(log, start)
     text = f"{reason}\n\n{kernel_facts(worker.pid)}\n{said or 'The worker itself said nothing.'}\n"
@@ -43,7 +43,7 @@ async def _said(log: Path, start: int) -> str:
     end, size = loop.time() + _WAIT_S, start
     while loop.time() < end:
         await asyncio.sleep(_LOOK_S)
-        before, size = size, _size(log)
+        before, size = size, size_of(log)
         if size == before > start:
             break
     with contextlib.suppress(OSError), log.open("rb") as file:
@@ -102,7 +102,8 @@ def _read(path: str) -> str:
         return ""
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Bytes of a log, 0 where there is none or where it cannot be asked."""
     try:
         return path.stat().st_size
     except OSError:

@@ -25,7 +25,7 @@ from orchestrator.run.store_socket import StoreSocket
 from .fork_server import REPORT_FD, STORE_FD
 from .printed_steps import PrintedSteps
 from .recorder import Recorder
-from .stacks import save_stack, tail_of
+from .stacks import save_stack, size_of, tail_of
 from .workers import Workers
 
 log = logging.getLogger("orch.agent")
@@ -135,10 +135,15 @@ class WorkerControl:
 
     # ---------------------------------------------------------------------------------- start
 
+    def has_plan(self, plan_hash: str) -> bool:
+        """Whether this node has the plan that is in force, which is read here where it has changed. A shared folder may
+        not show it, or not let it be read, for a while."""
+        if self._replans and plan_hash != self.plan.hash:
+            self._read_plan()
+        return plan_hash == self.plan.hash or not self._replans
+
     def start(self, assign: Assign) -> str | None:
         """Starts this node's workers, if the assignment is what this node's copy of the plan says; else why not."""
-        if self._replans and assign.plan_hash != self.plan.hash:
-            self._read_plan()
         ours = sorted((rank.rank, rank.gpu) for rank in self.plan.ranks if rank.node == self._node)
         told = sorted((one.rank, one.gpu) for one in assign.ranks)
         as_planned = assign.final_checkpoint or (told == ours and assign.world_size == len(self.plan.ranks))
@@ -158,7 +163,7 @@ class WorkerControl:
             if self.plan.cluster.device == "cuda":
                 variables |= visible
             path = self._folder.rank_log(one.rank)
-            start = self._log_starts[one.rank] = path.stat().st_size if path.exists() else 0
+            start = self._log_starts[one.rank] = size_of(path)
             if self._printed:
                 self._printed.follow(one.rank, path, start)
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
@@ -170,12 +175,13 @@ class WorkerControl:
         return None
 
     def _read_plan(self) -> None:
-        """Reads the plan in force. If it cannot be read, the comparison that follows refuses the assignment."""
         try:
-            self.plan = load_plan(self._folder.plan)
-            self._recorder.replan(self.plan)
+            found = load_plan(self._folder.plan)
         except PlanError as error:
             log.error("%s", error)
+            return
+        self.plan = found
+        self._recorder.replan(found)
 
     def _environment(self, assign: Assign, rank: int, local_rank: int) -> WorkerEnv:
         return WorkerEnv(

@@ -20,13 +20,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from orchestrator import start
 from orchestrator.backends.base import write_record
 from orchestrator.errors import OrchError
 from orchestrator.observe.report import write_final_state
 from orchestrator.plan import Exit, load_plan, meaning
-from orchestrator.run.folder import RunFolder
+from orchestrator.run.folder import RECORD_ERRORS, RECORD_S, RunFolder
 from orchestrator.run.intent import due
 from orchestrator.run.processes import become_subreaper, identity, kill_descendants, reap_children
 from orchestrator.run.request import AGENT, LaunchRequest, read_request
@@ -36,11 +37,11 @@ from .backend import LocalRecord, begin_attempt, read_options
 from .namespaces import INTERFACE, Network, Wiring
 
 _LEAVE_S = 20.0  # for agents to exit after the run's final state
-_AGAIN_S = 1.0  # between attempts to write or start what failed
-_LAST_WORD_S = 60.0  # for a disk to take the end of the run
+_AGAIN_S = 1.0  # between attempts to read, write or start what failed
 _HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 log = logging.getLogger("orch.supervisor")
+Result = TypeVar("Result")
 
 
 class Supervisor:
@@ -54,6 +55,7 @@ class Supervisor:
         self._began_with = read_state(folder).intent
         self._options = read_options(request)
         self._unwritten = False  # the disk did not take the last record
+        self._unread = False  # nor gave the last state
         self._back: dict[str, float] = {}  # lost node -> monotonic time at which it comes back
 
     def run(self) -> int:
@@ -81,10 +83,16 @@ class Supervisor:
     def begins_again(self) -> bool:
         """Whether people asked for another attempt, which is ready to begin then."""
         asked = due(self._folder, self._began_with)
-        if asked is None or asked.want == "end" or read_state(self._folder).state == "done":
+        if asked is None or asked.want == "end":
             return False
-        log.info("next attempt: %s", asked.text)
-        begin_attempt(self._folder, self._request, asked)
+        try:
+            if _insist(lambda: read_state(self._folder)).state == "done":
+                return False
+            log.info("next attempt: %s", asked.text)
+            _insist(lambda: begin_attempt(self._folder, self._request, asked))
+        except RECORD_ERRORS as error:  # this attempt has ended well, and the request stays for a resume
+            log.error("the next attempt cannot begin: %s", error)
+            return False
         return True
 
     def _listen(self) -> None:
@@ -177,10 +185,22 @@ class Supervisor:
         if changed or self._unwritten:
             self._remember()
         self._bring_back()
-        if self._deadline is None and read_state(self._folder).is_final:
+        if self._deadline is None and self._is_over():
             self._deadline = time.monotonic() + _LEAVE_S
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._kill()
+
+    def _is_over(self) -> bool:
+        """Whether the coordinator has ended the run. A state that cannot be read now ends nothing."""
+        try:
+            over = read_state(self._folder).is_final
+        except RECORD_ERRORS as error:
+            if not self._unread:
+                log.error("the state cannot be read, and will be: %s", error)
+            self._unread = True
+            return False
+        self._unread = False
+        return over
 
     def _may_come_back(self, node: str, code: int) -> None:
         """Lost, cut off, or told to leave; not one that was found bad, and not after the run's end (`_bring_back`)."""
@@ -191,10 +211,10 @@ class Supervisor:
     def _bring_back(self) -> None:
         """Agents of lost nodes, as a machine that is up again: while the run goes on and nobody wants it to end."""
         for node in [node for node, when in self._back.items() if time.monotonic() >= when]:
-            if not self._asked and not read_state(self._folder).is_final:
+            if not self._asked and not self._is_over():
                 try:
                     self._agents[node] = self._start(node, self._commands()[node])
-                except OSError as error:  # its log cannot be opened, no memory for a process: later
+                except (*RECORD_ERRORS, subprocess.SubprocessError) as error:  # no log, no memory, no plan: later
                     log.error("node %s cannot come back yet: %s", node, error)
                     self._back[node] = time.monotonic() + _AGAIN_S
                     continue
@@ -250,7 +270,7 @@ class Supervisor:
 
     def _last_word(self) -> int:
         """The coordinator's, or ours when it was killed before it could speak."""
-        state, asked = read_state(self._folder), due(self._folder, self._began_with)
+        state, asked = _insist(lambda: read_state(self._folder)), due(self._folder, self._began_with)
         cancelled = asked is not None and asked.want == "end"
         code, final, cause = self._judge(state.epoch)
         if state.is_final and not (asked and cancelled and state.state == "stopped"):
@@ -263,14 +283,8 @@ class Supervisor:
         return self._write_end(finish(state, final, code, reason, cause, at=time.time(), writer="backend"))
 
     def _write_end(self, end: RunState) -> int:
-        for attempt in range(int(_LAST_WORD_S / _AGAIN_S)):
-            try:
-                write_final_state(self._folder, end)
-                break
-            except (OSError, OrchError) as error:
-                if not attempt:
-                    log.error("state.json cannot be written: %s; trying for %.0f s", error, _LAST_WORD_S)
-                time.sleep(_AGAIN_S)
+        with contextlib.suppress(*RECORD_ERRORS):
+            _insist(lambda: write_final_state(self._folder, end))
         return end.exit_code or 0
 
     def _judge(self, epoch: int) -> tuple[int, End, Cause]:
@@ -289,6 +303,21 @@ class Supervisor:
 
     def _log(self, node: str) -> str:
         return str(self._folder.agent_log(node).relative_to(self._folder.path))
+
+
+def _insist(record: Callable[[], Result]) -> Result:
+    """What `record` returns, called until the disk lets it, in at most RECORD_S. Raises what it has raised last."""
+    end, told = time.monotonic() + RECORD_S, False
+    while True:
+        try:
+            return record()
+        except RECORD_ERRORS as error:
+            if time.monotonic() > end:
+                raise
+            if not told:
+                log.error("a record cannot be read or written: %s; trying for %.0f s", error, RECORD_S)
+            told = True
+        time.sleep(_AGAIN_S)
 
 
 def _become_agent(enter: Callable[[], None] | None) -> None:
