@@ -1,8 +1,9 @@
 """The Prometheus endpoint of a node. Names, types and units: docs/protocol.md, Metrics.
 
-Labels are job (the run id), node and plan_epoch. There is no rank label, since a job may have tens of thousands of
-ranks: a series is the sum or the maximum over the ranks of its node, as its help text says; `sum by (job)` or `max by
-(job)` over the nodes gives the job's value. A report costs microseconds.
+Labels are job (the run id) and node; of gauges, which hold for one epoch, also plan_epoch. Counters and histograms go
+on from one epoch to the next, so that the page does not grow with the epochs of a run. There is no rank label, since a
+job may have tens of thousands of ranks: a series is the sum or the maximum over the ranks of its node, as its help text
+says; `sum by (job)` or `max by (job)` over the nodes gives the job's value. A report costs microseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.worker import EventReport, StepReport
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
-_LABELS = ["job", "node", "plan_epoch"]
+_LABELS = ["job", "node"]
 
 _COUNTERS = {
     "orch_step": "Optimizer steps completed, replayed ones included.",
@@ -121,19 +122,21 @@ class NodeMetrics(Collector):
     def __init__(self, job: str, node: str, plan: Plan, clock: Callable[[], float] = time.monotonic):
         self._job, self._node, self._clock = job, node, clock
         self._wall = WallMeter(clock(), lambda state, seconds: self.add("orch_wall_seconds", seconds, state))
-        self._recoveries: dict[tuple[int], _Histogram] = {}  # (epoch,)
+        self._recoveries: dict[tuple[str, ...], _Histogram] = {}
         self._plan = plan
         self._ranks = sorted(rank.rank for rank in plan.ranks if rank.node == node)
         self._epoch = -1
-        self._counters: dict[tuple[str, int, tuple[str, ...]], float] = {}
+        self._counters: dict[tuple[str, tuple[str, ...]], float] = {}
         self._gauges: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._durations: dict[tuple[int, str], _Histogram] = {}  # (epoch, phase)
-        self._saves: dict[tuple[int], _Histogram] = {}  # (epoch,)
+        self._durations: dict[tuple[str, ...], _Histogram] = {}  # by phase
+        self._saves: dict[tuple[str, ...], _Histogram] = {}
         self._bubbles: dict[int, float] = {}  # rank -> ratio
         self._memory: dict[int, dict[str, int]] = {}  # rank -> bytes by category
         self._dropped: dict[int, int] = {}
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
+        for reason in ("failure", "saved"):  # the first restart is an increase, too
+            self.add("orch_restarts", 0, reason)
 
     def begin_epoch(self, epoch: int) -> None:
         """Starts an epoch: gauges of older epochs are dropped, counters are kept."""
@@ -164,7 +167,7 @@ class NodeMetrics(Collector):
         self._wall.enter(state, self._clock())
 
     def add(self, name: str, value: float, *labels: str) -> None:
-        key = (name, self._epoch, labels)
+        key = (name, labels)
         self._counters[key] = self._counters.get(key, 0) + value
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
@@ -176,7 +179,7 @@ class NodeMetrics(Collector):
             stall_s = report.phase_s.get("checkpoint", 0.0)
             back_s = self._wall.step(report.step, report.step_s, stall_s, self._clock())
             if back_s is not None:
-                self._recoveries.setdefault((self._epoch,), _Histogram()).observe(back_s)
+                self._recoveries.setdefault((), _Histogram()).observe(back_s)
             self.add("orch_step", 1)
             self.add("orch_tokens", report.tokens * len(self._ranks) / self._plan.parallel.world_size)
             self.set("orch_last_step", report.step)
@@ -185,7 +188,7 @@ class NodeMetrics(Collector):
             self.set("orch_mfu_ratio", report.mfu)
             self.set("orch_hfu_ratio", report.hfu)
             for phase, seconds in {"step": report.step_s, **report.phase_s}.items():
-                self._durations.setdefault((self._epoch, phase), _Histogram()).observe(seconds)
+                self._durations.setdefault((phase,), _Histogram()).observe(seconds)
         self.set("orch_loss", report.loss)
         for name, value in report.loss_terms.items():
             self.set("orch_loss_term", value, name)
@@ -234,19 +237,19 @@ class NodeMetrics(Collector):
             if isinstance(size, int | float):
                 self.set("orch_checkpoint_bytes", size)
             if isinstance(seconds, int | float):
-                self._saves.setdefault((self._epoch,), _Histogram()).observe(seconds)
+                self._saves.setdefault((), _Histogram()).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
         self._wall.look(self._clock())
         self.set("orch_ettr_ratio", self._wall.ettr)
         for name, text in _COUNTERS.items():
             family = CounterMetricFamily(name, text, labels=_LABELS + _EXTRA.get(name, []))
-            for (which, epoch, labels), value in list(self._counters.items()):
+            for (which, labels), value in list(self._counters.items()):
                 if which == name:
-                    family.add_metric([self._job, self._node, str(epoch), *labels], value)
+                    family.add_metric([self._job, self._node, *labels], value)
             yield family
         for name, text in _GAUGES.items():
-            gauge = GaugeMetricFamily(name, text, labels=_LABELS + _EXTRA.get(name, []))
+            gauge = GaugeMetricFamily(name, text, labels=[*_LABELS, "plan_epoch", *_EXTRA.get(name, [])])
             for (which, labels), value in list(self._gauges.items()):
                 if which == name:
                     gauge.add_metric([self._job, self._node, str(self._epoch), *labels], value)
@@ -259,10 +262,10 @@ class NodeMetrics(Collector):
         text = "From the first sign of an epoch's end to the start of the next step, if steps were interrupted."
         yield self._histogram("orch_recovery_duration_seconds", text, [], self._recoveries)
 
-    def _histogram(self, name: str, text: str, extra: list[str], found: Mapping[tuple, _Histogram]) -> Metric:
+    def _histogram(self, name: str, text: str, extra: list[str], found: Mapping[tuple[str, ...], _Histogram]) -> Metric:
         family = HistogramMetricFamily(name, text, labels=[*_LABELS, *extra])
-        for (epoch, *labels), histogram in list(found.items()):
-            family.add_metric([self._job, self._node, str(epoch), *labels], histogram.cumulative(), histogram.total)
+        for labels, histogram in list(found.items()):
+            family.add_metric([self._job, self._node, *labels], histogram.cumulative(), histogram.total)
         return family
 
 
