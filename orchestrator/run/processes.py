@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
+log = logging.getLogger("orch.processes")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -190,6 +192,15 @@ def kill_trees(roots: Sequence[Identity]) -> None:
         for process in [*roots, *below]:
             with contextlib.suppress(OSError):
                 send_signal(process, signum)
+
+
+def kill_other_children(spare: Collection[int]) -> None:
+    """Kills the children of this process that are not among these pids, with all below them. What a dead process leaves
+    falls to the next subreaper, and who should have ended it may have been stopped."""
+    with contextlib.suppress(OSError):  # no descriptor to look for them: at the next look
+        if left := [one for one in children_of(os.getpid()) if one.pid not in spare]:
+            log.info("killing what a dead process has left: %s", [one.pid for one in left])
+            kill_trees(left)
 
 
 def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0) -> list[int]:

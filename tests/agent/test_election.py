@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 
 import msgspec
@@ -11,14 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.agent.leader import election
 from orchestrator.agent.leader.election import CoordinatorMonitor, LeaderElection, turn_of
 from orchestrator.agent.node.connection import CoordinatorAddress, NoCoordinator
 from orchestrator.agent.protocol.channel import Refused, WrongKey, accept
 from orchestrator.agent.protocol.messages import FromAgent
-from orchestrator.plan import Exit
+from orchestrator.plan import Exit, PlanError
+from orchestrator.plan.worker import newest_claim
 from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import Policy
+from orchestrator.run.state import read_state
 from tests.beds.coordinated import make_folder
 
 TIMEOUT = 12
@@ -159,3 +163,33 @@ def test_the_first_in_order_leads_when_the_port_refuses(tmp_path):
     with pytest.raises(NoCoordinator):  # `over` is done
         asyncio.run(main())
     assert led == [3] == [EpochLease(folder, "node0").newest]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE])
+@pytest.mark.parametrize("what", ["state", "claims", "plan"])
+def test_who_cannot_read_the_run_for_a_while_leads_it_afterwards(tmp_path, monkeypatch, what, number):
+    """Nothing is claimed while it is not known whether the run goes on; a claim that could not lead is followed."""
+    folder, led, refused = without_coordinator(tmp_path, "running"), [], []
+    monkeypatch.setattr(election, "read_state", lambda folder: refuse("state") or read_state(folder))
+    monkeypatch.setattr(EpochLease, "newest", property(lambda lease: refuse("claims") or newest_claim(lease._folder)))
+
+    def refuse(which):
+        if which == what and len(refused) < 3:
+            refused.append(which)
+            raise OSError(number, "") if which != "plan" else PlanError("unreadable")
+
+    async def main():
+        over = asyncio.get_running_loop().create_future()
+
+        def lead(claims):
+            refuse("plan")
+            led.append(claims.held)
+            over.set_result(0)
+
+        rules = msgspec.structs.replace(RULES, heartbeat_timeout_s=2.0)
+        part = LeaderElection(folder, "node0", b"k" * 32, rules, lead)
+        await asyncio.wait_for(part.connect(2, ["node1", "node0"], over), 60)
+
+    with pytest.raises(NoCoordinator):  # `over` is done
+        asyncio.run(main())
+    assert len(refused) == 3 and led == [6 if what == "plan" else 3]

@@ -25,7 +25,7 @@ from orchestrator.run.attempt import begin_attempt, check_newest
 from orchestrator.run.create import check_program, create_run_folder
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.intent import Intent, ask
-from orchestrator.run.processes import Identity, holders, identity, is_stopped, kill_trees, send_signal
+from orchestrator.run.processes import Identity, holders, identity, kill_trees, send_signal
 from orchestrator.run.request import (
     LaunchRequest,
     SubmissionBundle,
@@ -37,6 +37,7 @@ from orchestrator.run.state import RunState, read_state, true_state
 
 from . import namespaces
 from .gpus import check_gpus, gpus_here
+from .standstill import stopped_process
 
 
 class LocalRecord(Frozen):
@@ -244,11 +245,7 @@ def _stopped(folder: RunFolder) -> str | None:
     if record is None:
         return None
     agents = {f"agent of {node}": identity(pid) for node, pid in record.agents.items() if node not in record.exit_codes}
-    for name, process in {"supervisor": Identity(*record.supervisor), **agents}.items():
-        if process and is_stopped(process):
-            pid = process.pid
-            return f"its {name} (pid {pid}) is stopped by a signal: kill -CONT {pid}, or orch cancel {folder.run_id}"
-    return None
+    return stopped_process(folder.run_id, {"supervisor": Identity(*record.supervisor), **agents})
 
 
 def machine() -> str:

@@ -14,14 +14,11 @@ import logging
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator import start
 from orchestrator.backends.base import write_record
 from orchestrator.errors import OrchError
 from orchestrator.observe.report import write_final_state
@@ -29,25 +26,17 @@ from orchestrator.plan import Exit, load_plan, meaning
 from orchestrator.run.attempt import begin_attempt
 from orchestrator.run.folder import RECORD_ERRORS, RunFolder, insist
 from orchestrator.run.intent import Intent, due, unwritten_end
-from orchestrator.run.processes import (
-    become_subreaper,
-    children_of,
-    identity,
-    is_stopped,
-    kill_descendants,
-    kill_trees,
-    reap_children,
-)
-from orchestrator.run.request import AGENT, LaunchRequest, read_request
+from orchestrator.run.processes import become_subreaper, identity, kill_descendants, kill_other_children, reap_children
+from orchestrator.run.request import LaunchRequest, read_request
 from orchestrator.run.state import Cause, End, RunState, finish, read_state, write_state
 
 from .backend import CANCEL, CANCEL_BY_FORCE, LocalRecord, read_options
-from .gpus import gpus_of_node
-from .namespaces import INTERFACE, Network, Wiring
+from .launcher import AgentLauncher
+from .namespaces import Network, Wiring
+from .standstill import StoppedAgents
 
 _LEAVE_S = 20.0  # for agents to exit after the run's final state
 _AGAIN_S = 1.0  # between attempts to write or start what failed
-_STOPPED_S = 20.0  # for a stopped agent to be continued by who stopped it, after it counts as silent for its peers
 _HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, CANCEL, CANCEL_BY_FORCE)
 
 log = logging.getLogger("orch.supervisor")
@@ -67,8 +56,7 @@ class Supervisor:
         self._unread = False  # nor gave the last state
         self._back: dict[str, float] = {}  # lost node -> monotonic time at which it comes back
         self._told: Intent | None = None  # a request to end that found no room on the disk
-        self._stopped: dict[str, float] = {}  # node -> seconds for which its agent was seen stopped by a signal
-        self._looked = time.monotonic()
+        self._standstill = StoppedAgents(request.policy.heartbeat_timeout_s)
         self._given_up: dict[str, str] = {}  # node -> why its agent was killed
 
     def run(self) -> int:
@@ -82,8 +70,9 @@ class Supervisor:
             self._network = Network(wiring)
             log.info("%d nodes in network namespaces, %g Gbit/s each", len(wiring.nodes), options.link_gbit_per_s)
         try:
-            for node, argv in self._commands().items():
-                self._agents[node] = self._start(node, argv)
+            self._launcher = AgentLauncher(self._folder, self._request, options, self._lock, self._network)
+            for node, argv in self._launcher.commands().items():
+                self._agents[node] = self._launcher.start(node, argv)
             self._remember()
             while len(self._codes) < len(self._agents):
                 self._hear(self._signals(0.5))
@@ -102,11 +91,27 @@ class Supervisor:
             if insist(lambda: read_state(self._folder)).state == "done":
                 return False
             log.info("next attempt: %s", asked.text)
-            insist(lambda: begin_attempt(self._folder, self._request, asked))
+            if not insist(lambda: self._begin_unless_ended(asked)):
+                self._last_word()
+                return False
         except RECORD_ERRORS as error:  # this attempt has ended well, and the request stays for a resume
             log.error("the next attempt cannot begin: %s", error)
             return False
         return True
+
+    def _begin_unless_ended(self, asked: Intent) -> bool:
+        """False where a signal to end has come meanwhile, while nothing of the run lives."""
+        signals = self._signals(0.0)
+        self._keep_in_mind(signals)
+        if not signals:
+            begin_attempt(self._folder, self._request, asked)
+        return not signals
+
+    def _keep_in_mind(self, signals: list[signal.Signals]) -> None:
+        """Requests of people that come by signals alone."""
+        for what in signals:
+            if what in (CANCEL, CANCEL_BY_FORCE):
+                self._told = unwritten_end(force=what == CANCEL_BY_FORCE)
 
     def _listen(self) -> None:
         """Signals become bytes of a pipe. (sigtimedwait(2) of CPython gives a signal that nobody sent when the process
@@ -123,70 +128,9 @@ class Supervisor:
             return [signal.Signals(number) for number in os.read(self._wake, 512) if number != signal.SIGCHLD]
         return []
 
-    def _commands(self) -> dict[str, list[str]]:
-        """Node -> the command of its agent."""
-        ours = start.command(AGENT)
-        commands = {
-            agent.node: [*ours, *agent.argv[agent.argv.index(AGENT) + 1 :]] if AGENT in agent.argv else agent.argv
-            for agent in self._request.agents
-        }
-        if not self._request.sizes:
-            return commands
-        first, *_ = self._request.agents
-        for index in range(self._options.spare_nodes):
-            spare = f"spare-{index}"
-            commands[spare] = [spare if word == first.node else word for word in commands[first.node]]
-        elastic = ["--elastic", "--grow-after-s", str(self._options.grow_after_s)]
-        return {node: [*argv, *elastic] for node, argv in commands.items()}
-
-    def _start(self, node: str, argv: list[str]) -> subprocess.Popen:
-        descriptor = os.open(
-            self._folder.agent_log(node), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
-        held = [self._lock]  # they hold the run's lock with us
-        environment = os.environ | gpus_of_node(node, self._request, os.environ)
-        enter, listener = None, None
-        if self._network:
-            listener = self._listener(node)
-            held.append(self._network.switches)
-            argv = [*argv, "--address", self._network.wiring.address(node)]
-            if listener:
-                held.append(listener.fileno())
-                argv += ["--metrics-fd", str(listener.fileno())]
-            environment["GLOO_SOCKET_IFNAME"] = INTERFACE  # or it asks what the host's name resolves to
-            enter = self._network.enter(node)
-        with os.fdopen(descriptor, "wb") as output, listener or contextlib.nullcontext():
-            return subprocess.Popen(
-                argv,
-                cwd=self._folder.path,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=held,
-                start_new_session=True,
-                preexec_fn=lambda: _become_agent(enter),
-            )
-
-    def _listener(self, node: str) -> socket.socket | None:
-        """Where the agent's metrics are read: a socket of this machine's network, into which the agent cannot reach.
-        None where none can be opened: a run needs no metrics page."""
-        metrics = load_plan(self._folder.plan).job.metrics
-        port = metrics.port if node == self._request.agents[0].node else 0
-        family = socket.AF_INET6 if ":" in metrics.host else socket.AF_INET
-        try:
-            return socket.create_server((metrics.host, port), family=family)
-        except OSError:  # taken: any free one, as where agents open it themselves
-            try:
-                return socket.create_server((metrics.host, 0), family=family)
-            except OSError as error:
-                log.error("no metrics page on %s: %s", metrics.host, error)
-                return None
-
     def _hear(self, signals: list[signal.Signals]) -> None:
+        self._keep_in_mind(signals)
         for what in signals:
-            if what in (CANCEL, CANCEL_BY_FORCE):
-                self._told = unwritten_end(force=what == CANCEL_BY_FORCE)
             self._end(what.name)
         if self._asked_for():
             self._end("as people asked")
@@ -200,7 +144,8 @@ class Supervisor:
                 self._may_come_back(nodes[pid], code)
         if changed or self._unwritten:
             self._remember()
-        self._kill_left_behind()
+        if self._codes:  # an old worker must not live beside those of the next epoch
+            kill_other_children({agent.pid for agent in self._agents.values()})
         self._give_up_stopped()
         self._bring_back()
         if self._deadline is None and self._is_over():
@@ -210,34 +155,16 @@ class Supervisor:
 
     def _asked_for(self) -> Intent | None:
         """What people want, if this attempt has to end for it; also where the disk did not take their request."""
-        return due(self._folder, self._began_with) or self._told
-
-    def _kill_left_behind(self) -> None:
-        """What an agent leaves falls to this process. Its worker supervisor ends all of it, unless that was stopped: an
-        old worker must not live beside those of the next epoch."""
-        if not self._codes:
-            return
-        agents = {agent.pid for agent in self._agents.values()}
-        with contextlib.suppress(OSError):  # no descriptor to look for them: at the next look
-            if left := [one for one in children_of(os.getpid()) if one.pid not in agents]:
-                log.info("killing what an agent has left: %s", [one.pid for one in left])
-                kill_trees(left)
+        wishes = [one for one in (due(self._folder, self._began_with), self._told) if one]
+        return max(wishes, key=lambda one: (one.force, one.want == "end"), default=None)
 
     def _give_up_stopped(self) -> None:
-        """Kills agents that were stopped by a signal and not continued: nodes that their peers have lost, and the one
-        that coordinates may be among them. Where all that are left stand still, nobody waits for them any more."""
-        now, silence_s = time.monotonic(), self._request.policy.heartbeat_timeout_s
-        since_s = min(now - self._looked, _AGAIN_S)  # this process may have been stopped as well
-        self._looked = now
-        living = [node for node in self._agents if node not in self._codes]
-        stopped = [node for node in living if (one := identity(self._agents[node].pid)) and is_stopped(one)]
-        self._stopped = {node: self._stopped.get(node, 0.0) + since_s for node in stopped}
-        limit_s = silence_s if stopped == living else 2 * silence_s + _STOPPED_S
-        for node, stopped_s in self._stopped.items():
-            if stopped_s > limit_s and node not in self._given_up:
-                self._given_up[node] = f"agent of {node}: stopped by a signal for {stopped_s:.0f} s, and killed"
-                log.error("%s", self._given_up[node])
-                os.kill(self._agents[node].pid, signal.SIGKILL)
+        living = {node: agent.pid for node, agent in self._agents.items() if node not in self._codes}
+        for node, why in self._standstill.given_up(living).items():
+            if node not in self._given_up:
+                log.error("%s", why)
+                self._given_up[node] = why
+                os.kill(living[node], signal.SIGKILL)
 
     def _is_over(self) -> bool:
         """Whether the coordinator has ended the run. A state that cannot be read now ends nothing."""
@@ -262,7 +189,7 @@ class Supervisor:
         for node in [node for node, when in self._back.items() if time.monotonic() >= when]:
             if not self._asked and not self._is_over():
                 try:
-                    self._agents[node] = self._start(node, self._commands()[node])
+                    self._agents[node] = self._launcher.start(node, self._launcher.commands()[node])
                 except (*RECORD_ERRORS, subprocess.SubprocessError) as error:  # no log, no memory, no plan: later
                     log.error("node %s cannot come back yet: %s", node, error)
                     self._back[node] = time.monotonic() + _AGAIN_S
@@ -288,7 +215,8 @@ class Supervisor:
             return
         self._asked = True
         self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)  # a stopped one would not hear it
+        if asked:
+            self._signal(signal.SIGCONT)  # a stopped one would not hear it
 
     def _kill(self) -> None:
         self._signal(signal.SIGKILL)  # worker supervisors kill the workers
@@ -356,13 +284,6 @@ class Supervisor:
 
     def _log(self, node: str) -> str:
         return str(self._folder.agent_log(node).relative_to(self._folder.path))
-
-
-def _become_agent(enter: Callable[[], None] | None) -> None:
-    """In the child, between fork and exec."""
-    signal.set_wakeup_fd(-1)  # what it hears is not ours
-    if enter:
-        enter()
 
 
 def main(argv: list[str] | None = None) -> int:
