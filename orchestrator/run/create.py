@@ -52,7 +52,7 @@ def create_run_folder(bundle: SubmissionBundle, backend: str) -> Iterator[RunFol
     check_contents(bundle)
     folder = RunFolder(Path(bundle.request.run_dir))
     state = accepted(bundle.request, backend)
-    with HeldSignals() as signals, _disk_refusals(folder):
+    with HeldSignals() as signals, disk_refusals(folder):
         folder.create()
         try:
             _fill(folder, bundle, state)
@@ -86,7 +86,7 @@ def _fill(folder: RunFolder, bundle: SubmissionBundle, state: RunState) -> None:
 
 
 @contextlib.contextmanager
-def _disk_refusals(folder: RunFolder) -> Iterator[None]:
+def disk_refusals(folder: RunFolder) -> Iterator[None]:
     """What the disk refuses, as an OrchError."""
     try:
         yield

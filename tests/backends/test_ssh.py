@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ from orchestrator.run.request import Code
 from tests.beds import sshd
 from tests.beds.bundles import wait_for
 
+from .test_signals import interruptible
 from .test_verbs import home, orch
 
-__all__ = ["home"]  # the fixture
+__all__ = ["home", "interruptible"]  # the fixtures
 
 PROGRAM = """
 import os, pathlib, sys, time
@@ -238,3 +240,40 @@ def test_what_grows_is_sent_once_and_only_into_its_place(tmp_path):
     for path in ("secret.key", "../x", "logs/../../x", "logs/a/b.log", "/etc/x.json"):
         with pytest.raises(OrchError):
             write_parts(here, [wire.Part(path=path, offset=0, size=1)], b"x")
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("news", [True, False], ids=["", "and no news of it"])
+def test_ctrl_c_while_it_is_sent_there_leaves_a_run_that_is_told(
+    site, home, capsys, monkeypatch, interruptible, tmp_path, news
+):
+    """The terminal sends it to ssh, too, which does not end in the middle of the answer."""
+    real = Session.ask
+
+    def ask(session, question, payload=b""):
+        if isinstance(question, wire.Send):
+            session._process.send_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        elif not isinstance(question, wire.Prepare) and not news:
+            raise OrchError("no answer", Exit.CAPACITY)
+        return real(session, question, payload)
+
+    monkeypatch.setattr(Session, "ask", ask)
+    code, out, _ = orch(capsys, "submit", "nproc=1", *site.options(), "--run-id", "mine", "--", "python", "-c", "pass")
+    assert (code, out) == (130, "ssh://mine\n")
+    monkeypatch.setattr(Session, "ask", real)
+    assert wait_for(lambda: json.loads(orch(capsys, "status", "mine", "--json")[1])["state"]["state"] == "done")
+
+
+def test_what_the_host_does_not_start_leaves_nothing_here(site, home, capsys, monkeypatch):
+    real = Session.ask
+
+    def ask(session, question, payload=b""):
+        if isinstance(question, wire.Send):
+            raise OrchError("its disk is full", Exit.CAPACITY)
+        return real(session, question, payload)
+
+    monkeypatch.setattr(Session, "ask", ask)
+    code, _, err = orch(capsys, "submit", "nproc=1", *site.options(), "--run-id", "mine", "--", "python", "-c", "pass")
+    assert code == 76 and "its disk is full" in err and not (home / "runs" / "mine").exists()

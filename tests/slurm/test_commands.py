@@ -42,6 +42,18 @@ def script(tmp_path):
     return write
 
 
+@pytest.mark.process
+def test_ctrl_c_of_the_terminal_does_not_reach_a_command_in_the_middle_of_its_answer(tmp_path):
+    """A job that Slurm has accepted would be nobody's: each command is in a session of its own."""
+    for name in ("sbatch", "scontrol"):
+        (tmp_path / name).write_text("#!/bin/sh\ncat > /dev/null\necho $$ $(cut -d' ' -f6 /proc/$$/stat)\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = Slurm({"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    for answer in (slurm.sbatch("job.sh"), slurm.run(["scontrol", "release", "1"])):
+        own, session = answer.split()
+        assert own == session
+
+
 class TestLive:
     pytestmark = live
 

@@ -164,6 +164,21 @@ def test_every_moment_of_a_step_is_planned(words, capsys):
     assert code == 0, capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("train.offload=disk", "train.offload=disk: orch twin has no disk; legal: none, host"),
+        ("train.offload=disk train.offload_weights=true", "train.offload=disk: orch twin has no disk"),
+        ("train.offload_activations=disk train.recompute=full", "train.offload_activations=disk: orch twin has no"),
+        ("train.offload=host train.offload_delayed=true", "train.offload_delayed=true: orch twin runs one step"),
+    ],
+)
+def test_an_offload_that_it_does_not_see_is_refused(words, says, capsys):
+    assert main(["twin", "parallel=tp2", *words.split()]) == 65
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
 def test_what_it_cannot_run_is_refused(capsys):
     assert main(["twin", "+cluster=h100x64", "model=mixtral_8x7b", "parallel=tp8_ep8_zero3"]) == 65
     assert "no ranks to shard an expert over" in capsys.readouterr().err

@@ -67,7 +67,7 @@ class Slurm:
         try:
             done = subprocess.run(
                 argv, env=self.environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                timeout=self._timeout_s, check=False,
+                timeout=self._timeout_s, check=False, start_new_session=True,
             )  # fmt: skip
         except FileNotFoundError:
             if absent_ok:
@@ -109,18 +109,24 @@ class Slurm:
             if error.exit != Exit.CAPACITY:
                 raise
 
-    def start(self, argv: Sequence[str], errors: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
-        """Start a command and return it running, with pipes for standard input and output. OrchError (76) if absent."""
+    def start(
+        self, argv: Sequence[str], errors: int | IO[bytes] = subprocess.PIPE, *, alone: bool = False
+    ) -> subprocess.Popen[bytes]:
+        """Start a command and return it running, with pipes for standard input and output. OrchError (76) if absent.
+
+        `alone`: out of reach of this terminal's Ctrl-C, which would cut off the answer to what Slurm has done.
+        """
+        pipe = subprocess.PIPE
         try:
             return subprocess.Popen(
-                argv, env=self.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+                argv, env=self.environ, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=alone
             )
         except FileNotFoundError:
             raise _not_installed(argv[0]) from None
 
     def _communicate(self, argv: Sequence[str], text: str = "") -> tuple[int, str, str]:
         """Exit code, output and errors of sbatch with `text` as input; killed when the queue is full or time is up."""
-        process = self.start(argv)
+        process = self.start(argv, alone=True)
         assert process.stdin and process.stdout and process.stderr
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(text.encode())

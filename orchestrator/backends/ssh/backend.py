@@ -4,6 +4,7 @@ reads runs reads it as any other's."""
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,9 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
+from orchestrator.run.create import accepted, disk_refusals
 from orchestrator.run.folder import RunFolder, home_folder, write_private
+from orchestrator.run.held_signals import HeldSignals
 from orchestrator.run.registry import runs_folder
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, to_bytes
 from orchestrator.run.state import RunState, read_state, write_state
@@ -76,14 +79,20 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         folder = self.folder_of(bundle.request, home_folder(environ))
         if folder.path.exists():
             raise OrchError(f"run {folder.run_id} exists already in {folder.path.parent}", Exit.CONFIG)
-        session.ask(wire.Send())
-        folder.create()
-        write_private(folder.request, to_bytes(bundle.request), durable=False)
-        write_record(
-            folder, SshRecord(host=session.host, python=session.python, run_dir=bundle.request.run_dir), durable=True
-        )
+        record = SshRecord(host=session.host, python=session.python, run_dir=bundle.request.run_dir)
+        with HeldSignals(), disk_refusals(folder):
+            folder.create()
+            try:
+                write_private(folder.request, to_bytes(bundle.request), durable=False)
+                write_record(folder, record, durable=True)
+                write_state(folder, accepted(bundle.request, self.name))
+                session.ask(wire.Send())  # last: a run that is started there is known here
+            except BaseException:
+                shutil.rmtree(folder.path, ignore_errors=True)
+                raise
         self._sessions[session.host, session.python] = session
-        self._look(folder)
+        with contextlib.suppress(OrchError):  # it is started; news of it may come later
+            self._look(folder)
         return f"{self.name}://{folder.run_id}"
 
     # ---------------------------------------------------------------------------------- runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import re
+import signal
 import subprocess
 from contextlib import suppress
 
@@ -20,6 +21,11 @@ HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]{0,254}")
 PYTHON = re.compile(r"(~/)?[A-Za-z0-9_./+-]{1,400}")
 _NOISE = 1 << 20  # bytes that a login shell may print before orch answers
 _KEPT_ALIVE = ("-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+
+
+def _leave_ctrl_c_to_us() -> None:
+    """In ssh's process: a terminal sends Ctrl-C to it as well, in the middle of an answer. It ends with our pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class Session:
@@ -70,7 +76,9 @@ class Session:
         line = f"exec sh -lc 'exec {self.python} -P {' '.join(BY_NAME)} {wire.MODULE}'"
         argv = ["ssh", "-T", *_KEPT_ALIVE, "--", self.host, line]
         try:
-            self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=_leave_ctrl_c_to_us
+            )
         except OSError as error:
             raise OrchError(f"ssh cannot be started: {error.strerror}", Exit.CAPACITY) from None
         atexit.register(self.close)

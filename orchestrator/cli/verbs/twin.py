@@ -21,6 +21,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.config.compose import load
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
+    from orchestrator.plan.offload import offload_of
     from orchestrator.plan.trained import refusal
     from orchestrator.plan.twin import RankRun
     from orchestrator.planner.build import build_plan
@@ -33,6 +34,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     plan = build_plan(config, resolve(config.cluster), profile=resolve.profile(config))
     if problem := refusal(plan):
         raise OrchError(problem, Exit.CONFIG)
+    offload = offload_of(plan.job.train)
+    for key, where in (("offload", offload.optimizer), ("offload_activations", offload.activations)):
+        if where == "disk":
+            raise OrchError(f"train.{key}=disk: orch twin has no disk; legal: none, host", Exit.CONFIG)
+    if offload.delayed:
+        raise OrchError("train.offload_delayed=true: orch twin runs one step, with no update beside it", Exit.CONFIG)
     if plan.model.moe is not None:
         text = f"orch twin has no values, so it does not know to which experts the tokens of {plan.model.name} go"
         raise OrchError(f"{text}; models without experts can be run", Exit.CONFIG)
