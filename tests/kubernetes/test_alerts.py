@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 
@@ -98,6 +99,10 @@ def of_run(**series: str) -> dict[str, str]:
     return {f"orch_run_{name}{{{RUN}}}": values for name, values in series.items()}
 
 
+WHOLE = {  # another run, which lacks nothing
+    text.replace('job="r"', 'job="s"'): values
+    for text, values in (run_in("running") | of_run(running_nodes="8x300", wanted_nodes="8x300")).items()
+}
 CONTROLLER_FIRED = [
     ("OrchControllerDown", 15, {'orch_controller_leads{pod="one"}': "1x3 _x297"}),
     ("OrchControllerDown", 10, {'orch_controller_leads{pod="one"}': "0x300"}),
@@ -105,6 +110,11 @@ CONTROLLER_FIRED = [
     ("OrchRunNoStep", 40, LEADS | run_in("running") | of_run(last_step_timestamp_seconds="0+60x20 1200x280")),
     ("OrchRunNoStep", 40, LEADS | run_in("restarting") | of_run(last_step_timestamp_seconds="0+60x20 1200x280")),
     ("OrchRunNodesMissing", 20, LEADS | run_in("running") | of_run(running_nodes="7x300", wanted_nodes="8x300")),
+    (
+        "OrchRunNodesMissing",
+        20,
+        LEADS | run_in("running") | of_run(running_nodes="7x300", wanted_nodes="8x300") | WHOLE,
+    ),
     # pods and coordinators come and go, the counter only grows; a controller that takes over goes on from the status
     ("OrchRunRestarts", 29, LEADS | run_in("running") | of_run(restarts_total="0 0 1 1 2 2 3 3 4 4 5 5 6x290")),
     ("OrchRunFailed", 5, LEADS | run_in("failed")),
@@ -125,9 +135,18 @@ CONTROLLER_QUIET = [
 
 
 def renamed(series: dict[str, str]) -> dict[str, str]:
-    """As a Prometheus keeps them that does not honour labels: the job is that of its own configuration."""
-    pods = {text: text.replace('job="r"', 'job="pods",exported_job="r"') for text in series if text.startswith("orch_")}
-    return {pods.get(text, text): values for text, values in series.items()}
+    """As a Prometheus keeps them that does not honour labels: job and namespace are those of who was scraped."""
+    found = {}
+    for text, values in series.items():
+        if text.startswith("orch_"):
+            text = text.replace('namespace="a"', 'namespace="orch",exported_namespace="a"')
+            text = re.sub('job="([rs])"', r'job="pods",exported_job="\1"', text)
+        found[text] = values
+    return found
+
+
+def all_renamed(cases: list[tuple]) -> list[tuple]:
+    return [(*about, renamed(series)) for *about, series in cases]
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +160,11 @@ def promtool():
     ("rules", "fired", "quiet"),
     [
         (RULES, FIRED, QUIET),
-        (RULES, *([(*about, renamed(series)) for *about, series in cases] for cases in (FIRED, QUIET))),
+        (RULES, all_renamed(FIRED), all_renamed(QUIET)),
         (CONTROLLER_RULES, CONTROLLER_FIRED, CONTROLLER_QUIET),
+        (CONTROLLER_RULES, all_renamed(CONTROLLER_FIRED), all_renamed(CONTROLLER_QUIET)),
     ],
-    ids=["run", "without honor_labels", "controller"],
+    ids=["run", "run without honor_labels", "controller", "controller without honor_labels"],
 )
 def test_each_alert_is_raised_by_its_fault_and_by_nothing_else(tmp_path, promtool, rules, fired, quiet):
     shutil.copy(rules, tmp_path / "rules.yaml")

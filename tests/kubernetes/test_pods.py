@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ from orchestrator.cluster.model import Machine, Tier, Topology
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.ranks import check_ranks
+from orchestrator.plan.worker import replica_dir
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import SCHEMA, RunState, write_state
 from tests.beds.base import ROOT
@@ -214,9 +216,13 @@ def test_without_a_claim_a_pod_begins_again_with_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(task, "_run_attempt", lose)
     for options, left in (({}, False), ({"claim": "runs"}, True)):
         (tmp_path / "run").mkdir(exist_ok=True)
+        copies = replica_dir(tmp_path / "run", "n1")
+        copies.parent.parent.mkdir(mode=0o700, exist_ok=True)
+        copies.mkdir(parents=True)
         given = SimpleNamespace(request=SimpleNamespace(backend_options=options, run_dir=str(tmp_path / "run")))
-        task._live(Beginning({}, "/"), SimpleNamespace(index=1, returns=0), given)
-        assert (tmp_path / "run").exists() == left
+        task._live(Beginning({}, "/"), SimpleNamespace(index=1, node="n1", returns=0), given)
+        assert ((tmp_path / "run").exists(), copies.exists()) == (left, left)
+        shutil.rmtree(copies.parent, ignore_errors=True)
     assert begun == ["node2 was lost"] * 2
 
 

@@ -32,6 +32,7 @@ from orchestrator.cluster.model import Topology
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, PlanError, to_json
 from orchestrator.plan.document import Frozen
+from orchestrator.plan.worker import replica_dir
 from orchestrator.run.create import accepted
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import AgentCommand, LaunchRequest, compose_environment, from_bytes, to_bytes, used_nodes
@@ -122,6 +123,7 @@ def _live(beginning: Beginning, pod: Pod, given: Input) -> tuple[int, str]:
         log.info("%s: meeting the other pods again", lost.text)
         if read_options(given.request.backend_options).claim is None:
             # nothing of such a run outlives the loss of a pod: what this one has would not fit what a new pod 0 has
+            shutil.rmtree(replica_dir(given.request.run_dir, pod.node).parent, ignore_errors=True)
             shutil.rmtree(given.request.run_dir, ignore_errors=True)
         beginning.again(lost)
     except OrchError as error:
