@@ -162,13 +162,13 @@ def save_last_report(folder: RunFolder, report: LastReport) -> None:
     last time are remembered for this user's next runs (`orch nodes`)."""
     if report.state is not None:
         state = read_state(folder)
-        _remember_bad_nodes(folder, state, report.state)
+        remember_bad_nodes(folder, state, report.state)
         write_state(folder, structs.replace(report.state, created_at=state.created_at, summary=state.summary))
     if report.step and report.node:
         write_private(folder.metrics(report.node), report.step, durable=False)
 
 
-def _remember_bad_nodes(folder: RunFolder, before: RunState, now: RunState) -> None:
+def remember_bad_nodes(folder: RunFolder, before: RunState, now: RunState) -> None:
     """Once: a node that has been forgotten since stays so."""
     for name, why in now.excluded.items():
         if name not in before.excluded:
