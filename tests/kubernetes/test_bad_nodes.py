@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from orchestrator.backends.kubernetes import submission
+from orchestrator.backends.kubernetes import submission, train_run_client
 from orchestrator.backends.kubernetes.controller.room import Fits, Placed, Room, wish_of
 from orchestrator.backends.kubernetes.controller.room import fitting as still_fitting
 from orchestrator.backends.kubernetes.direct_runs import DirectRuns
@@ -20,6 +20,8 @@ from orchestrator.backends.kubernetes.objects.node_affinity import HOST
 from orchestrator.backends.kubernetes.objects.render import render
 from orchestrator.backends.kubernetes.observer import LastReport, save_last_report
 from orchestrator.backends.kubernetes.options import read_options
+from orchestrator.backends.kubernetes.record import KubernetesRecord
+from orchestrator.backends.kubernetes.train_run import Meta, Spec, Status, TrainRun
 from orchestrator.cli.main import main
 from orchestrator.cluster.importers.kubernetes import Node
 from orchestrator.plan import Exit
@@ -129,6 +131,20 @@ def test_what_a_run_finds_inside_its_pods_is_remembered_here_and_once(tmp_path):
     memory.forget(time.time(), lambda one: one.node == BAD)
     save_last_report(folder, LastReport(found))  # the same once more
     assert [one.node for one in memory.read(time.time())] == ["n2"]
+
+
+def test_what_a_controller_keeps_of_a_run_that_has_ended_is_remembered_too(tmp_path, monkeypatch):
+    folder = a_run(tmp_path)
+    kept = msgspec.to_builtins(structs.replace(state("failed", 1), excluded={BAD: "ECC"}))
+    status = Status(state="failed", exit_code=74, observed_generation=1, run=kept)
+    ended = TrainRun(Meta(name="r"), Spec(), status)
+    monkeypatch.setattr(train_run_client, "read", lambda *_: ended)
+    record = KubernetesRecord(None, "n", "Job", "r", "s", 1.0, train_run="r")
+    runs = train_run_client.ControlledRuns(lambda record: None, lambda: None)
+    assert runs.state(folder, record).excluded == {BAD: "ECC"}
+    memory = NodeMemory.of(folder)
+    assert [one.node for one in memory.forget(time.time(), lambda one: True)] == [BAD]
+    assert runs.state(folder, record).is_final and memory.read(time.time()) == []
 
 
 def test_a_run_that_starts_again_leaves_out_what_was_found_since(tmp_path, monkeypatch, capsys):

@@ -162,14 +162,14 @@ def save_last_report(folder: RunFolder, report: LastReport) -> None:
     last time are remembered for this user's next runs (`orch nodes`)."""
     if report.state is not None:
         state = read_state(folder)
-        _remember_bad_nodes(folder, state, report.state)
+        remember_bad_nodes(folder, state, report.state)
         ours = {"created_at": state.created_at, "summary": state.summary, "intent": state.intent}  # not known to pods
         write_state(folder, structs.replace(report.state, **ours))
     if report.step and report.node:
         write_private(folder.metrics(report.node), report.step, durable=False)
 
 
-def _remember_bad_nodes(folder: RunFolder, before: RunState, now: RunState) -> None:
+def remember_bad_nodes(folder: RunFolder, before: RunState, now: RunState) -> None:
     """Once: a node that has been forgotten since stays so."""
     for name, why in now.excluded.items():
         if name not in before.excluded:

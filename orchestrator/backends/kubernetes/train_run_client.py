@@ -221,14 +221,16 @@ class ControlledRuns:
     def state(self, folder: RunFolder, record: KubernetesRecord) -> RunState:
         """As the controller says it, which keeps what the coordinator last wrote; pods' logs say more, to who may read
         them. OrchError where no cluster answers."""
-        from .observer import save_last_report
+        from .observer import remember_bad_nodes, save_last_report
 
         run = self._read(record)
         if run is not None and not run.is_over:
             with contextlib.suppress(OrchError, OSError):
                 save_last_report(folder, self._observer().last_report(record, folder.run_id))
-        state = state_of(run, read_state(folder))
+        known = read_state(folder)
+        state = state_of(run, known)
         with contextlib.suppress(OSError):  # a full disk: the cluster says it again
+            remember_bad_nodes(folder, known, state)
             write_state(folder, state)
         return state
 
