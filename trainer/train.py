@@ -7,10 +7,12 @@ divisor before the first forward.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +42,7 @@ from .errors import DataError, NonFinite, Stopped, check_supported
 from .metrics.profile import Profile
 from .metrics.step_result import StepResult
 from .optim.loss_scale import LOWEST
-from .optim.lr import learning_rate
+from .optim.lr import RATE, jump, learning_rate, remembered
 from .precision import Recipe, recipe
 from .worker.progress import Progress, ProgressReporter
 from .worker.reporter import Reporter
@@ -193,6 +195,18 @@ class Run:
         if found is not None:
             self.step, self.samples = found.step, found.samples
             self.engine.resumed(found.step, found.scalars)
+            self._say_jump(found.scalars)
+
+    def _say_jump(self, saved: Mapping[str, float]) -> None:
+        """On rank 0, before the first step: one line and an event where this plan's learning rate breaks the curve."""
+        job = self.plan.job
+        text = jump(saved, self.step, job.optim, job.train.steps)
+        if not text or self.env.rank:
+            return
+        following = learning_rate(self.step + 1, job.optim, job.train.steps)
+        self.reporter.event("learning_rate_jumps", self.step, saved=saved[RATE], following=following)
+        with contextlib.suppress(OSError):
+            print(f"trainer: warning: {text}", file=sys.stderr, flush=True)
 
     def loop(self) -> None:
         """Train to the plan's last step. Raises Stopped after a termination signal, with everything saved."""
@@ -274,8 +288,10 @@ class Run:
         """Pass this rank's state to `write`, after the steps up to now have been found good; counted as time for
         checkpoints."""
         self._settle()
+        job = self.plan.job
+        scalars = self.engine.scalars() | remembered(self.step, job.optim, job.train.steps)
         with self.engine.timer.phase("checkpoint"):
-            write(list(self.engine.pieces(own=True)), self.step, self.samples, self.engine.scalars(), *options)
+            write(list(self.engine.pieces(own=True)), self.step, self.samples, scalars, *options)
 
     def _save(self, read_back: bool = True) -> None:
         """Save to disk now, and then free in-memory replicas."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from orchestrator.plan.document import BatchRamp
 from tests.trainer.test_loop import assert_same_state, changed, finish, job, saved_state
 from trainer.checkpoint.format import MANIFEST, decode, step_name
+from trainer.optim.lr import learning_rate
 
 pytestmark = pytest.mark.process
 
@@ -64,7 +67,48 @@ def test_a_resumed_run_equals_an_undisturbed_one_to_the_bit(cache, tmp_path, nam
         assert tokens == sorted(tokens) and tokens[0] == 2 * 16 and tokens[-1] > tokens[0]
         assert sum(tokens) == ends[0].samples * 16
     if "fp16" in name:
-        assert {"loss_scale", "loss_scale_good_steps", "optimizer_steps"} == set(ends[0].scalars)
+        kept = {"loss_scale", "loss_scale_good_steps", "optimizer_steps", "learning_rate", "train_steps"}
+        assert kept == set(ends[0].scalars)
+
+
+#: Another curve from the saved step on: (the schedule as saved, what the next run changes, its steps).
+BREAKS = {
+    "cosine to a later end": ({"schedule": "cosine"}, {}, 8),
+    "cosine to an earlier end": ({"schedule": "cosine"}, {}, 5),
+    "wsd": ({"schedule": "wsd", "decay_steps": 2}, {}, 8),
+    "a higher rate": ({"schedule": "constant"}, {"lr": 2e-2}, 4),
+}
+GOES_ON = {
+    "cosine with its end named": ({"schedule": "cosine", "decay_steps": 4}, {}, 8),
+    "constant": ({"schedule": "constant"}, {}, 8),
+    "its own plan": ({"schedule": "cosine"}, {}, 6),
+}
+
+
+@pytest.mark.parametrize("name", [*BREAKS, *GOES_ON])
+def test_a_learning_rate_that_jumps_at_a_resume_is_said_before_the_first_step(cache, tmp_path, name):
+    before, after, steps = (BREAKS | GOES_ON)[name]
+    curve = {"lr": 1e-2, "min_lr_ratio": 0.1, "warmup_steps": 0} | before
+    first = changed(job(cache, steps=6 if name == "its own plan" else 4, every=4), "optim", **curve)
+    finish(first, tmp_path)
+    if name == "its own plan":  # from the save in its middle
+        shutil.rmtree(tmp_path / "checkpoints" / step_name(6))
+    at = 4
+    second = changed(changed(first, "optim", **curve | after), "train", steps=steps)
+    codes, resumed = finish(second, tmp_path, epoch=1)
+    assert codes == [0], resumed.log(0)
+    said = [line for line in resumed.log(0).splitlines() if "the learning rate jumps" in line]
+    events = resumed.events("learning_rate_jumps")
+    assert len(said) == len(events) == (name in BREAKS)
+    if not events:
+        return
+    saved, following = (learning_rate(at, first.job.optim, 4), learning_rate(at + 1, second.job.optim, steps))
+    assert events[0].step == at and events[0].fields == {"saved": saved, "following": following}
+    assert f"from {saved:.3g} at saved step 4 to {following:.3g} at step 5" in said[0]
+    assert ("optim.decay_steps=4 keeps the old curve" in said[0]) == name.startswith("cosine")
+    if "cosine" in name:
+        _, kept = finish(changed(second, "optim", decay_steps=4), tmp_path, epoch=2)
+        assert not kept.events("learning_rate_jumps")
 
 
 def test_an_fp16_step_that_overflows_is_skipped_and_said(cache, tmp_path):

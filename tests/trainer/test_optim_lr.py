@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.plan.document import Optim
-from trainer.optim.lr import learning_rate
+from trainer.optim.lr import jump, learning_rate, remembered
 
 
 def optim(**changes) -> Optim:
@@ -52,3 +52,24 @@ def test_always_between_nothing_and_the_peak_and_never_rising_after_warm_up(name
 def test_steps_count_from_one():
     with pytest.raises(ValueError):
         learning_rate(0, optim(), 100)
+
+
+@given(
+    st.sampled_from(["constant", "cosine", "wsd"]),
+    *(st.integers(0, 20), st.integers(0, 40), st.integers(1, 60), st.integers(1, 60)),
+)
+def test_a_schedule_goes_on_where_it_was_saved_and_any_other_rate_is_said(name, warmup, decay, step, total):
+    spec = optim(schedule=name, warmup_steps=warmup, decay_steps=decay)
+    saved = remembered(step, spec, total)
+    assert jump(saved, step, spec, total) == ""
+    for changes in ({"lr": 2.0}, {"warmup_steps": warmup + 7}, {"schedule": "constant"}, {"min_lr_ratio": 0.5}):
+        other = optim(**{"schedule": name, "warmup_steps": warmup, "decay_steps": decay} | changes)
+        here = learning_rate(step, other, total)
+        assert bool(jump(saved, step, other, total)) == (here != pytest.approx(saved["learning_rate"], rel=1e-6))
+
+
+def test_what_remembers_no_rate_says_nothing():
+    assert jump({"optimizer_steps": 3.0}, 3, optim(), 100) == remembered(0, optim(), 100).get("", "") == ""
+    assert "keeps the old curve" not in jump({"learning_rate": 0.3}, 50, optim(), 100)
+    equal = optim(warmup_steps=20, decay_steps=20)
+    assert "nan" not in jump(remembered(20, equal, 20), 20, optim(warmup_steps=20), 40)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+
+from msgspec import structs
 
 from orchestrator.plan.document import Optim
 
 #: Share of the run that the final decay of WSD takes when `decay_steps` is 0 (MiniCPM, arXiv 2404.06395, section 4).
 WSD_DECAY_SHARE = 0.1
+#: Names of what a checkpoint remembers of the schedule that it was saved with.
+RATE, STEPS = "learning_rate", "train_steps"
+_SAME = 1e-6  # relative
 
 
 def learning_rate(step: int, optim: Optim, total_steps: int) -> float:
@@ -37,6 +43,31 @@ def learning_rate(step: int, optim: Optim, total_steps: int) -> float:
         start = max(total_steps - length, optim.warmup_steps)
         return optim.lr - (optim.lr - floor) * _clamp((step - start) / max(total_steps - start, 1))
     raise ValueError(f"unknown schedule {optim.schedule!r}; legal: constant, cosine, wsd")
+
+
+def remembered(step: int, optim: Optim, total_steps: int) -> dict[str, float]:
+    """What a checkpoint of `step` keeps beside its state, for `jump`."""
+    return {RATE: learning_rate(step, optim, total_steps), STEPS: float(total_steps)} if step else {}
+
+
+def jump(saved: Mapping[str, float], step: int, optim: Optim, total_steps: int) -> str:
+    """One line where this schedule gives another rate at a saved step than the step was made with: the curve breaks
+    there. "" where it goes on, and for a checkpoint that remembers nothing of it."""
+    if RATE not in saved or not step:
+        return ""
+
+    def goes_on(with_optim: Optim) -> bool:
+        here = learning_rate(step, with_optim, total_steps)
+        return math.isclose(saved[RATE], here, rel_tol=_SAME, abs_tol=1e-300)
+
+    if goes_on(optim):
+        return ""
+    following = learning_rate(step + 1, optim, total_steps)
+    text = f"the learning rate jumps from {saved[RATE]:.3g} at saved step {step} to {following:.3g} at step {step + 1}"
+    before = int(saved.get(STEPS, 0))
+    old_end = structs.replace(optim, decay_steps=before)
+    keeps = optim.schedule == "cosine" and before and goes_on(old_end)
+    return f"{text}: optim.decay_steps={before} keeps the old curve" if keeps else text
 
 
 def _clamp(value: float) -> float:

@@ -3,8 +3,9 @@ it, gathered again before the recomputation; and where, if not on the device.
 
 ZeRO-R's partitioned activation checkpoints, Pa (arXiv 1910.02054, section 6.1): the ranks of a tp group hold the same
 hidden states, so each keeps 1/tp. One all-gather for each recomputed part is added to the all-reduces of tensor
-parallelism: at most a tenth of their bytes. Under sequence parallelism the ranks hold different rows and nothing is
-left to share. Pa+cpu puts what is kept into memory of the host, `trainer.host.activations`.
+parallelism: less than a tenth of their bytes with full recomputation, up to a quarter with selective, which keeps two
+inputs a layer. Under sequence parallelism the ranks hold different rows and nothing is left to share. Pa+cpu puts what
+is kept into memory of the host, `trainer.host.activations`.
 """
 
 from __future__ import annotations
