@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
+from orchestrator import __version__
 from orchestrator.errors import OrchError, check_installed
 from orchestrator.plan.exits import Exit
 
 #: What starts a module by its name where no location is known: after `python -P`. Nobody else has this name.
 BY_NAME = ("-m", "orch_start")
 FILE = Path(__file__).resolve().parents[1] / "orch_start.py"
+
+
+@cache
+def code_version() -> str:
+    """The version of our packages and a digest of their code, which tells two states of one version apart."""
+    packages = [FILE.with_name("orchestrator"), FILE.with_name("trainer")]
+    found = hashlib.sha256()
+    for file in sorted(path for package in packages for path in package.rglob("*.py")):
+        found.update(f"{file.relative_to(FILE.parent)}\0".encode() + file.read_bytes() + b"\0")
+    return f"{__version__}+{found.hexdigest()[:12]}"
 
 
 def command(module: str, roots: Sequence[str] = ()) -> list[str]:

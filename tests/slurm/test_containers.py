@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 from msgspec import structs
 
-from orchestrator import start
+from orchestrator import __version__, start
 from orchestrator.agent.node.worker_control import with_own_python
 from orchestrator.backends.slurm.job import task
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 from orchestrator.run.request import Worker
-from tests.beds.bundles import make_bundle
+from tests.beds.bundles import make_bundle, refusal
 from tests.beds.debian import provide
 from tests.beds.plans import make_plan
 from tests.beds.slurm.image import PYTHON, make_image
@@ -22,6 +23,7 @@ from tests.beds.slurm.runs import Orch
 from .test_render import bash_accepts, script
 from .test_runs import two_nodes
 
+live = [pytest.mark.slurm, pytest.mark.process]
 real = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 
 
@@ -47,9 +49,65 @@ def test_inside_an_image_nothing_of_the_submitters_leads(monkeypatch, tmp_path):
 
 def test_an_image_with_another_version_is_refused_before_ranks_are_placed(monkeypatch, tmp_path, capsys):
     task._check_version({})
-    with pytest.raises(OrchError, match="use one version") as refused:
-        task._check_version({"ORCH_SUBMITTER": "99.0"})
-    assert refused.value.exit == Exit.CONFIG
+    task._check_version({"ORCH_SUBMITTER": start.code_version()})
+    for file, other in (
+        ("orchestrator/x.py", "y = 1\n"),
+        ("orchestrator/x.py", "y = 2\n"),
+        ("trainer/x.py", "y = 1\n"),
+    ):
+        theirs = tmp_path / file / other.strip()
+        (theirs / file).parent.mkdir(parents=True)
+        (theirs / file).write_text(other)
+        with monkeypatch.context() as patch:
+            patch.setattr(start, "FILE", theirs / "orch_start.py")
+            version = start.code_version.__wrapped__()
+        assert version.startswith(f"{__version__}+")
+        with pytest.raises(OrchError, match="use one version") as refused:
+            task._check_version({"ORCH_SUBMITTER": version})
+        assert refused.value.exit == Exit.CONFIG
+
+
+@pytest.mark.parametrize("runtime", ["pyxis", "apptainer", "charliecloud"])
+def test_a_path_that_a_runtime_would_split_is_refused(runtime):
+    container = {"runtime": runtime, "image": "/i.sif"}
+    for path in ("/data/a:b", "/data/a,b") if runtime != "charliecloud" else ("/data/a:b",):
+        with refusal(f"{path!r} cannot be mounted: {runtime}", Exit.CONFIG):
+            script({"container": container}, bind=("/home/u", path))
+    script({"container": container | {"mounts": ["/data:/data:ro"]}})
+    if runtime != "charliecloud":
+        with refusal("'/a:/a,/b:/b' cannot be mounted", Exit.CONFIG):
+            script({"container": container | {"mounts": ["/a:/a,/b:/b"]}})
+    script({}, bind=("/data/a:b",))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flag"),
+    [("NVIDIA H100 80GB", "--nv"), ("AMD Instinct MI300X", "--rocm"), ("mi250x", "--rocm"), ("MI355X-OAM", "--rocm"),
+     ("RTX A6000", "--nv"), ("cpu", "--nv")],
+)  # fmt: skip
+def test_apptainer_gives_the_gpus_that_there_are(gpu, flag):
+    plan = make_plan()
+    cluster = structs.replace(plan.cluster, gpu=structs.replace(plan.cluster.gpu, name=gpu))
+    text = script(
+        {"container": {"runtime": "apptainer", "image": "/i.sif"}}, plan=structs.replace(plan, cluster=cluster)
+    )
+    assert text.count(f"apptainer exec {flag} ") == text.count("apptainer exec ") == 3
+
+
+@pytest.mark.parametrize(
+    "python", [pytest.param("python3", marks=live), pytest.param("/opt/image/bin/python3", marks=live)]
+)
+def test_srun_may_look_for_the_program_before_there_is_a_container(full_cluster, python):
+    """Of the script's sruns it starts a program that host and image both have; the image's Python need not be here."""
+    container = {"runtime": "pyxis", "image": "/i.sqsh", "python": python}
+    lines = [line for line in script({"container": container}).splitlines() if "--container-image" in line]
+    starts = [shlex.split(line.removesuffix(" &")) for line in lines]
+    assert len(starts) == 3
+    for words in starts:
+        program = next(word for word in words[words.index("srun") + 1 :] if not word.startswith("-"))
+        test = f"SLURM_TEST_EXEC=1 srun -N1 {program} true"
+        assert full_cluster.run("bash", "-c", f"{test} 2>&1") == ""
+        assert words[words.index(program) + 1] == python
 
 
 def test_charliecloud_mounts_what_no_other_mount_holds():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from orchestrator import start
 from orchestrator.backends.base import (
     After,
     ArraySubmission,
@@ -128,6 +129,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
             plan=plan,
             options=options,
             python=request.agents[0].argv[0],
+            code=start.code_version() if options.container.runtime != "none" else "",
             export=tuple(request.environment.names),
             python_path=tuple(request.environment.python_path_first),
             bind=tuple(dict.fromkeys(filter(None, work))),

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import __version__, start
+from orchestrator import start
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, PlanError, meaning
 from orchestrator.run.folder import RunFolder, write_private
@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     folder = RunFolder(args.run_dir)
     try:
-        _check_version(os.environ)
         if args.what == "place":
+            _check_version(os.environ)  # once: all nodes have one image
             return _place(folder, args.nodes)
         if args.what == "outcome":
             return _outcome(folder, args.code)
@@ -73,10 +73,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check_version(environ: Mapping[str, str]) -> None:
-    """OrchError (65) in an image that holds another version of orch than the submitter's."""
-    theirs = environ.get("ORCH_SUBMITTER", __version__)
-    if theirs != __version__:
-        text = f"the image has orch {__version__}, the run was submitted by orch {theirs}: use one version"
+    """OrchError (65) in an image that holds other code of orch than the submitter's."""
+    theirs = environ.get("ORCH_SUBMITTER")
+    if theirs and theirs != (ours := start.code_version()):
+        text = f"the image has orch {ours}, the run was submitted by orch {theirs}: use one version"
         raise OrchError(text, Exit.CONFIG)
 
 

@@ -6,6 +6,7 @@ forwards termination signals to the steps and decides whether the job is requeue
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from msgspec import Struct
 from orchestrator import __version__, start
 from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.cluster.hostlist import expand, slurm_list
+from orchestrator.errors import OrchError
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 from orchestrator.planner.placement.rank_assignment import used_node_count
@@ -31,6 +33,7 @@ class JobScript(Struct, frozen=True, kw_only=True):
     plan: Plan
     options: SlurmOptions
     python: str  # on the nodes, outside any container
+    code: str = __version__  # of orch, that an image must have too
     export: tuple[str, ...]  # names of the variables that may enter the job
     python_path: tuple[str, ...] = ()  # folders of the run's own copy of the code
     bind: tuple[str, ...] = ()  # folders to mount in a container: run folder, data, token cache, checkpoints
@@ -41,6 +44,7 @@ def render(job: JobScript) -> str:
     """The whole script. OrchError: 65 for contradictory options, 78 for text that cannot be quoted exactly."""
     for path in (job.run_dir, job.python, *job.bind, *job.python_path):
         check_text(path, "path")
+    _check_mounts(job)
     lines = [line for name, value in directives(job).items() if (line := directive(name, value))]
     return "\n".join([*_head(job), *lines, "", *_body(job)]) + "\n"
 
@@ -173,7 +177,7 @@ def _search_paths(job: JobScript) -> list[str]:
     if job.options.container.runtime != "none":
         # inside an image its own interpreter and packages: nothing of the submitter's, also where $HOME is mounted
         lines += ["unset PYTHONPATH PYTHONHOME VIRTUAL_ENV", "export PYTHONNOUSERSITE=1"]
-        lines += [f"export ORCH_SUBMITTER={__version__}", 'export USER="${USER:-$(id -un)}"']
+        lines += [f"export ORCH_SUBMITTER={job.code}", 'export USER="${USER:-$(id -un)}"']
         return [*lines, f"export PYTHONPATH={joined}"] if job.python_path else lines
     if job.python_path:
         lines.append(f"export PYTHONPATH={joined}${{PYTHONPATH:+:$PYTHONPATH}}")
@@ -197,12 +201,31 @@ def _python(job: JobScript) -> list[str]:
     options = job.options.container
     if options.runtime == "apptainer":
         binds = [f"--bind={mount}" for mount in (*job.bind, *options.mounts)]
-        return ["apptainer", "exec", "--nv", f"--pwd={job.run_dir}", *binds, options.image, options.python]
+        gpus = "--rocm" if _OF_AMD.search(job.plan.cluster.gpu.name) else "--nv"
+        return ["apptainer", "exec", gpus, f"--pwd={job.run_dir}", *binds, options.image, options.python]
     if options.runtime == "charliecloud":  # needs its mount points in the image, so a mount holds what is below it
         held = tuple(f"{mount.partition(':')[0].rstrip('/')}/" for mount in options.mounts if _same_place(mount))
         binds = [f"--bind={mount}" for mount in (*options.mounts, *(p for p in job.bind if not p.startswith(held)))]
         return ["ch-run", *binds, f"--cd={job.run_dir}", options.image, "--", options.python]
-    return [options.python if options.runtime == "pyxis" else job.python]
+    if options.runtime == "pyxis":
+        # srun may look for the program on its own host before there is a container (LaunchParameters=test_exec)
+        return ["/usr/bin/env", options.python]
+    return [job.python]
+
+
+_OF_AMD = re.compile(r"\bAMD\b|Instinct|\bMI[0-9]{2,3}", re.I)
+
+#: Characters that end a path in the mounts of a container runtime.
+_SEPARATORS = {"none": "", "pyxis": ":,", "apptainer": ":,", "charliecloud": ":"}
+
+
+def _check_mounts(job: JobScript) -> None:
+    """OrchError (65) for a path that the container's runtime would take for several."""
+    runtime = job.options.container.runtime
+    separators = _SEPARATORS[runtime]
+    several = [mount for mount in job.options.container.mounts if "," in separators and "," in mount]
+    for path in (*(path for path in job.bind if any(char in path for char in separators)), *several):
+        raise OrchError(f"container: {path!r} cannot be mounted: {runtime} splits it at {separators!r}", Exit.CONFIG)
 
 
 def _same_place(mount: str) -> bool:
