@@ -227,7 +227,7 @@ def simulated_nodes(request: LaunchRequest, backend: Backend) -> list[str]:
     if not backend.on_this_machine or request.worker.bundled or max([request.nodes, *request.sizes]) == 1:
         return []
     shape = f"{request.nodes} nodes of {request.gpus_per_node} workers"
-    return [f"{shape} are simulated on this machine: no other one takes part (one node: cluster.nodes=1, --nnodes 1)"]
+    return [f"{shape} are simulated on this machine (one: cluster.nodes=1)"]
 
 
 def not_passed(request: LaunchRequest, options: SubmitOptions) -> list[str]:

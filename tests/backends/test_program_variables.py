@@ -142,7 +142,7 @@ def kubernetes(request, shell, monkeypatch):
         pod.setattr(os, "chdir", lambda _: None)
         pod.setattr(os, "environ", dict(os.environ))
         pod.setattr(agent, "main", lambda *_, **__: found.update(os.environ) or 0)
-        end = SimpleNamespace(close=lambda: None)
+        end = SimpleNamespace(close=lambda: None, led=False)
         run_agent(SimpleNamespace(path="/"), SimpleNamespace(address="::"), given, "node-0", end, "here")
     return found
 

@@ -39,9 +39,9 @@ def test_a_run_of_one_size_is_told_so(rendered, capsys):
 def test_the_next_generation_has_the_plan_of_its_size(rendered, monkeypatch):
     sent, gone = [], []
     monkeypatch.setattr(submission, "delete_run_objects", lambda *what: gone.append(what[1:]))
-    monkeypatch.setattr(direct_runs.DirectRuns, "start", lambda self, *what: sent.append(what))
+    monkeypatch.setattr(direct_runs.DirectRuns, "_send", lambda self, *what: sent.append(what))
     assert main(["resize", "r1", "2"]) == Exit.DONE
-    (folder, request, plan, _, generation), (kind, name, run_id, wait_s) = sent[0], gone[0]
+    (folder, request, plan, _, generation, _), (kind, name, run_id, wait_s) = sent[0], gone[0]
     assert (folder, kind, name, run_id, generation) == (rendered, "Job", "r1", "r1", 1)
     assert wait_s > 120  # of a run that lives, the grace period and more
     assert request.nodes == len(request.agents) == 2

@@ -155,7 +155,7 @@ def test_a_run_that_starts_again_leaves_out_what_was_found_since(tmp_path, monke
     runs = DirectRuns(lambda *_: None, lambda: None, lambda: None)
     request = structs.replace(read_request(folder), backend_options={"exclude": ["n7"]})
     for generation in (0, 1):
-        runs.start(folder, request, None, {}, generation)
+        runs._send(folder, request, None, {}, generation, [])
     assert [options["exclude"] for options in sent] == [["n7"], ["n7", BAD]]
     assert f"orch: without {BAD}" in capsys.readouterr().err
 

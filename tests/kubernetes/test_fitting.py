@@ -182,7 +182,7 @@ class Asked(Cluster):
         return json.dumps({"items": kept}).encode()
 
     def create(self, body):
-        return body
+        return {**body, "metadata": {**body["metadata"], "uid": "u", "resourceVersion": "1"}}
 
     def delete(self, *_, **__):
         return True
