@@ -135,6 +135,14 @@ def test_only_index_0_has_a_service(main_line):
     assert objects[-1]["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
 
 
+def test_metrics_are_read_from_anywhere_and_the_rest_by_the_run_s_pods_alone(main_line):
+    """No selector finds a Prometheus on its node's network, nor one outside the cluster."""
+    policy = next(b for b in render(manifest(main_line, {"network_policy": True})) if b["kind"] == "NetworkPolicy")
+    peers, metrics = policy["spec"]["ingress"]
+    assert peers == {"from": [{"podSelector": {"matchLabels": {names.RUN: "main-1"}}}]}
+    assert metrics == {"ports": [{"port": names.METRICS_PORT, "protocol": "TCP"}]}
+
+
 def test_sixteen_thousand_ranks_fit():
     """Into the 1 MiB of a ConfigMap, and with it into the 256 KiB that `kubectl apply` writes a second time."""
     bundle, plan = request_of(["cluster=h100x16384", "model=llama3_405b"], "big-1")

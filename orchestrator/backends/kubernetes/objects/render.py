@@ -200,15 +200,15 @@ def _service(run: Manifest) -> dict[str, Any]:
 
 
 def _network_policy(run: Manifest) -> dict[str, Any]:
-    """Only the run's own pods reach its pods; metrics may be read from anywhere in the cluster. Outwards, where that is
-    limited, they reach one another, DNS, and what the options name."""
+    """Only the run's own pods reach its pods; metrics may be read from anywhere: a Prometheus on its node's network is
+    no pod to a policy. Outwards, where that is limited, they reach one another, DNS, and what the options name."""
     ours = {"matchLabels": {names.RUN: run.request.run_id}}
     spec: dict[str, Any] = {
         "podSelector": ours,
         "policyTypes": ["Ingress"],
         "ingress": [
             {"from": [{"podSelector": ours}]},
-            {"from": [{"namespaceSelector": {}}], "ports": [{"port": names.METRICS_PORT, "protocol": "TCP"}]},
+            {"ports": [{"port": names.METRICS_PORT, "protocol": "TCP"}]},
         ],
     }
     if run.options.egress is not None:
