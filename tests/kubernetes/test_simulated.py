@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from orchestrator.backends.kubernetes.pod.rank_mapping import RankMapping, map_r
 from orchestrator.backends.kubernetes.pod.rendezvous import Join
 from orchestrator.cluster.model import Topology
 from orchestrator.plan import Exit, Plan, load_plan
+from orchestrator.run.bad_nodes import BadNode, NodeMemory
 from tests.beds.kubernetes.bed import Bed, BedError
 from tests.beds.kubernetes.runs import Orch, Run
 from tests.beds.kubernetes.simulate import FINISHES, LEVELS
@@ -92,6 +94,21 @@ def test_every_pipeline_lies_under_one_leaf(orch, queue, ended, topology):
     if queue:
         assert split_slices(nodes, topology) == 0
         assert [rank.node for rank in found.plan.ranks] == [node for node in nodes for _ in range(8)]
+
+
+def test_nodes_that_a_run_has_found_bad_get_no_pod_of_the_next(orch, ended):
+    """The same plan on the same idle cluster: but for the list it would get the same nodes."""
+    before = ended(orch.submit(*MAIN))
+    nodes = bound(orch, before, 8)
+    orch("cancel", "--force", before.id)
+    orch.bed.wait(lambda: not orch.pods(before.id), 900, f"end of {before.id}")
+    now, bad = time.time(), {nodes[0], nodes[5]}
+    for node in bad:
+        one = BadNode(cluster="h100x64", node=node, why="ECC", run=before.id, at=now, until=now + 3600)
+        NodeMemory(orch.home).add(one)
+    after = ended(orch.submit(*MAIN))
+    assert bad.isdisjoint(bound(orch, after, 8))
+    assert set(json.loads((after.folder / "request.json").read_text())["backend_options"]["exclude"]) == bad
 
 
 @pytest.mark.full
