@@ -3,9 +3,10 @@ it, gathered again before the recomputation; and where, if not on the device.
 
 ZeRO-R's partitioned activation checkpoints, Pa (arXiv 1910.02054, section 6.1): the ranks of a tp group hold the same
 hidden states, so each keeps 1/tp. One all-gather for each recomputed part is added to the all-reduces of tensor
-parallelism: less than a tenth of their bytes with full recomputation, up to a quarter with selective, which keeps two
-inputs a layer. Under sequence parallelism the ranks hold different rows and nothing is left to share. Pa+cpu puts what
-is kept into memory of the host, `trainer.host.activations`.
+parallelism: a tenth of their bytes where whole layers are recomputed, up to a quarter where both halves of each are
+(`train.recompute=selective`). Under sequence parallelism the ranks hold different rows and nothing is left to share.
+Inputs that do not divide by tp are filled up with zeros. Pa+cpu puts what is kept into memory of the host,
+`trainer.host.activations`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import pad
 
 from trainer.comm.collectives import CommCounter, all_gather
 from trainer.host.activations import ActivationStore, Entry
@@ -58,10 +60,10 @@ class KeptInputs:
         return run
 
     def _pack(self, saved: Tensor) -> Tensor | Kept:
-        shared = self.group is not None and not saved.numel() % self.group.size()
-        held = saved.detach()
-        if shared:
-            assert self.group is not None
+        shared, held = self.group is not None, saved.detach()
+        if self.group is not None:
+            missing = -held.numel() % self.group.size()
+            held = pad(held.flatten(), (0, missing)) if missing else held
             held = held.reshape(self.group.size(), -1)[self.group.rank()]
         if self.store is not None:
             return Kept(self.store.put(held), saved.shape, shared)
@@ -77,4 +79,4 @@ class KeptInputs:
         if kept.shared:
             assert self.group is not None
             held = all_gather(held, self.group, "tp", self.counter)
-        return held.view(kept.shape)
+        return held.flatten()[: kept.shape.numel()].view(kept.shape)
