@@ -90,19 +90,20 @@ class Supervisor:
             if insist(lambda: read_state(self._folder)).state == "done":
                 return False
             log.info("next attempt: %s", asked.text)
-            if insist(lambda: self._ends_now() or begin_attempt(self._folder, self._request, asked)):
-                self._last_word()
-                return False
+            if insist(lambda: self._begin(asked)):
+                return True
+            self._last_word()
         except RECORD_ERRORS as error:  # this attempt has ended well, and the request stays for a resume
             log.error("the next attempt cannot begin: %s", error)
-            return False
-        return True
+        return False
 
-    def _ends_now(self) -> bool:
-        """Whether a signal to end has come while nothing of the run lives."""
+    def _begin(self, asked: Intent) -> bool:
+        """Puts the next attempt in force; False where a signal to end has come while nothing of the run lives."""
         signals = self._signals(0.0)
         self._keep_in_mind(signals)
-        return bool(signals)
+        if not signals:
+            begin_attempt(self._folder, self._request, asked)
+        return not signals
 
     def _keep_in_mind(self, signals: list[signal.Signals]) -> None:
         """Requests of people that come by signals alone."""
