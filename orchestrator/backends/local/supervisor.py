@@ -91,16 +91,15 @@ class Supervisor:
             if insist(lambda: read_state(self._folder)).state == "done":
                 return False
             log.info("next attempt: %s", asked.text)
-            if not insist(lambda: self._begin_unless_ended(asked)):
-                self._last_word()
-                return False
+            if insist(lambda: self._begin(asked)):
+                return True
+            self._last_word()
         except RECORD_ERRORS as error:  # this attempt has ended well, and the request stays for a resume
             log.error("the next attempt cannot begin: %s", error)
-            return False
-        return True
+        return False
 
-    def _begin_unless_ended(self, asked: Intent) -> bool:
-        """False where a signal to end has come meanwhile, while nothing of the run lives."""
+    def _begin(self, asked: Intent) -> bool:
+        """Puts the next attempt in force; False where a signal to end has come while nothing of the run lives."""
         signals = self._signals(0.0)
         self._keep_in_mind(signals)
         if not signals:
