@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
+from orchestrator.plan.offload import offload_of
 from orchestrator.plan.worker import PINS, WorkerEnv, checkpoint_dir, pin_file, replica_dir
 
 from .checkpoint.fence import Fence
@@ -39,6 +40,7 @@ from .data.loader import Loader
 from .data.order import micro_batches_at, samples_of_step
 from .engine import Engine
 from .errors import DataError, NonFinite, Stopped, check_supported
+from .host.remote import remote_warning
 from .metrics.profile import Profile
 from .metrics.step_result import StepResult
 from .optim.loss_scale import LOWEST
@@ -165,7 +167,12 @@ class Run:
         self.plan, self.env, self.mesh, self.device = plan, env, mesh, device
         self.loader, self.reporter, self.termination = loader, reporter, termination
         torch.manual_seed(plan.job.train.seed)
-        self.engine = Engine(plan, mesh, device, recipe, scratch=Path(env.run_dir) / "offload")
+        scratch, offload = Path(env.run_dir) / "offload", offload_of(plan.job.train)
+        to_disk = "disk" in (offload.optimizer, offload.activations)
+        warning = remote_warning(Path(offload.dir) if offload.dir else scratch) if to_disk else None
+        if warning and env.local_rank == 0:
+            print(f"trainer: warning: {env.node}: {warning}", file=sys.stderr, flush=True)
+        self.engine = Engine(plan, mesh, device, recipe, scratch=scratch)
         folder, memory = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), replica_dir(env.run_dir, env.node)
         self.checkpoints = Checkpoints(
             *(folder, plan, Fence.of(env), env.rank, reporter, loader.store.index.key, memory, control),

@@ -7,8 +7,11 @@ import mmap
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Offload
@@ -16,6 +19,7 @@ from orchestrator.plan.offload import buffer_size
 from tests.trainer.test_loop import finish, job
 from tests.trainer.workers import running
 from trainer.checkpoint.retention import committed
+from trainer.host.remote import remote_type, remote_warning
 
 pytestmark = pytest.mark.process
 
@@ -45,6 +49,50 @@ def test_a_killed_run_goes_on_with_the_losses_of_one_that_kept_all_in_memory(cac
     assert min(after) <= 5 and max(after) == 8
     for step, loss in {**before, **after}.items():
         assert loss == pytest.approx(expected[step], rel=1e-5)
+
+
+#: Of a node: its own disk, a home of others below it, and a local disk below that; blanks stand as octal digits.
+MOUNTS = r"""/dev/root / ext4 rw 0 0
+server:/home /home nfs4 rw 0 0
+/dev/nvme0n1 /home/own\040disk xfs rw 0 0
+server:/shared /home/own\040disk/shared lustre rw 0 0
+hosts:/x /covered gpfs rw 0 0
+tmpfs /covered tmpfs rw 0 0
+remote /by-program fuse.sshfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        ("/scratch", None),
+        ("/home/me/runs/a/offload", "nfs4"),
+        ("/homes/me", None),
+        ("/home/own disk/offload", None),
+        ("/home/own disk/shared/offload", "lustre"),
+        ("/covered/a", None),
+        ("/by-program", "fuse.sshfs"),
+    ],
+)
+def test_a_folder_of_other_machines_is_known(tmp_path, folder, kind):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(MOUNTS)
+    assert remote_type(Path(folder), mounts) == kind
+    assert remote_type(Path(folder), tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "ext4"])
+@pytest.mark.parametrize("folder", ["", "own"])
+def test_a_node_warns_once_of_state_that_would_go_over_the_network(cache, tmp_path, monkeypatch, kind, folder):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"server:/ {tmp_path} {kind} rw 0 0\n")
+    monkeypatch.setattr("trainer.train.remote_warning", partial(remote_warning, mounts=mounts))
+    offload = structs.replace(DISK, dir=str(tmp_path / folder) if folder else "")
+    codes, workers = finish(job(cache, steps=1, dp=2, zero=1, offload=offload), tmp_path)
+    assert codes == [Exit.DONE] * 2
+    said = [line for rank in range(2) for line in workers.log(rank).splitlines() if "warning" in line]
+    where = tmp_path / (folder or "offload")
+    assert len(said) == (kind == "nfs4") and all(f"goes to {where}, on nfs4" in line for line in said)
 
 
 def test_a_disk_that_fills_up_ends_the_run_and_leaves_its_last_checkpoint(cache, tmp_path, monkeypatch):

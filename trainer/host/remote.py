@@ -1,0 +1,44 @@
+"""Whether a folder lies on another machine, where state that is offloaded to a disk gains nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+MOUNTS = Path("/proc/self/mounts")
+#: Types of file systems that other machines serve, as the kernel names them.
+REMOTE = frozenset(
+    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs", "orangefs", "wekafs"}
+)
+#: Those that a program serves, where it is known to ask other machines.
+REMOTE_PROGRAMS = frozenset({"fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"})
+
+
+def remote_type(folder: Path, mounts: Path = MOUNTS) -> str | None:
+    """The type of the remote file system that holds `folder`; None: it is local, or that cannot be told."""
+    folder, found, depth = folder.resolve(), "", -1
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        point, kind = (_plain(word) for word in line.split(" ")[1:3])
+        if folder.is_relative_to(point) and len(Path(point).parts) >= depth:  # a later mount covers an earlier one
+            found, depth = kind, len(Path(point).parts)
+    return found if found in REMOTE | REMOTE_PROGRAMS else None
+
+
+def _plain(word: str) -> str:
+    """Blanks and the like stand as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), word)
+
+
+def remote_warning(folder: Path, mounts: Path = MOUNTS) -> str | None:
+    """One line for a folder of offloaded state on a remote file system."""
+    kind = remote_type(folder, mounts)
+    if kind is None:
+        return None
+    return (
+        f"what is offloaded goes to {folder}, on {kind}: every step waits for the network, and files may stay after a"
+        " crash; name a folder of a disk of each node, train.offload_dir=/PATH"
+    )
