@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
@@ -27,12 +28,15 @@ from orchestrator.plan.exits import Exit
 
 RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 Document = TypeVar("Document", bound=Struct)
+Result = TypeVar("Result")
+log = logging.getLogger("orch.run")
 _LONGEST_NAME = 120  # bytes of a file name made from a node's name
 
 #: What reading or writing a record of a run raises. A disk that fails may be well again in a moment, so who keeps a run
 #: tries again (`RECORD_S`) and ends nothing that works.
 RECORD_ERRORS = (OSError, OrchError, PlanError)
 RECORD_S = 60.0  # for a record without which the run cannot go on
+_RECORD_AGAIN_S = 0.5
 
 
 def home_folder(environ: Mapping[str, str]) -> Path:
@@ -166,6 +170,21 @@ def read_secret(path: Path) -> bytes:
     if len(key) != 32:
         raise OrchError(f"{path} does not hold a 32-byte key in hex", Exit.SECURITY)
     return key
+
+
+def insist(record: Callable[[], Result]) -> Result:
+    """What `record` returns, called until the disk lets it, in at most RECORD_S. Raises what it has raised last."""
+    end, told = time.monotonic() + RECORD_S, False
+    while True:
+        try:
+            return record()
+        except RECORD_ERRORS as error:
+            if time.monotonic() > end:
+                raise
+            if not told:
+                log.error("a record cannot be read or written: %s; trying for %.0f s", error, RECORD_S)
+            told = True
+        time.sleep(_RECORD_AGAIN_S)
 
 
 class _Inside:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import sys
 import time
 from pathlib import Path
 from typing import Literal
@@ -58,6 +59,11 @@ def due(folder: RunFolder, began_with: int) -> Intent | None:
     """The newest request, where the attempt that began with number `began_with` has to end for it, else None."""
     intent = newest(folder)
     return intent if intent and intent.number > began_with and (intent.want == "end" or intent.nodes) else None
+
+
+def unwritten_end(force: bool) -> Intent:
+    """A request for the end that the disk has not taken, newer than all that it has."""
+    return Intent(number=sys.maxsize, want="end", at=time.time(), uid=os.geteuid(), force=force)
 
 
 def wants_end(folder: RunFolder) -> Intent | None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
+log = logging.getLogger("orch.processes")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -139,12 +141,23 @@ def send_signal(process: Identity, signum: int) -> bool:
         os.close(fd)
 
 
-def descendants(root: int) -> list[int]:
-    """Pids below `root`, zombies left out, parents before children."""
-    children: dict[int, list[int]] = {}
+def _families() -> dict[int, list[int]]:
+    """Parent -> its children, zombies left out."""
+    families: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (found := _stat(int(name))) and found[1] not in "ZX":
-            children.setdefault(found[0], []).append(int(name))
+            families.setdefault(found[0], []).append(int(name))
+    return families
+
+
+def children_of(parent: int) -> list[Identity]:
+    """Its children, zombies left out."""
+    return [one for pid in _families().get(parent, []) if (one := identity(pid))]
+
+
+def descendants(root: int) -> list[int]:
+    """Pids below `root`, zombies left out, parents before children."""
+    children = _families()
     found_below, queue = [], [root]
     while queue:
         below = children.get(queue.pop(), [])
@@ -181,6 +194,15 @@ def kill_trees(roots: Sequence[Identity]) -> None:
                 send_signal(process, signum)
 
 
+def kill_other_children(spare: Collection[int]) -> None:
+    """Kills the children of this process that are not among these pids, with all below them. What a dead process leaves
+    falls to the next subreaper, and who should have ended it may have been stopped."""
+    with contextlib.suppress(OSError):  # no descriptor to look for them: at the next look
+        if left := [one for one in children_of(os.getpid()) if one.pid not in spare]:
+            log.info("killing what a dead process has left: %s", [one.pid for one in left])
+            kill_trees(left)
+
+
 def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0) -> list[int]:
     """SIGKILL everything below this process, but not process `spare`, until nothing is left; the pids that survived
     `timeout_s` are returned.
@@ -189,7 +211,7 @@ def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0)
     inherits what such a fork leaves. `reap` collects every dead child (a caller that waits itself sets it to False).
     """
     end = time.monotonic() + timeout_s
-    while left := [pid for pid in descendants(os.getpid()) if pid != spare]:
+    while left := [pid for pid in _below(end) if pid != spare]:
         if time.monotonic() > end:
             return left
         for pid in left:
@@ -201,6 +223,17 @@ def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0)
             reap_children()
         time.sleep(0.002)
     return []
+
+
+def _below(end: float) -> list[int]:
+    """This process's descendants. While it has no descriptor to look for them, it waits, at most to that time."""
+    while True:
+        try:
+            return descendants(os.getpid())
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.05)
 
 
 def reap_children() -> list[tuple[int, int]]:

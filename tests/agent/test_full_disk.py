@@ -7,10 +7,8 @@ import contextlib
 import errno
 import json
 import os
-import resource
-from collections.abc import Iterable, Iterator
+import signal
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -22,6 +20,7 @@ from orchestrator.agent.node.workers import Workers
 from orchestrator.agent.protocol.messages import (
     Assign,
     CoordinatorAlive,
+    Done,
     Prepare,
     RankAssignment,
     Ready,
@@ -29,14 +28,16 @@ from orchestrator.agent.protocol.messages import (
     WorkerExit,
 )
 from orchestrator.backends.base import read_record
-from orchestrator.backends.local.backend import LocalBackend, LocalRecord
+from orchestrator.backends.local.backend import CANCEL, LocalBackend, LocalRecord
 from orchestrator.plan import to_json
 from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.intent import ask
 from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state
 from tests.agent.conftest import options
 from tests.agent.test_elastic import cancel, running, start
-from tests.beds.bundles import make_bundle, submit, wait_for
+from tests.beds.bundles import make_bundle, refusal, submit, wait_end, wait_for
+from tests.beds.failing_disk import failing, without_descriptors
 from tests.beds.plans import make_plan
 from tests.patience import PATIENCE_S
 
@@ -126,6 +127,25 @@ async def test_an_epoch_waits_for_room_to_be_written_down(w, monkeypatch):
     assert read_state(w.folder).epoch == 1, "on disk before anybody heard of it"
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+async def test_the_end_of_a_run_waits_for_a_disk_that_takes_it(w, monkeypatch, number):
+    disk = Disk(monkeypatch, number)
+    a, b = await w.started()
+    disk.full = True
+    for agent in (a, b):
+        agent.workers_end(0, 0)
+    for agent in (a, b):
+        while not isinstance((await agent.hear())[1], Done):
+            pass
+        await agent.channel.close()
+    refused = disk.refused
+    while disk.refused < refused + 2:
+        await asyncio.sleep(0.01)
+    assert not w.task.done() and w.state().state != "done"
+    disk.full = False
+    assert (await w.end()).code == 0 and w.state().state == "done"
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EPERM, errno.ESTALE, errno.EMFILE])
 async def test_the_heart_beats_on_whatever_the_disk_says(w, monkeypatch, number):
     disk = Disk(monkeypatch, number)
@@ -137,38 +157,6 @@ async def test_the_heart_beats_on_whatever_the_disk_says(w, monkeypatch, number)
     disk.full = False
     while not w.state().slow:
         await asyncio.sleep(0.01)
-
-
-@contextlib.contextmanager
-def failing(*records: Path) -> Iterator[None]:
-    """In their places are folders, which can neither be read as files nor be replaced by files."""
-    held = [record.with_name(f"{record.name}.held") for record in records]
-    for record, away in zip(records, held, strict=True):
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(record, away)
-        while not record.is_dir():
-            with contextlib.suppress(FileExistsError):
-                record.mkdir()
-    try:
-        yield
-    finally:
-        for record, away in zip(records, held, strict=True):
-            record.rmdir()
-            with contextlib.suppress(FileNotFoundError, FileExistsError):  # it is written anew already
-                os.link(away, record)
-
-
-@contextlib.contextmanager
-def without_descriptors(pids: Iterable[int]) -> Iterator[None]:
-    """None of these processes can open anything: EMFILE."""
-    before = {pid: resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in pids}
-    for pid, (_, hard) in before.items():
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        yield
-    finally:
-        for pid, limits in before.items():
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
 
 def log_of(folder: RunFolder, name: str) -> str:
@@ -252,6 +240,18 @@ async def test_an_agent_waits_for_a_plan_that_its_disk_does_not_show_yet(runs, m
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(("signum", "state"), [(CANCEL, "cancelled"), (signal.SIGTERM, "stopped")])
+def test_a_resize_that_waits_for_its_disk_can_be_ended(runs, signum, state):
+    folder = start(runs, 2, 1)
+    running(folder, "node0", "node1")
+    with failing(folder.plan):
+        ask(folder, "run", nodes=1)
+        wait_for(lambda: "a record cannot be" in log_of(folder, "supervisor"), what="a refusal")
+        os.kill(read_record(folder, LocalRecord).supervisor[0], signum)
+        assert (wait_end(folder).state, wait_end(folder).exit_code) == (state, 75)
+
+
+@pytest.mark.process
 def test_a_resize_waits_for_a_disk_that_takes_the_next_plan(runs):
     folder = start(runs, 2, 1)
     running(folder, "node0", "node1")
@@ -261,4 +261,9 @@ def test_a_resize_waits_for_a_disk_that_takes_the_next_plan(runs):
             wait_for(lambda: "a record cannot be" in log_of(folder, "supervisor") or asked.done(), what="a refusal")
         assert asked.result(PATIENCE_S).endswith(folder.run_id)
     running(folder, "node0")
+    assert cancel(folder).state == "cancelled"
+    with failing(folder.plan), refusal("cannot be written down.*the request stays", 76):  # nothing of it lives
+        LocalBackend().resize(folder, read_request(folder), 2, os.environ)
+    LocalBackend().resume(folder, read_request(folder), os.environ)  # which takes the request up
+    running(folder, "node0", "node1")
     assert cancel(folder).state == "cancelled"

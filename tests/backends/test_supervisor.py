@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import resource
 import signal
+import subprocess
+import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from orchestrator.backends.base import get_backend, read_record
-from orchestrator.backends.local import supervisor as module
-from orchestrator.backends.local.backend import LocalRecord
-from orchestrator.backends.local.supervisor import Supervisor
+from orchestrator.backends.local.backend import LocalBackend, LocalRecord
+from orchestrator.cli.main import main
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.processes import descendants, holders, identity, is_alive
-from tests.beds.bundles import kill_runs, wait_for
+from orchestrator.run.processes import children_of, descendants, holders, identity, is_alive
+from tests.agent import test_elastic as elastic
+from tests.beds.bundles import kill_runs, submit, wait_end, wait_for
+from tests.beds.failing_disk import failing, without_room
+from tests.beds.plans import make_plan
+from tests.patience import PATIENCE_S
 
 from .test_contract import ended, running, start
 
@@ -78,26 +82,106 @@ def test_a_run_without_supervisor_is_cancelled(run, force):
     wait_for(lambda: not any(one and is_alive(one) for one in below), what="the end of all processes")
 
 
-def test_a_full_disk_ends_no_healthy_run(tmp_path, monkeypatch):
-    """The record of the run is written when there is room again."""
-    written, room = [], [False]
+@pytest.mark.process
+def test_a_record_that_cannot_be_written_ends_no_healthy_run(runs):
+    """The one of the backend, here: it is written when the disk takes it again."""
+    folder = elastic.start(runs, 3, 2)
+    first = elastic.running(folder, "node0", "node1", "node2")
+    lost = next(node for node in first.nodes if node != first.writer)
+    pid = elastic.agent(folder, lost)
+    with failing(folder.backend):
+        os.kill(pid, signal.SIGKILL)
+        elastic.running(folder, *first.nodes.keys() - {lost}, after=first.epoch)
+        wait_for(lambda: "backend.json cannot be written" in supervisor_log(folder), what="a refused record")
+    wait_for(lambda: read_record(folder, LocalRecord).exit_codes == {lost: -9}, what="the record")
+    assert elastic.cancel(folder).state == "cancelled"
 
-    def write(folder, record):
-        if not room[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(record)
 
-    monkeypatch.setattr(module, "write_record", write)
-    monkeypatch.setattr(module, "reap_children", lambda: [(7, 0)] if not written and not room[0] else [])
-    monkeypatch.setattr(module, "read_state", lambda folder: SimpleNamespace(is_final=False))
-    one = object.__new__(Supervisor)
-    one._folder, one._network, one._deadline, one._asked, one._began_with = RunFolder(tmp_path), None, None, False, 0
-    one._agents, one._codes, one._back = {"a": SimpleNamespace(pid=7, returncode=None)}, {}, {}
-    one._options, one._unwritten = SimpleNamespace(restart_lost_nodes_after_s=None), False
-    one._hear([])
-    assert one._codes == {"a": 0} and not written
-    room[0] = True
-    one._hear([])
-    assert [record.exit_codes for record in written] == [{"a": 0}]
-    one._hear([])
-    assert len(written) == 1
+def supervisor_log(folder: RunFolder) -> str:
+    return (folder.logs / "supervisor.log").read_text()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_run_whose_first_agent_is_stopped_is_given_up(runs, nodes):
+    """It coordinates. Its peers leave for want of it, and nobody would ever say how the run has ended."""
+    backend, rules = LocalBackend(), {"heartbeat_timeout_s": 3.0, "grace_s": 1.0}
+    folder = submit(make_plan(dp=2, nodes=nodes), runs, STEPS=9, HOLD=1, SAVE=1, backend=rules)
+    running(backend, folder)
+    pid = elastic.agent(folder, "node0")
+    below = [identity(one) for one in descendants(pid)]
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: f"agent of node0 (pid {pid}) is stopped by a signal" in (backend.state(folder).reason or ""))
+    state = wait_end(folder)
+    assert (state.state, state.exit_code, state.cause.kind) == ("failed", Exit.CAPACITY, "node_lost"), state
+    assert (state.cause.node, "stopped by a signal for" in state.reason) == ("node0", True)
+    assert not any(one and is_alive(one) for one in below)
+
+
+@pytest.mark.process
+def test_a_cancelled_run_goes_on_where_it_was_stopped_and_ends(run):
+    """Nobody else would continue the agent that coordinates; it saves then."""
+    backend, folder, _ = run
+    os.kill(elastic.agent(folder, "node0"), signal.SIGSTOP)
+    backend.cancel(folder, force=False)
+    assert (ended(backend, folder).state, ended(backend, folder).exit_code) == ("cancelled", Exit.RESTART)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("with_peers", [True, False])
+def test_what_a_dead_agent_leaves_behind_is_killed(runs, with_peers):
+    """Its worker supervisor was stopped before, and so kills nobody: an old worker would live on beside the new one."""
+    folder = elastic.start(runs, 3, 2)
+    first = elastic.running(folder, "node0", "node1", "node2")
+    lost = next(node for node in first.nodes if node != first.writer)
+    agents = [elastic.agent(folder, lost)] if with_peers else [elastic.agent(folder, node) for node in first.nodes]
+    left = [one for agent in agents for one in map(identity, descendants(agent)) if one]
+    for agent in agents:
+        for worker_supervisor in children_of(agent):
+            os.kill(worker_supervisor.pid, signal.SIGSTOP)
+        os.kill(agent, signal.SIGKILL)
+    wait_for(lambda: not any(is_alive(one) for one in left), what="the end of all that they have left")
+    if with_peers:
+        elastic.running(folder, *first.nodes.keys() - {lost}, after=first.epoch)
+        assert elastic.cancel(folder).state == "cancelled"
+    else:
+        assert wait_end(folder).exit_code == Exit.CAPACITY
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("words", [[], ["--force"]])
+def test_a_cancel_on_a_full_disk_goes_by_a_signal(run, words):
+    backend, folder, pid = run
+    argv = [sys.executable, "-m", "orchestrator.cli.main", "cancel", folder.run_id, *words]
+    environment = os.environ | {"ORCH_HOME": str(folder.path.parents[1])}
+    agents = [identity(one) for one in read_record(folder, LocalRecord).agents.values()]
+    with without_room([pid]):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        command = subprocess.Popen(argv, env=environment, preexec_fn=no_room, text=True, **pipes)
+        wait_for(lambda: not any(one and is_alive(one) for one in agents), what="the end of the agents")
+    said = command.communicate(timeout=PATIENCE_S)[0]
+    assert command.returncode == 0, said
+    state = ended(backend, folder)
+    assert (state.state, state.exit_code) == ("cancelled", Exit.RESTART)
+    assert state.reason == ("cancelled by force" if words else "cancelled by the user")
+
+
+def no_room() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+@pytest.mark.process
+def test_status_tells_of_a_stopped_supervisor(run, capsys, monkeypatch):
+    backend, folder, pid = run
+    monkeypatch.setenv("ORCH_HOME", str(folder.path.parents[1]))
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: backend.state(folder).reason)
+    assert main(["status", folder.run_id]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"its supervisor (pid {pid}) is stopped by a signal: kill -CONT {pid}, or orch cancel {folder.run_id}" in said
+    )
+    os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: not backend.state(folder).reason)
+    backend.cancel(folder, force=False)
+    assert ended(backend, folder).state == "cancelled"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from orchestrator import start
 from orchestrator.backends.base import Backend, Resizing, decode_options, read_record, write_record
@@ -28,6 +29,7 @@ from orchestrator.run.request import LaunchRequest, SubmissionBundle, at_size, c
 from orchestrator.run.state import RunState, prepare_resume, read_state, true_state
 
 from . import namespaces
+from .standstill import stopped_process
 
 
 class LocalRecord(Frozen):
@@ -54,6 +56,8 @@ class RunLives(OrchError):
     """Something of the run lives: it cannot be started."""
 
 
+#: `orch cancel` to the supervisor, where the disk does not take the request.
+CANCEL, CANCEL_BY_FORCE = signal.SIGUSR1, signal.SIGUSR2
 _FORCE_S = 3.0  # for a supervisor to kill its run by itself
 _END_S = 60.0  # after the workers' grace, for agents and supervisor to go
 _ELASTIC = ("spare_nodes", "restart_lost_nodes_after_s", "grow_after_s")
@@ -135,13 +139,12 @@ class LocalBackend(Backend, Resizing):
         if not self.is_alive(folder):
             read_record(folder, LocalRecord)  # a damaged one is said first
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        asked = None
+        asked, signum = None, signal.SIGTERM
         try:
             asked = ask(folder, "end", force=force)
-        except OrchError:  # a full disk: who is killed need not read it
-            if not force:
-                raise
-        if not self._wake(folder, signal.SIGTERM):
+        except OrchError:  # a full disk: the supervisor keeps it in mind
+            signum = CANCEL_BY_FORCE if force else CANCEL
+        if not self._wake(folder, signum):
             for agent in holders(folder.lock):  # nobody passes it on to them
                 send_signal(agent, signal.SIGTERM)
         end = time.monotonic() + _FORCE_S
@@ -167,7 +170,9 @@ class LocalBackend(Backend, Resizing):
         return folder.is_alive()
 
     def state(self, folder: RunFolder) -> RunState:
-        return true_state(folder, self.is_alive(folder))
+        state = true_state(folder, self.is_alive(folder))
+        stopped = None if state.is_final else _stopped(folder)
+        return replace(state, reason=stopped) if stopped else state
 
     def _start(
         self,
@@ -184,7 +189,11 @@ class LocalBackend(Backend, Resizing):
             raise RunLives(f"run {folder.run_id} is running", Exit.USAGE)
         try:
             if again:
-                begin_attempt(folder, request, asked)
+                try:
+                    begin_attempt(folder, request, asked)
+                except OSError as error:
+                    text = f"the next attempt of run {folder.run_id} cannot be written down: {error}; the request stays"
+                    raise OrchError(text, Exit.CAPACITY) from None
             roots = request.environment.python_path_first  # a copy of our own code, where the run has one
             argv = [*start.command("orchestrator.backends.local.supervisor", roots), "--run-dir", str(folder.path)]
             log = os.open(folder.logs / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -236,6 +245,18 @@ def _check_newest(folder: RunFolder, asked: Intent | None) -> None:
 def _check_program(request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = "") -> None:
     if not request.worker.bundled:
         check_program(request.worker.argv, compose_environment(request.environment, environ), cwd, where)
+
+
+def _stopped(folder: RunFolder) -> str | None:
+    """Which process of a run was stopped by a signal, so that it does not go on; None for none."""
+    try:
+        record = read_record(folder, LocalRecord)
+    except OrchError:
+        return None
+    if record is None:
+        return None
+    agents = {f"agent of {node}": identity(pid) for node, pid in record.agents.items() if node not in record.exit_codes}
+    return stopped_process(folder.run_id, {"supervisor": Identity(*record.supervisor), **agents})
 
 
 def gpus_here() -> int:

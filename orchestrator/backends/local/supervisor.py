@@ -14,34 +14,31 @@ import logging
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
-from orchestrator import start
 from orchestrator.backends.base import write_record
 from orchestrator.errors import OrchError
 from orchestrator.observe.report import write_final_state
 from orchestrator.plan import Exit, load_plan, meaning
-from orchestrator.run.folder import RECORD_ERRORS, RECORD_S, RunFolder
-from orchestrator.run.intent import due
-from orchestrator.run.processes import become_subreaper, identity, kill_descendants, reap_children
-from orchestrator.run.request import AGENT, LaunchRequest, read_request
+from orchestrator.run.folder import RECORD_ERRORS, RunFolder, insist
+from orchestrator.run.intent import Intent, due, unwritten_end
+from orchestrator.run.processes import become_subreaper, identity, kill_descendants, kill_other_children, reap_children
+from orchestrator.run.request import LaunchRequest, read_request
 from orchestrator.run.state import Cause, End, RunState, finish, read_state, write_state
 
-from .backend import LocalRecord, begin_attempt, read_options
-from .namespaces import INTERFACE, Network, Wiring
+from .backend import CANCEL, CANCEL_BY_FORCE, LocalRecord, begin_attempt, read_options
+from .launcher import AgentLauncher
+from .namespaces import Network, Wiring
+from .standstill import StoppedAgents
 
 _LEAVE_S = 20.0  # for agents to exit after the run's final state
-_AGAIN_S = 1.0  # between attempts to read, write or start what failed
-_HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_AGAIN_S = 1.0  # between attempts to write or start what failed
+_HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, CANCEL, CANCEL_BY_FORCE)
 
 log = logging.getLogger("orch.supervisor")
-Result = TypeVar("Result")
 
 
 class Supervisor:
@@ -57,6 +54,9 @@ class Supervisor:
         self._unwritten = False  # the disk did not take the last record
         self._unread = False  # nor gave the last state
         self._back: dict[str, float] = {}  # lost node -> monotonic time at which it comes back
+        self._told: Intent | None = None  # a request to end that found no room on the disk
+        self._standstill = StoppedAgents(request.policy.heartbeat_timeout_s)
+        self._given_up: dict[str, str] = {}  # node -> why its agent was killed
 
     def run(self) -> int:
         """The run's exit code, after every process of it has ended."""
@@ -69,8 +69,9 @@ class Supervisor:
             self._network = Network(wiring)
             log.info("%d nodes in network namespaces, %g Gbit/s each", len(wiring.nodes), options.link_gbit_per_s)
         try:
-            for node, argv in self._commands().items():
-                self._agents[node] = self._start(node, argv)
+            self._launcher = AgentLauncher(self._folder, self._request, options, self._lock, self._network)
+            for node, argv in self._launcher.commands().items():
+                self._agents[node] = self._launcher.start(node, argv)
             self._remember()
             while len(self._codes) < len(self._agents):
                 self._hear(self._signals(0.5))
@@ -82,18 +83,33 @@ class Supervisor:
 
     def begins_again(self) -> bool:
         """Whether people asked for another attempt, which is ready to begin then."""
-        asked = due(self._folder, self._began_with)
+        asked = self._asked_for()
         if asked is None or asked.want == "end":
             return False
         try:
-            if _insist(lambda: read_state(self._folder)).state == "done":
+            if insist(lambda: read_state(self._folder)).state == "done":
                 return False
             log.info("next attempt: %s", asked.text)
-            _insist(lambda: begin_attempt(self._folder, self._request, asked))
+            if insist(lambda: self._begin(asked)):
+                return True
+            self._last_word()
         except RECORD_ERRORS as error:  # this attempt has ended well, and the request stays for a resume
             log.error("the next attempt cannot begin: %s", error)
-            return False
-        return True
+        return False
+
+    def _begin(self, asked: Intent) -> bool:
+        """Puts the next attempt in force; False where a signal to end has come while nothing of the run lives."""
+        signals = self._signals(0.0)
+        self._keep_in_mind(signals)
+        if not signals:
+            begin_attempt(self._folder, self._request, asked)
+        return not signals
+
+    def _keep_in_mind(self, signals: list[signal.Signals]) -> None:
+        """Requests of people that come by signals alone."""
+        for what in signals:
+            if what in (CANCEL, CANCEL_BY_FORCE):
+                self._told = unwritten_end(force=what == CANCEL_BY_FORCE)
 
     def _listen(self) -> None:
         """Signals become bytes of a pipe. (sigtimedwait(2) of CPython gives a signal that nobody sent when the process
@@ -110,69 +126,11 @@ class Supervisor:
             return [signal.Signals(number) for number in os.read(self._wake, 512) if number != signal.SIGCHLD]
         return []
 
-    def _commands(self) -> dict[str, list[str]]:
-        """Node -> the command of its agent."""
-        ours = start.command(AGENT)
-        commands = {
-            agent.node: [*ours, *agent.argv[agent.argv.index(AGENT) + 1 :]] if AGENT in agent.argv else agent.argv
-            for agent in self._request.agents
-        }
-        if not self._request.sizes:
-            return commands
-        first, *_ = self._request.agents
-        for index in range(self._options.spare_nodes):
-            spare = f"spare-{index}"
-            commands[spare] = [spare if word == first.node else word for word in commands[first.node]]
-        elastic = ["--elastic", "--grow-after-s", str(self._options.grow_after_s)]
-        return {node: [*argv, *elastic] for node, argv in commands.items()}
-
-    def _start(self, node: str, argv: list[str]) -> subprocess.Popen:
-        descriptor = os.open(
-            self._folder.agent_log(node), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
-        held = [self._lock]  # they hold the run's lock with us
-        environment, enter, listener = None, None, None
-        if self._network:
-            listener = self._listener(node)
-            held.append(self._network.switches)
-            argv = [*argv, "--address", self._network.wiring.address(node)]
-            if listener:
-                held.append(listener.fileno())
-                argv += ["--metrics-fd", str(listener.fileno())]
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE}  # or it asks what the host's name resolves to
-            enter = self._network.enter(node)
-        with os.fdopen(descriptor, "wb") as output, listener or contextlib.nullcontext():
-            return subprocess.Popen(
-                argv,
-                cwd=self._folder.path,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=held,
-                start_new_session=True,
-                preexec_fn=lambda: _become_agent(enter),
-            )
-
-    def _listener(self, node: str) -> socket.socket | None:
-        """Where the agent's metrics are read: a socket of this machine's network, into which the agent cannot reach.
-        None where none can be opened: a run needs no metrics page."""
-        metrics = load_plan(self._folder.plan).job.metrics
-        port = metrics.port if node == self._request.agents[0].node else 0
-        family = socket.AF_INET6 if ":" in metrics.host else socket.AF_INET
-        try:
-            return socket.create_server((metrics.host, port), family=family)
-        except OSError:  # taken: any free one, as where agents open it themselves
-            try:
-                return socket.create_server((metrics.host, 0), family=family)
-            except OSError as error:
-                log.error("no metrics page on %s: %s", metrics.host, error)
-                return None
-
     def _hear(self, signals: list[signal.Signals]) -> None:
+        self._keep_in_mind(signals)
         for what in signals:
             self._end(what.name)
-        if due(self._folder, self._began_with):
+        if self._asked_for():
             self._end("as people asked")
         nodes = {agent.pid: node for node, agent in self._agents.items()}
         changed = False
@@ -184,11 +142,27 @@ class Supervisor:
                 self._may_come_back(nodes[pid], code)
         if changed or self._unwritten:
             self._remember()
+        if self._codes:  # an old worker must not live beside those of the next epoch
+            kill_other_children({agent.pid for agent in self._agents.values()})
+        self._give_up_stopped()
         self._bring_back()
         if self._deadline is None and self._is_over():
             self._deadline = time.monotonic() + _LEAVE_S
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._kill()
+
+    def _asked_for(self) -> Intent | None:
+        """What people want, if this attempt has to end for it; also where the disk did not take their request."""
+        wishes = [one for one in (due(self._folder, self._began_with), self._told) if one]
+        return max(wishes, key=lambda one: (one.force, one.want == "end"), default=None)
+
+    def _give_up_stopped(self) -> None:
+        living = {node: agent.pid for node, agent in self._agents.items() if node not in self._codes}
+        for node, why in self._standstill.given_up(living).items():
+            if node not in self._given_up:
+                log.error("%s", why)
+                self._given_up[node] = why
+                os.kill(living[node], signal.SIGKILL)
 
     def _is_over(self) -> bool:
         """Whether the coordinator has ended the run. A state that cannot be read now ends nothing."""
@@ -213,12 +187,13 @@ class Supervisor:
         for node in [node for node, when in self._back.items() if time.monotonic() >= when]:
             if not self._asked and not self._is_over():
                 try:
-                    self._agents[node] = self._start(node, self._commands()[node])
+                    self._agents[node] = self._launcher.start(node, self._launcher.commands()[node])
                 except (*RECORD_ERRORS, subprocess.SubprocessError) as error:  # no log, no memory, no plan: later
                     log.error("node %s cannot come back yet: %s", node, error)
                     self._back[node] = time.monotonic() + _AGAIN_S
                     continue
                 del self._codes[node]
+                self._given_up.pop(node, None)
                 log.info("node %s is back", node)
                 self._remember()
             del self._back[node]
@@ -227,7 +202,7 @@ class Supervisor:
         """Pass a request to end on to every agent. They take the second signal for impatience, and kill; a second
         `orch cancel` is none, and a forced one asks nobody.
         """
-        asked = due(self._folder, self._began_with)
+        asked = self._asked_for()
         if asked and self._asked and not asked.force:
             return
         if not self._asked or not asked:
@@ -238,6 +213,8 @@ class Supervisor:
             return
         self._asked = True
         self._signal(signal.SIGTERM)
+        if asked:
+            self._signal(signal.SIGCONT)  # a stopped one would not hear it
 
     def _kill(self) -> None:
         self._signal(signal.SIGKILL)  # worker supervisors kill the workers
@@ -270,7 +247,7 @@ class Supervisor:
 
     def _last_word(self) -> int:
         """The coordinator's, or ours when it was killed before it could speak."""
-        state, asked = _insist(lambda: read_state(self._folder)), due(self._folder, self._began_with)
+        state, asked = insist(lambda: read_state(self._folder)), self._asked_for()
         cancelled = asked is not None and asked.want == "end"
         code, final, cause = self._judge(state.epoch)
         if state.is_final and not (asked and cancelled and state.state == "stopped"):
@@ -284,7 +261,9 @@ class Supervisor:
 
     def _write_end(self, end: RunState) -> int:
         with contextlib.suppress(*RECORD_ERRORS):
-            _insist(lambda: write_final_state(self._folder, end))
+            self._folder.coordinator.unlink(missing_ok=True)  # nobody listens there, and a full disk needs its room
+        with contextlib.suppress(*RECORD_ERRORS):
+            insist(lambda: write_final_state(self._folder, end))
         return end.exit_code or 0
 
     def _judge(self, epoch: int) -> tuple[int, End, Cause]:
@@ -295,7 +274,7 @@ class Supervisor:
         if first is None:
             return int(Exit.INTERNAL), "failed", Cause(kind="internal", text="agents left without a word", epoch=epoch)
         code = self._codes[first]
-        text = f"agent of {first}: {meaning(code)}"
+        text = self._given_up.get(first, f"agent of {first}: {meaning(code)}")
         if code < 0:
             return int(Exit.CAPACITY), "failed", Cause(kind="node_lost", text=text, epoch=epoch, node=first, code=code)
         cause = Cause(kind="agent_exit", text=text, epoch=epoch, node=first, code=code, log=self._log(first))
@@ -303,28 +282,6 @@ class Supervisor:
 
     def _log(self, node: str) -> str:
         return str(self._folder.agent_log(node).relative_to(self._folder.path))
-
-
-def _insist(record: Callable[[], Result]) -> Result:
-    """What `record` returns, called until the disk lets it, in at most RECORD_S. Raises what it has raised last."""
-    end, told = time.monotonic() + RECORD_S, False
-    while True:
-        try:
-            return record()
-        except RECORD_ERRORS as error:
-            if time.monotonic() > end:
-                raise
-            if not told:
-                log.error("a record cannot be read or written: %s; trying for %.0f s", error, RECORD_S)
-            told = True
-        time.sleep(_AGAIN_S)
-
-
-def _become_agent(enter: Callable[[], None] | None) -> None:
-    """In the child, between fork and exec."""
-    signal.set_wakeup_fd(-1)  # what it hears is not ours
-    if enter:
-        enter()
 
 
 def main(argv: list[str] | None = None) -> int:
