@@ -44,10 +44,12 @@ class StoreSocket:
 
     def __init__(self, address: str, listens: bool = True, filtered: bool = True):
         self.listens, self._filtered = listens, filtered
-        self._socket = _listening(address) if listens else _kept()
+        self._socket = _bound(address) if listens else _kept()
         self.port: int = self._socket.getsockname()[1]
         self._own = ipaddress.ip_address(self._socket.getsockname()[0].split("%")[0])
         self._filter([])
+        if listens:  # only now: who connected before would stay in the queue
+            self._socket.listen(_BACKLOG)
 
     def __enter__(self) -> StoreSocket:
         return self
@@ -79,9 +81,17 @@ class StoreSocket:
         self._socket.close()
 
 
-def _listening(address: str) -> socket.socket:
-    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+def _bound(address: str) -> socket.socket:
+    """A socket that is bound to this address alone, and does not listen yet."""
+    family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(where)
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def _kept() -> socket.socket:

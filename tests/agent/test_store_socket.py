@@ -68,6 +68,23 @@ def test_more_nodes_than_a_program_can_name_are_let_in_by_networks():
     assert all(passes(program, one) for one in nodes[::97]) and not passes(program, ipaddress.IPv4Address("11.1.1.1"))
 
 
+@pytest.mark.parametrize("filtered", [True, False])
+def test_nobody_connects_before_the_filter_is_there(monkeypatch, filtered):
+    """Whoever did would stay in the queue, and be served."""
+    seen = []
+
+    def attached(bound, program):
+        seen.append(bound.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        attach(bound, program)
+
+    monkeypatch.setattr(store_socket, "attach", attached)
+    for address in own_addresses()[:2] or ["127.0.0.1"]:
+        with StoreSocket(address, filtered=filtered) as store:
+            assert store._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+            assert store._socket.getsockname()[0] == address
+    assert not any(seen) and (seen or not filtered or not own_addresses())
+
+
 def _reaches(port: int, sender: str) -> bool:
     with socket.socket() as peer:
         peer.bind((sender, 0))
