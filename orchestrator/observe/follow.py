@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TextIO
 
-from orchestrator.plan import load_plan
-from orchestrator.run.folder import RunFolder
+from orchestrator.plan import PlanError, load_plan
+from orchestrator.run.folder import RECORD_ERRORS, RECORD_S, RunFolder
 from orchestrator.run.state import RunState
 from orchestrator.style import Style
 
@@ -19,24 +21,44 @@ _LOOK_S = 0.25
 _SAY_S = 5.0  # between lines where they cannot be overwritten
 
 
+def _patient(look: Callable[[RunFolder], RunState]) -> Callable[[RunFolder], RunState]:
+    """`look`, called until it finds a state: one that cannot be read for a moment ends no watching, and no run."""
+
+    def patient(folder: RunFolder) -> RunState:
+        end = time.monotonic() + RECORD_S
+        while True:
+            try:
+                return look(folder)
+            except RECORD_ERRORS:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(_LOOK_S)
+
+    return patient
+
+
 def follow_program(folder: RunFolder, look: Callable[[RunFolder], RunState], out: TextIO, style: Style) -> RunState:
     """What the workers print, line by line with their ranks, until the run has ended; its final state. Faults and
     restarts are told between the lines."""
-    plan = load_plan(folder.plan)
-    width = len(str(plan.parallel.world_size - 1))
+    planned: set[int] = set()
+    with contextlib.suppress(PlanError):  # else the ranks are those that the state names
+        planned = {rank.rank for rank in load_plan(folder.plan).ranks}
+    width = len(str(max(planned, default=0)))
     tails: dict[int, LogTail] = {}
-    told = ""
+    told = -1  # the newest epoch whose end was told
+    look = _patient(look)
     while True:
         state = look(folder)  # before reading: what is written until then is read
-        ranks = {rank for node in state.nodes.values() for rank in node.ranks} | {rank.rank for rank in plan.ranks}
+        ranks = {rank for node in state.nodes.values() for rank in node.ranks} | planned
         for rank in sorted(ranks):
             tail = tails.setdefault(rank, LogTail(folder.rank_log(rank)))
             for line in tail.read(last=state.is_final):
                 print(f"[rank {rank:>{width}}] {line}", file=out)
-        fault = state.epochs[-2].cause if len(state.epochs) > 1 else None
-        if fault and fault.text != told:
-            told = fault.text
-            print(f"orch: {fault.text}; starting again as epoch {state.epoch}", file=out)
+        for ended, after in pairwise(state.epochs):
+            if ended.epoch > told and ended.epoch >= state.first_epoch:
+                told = ended.epoch
+                if ended.cause:
+                    print(f"orch: {ended.cause.text}; starting again as epoch {after.epoch}", file=out)
         out.flush()
         if state.is_final:
             print("\n".join(end_lines(state, style)), file=out, flush=True)
@@ -48,6 +70,7 @@ def follow(folder: RunFolder, look: Callable[[RunFolder], RunState], out: TextIO
     """Show progress on `out` until the run has ended; its final state. `look`: the backend's `state`."""
     terminal = out.isatty()
     said, said_at, known = "", 0.0, ""
+    look = _patient(look)
     while True:
         state = look(folder)
         line = progress_line(state, read_live(folder, state, time.time()), style)
