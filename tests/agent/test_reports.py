@@ -77,6 +77,16 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path):
     lines.close()
 
 
+def test_a_file_that_cannot_be_opened_costs_the_lines_until_it_can(tmp_path):
+    path = tmp_path / "away" / "lines"
+    lines = JsonLines(path)
+    lines.write(b"{}")
+    path.parent.mkdir()
+    lines.write(b"[]")
+    assert (lines.lost, path.read_bytes()) == (1, b"[]\n")
+    lines.close()
+
+
 def test_the_recorder_keeps_what_it_can_read_and_samples_what_it_cannot(tmp_path):
     folder = RunFolder(tmp_path / "runs" / "r")
     folder.create()

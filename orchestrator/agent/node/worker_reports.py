@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 
@@ -78,14 +79,22 @@ def parse(line: bytes, rank: int, epoch: int) -> Report | None:
 
 
 class JsonLines:
-    """A file that grows by whole lines. A full disk costs lines, never the run; they are counted."""
+    """A file that grows by whole lines. A disk that fails costs lines, never the run; they are counted."""
 
-    def __init__(self, path: os.PathLike):
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    def __init__(self, path: str | os.PathLike[str]):
+        self._path, self._fd = path, -1
         self.lost = 0
+        with contextlib.suppress(OSError):  # with the next line then
+            self._open()
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(self._path, flags, 0o600)
 
     def write(self, line: bytes) -> None:
         try:
+            if self._fd < 0:
+                self._open()
             done = os.write(self._fd, line + b"\n")
             if done != len(line) + 1:
                 os.write(self._fd, b"\n")  # the torn line must not swallow the next one
@@ -94,7 +103,9 @@ class JsonLines:
             self.lost += 1
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def stamped(line: bytes, at: float) -> bytes:

@@ -14,7 +14,6 @@ an end of file, and carries descriptors.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import os
@@ -247,12 +246,10 @@ class WorkerSupervisor:
 
 
 def _open_log(path: str) -> int:
-    """A worker's log; where there is no room for one, a worker without a log."""
+    """A worker's log; where none can be opened, a worker without a log."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
-            raise
+    except OSError:
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
