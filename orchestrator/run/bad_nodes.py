@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from .folder import RunFolder, make_private_folder, write_private
 from .request import read_request
 
 SCHEMA = "orch.nodes/1"
+_LOCK_S = 10.0  # for others to write
 
 
 class BadNode(Frozen):
@@ -79,11 +81,20 @@ class NodeMemory:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Runs end at the same time; the kernel lets go of the lock of one that dies."""
+        """Runs end at the same time; the kernel lets go of the lock of one that dies. OSError where one that was
+        stopped keeps it: nobody waits for that."""
         make_private_folder(self.file.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with open(os.open(self.file.with_name(".nodes.lock"), flags, 0o600), "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            end = time.monotonic() + _LOCK_S
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        raise
+                time.sleep(0.02)
             yield
 
 

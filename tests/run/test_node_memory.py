@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.cli.main import main
 from orchestrator.plan.exits import Exit
+from orchestrator.run import bad_nodes
 from orchestrator.run.bad_nodes import BadNode, NodeMemory
 
 
@@ -37,6 +38,15 @@ def test_runs_that_end_together_lose_nothing(memory):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: memory.add(bad(f"n{number}")), range(40)))
     assert {one.node for one in memory.read(1000)} == {f"n{number}" for number in range(40)}
+
+
+def test_who_is_stopped_while_it_writes_keeps_nobody_waiting(memory, monkeypatch):
+    memory.add(bad("n1"))
+    monkeypatch.setattr(bad_nodes, "_LOCK_S", 0.2)
+    with memory._locked(), pytest.raises(OSError):
+        NodeMemory(memory.file.parent).add(bad("n2"))
+    memory.add(bad("n3"))
+    assert [one.node for one in memory.read(1000)] == ["n1", "n3"]
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"schema":"orch.nodes/9","nodes":[]}', b"\xff\xfe", b"[" * 9999])

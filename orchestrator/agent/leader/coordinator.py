@@ -94,7 +94,7 @@ class Coordinator:
         ended = await Epoch(context, self._detector, self._elasticity).run()
         history = FaultHistory(tuple(context.record.causes), len(context.ranked), context.rules.bad_node_after)
         decision = policy.decide(ended, context.budget, history)
-        self._exclude_bad_node(decision)
+        await self._exclude_bad_node(decision)
         decision = await self._elasticity.next_plan(decision)
         context.budget = decision.budget
         context.record.end_epoch(decision)
@@ -105,7 +105,7 @@ class Coordinator:
         context.note_epoch_end(decision)
         return decision
 
-    def _exclude_bad_node(self, decision: policy.Decision) -> None:
+    async def _exclude_bad_node(self, decision: policy.Decision) -> None:
         """Excludes a bad node from this attempt, whoever coordinates it, and from the user's next runs."""
         context = self._context
         node = decision.exclude or (decision.cause.node if decision.code == Exit.NODE and decision.cause else None)
@@ -113,7 +113,8 @@ class Coordinator:
             context.note("node_excluded", on=node, reason=decision.reason)
             context.membership.excluded[node] = decision.reason
             context.record.exclude(node, decision.reason)
-            remember(context.folder, node, decision.reason, context.rules.remember_bad_nodes_h, time.time())
+            told = context.folder, node, decision.reason, context.rules.remember_bad_nodes_h, time.time()
+            await asyncio.to_thread(remember, *told)  # it may wait for other runs, and heartbeats go on
 
     async def _finish(self, decision: policy.Decision) -> None:
         context = self._context
