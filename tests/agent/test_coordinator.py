@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from orchestrator.agent.leader import coordinator
+from orchestrator.agent.leader.context import Context
+from orchestrator.agent.node.connection import FixedCoordinator
 from orchestrator.agent.protocol import messages
 from orchestrator.agent.protocol.channel import Refused
 from orchestrator.plan import to_json
@@ -18,7 +24,7 @@ from orchestrator.run.folder import RunFolder, read_secret, write_private
 from orchestrator.run.request import to_bytes
 from tests.agent.conftest import options
 from tests.beds.bundles import make_bundle
-from tests.beds.coordinated import PLAN
+from tests.beds.coordinated import KEY, PLAN
 from tests.beds.plans import make_plan
 from tests.patience import PATIENCE_S
 
@@ -257,3 +263,58 @@ def test_a_spoiled_run_folder_is_refused(tmp_path, spoil, code, text):
     agent = subprocess.run(argv, capture_output=True, timeout=PATIENCE_S, text=True)
     assert agent.returncode == code
     assert text in agent.stderr and "Traceback" not in agent.stderr
+
+
+async def test_heartbeats_go_on_while_a_bad_node_is_written_down(w, monkeypatch):
+    """The memory of bad nodes is the user's, and other runs may keep it locked."""
+    begun, free = threading.Event(), threading.Event()
+    monkeypatch.setattr(coordinator, "remember", lambda *_: begun.set() or free.wait(PATIENCE_S))
+    a, b = await w.started()
+    b.say(messages.WorkerExit(rank=3, code=74, asked=False, step=7, tail=[]))
+    a.workers_end(75, 75, asked=True)
+    b.workers_end(75, 74)
+    while not begun.is_set():
+        await asyncio.sleep(0.01)
+    beats = 0
+    while beats < 3:
+        beats += isinstance((await asyncio.wait_for(a.channel.receive(), PATIENCE_S))[1], messages.CoordinatorAlive)
+    assert not w.task.done()
+    free.set()
+    for agent in (a, b):
+        while not isinstance((await agent.hear())[1], messages.Done):
+            pass
+        await agent.channel.close()
+    assert (await w.end()).code == 74
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOENT])
+async def test_an_agent_asks_again_where_the_coordinator_is(w, monkeypatch, number):
+    refused = []
+
+    def failing_once(method):
+        def called(path, *arguments):
+            if path == w.folder.coordinator and refused.count(method) < 2:
+                refused.append(method)
+                raise OSError(number, os.strerror(number))
+            return method(path, *arguments)
+
+        return called
+
+    for name in ("read_bytes", "stat"):
+        monkeypatch.setattr(Path, name, failing_once(getattr(Path, name)))
+    way = FixedCoordinator(w.folder, "node0", KEY, PATIENCE_S)
+    channel = await way.connect(-1, ["node0"], asyncio.get_running_loop().create_future())
+    assert len(refused) >= 2
+    await channel.close()
+
+
+async def test_a_bug_in_the_heartbeat_is_seen_and_silences_nobody(w, monkeypatch):
+    agents = await w.started()
+
+    def asked(_):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Context, "asked", property(asked))
+    with pytest.raises(ZeroDivisionError):
+        await w.end()
+    assert len(agents) == 2, "which have not left"

@@ -53,7 +53,7 @@ class Context:
         )
         self.end_request: policy.Request | None = None
         self.furthest_step = -1  # completed in any epoch
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         self.membership = Membership(
             run=folder.run_id,
             plan=plan,
@@ -84,6 +84,11 @@ class Context:
     def put(self, node: str, what: FromAgent | MemberLost | MemberUnfit | LeaseLost) -> None:
         self._queue.put_nowait(Event(self.epoch, node, what))
 
+    def on_ticker_end(self, ticker: asyncio.Task[None]) -> None:
+        """Without heartbeats every node would take a healthy coordinator for lost: a bug in them is to be seen."""
+        if not ticker.cancelled() and (error := ticker.exception()):
+            self._queue.put_nowait(error)
+
     async def next_event(self, until: float | None) -> Event | None:
         """The next event; None at loop time `until`. Raises LeaseLost once another coordinator has claimed an epoch."""
         loop = asyncio.get_running_loop()
@@ -93,6 +98,8 @@ class Context:
                 event = await asyncio.wait_for(self._queue.get(), left)
             except TimeoutError:
                 return None
+            if isinstance(event, BaseException):
+                raise event
             if isinstance(event.what, LeaseLost) and event.epoch == self.epoch:
                 raise event.what
             # an answer that was still in the queue when its epoch ended must not count for the next one

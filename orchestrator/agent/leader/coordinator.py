@@ -64,6 +64,7 @@ class Coordinator:
         connected = context.membership.connected
         server = await asyncio.start_server(connected, host, port, limit=READ_LIMIT, backlog=BACKLOG)
         ticker = asyncio.create_task(context.membership.tick(self._on_heartbeat))
+        ticker.add_done_callback(context.on_ticker_end)
         try:
             bound = server.sockets[0].getsockname()
             await context.on_disk(lambda: self._announcement.begin(bound[0], bound[1]))

@@ -71,15 +71,16 @@ class FixedCoordinator:
         end = time.monotonic() + self._join_timeout_s
         problem = "it has not said where it listens"
         while not over.done():
-            if self._folder.coordinator.exists():
-                try:
-                    where = msgspec.json.decode(self._folder.coordinator.read_bytes(), type=CoordinatorAddress)
-                    arguments = self._folder.run_id, self._node, self._key, FromCoordinator
-                    return await connect(where.host, where.port, *arguments)
-                except WrongKey:
-                    raise
-                except (OSError, Refused, *UNREADABLE) as error:
-                    problem = str(error)
+            try:
+                where = msgspec.json.decode(self._folder.coordinator.read_bytes(), type=CoordinatorAddress)
+                arguments = self._folder.run_id, self._node, self._key, FromCoordinator
+                return await connect(where.host, where.port, *arguments)
+            except WrongKey:
+                raise
+            except FileNotFoundError:  # not yet
+                pass
+            except (OSError, Refused, *UNREADABLE) as error:
+                problem = str(error)
             if time.monotonic() > end:
                 break
             await asyncio.sleep(_POLL_S)
