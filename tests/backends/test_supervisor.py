@@ -62,7 +62,7 @@ def test_a_stopped_supervisor_does_not_keep_a_run_alive(run, force):
 @pytest.mark.process
 @pytest.mark.parametrize("force", [False, True])
 def test_a_run_without_supervisor_is_cancelled(run, force):
-    """Its agents are stopped, so they do not end by themselves; without force they go on first."""
+    """Its agents are stopped, so they do not end by themselves; without force they are continued, and save."""
     backend, folder, pid = run
     agents = [one for one in holders(folder.lock) if one.pid != pid]
     assert len(agents) == 2
@@ -75,9 +75,6 @@ def test_a_run_without_supervisor_is_cancelled(run, force):
     below = [identity(one) for agent in agents for one in descendants(agent.pid)]
     assert below
     backend.cancel(folder, force)
-    if not force:
-        for agent in agents:
-            os.kill(agent.pid, signal.SIGCONT)
     assert ended(backend, folder).state == "cancelled"
     wait_for(lambda: not any(one and is_alive(one) for one in below), what="the end of all processes")
 

@@ -147,6 +147,7 @@ class LocalBackend(Backend, Resizing):
         if not self._wake(folder, signum):
             for agent in holders(folder.lock):  # nobody passes it on to them
                 send_signal(agent, signal.SIGTERM)
+                send_signal(agent, signal.SIGCONT)  # a stopped one would not hear it
         end = time.monotonic() + _FORCE_S
         while force and self.is_alive(folder):
             _check_newest(folder, asked)
