@@ -26,9 +26,12 @@ class _OwnPackages:
 def main() -> int:
     """The command `orch`."""
     sys.meta_path.insert(0, _OwnPackages)
-    from orchestrator.cli.main import main as orch
+    try:
+        from orchestrator.cli.main import main as orch
 
-    return orch()
+        return orch()
+    except KeyboardInterrupt:  # in an import, or at the very end
+        return 130
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def test_a_closed_stream_is_the_null_device(runs, verb, where):
     assert shell(f"{ORCH} {verb} {where}") == (0, "", "")
 
 
-@pytest.mark.parametrize("verb", ["plan", "list", "list --json", "config --choices", "--help"])
+@pytest.mark.parametrize("verb", ["plan", "list", "list --json", "config --choices", "nodes", "--help"])
 def test_output_that_a_full_disk_does_not_take_is_no_success(runs, verb):
     assert shell(f"{ORCH} {verb} >/dev/full") == (76, "", FULL)
     assert shell(f"{ORCH} {verb} >/dev/full 2>/dev/full") == (76, "", "")

@@ -32,7 +32,7 @@ VERBS: dict[str, Verb] = {
     "status": Verb("one run, live: state, step, loss, tokens/s, memory"),
     "report": Verb("a run's measurements against its plan; memory of its first steps"),
     "drill": Verb("break parts of a run on purpose: how often, and how fast, does it recover", acts=True),
-    "nodes": Verb("nodes that were found bad and are left out for a while; --forget one", acts=True),
+    "nodes": Verb("nodes that were found bad and are left out for a while; --forget one"),
     "logs": Verb("what a run's workers and agents wrote"),
     "cancel": Verb("stop a run after it has saved", acts=True),
     "resume": Verb("continue a stopped run from its last checkpoint", acts=True),

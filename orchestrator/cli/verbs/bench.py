@@ -26,18 +26,21 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from orchestrator.bench import run as bench
     from orchestrator.cli.session import from_here
+    from orchestrator.cli.streams import announce
     from orchestrator.cli.terminal import style
     from orchestrator.config.compose import load
     from orchestrator.run.folder import RunFolder, new_run_id
+    from orchestrator.run.held_signals import HeldSignals
     from orchestrator.submit.submission import prepare, send
 
     config = bench.config_of(load(overrides, args.config_dir))
     run_id = args.run_id or new_run_id(f"bench-{config.cluster.name}", time.time())
     options = from_here(command=(sys.executable, "-P", "-m", bench.PROGRAM), in_place=True, run_id=run_id)
     backend, [(config, plan, bundle)] = prepare(config, options)
-    handle = send(bundle, backend, options)
     out, look = (sys.stderr if args.json else sys.stdout), style()
-    print(handle, file=out, flush=True)
+    with HeldSignals():
+        handle = send(bundle, backend, options)
+        announce(handle, out)
     events = bench.watch(RunFolder(Path(bundle.request.run_dir)), plan, backend, _Progress(out, look))
     record = bench.record_of(config, handle, events)
     where = None if args.no_keep else bench.keep(config, record, options.home)

@@ -33,11 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.cli.session import from_here
+    from orchestrator.cli.streams import announce
     from orchestrator.cli.terminal import style
     from orchestrator.config.compose import load
     from orchestrator.observe.follow import follow
     from orchestrator.observe.pages.plan_page import render
     from orchestrator.run.folder import RunFolder
+    from orchestrator.run.held_signals import HeldSignals
     from orchestrator.submit.submission import check, prepare, send
 
     if args.steps is not None and args.steps < 2:
@@ -50,8 +52,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     backend, [(_, plan, bundle)] = submission
     print(f"$ orch submit {' '.join(words)} --follow\n", render(plan, look), "", sep="\n", file=out)
 
-    handle = send(bundle, backend, options)
-    print(handle, file=out, flush=True)
+    with HeldSignals():
+        handle = send(bundle, backend, options)
+        announce(handle, out)
     folder = RunFolder(Path(bundle.request.run_dir))
     scraper = Scraper(folder)
     state = follow(folder, backend.state, out, look)
