@@ -77,7 +77,7 @@ def build(names: tuple[str, ...] = tuple(PROGRAMS), allowed: bool = True, second
     """Makes these programs present, each within `seconds`. None, or one line: why it cannot. Unless it is `allowed`,
     nothing is built; and where something would have to be, nothing is installed either."""
     if missing(names) and not allowed:
-        how = "`make test` and `make testbed-kubernetes` build all of them, and they are kept"
+        how = "`make test-kubernetes` and `make testbed-kubernetes` build all of them, and they are kept"
         return f"{', '.join(missing(names))} not built yet; {how}"
     if failed := provide(DEBIAN_PROGRAMS, DEBIAN):
         return failed
