@@ -152,7 +152,7 @@ def _lifecycle(options: SlurmOptions, elastic: bool) -> Flags:
         flags["dependency"] = options.dependency
         flags["kill-on-invalid-dep"] = "yes"  # else it would wait for ever
     if options.notice_s:
-        flags["signal"] = f"B:USR1@{options.notice_s}"  # B: to the script alone, which forwards it as SIGTERM
+        flags["signal"] = f"B:USR1@{options.notice_s}"  # B: to the script alone, which tells the agents
     flags["requeue" if options.requeue else "no-requeue"] = True
     if options.no_kill or elastic:
         flags["no-kill"] = True
