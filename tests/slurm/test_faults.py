@@ -88,7 +88,7 @@ def test_the_controller_is_restarted_during_a_run(orch: Orch):
 
 
 def test_notice_while_the_controller_is_away(orch: Orch):
-    """The steps get their SIGTERM, the run saves, and the requeue waits until the controller is back."""
+    """The agents get their notice, the run saves, and the requeue waits until the controller is back."""
     run = orch.submit(*two_nodes(), worker=LONG)
     run.step(3)
     orch.cluster.stop_controller()

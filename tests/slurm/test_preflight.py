@@ -188,11 +188,20 @@ def test_a_resumed_run_waits_for_nobody():
         ("/tmp/u/a", True),
         ("/tmp/shared/a", False),  # something is mounted there
         ("/scratch/a", True),  # in memory
-        ("/tmpx/a", False),
+        ("/tmpx/a", True),  # on this machine's disk
+        ("/nvme/u/a", True),
+        ("/local/u/a", True),
+        ("/lustre/u/a", False),
+        ("/export/home/u/a", False),  # this machine is the server
+        ("/export/homes/a", True),
+        ("/data/a", False),
     ],
 )
 def test_a_run_folder_of_one_machine_is_warned_of(run_dir, warned):
     mounts = (
         "/dev/sda1 / ext4 rw 0 0\nfs:/home /home nfs4 rw 0 0\nfs:/s /tmp/shared nfs4 rw 0 0\nx /scratch tmpfs rw 0 0\n"
+        "/dev/nvme0n1 /nvme xfs rw 0 0\npool/l /local zfs rw 0 0\n10.0.0.1@o2ib:/l /lustre lustre rw 0 0\n"
+        "/dev/sdb /export ext4 rw 0 0\npool/d /data zfs rw 0 0\n"
     )
-    assert bool(local_folder(run_dir, mounts)) == warned
+    exports = "# folders for nodes\n\n/export/home 10.0.0.0/8(rw,sync)\n/data\t*(rw)\n"
+    assert bool(local_folder(run_dir, mounts, exports)) == warned

@@ -256,6 +256,34 @@ def test_a_line_of_the_site_that_fails_ends_the_job(tmp_path, options, what):
     assert (tmp_path / "slurm" / "over").read_text() == "65\n"
 
 
+@pytest.mark.parametrize("place", ["MODULESHOME", "LMOD_PKG"])
+def test_the_command_of_modules_is_looked_for_where_the_login_shell_has_not_made_it(tmp_path, place):
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init" / "bash").write_text('module() { echo "$*" > "$MODULES_SEEN"; [ "$2" = cuda/12.4 ]; }\n')
+    environ = {
+        "PATH": "/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        place: str(tmp_path),
+        "MODULES_SEEN": str(tmp_path / "seen"),
+    }
+    for name, code in (("cuda/12.4", 3), ("cuda/99", int(Exit.CONFIG))):
+        text = script({"modules": [name], "setup": ["exit 3"]}, run_dir=str(tmp_path))
+        done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=environ)
+        assert done.returncode == code and (tmp_path / "seen").read_text() == f"load {name}\n"
+
+
+def test_names_of_digits_are_names():
+    """What the configuration has read as a number."""
+    flags = job_flags(MAIN_LINE, read_options({"gpu_type": 3090, "account": 1234, "qos": 7, "time": 30}), "r", "/r", [])
+    assert flags["gpus-per-node"] == "3090:8" and (flags["account"], flags["qos"], flags["time"]) == ("1234", "7", "30")
+    gres = read_options({"gpu_type": 4090, "gpu_request": "gres", "memory": 64, "partition": 2024})
+    flags = job_flags(MAIN_LINE, gres, "r", "/r", [])
+    assert (flags["gres"], flags["mem"], flags["partition"]) == ("gpu:4090:8", "64", "2024")
+    for wrong in ({"gpu_type": True}, {"partition": 1.5}, {"time": -3}):
+        with refusal("", Exit.CONFIG):
+            read_options(wrong)
+
+
 PROFILES = Path(__file__).resolve().parents[2] / "slurm"
 NAMES = {path.stem for path in (PROFILES / "backend").glob("*.yaml")} | {"dgx_superpod", "gres_modules", "apptainer"}
 NAMES |= {"nvl72_block", "preemptible"}  # one for each style of site

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -27,9 +27,8 @@ from orchestrator.backends.base import (
     read_record,
 )
 from orchestrator.cluster.importers.slurm import parse_topology
-from orchestrator.cluster.importers.slurm_nodes import machines, parse_nodes, select
 from orchestrator.cluster.model import Topology
-from orchestrator.errors import OrchError, check_installed, did_you_mean
+from orchestrator.errors import OrchError, check_installed
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.plan.codec import from_json
 from orchestrator.planner.placement.rank_assignment import used_node_count
@@ -40,6 +39,7 @@ from orchestrator.run.request import LaunchRequest, SubmissionBundle, check_vari
 from orchestrator.run.state import RunState, prepare_resume, read_state
 
 from .commands import Slurm
+from .live_cluster import read_cluster
 from .options import SlurmOptions, check_environment, check_rendering, from_environment, read_options
 from .preflight import (
     StartEstimate,
@@ -74,25 +74,6 @@ if TYPE_CHECKING:
 _PLAN_TIMEOUT_S = 3.0  # for start estimates in `orch plan`, which are optional
 _STEP_S = 120.0  # for a further step to start; a busy controller takes its time
 _MAX_ESTIMATES = 16  # sizes, in `orch plan`
-
-
-def read_cluster(partition: str | None = None, slurm: Slurm | None = None) -> Topology:
-    """Nodes, GPUs and states of the running cluster under its switches; free nodes are those a job could have now.
-
-    OrchError: 65 for an unknown partition, 76 when Slurm does not answer.
-    """
-    slurm = slurm or Slurm(timeout_s=30.0)
-    nodes = parse_nodes(slurm.nodes())
-    known = sorted({name for node in nodes for name in node.partitions})
-    if partition is not None and partition not in known:
-        raise OrchError(f"cluster: no partition {partition!r}; {did_you_mean(partition, known)}", Exit.CONFIG)
-    chosen = machines(select(nodes, partition), idle=True)
-    network = parse_topology(slurm.topology())
-    tiers = []
-    for tier in network.tiers:
-        groups = {name: tuple(node for node in group if node in chosen) for name, group in tier.switches.items()}
-        tiers.append(msgspec.structs.replace(tier, switches={name: group for name, group in groups.items() if group}))
-    return msgspec.structs.replace(network, name="slurm", machines=chosen, tiers=tuple(tiers))
 
 
 class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering, TopologySource, NodeExec):
@@ -173,7 +154,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         self.check(bundle.request)
         bundle, plan = _settled(bundle), from_json(bundle.contents["plan.json"])
         text = self.script(bundle.request, plan)
-        found = self._preflight(bundle.request, plan)
+        found = _preflight(bundle.request, plan, self._slurm)
         with create_run_folder(bundle, self.name) as folder:
             self._send(folder, text, environ)
         _print_warnings(found)  # a refusal is one line
@@ -190,7 +171,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         slurm = Slurm(environ)
         found: list[str] = []
         for bundle, job in zip(bundles, jobs, strict=True):
-            found += self._preflight(bundle.request, job.plan)
+            found += _preflight(bundle.request, job.plan, self._slurm)
             slurm.check_script(render(job))
         with ExitStack() as stack:
             folders = [stack.enter_context(create_run_folder(bundle, self.name)) for bundle in bundles]
@@ -219,7 +200,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         request = submitted_request(folder)
         check_variables(request, environ)
         job = self._find_job(folder)
-        if job is not None and self._is_stale(folder, job):
+        if job is not None and _is_stale(folder, job):
             self._slurm.cancel(job.id)
         options = without_dependency(request.backend_options)
         request = msgspec.structs.replace(request, backend_options=options)
@@ -252,7 +233,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         Also where the disk takes no request: the script hears by another signal that it is not to requeue the job.
         """
         job = self._find_job(folder)
-        if job is None or job_state(job.state).ended or self._is_stale(folder, job):
+        if job is None or job_state(job.state).ended or _is_stale(folder, job):
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
         signal = "USR1"
         try:
@@ -269,7 +250,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
 
     def is_alive(self, folder: RunFolder) -> bool:
         job = self._find_job(folder)
-        return job is not None and not job_state(job.state).ended and not self._is_stale(folder, job)
+        return job is not None and not job_state(job.state).ended and not _is_stale(folder, job)
 
     def state(self, folder: RunFolder) -> RunState:
         """The run's state from Slurm's answer and the run folder; from the folder alone while Slurm does not answer."""
@@ -332,29 +313,31 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         except OrchError as error:
             return StartEstimate(nodes=nodes, refusal=error.message, code=int(error.exit))
 
-    def _preflight(self, request: LaunchRequest, plan: Plan) -> list[str]:
-        """Warnings; OrchError for a job that the partition would keep pending for ever."""
-        options = _asked(request)
-        partition = _check_partitions(plan, options, self._slurm)
-        mounts = Path("/proc/mounts")
-        local = local_folder(request.run_dir, mounts.read_text()) if mounts.exists() else []
-        return [*warnings(plan, options, partition, self._slurm.kill_wait_s()), *local]
-
     def _send(self, folder: RunFolder, text: str, environ: Mapping[str, str]) -> None:
         from .submission import ScriptExecutor
 
         job = ScriptExecutor(folder.path / "slurm", text, Slurm(environ)).launch(self._watcher)
         record_job(folder, job.job_id)
 
-    @staticmethod
-    def _is_stale(folder: RunFolder, job: Job) -> bool:
-        """Whether the job waits to start once more although its run has ended."""
-        return job_state(job.state).phase == "pending" and is_over(read_state(folder), left_with(folder))
-
     def _find_job(self, folder: RunFolder) -> Job | None:
         record = read_record(folder, SlurmRecord)
         jobs = self._watcher.query([record.job_id] if record else [])
         return find_job(folder.run_id, record, jobs)
+
+
+def _preflight(request: LaunchRequest, plan: Plan, slurm: Slurm) -> list[str]:
+    """Warnings; OrchError for a job that the partition would keep pending for ever."""
+    options = _asked(request)
+    partition = _check_partitions(plan, options, slurm)
+    mounts = _text_of("/proc/mounts")
+    exports = _text_of("/etc/exports", "/var/lib/nfs/etab")
+    local = local_folder(request.run_dir, mounts, exports)
+    return [*warnings(plan, options, partition, slurm.kill_wait_s()), *local]
+
+
+def _is_stale(folder: RunFolder, job: Job) -> bool:
+    """Whether the job waits to start once more although its run has ended."""
+    return job_state(job.state).phase == "pending" and is_over(read_state(folder), left_with(folder))
 
 
 def _asked(request: LaunchRequest) -> SlurmOptions:
@@ -390,6 +373,15 @@ def _check_partitions(plan: Plan, options: SlurmOptions, slurm: Slurm) -> dict[s
 def _outside(request: LaunchRequest) -> list[str]:
     """The folder in which the user's program runs, if it is not in the run folder (`--in-place`)."""
     return [] if request.worker.bundled or request.code.kind != "none" else [request.worker.cwd]
+
+
+def _text_of(*paths: str) -> str:
+    """The lines of the files that are there and may be read."""
+    found = []
+    for path in paths:
+        with suppress(OSError):
+            found.append(Path(path).read_text(errors="replace"))
+    return "\n".join(found)
 
 
 def _print_warnings(lines: Iterable[str]) -> None:

@@ -71,20 +71,29 @@ def warnings(plan: Plan, options: SlurmOptions, partition: Mapping[str, str], ki
     return lines
 
 
-def local_folder(run_dir: str, mounts: str) -> list[str]:
-    """A warning if the run folder is one that other nodes do not see: memory or a folder of temporary files.
+def local_folder(run_dir: str, mounts: str, exports: str = "") -> list[str]:
+    """A warning if the run folder is one that other nodes do not see: in memory, among temporary files, or on a disk of
+    this machine, unless the machine exports it.
 
-    `mounts`: text of /proc/mounts.
+    `mounts`: text of /proc/mounts. `exports`: lines that begin with a folder which this machine exports.
     """
     kinds = {words[1]: words[2] for line in mounts.splitlines() if len(words := line.split()) > 2}
-    at = max((m for m in kinds if f"{run_dir}/".startswith(f"{m.rstrip('/')}/")), key=len, default="/")
+    at = max((m for m in kinds if _holds(m, run_dir)), key=len, default="/")
     own = next((name for name in _OF_A_NODE if run_dir.startswith(f"{name}/")), "")
-    if kinds.get(at) not in ("tmpfs", "ramfs") and not (own and not at.startswith(own)):
+    temporary = own and not at.startswith(own)
+    exported = any(_holds(words[0], run_dir) for line in exports.splitlines() if (words := line.split()))
+    if not temporary and (exported or kinds.get(at) not in _OWN_DISKS):
         return []
     return [f"the run folder {run_dir} seems to be of this machine alone: nodes must see it; set ORCH_HOME or run.dir"]
 
 
+def _holds(folder: str, path: str) -> bool:
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
+
+
 _OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+#: File systems of one machine's memory and disks.
+_OWN_DISKS = ("tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "overlay")
 
 
 def _limit_s(text: str | None) -> int | None:

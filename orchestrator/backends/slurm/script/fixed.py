@@ -112,6 +112,16 @@ finish() {{
 }}""".splitlines()  # sleep 300: the requeue kills the script meanwhile
 
 
+#: `module` is a function of the login shell, which the job has not where Slurm could not read it (--get-user-env timed
+#: out) or the site's start files leave it to interactive shells.
+MODULES = """\
+if ! command -v module >/dev/null; then
+  for file in "${LMOD_PKG-}/init/bash" "${MODULESHOME-}/init/bash" /etc/profile.d/{lmod,z00_lmod,modules}.sh; do
+    [ ! -r "$file" ] || { . "$file" >/dev/null && break; }
+  done
+fi""".splitlines()
+
+
 #: One job writes in a run folder: a second one (`sbatch` of the same script) leaves before it writes anything, unless
 #: the first has ended. Of several that find it ended, the one whose claim, the link `<owner>.ended`, comes first goes
 #: on; the claim of a job that was killed in this moment is claimed in turn. `owner` comes and changes as a whole, so

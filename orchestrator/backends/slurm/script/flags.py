@@ -70,7 +70,7 @@ def step_flags(plan: Plan, options: SlurmOptions, elastic: bool = False) -> Flag
     if options.cpus_per_node:
         flags["cpus-per-task"] = options.cpus_per_node  # not inherited by srun in 22.05 to 23.02
     else:
-        flags["cpu-bind"] = "none"  # the agent binds its workers itself
+        flags["cpu-bind"] = "none"  # else srun could bind the agent, and with it all workers, to a part of the node
     if options.no_kill or elastic:
         flags["no-kill"] = True
     flags["kill-on-bad-exit"] = 0  # the coordinator decides what the end of an agent means
@@ -152,7 +152,7 @@ def _lifecycle(options: SlurmOptions, elastic: bool) -> Flags:
         flags["dependency"] = options.dependency
         flags["kill-on-invalid-dep"] = "yes"  # else it would wait for ever
     if options.notice_s:
-        flags["signal"] = f"B:USR1@{options.notice_s}"  # B: to the script alone, which forwards it as SIGTERM
+        flags["signal"] = f"B:USR1@{options.notice_s}"  # B: to the script alone, which tells the agents
     flags["requeue" if options.requeue else "no-requeue"] = True
     if options.no_kill or elastic:
         flags["no-kill"] = True

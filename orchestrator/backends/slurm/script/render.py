@@ -20,7 +20,18 @@ from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 from orchestrator.planner.placement.rank_assignment import used_node_count
 
-from .fixed import END_STUCK_STEP, LACKING, LIFECYCLE, MARK, OWNER, PROBE, PROBE_FLAGS, PROBE_LIMIT, TAKEOVER_ENTRY
+from .fixed import (
+    END_STUCK_STEP,
+    LACKING,
+    LIFECYCLE,
+    MARK,
+    MODULES,
+    OWNER,
+    PROBE,
+    PROBE_FLAGS,
+    PROBE_LIMIT,
+    TAKEOVER_ENTRY,
+)
 from .flags import Flags, as_argv, job_flags, step_flags
 from .quoting import assignment, check_text, command, directive, file_pattern
 
@@ -151,6 +162,7 @@ def _body(job: JobScript) -> list[str]:
         *(TAKEOVER_ENTRY if elastic else ()),
         "",
         *(f"unset {name}" for name in options.unset),
+        *(MODULES if options.modules else ()),
         *(line for name in options.modules for line in _checked(command(["module", "load", name]), "modules")),
         *(line for text in options.setup for line in _checked(check_text(text, "backend.options.setup"), "setup")),
         "",
