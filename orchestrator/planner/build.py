@@ -24,7 +24,6 @@ from .placement.axis_order import CostContext, axis_placement, solve
 from .placement.node_placement import certified, cluster_to_fill, make_context, place_job
 from .placement.rank_assignment import assign_ranks
 from .plan_cost import jacobian
-from .search.auto import resolve_auto
 
 GIB = 1 << 30
 
@@ -37,7 +36,11 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profi
     `profile`: parameters of the cost model; None: those that orch comes with.
     Raises OrchError (exit 65) with one line when the cluster, the model or the degrees contradict each other.
     """
-    config, searched = resolve_auto(config, cluster, any_layout, profile)
+    searched = None
+    if config.parallel.auto:
+        from .search.auto import resolve_auto  # the search takes longer to import than a plan takes to make
+
+        config, searched = resolve_auto(config, cluster, any_layout, profile)
     model = resolve(config.model)
     job = make_job(config)
     case = make_case(config, cluster_to_fill(config, cluster), model)

@@ -137,12 +137,19 @@ def gradient_seconds(
 
 def exposed_gradients(total: Number, par: Parallel, rate: Rates, software: Software, micro_batch: Number) -> Number:
     """Seconds that gradient communication of `total` seconds shows. `micro_batch`: seconds of one on the rank."""
+    shown, windows = gradient_overlap(par, rate, software)
+    if not windows:
+        return shown * total
+    return shown * total + (1.0 - shown) * larger(0.0, total - micro_batch * windows)
+
+
+def gradient_overlap(par: Parallel, rate: Rates, software: Software) -> tuple[Number, int]:
+    """(share of gradient communication that always shows, micro-batches that may hide the rest; 0: it is hidden)."""
     overlap = software.dp_overlap
     if par.zero == 3 and overlap in ("modern", "early"):
         overlap, shown = "fsdp", rate.dp_sharded
     else:
         shown = rate.dp_exposed
     if overlap in ("early", "zero_2021"):
-        return shown * total
-    window = micro_batch * (par.micro_batches if par.zero >= 2 or overlap == "jax" else 1)
-    return shown * total + (1.0 - shown) * larger(0.0, total - window)
+        return shown, 0
+    return shown, par.micro_batches if par.zero >= 2 or overlap == "jax" else 1

@@ -79,7 +79,8 @@ class Fabric:
         for tier, blocks in enumerate(self.block):
             size = int((blocks == blocks[0]).sum())
             runs = blocks.reshape(-1, size) if len(blocks) % size == 0 else blocks[:, None]
-            alike = (runs == runs[:, :1]).all() and len(np.unique(runs[:, 0])) == len(runs)
+            # a set: np.unique would import numpy.ma, which takes longer than all of an ordinary plan
+            alike = (runs == runs[:, :1]).all() and len(set(runs[:, 0].tolist())) == len(runs)
             if not alike or (self.gpus[tier][blocks] != size * self.gpus_per_node).any():
                 break
             found.append(size * self.gpus_per_node)

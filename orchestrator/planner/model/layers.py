@@ -89,6 +89,8 @@ def dense_and_moe(model: Model, start: int, stop: int) -> tuple[int, int]:
     """(dense layers, MoE layers) among the layers [start, stop). All layers of a kind are equal; behind the last one
     stand blocks of its kind that predict further tokens."""
     moe = model.moe
+    if moe is None and stop >= start:
+        return stop - start, 0  # asked a hundred times a layout
     first = stop if moe is None or moe.first_dense_layers >= model.layers else moe.first_dense_layers
     dense = max(0, min(stop, first) - start)
     return dense, stop - start - dense

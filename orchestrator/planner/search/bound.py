@@ -20,7 +20,7 @@ from msgspec import structs
 from orchestrator.plan.document import CpMethod, Parallel
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.planner.cost.communication import (
-    exposed_gradients,
+    gradient_overlap,
     gradient_seconds,
     transfer_seconds,
 )
@@ -130,29 +130,33 @@ class ZeroStage:
 
     def __init__(self, base: MeshBound, par: Parallel):
         self.context, self.par, mesh = base.cost.context, par, base.mesh
-        recipe = base.cost.recipe
+        recipe = self._recipe = base.cost.recipe
         self.nestings, self.nodes = base.nestings, base.nodes
 
-        def each(replicas: int) -> memory.StateBytes:
-            return memory.param_state_bytes(replicas, par, self.context.train, recipe)
-
-        #: of a dense and an expert parameter, by copies of the model on a pipeline, which share the shards
-        self.states = {
-            copies: (each(copies * mesh.cp * mesh.ep * mesh.dp), each(copies * expert_mesh(mesh).edp))
-            for copies in (1, 2)
-        }
-        self.state_bytes = {
-            copies: (dense.on_device, experts.on_device) for copies, (dense, experts) in self.states.items()
-        }
-        self.dense_bytes, self.expert_bytes = self.state_bytes[1]
+        self._replicas = mesh.cp * mesh.ep * mesh.dp, expert_mesh(mesh).edp  # of a dense and an expert parameter
+        self._states: dict[int, tuple[memory.StateBytes, memory.StateBytes]] = {}
+        self.dense_bytes, self.expert_bytes = self.state_bytes(1)
         if memory.is_one_stage(par, recipe) and par.zero >= 3:  # gradients may come after the peak
-            self.dense_bytes, self.expert_bytes = (one.params + one.optimizer for one in self.states[1])
+            self.dense_bytes, self.expert_bytes = (one.params + one.optimizer for one in self.states(1))
         same = self.context.model, par, self.context.train, self.context.cluster.device, recipe
         self.one_stage = memory.is_one_stage(par, recipe)
         self.buffer_bytes = memory.lasting_buffers(*same) if self.one_stage else memory.buffers(*same)
         self.bucket_bytes = memory.zero_buffers(*same[:3], recipe) if par.zero == 2 else 0.0
+        self._overlap = gradient_overlap(par, self.context.rate, self.context.software)
         self._sent: dict[tuple[tuple[int, int], int], list[float]] = {}
         self._constant: dict[int, float] = {}
+
+    def states(self, copies: int) -> tuple[memory.StateBytes, memory.StateBytes]:
+        """Of a dense and an expert parameter. copies: of the model on a pipeline, which share the shards."""
+        if copies not in self._states:
+            same = self.par, self.context.train, self._recipe
+            dense, experts = (memory.param_state_bytes(copies * many, *same) for many in self._replicas)
+            self._states[copies] = dense, experts
+        return self._states[copies]
+
+    def state_bytes(self, copies: int) -> tuple[float, float]:
+        dense, experts = self.states(copies)
+        return dense.on_device, experts.on_device
 
     def sent(self, held: tuple[int, int], copies: int) -> list[float]:
         """Seconds of a rank's gradients and weights, hidden or not, by nesting. held: (dense, expert) parameters.
@@ -171,8 +175,14 @@ class ZeroStage:
             ]
         return found
 
-    def exposed(self, seconds: float, micro_batch: float) -> float:
-        return value_of(exposed_gradients(seconds, self.par, self.context.rate, self.context.software, micro_batch))
+    def exposed(self, sent: Iterable[float], hiding: Iterable[float]) -> float:
+        """The most that gradient communication shows on any rank, as `exposed_gradients`. By rank: seconds that it
+        takes, and of a micro-batch."""
+        shown, windows, most = value_of(self._overlap[0]), self._overlap[1], 0.0
+        for seconds, micro_batch in zip(sent, hiding, strict=True):
+            late = seconds - micro_batch * windows if windows else 0.0
+            most = max(most, shown * seconds + (1.0 - shown) * late if late > 0.0 else shown * seconds)
+        return most
 
     def constant(self, parameters: int) -> float:
         if parameters not in self._constant:
@@ -202,7 +212,9 @@ class RecomputeBound:
         """With the ZeRO stage that needs least."""
         return min(one.buffer_bytes + plain * one.dense_bytes + experts * one.expert_bytes for one in self.sharded)
 
-    def least_seconds(self) -> float:
+    @cached_property
+    def least_s(self) -> float:
+        """Lower bound of the step in seconds."""
         return self.base.least_seconds(self.recompute)
 
 
@@ -223,8 +235,11 @@ class PipelineBound:
         self.transfers = [once * sends for once in base.transfers]
         chain = 0.0 if split and base.overlapped else cost.chain(one, 0.5 if split else 1.0)
         self.longest = max(chain, *(end for end, _ in self.ranks))
-        #: whatever the ZeRO stage
-        self.least_s = (self.longest + min(self.transfers)) * base.factor
+        self.most_params = max(map(sum, self.params))
+        constant = min(sharded.constant(self.most_params) for sharded in branch.sharded)
+        #: whatever the ZeRO stage; no less than what holds for all pipelines
+        self.least_s = max(branch.least_s, (self.longest + min(self.transfers) + constant) * base.factor)
+        self._seconds: dict[int, float] = {}
 
     def _rank(self, rank: RankShape, one: StageSeconds) -> tuple[float, float]:
         stages, dense, moe = (0, 0, 0) if self.split and self.branch.base.overlapped else rank.before
@@ -285,7 +300,7 @@ class PipelineBound:
         """Lower bound of the bytes on the fullest rank."""
         if sharded.one_stage:
             return self._one_stage(sharded) * ROUNDING
-        fullest, (dense, expert) = 0.0, sharded.state_bytes[self.shape.copies]
+        fullest, (dense, expert) = 0.0, sharded.state_bytes(self.shape.copies)
         for (plain, experts), keeps in zip(self.params, kept, strict=True):
             fullest = max(fullest, plain * dense + experts * expert + keeps)
         return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes) * ROUNDING
@@ -293,7 +308,7 @@ class PipelineBound:
     def _one_stage(self, sharded: ZeroStage) -> float:
         """Bytes of a rank that holds the whole model."""
         cost, ((plain, experts),) = self.branch.cost, self.params
-        keeps, (dense, expert) = cost.kept("1f1b"), sharded.states[1]
+        keeps, (dense, expert) = cost.kept("1f1b"), sharded.states(1)
         of_stage = keeps.one_stage(self.branch.recompute)
         grads, backward = plain * dense.grads + experts * expert.grads, keeps.backward + sharded.bucket_bytes
         train = cost.trains[self.branch.recompute]
@@ -303,14 +318,18 @@ class PipelineBound:
         return cost.recipe.process_bytes(tensors + peak.buffers - peak.apart)
 
     def seconds_of(self, sharded: ZeroStage) -> float:
-        """Lower bound of the step in seconds, for any nesting order."""
+        """Lower bound of the step in seconds, for any nesting order; the same for all schedules of the pipeline."""
+        zero = sharded.par.zero
+        if zero not in self._seconds:
+            self._seconds[zero] = self._seconds_of(sharded)
+        return self._seconds[zero]
+
+    def _seconds_of(self, sharded: ZeroStage) -> float:
         base, m = self.branch.base, self.branch.mesh.micro_batches
-        least = float("inf")
-        for nesting, transfers in enumerate(self.transfers):
-            shown = 0.0  # of gradients and weights, as `StepCost` bounds them
-            for held, (end, own) in zip(self.params, self.ranks, strict=True):
-                slack = 0.0 if base.inner_known else (self.longest - end) / m
-                sent = sharded.sent(held, self.shape.copies)[nesting]
-                shown = max(shown, sharded.exposed(sent, own + slack))
-            least = min(least, self.longest + shown + transfers)
-        return (least + sharded.constant(max(map(sum, self.params)))) * base.factor
+        sent = zip(*(sharded.sent(held, self.shape.copies) for held in self.params), strict=True)  # by nesting
+        hiding = [own if base.inner_known else own + (self.longest - end) / m for end, own in self.ranks]
+        least = min(  # with gradients and weights as `StepCost` bounds them
+            self.longest + sharded.exposed(each, hiding) + transfers
+            for each, transfers in zip(sent, self.transfers, strict=True)
+        )
+        return (least + sharded.constant(self.most_params)) * base.factor

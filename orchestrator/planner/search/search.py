@@ -36,7 +36,7 @@ from .space import Fold, Layout, Mesh, Space, Variant
 from .ties import EQUAL, MOST_EQUAL, preference, preferred_first
 
 #: Kinds of nodes of the search tree; of equal bounds the coarser node is opened first.
-FAMILY, RECOMPUTE, PIPELINE, CP_METHOD, LAYOUT, COSTED = range(6)
+FAMILY, RECOMPUTE, PIPELINE, SENDING, CP_METHOD, LAYOUT, COSTED = range(7)
 WORTH = 1e-6  # of the step, that a less simple way must save
 Option = tuple[Fold, list[Variant]]  # of a family: how experts fold, variants of equal work
 Node = tuple[float, int, tuple[object, ...], Any]  # (lower bound in seconds, kind, tie-breaker, item)
@@ -190,6 +190,10 @@ class Search:
             for pipeline, names in self.pipelines(item):
                 yield pipeline.least_s, PIPELINE, (), (pipeline, names)
         elif state == PIPELINE:
+            pipeline = item[0]
+            least = min(map(pipeline.seconds_of, pipeline.branch.sharded))
+            yield least, SENDING, (), item
+        elif state == SENDING:
             pipeline, names = item
             fitting = list(self._fitting(pipeline, names, most))
             if len(pipeline.cp_methods) == 1:
@@ -197,7 +201,8 @@ class Search:
             elif fitting:  # all methods of context parallelism need the same memory
                 for method in pipeline.cp_methods:
                     one = PipelineBound(pipeline.branch, pipeline.shape, pipeline.split, pipeline.vpp, [method])
-                    yield one.least_s, CP_METHOD, (), (one, fitting)
+                    least = min(one.seconds_of(sharded) for _, sharded, _ in fitting)
+                    yield least, CP_METHOD, (), (one, fitting)
         elif state == CP_METHOD:
             pipeline, fitting = item
             yield from self._layouts(pipeline, fitting, most)
@@ -212,7 +217,7 @@ class Search:
     def _branches(self, base: MeshBound, most: int) -> Iterator[Node]:
         for branch in base.branches(self.space.recompute, self.space.zeros(base.mesh)):
             if branch.least_bytes() <= most:
-                yield branch.least_seconds(), RECOMPUTE, (), branch
+                yield branch.least_s, RECOMPUTE, (), branch
 
     def pipelines(self, branch: RecomputeBound) -> Iterator[tuple[PipelineBound, list[str]]]:
         """Every assignment of stages to ranks, with the schedules that use it."""
