@@ -230,10 +230,16 @@ class Run:
         return Status(state, read_live(self.folder, state, now), spent)
 
     def wait(self, timeout_s: float | None = None) -> RunState:
-        """Its final state, when all its processes have gone. TimeoutError when it has not ended by then."""
+        """Its final state, when all its processes have gone. TimeoutError when it has not ended by then.
+
+        A state that cannot be read for a moment ends no waiting. OrchError (65) where that lasts for a minute.
+        """
+        from orchestrator.run.folder import insist
+
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            alive, state = self.backend.is_alive(self.folder), self.state  # what ends in between has written its state
+            alive = self.backend.is_alive(self.folder)  # before the state: what ends in between has written it
+            state = insist(lambda: self.state)
             if state.is_final and not alive:
                 return state
             if end is not None and time.monotonic() > end:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 import orchestrator
 from orchestrator.plan.exits import Exit
 from tests.backends.test_verbs import home
+from tests.beds.failing_disk import failing
 from tests.patience import PATIENCE_S, wait_for
 
 __all__ = ["home"]  # the fixture
@@ -48,6 +51,12 @@ def test_a_run_from_its_start_to_its_report(home):
     wait_for(lambda: list(run.logs(1)) == ["starts after step 0"], what="first line of rank 1")
     wait_for(lambda: (same.status().live.step or 0) >= 3, what="step 3")
     assert same.status().live.loss is not None and same.status().spent.ettr is not None
+    with ThreadPoolExecutor(1) as pool:
+        with failing(run.folder.state):
+            waiting = pool.submit(run.wait, 0.0)
+            assert futures.wait([waiting], 1.0).not_done, "a state that cannot be read ends no waiting"
+        with pytest.raises(TimeoutError, match="mine-1 is running"):
+            waiting.result(PATIENCE_S)
     with pytest.raises(orchestrator.OrchError, match="cancel it first"):
         run.resume()
     assert run.cancel().state == "cancelled"
