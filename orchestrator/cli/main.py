@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lost = lost_output()  # here a reader that went away is noticed, too
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
-        return code if acts else PIPE_CLOSED
+        return code if acts else code or PIPE_CLOSED
     if lost and not code:
         return _refuse(lost, Exit.DONE if acts else Exit.CAPACITY, as_json=False)
     return code
