@@ -188,7 +188,8 @@ def force_delete_stuck_pods(cluster: Cluster, run: ObservedRun, now: float) -> s
     Only the node could end them, and their index stays empty. Deleting such a pod by force is not enough: the Job's
     finalizer keeps it until it has failed (podReplacementPolicy). So it is first marked as failed by a disruption, as
     Kubernetes' own collector of dead nodes' pods does it. That is safe where peers have to be met: whatever still runs
-    on a node that only lost its network waits for peers that have left, and older epochs commit nothing. A run of one
+    on a node that only lost its network waits for peers that it does not reach until its kubelet, which is back with
+    the network, ends it, and older epochs commit nothing. A run of one
     pod has no peers, so there it is left to people, as it is where this user may not list nodes, patch pods/status or
     delete pods.
     """
