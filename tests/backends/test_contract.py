@@ -74,7 +74,8 @@ class Here(Orch):
     def __call__(self, *words, code=0, env=None, timeout=300):
         paths = {"PYTHONPATH": os.pathsep.join(sys.path), "ORCH_HOME": str(self.home)}
         argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
-        env = {**os.environ, **paths, **(env or {})}
+        again = self._worker_variables if words[0] == "resume" else {}
+        env = {**os.environ, **paths, **again, **(env or {})}
         done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd=self.home, timeout=timeout)
         assert code is None or done.returncode == code, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done

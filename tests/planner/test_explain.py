@@ -55,6 +55,19 @@ def test_what_does_not_fit_is_told_by_category_with_changes_that_fit():
     assert "It does not fit" in page and "optimizer" in page
 
 
+@pytest.mark.parametrize(("device", "given", "said"), [
+    ("cuda", None, True), ("cuda", False, False), ("cpu", None, False), ("cpu", True, True),
+])  # fmt: skip
+def test_it_is_said_that_compiled_blocks_are_planned_as_if_they_were_not(device, given, said):
+    cluster = configs.cluster(2, 4, device=device)
+    config = configs.config(cluster, shapes.tiny(), {"tp": 2}, compile=given, global_batch_samples=32)
+    plan = build_plan(config)
+    page = render(explain(config, resolve(cluster), plan), plan.time.step_s)
+    assert ("not counted: train.compile" in page) == said
+    other = build_plan(structs.replace(config, train=structs.replace(config.train, compile=not said)))
+    assert (other.time.step_s, other.memory) == (plan.time.step_s, plan.memory), "else it is counted"
+
+
 def test_neighbours_differ_in_one_thing():
     _, plan, _ = explained({"tp": 2, "pp": 2, "zero": 1})
     seen = [tuple(words) for words, _ in neighbours(plan)]

@@ -121,7 +121,6 @@ def streamed(rank: int) -> list[int]:
     return counts
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_go_back_through_the_memory_of_the_gradient(dtype):
     """Narrow ones: it is page-locked, so their copy runs beside the next update. Wide ones need no room."""
@@ -165,6 +164,7 @@ def test_large_arrays_of_the_host_do_not_lie_in_line():
     assert all(tensor.nbytes == tensor.untyped_storage().nbytes() == 4 << 20 for tensor in host.tensors)
 
 
+@pytest.mark.process
 def test_gradients_leave_bucket_by_bucket_during_backward():
     for counts in run_ranks(streamed, 2):
         assert len(counts) > 3 and counts == sorted(counts) and counts[-1] > len(counts) // 2

@@ -82,9 +82,11 @@ LATENT = LLAMA | {"kv_heads": 4, "mla": _LATENT}
 UNEQUAL = LATENT | {"mla": structs.replace(_LATENT, q_lora_rank=0, v_head_dim=24)}  # values as wide as keys
 MIXTURE = LLAMA | {"moe": Moe(experts=8, top_k=2, ffn_hidden=48)}
 WIDE = LLAMA | {"moe": Moe(experts=4, top_k=2, ffn_hidden=128)}  # experts wider than hidden
+MANY = LLAMA | {"moe": Moe(experts=16, top_k=8, ffn_hidden=48)}
 SHARED = LLAMA | {"moe": Moe(experts=8, top_k=3, ffn_hidden=48, shared_ffn_hidden=64, first_dense_layers=1)}
 DEEPSEEK = LATENT | {"moe": SHARED["moe"]}
 AGAIN = {"recompute": "selective"}
+BY_DOMAIN = {"nodes": 2, "expert_all_to_all": "hierarchical"}
 #: Layers of latent attention and of experts, which the twin of a rank does not have yet.
 SPECIAL = {
     "latents": {"model": LATENT},
@@ -103,6 +105,13 @@ MORE_SPECIAL = {
     "latents, cp2": {"model": LATENT, "cp": 2},
     "experts, bf16": {"model": MIXTURE, "precision": "bf16"},
     "experts, full, bf16": {"model": MIXTURE, "precision": "bf16", "recompute": "full"},
+    "experts, tp2 full": {"model": MIXTURE, "tp": 2, "recompute": "full"},
+    "experts, ep2 full": {"model": MIXTURE, "ep": 2, "recompute": "full"},
+    "experts, ep2 tp2 full": {"model": MIXTURE, "ep": 2, "tp": 2, "recompute": "full"},
+    "many choices, tp4": {"model": MANY, "tp": 4},
+    "many choices, ep4": {"model": MANY, "ep": 4},
+    "many choices, ep2 tp2": {"model": MANY, "ep": 2, "tp": 2},
+    "many choices, by domain": {"model": MANY, "ep": 4} | BY_DOMAIN,
     "experts, tp2 selective": {"model": MIXTURE, "tp": 2} | AGAIN,
     "experts, tp2 without sp": {"model": MIXTURE, "tp": 2, "sp": False},
     "experts, pp2 zb_h1": PIPE | {"model": MIXTURE, "schedule": "zb_h1"},
@@ -128,13 +137,14 @@ def plan_of(layout: dict) -> Plan:
 
 
 def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
-    """Bytes by category: states as they are between steps, the rest at its peak in the second or the third step, the
-    lower one: a thread of gloo that gets no processor lets go of what it has sent late. Gradients that wait with their
+    """Bytes by category: states as they are between steps, the rest at its peak in a step after the first, the lowest
+    one: a thread of gloo that gets no processor lets go of what it has sent late, which an exchange of tokens makes
+    likely. Gradients that wait with their
     matrix's input for a later W are kept for backward as well."""
     engine = engine_of(plan, rank)
     found, peaks = StepMemory.of_engine(engine), list[int]()
-    for step in range(3):
-        batches = [micro_batch(plan, one) for one in samples_of_step(plan.parallel, engine.mesh.coord, step)]
+    batches = [micro_batch(plan, one) for one in samples_of_step(plan.parallel, engine.mesh.coord, 0)]
+    for _ in range(3 if expert_mesh(plan.parallel).ep == 1 else 8):
         with found.measure({}):
             engine.update(engine.gradients(batches, 1000)[1], 1e-3)
         peaks.append(max(point.held["activations"] for point in found.points()))

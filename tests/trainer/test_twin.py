@@ -152,6 +152,7 @@ def assert_twins(layouts: dict[str, dict], ranks: Collection[int], store: Path) 
                 assert {name: twin[name] for name in measured} == measured
 
 
+@pytest.mark.process
 def test_the_twin_of_a_gpu_keeps_what_a_cpu_keeps():
     plan = plan_of({"tp": 4, "dp": 4, "zero": 1, "precision": "bf16"})
     (here,) = run_ranks(alone, 1, plan)

@@ -129,6 +129,7 @@ def test_a_skipped_update_changes_nothing():
         assert all(same) if nan else not any(same)
 
 
+@pytest.mark.process
 def test_each_matrix_has_one_owner_and_owners_have_alike(monkeypatch):
     """Under ZeRO-1 over four ranks the largest share is near a quarter."""
 

@@ -184,3 +184,20 @@ def test_what_it_cannot_run_is_refused(capsys):
     assert "no ranks to shard an expert over" in capsys.readouterr().err
     assert main(["twin", "+cluster=h100x64", "model=mixtral_8x7b", "parallel=tp8_zero1"]) == 65
     assert "to which experts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keys", [("offload",), ("offload_activations",), ("offload", "offload_activations")])
+def test_what_lies_on_a_disk_is_refused_before_any_space_is_taken(keys, tmp_path, capsys):
+    words = [f"train.{key}=disk" for key in keys]
+    line = ["twin", "+cluster=h100x8", "model=tiny", "parallel=dp8_zero1", "train.recompute=full"]
+    assert main([*line, *words, f"train.offload_dir={tmp_path / 'own'}"]) == 65
+    said = capsys.readouterr().err
+    assert f"as {' '.join(words)} does" in said and len(said.splitlines()) == 1
+    assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.process
+def test_what_lies_on_the_host_is_run(capsys):
+    words = ["train.offload=host", "train.offload_activations=host", "train.recompute=full", "model.layers=2"]
+    code = main(["twin", "+cluster=h100x8", "model=tiny", "parallel=dp8_zero1", *words])
+    assert code == 0, capsys.readouterr().out

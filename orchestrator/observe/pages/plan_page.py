@@ -234,6 +234,8 @@ def explanation(found: Explanation, step_s: float, sd: float = 0.0, width: int =
             f" {seconds(load.costs_s)} of the step"
         )
         lines += fold(text, width, len("experts: "))
+    for text in found.not_counted:
+        lines += fold(f"not counted: {text}", width, len("not counted: "))
     if found.over_bytes:
         lines += ["", f"It does not fit: the fullest rank lacks {found.over_bytes / GIB:.2f} GiB. It holds:"]
         for name, size in found.categories:

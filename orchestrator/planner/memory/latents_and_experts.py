@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from orchestrator.plan.document import Mla, Model, Moe, Parallel, Train
 from orchestrator.plan.expert_capacity import taken_choices
-from orchestrator.plan.expert_mesh import fullest, tensor_ranks
+from orchestrator.plan.expert_mesh import expert_mesh, fullest, tensor_ranks
 from orchestrator.planner.model.layers import DTYPE_BYTES
 
 #: Of an expert its score; of a choice its expert and weight, where its token is, and order, place and weight of its
-#: copy, from where that is sent.
-SCORE, CHOICE, COPY = 4, 12, 24
+#: copy, from where that is sent; of a copy that another rank has sent, its place among the others and the way back,
+#: and the same again where it has come by domain.
+SCORE, CHOICE, COPY, ARRIVED = 4, 12, 24, 16
 
 
 def latent_attention(model: Model, mla: Mla, parallel: Parallel, train: Train) -> dict[str, float]:
@@ -54,7 +55,8 @@ def experts(model: Model, moe: Moe, parallel: Parallel, train: Train, device: st
         of_copy += model.hidden
     rows, shared = _rows(parallel), moe.shared_ffn_hidden > 0
     read = 4 if width < 4 else 0 if shared and rows == 1 and not moe.jitter else width  # routers compute in fp32
-    numbers = (SCORE * moe.experts + CHOICE * moe.top_k) / rows + COPY * copies
+    hops = 0 if expert_mesh(parallel).ep == 1 else 2 if parallel.expert_all_to_all == "hierarchical" else 1
+    numbers = (SCORE * moe.experts + CHOICE * moe.top_k) / rows + (COPY + ARRIVED * hops) * copies
     return {
         "router": read * model.hidden / rows + numbers,
         "shared input": model.hidden * width * shared,
@@ -66,9 +68,15 @@ def experts(model: Model, moe: Moe, parallel: Parallel, train: Train, device: st
 def results_of_experts(model: Model, moe: Moe, parallel: Parallel, train: Train, beside: float) -> float:
     """What a layer with experts has, beyond what it keeps, when it is recomputed: results, until each token sums its
     own, and what routers have read, in its own width. beside: bytes a token that shared experts keep later, if no
-    exchange lies between."""
-    width = DTYPE_BYTES[train.precision]
-    found = _copies(moe, parallel, train) * fullest(parallel)
+    exchange lies between.
+
+    Results that come back from other ranks are of this rank's own tokens. Without an exchange a tensor-parallel rank
+    has gathered those of all, which only shared experts would keep."""
+    width, gathered = DTYPE_BYTES[train.precision], _rows(parallel) > 1 and not moe.shared_ffn_hidden
+    if expert_mesh(parallel).ep > 1:
+        found = taken_choices(moe, train.seq_len) / _rows(parallel)
+    else:
+        found = _copies(moe, parallel, train) * fullest(parallel) + gathered
     if width < 4 and not moe.shared_ffn_hidden:
         found += 1 / _rows(parallel)
     later = beside if parallel.ep == parallel.tp == 1 else 0.0

@@ -140,14 +140,16 @@ class ExpertDispatch:
         self, x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
     ) -> tuple[Tensor, Tensor | None]:
         copies = Copies.of(x, routing, self.ranks * experts.count)
-        out, other = self.exchange(copies.rows, copies.weights, copies.counts, experts, meanwhile)
+        sent, copies = [copies.rows], copies._replace(rows=copies.rows.new_empty(0))
+        out, other = self.exchange(sent, copies.weights, copies.counts, experts, meanwhile)
         return copies.summed(out), other
 
     def exchange(
-        self, rows: Tensor, weights: Tensor, counts: Tensor, experts: Experts, meanwhile: Meanwhile
+        self, sent: list[Tensor], weights: Tensor, counts: Tensor, experts: Experts, meanwhile: Meanwhile
     ) -> tuple[Tensor, Tensor | None]:
         """Copies of tokens sorted by expert, `counts` [experts of all ranks] of them -> what the experts return, and
-        `meanwhile`."""
+        `meanwhile`. `sent` holds the copies, and no more once they are sent: nobody needs them then."""
+        rows = sent.pop()
         counts, moves = counts.view(self.ranks, experts.count), []
         if self.expert_group is not None:
             move, counts = self._to_experts(counts, self.expert_group)
@@ -161,7 +163,9 @@ class ExpertDispatch:
                 (rows, weights), other = move.beside(meanwhile, rows, weights)
             else:
                 rows, weights = move(rows), move(weights)
-        out = _by_expert(rows, weights, counts, experts)
+        rows, weights, runs = _by_expert(rows, weights, counts)
+        out = experts(rows, counts.sum(0), weights)
+        out = out if runs is None else permuted(out, runs.places, runs.order)
         for move in reversed(moves):
             out = move.reverse(out)
         return out, other
@@ -187,16 +191,22 @@ class ExpertDispatch:
         return Move(gather, scatter), everyone
 
 
-def _by_expert(rows: Tensor, weights: Tensor, counts: Tensor, experts: Experts) -> Tensor:
-    """`counts` [runs, experts here]: the runs lie one after another, each sorted by expert -> what the experts return,
-    in the same order."""
+class _Runs(NamedTuple):
+    """Rows that lie in runs, each sorted by expert, as `order` sorts them all by expert."""
+
+    order: Tensor
+    places: Tensor
+
+
+def _by_expert(rows: Tensor, weights: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, _Runs | None]:
+    """Rows and weights sorted by expert. `counts` [runs, experts here]: the runs lie one after another, each sorted by
+    expert; None: they are sorted already."""
     if 1 in counts.shape:  # one run, or one expert
-        return experts(rows, counts.sum(0), weights)
+        return rows, weights, None
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
     sizes, starts = counts.T.flatten(), starts.T.flatten()  # expert after expert
     ends = sizes.cumsum(0)
     shift = (starts - ends + sizes).repeat_interleave(sizes, output_size=len(rows))
     order = shift.add_(torch.arange(len(rows), device=rows.device))
-    places = inverse(order)
-    out = experts(permuted(rows, order, places), counts.sum(0), permuted(weights, order, places))
-    return permuted(out, places, order)
+    runs = _Runs(order, inverse(order))
+    return permuted(rows, *runs), permuted(weights, *runs), runs

@@ -50,10 +50,12 @@ class HierarchicalDispatch:
         by_expert = expert.argsort(stable=True)
         place, count = inverse(by_expert), counted(expert, here)
         of_row, row = Places.unequal(place, counted(row, len(rows))), row[by_expert]
-        out, _ = self.inside.exchange(
-            copied(rows, row, of_row), permuted(weights, by_expert, place), count, experts, nothing
-        )
-        return summed(by_rows.reverse(summed(out, row, of_row)), sent.token, sent.places), other
+        copies = [copied(rows, row, of_row)]
+        del rows  # nobody needs what has arrived once it is copied
+        out, _ = self.inside.exchange(copies, permuted(weights, by_expert, place), count, experts, nothing)
+        out = summed(out, row, of_row)
+        out = by_rows.reverse(out)
+        return summed(out, sent.token, sent.places), other
 
 
 class _Sent(NamedTuple):
