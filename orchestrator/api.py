@@ -98,7 +98,7 @@ class PreparedJob(NamedTuple):
 def prepare_job(words: list[str], options: SubmitOptions, config_dir: str | Path | None = None) -> PreparedJob:
     """The job planned, checked, and at the size that its scheduler would start. OrchError as `submit_job`."""
     from orchestrator.submit.submission import check, choose, not_passed, prepare, simulated_nodes
-    from orchestrator.submit.this_machine import load_job
+    from orchestrator.submit.this_machine import interpreter, load_job
 
     config = load_job(words, options, config_dir)
     if config.backend.options.get("ssh") and options.code is None:
@@ -110,6 +110,8 @@ def prepare_job(words: list[str], options: SubmitOptions, config_dir: str | Path
     candidate, said = choose(submission, options)
     request = candidate.bundle.request
     more = [*simulated_nodes(request, submission.backend), *not_passed(request, options)]
+    if submission.backend.shares_folders and options.code is None:
+        more += interpreter(request, options)
     return PreparedJob(submission.backend, candidate, [*said, *more])
 
 

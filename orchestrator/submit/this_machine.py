@@ -1,7 +1,9 @@
-"""A job's configuration, with the shape of this machine where a program runs here and nobody gave one."""
+"""What a job has of this machine: its shape, where a program runs here and nobody gave one, and the interpreter."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ from .submission import SubmitOptions
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
+    from orchestrator.run.request import LaunchRequest
 
 _SHAPE = ("cluster.nodes", "cluster.gpus_per_node", "nodes")
 
@@ -31,3 +34,24 @@ def load_job(words: Sequence[str], options: SubmitOptions, config_dir: str | Pat
         return config
     shape = ["cluster.nodes=1", f"cluster.gpus_per_node={len(gpus)}"]
     return load([*words, *shape], config_dir, ranges=True)
+
+
+_PYTHON = re.compile(r"python[0-9.]*")
+
+
+def interpreter(request: LaunchRequest, options: SubmitOptions) -> list[str]:
+    """One line where the bare `python` of a command is the one that orch runs in and not the one of the shell: PATH of
+    a run begins with orch's, which may lack the user's packages (orch installed by pipx or uv tool)."""
+    name = options.command[0] if options.command else ""
+    if not _PYTHON.fullmatch(name):
+        return []
+    ours = shutil.which(name, path=":".join(request.environment.path_first))
+    return other_python(ours, options.environ.get("PATH", ""), "give a whole path for another one") if ours else []
+
+
+def other_python(ours: str, path: str, way: str) -> list[str]:
+    """One line where a search path finds a python in another folder than `ours`; `way`: how to take that."""
+    found = shutil.which(Path(ours).name, path=path) or shutil.which("python3", path=path)
+    if found is None or Path(found).parent == Path(ours).parent:
+        return []
+    return [f"the program's python is {ours}, which orch runs in, not {found} of this shell: {way}"]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -13,6 +17,9 @@ from orchestrator.cli.main import main
 from orchestrator.cli.parser import make_parser
 from orchestrator.cli.verbs import VERBS
 from orchestrator.cli.verbs import run as verb
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +62,52 @@ def test_nodes_and_workers_on_each(capsys, flags):
     assert (found["nodes"], found["gpus_per_node"], found["summary"]["world_size"]) == (2, 3, 6)
     assert found["worker"]["argv"][1:] == ["-u", "train.py", "--nnodes", "9", "x=1"]  # all after the script is its own
     assert found["code"]["kind"] == "none" and found["policy"]["max_restarts"] == 0
+
+
+@pytest.mark.parametrize(("fed", "said"), [("pipe", 1), ("file", 1), ("empty", 0), ("null", 0), ("closed", 0)])
+def test_what_is_piped_in_and_not_passed_on_is_said(tmp_path, fed, said):
+    text = tmp_path / "text"
+    text.write_text("hello" if fed == "file" else "")
+    argv = [sys.executable, "-m", "orchestrator.cli.main", "run", "--dry-run", "--json", "train.py"]
+    closed = ["bash", "-c", 'exec "$@" <&-', "bash"] if fed == "closed" else []
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with text.open() as file:
+        how = {"input": "hello"} if fed == "pipe" else {"stdin": subprocess.DEVNULL if fed == "null" else file}
+        done = subprocess.run([*closed, *argv], env=env, capture_output=True, text=True, timeout=PATIENCE_S, **how)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("standard input is not passed on") == said
+
+
+def other_python(tmp_path, monkeypatch) -> str:
+    """A shell whose first python is not the one that orch runs in."""
+    found = tmp_path / "bin" / "python3"
+    found.parent.mkdir()
+    found.symlink_to(sys.executable)
+    found.with_name("python").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(found.parent), prepend=os.pathsep)
+    return str(found)
+
+
+def test_the_interpreter_is_said_where_the_shell_has_another(capsys, tmp_path, monkeypatch):
+    ours = str(Path(sys.executable).parent)
+    monkeypatch.setenv("PATH", ours, prepend=os.pathsep)
+    monkeypatch.delenv("PYTHON_EXEC", raising=False)
+    submit = ["submit", "--dry-run", "--json", "nproc=1", "--"]
+    run = ["run", "--dry-run", "--json"]
+    for words in ([*submit, "python3"], run):
+        assert main([*words, "train.py"]) == 0
+        assert "which orch runs in" not in capsys.readouterr().err
+    theirs = other_python(tmp_path, monkeypatch)
+    for words in ([*submit, "python3"], [*submit, "python"], run):
+        assert main([*words, "train.py"]) == 0
+        err = capsys.readouterr().err
+        line = next(line for line in err.splitlines() if "which orch runs in" in line)
+        assert ours in line and str(Path(theirs).parent) in line
+    monkeypatch.setenv("PYTHON_EXEC", theirs)
+    others = ([*submit, theirs], [*submit, sys.executable], [*submit, "/bin/echo"])
+    for words in (*others, run, [*run, "--no-python"]):
+        assert main([*words, "train.py"]) == 0
+        assert "which orch runs in" not in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -161,7 +214,7 @@ def test_pet_variables_are_torchrun_s_defaults(capsys, monkeypatch):
 
 def test_what_is_not_needed_is_said(capsys):
     assert main(["run", "--standalone", "--rdzv-backend", "c10d", "-t", "3", "--dry-run", "--json", "train.py"]) == 0
-    said = capsys.readouterr().err.splitlines()
+    said = [line for line in capsys.readouterr().err.splitlines() if "--" in line.split()[1]]
     assert [line.split(" is not needed")[0] for line in said] == ["orch: --rdzv-backend", "orch: --tee"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 import sys
 
 from orchestrator.cli.session import add_request_arguments
@@ -79,9 +80,30 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise OrchError("`orch run` needs a script: orch run --nproc-per-node 8 train.py")
     _say_ignored(args)
     args.command = _command(args, rest)
+    args.said = _differences(args)
     args.follow = args.owned = not args.detach
     args.multirun = False
     return submit.run(args, [*_words(args), *overrides])
+
+
+def _differences(args: argparse.Namespace) -> list[str]:
+    """What the program may miss here that it has under torchrun, or in this shell: a line each."""
+    from orchestrator.submit.this_machine import other_python
+
+    found = ["standard input is not passed on: the program reads nothing from it"] if _is_piped_in() else []
+    if args.no_python or "PYTHON_EXEC" in os.environ:
+        return found
+    way = "PYTHON_EXEC=PATH takes another one"
+    return [*found, *other_python(sys.executable, os.environ.get("PATH", ""), way)]
+
+
+def _is_piped_in() -> bool:
+    """Whether somebody feeds standard input by a pipe or a file, which under torchrun the workers would read."""
+    try:
+        found = os.fstat(0).st_mode
+    except OSError:  # closed
+        return False
+    return stat.S_ISFIFO(found) or (stat.S_ISREG(found) and os.fstat(0).st_size > 0)
 
 
 def is_override(word: str) -> bool:

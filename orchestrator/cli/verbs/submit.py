@@ -45,7 +45,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.multirun:
         return _sweep(args, overrides, options)
     job = prepare_job(overrides, options, args.config_dir)
-    bundle, backend, said = job.candidate.bundle, job.backend, job.said
+    bundle, backend = job.candidate.bundle, job.backend
+    said = [*job.said, *vars(args).get("said", [])]  # those of orch run
     if args.dry_run:
         return _show(bundle, job.candidate.plan, backend, args.json, said)
     for line in said_of(bundle.request.code):
