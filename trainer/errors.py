@@ -7,8 +7,10 @@ errors into exit codes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import sys
 
 from orchestrator.plan import Exit, Plan, PlanError
 from orchestrator.plan.trained import problems
@@ -172,3 +174,9 @@ def exit_code(error: BaseException) -> Exit:
     if isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return Exit.USER
     return Exit.INTERNAL
+
+
+def warn(text: str) -> None:
+    """One line on standard error. A full disk behind it ends no worker."""
+    with contextlib.suppress(OSError):
+        print(f"trainer: warning: {text}", file=sys.stderr, flush=True)

@@ -7,9 +7,7 @@ divisor before the first forward.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,7 +20,6 @@ import torch.distributed as dist
 
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
-from orchestrator.plan.offload import offload_of
 from orchestrator.plan.worker import PINS, WorkerEnv, checkpoint_dir, pin_file, replica_dir
 
 from .checkpoint.fence import Fence
@@ -39,8 +36,8 @@ from .data.fingerprint import as_text, signed
 from .data.loader import Loader
 from .data.order import micro_batches_at, samples_of_step
 from .engine import Engine
-from .errors import DataError, NonFinite, Stopped, check_supported
-from .host.remote import remote_warning
+from .errors import DataError, NonFinite, Stopped, check_supported, warn
+from .host.remote import warn_of_remote_disk
 from .metrics.profile import Profile
 from .metrics.step_result import StepResult
 from .optim.loss_scale import LOWEST
@@ -167,11 +164,8 @@ class Run:
         self.plan, self.env, self.mesh, self.device = plan, env, mesh, device
         self.loader, self.reporter, self.termination = loader, reporter, termination
         torch.manual_seed(plan.job.train.seed)
-        scratch, offload = Path(env.run_dir) / "offload", offload_of(plan.job.train)
-        to_disk = "disk" in (offload.optimizer, offload.activations)
-        warning = remote_warning(Path(offload.dir) if offload.dir else scratch) if to_disk else None
-        if warning and env.local_rank == 0:
-            print(f"trainer: warning: {env.node}: {warning}", file=sys.stderr, flush=True)
+        scratch = Path(env.run_dir) / "offload"
+        warn_of_remote_disk(plan.job.train, scratch, env)
         self.engine = Engine(plan, mesh, device, recipe, scratch=scratch)
         folder, memory = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), replica_dir(env.run_dir, env.node)
         self.checkpoints = Checkpoints(
@@ -212,8 +206,7 @@ class Run:
             return
         following = learning_rate(self.step + 1, job.optim, job.train.steps)
         self.reporter.event("learning_rate_jumps", self.step, saved=saved[RATE], following=following)
-        with contextlib.suppress(OSError):
-            print(f"trainer: warning: {text}", file=sys.stderr, flush=True)
+        warn(text)
 
     def loop(self) -> None:
         """Train to the plan's last step. Raises Stopped after a termination signal, with everything saved."""
@@ -295,8 +288,7 @@ class Run:
         """Pass this rank's state to `write`, after the steps up to now have been found good; counted as time for
         checkpoints."""
         self._settle()
-        job = self.plan.job
-        scalars = self.engine.scalars() | remembered(self.step, job.optim, job.train.steps)
+        scalars = self.engine.scalars() | remembered(self.step, self.plan.job.optim, self.plan.job.train.steps)
         with self.engine.timer.phase("checkpoint"):
             write(list(self.engine.pieces(own=True)), self.step, self.samples, scalars, *options)
 

@@ -86,7 +86,7 @@ def test_a_folder_of_other_machines_is_known(tmp_path, folder, kind):
 def test_a_node_warns_once_of_state_that_would_go_over_the_network(cache, tmp_path, monkeypatch, kind, folder):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"server:/ {tmp_path} {kind} rw 0 0\n")
-    monkeypatch.setattr("trainer.train.remote_warning", partial(remote_warning, mounts=mounts))
+    monkeypatch.setattr("trainer.host.remote.remote_warning", partial(remote_warning, mounts=mounts))
     offload = structs.replace(DISK, dir=str(tmp_path / folder) if folder else "")
     codes, workers = finish(job(cache, steps=1, dp=2, zero=1, offload=offload), tmp_path)
     assert codes == [Exit.DONE] * 2

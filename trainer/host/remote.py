@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from orchestrator.plan.document import Train
+from orchestrator.plan.offload import offload_of
+from orchestrator.plan.worker import WorkerEnv
+from trainer.errors import warn
+
 MOUNTS = Path("/proc/self/mounts")
 #: Types of file systems that other machines serve, as the kernel names them.
 REMOTE = frozenset(
@@ -42,3 +47,14 @@ def remote_warning(folder: Path, mounts: Path = MOUNTS) -> str | None:
         f"what is offloaded goes to {folder}, on {kind}: every step waits for the network, and files may stay after a"
         " crash; name a folder of a disk of each node, train.offload_dir=/PATH"
     )
+
+
+def warn_of_remote_disk(train: Train, scratch: Path, env: WorkerEnv) -> None:
+    """The first worker of a node says so on standard error where what is offloaded to a disk goes over a network.
+    `scratch`: the folder of a plan that names none."""
+    offload = offload_of(train)
+    if env.local_rank or "disk" not in (offload.optimizer, offload.activations):
+        return
+    warning = remote_warning(Path(offload.dir) if offload.dir else scratch)
+    if warning:
+        warn(f"{env.node}: {warning}")
