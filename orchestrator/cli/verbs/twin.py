@@ -43,11 +43,6 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if plan.model.moe is not None:
         text = f"orch twin has no values, so it does not know to which experts the tokens of {plan.model.name} go"
         raise OrchError(f"{text}; models without experts can be run", Exit.CONFIG)
-    offload = offload_of(plan.job.train)
-    places = {"offload": offload.optimizer, "offload_activations": offload.activations}
-    if on_disk := [f"train.{key}=disk" for key, place in places.items() if place == "disk"]:
-        text = f"orch twin has no values to write to a disk, as {' '.join(on_disk)} does"
-        raise OrchError(f"{text}; plans that keep them in memory, or on the host, can be run", Exit.CONFIG)
     whole, plan = plan.parallel.micro_batches, shortened(plan)
     ranks, runs, figures = ranks_to_run(plan), list[RankRun](), list[list[Compared]]()
     for found in run_twin(plan, ranks):
