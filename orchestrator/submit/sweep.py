@@ -63,9 +63,9 @@ def prepare_sweep(
             if backend is not None and type(submission.backend) is not type(backend):
                 raise OrchError(f"backend {submission.backend.name} and {backend.name}: a sweep has one backend")
             backend = backend or submission.backend
-            candidate, said = choose(submission._replace(backend=backend), options)
+            candidate, _ = choose(submission._replace(backend=backend), options)
             request = candidate.bundle.request
-            said = [*said, *simulated_nodes(request, backend), *not_passed(request, options)]
+            said = [*simulated_nodes(request, backend), *not_passed(request, options)]
             if not options.dry_run:
                 backend.check(request)
         except OrchError as error:
