@@ -84,7 +84,8 @@ def _all(n: int) -> Iterator[Case | None]:
     for schedule in ("afab", "1f1b", "zb_h1"):
         few = ("train.global_batch_samples=8",) if schedule == "afab" else ()  # it keeps them all
         yield Case(f"PP {schedule}", LARGE, (f"parallel=pp{n}", f"parallel.schedule={schedule}", *few))
-    yield Case("PP interleaved", LARGE, (f"parallel=pp{deep}_vpp2_{shallow}_zero1", "parallel.schedule=interleaved"))
+    kept_less = "parallel.schedule=interleaved", "train.recompute=selective"
+    yield Case("PP interleaved", LARGE, (f"parallel=pp{deep}_vpp2_{shallow}_zero1", *kept_less))
     for schedule in ("zbv", "dualpipev"):
         yield Case(
             f"PP {schedule}", LARGE, (f"parallel=pp{deep}_vpp2_{shallow}_zero1", f"parallel.schedule={schedule}")
