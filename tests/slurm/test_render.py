@@ -272,18 +272,6 @@ def test_the_command_of_modules_is_looked_for_where_the_login_shell_has_not_made
         assert done.returncode == code and (tmp_path / "seen").read_text() == f"load {name}\n"
 
 
-def test_names_of_digits_are_names():
-    """What the configuration has read as a number."""
-    flags = job_flags(MAIN_LINE, read_options({"gpu_type": 3090, "account": 1234, "qos": 7, "time": 30}), "r", "/r", [])
-    assert flags["gpus-per-node"] == "3090:8" and (flags["account"], flags["qos"], flags["time"]) == ("1234", "7", "30")
-    gres = read_options({"gpu_type": 4090, "gpu_request": "gres", "memory": 64, "partition": 2024})
-    flags = job_flags(MAIN_LINE, gres, "r", "/r", [])
-    assert (flags["gres"], flags["mem"], flags["partition"]) == ("gpu:4090:8", "64", "2024")
-    for wrong in ({"gpu_type": True}, {"partition": 1.5}, {"time": -3}):
-        with refusal("", Exit.CONFIG):
-            read_options(wrong)
-
-
 PROFILES = Path(__file__).resolve().parents[2] / "slurm"
 NAMES = {path.stem for path in (PROFILES / "backend").glob("*.yaml")} | {"dgx_superpod", "gres_modules", "apptainer"}
 NAMES |= {"nvl72_block", "preemptible"}  # one for each style of site

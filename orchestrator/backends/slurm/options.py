@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -104,15 +104,8 @@ class SlurmOptions(Frozen):
 
 
 def read_options(options: Mapping[str, Any]) -> SlurmOptions:
-    """The checked options. OrchError (65) names an unknown key and the nearest legal one, or a wrong value's place.
-
-    A name of digits is a name: `gpu_type=3090`.
-    """
-    digits = {name: str(value) for name, value in options.items() if name in _TEXTS and type(value) is int}
-    return decode_options({**options, **digits}, SlurmOptions, "slurm")
-
-
-_TEXTS = [name for name, kind in get_type_hints(SlurmOptions).items() if kind in (str, str | None)]
+    """The checked options. OrchError (65) names an unknown key and the nearest legal one, or a wrong value's place."""
+    return decode_options(options, SlurmOptions, "slurm")
 
 
 _ELSEWHERE = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS")

@@ -76,10 +76,11 @@ def _show(bundle: SubmissionBundle, plan: Plan, backend: Backend, as_json: bool,
     from orchestrator.cli.terminal import style
     from orchestrator.observe.pages.plan_page import render
     from orchestrator.observe.pages.run_page import request_page
+    from orchestrator.style import fold
 
     look = style()
     print(render(plan, look), request_page(bundle.request, look), sep="\n\n")
-    print("", *said, sep="\n")
+    print("", *(part for line in said for part in fold(line, look.width)), sep="\n")
     print("Nothing was started or written. `--dry-run --json` prints what would be sent.")
     try:
         backend.check(bundle.request)
