@@ -6,7 +6,6 @@ Who may signal them may do this and nobody else, so it needs no door into the ru
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import random
 import resource
@@ -18,7 +17,7 @@ from pathlib import Path
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, load_plan
 from orchestrator.plan.worker import checkpoint_dir
-from orchestrator.run.folder import RunFolder
+from orchestrator.run.folder import NO_ROOM, RunFolder
 from orchestrator.run.processes import Identity, descendants, identity, is_alive, send_signal
 
 _RANK_NAME = "orch-rank-"
@@ -183,7 +182,7 @@ def fill(folder: Path) -> Callable[[], None]:
             os.posix_fallocate(held, size, piece)
             size += piece
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in NO_ROOM:
                 os.close(held)
                 raise
             piece //= 2

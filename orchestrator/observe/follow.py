@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TextIO
 
 from orchestrator.plan import PlanError, load_plan
-from orchestrator.run.folder import RECORD_ERRORS, RECORD_S, RunFolder
+from orchestrator.run.folder import RunFolder, insist
 from orchestrator.run.state import RunState
 from orchestrator.style import Style
 
@@ -23,18 +23,7 @@ _SAY_S = 5.0  # between lines where they cannot be overwritten
 
 def _patient(look: Callable[[RunFolder], RunState]) -> Callable[[RunFolder], RunState]:
     """`look`, called until it finds a state: one that cannot be read for a moment ends no watching, and no run."""
-
-    def patient(folder: RunFolder) -> RunState:
-        end = time.monotonic() + RECORD_S
-        while True:
-            try:
-                return look(folder)
-            except RECORD_ERRORS:
-                if time.monotonic() > end:
-                    raise
-            time.sleep(_LOOK_S)
-
-    return patient
+    return lambda folder: insist(lambda: look(folder), tells=False)
 
 
 def follow_program(folder: RunFolder, look: Callable[[RunFolder], RunState], out: TextIO, style: Style) -> RunState:

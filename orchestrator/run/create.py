@@ -15,14 +15,13 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 from . import code_snapshot as snapshot
-from .folder import RunFolder, write_private
+from .folder import NO_ROOM, RunFolder, write_private
 from .held_signals import HeldSignals
 from .request import LaunchRequest, SubmissionBundle, check_contents, to_bytes
 from .state import SCHEMA, RunState, finish, write_state
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_OF_A_DISK = _FULL | {errno.EIO, errno.EROFS, errno.EFBIG}
+_OF_A_DISK = (*NO_ROOM, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
 def accepted(request: LaunchRequest, backend: str) -> RunState:
@@ -94,7 +93,7 @@ def disk_refusals(folder: RunFolder) -> Iterator[None]:
         if not error.filename and error.errno not in _OF_A_DISK:
             raise
         where, why = error.filename or folder.path, error.strerror or error
-        code = Exit.CAPACITY if error.errno in _FULL else Exit.CONFIG
+        code = Exit.CAPACITY if error.errno in NO_ROOM else Exit.CONFIG
         raise OrchError(f"run {folder.run_id} was not started: {where}: {why}", code) from error
 
 

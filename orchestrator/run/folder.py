@@ -7,6 +7,7 @@ sees the old or the new content, never a mixture, and a crash leaves one of the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -37,7 +38,9 @@ _LONGEST_NAME = 120  # bytes of a file name made from a node's name
 #: tries again (`RECORD_S`) and ends nothing that works.
 RECORD_ERRORS = (OSError, OrchError, PlanError)
 RECORD_S = 60.0  # for a record without which the run cannot go on
-_RECORD_AGAIN_S = 0.5
+RECORD_AGAIN_S = 0.5
+#: errno values that mean a full disk or an exhausted quota.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def home_folder(environ: Mapping[str, str]) -> Path:
@@ -184,19 +187,31 @@ def read_secret(path: Path) -> bytes:
     return key
 
 
-def insist(record: Callable[[], Result]) -> Result:
+class Insistence:
+    """Attempts at a record that the disk refuses, for at most RECORD_S in all. `tells`: the first refusal is logged."""
+
+    def __init__(self, tells: bool = True):
+        self._end = time.monotonic() + RECORD_S
+        self._tells = tells
+
+    def refused(self, error: Exception) -> None:
+        """Raises the error once the time is over; else the caller waits RECORD_AGAIN_S and tries again."""
+        if time.monotonic() > self._end:
+            raise error
+        if self._tells:
+            log.error("a record cannot be read or written: %s; trying for %g s", error, RECORD_S)
+        self._tells = False
+
+
+def insist(record: Callable[[], Result], tells: bool = True) -> Result:
     """What `record` returns, called until the disk lets it, in at most RECORD_S. Raises what it has raised last."""
-    end, told = time.monotonic() + RECORD_S, False
+    insistence = Insistence(tells)
     while True:
         try:
             return record()
         except RECORD_ERRORS as error:
-            if time.monotonic() > end:
-                raise
-            if not told:
-                log.error("a record cannot be read or written: %s; trying for %.0f s", error, RECORD_S)
-            told = True
-        time.sleep(_RECORD_AGAIN_S)
+            insistence.refused(error)
+        time.sleep(RECORD_AGAIN_S)
 
 
 class _Inside:

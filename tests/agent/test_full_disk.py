@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from orchestrator.agent.leader import context
 from orchestrator.agent.leader import state_writer as run_record
 from orchestrator.agent.node.agent import Agent, NodeFacts
 from orchestrator.agent.node.recorder import Recorder
@@ -30,6 +29,7 @@ from orchestrator.agent.protocol.messages import (
 from orchestrator.backends.base import read_record
 from orchestrator.backends.local.backend import CANCEL, LocalBackend, LocalRecord
 from orchestrator.plan import to_json
+from orchestrator.run import folder as run_folder
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.intent import ask
 from orchestrator.run.request import read_request
@@ -86,7 +86,7 @@ async def test_news_wait_for_room_and_the_run_goes_on(w, monkeypatch):
 @options(max_restarts=3)
 async def test_an_epoch_that_cannot_be_written_down_does_not_begin(w, monkeypatch):
     disk = Disk(monkeypatch)
-    monkeypatch.setattr(context, "RECORD_S", 1.0)
+    monkeypatch.setattr(run_folder, "RECORD_S", 1.0)
     a, b = await w.started()
     disk.full = True
     b.say(WorkerExit(rank=3, code=1, asked=False, step=7, tail=[]))

@@ -12,7 +12,7 @@ from orchestrator.agent.node.recorder import Recorder
 from orchestrator.agent.protocol.messages import Done, FromAgent, TerminationSignal
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.epoch_lease import LeaseLost
-from orchestrator.run.folder import RECORD_ERRORS, RECORD_S, RunFolder
+from orchestrator.run.folder import RECORD_AGAIN_S, RECORD_ERRORS, Insistence, RunFolder
 from orchestrator.run.intent import Intent, due
 from orchestrator.run.request import Policy, used_nodes
 from orchestrator.run.state import Cause
@@ -21,7 +21,6 @@ from .membership import Member, MemberLost, Membership, MemberUnfit
 from .state_writer import StateWriter
 
 log = logging.getLogger("orch.coordinator")
-_AGAIN_S = 0.5  # between attempts at a record
 Result = TypeVar("Result")
 
 
@@ -124,18 +123,13 @@ class Context:
 
         Raises what it has raised last, and LeaseLost.
         """
-        loop = asyncio.get_running_loop()
-        end, told = loop.time() + RECORD_S, False
+        insistence = Insistence()
         while True:
             try:
                 return record()
             except RECORD_ERRORS as error:
-                if loop.time() > end:
-                    raise
-                if not told:
-                    log.error("a record cannot be read or written: %s; trying for %g s", error, RECORD_S)
-                told = True
-            await asyncio.sleep(_AGAIN_S)
+                insistence.refused(error)
+            await asyncio.sleep(RECORD_AGAIN_S)
 
     async def begin_epoch(self) -> None:
         """Starts the next epoch, which is on disk before anybody hears of it."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import time
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ from orchestrator.agent.protocol.messages import Done, Join, TerminationSignal
 from orchestrator.plan import Exit
 from orchestrator.run.bad_nodes import remember
 from orchestrator.run.epoch_lease import LeaseLost
-from orchestrator.run.folder import RECORD_ERRORS
+from orchestrator.run.folder import NO_ROOM, RECORD_ERRORS
 
 from .context import Context, log
 from .elasticity import CoordinatorLeaves, Elasticity, WorldSizes
@@ -33,8 +32,6 @@ from .election import Announcement
 from .epoch import Epoch
 from .final_checkpoint import FinalCheckpoint, is_due
 from .membership import MemberLost
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Coordinator:
@@ -79,7 +76,7 @@ class Coordinator:
             await self._finish(decision)
             return decision
         except RECORD_ERRORS as error:
-            kind = "disk_full" if isinstance(error, OSError) and error.errno in _NO_ROOM else "disk_failed"
+            kind = "disk_full" if isinstance(error, OSError) and error.errno in NO_ROOM else "disk_failed"
             text = f"the run's state cannot be written: {error}"
             decision = context.end("stopped", Exit.RESTART, text, kind)
             await self._finish(decision)

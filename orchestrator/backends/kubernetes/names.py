@@ -19,6 +19,8 @@ SUMMARY = "orch.dev/summary"
 MANAGED = "app.kubernetes.io/managed-by"
 
 METRICS_PORT, RENDEZVOUS_PORT, CONTROL_PORT = 9401, 9402, 9403
+#: Of a node affinity: the terms of which one must hold.
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 JOB_OF_SET = "node"  # the one replicated job of a JobSet
 CONTAINER = "agent"
 

@@ -342,17 +342,19 @@ def _is_stale(folder: RunFolder, job: Job) -> bool:
 
 def _asked(request: LaunchRequest) -> SlurmOptions:
     """The options of the request, and for those that it does not set this shell's variables of sbatch."""
-    options = read_options(request.backend_options)
-    found = from_environment(options, os.environ)
-    return read_options({**request.backend_options, **found}) if found else options
+    return read_options(_with_variables(request))
 
 
 def _settled(bundle: SubmissionBundle) -> SubmissionBundle:
     """The bundle of a run that keeps what this shell's variables of sbatch say: another one resumes it."""
-    request = bundle.request
-    found = from_environment(read_options(request.backend_options), os.environ)
-    request = msgspec.structs.replace(request, backend_options={**request.backend_options, **found})
+    request = msgspec.structs.replace(bundle.request, backend_options=_with_variables(bundle.request))
     return msgspec.structs.replace(bundle, request=request)
+
+
+def _with_variables(request: LaunchRequest) -> dict[str, Any]:
+    """`backend.options` of the request, and what this shell's variables of sbatch say of others."""
+    options = request.backend_options
+    return {**options, **from_environment(read_options(options), os.environ)}
 
 
 def _check_partitions(plan: Plan, options: SlurmOptions, slurm: Slurm) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from orchestrator.backends.kubernetes.api.client import Cluster
-from orchestrator.backends.kubernetes.names import GENERATION, TOGETHER
+from orchestrator.backends.kubernetes.names import GENERATION, REQUIRED, TOGETHER
 from orchestrator.backends.kubernetes.objects.render import Manifest, elastic_sizes, render
 from orchestrator.backends.kubernetes.options import KubernetesOptions, read_options
 from orchestrator.backends.kubernetes.train_run import Bundle, TrainRun
@@ -81,7 +81,7 @@ def give(cluster: Cluster, pod: str, node: str, together: int) -> bool:
     """
     here = {"key": "metadata.name", "operator": "In", "values": [node]}
     only = {"nodeSelectorTerms": [{"matchFields": [here]}]}
-    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": only}}
+    affinity = {"nodeAffinity": {REQUIRED: only}}
     about = {"annotations": {TOGETHER: str(together)}}
     change = {"metadata": about, "spec": {"schedulingGates": None, "affinity": affinity}}
     return cluster.change("Pod", pod, change) is not None
@@ -90,7 +90,7 @@ def give(cluster: Cluster, pod: str, node: str, together: int) -> bool:
 def pinned_node(pod: Mapping[str, Any]) -> str:
     """The node that `give` has named, "" for none."""
     affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
-    for term in (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or ():
+    for term in (affinity.get(REQUIRED) or {}).get("nodeSelectorTerms") or ():
         for one in term.get("matchFields") or ():
             if one.get("key") == "metadata.name" and len(one.get("values") or ()) == 1:
                 return str(one["values"][0])

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from orchestrator.backends.kubernetes.names import REQUIRED
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.cluster.model import Topology
 from orchestrator.cluster.nodes import choose_nodes
@@ -215,10 +216,10 @@ def _common(nodes: Sequence[str], topology: Topology, labels: Mapping[str, str])
 
 def without_hosts(affinity: Mapping[str, Any], hosts: Sequence[str]) -> dict[str, Any]:
     """The affinity, with nodes of these hostname labels excluded from every term that does not name its nodes."""
-    needed, nodes = "requiredDuringSchedulingIgnoredDuringExecution", dict(affinity.get("nodeAffinity", {}))
+    nodes = affinity.get("nodeAffinity", {})
     if not hosts:
         return dict(affinity)
-    terms = nodes.get(needed, {}).get("nodeSelectorTerms") or [{"matchExpressions": []}]
+    terms = nodes.get(REQUIRED, {}).get("nodeSelectorTerms") or [{"matchExpressions": []}]
     others = _is(HOST, hosts, "NotIn")
     found = [
         term
@@ -226,7 +227,7 @@ def without_hosts(affinity: Mapping[str, Any], hosts: Sequence[str]) -> dict[str
         else {**term, "matchExpressions": [*term["matchExpressions"], others]}
         for term in terms
     ]
-    return {**affinity, "nodeAffinity": nodes | {needed: {"nodeSelectorTerms": found}}}
+    return {**affinity, "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": found}}}
 
 
 def both_spellings(names: Sequence[str]) -> tuple[str, ...]:
@@ -256,7 +257,7 @@ def node_affinity(chosen: ChosenNodes) -> dict[str, Any]:
             {"weight": 100, "preference": {"matchExpressions": wish}} for wish in wishes
         ]
     terms = [{"matchExpressions": [_is(*place)]} for place in within]
-    return {"nodeAffinity": found | {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
+    return {"nodeAffinity": found | {REQUIRED: {"nodeSelectorTerms": terms}}}
 
 
 def _is_value(switch: str) -> bool:

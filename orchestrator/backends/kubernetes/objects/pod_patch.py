@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, OWN_FIELDS
+from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, OWN_FIELDS, REQUIRED
 from orchestrator.errors import OrchError, check_installed, did_you_mean
 from orchestrator.plan.exits import Exit
 
@@ -27,7 +27,6 @@ _KEYS = {
     **{"volumeMounts": "mountPath", "volumeDevices": "devicePath", "ports": "containerPort", "hostAliases": "ip"},
     "topologySpreadConstraints": "topologyKey",
 }
-_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _ENDS, _NAMES = "the run decides how its pods end", "the run's pods find each other by it"
 _PLACED, _INPUT = "nodes are chosen by the plan", "the run's plan and key lie there"
 #: What may be added to and not taken away.
@@ -106,12 +105,12 @@ def _without(value: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
 
 def _exclusions(affinity: object) -> list[Any]:
     """The terms of a node affinity that leaves nodes out and does nothing else."""
-    place = f"{NODE_AFFINITY}.{_REQUIRED}"
+    place = f"{NODE_AFFINITY}.{REQUIRED}"
     for name in _mapping(affinity, NODE_AFFINITY):
-        if name != _REQUIRED:
-            _refuse(f"{NODE_AFFINITY}.{name}", f"cannot be set: only {_REQUIRED}, which leaves nodes out")
-    _check(_at(affinity, _REQUIRED), "V1NodeSelector", place)
-    terms = _at(affinity, f"{_REQUIRED}.nodeSelectorTerms")
+        if name != REQUIRED:
+            _refuse(f"{NODE_AFFINITY}.{name}", f"cannot be set: only {REQUIRED}, which leaves nodes out")
+    _check(_at(affinity, REQUIRED), "V1NodeSelector", place)
+    terms = _at(affinity, f"{REQUIRED}.nodeSelectorTerms")
     if not isinstance(terms, list) or not terms:
         _refuse(f"{place}.nodeSelectorTerms", "must be a list of terms")
     for index, term in enumerate(terms):
@@ -129,9 +128,9 @@ def _exclusions(affinity: object) -> list[Any]:
 def _with_terms(affinity: Mapping[str, Any], terms: Sequence[Any]) -> dict[str, Any]:
     """The affinity, where one of these terms must hold beside those that it has."""
     nodes = affinity.get("nodeAffinity", {})
-    ours = nodes.get(_REQUIRED, {}).get("nodeSelectorTerms") or [{"matchExpressions": []}]
+    ours = nodes.get(REQUIRED, {}).get("nodeSelectorTerms") or [{"matchExpressions": []}]
     both = [{"matchExpressions": [*a["matchExpressions"], *b["matchExpressions"]]} for a in ours for b in terms]
-    return {**affinity, "nodeAffinity": {**nodes, _REQUIRED: {"nodeSelectorTerms": both}}}
+    return {**affinity, "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": both}}}
 
 
 def _refuse(place: str, text: str) -> NoReturn:
