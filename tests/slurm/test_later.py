@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Iterator
 
@@ -102,41 +103,110 @@ def test_a_segment_that_does_not_fit_waits(blocks):
     assert blocks.job_state(asked.strip()) == "PENDING"
 
 
-#: In place of the run's Python: notes what it is asked to do. Its agent ends well when it is asked to save.
+#: In place of the run's Python: notes what it is asked to do. Asked to save, its agent ends with the code that a file
+#: beside it holds.
 STUB = """#!/bin/bash
 echo "$5" >> "$0.asked"
-[ "$5" != agent ] || { trap 'exit 0' TERM URG; for i in {1..600}; do sleep 0.2; done; exit 75; }
+case $5 in
+  agent) trap 'exit "$(cat "$0.saved")"' TERM; until [ -e "$0.go" ]; do sleep 0.2; done ;;
+  outcome) exit "${@: -1}" ;;
+esac
 """
 
 
-def test_a_run_that_ends_well_in_its_grace_time_takes_its_nodes_no_third_time(blocks):
-    """Slurm 24.11 requeues a job that it has asked to leave although it has ended with 0. That attempt leaves at once:
-    no step, no agents. The job ends as what it is, so that those after it (`afterok`) start.
-    """
-    run, inside = blocks.home / "tiny-1", blocks.inside / "tiny-1"
-    (run / "logs").mkdir(parents=True)
-    (run / "request.json").touch()
-    (run / "python").write_text(STUB)
-    (run / "python").chmod(0o755)
-    job = JobScript(
-        run_id="tiny-1", run_dir=str(inside), plan=make_plan(tp=8, nodes=1), options=SlurmOptions(), export=("PATH",),
-        python=str(inside / "python"),
-    )  # fmt: skip
-    (run / "job.sbatch").write_text(render(job))
-    id_ = blocks.run("sbatch", "--parsable", str(inside / "job.sbatch")).strip()
-    asked = run / "python.asked"
-    blocks.wait(lambda: asked.exists() and "agent" in asked.read_text(), 60, "the agent", "slurmctld")
-    blocks.run("sbatch", "-p", "urgent", "-N8", "--exclusive", "--output=/dev/null", "--wrap", "sleep 2")
-    blocks.wait((run / "slurm" / "over").exists, 60, "the end of the run", "slurmctld")
-    blocks.wait(lambda: blocks.job_state(id_) in ("PENDING", "COMPLETED"), 60, "Slurm's decision", "slurmctld")
-    again = blocks.job_state(id_) == "PENDING"
+class Preempted:
+    """A job of one node whose agent ends with `code` when a job of higher priority wants its node."""
 
-    def completed() -> bool:
-        blocks.run("scontrol", "update", f"JobId={id_}", "StartTime=now", check=False)
-        return blocks.job_state(id_) == "COMPLETED"
+    def __init__(self, cluster: Cluster, code: int):
+        self.cluster, self.run = cluster, cluster.home / "runs" / secrets.token_hex(4)
+        inside = cluster.inside / self.run.relative_to(cluster.home)
+        (self.run / "logs").mkdir(parents=True)
+        (self.run / "request.json").touch()
+        (self.run / "python").write_text(STUB)
+        (self.run / "python").chmod(0o755)
+        (self.run / "python.saved").write_text(f"{code}\n")
+        job = JobScript(
+            run_id=self.run.name, run_dir=str(inside), plan=make_plan(tp=8, nodes=1), options=SlurmOptions(),
+            export=("PATH",), python=str(inside / "python"),
+        )  # fmt: skip
+        (self.run / "job.sbatch").write_text(render(job))
+        self.id = cluster.run("sbatch", "--parsable", str(inside / "job.sbatch")).strip()
 
-    blocks.wait(completed, 120, "the end of the job", "slurmctld")
-    assert asked.read_text().split() == ["place", "agent", "outcome"], "one life worked"
-    log = (run / "logs" / f"slurm-{id_}.log").read_text()
-    assert again == ("life 1: code 0, the run had ended before" in log)
-    assert again, "24.11 has mended it: Requeue=0 and this test may go"
+    def after(self, *kinds: str) -> list[str]:
+        """Jobs that wait for it."""
+        words = ("--parsable", "-N1", "--output=/dev/null", "--wrap", "true")
+        return [self.cluster.run("sbatch", f"--dependency={kind}:{self.id}", *words).strip() for kind in kinds]
+
+    def preempt(self) -> None:
+        self.cluster.wait(lambda: "agent" in self.asked, 60, "the agent", "slurmctld")
+        self.cluster.run("sbatch", "-p", "urgent", "-N8", "--exclusive", "--output=/dev/null", "--wrap", "sleep 2")
+
+    def end(self) -> list[str]:
+        """Waits for its end, without the delay after a requeue; the states that it was seen in since."""
+        seen: list[str] = []
+
+        def ended() -> bool:
+            self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now", check=False)
+            seen.append(self.cluster.job_state(self.id))
+            return seen[-1] in ("COMPLETED", "FAILED", "PREEMPTED")
+
+        self.cluster.wait((self.run / "slurm" / "over").exists, 60, "the end of the run", "slurmctld")
+        self.cluster.wait(ended, 120, "the end of the job", "slurmctld")
+        return list(dict.fromkeys(seen))
+
+    @property
+    def asked(self) -> list[str]:
+        path = self.run / "python.asked"
+        return path.read_text().split() if path.exists() else []
+
+    @property
+    def restarts(self) -> int:
+        return int(self.cluster.run("scontrol", "show", "job", self.id).split("Restarts=")[1].split()[0])
+
+
+def never_starts(cluster: Cluster, job: str) -> bool:
+    """Whether Slurm has decided that what it waits for cannot come any more; else it has run."""
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+    look = ("squeue", "-h", "-j", job, "-t", "all", "-o", "%T %r")
+    decided = lambda: {"COMPLETED", "DependencyNeverSatisfied"} & set(cluster.run(*look).split())  # noqa: E731
+    cluster.wait(decided, 60, "the decision on a dependency", "slurmctld")
+    return "DependencyNeverSatisfied" in cluster.run(*look)
+
+
+@pytest.mark.parametrize(("code", "starts"), [(0, ("afterany",)), (1, ("afterany", "afternotok"))])
+def test_a_run_that_ends_in_its_grace_time_does_not_come_back(blocks, code, starts):
+    """Slurm 24.05 and later requeue a job that they have asked to leave, however it has ended."""
+    job = Preempted(blocks, code)
+    waiting = job.after(*starts)
+    job.preempt()
+    assert job.end()[-1] == "PREEMPTED", "24.11 has mended it: see docs/slurm.md"
+    assert job.restarts == 0 and job.asked == ["place", "agent", "outcome"], "one life worked"
+    assert not any(never_starts(blocks, one) for one in waiting)
+
+
+@pytest.mark.parametrize("kind", ["afterok", "afternotok"])
+def test_it_comes_back_for_a_job_that_asks_how_it_has_ended(blocks, kind):
+    """For Slurm a job that is PREEMPTED has not ended well. So it ends as what it is, in an attempt without a step."""
+    job = Preempted(blocks, 0)
+    (other,) = job.after(kind)
+    job.preempt()
+    assert job.end()[-1] == "COMPLETED"
+    assert job.restarts == 1 and job.asked == ["place", "agent", "outcome"], "one life worked"
+    assert "life 1: code 0, the run had ended before" in (job.run / "logs" / f"slurm-{job.id}.log").read_text()
+    assert never_starts(blocks, other) == (kind == "afternotok")
+
+
+def test_a_run_that_was_requeued_after_its_grace_time_comes_back_once(blocks):
+    """Slurm keeps in mind that a job was preempted, although the script has requeued it since."""
+    job = Preempted(blocks, 75)
+    job.preempt()
+    blocks.wait(lambda: blocks.job_state(job.id) == "PENDING", 60, "the requeue", "slurmctld")
+    (job.run / "python.go").touch()
+
+    def agent_again() -> bool:
+        blocks.run("scontrol", "update", f"JobId={job.id}", "StartTime=now", check=False)
+        return job.asked.count("agent") == 2
+
+    blocks.wait(agent_again, 120, "the next attempt", "slurmctld")
+    job.end()
+    assert job.restarts == 1 and job.asked == 2 * ["place", "agent", "outcome"]

@@ -222,6 +222,38 @@ def test_a_controller_that_does_not_answer_is_asked_again(bed, answers_after):
     assert answers_after == 3 or "Unable to contact slurm controller" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("preempted", "restarts", "code", "waiting", "stays_out"),
+    [
+        ("None", 0, 0, "", False),  # nothing would bring it back
+        ("2026-11-27T10:46:13", 0, 0, "", True),
+        ("None", 2, 0, "", True),  # an earlier attempt may have been preempted
+        ("2026-11-27T10:46:13", 0, 1, "afterok:7(unfulfilled)", True),  # a failure satisfies the same as a preemption
+        ("2026-11-27T10:46:13", 0, 0, "afterok:7(unfulfilled)", False),
+        ("2026-11-27T10:46:13", 0, 0, "afterany:3(unfulfilled),afternotok:7(unfulfilled)", False),
+        ("2026-11-27T10:46:13", 0, 0, "aftercorr:7_*(unfulfilled)", False),
+        ("2026-11-27T10:46:13", 0, 0, "(null)\nafterok:17(unfulfilled),afterok:71(unfulfilled)", True),
+        ("2026-11-27T10:46:13", 0, 0, "afterany:7(unfulfilled)", True),  # any end will do
+        ("2026-11-27T10:46:13", 0, 0, None, False),  # Slurm does not answer
+    ],
+)
+@pytest.mark.parametrize("array", [{}, {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}])
+def test_a_preempted_job_that_is_over_is_kept_out_of_the_queue(
+    bed, preempted, restarts, code, waiting, stays_out, array
+):
+    """Unless another job asks how it has ended: Slurm would say PREEMPTED."""
+    job = "7_1" if array else "7"
+    answer = f"cat <<'E'\n{waiting}\nE" if waiting is not None else "exit 1"
+    bed.tool("squeue", f"#!/bin/bash\n{answer}\n")
+    shown = f'echo "JobId=7 PreemptTime={preempted} SuspendTime=None"'
+    bed.tool("scontrol", f'#!/bin/bash\n{shown}; echo "scontrol $*" >> "$HOME/said"\n')
+    bed.tool("python", f'{PYTHON}[ "$5" != outcome ] || exit {code}\n')
+    done = bed.start(SLURM_RESTART_COUNT=str(restarts), **array)
+    assert done.returncode == code and "agent" in bed.asked()
+    said = (bed.home / "said").read_text() if (bed.home / "said").exists() else ""
+    assert (f"scontrol update JobId={job} Requeue=0\n" in said) == stays_out, (said, done.stderr)
+
+
 @pytest.mark.parametrize("line", [{"setup": ["false"]}, {"modules": ["cuda/12.4"]}])
 def test_an_agent_that_takes_over_needs_no_line_of_the_site(bed, line):
     """The lines were run on its own node already; here a requeue is decided, from a node where they may fail."""

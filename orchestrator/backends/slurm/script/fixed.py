@@ -49,6 +49,9 @@ PROBE_LIMIT = ("timeout", "--kill-after=30", "300")
 #: one scontrol: the requeue ends the script, and a job that had lost nodes would ask only for as many as it kept.
 #: `over` marks a job that is not requeued, for `orch status` while Slurm does not answer. Where Slurm itself ends the
 #: attempt (`obey`), whether another follows is Slurm's decision.
+#: Slurm 24.05 and later requeue a job that was preempted with a GraceTime when it ends, however it ends, and in a later
+#: attempt too if the script has requeued it since. `stay_out` forbids that. Such a job is PREEMPTED for Slurm, which is
+#: no good end for those that ask for one: if any waits for the job, a run that is done comes back, and leaves at once.
 LIFECYCLE = f"""\
 times=${{SLURM_RESTART_COUNT:-0}}
 job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
@@ -70,7 +73,15 @@ trap 'cancelled=1; notice USR1' USR2
 trap 'notice TERM' TERM
 
 retry() {{ for pause in 1 5 10 20 30 60 60 60; do "$@" && return; sleep $pause; done; return 1; }}
-leave() {{ say "code $1$2"; echo "$1" > "$run/slurm/over"; exit "$1"; }}
+leave() {{ say "code $1$2"; echo "$1" > "$run/slurm/over"; stay_out "$1"; exit "$1"; }}
+stay_out() {{
+  [ "$times" != 0 ] || scontrol --oneliner show job "$job" | grep -q ' PreemptTime=[0-9]' || return
+  if [ "$1" = 0 ]; then
+    waiting=$(squeue --noheader --all --states=PENDING --format=%E) || return
+    ! printf '%s\\n' "$waiting" | grep -Eq "after(ok|notok|corr):${{job%_*}}[^0-9]" || return
+  fi
+  scontrol update JobId="$job" Requeue=0
+}} >/dev/null 2>&1
 obey() {{ say "code $1, ended by Slurm$2"; exit "$1"; }}
 requeue() {{
   {{
@@ -126,7 +137,7 @@ fi""".splitlines()
 #: the first has ended. Of several that find it ended, the one whose claim, the link `<owner>.ended`, comes first goes
 #: on; the claim of a job that was killed in this moment is claimed in turn. `owner` comes and changes as a whole, so
 #: it is empty only if somebody else has made it so. A controller that does not answer is asked for two minutes.
-#: Slurm requeues some jobs whose run has ended (a preemption with GraceTime in 24.11, a lost batch node): they leave.
+#: Slurm requeues some jobs whose run has ended (`stay_out` says which, and a lost batch node): they leave.
 OWNER = f"""\
 mkdir -p "$run/slurm" || exit 70
 ended() {{
