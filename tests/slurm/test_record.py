@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.backends.base import After
+from orchestrator.backends.slurm.backend import SlurmBackend
 from orchestrator.backends.slurm.job import task
 from orchestrator.backends.slurm.job.node_assignment import read_probe
 from orchestrator.backends.slurm.queue import Job
@@ -161,6 +163,21 @@ def test_a_job_submitted_by_hand_is_found_by_its_name():
     assert find_job("r", None, jobs).id == "12"
     assert find_job("other", None, jobs) is None
     assert find_job("r", SlurmRecord(job_id="3", submitted_at=0), jobs).state == "RUNNING"
+
+
+@pytest.mark.parametrize(
+    ("own", "waits"),
+    [(("done", 0), False), (("running", None), True), (("stopped", 75), True)],  # a requeue may follow a 75
+)
+def test_a_run_that_is_done_is_not_waited_for_while_its_job_ends(tmp_path, monkeypatch, own, waits):
+    """Slurm may call the job PREEMPTED in a moment, and what waits for a good end would never start."""
+    folder = RunFolder(tmp_path / "r")
+    folder.create()
+    write_state(folder, state(*own))
+    backend = SlurmBackend()
+    monkeypatch.setattr(backend, "_find_job", lambda _: job("RUNNING"))
+    asked = [After("ok", folder)]
+    assert backend.after({}, asked) == ({"dependency": "afterok:7"} if waits else {})
 
 
 def test_what_the_nodes_answer():

@@ -218,8 +218,10 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
             name = read_state(after.folder).backend
             if name != self.name:
                 raise OrchError(f"--after: run {after.folder.run_id} is of the backend {name}, not {self.name}")
-            job = self._find_job(after.folder)
-            others.append((after, self.state(after.folder), job.id if job else None))
+            job, own = self._find_job(after.folder), read_state(after.folder)
+            # a run that is over needs no wait for the last processes of its job, which may end PREEMPTED
+            state = own if is_over(own, left_with(after.folder)) else self.state(after.folder)
+            others.append((after, state, job.id if job else None))
         return add_dependencies(options, others)
 
     def without(self, options: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
