@@ -11,14 +11,15 @@ from msgspec import structs
 
 from orchestrator.config.schema import BatchRampSpec
 from orchestrator.errors import OrchError
-from orchestrator.plan.schedules import SCHEDULES, build, peak_in_flight, simulate
+from orchestrator.plan.schedules import SCHEDULES, Kind, build, peak_in_flight, simulate
 from orchestrator.plan.schedules.makespan import Steps
 from orchestrator.plan.schedules.registry import illegal
 from orchestrator.plan.schedules.simulate import Costs
 from orchestrator.plan.schedules.turns import TURNS, makespan
 from orchestrator.plan.supported import broken
 from orchestrator.plan.trained import TRAINER, refusal
-from orchestrator.planner.cost.pipeline import in_flight_on_rank
+from orchestrator.planner.cost.pipeline import in_flight_on_rank, weights_at_end
+from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.planner.search.space import Layout
 from tests.reference.every_layout import every_layout, front
 
@@ -83,9 +84,11 @@ def test_no_layout_costs_less_than_its_bounds(config):
                     size, seconds = pipeline.bytes_of(pipeline.kept(schedule), sharded), pipeline.seconds_of(sharded)
                     assert least_bytes <= size and max(least_s, pipeline.least_s) <= seconds * (1 + 1e-9)
                     layout = Layout(base.mesh, branch.recompute, sharded.par.zero, schedule, pipeline.vpp)
-                    found = search.cost(layout)
+                    with_schedule, found = pipeline.seconds_with(schedule, sharded), search.cost(layout)
+                    assert seconds <= with_schedule
                     if found is not None:
-                        assert size <= found.memory.total + 8 and seconds <= found.step_s
+                        assert size <= found.memory.total + 8 and with_schedule <= found.step_s
+                        assert found.solution.best.lower_bound_s <= found.step_s
 
 
 def test_the_same_on_every_run_and_the_same_as_the_plan():
@@ -162,6 +165,19 @@ def test_activations_in_flight_are_those_counted_on_the_schedule(name, pp, vpp, 
         assert all(have <= said for have, said in zip(counted, closed, strict=True))
     else:
         assert closed == list(counted)
+
+
+@given(st.sampled_from(sorted(SPLIT_BACKWARD)), st.integers(1, 8), st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_the_last_backward_of_a_rank_is_its_first_stage_s(name, pp, m):
+    vpp = SCHEDULES[name].vpp[0]
+    if illegal(name, pp, m, vpp):
+        return
+    schedule = build(name, pp, m, vpp)
+    for rank, order in enumerate(schedule.orders):
+        last = max(at for at, action in enumerate(order) if action.kind is not Kind.W)
+        assert schedule.model_stage(order[last].stage) == min(map(schedule.model_stage, schedule.stages_of(rank)))
+        assert weights_at_end(name, pp, m, vpp, rank) == len(order) - 1 - last
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 3), st.integers(1, 20), st.data())

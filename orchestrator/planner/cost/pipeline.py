@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import takewhile
 
 from orchestrator.plan.document import Parallel
-from orchestrator.plan.schedules import TABLE, Costs, build, peak_in_flight, schedule_of, simulate
+from orchestrator.plan.schedules import SCHEDULES, TABLE, Costs, Kind, build, peak_in_flight, schedule_of, simulate
 from orchestrator.plan.schedules.makespan import Steps
 from orchestrator.plan.schedules.turns import TURNS, makespan
 from orchestrator.planner.model.stages import rank_stages
@@ -82,6 +83,17 @@ def _simulated_span(
     longer = simulated(first + pp)
     per_micro_batch = (longer - simulated(first)) / pp
     return longer + (micro_batches - first - pp) * max(per_micro_batch, slowest)
+
+
+@lru_cache(maxsize=4096)
+def weights_at_end(name: str, pp: int, micro_batches: int, vpp: int, rank: int) -> int:
+    """Weight gradients after the last backward of a rank, which is that of its first stage; of a schedule by name.
+
+    Cached: behind a full pipeline, further micro-batches change nothing.
+    """
+    many = min(micro_batches, 2 * pp + micro_batches % 2)
+    order = [*SCHEDULES[name].order(rank, pp, many, vpp)]
+    return sum(1 for _ in takewhile(lambda action: action.kind is Kind.W, reversed(order)))
 
 
 def in_flight(parallel: Parallel) -> list[int]:

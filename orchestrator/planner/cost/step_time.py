@@ -16,6 +16,7 @@ from orchestrator.plan.document import Cluster, Model, Parallel, Time, Train
 from orchestrator.plan.flops import prediction_blocks
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import copies_of
+from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.planner.memory.offloaded_inputs import input_bytes, stage_inputs
 from orchestrator.planner.model.layers import layer_groups, params_outside_layers
 from orchestrator.planner.model.stages import held_layers, rank_parameters, rank_stages, splits_backward
@@ -33,7 +34,7 @@ from .compute import NARROW_STATE, Compute, micro_batch_compute, optimizer_secon
 from .dual import Number, scaled_like, value_of
 from .fabric import Path
 from .offload import activation_seconds, offload_seconds
-from .pipeline import EQUAL, rank_seconds, span_seconds
+from .pipeline import EQUAL, rank_seconds, span_seconds, weights_at_end
 from .rates import Rates
 from .recomputed import recomputed_share
 from .software import Software
@@ -259,7 +260,7 @@ class StepCost:
     @cached_property
     def lower_bound_s(self) -> float:
         """Lower bound of `step_s` that needs no simulation."""
-        return self._least(max(*self._ends, self._chain), value_of(self.gradients))
+        return self._least(max(*self._ends, self._chain, self._way_back), value_of(self.gradients))
 
     @property
     def _chain(self) -> float:
@@ -268,6 +269,19 @@ class StepCost:
             return 0.0
         back = 0.5 if splits_backward(self.parallel) else 1.0
         return sum(value_of(forward) + back * value_of(backward) for forward, backward in self.stages)
+
+    @property
+    def _way_back(self) -> float:
+        """Seconds until the last gradient of the rank with most stages ahead of it has gone back through them, where
+        backward is split. While it does, the rank has weight gradients left."""
+        par = self.parallel
+        if self.never_idle or par.schedule not in SPLIT_BACKWARD:
+            return 0.0
+        held = rank_stages(par)
+        rank = max(range(par.pp), key=lambda rank: min(held[rank]))
+        half = [value_of(backward) / 2 for _, backward in self.stages]
+        left = weights_at_end(par.schedule, par.pp, par.micro_batches, par.vpp, rank)
+        return self._ends[rank] + sum(half[: min(held[rank])]) - left * max(half[stage] for stage in held[rank])
 
     def bound_over(self, inner_known: bool) -> float:
         """Lower bound of the step with any paths that are no cheaper than these.

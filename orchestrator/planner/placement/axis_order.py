@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec import UNSET, structs
 
@@ -125,17 +125,13 @@ def candidates(
     ]
 
 
-def choose(found: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
-    """The best candidate by the objective of this module."""
+def choose(rest: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
+    """The best of `preferred` candidates by the objective of this module."""
 
     def height(candidate: Candidate) -> int:
         rank = {SELF: 0, NVLINK: 1, **{name: index + 2 for index, name in enumerate(level_names)}}
         return sum(rank[candidate.worst_level(axis)] for axis in AXES)
 
-    rest = [candidate for candidate in found if candidate.legal] or list(found)
-    for axis in ("tp", "ep"):
-        least = min(candidate.outside_nvlink(axis) for candidate in rest)
-        rest = [candidate for candidate in rest if candidate.outside_nvlink(axis) == least]
     fastest = math.inf
     for candidate in sorted(rest, key=lambda one: one.lower_bound_s):
         if candidate.lower_bound_s > fastest * (1 + TIE):
@@ -144,6 +140,16 @@ def choose(found: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
     near = fastest * (1 + TIE)
     rest = [candidate for candidate in rest if candidate.lower_bound_s <= near and candidate.step_s <= near]
     return min(rest, key=height)  # the first of equals: nearest to the default
+
+
+def preferred(found: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates that no other precedes whatever the time of a step: all are legal, or none is, and tensor-parallel and
+    expert-parallel groups leave their NVLink domain in all of them, or in none."""
+    rest = [candidate for candidate in found if candidate.legal] or list(found)
+    for axis in ("tp", "ep"):
+        least = min(candidate.outside_nvlink(axis) for candidate in rest)
+        rest = [candidate for candidate in rest if candidate.outside_nvlink(axis) == least]
+    return rest
 
 
 def axis_placement(candidate: Candidate, traffic: Sequence[Sequence[Traffic]]) -> dict[str, AxisPlacement]:
@@ -276,19 +282,44 @@ class Solution(NamedTuple):
     time: Time
 
 
-def solve(
-    context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None, train: Train | None = None
-) -> Solution:
-    """`parallel` in its best nesting order (or the order `only`), on the best part of the NVLink domains.
+class Nestings:
+    """Degrees in every nesting order that they may take, on the best part of the NVLink domains."""
 
-    `train`: where its recompute is not the context's.
-    """
-    train = train or context.train
-    traffic = step_traffic(context.model, parallel, train, context.software)
-    work = context.work(parallel, train)
-    found = [one for part in context.parts(parallel) for one in candidates(part, parallel, traffic, work, only)]
-    best = choose(found, context.level_names)
-    parallel = structs.replace(parallel, order=list(best.order))
-    outside = [axis for axis in AXES if best.outside_nvlink(axis)]
-    time = predict(best.cost, profile=context.profile.label, outside=outside)
-    return Solution(parallel, best, traffic, time)
+    def __init__(
+        self, context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None, train: Train | None = None
+    ):
+        """`only`: the order that is given. `train`: where its recompute is not the context's."""
+        train = train or context.train
+        self.context, self.parallel = context, parallel
+        self.traffic = step_traffic(context.model, parallel, train, context.software)
+        work, parts = context.work(parallel, train), context.parts(parallel)
+        self.candidates = preferred(
+            [one for part in parts for one in candidates(part, parallel, self.traffic, work, only)]
+        )
+
+    @property
+    def legal(self) -> bool:
+        """Whether tokens can go by domain, where the plan asks for that."""
+        return self.candidates[0].legal
+
+    def outside_nvlink(self, axis: Literal["tp", "ep"]) -> bool:
+        """Whether groups of the axis leave their NVLink domain, in whatever order."""
+        return self.candidates[0].outside_nvlink(axis)
+
+    @property
+    def least_s(self) -> float:
+        """Lower bound of the step in seconds, without simulation."""
+        return min(one.lower_bound_s for one in self.candidates)
+
+    def solve(self) -> Solution:
+        """The best order. May simulate the pipeline."""
+        best = choose(self.candidates, self.context.level_names)
+        parallel = structs.replace(self.parallel, order=list(best.order))
+        outside = [axis for axis in AXES if best.outside_nvlink(axis)]
+        time = predict(best.cost, profile=self.context.profile.label, outside=outside)
+        return Solution(parallel, best, self.traffic, time)
+
+
+def solve(context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None) -> Solution:
+    """`parallel` in its best nesting order (or the order `only`), on the best part of the NVLink domains."""
+    return Nestings(context, parallel, only).solve()

@@ -25,7 +25,7 @@ from orchestrator.planner.cost.communication import (
     transfer_seconds,
 )
 from orchestrator.planner.cost.dual import value_of
-from orchestrator.planner.cost.pipeline import EQUAL, in_flight_on_rank
+from orchestrator.planner.cost.pipeline import EQUAL, in_flight_on_rank, weights_at_end
 from orchestrator.planner.cost.step_time import constant_seconds, step_factor
 from orchestrator.planner.cost.traffic import DENSE_REPLICAS
 from orchestrator.planner.memory import rank_memory as memory
@@ -228,7 +228,7 @@ class PipelineBound:
         self.held = vpp * shape.copies  # stages of a rank
         cost, mesh, base = branch.cost, branch.mesh, branch.base
         self.params = cost.pipeline_params(shape)
-        one = cost.stage_seconds(branch.recompute, split, self.cp_methods)
+        one = self.one = cost.stage_seconds(branch.recompute, split, self.cp_methods)
         #: by rank of the shape: seconds (that the schedule takes at least for its sake, of one micro-batch)
         self.ranks = [self._rank(rank, one) for rank in shape.ranks]
         sends = mesh.micro_batches * shape.sends + 2 * (mesh.pp - 1)
@@ -321,15 +321,27 @@ class PipelineBound:
         """Lower bound of the step in seconds, for any nesting order; the same for all schedules of the pipeline."""
         zero = sharded.par.zero
         if zero not in self._seconds:
-            self._seconds[zero] = self._seconds_of(sharded)
+            self._seconds[zero] = self._seconds_of(sharded, self.longest)
         return self._seconds[zero]
 
-    def _seconds_of(self, sharded: ZeroStage) -> float:
+    def seconds_with(self, schedule: str, sharded: ZeroStage) -> float:
+        """With one schedule: where backward is split, the last gradient of the rank with most stages ahead of it goes
+        back through them, while the rank has few weight gradients left (`StepCost`)."""
+        if not self.split or self.branch.base.overlapped:
+            return self.seconds_of(sharded)
+        (end, _), rank = max(zip(self.ranks, self.shape.ranks, strict=True), key=lambda both: both[1].before)
+        (stages, dense, moe), (of_dense, of_moe) = rank.before, self.one.backward
+        mesh, back = self.branch.mesh, dense * of_dense + moe * of_moe
+        most = max(one.dense * of_dense + one.moe * of_moe + one.last * self.one.last[1] for one in rank.unlike)
+        left = weights_at_end(schedule, mesh.pp, mesh.micro_batches, self.vpp, stages)
+        return self._seconds_of(sharded, max(self.longest, end + (back - left * most) / 2))
+
+    def _seconds_of(self, sharded: ZeroStage, longest: float) -> float:
         base, m = self.branch.base, self.branch.mesh.micro_batches
         sent = zip(*(sharded.sent(held, self.shape.copies) for held in self.params), strict=True)  # by nesting
-        hiding = [own if base.inner_known else own + (self.longest - end) / m for end, own in self.ranks]
+        hiding = [own if base.inner_known else own + (longest - end) / m for end, own in self.ranks]
         least = min(  # with gradients and weights as `StepCost` bounds them
-            self.longest + sharded.exposed(each, hiding) + transfers
+            longest + sharded.exposed(each, hiding) + transfers
             for each, transfers in zip(sent, self.transfers, strict=True)
         )
         return (least + sharded.constant(self.most_params)) * base.factor

@@ -25,7 +25,7 @@ from orchestrator.planner.degrees import make_case, make_parallel
 from orchestrator.planner.memory import rank_memory as memory
 from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.planner.memory.recipe import recipe_of
-from orchestrator.planner.placement.axis_order import Solution, solve
+from orchestrator.planner.placement.axis_order import Nestings, Solution
 from orchestrator.planner.placement.node_placement import make_context
 
 from .best_paths import BestPaths
@@ -36,7 +36,7 @@ from .space import Fold, Layout, Mesh, Space, Variant
 from .ties import EQUAL, MOST_EQUAL, preference, preferred_first
 
 #: Kinds of nodes of the search tree; of equal bounds the coarser node is opened first.
-FAMILY, RECOMPUTE, PIPELINE, SENDING, CP_METHOD, LAYOUT, COSTED = range(7)
+FAMILY, RECOMPUTE, PIPELINE, SENDING, CP_METHOD, LAYOUT, SCHEDULED, PLACED, COSTED = range(9)
 WORTH = 1e-6  # of the step, that a less simple way must save
 Option = tuple[Fold, list[Variant]]  # of a family: how experts fold, variants of equal work
 Node = tuple[float, int, tuple[object, ...], Any]  # (lower bound in seconds, kind, tie-breaker, item)
@@ -81,6 +81,29 @@ class CostedLayout(NamedTuple):
         if mesh.cp > 1 and mesh.cp_method != "zigzag":
             found.append(f"parallel.cp_method={mesh.cp_method}")
         return [*found, f"train.recompute={self.layout.recompute}"]
+
+
+class PlacedLayout(NamedTuple):
+    """One legal layout in all nesting orders, before one of them is chosen."""
+
+    layout: Layout
+    config: Config
+    parallel: doc.Parallel
+    train: doc.Train
+    nestings: list[Nestings]  # with each open way of tokens to experts
+    fills: bool
+
+    @property
+    def least_s(self) -> float:
+        """Lower bound of the step in seconds."""
+        return min(one.least_s for one in self.nestings)
+
+    def solve(self) -> Solution:
+        """In the best nesting order, tokens going to experts in the best way."""
+        best, *others = (one.solve() for one in self.nestings)
+        for other in others:
+            best = other if other.time.step_s < best.time.step_s * (1 - WORTH) else best
+        return best
 
 
 class SearchCounts(NamedTuple):
@@ -206,13 +229,21 @@ class Search:
         elif state == CP_METHOD:
             pipeline, fitting = item
             yield from self._layouts(pipeline, fitting, most)
-        else:
+        elif state == LAYOUT:
             layout, size, pipeline, sharded = item
+            least = pipeline.seconds_with(layout.schedule, sharded)
             if size <= most and pipeline.shape.unequal:
                 size = pipeline.bytes_of(pipeline.kept(layout.schedule, exact=True), sharded)
-            found = self.cost(layout, most) if size <= most else None
+            if size <= most:
+                yield least, SCHEDULED, (), layout
+        elif state == SCHEDULED:
+            placed = self._place(item)
+            if placed is not None:
+                yield placed.least_s, PLACED, (), placed
+        else:
+            found = self._cost(item, most)
             if found is not None:
-                yield found.step_s, COSTED, (found.memory.total, preference(layout)), found
+                yield found.step_s, COSTED, (found.memory.total, preference(found.layout)), found
 
     def _branches(self, base: MeshBound, most: int) -> Iterator[Node]:
         for branch in base.branches(self.space.recompute, self.space.zeros(base.mesh)):
@@ -287,45 +318,52 @@ class Search:
 
     # -------------------------------------------------------------------------------------- costs
 
-    def cost(self, layout: Layout, most: float = float("inf")) -> CostedLayout | None:
-        """A layout costed exactly as `build_plan` does; None when it breaks a rule or does not fit the memory.
+    def cost(self, layout: Layout) -> CostedLayout | None:
+        """A layout costed exactly as `build_plan` does; None when it breaks a rule or does not fit the memory."""
+        placed = self._place(layout)
+        return None if placed is None else self._cost(placed)
 
-        `most`: bytes above which its time is of no interest: None as well.
-        """
-        self.costed += 1
+    def _place(self, layout: Layout) -> PlacedLayout | None:
+        """None when it breaks a rule."""
         config = self.space.fixed(layout)
         case = self._case(config)
         if broken(case, self.space.rules) is not None:
             return None
         train = structs.replace(self.context.train, recompute=layout.recompute)
         parallel = self.context.balanced(make_parallel(config, case))
-        job = self.context.cluster, self.context.model, parallel, train
+        nestings = self._nestings(parallel, config, train)
+        if not nestings:
+            return None
+        fills = self.space.filled(case.tp, case.cp, case.ep, case.pp) == case.ranks
+        return PlacedLayout(layout, config, parallel, train, nestings, fills)
+
+    def _nestings(self, parallel: doc.Parallel, config: Config, train: doc.Train) -> list[Nestings]:
+        """With each open way of tokens to experts; none where no order allows the one that is given."""
+        found: list[Nestings] = []
+        for way in self.all_to_alls:
+            if way == "hierarchical":
+                if found and not found[0].outside_nvlink("ep"):
+                    continue  # there is nothing to go by
+                parallel = structs.replace(parallel, expert_all_to_all=way)
+            nestings = Nestings(self.context, parallel, config.parallel.order, train)
+            found += [nestings] if nestings.legal else []
+        return found
+
+    def _cost(self, placed: PlacedLayout, most: float = float("inf")) -> CostedLayout | None:
+        """`most`: bytes above which its time is of no interest: None as well."""
+        self.costed += 1
+        job = self.context.cluster, self.context.model, placed.parallel, placed.train
         accounts = memory.memory_by_pp_rank(*job, self.recipe, self.context.matmul)
         worst = max(accounts, key=lambda account: account.total)
         if worst.total > min(worst.capacity, most):
             return None
-        solution = self._solve(parallel, config, train)
-        if solution is None or (solution.best.outside_nvlink("tp") and not case.allow_tp_across_nvlink):
+        solution, config = placed.solve(), placed.config
+        if solution.best.outside_nvlink("tp") and not config.parallel.allow_tp_across_nvlink:
             return None  # `parallel.order` puts tensor-parallel groups across nodes
         if solution.parallel.expert_all_to_all == "hierarchical":
             own = structs.replace(config.parallel, expert_all_to_all="hierarchical")
             config = structs.replace(config, parallel=own)
-        fills = self.space.filled(case.tp, case.cp, case.ep, case.pp) == case.ranks
-        return CostedLayout(layout, solution, worst, config, fills)
-
-    def _solve(self, parallel: doc.Parallel, config: Config, train: doc.Train) -> Solution | None:
-        """In the best nesting order, tokens going to experts in the best way; None where no order allows the one that
-        is given."""
-        best: Solution | None = None
-        for way in self.all_to_alls:
-            if way == "hierarchical":
-                if best is not None and not best.best.outside_nvlink("ep"):
-                    continue  # there is nothing to go by
-                parallel = structs.replace(parallel, expert_all_to_all=way)
-            found = solve(self.context, parallel, config.parallel.order, train)
-            if found.best.legal and (best is None or found.time.step_s < best.time.step_s * (1 - WORTH)):
-                best = found
-        return best
+        return CostedLayout(placed.layout, solution, worst, config, placed.fills)
 
 
 def worthwhile(variants: list[Variant]) -> list[list[Variant]]:
