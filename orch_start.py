@@ -7,11 +7,11 @@ imports are as the user's paths have them.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 
-_BESIDE = str(Path(__file__).resolve().parent)
+_BESIDE = os.path.dirname(os.path.realpath(__file__))
 _OURS = ("orchestrator", "trainer")
 
 

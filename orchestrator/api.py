@@ -74,6 +74,9 @@ def plan_all_sizes(
     config = at_home(load(words, config_dir, ranges=True), home())
     profile = resolve.profile(config)
     if settle and config.parallel.auto and config.nodes is None:
+        from orchestrator.planner.numpy_import import import_numpy
+
+        import_numpy()
         from orchestrator.planner.search.auto import settled
 
         config = settled(config, resolve(config.cluster), any_layout, profile)

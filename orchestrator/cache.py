@@ -70,12 +70,10 @@ class Entry:
         """The whole file or none."""
         if not os.path.isabs(self.folder):  # the user has no home
             return
-        import tempfile  # not for those who only read
-
         with contextlib.suppress(OSError):
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
-            descriptor, scratch = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".partial")
-            with os.fdopen(descriptor, "wb") as file:
+            scratch = os.path.join(self.folder, f".{os.urandom(8).hex()}.partial")
+            with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(content)
             os.replace(scratch, self.file)
             self._prune()

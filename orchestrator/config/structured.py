@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 from msgspec.structs import FieldInfo
@@ -87,10 +87,10 @@ def _default(field: FieldInfo) -> Any:
 @cache
 def config_dataclass(struct: type[msgspec.Struct]) -> type:
     """The dataclass that OmegaConf sees for one part of the schema."""
-    hints = get_type_hints(struct, include_extras=True)
-    body = {"__annotations__": {name: _omega_type(hints[name]) for name in fields(struct)}}
-    body |= {name: _default(field) for name, field in fields(struct).items()}
-    return dataclasses.dataclass(type(struct.__name__, (), body), eq=False, repr=False)
+    body: dict[str, Any] = {name: _default(field) for name, field in fields(struct).items()}
+    body["__annotations__"] = {name: _omega_type(field.type) for name, field in fields(struct).items()}
+    # OmegaConf reads fields and calls no methods, each of which Python would have to compile
+    return dataclasses.dataclass(type(struct.__name__, (), body), init=False, eq=False, repr=False)
 
 
 def register() -> None:

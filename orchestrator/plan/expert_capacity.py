@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from math import ceil
 
 from msgspec import UNSET
@@ -15,6 +14,8 @@ def expert_capacity(moe: Moe, seq_len: int) -> int | None:
     (Switch, arXiv 2101.03961, equation 3, with several choices a token); None: all that choose it."""
     if moe.capacity_factor is UNSET:
         return None
+    from fractions import Fraction  # half a millisecond, which models without such a factor do not pay
+
     share = Fraction(moe.top_k * seq_len, moe.experts)
     return ceil(Fraction(str(moe.capacity_factor)) * share)  # as it is written: 1.1 * 10 is 11, not a little more
 

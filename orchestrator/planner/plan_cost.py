@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import exp
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from msgspec import UNSET, structs
-from numpy.typing import NDArray
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Cluster, Parallel, Train
@@ -24,6 +22,10 @@ from .cost.software import SOFTWARE
 from .cost.step_time import StepCost
 from .cost.traffic import step_traffic
 from .placement.axis_order import Candidate, CostContext, candidates
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def context_of(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> CostContext:

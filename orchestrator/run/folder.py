@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import logging
 import os
 import re
 import shutil
@@ -31,7 +30,6 @@ from orchestrator.plan.exits import Exit
 RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 Document = TypeVar("Document", bound=Struct)
 Result = TypeVar("Result")
-log = logging.getLogger("orch.run")
 _LONGEST_NAME = 120  # bytes of a file name made from a node's name
 
 #: What reading or writing a record of a run raises. A disk that fails may be well again in a moment, so who keeps a run
@@ -199,6 +197,9 @@ class Insistence:
         if time.monotonic() > self._end:
             raise error
         if self._tells:
+            import logging  # with what it imports two milliseconds, which every verb would pay
+
+            log = logging.getLogger("orch.run")
             log.error("a record cannot be read or written: %s; trying for %g s", error, RECORD_S)
         self._tells = False
 

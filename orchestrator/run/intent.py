@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import sys
 import time
 from pathlib import Path
@@ -102,7 +101,7 @@ def _ask(folder: RunFolder, want: Literal["end", "run"], force: bool, nodes: int
                 return last
         number = max(least, max(numbers, default=0) + 1)
         intent = Intent(number=number, want=want, at=time.time(), uid=os.geteuid(), force=force, nodes=nodes)
-        draft = folder.intents / f".{number}.{secrets.token_hex(4)}"
+        draft = folder.intents / f".{number}.{os.urandom(4).hex()}"
         write_private(draft, msgspec.json.encode(intent))
         try:
             os.link(draft, _path(folder, number))

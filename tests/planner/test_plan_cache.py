@@ -90,6 +90,20 @@ def test_measured_figures_count(home, planned):
 
 
 @pytest.mark.process
+def test_idle_threads_of_numpys_blas_take_no_processor_time_and_later_processes_are_not_told(home):
+    code = (
+        "import os, sys, time\nfrom orchestrator.cli.main import main\nmain(['plan', '--json', *sys.argv[1:]])\n"
+        "print(os.environ.get('OPENBLAS_THREAD_TIMEOUT'), time.process_time() - time.thread_time())"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environ["OPENBLAS_NUM_THREADS"] = "8"
+    command = [sys.executable, "-c", code, *WORDS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
+    told, others_s = done.stdout.splitlines()[-1].split()
+    assert told == "None" and float(others_s) < 0.003, done.stderr  # they would spin for 10 ms and more
+
+
+@pytest.mark.process
 def test_neither_hydra_nor_the_planner_is_imported_for_a_job_planned_before(home):
     code = (
         "import sys\nfrom orchestrator.cli.main import main\ncode = main(['plan', '--json', *sys.argv[1:]])\n"

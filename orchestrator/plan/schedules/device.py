@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .actions import COMPUTE, RECEIVES, Action, ScheduleError
 from .lower import Batch, other_half, peer_of, receive_of
@@ -18,8 +18,7 @@ from .schedule import Schedule
 from .simulate import Costs
 
 
-@dataclass(frozen=True)
-class DeviceTimes:
+class DeviceTimes(NamedTuple):
     """Seconds (or units of the costs) of a step, from its first kernel."""
 
     makespan: float

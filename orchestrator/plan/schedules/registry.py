@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import afab, dualpipe, dualpipev, interleaved, one_f_one_b, zb_h1, zb_h2, zbv
 from .actions import Action, ScheduleError
@@ -12,8 +12,7 @@ from .schedule import Schedule, loop_placement, mirror_placement, v_placement
 Order = Callable[[int, int, int, int], Iterator[Action]]  # (rank, pp, micro_batches, vpp)
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     order: Order
     place: Callable[[int, int], tuple[int, ...]]  # (pp, vpp) -> stage_rank
     vpp: tuple[int, int | None]  # fewest and most stages a rank; None: no limit

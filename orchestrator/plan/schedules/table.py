@@ -7,10 +7,6 @@ Sends and receives may stand in the table and are left out: `lower` derives them
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-
 from .actions import COMPUTE, Action, ScheduleError, parse_action
 from .schedule import Schedule
 from .validate import problem
@@ -18,6 +14,10 @@ from .validate import problem
 
 def read_table(text: str, name: str = "table", max_in_flight: float | None = None) -> Schedule:
     """Parse and prove a table. Raises ScheduleError with the row and cell that is wrong."""
+    import csv  # with json a millisecond, which plans without a table do not pay
+    import io
+    import json
+
     copies = 1
     if text.lstrip().startswith(("[", "{")):
         try:

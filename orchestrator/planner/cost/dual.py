@@ -7,9 +7,12 @@ differentiation). Every cost formula works on floats and on duals alike; the sea
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class Dual:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.document import Cluster
@@ -23,8 +22,8 @@ from orchestrator.plan.document import Cluster
 #: member, over the GPU's own NIC; exchange: all-to-all.
 Pattern = Literal["ring", "chain", "exchange"]
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Path(Struct, frozen=True):

@@ -10,7 +10,6 @@ of the mean, and the fullest of them is as far above it as the largest of ep nor
 from __future__ import annotations
 
 from math import sqrt
-from statistics import NormalDist
 
 from msgspec import UNSET
 
@@ -47,6 +46,8 @@ def spread_of(factor: float, experts: int, ep: int) -> float:
 
 def _distance(experts: int, ep: int) -> float:
     """Expected load of the fullest rank above the mean, for a spread of 1."""
+    from statistics import NormalDist  # a millisecond, which models without experts do not pay
+
     return NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25)) * sqrt(ep / (experts - 1))
 
 
