@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Where an environment forbids it, every one of a thousand processes would compile what it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: gpu-check docs mutations demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
+.PHONY: gpu-check bench-guard docs mutations demo test test-fast test-slurm testbed-slurm test-kubernetes testbed-kubernetes verify accuracy strangers lint rooms clean
 
 demo: .venv/.ready
 	.venv/bin/orch demo
@@ -31,11 +31,17 @@ test-kubernetes: .venv/.ready
 testbed-kubernetes: .venv/.ready
 	@$(PY) -m tests.beds.kubernetes.bed start
 
-# The published parity table: ten to twenty minutes.
+# The published parity table, ten to twenty minutes; then mutations and the numbers that users feel.
 verify: .venv/.ready
 	$(PYTEST) -m full
 	.venv/bin/orch verify --matrix full --out docs/parity.md
 	$(MAKE) mutations COUNT=200
+	$(MAKE) bench-guard
+
+# The numbers that users feel, held against benchmarks/results/guard.json; two minutes. It names what got worse and does
+# not fail for it: docs/testing.md.
+bench-guard: .venv/.ready
+	$(PY) -m benchmarks.guard
 
 # Small changes of the source, each judged by the quick tests that run its line: COUNT of the trainer and as many of the
 # orchestrator, drawn by SEED, five seconds each; 0: all, a night. An hour before them: which tests run which lines.

@@ -55,7 +55,9 @@ class Trial:
 
     def orch(self, *words: str) -> None:
         argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
-        subprocess.run(argv, env=self.environment, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        done = subprocess.run(argv, env=self.environment, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"orch {words[0]}: {done.stderr.strip()}")
 
     def lines(self, part: str) -> list[dict]:
         found = []
@@ -142,7 +144,7 @@ def measure(fault: str, trials: int, home: Path, trainer: bool) -> dict:
             found = trial.run(fault)
             trial.end(run_id)
             good.append(found)
-        except (TimeoutError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        except (TimeoutError, RuntimeError, OSError) as error:
             failures.append(f"{run_id}: {error}")
             print(f"  failed: {failures[-1]}", file=sys.stderr)
             subprocess.run(
