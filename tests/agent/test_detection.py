@@ -73,7 +73,7 @@ def test_a_run_that_only_starts_slowly_or_sends_no_progress_is_left_alone(runs):
 
 
 def test_a_straggler_is_named_and_those_that_it_holds_up_are_not(runs):
-    folder = start(runs, {"STEPS": 1000, "STEP_S": 0.05, "SLOW": "3:3"})
+    folder = start(runs, {"STEPS": 1_000_000, "STEP_S": 0.05, "SLOW": "3:3"})
     state = wait_for(lambda: (s := read_state(folder)).slow and s, what="a straggler")
     assert list(state.slow) == ["node1"] and state.slow["node1"] == pytest.approx(3, rel=0.01)
     assert [(e["on"], e["ratio"]) for e in events(folder, "straggler")] == [("node1", pytest.approx(3, rel=0.01))]

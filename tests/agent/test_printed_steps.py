@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+from orchestrator.agent.node.disk import Disk
 from orchestrator.agent.node.printed_steps import _AT_ONCE, PrintedSteps
 from orchestrator.config.compose import load
 from orchestrator.errors import OrchError
@@ -29,7 +33,7 @@ class Printed:
     def __init__(self, folder: Path, pattern: str = PATTERN):
         self.log, self.now, self.reports = folder / "log", 0.0, list[StepReport]()
         self.log.write_bytes(b"step 99 of an earlier epoch\n")
-        self.steps = PrintedSteps(pattern, self.reports.append, lambda: self.now)
+        self.steps = PrintedSteps(pattern, self.reports.append, Disk(), lambda: self.now)
         self.steps.begin_epoch(3)
         self.steps.follow(0, self.log, self.log.stat().st_size)
 
@@ -38,7 +42,7 @@ class Printed:
             file.write(text)
         self.now = at
         self.reports.clear()
-        self.steps.look()
+        asyncio.run(self.steps.look())
         return [(one.step, one.step_s, one.loss, one.tokens) for one in self.reports]
 
 
@@ -55,7 +59,7 @@ def test_a_line_counts_when_it_ends_and_a_last_one_when_the_worker_does(tmp_path
     assert printed.look("p 2", 2.0) == []
     assert printed.look("0\rstep 21\r", 3.0) == [*[(s, 2 / 20, None, 0) for s in range(2, 22)]]  # a progress bar
     assert printed.look("step 22 loss 1", 4.0) == []
-    printed.steps.ended(0)
+    asyncio.run(printed.steps.ended(0))
     assert [(one.step, one.loss) for one in printed.reports] == [(22, 1.0)]
 
 
@@ -75,7 +79,7 @@ def test_of_a_flood_the_newest_steps_are_read(tmp_path):
     found = printed.look("x" * _AT_ONCE + "\nstep 5\n" + "y" * _AT_ONCE + "\nstep 6\n", 1.0)
     assert [step for step, *_ in found] == [6]
     printed.log.unlink()  # a log that is gone ends nothing
-    printed.steps.look()
+    asyncio.run(printed.steps.look())
 
 
 def test_a_pattern_that_takes_exponential_time_is_cut_off_and_given_up(tmp_path):
@@ -86,7 +90,7 @@ def test_a_pattern_that_takes_exponential_time_is_cut_off_and_given_up(tmp_path)
     assert printed.steps.given_up and "metrics.pattern took over 0.5 s" in printed.log.read_text()
     began = time.process_time()
     assert printed.look("x" * 64 + "\nstep 3\n", 2.0) == [] and time.process_time() - began < 0.2
-    printed.steps.ended(0)
+    asyncio.run(printed.steps.ended(0))
     printed.steps.begin_epoch(4)
     printed.steps.follow(0, printed.log, 0)
     assert printed.look("step 4\n", 3.0) == []
@@ -139,8 +143,6 @@ def test_status_prometheus_and_report_show_what_is_printed(home, capsys):
     assert found["tokens_per_s"] * found["step_s"] == pytest.approx(1000)
     assert "step        40, as printed" in orch(capsys, "status", folder.run_id)[1]
     (target,) = json.loads(folder.discovery.read_text())
-    import urllib.request
-
     with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=PATIENCE_S) as page:
         text = page.read().decode()
     assert any(line.startswith("orch_last_step{") and line.endswith(" 40.0") for line in text.splitlines())
@@ -167,3 +169,39 @@ def test_without_a_match_progress_is_unknown_and_a_program_that_reports_is_belie
     assert wait_end(folder).state == "done"
     found = json.loads(orch(capsys, "status", folder.run_id, "--json")[1])["live"]
     assert (found["step"], found["loss"]) == (2, 5.0)
+
+
+HELD = """
+import pathlib, sys, time
+print("step 1", flush=True)
+while not pathlib.Path("fail").exists():
+    time.sleep(0.05)
+sys.exit(3)
+"""
+
+
+@pytest.mark.process
+def test_a_log_that_cannot_be_read_costs_steps_and_not_the_node(home, capsys):
+    """Opening it hangs, as on a file system whose server is away; here it is a pipe that nobody writes to."""
+    Path("train.py").write_text(HELD)
+    rules = ["backend.heartbeat_timeout_s=5", "backend.max_restarts=0"]
+    words = ["nproc=1", f"metrics.pattern={PATTERN}", *rules, "--json", "--", sys.executable, "train.py"]
+    _, out, _ = orch(capsys, "submit", *words)
+    folder = RunFolder(Path(json.loads(out)["run_dir"]))
+    (target,) = wait_for(lambda: folder.discovery.exists() and json.loads(folder.discovery.read_text()))
+
+    def page() -> dict[str, float]:
+        """Told by the agent itself, between its looks."""
+        with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=PATIENCE_S) as answer:
+            lines = (line.rpartition(" ") for line in answer.read().decode().splitlines() if line[0] != "#")
+            return {name.partition("{")[0]: float(value) for name, _, value in lines}
+
+    wait_for(lambda: page().get("orch_last_step") == 1, what="step 1")
+    os.mkfifo(folder.path / "pipe")
+    (folder.path / "pipe").rename(folder.rank_log(0))
+    silent = time.monotonic() + 2 * 5.0
+    wait_for(lambda: page()["orch_workers"] == 1 and time.monotonic() > silent, what="two time-outs of its coordinator")
+    Path("fail").touch()
+    state = wait_end(folder)
+    assert (state.state, state.cause.kind, state.cause.code) == ("failed", "worker_exit", 3)
+    assert state.cause.tail == [] and state.cause.step == 1

@@ -89,7 +89,7 @@ def test_what_a_workers_code_makes_of_the_run(runs, worker, run):
 
 
 def test_the_first_cause_is_named_and_the_others_are_stopped(runs):
-    folder = submit(plan(), runs, STEPS=1000, STEP_S=0.05)
+    folder = submit(plan(), runs, STEPS=9, HOLD=1)
     wait_step(folder, 3)
     alive = processes(folder)
     victim = alive.pop("pid-0-2")
@@ -102,14 +102,14 @@ def test_the_first_cause_is_named_and_the_others_are_stopped(runs):
 
 
 def test_workers_that_do_not_listen_are_killed_after_the_grace(runs):
-    folder = submit(plan(), runs, STEPS=1000, STEP_S=0.05, DEAF=1, DIE="0:3:5", backend={"grace_s": 0.5})
+    folder = submit(plan(), runs, STEPS=9, HOLD=1, DEAF=1, DIE="0:3:5", backend={"grace_s": 0.5})
     assert wait_end(folder).cause.code == 5
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_killing_an_agent_leaves_no_orphan(runs, which):
     """Its workers go at once, while those of the other node are given their grace."""
-    wishes = {"STEPS": 1000, "STEP_S": 0.05, "SPAWN": 1, "DEAF": 1}
+    wishes = {"HOLD": 1, "SPAWN": 1, "DEAF": 1}
     folder = submit(plan(), runs, backend=UNHURRIED, **wishes)
     wait_workers(folder, 4)
     alive = processes(folder)
@@ -134,7 +134,7 @@ def test_killing_an_agent_leaves_no_orphan(runs, which):
     ],
 )
 def test_a_dead_supervisor_or_a_schedulers_signal_to_one_agent_saves_everywhere(runs, victim, signum, reason):
-    folder = submit(plan(), runs, STEPS=1000, STEP_S=0.05, SAVE=1, SPAWN=1)
+    folder = submit(plan(), runs, HOLD=1, SAVE=1, SPAWN=1)
     wait_workers(folder, 4)
     wait_step(folder, 2)
     alive = processes(folder)
@@ -224,7 +224,7 @@ def test_cancel_saves_first_and_resume_goes_on(runs):
 
 
 def test_a_forced_cancel_does_not_wait(runs):
-    folder = submit(plan(), runs, STEPS=1000, STEP_S=0.05, DEAF=1, SPAWN=1, backend=UNHURRIED)
+    folder = submit(plan(), runs, HOLD=1, DEAF=1, SPAWN=1, backend=UNHURRIED)
     wait_workers(folder, 4)
     alive = processes(folder)
     LocalBackend().cancel(folder, force=True)
@@ -234,7 +234,7 @@ def test_a_forced_cancel_does_not_wait(runs):
 
 
 def test_the_second_signal_kills(runs):
-    folder = submit(plan(), runs, STEPS=1000, STEP_S=0.05, DEAF=1, backend=UNHURRIED)
+    folder = submit(plan(), runs, HOLD=1, DEAF=1, backend=UNHURRIED)
     wait_step(folder, 2)
     agent = agents(folder)["node1"]
     os.kill(agent, signal.SIGTERM)
@@ -247,7 +247,7 @@ def test_the_second_signal_kills(runs):
 
 def test_a_frozen_agent_is_a_lost_node(runs):
     backend = {"heartbeat_timeout_s": 5.0, "grace_s": 1.0}
-    folder = submit(plan(), runs, STEPS=1000, STEP_S=0.05, SPAWN=1, backend=backend)
+    folder = submit(plan(), runs, HOLD=1, SPAWN=1, backend=backend)
     wait_workers(folder, 4)
     wait_state(folder, "running")
     alive = processes(folder)
@@ -280,7 +280,7 @@ def test_a_killed_supervisor_takes_the_workers_with_it_and_the_run_restarts(runs
 
 def test_a_stopped_worker_supervisor_hides_no_dead_rank(runs):
     """A rank that dies while nobody reaps it is heard of within seconds, not after the longest time-out."""
-    folder = submit(make_plan(dp=2, nodes=1), runs, STEPS=3000, STEP_S=0.02, SAVE=1)
+    folder = submit(make_plan(dp=2, nodes=1), runs, HOLD=1, SAVE=1)
     wait_state(folder, "running")
     (agent,) = read_record(folder, LocalRecord).agents.values()
     (watcher,) = [child.pid for child in psutil.Process(agent).children()]

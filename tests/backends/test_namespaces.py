@@ -27,7 +27,7 @@ from tests.beds.bundles import make_bundle, no_namespaces, submit, wait_end, wai
 from tests.beds.plans import make_plan
 
 SHAPED = {"options": {"network": "namespaces", "link_gbit_per_s": 0.5}}
-LONG = {"ORCH_TEST_STEPS": "1000", "ORCH_TEST_STEP_S": "0.05", "ORCH_TEST_SAVE": "1"}
+LONG = {"ORCH_TEST_STEPS": "9", "ORCH_TEST_SAVE": "1", "ORCH_TEST_HOLD": "1"}
 
 
 real = [pytest.mark.process, pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())]

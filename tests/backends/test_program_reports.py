@@ -32,7 +32,7 @@ def status(capsys, folder: RunFolder) -> dict:
 @pytest.mark.process
 def test_reports_give_progress_goodput_and_a_save_before_the_end(home, capsys):
     script = [sys.executable, str(PROGRAMS / "reporting.py")]
-    words = ["nproc=2", "--json", "--", *script, "400", "0.05", str(TOLD_STEP_S)]
+    words = ["nproc=2", "--json", "--", *script, "100000", "0.05", str(TOLD_STEP_S)]
     code, out, err = orch(capsys, "submit", *words)
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
@@ -53,11 +53,11 @@ def test_reports_give_progress_goodput_and_a_save_before_the_end(home, capsys):
     kept = [int((folder.path / "checkpoints" / f"rank-{rank}").read_text()) for rank in range(2)]
     assert min(kept) >= 3 and status(capsys, folder)["live"]["saved"]["step"] in kept
     for rank in range(2):
-        (folder.path / "checkpoints" / f"rank-{rank}").write_text("398")
+        (folder.path / "checkpoints" / f"rank-{rank}").write_text("99998")
     assert orch(capsys, "resume", folder.run_id, "--follow")[0] == 0
-    assert folder.rank_log(1).read_text().endswith("starts after step 398\n")
+    assert folder.rank_log(1).read_text().endswith("starts after step 99998\n")
     report = json.loads(orch(capsys, "report", folder.run_id, "--json")[1])
-    assert report["steps"]["completed"] == 400
+    assert report["steps"]["completed"] == 100_000
     assert report["step_s"]["measured"] == pytest.approx(TOLD_STEP_S)
 
 

@@ -129,7 +129,7 @@ def test_the_controllers_chart(helm):
     one = rendered(helm, {**values, "oneNamespace": True}, "c", "team", chart)
     (cluster_wide,) = [body for body in one if body["kind"] == "ClusterRole" and "-view" not in body["metadata"]["name"]
                        and "-edit" not in body["metadata"]["name"]]  # fmt: skip
-    assert [rule["resources"] for rule in cluster_wide["rules"]] == [["nodes"]]
+    assert [rule["resources"] for rule in cluster_wide["rules"]] == [["nodes"], ["resourceslices", "resourceclaims"]]
     assert "--one-namespace" in of(one, "Deployment")["spec"]["template"]["spec"]["containers"][0]["command"]
 
 

@@ -22,8 +22,10 @@ from tests.beds.kubernetes.bed import Bed, Shape
 from tests.beds.kubernetes.controllers import Replica, controller
 from tests.beds.kubernetes.runs import Orch, Run
 from tests.beds.kubernetes.simulate import FINISHES, LEVELS
+from tests.patience import PATIENCE_S
 
 from .conftest import bring_up
+from .test_fitting import BY_CLAIM, CLAIM
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
 MAIN = ("+cluster=h100x64", "parallel=tp8_pp4_zero1")  # eight nodes
@@ -129,6 +131,50 @@ def test_variables_that_nobody_should_read_make_a_draft_first(bed, orch):
         orch.bound(run.id, 8)
         owner = bed.get("secret", "-n", orch.namespace, f"{run.id}-env")["metadata"]["ownerReferences"][0]
         assert (owner["kind"], owner["name"]) == ("TrainRun", run.id)
+
+
+# ------------------------------------------------------------------------------------------ claims
+
+
+def eight_gpus(bed: Bed, namespace: str, *nodes: str) -> None:
+    """These nodes have eight GPUs each for claims of that namespace, as the driver of a vendor says it."""
+    api = {"apiVersion": "resource.k8s.io/v1"}
+    texts = {"type": {"string": "gpu"}, "productName": {"string": "NVIDIA H100 80GB HBM3"}}
+    devices = [{"name": f"gpu-{index}", "attributes": texts} for index in range(8)]
+    of = {"driver": "gpu.nvidia.com"}
+    selector = {"cel": {"expression": "device.driver == 'gpu.nvidia.com'"}}
+    request = {"name": "gpus", "exactly": {"deviceClassName": "gpu.nvidia.com", "count": 8}}
+    about = {"metadata": {"name": "two-gpus", "namespace": namespace}}
+    template = {"spec": {"spec": {"devices": {"requests": [request]}}}}
+    slices = [
+        {**api, "kind": "ResourceSlice", "metadata": {"name": node},
+         "spec": {**of, "nodeName": node, "devices": devices,
+                  "pool": {"name": node, "generation": 1, "resourceSliceCount": 1}}}
+        for node in nodes
+    ]  # fmt: skip
+    classes = {**api, "kind": "DeviceClass", "metadata": {"name": "gpu.nvidia.com"}, "spec": {"selectors": [selector]}}
+    bed.apply(classes, {**api, "kind": "ResourceClaimTemplate", **about, **template}, *slices)
+
+
+def test_gpus_that_are_asked_for_by_claims_are_where_their_driver_says(bed, orch):
+    """The scheduler binds the pods to the nodes that the controller has chosen, for they have the devices; a run that
+    waits for those that others hold gets them once they are given back."""
+    space = orch.namespace
+    eight_gpus(bed, space, "sim-1", "sim-6", "sim-20")
+    options = {"annotations": {}, "pod": BY_CLAIM}
+    theirs = {"nodeSelector": {"kubernetes.io/hostname": "sim-6"}, **CLAIM,
+              "containers": [{"name": "x", "image": "x", "resources": {"claims": [{"name": "gpus"}]}}]}  # fmt: skip
+    bed.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "theirs", "namespace": space}, "spec": theirs})
+    running = ("get", "pod", "theirs", "-n", space, "-o", "jsonpath={.spec.nodeName}")
+    until(bed, lambda: bed.kubectl(*running) == "sim-6", PATIENCE_S)
+    with controller(bed, "claims"):
+        bed.apply(train_run("first", space, 2, options=options))
+        assert {pod["spec"]["nodeName"] for pod in orch.bound("first", 2)} == {"sim-1", "sim-20"}
+        bed.apply(train_run("second", space, 1, options=options))
+        why = lambda: status(bed, "second", space).get("reason", "")  # noqa: E731
+        until(bed, lambda: "21 x 0 GPUs for claims" in why(), PATIENCE_S, why)
+        bed.kubectl("delete", "pod", "theirs", "-n", space, "--wait=false")
+        assert {pod["spec"]["nodeName"] for pod in orch.bound("second", 1)} == {"sim-6"}
 
 
 # ------------------------------------------------------------------------------------------ faults of the controller

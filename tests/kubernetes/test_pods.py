@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +97,41 @@ def test_who_does_not_come_is_named_and_the_others_leave():
         asyncio.run(one(pods(3)[0], 3, free_port(), timeout_s=0.5))
     with refusal(r"did not complete the rendezvous within 0\.5 s", Exit.CAPACITY):
         asyncio.run(one(pods(3)[1], 3, free_port(), timeout_s=0.5))
+
+
+def test_pod_0_is_looked_for_again_where_it_was_silent(monkeypatch):
+    """Its name may show for a while the address that it had before: nobody answers there, and nobody refuses."""
+    gone, resolved = "127.0.3.2", socket.getaddrinfo
+    answers = itertools.chain([gone, gone], itertools.repeat(HOST))
+
+    def resolve(host: str, *more, **options):
+        return resolved(next(answers) if host == "run-0.run" else host, *more, **options)
+
+    async def together(port: int) -> list[Start]:
+        who = pods(2)
+        there = rendezvous(who[1], 2, "run-0.run", port, "run", KEY, PATIENCE_S, lambda _: "")
+        return await asyncio.gather(one(who[0], 2, port), there)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(channel, "_REACH_S", 0.5)
+    with silent(gone, free_port()) as port:
+        began = time.monotonic()
+        assert asyncio.run(together(port))[1].members == pods(2)
+        assert time.monotonic() - began >= 1.0 and next(answers) == HOST  # both tries were cut off
+
+
+@contextlib.contextmanager
+def silent(host: str, port: int) -> Iterator[int]:
+    """An address at which connections are neither taken nor refused: as many wait for that as may."""
+    with contextlib.ExitStack() as open_ones:
+        listener = open_ones.enter_context(socket.socket())
+        listener.bind((host, port))
+        listener.listen(0)
+        for _ in range(3):
+            waits = open_ones.enter_context(socket.socket())
+            waits.setblocking(False)
+            waits.connect_ex((host, port))
+        yield port
 
 
 def test_a_pod_of_another_run_is_turned_away():

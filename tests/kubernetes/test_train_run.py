@@ -21,6 +21,7 @@ from orchestrator.backends.kubernetes.controller.ledger import Allocation
 from orchestrator.backends.kubernetes.controller.observed import Job, Pod
 from orchestrator.backends.kubernetes.controller.room import Fits, Placed, Room, Wish, wish_of
 from orchestrator.backends.kubernetes.controller.status import Report, begun, next_status
+from orchestrator.backends.kubernetes.devices import GpuDevices, NodeGpus
 from orchestrator.backends.kubernetes.fitting import pod_needs
 from orchestrator.backends.kubernetes.names import GATE, GENERATION, INDEX, RUN
 from orchestrator.backends.kubernetes.options import read_options
@@ -35,7 +36,7 @@ from orchestrator.backends.kubernetes.train_run import (
     planned,
     unpacked,
 )
-from orchestrator.cluster.importers.kubernetes import Node
+from orchestrator.cluster.importers.kubernetes import PRODUCT, Node
 from orchestrator.plan import Exit, Plan
 from tests.beds.base import ROOT
 from tests.beds.bundles import refusal
@@ -329,6 +330,39 @@ def test_gpus_that_are_asked_for_by_a_claim_are_counted_by_their_labels(gpus):
     room = Room(Fits({one.metadata.name: one for one in there}), [], {})
     found = room.place(wish_of("n/r", {2: gpus}, options, pod_needs(gpus, options), None))
     assert isinstance(found, Placed) and found.nodes == ["n0", "n1"]
+
+
+def test_gpus_that_are_asked_for_by_a_claim_are_where_their_driver_says(gpus):
+    options = structs.replace(OPTIONS, pod=BY_CLAIM)
+    there = {f"n{i}": msgspec.convert(bare(f"n{i}", {"nvidia.com/gpu.count": "2"}), Node) for i in range(5)}
+    by_node = {f"n{i}": NodeGpus(count) for i, count in enumerate((2, 1, 2, 2))}  # and n4 has none, whatever it says
+    unnamed = {name: msgspec.convert(bare(name), Node) for name in there}
+    for one in unnamed.values():
+        del one.metadata.labels[PRODUCT]
+    wanted = wish_of("n/r", {2: gpus}, options, pod_needs(gpus, options), None)
+    found = Room(Fits(there, GpuDevices(by_node, {"n0": "theirs"})), [], {}).place(wanted)
+    assert isinstance(found, Placed) and found.nodes == ["n2", "n3"]
+    room = Room(Fits(there, GpuDevices(by_node, {"n0": "theirs", "n3": "theirs"})), [], {})
+    short = "waiting for room: needs 2 nodes, 1 are free (1 x 1 GPUs for claims, 1 x 0 GPUs for claims)"
+    assert room.place(wanted) == short
+    assert room.more(wanted, [], 2) == ["n2"]
+    by_node = {name: NodeGpus(gpus.count, "NVIDIA A100-SXM4-80GB") for name, gpus in by_node.items()}
+    assert "4 x NVIDIA A100-SXM4-80GB instead of h100" in Room(Fits(unnamed, GpuDevices(by_node)), [], {}).place(wanted)
+    others = structs.replace(OPTIONS, pod={})  # whose GPUs are no claims
+    plain = wish_of("n/p", {2: gpus}, others, pod_needs(gpus, others), None)
+    assert "5 x no nvidia.com/gpu" in str(room.place(plain))
+
+
+def test_where_devices_cannot_be_read_a_run_that_waits_for_claims_says_so(gpus):
+    options = structs.replace(OPTIONS, pod=BY_CLAIM)
+    there = {f"n{i}": msgspec.convert(bare(f"n{i}", {"nvidia.com/gpu.count": "2"}), Node) for i in range(2)}
+    theirs = msgspec.convert(
+        {"metadata": {"name": "x", "namespace": "y", "uid": "z", "resourceVersion": "1"},
+         "spec": {"nodeName": "n0", "resourceClaims": [{"name": "gpus"}]}, "status": {"phase": "Running"}}, Pod,
+    )  # fmt: skip
+    found = Room(Fits(there), [theirs], {}).place(wish_of("n/r", {2: gpus}, options, pod_needs(gpus, options), None))
+    assert found.startswith("waiting for room: needs 2 nodes, 1 are free")
+    assert found.endswith("; resourceslices may not be read, so GPUs are counted by the label nvidia.com/gpu.count")
 
 
 def test_who_does_not_fit_does_not_hold_up_those_behind(gpus):

@@ -1,7 +1,8 @@
 """Steps of a program that does not report them, read from the lines that it prints (`metrics.pattern`).
 
-A look reads what the workers' logs have grown by, so a step is seen up to half a second late, and steps between two
-looks share the time between them. Of a program that prints every tenth step the others are added, without a loss.
+A look reads what the workers' logs have grown by, in a thread of its own, for their file system may hang. So a step is
+seen up to half a second late, and steps between two looks share the time between them. Of a program that prints every
+tenth step the others are added, without a loss.
 
 Some patterns take exponential time on some lines, and the agent has other things to do: a search that takes longer than
 `_MOST_CPU_S` is cut off, and the pattern is not used any more.
@@ -9,17 +10,20 @@ Some patterns take exponential time on some lines, and the agent has other thing
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.plan.worker import StepReport
+
+from .disk import Disk
 
 _AT_ONCE = 1 << 18  # bytes of a log in one look; of more the last, for the newest steps
 _LONGEST_LINE = 2000  # characters that are searched
@@ -40,8 +44,12 @@ class _Log:
 class PrintedSteps:
     """`on_step(report)`: one step of a worker of this node. `pattern`: with a group `step`, others as in `PRINTED`."""
 
-    def __init__(self, pattern: str, on_step: Callable[[StepReport], None], clock: Callable[[], float] = time.time):
+    def __init__(
+        self, pattern: str, on_step: Callable[[StepReport], None], disk: Disk, clock: Callable[[], float] = time.time
+    ):
         self._pattern, self._on_step, self._clock = re.compile(pattern), on_step, clock
+        self._disk = disk
+        self._turn = asyncio.Lock()  # of who reads on from where the last one has stopped
         self._epoch = -1
         self._logs: dict[int, _Log] = {}
         self.given_up = False
@@ -56,46 +64,53 @@ class PrintedSteps:
             return
         self._logs[rank] = _Log(path, start, self._clock())
 
-    def look(self) -> None:
+    async def look(self) -> None:
         """To be called every half second."""
         for rank in list(self._logs):
-            self._read(rank, at_end=False)
+            await self._read(rank, at_end=False)
 
-    def ended(self, rank: int) -> None:
+    async def ended(self, rank: int) -> None:
         """A worker has ended: what it printed last, also without the end of the line."""
-        self._read(rank, at_end=True)
+        await self._read(rank, at_end=True)
 
-    def _read(self, rank: int, at_end: bool) -> None:
-        log = self._logs.get(rank)
-        if log is None:  # given up
-            return
-        grown = b""
-        with contextlib.suppress(OSError), log.path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size - log.offset > _AT_ONCE:
-                log.offset, log.part = size - _AT_ONCE, b""
-            file.seek(log.offset)
-            grown = file.read(_AT_ONCE)
-            log.offset += len(grown)
+    async def _read(self, rank: int, at_end: bool) -> None:
+        async with self._turn:
+            log = self._logs.get(rank)
+            if log is None:  # given up
+                return
+            before = log.offset
+            start, grown = await self._disk.do(lambda: _grown(log.path, before), (before, b""))
+            if self._logs.get(rank) is not log:  # of another epoch by now
+                return
+            if start != before:
+                log.part = b""
+            log.offset = start + len(grown)
+            said = self._take(rank, log, grown, at_end)
+            if said:
+                await self._disk.do(lambda: _append(said), None)
+
+    def _take(self, rank: int, log: _Log, grown: bytes, at_end: bool) -> dict[Path, str]:
+        """Reports the steps in what a log has grown by. What is to be said in the logs then."""
         lines = re.split(rb"[\r\n]", log.part + grown)  # progress bars end their lines with a carriage return
         log.part = b"" if at_end else lines.pop()[:_LONGEST_LINE]
         found: list[dict[str, float]] = []
+        said: dict[Path, str] = {}
         try:
             with _at_most(_MOST_CPU_S):
                 found += filter(None, map(self._values, lines))
         except _TookTooLong:
-            self._give_up()
+            said = self._give_up()
         if found:
             self._tell(rank, log, found)
+        return said
 
-    def _give_up(self) -> None:
-        """Says in every log that no more steps are read."""
+    def _give_up(self) -> dict[Path, str]:
+        """Every log is to say that no more steps are read."""
         self.given_up = True
-        said = f"{_OURS} metrics.pattern took over {_MOST_CPU_S:g} s on what was printed, and reads no more steps\n"
-        for log in self._logs.values():
-            with contextlib.suppress(OSError), log.path.open("a") as file:
-                file.write(said)
+        why = f"{_OURS} metrics.pattern took over {_MOST_CPU_S:g} s on what was printed, and reads no more steps\n"
+        said = {log.path: why for log in self._logs.values()}
         self._logs.clear()
+        return said
 
     def _values(self, line: bytes) -> dict[str, float] | None:
         """The numbers of a line by group; None for one that tells no step."""
@@ -145,6 +160,20 @@ class PrintedSteps:
             grad_norm=values.get("grad_norm"),
             lr=values.get("lr"),
         )
+
+
+def _grown(path: Path, offset: int) -> tuple[int, bytes]:
+    """What a log has after `offset`, or the last of it: (where that begins, bytes)."""
+    with path.open("rb") as file:
+        start = max(offset, os.fstat(file.fileno()).st_size - _AT_ONCE)
+        file.seek(start)
+        return start, file.read(_AT_ONCE)
+
+
+def _append(said: Mapping[Path, str]) -> None:
+    for path, text in said.items():
+        with contextlib.suppress(OSError), path.open("a") as file:
+            file.write(text)
 
 
 class _TookTooLong(Exception):

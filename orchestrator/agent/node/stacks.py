@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from pathlib import Path
 
 from orchestrator.run.processes import Identity, is_stopped, send_signal
+
+from .disk import Disk
 
 _WAIT_S, _LOOK_S = 1.0, 0.05  # for the worker's word
 _MOST_BYTES = 1 << 18
@@ -16,40 +17,44 @@ _TAIL_BYTES, _TAIL_LINES, _TAIL_WIDTH = 8192, 20, 500
 _FACTS = ("State", "Threads", "VmRSS", "SigPnd", "ShdPnd", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 
 
-async def save_stack(worker: Identity, log: Path, into: Path, reason: str) -> bool:
+async def save_stack(worker: Identity, log: Path, into: Path, reason: str, disk: Disk) -> bool:
     """Write what can be learnt of a living worker to `into`; False when it could not be written.
 
     A worker without a handler of its own is not asked: SIGQUIT would kill it. One that is stopped cannot answer.
     """
     said = ""
     if catches(worker.pid, signal.SIGQUIT) and not is_stopped(worker):
-        start = size_of(log)
+        start = await disk.do(lambda: size_of(log), 0)
         send_signal(worker, signal.SIGQUIT)
-        said = await _said(log, start)
+        said = await _said(log, start, disk)
     text = f"{reason}\n\n{kernel_facts(worker.pid)}\n{said or 'The worker itself said nothing.'}\n"
-    try:
-        into.parent.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(into, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, "w", errors="replace") as file:
-            file.write(text)
-    except OSError:
-        return False
+    return await disk.do(lambda: _write(into, text), False)
+
+
+def _write(path: Path, text: str) -> bool:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "w", errors="replace") as file:
+        file.write(text)
     return True
 
 
-async def _said(log: Path, start: int) -> str:
+async def _said(log: Path, start: int, disk: Disk) -> str:
     """What a log has grown by, when it has stopped growing."""
     loop = asyncio.get_running_loop()
     end, size = loop.time() + _WAIT_S, start
     while loop.time() < end:
         await asyncio.sleep(_LOOK_S)
-        before, size = size, size_of(log)
+        before, size = size, await disk.do(lambda: size_of(log), start)
         if size == before > start:
             break
-    with contextlib.suppress(OSError), log.open("rb") as file:
+    return await disk.do(lambda: _read_from(log, start), "")
+
+
+def _read_from(path: Path, start: int) -> str:
+    with path.open("rb") as file:
         file.seek(start)
         return file.read(_MOST_BYTES).decode(errors="replace")
-    return ""
 
 
 def catches(pid: int, signum: int) -> bool:

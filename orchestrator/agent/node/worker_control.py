@@ -7,7 +7,8 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
@@ -22,6 +23,7 @@ from orchestrator.run.processes import Identity, identity, send_signal
 from orchestrator.run.request import LaunchRequest, Worker, used_nodes
 from orchestrator.run.store_socket import StoreSocket
 
+from .disk import Disk
 from .fork_server import REPORT_FD, STORE_FD
 from .printed_steps import PrintedSteps
 from .recorder import Recorder
@@ -54,7 +56,11 @@ class WorkerControl:
         told = self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, known
         self._workers = Workers(*told, lambda: self._send(Started()))
         pattern = self._worker.pattern
-        self._printed = PrintedSteps(pattern, recorder.on_printed) if pattern else None
+        self._disk = Disk()
+        self._printed = PrintedSteps(pattern, recorder.on_printed, self._disk) if pattern else None
+        self._looking: asyncio.Task[None] | None = None  # at what workers have printed
+        self._news: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._telling: asyncio.Task[None] | None = None
         self._epoch = -1
         self._assigned = False  # workers of this epoch were started, and not all have ended
         self._log_starts: dict[int, int] = {}  # rank -> size of its log when this epoch began
@@ -72,11 +78,20 @@ class WorkerControl:
 
     def watch(self) -> None:
         """To be called every half second: sees to it that the end of a worker is heard of."""
-        if self._printed:
-            self._printed.look()
+        self._look_at_printed()
+        if self._telling and self._telling.done():
+            self._telling.result()  # a bug: let it be seen
         if done := self._workers.watch():
             log.error("%s", done)
             self._recorder.event("worker_supervisor_stopped", reason=done)
+
+    def _look_at_printed(self) -> None:
+        """Unless the last look has not ended: the logs' file system may hang."""
+        if self._looking and self._looking.done():
+            self._looking.result()  # a bug: let it be seen
+            self._looking = None
+        if self._printed and not self._looking:
+            self._looking = asyncio.create_task(self._printed.look())
 
     @property
     def examination(self) -> asyncio.Task | None:
@@ -85,13 +100,16 @@ class WorkerControl:
 
     def open(self) -> None:
         self._workers.open()
+        self._telling = asyncio.create_task(self._tell_news())
 
     def close(self) -> None:
         """Kills all workers and everything below them."""
-        for task in self._examining:
-            task.cancel()
+        for task in (*self._examining, self._looking, self._telling):
+            if task:
+                task.cancel()
         self._workers.close()
         self._close_store()
+        self._disk.close()
 
     def begin_epoch(self, epoch: int) -> None:
         """The coordinator starts an epoch when all workers of the last one are gone; makes sure of it."""
@@ -217,13 +235,12 @@ class WorkerControl:
         log.error("%s", order.reason)
         await asyncio.gather(*(self._save_stack(epoch, rank, worker, order.reason) for rank, worker in alive.items()))
         for rank in alive.keys() & order.end:
-            with contextlib.suppress(OSError), self._folder.rank_log(rank).open("a") as file:
-                file.write(f"orch: {order.reason}: killed\n")
+            await self._disk.do(partial(_append, self._folder.rank_log(rank), f"orch: {order.reason}: killed\n"), None)
             send_signal(alive[rank], signal.SIGKILL)
 
     async def _save_stack(self, epoch: int, rank: int, worker: Identity, reason: str) -> None:
         path = self._folder.stack(epoch, rank)
-        if not await save_stack(worker, self._folder.rank_log(rank), path, reason):
+        if not await save_stack(worker, self._folder.rank_log(rank), path, reason, self._disk):
             self._recorder.event("stack_not_saved", rank=rank)
 
     # ---------------------------------------------------------------------------------- reports
@@ -233,24 +250,47 @@ class WorkerControl:
         self._send(Warm())
 
     def _on_exit(self, rank: int, code: int, asked: bool) -> None:
+        self._news.put_nowait(partial(self._tell_exit, self._epoch, rank, code, asked))
+
+    def _on_empty(self) -> None:
+        self._news.put_nowait(partial(self._tell_empty, self._epoch))
+
+    async def _tell_news(self) -> None:
+        """In the order in which they came: the first worker that has failed is the cause, whatever its log takes."""
+        while True:
+            tell = await self._news.get()
+            await tell()
+
+    async def _tell_exit(self, epoch: int, rank: int, code: int, asked: bool) -> None:
         if self._printed:
-            self._printed.ended(rank)
+            await self._printed.ended(rank)
         step = self._recorder.last_step.get(rank)
         self._recorder.event("worker_ended", rank=rank, code=code, asked=asked, step=step)
         log.info("rank %d ended: %s", rank, meaning(code))
-        path = self._folder.rank_log(rank)
-        tail = tail_of(path, self._log_starts.get(rank, 0)) if code else []
-        if why := explain(self._code, self._folder.code, Path(self._worker.cwd), tail):
-            tail.append(f"orch: {why}")
-            with contextlib.suppress(OSError), path.open("a") as file:
-                file.write(f"orch: {why}\n")
+        tail: list[str] = await self._disk.do(lambda: self._last_words(rank), []) if code else []
         said = self._recorder.failure_of(rank)
-        self._send(WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail, **said))
+        if epoch == self._epoch:
+            self._send(WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail, **said))
 
-    def _on_empty(self) -> None:
-        if self._assigned:
+    async def _tell_empty(self, epoch: int) -> None:
+        if self._assigned and epoch == self._epoch:
             self._assigned = False
             self._send(Stopped())
+
+    def _last_words(self, rank: int) -> list[str]:
+        """The end of a worker's log, with what orch knows of it, which is also written there."""
+        path = self._folder.rank_log(rank)
+        tail = tail_of(path, self._log_starts.get(rank, 0))
+        if why := explain(self._code, self._folder.code, Path(self._worker.cwd), tail):
+            tail.append(f"orch: {why}")
+            with contextlib.suppress(OSError):
+                _append(path, f"orch: {why}\n")
+        return tail
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
 
 
 def with_own_python(worker: Worker) -> Worker:

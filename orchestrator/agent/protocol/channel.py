@@ -23,6 +23,7 @@ LONGEST_LINE = 1 << 20  # bytes
 READ_LIMIT = 1 << 16  # bytes that a connection may have buffered here, twice; also one that has not proven itself
 _LONGEST_GREETING = 4096
 _GREETING_S = 10.0
+_REACH_S = 5.0  # for a name and a connection, as a resolver waits for one answer; a kernel tries for two minutes
 _MOST_UNSENT = 8 << 20  # bytes waiting for a peer that does not read
 _CLOSE_S = 1.0
 
@@ -196,7 +197,10 @@ async def accept(
 
 async def connect(host: str, port: int, run: str, node: str, key: bytes, receives: Any) -> Channel:
     """The agent's side. OSError: nobody there. Refused: somebody else is. WrongKey: a coordinator with another key."""
-    reader, writer = await asyncio.open_connection(host, port, limit=READ_LIMIT)
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port, limit=READ_LIMIT), _REACH_S)
+    except TimeoutError:
+        raise OSError(f"{host} could not be reached within {_REACH_S:g} s") from None
     try:
         hello: _Hello = await _greeting(reader, _Hello)
         if hello.protocol != PROTOCOL or hello.run != run:

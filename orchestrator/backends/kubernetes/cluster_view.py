@@ -23,7 +23,7 @@ from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 
 from .api.client import Cluster, gather, in_background
-from .devices import GpuDevices, asks_by_claim, read_devices, with_devices
+from .devices import NOT_READ, GpuDevices, asks_by_claim, read_devices, with_devices
 from .fitting import EXCLUDED, PodNeeds, is_excluded, pod_needs, why_not
 from .names import NODES, selector
 from .objects.node_affinity import HOST, ChosenNodes, check_levels, choose, split_units
@@ -125,7 +125,7 @@ def reserve_nodes(
 
 def _with_claimed(view: ClusterSnapshot, gpu: str) -> ClusterSnapshot:
     """The cluster for pods that ask for their GPUs by a claim: who has devices, and who holds some of them."""
-    devices = view.devices or GpuDevices()
+    devices = view.devices or NOT_READ
     held = view.claims if devices.held is None else devices.held
     return structs.replace(view, nodes=with_devices(view.nodes, gpu, devices), used=view.used | held)
 

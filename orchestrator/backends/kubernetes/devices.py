@@ -91,6 +91,9 @@ class GpuDevices(Struct, frozen=True):
     held: dict[str, str] | None = None  # node -> a claim that has GPUs of it
 
 
+NOT_READ = GpuDevices()
+
+
 def asks_by_claim(options: KubernetesOptions) -> bool:
     """Whether a site's own fields of the pod name claims."""
     spec = options.pod.get("spec")
@@ -103,7 +106,7 @@ def read_devices(cluster: Cluster) -> GpuDevices:
     slices = _read(cluster, "ResourceSlice", _Slice)
     claims = reading.result()
     if slices is None:
-        return GpuDevices()
+        return NOT_READ
     ours = [one.spec for one in slices if one.spec.driver.startswith("gpu.") and one.spec.node_name]
     pools = {(spec.driver, spec.pool.name): spec.node_name for spec in ours}
     by_node: dict[str, NodeGpus] = {}
@@ -133,15 +136,19 @@ def _read(cluster: Cluster, kind: str, of: type[T]) -> Sequence[T] | None:
     return None
 
 
+def gpus_of(node: Node, devices: GpuDevices) -> NodeGpus:
+    """Those that a claim may get there: that drivers publish, or if that may not be read, as many as its label says."""
+    if devices.by_node is not None:
+        return devices.by_node.get(node.metadata.name, NodeGpus(0))
+    count = node.metadata.labels.get(CARDS, "")
+    return NodeGpus(int(count) if count.isdigit() else 0)
+
+
 def with_devices(nodes: Sequence[Node], resource: str, devices: GpuDevices) -> list[Node]:
-    """The nodes, as if they had their GPUs as a resource of that name: those that drivers publish; where that may not
-    be read, as many as their labels say."""
+    """The nodes, as if they had their GPUs as a resource of that name."""
     found = []
     for node in nodes:
-        about = node.metadata
-        gpus = NodeGpus(int(count) if (count := about.labels.get(CARDS, "")).isdigit() else 0)
-        if devices.by_node is not None:
-            gpus = devices.by_node.get(about.name, NodeGpus(0))
+        about, gpus = node.metadata, gpus_of(node, devices)
         product = {PRODUCT: gpus.product} if gpus.product else {}
         status = structs.replace(node.status, allocatable=node.status.allocatable | {resource: str(gpus.count)})
         meta = structs.replace(about, labels=product | about.labels)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from orchestrator.backends.kubernetes.devices import GpuDevices
 from orchestrator.errors import OrchError
 
 from .decide import Exclude, Release, Replace, Sick, Yield
@@ -82,6 +83,11 @@ class Decisions:
         """Whether something was asked for, or somebody waits who did not, since the last decision."""
         return self._news
 
+    @property
+    def waits_for_claims(self) -> bool:
+        """Whether a run waits for GPUs that it asks for by claims: nothing tells when others have given theirs back."""
+        return any(one.wish.claims for one in list(self._waiting.values()))
+
     def crowded(self, key: str) -> bool:
         """Whether others wait for room."""
         return any(other != key for other in list(self._waiting))
@@ -131,8 +137,10 @@ class Decisions:
     ) -> None:
         book = self._ledger.book
         nodes, _ = self._store.nodes_now()
-        if self._fits.nodes is not nodes:
-            self._fits = Fits(nodes)
+        by_claim = any(one.claims for one in (*wishes.values(), *(one.wish for one in waiting.values())))
+        devices = self._devices() if by_claim else self._fits.devices
+        if self._fits.nodes is not nodes or self._fits.devices != devices:
+            self._fits = Fits(nodes, devices)
         room = Room(self._fits, self._store.pods.all(), book.allocations, bad)
         changed: dict[str, Allocation] = {}
         for key, asked in replaced.items():
@@ -163,6 +171,14 @@ class Decisions:
             if len(changed) >= _BATCH:
                 self._commit(changed)
         self._commit(changed)
+
+    def _devices(self) -> GpuDevices:
+        """Of now; as they were where the API server does not tell, for other runs do not wait for that."""
+        try:
+            return self._store.devices()
+        except OrchError as error:
+            log.warning("devices: %s", error.message)
+            return self._fits.devices
 
     def _commit(self, changed: dict[str, Allocation]) -> None:
         self._ledger.write(changed)

@@ -43,6 +43,7 @@ DECODED = (Planned, Plan, LaunchRequest, KubernetesOptions, Topology, RunState, 
 _WORKERS = 8
 _COALESCE_S = 0.02  # changes that come together are looked at together
 _DECIDE_S = 0.1  # between two decisions, at least
+_CLAIMS_S = 5.0  # between two while a run waits for GPUs that others hold by claims
 _RETRY_S = (0.5, 2.0, 10.0, 30.0)
 
 log = logging.getLogger("orch.controller")
@@ -151,6 +152,8 @@ class Controller:
             for key in chosen:
                 pool.submit(self._look, key, since[key])
             wanted = wanted or changed
+            if now > decided + _CLAIMS_S and self._decisions.waits_for_claims:
+                wanted = True
             if (wanted and self._decisions.anything) or self._decisions.news:
                 if now < decided + _DECIDE_S:
                     time.sleep(_COALESCE_S)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec import Struct, structs
 
 from orchestrator.backends.kubernetes.cluster_view import profile
-from orchestrator.backends.kubernetes.devices import GpuDevices, with_devices
+from orchestrator.backends.kubernetes.devices import NOT_READ, GpuDevices, asks_by_claim, gpus_of, with_devices
 from orchestrator.backends.kubernetes.fitting import EXCLUDED, SAID, PodNeeds, is_excluded, why_not
 from orchestrator.backends.kubernetes.objects.node_affinity import choose
 from orchestrator.backends.kubernetes.options import KubernetesOptions
@@ -26,6 +26,9 @@ from orchestrator.plan import Plan
 from .ledger import Allocation
 from .observed import Pod
 
+#: Said to a run whose pods ask for GPUs by a claim, where only labels tell how many there are.
+_BY_LABELS = "resourceslices may not be read, so GPUs are counted by the label nvidia.com/gpu.count"
+
 
 class Wish(Struct, frozen=True):
     """A run that waits for room."""
@@ -36,6 +39,12 @@ class Wish(Struct, frozen=True):
     needs: PodNeeds  # of one pod, at every size
     excluded: frozenset[str] = frozenset()
     elastic: bool = False  # it changes between its sizes while its pods live
+
+    @property
+    def claims(self) -> str:
+        """The resource in place of which its pods ask for GPUs by a claim; "" where they do not."""
+        gpu = self.options.gpu_resource if self.sizes[0][1].cluster.device == "cuda" else ""
+        return gpu if gpu not in self.needs.requests and asks_by_claim(self.options) else ""
 
     @property
     def pods(self) -> int:
@@ -59,10 +68,10 @@ class _Fit(NamedTuple):
 
 
 class Fits:
-    """Which nodes fit what, whoever else is there: worked out once for the same nodes. Not to be changed."""
+    """Which nodes fit what, whoever else is there: worked out once for the same nodes and devices, which stay so."""
 
-    def __init__(self, nodes: Mapping[str, Node]):
-        self.nodes = nodes
+    def __init__(self, nodes: Mapping[str, Node], devices: GpuDevices = NOT_READ):
+        self.nodes, self.devices = nodes, devices
         self._known: dict[str, _Fit] = {}
         self._topologies: dict[str, Topology] = {}
 
@@ -71,21 +80,26 @@ class Fits:
         options, cuda = wish.options, wish.sizes[0][1].cluster.device == "cuda"
         gpu, select = options.gpu_resource if cuda else "", sorted(options.node_selector.items())
         where = repr((select, options.levels, options.profile, gpu, gpu in wish.needs.requests))
-        about = f"{where} {wish.needs!r} {options.exclude}"
+        claimed = wish.sizes[0][1].cluster.gpus_per_node if wish.claims else 0
+        about = f"{where} {wish.needs!r} {options.exclude} {claimed}"
         if about not in self._known:
             why: dict[str, str] = {}
-            for name, node in self.nodes.items():
+            there = list(self.nodes.values())
+            if gpu and gpu not in wish.needs.requests:
+                there = with_devices(there, gpu, self.devices)
+            for node in there:
+                name = node.metadata.name
                 if any(node.metadata.labels.get(key) != value for key, value in select):
                     why[name] = "not selected"
                 elif is_excluded(node, options):
                     why[name] = EXCLUDED
                 elif reason := _out_of_service(node) or why_not(node, wish.needs, {}):
                     why[name] = reason
+                elif (count := gpus_of(node, self.devices).count) < claimed:
+                    why[name] = f"{count} GPUs for claims"
             if where not in self._topologies:
-                chosen = [node for name, node in self.nodes.items() if why.get(name) != "not selected"]
+                chosen = [node for node in there if why.get(node.metadata.name) != "not selected"]
                 flat = Topology("flat", ())
-                if gpu and gpu not in wish.needs.requests:
-                    chosen = with_devices(chosen, gpu, GpuDevices())
                 self._topologies[where] = from_nodes(chosen, profile(options), gpu) if chosen else flat
             self._known[about] = _Fit(self._topologies[where], why, cuda, about)
         return self._known[about]
@@ -100,6 +114,7 @@ class Room:
         self._free_of: dict[str, list[str]] = {}  # what was found free for what, since something was last taken
         self._used: dict[str, dict[str, float]] = {}
         self._pods_with_gpus: dict[str, str] = {}
+        self._claims = dict(fits.devices.held or {})  # node -> who has GPUs of it by a claim
         self._owner: dict[str, str] = {}  # node -> run that has it to itself
         for pod in pods:
             node = pod.spec.node_name
@@ -108,6 +123,8 @@ class Room:
             self._add(node, pod.needs)
             if any(name.endswith("/gpu") for name in pod.needs):
                 self._pods_with_gpus[node] = pod.metadata.name
+            if pod.spec.resource_claims and fits.devices.held is None:
+                self._claims[node] = pod.metadata.name
         for key, one in allocations.items():
             self.take(key, one.held, one.needs)
 
@@ -139,7 +156,8 @@ class Room:
                 needs = {} if fit.exclusive else dict(wish.needs.requests)
                 self.take(wish.key, found, needs)
                 return Placed(size, found, needs)
-        return self._shortage(min(size for size, _ in wish.sizes), fit, free)
+        why = self._shortage(min(size for size, _ in wish.sizes), fit, free)
+        return f"{why}; {_BY_LABELS}" if wish.claims and self._fits.devices.by_node is None else why
 
     def _choose(self, fit: _Fit, free: Sequence[str], plan: Plan, size: int) -> list[str] | None:
         if not fit.exclusive:
@@ -193,6 +211,8 @@ class Room:
                 used = self._used.get(name, {})
                 if not fit.exclusive:
                     found += [name] * _count(node, wish.needs, used)
+                elif wish.claims and name in self._claims:
+                    continue
                 elif name not in self._pods_with_gpus and not why_not(node, wish.needs, used):
                     found.append(name)
         free = self._free_of[fit.about]

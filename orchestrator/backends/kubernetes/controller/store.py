@@ -10,6 +10,7 @@ from msgspec import field
 
 from orchestrator.backends.kubernetes.api.client import Cluster
 from orchestrator.backends.kubernetes.api.watch import Watch
+from orchestrator.backends.kubernetes.devices import GpuDevices, read_devices
 from orchestrator.backends.kubernetes.names import RUN
 from orchestrator.backends.kubernetes.train_run import TrainRun
 from orchestrator.cluster.importers import kubernetes as importer
@@ -39,7 +40,7 @@ class Store:
     """
 
     def __init__(self, cluster: Cluster, dirty: Callable[[str], None], room: Callable[[str], None], everywhere: bool):
-        self._dirty, self._room = dirty, room
+        self._cluster, self._dirty, self._room = cluster, dirty, room
         self._by_run: dict[str, dict[str, Pod]] = {}
         self._lock = threading.Lock()
         self._nodes: tuple[dict[str, Node], frozenset[str]] | None = None
@@ -85,6 +86,10 @@ class Store:
     def pods_of(self, run: str) -> list[Pod]:
         with self._lock:
             return list(self._by_run.get(run, {}).values())
+
+    def devices(self) -> GpuDevices:
+        """GPUs that are asked for by claims, read now. OrchError (76, 78)."""
+        return read_devices(self._cluster)
 
     def job_of(self, run: TrainRun, name: str) -> Job | None:
         """Its Job, not one of the same name that is somebody else's."""

@@ -1,0 +1,64 @@
+"""Files of the run folder, read and written beside the event loop: if their file system hangs, the agent does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_MOST_S = 5.0  # for one piece of work; on a healthy disk it takes milliseconds
+
+T = TypeVar("T")
+
+
+class Disk:
+    """A thread that does one piece of work after the other. What takes too long counts as not done; until it has ended
+    after all, nothing else is begun."""
+
+    def __init__(self, most_s: float = _MOST_S):
+        self._most_s = most_s
+        self._orders: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._late = 0  # pieces of work that nobody waits for any more
+
+    @property
+    def hangs(self) -> bool:
+        return self._late > 0
+
+    async def do(self, work: Callable[[], T], otherwise: T) -> T:
+        """What `work()` returns; `otherwise` if it fails with an OSError, or hangs."""
+        if self.hangs:
+            return otherwise
+        if self._thread is None:  # a daemon: one that hangs keeps no process from its end
+            self._thread = threading.Thread(target=self._serve, name="disk", daemon=True)
+            self._thread.start()
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._orders.put((work, done))
+        finished, _ = await asyncio.wait([done], timeout=self._most_s)
+        if not finished:
+            self._late += 1
+            done.add_done_callback(self._ended_late)
+            return otherwise
+        with contextlib.suppress(OSError):
+            return done.result()
+        return otherwise
+
+    def close(self) -> None:
+        self._orders.put(None)
+
+    def _ended_late(self, done: asyncio.Future[Any]) -> None:
+        self._late -= 1
+        done.exception()  # of no interest any more
+
+    def _serve(self) -> None:
+        while (order := self._orders.get()) is not None:
+            work, done = order
+            try:
+                tell, found = done.set_result, work()
+            except Exception as error:
+                tell, found = done.set_exception, error
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                done.get_loop().call_soon_threadsafe(tell, found)
