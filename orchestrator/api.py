@@ -100,7 +100,7 @@ class PreparedJob(NamedTuple):
 
 def prepare_job(words: list[str], options: SubmitOptions, config_dir: str | Path | None = None) -> PreparedJob:
     """The job planned, checked, and at the size that its scheduler would start. OrchError as `submit_job`."""
-    from orchestrator.submit.submission import check, choose, not_passed, prepare, simulated_nodes
+    from orchestrator.submit.submission import check, choose, not_passed, prepare, rate_breaks, simulated_nodes
     from orchestrator.submit.this_machine import interpreter, load_job
 
     config = load_job(words, options, config_dir)
@@ -113,6 +113,7 @@ def prepare_job(words: list[str], options: SubmitOptions, config_dir: str | Path
     candidate, said = choose(submission, options)
     request = candidate.bundle.request
     more = [*simulated_nodes(request, submission.backend), *not_passed(request, options)]
+    more += rate_breaks(candidate.plan, request, submission.backend)
     if submission.backend.shares_folders and options.code is None:
         more += interpreter(request, options)
     return PreparedJob(submission.backend, candidate, [*said, *more])
@@ -333,6 +334,14 @@ class Run:
             pin_file(self.folder.path, PINS[name]).unlink(missing_ok=True)
         with private_umask():
             return self.backend.resume(self.folder, request, os.environ)
+
+    def rate_breaks(self) -> list[str]:
+        """One line where a `resume` goes on at another learning rate than its last checkpoint was made with."""
+        from orchestrator.run.request import read_request
+        from orchestrator.submit.submission import rate_breaks
+
+        request = read_request(self.folder)
+        return rate_breaks(self.plan(), request, self.backend) if request.worker.bundled else []
 
     def steps(self) -> list[StepLine]:
         """Every step that its ranks have reported."""

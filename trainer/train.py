@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from orchestrator.plan import Plan
 from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
+from orchestrator.plan.learning_rate import RATE, jump, learning_rate, remembered
 from orchestrator.plan.worker import PINS, WorkerEnv, checkpoint_dir, pin_file, replica_dir
 
 from .checkpoint.fence import Fence
@@ -41,7 +42,6 @@ from .host.remote import warn_of_remote_disk
 from .metrics.profile import Profile
 from .metrics.step_result import StepResult
 from .optim.loss_scale import LOWEST
-from .optim.lr import RATE, jump, learning_rate, remembered
 from .precision import Recipe, recipe
 from .worker.progress import Progress, ProgressReporter
 from .worker.reporter import Reporter

@@ -7,8 +7,10 @@ a full pipe drops the line and counts it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +20,9 @@ from .expert_load import ExpertLoad
 
 #: The format of checkpoints that workers write.
 CHECKPOINT = "orch.checkpoint/2"
+#: The file of a checkpoint that describes its others.
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(\d{8})")
 
 
 class WorkerEnv(Struct, frozen=True, kw_only=True):
@@ -110,6 +115,17 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
 def checkpoint_dir(plan_dir: str, run_dir: str) -> Path:
     """Where a run's checkpoints live: the plan's `checkpoint.dir`, or the run folder's `checkpoints`."""
     return Path(plan_dir) if plan_dir else Path(run_dir) / "checkpoints"
+
+
+def committed(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every committed checkpoint, newest first. Committed means renamed, not verified."""
+    with contextlib.suppress(FileNotFoundError):
+        while True:
+            named = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+            found = sorted(((step, path) for step, path in named if path.is_dir()), reverse=True)
+            if found or all(path.exists() for _, path in named):
+                return found  # else all were replaced by newer ones since they were listed: list again
+    return []
 
 
 #: What `orch resume --allow` allows, and the pin that it removes: see `trainer.checkpoint.pins`.

@@ -242,6 +242,14 @@ def not_passed(request: LaunchRequest, options: SubmitOptions) -> list[str]:
     return [f"variables not passed on: {', '.join(lost[:_SHOWN])}{more} (--env NAME, backend.pass_env=[PATTERN])"]
 
 
+def rate_breaks(plan: Plan, request: LaunchRequest, backend: Backend) -> list[str]:
+    """One line where the bundled trainer would go on from a checkpoint at another learning rate than it was made with,
+    if its folder can be read on this machine."""
+    from .saved_rate import rate_jump
+
+    return rate_jump(plan, request.run_dir) if request.worker.bundled and backend.shares_folders else []
+
+
 def check(submission: Submission, options: SubmitOptions) -> None:
     """OrchError (65) for a job of the bundled trainer that cannot run: a layout that it does not run, and, except in a
     dry run, a plan that needs more memory than there is."""

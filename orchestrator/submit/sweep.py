@@ -24,6 +24,7 @@ from .submission import (
     not_passed,
     prepare,
     program_name,
+    rate_breaks,
     simulated_nodes,
 )
 
@@ -65,7 +66,8 @@ def prepare_sweep(
             backend = backend or submission.backend
             candidate, _ = choose(submission._replace(backend=backend), options)
             request = candidate.bundle.request
-            said = [*simulated_nodes(request, backend), *not_passed(request, options)]
+            breaks = rate_breaks(candidate.plan, request, backend)
+            said = [*simulated_nodes(request, backend), *not_passed(request, options), *breaks]
             if not options.dry_run:
                 backend.check(request)
         except OrchError as error:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan
+from orchestrator.plan.learning_rate import learning_rate
 from orchestrator.plan.offload import offload_of
 from tests.reference import adamw, prediction, transformer
 from trainer.data.batch import IGNORED
 from trainer.model.init import init_stage
 from trainer.model.stage import Stage
-from trainer.optim.lr import learning_rate
 from trainer.verify.oracle import Outcome
 from trainer.verify.samples import micro_batch
 

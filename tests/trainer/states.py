@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from orchestrator.plan import Plan
+from orchestrator.plan.learning_rate import learning_rate
 from orchestrator.plan.worker import EventReport
 from tests.beds.plans import make_plan
 from tests.trainer.samples import engine_of
@@ -14,7 +15,6 @@ from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.manager import Checkpoints
 from trainer.checkpoint.save import Contents, save
-from trainer.optim.lr import learning_rate
 from trainer.parallel.params import whole
 from trainer.precision import FP64
 from trainer.verify.oracle import Outcome

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.plan.document import BatchRamp
+from orchestrator.plan.learning_rate import learning_rate
 from tests.beds.plans import make_plan
 from trainer.comm.mesh import Mesh
 from trainer.data.order import micro_batches_at
 from trainer.engine import Engine
 from trainer.errors import LayoutError, check_supported
-from trainer.optim.lr import learning_rate
 from trainer.precision import FP64
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch, step_batches

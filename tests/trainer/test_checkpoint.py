@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from orchestrator.plan.worker import MANIFEST, committed
 from tests.trainer.states import PLAN, checkpoints, equal, flip_bit, opened, resume, saved, state
 from trainer.checkpoint import save as save_module
 from trainer.checkpoint.files import sha256, write_tensors
-from trainer.checkpoint.format import MANIFEST, Slice, StatePiece, rank_file, step_name
+from trainer.checkpoint.format import Slice, StatePiece, rank_file, step_name
 from trainer.checkpoint.geometry import BlockRange
-from trainer.checkpoint.retention import committed
 from trainer.errors import Fenced, SaveError
 from trainer.parallel.params import ParamInfo, Shard, even_shard
 from trainer.verify.ranks import run_ranks

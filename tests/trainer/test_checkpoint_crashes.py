@@ -22,10 +22,10 @@ import pytest
 
 import trainer.checkpoint
 import trainer.durable
+from orchestrator.plan.worker import committed
 from tests.trainer.states import Recorder, equal, opened, resume, saved, state
 from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.manager import Checkpoints
-from trainer.checkpoint.retention import committed
 from trainer.comm.control import WORLD
 from trainer.errors import SaveError
 from trainer.verify.ranks import RankError, run_ranks

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from orchestrator.plan import Exit
+from orchestrator.plan.worker import MANIFEST, committed
 from tests.trainer.states import checkpoints, equal, flip_bit, opened, resume, saved, state
-from trainer.checkpoint.format import MANIFEST, StatePiece, decode, encode, rank_file, step_name
+from trainer.checkpoint.format import StatePiece, decode, encode, rank_file, step_name
 from trainer.checkpoint.load import at_step, newest_committed
-from trainer.checkpoint.retention import committed
 from trainer.checkpoint.save import Contents, save
 from trainer.errors import CheckpointError
 from trainer.parallel.params import whole

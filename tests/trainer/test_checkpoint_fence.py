@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.plan import Exit
+from orchestrator.plan.worker import committed
 from tests.beds.plans import make_plan
 from tests.trainer.states import equal, opened, resume, saved, state
 from tests.trainer.workers import worker_env
 from trainer.checkpoint import fence
 from trainer.checkpoint import save as save_module
 from trainer.checkpoint.format import step_name
-from trainer.checkpoint.retention import committed, prune
+from trainer.checkpoint.retention import prune
 from trainer.errors import CheckpointError, Fenced, SaveError
 
 # ---------------------------------------------------------------------------------------------- fencing, retention

@@ -10,11 +10,12 @@ import torch
 
 from orchestrator.plan import Plan, seal
 from orchestrator.plan.document import Moe, Mtp
+from orchestrator.plan.worker import MANIFEST
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
 from tests.trainer.samples import engine_of
 from tests.trainer.states import checkpoints, opened
-from trainer.checkpoint.format import MANIFEST, decode, step_name
+from trainer.checkpoint.format import decode, step_name
 from trainer.comm.mesh import Mesh
 from trainer.data.order import samples_of_step
 from trainer.engine import Engine

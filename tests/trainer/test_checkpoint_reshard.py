@@ -10,13 +10,13 @@ import torch
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Mtp
+from orchestrator.plan.learning_rate import learning_rate
 from tests.beds.plans import make_plan, tiny_model
 from tests.reference import single
 from tests.reference.assemble import assemble
 from tests.trainer.samples import GPT, engine_of
 from tests.trainer.states import checkpoints, opened
 from trainer.checkpoint.format import StatePiece, step_name
-from trainer.optim.lr import learning_rate
 from trainer.precision import FP64
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import step_batches

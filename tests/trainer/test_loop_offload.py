@@ -16,9 +16,9 @@ from msgspec import structs
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Offload
 from orchestrator.plan.offload import buffer_size
+from orchestrator.plan.worker import committed
 from tests.trainer.test_loop import finish, job
 from tests.trainer.workers import running
-from trainer.checkpoint.retention import committed
 from trainer.host.remote import remote_type, remote_warning
 
 pytestmark = pytest.mark.process

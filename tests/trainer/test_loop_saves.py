@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from orchestrator.plan import Exit
-from orchestrator.plan.worker import EventReport, StepReport
+from orchestrator.plan.worker import EventReport, StepReport, committed
 from tests.patience import wait_for
 from tests.trainer.test_loop import EIGHT, finish, job
 from tests.trainer.workers import Workers, running
 from trainer.checkpoint import save as save_module
-from trainer.checkpoint.retention import committed
 
 pytestmark = pytest.mark.process
 

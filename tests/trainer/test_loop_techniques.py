@@ -7,9 +7,11 @@ import shutil
 import pytest
 
 from orchestrator.plan.document import BatchRamp
+from orchestrator.plan.learning_rate import learning_rate
+from orchestrator.plan.worker import MANIFEST
+from orchestrator.submit.saved_rate import rate_jump
 from tests.trainer.test_loop import assert_same_state, changed, finish, job, saved_state
-from trainer.checkpoint.format import MANIFEST, decode, step_name
-from trainer.optim.lr import learning_rate
+from trainer.checkpoint.format import decode, step_name
 
 pytestmark = pytest.mark.process
 
@@ -76,7 +78,7 @@ BREAKS = {
     "cosine to a later end": ({"schedule": "cosine"}, {}, 8),
     "cosine to an earlier end": ({"schedule": "cosine"}, {}, 5),
     "wsd": ({"schedule": "wsd", "decay_steps": 2}, {}, 8),
-    "a higher rate": ({"schedule": "constant"}, {"lr": 2e-2}, 4),
+    "a higher rate": ({"schedule": "constant"}, {"lr": 2e-2}, 8),
 }
 GOES_ON = {
     "cosine with its end named": ({"schedule": "cosine", "decay_steps": 4}, {}, 8),
@@ -95,11 +97,13 @@ def test_a_learning_rate_that_jumps_at_a_resume_is_said_before_the_first_step(ca
         shutil.rmtree(tmp_path / "checkpoints" / step_name(6))
     at = 4
     second = changed(changed(first, "optim", **curve | after), "train", steps=steps)
+    ahead = rate_jump(second, str(tmp_path))
     codes, resumed = finish(second, tmp_path, epoch=1)
     assert codes == [0], resumed.log(0)
     said = [line for line in resumed.log(0).splitlines() if "the learning rate jumps" in line]
     events = resumed.events("learning_rate_jumps")
-    assert len(said) == len(events) == (name in BREAKS)
+    assert len(said) == len(events) == len(ahead) == (name in BREAKS)
+    assert all(one in said[0] for one in ahead), "orch submit says the same"
     if not events:
         return
     saved, following = (learning_rate(at, first.job.optim, 4), learning_rate(at + 1, second.job.optim, steps))

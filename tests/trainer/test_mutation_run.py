@@ -82,16 +82,17 @@ def test_the_page_counts():
 @pytest.mark.slow
 def test_changes_of_the_source_are_noticed_and_written_down(tmp_path):
     """Recorded, judged in copies of the tree, proven without them, and published; a second run finds it all done."""
-    words = [sys.executable, "-m", "tests.mutations.run", "trainer", "--count", "3", "--only", "trainer/optim/lr.py"]
+    source = "orchestrator/plan/learning_rate.py"
+    words = [sys.executable, "-m", "tests.mutations.run", "orchestrator", "--count", "3", "--only", source]
     words += ["--workers", "1", "--build", str(tmp_path), "--out", str(tmp_path / "page.md")]
     done = subprocess.run(
-        [*words, "--record", "tests/trainer/test_optim_lr.py"],
+        [*words, "--record", "tests/planner/test_learning_rate.py"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=3 * PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "trainer/optim/lr.py" in line]
+    lines = [line for line in done.stdout.splitlines() if source in line]
     assert len(lines) == 3 and all(re.search(r" s  by a test ", line) for line in lines), done.stdout
     assert "**3 of 3 noticed (100.0 %)**" in (tmp_path / "page.md").read_text()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.plan.worker import committed
 from tests.beds.plans import make_plan
 from tests.trainer.states import Recorder, no_room
 from tests.trainer.test_replicas import FOUR, folder_of, one_answer, replicate, restored
@@ -15,7 +16,6 @@ from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import step_name
 from trainer.checkpoint.replicas.final_checkpoint import save_newest_replica
 from trainer.checkpoint.replicas.store import ReplicaStore
-from trainer.checkpoint.retention import committed
 from trainer.checkpoint.save import Target
 from trainer.errors import TrainerError
 from trainer.verify.ranks import run_ranks

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.plan import Plan
+from orchestrator.plan.learning_rate import learning_rate
 from orchestrator.plan.schedules import schedule_of
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import engine_of
@@ -22,7 +23,6 @@ from trainer.data.batch import MicroBatch
 from trainer.model.init import init_stage
 from trainer.model.loss import cross_entropy_sum
 from trainer.model.stage import Stage
-from trainer.optim.lr import learning_rate
 from trainer.pipeline.runtime import stage_indices
 from trainer.precision import FP64
 from trainer.verify.samples import step_batches

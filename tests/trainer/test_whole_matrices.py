@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from orchestrator.plan.learning_rate import learning_rate
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import GPT, engine_of
 from tests.trainer.states import saved_and_resumed
@@ -13,7 +14,6 @@ from trainer.model.init import init_stage
 from trainer.model.loss import cross_entropy_sum
 from trainer.model.stage import Stage
 from trainer.optim.adamw import AdamW
-from trainer.optim.lr import learning_rate
 from trainer.optim.owners import on_whole, rounds
 from trainer.optim.rule import Rules
 from trainer.precision import FP64

@@ -14,7 +14,6 @@ rank or stage, so that any layout can read what any other has written. Padding i
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -30,10 +29,8 @@ from trainer.parallel.params import ParamInfo, StateKind
 from .geometry import BlockRange, Cut, tiling_problem
 
 SCHEMA = CHECKPOINT
-MANIFEST = "manifest.json"
 FENCE = "fence.json"
 RNG_KEY = "rng/cpu"  # a rank's random state, in its file
-STEP = re.compile(r"step-(\d{8})")
 
 
 def step_name(step: int) -> str:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
+from orchestrator.plan.worker import MANIFEST, committed
 from trainer.comm.control import WORLD, ControlPath
 from trainer.errors import CheckpointError
 
 from .files import sha256
-from .format import MANIFEST, FileRecord, Manifest, decode, step_name
-from .retention import committed
+from .format import FileRecord, Manifest, decode, step_name
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Lists committed checkpoints and deletes old ones."""
+"""Deletes old checkpoints, and sets damaged ones aside."""
 
 from __future__ import annotations
 
@@ -10,21 +10,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from orchestrator.plan.worker import MANIFEST, committed
 from trainer.durable import sync_folder
 
 from .fence import Fence
-from .format import MANIFEST, STEP
-
-
-def committed(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every committed checkpoint, newest first. Committed means renamed, not verified."""
-    with contextlib.suppress(FileNotFoundError):
-        while True:
-            named = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP.fullmatch(path.name))]
-            found = sorted(((step, path) for step, path in named if path.is_dir()), reverse=True)
-            if found or all(path.exists() for _, path in named):
-                return found  # else all were replaced by newer ones since they were listed: list again
-    return []
 
 
 def prune(folder: Path, keep_last: int, protected: int | None = None) -> list[int]:

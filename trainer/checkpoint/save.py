@@ -20,6 +20,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from orchestrator.plan import Exit, Plan
+from orchestrator.plan.worker import MANIFEST
 from trainer.comm.control import WORLD, ControlPath
 from trainer.durable import sync_folder, write_atomic
 from trainer.errors import CheckpointError, Fenced, SaveError, TrainerError
@@ -28,7 +29,6 @@ from . import fence
 from .fence import Fence
 from .files import DTYPES, locked, sha256_from_disk, write_tensors
 from .format import (
-    MANIFEST,
     RNG_KEY,
     FileRecord,
     Layout,

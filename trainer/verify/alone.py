@@ -12,12 +12,12 @@ from msgspec import UNSET, structs
 from torch import Tensor
 
 from orchestrator.plan import Plan, seal
+from orchestrator.plan.learning_rate import learning_rate
 from orchestrator.plan.ranks import all_groups, coords, embeds_at_both_ends
 from trainer.comm.mesh import Mesh
 from trainer.engine import Engine
 from trainer.model.init import init_stage
 from trainer.model.stage import Stage
-from trainer.optim.lr import learning_rate
 from trainer.precision import Recipe
 
 from .oracle import Outcome

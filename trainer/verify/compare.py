@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from orchestrator.plan import Plan, seal
+from orchestrator.plan.learning_rate import learning_rate
 from orchestrator.plan.parity import ALONE, LIMITS
 from trainer.comm.mesh import Mesh
 from trainer.engine import Engine
-from trainer.optim.lr import learning_rate
 from trainer.precision import DTYPES, FP64, Recipe
 
 from .oracle import Outcome

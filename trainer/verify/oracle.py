@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from orchestrator.plan import Plan
+from orchestrator.plan.learning_rate import learning_rate
 from orchestrator.plan.offload import offload_of
 from trainer.model.dropout import seed_dropout
 from trainer.model.experts import MixtureOfExperts
@@ -22,7 +23,6 @@ from trainer.model.loss import LossTerms, cross_entropy_sum
 from trainer.model.router import Router
 from trainer.model.stage import Stage, term_names
 from trainer.model.state import states
-from trainer.optim.lr import learning_rate
 
 from . import plain_fp8
 from .plain_optim import plain_optimizer

@@ -30,6 +30,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     found = Run.find(args.run)
     with HeldSignals() as signals:
         handle = found.resume(args.allow)
+        for line in found.rate_breaks():
+            print(f"orch: {line}", file=sys.stderr)
         if args.follow:
             from orchestrator.cli.terminal import follow_run
 

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from orchestrator.plan import Plan
-from trainer.checkpoint.format import MANIFEST, Manifest, StatePiece, decode, rank_file
+from orchestrator.plan.worker import MANIFEST
+from trainer.checkpoint.format import Manifest, StatePiece, decode, rank_file
 from trainer.checkpoint.load import VerifiedCheckpoint, check_file
 from trainer.checkpoint.restore import StoredState
 from trainer.checkpoint.save import layout_of

@@ -11,7 +11,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.checkpoint.format import MANIFEST, Manifest, StatePiece, coverage_problem, decode, encode, rank_file
+from orchestrator.plan.worker import MANIFEST
+from trainer.checkpoint.format import Manifest, StatePiece, coverage_problem, decode, encode, rank_file
 from trainer.checkpoint.save import Contents, RankOutcome, Target, gather, manifest_of, write
 from trainer.comm.control import first_problem
 from trainer.errors import TrainerError

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
-from orchestrator.plan.document import Optim
+from .document import Optim
 
 #: Share of the run that the final decay of WSD takes when `decay_steps` is 0 (MiniCPM, arXiv 2404.06395, section 4).
 WSD_DECAY_SHARE = 0.1
@@ -52,8 +52,8 @@ def remembered(step: int, optim: Optim, total_steps: int) -> dict[str, float]:
 
 def jump(saved: Mapping[str, float], step: int, optim: Optim, total_steps: int) -> str:
     """One line where this schedule gives another rate at a saved step than the step was made with: the curve breaks
-    there. "" where it goes on, and for a checkpoint that remembers nothing of it."""
-    if RATE not in saved or not step:
+    there. "" where it goes on, where no step follows, and for a checkpoint that remembers nothing of it."""
+    if RATE not in saved or not 0 < step < total_steps:
         return ""
 
     def goes_on(with_optim: Optim) -> bool:
