@@ -39,16 +39,22 @@ _NOTICE = signal.SIGURG
 log = logging.getLogger("orch.agent")
 
 
-def main(argv: list[str] | None = None, key: bytes | None = None, on_notice: Callable[[], None] | None = None) -> int:
+def main(
+    argv: list[str] | None = None,
+    key: bytes | None = None,
+    on_notice: Callable[[], None] | None = None,
+    root: Path = Path("/"),
+) -> int:
     """`key`: the run's, where it does not lie in the run folder. `on_notice`: called when a signal asks this process
-    to end; those that come once the agent has ended then wait for whatever the caller does next."""
+    to end; those that come once the agent has ended then wait for whatever the caller does next. `root`: where the
+    machine's own files are."""
     args = _parse(argv)
     os.umask(0o077)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
     )
     try:
-        return asyncio.run(_run(args, key, on_notice))
+        return asyncio.run(_run(args, key, on_notice, root))
     except OrchError as error:
         log.error("%s", error.message)
         return error.exit
@@ -82,7 +88,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-async def _run(args: argparse.Namespace, key: bytes | None, on_notice: Callable[[], None] | None) -> int:
+async def _run(args: argparse.Namespace, key: bytes | None, on_notice: Callable[[], None] | None, root: Path) -> int:
     folder = RunFolder(args.run_dir)
     key = key or read_secret(folder.key)
     request = read_request(folder)
@@ -109,7 +115,7 @@ async def _run(args: argparse.Namespace, key: bytes | None, on_notice: Callable[
     facts = NodeFacts(platform.node(), args.address, os.getpid(), gpus, _nics(), addresses)
     process = AgentProcess(folder, request, args.node, key, recorder, (args.address, args.coordinator_port))
     connector = process.connector(ScaleUpPolicy(dwell_s=args.grow_after_s) if args.elastic else None)
-    agent = Agent(folder, plan, request, args.node, facts, recorder, address, connector)
+    agent = Agent(folder, plan, request, args.node, facts, recorder, address, connector, root)
     _listen_to_signals(agent, on_notice)
     if args.lifeline:
         _watch_lifeline(agent)
