@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.errors import OrchError
-from orchestrator.plan import Exit, Plan, PlanError, load_plan
-from orchestrator.run.folder import RunFolder, read_secret
+from orchestrator.plan import Exit, Plan, load_plan
+from orchestrator.run.folder import RunFolder, ending, first_read, read_secret
 from orchestrator.run.request import read_request, used_nodes
 from orchestrator.run.store_socket import own_addresses
 
@@ -55,15 +55,10 @@ def main(
     )
     try:
         return asyncio.run(_run(args, key, on_notice, root))
-    except OrchError as error:
-        log.error("%s", error.message)
-        return error.exit
-    except PlanError as error:
-        log.error("%s", error)
-        return Exit.CONFIG
-    except Exception:
-        log.exception("internal error")
-        return Exit.INTERNAL
+    except Exception as error:
+        code, text = ending(error)
+        log.error("%s", text, exc_info=code == Exit.INTERNAL)
+        return code
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -90,9 +85,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 async def _run(args: argparse.Namespace, key: bytes | None, on_notice: Callable[[], None] | None, root: Path) -> int:
     folder = RunFolder(args.run_dir)
-    key = key or read_secret(folder.key)
-    request = read_request(folder)
-    plan = load_plan(folder.plan)
+    key = key or first_read(lambda: read_secret(folder.key))
+    request = first_read(lambda: read_request(folder))
+    plan = first_read(lambda: load_plan(folder.plan))
     if plan.hash != request.plan_hash and not args.elastic:
         raise OrchError(f"plan.json has hash {plan.hash[:12]}, the request names {request.plan_hash[:12]}", Exit.CONFIG)
     nodes = used_nodes(plan)
@@ -120,7 +115,7 @@ async def _run(args: argparse.Namespace, key: bytes | None, on_notice: Callable[
     if args.lifeline:
         _watch_lifeline(agent)
     if first and not args.elastic:
-        process.lead(WorldSizes.fixed(plan))
+        first_read(lambda: process.lead(WorldSizes.fixed(plan)))
     try:
         return await process.run(agent, args.elastic)
     finally:

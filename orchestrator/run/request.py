@@ -344,7 +344,7 @@ def read_request(folder: RunFolder) -> LaunchRequest:
     try:
         return from_bytes(read_file(folder.request))
     except OSError as error:
-        raise OrchError(f"run {folder.run_id} has no readable request: {error.strerror}", Exit.CONFIG) from None
+        raise OrchError(f"run {folder.run_id} has no readable request: {error.strerror}", Exit.CONFIG) from error
 
 
 def check_contents(bundle: SubmissionBundle) -> None:

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.plan.exits import Exit
+from orchestrator.plan.exits import Exit, is_of_the_machine
 from orchestrator.run.processes import StopWatch, become_subreaper, descendants, kill_descendants, reap_children
 
 from .fork_server import LARGEST_PACKET, SIGNALS, settle, waiting_packets
@@ -256,14 +256,16 @@ def _become_worker(
     supervisor: int, order: dict, environment: dict[str, str], log: int, report: int, store: int | None
 ) -> None:
     """In the child. Never returns."""
-    argv = order["argv"]
+    argv, code = order["argv"], Exit.USAGE
     try:
         settle(supervisor, log, report, store, order["cores"])
         os.execvpe(argv[0], argv, environment)
     except BaseException as error:
+        if is_of_the_machine(error):
+            code = Exit.USER  # the next start may succeed
         os.write(2, f"orch: cannot start {argv[0]!r}: {error}\n".encode(errors="replace"))
     finally:
-        os._exit(Exit.USAGE)
+        os._exit(code)
 
 
 def main() -> int:
