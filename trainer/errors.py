@@ -13,6 +13,7 @@ import os
 import sys
 
 from orchestrator.plan import Exit, Plan, PlanError
+from orchestrator.plan.exits import OF_THE_MACHINE, is_of_the_machine
 from orchestrator.plan.trained import problems
 
 #: errno values that mean a full disk or an exhausted quota.
@@ -167,9 +168,12 @@ def exit_code(error: BaseException) -> Exit:
     if isinstance(error, TrainerError):
         return error.exit
     if isinstance(error, PlanError):
-        return Exit.CONFIG
+        return Exit.USER if is_of_the_machine(error) else Exit.CONFIG
     if is_peer_loss(error):
         return Exit.RESTART
+    # of a library that cannot be opened, and of torch's own code, which pass on what the system says
+    if isinstance(error, ImportError | RuntimeError) and any(os.strerror(n) in str(error) for n in OF_THE_MACHINE):
+        return Exit.USER
     # torch.OutOfMemoryError is a RuntimeError: the plan did not fit and the user must change it
     if isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return Exit.USER

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.errors import OrchError
-from orchestrator.plan import Exit, Plan, PlanError, load_plan
-from orchestrator.run.folder import RunFolder, read_secret
+from orchestrator.plan import Exit, Plan, load_plan
+from orchestrator.run.folder import RunFolder, ending, first_read, read_secret
 from orchestrator.run.request import read_request, used_nodes
 from orchestrator.run.store_socket import own_addresses
 
@@ -39,25 +39,26 @@ _NOTICE = signal.SIGURG
 log = logging.getLogger("orch.agent")
 
 
-def main(argv: list[str] | None = None, key: bytes | None = None, on_notice: Callable[[], None] | None = None) -> int:
+def main(
+    argv: list[str] | None = None,
+    key: bytes | None = None,
+    on_notice: Callable[[], None] | None = None,
+    root: Path = Path("/"),
+) -> int:
     """`key`: the run's, where it does not lie in the run folder. `on_notice`: called when a signal asks this process
-    to end; those that come once the agent has ended then wait for whatever the caller does next."""
+    to end; those that come once the agent has ended then wait for whatever the caller does next. `root`: where the
+    machine's own files are."""
     args = _parse(argv)
     os.umask(0o077)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
     )
     try:
-        return asyncio.run(_run(args, key, on_notice))
-    except OrchError as error:
-        log.error("%s", error.message)
-        return error.exit
-    except PlanError as error:
-        log.error("%s", error)
-        return Exit.CONFIG
-    except Exception:
-        log.exception("internal error")
-        return Exit.INTERNAL
+        return asyncio.run(_run(args, key, on_notice, root))
+    except Exception as error:
+        code, text = ending(error)
+        log.error("%s", text, exc_info=code == Exit.INTERNAL)
+        return code
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -82,11 +83,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-async def _run(args: argparse.Namespace, key: bytes | None, on_notice: Callable[[], None] | None) -> int:
+async def _run(args: argparse.Namespace, key: bytes | None, on_notice: Callable[[], None] | None, root: Path) -> int:
     folder = RunFolder(args.run_dir)
-    key = key or read_secret(folder.key)
-    request = read_request(folder)
-    plan = load_plan(folder.plan)
+    key = key or first_read(lambda: read_secret(folder.key))
+    request = first_read(lambda: read_request(folder))
+    plan = first_read(lambda: load_plan(folder.plan))
     if plan.hash != request.plan_hash and not args.elastic:
         raise OrchError(f"plan.json has hash {plan.hash[:12]}, the request names {request.plan_hash[:12]}", Exit.CONFIG)
     nodes = used_nodes(plan)
@@ -109,12 +110,12 @@ async def _run(args: argparse.Namespace, key: bytes | None, on_notice: Callable[
     facts = NodeFacts(platform.node(), args.address, os.getpid(), gpus, _nics(), addresses)
     process = AgentProcess(folder, request, args.node, key, recorder, (args.address, args.coordinator_port))
     connector = process.connector(ScaleUpPolicy(dwell_s=args.grow_after_s) if args.elastic else None)
-    agent = Agent(folder, plan, request, args.node, facts, recorder, address, connector)
+    agent = Agent(folder, plan, request, args.node, facts, recorder, address, connector, root)
     _listen_to_signals(agent, on_notice)
     if args.lifeline:
         _watch_lifeline(agent)
     if first and not args.elastic:
-        process.lead(WorldSizes.fixed(plan))
+        first_read(lambda: process.lead(WorldSizes.fixed(plan)))
     try:
         return await process.run(agent, args.elastic)
     finally:

@@ -357,6 +357,7 @@ class BackendSpec(Frozen):
     min_nodes_grace_s: NonNegative = 30.0  # an elastic run waits so long for nodes to come back before it ends with 76
     allow_drills: bool | None = None  # `orch drill` may break parts of the run; None: on the local backend alone
     store_filter: bool = True  # rank 0's store answers the run's nodes alone; false: for a NAT between nodes
+    numa_binding: bool = True  # each worker runs on the cores of its GPU's NUMA domain, docs/programs.md; false: on all
     env: dict[EnvName, Text] = {}  # for the workers, on top of the allow-list; never a place for secrets
     pass_env: list[EnvPattern] = []  # further variables of the shell to pass on: names, and patterns like WANDB_*
     options: dict[str, Any] = {}  # of this backend alone

@@ -142,7 +142,7 @@ def load_plan(path: str | Path) -> Plan:
     try:
         raw = read_file(Path(path))
     except OSError as error:
-        raise PlanError(f"cannot read plan {path}: {error.strerror}") from None
+        raise PlanError(f"cannot read plan {path}: {error.strerror}") from error
     return from_json(raw)
 
 

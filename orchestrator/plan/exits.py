@@ -4,6 +4,7 @@ One table, used by the agent (what a worker's code means), by `orch --help`, and
 scheduler rules.
 """
 
+import errno
 from enum import IntEnum
 
 
@@ -37,6 +38,18 @@ MEANING: dict[Exit, str] = {
 
 #: Codes after which starting the same thing again cannot help.
 FATAL = frozenset({Exit.USAGE, Exit.CONFIG, Exit.SECURITY})
+
+#: errno values of a machine or a disk that fails, perhaps for a moment. Others are of whoever has named the file.
+OF_THE_MACHINE = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT, errno.ENOTCONN}
+)
+
+
+def is_of_the_machine(error: BaseException | None) -> bool:
+    """Whether the error, or the one that it was raised from, is a fault of the machine or of a disk."""
+    if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
+        return True
+    return error is not None and is_of_the_machine(error.__cause__)
 
 
 def meaning(code: int) -> str:

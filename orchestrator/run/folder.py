@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from orchestrator.errors import OrchError
 from orchestrator.plan.codec import UNREADABLE, PlanError, read_file
-from orchestrator.plan.exits import Exit
+from orchestrator.plan.exits import Exit, is_of_the_machine
 
 RUN_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 Document = TypeVar("Document", bound=Struct)
@@ -142,13 +142,15 @@ def read_json(path: Path, kind: type[Document]) -> Document | None:
     except FileNotFoundError:
         if not path.is_symlink():
             return None
-        why = "a link to nothing"
+        raise _unreadable(path, "a link to nothing") from None
     except OSError as error:
-        why = error.strerror or str(error)
+        raise _unreadable(path, error.strerror or str(error)) from error
     except UNREADABLE as error:
-        why = str(error)
-    why = "".join(c if c.isprintable() else " " for c in why)
-    raise OrchError(f"{path} is unreadable: {why}", Exit.CONFIG)
+        raise _unreadable(path, str(error)) from None
+
+
+def _unreadable(path: Path, why: str) -> OrchError:
+    return OrchError(f"{path} is unreadable: {''.join(c if c.isprintable() else ' ' for c in why)}", Exit.CONFIG)
 
 
 def reason_of(error: Exception) -> str:
@@ -170,7 +172,7 @@ def read_secret(path: Path) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise OrchError(f"cannot read {path}: {error.strerror}", Exit.SECURITY) from None
+        raise OrchError(f"cannot read {path}: {error.strerror}", Exit.SECURITY) from error
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -204,15 +206,36 @@ class Insistence:
         self._tells = False
 
 
-def insist(record: Callable[[], Result], tells: bool = True) -> Result:
-    """What `record` returns, called until the disk lets it, in at most RECORD_S. Raises what it has raised last."""
+def insist(
+    record: Callable[[], Result], tells: bool = True, hopes: Callable[[Exception], bool] = lambda error: True
+) -> Result:
+    """What `record` returns, called until the disk lets it, in at most RECORD_S. Raises what it has raised last, and at
+    once an error for which there is no hope."""
     insistence = Insistence(tells)
     while True:
         try:
             return record()
         except RECORD_ERRORS as error:
+            if not hopes(error):
+                raise
             insistence.refused(error)
         time.sleep(RECORD_AGAIN_S)
+
+
+def first_read(record: Callable[[], Result]) -> Result:
+    """What `record` reads for a process that starts: tried again where the machine fails, and nothing else."""
+    return insist(record, hopes=is_of_the_machine)
+
+
+def ending(error: Exception) -> tuple[int, str]:
+    """The exit code of a process of a run that this error ends, and the line that says why."""
+    if is_of_the_machine(error):
+        return int(Exit.NODE), reason_of(error)
+    if isinstance(error, OrchError):
+        return int(error.exit), error.message
+    if isinstance(error, PlanError):
+        return int(Exit.CONFIG), str(error)
+    return int(Exit.INTERNAL), f"internal error: {type(error).__name__}: {error}"
 
 
 class _Inside:

@@ -48,6 +48,7 @@ class Worker(Frozen, omit_defaults=True):
     cwd: str
     bundled: bool  # the trainer of this wheel, not the user's program
     pattern: str = ""  # a regular expression that reads steps from what it prints
+    numa_binding: bool = True  # to the cores of its GPU's NUMA domain
 
 
 class LeftOut(Frozen):
@@ -218,7 +219,7 @@ def make_request(
             **({"progress": "as printed"} if worker.pattern else {}),
         },
         agents=agents,
-        worker=worker,
+        worker=structs.replace(worker, numa_binding=config.backend.numa_binding),
         environment=_environment(config, plan, site, keep, python_path),
         policy=Policy(
             join_timeout_s=site.join_timeout_s,
@@ -343,7 +344,7 @@ def read_request(folder: RunFolder) -> LaunchRequest:
     try:
         return from_bytes(read_file(folder.request))
     except OSError as error:
-        raise OrchError(f"run {folder.run_id} has no readable request: {error.strerror}", Exit.CONFIG) from None
+        raise OrchError(f"run {folder.run_id} has no readable request: {error.strerror}", Exit.CONFIG) from error
 
 
 def check_contents(bundle: SubmissionBundle) -> None:

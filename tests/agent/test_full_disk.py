@@ -8,10 +8,13 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from orchestrator.agent.__main__ import main as agent_main
 from orchestrator.agent.leader import state_writer as run_record
 from orchestrator.agent.node.agent import Agent, NodeFacts
 from orchestrator.agent.node.recorder import Recorder
@@ -32,11 +35,12 @@ from orchestrator.plan import to_json
 from orchestrator.run import folder as run_folder
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.intent import ask
-from orchestrator.run.request import read_request
+from orchestrator.run.request import read_request, to_bytes
 from orchestrator.run.state import read_state
 from tests.agent.conftest import options
 from tests.agent.test_elastic import cancel, running, start
 from tests.beds.bundles import make_bundle, refusal, submit, wait_end, wait_for
+from tests.beds.coordinated import PLAN, make_folder
 from tests.beds.failing_disk import failing, without_descriptors
 from tests.beds.plans import make_plan
 from tests.patience import PATIENCE_S
@@ -237,6 +241,54 @@ async def test_an_agent_waits_for_a_plan_that_its_disk_does_not_show_yet(runs, m
     finally:
         agent._control.close()
         recorder.close()
+
+
+@pytest.mark.parametrize("name", ["key", "request", "plan"])
+@pytest.mark.parametrize(
+    ("number", "refusals", "code"),
+    [
+        (errno.EMFILE, 2, 65),
+        (errno.ESTALE, 2, 65),
+        *((number, 1000, 74) for number in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE)),
+        (errno.EACCES, 1000, 0),
+        (errno.ENOENT, 1000, 0),
+    ],
+)
+def test_an_agent_reads_again_what_a_failing_machine_refuses_at_its_start(
+    tmp_path, monkeypatch, capfd, name, number, refusals, code
+):
+    """Once it has read all, it refuses a node that the plan does not know."""
+    folder = make_folder(tmp_path)
+    write_private(folder.request, to_bytes(make_bundle(PLAN, tmp_path / "runs").request))
+    write_private(folder.key, b"ff" * 32)
+    write_private(folder.plan, to_json(PLAN))
+    monkeypatch.setattr(run_folder, "RECORD_S", 0.5)
+    monkeypatch.setattr(run_folder, "RECORD_AGAIN_S", 0.01)
+    opened, attempts = os.open, []
+
+    def refuse(path, *how, **named):
+        if path == getattr(folder, name) and len(attempts) < refusals:
+            attempts.append(path)
+            raise OSError(number, os.strerror(number))
+        return opened(path, *how, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    code = code or (78 if name == "key" else 65)  # of the user's
+    assert agent_main(["--run-dir", str(folder.path), "--node", "stranger"]) == code
+    last = capfd.readouterr().err.splitlines()[-1]
+    if refusals < 1000:
+        assert "the plan gives no rank to node 'stranger'" in last and len(attempts) == refusals
+    else:
+        assert os.strerror(number) in last and (len(attempts) > 1) == (code == 74)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("argv", "files", "code"), [("true", 3, 1), ("true", 64, 0), ("/etc/passwd", 64, 64)])
+def test_a_worker_that_finds_no_descriptor_is_started_again(argv, files, code):
+    there = "import os, resource; from orchestrator.agent.node.worker_supervisor import _become_worker; "
+    there += f"resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, 64)); "
+    there += f"_become_worker(os.getppid(), {{'argv': [{argv!r}], 'cores': []}}, dict(os.environ), 1, 2, None)"
+    assert subprocess.run([sys.executable, "-c", there], check=False).returncode == code
 
 
 @pytest.mark.process

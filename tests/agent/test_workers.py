@@ -50,8 +50,8 @@ class Harness:
     def argv(self, code: str) -> list[str]:
         return [*(PROGRAM if self.forked else [sys.executable, "-S", "-c"]), code]
 
-    def start(self, code: str, rank: int = 0, environment=(), argv=None):
-        self.workers.start(rank, argv or self.argv(code), dict(environment), str(self.tmp_path), self.log(rank))
+    def start(self, code: str, rank: int = 0, environment=(), argv=None, **how):
+        self.workers.start(rank, argv or self.argv(code), dict(environment), str(self.tmp_path), self.log(rank), **how)
 
     def log(self, rank: int = 0):
         return self.tmp_path / f"rank-{rank}.log"
@@ -75,6 +75,15 @@ def h(request, monkeypatch, tmp_path):
     """Workers that are programs of their own, and workers from a preloaded process."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return Harness(tmp_path, forked=request.param == "forked")
+
+
+async def test_a_worker_runs_on_the_cores_that_it_was_given_where_they_still_exist(h):
+    *_, last = sorted(os.sched_getaffinity(0))
+    for rank, cores in enumerate([{last}, {1023}, ()]):
+        h.start("import os; print(sorted(os.sched_getaffinity(0)), flush=True)", rank, cores=cores)
+    await h.until_empty()
+    everywhere = str(sorted(os.sched_getaffinity(0)))
+    assert [h.log(rank).read_text().strip() for rank in range(3)] == [f"[{last}]", everywhere, everywhere]
 
 
 async def test_a_worker_has_four_descriptors_its_own_session_and_default_signals(h):

@@ -213,7 +213,8 @@ def test_pet_variables_are_torchrun_s_defaults(capsys, monkeypatch):
 
 
 def test_what_is_not_needed_is_said(capsys):
-    assert main(["run", "--standalone", "--rdzv-backend", "c10d", "-t", "3", "--dry-run", "--json", "train.py"]) == 0
+    given = ["--standalone", "--rdzv-backend", "c10d", "-t", "3", "--numa-binding=node"]
+    assert main(["run", *given, "--dry-run", "--json", "train.py"]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "--" in line.split()[1]]
     assert [line.split(" is not needed")[0] for line in said] == ["orch: --rdzv-backend", "orch: --tee"]
 
@@ -227,6 +228,7 @@ def test_what_is_not_needed_is_said(capsys):
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node '0' is not a number of at least 1"),
         (["--node-rank", "1", "train.py"], "--node-rank is not for orch run"),
         (["--log-dir", "x", "train.py"], "--log-dir is not for orch run: logs are in the run's folder"),
+        (["--numa-binding", "socket", "train.py"], "--numa-binding 'socket' is not for orch run: it knows node alone"),
         (["--virtual-local-rank", "train.py"], "--virtual-local-rank is not for orch run"),
         (["--module", "--no-python", "train.py"], "exclude each other"),
     ],

@@ -1,10 +1,19 @@
 """Which exit code an error ends with, and what counts as a lost peer."""
 
+import errno
+import os
+
 import pytest
 import torch
 
 from orchestrator.plan import Exit, PlanError
 from trainer import errors
+
+
+def unread(number: int) -> PlanError:
+    error = PlanError(f"cannot read plan: {os.strerror(number)}")
+    error.__cause__ = OSError(number, os.strerror(number))
+    return error
 
 
 @pytest.mark.parametrize(
@@ -22,6 +31,13 @@ from trainer import errors
         (PlanError("x"), Exit.CONFIG),
         (OSError(28, "No space left on device"), Exit.USER),
         (MemoryError(), Exit.USER),
+        *((unread(number), Exit.USER) for number in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE)),
+        *((unread(number), Exit.CONFIG) for number in (errno.EACCES, errno.ENOENT, errno.EISDIR)),
+        (ImportError("libc10.so: cannot open shared object file: Too many open files"), Exit.USER),
+        (ImportError("libc10.so: cannot read file data: Input/output error"), Exit.USER),
+        (RuntimeError("unable to open a shared memory object: Too many open files in system (23)"), Exit.USER),
+        (ImportError("libc10.so: cannot open shared object file: No such file or directory"), Exit.INTERNAL),
+        (ImportError("libc10.so: cannot open shared object file: Permission denied"), Exit.INTERNAL),
         (torch.OutOfMemoryError("CUDA out of memory"), Exit.USER),
         (torch.distributed.DistNetworkError("x"), Exit.RESTART),
         (torch.distributed.DistStoreError("x"), Exit.RESTART),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import assert_never
 
 from orchestrator.agent.protocol import messages
@@ -39,7 +40,7 @@ class NodeFacts:
 
 
 class Agent:
-    """`metrics_address`: host:port of this node's Prometheus endpoint."""
+    """`metrics_address`: host:port of this node's Prometheus endpoint. `root`: of the machine's own files."""
 
     def __init__(
         self,
@@ -51,11 +52,12 @@ class Agent:
         recorder: Recorder,
         metrics_address: str | None,
         connector: Connector,
+        root: Path = Path("/"),
     ):
         self._rules, self._few_nodes = request.policy, len(request.agents) <= _FEW_NODES
         self._node, self._facts, self._connector = node, facts, connector
         self._recorder, self._metrics_address = recorder, metrics_address
-        self._control = WorkerControl(folder, plan, request, node, recorder, self._send, replans=connector.moves)
+        self._control = WorkerControl(folder, plan, request, node, recorder, self._send, connector.moves, root)
         self._channel: Channel | None = None
         self._epoch = -1  # the last epoch it followed
         self._silent_ticks = 0

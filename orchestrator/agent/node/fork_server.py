@@ -27,7 +27,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import NoReturn
 
@@ -66,13 +66,16 @@ def waiting_packets(peer: socket.socket) -> Iterator[dict | None]:
         yield json.loads(packet)
 
 
-def settle(supervisor: int, log: int, report: int, store: int | None = None) -> None:
+def settle(supervisor: int, log: int, report: int, store: int | None, cores: Sequence[int]) -> None:
     """Sets up a new worker: own session, default signals, output to the log, report pipe on descriptor 3, and on 4 the
-    socket of rank 0's store.
+    socket of rank 0's store; bound to `cores`, if there are any.
 
     It dies with its supervisor.
     """
     os.setsid()
+    if cores:
+        with contextlib.suppress(OSError):  # the job's cores have changed just now: it runs where it may
+            os.sched_setaffinity(0, cores)
     signal.set_wakeup_fd(-1)
     for signum in (*SIGNALS, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
@@ -136,7 +139,7 @@ class ForkServer:
             end = time.monotonic() + _ADOPTION_S
             while os.getppid() != self._supervisor and time.monotonic() < end:
                 time.sleep(0.0005)
-            settle(self._supervisor, log, report, store)
+            settle(self._supervisor, log, report, store, order["cores"])
             for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # as in every Python program
                 signal.signal(signum, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from orchestrator.run.processes import Identity, identity, send_signal
 from orchestrator.run.request import LaunchRequest, Worker, used_nodes
 from orchestrator.run.store_socket import StoreSocket
 
+from .cpu_binding import as_list, bind, narrowed
 from .disk import Disk
 from .fork_server import REPORT_FD, STORE_FD
 from .printed_steps import PrintedSteps
@@ -34,7 +36,8 @@ log = logging.getLogger("orch.agent")
 
 
 class WorkerControl:
-    """`send`: a message of the current epoch to the coordinator. `replans`: the plan in force may change."""
+    """`send`: a message of the current epoch to the coordinator. `replans`: the plan in force may change.
+    `root`: where the files of this machine's cores and GPUs are."""
 
     def __init__(
         self,
@@ -45,11 +48,12 @@ class WorkerControl:
         recorder: Recorder,
         send: Callable[[FromAgent], None],
         replans: bool,
+        root: Path = Path("/"),
     ):
         self.plan = plan
         self._folder, self._worker, self._node = folder, with_own_python(request.worker), node
         self._recorder, self._send, self._replans = recorder, send, replans
-        self._code = request.code
+        self._code, self._root = request.code, root
         self._max_restarts, self._store_filter = request.policy.max_restarts, request.policy.store_filter
         program = preloaded(self._worker)
         known = {"ORCH_PLAN": str(folder.plan)}
@@ -169,17 +173,16 @@ class WorkerControl:
             return f"told to start ranks {told} of plan {assign.plan_hash[:12]}, the plan has {ours}"
         self._assigned = True
         by_gpu = sorted(assign.ranks, key=lambda one: one.gpu)
-        gpus = [one.gpu for one in by_gpu]
-        visible = {} if gpus == list(range(len(gpus))) else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        on_gpus = self.plan.cluster.device == "cuda"
+        visible = narrowed(os.environ, [one.gpu for one in by_gpu]) if on_gpus else {}
+        cores = self._bind([one.rank for one in by_gpu], visible)
         if any(one.rank == 0 for one in assign.ranks) and self._store:
             self._store.admit(assign.peers)
         else:
             self._close_store()
         argv = [*self._worker.argv, "--final-checkpoint"] if assign.final_checkpoint else self._worker.argv
         for local_rank, one in enumerate(by_gpu):
-            variables = self._environment(assign, one.rank, local_rank).variables()
-            if self.plan.cluster.device == "cuda":
-                variables |= visible
+            variables = self._environment(assign, one.rank, local_rank).variables() | visible
             path = self._folder.rank_log(one.rank)
             start = self._log_starts[one.rank] = size_of(path)
             if self._printed:
@@ -187,10 +190,27 @@ class WorkerControl:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
             banner = f"--- orch: epoch {self._epoch} on {self._node}, {when} UTC\n" if start else ""
             store = self._store.fileno() if self._gives_store(one.rank) and self._store else None
-            self._workers.start(one.rank, argv, variables, self._worker.cwd, path, banner, store)
+            self._workers.start(one.rank, argv, variables, self._worker.cwd, path, banner, store, cores[local_rank])
         name = "flush_started" if assign.final_checkpoint else "workers_started"
         self._recorder.event(name, ranks=[one.rank for one in by_gpu])
         return None
+
+    def _bind(self, ranks: Sequence[int], visible: Mapping[str, str]) -> list[Set[int]]:
+        """The cores of each of these ranks, by local rank, and what was done about it, recorded."""
+        worker = self._worker
+        if not worker.numa_binding or (worker.bundled and self.plan.cluster.device == "cpu"):
+            return [frozenset()] * len(ranks)
+        allowed = os.sched_getaffinity(0)
+        bound = bind(self._root, os.environ | visible, allowed, len(ranks), one_gpu_each=worker.bundled)
+        sharing: dict[str, list[int]] = {}
+        for rank, cores in zip(ranks, bound.cores, strict=True):
+            if cores:
+                sharing.setdefault(as_list(cores), []).append(rank)
+        if bound.reason:
+            log.warning("workers are not bound to the cores of their GPU: %s", bound.reason)
+        if bound.reason or sharing:
+            self._recorder.event("workers_bound", cores=sharing, reason=bound.reason)
+        return bound.cores
 
     def _read_plan(self) -> None:
         try:

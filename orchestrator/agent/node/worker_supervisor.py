@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.plan.exits import Exit
+from orchestrator.plan.exits import Exit, is_of_the_machine
 from orchestrator.run.processes import StopWatch, become_subreaper, descendants, kill_descendants, reap_children
 
 from .fork_server import LARGEST_PACKET, SIGNALS, settle, waiting_packets
@@ -154,18 +154,16 @@ class WorkerSupervisor:
             if self._fork_server and argv[: len(self._program)] == self._program:
                 self._request_fork(self._fork_server, order, log, report, store)
             else:
-                self._exec(rank, argv, environment, log, report, store)
+                self._exec(order, environment, log, report, store)
         finally:
             os.close(log)
 
-    def _exec(
-        self, rank: int, argv: list[str], environment: dict[str, str], log: int, report: int, store: int | None
-    ) -> None:
+    def _exec(self, order: dict, environment: dict[str, str], log: int, report: int, store: int | None) -> None:
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_worker(supervisor, argv, environment, log, report, store)
-        self._worker_started(rank, pid)
+            _become_worker(supervisor, order, environment, log, report, store)
+        self._worker_started(order["rank"], pid)
 
     def _worker_started(self, rank: int, pid: int) -> None:
         self._ranks[pid] = rank
@@ -189,6 +187,7 @@ class WorkerSupervisor:
         self._pending[ticket] = pending
         wanted = {"ticket": ticket, "name": f"orch-rank-{order['rank']}", "cwd": order["cwd"]}
         wanted |= {"arguments": order["argv"][len(self._program) :], "environment": order["environment"]}
+        wanted["cores"] = order["cores"]
         try:
             descriptors = [log, report, theirs] if store is None else [log, report, theirs, store]
             socket.send_fds(server, [json.dumps(wanted).encode()], descriptors)
@@ -222,7 +221,7 @@ class WorkerSupervisor:
             order = pending.order
             os.chdir(order["cwd"])
             environment = {**os.environ, **order["environment"]}
-            self._exec(order["rank"], order["argv"], environment, pending.log, pending.report, pending.store)
+            self._exec(order, environment, pending.log, pending.report, pending.store)
             pending.close()
 
     def _cancel_pending(self, signum: int) -> None:
@@ -254,16 +253,19 @@ def _open_log(path: str) -> int:
 
 
 def _become_worker(
-    supervisor: int, argv: list[str], environment: dict[str, str], log: int, report: int, store: int | None
+    supervisor: int, order: dict, environment: dict[str, str], log: int, report: int, store: int | None
 ) -> None:
     """In the child. Never returns."""
+    argv, code = order["argv"], Exit.USAGE
     try:
-        settle(supervisor, log, report, store)
+        settle(supervisor, log, report, store, order["cores"])
         os.execvpe(argv[0], argv, environment)
     except BaseException as error:
+        if is_of_the_machine(error):
+            code = Exit.USER  # the next start may succeed
         os.write(2, f"orch: cannot start {argv[0]!r}: {error}\n".encode(errors="replace"))
     finally:
-        os._exit(Exit.USAGE)
+        os._exit(code)
 
 
 def main() -> int:

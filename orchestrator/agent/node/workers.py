@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
 
@@ -90,9 +90,10 @@ class Workers:
         log: Path,
         banner: str = "",
         store: int | None = None,
+        cores: Set[int] = frozenset(),
     ) -> None:
         """Start one worker. Its standard output and error are appended to `log`. `store`: a descriptor that it gets as
-        number STORE_FD."""
+        number STORE_FD. `cores`: it is bound to them, if there are any."""
         if self._socket is None:
             self.open()
         read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # a worker that writes faster than we read never waits
@@ -105,7 +106,7 @@ class Workers:
         known = {"ORCH_REPORT_PIPE": f"{made.st_dev}:{made.st_ino}"}  # children have the variables, not the pipe
         order = {
             **{"do": "start", "rank": rank, "argv": list(argv), "environment": {**environment, **known}},
-            **{"cwd": cwd, "log": str(log), "banner": banner},
+            **{"cwd": cwd, "log": str(log), "banner": banner, "cores": sorted(cores)},
         }
         try:
             self._order(order, [write] if store is None else [write, store])

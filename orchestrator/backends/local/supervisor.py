@@ -24,7 +24,7 @@ from orchestrator.errors import OrchError
 from orchestrator.observe.report import write_final_state
 from orchestrator.plan import Exit, load_plan, meaning
 from orchestrator.run.attempt import begin_attempt
-from orchestrator.run.folder import RECORD_ERRORS, RunFolder, insist
+from orchestrator.run.folder import RECORD_ERRORS, RunFolder, ending, first_read, insist
 from orchestrator.run.intent import Intent, due, unwritten_end
 from orchestrator.run.processes import become_subreaper, identity, kill_descendants, kill_other_children, reap_children
 from orchestrator.run.request import LaunchRequest, read_request
@@ -294,19 +294,16 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     folder = RunFolder(args.run_dir)
     try:
-        supervisor = Supervisor(folder, read_request(folder), args.lock)
+        supervisor = Supervisor(folder, first_read(lambda: read_request(folder)), args.lock)
         code = supervisor.run()
         if supervisor.begins_again():  # as a new program in this process: nothing of the last attempt is left in it
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         return code
-    except OrchError as error:
-        log.error("%s", error.message)
-        _failed(folder, int(error.exit), error.message)
-        return error.exit
     except Exception as error:
-        log.exception("internal error")
-        _failed(folder, int(Exit.INTERNAL), f"supervisor: {error}")
-        return Exit.INTERNAL
+        code, text = ending(error)
+        log.error("%s", text, exc_info=code == Exit.INTERNAL)
+        _failed(folder, code, f"supervisor: {error}" if code == Exit.INTERNAL else text)
+        return code
 
 
 def _failed(folder: RunFolder, code: int, reason: str) -> None:

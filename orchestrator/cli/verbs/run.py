@@ -39,7 +39,6 @@ _REFUSED = {
     "duplicate-stdout-filters": "use orch logs",
     "duplicate-stderr-filters": "use orch logs",
     "logs-specs": "use orch logs",
-    "numa-binding": "workers are not bound to memory",
     "shutdown-timeout": "use backend.grace_s=SECONDS",
     "virtual-local-rank": "every worker sees its own LOCAL_RANK",
 }
@@ -58,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("max-restarts", metavar="N", help=f"after failures (default 0; {_ELASTIC_RESTARTS} with a range of nodes)")
     add("node-rank", default="0", help=argparse.SUPPRESS)
     add("role", default="default", help=argparse.SUPPRESS)
-    for name in (*_IGNORED, *_REFUSED):
+    for name in (*_IGNORED, *_REFUSED, "numa-binding"):
         lone = {"action": "store_const", "const": ""} if name in ("run-path", "virtual-local-rank") else {}
         add(name, help=argparse.SUPPRESS, **lone)
     parser.add_argument("-r", dest="redirects", help=argparse.SUPPRESS)
@@ -161,6 +160,11 @@ def _say_ignored(args: argparse.Namespace) -> None:
     for name, why in _REFUSED.items():
         if given[name.replace("-", "_")] is not None:
             raise OrchError(f"torchrun's --{name} is not for orch run: {why}")
+    if args.numa_binding not in (None, "node"):
+        raise OrchError(
+            f"--numa-binding {args.numa_binding!r} is not for orch run: it knows node alone, its default (the cores of"
+            " the NUMA domain of a worker's GPU; backend.numa_binding=false: all)"
+        )
     if args.node_rank != "0":
         raise OrchError("torchrun's --node-rank is not for orch run: called once, it starts all nodes")
     if args.role != "default":

@@ -30,11 +30,11 @@ from orchestrator.backends.kubernetes.objects.pod import pod_exit
 from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.cluster.model import Topology
 from orchestrator.errors import OrchError
-from orchestrator.plan import Exit, Plan, PlanError, to_json
+from orchestrator.plan import Exit, Plan, to_json
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.worker import replica_dir
 from orchestrator.run.create import accepted
-from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.run.folder import RunFolder, ending, write_private
 from orchestrator.run.request import AgentCommand, LaunchRequest, compose_environment, from_bytes, to_bytes, used_nodes
 from orchestrator.run.state import RunState, pending_again, read_state, write_state
 
@@ -102,13 +102,10 @@ def main() -> int:
         given = read_input(Path(names.INPUT))
         pod = read_pod(os.environ, given.request)
         code, text = _live(beginning, pod, given)
-    except OrchError as error:
-        code, text = int(error.exit), error.message
-    except PlanError as error:
-        code, text = int(Exit.CONFIG), str(error)
     except Exception as error:
-        traceback.print_exc(file=sys.stdout)
-        code, text = int(Exit.INTERNAL), f"internal error: {type(error).__name__}: {error}"
+        code, text = ending(error)
+        if code == Exit.INTERNAL:
+            traceback.print_exc(file=sys.stdout)
     _write_termination_message(code, text)
     return code
 

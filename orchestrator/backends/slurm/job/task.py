@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from orchestrator import start
 from orchestrator.errors import OrchError
-from orchestrator.plan import Exit, PlanError, meaning
-from orchestrator.run.folder import RunFolder, write_private
+from orchestrator.plan import Exit, meaning
+from orchestrator.run.folder import RunFolder, ending, first_read, write_private
 from orchestrator.run.intent import wants_end
 from orchestrator.run.request import AGENT, LaunchRequest, read_request
 from orchestrator.run.state import Cause, FinalPhase, RunState, finish, read_state
@@ -45,13 +45,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.what == "outcome":
             return _outcome(folder, args.code)
         return _agent(folder)
-    except OrchError as error:
-        code, text = int(error.exit), error.message
-    except PlanError as error:
-        code, text = int(Exit.CONFIG), str(error)
     except Exception as error:
-        traceback.print_exc()
-        code, text = int(Exit.INTERNAL), f"internal error: {type(error).__name__}: {error}"
+        code, text = ending(error)
+        if code == Exit.INTERNAL:
+            traceback.print_exc()
     print(f"orch: {text}", file=sys.stderr)
     if args.what == "place":
         with contextlib.suppress(OrchError, OSError):
@@ -102,9 +99,12 @@ def _agent(folder: RunFolder) -> int:
     node = os.environ.get("SLURMD_NODENAME")
     if not node:
         raise OrchError("SLURMD_NODENAME is not set: agents are started by srun", Exit.INTERNAL)
-    if not folder.request.exists():
-        raise OrchError(f"node {node} does not see the run folder {folder.path}", Exit.NODE)
-    request = read_request(folder)
+    try:
+        first_read(lambda: folder.request.stat())
+    except OSError as error:
+        why = f"node {node} does not see the run folder {folder.path} ({error.strerror})"
+        raise OrchError(why, Exit.NODE) from None
+    request = first_read(lambda: read_request(folder))
     if node not in {agent.node for agent in request.agents}:
         print(f"orch: the plan needs no rank of {node}", file=sys.stderr)
         return 0

@@ -70,7 +70,7 @@ def step_flags(plan: Plan, options: SlurmOptions, elastic: bool = False) -> Flag
     if options.cpus_per_node:
         flags["cpus-per-task"] = options.cpus_per_node  # not inherited by srun in 22.05 to 23.02
     else:
-        flags["cpu-bind"] = "none"  # else srun could bind the agent, and with it all workers, to a part of the node
+        flags["cpu-bind"] = "none"  # else srun could bind the agent to a part of the node; it binds its workers itself
     if options.no_kill or elastic:
         flags["no-kill"] = True
     flags["kill-on-bad-exit"] = 0  # the coordinator decides what the end of an agent means
