@@ -46,6 +46,7 @@ def build_cluster(spec: ClusterSpec) -> Cluster:
         rails=spec.nic.rails,
         levels=[_level(spec, level, nics_per_gpu) for level in spec.levels],
         host=UNSET if spec.host is None else _host(spec.host),
+        direct_nvlink=UNSET if spec.nvlink.switched else True,
     )
     problem = check_cluster(cluster)
     if problem:

@@ -90,9 +90,10 @@ class NvlinkSpec(Frozen):
     """The fast domain. One direction of one GPU."""
 
     domain_nodes: Degree  # nodes that share one domain; more than 1 for rack-scale systems
-    gb_per_s: Positive
+    gb_per_s: Positive  # to all others of the domain together
     latency_us: NonNegative
     source: Source
+    switched: bool = True  # false: no NVSwitch, each pair of a node's GPUs has an equal part of their links
 
 
 class NicSpec(Frozen):

@@ -47,6 +47,8 @@ def check_cluster(cluster: Cluster) -> str | None:
                 if len({owner[node] for node in block}) > 1:
                     return f"{below[0]} block {index} is split over several {name} switches: levels must nest"
         below = name, blocks
+    if cluster.direct_nvlink is True and max(map(len, cluster.nvlink_domains)) > 1:
+        return "an NVLink domain of several nodes has a switch: nvlink.switched=false wants nvlink.domain_nodes=1"
     if nodes > 1 and len(tiers[-1][1]) != 1:
         return f"nodes meet nowhere: the last level, {tiers[-1][0]}, has {len(tiers[-1][1])} blocks and must have one"
     return None

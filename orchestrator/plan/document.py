@@ -104,6 +104,7 @@ class Cluster(Frozen):
     levels: list[SwitchLevel]
     measured: Measured | None = None
     host: Host | UnsetType = UNSET  # where it is described
+    direct_nvlink: bool | UnsetType = UNSET  # true: each pair of a node's GPUs has links of its own, without a switch
     left_out: dict[str, int] = {}  # nodes of `cluster.topology_file` that no rank may use -> how many, by what they are
 
 

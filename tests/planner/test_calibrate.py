@@ -23,7 +23,7 @@ from orchestrator.plan.interval import half_width, interval
 from orchestrator.planner import build
 from orchestrator.planner.calibrate.accuracy import accuracy
 from orchestrator.planner.calibrate.drift import drift
-from orchestrator.planner.calibrate.fit import fit, linearised
+from orchestrator.planner.calibrate.fit import fit, leave_one_source_out, linearised
 from orchestrator.planner.calibrate.observations import after_row, observations
 from orchestrator.planner.calibrate.table import fit_table
 from orchestrator.planner.calibrate.update import site_profile, update, update_with_bench, update_with_step
@@ -85,6 +85,21 @@ def test_a_fit_is_repeatable_bit_for_bit_and_explains_what_made_the_rows():
     assert first.values["gemm.hopper.16"] == PRIOR.values["gemm.hopper.16"], "no row says anything of it"
     assert first.fitted_on.rows == {"one": 6, "two": 6} and {one.source for one in first.left_out} == {"one", "two"}
     assert all(one.fitted < one.prior for one in first.left_out)
+
+
+def test_what_a_source_is_predicted_by_has_not_seen_it():
+    """A left-out source's fit starts from the fit to all: it ends where one that starts from the priors ends."""
+    truth = changed(gemm__a100__16=0.6, nvlink=0.3, optimizer=90.0)
+    odd = {"one": 1.0, "two": 1.7}
+    rows = [
+        row | {"step_time_s": repr(odd[row["id"].split("-")[0]] * float(row["step_time_s"]))} for row in table(truth)
+    ]
+    found = observations(rows)
+    seen, blind = (
+        {left.source: left.residuals for left in leave_one_source_out(found, start)}
+        for start in (fit(found).values, PRIOR.values)
+    )
+    assert all(seen[source] == pytest.approx(blind[source], abs=2e-3) for source in odd)
 
 
 def test_one_odd_row_does_not_turn_a_fit_around():

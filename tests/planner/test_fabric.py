@@ -30,8 +30,9 @@ def ragged_clusters(draw):
     nodes, gpus = sum(leaves), draw(st.sampled_from([1, 2, 4]))
     spec = configs.cluster(nodes, gpus, [("leaf", leaves, draw(st.sampled_from([1.0, 4.0]))), ("spine", nodes, 1.0)])
     cluster = build_cluster(spec)
-    domains = draw(st.booleans())
-    return structs.replace(cluster, nvlink_domains=cluster.levels[0].switches) if domains else cluster
+    if draw(st.booleans()):
+        return structs.replace(cluster, nvlink_domains=cluster.levels[0].switches)
+    return structs.replace(cluster, direct_nvlink=True) if gpus > 1 and draw(st.booleans()) else cluster
 
 
 PATTERNS = st.sampled_from(["ring", "chain", "exchange"])
@@ -170,6 +171,23 @@ def test_all_to_all_falls_off_the_nvlink_cliff():
     members = np.arange(32).reshape(1, 32)
     cliff = [seconds_per_byte(Fabric(c).path(members, "exchange")) for c in (far, near)]
     assert cliff[0] > 5 * cliff[1]
+
+
+@pytest.mark.parametrize(("gpus", "pair"), [(3, 1 / 2), (4, 1 / 3), (8, 1 / 7)])
+def test_a_pair_of_gpus_without_a_switch_has_its_own_links_alone(gpus, pair):
+    """Quad GH200 (arXiv 2408.11556): 150 of 450 GB/s between two GPUs; all four together reach all of it."""
+    cluster = structs.replace(build_cluster(configs.cluster(2, gpus)), direct_nvlink=True)
+    fabric, rate = Fabric(cluster), cluster.nvlink.bytes_per_s
+
+    def reached(members: list[int], pattern: str) -> float:
+        return 1 / (fabric.path(np.array([members]), pattern).nvlink_s * rate)
+
+    assert reached([0, 1], "ring") == pytest.approx(pair) == pytest.approx(reached([1, 2], "chain"))
+    assert reached([0, 1], "exchange") == pytest.approx(pair)
+    everyone = list(range(gpus))
+    assert reached(everyone, "ring") == pytest.approx(1) == pytest.approx(reached(everyone, "exchange"))
+    assert reached([0, 1, 2], "ring") == pytest.approx(2 * pair)
+    assert reached([0, 1, gpus, gpus + 1], "ring") == pytest.approx(pair)
 
 
 def test_collective_sizes():

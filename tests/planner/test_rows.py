@@ -200,6 +200,10 @@ def test_batches():
         (GPT_1_7B | {"framework": "llm.c", "notes": "flash attention"}, "fsdp_compile", {}),
         (LLAMA_70B | {"framework": "Megatron-Core 0.8", "notes": ""}, "nemo", {"grad_bytes": None}),
         (LLAMA_70B, "nemo", {"grad_bytes": 2}),
+        (LLAMA_70B | {"framework": "Megatron-Core", "notes": ""}, "nemo", {"tp_overlap": False}),
+        (LLAMA_70B | {"framework": "Megatron-Core", "notes": "TP comm overlap"}, "nemo", {"tp_overlap": True}),
+        (LLAMA_70B | {"framework": "mcore", "notes": "", "source": "Megatron-LM README"}, "nemo", {"tp_overlap": True}),
+        (LLAMA_70B | {"framework": "mcore", "notes": "", "source": "one/Megatron-LM#1"}, "nemo", {"tp_overlap": False}),
         (LLAMA_70B | {"framework": "HAI-LLM (internal)"}, "deepseek", {}),
         (GPT_1_7B | {"framework": "Megatron-Core"}, "nemo", {"attention": "flash"}),
         (LLAMA_70B | {"gpu": "V100-32GB"}, "nemo", {"attention": "unfused"}),
@@ -296,6 +300,42 @@ def test_nodes_and_domains():
     pcie = job_of(LLAMA_70B, gpu="L40S", interconnect="PCIe4 + 100GbE").cluster
     assert pcie.nvlink.bytes_per_s == 32e9 and pcie.levels[0].bytes_per_s == 100e9 / 8 / 4
     assert job_of(LLAMA_70B, gpu="A100", interconnect="no NVLink").cluster.nvlink.bytes_per_s == 32e9
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus_per_node", "num_gpus", "interconnect", "direct", "rate"),
+    [
+        ("GH200", "", "256", "Slingshot", True, 450),
+        ("GH200", "4", "2", "", True, 150),  # of a node's three links to each GPU those between the two
+        ("H100", "4", "64", "NVLink", True, 450),
+        ("A100 64GB", "", "64", "", True, 300),
+        ("H100", "8", "64", "", False, 450),
+        ("H100", "", "4", "", False, 450),  # half a DGX
+        ("H100", "4", "64", "PCIe", False, 64),
+        ("GB200", "4", "64", "", False, 900),
+    ],
+)
+def test_four_gpus_of_a_node_are_joined_without_a_switch(gpu, gpus_per_node, num_gpus, interconnect, direct, rate):
+    node = {"gpus_per_node": gpus_per_node, "num_gpus": num_gpus, "interconnect": interconnect}
+    degrees = {"tp": "2", "pp": "1", "vpp": "1", "dp": ""}
+    cluster = job_of(LLAMA_70B, gpu=gpu, **node, **degrees).cluster
+    assert (cluster.direct_nvlink is True, cluster.nvlink.bytes_per_s) == (direct, rate * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("framework", "replicas", "bucket_bytes"),
+    [
+        ("Megatron-Core", 256, 4 * 256_000_000),
+        ("Megatron-Core", 8, 4 * 40_000_000),
+        ("NeMo", 64, 2 * 64_000_000),
+        ("InternEvo", 256, 25 << 20),
+        ("torchtitan", 256, 25 << 20),
+    ],
+)
+def test_buckets_of_megatron_core_grow_with_the_replicas(framework, replicas, bucket_bytes):
+    degrees = {"tp": "1", "pp": "1", "vpp": "1", "dp": "", "zero_stage": "1", "num_gpus": str(replicas)}
+    row = LLAMA_70B | {"framework": framework, "notes": ""} | degrees
+    assert read_row(row).parallel.bucket_bytes == bucket_bytes
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ def cases(draw):
     for key, values in (("sp", [True, False]), ("cp_method", ["zigzag", "ring", "allgather", "ulysses"])):
         if draw(st.integers(0, 2)) == 0:
             given_[key] = draw(st.sampled_from(values))
+    if spec.nvlink.domain_nodes == 1:
+        spec = structs.replace(spec, nvlink=structs.replace(spec.nvlink, switched=draw(st.booleans())))
     gib = draw(st.sampled_from([16, 24, 40, 80]))
     spec = structs.replace(spec, gpu=structs.replace(spec.gpu, memory_gib=gib))
     train = {"seq_len": draw(st.sampled_from([1024, 4096])), "global_batch_samples": draw(st.sampled_from([4, 6, 16]))}

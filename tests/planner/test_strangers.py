@@ -21,9 +21,11 @@ def test_strangers_tables_are_answered_as_well_as_docs_say():
     found = score(rows, got)
     time, memory = ({one.group: one for one in errors} for errors in (found.time, found.memory))
     assert time[MEAN].mean < 0.15 and time["all"].mean < 0.125
-    named = ("megascale_baseline", "flagperf_paddle", "internevo", "nemotron4_340b")
+    named = ("megascale_baseline", "flagperf_paddle", "internevo", "nemotron4_340b", "swiss_ai")
     assert max(time[name].mean for name in named) < 0.09
     assert memory[MEAN].mean < 0.15 and time["all"].inside95 > 0.85
     assert sum(many for (is_, said), many in found.fits.items() if is_ != said) <= 4
     by_name = {one.group: one for one in found.order}
+    alps = [one.step_time_s or 0.0 for one in got if one.id.startswith("swiss_ai")]
+    assert alps[2] < alps[1] < alps[0], "a pair of four GPUs without a switch has a third of the links"
     assert by_name["flagperf_megatron"].spearman > 0.8 and by_name["flagperf_megatron"].regret == 0

@@ -64,6 +64,11 @@ def seconds_per_byte(
                     home = block_of(cluster, 0, here)
                     lanes = sum(block_of(cluster, 0, other // gpus) == home for other in group)
                 outside += part / (rate[tier] * own_nic * lanes)
+            near = [part for peer, part in peers if meet(cluster, here, peer // gpus) == 0]
+            if cluster.direct_nvlink is True and near:  # a third of the links to each of three others
+                home = block_of(cluster, 0, here)
+                there = sum(block_of(cluster, 0, other // gpus) == home for other in group)
+                inside = max(near) * (gpus - 1) / (there - 1 if pattern == "ring" else 1)
             nvlink, slowest = max(nvlink, inside / rate[0]), max(slowest, outside)
     for (tier, block), size in load.items():
         over = cluster.levels[tier - 1].oversubscription if tier else 1.0

@@ -24,7 +24,6 @@ Floats = NDArray[np.float64]
 HUBER = 0.1  # residual of ln t beyond which a row counts less
 MOST_ROWS = 25.0
 ITERATIONS = 12
-LEFT_OUT_ITERATIONS = 3  # from the fit to all sources
 
 
 class Observation(NamedTuple):
@@ -57,7 +56,6 @@ def linearised(observations: Sequence[Observation], values: Mapping[str, float])
 def fit(
     observations: Sequence[Observation],
     start: Mapping[str, float] | None = None,
-    iterations: int = ITERATIONS,
     fixed: Mapping[str, float] = MappingProxyType({}),
     first: tuple[Floats, Floats] | None = None,
 ) -> Fitted:
@@ -73,7 +71,7 @@ def fit(
     theta = np.log([fixed.get(name, start[name]) for name in NAMES]) if start else mean.copy()
     residuals, jacobian = first or linearised(observations, _values(theta))
     normal = np.diag(precision)
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         robust = weight * np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-12))
         normal = (jacobian.T * robust) @ jacobian + np.diag(precision)
         gradient = jacobian.T @ (robust * residuals) + precision * (theta - mean)
@@ -113,16 +111,18 @@ def leave_one_source_out(
     start: Mapping[str, float],
     fixed: Mapping[str, float] = MappingProxyType({}),
     tell: Callable[[int, int, str], None] = lambda done, total, what: None,
-    iterations: int = LEFT_OUT_ITERATIONS,
 ) -> Iterator[LeftOutSource]:
-    """Each source in turn. `start`: values of the fit to all; `tell`: (done, of how many, source)."""
+    """Each source in turn. `start`: values of the fit to all; `tell`: (done, of how many, source).
+
+    The start has seen the source, so each fit goes on until its values move no more and nothing is left of it.
+    """
     at_start = linearised(observations, {**start, **fixed})
     sources = by_source(observations)
     for done, (source, at) in enumerate(sources.items()):
         tell(done, len(sources), source)
         others = [index for index, one in enumerate(observations) if one.source != source]
         first = at_start[0][others], at_start[1][others]
-        fitted = fit([observations[index] for index in others], start, iterations, fixed, first)
+        fitted = fit([observations[index] for index in others], start, fixed, first)
         residuals, jacobian = linearised([observations[index] for index in at], fitted.values)
         yield LeftOutSource(source, at, residuals, jacobian, fitted)
     tell(len(sources), len(sources), "")

@@ -135,9 +135,9 @@ def ablate(found: list[Observation], tell: Tell) -> list[Ablation]:
 
 
 def _ablation(term: str, found: list[Observation], start: Mapping[str, float], fixed: Mapping[str, float]) -> Ablation:
-    fitted = fit(found, start, 4, fixed)
+    fitted = fit(found, start, fixed)
     unseen = np.empty(len(found))
-    for left in leave_one_source_out(found, fitted.values, fixed, iterations=1):
+    for left in leave_one_source_out(found, fitted.values, fixed):
         unseen[left.at] = left.residuals
     return Ablation(term, mean_of_sources(found, fitted.residuals), mean_of_sources(found, unseen))
 

@@ -24,6 +24,7 @@ Pattern = Literal["ring", "chain", "exchange"]
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Path(Struct, frozen=True):
@@ -59,6 +60,8 @@ class Fabric:
         self.latency = np.array([latency for _, latency in links])
         self.nics_per_gpu = cluster.nics_per_node / cluster.gpus_per_node
         self.gpus = [np.array([len(b) * self.gpus_per_node for b in tier]) for tier in blocks]  # below each block
+        #: GPUs to which a GPU has links of its own; 0 where a switch gives it all links to each of them
+        self.linked_peers = self.gpus_per_node - 1 if cluster.direct_nvlink is True else 0
         slower = cluster.measured.stretch if cluster.measured else {}
         self.stretch = [slower.get(name, {}) for name in self.names]
         self.oversubscription = [1.0, *(level.oversubscription for level in cluster.levels)]
@@ -109,6 +112,15 @@ class Fabric:
             parts += [rank[inverse], self.gpus[tier][blocks]]
         return np.concatenate(parts).astype(np.int64).tobytes()
 
+    def domain_seconds(self, members: int) -> float:
+        """Seconds per byte on NVLink of a group with so many members in a domain, two of them where one sends to one.
+
+        Without a switch a group of some of a node's GPUs has only the links between these. Rings take turns of all
+        orders of their members, so together they use each of those links.
+        """
+        unused = self.linked_peers / (members - 1) if self.linked_peers else 1.0
+        return unused / float(self.rate[0])
+
     def path(self, members: Ints, pattern: Pattern, wrap: bool = True) -> Path:
         """Cost of `pattern` when all groups run it at once.
 
@@ -128,8 +140,9 @@ class Fabric:
             level[(blocks == np.roll(blocks, -1, axis=1)) if wrap else (blocks[:, :-1] == blocks[:, 1:])] = tier
         hops = self.latency[level]
         worst, slots = int(level.max()), int(node.max()) + 1
-        inside = bool((level == 0).any())
-        nvlink, seconds = 1.0 / float(self.rate[0]) if inside else 0.0, 0.0
+        inside = level == 0
+        nvlink = self._slowest_domain(node, inside, pattern) if bool(inside.any()) else 0.0
+        seconds = 0.0
         share = {NVLINK: 1.0}
         if worst:
             # a ring leaves an NVLink domain over the NICs of all its members there, a chain over one GPU's own
@@ -145,6 +158,13 @@ class Fabric:
         turn = float(hops.sum(axis=1).max())
         return Path(nvlink, seconds, float(hops.max()), turn, self.names[worst], share, self.stretch[worst])
 
+    def _slowest_domain(self, node: Ints, inside: Bools, pattern: Pattern) -> float:
+        """Seconds per byte on NVLink of hops `inside` a domain, where a group has the fewest members."""
+        if not self.linked_peers or pattern == "chain":
+            return self.domain_seconds(2)
+        members = _members_in_block(self.block[0][node])[:, : inside.shape[1]]
+        return self.domain_seconds(int(members[inside].min()))
+
     def _exchange(self, node: Ints) -> Path:
         n = node.shape[1]
         within = np.stack([_members_in_block(self.block[tier][node]) - 1 for tier in range(len(self.names))])
@@ -152,6 +172,8 @@ class Fabric:
         used = [tier for tier in range(len(self.names)) if part[tier].any()]
         worst = used[-1]
         nvlink = float(part[0].max() / self.rate[0])
+        if self.linked_peers and nvlink:  # each peer gets an equal part of the bytes, over its own links
+            nvlink = self.domain_seconds(n)
         flows = part[1:].reshape(-1)
         source = np.broadcast_to(node, part[1:].shape).reshape(-1)
         level = np.repeat(np.arange(1, len(self.names)), node.size)

@@ -40,6 +40,7 @@ class Software(Struct, frozen=True, kw_only=True):
     overlapped_steps: bool = False  # zero-bubble schedules begin a step before all ranks have ended the last one
     ep_overlap: bool = False  # the all-to-all of experts overlaps
     grad_bytes: int | None = None  # of a gradient on the wire; None: the plan's `grad_dtype`
+    growing_buckets: bool = False  # gradients are summed in Megatron-Core's buckets, which grow with the replicas
     #: ZeRO-2 sums gradients after the micro-batches that a virtual stage runs in a row, not after each.
     reduces_by_round: bool = False
     keeps_tables: bool = False  # ZeRO-3 without a pipeline gathers tables and last norm once, not again for backward
@@ -77,6 +78,7 @@ _LISTED = (
         elementwise="fused",
         dp_overlap="modern",
         pp_overlap=True,
+        growing_buckets=True,
         selective="core",
         memory="megatron",
     ),
@@ -87,6 +89,7 @@ _LISTED = (
         dp_overlap="modern",
         tp_overlap=True,
         pp_overlap=True,
+        growing_buckets=True,
         selective="core",
         grad_bytes=2,
         memory="megatron",

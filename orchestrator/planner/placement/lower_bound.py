@@ -62,6 +62,7 @@ def path_lower_bound(fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool
     if nodes == 1:
         hop = float(fabric.latency.min())
         turn = hop * (n if wrap and pattern != "exchange" else n - 1)
+        inside = fabric.domain_seconds(2 if pattern == "chain" else n)
         return Path(inside, 0.0, hop, turn, fabric.names[0], {})
     nics = max(1.0, 1.0 / fabric.nics_per_gpu)
     nic = 1.0 / (float(fabric.rate[1:].max()) * nics)  # a GPU that sends alone

@@ -21,6 +21,7 @@ class Facts(NamedTuple):
     gated: bool  # Llama-like models came in 2023
     seq_len: int
     zero: int | None
+    source: str = ""  # who published the row
 
 
 #: Word in `framework` -> family; the first match counts.
@@ -49,6 +50,9 @@ _SINCE_2023 = re.compile(r"flash|\bfa-?[23]\b|fused attention|202[3-9]|megatron.
 _MODERN_RELEASE = (26, 6)
 #: The first container whose recipes dispatch tokens with DeepEP or HybridEP.
 _DISPATCHER_RELEASE = (26, 4)
+#: Sources of Megatron-LM's own benchmarks, which ran with `--tp-comm-overlap` (README of r0.8, "Training Speed and
+#: Scalability"); whoever starts it without that option overlaps no tensor parallelism.
+_OWN_BENCHMARKS = re.compile(r"(nvidia )?megatron-lm (readme|examples)")
 _HOPPER = ("H", "GH", "B", "GB")
 _OLD = ("V100", "A100", "A800")
 
@@ -99,6 +103,9 @@ def software_of(facts: Facts) -> tuple[Software, str]:
             traits["attention"] = "flash"
     if name == "nemo" and not re.search(r"nemo|bridge|mlperf", words):
         traits["grad_bytes"] = None  # Megatron-Core by itself sums in fp32
+        traits["tp_overlap"] = bool(_OWN_BENCHMARKS.match(facts.source.lower()))
+    if re.search(r"internevo|paddle", framework):
+        traits["growing_buckets"] = False  # both sum gradients by their own code
     if name == "megatron_deepspeed" and not old:
         traits["attention"] = "flash"
     if base.endswith("_2021") and not said:

@@ -6,6 +6,8 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from orchestrator.plan.document import Cluster, Gpu, Link, SwitchLevel
 
 GIB = 1 << 30
@@ -74,6 +76,9 @@ GPUS: dict[str, GpuData] = {
     "TPUv5p": GpuData(95, 459, 459, 2765, 300, 300, 4),
     "TPUv6e": GpuData(32, 918, 918, 1640, 224, 224, 4),
 }
+#: GPUs that stand by fours without NVSwitch: each pair has a third of their links (HGX A100 and H100 of four GPUs; the
+#: quad GH200 of Alps and JUPITER, arXiv 2408.11556, section II).
+_DIRECT = ("V100-16GB", "V100-32GB", "A100-40GB", "A100-64GB", "A100-80GB", "H100-80GB", "H200", "GH200")
 SOURCE = "data sheets"
 #: What may stand before a GPU's name without a space.
 _BEFORE = r"(?:\d+X|NVIDIA|TESLA|AMD|INSTINCT|GEFORCE|QUADRO|RTX|DGX|HGX|INTEL|ASCEND|GOOGLE|CLOUD|TPU|MI)"
@@ -193,9 +198,12 @@ def _gbit(number: str, letter: str) -> float:
 def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) -> Cluster:
     """A cluster with one switch level over all nodes: tables say nothing about switches.
 
-    Where nothing is said of the network it is that of the GPU's reference system.
+    Where nothing is said of the network it is that of the GPU's reference system. `gpus_per_node`: of a whole node, of
+    which a small job takes some.
     """
-    data = GPUS[gpu]
+    data, node_gpus = GPUS[gpu], gpus_per_node
+    gpus_per_node = min(node_gpus, num_gpus)
+    direct = gpu in _DIRECT and node_gpus == 4 and network.nvlink is not False and not network.domain_gpus
     nodes = -(-num_gpus // gpus_per_node)
     most = max(1, (network.domain_gpus or gpus_per_node) // gpus_per_node)
     # of larger domains than the job needs it has equal parts: 512 GPUs are 64 of each of eight NVL72 racks
@@ -204,6 +212,9 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
     peaks = {"fp32": half / 8, "bf16": half, "fp16": half, "fp8": data.fp8_tflops * 1e12}
     peaks["nvfp4"] = max(data.fp4_tflops, data.fp8_tflops) * 1e12
     link = min(data.link_gb_per_s, 64.0 if GPUS[gpu].half_tflops > 700 else 32.0) if network.nvlink is False else 0.0
+    rate = (link or data.link_gb_per_s) * 1e9
+    if direct:  # of the node's links those between the job's GPUs
+        rate *= max(1, gpus_per_node - 1) / (node_gpus - 1)
     nics = network.nics_per_node or gpus_per_node
     return Cluster(
         name=f"{gpu}x{num_gpus}",
@@ -218,7 +229,7 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
             source=SOURCE,
         ),
         nvlink_domains=[list(range(at, min(at + per_domain, nodes))) for at in range(0, nodes, per_domain)],
-        nvlink=Link(bytes_per_s=(link or data.link_gb_per_s) * 1e9, latency_s=3.4e-6, source=SOURCE),
+        nvlink=Link(bytes_per_s=rate, latency_s=3.4e-6, source=SOURCE),
         nics_per_node=nics,
         rails=nics,
         levels=[
@@ -231,4 +242,5 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
                 source=SOURCE,
             )
         ],
+        direct_nvlink=True if direct else UNSET,
     )

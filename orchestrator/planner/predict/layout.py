@@ -88,12 +88,24 @@ def layout_of(row: Row, model: Model, software: Software, memory_bytes: int, per
         accumulation=micro_batches,
         global_batch_samples=batch,
         global_batch_tokens=batch * model.max_seq_len,
-        bucket_bytes=25 << 20 if zero < 3 else max(25 << 20, 4 * model.parameters // model.layers // tp),
+        bucket_bytes=_bucket_bytes(model, software, zero, tp, replicas),
         cp_method="ulysses" if cp > 1 and re.search(r"ulysses|all-?to-?all attention", _words(row)) else "zigzag",
         zero_group=_zero_group(row, zero, replicas * cp, per_node),
         etp=etp,
         fold_cp=fold_cp,
     )
+
+
+def _bucket_bytes(model: Model, software: Software, zero: int, tp: int, replicas: int) -> int:
+    """Bytes of the gradients that one collective sums: PyTorch's 25 MiB, or a layer that ZeRO-3 gathers.
+
+    Megatron-Core's buckets grow with the replicas (`DistributedDataParallelConfig.bucket_size`).
+    """
+    if zero == 3:
+        return max(25 << 20, 4 * model.parameters // model.layers // tp)
+    if software.growing_buckets:
+        return (software.grad_bytes or 4) * max(40_000_000, 1_000_000 * replicas)
+    return 25 << 20
 
 
 def stated_zero(row: Row) -> int | None:

@@ -59,13 +59,13 @@ def read_row(cells: Mapping[str, str]) -> Job:
         model.mlp == "gated",
         seq_len,
         stated_zero(row),
+        row.text("source"),
     )
     software, said = software_of(facts)
     if said:
         row.say(said)
     parallel = layout_of(row, model, software, int(GPUS[gpu].memory_gib * (1 << 30)), per_node)
     gpus = parallel.world_size
-    per_node = min(per_node, gpus)
     if network.gbit_per_gpu is None and gpus > max(per_node, network.domain_gpus or 0):
         row.say(f"network {GPUS[gpu].nic_gbit:g} Gb/s a GPU")
     recompute, share, selective = _recompute(row, software)

@@ -28,6 +28,7 @@ class BestPaths:
         """`confined`: tensor-parallel groups stay inside their NVLink domain."""
         self.confined, self.links, self.ratio = confined, rate.ring, nvlink_over_fabric(rate)
         self.blocks = [int(gpus.max()) for gpus in fabric.gpus]  # GPUs of the largest block of each tier
+        self.fabric = fabric
         self.inside = 1.0 / float(fabric.rate[0])
         self.share = 1.0 / float(fabric.rate[1:].max())  # s/byte over one GPU's share of the NICs
         self.own_nic = self.share / max(1.0, 1.0 / fabric.nics_per_gpu)
@@ -100,7 +101,8 @@ class BestPaths:
             return NO_PATH
         if not self.confined:
             return self._ring(tp, 1)
-        return Path(self.inside, 0.0, self.latency[0], tp * self.latency[0], NVLINK, {})
+        inside = self.fabric.domain_seconds(tp)
+        return Path(inside, 0.0, self.latency[0], tp * self.latency[0], NVLINK, {})
 
     def chain(self, members: int, tp: int, near: bool = True) -> Path:
         """Best path to the next member, over the GPU's own NIC where that is on another node.
