@@ -1,16 +1,23 @@
-"""One DDP program under `orch run` and torchrun, 2 nodes of 2 ranks: a worker killed, a node lost, ended, resumed.
+"""One DDP program under `orch run` and torchrun, 2 nodes of 2 ranks: a worker killed, a node lost.
 
-`python -m benchmarks.programs`: seconds until rank 0 steps again after each, and exit codes, as JSON.
+`python -m benchmarks.programs --trials N` makes each trial with a new job and writes it as a line of `RESULTS`:
+seconds until the program steps again in a new attempt, of whatever size, and the load average. torchrun is tried as it
+is and with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: else its workers find in their store the addresses that those of the
+attempt before have left there (torch 2.15). `--page` prints the table of docs/programs.md.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +28,10 @@ import psutil
 from tests.patience import PATIENCE_S
 
 PROGRAM = Path(__file__).parents[1] / "tests" / "beds" / "programs" / "ddp.py"
+RESULTS = Path(__file__).parent / "results" / "programs.jsonl"
 STEPS, STEP_S = 400, 0.25
+#: How long a trial waits for the steps after its fault; a job that has not stepped before it is no trial.
+TRIAL_LIMIT_S = 120.0
 
 
 class Step(NamedTuple):
@@ -67,28 +77,35 @@ class Launcher:
             return []
         return [Step(float(row[0]), int(row[1]), int(row[2]), float(row[3])) for row in rows if len(row) == 4]
 
-    def stepped(self, since: float, ranks: int | None = None) -> float:
+    def stepped(self, since: float, ranks: int | None = None, limit_s: float = PATIENCE_S) -> float:
         """Waits for the second step after `since`; seconds to it. One could still be under way."""
 
         def reached() -> list[Step]:
             later = [one for one in self.steps() if one.at > since and ranks in (None, one.ranks)]
             return later if len(later) > 1 else []
 
-        return until(reached)[1].at - since
+        return until(reached, limit_s)[1].at - since
 
-    def kill_worker(self) -> float:
-        last = self.home / f"pid-{2 * self.ranks_per_node - 1}"
-        pid = last.read_text()
-        os.kill(int(pid), signal.SIGKILL)
-        began = time.time()
-        until(lambda: last.read_text() != pid)  # until then the peers may step on
-        return self.stepped(last.stat().st_mtime) + last.stat().st_mtime - began
+    def kill_worker(self, limit_s: float = PATIENCE_S) -> float:
+        """Seconds to the second step of an attempt with a new rank 0: until then the peers may step on."""
+        first, last = self.home / "pid-0", self.home / f"pid-{2 * self.ranks_per_node - 1}"
+        before, began = first.read_text(), time.time()
+        os.kill(int(last.read_text()), signal.SIGKILL)
 
-    def kill_node(self) -> float:
+        def stepped() -> list[Step]:
+            if first.read_text() in ("", before):
+                return []
+            attempt = first.stat().st_mtime
+            later = [one for one in self.steps() if one.at > attempt]
+            return later if len(later) > 1 else []
+
+        return until(stepped, limit_s)[1].at - began
+
+    def kill_node(self, limit_s: float = PATIENCE_S) -> float:
         agent = psutil.Process(self.node())
         for process in [agent, *agent.children(recursive=True)]:
             process.kill()
-        return self.stepped(time.time(), ranks=self.ranks_per_node)
+        return self.stepped(time.time(), self.ranks_per_node, limit_s)
 
 
 def until(condition: Callable, limit_s: float = PATIENCE_S):
@@ -176,6 +193,53 @@ class Torchrun(Launcher):
                 agent.wait()
 
 
+class TorchrunWithNewStore(Torchrun):
+    """Each attempt has a store of its own."""
+
+    def __init__(self, home: Path, ranks_per_node: int = 2):
+        super().__init__(home, ranks_per_node)
+        self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+
+LAUNCHERS: dict[str, type[Launcher]] = {
+    "orch run": Orch,
+    "torchrun": Torchrun,
+    "torchrun, new store": TorchrunWithNewStore,
+}
+FAULTS = ("kill_worker", "kill_node")
+
+
+def trial(name: str, launcher: Launcher, fault: str) -> dict:
+    """One fault in a new job. `again_s` is None where it did not step again within `TRIAL_LIMIT_S`."""
+    found: dict = {"launcher": name, "fault": fault, "load": round(os.getloadavg()[0], 1)}
+    try:
+        began = time.time()
+        launcher.start()
+        found["first_steps_s"] = round(launcher.stepped(began, ranks=2 * launcher.ranks_per_node), 2)
+        found["again_s"] = None
+        found["again_s"] = round(getattr(launcher, fault)(TRIAL_LIMIT_S), 2)
+        found["ranks"] = launcher.steps()[-1].ranks
+    except TimeoutError as error:
+        found["problem"] = str(error)
+    finally:
+        launcher.close()
+    return found
+
+
+def page(trials: list[dict]) -> str:
+    """A row for each kind of trial: how many stepped again, and after how many seconds (median, most)."""
+    rows = ["| fault | under | stepped again | after, median / most |", "|---|---|--:|--:|"]
+    for fault, name in itertools.product(FAULTS, LAUNCHERS):
+        kind = [one for one in trials if (one["launcher"], one["fault"]) == (name, fault) and "again_s" in one]
+        if not kind:
+            continue
+        again = [one["again_s"] for one in kind if one["again_s"] is not None]
+        times = f"{statistics.median(again):.1f} / {max(again):.1f} s" if again else "-"
+        rows.append(f"| {fault} | {name} | {len(again)} of {len(kind)} | {times} |")
+    loads = [one["load"] for one in trials]
+    return "\n".join([*rows, "", f"Load average {min(loads)} to {max(loads)}, median {statistics.median(loads):.1f}."])
+
+
 def measure(launcher: Launcher) -> dict:
     """Seconds to steps, exit codes, and the loss of every step."""
     found: dict = {}
@@ -200,13 +264,20 @@ def measure(launcher: Launcher) -> dict:
 
 
 def main() -> None:
-    import tempfile
-
-    for launcher in (Orch, Torchrun):
-        with tempfile.TemporaryDirectory() as home:
-            found = measure(launcher(Path(home, "job")))
-        found.pop("losses", None)
-        print(json.dumps({"launcher": launcher.__name__.lower(), **found}), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=0, help="of each kind")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
+    parser.add_argument("--page", action="store_true")
+    asked = parser.parse_args()
+    for _ in range(asked.trials):
+        for fault, name in itertools.product(asked.faults, LAUNCHERS):
+            with tempfile.TemporaryDirectory() as home:
+                found = trial(name, LAUNCHERS[name](Path(home, "job")), fault)
+            print(json.dumps(found), flush=True)
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+    if asked.page:
+        print(page([json.loads(line) for line in RESULTS.read_text().splitlines()]))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from orchestrator.plan.exits import Exit
@@ -35,8 +36,26 @@ EXTRAS = {
 
 
 def not_installed(package: str, what: str = "this") -> OrchError:
-    """The refusal (65) of `what` where one of `EXTRAS` is missing."""
-    return OrchError(f"{what} needs {package}: pip install 'orch-train[{EXTRAS[package]}]'", Exit.CONFIG)
+    """The refusal (65) of `what` where one of `EXTRAS` is missing. Told is how to install all that its extra brings."""
+    whole = [name for name, extra in EXTRAS.items() if extra == EXTRAS[package]]
+    return OrchError(f"{what} needs {package}: {how_to_install(*whole)}", Exit.CONFIG)
+
+
+def how_to_install(*packages: str) -> str:
+    """The command that installs these packages in the versions that orch asks for.
+
+    It never names orch: an index that does not have ours may have a stranger's under that name. So it is the same
+    however orch itself was installed: from a checkout, a file or an index, or not at all.
+    """
+    from importlib.metadata import PackageNotFoundError, requires  # 20 ms, which only a refusal pays
+
+    try:
+        asked = requires("orch-train") or []
+    except PackageNotFoundError:
+        asked = []
+    lines = [line.partition(";")[0].strip() for line in asked]
+    bounded = {re.split(r"[^\w.-]", line)[0]: line for line in lines}
+    return f"pip install {' '.join(repr(bounded.get(name, name)) for name in packages)}"
 
 
 def check_installed(package: str, what: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from orchestrator import start
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, how_to_install
 from orchestrator.plan import Exit, Plan, to_json
 from orchestrator.plan.worker import WorkerEnv
 from orchestrator.run.store_socket import StoreSocket
@@ -58,7 +58,7 @@ class Verdict(Struct, kw_only=True):
 def check_installed() -> None:
     """Raises OrchError where what the oracle stands on is missing."""
     if find_spec("transformers") is None:
-        raise OrchError("--against independent needs transformers: pip install 'orch-train[dev]'", Exit.USAGE)
+        raise OrchError(f"--against independent needs transformers: {how_to_install('transformers')}", Exit.USAGE)
 
 
 # ---------------------------------------------------------------------------------------------- running and judging

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import EXTRAS
+from orchestrator.errors import EXTRAS, how_to_install, not_installed
 
 #: `orch` where the packages of the extras are not installed.
 WITHOUT = f"""
@@ -60,17 +62,17 @@ def test_what_needs_no_extra_works_without_any(orch, words):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("submit +cluster=local", "the bundled trainer needs torch: pip install 'orch-train[trainer]'"),
-        ("verify parallel=tp2", "the bundled trainer needs torch: pip install 'orch-train[trainer]'"),
-        ("plan --plot p.png", "--plot needs matplotlib: pip install 'orch-train[plot]'"),
+        ("submit +cluster=local", "the bundled trainer needs torch: pip install 'torch>=2.11' 'safetensors>=0.4'"),
+        ("verify parallel=tp2", "the bundled trainer needs torch: pip install 'torch>=2.11' 'safetensors>=0.4'"),
+        ("plan --plot p.png", "--plot needs matplotlib: pip install 'matplotlib>=3.8'"),
         (
             "submit cluster=local backend=kubernetes backend.options.image=x:1 --in-place",
-            "pip install 'orch-train[kubernetes]'",
+            "pip install 'kubernetes>=37' 'urllib3>=2'",
         ),
         (
             "render cluster=h100x64 model=llama3_8b parallel=tp8_zero1 backend=kubernetes backend.options.image=x:1"
             " backend.options.pod={spec:{runtimeClassName:nvidia}} --in-place",
-            "backend.options.pod needs kubernetes: pip install 'orch-train[kubernetes]'",
+            "backend.options.pod needs kubernetes: pip install 'kubernetes>=37' 'urllib3>=2'",
         ),
     ],
 )
@@ -78,3 +80,41 @@ def test_what_needs_an_extra_names_it_in_one_line(orch, words, says, tmp_path):
     done = orch(words)
     assert done.returncode == 65 and says in done.stderr and done.stderr.count("\n") == 1, done
     assert not list((tmp_path / "home" / "runs").glob("*")), "half submitted"
+
+
+ROOT = Path(__file__).parents[2]
+ORIGINS = {
+    "editable checkout": '{"url": "file:///home/a/orch", "dir_info": {"editable": true}}',
+    "checkout": '{"url": "file:///home/a/orch", "dir_info": {}}',
+    "wheel": '{"url": "file:///tmp/orch_train-9-py3-none-any.whl", "archive_info": {}}',
+    "index": None,
+}
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_what_is_missing_is_installed_alike_however_orch_was(tmp_path, monkeypatch, origin):
+    """And orch itself is never named: on an index that does not have it a stranger may claim its name."""
+    installed = tmp_path / "orch_train-9.dist-info"
+    installed.mkdir()
+    needs = ("numpy>=1", 'torch>=9.9; extra == "trainer"', 'safetensors>=8; extra == "trainer"')
+    needs += ('orch-train[trainer]; extra == "all"', 'urllib3<3,>=2; python_version > "3" and extra == "kubernetes"')
+    lines = ["Metadata-Version: 2.4", "Name: orch-train", "Version: 9", *(f"Requires-Dist: {need}" for need in needs)]
+    (installed / "METADATA").write_text("\n".join(lines) + "\n")
+    if url := ORIGINS[origin]:
+        (installed / "direct_url.json").write_text(url)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert (
+        not_installed("safetensors", "it").message == "it needs safetensors: pip install 'torch>=9.9' 'safetensors>=8'"
+    )
+    assert how_to_install("urllib3", "tokenizers") == "pip install 'urllib3<3,>=2' 'tokenizers'"
+
+
+def test_what_is_missing_is_told_where_orch_is_not_installed(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    assert not_installed("torch").message == "this needs torch: pip install 'torch' 'safetensors'"
+
+
+def test_nobody_is_told_to_install_our_name_from_an_index():
+    files = [path for room in ("orchestrator", "trainer", "docs") for path in (ROOT / room).rglob("*.[pm][yd]")]
+    told = [str(path) for path in (*files, ROOT / "README.md") if re.search(r"install '?orch-train", path.read_text())]
+    assert files and not told

@@ -31,7 +31,7 @@ def test_without_transformers_one_line_says_what_to_install(monkeypatch, capsys)
     monkeypatch.setattr(independent, "find_spec", lambda name: None)
     assert main(["verify", "--against", "independent", "parallel=dp2"]) == 64
     said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1 and "pip install 'orch-train[dev]'" in said[0]
+    assert len(said) == 1 and "pip install 'transformers>=" in said[0]
 
 
 @pytest.mark.parametrize(

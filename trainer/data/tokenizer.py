@@ -49,9 +49,7 @@ class FileTokenizer:
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError:
-            raise DataError(
-                "data.tokenizer is a file, which needs the extra: pip install 'orch-train[tokenizers]'"
-            ) from None
+            raise DataError("data.tokenizer is a file, which needs tokenizers: pip install tokenizers") from None
         if path.exists() and not path.is_file():  # reading a pipe or a device may never end
             raise DataError(f"cannot read tokenizer {path}: not a regular file")
         try:

@@ -93,7 +93,7 @@ class Session:
         code = self._ended()
         if code.endswith(" 255"):  # ssh's own, which has said why
             raise OrchError(f"ssh {self.host} found no way there ({code})", Exit.CAPACITY)
-        how = "install it there (pip install orch-train), or say where: backend.options.ssh_python=PATH"
+        how = "install it there as here, or say where: backend.options.ssh_python=PATH"
         raise OrchError(f"{self.host} has no orch under {self.python} ({code}): {how}", Exit.CAPACITY)
 
     def _greeted(self, line: bytes, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
