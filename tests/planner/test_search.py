@@ -196,6 +196,15 @@ def test_makespan_is_the_simulation_s(name, pp, vpp, m, data):
     assert seconds == pytest.approx(simulate(schedule, Costs(*costs)).makespan, rel=1e-12)
 
 
+@given(st.integers(1, 6), st.integers(1, 20), st.data())
+@settings(max_examples=30, deadline=None)
+def test_half_of_dualpipe_takes_as_long_as_all_of_it(half, each, data):
+    seconds = st.lists(st.floats(0.1, 3), min_size=2 * half, max_size=2 * half).map(tuple)
+    costs = [data.draw(seconds) for _ in range(3)]
+    whole = Steps(build("dualpipe", 2 * half, 2 * each)).makespan(*costs)
+    assert Steps(build("dualpipev", half, each, 2)).makespan(*costs) == whole  # the same sums, to the last bit
+
+
 @st.composite
 def expert_cases(draw):
     """A small model with experts on a small cluster; all keys given but the degrees and how the experts fold."""

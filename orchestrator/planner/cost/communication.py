@@ -19,7 +19,6 @@ from .imbalance import imbalance
 from .layer_traffic import (
     Overlap,
     TensorOperation,
-    boundary_bytes,
     expert_operations,
     micro_batch_tokens,
     tensor_operations,
@@ -113,10 +112,9 @@ def expert_seconds(
     return total
 
 
-def transfer_seconds(model: Model, par: Parallel, train: Train, rate: Rates, paths: Mapping[PathKey, Path]) -> Number:
-    """Exposed seconds of one transfer between stages."""
-    size = boundary_bytes(model, par, train)
-    return rate.pp_exposed * collective.seconds("p2p", size, par.pp, paths[("pp",), "chain"], rate.ring)
+def transfer_seconds(size: float, pp: int, rate: Rates, paths: Mapping[PathKey, Path]) -> Number:
+    """Exposed seconds of one transfer between stages of `size` bytes."""
+    return rate.pp_exposed * collective.seconds("p2p", size, pp, paths[("pp",), "chain"], rate.ring)
 
 
 def gradient_seconds(

@@ -9,6 +9,7 @@ node's NICs (together), and the uplinks of a switch, whose bandwidth is that of 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -73,6 +74,11 @@ class Fabric:
         other.block = self.block[:, np.asarray(nodes, dtype=np.int64)]
         other._alike = other._blocks_alike()
         return other
+
+    @property
+    def domain_gpus(self) -> float:
+        """Neighbouring GPUs of an NVLink domain, where all domains are alike; infinite where they are not."""
+        return self._alike[0] if self._alike else math.inf
 
     def _blocks_alike(self) -> list[int]:
         """GPUs of a block of each tier, innermost first, up to the first tier whose blocks differ: in size, or because

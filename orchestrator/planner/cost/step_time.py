@@ -33,6 +33,7 @@ from .communication import (
 from .compute import NARROW_STATE, Compute, micro_batch_compute, optimizer_seconds
 from .dual import Number, scaled_like, value_of
 from .fabric import Path
+from .layer_traffic import boundary_bytes
 from .offload import activation_seconds, offload_seconds
 from .pipeline import EQUAL, rank_seconds, span_seconds, weights_at_end
 from .rates import Rates
@@ -174,7 +175,8 @@ class StepCost:
         par, work = self.parallel, self.work
         if par.pp == 1:
             return 0.0
-        once = transfer_seconds(work.model, par, work.train, work.rate, self.paths)
+        size = boundary_bytes(work.model, par, work.train)
+        once = transfer_seconds(size, par.pp, work.rate, self.paths)
         return once * (par.micro_batches * sends_per_micro_batch(par) + 2 * (par.pp - 1))
 
     @cached_property

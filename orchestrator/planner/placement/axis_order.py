@@ -58,7 +58,7 @@ class Candidate:
     def __init__(
         self,
         order: tuple[Axis, ...],
-        paths: Mapping[PathKey, Path],
+        paths: Paths,
         work: Work,
         nodes: tuple[int, ...] = (),
         legal: bool = True,
@@ -89,7 +89,7 @@ class Candidate:
         return self.paths[(axis,), "ring"].worst_level
 
     def outside_nvlink(self, axis: Axis) -> bool:
-        return self.worst_level(axis) not in (SELF, NVLINK)
+        return self.paths.spans_domains([axis]) or self.worst_level(axis) not in (SELF, NVLINK)
 
 
 def path_keys(traffic: Sequence[Sequence[Traffic]]) -> set[PathKey]:

@@ -110,6 +110,12 @@ class PathCache:
             self._seen[slot] = self.fabric.path(members, way, wrap)
         return self._seen[slot]
 
+    def spans_domains(self, order: Sequence[Axis], sizes: Mapping[str, int], varying: Sequence[Axis]) -> bool:
+        """Whether the first and the last member of a group are farther apart than an NVLink domain is long: known
+        without a path. Also False where domains are not alike."""
+        last = sum(_stride(order, sizes, axis) * (sizes[axis] - 1) for axis in varying)
+        return last >= self.fabric.domain_gpus
+
     def by_domain(self, order: Sequence[Axis], parallel: Parallel, moe: Moe) -> bool:
         """Whether tokens of ranks nested in `order` can go by domain (`plan.hierarchy`)."""
         sizes, varying, cuts = degrees(parallel), axes(parallel), Cuts.of(parallel)
@@ -131,9 +137,15 @@ class Paths(Mapping[PathKey, Path]):
     ):
         """`wanted`: keys, and whether the last member of a group sends to the first."""
         self.cache, self.order, self.sizes, self.wanted, self.cuts = cache, order, sizes, wanted, cuts
+        self._found: dict[PathKey, Path] = {}
 
     def __getitem__(self, key: PathKey) -> Path:
-        return self.cache.path(self.order, self.sizes, key, self.wanted[key], self.cuts)
+        if key not in self._found:
+            self._found[key] = self.cache.path(self.order, self.sizes, key, self.wanted[key], self.cuts)
+        return self._found[key]
+
+    def spans_domains(self, varying: Sequence[Axis]) -> bool:
+        return self.cache.spans_domains(self.order, self.sizes, varying)
 
     def __iter__(self) -> Iterator[PathKey]:
         return iter(self.wanted)

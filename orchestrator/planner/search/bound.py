@@ -36,7 +36,7 @@ from orchestrator.planner.memory.unequal_stages import unequal_peak
 from orchestrator.planner.model.layers import params_outside_layers
 
 from .best_paths import BestPaths
-from .layer_cost import LayerCost, StageSeconds, least_of
+from .layer_cost import LayerCost, StageSeconds, least_work
 from .pipeline_shapes import PipelineShape, PipelineShapes, RankShape
 from .space import Mesh
 
@@ -58,19 +58,14 @@ class MeshBound:
         costs with each fold of the experts, where several are open: then only `least_seconds` holds for all."""
         self.mesh, self.cost, self.shapes, self.cp_methods = mesh, cost, shapes, tuple(cp_methods)
         self.sp_open, self.folds = sp_open, folds or [cost]
-        world = mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp
-        same = {"pp": mesh.pp, "dp": mesh.dp, "micro_batches": mesh.micro_batches, "world_size": world}
-        self.par = structs.replace(cost.par, **same)
-        #: paths of a nesting with stages inside an NVLink domain, and of one with stages on different nodes
-        self.best, self.nestings = best, [best.paths(mesh, near) for near in (True, False) if best.possible(mesh, near)]
+        key = *mesh[:5], *(one.experts for one in self.folds)
+        self.degrees: DegreesBound = cost.share(key, DegreesBound, mesh, self.folds, best)
         context = cost.context
         self.overlapped = context.software.overlapped_steps  # of schedules that split backward, some are never idle
-        self.nodes = -(-self.par.world_size // context.cluster.gpus_per_node)
-        self.factor = value_of(step_factor(context.rate, self.nodes)) * ROUNDING
-        self.transfers = [0.0 for _ in self.nestings]
+        self.transfers = [0.0 for _ in self.degrees.nestings]
         if mesh.pp > 1:
-            job = context.model, self.par, context.train, context.rate
-            self.transfers = [value_of(transfer_seconds(*job, paths)) for paths in self.nestings]
+            job = cost.boundary, mesh.pp, context.rate
+            self.transfers = [value_of(transfer_seconds(*job, paths)) for paths in self.degrees.nestings]
         #: tensor parallelism lies inside an NVLink domain, and nothing else communicates inside a stage
         self.inner_known = mesh.cp == 1 and cost.experts.ep == 1 and (mesh.tp == 1 or best.confined)
         self.sharded: list[ZeroStage] = []
@@ -78,7 +73,8 @@ class MeshBound:
     def branches(self, recomputes: Iterable[str], zeros: Iterable[int]) -> Iterator[RecomputeBound]:
         """One bound for each recomputation mode."""
         if not self.sharded:
-            self.sharded = [ZeroStage(self, structs.replace(self.par, zero=zero)) for zero in zeros]
+            par = self.cost.in_mesh(self.mesh)
+            self.sharded = [ZeroStage(self, structs.replace(par, zero=zero)) for zero in zeros]
         return (RecomputeBound(self, recompute) for recompute in recomputes)
 
     def least_seconds(self, recompute: str = "none") -> float:
@@ -87,51 +83,62 @@ class MeshBound:
         The work of an average rank, or of the one with most layers, or of the one that starts last, with the least that
         its gradients can show.
         """
-        mesh, cost, m = self.mesh, self.cost, self.mesh.micro_batches
-        one = least_of(self.folds, recompute, self.cp_methods, self.sp_open)
-        both = [forward + backward for forward, backward in zip(one.forward, one.backward, strict=True)]
-        there = [seconds for seconds, many in zip(both, (cost.dense, cost.moe), strict=True) if many]
-        fastest, forward = (
-            min(there),
-            min(f for f, many in zip(one.forward, (cost.dense, cost.moe), strict=True) if many),
-        )
-        work = cost.dense * both[0] + cost.moe * both[1] + one.first + sum(one.last)
-        dense, experts = min(one.average_params(mesh.pp) for one in self.folds)
-        shown = self._gradients(dense), self._gradients(cost.least_params)
-        span = m * work / mesh.pp + shown[0]
-        if not cost.mixed:
-            span = max(span, self.shapes.heaviest * (m * fastest + shown[1]))
-        least = float("inf")
+        m, degrees, pp = self.mesh.micro_batches, self.degrees, self.mesh.pp
+        work = least_work(self.folds, recompute, self.cp_methods, self.sp_open)
+        of_layer = m * work.layer + degrees.layer_gradients_s
+        span = m * work.whole / pp + degrees.average_gradients_s
+        if not self.cost.mixed:
+            span = max(span, self.shapes.heaviest * of_layer)
+        once, least = min(self.transfers), float("inf")
         for late in self.shapes.latest_ranks:
-            ahead = late.before * (forward if late.split else fastest)
+            ahead = late.before * (work.forward if late.split else work.layer)
             ahead *= not (late.split and self.overlapped)
-            own = max(span, ahead + late.own * (m * fastest + shown[1]))
-            least = min(least, own + min(self.transfers) * (m * late.sends + 2 * (mesh.pp - 1)))
-        rest = value_of(constant_seconds(self._most_sharded, cost.context.rate, dense + experts, self.nodes))
-        return (least + rest) * self.factor
+            own = max(span, ahead + late.own * of_layer)
+            least = min(least, own + once * (m * late.sends + 2 * (pp - 1)))
+        return (least + degrees.constant_s) * degrees.factor
 
     @cached_property
-    def _most_sharded(self) -> Parallel:
-        return structs.replace(self.par, zero=1)
+    def states(self) -> tuple[float, float]:
+        """Bytes of states and buffers of (an average rank, one with the fewest layers), with the ZeRO stage that needs
+        least."""
+        average, fewest = self.cost.average_params(self.mesh.pp), self.cost.fewest_params(self.shapes.least)
+        return min(one.bytes_of(*average) for one in self.sharded), min(one.bytes_of(*fewest) for one in self.sharded)
 
-    def _gradients(self, parameters: float) -> float:
-        """The least that communication of gradients and weights of dense parameters shows, for any ZeRO stage."""
-        cost, members = self.cost, self.mesh.cp * self.mesh.ep * self.mesh.dp
-        if members == 1 or self.par.zero_group:  # hybrid sharding: not bounded
+
+class DegreesBound:
+    """What meshes of the same degrees have in common, whatever their micro-batches."""
+
+    def __init__(self, mesh: Mesh, folds: Sequence[LayerCost], best: BestPaths):
+        self.mesh, self.cost = mesh, folds[0]
+        context, par = self.cost.context, structs.replace(self.cost.in_mesh(mesh), zero=1)
+        #: paths of a nesting with stages inside an NVLink domain, and of one with stages on different nodes
+        self.nestings = [best.paths(mesh, near) for near in (True, False) if best.possible(mesh, near)]
+        self.nodes = -(-par.world_size // context.cluster.gpus_per_node)
+        self.factor = value_of(step_factor(context.rate, self.nodes)) * ROUNDING
+        dense, experts = min(one.average_params(mesh.pp) for one in folds)
+        self.constant_s = value_of(constant_seconds(par, context.rate, dense + experts, self.nodes))
+        gradient_s = self._gradient_seconds(best)
+        #: the least that gradients and weights of an average rank show, and of one layer
+        self.average_gradients_s, self.layer_gradients_s = gradient_s * dense, gradient_s * self.cost.least_params
+
+    def _gradient_seconds(self, best: BestPaths) -> float:
+        """The least that the gradient and the weight of a dense parameter show, for any ZeRO stage."""
+        members = self.mesh.cp * self.mesh.ep * self.mesh.dp
+        if members == 1 or self.cost.par.zero_group:  # hybrid sharding: not bounded
             return 0.0
-        rate, (weight, gradient) = cost.context.rate, cost.widths
-        path = min(self.best.per_byte(paths[DENSE_REPLICAS, "ring"]) for paths in self.nestings)
+        rate, (weight, gradient) = self.cost.context.rate, self.cost.widths
+        path = min(best.per_byte(paths[DENSE_REPLICAS, "ring"]) for paths in self.nestings)
         shown = min(value_of(rate.dp_exposed), value_of(rate.dp_sharded))
-        return shown * parameters * min(2 * gradient, gradient + weight) * (members - 1) / members * path
+        return shown * min(2 * gradient, gradient + weight) * (members - 1) / members * path
 
 
 class ZeroStage:
     """State bytes and gradient communication of a mesh with one ZeRO stage."""
 
     def __init__(self, base: MeshBound, par: Parallel):
-        self.context, self.par, mesh = base.cost.context, par, base.mesh
+        self._cost, self.context, self.par, mesh = base.cost, base.cost.context, par, base.mesh
         recipe = self._recipe = base.cost.recipe
-        self.nestings, self.nodes = base.nestings, base.nodes
+        self.nestings, self.nodes = base.degrees.nestings, base.degrees.nodes
 
         self._replicas = mesh.cp * mesh.ep * mesh.dp, expert_mesh(mesh).edp  # of a dense and an expert parameter
         self._states: dict[int, tuple[memory.StateBytes, memory.StateBytes]] = {}
@@ -149,14 +156,22 @@ class ZeroStage:
     def states(self, copies: int) -> tuple[memory.StateBytes, memory.StateBytes]:
         """Of a dense and an expert parameter. copies: of the model on a pipeline, which share the shards."""
         if copies not in self._states:
-            same = self.par, self.context.train, self._recipe
-            dense, experts = (memory.param_state_bytes(copies * many, *same) for many in self._replicas)
+            same, cost = (self.par, self.context.train, self._recipe), self._cost
+            like = self.par.zero, self.par.micro_batches > 1
+            dense, experts = (
+                cost.share((copies * many, *like), memory.param_state_bytes, copies * many, *same)
+                for many in self._replicas
+            )
             self._states[copies] = dense, experts
         return self._states[copies]
 
     def state_bytes(self, copies: int) -> tuple[float, float]:
         dense, experts = self.states(copies)
         return dense.on_device, experts.on_device
+
+    def bytes_of(self, dense: float, experts: float) -> float:
+        """Of a rank with so many parameters, buffers included; of one copy of the model."""
+        return self.buffer_bytes + dense * self.dense_bytes + experts * self.expert_bytes
 
     def sent(self, held: tuple[int, int], copies: int) -> list[float]:
         """Seconds of a rank's gradients and weights, hidden or not, by nesting. held: (dense, expert) parameters.
@@ -202,15 +217,11 @@ class RecomputeBound:
         Some rank holds the states of an average one, and at least one micro-batch; some rank, which may hold the fewest
         layers, as many micro-batches as there are ranks.
         """
-        cost, pp, least = self.cost, self.mesh.pp, self.base.shapes.least
-        kept = least * min(one.stored for one in cost.kept("1f1b").layers(self.recompute) if one.stored)
-        average, fewest = cost.average_params(pp), cost.fewest_params(least)
-        size = max(self._states(*average) + kept, self._states(*fewest) + min(self.mesh.micro_batches, pp) * kept)
+        cost, (average, fewest) = self.cost, self.base.states
+        layers = cost.kept("1f1b").layers(self.recompute)
+        kept = self.base.shapes.least * min(one.stored for one in layers if one.stored)
+        size = max(average + kept, fewest + min(self.mesh.micro_batches, self.mesh.pp) * kept)
         return cost.recipe.process_bytes(size) * ROUNDING
-
-    def _states(self, plain: float, experts: float) -> float:
-        """With the ZeRO stage that needs least."""
-        return min(one.buffer_bytes + plain * one.dense_bytes + experts * one.expert_bytes for one in self.sharded)
 
     @cached_property
     def least_s(self) -> float:
@@ -236,9 +247,9 @@ class PipelineBound:
         chain = 0.0 if split and base.overlapped else cost.chain(one, 0.5 if split else 1.0)
         self.longest = max(chain, *(end for end, _ in self.ranks))
         self.most_params = max(map(sum, self.params))
-        constant = min(sharded.constant(self.most_params) for sharded in branch.sharded)
+        constant = branch.sharded[-1].constant(self.most_params)  # the more is sharded, the less there is to do
         #: whatever the ZeRO stage; no less than what holds for all pipelines
-        self.least_s = max(branch.least_s, (self.longest + min(self.transfers) + constant) * base.factor)
+        self.least_s = max(branch.least_s, (self.longest + min(self.transfers) + constant) * base.degrees.factor)
         self._seconds: dict[int, float] = {}
 
     def _rank(self, rank: RankShape, one: StageSeconds) -> tuple[float, float]:
@@ -344,4 +355,4 @@ class PipelineBound:
             longest + sharded.exposed(each, hiding) + transfers
             for each, transfers in zip(sent, self.transfers, strict=True)
         )
-        return (least + sharded.constant(self.most_params)) * base.factor
+        return (least + sharded.constant(self.most_params)) * base.degrees.factor

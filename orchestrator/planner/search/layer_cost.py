@@ -146,22 +146,35 @@ def _remembered(
     return known[key]
 
 
-def least_of(
+class LeastWork(NamedTuple):
+    """Seconds of one micro-batch that no fold of the experts is below, communication and recomputation included."""
+
+    whole: float  # through the whole model and back
+    layer: float  # through one layer of either kind and back
+    forward: float  # through one layer of either kind
+
+
+def least_work(
     costs: Sequence[LayerCost], recompute: str, cp_methods: tuple[CpMethod, ...], sp_open: bool
-) -> StageSeconds:
-    """What no fold of the experts is below, part by part. `costs`: one of each fold."""
+) -> LeastWork:
+    """`costs`: one of each fold."""
 
-    def least() -> StageSeconds:
+    def least() -> LeastWork:
         every = [one.least(recompute, cp_methods, sp_open) for one in costs]
+        many, first = (costs[0].dense, costs[0].moe), min(one.first for one in every)
         forward, backward, last = (
-            (min(pair[0] for pair in part), min(pair[1] for pair in part))
-            for part in zip(*((one.forward, one.backward, one.last) for one in every), strict=True)
+            [min(kind) for kind in zip(*parts, strict=True)]
+            for parts in zip(*((one.forward, one.backward, one.last) for one in every), strict=True)
         )
-        return StageSeconds(forward, backward, min(one.first for one in every), last)
+        both = [f + b for f, b in zip(forward, backward, strict=True)]
+        return LeastWork(
+            whole=many[0] * both[0] + many[1] * both[1] + first + sum(last),
+            layer=min(seconds for seconds, layers in zip(both, many, strict=True) if layers),
+            forward=min(seconds for seconds, layers in zip(forward, many, strict=True) if layers),
+        )
 
-    if len(costs) == 1:
-        return costs[0].least(recompute, cp_methods, sp_open)
-    found: StageSeconds = _remembered(costs[0].known, ("folds", len(costs), recompute, cp_methods, sp_open), least)
+    key = "least", len(costs), recompute, cp_methods, sp_open
+    found: LeastWork = _remembered(costs[0].known, key, least)
     return found
 
 
@@ -195,7 +208,15 @@ class LayerCost:
         self.mixed = bool(self.dense and self.moe)
         self.boundary = boundary_bytes(model, par, train)
         self.known: dict[tuple[object, ...], Any] = {}
+        #: dense parameters of a layer of either kind, at least
+        self.least_params = min(size for size, layer in zip(params.dense, self.kinds, strict=True) if layer is not None)
         self._pipeline_params: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
+
+    def in_mesh(self, mesh: Mesh) -> Parallel:
+        """The `parallel` of an arbitrary layout of a mesh."""
+        world = mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp
+        same = {"pp": mesh.pp, "dp": mesh.dp, "micro_batches": mesh.micro_batches, "world_size": world}
+        return structs.replace(self.par, **same)
 
     def stage_seconds(self, recompute: str, split: bool, cp_methods: tuple[CpMethod, ...]) -> StageSeconds:
         """With the method that sends least; `split`: backward is."""
@@ -215,20 +236,20 @@ class LayerCost:
     ) -> StageSeconds:
         par, cut, size = self.par, (self.par.tp, self.tokens), self.par.micro_batch_size
         tensors = [
-            self._share((*cut, self.experts[:2], recompute, split, sp), self._tensor, recompute, split, sp)
+            self.share((*cut, self.experts[:2], recompute, split, sp), self._tensor, recompute, split, sp)
             for split in splits
             for sp in along
         ]
         *own, table, last = (value_of(min(parts, key=value_of)) for parts in zip(*tensors, strict=True))
         context = min(
-            self._share((par.tp, par.cp, size, recompute, one), self._context, recompute, one) for one in cp_methods
+            self.share((par.tp, par.cp, size, recompute, one), self._context, recompute, one) for one in cp_methods
         )
         forward, backward = [], []
         for kind, layer in enumerate(self.compute.kinds):
             inner = own[kind] + context
             if kind == 1 and layer is not NO_LAYER:
                 inner += min(
-                    self._share((*cut, self.experts[:2], recompute, sp), self._expert, recompute, sp) for sp in along
+                    self.share((*cut, self.experts[:2], recompute, sp), self._expert, recompute, sp) for sp in along
                 )
             forward.append(value_of(layer.forward) + inner / 2)
             backward.append(value_of(layer.backward) + value_of(layer.recompute_s(recompute)) + inner / 2)
@@ -237,8 +258,8 @@ class LayerCost:
 
     def chain(self, one: StageSeconds, back: float) -> float:
         """Seconds of one micro-batch through all stages, and through the share `back` of their backward."""
-        dense, moe = (f + back * b for f, b in zip(one.forward, one.backward, strict=True))
-        return self.dense * dense + self.moe * moe + one.first + one.last[0] + back * one.last[1]
+        forward = self.dense * one.forward[0] + self.moe * one.forward[1] + one.first + one.last[0]
+        return forward + back * (self.dense * one.backward[0] + self.moe * one.backward[1] + one.last[1])
 
     def _tensor(self, recompute: str, split: bool, sp: bool) -> TensorSeconds:
         par, context = self.par, self.context
@@ -271,7 +292,7 @@ class LayerCost:
         """`make(*args)`, computed once."""
         return _remembered(self.known, (make.__name__, *key), make, *args)
 
-    def _share(self, key: tuple[object, ...], make: Callable[..., Any], *args: Any) -> Any:
+    def share(self, key: tuple[object, ...], make: Callable[..., Any], *args: Any) -> Any:
         """The same, once for all that have `key` in common."""
         return _remembered(self.shared, (make.__name__, *key), make, *args)
 
@@ -292,11 +313,6 @@ class LayerCost:
     def fewest_params(self, layers: float) -> tuple[float, float]:
         """(dense, expert) parameters of `layers` layers of either kind, at least."""
         return layers * self.least_params, 0.0 if self.dense else layers * self.params.experts
-
-    @property
-    def least_params(self) -> int:
-        """Dense parameters of a layer of either kind, at least."""
-        return min(size for size, layer in zip(self.params.dense, self.kinds, strict=True) if layer is not None)
 
     def pipeline_params(self, shape: PipelineShape) -> list[tuple[int, int]]:
         """(dense, expert) parameters of each rank of a shape, the same for all schedules, ZeRO stages and batches."""
