@@ -166,10 +166,20 @@ ORCH_DEBUG=1 or --debug shows tracebacks."""
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
-    import textwrap  # not `style`, which imports msgspec
-
-    folded = ((f"  {name}  ", textwrap.wrap(text, 76 - len(name))) for name, text in rows)
+    folded = ((f"  {name}  ", _folded(text, 76 - len(name))) for name, text in rows)
     return "\n".join(start + f"\n{' ' * len(start)}".join(lines) for start, lines in folded)
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """Lines of at most so many characters: without `textwrap`, whose patterns take a tenth of `orch --help`."""
+    first, *words = text.split()
+    lines = [first]
+    for word in words:
+        if len(lines[-1]) + 1 + len(word) > width:
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return lines
 
 
 def _one_line(text: str) -> str:

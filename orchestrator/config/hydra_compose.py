@@ -25,7 +25,8 @@ from .validate import validate
 
 _MOST_VALUES = 20_000  # of a file that repeats parts of itself by aliases
 #: Parts of Hydra's own configuration that nothing here reads: files that need not be composed.
-_UNUSED = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+_PARTS = ("job_logging", "hydra_logging", "help", "hydra_help", "output", "launcher", "sweeper", "env")
+_UNUSED = [f"~hydra/{part}" for part in _PARTS]
 
 
 def compose(overrides: list[str], library: Library) -> Config:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from orchestrator.observe.goodput.account import Account
-from orchestrator.observe.live import Live, NodeLive
 from orchestrator.plan.exits import Exit, meaning
 from orchestrator.run.bad_nodes import BadNode
 from orchestrator.run.left_out import said_of
@@ -15,7 +14,9 @@ from orchestrator.run.request import LaunchRequest
 from orchestrator.run.state import Cause, RunState
 from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, fold, seconds, si, three
 
-from .goodput_page import strip
+if TYPE_CHECKING:  # what is measured of a run: a job that is only to be submitted has nothing of it
+    from orchestrator.observe.goodput.account import Account
+    from orchestrator.observe.live import Live
 
 COLOUR = {
     "done": GREEN,
@@ -103,6 +104,8 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
         faults = sum(not fault.planned for fault in spent.faults)
         many = f"; {faults} fault{'s' * (faults != 1)}, {lost} step{'s' * (lost != 1)} done again" if faults else ""
         rows.append(("goodput", f"ETTR {spent.ettr:.1%} of {seconds(spent.wall_s)}{many}"))
+        from .goodput_page import strip
+
         since = [(start - state.created_at, end - state.created_at, what) for start, end, what in spent.intervals]
         rows.append(("", strip(since, spent.wall_s, style, max(20, style.width - 12))))
     rows.append(("epoch", f"{state.epoch}; {state.restarts} of {state.max_restarts} restarts used"))
@@ -206,6 +209,8 @@ def _known(**values: float | None) -> list[str]:
 
 
 def _nodes(state: RunState, live: Live, style: Style) -> list[str]:
+    from orchestrator.observe.live import NodeLive
+
     table = [("node", "state", "ranks", "step", "memory", "metrics")]
     for name, node in list(state.nodes.items())[:64]:
         now = live.nodes.get(name) or NodeLive()
