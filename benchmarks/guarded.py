@@ -247,16 +247,16 @@ def of_checkpoint(load: bool, rounds: int) -> list[Turn]:
 
 #: What of a start and of a restart a busier machine does not stretch, so that a canary with it grows as they do: found
 #: from runs at load averages of 7 and 11.
-START_WAIT_S = 1.05
-RESTART_WAIT_S = 0.28
-#: `tree.py SECONDS [DEPTH]`: three processes that start one each, DEPTH deep, beside a wait of so many seconds.
+START_WAIT_S = 0.8
+RESTART_WAIT_S = 0.18
+#: `tree.py SECONDS [DEPTH]`: three processes that start one each, DEPTH deep, after a wait of so many seconds.
 TREE = """
 import subprocess, sys, time
 import json, threading
 seconds, depth = float(sys.argv[1]), int(sys.argv[2])
 grown = [[sys.executable, __file__, "0", str(depth - 1)]] * (3 if seconds else 1) * (depth > 0)
-grown = [subprocess.Popen(words) for words in grown]
 time.sleep(seconds)
+grown = [subprocess.Popen(words) for words in grown]
 sys.exit(max([one.wait() for one in grown], default=0))
 """
 
