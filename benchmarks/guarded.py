@@ -245,14 +245,18 @@ def of_checkpoint(load: bool, rounds: int) -> list[Turn]:
 
 # -------------------------------------------------------------------------------- runs of three nodes, in clock seconds
 
-#: `tree.py SECONDS [DEPTH]`: three processes that start one each, DEPTH deep, beside a wait of so many seconds.
+#: What of a start and of a restart a busier machine does not stretch, so that a canary with it grows as they do: found
+#: from runs at load averages of 7 and 11.
+START_WAIT_S = 0.8
+RESTART_WAIT_S = 0.18
+#: `tree.py SECONDS [DEPTH]`: three processes that start one each, DEPTH deep, after a wait of so many seconds.
 TREE = """
 import subprocess, sys, time
 import json, threading
 seconds, depth = float(sys.argv[1]), int(sys.argv[2])
 grown = [[sys.executable, __file__, "0", str(depth - 1)]] * (3 if seconds else 1) * (depth > 0)
-grown = [subprocess.Popen(words) for words in grown]
 time.sleep(seconds)
+grown = [subprocess.Popen(words) for words in grown]
 sys.exit(max([one.wait() for one in grown], default=0))
 """
 
@@ -283,7 +287,7 @@ def of_submit(rounds: int) -> list[Turn]:
             trial.end(name)
             return seconds
 
-        return in_turns(work, lambda: tree(Path(folder), 0.5, 4), rounds)
+        return in_turns(work, lambda: tree(Path(folder), START_WAIT_S, 4), rounds)
 
 
 def stepping_again(trial: Trial) -> float:
@@ -301,7 +305,7 @@ def of_kills(rounds: int) -> list[Turn]:
         while len(turns) < rounds:
             name = f"guard-{len(turns)}"
             trial, _ = started(home, name)
-            turns += in_turns(partial(stepping_again, trial), lambda: tree(home, 0.1, 1), KILLS)
+            turns += in_turns(partial(stepping_again, trial), lambda: tree(home, RESTART_WAIT_S, 1), KILLS)
             trial.end(name)
         return turns[:rounds]
 
