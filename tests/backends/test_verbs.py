@@ -145,13 +145,17 @@ def test_dry_run_for_a_cluster_that_is_not_here(home, capsys, monkeypatch):
 
 @pytest.mark.process
 def test_the_copy_runs_not_what_is_changed_later(home, capsys):
-    program("import time, pathlib; time.sleep(1); import other; print('got', other.WORD, pathlib.Path.cwd().name)")
+    held = "import os, time, pathlib; go = pathlib.Path(os.environ['ORCH_RUN_DIR'], 'go')\n"
+    held += "while not go.exists(): time.sleep(0.05)\n"
+    program(held + "import other; print('got', other.WORD, pathlib.Path.cwd().name)")
     program("WORD = 'submitted'", "other.py")
     folder = submit(capsys, "--snapshot", "--", "python", "my_train.py", home=home)
     program("WORD = 'changed later'", "other.py")
+    (folder.path / "go").touch()
     assert wait_end(folder).state == "done"
     assert folder.rank_log(3).read_text() == "got submitted code\n"
     folder = submit(capsys, "--", "python", "my_train.py", home=home)  # in place, as torchrun
+    (folder.path / "go").touch()
     assert wait_end(folder).state == "done"
     assert folder.rank_log(3).read_text() == "got changed later project\n"
 
@@ -261,7 +265,8 @@ def test_logs_follow_until_the_end(home, capsys):
 @pytest.mark.process
 def test_the_submitting_shell_may_go_away(home, capsys):
     """Submitted from a process group that is then killed as a terminal's would be: with SIGHUP to everybody in it."""
-    program("import time; time.sleep(2); print('still here')")
+    held = "import os, time; path = os.path.join(os.environ['ORCH_RUN_DIR'], 'go')\n"
+    program(held + "while not os.path.exists(path): time.sleep(0.05)\nprint('still here')")
     words = ["submit", *SMALL, "--run-id", "lonely", "--", "python", "my_train.py"]
     argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
     shell = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
@@ -269,6 +274,7 @@ def test_the_submitting_shell_may_go_away(home, capsys):
     with pytest.raises(ProcessLookupError):
         os.killpg(shell.pid, 1)  # nobody of the run is in that group any more
     folder = RunFolder(home / "runs" / "lonely")
+    (folder.path / "go").touch()
     assert wait_end(folder).state == "done"
     assert folder.rank_log(0).read_text() == "still here\n"
 

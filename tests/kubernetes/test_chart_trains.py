@@ -12,7 +12,17 @@ from tests.beds import debian
 from tests.beds.kubernetes import image
 from tests.beds.kubernetes.bed import Bed, BedError
 from tests.beds.kubernetes.building import build
-from tests.beds.kubernetes.runs import SHORT, SMALL, TINY, Helm, Orch, Run, check_rank_map
+from tests.beds.kubernetes.runs import (
+    NEVER_HANGS,
+    SHORT,
+    SMALL,
+    TINY,
+    Helm,
+    Orch,
+    Run,
+    check_rank_map,
+    held_before,
+)
 
 from .test_chart import CHART
 
@@ -27,7 +37,7 @@ def helm(real_bed, orch) -> Helm:
     return Helm(real_bed, orch.namespace)
 
 
-def values(*more: str) -> dict:
+def values(*more: str, options: dict | None = None) -> dict:
     """What a user of this bed writes: torch comes from a volume, everything is small. `more`: overrides."""
     site = {"claim": "site", "path": image.SITE}
     by_chart = {"image", "pull_policy", "claim"}
@@ -37,7 +47,7 @@ def values(*more: str) -> dict:
         "cluster": cluster.removeprefix("cluster="),
         "overrides": [*overrides, *SHORT, "backend.grace_s=20", "backend.heartbeat_timeout_s=10", *more],
         "image": dict(zip(("repository", "tag"), image.NAME.split(":"), strict=True)) | {"pullPolicy": "Never"},
-        "options": {name: value for name, value in SMALL.items() if name not in by_chart},
+        "options": {name: value for name, value in SMALL.items() if name not in by_chart} | (options or {}),
         "claim": {"existing": "runs"},
         "launcher": {"volumes": [site], "resources": small},
     }
@@ -68,10 +78,10 @@ def scraped_steps(bed: Bed) -> dict[str, int]:
     return {one["metric"]["node"]: int(float(one["value"][1])) for one in found}
 
 
-def installed(orch: Orch, helm, *overrides: str) -> Run:
+def installed(orch: Orch, helm, *overrides: str, options: dict | None = None) -> Run:
     """A release, and the run that its launcher has sent."""
     bed, space = orch.bed, orch.namespace
-    helm("install", "my-run", CHART, values=values(*overrides))
+    helm("install", "my-run", CHART, values=values(*overrides, options=options))
     sent = lambda: bed.get("jobs", "-n", space, "-l", "orch.dev/run")["items"]  # noqa: E731
     try:
         bed.wait(sent, 300, "run of the release")
@@ -88,13 +98,15 @@ def complete(run: Run) -> None:
 
 def test_installed_trained_scraped_and_gone(orch, helm):
     bed, space = orch.bed, orch.namespace
-    run = installed(orch, helm, "train.steps=30", "checkpoint.every_steps=10")
+    words = ("train.steps=30", "checkpoint.every_steps=10", NEVER_HANGS)
+    run = installed(orch, helm, *words, options=held_before(30))
     prometheus(bed, run.id, space)
     try:
         run.step(3)
         check_rank_map(orch, run)
         run.until("four pods scraped", lambda: len(seen := scraped_steps(bed)) == 4 and max(seen.values()) >= 3)
         assert set(scraped_steps(bed)) == {rank["node"] for rank in run.plan["ranks"]}
+        run.release(30)
         complete(run)
     finally:
         bed.end("--web.listen-address=127.0.0.1:9090")

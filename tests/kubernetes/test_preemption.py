@@ -36,7 +36,7 @@ def test_runs_that_make_room_come_back_and_their_losses_are_the_same(orch, queue
     """
     endless = ("train.steps=100000",)
     high = orch.submit(*TINY, *SHORT, *endless, options={"queue": "later", "workload_priority": "high"})
-    low = orch.submit(*TINY, *SHORT, options={"queue": queue})
+    low = orch.submit_held(*TINY, *SHORT, options={"queue": queue})
     low.step(1)
     stop(orch, "localqueue", "later", "None")
     low.until("preemption", lambda: "reempt" in (low.state().reason or ""))
@@ -56,6 +56,7 @@ def test_runs_that_make_room_come_back_and_their_losses_are_the_same(orch, queue
     same = sorted(high.steps())[:60]
     assert [high.steps()[step] for step in same] == pytest.approx([undisturbed[step] for step in same], abs=1e-9)
 
+    low.release()
     low.wait("done")
     assert min(low.steps(since_epoch=1)) == saved + 1
     assert low.steps() == pytest.approx(undisturbed, abs=1e-9)

@@ -15,10 +15,12 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pyt
 
 
 def test_a_deleted_pod_comes_back_and_the_losses_are_the_same(orch, undisturbed):
-    run = orch.submit(*TINY, *SHORT)
+    run = orch.submit_held(*TINY, *SHORT)
     run.step(5)
     victim = orch.pods(run.id)[2]["metadata"]["name"]
     orch.bed.kubectl("delete", "pod", "-n", orch.namespace, victim, "--wait=false")
+    run.until("its successor", lambda: victim not in {pod["metadata"]["name"] for pod in orch.pods(run.id)})
+    run.release()
     run.wait("done")
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
 
@@ -55,7 +57,7 @@ def test_pods_on_their_nodes_networks_train(orch, undisturbed):
 
 def test_a_drained_node_costs_nothing_but_time(orch, undisturbed):
     """Its pods save on notice and wait for room; what ended so is not counted."""
-    run = orch.submit(*TINY, *SHORT)
+    run = orch.submit_held(*TINY, *SHORT)
     run.step(5)
     flags = ("--ignore-daemonsets", "--delete-emptydir-data", "--pod-selector", f"orch.dev/run={run.id}")
     try:
@@ -63,13 +65,14 @@ def test_a_drained_node_costs_nothing_but_time(orch, undisturbed):
         assert "node-1" not in {pod["spec"].get("nodeName") for pod in orch.pods(run.id)}
     finally:
         orch.bed.kubectl("uncordon", "node-1")
+    run.release()
     run.wait("done")
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
 
 
 def test_a_node_that_dies_is_let_go_and_the_run_comes_back(orch, undisturbed):
     """Kubelet, containerd, shims and containers killed at once. Its pods would hang in Terminating for ever."""
-    run = orch.submit(*TINY, *SHORT)
+    run = orch.submit_held(*TINY, *SHORT)
     run.step(21)  # one checkpoint is there
     dead = {pod["metadata"]["name"] for pod in orch.pods(run.id) if pod["spec"]["nodeName"] == "node-1"}
     nodes.kill(orch.bed, 1)
@@ -80,17 +83,19 @@ def test_a_node_that_dies_is_let_go_and_the_run_comes_back(orch, undisturbed):
     finally:
         nodes.start(orch.bed, 1, again=True)
         nodes.wait_ready(orch.bed, "node-1")
+    run.release()
     run.wait("done")
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
 
 
 def test_cancel_saves_and_resume_goes_on(orch, undisturbed):
-    run = orch.submit(*TINY, *SHORT)
+    run = orch.submit_held(*TINY, *SHORT)
     run.step(5)
     orch("cancel", run.id)
     assert run.state().state == "cancelled"
     assert orch.pods(run.id) == []
     assert max(run.saved()) >= 3
+    run.release()
     orch("resume", run.id)
     run.wait("done")
     assert run.steps() == pytest.approx(undisturbed, abs=1e-9)

@@ -17,6 +17,7 @@ from orchestrator.backends.kubernetes.pod.rendezvous import Join
 from orchestrator.cluster.model import Topology
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.run.bad_nodes import BadNode, NodeMemory
+from tests.beds.kubernetes import addons
 from tests.beds.kubernetes.bed import Bed, BedError
 from tests.beds.kubernetes.runs import Orch, Run
 from tests.beds.kubernetes.simulate import FINISHES, LEVELS
@@ -109,6 +110,37 @@ def test_nodes_that_a_run_has_found_bad_get_no_pod_of_the_next(orch, ended):
     after = ended(orch.submit(*MAIN))
     assert bad.isdisjoint(bound(orch, after, 8))
     assert set(json.loads((after.folder / "request.json").read_text())["backend_options"]["exclude"]) == bad
+
+
+@pytest.mark.parametrize("aware", [True, False], ids=["aware of topology", "not aware"])
+def test_a_queue_puts_no_pod_on_a_node_that_is_left_out(queued_bed, tmp_path, aware):
+    """Of three leaves of four nodes; whoever keeps pipelines together has two of them left. The node is named in full,
+    its label is short. A run that needs more is held up by Kueue if that knows single nodes, else by the scheduler."""
+    bed, name = queued_bed, "twelve-aware" if aware else "twelve"
+    twelve, out = [f"sim-{index}" for index in range(12)], "sim-5"
+    levels = ("orch.test/spine", "orch.test/leaf", "kubernetes.io/hostname") if aware else ()
+    bed.kubectl("label", "nodes", *twelve, f"orch.test/pool={name}", "--overwrite")
+    bed.kubectl("label", "node", out, "kubernetes.io/hostname=short", "--overwrite")
+    addons.queues(bed, {"cpu": "2k", "memory": "40Ti", "nvidia.com/gpu": "96"}, levels, {"orch.test/pool": name}, name)
+    options = {"image": "orch.test/none:1", "queue": name, "exclude": [out], **({"levels": LEVELS} if aware else {})}
+    orch = Orch(bed, tmp_path, "default", options)
+    small = orch.submit(*MAIN)
+    where = set(bound(orch, small, 8))
+    assert where == {*twelve[:4], *twelve[8:]} if aware else where < {*twelve} - {out}
+    taken_out(orch, small)
+    more = [out, *(f"sim-{index}" for index in (1, 6, 9, 10))]
+    large = orch.submit(*MAIN, options={"exclude": more})
+    says = "allow to fit any of 2 slice" if aware else "didn't match Pod's node affinity/selector"
+    large.until(says, lambda: says in (large.state().reason or ""), 300)
+    assert {pod["spec"].get("nodeName") for pod in orch.pods(large.id)}.isdisjoint(more)
+    taken_out(orch, large)
+    bed.kubectl("label", "node", out, f"kubernetes.io/hostname={out}", "--overwrite")
+    bed.kubectl("label", "nodes", *twelve, "orch.test/pool=large", "--overwrite")
+
+
+def taken_out(orch: Orch, run: Run) -> None:
+    orch("cancel", "--force", run.id)
+    orch.bed.wait(lambda: not orch.pods(run.id), 900, f"end of {run.id}")
 
 
 @pytest.mark.full

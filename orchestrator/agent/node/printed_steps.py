@@ -49,6 +49,7 @@ class PrintedSteps:
     ):
         self._pattern, self._on_step, self._clock = re.compile(pattern), on_step, clock
         self._disk = disk
+        self._looking: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # of who reads on from where the last one has stopped
         self._epoch = -1
         self._logs: dict[int, _Log] = {}
@@ -64,8 +65,19 @@ class PrintedSteps:
             return
         self._logs[rank] = _Log(path, start, self._clock())
 
+    def watch(self) -> None:
+        """To be called every half second: looks, unless the last look has not ended."""
+        if self._looking and self._looking.done():
+            self._looking.result()  # a bug: let it be seen
+            self._looking = None
+        if not self._looking:
+            self._looking = asyncio.create_task(self.look())
+
+    def close(self) -> None:
+        if self._looking:
+            self._looking.cancel()
+
     async def look(self) -> None:
-        """To be called every half second."""
         for rank in list(self._logs):
             await self._read(rank, at_end=False)
 

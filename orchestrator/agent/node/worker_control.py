@@ -62,7 +62,6 @@ class WorkerControl:
         pattern = self._worker.pattern
         self._disk = Disk()
         self._printed = PrintedSteps(pattern, recorder.on_printed, self._disk) if pattern else None
-        self._looking: asyncio.Task[None] | None = None  # at what workers have printed
         self._news: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._telling: asyncio.Task[None] | None = None
         self._epoch = -1
@@ -82,20 +81,13 @@ class WorkerControl:
 
     def watch(self) -> None:
         """To be called every half second: sees to it that the end of a worker is heard of."""
-        self._look_at_printed()
+        if self._printed:
+            self._printed.watch()
         if self._telling and self._telling.done():
             self._telling.result()  # a bug: let it be seen
         if done := self._workers.watch():
             log.error("%s", done)
             self._recorder.event("worker_supervisor_stopped", reason=done)
-
-    def _look_at_printed(self) -> None:
-        """Unless the last look has not ended: the logs' file system may hang."""
-        if self._looking and self._looking.done():
-            self._looking.result()  # a bug: let it be seen
-            self._looking = None
-        if self._printed and not self._looking:
-            self._looking = asyncio.create_task(self._printed.look())
 
     @property
     def examination(self) -> asyncio.Task | None:
@@ -108,9 +100,11 @@ class WorkerControl:
 
     def close(self) -> None:
         """Kills all workers and everything below them."""
-        for task in (*self._examining, self._looking, self._telling):
+        for task in (*self._examining, self._telling):
             if task:
                 task.cancel()
+        if self._printed:
+            self._printed.close()
         self._workers.close()
         self._close_store()
         self._disk.close()

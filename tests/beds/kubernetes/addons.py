@@ -177,15 +177,17 @@ def queues(
     name: str = "main",
     namespace: str = "default",
 ) -> None:
-    """A topology, a flavor over the selected nodes, a ClusterQueue with this quota that preempts, a LocalQueue."""
+    """A topology (none without levels), a flavor over the selected nodes, a ClusterQueue with this quota that preempts,
+    a LocalQueue."""
     kueue_api = {"apiVersion": "kueue.x-k8s.io/v1beta2"}
     resources = [{"name": key, "nominalQuota": amount} for key, amount in quota.items()]
     group = {"coveredResources": list(quota), "flavors": [{"name": name, "resources": resources}]}
+    named = [{"nodeLabel": level} for level in levels]
+    topology = {**kueue_api, "kind": "Topology", "metadata": {"name": name}, "spec": {"levels": named}}
     bed.apply(
-        {**kueue_api, "kind": "Topology", "metadata": {"name": name},
-         "spec": {"levels": [{"nodeLabel": level} for level in levels]}},
+        *([topology] if named else ()),
         {**kueue_api, "kind": "ResourceFlavor", "metadata": {"name": name},
-         "spec": {"nodeLabels": dict(selector), "topologyName": name}},
+         "spec": {"nodeLabels": dict(selector), **({"topologyName": name} if named else {})}},
         {**kueue_api, "kind": "ClusterQueue", "metadata": {"name": name},
          "spec": {"namespaceSelector": {}, "resourceGroups": [group],
                   "preemption": {"withinClusterQueue": "LowerPriority"}}},

@@ -27,6 +27,7 @@ from .building import cache
 SUITE = "bookworm"  # has the Python 3.11 that torch's wheels in the tests' environment are for
 NAME, PAUSE = "orch.test/orch:1", "orch.test/pause:1"
 SITE = "/opt/site"  # where pods mount the site-packages
+HELD = "opt/held"  # where the image has what holds the trainer, if a variable says so
 _PACKAGES = ("python3-minimal", "python3-venv", "libstdc++6", "libgomp1", "busybox-static")
 
 
@@ -66,7 +67,9 @@ def orch_archive(target: Path) -> None:
             # Compiled, as an installed package is: else every process of every pod compiles anew.
             compileall.compile_dir(ROOT / name, quiet=2)
             tar.add(ROOT / name, f"opt/orch/{name}")
-    environment = [f"PYTHONPATH=/opt/orch:{SITE}", "PATH=/usr/bin:/bin", "LANG=C.UTF-8", "PYTHONDONTWRITEBYTECODE=1"]
+        tar.add(ROOT / "tests/beds/held/sitecustomize.py", f"{HELD}/sitecustomize.py")
+    environment = [f"PYTHONPATH=/opt/orch:{SITE}:/{HELD}", "PATH=/usr/bin:/bin", "LANG=C.UTF-8"]
+    environment.append("PYTHONDONTWRITEBYTECODE=1")
     _archive(target, NAME, [layer(), code], {"Env": environment, "Cmd": ["python3"]})
     code.unlink()
 

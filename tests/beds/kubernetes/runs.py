@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.beds import base
 from tests.beds.base import ROOT
 from tests.beds.bundles import reports
+from tests.beds.held.sitecustomize import VARIABLE, release
 
 from . import image, nodes
 from .bed import Bed
@@ -21,8 +22,9 @@ from .building import program
 
 _NUMBER = itertools.count()
 USER = 10001
+LAST = 60  # step of the runs below
 #: tp inside a pod, pp and dp across pods; two pods a node.
-TINY = ("cluster=local", "cluster.nodes=4", "cluster.gpus_per_node=2", "parallel=tp2_pp2", "train.steps=60")
+TINY = ("cluster=local", "cluster.nodes=4", "cluster.gpus_per_node=2", "parallel=tp2_pp2", f"train.steps={LAST}")
 SHORT = ("train.seq_len=64", "train.global_batch_samples=8", "checkpoint.every_steps=20", "train.log_every_steps=1",
          "optim.schedule=constant")  # fmt: skip
 #: Options of every run on real nodes: little of everything, torch from a volume.
@@ -31,6 +33,15 @@ SMALL = {
     **{"cpus": 0.8, "memory_gib": 3, "shm_gib": 0.25, "unreachable_s": 5, "rendezvous_timeout_s": 600},
     "volumes": [{"claim": "site", "path": image.SITE}],
 }
+
+
+NEVER_HANGS = "backend.hang_after_s=3600"  # a run that is held
+
+
+def held_before(step: int) -> dict[str, object]:
+    """Options by which the trainer waits before that step until it is released."""
+    agent = {"name": "agent", "env": [{"name": VARIABLE, "value": str(step)}]}
+    return {"pod": {"spec": {"containers": [agent]}}}
 
 
 def stand_in(**wishes: object) -> list[str]:
@@ -88,6 +99,11 @@ class Orch:
         done = self(*self.submission(options), *words, code=code)
         return Run(self, json.loads(done.stdout)["run_dir"])
 
+    def submit_held(self, *words: str, options: Mapping[str, object] | None = None) -> Run:
+        """A run of the trainer that waits before its last step until it is released: what a test does to it comes
+        before its end, however slow the machine is."""
+        return self.submit(*words, NEVER_HANGS, options={**held_before(LAST), **(options or {})})
+
     def submission(self, options: Mapping[str, object] | None = None) -> list[str]:
         """The words of `orch submit` to this bed, with these options; several at once have files of their own."""
         merged = {**self.options, "namespace": self.namespace, **(options or {})}
@@ -127,6 +143,10 @@ class Run(base.Run):
 
     def step(self, at_least: int) -> None:
         self.until(f"step {at_least}", lambda: max(self.steps(), default=-1) >= at_least)
+
+    def release(self, step: int = LAST) -> None:
+        """Lets a run make the step before which it is held."""
+        release(self.inside, step)
 
     def saved(self) -> list[int]:
         """Steps of the checkpoints on the claim."""

@@ -15,6 +15,7 @@ from orchestrator.run.state import RunState
 from tests.beds import base
 from tests.beds.base import ROOT
 from tests.beds.bundles import reports
+from tests.beds.held.sitecustomize import environment
 
 from .cluster import Cluster
 
@@ -59,10 +60,15 @@ class Orch:
         verb: str = "submit",
         program: Sequence[str] | None = FAKE_WORKER,
         worker: Mapping[str, object] | None = None,
+        held: int | None = None,
         code: int = 0,
     ) -> Any:
-        """What `orch submit --json` prints. `program`: None is the bundled trainer; `worker`: ORCH_TEST_ variables."""
+        """What `orch submit --json` prints. `program`: None is the bundled trainer; `worker`: ORCH_TEST_ variables;
+        `held`: the trainer waits before this step until it is released."""
         environ = {f"ORCH_TEST_{name}": str(value) for name, value in (worker or {}).items()}
+        if held:
+            environ |= environment(held)
+            words = (*words, "backend.hang_after_s=3600")  # who is held does not hang
         self._worker_variables |= environ
         passed = [word for name in environ for word in ("--env", name)]
         argv = [verb, "--json", "--in-place", *passed, "--config-dir", str(CONF), *words]
