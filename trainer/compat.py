@@ -21,7 +21,6 @@ __all__ = [
     "DispatchMode",
     "Segments",
     "bound_to_device",
-    "expand_heads",
     "fake_tensors",
     "fake_world",
     "flash_backward",
@@ -38,7 +37,6 @@ __all__ = [
     "segments_forward",
     "split_group",
     "storage_key",
-    "sum_heads",
     "top_saved_tensors_hook",
     "watch_resizes",
 ]
@@ -157,11 +155,19 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse [b, h, s_q]); equal head counts. SDPA proper does not return the log-sum-exp."""
+    """(out like q, lse [b, h, s_q]); k and v may have fewer heads, by which h is divisible. SDPA proper does not return
+    the log-sum-exp."""
     if q.is_cuda:
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return found[0], found[1]
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # of equal head counts
+    if q.shape[1] == k.shape[1]:
+        return one(q, k, v, 0.0, causal, scale=scale)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
+    parts = (_members(x, k.shape[1]) for x in (q, out, lse))
+    for queries, *results in zip(*parts, strict=True):
+        foreach_copy_(results, list(one(queries, k, v, 0.0, causal, scale=scale)))
+    return out, lse
 
 
 def flash_backward(
@@ -180,9 +186,17 @@ def flash_backward(
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *_unread(q.device)), scale=scale
         )
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, scale=scale
-    )
+    one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # of equal head counts
+    if q.shape[1] == k.shape[1]:
+        return one(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    dq, sums = torch.empty_like(q), [torch.zeros_like(x, dtype=_lse_dtype(x)) for x in (k, v)]
+    parts = (_members(x, k.shape[1]) for x in (dq, grad, q, out, lse))
+    for of_queries, of_out, queries, results, totals in zip(*parts, strict=True):
+        found = one(of_out, queries, k, v, results, totals.contiguous(), 0.0, causal, scale=scale)
+        of_queries.copy_(found[0])
+        for total, of_member in zip(sums, found[1:], strict=True):
+            total += of_member
+    return dq, sums[0].to(k.dtype), sums[1].to(v.dtype)
 
 
 def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,14 +204,9 @@ def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(2, dtype=torch.uint64, device=device), torch.empty((), dtype=torch.uint64, device=device)
 
 
-def expand_heads(kv: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeat key/value heads, dimension 1, for their query heads (grouped-query attention)."""
-    return kv if kv.shape[1] == heads else kv.repeat_interleave(heads // kv.shape[1], dim=1)
-
-
-def sum_heads(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """The transpose of `expand_heads`."""
-    return grad if grad.shape[1] == kv_heads else grad.unflatten(1, (kv_heads, -1)).sum(dim=2)
+def _members(x: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, ...]:
+    """Views [b, kv_heads, ...] of a tensor [b, heads, ...]: the first query head of each key head, the second, ..."""
+    return x.unflatten(1, (kv_heads, -1)).unbind(2)
 
 
 # ------------------------------------------------------------------------------ attention of runs of tokens, each alone
@@ -246,10 +255,10 @@ def segment_attention(
     """q [n, heads, d], k and v [m, kv_heads, d] -> like q, differentiable. Each run of queries has its keys."""
     if q.is_cuda:
         return _flash_segments(q, k, v, segments, causal, scale)[0]
-    k, v = (expand_heads(x, q.shape[1]) for x in (k, v))
+    grouped = q.shape[1] != k.shape[1]
     parts = [
         torch.nn.functional.scaled_dot_product_attention(
-            _sample(q[rows]), _sample(k[keys]), _sample(v[keys]), is_causal=causal, scale=scale
+            *(_sample(q[rows]), _sample(k[keys]), _sample(v[keys])), is_causal=causal, scale=scale, enable_gqa=grouped
         )
         for rows, keys in segments.slices()
     ]
@@ -264,7 +273,6 @@ def segments_forward(
     if q.is_cuda:
         out, lse = _flash_segments(q, k, v, segments, causal, scale)[:2]
         return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # as the kernel calls it
-    k, v = (expand_heads(x, q.shape[1]) for x in (k, v))
     out, lse = torch.zeros_like(q), torch.full((q.shape[1], len(q)), -torch.inf, dtype=_lse_dtype(q))
     for rows, keys in segments.slices():
         part, sums = flash_forward(_sample(q[rows]), _sample(k[keys]), _sample(v[keys]), causal, scale)
@@ -288,8 +296,6 @@ def segments_backward(
         return torch.ops.aten._flash_attention_backward(
             *(grad, q, k, v, out, lse, *segments.lengths, 0.0, causal, *_unread(q.device)), scale=scale
         )
-    kv_heads = k.shape[1]
-    k, v = (expand_heads(x, q.shape[1]) for x in (k, v))
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, keys in segments.slices():
         of_rows, of_keys = (_sample(grad[rows]), _sample(q[rows])), (_sample(k[keys]), _sample(v[keys]))
@@ -297,7 +303,7 @@ def segments_backward(
         parts = flash_backward(*of_rows, *of_keys, _sample(out[rows]), sums, causal, scale)
         for whole, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
             whole[where] = part[0].transpose(0, 1)
-    return dq, sum_heads(dk, kv_heads), sum_heads(dv, kv_heads)
+    return dq, dk, dv
 
 
 def _flash_segments(

@@ -90,8 +90,9 @@ def sent_bytes(note: fakegpu.Note) -> int:
 def attention_blocks(dtype: str, sizes: list[list[int]]) -> list[list[Any]]:
     """[[q's shape, what went wrong]] of context parallelism's attention of one block to another."""
     wrong, kind = [], getattr(torch, dtype)
-    for batch, heads, queries, keys, head_dim in sizes:
-        q, k, v = (torch.zeros(batch, heads, n, head_dim, device="cuda", dtype=kind) for n in (queries, keys, keys))
+    for batch, heads, kv_heads, queries, keys, head_dim in sizes:
+        shapes = [(batch, heads, queries, head_dim), *2 * [(batch, kv_heads, keys, head_dim)]]
+        q, k, v = (torch.zeros(shape, device="cuda", dtype=kind) for shape in shapes)
         causal = queries == keys
         try:
             assert compat.has_flash(q)

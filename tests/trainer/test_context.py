@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.reference.attention import attention
 from tests.trainer.together import run_together, told
 from trainer.comm.collectives import CommCounter
+from trainer.compat import DispatchMode, Segments
 from trainer.model.attention import SDPA
 from trainer.model.documents import Documents
 from trainer.parallel.context import block
@@ -44,6 +45,19 @@ def on_one_rank(kv_heads: int, packed: bool) -> dict[str, torch.Tensor]:
     out = attention(*full, documents)
     out.backward(grad)
     return {"out": out.detach(), **dict(zip("qkv", (t.grad for t in full), strict=True))}
+
+
+class LargestTensor(DispatchMode):
+    """Elements of the largest tensor that any operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(one, torch.Tensor):
+                self.elements = max(self.elements, one.numel())
+        return found
 
 
 def core_of(method: str, rank: int, size: int, counter: CommCounter):
@@ -160,6 +174,53 @@ def test_visible_blocks_are_exactly_the_causal_mask(method, size, half):
             rows, keys = mine[see.queries], theirs[see.keys]
             found = {(i, j) for a, i in enumerate(rows) for b, j in enumerate(keys) if not see.causal or b <= a}
             assert found == expected
+
+
+def seen_by(way: str, queries: int, keys: int, heads: int) -> block.Sight:
+    """Everything, in one of the ways in which a block of two samples is computed."""
+    if way == "segments":
+        return block.Sight(segments=Segments.of([(queries, keys)] * 2, torch.device("cpu")))
+    if way == "explicit":
+        mask = torch.ones(2, queries, keys, dtype=torch.bool)
+        return block.Sight(mask, torch.ones(2, heads, queries, keys, dtype=torch.float64))
+    return block.Sight()
+
+
+@pytest.mark.parametrize("way", ["fused", "explicit", "segments"])
+@pytest.mark.parametrize(("heads", "kv_heads", "queries", "keys"), [(8, 2, 4, 40), (6, 3, 3, 50), (8, 1, 2, 64)])
+def test_a_block_computes_with_grouped_heads_and_does_not_repeat_them(way, heads, kv_heads, queries, keys):
+    make = torch.Generator().manual_seed(5)
+    shapes = [(2, heads, queries, DIM), *2 * [(2, kv_heads, keys, DIM)], (2, heads, queries, DIM)]
+    q, k, v, grad = (torch.randn(shape, dtype=torch.float64, generator=make) for shape in shapes)
+    sight = seen_by(way, queries, keys, heads)
+    with LargestTensor() as largest:
+        out, lse = block.forward(q, k, v, 0.3, False, *sight)
+        found = block.backward(grad, q, k, v, out, lse, 0.3, False, *sight)
+    repeated = 2 * heads * keys * DIM
+    assert largest.elements <= max(2 * kv_heads * keys * DIM, 2 * heads * queries * keys) < repeated
+    full = [x.clone().requires_grad_() for x in (q, k, v)]
+    wide = [full[0], *(x.repeat_interleave(heads // kv_heads, dim=1) for x in full[1:])]
+    scores = wide[0] @ wide[1].transpose(-1, -2) * 0.3
+    expected = scores.softmax(-1) @ wide[2]
+    expected.backward(grad)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=1e-12)
+    for one, right in zip(found, full, strict=True):
+        assert one.dtype == right.dtype
+        torch.testing.assert_close(one, right.grad, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_grouped_heads_in_bf16_are_summed_wide():
+    make = torch.Generator().manual_seed(5)
+    shapes = [(1, 16, 64, DIM), *2 * [(1, 1, 64, DIM)], (1, 16, 64, DIM)]
+    q, k, v, grad = (torch.randn(shape, generator=make).bfloat16() for shape in shapes)
+    out, lse = block.forward(q, k, v, 0.3, True)
+    narrow = block.backward(grad, q, k, v, out, lse, 0.3, True)
+    wide = [x.double() for x in (grad, q, k, v)]
+    exact = block.backward(*wide, *block.forward(*wide[1:], 0.3, True), 0.3, True)
+    for one, right in zip(narrow, exact, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one.double() - right).norm() < 2**-7 * right.norm()
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused():

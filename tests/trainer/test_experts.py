@@ -62,10 +62,14 @@ def experts_of(part: slice, width: slice = slice(None)) -> Experts:
 def run(case: str, rank: int, by: Dispatch, experts: Experts) -> dict:
     """The rank's tokens through `experts` and back, forward and backward."""
     x, routing = case_of(case, rank)
-    out, _ = by(x, routing, experts, nothing)
+    with pytest.MonkeyPatch.context() as patch:
+        reads, tolist = list[torch.Size](), torch.Tensor.tolist
+        patch.setattr(torch.Tensor, "tolist", lambda one: (reads.append(one.shape), tolist(one))[1])
+        out, _ = by(x, routing, experts, nothing)
     out.backward(torch.full_like(out, 2.0) * (1 + rank))
     grads = {name: param.grad for name, param in experts.named_parameters()}
-    return {"out": out.detach(), "x": x.grad, "weights": routing.weights.grad, "experts": grads}
+    found = {"out": out.detach(), "x": x.grad, "weights": routing.weights.grad, "experts": grads}
+    return found | {"reads": len(reads)}  # of counts: where they are on a device, the host waits for each
 
 
 def compare(found: dict, expected: dict) -> None:
@@ -101,6 +105,7 @@ def test_tokens_come_back_as_if_all_experts_were_here(case):
         # there and back, forward and backward: a row of 32 each; a weight there, its gradient back; the counts
         rows, weights, counts = 2 * 8 * 32 * (away + arrived), 8 * (away + arrived), 8 * 6 * 2 // 3
         assert found[rank]["bytes"] == rows + weights + counts
+        assert found[rank]["reads"] == 2, "of the dispatch, and of the experts that are computed one after another"
         assert sum(found[rank]["levels"].values()) == rows + weights
         outside = [other for other in range(ranks) if DOMAIN[other] != DOMAIN[rank]]
         out = sum(int((routing.experts // 2 == other).sum()) for other in outside)
@@ -141,6 +146,7 @@ def test_tokens_go_once_to_each_domain(case, domains, inside):
                 sent += 2 * row * int(out.any(1).sum() + into.any(1).sum())
                 sent += (weight + label) * int(out.sum()) + weight * int(into.sum())
         assert found[rank]["levels"].get("network", 0) == sent
+        assert found[rank]["reads"] == 1 + (inside > 1) + 1, "between domains, inside of one, of the experts"
     for name, param in experts.named_parameters():
         mine = torch.cat([found[rank]["experts"][name] for rank in range(ranks)])
         assert_near(mine, param.grad)

@@ -111,7 +111,6 @@ def test_a_background_save_copies_on_a_stream_of_its_own():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_attention_of_one_block_to_another_passes_torchs_checks(dtype):
-    sizes = [
-        [2, 4, queries, keys, dim] for dim in (8, 64, 72, 128, 256) for queries, keys in ((32, 32), (32, 64), (48, 16))
-    ]
+    blocks, dims = ((32, 32), (32, 64), (48, 16)), (8, 64, 72, 128, 256)
+    sizes = [[2, 4, heads, *block, dim] for heads in (4, 2, 1) for block in blocks for dim in dims]
     assert fakegpu.call(gpu_steps.attention_blocks, dtype, sizes) == []

@@ -83,17 +83,28 @@ class SDPA:
         self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor, mask: Tensor | None, drop: AttentionDropout
     ) -> Tensor:
         """Attention with explicit probabilities, since the fused kernels draw masks of their own."""
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+        scores = grouped_product(q, k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+        scores = scores * q.shape[-1] ** -0.5
         if self.causal and mask is None:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
         weights = scores.softmax(dim=-1).masked_fill(~drop.kept(serial, serial, q.shape[1]), 0.0)
-        return (weights * drop.scale).to(v.dtype) @ v
+        return grouped_product((weights * drop.scale).to(v.dtype), v)
 
     def _mask(self, documents: Tensor) -> Tensor:
         """bool [b, 1, s, s], True where attention is allowed: the same document and, when causal, not the future. Where
         there is no kernel for documents: with dropout, and in fp32 on a GPU."""
         same = documents[:, None, :, None] == documents[:, None, None, :]
         return same.tril() if self.causal else same
+
+
+def folded(x: Tensor, kv_heads: int) -> Tensor:
+    """[b, heads, s, n] -> [b, kv_heads, heads / kv_heads * s, n]: rows of the query heads that share a key head."""
+    return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def grouped_product(rows: Tensor, shared: Tensor) -> Tensor:
+    """[b, heads, s, n] @ [b, kv_heads, n, m] -> [b, heads, s, m]; what query heads share is not repeated for each."""
+    product = folded(rows, shared.shape[1]) @ shared
+    return product.unflatten(2, (-1, rows.shape[2])).flatten(1, 2)

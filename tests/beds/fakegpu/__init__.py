@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+_TRAINER = f"{ROOT / 'trainer'}{os.sep}"
 KINDS = {
     **{"K": "kernel", "C": "copy", "S": "host waits", "R": "event recorded", "W": "stream waits", "N": "NCCL"},
     **{"I": "communicator", "T": "stream", "E": "event", "M": "allocation", "F": "free", "H": "host function"},
@@ -141,8 +142,8 @@ def recording() -> Iterator[Record]:
     fake.fakegpu_count.restype = ctypes.c_long
 
     def waited(name: bytes) -> None:
-        frames = [frame for frame in traceback.extract_stack() if "/trainer/" in frame.filename]
-        places = [f"{frame.filename.partition('/trainer/')[2]}:{frame.name}" for frame in frames[-2:]]
+        frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_TRAINER)]
+        places = [f"{frame.filename.removeprefix(_TRAINER)}:{frame.name}" for frame in frames[-2:]]
         found.waits.append((name.decode(), " > ".join(places)))
 
     told = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(waited)

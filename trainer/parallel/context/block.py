@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer import compat
 from trainer.compat import Segments
+from trainer.model.attention import folded, grouped_product
 from trainer.model.documents import Documents, Ranges
 from trainer.model.dropout import AttentionDropout
 
@@ -45,14 +46,13 @@ def forward(
         flat = _end_to_end(q), _end_to_end(k), _end_to_end(v)
         out, lse = compat.segments_forward(*flat, segments, causal, scale)
         return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2), lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
-    k, v = (compat.expand_heads(x, q.shape[1]) for x in (k, v))
     if mask is None and factors is None and compat.has_flash(q):
         return compat.flash_forward(q, k, v, causal, scale)
     scores = _scores(q, k, scale, causal, mask)
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - _finite(lse)[..., None])
     weights = weights if factors is None else weights * factors
-    return (weights.to(v.dtype) @ v), lse
+    return grouped_product(weights.to(v.dtype), v), lse
 
 
 def backward(
@@ -75,19 +75,18 @@ def backward(
         parts = compat.segments_backward(*of_rows, *of_keys, _end_to_end(out), sums, segments, causal, scale)
         of_q, of_k, of_v = (part.unflatten(0, (q.shape[0], -1)).transpose(1, 2) for part in parts)
         return of_q, of_k, of_v
-    kv_heads = k.shape[1]
-    k, v = (compat.expand_heads(x, q.shape[1]) for x in (k, v))
     if mask is None and factors is None and compat.has_flash(q):
-        dq, dk, dv = compat.flash_backward(grad, q, k, v, out, lse, causal, scale)
-    else:
-        weights = torch.exp(_scores(q, k, scale, causal, mask) - _finite(lse)[..., None])
-        dv = (weights if factors is None else weights * factors).to(grad.dtype).transpose(-1, -2) @ grad
-        delta = (grad * out).sum(dim=-1, keepdim=True, dtype=weights.dtype)
-        dweights = (grad @ v.transpose(-1, -2)).to(weights.dtype)
-        dweights = dweights if factors is None else dweights * factors
-        dscores = (weights * (dweights - delta) * scale).to(q.dtype)
-        dq, dk = dscores @ k, dscores.transpose(-1, -2) @ q
-    return dq, compat.sum_heads(dk, kv_heads), compat.sum_heads(dv, kv_heads)
+        return compat.flash_backward(grad, q, k, v, out, lse, causal, scale)
+    kv_heads = k.shape[1]
+    weights = torch.exp(_scores(q, k, scale, causal, mask) - _finite(lse)[..., None])
+    kept = (weights if factors is None else weights * factors).to(grad.dtype)
+    dv = folded(kept, kv_heads).transpose(-1, -2) @ folded(grad, kv_heads)
+    delta = (grad * out).sum(dim=-1, keepdim=True, dtype=weights.dtype)
+    dweights = grouped_product(grad, v.transpose(-1, -2)).to(weights.dtype)
+    dweights = dweights if factors is None else dweights * factors
+    dscores = (weights * (dweights - delta) * scale).to(q.dtype)
+    dk = folded(dscores, kv_heads).transpose(-1, -2) @ folded(q, kv_heads)
+    return grouped_product(dscores, k), dk, dv
 
 
 def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +130,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
-    scores = (q @ k.transpose(-1, -2)).to(accumulation_dtype(q.dtype)) * scale
+    scores = grouped_product(q, k.transpose(-1, -2)).to(accumulation_dtype(q.dtype)) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None], -torch.inf)
     if causal:

@@ -173,8 +173,7 @@ class ExpertDispatch:
     def _to_experts(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
         """`counts` [receiver, expert of it] sent -> [sender, expert of this rank] arriving."""
         arriving = all_to_all(counts, group, AXIS, self.counter)
-        sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
-
+        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()  # the host waits once
         return all_to_all_move(sent, received, group, self.counter, self.levels), arriving
 
     def _to_slices(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:

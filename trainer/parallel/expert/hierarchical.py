@@ -39,7 +39,7 @@ class HierarchicalDispatch:
         arriving = all_to_all(counts, self.across, AXIS, self.counter)
         by_rows, by_copies = (
             all_to_all_move(out, into, self.across, self.counter, self.levels)
-            for out, into in zip(counts.T.tolist(), arriving.T.tolist(), strict=True)
+            for out, into in torch.stack([counts.T, arriving.T], 1).tolist()  # the host waits once
         )
         weights = by_copies(routing.weights.flatten()[sent.choice])
         label = by_copies.there(sent.label)()
