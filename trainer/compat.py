@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator: the memory tracker on CPU
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "DispatchMode",
@@ -41,6 +42,8 @@ __all__ = [
     "storage_key",
     "sum_heads",
     "top_saved_tensors_hook",
+    "tree_leaves",
+    "tree_map",
     "watch_resizes",
 ]
 

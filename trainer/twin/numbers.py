@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from trainer.compat import DispatchMode, is_fake, real_tensors
+from trainer.compat import DispatchMode, is_fake, real_tensors, tree_leaves, tree_map
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 #: Operations that make known integers of nothing.
