@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator: the memory tracker on CPU
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "DispatchMode",
@@ -31,6 +32,7 @@ __all__ = [
     "fused_adamw_",
     "has_flash",
     "import_compiler",
+    "is_fake",
     "real_tensors",
     "segment_attention",
     "segments_backward",
@@ -38,6 +40,8 @@ __all__ = [
     "split_group",
     "storage_key",
     "top_saved_tensors_hook",
+    "tree_leaves",
+    "tree_map",
     "watch_resizes",
 ]
 
@@ -360,23 +364,19 @@ def split_group(
 # -------------------------------------------------------------- ranks without data and without peers (the digital twin)
 
 
-class _Numbers(DispatchMode):
-    """Every number that is read from a fake tensor is one: a norm is finite, a loss is there."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            return 1.0 if dtype.is_floating_point else True if dtype == torch.bool else 1
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
     """Inside, tensors have shapes, dtypes, autograd and storages of the right size, but no memory and no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True), _Numbers():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         yield
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:

@@ -14,17 +14,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from orchestrator import start
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, seal, to_json
 from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.document import Memory
+from orchestrator.plan.hierarchy import expert_groups, hierarchy, is_hierarchical
 from orchestrator.plan.schedules import TABLE, copies_of, illegal
 from orchestrator.plan.twin import RankRun, Transfer
+from orchestrator.planner.cost.expert_exchange import phases
+from orchestrator.planner.cost.fabric import NO_PATH
 from orchestrator.planner.cost.software import SOFTWARE
-from orchestrator.planner.cost.traffic import step_traffic
+from orchestrator.planner.cost.traffic import Traffic, step_traffic
 from orchestrator.planner.memory.rank_memory import context_bytes, memory_by_pp_rank
 from orchestrator.planner.memory.recipe import recipe_of
 from orchestrator.planner.model.layers import dense_and_moe
@@ -68,6 +71,13 @@ def ranks_to_run(plan: Plan) -> list[int]:
     wanted = sorted({place for places in alike.values() for place in (places[0], places[-1])})
     first = {rank.coord.pp: rank.rank for rank in reversed(plan.ranks)}  # the lowest rank of each stage
     return [first[place] for place in wanted]
+
+
+def evenly_chosen(plan: Plan) -> Plan:
+    """`plan` with experts that are chosen equally often, as its twin chooses them."""
+    if plan.parallel.expert_imbalance is UNSET:
+        return plan
+    return seal(structs.replace(plan, parallel=structs.replace(plan.parallel, expert_imbalance=UNSET)))
 
 
 def shortened(plan: Plan) -> Plan:
@@ -138,7 +148,8 @@ def _memory(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
 def _transfers(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
     expected: dict[tuple[str, str], float] = defaultdict(float)
     for item in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[pp_rank]:
-        expected[item.axis, item.operation] += item.sent_bytes
+        share = _share_of_direct(plan, found.rank, item) if item.axis == "ep" else 1.0
+        expected[item.axis, item.operation] += item.sent_bytes * share
         if item.axis == "pp" and item.operation == "p2p":  # both neighbours answer every message with a gradient
             expected["pp", "receive"] += item.sent_bytes
     sent: dict[tuple[str, str], float] = defaultdict(float)
@@ -155,19 +166,29 @@ def _transfers(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
     yield from _levels(plan, found)
 
 
+def _share_of_direct(plan: Plan, rank: int, item: Traffic) -> float:
+    """Bytes that an exchange of experts' tokens sends, by domain where the plan asks for that, over what it sends
+    directly."""
+    group = hierarchy(plan, rank)
+    near = (len(group.inside) - 1) / (len(group.inside) * len(group.across) - 1)
+    direct = structs.replace(NO_PATH, nvlink_s=1.0, share={NVLINK: near, "network": 1 - near})
+    return sum(sum(one.share.values()) for one in phases(direct, plan.model, plan.parallel, item.carried))
+
+
 def _levels(plan: Plan, found: RankRun) -> Iterator[Compared]:
     """The highest level that transfers of an axis cross, against that of the rank's group in the plan. Only where no
     transfer has the whole group may it be lower: between stages, around a ring, of shards within a part of the group.
     """
     par = plan.parallel
     whole = {"tp": True, "cp": par.cp_method not in ("ring", "zigzag"), "pp": False, "dp": not par.zero_group}
+    whole["ep"] = True
     for axis in whole:
         seen = [one for one in found.transfers if one.axis == axis]
         if not seen:
             continue
         members = _members(plan, axis, found.rank)
         planned, real = tier_of(plan, members), _worst(plan, {level_of(plan, one) for one in seen})
-        if axis != "dp":  # gradients are summed over cp and ep, too, of which the placement of dp says nothing
+        if axis not in ("dp", "ep"):  # gradients are summed over cp and ep, too, and experts may fold over tp and cp
             planned = min(planned, plan.placement[axis].worst_level, key=lambda level: _height(plan, level))
         beyond = _height(plan, real) > _height(plan, planned)
         off = float("inf") if beyond or (whole[axis] and real != planned) else 0.0
@@ -176,7 +197,12 @@ def _levels(plan: Plan, found: RankRun) -> Iterator[Compared]:
 
 def _members(plan: Plan, axis: str, rank: int) -> set[int]:
     """Ranks of a rank's group on an axis. Gradients are summed over all that hold the same weights: where a pipeline
-    holds the model twice, the ranks of the opposite stage, too."""
+    holds the model twice, the ranks of the opposite stage, too. Tokens go to all that share a layer's experts; where
+    they go by domain, these exchange in parts, of which that between domains goes furthest."""
+    if axis == "ep":
+        by_domain = is_hierarchical(plan)
+        together = next(ranks for ranks in expert_groups(plan) if rank in ranks)
+        return set(hierarchy(plan, rank).across if by_domain else together)
     holders = {rank}
     if axis == "dp" and copies_of(plan.parallel) > 1:
         pipeline = next(ranks for ranks in plan.groups["pp"] if rank in ranks)

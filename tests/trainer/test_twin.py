@@ -12,6 +12,8 @@ import torch.distributed as dist
 from msgspec import structs, to_builtins
 
 from orchestrator.plan import Plan
+from orchestrator.plan.hierarchy import landings
+from orchestrator.plan.model import Moe
 from orchestrator.plan.twin import RankRun
 from tests.patience import PATIENCE_S
 from tests.trainer import test_planned_memory as planned
@@ -21,13 +23,15 @@ from tests.trainer.test_planned_memory import GPT, LLAMA, PIPE, plan_of
 from tests.trainer.together import told, world
 from trainer.data.order import samples_of_step
 from trainer.metrics.memory import StepMemory
+from trainer.twin.choices import choose_evenly, even_choices
 from trainer.twin.run import run_rank, run_step
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 
 #: Steps of a real rank after the first: at least, and at most while none of them is like its twin's.
 LEAST, MOST = 8, 200
-LAYOUTS = planned.QUICK | planned.MORE
+LAYOUTS = planned.QUICK | planned.MORE | planned.SPECIAL | planned.MORE_SPECIAL
+DROPPING = Moe(experts=8, top_k=2, ffn_hidden=48, capacity_factor=0.75, groups=4, top_groups=2, score="sigmoid")
 #: Two stages, four micro-batches: forwards two at a time
 ORDER = ("F0", "F1", "B0", "B1", "F2", "F3", "B2", "B3")
 ROWS = [[f"{stage}{action}" for action in ORDER] for stage in range(2)]
@@ -38,6 +42,8 @@ def real(rank: int, plan: Plan, twin: dict | None) -> dict:
     after it has arrived, so memory is the least of these steps, and all their peaks are given. On a busy machine that
     moment is long: then there are more steps, until every rank has had one without it."""
     engine = engine_of(plan, rank)
+    for stage in engine.part.stages:
+        choose_evenly(stage)
     memory, many = StepMemory.of_engine(engine), samples_of_step(plan.parallel, engine.mesh.coord, 0)
     serial = plan.model.dropout > 0  # as the loader has it
     batches = [micro_batch(plan, one, plan.job.data.isolate_documents) for one in many]
@@ -103,6 +109,8 @@ MORE = {name: layout for name, layout in LAYOUTS.items() if name not in QUICK} |
     "pp4": {"pp": 4, "micro_batches": 8},
     "tp2 cp2": {"tp": 2, "cp": 2},
     "tp2 pp2 dualpipe": PIPE | {"tp": 2, "schedule": "dualpipe"},
+    "experts that drop, tp2": {"model": LLAMA | {"layers": 2, "moe": DROPPING}, "tp": 2},
+    "experts that drop, ep2 cp2": {"model": LLAMA | {"moe": DROPPING}, "ep": 2, "cp": 2},
     **{f"dp4 zero{zero} in pairs": {"dp": 4, "zero": zero, "zero_group": 2} for zero in (1, 2, 3)},
 }
 
@@ -112,6 +120,7 @@ KINDS = (
     "8 bits", "two samples", "full", "tp2 without sp, selective", "cp2 ulysses", "cp2 all-gather", "pp2 zbv",
     "dp2 zero2, on the host", "dp2 zero2, unequal", "pp2 dualpipev", "pp2, budget", "GPT, tied",
     "cp2 packed documents", "cp4 ring", "tp2 pp2 dualpipe", "dp4 zero3 in pairs",
+    "deepseek, tp2 etp1", "many choices, by domain", "experts that drop, tp2",
 )  # fmt: skip
 
 
@@ -150,6 +159,33 @@ def assert_twins(layouts: dict[str, dict], ranks: Collection[int], store: Path) 
                 peaks = measured.pop("peak")
                 assert twin["peak"] in peaks and twin["peak"]["total"] == min(peak["total"] for peak in peaks)
                 assert {name: twin[name] for name in measured} == measured
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [
+        Moe(experts=8, top_k=2, ffn_hidden=1),
+        Moe(experts=64, top_k=6, ffn_hidden=1),
+        Moe(experts=4, top_k=4, ffn_hidden=1),
+        Moe(experts=256, top_k=8, ffn_hidden=1, groups=8, top_groups=4),
+        Moe(experts=12, top_k=4, ffn_hidden=1, groups=6, top_groups=5),
+    ],
+    ids=str,
+)
+def test_a_twin_chooses_all_experts_equally_often_and_tokens_as_many_domains_as_planned(moe):
+    tokens = 16 * moe.experts
+    chosen = even_choices(moe, tokens)
+    assert chosen.shape == (tokens, moe.top_k)
+    assert all(len(set(row)) == moe.top_k for row in chosen.tolist())
+    counts = chosen.flatten().bincount(minlength=moe.experts)
+    assert counts.max() - counts.min() <= 1
+    groups = chosen // (moe.experts // moe.groups)
+    assert all(len(set(row)) <= moe.top_groups for row in groups.tolist())
+    domains = chosen // (moe.experts // 2)
+    found = sum(len(set(row)) for row in domains.tolist()) / tokens
+    assert found == pytest.approx(landings(moe, 2), rel=0.05)
+    partly = even_choices(moe, moe.experts // 2 + 1).flatten().bincount(minlength=moe.experts)
+    assert partly.max() - partly.min() <= 2
 
 
 @pytest.mark.process

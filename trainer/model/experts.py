@@ -62,6 +62,7 @@ class Experts(nn.Module):
         self.up = GroupedLinear(*shape)
         self.down = GroupedLinear(moe.experts, moe.ffn_hidden, model.hidden)
         self.activation = model.activation
+        self.in_one_kernel = False  # as on a GPU, wherever tensors are
 
     @property
     def count(self) -> int:
@@ -69,7 +70,7 @@ class Experts(nn.Module):
         return self.up.weight.shape[0]
 
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-        if not (x.is_cuda and x.dtype == torch.bfloat16):  # what the kernel of `GroupedLinear` is for
+        if not (self.in_one_kernel or x.is_cuda) or x.dtype != torch.bfloat16:  # what `GroupedLinear`'s kernel is for
             gate = None if self.gate is None else self.gate.weight
             return segmented(x, weights, counts.tolist(), gate, self.up.weight, self.down.weight, self.activation)
         ends = counts.cumsum(0).to(torch.int32)

@@ -65,13 +65,17 @@ class Router(nn.Module):
             x = self.jitter(x, serial)
         logits = F.linear(x, self.weight.to(wide))
         scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
-        chosen = best(self._choosable(scores.detach()), moe.top_k)
+        chosen = self.choose(scores.detach())
         weights = scores.gather(-1, chosen)
         if moe.norm_topk:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
         if moe.score == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
         return Routing(chosen, weights * moe.routed_scale, scores, logits)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """int64 [n, k], of scores [n, e] without gradient; a twin has its own (`trainer.twin.choices`)."""
+        return best(self._choosable(scores), self.moe.top_k)
 
     def _choosable(self, scores: Tensor) -> Tensor:
         """Scores for the choice: with the balancing bias, -inf outside of the best groups."""

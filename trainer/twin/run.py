@@ -29,7 +29,11 @@ from trainer.engine import Engine
 from trainer.metrics.memory import CATEGORIES, StepMemory
 from trainer.model.documents import Documents
 from trainer.model.dropout import draws
+from trainer.model.experts import Experts
 from trainer.precision import recipe
+
+from .choices import choose_evenly
+from .numbers import Numbers
 
 
 def run_rank(plan: Plan, rank: int) -> RankRun:
@@ -40,9 +44,15 @@ def run_rank(plan: Plan, rank: int) -> RankRun:
     with contextlib.ExitStack() as around:
         around.enter_context(fake_world(rank, plan.parallel.world_size))
         around.enter_context(fake_tensors())
+        around.enter_context(Numbers())
         counter = CommCounter(gloo=not gpu)
         mesh = Mesh.from_plan(plan, rank)
         engine = Engine(plan, mesh, torch.device("cpu"), recipe(plan.job.train), counter)
+        for stage in engine.part.stages:
+            choose_evenly(stage)
+            for module in stage.modules():
+                if isinstance(module, Experts):
+                    module.in_one_kernel = gpu
         memory = StepMemory.of_engine(engine)
         # The first step learns how many gradients each parameter gets, so its reductions start late.
         return [run_step(engine, memory, fake_batches(plan, mesh.coord)) for _ in range(2)][-1]

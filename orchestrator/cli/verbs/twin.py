@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.plan.twin import RankRun
     from orchestrator.planner.build import build_plan
     from orchestrator.submit.cluster import ClusterResolver
-    from orchestrator.verify.twin import Compared, compare, ranks_to_run, shortened
+    from orchestrator.verify.twin import Compared, compare, evenly_chosen, ranks_to_run, shortened
     from orchestrator.verify.twin import run as run_twin
 
     config = load(overrides, args.config_dir)
@@ -40,10 +40,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             raise OrchError(f"train.{key}=disk: orch twin has no disk; legal: none, host", Exit.CONFIG)
     if offload.delayed:
         raise OrchError("train.offload_delayed=true: orch twin runs one step, with no update beside it", Exit.CONFIG)
-    if plan.model.moe is not None:
-        text = f"orch twin has no values, so it does not know to which experts the tokens of {plan.model.name} go"
-        raise OrchError(f"{text}; models without experts can be run", Exit.CONFIG)
-    whole, plan = plan.parallel.micro_batches, shortened(plan)
+    whole, plan = plan.parallel.micro_batches, shortened(evenly_chosen(plan))
     ranks, runs, figures = ranks_to_run(plan), list[RankRun](), list[list[Compared]]()
     for found in run_twin(plan, ranks):
         runs.append(found)
@@ -95,6 +92,8 @@ def _page(plan: Plan, whole: int, runs: list[RankRun], figures: list[list[Compar
         if bad
         else f"all {count} figures are within 5% of the plan"
     )
+    if plan.model.moe is not None:
+        lines.append("all experts are chosen equally often, here and in what is planned")
     if plan.parallel.micro_batches < whole:
         lines.append(
             f"run with {plan.parallel.micro_batches} of {whole} micro-batches a step: more of them hold no more memory,"

@@ -323,14 +323,18 @@ def logits_in_flight(schedule: str, micro_batches: int) -> int:
 
 
 def backward_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
-    """Temporary bytes of a layer's backward: gradients inside its MLP, beyond what this sets free."""
+    """Temporary bytes of a layer's backward: gradients inside its MLP, beyond what this sets free. Where one kernel has
+    all experts, the weights of choices, in fp32, widen the gradient of what they multiply and a product with it."""
     if not kernels.inside_backward:
         return 0.0
     moe, tokens = model.moe, parallel.micro_batch_size * train.seq_len / parallel.cp
     ffn = mlp_width(model, moe, train.seq_len, fullest(parallel))
     if sample_layers(model)[0] is not None:
         ffn = max(ffn, model.ffn_hidden)
-    return (2 if model.mlp == "gated" else 1) * tokens * ffn / parallel.tp * DTYPE_BYTES[train.precision]
+    found = (2 if model.mlp == "gated" else 1) * ffn
+    if moe is not None and kernels.trainer == "cuda" and train.precision == "bf16":
+        found = max(found, 5 * taken_choices(moe, train.seq_len) * moe.ffn_hidden * fullest(parallel))
+    return found * tokens / parallel.tp * DTYPE_BYTES[train.precision]
 
 
 def received_input_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels, layers: range) -> float:
