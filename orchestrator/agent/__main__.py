@@ -20,6 +20,7 @@ from pathlib import Path
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.run.folder import RunFolder, ending, first_read, read_secret
+from orchestrator.run.intent import END, END_BY_FORCE
 from orchestrator.run.request import read_request, used_nodes
 from orchestrator.run.store_socket import own_addresses
 
@@ -154,6 +155,8 @@ def _listen_to_signals(agent: Agent, on_notice: Callable[[], None] | None) -> No
         # a program may know USR1 and USR2; whatever else it was, to a worker it is the usual request to end
         passed = signum.name if signum in (signal.SIGUSR1, signal.SIGUSR2) else "SIGTERM"
         loop.add_signal_handler(signum, told, signum, passed)
+    loop.add_signal_handler(END, agent.end_as_asked, False)
+    loop.add_signal_handler(END_BY_FORCE, agent.end_as_asked, True)
     loop.add_signal_handler(_NOTICE, agent.terminate, "got the notice of the job's script", "SIGTERM", False)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,10 @@ from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
 
 from .folder import RunFolder, make_private_folder, read_json, sync_folder, write_private
+
+#: To agents that no supervisor looks after, where the disk does not take a request for the end; the second: by force.
+#: Neither schedulers nor terminals send them.
+END, END_BY_FORCE = signal.SIGALRM, signal.SIGVTALRM
 
 
 class Intent(Frozen):

@@ -163,6 +163,27 @@ def test_a_cancel_on_a_full_disk_goes_by_a_signal(run, words):
     assert state.reason == ("cancelled by force" if words else "cancelled by the user")
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("words", [[], ["--force"]])
+@pytest.mark.parametrize("make", ["fixed", "elastic"])
+def test_a_cancel_on_a_full_disk_reaches_agents_without_a_supervisor(runs, make, words):
+    """They were stopped when it died, and hear of its death and of the cancel together."""
+    backend = LocalBackend()
+    folder = elastic.start(runs, 2, 1) if make == "elastic" else start(backend, runs)
+    running(backend, folder)
+    supervisor = identity(read_record(folder, LocalRecord).supervisor[0])
+    for agent in holders(folder.lock):
+        if agent != supervisor:
+            os.kill(agent.pid, signal.SIGSTOP)
+    os.kill(supervisor.pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(supervisor), what="the supervisor's death")
+    argv = [sys.executable, "-m", "orchestrator.cli.main", "cancel", folder.run_id, *words]
+    environment = os.environ | {"ORCH_HOME": str(folder.path.parents[1])}
+    done = subprocess.run(argv, env=environment, preexec_fn=no_room, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert ended(backend, folder).state == "cancelled"
+
+
 def no_room() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 

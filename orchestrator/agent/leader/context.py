@@ -13,7 +13,7 @@ from orchestrator.agent.protocol.messages import Done, FromAgent, TerminationSig
 from orchestrator.plan import Exit, Plan
 from orchestrator.run.epoch_lease import LeaseLost
 from orchestrator.run.folder import RECORD_AGAIN_S, RECORD_ERRORS, Insistence, RunFolder
-from orchestrator.run.intent import Intent, due
+from orchestrator.run.intent import Intent, due, unwritten_end
 from orchestrator.run.request import Policy, used_nodes
 from orchestrator.run.state import Cause
 
@@ -51,6 +51,7 @@ class Context:
             rules.max_restarts, record.restarts, 0, rules.max_restarts_by_cause, record.restarts_by_cause
         )
         self.end_request: policy.Request | None = None
+        self._told: Intent | None = None  # what people want and the disk does not have
         self.furthest_step = -1  # completed in any epoch
         self._queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         self.membership = Membership(
@@ -101,6 +102,8 @@ class Context:
                 raise event
             if isinstance(event.what, LeaseLost) and event.epoch == self.epoch:
                 raise event.what
+            if isinstance(event.what, TerminationSignal) and event.what.by_people:
+                self._told = unwritten_end(event.what.force)
             # an answer that was still in the queue when its epoch ended must not count for the next one
             if event.epoch == self.epoch or isinstance(event.what, MemberLost | TerminationSignal):
                 return event
@@ -156,15 +159,14 @@ class Context:
     @property
     def asked(self) -> Intent | None:
         """What people have asked for since this attempt began, if it has to end for that."""
-        return due(self.folder, self.record.intent)
+        return self._told or due(self.folder, self.record.intent)
 
     def request_end(self, signal: TerminationSignal) -> policy.Request:
-        """Notes that somebody asked for the end of the run; the first request counts."""
-        if self.end_request is None:
-            if asked := self.asked:
-                self.end_request = policy.Request("cancelled" if asked.want == "end" else "stopped", asked.text)
-            else:
-                self.end_request = policy.Request("stopped", signal.reason)
+        """Notes that somebody asked for the end of the run; the first request counts, or what people have asked."""
+        if (asked := self.asked) and (self.end_request is None or asked.want == "end"):
+            self.end_request = policy.Request("cancelled" if asked.want == "end" else "stopped", asked.text)
+        elif self.end_request is None:
+            self.end_request = policy.Request("stopped", signal.reason)
         return self.end_request
 
     def not_started(self, signal: TerminationSignal) -> policy.Decision:

@@ -13,6 +13,7 @@ from orchestrator.agent.protocol.channel import Channel, Refused, WrongKey
 from orchestrator.agent.protocol.heartbeat import HeartbeatTimer, timeout_ticks
 from orchestrator.plan import Exit, Plan, meaning
 from orchestrator.run.folder import RECORD_S, RunFolder
+from orchestrator.run.intent import unwritten_end
 from orchestrator.run.request import LaunchRequest, used_nodes
 
 from .connection import Connector, NoCoordinator
@@ -104,15 +105,24 @@ class Agent:
         if self._signalled and not insists:
             return
         force = self._insisted and insists
-        self._signalled, self._insisted = True, self._insisted or insists
+        self._insisted = self._insisted or insists
+        self._pass_on(messages.TerminationSignal(reason=f"{self._node}: {reason}", signal=signal_name, force=force))
+
+    def end_as_asked(self, force: bool) -> None:
+        """Tells the coordinator that people want the run to end."""
+        wish = unwritten_end(force).text
+        self._pass_on(messages.TerminationSignal(reason=wish, signal="SIGTERM", force=force, by_people=True))
+
+    def _pass_on(self, notice: messages.TerminationSignal) -> None:
+        self._signalled, self._notice = True, notice
+        reason = notice.reason.removeprefix(f"{self._node}: ")
         log.warning("%s", reason)
-        self._recorder.event("notice", reason=reason, force=force)
+        self._recorder.event("notice", reason=reason, force=notice.force)
         if self._channel is None:
             self._finish(Exit.RESTART, reason)
             return
-        self._notice = messages.TerminationSignal(reason=f"{self._node}: {reason}", signal=signal_name, force=force)
-        self._send(self._notice)
-        if force:
+        self._send(notice)
+        if notice.force:
             self._control.kill()
 
     def leave(self, code: int, reason: str) -> None:

@@ -67,6 +67,7 @@ class TerminationSignal(_Message, tag="termination_signal"):
     reason: str
     signal: str  # name of the signal for the workers
     force: bool  # this agent was told before: do not wait for a save
+    by_people: bool = False  # who want the run to end, which the disk did not take down
 
 
 FROZEN_AFTER_S = 2.0  # a stop and continue by whoever looks into a process is none

@@ -24,7 +24,7 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.attempt import begin_attempt, check_newest
 from orchestrator.run.create import check_program, create_run_folder
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.intent import Intent, ask
+from orchestrator.run.intent import END, END_BY_FORCE, Intent, ask
 from orchestrator.run.processes import Identity, holders, identity, kill_trees, send_signal
 from orchestrator.run.request import (
     LaunchRequest,
@@ -152,14 +152,15 @@ class LocalBackend(Backend, Resizing):
         if not self.is_alive(folder):
             read_record(folder, LocalRecord)  # a damaged one is said first
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        asked, signum = None, signal.SIGTERM
+        asked, signum, of_agents = None, signal.SIGTERM, signal.SIGTERM
         try:
             asked = ask(folder, "end", force=force)
-        except OrchError:  # a full disk: the supervisor keeps it in mind
+        except OrchError:  # a full disk: the supervisor keeps it in mind, or the coordinator
             signum = CANCEL_BY_FORCE if force else CANCEL
+            of_agents = END_BY_FORCE if force else END
         if not self._wake(folder, signum):
             for agent in holders(folder.lock):  # nobody passes it on to them
-                send_signal(agent, signal.SIGTERM)
+                send_signal(agent, of_agents)
                 send_signal(agent, signal.SIGCONT)  # a stopped one would not hear it
         end = time.monotonic() + _FORCE_S
         while force and self.is_alive(folder):
