@@ -185,6 +185,7 @@ LAYOUTS = (
     "model=llama32_1b parallel=tp8_zero1 parallel.sp=false train.recompute=full train.partition_activations=true",
     "model=tiny_mla parallel=ep4_dp2_zero1",
     "model=mixtral_8x7b parallel=tp2_ep4_zero1",
+    "model=qwen3_30b_a3b parallel=ep8_zero1 train.seq_len=2048",
 )
 #: Its peak is planned with an embedding too many, 5 % of it with eight layers: a small model would fail.
 ROUGH = "model=llama32_1b parallel=pp2_dp4_zero3"

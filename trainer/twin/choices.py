@@ -23,7 +23,7 @@ def choose_evenly(module: nn.Module) -> None:
     for mixture in module.modules():
         if isinstance(mixture, MixtureOfExperts):
             router = mixture.router
-            router.choose = _evenly(router.choose, router.moe)  # type: ignore[method-assign]
+            router.choose = _evenly(router.choose, router.moe)  # type: ignore[assignment]
             mixture.of_sequences = _taken_evenly(mixture.of_sequences, router.moe)
 
 

@@ -124,6 +124,8 @@ def _attention(model: Model, parallel: Parallel, train: Train, kernels: Kernels,
     heads, kv_heads = model.heads / tp, max(1.0, model.kv_heads / tp)
     kept = {"attention": (heads + 2 * kv_heads) * model.head_dim * width}
     kept["attention output"] = out = heads * model.head_dim * width
+    if model.qk_norm and kernels.trainer:
+        kept["head norms"] = (heads + kv_heads) * model.head_dim * width
     if model.mla is not None:
         m = model.mla
         elements = heads * (2 * (m.qk_nope_head_dim + m.qk_rope_head_dim) + m.v_head_dim)
@@ -224,7 +226,7 @@ def _with_inputs(
     narrow = kernels.product_width or width
     if halves == 2:
         stored -= tensors["mlp"] * narrow / (others * width + narrow)  # the input of the down projection
-    stored -= tensors.get("attention scores", 0.0)
+    stored -= tensors.get("attention scores", 0.0) + tensors.get("head norms", 0.0)
     fused = parallel.cp == 1 and kernels.fused_attention
     if not fused:
         stored -= tensors["attention output"] + tensors.get("softmax statistics", 0.0)
