@@ -34,6 +34,7 @@ from .compute import NARROW_STATE, Compute, micro_batch_compute, optimizer_secon
 from .dual import Number, scaled_like, value_of
 from .fabric import Path
 from .layer_traffic import boundary_bytes
+from .limited_by import limited_by
 from .offload import activation_seconds, offload_seconds
 from .pipeline import EQUAL, rank_seconds, span_seconds, weights_at_end
 from .rates import Rates
@@ -368,38 +369,8 @@ def predict(cost: StepCost, profile: str = "", outside: Container[str] = ()) -> 
         compute_s=compute,
         exposed_comm_s={axis: exposed[axis] for axis in ("tp", "cp", "ep", "pp", "dp")},
         bubble_ratio=bubble / step,
-        limited_by=_limited_by(step, compute, bubble, exposed, par, outside),
+        limited_by=limited_by(step, compute, bubble, exposed, par, outside),
         terms=terms,
         software=work.software.name,
         profile=profile,
     )
-
-
-ADVICE = {
-    "tp": "tensor-parallel communication: lower tp",
-    "cp": "context-parallel communication: lower cp or raise the sequence length a rank",
-    "ep": "expert all-to-all: lower ep",
-    "pp": "transfers between pipeline stages: lower pp or raise the micro-batch size",
-    "dp": "gradient synchronisation: raise the micro-batches a step, or lower dp",
-    "bubble": "the pipeline bubble: more micro-batches, virtual stages (vppN) or a lower pp",
-}
-
-
-def _limited_by(
-    step: float,
-    compute: float,
-    bubble: float,
-    exposed: Mapping[str, float],
-    parallel: Parallel,
-    outside: Container[str],
-) -> str:
-    """The largest term that is not compute and what reduces it; compute itself when no other term reaches 5 %."""
-    terms = {**exposed, "bubble": bubble}
-    worst = max(terms, key=lambda name: terms[name])
-    share = terms[worst] / step
-    if share < 0.05:
-        return f"compute ({compute / step:.0%} of the step)"
-    if worst == "bubble" and parallel.pp > 1 and parallel.micro_batches * parallel.vpp < parallel.pp:
-        return f"the pipeline bubble ({share:.0%} of the step): fewer micro-batches than stages; raise the global batch"
-    inside = ", so that its groups stay inside one NVLink domain" if worst in ("tp", "ep") and worst in outside else ""
-    return f"{ADVICE[worst]}{inside} ({share:.0%} of the step)"
