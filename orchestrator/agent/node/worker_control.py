@@ -169,7 +169,10 @@ class WorkerControl:
         by_gpu = sorted(assign.ranks, key=lambda one: one.gpu)
         on_gpus = self.plan.cluster.device == "cuda"
         visible = narrowed(os.environ, [one.gpu for one in by_gpu]) if on_gpus else {}
-        cores = self._bind([one.rank for one in by_gpu], visible)
+        ranks = [one.rank for one in by_gpu]
+        cores: list[Set[int]] = [frozenset()] * len(ranks)
+        if self._worker.numa_binding and (on_gpus or not self._worker.bundled):
+            cores = bound_cores(self._root, ranks, visible, self._worker.bundled, self._recorder)
         if any(one.rank == 0 for one in assign.ranks) and self._store:
             self._store.admit(assign.peers)
         else:
@@ -185,26 +188,8 @@ class WorkerControl:
             banner = f"--- orch: epoch {self._epoch} on {self._node}, {when} UTC\n" if start else ""
             store = self._store.fileno() if self._gives_store(one.rank) and self._store else None
             self._workers.start(one.rank, argv, variables, self._worker.cwd, path, banner, store, cores[local_rank])
-        name = "flush_started" if assign.final_checkpoint else "workers_started"
-        self._recorder.event(name, ranks=[one.rank for one in by_gpu])
+        self._recorder.event("flush_started" if assign.final_checkpoint else "workers_started", ranks=ranks)
         return None
-
-    def _bind(self, ranks: Sequence[int], visible: Mapping[str, str]) -> list[Set[int]]:
-        """The cores of each of these ranks, by local rank, and what was done about it, recorded."""
-        worker = self._worker
-        if not worker.numa_binding or (worker.bundled and self.plan.cluster.device == "cpu"):
-            return [frozenset()] * len(ranks)
-        allowed = os.sched_getaffinity(0)
-        bound = bind(self._root, os.environ | visible, allowed, len(ranks), one_gpu_each=worker.bundled)
-        sharing: dict[str, list[int]] = {}
-        for rank, cores in zip(ranks, bound.cores, strict=True):
-            if cores:
-                sharing.setdefault(as_list(cores), []).append(rank)
-        if bound.reason:
-            log.warning("workers are not bound to the cores of their GPU: %s", bound.reason)
-        if bound.reason or sharing:
-            self._recorder.event("workers_bound", cores=sharing, reason=bound.reason)
-        return bound.cores
 
     def _read_plan(self) -> None:
         try:
@@ -305,6 +290,26 @@ class WorkerControl:
 def _append(path: Path, text: str) -> None:
     with path.open("a") as file:
         file.write(text)
+
+
+def bound_cores(
+    root: Path, ranks: Sequence[int], visible: Mapping[str, str], one_gpu_each: bool, recorder: Recorder
+) -> list[Set[int]]:
+    """The cores of each of these ranks, by local rank, none of one that stays free; what was done is recorded.
+
+    `visible`: variables that these workers get beside the agent's own.
+    """
+    allowed = os.sched_getaffinity(0)
+    bound = bind(root, os.environ | visible, allowed, len(ranks), one_gpu_each)
+    sharing: dict[str, list[int]] = {}
+    for rank, cores in zip(ranks, bound.cores, strict=True):
+        if cores:
+            sharing.setdefault(as_list(cores), []).append(rank)
+    if bound.reason:
+        log.warning("workers are not bound to the cores of their GPU: %s", bound.reason)
+    if bound.reason or sharing:
+        recorder.event("workers_bound", cores=sharing, reason=bound.reason)
+    return bound.cores
 
 
 def with_own_python(worker: Worker) -> Worker:
