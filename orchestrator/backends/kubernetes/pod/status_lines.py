@@ -80,10 +80,10 @@ class StatusLineWriter:
         if (
             self._is_leader
             and (state := self._read_state())
-            and (state != self._state or now - self._state_at > _STATE_S)
+            and (last or state != self._state or now - self._state_at > _STATE_S)
         ):
             self._state, self._state_at = state, now
-            lines.append(_line(StatusLine(state=msgspec.Raw(state), ettr=self._spent.ettr())))
+            lines.append(_line(StatusLine(state=msgspec.Raw(state), ettr=self._spent.ettr(anew=last))))
         if lines:
             self._out.write("\n".join(lines) + "\n")
             self._out.flush()
@@ -135,8 +135,9 @@ class _Spent:
         self._at = float("-inf")
         self._found: float | None = None
 
-    def ettr(self) -> float | None:
-        if time.monotonic() - self._at < _ETTR_S:
+    def ettr(self, anew: bool = False) -> float | None:
+        """`anew`: of now, as the last word of a life that may have been short."""
+        if not anew and time.monotonic() - self._at < _ETTR_S:
             return self._found
         self._at = time.monotonic()
         try:
