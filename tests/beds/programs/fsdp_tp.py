@@ -4,6 +4,7 @@ The losses are those of one process whatever the mesh, since every data-parallel
 Arguments: steps. Runs under orch, and under torchrun as one axis dp.
 """
 
+import os
 import sys
 
 import torch
@@ -40,6 +41,7 @@ def main() -> None:
             print(f"step {step} loss {whole.item() / dp:.5f}", flush=True)
     dist.barrier()  # none closes its connections while another still sums
     dist.destroy_process_group()
+    os._exit(0)  # all is told; a thread of torch may abort while Python takes the process down
 
 
 main()
