@@ -74,9 +74,6 @@ def plan_all_sizes(
     config = at_home(load(words, config_dir, ranges=True), home())
     profile = resolve.profile(config)
     if settle and config.parallel.auto and config.nodes is None:
-        from orchestrator.planner.numpy_import import import_numpy
-
-        import_numpy()
         from orchestrator.planner.search.auto import settled
 
         config = settled(config, resolve(config.cluster), any_layout, profile)
@@ -340,8 +337,7 @@ class Run:
         from orchestrator.run.request import read_request
         from orchestrator.submit.submission import rate_breaks
 
-        request = read_request(self.folder)
-        return rate_breaks(self.plan(), request, self.backend) if request.worker.bundled else []
+        return rate_breaks(self.plan(), read_request(self.folder), self.backend)
 
     def steps(self) -> list[StepLine]:
         """Every step that its ranks have reported."""

@@ -24,8 +24,9 @@ from .cost.traffic import step_traffic
 from .placement.axis_order import Candidate, CostContext, candidates
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
+
+    from orchestrator.planner.numpy_import import np
 
 
 def context_of(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> CostContext:

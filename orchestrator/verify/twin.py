@@ -180,8 +180,8 @@ def _levels(plan: Plan, found: RankRun) -> Iterator[Compared]:
     transfer has the whole group may it be lower: between stages, around a ring, of shards within a part of the group.
     """
     par = plan.parallel
-    whole = {"tp": True, "cp": par.cp_method not in ("ring", "zigzag"), "pp": False, "dp": not par.zero_group}
-    whole["ep"] = True
+    by_ring = par.cp_method in ("ring", "zigzag")
+    whole = {"tp": True, "cp": not by_ring, "pp": False, "dp": not par.zero_group, "ep": True}
     for axis in whole:
         seen = [one for one in found.transfers if one.axis == axis]
         if not seen:

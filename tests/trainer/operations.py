@@ -1,4 +1,4 @@
-"""The order in which matrix products and collectives start, as torch dispatches them."""
+"""What torch dispatches: the order of matrix products and collectives, what kernels read and write, how large it is."""
 
 from __future__ import annotations
 
@@ -72,3 +72,14 @@ def size(tensor):
     """Bytes of the elements of a tensor, those that are repeated by a stride of 0 once."""
     shape = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(many if stride else 1 for many, stride in shape) * tensor.element_size()
+
+
+class LargestTensor(DispatchMode):
+    """Elements of the largest tensor that any operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(one.numel() for one in _flat([found]))])
+        return found

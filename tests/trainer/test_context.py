@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference.attention import attention
+from tests.trainer.operations import LargestTensor
 from tests.trainer.together import run_together, told
 from trainer.comm.collectives import CommCounter
-from trainer.compat import DispatchMode, Segments
+from trainer.compat import Segments
 from trainer.model.attention import SDPA
 from trainer.model.documents import Documents
 from trainer.parallel.context import block
@@ -45,19 +46,6 @@ def on_one_rank(kv_heads: int, packed: bool) -> dict[str, torch.Tensor]:
     out = attention(*full, documents)
     out.backward(grad)
     return {"out": out.detach(), **dict(zip("qkv", (t.grad for t in full), strict=True))}
-
-
-class LargestTensor(DispatchMode):
-    """Elements of the largest tensor that any operator makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for one in found if isinstance(found, tuple | list) else [found]:
-            if isinstance(one, torch.Tensor):
-                self.elements = max(self.elements, one.numel())
-        return found
 
 
 def core_of(method: str, rank: int, size: int, counter: CommCounter):

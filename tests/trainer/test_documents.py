@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tests.beds import fakegpu
 from tests.reference.attention import attention
 from tests.trainer import gpu_steps
+from tests.trainer.operations import LargestTensor
 from trainer import compat
-from trainer.compat import DispatchMode, Segments
+from trainer.compat import Segments
 from trainer.data.batch import from_windows
 from trainer.model.attention import SDPA
 from trainer.model.documents import Documents, pairs
@@ -70,19 +71,6 @@ def test_documents_of_a_batch_are_those_of_its_text():
     assert half.documents.lengths == batch.documents.lengths and half.documents.numbers.shape == (2, 4)
 
 
-class Shapes(DispatchMode):
-    """The largest number of elements that any operator makes."""
-
-    most = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        out = op(*args, **(kwargs or {}))
-        for one in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(one, torch.Tensor):
-                self.most = max(self.most, one.numel())
-        return out
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_attention_of_documents_equals_the_twin_and_builds_no_mask(causal, kv_heads):
@@ -99,10 +87,10 @@ def test_attention_of_documents_equals_the_twin_and_builds_no_mask(causal, kv_he
     ):
         torch.testing.assert_close(one, twin, rtol=0, atol=1e-12)
     documents = Documents.of(numbers_of(((256,) * 4,)))
-    with Shapes() as shapes:
+    with LargestTensor() as largest:
         x = torch.randn(1, 1024, 1, 8, requires_grad=True)
         SDPA(causal)(x, x, x, None, documents).sum().backward()
-    assert shapes.most < 1024 * 64, "nothing of s x s"
+    assert largest.elements < 1024 * 64, "nothing of s x s"
 
 
 def test_blocks_of_documents_have_the_same_output_and_gradients_as_a_mask():

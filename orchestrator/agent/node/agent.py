@@ -106,16 +106,18 @@ class Agent:
             return
         force = self._insisted and insists
         self._insisted = self._insisted or insists
-        self._pass_on(messages.TerminationSignal(reason=f"{self._node}: {reason}", signal=signal_name, force=force))
+        told = f"{self._node}: {reason}"
+        self._pass_on(reason, messages.TerminationSignal(reason=told, signal=signal_name, force=force))
 
     def end_as_asked(self, force: bool) -> None:
         """Tells the coordinator that people want the run to end."""
         wish = unwritten_end(force).text
-        self._pass_on(messages.TerminationSignal(reason=wish, signal="SIGTERM", force=force, by_people=True))
+        notice = messages.TerminationSignal(reason=wish, signal="SIGTERM", force=force, by_people=True)
+        self._pass_on(wish, notice)
 
-    def _pass_on(self, notice: messages.TerminationSignal) -> None:
+    def _pass_on(self, reason: str, notice: messages.TerminationSignal) -> None:
+        """`reason`: as this node says it."""
         self._signalled, self._notice = True, notice
-        reason = notice.reason.removeprefix(f"{self._node}: ")
         log.warning("%s", reason)
         self._recorder.event("notice", reason=reason, force=notice.force)
         if self._channel is None:

@@ -17,13 +17,14 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from orchestrator.plan.worker import StepReport
 
-from .disk import Disk
+from .disk import Disk, append
 
 _AT_ONCE = 1 << 18  # bytes of a log in one look; of more the last, for the newest steps
 _LONGEST_LINE = 2000  # characters that are searched
@@ -98,8 +99,8 @@ class PrintedSteps:
                 log.part = b""
             log.offset = start + len(grown)
             said = self._take(rank, log, grown, at_end)
-            if said:
-                await self._disk.do(lambda: _append(said), None)
+            for path, text in said.items():
+                await self._disk.do(partial(append, path, text), None)
 
     def _take(self, rank: int, log: _Log, grown: bytes, at_end: bool) -> dict[Path, str]:
         """Reports the steps in what a log has grown by. What is to be said in the logs then."""
@@ -180,12 +181,6 @@ def _grown(path: Path, offset: int) -> tuple[int, bytes]:
         start = max(offset, os.fstat(file.fileno()).st_size - _AT_ONCE)
         file.seek(start)
         return start, file.read(_AT_ONCE)
-
-
-def _append(said: Mapping[Path, str]) -> None:
-    for path, text in said.items():
-        with contextlib.suppress(OSError), path.open("a") as file:
-            file.write(text)
 
 
 class _TookTooLong(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -25,7 +24,7 @@ from orchestrator.run.request import LaunchRequest, Worker, used_nodes
 from orchestrator.run.store_socket import StoreSocket
 
 from .cpu_binding import as_list, bind, narrowed
-from .disk import Disk
+from .disk import Disk, append
 from .fork_server import REPORT_FD, STORE_FD
 from .printed_steps import PrintedSteps
 from .recorder import Recorder
@@ -234,7 +233,7 @@ class WorkerControl:
         log.error("%s", order.reason)
         await asyncio.gather(*(self._save_stack(epoch, rank, worker, order.reason) for rank, worker in alive.items()))
         for rank in alive.keys() & order.end:
-            await self._disk.do(partial(_append, self._folder.rank_log(rank), f"orch: {order.reason}: killed\n"), None)
+            await self._disk.do(partial(append, self._folder.rank_log(rank), f"orch: {order.reason}: killed\n"), None)
             send_signal(alive[rank], signal.SIGKILL)
 
     async def _save_stack(self, epoch: int, rank: int, worker: Identity, reason: str) -> None:
@@ -282,14 +281,8 @@ class WorkerControl:
         tail = tail_of(path, self._log_starts.get(rank, 0))
         if why := explain(self._code, self._folder.code, Path(self._worker.cwd), tail):
             tail.append(f"orch: {why}")
-            with contextlib.suppress(OSError):
-                _append(path, f"orch: {why}\n")
+            append(path, f"orch: {why}\n")
         return tail
-
-
-def _append(path: Path, text: str) -> None:
-    with path.open("a") as file:
-        file.write(text)
 
 
 def bound_cores(

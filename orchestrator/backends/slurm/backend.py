@@ -215,10 +215,10 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         """`backend.options` with the runs to wait for. OrchError (64) for a run of another backend."""
         others = []
         for after in wishes:
-            name = read_state(after.folder).backend
-            if name != self.name:
-                raise OrchError(f"--after: run {after.folder.run_id} is of the backend {name}, not {self.name}")
-            job, own = self._find_job(after.folder), read_state(after.folder)
+            own = read_state(after.folder)
+            if own.backend != self.name:
+                raise OrchError(f"--after: run {after.folder.run_id} is of the backend {own.backend}, not {self.name}")
+            job = self._find_job(after.folder)
             # a run that is over needs no wait for the last processes of its job, which may end PREEMPTED
             state = own if is_over(own, left_with(after.folder)) else self.state(after.folder)
             others.append((after, state, job.id if job else None))

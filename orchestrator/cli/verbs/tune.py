@@ -24,9 +24,6 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.config.compose import load
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
-    from orchestrator.planner.numpy_import import import_numpy
-
-    import_numpy()
     from orchestrator.planner.search.auto import search
     from orchestrator.submit.cluster import ClusterResolver
 

@@ -34,9 +34,6 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.config.compose import load
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
-    from orchestrator.planner.numpy_import import import_numpy
-
-    import_numpy()
     from orchestrator.planner.build import build_plan
     from orchestrator.submit.cluster import ClusterResolver
 

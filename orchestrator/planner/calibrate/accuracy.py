@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
+from orchestrator.planner.cost.fabric import Floats
 from orchestrator.planner.cost.profile import NOISE, Profile, between_sd
+from orchestrator.planner.numpy_import import np
 from orchestrator.planner.predict.predict import Prediction
 from orchestrator.planner.predict.score import ALL, MEAN, Errors, Score, mean_of_groups, score
 
-from .fit import Floats, by_source, leave_one_source_out, linearised
+from .fit import by_source, leave_one_source_out, linearised
 from .observations import observations
 from .table import Tell, error
 from .update import MOST_MISS, ROW_NOISE

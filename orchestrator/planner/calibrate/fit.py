@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from orchestrator.planner.cost.dual import Number, duals, log_gradient, value_of
+from orchestrator.planner.cost.fabric import Floats
 from orchestrator.planner.cost.parameters import NAMES, PRIOR
 from orchestrator.planner.cost.profile import NOISE
-
-Floats = NDArray[np.float64]
+from orchestrator.planner.numpy_import import np
 
 HUBER = 0.1  # residual of ln t beyond which a row counts less
 MOST_ROWS = 25.0

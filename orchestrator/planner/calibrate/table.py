@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+from orchestrator.planner.cost.fabric import Floats
 from orchestrator.planner.cost.parameters import NAMES, PRIOR_VALUES
 from orchestrator.planner.cost.profile import FittedOn, LeftOut, Profile, make_profile
+from orchestrator.planner.numpy_import import np
 
-from .fit import Floats, Observation, by_source, fit, leave_one_source_out, linearised
+from .fit import Observation, by_source, fit, leave_one_source_out, linearised
 from .observations import observations
 
 MOST_ROWS = 10_000  # of a table that is fitted: minutes

@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from orchestrator.cluster.measured import Record
 from orchestrator.plan.cluster import NVLINK
 from orchestrator.plan.document import Cluster, Model
 from orchestrator.planner.cost.dual import Number, duals, log_gradient, value_of
+from orchestrator.planner.cost.fabric import Floats
 from orchestrator.planner.cost.imbalance import LEAST_SPREAD, spread_name, spread_of
 from orchestrator.planner.cost.parameters import INDEX, NAMES, generation_of
 from orchestrator.planner.cost.profile import FittedOn, Profile, make_profile
+from orchestrator.planner.numpy_import import np
 
-Floats = NDArray[np.float64]
 ROW_NOISE = 0.10  # standard deviation of ln t of one measured row
 MOST_MISS = 0.3
 #: The same of the median step of a run, of a rate that `orch bench` found, and of a link whose load in a step is other.

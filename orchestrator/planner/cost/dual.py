@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
+from orchestrator.planner.numpy_import import np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,11 +13,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 from msgspec import Struct
 
 from orchestrator.plan.cluster import NVLINK, SELF
 from orchestrator.plan.document import Cluster
+from orchestrator.planner.numpy_import import np
 
 #: ring: collectives, members on one node share the traffic over all their NICs; chain: point-to-point to the next
 #: member, over the GPU's own NIC; exchange: all-to-all.

@@ -24,8 +24,9 @@ from orchestrator.plan.exits import Exit
 from .parameters import INDEX, NAMES, PRIOR, PRIOR_VALUES
 
 if TYPE_CHECKING:  # imported where it is used: a plan that is read from the cache needs no numpy
-    import numpy as np
     from numpy.typing import NDArray
+
+    from orchestrator.planner.numpy_import import np
 
 SCHEMA = "orch.profile/1"
 SHIPPED_FILE = Path(__file__).with_name("shipped.json")
@@ -102,7 +103,7 @@ class Profile(Frozen, dict=True):
     @cached_property
     def posterior(self) -> NDArray[np.float64]:
         """Covariance of the logarithms of `NAMES`."""
-        import numpy as np
+        from orchestrator.planner.numpy_import import np
 
         result = np.diag([one.sd**2 for one in PRIOR])
         known = [INDEX[one.name] for one in self.parameters if one.name in INDEX]
@@ -117,7 +118,7 @@ class Profile(Frozen, dict=True):
     @cached_property
     def between(self) -> NDArray[np.float64]:
         """Variances between tables; nothing for a site's own profile, whose machines are those that run."""
-        import numpy as np
+        from orchestrator.planner.numpy_import import np
 
         if self.fitted_on.base:
             return np.zeros(len(NAMES))
@@ -126,7 +127,7 @@ class Profile(Frozen, dict=True):
     @cached_property
     def uncertainty(self) -> NDArray[np.float64]:
         """Covariance of the parameters for a job on machines that were not in the fit."""
-        import numpy as np
+        from orchestrator.planner.numpy_import import np
 
         return self.posterior + np.diag(self.between)
 
@@ -146,7 +147,7 @@ def make_profile(
     name: str, values: Mapping[str, float], covariance: NDArray[np.float64], fitted_on: FittedOn, left_out: Any = ()
 ) -> Profile:
     """A profile in the form of its file: values rounded to six digits, covariances to four."""
-    import numpy as np
+    from orchestrator.planner.numpy_import import np
 
     parameters = [
         FittedParameter(
@@ -178,7 +179,7 @@ def _digits(value: float, digits: int) -> float:
 
 def prior_profile() -> Profile:
     """What is believed before any run was seen."""
-    import numpy as np
+    from orchestrator.planner.numpy_import import np
 
     return make_profile("prior", PRIOR_VALUES, np.diag([one.sd**2 for one in PRIOR]), FittedOn(what="prior"))
 

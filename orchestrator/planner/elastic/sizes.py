@@ -25,7 +25,6 @@ from orchestrator.plan.batch import taken
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.domains import domains_of
 from orchestrator.planner.cost.profile import SHIPPED_FILE, Profile
-from orchestrator.planner.numpy_import import import_numpy
 
 MAX_SIZES = 256  # most sizes of one range
 
@@ -56,7 +55,6 @@ def plan_of(config: Config, cluster: Cluster, any_layout: bool = False, profile:
     """`build_plan` by way of the cache, without importing numpy for a plan made before. OrchError (65) as there."""
 
     def compute() -> Plan:
-        import_numpy()
         from orchestrator.planner import build
 
         return build.build_plan(config, cluster, any_layout, profile)
@@ -116,7 +114,6 @@ def plan_sizes(
     if file is not None and not file.startswith(LIVE):
         raise OrchError(f"nodes={config.nodes}: cluster.topology_file={file} says which nodes there are", Exit.USAGE)
     if config.parallel.auto:  # one layout for all sizes, or a checkpoint of one would be of no use to another
-        import_numpy()
         from orchestrator.planner.search.auto import settled
 
         largest = _at(config, last)
@@ -213,7 +210,6 @@ def _check_has(config: Config, nodes: int) -> None:
 
 def _replicas(config: Config, site: _Site, nodes: int, any_memory: bool, smaller: Size | None) -> Size:
     """The size with equal replicas, else with unequal ones if faster than the next smaller size. Raises OrchError."""
-    import_numpy()
     from orchestrator.planner.degrees import global_batch  # numpy with it, which a plan made before does not need
 
     _check_has(config, nodes)

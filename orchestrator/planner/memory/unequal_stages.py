@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from orchestrator.plan.schedules import SCHEDULES, Action, Kind, Schedule
+from orchestrator.planner.numpy_import import np
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-
 from orchestrator.plan.document import Axis
 from orchestrator.planner.cost.fabric import Fabric, Ints
+from orchestrator.planner.numpy_import import np
 
 
 def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from orchestrator.plan.document import Axis, Parallel
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.dual import value_of
@@ -21,6 +19,7 @@ from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path, Patter
 from orchestrator.planner.cost.rates import Rates
 from orchestrator.planner.cost.step_time import INNER, StepCost, Work
 from orchestrator.planner.cost.traffic import PathKey
+from orchestrator.planner.numpy_import import np
 
 from .path_cache import Cuts, communicating
 

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from msgspec import structs
 
 from orchestrator.config.schema import Config
@@ -34,6 +33,7 @@ from orchestrator.planner.cost.step_time import Work
 from orchestrator.planner.cost.traffic import Traffic, step_traffic
 from orchestrator.planner.job import make_train
 from orchestrator.planner.model.layers import resolve
+from orchestrator.planner.numpy_import import np
 
 from .axis_order import Candidate, CostContext, candidates, orders, path_keys, solve
 from .group_packing import distinct_node_orders, domain_node_orders, packed_node_orders

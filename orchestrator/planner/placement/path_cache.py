@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from orchestrator.plan import hierarchy
 from orchestrator.plan.document import Axis, Cluster, Moe, Parallel
 from orchestrator.plan.expert_mesh import axes, tensor_ranks
 from orchestrator.plan.ranks import degrees
 from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path, Pattern
 from orchestrator.planner.cost.traffic import DENSE_REPLICAS, PathKey
+from orchestrator.planner.numpy_import import np
 
 
 def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Sequence[str]) -> Ints:

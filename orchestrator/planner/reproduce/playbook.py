@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from msgspec import structs
 
 from orchestrator.cluster.build import build_cluster
@@ -17,6 +16,7 @@ from orchestrator.planner.cost.dual import value_of
 from orchestrator.planner.cost.fabric import Fabric
 from orchestrator.planner.cost.profile import shipped
 from orchestrator.planner.cost.rates import Links
+from orchestrator.planner.numpy_import import np
 
 from . import published as pub
 from .rows import Plans, Row, Section

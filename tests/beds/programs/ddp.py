@@ -48,6 +48,7 @@ def main() -> None:
             weights = {name: value.tolist() for name, value in model.state_dict().items()}
             saved.with_suffix(".part").write_text(json.dumps([step, weights]))
             saved.with_suffix(".part").replace(saved)
+    dist.barrier()  # none closes its connections while another still sums
     dist.destroy_process_group()
 
 
