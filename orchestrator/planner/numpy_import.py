@@ -1,7 +1,8 @@
 """numpy for the planner, imported so that its BLAS wastes no processor time.
 
-OpenBLAS starts a thread for each core, and each would spin for 2^26 ticks, some 25 ms of a processor, before it sleeps.
-Plans multiply no large matrices. The processes that this one starts do not inherit the variable that forbids it.
+OpenBLAS starts a thread for each core, and each would spin for 2^26 ticks, some 25 ms of a
+processor, before it sleeps. Plans multiply no large matrices. The processes that this one starts do
+not inherit the variable that forbids it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import os
 
 __all__ = ["np"]
 
-_SPIN = "OPENBLAS_THREAD_TIMEOUT"  # read when OpenBLAS is loaded: its idle threads spin for 2^n ticks
+#: OpenBLAS reads it when it is loaded: its idle threads spin for 2^n ticks.
+_SPIN = "OPENBLAS_THREAD_TIMEOUT"
 
 _ours = _SPIN not in os.environ
 if _ours:

@@ -107,12 +107,18 @@ class Agent:
         force = self._insisted and insists
         self._insisted = self._insisted or insists
         told = f"{self._node}: {reason}"
-        self._pass_on(reason, messages.TerminationSignal(reason=told, signal=signal_name, force=force))
+        notice = messages.TerminationSignal(reason=told, signal=signal_name, force=force)
+        self._pass_on(reason, notice)
 
     def end_as_asked(self, force: bool) -> None:
         """Tells the coordinator that people want the run to end."""
         wish = unwritten_end(force).text
-        notice = messages.TerminationSignal(reason=wish, signal="SIGTERM", force=force, by_people=True)
+        notice = messages.TerminationSignal(
+            reason=wish,
+            signal="SIGTERM",
+            force=force,
+            by_people=True,
+        )
         self._pass_on(wish, notice)
 
     def _pass_on(self, reason: str, notice: messages.TerminationSignal) -> None:

@@ -233,7 +233,8 @@ class WorkerControl:
         log.error("%s", order.reason)
         await asyncio.gather(*(self._save_stack(epoch, rank, worker, order.reason) for rank, worker in alive.items()))
         for rank in alive.keys() & order.end:
-            await self._disk.do(partial(append, self._folder.rank_log(rank), f"orch: {order.reason}: killed\n"), None)
+            last_line = f"orch: {order.reason}: killed\n"
+            await self._disk.do(partial(append, self._folder.rank_log(rank), last_line), None)
             send_signal(alive[rank], signal.SIGKILL)
 
     async def _save_stack(self, epoch: int, rank: int, worker: Identity, reason: str) -> None:

@@ -217,7 +217,8 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         for after in wishes:
             own = read_state(after.folder)
             if own.backend != self.name:
-                raise OrchError(f"--after: run {after.folder.run_id} is of the backend {own.backend}, not {self.name}")
+                run = f"run {after.folder.run_id} is of the backend {own.backend}"
+                raise OrchError(f"--after: {run}, not {self.name}")
             job = self._find_job(after.folder)
             # a run that is over needs no wait for the last processes of its job, which may end PREEMPTED
             state = own if is_over(own, left_with(after.folder)) else self.state(after.folder)

@@ -11,9 +11,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from orchestrator.plan.schedules import SCHEDULES, Action, Kind, Schedule
+from orchestrator.planner.cost.fabric import Floats
 from orchestrator.planner.numpy_import import np
-
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class StageBytes(NamedTuple):
