@@ -308,12 +308,14 @@ class Run:
     def resume(self, allow: Sequence[str] = ()) -> str:
         """Start it once more after its end, from its last checkpoint; its handle. allow: as `orch resume --allow`.
 
-        OrchError: 64 while it runs or when it is done, 65 when it cannot run.
+        One that is refused leaves all as it was. OrchError: 64 while it runs or when it is done, 65 when it cannot run.
         """
         from orchestrator.backends.base import Elsewhere
-        from orchestrator.plan.worker import PINS, pin_file
+        from orchestrator.run.create import disk_refusals
         from orchestrator.run.folder import private_umask
+        from orchestrator.run.put_back import check_allowed, without_pins
 
+        check_allowed(allow)
         end = time.monotonic() + _END_S
         while True:
             alive, state = self.backend.is_alive(self.folder), self.state
@@ -326,10 +328,8 @@ class Run:
             raise OrchError(f"run {self.id} is {state.state}: cancel it first, or wait for its end")
         request = request_of_run(self.folder)
         if isinstance(self.backend, Elsewhere):
-            self.backend.allow_there(self.folder, allow)
-        for name in allow:
-            pin_file(self.folder.path, PINS[name]).unlink(missing_ok=True)
-        with private_umask():
+            return self.backend.resume_there(self.folder, allow)
+        with private_umask(), disk_refusals(self.folder), without_pins(self.folder, allow):
             return self.backend.resume(self.folder, request, os.environ)
 
     def rate_breaks(self) -> list[str]:

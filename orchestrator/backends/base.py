@@ -225,8 +225,8 @@ class Elsewhere(ABC):
         """Remove the run's folder there. OrchError as `orchestrator.run.removal.remove`."""
 
     @abstractmethod
-    def allow_there(self, folder: RunFolder, pins: Sequence[str]) -> None:
-        """As `orch resume --allow` does here: the next start does not compare these."""
+    def resume_there(self, folder: RunFolder, allow: Sequence[str]) -> str:
+        """As `Backend.resume`, and as `orch resume --allow` does here: the start does not compare these."""
 
 
 class TopologySource(ABC):

@@ -17,7 +17,6 @@ from orchestrator.backends.base import Rendering, Resizing
 from orchestrator.backends.ssh import mirror, ship, wire
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
-from orchestrator.plan.worker import PINS, pin_file
 from orchestrator.run.folder import make_private_folder
 from orchestrator.run.request import to_bytes
 
@@ -42,11 +41,8 @@ class Host:
                 return self._look(question)
             case wire.Cancel():
                 self._run(question.run).cancel(question.force, wait=False)
-            case wire.Allow():
-                for name in question.pins:
-                    pin_file(self._run(question.run).folder.path, PINS[name]).unlink(missing_ok=True)
             case wire.Resume():
-                self._run(question.run).resume()
+                self._run(question.run).resume(question.allow)
             case wire.Resize():
                 self._resize(question)
             case wire.Remove():

@@ -15,6 +15,7 @@ from orchestrator.backends.kubernetes.backend import KubernetesBackend
 from orchestrator.backends.kubernetes.pod.task import run_agent
 from orchestrator.backends.slurm.backend import SlurmBackend
 from orchestrator.backends.slurm.job.task import environment
+from orchestrator.plan.worker import PINS, pin_file
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import compose_environment, from_bytes
 from orchestrator.run.state import read_state
@@ -28,6 +29,17 @@ __all__ = ["home"]  # the fixture
 SLURM = ("backend=slurm", "backend.options.topology=none", "cluster=h100x64", "parallel=tp8")
 PROGRAM = ("--", "python", "my_train.py")
 SHELL = ["WANDB_MODE", "WANDB_API_KEY", "DATA", "HF_TOKEN", "BASH_FUNC_module%%", "PWD", "RANK", "ORCH_HOME", "A\nB"]
+
+ALLOW = [word for name in PINS for word in ("--allow", name)]
+
+
+def written_pins(folder: RunFolder) -> list[Path]:
+    """What a trainer remembers of the run, which a resume that is allowed to go on without forgets."""
+    pins = [pin_file(folder.path, name) for name in PINS.values()]
+    pins[0].parent.mkdir()
+    for pin in pins:
+        pin.write_text("{}")
+    return list(folder.path.glob("pins/*"))
 
 
 @pytest.mark.process
@@ -59,19 +71,20 @@ def test_a_resume_without_a_variable_that_was_asked_for_is_refused_and_changes_n
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     before = wait_end(folder)
     assert before.state == "failed"
+    pins = written_pins(folder)
     for lost in (["LR"], ["MY_TOKEN"], ["LR", "MY_TOKEN"]):
         with monkeypatch.context() as shell:
             for name in lost:
                 shell.delenv(name)
-            code, _, err = orch(capsys, "resume", folder.run_id)
+            code, _, err = orch(capsys, "resume", folder.run_id, *ALLOW)
         assert code == 65 and f"--env {' --env '.join(lost)}, not set in this shell" in err
         assert len(err.splitlines()) == 1 and "hush" not in err
-        assert read_state(folder) == before
+        assert read_state(folder) == before and list(folder.path.glob("pins/*")) == pins
     monkeypatch.delenv("MY_OTHER")  # nobody asked for it by name
     Path("go").touch()
     monkeypatch.setenv("LR", "")
-    assert orch(capsys, "resume", folder.run_id, "--follow")[0] == 0
-    assert folder.rank_log(0).read_text().splitlines()[-1] == " hush"
+    assert orch(capsys, "resume", folder.run_id, "--follow", *ALLOW)[0] == 0
+    assert folder.rank_log(0).read_text().splitlines()[-1] == " hush" and not list(folder.path.glob("pins/*"))
 
 
 def test_every_backend_asks_for_them_before_it_ends_anything(home, capsys, monkeypatch):
@@ -84,11 +97,12 @@ def test_every_backend_asks_for_them_before_it_ends_anything(home, capsys, monke
         how = ("--in-place", "--run-id", backend, "--env", "LR", f"backend={backend}", "model=tiny")
         code, _, err = orch(capsys, "render", *how, *given, "--", "python", "my_train.py")
         assert code == 0, err
+        written_pins(RunFolder(home / "runs" / backend))
     monkeypatch.delenv("LR")
     for backend in (SlurmBackend, KubernetesBackend):
         monkeypatch.setattr(backend, "is_alive", lambda *_: False)
         monkeypatch.setattr(backend, "state", lambda _, folder: read_state(folder))
-    for verb in (["resume", "slurm"], ["resume", "kubernetes"], ["resize", "kubernetes", "1"]):
+    for verb in (["resume", "slurm", *ALLOW], ["resume", "kubernetes", *ALLOW], ["resize", "kubernetes", "1"]):
         kept = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
         code, _, err = orch(capsys, *verb)
         assert code == 65 and "--env LR, not set in this shell" in err, verb

@@ -20,8 +20,9 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Code
 from tests.beds import sshd
-from tests.beds.bundles import wait_for
+from tests.beds.bundles import wait_end, wait_for
 
+from .test_program_variables import ALLOW, written_pins
 from .test_signals import interruptible
 from .test_verbs import home, orch
 
@@ -159,6 +160,23 @@ def test_a_host_that_goes_away_costs_news_and_not_the_run(site, home, capsys, tm
     there = RunFolder(tmp_path / "site" / "runs" / run)
     wait_for(lambda: json.loads(there.state.read_text())["state"] == "done", what="its end")
     assert state() == "done"
+
+
+@pytest.mark.process
+def test_a_resume_that_the_host_refuses_changes_nothing_there(site, home, capsys, tmp_path):
+    run, _ = submit(capsys, site, "backend.max_restarts=0", "--", "python", "-c", "raise SystemExit(3)")
+    there = RunFolder(tmp_path / "site" / "runs" / run)
+    wait_end(there)
+    pins = written_pins(there)
+    request = json.loads(there.request.read_text())
+    there.request.write_text(json.dumps(request | {"backend_options": {"nonsense": 1}}))
+    state = there.state.read_text()
+    code, _, err = orch(capsys, "resume", run, *ALLOW)
+    assert code == Exit.CONFIG and "login: backend.options.nonsense is not an option" in err
+    assert list(there.path.glob("pins/*")) == pins and there.state.read_text() == state
+    there.request.write_text(json.dumps(request))
+    assert orch(capsys, "resume", run, *ALLOW)[0] == 0
+    assert wait_end(there).epoch == 1 and not list(there.path.glob("pins/*"))
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=x", "a b", "", "a;b", "$(x)"])

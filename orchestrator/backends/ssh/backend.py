@@ -98,7 +98,7 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
     # ---------------------------------------------------------------------------------- runs
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
-        return self._start_again(folder, wire.Resume(run=folder.run_id))
+        return self.resume_there(folder, ())
 
     def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
         return self._start_again(folder, wire.Resize(run=folder.run_id, nodes=nodes))
@@ -110,8 +110,8 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
     def remove_there(self, folder: RunFolder) -> None:
         self._ask(folder, wire.Remove(run=folder.run_id))
 
-    def allow_there(self, folder: RunFolder, pins: Sequence[str]) -> None:
-        self._ask(folder, wire.Allow(run=folder.run_id, pins=list(pins)))
+    def resume_there(self, folder: RunFolder, allow: Sequence[str]) -> str:
+        return self._start_again(folder, wire.Resume(run=folder.run_id, allow=list(allow)))
 
     def is_alive(self, folder: RunFolder) -> bool:
         return self._look(folder).alive

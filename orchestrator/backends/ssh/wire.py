@@ -14,7 +14,7 @@ from orchestrator.plan.document import Frozen
 from orchestrator.run.request import Code
 from orchestrator.run.state import RunState
 
-VERSION = 1
+VERSION = 2
 #: The line that the other side begins with: what a login shell prints comes before it.
 GREETING = b"@orch-remote "
 #: Started there by name: nobody knows where it is installed.
@@ -53,15 +53,9 @@ class Cancel(Frozen, tag=True):
     force: bool
 
 
-class Allow(Frozen, tag=True):
-    """As `orch resume --allow`, before a Resume."""
-
-    run: str
-    pins: list[str]
-
-
 class Resume(Frozen, tag=True):
     run: str
+    allow: list[str] = []  # as `orch resume --allow`
 
 
 class Resize(Frozen, tag=True):
@@ -73,7 +67,7 @@ class Remove(Frozen, tag=True):
     run: str
 
 
-Question = Prepare | Send | Look | Cancel | Allow | Resume | Resize | Remove
+Question = Prepare | Send | Look | Cancel | Resume | Resize | Remove
 
 
 class Refused(Frozen, tag=True):
