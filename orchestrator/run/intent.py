@@ -119,6 +119,11 @@ def _ask(folder: RunFolder, want: Literal["end", "run"], force: bool, nodes: int
         return intent
 
 
+def withdraw(folder: RunFolder, intent: Intent) -> None:
+    """Takes back a request that nobody acts on."""
+    _path(folder, intent.number).unlink(missing_ok=True)
+
+
 def _numbers(folder: RunFolder) -> list[int]:
     try:
         names = os.listdir(folder.intents)

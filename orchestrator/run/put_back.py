@@ -12,6 +12,8 @@ from orchestrator.plan.exits import Exit
 from orchestrator.plan.worker import PINS, pin_file
 
 from .folder import RunFolder
+from .intent import ask, newest, withdraw
+from .state import prepare_resume, read_state
 
 
 @contextlib.contextmanager
@@ -52,3 +54,20 @@ def without_pins(folder: RunFolder, allow: Iterable[str]) -> Iterator[None]:
         for pin in pins:
             pin.unlink(missing_ok=True)
         yield
+
+
+@contextlib.contextmanager
+def asked_to_resume(folder: RunFolder, *removed: Path) -> Iterator[None]:
+    """The run is `pending` again while the body sends it, and without the files that are to be `removed`."""
+    before = newest(folder)
+    asked = ask(folder, "run", began_with=read_state(folder).intent)
+    try:
+        with put_back([folder.state, *removed]):
+            prepare_resume(folder, intent=asked.number)
+            for path in removed:
+                path.unlink(missing_ok=True)
+            yield
+    except BaseException:
+        if before is None or before.number < asked.number:
+            withdraw(folder, asked)
+        raise

@@ -161,6 +161,32 @@ def test_a_run_keeps_what_the_users_variables_of_sbatch_said(orch: Orch):
         run.wait("failed")
 
 
+def test_a_resume_that_slurm_refuses_changes_nothing(orch: Orch):
+    failed = orch.submit(*two_nodes(), program=("/bin/false",))
+    waiting = orch.submit(*two_nodes("backend.options.begin=now+1hour"), worker=LONG)
+    orch("cancel", waiting.id)
+    failed.wait("failed")
+    failed.until("the script has left", lambda: (failed.folder / "slurm" / "over").exists())
+    (failed.folder / "slurm" / "exclude").write_text("n1\n")
+    (failed.folder / "slurm" / "faults").write_text("1 0 74\n")
+    cluster = orch.cluster
+    cluster.run("scontrol", "update", "PartitionName=main", "State=INACTIVE")
+    try:
+        for run, how in ((failed, "failed"), (waiting, "cancelled")):
+            before = all_files(run)
+            said = orch("resume", run.id, code=Exit.CONFIG).stderr
+            assert "sbatch" in said and len(said.splitlines()) == 1
+            assert all_files(run) == before and run.state().state == how
+    finally:
+        cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
+    orch("resume", failed.id)
+    assert len(failed.wait("failed").pauses) == 1 and not (failed.folder / "slurm" / "exclude").exists()
+
+
+def all_files(run: Run) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_a_cancel_that_the_disk_does_not_take_reaches_slurm(orch: Orch, force):
     """The disk is full, or has become read-only: the request cannot be written down."""

@@ -35,8 +35,9 @@ from orchestrator.planner.placement.rank_assignment import used_node_count
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.intent import ask, wants_end
+from orchestrator.run.put_back import asked_to_resume
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, check_variables
-from orchestrator.run.state import RunState, prepare_resume, read_state
+from orchestrator.run.state import RunState, read_state
 
 from .commands import Slurm
 from .live_cluster import read_cluster
@@ -205,10 +206,9 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         options = without_dependency(request.backend_options)
         request = msgspec.structs.replace(request, backend_options=options)
         text = self.script(request, self._plan_to_resume(folder, request, environ))
-        prepare_resume(folder)
-        for name in ("faults", "exclude", "over"):  # counts start at 0, every node is allowed again
-            (folder.path / "slurm" / name).unlink(missing_ok=True)
-        self._send(folder, text, environ)
+        slurm = folder.path / "slurm"  # counts start at 0, every node is allowed again
+        with asked_to_resume(folder, slurm / "faults", slurm / "exclude", slurm / "over"):
+            self._send(folder, text, environ)
         return request.handle
 
     def after(self, options: Mapping[str, Any], wishes: Sequence[After]) -> dict[str, Any]:
