@@ -284,6 +284,39 @@ def test_ctrl_c_while_it_is_sent_there_leaves_a_run_that_is_told(
     assert wait_for(lambda: json.loads(orch(capsys, "status", "mine", "--json")[1])["state"]["state"] == "done")
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("heard", [True, False], ids=["heard", "not heard"])
+def test_a_connection_that_is_lost_while_a_job_is_sent_leaves_a_run_that_can_be_asked_for(
+    site, home, capsys, monkeypatch, tmp_path, heard
+):
+    real, there = Session.ask, RunFolder(tmp_path / "site" / "runs" / "mine")
+
+    def ask(session, question, payload=b""):
+        if isinstance(question, wire.Send):
+            if heard:
+                wire.write(session._process.stdin, question)
+                wait_for(there.backend.exists, what="its start there")
+            session._process.kill()
+            session._process.wait()
+        return real(session, question, payload)
+
+    monkeypatch.setattr(Session, "ask", ask)
+    words = ("submit", "nproc=1", *site.options(), "--run-id", "mine", "--", "python", "-c", "pass")
+    code, out, err = orch(capsys, *words)
+    assert (code, out) == (Exit.CAPACITY, "")
+    (said,) = [line for line in err.splitlines() if line.startswith("orch: error: ")]
+    assert "the connection was lost" in said
+    assert said.endswith("run mine may have been started there: orch status mine")
+    ends = "done" if heard else "failed"
+
+    def state() -> dict:
+        return json.loads(orch(capsys, "status", "mine", "--json")[1])["state"]
+
+    wait_for(lambda: state()["state"] == ends, what=ends)
+    assert heard or "login: there are no runs" in state()["reason"]
+    assert orch(capsys, "rm", "mine")[0] == 0 and not (home / "runs" / "mine").exists() and not there.path.exists()
+
+
 def test_what_the_host_does_not_start_leaves_nothing_here(site, home, capsys, monkeypatch):
     real = Session.ask
 

@@ -23,10 +23,10 @@ from orchestrator.run.folder import RunFolder, home_folder, write_private
 from orchestrator.run.held_signals import HeldSignals
 from orchestrator.run.registry import runs_folder
 from orchestrator.run.request import LaunchRequest, SubmissionBundle, to_bytes
-from orchestrator.run.state import RunState, read_state, write_state
+from orchestrator.run.state import RunState, finish, read_state, write_state
 
 from . import mirror, wire
-from .session import Session
+from .session import ConnectionLost, Session
 
 _FRESH_S = 0.5  # an answer of the host serves so long
 
@@ -41,6 +41,7 @@ class _Seen(NamedTuple):
     at: float
     alive: bool
     state: RunState
+    there: bool = True  # the host has a folder of the run
 
 
 class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
@@ -87,6 +88,9 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
                 write_record(folder, record, durable=True)
                 write_state(folder, accepted(bundle.request, self.name))
                 session.ask(wire.Send())  # last: a run that is started there is known here
+            except ConnectionLost as error:
+                look = f"{error.message}; run {folder.run_id} may have been started there: orch status {folder.run_id}"
+                raise OrchError(look, Exit.CAPACITY) from None
             except BaseException:
                 shutil.rmtree(folder.path, ignore_errors=True)
                 raise
@@ -108,7 +112,8 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         self._seen.pop(folder.run_id, None)
 
     def remove_there(self, folder: RunFolder) -> None:
-        self._ask(folder, wire.Remove(run=folder.run_id))
+        if self._look(folder).there:
+            self._ask(folder, wire.Remove(run=folder.run_id))
 
     def resume_there(self, folder: RunFolder, allow: Sequence[str]) -> str:
         return self._start_again(folder, wire.Resume(run=folder.run_id, allow=list(allow)))
@@ -155,7 +160,12 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         logs = folder.run_id in self._with_logs
         while True:
             look = wire.Look(run=folder.run_id, known=mirror.known(folder), logs=logs)
-            answer, payload = self._ask(folder, look)
+            try:
+                answer, payload = self._ask(folder, look)
+            except OrchError as error:
+                if error.exit != Exit.USAGE:
+                    raise
+                return self._not_there(folder, error.message)
             assert isinstance(answer, wire.Looked)
             mirror.write_parts(folder, answer.parts, payload)
             if not answer.more:
@@ -163,6 +173,15 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         state = replace(answer.state, backend=self.name)
         write_state(folder, state)
         seen = self._seen[folder.run_id] = _Seen(time.monotonic(), answer.alive, state)
+        return seen
+
+    def _not_there(self, folder: RunFolder, says: str) -> _Seen:
+        """The host knows no such run: it never came to be there, or was removed there. Not written down: the host may
+        be about to make its folder."""
+        state = read_state(folder)
+        if not state.is_final:
+            state = finish(state, "failed", Exit.CAPACITY, f"not there: {says}", at=time.time())
+        seen = self._seen[folder.run_id] = _Seen(time.monotonic(), alive=False, state=state, there=False)
         return seen
 
     def _ask(self, folder: RunFolder, question: wire.Question) -> tuple[wire.Answer, bytes]:

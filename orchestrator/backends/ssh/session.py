@@ -28,6 +28,10 @@ def _leave_ctrl_c_to_us() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+class ConnectionLost(OrchError):
+    """Nobody knows whether the other side has done what it was last asked for."""
+
+
 class Session:
     """`ask` starts it where it is not there. OrchError (65) for a host or interpreter that is no such name."""
 
@@ -41,7 +45,7 @@ class Session:
 
     def ask(self, question: wire.Question, payload: bytes = b"") -> tuple[wire.Answer, bytes]:
         """The answer with its payload. OrchError: what the other side refuses, with its exit code; 76 when the host
-        does not answer or the connection is lost."""
+        does not answer, as ConnectionLost (76) when it may have heard the question."""
         process = self._process or self._start()
         assert process.stdin and process.stdout
         try:
@@ -49,9 +53,9 @@ class Session:
             found = wire.read_answer(process.stdout)  # type: ignore[arg-type]
         except (OSError, ValueError) as error:
             self.close()
-            raise OrchError(f"ssh {self.host}: {error}", Exit.CAPACITY) from None
+            raise ConnectionLost(f"ssh {self.host}: the connection was lost ({error})", Exit.CAPACITY) from None
         if found is None:
-            raise OrchError(f"ssh {self.host}: the connection was lost ({self._ended()})", Exit.CAPACITY)
+            raise ConnectionLost(f"ssh {self.host}: the connection was lost ({self._ended()})", Exit.CAPACITY)
         if isinstance(found[0], wire.Refused):
             codes = {int(code): code for code in Exit}
             raise OrchError(f"{self.host}: {found[0].message}", codes.get(found[0].exit, Exit.INTERNAL))
