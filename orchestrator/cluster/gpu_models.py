@@ -1,24 +1,27 @@
 """The model of a GPU by any of its names: a data sheet's, a Kubernetes label's, a Slurm type's. Pure.
 
-`RTX-3090`, `3090` and `NVIDIA GeForce RTX 3090` are one model; `3090`, `3090 Ti` and `4090d` are three.
+`RTX-3090`, `3090` and `NVIDIA GeForce RTX 3090` are one model; `3090`, `3090 Ti` and `4090d` are three, and so are
+`Quadro RTX 6000` (Turing), `RTX 6000` (Ada) and `RTX PRO 6000` (Blackwell).
 """
 
 from __future__ import annotations
 
 import re
 from functools import cache
-from itertools import zip_longest
+from itertools import takewhile
 
 #: Words before the model's number, which some sites write and others leave out: brands, systems, "8x".
 _BRAND = re.compile(r"^(?:nvidia|geforce|tesla|quadro|rtx|gtx|amd|instinct|[dh]gx\d*|\d+x(?=[a-z]))+")
 #: Form factors and kinds of memory, which are no model.
 _FORM = re.compile(r"(?:sxm|pcie|hbm|nvl|oam)\d*[a-z]?$")
 #: h100, gb200, l40s, mi300x, gaudi3, 4090.
-_MODEL = re.compile(r"[a-z]{0,5}[0-9]{1,4}[a-z]{0,5}")
+_MODEL = re.compile(r"[a-z]{0,5}[0-9]{1,4}[a-z]{0,9}")
+#: Numbers of workstation GPUs that three generations share.
+_SHARED = re.compile(r"(?:pro)?([2-6][05]00)(?:ada|blackwell)?")
 #: What else has digits: small numbers, sizes and kinds of memory, generations of the bus.
 _OTHER = re.compile(r"[0-9]{1,3}|[0-9]+gi?b?|g?ddr[0-9]\w?|(?:gen|gpu)[0-9]*")
 #: Words behind the number that make another model of it.
-_VARIANTS = frozenset({"ti", "super", "d", "ada", "blackwell", "laptop"})
+_VARIANTS = frozenset({"ti", "super", "d", "laptop"})
 
 
 @cache
@@ -28,11 +31,20 @@ def gpu_model(name: str) -> str:
     Memory and form factor do not matter: one model is sold with several.
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
-    for word, following in zip_longest(words, words[1:], fillvalue=""):
+    for place, word in enumerate(words):
         bare = _FORM.sub("", _BRAND.sub("", word))
+        if shared := _SHARED.fullmatch(bare):
+            return _generation(name.lower()) + shared[1]
         if _MODEL.fullmatch(bare) and not _OTHER.fullmatch(bare):
-            return bare + (following if following in _VARIANTS else "")
+            return bare + "".join(takewhile(_VARIANTS.__contains__, words[place + 1 :]))
     return ""
+
+
+def _generation(name: str) -> str:
+    """Of a workstation GPU: what its maker writes before a number that is sold in several."""
+    if "quadro" in name:
+        return "quadro"
+    return "pro" if "blackwell" in name or re.search(r"(?<![a-z])(?:rtx)?pro(?![a-z])", name) else "ada"
 
 
 def same_model(wanted: str, found: str) -> bool:

@@ -27,6 +27,7 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import RunState
 from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
+from tests.beds.recorded_runs import environment, restore
 
 PLAN = make_plan(tp=2, dp=4, nodes=4)
 MAIN = {"PartitionName": "main", "MaxTime": "1-00:00:00", "DefaultTime": "00:30:00", "MaxNodes": "UNLIMITED",
@@ -205,3 +206,17 @@ def test_a_run_folder_of_one_machine_is_warned_of(run_dir, warned):
     )
     exports = "# folders for nodes\n\n/export/home 10.0.0.0/8(rw,sync)\n/data\t*(rw)\n"
     assert bool(local_folder(run_dir, mounts, exports)) == warned
+
+
+@pytest.mark.parametrize("name", ["local", "kubernetes"])
+def test_a_run_of_another_backend_cannot_be_waited_for(monkeypatch, tmp_path, capsys, name):
+    """Said before Slurm is asked for anything, and nothing is written."""
+    for variable, value in environment(tmp_path).items():
+        monkeypatch.setenv(variable, value)
+    restore(name, tmp_path)
+    words = ["backend=slurm", "cluster=h100x64", "parallel=tp8", "--after", f"any:{name}", "--", "/bin/true"]
+    for verb in (["submit"], ["submit", "--dry-run"]):
+        assert main([*verb, *words]) == Exit.USAGE
+        said = capsys.readouterr().err
+        assert f"--after: run {name} is of the backend {name}, not slurm" in said and len(said.splitlines()) == 1
+    assert [run.name for run in (tmp_path / "orch" / "runs").iterdir()] == [name]
