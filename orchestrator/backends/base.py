@@ -13,6 +13,8 @@ and is chosen with `backend.name=mine`, its options with `backend.options.<name>
 
 from __future__ import annotations
 
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +26,7 @@ import msgspec
 
 from orchestrator.errors import OrchError, did_you_mean
 from orchestrator.plan.exits import Exit
+from orchestrator.run.bad_nodes import remembered
 from orchestrator.run.folder import RunFolder, read_json, write_private
 from orchestrator.run.request import LaunchRequest, SubmissionBundle
 from orchestrator.run.state import RunState
@@ -44,6 +47,9 @@ BUILT_IN: dict[str, str] = {
     "kubernetes": "orchestrator.backends.kubernetes.backend:KubernetesBackend",
     "ssh": "orchestrator.backends.ssh.backend:SshBackend",
 }
+
+#: The one of `backend.options` that is filled in from the user's list of bad nodes (`orch nodes`) at every start.
+BAD_NODES = "bad_nodes"
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 Record = TypeVar("Record", bound=msgspec.Struct)
@@ -133,12 +139,22 @@ class Queueing(ABC):
         """`backend.options` with the runs to wait for. OrchError (64) for one that this scheduler does not know."""
 
 
-class NodeExclusion(ABC):
-    """A run can be kept off named nodes."""
+class NodeExclusion:
+    """A run can be kept off named nodes: `backend.options` has `exclude`, the user's own, and `bad_nodes` beside it."""
 
-    @abstractmethod
-    def without(self, options: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
-        """`backend.options` with nodes that the scheduler must not give."""
+
+def without_nodes(options: Mapping[str, Any], bad: Sequence[str]) -> dict[str, Any]:
+    """`backend.options` of a NodeExclusion with these bad nodes, those of today, in place of any others."""
+    own = {name: value for name, value in options.items() if name != BAD_NODES}
+    return {**own, BAD_NODES: list(bad)} if bad else own
+
+
+def off_bad_nodes(folder: RunFolder, request: LaunchRequest) -> LaunchRequest:
+    """The request of a run that starts again, off the nodes that `orch nodes` lists now."""
+    bad = list(remembered(folder, time.time()))
+    if bad:
+        print(f"orch: without {', '.join(bad)}, found bad by earlier runs (orch nodes)", file=sys.stderr)
+    return msgspec.structs.replace(request, backend_options=without_nodes(request.backend_options, bad))
 
 
 class ArraySubmission(ABC):

@@ -55,11 +55,11 @@ class ClusterResolver:
 
     def leave_out(self, config: Config, backend: Backend) -> Config:
         """The configuration with the bad nodes of its cluster excluded, where the backend can exclude nodes."""
-        from orchestrator.backends.base import NodeExclusion
+        from orchestrator.backends.base import NodeExclusion, without_nodes
 
-        if not isinstance(backend, NodeExclusion) or not (bad := self.bad_nodes(config.cluster.name)):
+        if not isinstance(backend, NodeExclusion):
             return config
-        options = backend.without(config.backend.options, bad)
+        options = without_nodes(config.backend.options, self.bad_nodes(config.cluster.name))
         return structs.replace(config, backend=structs.replace(config.backend, options=options))
 
     def profile(self, config: Config) -> Profile | None:

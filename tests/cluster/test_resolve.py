@@ -219,7 +219,7 @@ def test_every_verb_leaves_them_out_and_says_so_once(verb, words, tmp_path, monk
     sent = []
 
     def submit(backend, bundle, environ):
-        sent.append(bundle.request.backend_options["exclude"])
+        sent.append(bundle.request.backend_options["bad_nodes"])
         raise OrchError("not sent", Exit.CAPACITY)
 
     monkeypatch.setattr(SlurmBackend, "choose", lambda backend, bundles, environ: Choice(0, []))

@@ -21,14 +21,14 @@ from orchestrator.backends.kubernetes.objects.render import render
 from orchestrator.backends.kubernetes.observer import LastReport, save_last_report
 from orchestrator.backends.kubernetes.options import read_options
 from orchestrator.backends.kubernetes.record import KubernetesRecord
-from orchestrator.backends.kubernetes.train_run import Meta, Spec, Status, TrainRun
+from orchestrator.backends.kubernetes.train_run import Meta, Planned, Spec, Status, TrainRun
 from orchestrator.cli.main import main
 from orchestrator.cluster.importers.kubernetes import Node
 from orchestrator.plan import Exit
 from orchestrator.run.bad_nodes import BadNode, NodeMemory
 from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import read_request
+from orchestrator.run.request import from_bytes, read_request, to_bytes
 from orchestrator.run.state import read_state
 from tests.beds.bundles import make_bundle, refusal
 from tests.beds.plans import make_plan
@@ -110,8 +110,14 @@ def test_a_submission_leaves_out_what_is_on_the_list_and_says_so(tmp_path, monke
     words += ["cluster=h100x64", "model=llama3_70b", "parallel=tp8_pp4", "backend.options.image=x"]
     assert main(words) == 0
     seen = capsys.readouterr()
-    assert json.loads(seen.out)["backend_options"]["exclude"] == ["n7", BAD]
+    options = json.loads(seen.out)["backend_options"]
+    assert (options["exclude"], options["bad_nodes"]) == (["n7"], [BAD])
+    assert read_options(options).without == ["n7", BAD]
     assert f"orch: without {BAD}, found bad by earlier runs (orch nodes)" in seen.err
+
+
+#: Of a run that was submitted while `old` was on the list.
+OF_A_SUBMISSION = {"exclude": ["n7"], "bad_nodes": ["old"]}
 
 
 def a_run(path: Path) -> RunFolder:
@@ -153,11 +159,32 @@ def test_a_run_that_starts_again_leaves_out_what_was_found_since(tmp_path, monke
     monkeypatch.setattr(submission, "draft_objects", lambda *_: [])
     monkeypatch.setattr(submission, "submit_objects", lambda *given: sent.append(given[2].backend_options))
     runs = DirectRuns(lambda *_: None, lambda: None, lambda: None)
-    request = structs.replace(read_request(folder), backend_options={"exclude": ["n7"]})
+    request = structs.replace(read_request(folder), backend_options=OF_A_SUBMISSION)
     for generation in (0, 1):
         runs._send(folder, request, None, {}, generation, [])
-    assert [options["exclude"] for options in sent] == [["n7"], ["n7", BAD]]
     assert f"orch: without {BAD}" in capsys.readouterr().err
+    NodeMemory.of(folder).forget(time.time(), lambda one: True)
+    runs._send(folder, request, None, {}, 2, [])
+    assert sent == [OF_A_SUBMISSION, {"exclude": ["n7"], "bad_nodes": [BAD]}, {"exclude": ["n7"]}]
+    assert "orch: without" not in capsys.readouterr().err
+
+
+def test_and_so_does_one_that_a_controller_starts_again(tmp_path, monkeypatch):
+    folder, changes = a_run(tmp_path), []
+    request = structs.replace(read_request(folder), backend_options=OF_A_SUBMISSION)
+    spec = Spec(planned=Planned(to_bytes(request).decode(), "", []))
+    ended = TrainRun(Meta(name="r"), spec, Status(state="failed", exit_code=74, observed_generation=1))
+    monkeypatch.setattr(train_run_client, "read", lambda *_: ended)
+    monkeypatch.setattr(train_run_client, "change", lambda cluster, name, **spec: changes.append(spec))
+    runs = train_run_client.ControlledRuns(lambda record: None, lambda: None)
+    record = KubernetesRecord(None, "n", "Job", "r", "s", 1.0, train_run="r")
+    save_last_report(folder, LastReport(structs.replace(state("running", 1), excluded={BAD: "ECC"})))
+    for bad in ({"bad_nodes": [BAD]}, {}):
+        runs.resume(folder, request, record, {})
+        found = from_bytes(changes[-1]["planned"]["request"].encode())
+        assert found == structs.replace(request, backend_options={"exclude": ["n7"], **bad})
+        assert changes[-1]["attempt"] == 1
+        NodeMemory.of(folder).forget(time.time(), lambda one: True)
 
 
 def test_a_node_is_taken_back_by_either_spelling(tmp_path, monkeypatch, capsys):

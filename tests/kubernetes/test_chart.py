@@ -33,7 +33,7 @@ def test_schema_and_options_know_the_same_words():
     schema = json.loads((CHART / "values.schema.json").read_text())
     allowed = set(schema["properties"]["options"]["propertyNames"]["enum"]) - {"gather_timeout_s"}  # an old name
     set_by_chart = {"image", "pull_policy", "pull_secrets", "network_policy", "namespace", "owner", "claim"}
-    set_by_chart |= {"service_account", "context", "controller"}
+    set_by_chart |= {"service_account", "context", "controller", "bad_nodes"}  # the last by orch, at each start
     assert allowed | set_by_chart == set(KubernetesOptions.__struct_fields__)
     assert not allowed & set_by_chart
 

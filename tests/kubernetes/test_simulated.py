@@ -109,7 +109,7 @@ def test_nodes_that_a_run_has_found_bad_get_no_pod_of_the_next(orch, ended):
         NodeMemory(orch.home).add(one)
     after = ended(orch.submit(*MAIN))
     assert bad.isdisjoint(bound(orch, after, 8))
-    assert set(json.loads((after.folder / "request.json").read_text())["backend_options"]["exclude"]) == bad
+    assert set(json.loads((after.folder / "request.json").read_text())["backend_options"]["bad_nodes"]) == bad
 
 
 @pytest.mark.parametrize("aware", [True, False], ids=["aware of topology", "not aware"])

@@ -8,10 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from orchestrator.backends.slurm.backend import SlurmBackend
+from orchestrator.backends.slurm.record import exclude
 from orchestrator.cli.main import main
 from orchestrator.plan.exits import Exit
 from orchestrator.run import bad_nodes
 from orchestrator.run.bad_nodes import BadNode, NodeMemory
+from orchestrator.run.folder import RunFolder
+from orchestrator.run.state import finish, read_state
 
 
 def bad(node: str, at: float = 1000.0, hours: float = 1.0, cluster: str = "c") -> BadNode:
@@ -83,5 +87,33 @@ def test_a_submission_to_slurm_leaves_them_out_and_says_so(tmp_path, monkeypatch
     NodeMemory(tmp_path / "home").add(bad("n6", at=time.time(), cluster="elsewhere"))
     assert main(words) == 0
     seen = capsys.readouterr()
-    assert json.loads(seen.out)["backend_options"]["exclude"] == ["n7", "n5"]
+    options = json.loads(seen.out)["backend_options"]
+    assert (options["exclude"], options["bad_nodes"]) == (["n7"], ["n5"])
     assert "orch: without n5, found bad by earlier runs (orch nodes)" in seen.err
+
+
+def test_a_resume_on_slurm_leaves_out_those_of_its_day_and_the_users_own(tmp_path, monkeypatch, capsys):
+    """Not those of the day of its submission, which may have been forgotten since."""
+    home, sent = tmp_path / "home", []
+    monkeypatch.setenv("ORCH_HOME", str(home))
+    monkeypatch.setattr(SlurmBackend, "_find_job", lambda *_: None)
+    monkeypatch.setattr(SlurmBackend, "state", lambda _, folder: finish(read_state(folder), "failed", 1, "it failed"))
+    monkeypatch.setattr(SlurmBackend, "_send", lambda _, folder, text, environ: sent.append(text))
+    memory = NodeMemory(home)
+    memory.add(bad("n5", at=time.time(), cluster="h100x64"))
+    words = ["backend.options.exclude=[n7]", "backend.options.topology=none", "cluster=h100x64", "parallel=tp8"]
+    assert main(["render", "--run-id", "r", "--in-place", "backend=slurm", *words, "--", "/bin/true"]) == 0
+    assert "#SBATCH --exclude=n[5,7]\n" in capsys.readouterr().out
+    folder = RunFolder(home / "runs" / "r")
+    for forgotten, found, left_out in (("n5", "n8", "n[7-8]"), ("n8", "n9", "n[7,9]")):
+        assert main(["nodes", "--forget", forgotten]) == 0
+        memory.add(bad(found, at=time.time(), cluster="h100x64"))
+        assert main(["resume", "r"]) == 0
+        assert f"orch: without {found}, found bad by earlier runs (orch nodes)" in capsys.readouterr().err
+        assert f"#SBATCH --exclude={left_out}\n" in sent[-1] and f"\nexcluded='{left_out}'\n" in sent[-1]
+    (folder.path / "slurm").mkdir()
+    exclude(folder, ["n1"])  # while it runs
+    assert (folder.path / "slurm" / "exclude").read_text() == "n[1,7,9]\n"
+    assert main(["nodes", "--forget-all"]) == 0
+    assert main(["resume", "r"]) == 0
+    assert "#SBATCH --exclude=n7\n" in sent[-1] and "orch: without" not in capsys.readouterr().err

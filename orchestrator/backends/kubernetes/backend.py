@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -191,12 +191,6 @@ class KubernetesBackend(
         cluster, pod = self._pod_of(folder, node)
         python = [read_options(request.backend_options).python, "-P"]
         return cluster.command(pod, CONTAINER, [*python, *argv(f"{RUNS}/{folder.run_id}", 1)])
-
-    def without(self, options: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
-        known = options.get("exclude", [])
-        if not isinstance(known, list):
-            return dict(options)  # `read_options` refuses it
-        return {**options, "exclude": [*known, *(node for node in nodes if node not in known)]}
 
     def why_not_removed(self, request: LaunchRequest) -> str:
         if read_options(request.backend_options).claim is None:

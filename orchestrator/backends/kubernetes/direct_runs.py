@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from orchestrator.backends.base import read_record
+from orchestrator.backends.base import off_bad_nodes, read_record
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.run.attempt import begin_attempt, check_newest
-from orchestrator.run.bad_nodes import remembered
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.intent import Intent, ask, due, newest, wants_end
 from orchestrator.run.request import LaunchRequest, check_variables
@@ -86,7 +85,7 @@ class DirectRuns:
         from .submission import delete_run_objects, submit_objects
 
         if generation:
-            request = _without_bad_nodes(folder, request)
+            request = off_bad_nodes(folder, request)
         options = read_options(request.backend_options)
         cluster, fresh = self._cluster(options.context, options.namespace), self._snapshot()
         submit_objects(cluster, folder, request, plan, environ, generation, drafts, fresh)
@@ -216,13 +215,3 @@ class DirectRuns:
         gone = delete_remains(self._of(record), record)
         left = f"; deleted what it left: {', '.join(gone)}" if gone else ""
         return structs.replace(what, text=f"its submission broke off before the Job was sent{left}")
-
-
-def _without_bad_nodes(folder: RunFolder, request: LaunchRequest) -> LaunchRequest:
-    """The request of a run that starts again, without the nodes that runs have found bad since it was submitted."""
-    known = read_options(request.backend_options).exclude
-    new = [node for node in remembered(folder, time.time()) if node not in known]
-    if not new:
-        return request
-    print(f"orch: without {', '.join(new)}, found bad by earlier runs (orch nodes)", file=sys.stderr)
-    return structs.replace(request, backend_options={**request.backend_options, "exclude": [*known, *new]})

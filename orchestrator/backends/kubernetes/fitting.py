@@ -46,7 +46,7 @@ def pod_needs(plan: Plan, options: KubernetesOptions) -> PodNeeds:
 
 def is_excluded(node: Node, options: KubernetesOptions) -> bool:
     """Whether it is named, by its own name or by its hostname label."""
-    return not {node.metadata.name, node.metadata.labels.get(HOST)}.isdisjoint(options.exclude)
+    return not {node.metadata.name, node.metadata.labels.get(HOST)}.isdisjoint(options.without)
 
 
 def why_not(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> str:

@@ -91,7 +91,8 @@ class KubernetesOptions(Frozen):
     slices: bool = True  # keep each TP/EP domain or pipeline under one switch of the innermost level
     node_selector: dict[Key, Value] = {}
     tolerations: list[Toleration] = []
-    exclude: list[Name] = []  # nodes that no pod may go to, by name or hostname label; with those of `orch nodes`
+    exclude: list[Name] = []  # nodes that no pod may go to, by name or hostname label
+    bad_nodes: list[Name] = []  # nor to these, which orch fills in: those of `orch nodes` at each start
     # volumes
     claim: Name | None = None  # PVC for the run folder: checkpoints, logs, history; None: gone with its pods
     volumes: list[Volume] = []
@@ -111,6 +112,11 @@ class KubernetesOptions(Frozen):
     network_policy: bool = False  # only its pods reach one another, and any pod their metrics
     egress: list[Egress] | None = None  # with it: its pods reach one another, DNS and these alone; None: anybody
     owner: Owner | None = None
+
+    @property
+    def without(self) -> list[str]:
+        """All nodes that no pod may go to."""
+        return [*self.exclude, *(node for node in self.bad_nodes if node not in self.exclude)]
 
 
 def places_itself(options: KubernetesOptions) -> bool:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import structs
 
+from orchestrator.backends.base import off_bad_nodes
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
 from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.exits import Exit
 from orchestrator.run.folder import RunFolder
-from orchestrator.run.request import LaunchRequest, SubmissionBundle
+from orchestrator.run.request import LaunchRequest, SubmissionBundle, from_bytes, to_bytes
 from orchestrator.run.state import RunState, finish, prepare_resume, read_state, write_state
 from orchestrator.run.variables import passed_names
 
@@ -191,7 +192,7 @@ class ControlledRuns:
         self, folder: RunFolder, request: LaunchRequest, record: KubernetesRecord | None, environ: Mapping[str, str]
     ) -> None:
         assert record is not None
-        self._again(record)
+        self._again(folder, record)
         prepare_resume(folder)
 
     def resize(
@@ -204,7 +205,7 @@ class ControlledRuns:
     ) -> None:
         """At that size, a living run after it has saved."""
         assert record is not None
-        self._again(record, nodes)
+        self._again(folder, record, nodes)
 
     def cancel(self, folder: RunFolder, record: KubernetesRecord, force: bool) -> None:
         """OrchError (64) when it is not running."""
@@ -237,10 +238,13 @@ class ControlledRuns:
     def _read(self, record: KubernetesRecord) -> TrainRun | None:
         return read(self._cluster(record), record.train_run)
 
-    def _again(self, record: KubernetesRecord, nodes: int | None = None) -> None:
-        """A run that has ended starts once more. OrchError (64) when it is gone."""
+    def _again(self, folder: RunFolder, record: KubernetesRecord, nodes: int | None = None) -> None:
+        """A run that has ended starts once more, off the bad nodes of today. OrchError (64) when it is gone."""
         run = self._read(record)
         more: dict[str, Any] = {"nodes": nodes} if nodes is not None else {}
         if run is not None and (run.status.over or run.spec.stopped):
             more |= {"attempt": run.status.attempt + 1, "stopped": None, "force": None}
+            if run.spec.planned is not None:
+                request = off_bad_nodes(folder, from_bytes(run.spec.planned.request.encode()))
+                more["planned"] = {"request": to_bytes(request).decode()}
         change(self._cluster(record), record.train_run, **more)

@@ -24,6 +24,7 @@ from orchestrator.backends.base import (
     Queueing,
     Rendering,
     TopologySource,
+    off_bad_nodes,
     read_record,
 )
 from orchestrator.cluster.importers.slurm import parse_topology
@@ -204,7 +205,7 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         if job is not None and _is_stale(folder, job):
             self._slurm.cancel(job.id)
         options = without_dependency(request.backend_options)
-        request = msgspec.structs.replace(request, backend_options=options)
+        request = off_bad_nodes(folder, msgspec.structs.replace(request, backend_options=options))
         text = self.script(request, self._plan_to_resume(folder, request, environ))
         slurm = folder.path / "slurm"  # counts start at 0, every node is allowed again
         with asked_to_resume(folder, slurm / "faults", slurm / "exclude", slurm / "over"):
@@ -224,11 +225,6 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
             state = own if is_over(own, left_with(after.folder)) else self.state(after.folder)
             others.append((after, state, job.id if job else None))
         return add_dependencies(options, others)
-
-    def without(self, options: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
-        """`backend.options` with nodes that Slurm must not grant."""
-        known = options.get("exclude", [])
-        return {**options, "exclude": [*([known] if isinstance(known, str) else known), *nodes]}
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
         """Signal the script, which lets the workers save; end the job at once if it has not started, or by force.

@@ -53,7 +53,8 @@ class SlurmOptions(Frozen):
     reservation: Word | None = None
     constraint: Annotated[str, Meta(max_length=500)] | None = None  # features: a&b, [rack1|rack2]
     nodelist: list[str] = []  # host lists; only on tree or flat topologies
-    exclude: list[str] = []  # host lists of nodes known to be bad
+    exclude: list[str] = []  # host lists of nodes that the job must not get
+    bad_nodes: list[str] = []  # nor these, which orch fills in: those of `orch nodes` at each start
     # how much
     time: str | None = None  # limit of one attempt of the job; None: the partition's default
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"  # how the site counts GPUs
@@ -90,12 +91,17 @@ class SlurmOptions(Frozen):
     sbatch: dict[Flag, str | int | bool] = {}  # further sbatch flags, e.g. {gres-flags: enforce-binding}
     srun: dict[Flag, str | int | bool] = {}  # further srun flags, e.g. {cpu-bind: none, mpi: none}
 
+    @property
+    def without(self) -> list[str]:
+        """Host lists of all nodes that the job must not get."""
+        return [*self.exclude, *(node for node in self.bad_nodes if node not in self.exclude)]
+
     def __post_init__(self) -> None:
         for name in ("time", "switches_wait"):
             value = getattr(self, name)
             if value is not None:
                 parse_time(value)
-        for text in (*self.exclude, *self.nodelist):
+        for text in (*self.without, *self.nodelist):
             expand(text)
         if (self.container.runtime == "none") != (not self.container.image):
             raise OrchError("backend.options.container: runtime and image go together", Exit.CONFIG)

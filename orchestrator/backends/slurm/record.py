@@ -14,6 +14,7 @@ from orchestrator.backends.base import write_record
 from orchestrator.cluster.hostlist import expand, slurm_list
 from orchestrator.plan.document import Frozen
 from orchestrator.plan.exits import Exit
+from orchestrator.run.bad_nodes import remembered
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import LaunchRequest, from_bytes, read_request
 from orchestrator.run.state import Cause, FinalPhase, RunState, finish
@@ -72,11 +73,13 @@ def find_job(run_id: str, record: SlurmRecord | None, jobs: dict[str, Job]) -> J
 
 
 def exclude(folder: RunFolder, nodes: Iterable[str]) -> None:
-    """Add nodes to slurm/exclude, which the script reads on requeue; it starts from the user's own excluded nodes."""
+    """Add nodes to slurm/exclude, which the script reads on requeue; it starts from the user's own excluded nodes and
+    those of `orch nodes`."""
     path, new = Path(folder.path, "slurm", "exclude"), list(nodes)
     if not new:
         return
     known = [name for text in read_options(read_request(folder).backend_options).exclude for name in expand(text)]
+    known += remembered(folder, time.time())
     known += expand(path.read_text()) if path.exists() else []
     write_private(path, slurm_list(list(dict.fromkeys([*known, *new]))).encode() + b"\n")
 

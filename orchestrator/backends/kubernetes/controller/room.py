@@ -81,7 +81,7 @@ class Fits:
         gpu, select = options.gpu_resource if cuda else "", sorted(options.node_selector.items())
         where = repr((select, options.levels, options.profile, gpu, gpu in wish.needs.requests))
         claimed = wish.sizes[0][1].cluster.gpus_per_node if wish.claims else 0
-        about = f"{where} {wish.needs!r} {options.exclude} {claimed}"
+        about = f"{where} {wish.needs!r} {options.without} {claimed}"
         if about not in self._known:
             why: dict[str, str] = {}
             there = list(self.nodes.values())

@@ -45,7 +45,7 @@ def pod_template(
 ) -> dict[str, Any]:
     """`spec.template` of the Job. `grace_s`: what the agent gives its workers; the kubelet gives MARGIN_S more.
 
-    `excluded`: hostname labels of the nodes that `options.exclude` names; None: nobody has looked them up.
+    `excluded`: hostname labels of the nodes of `options.without`; None: nobody has looked them up.
     """
     spec: dict[str, Any] = {
         "restartPolicy": "Never",  # podFailurePolicy decides, by the exit code
@@ -69,7 +69,7 @@ def pod_template(
         spec["nodeSelector"] = dict(options.node_selector)
     if chosen is not None:
         spec["affinity"] = node_affinity(chosen)
-    if hosts := both_spellings(options.exclude) if excluded is None else excluded:
+    if hosts := both_spellings(options.without) if excluded is None else excluded:
         spec["affinity"] = without_hosts(spec.get("affinity", {}), hosts)
     if plan.cluster.device == "cpu" and used_node_count(plan) > 1:
         spec["topologySpreadConstraints"] = [_spread(labels)]  # a GPU pod has its node to itself anyway

@@ -104,8 +104,8 @@ def _nodes_and_partition(options: SlurmOptions) -> Flags:
         if options.topology == "block":
             raise OrchError("backend.options.nodelist cannot be met on a block topology: use exclude", Exit.CONFIG)
         flags["nodelist"] = slurm_list(_names(options.nodelist))
-    if options.exclude:
-        flags["exclude"] = slurm_list(_names(options.exclude))
+    if options.without:
+        flags["exclude"] = slurm_list(_names(options.without))
     return flags
 
 

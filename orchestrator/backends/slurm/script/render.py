@@ -154,7 +154,7 @@ def _body(job: JobScript) -> list[str]:
         *_search_paths(job),
         assignment("run", job.run_dir),
         "full=$SLURM_JOB_NUM_NODES" if elastic or options.no_kill else "full=",
-        assignment("excluded", slurm_list([name for text in options.exclude for name in expand(text)])),
+        assignment("excluded", slurm_list([name for text in options.without for name in expand(text)])),
         assignment("most", str(options.max_requeues if options.requeue else 0)),
         assignment("most_faults", str(options.max_node_faults if options.requeue else 0)),
         "",
