@@ -20,7 +20,7 @@ from orchestrator.plan.exits import MEANING, Exit
 #: What a shell reports for a process that Ctrl-C ended, and for one whose reader went away.
 INTERRUPTED, PIPE_CLOSED = 130, 141
 #: New objects before cycles are looked for. A command makes values, not cycles; looking took a third of a search.
-COLLECT = 200_000
+COLLECT = 1_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,16 @@ def coords(order: Iterable[str], degrees: Mapping[str, int]) -> list[dict[str, i
     for axis in reversed(order):
         result = [{**coord, axis: index} for coord in result for index in range(degrees[axis])]
     return result
+
+
+def _places(order: Iterable[str], degrees: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """As `coords`, each in the order of AXES."""
+    stride, world, columns = 1, prod(degrees.values()), dict[str, list[int]]()
+    for axis in order:
+        turn = [index for index in range(degrees[axis]) for _ in range(stride)]
+        columns[axis] = turn * (world // max(1, len(turn)))
+        stride = len(turn)
+    return list(zip(*(columns[axis] for axis in AXES), strict=True))
 
 
 def groups(all_coords: list[dict[str, int]], varying: tuple[str, ...]) -> list[list[int]]:
@@ -107,14 +118,15 @@ def check_ranks(plan: Plan) -> str | None:
         if (rank.node, rank.gpu) in taken:
             return f"rank {index} shares GPU {rank.gpu} of {rank.node} with another rank"
         taken.add((rank.node, rank.gpu))
-    found = [as_dict(rank) for rank in plan.ranks]
+    places = [_read_coord(rank.coord) for rank in plan.ranks]
     nested = sorted(par.order) == sorted(AXES)  # as in every plan that is made here; any other is read with more care
-    if nested and found == coords(par.order, degrees(par)):
+    if nested and places == _places(par.order, degrees(par)):
         if plan.groups != nested_groups(par.order, degrees(par)):
             return "groups do not follow from the ranks' coordinates"
         return _stages_problem(plan)
-    if len({tuple(coord.values()) for coord in found}) != world:
+    if len(set(places)) != world:
         return "two ranks have the same coordinate"
+    found = [as_dict(rank) for rank in plan.ranks]
     for axis, degree in degrees(par).items():
         if any(not 0 <= coord[axis] < degree for coord in found):
             return f"a rank's {axis} coordinate is outside 0..{degree - 1}"

@@ -194,6 +194,29 @@ def test_what_waits_for_weight_gradients_is_counted_on_the_schedule(name, pp, m,
         assert found == pytest.approx(most)
 
 
+@given(st.sampled_from(("dualpipe", "dualpipev")), st.integers(1, 8), st.integers(0, 20), st.data())
+@settings(max_examples=60, deadline=None)
+def test_points_of_a_full_bidirectional_pipeline_are_those_of_its_schedule(name, half, more, data):
+    two = 2 if name == "dualpipe" else 1
+    pp = half * two
+    m = 2 * pp + more * two
+    rank = data.draw(st.integers(0, pp - 1))
+    full = waiting = 0
+    found = set()
+    for kind, *_ in SCHEDULES[name].order(rank, pp, m, SCHEDULES[name].vpp[0]):
+        if kind in (Kind.B, Kind.I):
+            found.add((full, waiting))
+        full += (kind is Kind.F) - (kind in (Kind.B, Kind.I))
+        waiting += (kind is Kind.I) - (kind is Kind.W)
+    highest = [one for one in found if not any(_above(other, one) for other in found)]
+    plan = SimpleNamespace(schedule=name, pp=pp, vpp=SCHEDULES[name].vpp[0], micro_batches=m)
+    assert peak_points(plan, rank) == sorted(highest, reverse=True)
+
+
+def _above(other, one):
+    return other != one and other[0] >= one[0] and other[1] >= one[1]
+
+
 @given(
     st.sampled_from(("interleaved", "afab", "zbv", "dualpipe", "dualpipev")),
     st.integers(2, 6),

@@ -136,9 +136,25 @@ class Fabric:
         if members.shape[1] == 1:
             return NO_PATH
         node = members // self.gpus_per_node
-        return self._exchange(node) if pattern == "exchange" else self._neighbours(node, pattern, wrap)
+        if pattern == "exchange":
+            return self._exchange(node)
+        alike = self._on_same_nodes(node)
+        return self._neighbours(node[::alike], pattern, wrap, alike)
 
-    def _neighbours(self, node: Ints, pattern: Pattern, wrap: bool) -> Path:
+    def _on_same_nodes(self, node: Ints) -> int:
+        """How many groups in a row at a time lie on the same nodes, as those of a node's GPUs do. `node`: of each
+        member, int [groups, n]."""
+        count = self.gpus_per_node
+        while count > 1:
+            if len(node) % count == 0:
+                rows = node.reshape(-1, count, node.shape[1])
+                if bool((rows == rows[:, :1]).all()):
+                    return count
+            count //= 2
+        return 1
+
+    def _neighbours(self, node: Ints, pattern: Pattern, wrap: bool, alike: int) -> Path:
+        """`alike`: groups for which each row of `node` stands."""
         source = node if wrap else node[:, :-1]
         level: Ints = np.full(source.shape, len(self.names) - 1)
         for tier in range(len(self.names) - 2, -1, -1):
@@ -156,7 +172,7 @@ class Fabric:
             if pattern == "ring":
                 nics = _members_in_block(self.block[0][node])[:, : level.shape[1]]
             outside = level > 0
-            flows = np.ones(int(outside.sum()))
+            flows = np.full(int(outside.sum()), float(alike))
             seconds = max(seconds, self._fullest_link(source[outside], level[outside], flows, slots))
             seconds = max(seconds, float((1.0 / (nics * self._gpu_bandwidth(level)))[outside].max()))
             part = float((1.0 / nics[level == worst]).max())

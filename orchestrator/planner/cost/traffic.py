@@ -267,7 +267,7 @@ def sends_per_micro_batch(parallel: Parallel) -> float:
 def sends_of(parallel: Parallel, stages: Sequence[int]) -> float:
     """Messages per micro-batch of the rank that holds `stages`; half of them in a bidirectional schedule."""
     last, copies = parallel.pp * parallel.vpp - 1, copies_of(parallel)
-    own = stages if copies == 1 else ()  # a neighbour on the same rank needs no message
+    own = frozenset(stages if copies == 1 else ())  # a neighbour on the same rank needs no message
     sent = sum((stage < last and stage + 1 not in own) + (stage > 0 and stage - 1 not in own) for stage in stages)
     return sent / copies
 

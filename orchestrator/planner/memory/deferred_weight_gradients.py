@@ -134,11 +134,20 @@ def peak_points(parallel: Parallel, rank: int, in_flight_count: int | None = Non
     if step is None:  # at the peak of these schedules nothing waits for W
         if in_flight_count is not None:
             return [(in_flight_count, 0)]
-        rank = min(rank, p - 1 - rank) if parallel.schedule == "dualpipe" else rank  # its halves mirror each other
+        two = parallel.schedule == "dualpipe"
+        rank = min(rank, p - 1 - rank) if two else rank  # its halves mirror each other
+        if parallel.schedule in WHOLE_AT_PEAK and m >= 2 * p:
+            return _full_bidirectional(p // 2 if two else p, rank)
         return _counted(parallel.schedule, p, min(m, 2 * p + 2 + m % 2), parallel.vpp, rank)
     ahead, behind = min(step * (p - 1 - rank), m), step * rank
     turns = (min(behind, max(0, m - 1 - ahead)), min(behind, m - 1))  # in steady state, and as forwards run out
     return sorted({(min(m, turn + ahead + 1) - turn, turn) for turn in turns}, reverse=True)
+
+
+def _full_bidirectional(half: int, depth: int) -> list[Point]:
+    """Points of `schedules.dual.script` with a full pipeline: all backwards are whole but in its last two steps, in
+    which forwards have ended and `depth` micro-batches wait for W at last."""
+    return [(2 * half + 1, 0), *((half - waiting, waiting) for waiting in range(1, depth + 1))]
 
 
 @lru_cache(maxsize=4096)

@@ -14,54 +14,69 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from msgspec import structs
 
 from orchestrator.plan.document import CpMethod, Parallel
-from orchestrator.plan.expert_mesh import expert_mesh
+from orchestrator.plan.expert_mesh import expert_mesh, replicas
 from orchestrator.planner.cost.communication import (
     gradient_overlap,
     gradient_seconds,
     transfer_seconds,
 )
 from orchestrator.planner.cost.dual import value_of
-from orchestrator.planner.cost.pipeline import EQUAL, in_flight_on_rank, weights_at_end
+from orchestrator.planner.cost.pipeline import EQUAL
 from orchestrator.planner.cost.step_time import constant_seconds, step_factor
-from orchestrator.planner.cost.traffic import DENSE_REPLICAS
+from orchestrator.planner.cost.traffic import DENSE_REPLICAS, reductions
 from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.memory.activations import LIMITS, logits_in_flight
-from orchestrator.planner.memory.deferred_weight_gradients import DeferredGradients
-from orchestrator.planner.memory.moments import peak_of_one_stage
-from orchestrator.planner.memory.unequal_stages import unequal_peak
 from orchestrator.planner.model.layers import params_outside_layers
 
 from .best_paths import BestPaths
-from .layer_cost import LayerCost, StageSeconds, least_work
-from .pipeline_shapes import PipelineShape, PipelineShapes, RankShape
-from .space import Mesh
+from .layer_cost import LayerCost, LeastWork, least_work
+from .pipeline_shapes import PipelineShapes
+from .space import Fold, Mesh, Variant
 
 ROUNDING = (1 - EQUAL) * (1 - 1e-9)  # stages count as equal to EQUAL; bounds add up in another order than the model
 
 
+class Layers(NamedTuple):
+    """What a layer may cost in the variants and folds of a mesh that are open."""
+
+    fold: Fold  # of `costs[0]`
+    variant: Variant  # with the least work
+    cp_methods: tuple[CpMethod, ...]  # those that are open
+    sp_open: bool  # sequence parallelism is open too, that of `variant` is one of two
+    costs: list[LayerCost]  # with each fold of the experts: of several, only `MeshBound.least_seconds` holds for all
+
+    def least_work(self, recompute: str) -> LeastWork:
+        return least_work(self.costs, recompute, self.cp_methods, self.sp_open)
+
+
+def least_of_column(meshes: Iterable[Mesh], layers: Layers) -> float:
+    """Lower bound of the step in seconds, of meshes that differ in pp, dp and micro-batches: the work of an average
+    rank."""
+    work, context = layers.least_work("none"), layers.costs[0].context
+    factors = dict[int, float]()
+    for mesh in meshes:
+        nodes = -(-mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp // context.cluster.gpus_per_node)
+        least = mesh.micro_batches / mesh.pp
+        factors[nodes] = min(least, factors.get(nodes, least))
+    share = min(least * value_of(step_factor(context.rate, nodes)) for nodes, least in factors.items())
+    return (work.forwards + work.backwards) * share * ROUNDING
+
+
 class MeshBound:
-    def __init__(
-        self,
-        mesh: Mesh,
-        cost: LayerCost,
-        shapes: PipelineShapes,
-        best: BestPaths,
-        cp_methods: Sequence[CpMethod],
-        sp_open: bool = False,
-        folds: Sequence[LayerCost] = (),
-    ):
-        """cp_methods: those that are open; sp_open: sequence parallelism is open too, `mesh.sp` is one of two; folds:
-        costs with each fold of the experts, where several are open: then only `least_seconds` holds for all."""
-        self.mesh, self.cost, self.shapes, self.cp_methods = mesh, cost, shapes, tuple(cp_methods)
-        self.sp_open, self.folds = sp_open, folds or [cost]
-        key = *mesh[:5], *(one.experts for one in self.folds)
-        self.degrees: DegreesBound = cost.share(key, DegreesBound, mesh, self.folds, best)
+    def __init__(self, mesh: Mesh, layers: Layers, shapes: PipelineShapes, best: BestPaths):
+        """`mesh`: with the first variant of `layers`."""
+        self.mesh, self.layers, self.shapes = mesh, layers, shapes
+        cost = self.cost = layers.costs[0]
+        self.cp_methods = layers.cp_methods
+        key = *mesh[:5], *(one.experts for one in layers.costs)
+        self.degrees: DegreesBound = cost.share(key, DegreesBound, mesh, layers.costs, best)
         context = cost.context
         self.overlapped = context.software.overlapped_steps  # of schedules that split backward, some are never idle
+        self.gradients = cost.share((mesh.pp, mesh.micro_batches), gradient_shares, mesh, cost)
         self.transfers = [0.0 for _ in self.degrees.nestings]
         if mesh.pp > 1:
             job = cost.boundary, mesh.pp, context.rate
@@ -74,7 +89,7 @@ class MeshBound:
         """One bound for each recomputation mode."""
         if not self.sharded:
             par = self.cost.in_mesh(self.mesh)
-            self.sharded = [ZeroStage(self, structs.replace(par, zero=zero)) for zero in zeros]
+            self.sharded += [ZeroStage(self, structs.replace(par, zero=zero)) for zero in zeros]
         return (RecomputeBound(self, recompute) for recompute in recomputes)
 
     def least_seconds(self, recompute: str = "none") -> float:
@@ -84,18 +99,31 @@ class MeshBound:
         its gradients can show.
         """
         m, degrees, pp = self.mesh.micro_batches, self.degrees, self.mesh.pp
-        work = least_work(self.folds, recompute, self.cp_methods, self.sp_open)
-        of_layer = m * work.layer + degrees.layer_gradients_s
-        span = m * work.whole / pp + degrees.average_gradients_s
-        if not self.cost.mixed:
-            span = max(span, self.shapes.heaviest * of_layer)
+        work = self.layers.least_work(recompute)
+        of_layer = m * work.layer + self.exposed(degrees.layer_gradients_s, work.layer)
+        average = m * (work.forwards + work.backwards) / pp
+        heaviest = 0.0 if self.cost.mixed else self.shapes.heaviest
         once, least = min(self.transfers), float("inf")
         for late in self.shapes.latest_ranks:
             ahead = late.before * (work.forward if late.split else work.layer)
             ahead *= not (late.split and self.overlapped)
-            own = max(span, ahead + late.own * of_layer)
+            chain = work.forwards + (0.5 if late.split else 1.0) * work.backwards
+            chain *= not (late.split and self.overlapped)
+            span = max(average, chain, heaviest * m * work.layer, ahead + late.own * m * work.layer)
+            own = span + self.exposed(degrees.average_gradients_s, span / m)  # of an average rank: no longer than all
+            own = max(own, heaviest * of_layer, ahead + late.own * of_layer)
             least = min(least, own + once * (m * late.sends + 2 * (pp - 1)))
         return (least + degrees.constant_s) * degrees.factor
+
+    def exposed(self, byte_s: float, micro_batch_s: float) -> float:
+        """The least that gradients and weights show, with any ZeRO stage, of a rank whose parameters take `byte_s`
+        seconds for a byte of each, behind micro-batches of `micro_batch_s` seconds."""
+        least = float("inf")
+        for size, shown, windows in self.gradients:
+            seconds = size * byte_s
+            late = seconds - windows * micro_batch_s if windows else 0.0
+            least = min(least, shown * seconds + (1.0 - shown) * late if late > 0.0 else shown * seconds)
+        return least
 
     @cached_property
     def states(self) -> tuple[float, float]:
@@ -103,6 +131,28 @@ class MeshBound:
         least."""
         average, fewest = self.cost.average_params(self.mesh.pp), self.cost.fewest_params(self.shapes.least)
         return min(one.bytes_of(*average) for one in self.sharded), min(one.bytes_of(*fewest) for one in self.sharded)
+
+
+class GradientShare(NamedTuple):
+    """What a ZeRO stage sends of a parameter in a step, and when."""
+
+    size: float  # bytes
+    shown: float  # share of it that always shows
+    windows: int  # micro-batches that may hide the rest; 0: it is hidden
+
+
+def gradient_shares(mesh: Mesh, cost: LayerCost) -> list[GradientShare]:
+    """Those of which one shows least, whatever hides them; ZeRO stages 0 and 1 send once a step, and hide alike."""
+    context, (weight, gradient) = cost.context, cost.widths
+    found = []
+    for zero in (1, 2, 3):
+        par = structs.replace(cost.in_mesh(mesh), zero=zero, schedule="interleaved")
+        many = reductions(par, context.software.reduces_by_round)
+        size = min(2 * gradient, many * gradient + weight) if zero == 1 else many * gradient + weight
+        shown, windows = gradient_overlap(par, context.rate, context.software)
+        found.append(GradientShare(size, min(1.0, value_of(shown)), windows))
+    most = min(one.size for one in found)  # of one that hides nothing at all
+    return [one for one in found if one.size == most or one.shown * one.size < most]
 
 
 class DegreesBound:
@@ -117,19 +167,28 @@ class DegreesBound:
         self.factor = value_of(step_factor(context.rate, self.nodes)) * ROUNDING
         dense, experts = min(one.average_params(mesh.pp) for one in folds)
         self.constant_s = value_of(constant_seconds(par, context.rate, dense + experts, self.nodes))
-        gradient_s = self._gradient_seconds(best)
-        #: the least that gradients and weights of an average rank show, and of one layer
-        self.average_gradients_s, self.layer_gradients_s = gradient_s * dense, gradient_s * self.cost.least_params
+        dense_s, experts_s = self._byte_seconds(best)
+        experts_s *= len(folds) == 1  # replicas of experts differ from fold to fold
+        self.byte_s = dense_s, experts_s
+        #: for a byte of each parameter: of an average rank, and of one layer at least
+        self.average_gradients_s = min(
+            dense_s * plain + experts_s * routed for plain, routed in (one.average_params(mesh.pp) for one in folds)
+        )
+        self.layer_gradients_s = min(
+            dense_s * plain + experts_s * routed for plain, routed in (one.fewest_params(1) for one in folds)
+        )
 
-    def _gradient_seconds(self, best: BestPaths) -> float:
-        """The least that the gradient and the weight of a dense parameter show, for any ZeRO stage."""
-        members = self.mesh.cp * self.mesh.ep * self.mesh.dp
-        if members == 1 or self.cost.par.zero_group:  # hybrid sharding: not bounded
-            return 0.0
-        rate, (weight, gradient) = self.cost.context.rate, self.cost.widths
-        path = min(best.per_byte(paths[DENSE_REPLICAS, "ring"]) for paths in self.nestings)
-        shown = min(value_of(rate.dp_exposed), value_of(rate.dp_sharded))
-        return shown * min(2 * gradient, gradient + weight) * (members - 1) / members * path
+    def _byte_seconds(self, best: BestPaths) -> tuple[float, float]:
+        """The least that a byte of the gradient or weight of a dense, and of an expert, parameter takes."""
+        if self.cost.par.zero_group:  # hybrid sharding: not bounded
+            return 0.0, 0.0
+        mesh, of_experts = self.mesh, replicas(self.mesh)
+        members = mesh.cp * mesh.ep * mesh.dp, expert_mesh(mesh).edp
+        dense_s, experts_s = (
+            (many - 1) / many * min(best.per_byte(paths[alike, "ring"]) for paths in self.nestings)
+            for many, alike in zip(members, (DENSE_REPLICAS, of_experts), strict=True)
+        )
+        return dense_s, experts_s
 
 
 class ZeroStage:
@@ -227,132 +286,3 @@ class RecomputeBound:
     def least_s(self) -> float:
         """Lower bound of the step in seconds."""
         return self.base.least_seconds(self.recompute)
-
-
-class PipelineBound:
-    """A branch with stages on ranks (`shape`) and backward in one piece or two (`split`)."""
-
-    def __init__(
-        self, branch: RecomputeBound, shape: PipelineShape, split: bool, vpp: int, cp_methods: Sequence[CpMethod]
-    ):
-        self.branch, self.shape, self.split, self.vpp, self.cp_methods = branch, shape, split, vpp, tuple(cp_methods)
-        self.held = vpp * shape.copies  # stages of a rank
-        cost, mesh, base = branch.cost, branch.mesh, branch.base
-        self.params = cost.pipeline_params(shape)
-        one = self.one = cost.stage_seconds(branch.recompute, split, self.cp_methods)
-        #: by rank of the shape: seconds (that the schedule takes at least for its sake, of one micro-batch)
-        self.ranks = [self._rank(rank, one) for rank in shape.ranks]
-        sends = mesh.micro_batches * shape.sends + 2 * (mesh.pp - 1)
-        self.transfers = [once * sends for once in base.transfers]
-        chain = 0.0 if split and base.overlapped else cost.chain(one, 0.5 if split else 1.0)
-        self.longest = max(chain, *(end for end, _ in self.ranks))
-        self.most_params = max(map(sum, self.params))
-        constant = branch.sharded[-1].constant(self.most_params)  # the more is sharded, the less there is to do
-        #: whatever the ZeRO stage; no less than what holds for all pipelines
-        self.least_s = max(branch.least_s, (self.longest + min(self.transfers) + constant) * base.degrees.factor)
-        self._seconds: dict[int, float] = {}
-
-    def _rank(self, rank: RankShape, one: StageSeconds) -> tuple[float, float]:
-        stages, dense, moe = (0, 0, 0) if self.split and self.branch.base.overlapped else rank.before
-        ahead = dense * one.forward[0] + moe * one.forward[1] + (one.first if stages else 0.0)
-        if not self.split:
-            ahead += dense * one.backward[0] + moe * one.backward[1]
-        own = rank.dense * (one.forward[0] + one.backward[0]) + rank.moe * (one.forward[1] + one.backward[1])
-        own += rank.table * one.first + rank.head * sum(one.last)
-        own /= self.shape.copies
-        return ahead + self.branch.mesh.micro_batches * own, own
-
-    # ---------------------------------------------------------------------------------- of one schedule and ZeRO
-
-    def kept(self, schedule: str, exact: bool = False) -> list[float]:
-        """Lower bound of the activation bytes of each rank of the shape.
-
-        exact: also of ranks with unequal stages; otherwise as if all were like the smallest, which is quick.
-        """
-        cost, mesh, deferred = self.branch.cost, self.branch.mesh, None
-        if self.split and not cost.kept(schedule).kernels.fills_limit:
-            names = {"schedule": schedule, "pp": mesh.pp, "vpp": self.vpp, "micro_batches": mesh.micro_batches}
-            deferred = DeferredGradients(cost.context.model, structs.replace(cost.par, **names), cost.context.train)
-        return [self._kept(rank, schedule, deferred, exact) for rank in self.shape.ranks]
-
-    def _kept(self, rank: RankShape, schedule: str, deferred: DeferredGradients | None, exact: bool) -> float:
-        mesh, cost = self.branch.mesh, self.branch.cost
-        keeps, m, recompute = cost.kept(schedule), mesh.micro_batches, self.branch.recompute
-        message = cost.boundary if mesh.pp > 1 and keeps.kernels.holds_messages else 0.0
-        sent = (1 if rank.head and self.held == 1 else 2) * message  # the last stage receives no gradient
-        temporary = max(keeps.loss if rank.head else 0.0, keeps.backward)
-        rest = sent + temporary
-
-        def in_flight(where: int) -> int:
-            if keeps.kernels.fills_limit and schedule in LIMITS:
-                return min(m, LIMITS[schedule] * mesh.pp)
-            return in_flight_on_rank(schedule, mesh.pp, self.vpp, m, where)
-
-        if exact and len(rank.unlike) > 1:
-            parts = [keeps.stage_bytes(recompute, one, deferred) for one in rank.stages]
-            return rest + unequal_peak((schedule, mesh.pp, m, self.vpp), rank.rank, rank.held, parts)
-        stored = min(keeps.stored(recompute, one) for one in rank.unlike)
-        if len(rank.unlike) > 1:
-            return rest + stored * in_flight(rank.rank)
-        layers = keeps.stage_layers(recompute, rank.dense, rank.moe)
-        if deferred:
-            head = keeps.head if rank.head else None
-            return rest + max(
-                deferred.peak(where, in_flight(where), stored, self.held, layers, head)
-                for where in {rank.rank, rank.inner}
-            )
-        recomputing = max((more for *_, more in layers), default=0.0)
-        if rank.head:
-            recomputing = max(recomputing, keeps.head) + (logits_in_flight(schedule, m) - 1) * keeps.head
-        more = recomputing + sent if keeps.kernels.keep_sent else max(recomputing + message, sent)
-        return temporary + stored * in_flight(rank.rank) + more
-
-    def bytes_of(self, kept: list[float], sharded: ZeroStage) -> float:
-        """Lower bound of the bytes on the fullest rank."""
-        if sharded.one_stage:
-            return self._one_stage(sharded) * ROUNDING
-        fullest, (dense, expert) = 0.0, sharded.state_bytes(self.shape.copies)
-        for (plain, experts), keeps in zip(self.params, kept, strict=True):
-            fullest = max(fullest, plain * dense + experts * expert + keeps)
-        return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes) * ROUNDING
-
-    def _one_stage(self, sharded: ZeroStage) -> float:
-        """Bytes of a rank that holds the whole model."""
-        cost, ((plain, experts),) = self.branch.cost, self.params
-        keeps, (dense, expert) = cost.kept("1f1b"), sharded.states(1)
-        of_stage = keeps.one_stage(self.branch.recompute)
-        grads, backward = plain * dense.grads + experts * expert.grads, keeps.backward + sharded.bucket_bytes
-        train = cost.trains[self.branch.recompute]
-        peak = peak_of_one_stage(cost.context.model, sharded.par, train, of_stage, grads, keeps.loss, backward)
-        states = plain * (dense.params + dense.optimizer) + experts * (expert.params + expert.optimizer) + grads
-        tensors = states + of_stage.most + sharded.buffer_bytes
-        return cost.recipe.process_bytes(tensors + peak.buffers - peak.apart)
-
-    def seconds_of(self, sharded: ZeroStage) -> float:
-        """Lower bound of the step in seconds, for any nesting order; the same for all schedules of the pipeline."""
-        zero = sharded.par.zero
-        if zero not in self._seconds:
-            self._seconds[zero] = self._seconds_of(sharded, self.longest)
-        return self._seconds[zero]
-
-    def seconds_with(self, schedule: str, sharded: ZeroStage) -> float:
-        """With one schedule: where backward is split, the last gradient of the rank with most stages ahead of it goes
-        back through them, while the rank has few weight gradients left (`StepCost`)."""
-        if not self.split or self.branch.base.overlapped:
-            return self.seconds_of(sharded)
-        (end, _), rank = max(zip(self.ranks, self.shape.ranks, strict=True), key=lambda both: both[1].before)
-        (stages, dense, moe), (of_dense, of_moe) = rank.before, self.one.backward
-        mesh, back = self.branch.mesh, dense * of_dense + moe * of_moe
-        most = max(one.dense * of_dense + one.moe * of_moe + one.last * self.one.last[1] for one in rank.unlike)
-        left = weights_at_end(schedule, mesh.pp, mesh.micro_batches, self.vpp, stages)
-        return self._seconds_of(sharded, max(self.longest, end + (back - left * most) / 2))
-
-    def _seconds_of(self, sharded: ZeroStage, longest: float) -> float:
-        base, m = self.branch.base, self.branch.mesh.micro_batches
-        sent = zip(*(sharded.sent(held, self.shape.copies) for held in self.params), strict=True)  # by nesting
-        hiding = [own if base.inner_known else own + (longest - end) / m for end, own in self.ranks]
-        least = min(  # with gradients and weights as `StepCost` bounds them
-            longest + sharded.exposed(each, hiding) + transfers
-            for each, transfers in zip(sent, self.transfers, strict=True)
-        )
-        return (least + sharded.constant(self.most_params)) * base.degrees.factor

@@ -149,7 +149,8 @@ def _remembered(
 class LeastWork(NamedTuple):
     """Seconds of one micro-batch that no fold of the experts is below, communication and recomputation included."""
 
-    whole: float  # through the whole model and back
+    forwards: float  # through the whole model
+    backwards: float  # and back
     layer: float  # through one layer of either kind and back
     forward: float  # through one layer of either kind
 
@@ -168,7 +169,8 @@ def least_work(
         )
         both = [f + b for f, b in zip(forward, backward, strict=True)]
         return LeastWork(
-            whole=many[0] * both[0] + many[1] * both[1] + first + sum(last),
+            forwards=many[0] * forward[0] + many[1] * forward[1] + first + last[0],
+            backwards=many[0] * backward[0] + many[1] * backward[1] + last[1],
             layer=min(seconds for seconds, layers in zip(both, many, strict=True) if layers),
             forward=min(seconds for seconds, layers in zip(forward, many, strict=True) if layers),
         )
@@ -241,8 +243,9 @@ class LayerCost:
             for sp in along
         ]
         *own, table, last = (value_of(min(parts, key=value_of)) for parts in zip(*tensors, strict=True))
+        rings = {"ring" if one == "zigzag" else one for one in cp_methods}  # both send the same
         context = min(
-            self.share((par.tp, par.cp, size, recompute, one), self._context, recompute, one) for one in cp_methods
+            self.share((par.tp, par.cp, size, recompute, one), self._context, recompute, one) for one in rings
         )
         forward, backward = [], []
         for kind, layer in enumerate(self.compute.kinds):

@@ -1,9 +1,10 @@
 """Best-first branch and bound over all legal layouts: the result is that of costing every layout exactly.
 
-Nodes of the search tree wait in a heap, ordered by a lower bound of their step time (`bound`). A family opens into its
-meshes, a mesh into recomputation modes, then pipeline shapes, then layouts, and a layout is costed by `solve`. A costed
-layout that is cheaper than every bound left in the heap is the answer. Ties are the same on every run: equal times
-go to less memory, equal memory to the layout that `preference` puts first.
+Nodes of the search tree wait in a heap, ordered by a lower bound of their step time (`bound`). A column opens into
+families whose layers cost the same, a family into its meshes, a mesh into recomputation modes, then pipeline shapes,
+then layouts, and a layout is costed by `solve`. A costed layout that is cheaper than every bound left in the heap is
+the answer. Ties are the same on every run: equal times go to less memory, equal memory to the layout that
+`preference` puts first.
 """
 
 from __future__ import annotations
@@ -23,26 +24,33 @@ from orchestrator.plan.supported import Case, broken
 from orchestrator.planner.cost.profile import Profile
 from orchestrator.planner.degrees import make_case, make_parallel
 from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.planner.memory.recipe import recipe_of
 from orchestrator.planner.placement.axis_order import Nestings, Solution
 from orchestrator.planner.placement.node_placement import make_context
 
 from .best_paths import BestPaths
-from .bound import MeshBound, PipelineBound, RecomputeBound, ZeroStage
+from .bound import Layers, MeshBound, RecomputeBound, ZeroStage, least_of_column
 from .layer_cost import LayerCost, ShardParams, shard_params
-from .pipeline_shapes import PipelineShape, PipelineShapes, pipeline_shape, summarize
+from .pipeline_bound import PipelineBound
+from .pipelines import PipelinesOfMeshes
 from .space import Fold, Layout, Mesh, Space, Variant
 from .ties import EQUAL, MOST_EQUAL, preference, preferred_first
 
 #: Kinds of nodes of the search tree; of equal bounds the coarser node is opened first.
-FAMILY, RECOMPUTE, PIPELINE, SENDING, CP_METHOD, LAYOUT, SCHEDULED, PLACED, COSTED = range(9)
+COLUMN, FAMILY, MESH, RECOMPUTE, PIPELINE, SENDING, CP_METHOD, LAYOUT, SCHEDULED, PLACED, COSTED = range(11)
 WORTH = 1e-6  # of the step, that a less simple way must save
 Option = tuple[Fold, list[Variant]]  # of a family: how experts fold, variants of equal work
 Node = tuple[float, int, tuple[object, ...], Any]  # (lower bound in seconds, kind, tie-breaker, item)
-LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s on rank s % pp
 #: Layouts that take up to this much longer than the fastest are reported too where they need less memory.
 NEAR = 0.05
+
+
+class Column(NamedTuple):
+    """Families whose layers cost the same: they differ in stages and replicas, and so in micro-batches."""
+
+    meshes: list[Mesh]  # the first of each family
+    options: list[Option]
+    layers: Layers
 
 
 class CostedLayout(NamedTuple):
@@ -109,6 +117,7 @@ class PlacedLayout(NamedTuple):
 class SearchCounts(NamedTuple):
     legal: int  # legal layouts; each stands for every nesting order of its axes
     costed: int  # of them, how many were costed exactly; bounds ruled the others out
+    bounded: int  # nodes of the search tree that were bounded
 
 
 class SearchResult(NamedTuple):
@@ -132,12 +141,10 @@ class Search:
         #: ways of tokens to experts that are open; in one NVLink domain there is nothing to choose
         self.all_to_alls: tuple[doc.AllToAll, ...] = ("direct", "hierarchical") if len(domains) > 1 else ("direct",)
         self.all_to_alls = (given,) if given else self.all_to_alls
-        self._shapes: dict[tuple[str, int, int], PipelineShape] = {}
         self._layer_costs: dict[tuple[object, ...], LayerCost] = {}
         self._shared: dict[tuple[object, ...], Any] = {}
         self._params: dict[tuple[int, tuple[int, int]], ShardParams] = {}
-        self._options: dict[tuple[int, int, int], list[Option]] = {}
-        self._summaries: dict[int, PipelineShapes] = {}
+        self._sharded: dict[tuple[object, ...], list[ZeroStage]] = {}
         self.legal = self.costed = 0
 
     def run(self, near: float = NEAR) -> SearchResult:
@@ -145,8 +152,8 @@ class Search:
 
         Raises OrchError (65) where the configuration contradicts itself.
         """
-        families = enumerate(self.families())
-        heap: list[Node] = [(base.least_seconds(), FAMILY, (n,), (base, options)) for n, (base, options) in families]
+        columns = enumerate(self.columns())
+        heap: list[Node] = [(least_of_column(one.meshes, one.layers), COLUMN, (n,), one) for n, one in columns]
         heapq.heapify(heap)
         serial, front, equal = len(heap), list[CostedLayout](), list[CostedLayout]()
 
@@ -169,46 +176,60 @@ class Search:
                 serial += 1
                 heapq.heappush(heap, (seconds, below, key or (serial,), opened))
         chosen = preferred_first(equal, self.context.level_names[-1]) if equal else []
-        return SearchResult(front, SearchCounts(self.legal, self.costed), chosen)
+        return SearchResult(front, SearchCounts(self.legal, self.costed, serial), chosen)
 
     # -------------------------------------------------------------------------------------- bounds
 
-    def families(self) -> Iterator[tuple[MeshBound, list[Option]]]:
-        """(bound, what may be best of it) of each family that has a legal layout. Counts legal layouts."""
+    def columns(self) -> Iterator[Column]:
+        """Every column of families that have a legal layout. Counts legal layouts."""
+        found: dict[tuple[int, ...], list[Mesh]] = {}
         for first in self.space.families():
-            many, folded = 0, self.space.folded(first.tp, first.cp, first.ep)
-            for (etp, fold_cp), variants in folded:
-                many += self.space.count(first._replace(etp=etp, fold_cp=fold_cp)) * len(variants)
+            folded = self.space.folded(first.tp, first.cp, first.ep)
+            many = sum(
+                self.space.count(first._replace(etp=etp, fold_cp=fold_cp)) * len(variants)
+                for (etp, fold_cp), variants in folded
+            )
             if many:
-                key = first.tp, first.cp, first.ep
-                if key not in self._options:
-                    self._options[key] = [(fold, one) for fold, variants in folded for one in worthwhile(variants)]
                 self.legal += many
-                yield self.base(first, self._options[key]), self._options[key]
+                found.setdefault((*first[:3], first.micro_batch_size), []).append(first)
+        for (tp, cp, ep, _), meshes in found.items():
+            folded = self.space.folded(tp, cp, ep)
+            options = [(fold, one) for fold, variants in folded for one in worthwhile(variants)]
+            yield Column(meshes, options, self._layers(meshes[0], options))
 
     def base(self, mesh: Mesh, options: list[Option]) -> MeshBound:
         """Bound of a mesh in any of `options`, whose first has the least work and keeps the fewest bytes, but for
         how the experts fold."""
-        (etp, fold_cp), ((sp, method), *_) = options[0]
+        return self._base(mesh, self._layers(mesh, options))
+
+    def _base(self, mesh: Mesh, layers: Layers) -> MeshBound:
+        (etp, fold_cp), (sp, method) = layers.fold, layers.variant
         first = mesh._replace(sp=sp, cp_method=method, etp=etp, fold_cp=fold_cp)
-        cp_methods = list(dict.fromkeys(one for _, equal in options for _, one in equal))
+        return MeshBound(first, layers, self.shapes.summary(first), self.best)
+
+    def _layers(self, mesh: Mesh, options: list[Option]) -> Layers:
+        fold, (variant, *_) = options[0]
+        (sp, method), cp_methods = variant, tuple(dict.fromkeys(one for _, equal in options for _, one in equal))
         sp_open = any(equal[0][0] != sp for _, equal in options)
+        first = mesh._replace(sp=sp, cp_method=method)
         folds = [first._replace(etp=own[0], fold_cp=own[1]) for own in dict.fromkeys(fold for fold, _ in options)]
-        costs = [self._layer_cost(one) for one in folds]
-        return MeshBound(first, costs[0], self._summary(first.pp), self.best, cp_methods, sp_open, costs)
+        return Layers(fold, variant, cp_methods, sp_open, [self._layer_cost(one) for one in folds])
 
     def _open(self, state: int, item: Any, most: int) -> Iterator[Node]:
         """Children of a node that may need no more than `most` bytes."""
-        if state == FAMILY:
+        if state == COLUMN:
+            for mesh in item.meshes:
+                base = self._base(mesh, item.layers)
+                yield base.least_seconds(), FAMILY, (), (base, item.options)
+        elif state == FAMILY:
             base, options = item
-            sharded: dict[Fold, list[ZeroStage]] = {}  # the same for all variants
-            for option in options if len(options) > 1 else ():
-                own = self.base(base.mesh, [option])
-                own.sharded = sharded.get(option[0], [])
-                yield from self._branches(own, most)
-                sharded[option[0]] = own.sharded
             if len(options) == 1:
                 yield from self._branches(base, most)
+            for option in options if len(options) > 1 else ():
+                own = self.base(base.mesh, [option])
+                yield own.least_seconds(), MESH, (), own
+        elif state == MESH:
+            yield from self._branches(item, most)
         elif state == RECOMPUTE:
             for pipeline, names in self.pipelines(item):
                 yield pipeline.least_s, PIPELINE, (), (pipeline, names)
@@ -246,18 +267,18 @@ class Search:
                 yield found.step_s, COSTED, (found.memory.total, preference(found.layout)), found
 
     def _branches(self, base: MeshBound, most: int) -> Iterator[Node]:
+        alike = (*base.mesh[:7], base.mesh.fold)  # the same for all variants
+        base.sharded = self._sharded.setdefault(alike, base.sharded)
         for branch in base.branches(self.space.recompute, self.space.zeros(base.mesh)):
             if branch.least_bytes() <= most:
                 yield branch.least_s, RECOMPUTE, (), branch
 
     def pipelines(self, branch: RecomputeBound) -> Iterator[tuple[PipelineBound, list[str]]]:
         """Every assignment of stages to ranks, with the schedules that use it."""
-        pp = branch.mesh.pp
-        for (place, split, vpp), names in _alike(self.space.schedules(pp, branch.mesh.micro_batches)).items():
-            yield (
-                PipelineBound(branch, self._shape(place, names[0], pp, vpp), split, vpp, branch.base.cp_methods),
-                names,
-            )
+        mesh, cp_methods = branch.mesh, branch.base.cp_methods
+        for (place, split, vpp), names in self.shapes.alike(mesh).items():
+            shape = self.shapes.shape(place, names[0], mesh.pp, vpp)
+            yield PipelineBound(branch, shape, split, vpp, cp_methods), names
 
     def _fitting(self, pipeline: PipelineBound, names: list[str], most: int) -> Iterator[tuple[str, ZeroStage, float]]:
         """(schedule, ZeRO stage, lower bound in bytes) of what may need no more than `most` bytes."""
@@ -276,13 +297,9 @@ class Search:
                 layout = Layout(mesh, pipeline.branch.recompute, sharded.par.zero, schedule, pipeline.vpp)
                 yield pipeline.seconds_of(sharded), LAYOUT, (), (layout, size, pipeline, sharded)
 
-    def _summary(self, pp: int) -> PipelineShapes:
-        """What holds for the shapes of all schedules, whatever the number of micro-batches."""
-        if pp not in self._summaries:
-            alike = _alike(self.space.schedules(pp))
-            shapes = ((self._shape(place, names[0], pp, vpp), split) for (place, split, vpp), names in alike.items())
-            self._summaries[pp] = summarize(shapes)
-        return self._summaries[pp]
+    @cached_property
+    def shapes(self) -> PipelinesOfMeshes:
+        return PipelinesOfMeshes(self.space, self.par)
 
     @cached_property
     def par(self) -> doc.Parallel:
@@ -307,14 +324,6 @@ class Search:
             same = self.context, self.best, self._params[cut], self.recipe, self._shared, self.all_to_alls
             found = self._layer_costs[key] = LayerCost(par, mesh, *same)
         return found
-
-    def _shape(self, place: str, schedule: str, pp: int, vpp: int) -> PipelineShape:
-        key = place, pp, vpp
-        if key not in self._shapes:
-            layers = self.space.stage_layers(pp * vpp)
-            piped = structs.replace(self.par, schedule=schedule, pp=pp, vpp=vpp, stage_layers=layers)
-            self._shapes[key] = pipeline_shape(place, self.context.model, piped)
-        return self._shapes[key]
 
     # -------------------------------------------------------------------------------------- costs
 
@@ -376,13 +385,3 @@ def worthwhile(variants: list[Variant]) -> list[list[Variant]]:
         found.setdefault((method == "ring", not sp), []).append((sp, method))
     zigzag = any(method == "zigzag" for _, method in variants)
     return [variant for (ring, _), variant in sorted(found.items()) if not (ring and zigzag)]
-
-
-def _alike(schedules: dict[str, list[int]]) -> dict[tuple[str, bool, int], list[str]]:
-    """(stage placement, whether backward is split, virtual stages) -> schedules that have these in common."""
-    found: dict[tuple[str, bool, int], list[str]] = {}
-    for schedule, stages in schedules.items():
-        for vpp in stages:
-            place = "loop" if schedule in LOOPED else schedule
-            found.setdefault((place, schedule in SPLIT_BACKWARD, vpp), []).append(schedule)
-    return found

@@ -1,0 +1,54 @@
+"""The pipelines that schedules make of meshes, each computed once."""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from orchestrator.plan.document import Parallel
+from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
+
+from .pipeline_shapes import PipelineShape, PipelineShapes, pipeline_shape, summarize
+from .space import Mesh, Space
+
+LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s on rank s % pp
+#: (stage placement, whether backward is split, virtual stages) -> schedules that have these in common.
+Alike = dict[tuple[str, bool, int], list[str]]
+
+
+class PipelinesOfMeshes:
+    def __init__(self, space: Space, par: Parallel):
+        """`par`: of any layout."""
+        self.space, self.par = space, par
+        self._alike: dict[tuple[int, int], Alike] = {}  # of pp and micro-batches
+        self._shapes: dict[tuple[str, int, int], PipelineShape] = {}
+        self._summaries: dict[tuple[object, ...], PipelineShapes] = {}
+
+    def alike(self, mesh: Mesh) -> Alike:
+        """Legal schedules of a mesh, by the pipeline that they have in common."""
+        key = mesh.pp, mesh.micro_batches
+        if key not in self._alike:
+            found = self._alike[key] = Alike()
+            for schedule, stages in self.space.schedules(*key).items():
+                for vpp in stages:
+                    place = "loop" if schedule in LOOPED else schedule
+                    found.setdefault((place, schedule in SPLIT_BACKWARD, vpp), []).append(schedule)
+        return self._alike[key]
+
+    def shape(self, place: str, schedule: str, pp: int, vpp: int) -> PipelineShape:
+        key = place, pp, vpp
+        if key not in self._shapes:
+            layers = self.space.stage_layers(pp * vpp)
+            piped = structs.replace(self.par, schedule=schedule, pp=pp, vpp=vpp, stage_layers=layers)
+            self._shapes[key] = pipeline_shape(place, self.space.context.model, piped)
+        return self._shapes[key]
+
+    def summary(self, mesh: Mesh) -> PipelineShapes:
+        """What holds for all pipelines of a mesh."""
+        alike = self.alike(mesh)
+        key = mesh.pp, *alike
+        if key not in self._summaries:
+            shapes = (
+                (self.shape(place, names[0], mesh.pp, vpp), split) for (place, split, vpp), names in alike.items()
+            )
+            self._summaries[key] = summarize(shapes)
+        return self._summaries[key]
