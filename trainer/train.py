@@ -230,7 +230,7 @@ class Run:
                 self._keep(self.checkpoints.save if on_disk else self.checkpoints.start)
                 self.engine.optimizer.copied = self.checkpoints.copied
             if self.checkpoints.replicas is not None and self.step % replicate_every == 0:
-                self._keep(self.checkpoints.replicas.replicate)
+                self._keep(self.checkpoints.replicas.start)
         self._save()
         self.reporter.event("done", self.step)
 
@@ -285,8 +285,7 @@ class Run:
         raise Stopped(f"{reason}: saved at step {self.step}")
 
     def _keep(self, write: Callable[..., object], *options: bool) -> None:
-        """Pass this rank's state to `write`, after the steps up to now have been found good; counted as time for
-        checkpoints."""
+        """Pass this rank's state to `write` once the steps up to now are found good; time for checkpoints."""
         self._settle()
         scalars = self.engine.scalars() | remembered(self.step, self.plan.job.optim, self.plan.job.train.steps)
         with self.engine.timer.phase("checkpoint"):
@@ -295,8 +294,7 @@ class Run:
     def _save(self, read_back: bool = True) -> None:
         """Save to disk now, and then free in-memory replicas."""
         self._keep(self.checkpoints.save, read_back)
-        if self.checkpoints.replicas is not None:
-            self.checkpoints.replicas.remove()
+        self.checkpoints.remove_replicas()
 
     def _train_step(self, batches: list[MicroBatch], valid_tokens: int, start: float) -> None:
         """Enqueue a step, then finish those that the host is `LAG` steps ahead of."""
@@ -311,6 +309,8 @@ class Run:
         with self.profile.step(number) as memory_bytes:
             loss_sum, norm = engine.gradients(on_device, valid_tokens)
             scale = engine.current_scale
+            with engine.timer.phase("checkpoint"):
+                self.checkpoints.before_update(number)
             engine.update(norm, lr)
         total, terms = (engine.loss_total(loss_sum), engine.loss_term_totals()) if logged else (None, {})
         values = [norm, loss_sum, scale, engine.current_scale, *terms.values(), *([] if total is None else [total])]

@@ -1,4 +1,4 @@
-"""Whole workers, a node of which is lost with all that was in its memory: at most one step is made again."""
+"""Whole workers, a node of which is lost with all that was in its memory: at most one finished step is made again."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import errno
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from orchestrator.plan import Exit, Plan
 from orchestrator.plan.worker import replica_dir
+from tests.patience import wait_for
 from tests.trainer.test_loop import assert_same_state, changed, finish, job, saved_state
 from tests.trainer.workers import Workers, running
+from trainer.checkpoint.replicas import replicate as replicate_module
+from trainer.checkpoint.replicas import transfer
+from trainer.engine import Engine
+from trainer.train import Run
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -128,3 +134,91 @@ def test_a_termination_signal_puts_everything_on_disk_and_gives_the_memory_back(
     with running(plan, run, 1) as workers:
         assert workers.wait() == [0, 0]
     assert workers.events("resumed")[0].fields["source"] == "disk"
+
+
+# ---------------------------------------------------------------------------------------------- beside training
+
+
+class Moments:
+    """In a worker: what its training thread has done, for its other thread, which makes replicas."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.computed = 0  # gradients
+        self.updated = 0
+        self.waits: Callable[[], bool] = lambda: False  # the training thread, between gradients and update
+        self.order: list[int] = []
+        loop, gradients, update = Run.loop, Engine.gradients, Engine.update
+
+        def watched_loop(run: Run) -> None:
+            self.waits = lambda: run.engine.timer.now == "checkpoint" and self.computed == self.updated + 1
+            loop(run)
+
+        def counted_gradients(engine: Engine, *args: object) -> object:
+            found = gradients(engine, *args)
+            self.computed += 1
+            return found
+
+        def counted_update(engine: Engine, *args: object) -> object:
+            self.updated += 1
+            return update(engine, *args)
+
+        patch.setattr(Run, "loop", watched_loop)
+        patch.setattr(Engine, "gradients", counted_gradients)
+        patch.setattr(Engine, "update", counted_update)
+
+    def hold(self, updated: int) -> None:
+        """Return when the training thread has the gradients of the next step and waits to update by them."""
+        wait_for(lambda: self.updated == updated and self.waits(), 60, f"a wait after update {updated}")
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_training_goes_on_while_a_replica_is_made_and_waits_before_an_update_alone(
+    cache, tmp_path: Path, run, monkeypatch, every
+):
+    """A rank's state is read while the next step computes, up to its update; it is sent up to the update before the
+    next replica. The threads that read and send are held until training waits for them: it never would before."""
+    plan = plan_of(cache, ["node0", "node1"], dp=2, zero=1)
+    plan = changed(changed(plan, "train", steps=7), "checkpoint", memory_every_steps=every)
+    finish(plan, tmp_path / "whole")
+    write, send, moments = replicate_module.write, transfer.run, Moments(monkeypatch)
+
+    def late_write(folder, rank, contents):
+        moments.hold(contents.step)
+        return write(folder, rank, contents)
+
+    def late_send(*args):
+        moments.hold((moments.updated // every + 1) * every - 1)
+        return send(*args)
+
+    monkeypatch.setattr(replicate_module, "write", late_write)
+    monkeypatch.setattr(transfer, "run", late_send)
+    with running(plan, run, held=7) as workers:
+        workers.until(0, 6), workers.until(1, 6)
+        done = lose(workers, "node1")
+    assert not workers.events("replica_failed") and done == 6
+    monkeypatch.undo()
+    with running(plan, run, 1) as workers:
+        assert workers.wait() == [0, 0], workers.log(0)
+    (event,) = workers.events("resumed")
+    assert (event.fields["source"], event.step) == ("memory", {1: 5, 3: 3}[every])
+    assert_same_state(saved_state(tmp_path / "whole", plan, 7), saved_state(run, plan, 7))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_replica_that_fails_between_the_ranks_ends_no_run(cache, tmp_path: Path, run, monkeypatch, error):
+    """One rank cannot take part in an exchange any more: the others do not wait for it, and all train to the end."""
+    plan = plan_of(cache, ["node0", "node1", "node2"], dp=3, zero=1, micro_batches=1)
+    send = transfer.run
+
+    def failing(transfers, *group):
+        if any(isinstance(one, transfer.Sending) and one.to == 2 for one in transfers):
+            raise error("Connection closed by peer")
+        return send(transfers, *group)
+
+    monkeypatch.setattr(transfer, "run", failing)
+    with running(plan, run) as workers:
+        assert workers.wait(60) == [0, 0, 0], workers.log(0)
+    for rank in range(3):
+        (event,) = workers.events("replica_failed", rank)
+        assert event.step == 1 and "no more replicas before the next start" in event.fields["error"]
+    assert workers.losses().keys() == set(range(1, STEPS + 1))

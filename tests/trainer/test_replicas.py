@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -136,6 +137,12 @@ def go_on(rank: int, home: Path, epoch: int, step: int) -> None:
     mine.save(shard(rank, 4, step), step, 10 * step)
 
 
+def replicated(mine: Checkpoints, *contents: object) -> bool:
+    """Whether a replica could be made of these contents."""
+    assert mine.replicas is not None
+    return mine.replicas.start(*contents) and mine.replicas.settle()
+
+
 def replicate(rank: int, home: Path, plan: Plan = FOUR, disk: int = 0, steps: tuple[int, ...] = (5, 6)) -> None:
     """Save step `disk`, then copies of steps."""
     mine, world = manager(home, plan, rank, 0), plan.parallel.world_size
@@ -144,7 +151,7 @@ def replicate(rank: int, home: Path, plan: Plan = FOUR, disk: int = 0, steps: tu
         mine.save(shard(rank, world, disk), disk, 10 * disk)
     torch.manual_seed(rank)
     for step in steps:
-        assert mine.replicas.replicate(shard(rank, world, step), step, 10 * step, {"x": 1.5})
+        assert replicated(mine, shard(rank, world, step), step, 10 * step, {"x": 1.5})
 
 
 def restored(rank: int, home: Path, plan: Plan = FOUR, epoch: int = 1) -> list:
@@ -242,7 +249,7 @@ def test_a_replica_is_better_than_a_damaged_checkpoint(tmp_path, older):
         for step in (older, 7):
             if step:
                 mine.save(shard(rank, 4, step), step, 10 * step)
-        assert mine.replicas.replicate(shard(rank, 4, 6), 6, 60)
+        assert replicated(mine, shard(rank, 4, 6), 6, 60)
 
     run_ranks(save_and_replicate, 4)
     os.truncate(tmp_path / "disk" / step_name(7) / rank_file(1), 100)
@@ -270,7 +277,7 @@ def test_a_replica_without_room_on_one_node_fails_on_all_and_the_previous_one_st
     def replicate_two(rank: int) -> list[str]:
         mine = manager(tmp_path, FOUR, rank, 0)
         mine.resume(lambda: [])
-        assert mine.replicas.replicate(shard(rank, 4, 5), 5, 50)
+        assert replicated(mine, shard(rank, 4, 5), 5, 50)
         if rank == 2:
             if where == "write":
                 replicate_module.write = no_room
@@ -278,7 +285,7 @@ def test_a_replica_without_room_on_one_node_fails_on_all_and_the_previous_one_st
                 os.posix_fallocate = no_room
             else:
                 replicate_module.encode = no_room
-        assert not mine.replicas.replicate(shard(rank, 4, 6), 6, 60)
+        assert not replicated(mine, shard(rank, 4, 6), 6, 60)
         return [event.fields["error"] for event in mine.reporter.named("replica_failed")]
 
     said = run_ranks(replicate_two, 4)
@@ -295,7 +302,7 @@ def test_a_node_without_memory_means_no_replicas_and_the_run_goes_on(tmp_path):
     def try_it(rank: int) -> list[str]:
         mine = manager(tmp_path, FOUR, rank, 0)
         assert mine.resume(lambda: []) is None
-        assert not mine.replicas.replicate(shard(rank, 4, 5), 5, 50)
+        assert not replicated(mine, shard(rank, 4, 5), 5, 50)
         mine.replicas.remove()
         return [event.name for event in mine.reporter.events]
 
@@ -316,7 +323,7 @@ def test_random_state_comes_back_on_the_same_layout(tmp_path):
         mine = manager(tmp_path, FOUR, rank, 0)
         mine.resume(lambda: [])
         torch.manual_seed(100 + rank)
-        mine.replicas.replicate(shard(rank, 4, 5), 5, 50)
+        replicated(mine, shard(rank, 4, 5), 5, 50)
         return torch.rand(3)
 
     def restore_it(rank: int) -> torch.Tensor:
@@ -337,8 +344,9 @@ def die_in_replicate(rank: int, home: Path, plan: Plan, at: int) -> int:
     home.mkdir(exist_ok=True)
     mine = manager(home, plan, rank, 0)
     mine.resume(lambda: [])
-    assert mine.replicas.replicate(shard(rank, 2, 5), 5, 50)
-    return lines(lambda: mine.replicas.replicate(shard(rank, 2, 6), 6, 60), at if rank == 1 else -1)
+    assert replicated(mine, shard(rank, 2, 5), 5, 50)
+    mine.replicas._thread = ThreadPoolExecutor(1)  # a thread that is traced: it begins inside
+    return lines(lambda: replicated(mine, shard(rank, 2, 6), 6, 60), at if rank == 1 else -1)
 
 
 @pytest.mark.process

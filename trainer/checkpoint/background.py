@@ -89,7 +89,7 @@ class BackgroundSave:
     def _commit(self) -> None:
         assert self._writing is not None and self.contents is not None
         mine, self._writing = self._writing.result(), None
-        outcomes = gather(self.target, mine)
+        outcomes = gather(self.target.control, mine)
         if self.target.rank == 0:
             last = self.target, self.contents, outcomes, self.keep_last, self._protected
             self._committing = self._thread.submit(outcome_of, lambda: commit(*last))

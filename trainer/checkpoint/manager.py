@@ -172,8 +172,7 @@ class Checkpoints:
     def start(self, pieces: Sequence[StatePiece], step: int, samples: int, scalars: Mapping[str, float] = {}) -> None:
         """Start to save `step` while training continues. Waits for a save in progress: there is memory for one copy.
 
-        A failed save (this one or the one before) is reported as the event `checkpoint_failed` and training continues,
-        since the next save may succeed. Raises Fenced.
+        A failed save (of this step or before) is the event `checkpoint_failed`: the next may succeed. Raises Fenced.
         """
         self.settle()
         if step == self.saved_step:
@@ -201,6 +200,16 @@ class Checkpoints:
     def settle(self) -> None:
         """Wait until no save is in progress. Raises Fenced."""
         self._follow(self._background.settle)
+
+    def remove_replicas(self) -> None:
+        """Free the memory that replicas take."""
+        if self.replicas is not None:
+            self.replicas.remove()
+
+    def before_update(self, step: int) -> None:
+        """Wait until the update of `step` may change the state that a replica is made of."""
+        if self.replicas is not None:
+            self.replicas.before_update(step)
 
     def _follow(self, move: Callable[[], int | None]) -> None:
         contents, start = self._background.contents, time.perf_counter()

@@ -116,7 +116,7 @@ def save(target: Target, contents: Contents, keep_last: int, protected: int | No
     SaveError if any rank could not write, Fenced if a newer epoch owns the folder.
     """
     begin(target, contents.step)
-    outcomes = gather(target, write(target.staging(contents.step), target.rank, contents))
+    outcomes = gather(target.control, write(target.staging(contents.step), target.rank, contents))
     return on_rank_zero(target, lambda: commit(target, contents, outcomes, keep_last, protected))
 
 
@@ -133,9 +133,9 @@ def begin(target: Target, step: int) -> None:
     on_rank_zero(target, make)
 
 
-def gather(target: Target, mine: RankOutcome) -> list[RankOutcome]:
+def gather(control: ControlPath, mine: RankOutcome) -> list[RankOutcome]:
     """Every rank's outcome on rank 0, nothing on the others."""
-    everyones = target.control.gather_bytes(msgspec.json.encode(mine))
+    everyones = control.gather_bytes(msgspec.json.encode(mine))
     return [msgspec.json.decode(raw, type=RankOutcome) for raw in everyones]
 
 

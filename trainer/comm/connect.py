@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from orchestrator.plan import Plan
 from orchestrator.plan.worker import WorkerEnv
 from trainer.errors import DeviceError
 
-from .control import ControlPath
+from .control import ControlPath, Group
 
 #: A peer that is silent for this long is lost. Generous: a first step may compile, a node may read a slow disk.
 TIMEOUT = timedelta(minutes=10)
@@ -68,6 +69,22 @@ def connect(env: WorkerEnv, device: torch.device) -> ControlPath:
         device_id=device if device.type == "cuda" else None,
     )
     return ControlPath.join(store, env.rank, env.world_size, env.local_world_size, TIMEOUT)
+
+
+def connect_thread(name: str, node: int) -> tuple[ControlPath, Group | None]:
+    """Groups over all ranks for a thread beside training, whose own groups take one caller at a time: the path of the
+    thread's control messages, and a group for its tensors (None where there is one rank). Collective.
+
+    They close when they are dropped, and every rank that waits for this one in them then gets an error. `node`: ranks
+    on a node.
+    """
+    if dist.group.WORLD is None:
+        return ControlPath(), None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
+    control = ControlPath.join(store, rank, world, node, TIMEOUT)
+    everyone = dist.ProcessGroupGloo(dist.PrefixStore("all", store), rank, world, TIMEOUT)
+    return control, cast(Group, everyone)
 
 
 def _listening(env: WorkerEnv) -> int:

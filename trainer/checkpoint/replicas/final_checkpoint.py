@@ -79,7 +79,7 @@ def save_newest_replica(
     source = store.folder / replica.name if store is not None else Path()
     mine = [record for at, record in enumerate(manifest.files) if _carrier(replica, record, at) == target.rank]
     problem = _write(source, target.staging(replica.step), mine)
-    outcomes = gather(target, RankOutcome(record=None, error=problem))
+    outcomes = gather(target.control, RankOutcome(record=None, error=problem))
 
     def commit() -> int:
         failed = next((outcome.error for outcome in outcomes if outcome.error), "")

@@ -1,20 +1,32 @@
 """Replicates each rank's state into the memory of its own node and of its peer's, on all nodes or on none.
 
-A replica is a checkpoint (same files, same manifest) spread over the nodes. All ranks make it together between two
-steps and delete the previous one only after all have succeeded. So one complete replica exists at any moment, and it
-survives the loss of any node, or of several nodes of which no two are peers.
+A replica is a checkpoint (same files, same manifest) spread over the nodes. All ranks make it together and delete the
+previous one only after all have succeeded. So one complete replica exists at any moment, and it survives the loss of
+any node, or of several nodes of which no two are peers.
+
+On each rank a thread makes it while training goes on, over groups of its own. State in the memory of a GPU is first
+copied to page-locked memory, on a stream of its own; state in host memory is read where it is. Training waits only
+before an update: until what it changes has been read, or, where the next replica is due after that step, until this
+one is complete.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import Work
 
 from orchestrator.plan.worker import MANIFEST
+from trainer.checkpoint.background import Snapshots
 from trainer.checkpoint.format import Manifest, StatePiece, coverage_problem, decode, encode, rank_file
 from trainer.checkpoint.save import Contents, RankOutcome, Target, gather, manifest_of, write
-from trainer.comm.control import first_problem
+from trainer.comm.connect import connect_thread
+from trainer.comm.control import ControlPath, Group, first_problem
 from trainer.errors import TrainerError
 from trainer.worker.reporter import Reporter
 
@@ -33,7 +45,7 @@ def open_replica_store(folder: Path, reporter: Reporter) -> ReplicaStore | None:
 
 
 class InMemoryReplicas:
-    """Every method is collective."""
+    """At most one replica is being made. Every method but `before_update` is collective."""
 
     def __init__(self, target: Target, store: ReplicaStore | None, reporter: Reporter):
         """`target`: that of the durable checkpoints, which says who writes. If `store` is None on any node, there are
@@ -43,45 +55,117 @@ class InMemoryReplicas:
         node = target.plan.ranks[target.rank].node
         self.leader = nodes_of(target.plan)[node][0] == target.rank  # one rank per node writes what a node has once
         self.possible = target.control.sum_ints([int(store is None)]) == [0]
+        self._control: ControlPath | None = None
+        self._group: Group | None = None
+        if self.possible:
+            self._connect()
+        self._snapshots = Snapshots()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="replica")
+        self._step = 0  # of the replica that is being made
+        self._read: Future[Any] | None = None  # done when the state may change
+        self._made: Future[str] | None = None  # what is wrong with the replica that is being made, "" if nothing
 
-    def replicate(
-        self, pieces: Sequence[StatePiece], step: int, samples: int, scalars: Mapping[str, float] = {}
-    ) -> bool:
-        """Replicate the state after `step`. False, with the event `replica_failed`, if any rank could not."""
-        if not self.possible or self.store is None:
+    def _connect(self) -> None:
+        """Make every connection that replicas use: who closes one is noticed by the other end, but who is gone before
+        the first use is waited for."""
+        self._control, self._group = connect_thread("replicas", self.target.plan.cluster.gpus_per_node)
+        self._control.judge(b"", first_problem)
+        mine, works = self.target.rank, list[Work]()
+        words = {rank: torch.zeros(1) for rank in self.peer_of}
+        for rank, peer in self.peer_of.items():
+            assert self._group is not None
+            if rank == mine:
+                works.append(self._group.send([words[rank]], peer, 0))
+            elif peer == mine:
+                works.append(self._group.recv([words[rank]], rank, 0))
+        for work in works:
+            work.wait()
+
+    def start(self, pieces: Sequence[StatePiece], step: int, samples: int, scalars: Mapping[str, float] = {}) -> bool:
+        """Begin to replicate the state after `step`, which must not change until `before_update` has returned. Waits
+        for the replica that is being made. False if there are no replicas."""
+        self.settle()
+        if not self.possible:
             return False
-        contents = Contents(step, samples, pieces, dict(scalars), read_back=False)
-        folder = self.store.folder / replica_name(step, self.target.token.epoch)
+        moved = [piece for piece in pieces if _is_copied_first(piece)]
+        kept = iter(self._snapshots.take(moved))
+        still = [next(kept) if _is_copied_first(piece) else piece for piece in pieces]
+        contents = Contents(step, samples, still, dict(scalars), read_back=False)
+        copied = self._thread.submit(self._snapshots.wait)
+        written = self._thread.submit(self._write, contents)
+        self._step = step
+        self._read = copied if len(moved) == len(pieces) else written
+        self._made = self._thread.submit(self._share, contents, written)
+        return True
+
+    def before_update(self, step: int) -> None:
+        """Wait until the replica that is being made has read the state, which the update of `step` changes; where the
+        next one is due after it, until this one is complete."""
+        if step % self.target.plan.job.checkpoint.memory_every_steps == 0:
+            self.settle()
+        elif self._read is not None:
+            wait([self._read])
+
+    def settle(self) -> bool:
+        """Wait for the replica that is being made. False, with the event `replica_failed`, if any rank could not."""
+        if self._made is None:
+            return True
+        failed, self._made = self._made.result(), None
+        if failed and (self.target.rank == 0 or not self.possible):
+            self.reporter.event("replica_failed", self._step, error=failed)
+        return not failed
+
+    def _folder(self, contents: Contents) -> Path:
+        assert self.store is not None
+        return self.store.folder / replica_name(contents.step, self.target.token.epoch)
+
+    def _write(self, contents: Contents) -> RankOutcome:
+        """Write this rank's file."""
+        assert self.store is not None
+        folder = self._folder(contents)
         try:
             if self.store.renew() and self.leader:
-                self.reporter.event("replicas_deleted", step, folder=str(self.store.folder))
-        except OSError:
-            pass  # then `_make` fails, and says why
+                self.reporter.event("replicas_deleted", contents.step, folder=str(self.store.folder))
+            folder.mkdir(mode=0o700, exist_ok=True)
+            (folder / rank_file(self.target.rank)).unlink(missing_ok=True)
+            return write(folder, self.target.rank, contents)
+        except (OSError, RuntimeError, MemoryError) as error:
+            return RankOutcome(record=None, error=f"{folder.name}: {_text(error)}")
+
+    def _share(self, contents: Contents, written: Future[RankOutcome]) -> str:
+        """Make the ranks' files a replica; what is wrong, "" if nothing.
+
+        Where this rank cannot even say so to the others (a connection has failed, there is no memory for a message), it
+        closes the groups of replicas: the others, which would wait for it, fail too, and training goes on without.
+        """
+        try:
+            return self._complete(contents, written.result())
+        except Exception as error:
+            problem = f"{_text(error)}; no more replicas before the next start"
+        self.possible = False
+        self._control = self._group = None
+        return problem
+
+    def _complete(self, contents: Contents, mine: RankOutcome) -> str:
+        assert self.store is not None and self._control is not None
+        folder = self._folder(contents)
         # listed before the ranks synchronise: after that, another rank of this node may have begun the next replica
         older = [path for path in self.store.replicas() if path != folder]
-        problem = self._make(folder, contents)
-        failed = self.target.control.judge(problem.encode(), first_problem)
+        problem = self._exchange(folder, contents, mine)
+        failed = self._control.judge(problem.encode(), first_problem)
         if failed:
             shutil.rmtree(folder, ignore_errors=True)
         elif self.leader:
             for path in older:
                 shutil.rmtree(path, ignore_errors=True)
-        if failed and self.target.rank == 0:
-            self.reporter.event("replica_failed", step, error=failed)
-        return not failed
+        return failed
 
-    def _make(self, folder: Path, contents: Contents) -> str:
-        """Write this rank's files; the problems, "" if none."""
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            (folder / rank_file(self.target.rank)).unlink(missing_ok=True)
-            mine = write(folder, self.target.rank, contents)
-        except OSError as error:
-            mine = RankOutcome(record=None, error=f"{folder.name}: {error.strerror or error}")
+    def _exchange(self, folder: Path, contents: Contents, mine: RankOutcome) -> str:
+        """Exchange files with the peers, and write the manifest; the problems, "" if none."""
         manifest, problem = self._manifest(mine, contents)
         if manifest is None:
             return problem
-        problems = transfer.run(self._transfers(folder, manifest))
+        problems = transfer.run(self._transfers(folder, manifest), self._group)
         if self.leader:
             try:
                 (folder / MANIFEST).write_bytes(encode(manifest))
@@ -91,14 +175,15 @@ class InMemoryReplicas:
 
     def _manifest(self, mine: RankOutcome, contents: Contents) -> tuple[Manifest | None, str]:
         """(manifest of all ranks' files, equal on each, "") or (None, why there is none)."""
-        outcomes, raw = gather(self.target, mine), b""
+        assert self._control is not None
+        outcomes, raw = gather(self._control, mine), b""
         if self.target.rank == 0:
             failed = [f"rank {rank} wrote nothing: {one.error}" for rank, one in enumerate(outcomes) if one.error]
             if not failed:
                 manifest = manifest_of(self.target, contents, outcomes)
                 failed = [problem for problem in [coverage_problem(manifest)] if problem]
             raw = b"!" + failed[0].encode() if failed else encode(manifest)
-        raw = self.target.control.broadcast_bytes(raw)
+        raw = self._control.broadcast_bytes(raw)
         if raw.startswith(b"!"):
             return None, raw[1:].decode()
         try:
@@ -119,5 +204,17 @@ class InMemoryReplicas:
 
     def remove(self) -> None:
         """Free the memory on every node: the run has ended or its state is on disk."""
+        self.settle()
         if self.leader and self.store is not None:
             self.store.remove()
+
+
+def _is_copied_first(piece: StatePiece) -> bool:
+    """Whether a replica is made of a copy: state on a device, and what is no optimizer's, which a forward may change
+    and which is small."""
+    return piece.data.is_cuda or piece.kind == "state"
+
+
+def _text(error: BaseException) -> str:
+    """An error in one line."""
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]

@@ -64,10 +64,11 @@ class ReplicaStore:
         """Free the memory: the run has ended, or its state is on disk. Of other nodes on this machine, only what no
         process holds: those that the run has lost."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        for lock in self.folder.parent.glob("*/.lock"):
-            with contextlib.suppress(OSError):
-                if not _is_held(lock):
-                    shutil.rmtree(lock.parent, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another node on this machine does the same at once
+            for lock in self.folder.parent.glob("*/.lock"):
+                with contextlib.suppress(OSError):
+                    if not _is_held(lock):
+                        shutil.rmtree(lock.parent, ignore_errors=True)
         with contextlib.suppress(OSError):  # another node of a run on one machine may still be there
             self.folder.parent.rmdir()
 

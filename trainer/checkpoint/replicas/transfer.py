@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.comm.control import Group
+
 #: Bytes of one message.
 CHUNK = 256 << 20
 
@@ -23,8 +25,8 @@ class Sending:
         except (OSError, RuntimeError) as error:
             self.data, self.problem = torch.zeros(size, dtype=torch.uint8), f"{path.name}: {error}".splitlines()[0]
 
-    def start(self, offset: int) -> dist.Work | None:
-        return dist.isend(self.data[offset : offset + CHUNK], self.to)
+    def start(self, offset: int, group: Group) -> dist.Work:
+        return group.send([self.data[offset : offset + CHUNK]], self.to, 0)
 
 
 class Receiving:
@@ -43,8 +45,8 @@ class Receiving:
             text = (getattr(error, "strerror", "") or str(error)).splitlines()[0]
             self.data, self.problem = torch.empty(size, dtype=torch.uint8), f"{path.name}: {text}"
 
-    def start(self, offset: int) -> dist.Work | None:
-        return dist.irecv(self.data[offset : offset + CHUNK], self.source)
+    def start(self, offset: int, group: Group) -> dist.Work:
+        return group.recv([self.data[offset : offset + CHUNK]], self.source, 0)
 
     def finish(self) -> None:
         if not self.problem:
@@ -54,12 +56,16 @@ class Receiving:
                 self.problem = f"{self.path.name}: {error.strerror}"
 
 
-def run(transfers: list[Sending | Receiving]) -> list[str]:
-    """Run all transfers at once, chunk by chunk; the problems. Peers must list shared transfers in the same order."""
+def run(transfers: list[Sending | Receiving], group: Group | None = None) -> list[str]:
+    """Run all transfers at once, chunk by chunk, over `group` (torch's default one); the problems.
+
+    Peers must list shared transfers in the same order.
+    """
+    group = group or dist.group.WORLD
     offset, most = 0, max((one.data.numel() for one in transfers), default=0)
     while offset < most:
-        for work in [one.start(offset) for one in transfers if offset < one.data.numel()]:
-            assert work is not None
+        assert group is not None
+        for work in [one.start(offset, group) for one in transfers if offset < one.data.numel()]:
             work.wait()
         offset += CHUNK
     for one in transfers:
