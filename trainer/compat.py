@@ -16,34 +16,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator: the memory tracker on CPU
-from torch.utils._pytree import tree_leaves, tree_map
-
-__all__ = [
-    "DispatchMode",
-    "Segments",
-    "bound_to_device",
-    "fake_tensors",
-    "fake_world",
-    "flash_backward",
-    "flash_forward",
-    "foreach_copy_",
-    "foreach_mul_",
-    "foreach_norms",
-    "fused_adamw_",
-    "has_flash",
-    "import_compiler",
-    "is_fake",
-    "real_tensors",
-    "segment_attention",
-    "segments_backward",
-    "segments_forward",
-    "split_group",
-    "storage_key",
-    "top_saved_tensors_hook",
-    "tree_leaves",
-    "tree_map",
-    "watch_resizes",
-]
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 
 class DispatchMode(TorchDispatchMode):
@@ -359,6 +333,27 @@ def split_group(
     positions = [inside.index(rank) for rank in ranks]
     made = dist.split_group(parent, [positions], timeout=timeout, group_desc=name, **options)
     return made if isinstance(made, dist.ProcessGroup) else None
+
+
+# --------------------------------------------------------------------------------------- gradients of sharded weights
+
+
+def carry_grad_dtype(module: Any, dtype: torch.dtype) -> None:
+    """Let a module that FSDP2 has sharded keep its gradients in `dtype`, the `grad_dtype` of its parameters, where they
+    are narrower. Torch 2.11 does not carry that over to the shards, and rounds each sum to the dtype of the weights."""
+    if all(param.grad_dtype == dtype for param in module.parameters()):
+        return
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:  # all parameters are of modules inside
+        return
+
+    def init_mp_dtypes() -> None:
+        type(group)._init_mp_dtypes(group)
+        group._orig_dtype = dtype
+
+    group._init_mp_dtypes = init_mp_dtypes
+    for one in group.fsdp_params:
+        one.sharded_param.grad_dtype = dtype
 
 
 # -------------------------------------------------------------- ranks without data and without peers (the digital twin)

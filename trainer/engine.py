@@ -71,7 +71,8 @@ class Engine:
         mine = stage_indices(plan, mesh.coord.pp)
         self.has_loss = mine[-1] == par.pp * par.vpp - 1
         shards_weights = par.zero == 3 and mesh.size("shard") > 1
-        dtype = recipe.master if shards_weights else recipe.param
+        holds_masters = shards_weights and not self.offload.optimizer
+        dtype = recipe.master if holds_masters else recipe.param
         self._one = torch.ones((), dtype=torch.float64, device=device)
         folder = Path(self.offload.dir) if self.offload.dir else scratch or Path(tempfile.gettempdir())
         self.host: HostMemory | None = None

@@ -39,7 +39,7 @@ LAYOUTS = {
     "zero1": {"dp": 2, "zero": 1, "bucket_bytes": 1 << 12, "precision": "bf16"},
     "zero1 in one bucket": {"dp": 2, "zero": 1, "bucket_bytes": 1 << 25},
     "zero2": {"dp": 2, "zero": 2, "bucket_bytes": 1 << 12, "precision": "fp16"},
-    "zero3": {"dp": 2, "zero": 3, "precision": "bf16"},
+    "zero3": {"dp": 2, "zero": 3, "precision": "bf16", "micro_batches": 3},
     "tp2": {"tp": 2, "micro_batches": 3},
     "pp2": {"pp": 2, "micro_batches": 3, "schedule": "zb_h1"},
 }
@@ -70,9 +70,18 @@ def state(engine: Engine) -> dict[str, torch.Tensor]:
     return whole | {f"weight {info.name}": tensor.clone() for info, tensor in engine.buckets.full_params()}
 
 
+def start_rounded(engine: Engine) -> None:
+    """Begin with the weights that others begin with, where shards are the master copy and begin unrounded."""
+    for piece in engine.pieces(own=False):
+        if piece.kind == "master":
+            piece.data.copy_(piece.data.to(engine.recipe.param))
+
+
 def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
     """Three steps on the device, and three offloaded of which the last follows on a copy of the state."""
     device, away = (engine_of(plan_of(layout, way), rank) for way in (None, offload))
+    if layout == "zero3":
+        start_rounded(device)
     train(device, range(2))
     train(away, range(2))
     resumed = engine_of(plan_of(layout, offload), rank)
@@ -84,8 +93,10 @@ def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
     train(resumed, range(2, 3))
     expected, found = state(device), state(resumed)
     assert expected.keys() == found.keys()
-    where = away.optimizer.tensors()
-    return {name: torch.equal(found[name], expected[name]) for name in expected} | {"no state elsewhere": not where}
+    equal = {"no state elsewhere": not away.optimizer.tensors()}
+    for name, wanted in expected.items():
+        equal[name] = torch.equal(found[name], wanted.to(found[name].dtype))  # shards that are masters are wide
+    return equal
 
 
 @pytest.mark.process
@@ -103,6 +114,23 @@ def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
 def test_weights_and_states_are_those_of_the_device(layout, place):
     for equal in run_ranks(moved, 2, layout, place):
         assert len(equal) > 10 and all(equal.values()), [name for name, same in equal.items() if not same]
+
+
+def on_the_device(rank: int, place: Offload) -> tuple[int, int, list[str]]:
+    """Bytes and elements of the shards of ZeRO-3, and what their gradients are."""
+    engine = engine_of(plan_of("zero3", place), rank)
+    train(engine, range(1))
+    shards = engine.buckets.param_tensors()
+    gradients = sorted({str(tensor.dtype) for tensor in engine.buckets.grad_tensors()})
+    return sum(shard.nbytes for shard in shards), sum(shard.numel() for shard in shards), gradients
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("place", [HOST, DISK], ids=["host", "disk"])
+def test_shards_are_as_narrow_as_what_computes_and_their_gradients_are_not(place):
+    """The master weights are elsewhere, so nobody reads more digits on the device."""
+    for size, elements, gradients in run_ranks(on_the_device, 2, place):
+        assert size == 2 * elements > 0 and gradients == ["torch.float32"]
 
 
 def streamed(rank: int) -> list[int]:

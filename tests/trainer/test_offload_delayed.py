@@ -72,6 +72,20 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(cache, tmp_path, other):
 
 
 @pytest.mark.process
+def test_a_narrow_run_goes_on_under_another_stage_of_zero(cache, tmp_path):
+    """The weights that lack an update are as narrow under every stage, and both go on from the same."""
+    narrow = {"dp": 2, "precision": "bf16", "offload": DELAYED}
+    found = []
+    for first in (3, 1):
+        finish(job(cache, steps=2, zero=first, **narrow), tmp_path / f"{first}")
+        codes, workers = finish(job(cache, steps=4, zero=3, **narrow), tmp_path / f"{first}", epoch=1)
+        assert codes == [Exit.DONE] * 2
+        found.append(losses(workers))
+    stayed, moved = found
+    assert set(stayed) == {3, 4} and moved == pytest.approx(stayed, rel=1e-4)
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("first", [DELAYED, None])
 def test_a_run_may_begin_and_end_to_delay_at_a_checkpoint(cache, tmp_path, first):
     then = None if first else DELAYED

@@ -42,6 +42,7 @@ QUICK = {
     "norms of heads": {"model": LLAMA | {"qk_norm": True}},
     "dp2 zero1 bf16, on the host": {"dp": 2, "zero": 1, "precision": "bf16", "offload": HOST},
     "dp2 zero2, on the host": {"dp": 2, "zero": 2, "offload": HOST},
+    "dp2 zero3 bf16, on the host": {"dp": 2, "zero": 3, "precision": "bf16", "offload": HOST},
 }
 MORE = {
     "norms of heads, selective": {"model": LLAMA | {"qk_norm": True}, "recompute": "selective"},

@@ -13,8 +13,10 @@ import torch
 import trainer.verify.judge as judging
 from orchestrator.cli.main import main as orch
 from orchestrator.plan import seal
+from orchestrator.plan.document import Offload
 from orchestrator.plan.exits import Exit
-from orchestrator.plan.parity import HOPELESS, LIMITS, Cell, Verdict
+from orchestrator.plan.offload import buffer_size
+from orchestrator.plan.parity import ALONE, HOPELESS, LIMITS, Cell, Verdict
 from tests.beds.plans import make_plan, tiny_model
 from tests.patience import PATIENCE_S
 from tests.reference import single
@@ -87,6 +89,22 @@ def test_cells_of_all_kinds_in_one_go():
         **{"one": "equal", "dp2": "equal", "tp2": "equal"},
     }
     assert set(found["dp2"].errors) == {"fp64", "fp32"} and "64 ranks" in found["too many"].refused
+
+
+@pytest.mark.process
+def test_zero3_with_states_elsewhere_rounds_where_one_process_does():
+    """Its shards are narrow; their gradients are summed over ranks, replicas and micro-batches in fp32."""
+    narrow = {"zero": 3, "precision": "bf16", "micro_batches": 3}
+    buffer = buffer_size(200_000, 3, 4)
+    layouts = {
+        "host": {"dp": 4, "zero_group": 2, "offload": Offload(optimizer="host")},
+        "late": {"dp": 4, "offload": Offload(optimizer="host", delayed=True)},
+        "disk": {"dp": 4, "offload": Offload(optimizer="disk", buffer_bytes=buffer)},
+    }
+    cells = [Cell(name=name, plan=make_plan(**narrow, **layout), precision="bf16") for name, layout in layouts.items()]
+    found = {verdict.name: verdict for verdict in judge(cells, [], together=3)}
+    assert {name: verdict.word for name, verdict in found.items()} == dict.fromkeys(layouts, "equal")
+    assert all(set(verdict.errors) == {"bf16", f"bf16{ALONE}"} for verdict in found.values())
 
 
 @pytest.mark.process

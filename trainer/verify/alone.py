@@ -13,6 +13,7 @@ from torch import Tensor
 
 from orchestrator.plan import Plan, seal
 from orchestrator.plan.learning_rate import learning_rate
+from orchestrator.plan.offload import offload_of
 from orchestrator.plan.ranks import all_groups, coords, embeds_at_both_ends
 from trainer.comm.mesh import Mesh
 from trainer.engine import Engine
@@ -29,6 +30,11 @@ def rounds_as_one(plan: Plan) -> bool:
     parameter's precision where one process holds both uses."""
     par = plan.parallel
     return par.tp == par.cp == 1 and not (embeds_at_both_ends(plan.model) and par.pp > 1)
+
+
+def shards_masters(plan: Plan) -> bool:
+    """Whether ranks hold shards of the master weights alone, which begin unrounded."""
+    return plan.parallel.zero == 3 and not offload_of(plan.job.train).optimizer
 
 
 def one_process(plan: Plan) -> Plan:
@@ -59,9 +65,10 @@ def train(plan: Plan, steps: int, packed: bool, empty: bool, use: Recipe) -> lis
     """`steps` optimizer steps of the plan's job. For ZeRO-3 one, and of matrices alone: torch's hands on the gradient
     of a norm unrounded, more exactly than one process."""
     sharded = plan.parallel.zero == 3
+    unrounded = shards_masters(plan)
     plan = one_process(plan)
     engine = Engine(plan, Mesh.alone(plan), torch.device("cpu"), use)
-    if sharded:
+    if unrounded:
         _start_unrounded(engine)
     outcomes = []
     for step in range(1, 2 if sharded else steps + 1):
@@ -73,8 +80,9 @@ def train(plan: Plan, steps: int, packed: bool, empty: bool, use: Recipe) -> lis
         grads = {name: grad.double() / engine.loss_scale for name, grad in engine.buckets.full_grads().items()}
         engine.update(norm, learning_rate(step, plan.job.optim, plan.job.train.steps))
         weights = {info.name: param.double() for info, param in engine.buckets.full_params()}
-        if sharded:
+        if unrounded:
             weights = {name: piece.view(weights[name].shape).double() for name, piece in _masters(engine).items()}
+        if sharded:
             grads, weights = ({name: x for name, x in kind.items() if x.dim() > 1} for kind in (grads, weights))
         outcomes.append(Outcome(loss, float(norm), grads, weights, engine.loss_terms()))
     return outcomes
@@ -86,8 +94,8 @@ def _masters(engine: Engine) -> dict[str, Tensor]:
 
 
 def _start_unrounded(engine: Engine) -> None:
-    """Begin as ZeRO-3 does, whose only weights are the optimizer's, in fp32; elsewhere those are made from rounded
-    ones."""
+    """Begin as ZeRO-3 does without offload, whose only weights are the optimizer's, in fp32; elsewhere those are made
+    from rounded ones."""
     model = engine.plan.model
     stage = Stage(model, range(model.layers), first=True, last=True)
     init_stage(stage, model, engine.plan.job.train.seed)

@@ -144,7 +144,11 @@ def reference_run(plan: Plan, packed: bool, empty: bool, precision: str, cache: 
     """Training in one process, which does not depend on the layout; cells share results through `cache`."""
     train, par = plan.job.train, plan.parallel
     narrow = precision if precision.removesuffix(ALONE) in ("bf16", "fp16") else ""  # of initial weights, at least
-    engine = (train.grad_dtype, par.micro_batch_size, par.bucket_bytes, par.zero == 3) if narrow.endswith(ALONE) else ()
+    engine = (
+        (train.grad_dtype, par.micro_batch_size, par.bucket_bytes, par.zero == 3, alone.shards_masters(plan))
+        if narrow.endswith(ALONE)
+        else ()
+    )
     same = (plan.model, plan.job.optim, train.seed, train.seq_len, train.steps, train.clip_grad_norm, narrow, engine)
     text = (
         par.global_batch_samples,

@@ -67,14 +67,16 @@ def param_state_bytes(replicas: int, parallel: Parallel, train: Train, recipe: R
     weight: float = DTYPE_BYTES[train.precision]
     gradient, moment = gradient_bytes(train, recipe), recipe.moment or max(weight, 4)
     shards, master = min(replicas, parallel.zero_group or replicas), 0 if weight >= 4 else 4
-    if parallel.zero >= 3 and shards > 1:  # the shard is the master copy; gathered weights are narrow
-        narrow = weight / shards
-        weight, master = (narrow, master) if recipe.own_master else ((master or weight) / shards, 0)
+    offload = offload_of(train)
+    if parallel.zero >= 3 and shards > 1:  # the shard is the master copy, unless that is elsewhere
+        if recipe.own_master or offload.optimizer:
+            weight /= shards
+        else:
+            weight, master = (master or weight) / shards, 0
     if not recipe.trained:
         return StateBytes(weight, 0.0, 0.0)
     if parallel.micro_batches > 1:  # with one, autograd makes them only as activations go
         gradient += recipe.more_gradient
-    offload = offload_of(train)
     if offload.optimizer:
         wide = state_width(train.precision)  # master weights are a copy of their own, also of weights that are as wide
         sharded = shards if parallel.zero >= 1 else 1

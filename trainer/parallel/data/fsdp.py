@@ -11,9 +11,9 @@ pipelines): this saves weight memory only between steps, which the plan warns ab
 Hybrid sharding: when a step's last backward pass has reduced a unit's shard, the shard is summed over the replicas
 while the units below compute, on a stream of its own.
 
-The shards are the master copy; blocks compute in `Recipe.param`, and gradients are sent and accumulated in
-`Recipe.reduce`, as sums: torch's mean over ranks is disabled. For the optimizer, the norm and checkpoints each
-parameter is a bucket of its own whose shard is a range of rows.
+The shards are the master copy, unless the host has that: then they are in `Recipe.param`, in which blocks compute.
+Gradients are sent and accumulated in `Recipe.reduce`, as sums: torch's mean over ranks is disabled. For the optimizer,
+the norm and checkpoints each parameter is a bucket of its own whose shard is a range of rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.comm.collectives import CommCounter, all_reduce, reduce_scatter, start_all_gather
 from trainer.comm.mesh import Mesh
-from trainer.compat import real_tensors
+from trainer.compat import carry_grad_dtype, real_tensors
 from trainer.errors import LayoutError
 from trainer.host.memory import HostMemory
 from trainer.model.stage import Stage
@@ -104,11 +104,15 @@ class FullyShardedParameters:
     ):
         """`stages`, in the master dtype, are sharded in place over the shard group of each parameter's class, which has
         at least two ranks. `interleaved`: forwards and backwards of several micro-batches alternate (a pipeline).
-        `host`: where the summed gradients go. Raises LayoutError for a class that is sharded over no ranks, or that
-        shares a module with another."""
+        `host`: where the summed gradients go, and master weights are: `stages` are in the dtype that they compute in.
+        Raises LayoutError for a class that is sharded over no ranks, or that shares a module with another."""
         check_classes(list(table.values()), classes)
         self.mesh, self.counter, self.classes, self.host = mesh, counter, classes, host
         ranks = {groups: _device_mesh(mesh, groups, device) for groups in classes}
+        if host is not None:
+            for stage in stages:
+                for param in stage.parameters():
+                    param.grad_dtype = recipe.reduce  # of the shard, which is narrower
         policy = MixedPrecisionPolicy(param_dtype=recipe.param, reduce_dtype=recipe.reduce, cast_forward_inputs=False)
         self.modules: list[FSDPModule] = []  # a handle of each unit, and what it consists of
         holders = list[list[nn.Module]]()
@@ -130,6 +134,8 @@ class FullyShardedParameters:
             holders += [*filter(None, _ends(stage)), [stage]]
             _prefetch(self.modules[-1], [*before, *blocks, *behind])
         for module in self.modules:
+            if host is not None:
+                carry_grad_dtype(module, recipe.reduce)
             module.set_custom_all_gather(_AllGather(counter))  # type: ignore[arg-type]  # its base class is private
             module.set_custom_reduce_scatter(_ReduceScatter(counter))  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
@@ -166,7 +172,7 @@ class FullyShardedParameters:
         for bucket in self.buckets:
             grad = bucket.param.grad
             if grad is None:
-                bucket.param.grad = grad = torch.zeros_like(bucket.param)
+                bucket.param.grad = grad = torch.zeros_like(bucket.param, dtype=bucket.param.grad_dtype)
             bucket.grad_shard = _local(grad)
         self._replicas.end()
         for name in sorted({name for bucket in self.buckets for name in bucket.kind.sums}):  # everywhere in this order
