@@ -19,6 +19,7 @@ from orchestrator.backends.kubernetes.controller import main as controller_main
 from orchestrator.backends.kubernetes.controller.decide import Seen, decide
 from orchestrator.backends.kubernetes.controller.ledger import Allocation
 from orchestrator.backends.kubernetes.controller.observed import Job, Pod
+from orchestrator.backends.kubernetes.controller.reconcile import Reconciler
 from orchestrator.backends.kubernetes.controller.room import Fits, Placed, Room, Wish, wish_of
 from orchestrator.backends.kubernetes.controller.status import Report, begun, next_status
 from orchestrator.backends.kubernetes.devices import GpuDevices, NodeGpus
@@ -97,6 +98,18 @@ def test_a_patch_makes_one_status_of_another(before, after):
     found = msgspec.convert(merged(stored, changed_fields(before, after)), Status)
     assert found == after
     assert changed_fields(after, after) in ({}, {"state": after.state})
+
+
+def test_a_run_whose_new_words_have_another_size_can_ask_for_its_end():
+    """It holds eight nodes, and no plan is of eight nodes any more: what it asks for is weighed all the same."""
+    from tests.kubernetes.test_render import request_of
+
+    sent, plan = request_of(["cluster=h100x64", "cluster.nodes=4", "model=llama3_8b", "parallel=tp8"], "r-1")
+    bundle = Bundle(sent.request, b"", {4: plan})
+    held = Allocation(uid="u", number=1, generation=0, nodes=[f"n{index}" for index in range(8)], size=8, inputs="old")
+    reconciler = Reconciler(*[None] * 8)
+    wish = reconciler._wish(TrainRun(Meta(name="r-1", uid="u")), held, bundle, read_options({"image": "x"}))
+    assert [(size, one.hash) for size, one in wish.sizes] == [(4, plan.hash)]
 
 
 def test_what_was_planned_comes_back_whole():

@@ -358,10 +358,19 @@ def test_buckets_of_megatron_core_grow_with_the_replicas(framework, replicas, bu
         ("ND96amsr_A100_v4", "A100-80GB"),
         ("TPU v5p", "TPUv5p"),
         ("Hopper", "H100-80GB"),
+        ("MI350X", "MI355X"),
+        ("Ascend 910B2", "Ascend910B"),
     ],
 )
 def test_gpus(words, name):
     assert gpu_of(words) == (name, True)
+
+
+@pytest.mark.parametrize(
+    "words", ["RTX PRO 6000 Blackwell", "Quadro RTX 6000", "A1000", "RTX A4000", "T400", "P1000", "P5000", "DGX 10"]
+)
+def test_a_gpu_that_only_begins_like_another_is_not_that_one(words):
+    assert gpu_of(words) == ("H100-80GB", False)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
+from orchestrator.cluster.gpu_models import gpu_model
 from orchestrator.plan.document import Cluster, Gpu, Link, SwitchLevel
 
 GIB = 1 << 30
@@ -93,8 +94,8 @@ _NAMES: tuple[tuple[str, str], ...] = (
     *(("V100.*16 ?G", "V100-16GB"), ("V100", "V100-32GB"), ("T4", "T4")),
     *(("A6000", "A6000"), ("6000 ?ADA|ADA ?6000", "RTX6000-Ada"), ("3090", "RTX3090"), ("4090", "RTX4090")),
     *(("5090", "RTX5090"), ("A40", "A40"), ("A30", "A30"), ("A10", "A10"), ("L40", "L40"), ("L4", "L4")),
-    *(("MI210", "MI210"), ("MI250", "MI250X"), ("MI300", "MI300X"), ("MI325", "MI325X"), ("MI35", "MI355X")),
-    *(("GAUDI ?3", "Gaudi3"), ("GAUDI ?2|HPU", "Gaudi2"), ("910 ?B", "Ascend910B")),
+    *(("MI210", "MI210"), ("MI250", "MI250X"), ("MI300", "MI300X"), ("MI325", "MI325X"), (r"MI35\d", "MI355X")),
+    *(("GAUDI ?3", "Gaudi3"), ("GAUDI ?2|HPU", "Gaudi2"), (r"910 ?B\d?", "Ascend910B")),
     *(("TPU ?V3", "TPUv3"), ("TPU ?V4", "TPUv4"), ("TPU ?V5 ?P", "TPUv5p"), ("TPU ?V5", "TPUv5e")),
     *(("TPU ?V6|TRILLIUM", "TPUv6e"), ("DGX 1", "V100-16GB"), ("DGX 2", "V100-32GB")),
     *((r"P4DE|ND\d+AMSR|A2 ULTRA", "A100-80GB"), (r"P4D|ND\d+ASR|A2 HIGH", "A100-40GB"), ("P3DN", "V100-32GB")),
@@ -106,10 +107,13 @@ _NAMES: tuple[tuple[str, str], ...] = (
 
 @lru_cache(maxsize=1024)
 def gpu_of(name: str) -> tuple[str, bool]:
-    """(the GPU that `name` means, True), or an H100 and False."""
+    """(the GPU that `name` means, True), or an H100 and False: of workstation GPUs too that bear the number of another
+    or the name of their generation (Quadro RTX, RTX PRO)."""
+    if gpu_model(name).startswith(("quadro", "pro")):
+        return "H100-80GB", False
     words = re.sub(r"[\s_\-/,]+", " ", name[:80].upper())
     for pattern, known in _NAMES:
-        if re.search(rf"(?<![A-Z0-9]){_BEFORE}*(?:{pattern})", words):
+        if re.search(rf"(?<![A-Z0-9]){_BEFORE}*(?:{pattern})(?!\d)", words):
             return known, True
     return "H100-80GB", False
 

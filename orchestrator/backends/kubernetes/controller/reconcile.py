@@ -28,7 +28,7 @@ from .objects import give, is_elastic, make, manifest
 from .planning import Planner, Unplannable
 from .reports import Reports
 from .room import Wish, wish_of
-from .run_reader import RunReader
+from .run_reader import RunReader, size_under
 from .status import Report, begun, iso, next_status, plain, run_state, with_plan
 from .store import Store
 
@@ -161,10 +161,11 @@ class Reconciler:
 
     def _wish(self, run: TrainRun, given: Allocation, bundle: Bundle, options: KubernetesOptions) -> Wish:
         """For single nodes of a run that has some."""
-        _, needs = self._reader.options(run, bundle, given.size)
+        size = size_under(bundle, given)
+        _, needs = self._reader.options(run, bundle, size)
         if is_elastic(bundle, options):
             return wish_of(run.key, bundle.plans, options, needs, len(given.nodes), elastic=True)
-        return Wish(run.key, [(given.size, bundle.plans.get(given.size, bundle.largest))], options, needs)
+        return Wish(run.key, [(size, bundle.plans[size])], options, needs)
 
     def _waiting(self, run: TrainRun, status: Status, bundle: Bundle, options: KubernetesOptions) -> Waiting:
         _, needs = self._reader.options(run, bundle, max(bundle.plans))

@@ -19,13 +19,18 @@ from orchestrator.plan.exits import Exit
 
 from . import decide as steps
 from .decisions import Decisions
-from .ledger import Ledger
+from .ledger import Allocation, Ledger
 from .objects import is_elastic, options_of
 from .observed import Job
 from .room import fitting
 from .store import Store
 
 _ASK_QUOTA_S = 15.0
+
+
+def size_under(bundle: Bundle, given: Allocation | None) -> int:
+    """The size of a run that holds `given`: the largest where it has none, or one that new words no longer know."""
+    return given.size if given and given.size in bundle.plans else max(bundle.plans)
 
 
 class RunReader:
@@ -65,7 +70,7 @@ class RunReader:
         if bundle is None:
             return seen, None
         seen = structs.replace(seen, lost=self._lost(seen))
-        size = given.size if given and given.size in bundle.plans else max(bundle.plans)
+        size = size_under(bundle, given)
         options, needs = self.options(run, bundle, size)
         in_force = given.inputs if given is not None else run.status.inputs
         seen = structs.replace(seen, changed=changed and bool(in_force) and in_force != run.inputs)
