@@ -29,7 +29,7 @@ from trainer.checkpoint.fence import Fence
 from trainer.checkpoint.format import StatePiece
 from trainer.checkpoint.manager import Checkpoints
 from trainer.comm.control import WORLD
-from trainer.parallel.params import ParamInfo, whole
+from trainer.parallel.params import ParamInfo, even_shard, whole
 from trainer.verify.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,8 +43,7 @@ def state(rank: int, rows: int, across: bool) -> list[StatePiece]:
     if not across:
         half = rows * WIDTH
         return [StatePiece(kind, whole("w", shape), rank * half, torch.randn(half)) for kind in KINDS]
-    start = rank * WIDTH // 2
-    info = ParamInfo("w", shape, 1, start, start + WIDTH // 2, WIDTH // 2, False, (rank,), True, True)
+    info = ParamInfo("w", shape, True, (even_shard(1, WIDTH, rank, 2),), replicas=(rank,))
     return [StatePiece(kind, info, 0, torch.randn(rows * WIDTH)) for kind in KINDS]
 
 
@@ -78,9 +77,14 @@ def measure(rank: int, plan: Plan, home: Path, rows: int) -> dict[str, float]:
         boundaries += time.perf_counter() - began
     found["save beside training: stall, at boundaries"] = boundaries
     found["save beside training: start to durable"] = time.perf_counter() - start
-    run.copies.keep(pieces, 6, 0)
-    found["copy to the memory of two nodes"] = seconds(lambda: run.copies.keep(pieces, 7, 0))
-    run.copies.remove()
+    assert run.replicas is not None
+    run.replicas.start(pieces, 6, 0)
+    run.replicas.settle()
+    began = time.perf_counter()
+    found["replica beside training: stall, start"] = seconds(lambda: run.replicas.start(pieces, 7, 0))
+    run.replicas.settle()
+    found["replica beside training: start to complete"] = time.perf_counter() - began
+    run.replicas.remove()
     found["resume, same layout"] = _resume(home, plan, rank, pieces)
     found["resume, cut along the other dimension"] = _resume(home, plan, rank, state(rank, rows, across=True))
     tensors = {f"{piece.kind}.{rank}": piece.data for piece in pieces}
