@@ -47,7 +47,7 @@ def status(run: Run) -> dict:
 
 def test_a_run_says_how_it_is_and_goes_on_after_its_pod_its_controller_and_its_cancel(orch, undisturbed):
     with controller(orch.bed, "train-1") as first:
-        run = orch.submit(*TINY, *SHORT)
+        run = orch.submit_held(*TINY, *SHORT)
         run.step(5)
         run.until("its step in the status", lambda: status(run).get("step", 0) >= 5 and status(run).get("loss"))
         assert status(run)["state"] == "running" and status(run)["nodes"] == "4/4"
@@ -60,6 +60,7 @@ def test_a_run_says_how_it_is_and_goes_on_after_its_pod_its_controller_and_its_c
         orch("cancel", run.id)
         assert run.state().state == "cancelled" and not orch.pods(run.id)
         assert run.saved()
+        run.release()
         orch("resume", run.id)
         run.wait("done")
         assert run.steps() == pytest.approx(undisturbed, abs=1e-9)
