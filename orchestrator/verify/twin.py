@@ -109,7 +109,7 @@ def _totals(plan: Plan) -> list[int]:
 def _accounts(plan: Plan) -> list[Memory]:
     """Of each pipeline rank, as the bundled trainer has it."""
     recipe = recipe_of("orch", plan.job.optim)
-    return memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train, recipe)
+    return memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train, recipe, plan.job.matmul)
 
 
 def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:

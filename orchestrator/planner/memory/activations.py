@@ -239,7 +239,7 @@ def _with_inputs(
 def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels | None = None) -> list[float]:
     """Peak activation bytes of each pipeline rank, logits included."""
     kernels = kernels or trainer_kernels(model, parallel)
-    kept = _of_layers(model, parallel, train, kernels)
+    kept = bytes_of_layers(model, parallel, train, kernels)
     last, head = len(parallel.stage_layers) - 1, head_bytes(model, parallel, train, kernels)
     stage, result = stage_bytes(model, parallel, train, kernels), []
     split = splits_backward(parallel) and not kernels.fills_limit
@@ -292,7 +292,7 @@ def activations(model: Model, parallel: Parallel, train: Train, kernels: Kernels
     return [one + more for one, more in zip(result, back, strict=True)]
 
 
-def _of_layers(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> Callable[..., ActivationBytes]:
+def bytes_of_layers(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> Callable[..., ActivationBytes]:
     """Bytes of a layer by kind (0: dense, 1: with experts) and recomputation mode, each computed once."""
     tokens, kinds = parallel.micro_batch_size * train.seq_len / parallel.cp, sample_layers(model)
 
@@ -307,7 +307,7 @@ def _of_layers(model: Model, parallel: Parallel, train: Train, kernels: Kernels)
 
 def kept_of_one_stage(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> OneStage:
     """Activation bytes where the whole model is one stage."""
-    of, whole = _of_layers(model, parallel, train, kernels), model.layers + prediction_blocks(model)
+    of, whole = bytes_of_layers(model, parallel, train, kernels), model.layers + prediction_blocks(model)
     groups = [(n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, [range(whole)]) if n]
     head, again = head_bytes(model, parallel, train, kernels), max(one.recomputing for _, one in groups)
     ahead, back = ahead_bytes(model, parallel, train, head) if again else 0.0, back_bytes(model, parallel, train, (0,))

@@ -2,7 +2,8 @@
 
 At the loss all activations are there with logits and their gradient, but nothing of what ZeRO holds of whole layers;
 when backward enters the last layers, the other way round; at its end all gradients are there, and few activations.
-Of a pipeline's ranks all that may come is added up instead. Measured by `orch twin` (docs/twin.md).
+Of a pipeline's ranks all that may come is added up instead, but with ZeRO-3 (`sharded_pipeline.py`). Measured by `orch
+twin` (docs/twin.md).
 """
 
 from __future__ import annotations

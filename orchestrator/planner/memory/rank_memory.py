@@ -12,12 +12,13 @@ from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
 from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.model.layers import DTYPE_BYTES, expert_params, parameter_count
-from orchestrator.planner.model.stages import rank_parameters, rank_stages, rank_vectors
+from orchestrator.planner.model.stages import rank_parameters, rank_stages, rank_vectors, splits_backward
 
 from .activations import activations, backward_bytes, kept_of_one_stage, loss_bytes
 from .moments import peak_of_one_stage, whole_layer
 from .offloaded_inputs import offloaded_inputs
 from .recipe import CONTEXT_BYTES, ORCH, Kind, Recipe, kernels_of
+from .sharded_pipeline import Temporaries, kept_of_rank, peak_of_sharded_rank
 
 
 class StateBytes(Struct, frozen=True):
@@ -124,6 +125,12 @@ def is_one_stage(parallel: Parallel, recipe: Recipe) -> bool:
     return recipe.name == ORCH.name and parallel.pp == 1 and parallel.schedule == "1f1b"
 
 
+def is_sharded_pipeline(parallel: Parallel, recipe: Recipe) -> bool:
+    """Whether a pipeline rank's peak is the highest of a step's moments (`sharded_pipeline.py`)."""
+    sharded = parallel.zero >= 3 and parallel.pp > 1 and not splits_backward(parallel)
+    return recipe.name == ORCH.name and sharded
+
+
 def zero_buffers(model: Model, parallel: Parallel, train: Train, recipe: Recipe = ORCH) -> float:
     """Bytes of unsharded weights and gradients that ZeRO holds temporarily.
 
@@ -167,7 +174,8 @@ def memory_by_pp_rank(
     between tensors; `capacity` is what it can take.
     """
     one_stage, same = is_one_stage(parallel, recipe), (model, parallel, train, cluster.device, recipe)
-    buffer_bytes = lasting_buffers(*same) if one_stage else buffers(*same)
+    sharded = is_sharded_pipeline(parallel, recipe)
+    buffer_bytes = lasting_buffers(*same) if one_stage or sharded else buffers(*same)
     kernels = kernels_of(recipe, cluster, model, parallel, matmul)
     loss, last, result = loss_bytes(model, parallel, train, kernels), len(parallel.stage_layers) - 1, []
     backward = backward_bytes(model, parallel, train, kernels)
@@ -184,6 +192,12 @@ def memory_by_pp_rank(
             backward += zero_buffers(model, parallel, train, recipe) if parallel.zero == 2 else 0.0
             peak = peak_of_one_stage(model, parallel, train, of_stage, states.grads, loss, backward)
             sizes["buffers"], apart = buffer_bytes + peak.buffers, peak.apart
+        if sharded:
+            of_rank = kept_of_rank(model, parallel, train, kernels, pp_rank, kept)
+            temporary, ends = Temporaries(loss, backward), (0 in stages, last in stages)
+            peak = peak_of_sharded_rank(model, parallel, train, of_rank, temporary, states.grads, ends)
+            gathered = (dense + experts) * DTYPE_BYTES[train.precision]
+            sizes["buffers"], apart = buffer_bytes + gathered + peak.buffers, peak.apart
         tensors = sum(sizes.values())
         sizes["buffers"] += recipe.process_bytes(tensors) - tensors
         parts = {name: round(size) for name, size in sizes.items()} | {"apart": round(apart)}

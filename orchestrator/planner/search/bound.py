@@ -30,7 +30,7 @@ from orchestrator.planner.cost.pipeline import EQUAL
 from orchestrator.planner.cost.step_time import constant_seconds, step_factor
 from orchestrator.planner.cost.traffic import DENSE_REPLICAS, reductions
 from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.model.layers import params_outside_layers
+from orchestrator.planner.model.layers import DTYPE_BYTES, params_outside_layers
 
 from .best_paths import BestPaths
 from .layer_cost import LayerCost, LeastWork, least_work
@@ -202,11 +202,14 @@ class ZeroStage:
         self._replicas = mesh.cp * mesh.ep * mesh.dp, expert_mesh(mesh).edp  # of a dense and an expert parameter
         self._states: dict[int, tuple[memory.StateBytes, memory.StateBytes]] = {}
         self.dense_bytes, self.expert_bytes = self.state_bytes(1)
-        if memory.is_one_stage(par, recipe) and par.zero >= 3:  # gradients may come after the peak
-            self.dense_bytes, self.expert_bytes = (one.params + one.optimizer for one in self.states(1))
+        self.pipeline = memory.is_sharded_pipeline(par, recipe)
+        if par.zero >= 3 and (self.pipeline or memory.is_one_stage(par, recipe)):  # gradients may come after the peak
+            whole = DTYPE_BYTES[self.context.train.precision] if self.pipeline else 0.0  # gathered weights
+            self.dense_bytes, self.expert_bytes = (one.params + one.optimizer + whole for one in self.states(1))
         same = self.context.model, par, self.context.train, self.context.cluster.device, recipe
         self.one_stage = memory.is_one_stage(par, recipe)
-        self.buffer_bytes = memory.lasting_buffers(*same) if self.one_stage else memory.buffers(*same)
+        by_moment = self.one_stage or self.pipeline
+        self.buffer_bytes = memory.lasting_buffers(*same) if by_moment else memory.buffers(*same)
         self.bucket_bytes = memory.zero_buffers(*same[:3], recipe) if par.zero == 2 else 0.0
         self._overlap = gradient_overlap(par, self.context.rate, self.context.software)
         self._sent: dict[tuple[tuple[int, int], int], list[float]] = {}

@@ -123,10 +123,21 @@ class PipelineBound:
         """Lower bound of the bytes on the fullest rank."""
         if sharded.one_stage:
             return self._one_stage(sharded) * ROUNDING
+        if sharded.pipeline and not self.split:
+            return self._sharded_pipeline(kept, sharded) * ROUNDING
         fullest, (dense, expert) = 0.0, sharded.state_bytes(self.shape.copies)
         for (plain, experts), keeps in zip(self.params, kept, strict=True):
             fullest = max(fullest, plain * dense + experts * expert + keeps)
         return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes) * ROUNDING
+
+    def _sharded_pipeline(self, kept: list[float], sharded: ZeroStage) -> float:
+        """Bytes of a rank that has what it keeps at the loss, or in its first layer's backward."""
+        keeps, fullest = self.branch.cost.kept("1f1b"), 0.0
+        for (plain, experts), most, rank in zip(self.params, kept, self.shape.ranks, strict=True):
+            later = max(0.0, keeps.backward - keeps.loss) if rank.head else 0.0  # than what the loss keeps
+            states = plain * sharded.dense_bytes + experts * sharded.expert_bytes
+            fullest = max(fullest, states + most - later)
+        return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes)
 
     def _one_stage(self, sharded: ZeroStage) -> float:
         """Bytes of a rank that holds the whole model."""
