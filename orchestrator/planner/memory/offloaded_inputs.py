@@ -40,6 +40,8 @@ def received(parallel: Parallel, train: Train, index: int) -> bool:
 
 def stage_inputs(model: Model, parallel: Parallel, train: Train, index: int) -> int:
     """Inputs of a micro-batch in one stage that are away."""
+    if not offload_of(train).activations:
+        return 0  # asked for each stage of each layout that is costed
     kinds, count = sample_layers(model), 0
     for kind, mode, many in layer_groups(model, train, [held_layers(model, parallel, index)]):
         layer = kinds[kind]
@@ -59,6 +61,8 @@ def back_bytes(model: Model, parallel: Parallel, train: Train, stages: Sequence[
 def offloaded_inputs(model: Model, parallel: Parallel, train: Train) -> list[tuple[float, float]]:
     """(bytes of host memory, bytes of disk) of each pipeline rank at the peak of a step."""
     place, size = offload_of(train).activations, input_bytes(model, parallel, train)
+    if not place:
+        return [(0.0, 0.0)] * parallel.pp
     schedule = (
         schedule_of(parallel)
         if parallel.schedule == TABLE
@@ -67,7 +71,7 @@ def offloaded_inputs(model: Model, parallel: Parallel, train: Train) -> list[tup
     result = []
     for rank, stages in enumerate(rank_stages(parallel)):
         counts = [stage_inputs(model, parallel, train, index) for index in stages]
-        most = unequal_peak(schedule, rank, stages, [StageBytes(float(count)) for count in counts]) if place else 0.0
+        most = unequal_peak(schedule, rank, stages, [StageBytes(float(count)) for count in counts])
         block = -(-int(size) // BLOCK) * BLOCK
         rooms = ROOMS * (block + BLOCK) if most else 0
         result.append((float(rooms), most * block) if place == "disk" else (most * size, 0.0))

@@ -74,22 +74,22 @@ def splits_backward(parallel: Parallel) -> bool:
 
 def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
     """Model stages of each pipeline rank, in model order. With DualPipe a rank holds a stage of each direction."""
-    return list(_held(parallel.pp, parallel.pp * parallel.vpp, tuple(_stage_ranks(parallel))))
+    if parallel.schedule == TABLE:
+        return _held(parallel.pp, parallel.pp * parallel.vpp, schedule_of(parallel).stage_rank)
+    return list(_placed(parallel.schedule, parallel.pp, parallel.vpp))
 
 
 @lru_cache(maxsize=256)
-def _held(pp: int, stages: int, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _placed(schedule: str, pp: int, vpp: int) -> list[tuple[int, ...]]:
+    return _held(pp, pp * vpp, SCHEDULES[schedule].place(pp, vpp))
+
+
+def _held(pp: int, stages: int, ranks: Sequence[int]) -> list[tuple[int, ...]]:
     """`ranks`: of each stage, in both directions where a schedule has two."""
     held: list[list[int]] = [[] for _ in range(pp)]
     for stage, rank in enumerate(ranks):
         held[rank].append(stage % stages)
     return [tuple(own) for own in held]
-
-
-def _stage_ranks(parallel: Parallel) -> tuple[int, ...]:
-    if parallel.schedule == TABLE:
-        return schedule_of(parallel).stage_rank
-    return SCHEDULES[parallel.schedule].place(parallel.pp, parallel.vpp)
 
 
 def held_layers(model: Model, parallel: Parallel, stage: int) -> range:
