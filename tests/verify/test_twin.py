@@ -181,7 +181,6 @@ LAYOUTS = (
     "model=llama32_1b parallel=dp8_zero3 parallel.zero_group=4 train.recompute=full",
     "model=llama32_1b parallel=cp2_dp4_zero3 train.recompute=selective",
     "model=llama32_1b parallel=pp4_dp2_zero1 train.recompute=full",
-    "model=tiny parallel=pp2_dp4_zero3",
     "model=llama32_1b parallel=pp2_dp4_zero3",
     "model=llama32_1b parallel=pp4_dp2_zero3 train.recompute=full",
     "model=llama32_1b parallel=tp2_pp2_dp2_zero3",
