@@ -25,7 +25,7 @@ from .test_render import CASES, main_line, manifest  # noqa: F401
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process]
 #: Beside the golden ones: the other kind with everything, and the nodes that a run without a queue is given.
 MORE = {
-    "excluded": {"queue": "team-a", "exclude": ["n1.example.org"]},
+    "excluded": {"queue": "team-a", "exclude": ["n1.example.org"], "bad_nodes": ["n2"]},
     "everything, jobset": {**CASES["everything"], "kind": "jobset"},
     "everything, queue": {**CASES["everything"], **CASES["queue"]},
 }
