@@ -24,6 +24,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the home of the p
 
 SLOWEST_FILES = 20
 _seconds_by_file = Counter[str]()
+_running_tests = set[str]()
 
 
 #: Seconds that a test of this mark takes, about; others take next to none.
@@ -70,6 +71,22 @@ def _machine() -> str:
     starved = Path(os.environ.get("ORCH_TEST_STARVED", os.devnull))
     late = starved.read_text() if starved.exists() else ""
     return f"{text}; longest starved tick of the last minute: {late or '?'} s"
+
+
+def pytest_runtest_logstart(nodeid) -> None:
+    _note_running(_running_tests | {nodeid})
+
+
+def pytest_runtest_logfinish(nodeid) -> None:
+    _note_running(_running_tests - {nodeid})
+
+
+def _note_running(tests: set[str]) -> None:
+    """For tests/tiers.py, which names those that never end. Workers leave it to the process that started them."""
+    _running_tests.clear()
+    _running_tests.update(tests)
+    if "PYTEST_XDIST_WORKER" not in os.environ and (path := os.environ.get("ORCH_TEST_RUNNING")):
+        Path(path).write_text(" ".join(sorted(tests)))
 
 
 def pytest_runtest_logreport(report) -> None:

@@ -4,7 +4,8 @@ The tier on a real Slurm mostly waits for its scheduler, so it runs beside the r
 Kubernetes begins when Slurm is over, so that one cluster at a time shares the processor; its programs are built in the
 meantime where they are missing. Tests that measure seconds run last and alone; only they are tried a second time, and a
 second try is printed. What the rest says is seen at once; what the other tiers say, skips with their reasons included,
-when all are over.
+when all are over. A test that waits for ever fails after `TEST_LIMIT_S` with its stack; tests that have not ended when
+their tier is interrupted are named in the last lines.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ from typing import IO
 from tests.beds.kubernetes import ready
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTEST = (sys.executable, "-m", "pytest")
+#: Seconds after which a test that waits for ever fails: twice tests/patience.py, since what waits on its own says more.
+TEST_LIMIT_S = 600
+#: Where even that does not end it (it waits outside of Python), its process prints all stacks and exits.
+PROCESS_LIMIT_S = TEST_LIMIT_S + 60
+#: Where not even that is noticed, the tier is interrupted.
+TIER_LIMIT_S = 2 * TEST_LIMIT_S
+LIMITS = (
+    *("--timeout", str(TEST_LIMIT_S)),
+    *("-o", f"faulthandler_timeout={PROCESS_LIMIT_S}", "-o", "faulthandler_exit_on_timeout=true"),
+)
+PYTEST = (sys.executable, "-m", "pytest", *LIMITS)
 REST, SLURM, KUBERNETES, TIMING = "rest", "Slurm", "Kubernetes", "timing"
 QUICK = "not full and not timing"
 ARGUMENTS = {
@@ -57,6 +68,7 @@ class Tiers:
         self._start(REST, (*PYTEST, "-n", self._workers, *ARGUMENTS[REST]))
         while self._running.keys() - {"canary"}:
             self._reap()
+            self._interrupt_stuck()
             if KUBERNETES not in self._began and not {SLURM, "build"} & self._running.keys():
                 self._start(KUBERNETES, (*PYTEST, *ARGUMENTS[KUBERNETES]), quiet=True)
             time.sleep(_LOOK_S)
@@ -66,6 +78,7 @@ class Tiers:
         """`quiet`: what it says is shown at the end."""
         output: IO[bytes] | None = self._said(name).open("wb") if quiet else None
         environment = os.environ | {"ORCH_TEST_STARVED": str(self._folder / "starved")}
+        environment["ORCH_TEST_RUNNING"] = str(self._running_tests(name))
         if name == KUBERNETES and (reason := self._why_no_kubernetes()):
             environment[ready.WHY] = reason
         self._began[name] = time.monotonic()
@@ -83,6 +96,10 @@ class Tiers:
     def _said(self, name: str) -> Path:
         return self._folder / f"{name}.log"
 
+    def _running_tests(self, name: str) -> Path:
+        """The file in which tests/conftest.py keeps the tests that a tier runs."""
+        return self._folder / f"{name}.running"
+
     def _reap(self) -> None:
         for name, process in list(self._running.items()):
             code = process.poll()
@@ -95,6 +112,14 @@ class Tiers:
                 (self._folder / "why").write_text(process.stdout.read().decode().strip())
             elif name != "canary":
                 self.codes[name] = code
+
+    def _interrupt_stuck(self) -> None:
+        """End a tier in which no test has begun or ended for long: a worker may have gone without being missed."""
+        for name in self._running.keys() & {REST, SLURM, KUBERNETES}:
+            changes = self._running_tests(name)
+            if changes.exists() and time.time() - changes.stat().st_mtime > TIER_LIMIT_S:
+                self._running[name].send_signal(signal.SIGINT)
+                os.utime(changes)
 
     def _time(self) -> None:
         """Tests that measure, on idle cores; those that fail, once more."""
@@ -118,7 +143,7 @@ class Tiers:
             process.wait()
 
     def end(self) -> None:
-        """The canary goes; what was said is shown, and what each tier took."""
+        """The canary goes; what was said is shown, what each tier took, and which tests were interrupted."""
         if canary := self._running.pop("canary", None):
             canary.terminate()
             canary.wait()
@@ -128,6 +153,10 @@ class Tiers:
                 print(f"\n{f' the {name} tier ':=^80}\n{text}", end="", flush=True)
         spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._seconds.items())
         print(f"\nseconds by tier: {spent}", flush=True)
+        for name in (REST, SLURM, KUBERNETES):
+            unfinished = self._running_tests(name)
+            if self.codes.get(name) != 0 and unfinished.exists() and unfinished.read_text():
+                print(f"{name}: these tests did not end: {unfinished.read_text()}", flush=True)
 
 
 def main(argv: list[str]) -> int:

@@ -130,7 +130,7 @@ def resume_each(rank: int, plan: Plan, saves: dict[str, Save], number: int, agai
 @pytest.mark.parametrize("others", [4, pytest.param(len(LAYOUTS), marks=pytest.mark.full)])
 def test_each_layout_resumes_what_any_has_saved(others, saves, undisturbed, tmp_path):
     """All in one test: else each worker of pytest would make all the saves. Four others: of every layout, by four."""
-    for number, name in enumerate(LAYOUTS):
+    for number, name in enumerate(LAYOUTS, start=others * len(LAYOUTS)):  # the number is its epoch, which only grows
         names = [list(saves)[(number + 5 * step) % len(saves)] for step in range(others)]
         resumes_all(name, number, {one: saves[one] for one in names}, undisturbed, tmp_path / str(number))
 
