@@ -37,11 +37,14 @@ LIMITS = (
 PYTEST = (sys.executable, "-m", "pytest", *LIMITS)
 REST, SLURM, KUBERNETES, TIMING = "rest", "Slurm", "Kubernetes", "timing"
 QUICK = "not full and not timing"
+FILES = ("--dist", "loadfile", "--no-loadscope-reorder")
+#: A worker that dies ends the tier: one that replaces it may wait for ever (pytest-xdist 3.8.0, issue 1378).
+NO_OTHER_WORKERS = ("--max-worker-restart", "0")
 ARGUMENTS = {
     # A file keeps to one worker: its tests share fixtures and oracles.
-    REST: ("--dist", "loadfile", "--no-loadscope-reorder", "-m", f"not slurm and not kubernetes and {QUICK}"),
+    REST: (*FILES, *NO_OTHER_WORKERS, "-m", f"not slurm and not kubernetes and {QUICK}"),
     # Tests mostly wait: three workers, each with clusters of its own, take turns at the processor.
-    SLURM: ("-n", "3", "--dist", "loadgroup", "-rs", "-m", f"slurm and {QUICK}", "tests/slurm"),
+    SLURM: ("-n", "3", *NO_OTHER_WORKERS, "--dist", "loadgroup", "-rs", "-m", f"slurm and {QUICK}", "tests/slurm"),
     # One bed after the other: each is a whole control plane.
     KUBERNETES: ("-p", "no:xdist", "-rs", "-m", f"kubernetes and {QUICK}", "tests/kubernetes"),
     TIMING: ("-n", "0", "-rs", "-m", "timing and not full"),
