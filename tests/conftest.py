@@ -74,19 +74,19 @@ def _machine() -> str:
 
 
 def pytest_runtest_logstart(nodeid) -> None:
-    _note_running(_running_tests | {nodeid})
+    _running_tests.add(nodeid)
+    _write_running_tests()
 
 
 def pytest_runtest_logfinish(nodeid) -> None:
-    _note_running(_running_tests - {nodeid})
+    _running_tests.discard(nodeid)
+    _write_running_tests()
 
 
-def _note_running(tests: set[str]) -> None:
+def _write_running_tests() -> None:
     """For tests/tiers.py, which names those that never end. Workers leave it to the process that started them."""
-    _running_tests.clear()
-    _running_tests.update(tests)
     if "PYTEST_XDIST_WORKER" not in os.environ and (path := os.environ.get("ORCH_TEST_RUNNING")):
-        Path(path).write_text(" ".join(sorted(tests)))
+        Path(path).write_text(" ".join(sorted(_running_tests)))
 
 
 def pytest_runtest_logreport(report) -> None:

@@ -22,26 +22,29 @@ from pathlib import Path
 from typing import IO
 
 from tests.beds.kubernetes import ready
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Seconds after which a test that waits for ever fails: twice tests/patience.py, since what waits on its own says more.
-TEST_LIMIT_S = 600
+#: Seconds after which a test that waits for ever fails. What waits with patience of its own ends before, and says more.
+TEST_LIMIT_S = int(2 * PATIENCE_S)
 #: Where even that does not end it (it waits outside of Python), its process prints all stacks and exits.
 PROCESS_LIMIT_S = TEST_LIMIT_S + 60
 #: Where not even that is noticed, the tier is interrupted.
 TIER_LIMIT_S = 2 * TEST_LIMIT_S
 LIMITS = (
-    *("--timeout", str(TEST_LIMIT_S)),
-    *("-o", f"faulthandler_timeout={PROCESS_LIMIT_S}", "-o", "faulthandler_exit_on_timeout=true"),
+    f"--timeout={TEST_LIMIT_S}",
+    f"--override-ini=faulthandler_timeout={PROCESS_LIMIT_S}",
+    "--override-ini=faulthandler_exit_on_timeout=true",
 )
 PYTEST = (sys.executable, "-m", "pytest", *LIMITS)
 REST, SLURM, KUBERNETES, TIMING = "rest", "Slurm", "Kubernetes", "timing"
+TIERS = (REST, SLURM, KUBERNETES)
 QUICK = "not full and not timing"
+#: A file keeps to one worker: its tests share fixtures and oracles.
 FILES = ("--dist", "loadfile", "--no-loadscope-reorder")
 #: A worker that dies ends the tier: one that replaces it may wait for ever (pytest-xdist 3.8.0, issue 1378).
 NO_OTHER_WORKERS = ("--max-worker-restart", "0")
 ARGUMENTS = {
-    # A file keeps to one worker: its tests share fixtures and oracles.
     REST: (*FILES, *NO_OTHER_WORKERS, "-m", f"not slurm and not kubernetes and {QUICK}"),
     # Tests mostly wait: three workers, each with clusters of its own, take turns at the processor.
     SLURM: ("-n", "3", *NO_OTHER_WORKERS, "--dist", "loadgroup", "-rs", "-m", f"slurm and {QUICK}", "tests/slurm"),
@@ -81,7 +84,9 @@ class Tiers:
         """`quiet`: what it says is shown at the end."""
         output: IO[bytes] | None = self._said(name).open("wb") if quiet else None
         environment = os.environ | {"ORCH_TEST_STARVED": str(self._folder / "starved")}
-        environment["ORCH_TEST_RUNNING"] = str(self._running_tests(name))
+        if name in TIERS:
+            self._running_tests(name).touch()
+            environment["ORCH_TEST_RUNNING"] = str(self._running_tests(name))
         if name == KUBERNETES and (reason := self._why_no_kubernetes()):
             environment[ready.WHY] = reason
         self._began[name] = time.monotonic()
@@ -118,11 +123,11 @@ class Tiers:
 
     def _interrupt_stuck(self) -> None:
         """End a tier in which no test has begun or ended for long: a worker may have gone without being missed."""
-        for name in self._running.keys() & {REST, SLURM, KUBERNETES}:
-            changes = self._running_tests(name)
-            if changes.exists() and time.time() - changes.stat().st_mtime > TIER_LIMIT_S:
+        for name in self._running.keys() & set(TIERS):
+            running_tests = self._running_tests(name)
+            if time.time() - running_tests.stat().st_mtime > TIER_LIMIT_S:
                 self._running[name].send_signal(signal.SIGINT)
-                os.utime(changes)
+                running_tests.touch()  # it has as long to end
 
     def _time(self) -> None:
         """Tests that measure, on idle cores; those that fail, once more."""
@@ -156,10 +161,9 @@ class Tiers:
                 print(f"\n{f' the {name} tier ':=^80}\n{text}", end="", flush=True)
         spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._seconds.items())
         print(f"\nseconds by tier: {spent}", flush=True)
-        for name in (REST, SLURM, KUBERNETES):
-            unfinished = self._running_tests(name)
-            if self.codes.get(name) != 0 and unfinished.exists() and unfinished.read_text():
-                print(f"{name}: these tests did not end: {unfinished.read_text()}", flush=True)
+        for name in self._began.keys() & set(TIERS):
+            if unfinished := self._running_tests(name).read_text():
+                print(f"{name}: these tests did not end: {unfinished}", flush=True)
 
 
 def main(argv: list[str]) -> int:
