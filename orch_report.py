@@ -1,4 +1,5 @@
-"""What a training program tells orch, and asks it: one file without dependencies, silent where orch has not started it.
+"""What a training program tells orch, and asks it: one file without dependencies, silent where orch
+has not started it.
 
     import orch_report
 
@@ -31,8 +32,9 @@ AXES = ("tp", "cp", "ep", "pp", "dp")
 class _Worker:
     """What this process has told. It knows orch by the environment variables of its worker.
 
-    Children inherit the variables, but not always the pipe: in them the number may be a file of their own. So before
-    each report the descriptor must be the very pipe that the agent made, and no process above this one reports.
+    Children inherit the variables, but not always the pipe: in them the number may be a file of
+    their own. So before each report the descriptor must be the very pipe that the agent made, and
+    no process above this one reports.
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,8 @@ class _Worker:
         self.fd = int(told) if told.isdecimal() else None
         self.pipe = os.environ.get("ORCH_REPORT_PIPE", "")  # device:inode; "" under an older agent
         self.reporter = _number("ORCH_REPORT_PID")  # the process that reports; 0: none yet
-        self.rank, self.epoch = _number("RANK"), _number("ORCH_EPOCH")
+        self.rank = _number("RANK")
+        self.epoch = _number("ORCH_EPOCH")
         self.told_at = time.monotonic()
         self.step = self.moves = self.dropped = 0
         self.asked: bool | None = None  # None: nobody listens for the signal yet
@@ -63,12 +66,15 @@ class _Worker:
             os.environ["ORCH_REPORT_PID"] = str(self.reporter)
 
     def send(self, **report: Any) -> None:
-        """One line; dropped and counted where the agent reads too slowly. Nothing without an agent."""
+        """One line; dropped and counted where the agent reads too slowly. Nothing without an
+        agent."""
         self.claim()
         if self.fd is None or not self.is_reporter():
             return
         known = {"rank": self.rank, "epoch": self.epoch}
-        line = json.dumps({**known, **{name: value for name, value in report.items() if value is not None}})
+        line = json.dumps(
+            {**known, **{name: value for name, value in report.items() if value is not None}}
+        )
         try:
             os.write(self.fd, line.encode() + b"\n")
         except BlockingIOError:
@@ -87,24 +93,35 @@ _worker = _Worker()
 
 
 def active() -> bool:
-    """Whether this process reports to an orch agent: False outside orch, and in a child that did not inherit the
-    agent's pipe or whose parent reports."""
+    """Whether this process reports to an orch agent: False outside orch, and in a child that did
+    not inherit the agent's pipe or whose parent reports."""
     return _worker.is_reporter()
 
 
-def report(step: int, loss: float | None = None, tokens: int = 0, samples: int = 0, **more: float) -> None:
-    """Tell that `step` optimizer steps are done: status, metrics, goodput and hang detection follow from it.
+def report(
+    step: int, loss: float | None = None, tokens: int = 0, samples: int = 0, **more: float
+) -> None:
+    """Tell that `step` optimizer steps are done: status, metrics, goodput and hang detection follow
+    from it.
 
-    loss: of the global batch. tokens: of this step, on all ranks. samples: consumed by all ranks since the start.
-    more: grad_norm, lr, mfu, hfu as ratios, step_s in seconds (default: the time since the last call).
+    loss: of the global batch. tokens: of this step, on all ranks. samples: consumed by all ranks
+    since the start. more: grad_norm, lr, mfu, hfu as ratios, step_s in seconds (default: the time
+    since the last call).
     """
     now = time.monotonic()
-    elapsed, _worker.told_at = now - _worker.told_at, now
+    elapsed = now - _worker.told_at
+    _worker.told_at = now
     unknown = more.keys() - {"grad_norm", "lr", "mfu", "hfu", "step_s"}
     if unknown:
         raise TypeError(f"orch_report.report does not know {', '.join(sorted(unknown))}")
     numbers = {name: float(value) for name, value in more.items()}
-    told = {"step": int(step), "tokens": int(tokens), "samples": int(samples), "step_s": elapsed, **numbers}
+    told = {
+        "step": int(step),
+        "tokens": int(tokens),
+        "samples": int(samples),
+        "step_s": elapsed,
+        **numbers,
+    }
     if loss is not None:
         told["loss"] = float(loss)
     _worker.send(kind="step", dropped_reports=_worker.dropped, **told)
@@ -113,23 +130,27 @@ def report(step: int, loss: float | None = None, tokens: int = 0, samples: int =
 
 
 def alive(phase: str) -> None:
-    """Tell that the program advances between two steps, in an evaluation or a long save: it does not hang."""
+    """Tell that the program advances between two steps, in an evaluation or a long save: it does
+    not hang."""
     _worker.moves += 1
     _worker.send(kind="pulse", step=_worker.step, phase=phase, moves=_worker.moves)
 
 
 def saved(step: int, seconds: float | None = None, size: int | None = None) -> None:
-    """Tell that a checkpoint of `step` steps is durable; how long training waited for it, and its bytes, if known."""
+    """Tell that a checkpoint of `step` steps is durable; how long training waited for it, and its
+    bytes, if known."""
     fields = {"stall_s": seconds, "seconds": seconds, "bytes": size}
     known = {name: value for name, value in fields.items() if value is not None}
     _worker.send(kind="event", name="checkpoint_saved", step=int(step), fields=known)
 
 
 def save_requested() -> bool:
-    """Whether this worker was told to save and to end: by a preemption, a cancel, a resize. For the main thread to ask,
-    once at the start and after each step: the first call catches SIGTERM, which ends the process until then.
+    """Whether this worker was told to save and to end: by a preemption, a cancel, a resize. For the
+    main thread to ask, once at the start and after each step: the first call catches SIGTERM, which
+    ends the process until then.
 
-    All ranks are told within moments, not at the same step: agree on one (an all-reduce of this value).
+    All ranks are told within moments, not at the same step: agree on one (an all-reduce of this
+    value).
     """
     _worker.claim()
     if _worker.asked is None:
@@ -150,37 +171,44 @@ def _listen(before: Any = None) -> None:
 
 
 def exit_saved(step: int) -> NoReturn:
-    """End this process after a save: with the exit code that asks orch for another start when there is one."""
+    """End this process after a save: with the exit code that asks orch for another start when there
+    is one."""
     saved(step)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would make this a death by signal
     sys.exit(SAVED if active() else 0)
 
 
 def checkpoint_dir(default: str | os.PathLike[str] = "checkpoints") -> Path:
-    """The folder for checkpoints, the same for every start of the run; `default` outside orch. It is made."""
+    """The folder for checkpoints, the same for every start of the run; `default` outside orch. It
+    is made."""
     if "ORCH_RUN_DIR" not in os.environ:
         path = Path(default)
     else:
-        path = Path(_plan()["job"]["checkpoint"]["dir"] or Path(os.environ["ORCH_RUN_DIR"], "checkpoints"))
+        path = Path(
+            _plan()["job"]["checkpoint"]["dir"] or Path(os.environ["ORCH_RUN_DIR"], "checkpoints")
+        )
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def mesh(device_type: str = "cpu", axes: tuple[str, ...] = AXES) -> Any:
-    """torch's DeviceMesh of the plan: its axes outermost first, each rank where the plan has placed it.
+    """torch's DeviceMesh of the plan: its axes outermost first, each rank where the plan has placed
+    it.
 
-    axes: which of tp, cp, ep, pp and dp the mesh has; those left out must be of degree 1. Outside orch: all ranks are
-    the axis dp. Every rank calls it, after init_process_group.
+    axes: which of tp, cp, ep, pp and dp the mesh has; those left out must be of degree 1. Outside
+    orch: all ranks are the axis dp. Every rank calls it, after init_process_group.
     """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     if "ORCH_PLAN" not in os.environ:
-        shape, order = {"dp": dist.get_world_size()}, ["dp"]
+        shape = {"dp": dist.get_world_size()}
+        order = ["dp"]
     else:
         parallel = _plan()["parallel"]
-        shape, order = {axis: parallel[axis] for axis in AXES}, list(reversed(parallel["order"]))
+        shape = {axis: parallel[axis] for axis in AXES}
+        order = list(reversed(parallel["order"]))
         lost = [f"{axis}={shape[axis]}" for axis in AXES if axis not in axes and shape[axis] > 1]
         if lost:
             raise ValueError(f"the plan has {', '.join(lost)}, which axes leaves out")
@@ -190,12 +218,14 @@ def mesh(device_type: str = "cpu", axes: tuple[str, ...] = AXES) -> Any:
 
 
 def hf_callback() -> Any:
-    """A callback for the `Trainer` of transformers (and of TRL): it reports each optimizer step, and when the run is
-    asked to save it lets the Trainer save a checkpoint, and ends. Nothing outside orch.
+    """A callback for the `Trainer` of transformers (and of TRL): it reports each optimizer step,
+    and when the run is asked to save it lets the Trainer save a checkpoint, and ends. Nothing
+    outside orch.
 
-    The loss comes at the steps that the Trainer logs; tokens where `include_num_input_tokens_seen` counts them. The
-    next start goes on with `trainer.train(resume_from_checkpoint=get_last_checkpoint(output_dir))`, for which every
-    rank makes the folder first: `os.makedirs(output_dir, exist_ok=True)`.
+    The loss comes at the steps that the Trainer logs; tokens where `include_num_input_tokens_seen`
+    counts them. The next start goes on with
+    `trainer.train(resume_from_checkpoint=get_last_checkpoint(output_dir))`, for which every rank
+    makes the folder first: `os.makedirs(output_dir, exist_ok=True)`.
     """
     from transformers import TrainerCallback
 
@@ -206,16 +236,21 @@ def hf_callback() -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             save_requested()
-            self.seen, self.at = state.num_input_tokens_seen, time.monotonic()
+            self.seen = state.num_input_tokens_seen
+            self.at = time.monotonic()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             now = time.monotonic()
-            self.step, self.step_s, self.at = state.global_step, now - self.at, now
+            self.step = state.global_step
+            self.step_s = now - self.at
+            self.at = now
             self.asked = _any_rank(save_requested(), args.device)
             if self.asked:
                 control.should_save = control.should_training_stop = True
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any
+        ) -> None:
             self.tell(args, state, logs or {})
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -226,8 +261,14 @@ def hf_callback() -> Any:
                 return
             names = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
             known = {ours: float(logs[theirs]) for theirs, ours in names.items() if theirs in logs}
-            tokens, self.seen = int(state.num_input_tokens_seen - self.seen), state.num_input_tokens_seen
-            samples = self.step * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            tokens = int(state.num_input_tokens_seen - self.seen)
+            self.seen = state.num_input_tokens_seen
+            samples = (
+                self.step
+                * args.train_batch_size
+                * args.gradient_accumulation_steps
+                * args.world_size
+            )
             report(self.step, tokens=tokens, samples=samples, step_s=self.step_s, **known)
             self.step = None
 
@@ -246,12 +287,15 @@ def hf_callback() -> Any:
 
 
 def accelerate_tracker() -> Any:
-    """A tracker for `Accelerator(log_with=...)`: `accelerator.log({"loss": ...}, step=...)` reports the step. Known
-    names: loss (or train_loss), tokens, samples, grad_norm, lr, step_s; others are left out. Nothing outside orch."""
+    """A tracker for `Accelerator(log_with=...)`: `accelerator.log({"loss": ...}, step=...)` reports
+    the step. Known names: loss (or train_loss), tokens, samples, grad_norm, lr, step_s; others are
+    left out. Nothing outside orch."""
     from accelerate.tracking import GeneralTracker
 
     class OrchTracker(GeneralTracker):
-        name, requires_logging_directory, main_process_only = "orch", False, False
+        name = "orch"
+        requires_logging_directory = False
+        main_process_only = False
 
         @property
         def tracker(self) -> None:
@@ -270,11 +314,13 @@ def accelerate_tracker() -> Any:
 
 
 def lightning_callback(folder: str | os.PathLike[str] | None = None) -> Any:
-    """A callback for Lightning's `Trainer`: it reports each optimizer step, and when the run is asked to save it saves
-    `step-<N>.ckpt` into the folder (default: `checkpoint_dir()`), and ends. Nothing outside orch.
+    """A callback for Lightning's `Trainer`: it reports each optimizer step, and when the run is
+    asked to save it saves `step-<N>.ckpt` into the folder (default: `checkpoint_dir()`), and ends.
+    Nothing outside orch.
 
-    The loss comes every `log_every_n_steps`: `train_loss` or `loss` where the module logs one, else this rank's. The
-    next start goes on with `trainer.fit(..., ckpt_path=orch_report.newest_checkpoint())`.
+    The loss comes every `log_every_n_steps`: `train_loss` or `loss` where the module logs one, else
+    this rank's. The next start goes on with `trainer.fit(...,
+    ckpt_path=orch_report.newest_checkpoint())`.
     """
     package = "lightning.pytorch" if "lightning.pytorch" in sys.modules else "pytorch_lightning"
     base: Any = __import__(package, fromlist=["Callback"]).Callback
@@ -283,14 +329,19 @@ def lightning_callback(folder: str | os.PathLike[str] | None = None) -> Any:
         step = 0
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            _listen()  # in place of Lightning's handler, which starts a collective wherever the signal finds it
+            # in place of Lightning's handler, which starts a collective wherever the signal finds
+            # it
+            _listen()
             self.step = trainer.global_step
 
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
+        ) -> None:
             step = trainer.global_step
             if step == self.step:  # an accumulated batch
                 return
-            self.step, loss = step, None
+            self.step = step
+            loss = None
             if step % trainer.log_every_n_steps == 0:
                 known = trainer.callback_metrics
                 mine = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -312,7 +363,8 @@ def lightning_callback(folder: str | os.PathLike[str] | None = None) -> Any:
 
 
 def newest_checkpoint(folder: str | os.PathLike[str] | None = None) -> Path | None:
-    """The last that `lightning_callback` has saved there; None before the first, and outside orch without a folder."""
+    """The last that `lightning_callback` has saved there; None before the first, and outside orch
+    without a folder."""
     if folder is None and not active():
         return None
     return max(Path(folder or checkpoint_dir()).glob("step-*.ckpt"), default=None)

@@ -1,8 +1,9 @@
-"""`python -P -m orch_start MODULE ARGUMENTS...`, or this file by its path: runs a module of orch from beside this file.
+"""`python -P -m orch_start MODULE ARGUMENTS...`, or this file by its path: runs a module of orch
+from beside this file.
 
-Started by name (`python -m trainer`), a package called `trainer` on PYTHONPATH or in the working folder would run in
-its place. This file's name is nobody else's. Only the names of our own packages are looked up beside it first: other
-imports are as the user's paths have them.
+Started by name (`python -m trainer`), a package called `trainer` on PYTHONPATH or in the working
+folder would run in its place. This file's name is nobody else's. Only the names of our own packages
+are looked up beside it first: other imports are as the user's paths have them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What a save costs training: made at once, beside training, into memory; and torch's DCP on the same state and disk.
+"""What a save costs training: made at once, beside training, into memory; and torch's DCP on the
+same state and disk.
 
-Two ranks, each a node, each with `--mib` of optimizer state (master and two moments of one matrix). Seconds are
-medians of `--repeat` rounds, of the slower rank; a "step" of training is 50 ms of sleep between boundaries.
+Two ranks, each a node, each with `--mib` of optimizer state (master and two moments of one matrix).
+Seconds are medians of `--repeat` rounds, of the slower rank; a "step" of training is 50 ms of sleep
+between boundaries.
 """
 
 from __future__ import annotations
@@ -38,11 +40,14 @@ WIDTH = 1024
 
 
 def state(rank: int, rows: int, across: bool) -> list[StatePiece]:
-    """A rank's half of each tensor: of the rows, or (`across`) of the columns, as row-parallel layers hold it."""
+    """A rank's half of each tensor: of the rows, or (`across`) of the columns, as row-parallel
+    layers hold it."""
     shape = (2 * rows, WIDTH)
     if not across:
         half = rows * WIDTH
-        return [StatePiece(kind, whole("w", shape), rank * half, torch.randn(half)) for kind in KINDS]
+        return [
+            StatePiece(kind, whole("w", shape), rank * half, torch.randn(half)) for kind in KINDS
+        ]
     info = ParamInfo("w", shape, True, (even_shard(1, WIDTH, rank, 2),), replicas=(rank,))
     return [StatePiece(kind, info, 0, torch.randn(rows * WIDTH)) for kind in KINDS]
 
@@ -58,7 +63,8 @@ def seconds(action: Callable[[], object]) -> float:
 
 def measure(rank: int, plan: Plan, home: Path, rows: int) -> dict[str, float]:
     """One round of everything."""
-    pieces, found = state(rank, rows, across=False), {}
+    pieces = state(rank, rows, across=False)
+    found = {}
     memory = Path("/dev/shm") / f"orch-{os.getuid()}" / home.name / f"node{rank}"
     run = Checkpoints(home / "orch", plan, Fence("bench", 0), rank, Recorder(), memory=memory)
     run.resume(lambda: [])
@@ -81,12 +87,16 @@ def measure(rank: int, plan: Plan, home: Path, rows: int) -> dict[str, float]:
     run.replicas.start(pieces, 6, 0)
     run.replicas.settle()
     began = time.perf_counter()
-    found["replica beside training: stall, start"] = seconds(lambda: run.replicas.start(pieces, 7, 0))
+    found["replica beside training: stall, start"] = seconds(
+        lambda: run.replicas.start(pieces, 7, 0)
+    )
     run.replicas.settle()
     found["replica beside training: start to complete"] = time.perf_counter() - began
     run.replicas.remove()
     found["resume, same layout"] = _resume(home, plan, rank, pieces)
-    found["resume, cut along the other dimension"] = _resume(home, plan, rank, state(rank, rows, across=True))
+    found["resume, cut along the other dimension"] = _resume(
+        home, plan, rank, state(rank, rows, across=True)
+    )
     tensors = {f"{piece.kind}.{rank}": piece.data for piece in pieces}
     dcp.save(tensors, checkpoint_id=home / "dcp0")
     found["torch DCP save"] = seconds(lambda: dcp.save(tensors, checkpoint_id=home / "dcp1"))
@@ -94,7 +104,9 @@ def measure(rank: int, plan: Plan, home: Path, rows: int) -> dict[str, float]:
     dcp.async_save(tensors, checkpoint_id=home / "dcp2", process_group=group).result()
     pending = []
     found["torch DCP async_save: stall"] = seconds(
-        lambda: pending.append(dcp.async_save(tensors, checkpoint_id=home / "dcp3", process_group=group))
+        lambda: pending.append(
+            dcp.async_save(tensors, checkpoint_id=home / "dcp3", process_group=group)
+        )
     )
     pending[0].result()
     return found
@@ -110,7 +122,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=192, help="state of a rank")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "checkpoint.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "checkpoint.json"
+    )
     args = parser.parse_args()
     plan = make_plan(dp=2, zero=1, nodes=2, copy_every_steps=1)
     rows = args.mib * 2**20 // (3 * 4 * WIDTH)
@@ -122,16 +136,20 @@ def main() -> None:
         finally:
             shutil.rmtree(home, ignore_errors=True)
             shutil.rmtree(Path("/dev/shm") / f"orch-{os.getuid()}" / home.name, ignore_errors=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
     result = {
         "machine": f"{os.cpu_count()} CPUs {platform.machine()}, Linux {platform.release()}",
-        **{
-            "torch": torch.__version__,
-            "commit": commit.stdout.strip(),
-            "load": [round(one, 1) for one in os.getloadavg()],
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip(),
+        "load": [round(one, 1) for one in os.getloadavg()],
+        "ranks": 2,
+        "mib_a_rank": args.mib,
+        "rounds": args.repeat,
+        "seconds": {
+            name: round(statistics.median(one[name] for one in rounds), 4) for name in rounds[0]
         },
-        **{"ranks": 2, "mib_a_rank": args.mib, "rounds": args.repeat},
-        "seconds": {name: round(statistics.median(one[name] for one in rounds), 4) for name in rounds[0]},
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, value in result["seconds"].items():

@@ -1,9 +1,11 @@
-"""Our gloo collectives (`trainer.comm.gloo`) beside gloo's own, in turns on forked ranks of this machine.
+"""Our gloo collectives (`trainer.comm.gloo`) beside gloo's own, in turns on forked ranks of this
+machine.
 
     python -m benchmarks.collectives [--ranks 2 4] [--rounds 15]
 
-Prints median milliseconds from barrier to barrier and the median of the ratios of neighbouring rounds (below 1: ours is
-faster), by size of the whole buffer; writes benchmarks/results/collectives.json.
+Prints median milliseconds from barrier to barrier and the median of the ratios of neighbouring
+rounds (below 1: ours is faster), by size of the whole buffer; writes
+benchmarks/results/collectives.json.
 """
 
 from __future__ import annotations
@@ -26,12 +28,18 @@ SIZES_KIB = (16, 256, 1024, 4096, 16384, 32768, 65536)
 RESULT = ROOT / "benchmarks" / "results" / "collectives.json"
 
 
-def pairs(kib: int, world: int, rank: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+def pairs(
+    kib: int, world: int, rank: int
+) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     """(ours, gloo's) by name, on tensors made once."""
-    group, piece = dist.group.WORLD, kib * 256 // world
-    whole, part = torch.randn(world * piece), torch.empty(piece)
-    after, before = (rank + 1) % world, (rank - 1) % world
-    message, arrived = torch.randn(piece), torch.empty(piece)
+    group = dist.group.WORLD
+    piece = kib * 256 // world
+    whole = torch.randn(world * piece)
+    part = torch.empty(piece)
+    after = (rank + 1) % world
+    before = (rank - 1) % world
+    message = torch.randn(piece)
+    arrived = torch.empty(piece)
 
     def reduce_scatter() -> None:
         under_way = gloo.ReduceScatter(whole, group, part)
@@ -39,7 +47,10 @@ def pairs(kib: int, world: int, rank: int) -> dict[str, tuple[Callable[[], objec
         under_way.finish()
 
     def send_on() -> None:
-        operations = [dist.P2POp(dist.isend, message, after), dist.P2POp(dist.irecv, arrived, before)]
+        operations = [
+            dist.P2POp(dist.isend, message, after),
+            dist.P2POp(dist.irecv, arrived, before),
+        ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
@@ -49,7 +60,10 @@ def pairs(kib: int, world: int, rank: int) -> dict[str, tuple[Callable[[], objec
             lambda: dist.all_gather_into_tensor(whole, part),
         ),
         "reduce-scatter": (reduce_scatter, lambda: dist.reduce_scatter_tensor(part, whole)),
-        "rotation": (lambda: gloo.start_exchange(message, arrived, after, before, group).wait(), send_on),
+        "rotation": (
+            lambda: gloo.start_exchange(message, arrived, after, before, group).wait(),
+            send_on,
+        ),
     }
 
 
@@ -72,21 +86,31 @@ def rank_main(rank: int, world: int, rounds: int) -> dict[str, dict[str, list[li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description=__doc__.partition("\n")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.collectives", description=__doc__.partition("\n")[2]
+    )
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     rows: dict[str, dict] = {}
     print(f"{'collective':<26} {'KiB':>6} {'ours':>9} {'gloo':>9} {'ratio':>6}")
     for world in args.ranks:
-        for name, sizes in run_ranks(rank_main, world, world, args.rounds, timeout=400.0)[0].items():
+        for name, sizes in run_ranks(rank_main, world, world, args.rounds, timeout=400.0)[
+            0
+        ].items():
             for kib, spent in sizes.items():
                 ours, own = (statistics.median(column) * 1e3 for column in zip(*spent, strict=True))
                 ratio = statistics.median(a / b for a, b in spent)
-                row = {"ours_ms": round(ours, 3), "gloo_ms": round(own, 3), "ratio": round(ratio, 3)}
+                row = {
+                    "ours_ms": round(ours, 3),
+                    "gloo_ms": round(own, 3),
+                    "ratio": round(ratio, 3),
+                }
                 rows.setdefault(f"{name}, {world} ranks", {})[kib] = row
                 print(
-                    f"{name + f', {world} ranks':<26} {kib:>6} {ours:>7.2f}ms {own:>7.2f}ms {ratio:>6.2f}", flush=True
+                    f"{name + f', {world} ranks':<26} {kib:>6} {ours:>7.2f}ms {own:>7.2f}ms"
+                    f" {ratio:>6.2f}",
+                    flush=True,
                 )
     record = {"collectives": rows, "conditions": conditions(rounds=args.rounds)}
     RESULT.write_text(json.dumps(record, indent=2) + "\n")

@@ -1,8 +1,10 @@
-"""Kernels and bytes of compiled blocks, as torch's compiler makes them for an H100: no GPU is needed to count.
+"""Kernels and bytes of compiled blocks, as torch's compiler makes them for an H100: no GPU is
+needed to count.
 
-Runs in a process with fake GPUs (tests/beds/fakegpu), on which compiled code is generated, loaded and launched, and
-computes nothing. Bytes are those of the compiler's own account of each kernel that it generates, every buffer once a
-kernel; matrix products and attention are not among them. `benchmarks.kernels` calls it and prints its table.
+Runs in a process with fake GPUs (tests/beds/fakegpu), on which compiled code is generated, loaded
+and launched, and computes nothing. Bytes are those of the compiler's own account of each kernel
+that it generates, every buffer once a kernel; matrix products and attention are not among them.
+`benchmarks.kernels` calls it and prints its table.
 """
 
 from __future__ import annotations
@@ -26,8 +28,13 @@ from trainer.parallel.vocab import VocabParallelLoss
 
 #: The shapes of Llama 3 8B, one sequence.
 SHAPE = BATCH, LENGTH, HIDDEN = 1, 8192, 4096
-HEADS, KV_HEADS, FFN, VOCAB, DTYPE = 32, 8, 14336, 128256, torch.bfloat16
-DEVICE, WIDE = "cuda", [(BATCH, LENGTH, FFN)] * 2
+HEADS = 32
+KV_HEADS = 8
+FFN = 14336
+VOCAB = 128256
+DTYPE = torch.bfloat16
+DEVICE = "cuda"
+WIDE = [(BATCH, LENGTH, FFN)] * 2
 Run = Callable[[], Tensor]
 
 
@@ -35,25 +42,32 @@ def measured(titan: str = "") -> dict[str, Any]:
     """{"blocks": {whose: row}, "parts": {name: row}}; `titan`: a folder with torchtitan."""
     import torch._inductor.config as config
 
-    config.fx_graph_cache, config.compile_threads = False, 1
+    config.fx_graph_cache = False
+    config.compile_threads = 1
     torch._logging.set_logs(inductor_metrics=True)  # without it the compiler does not count
     log = torch._logging.getArtifactLogger("torch._inductor.compile_fx", "inductor_metrics")
     log.handlers.clear()
     blocks = {"ours": of_ours, "transformers": of_transformers}
     if titan:
         blocks["torchtitan"] = lambda: of_torchtitan(titan)
-    found: dict[str, Any] = {"shape": [*SHAPE], "blocks": {name: counted(make()) for name, make in blocks.items()}}
+    found: dict[str, Any] = {
+        "shape": [*SHAPE],
+        "blocks": {name: counted(make()) for name, make in blocks.items()},
+    }
     found["parts"] = {}
     for name, (run, forward, backward) in parts().items():
         row = counted(run, inside=name != "cross-entropy")  # that compiles its passes itself
-        row |= {"forward_over": row["forward_mb"] * 1e6 / forward, "backward_over": row["backward_mb"] * 1e6 / backward}
+        row |= {
+            "forward_over": row["forward_mb"] * 1e6 / forward,
+            "backward_over": row["backward_mb"] * 1e6 / backward,
+        }
         found["parts"][name] = row
     return found
 
 
 def eager_norm() -> dict[str, float]:
-    """The row of RMS norm in the table of what is not compiled: on a CPU torch has no one operator for
-    it, so this counts those that torch dispatches for a GPU."""
+    """The row of RMS norm in the table of what is not compiled: on a CPU torch has no one operator
+    for it, so this counts those that torch dispatches for a GPU."""
     from benchmarks import kernels
 
     x = torch.zeros(kernels.SHAPE, dtype=DTYPE, device=DEVICE, requires_grad=True)
@@ -63,16 +77,19 @@ def eager_norm() -> dict[str, float]:
 
 
 def counted(run: Run, inside: bool = True) -> dict[str, float]:
-    """Kernels that are generated and launched, all that are launched, and MB of the generated ones, each forward and
-    backward."""
+    """Kernels that are generated and launched, all that are launched, and MB of the generated ones,
+    each forward and backward."""
     torch._dynamo.reset()
-    row, account = {}, _Account()
+    row = {}
+    account = _Account()
     with account:
         compiled = torch.compile(run) if inside else run
         out = compiled()
         out.backward(torch.zeros_like(out))  # generates the code
         for name, begin in (("forward", 0), ("backward", account.graphs[0])):
-            row[f"{name}_mb"] = sum(account.bytes[begin:] if begin else account.bytes[: account.graphs[0]]) / 1e6
+            row[f"{name}_mb"] = (
+                sum(account.bytes[begin:] if begin else account.bytes[: account.graphs[0]]) / 1e6
+            )
     for name in ("forward", "backward"):
         with fakegpu.recording() as found:
             out = compiled() if name == "forward" else out.backward(torch.zeros_like(out))
@@ -83,10 +100,12 @@ def counted(run: Run, inside: bool = True) -> dict[str, float]:
 
 
 class _Account:
-    """Bytes of the kernels that the compiler generates, while it is entered. `graphs`: how many after each graph."""
+    """Bytes of the kernels that the compiler generates, while it is entered. `graphs`: how many
+    after each graph."""
 
     def __init__(self) -> None:
-        self.bytes, self.graphs = list[int](), list[int]()
+        self.bytes = list[int]()
+        self.graphs = list[int]()
 
     def __enter__(self) -> _Account:
         from torch._inductor.graph import GraphLowering
@@ -110,11 +129,14 @@ class _Account:
         GraphLowering.count_bytes = self.real  # type: ignore[method-assign]
 
 
-# ---------------------------------------------------------------------------------------------- blocks
+# ----------------------------------------------------------------------------------------------
+#     blocks
 
 
 def model_of() -> Any:
-    return tiny_model(hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HIDDEN // HEADS, ffn_hidden=FFN)
+    return tiny_model(
+        hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HIDDEN // HEADS, ffn_hidden=FFN
+    )
 
 
 def of_ours() -> Run:
@@ -130,7 +152,9 @@ def of_transformers() -> Run:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
     config = LlamaConfig(
-        **{"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS},
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
         intermediate_size=FFN,
     )
     config._attn_implementation = "sdpa"
@@ -138,7 +162,8 @@ def of_transformers() -> Run:
         block = LlamaDecoderLayer(config, 0)
     block, x = _ready(block)
     tables = LlamaRotaryEmbedding(config)(torch.empty(1, dtype=DTYPE), _positions("cpu"))
-    tables, positions = tuple(table.to(DEVICE) for table in tables), _positions(DEVICE)
+    tables = tuple(table.to(DEVICE) for table in tables)
+    positions = _positions(DEVICE)
 
     def run() -> Tensor:
         out = block(x(), position_embeddings=tables, position_ids=positions)
@@ -173,20 +198,29 @@ def _ready(block: nn.Module) -> tuple[Any, Run]:
     return block.to_empty(device=DEVICE).to(DTYPE), lambda: source.view(SHAPE)
 
 
-# ---------------------------------------------------------------------------------------------- parts of ours
+# ----------------------------------------------------------------------------------------------
+#     parts of ours
 
 
 def parts() -> dict[str, tuple[Run, float, float]]:
-    """Of each part of ours what runs, and the fewest bytes that it can move forward and backward: every input read
-    once and every result written once."""
+    """Of each part of ours what runs, and the fewest bytes that it can move forward and backward:
+    every input read once and every result written once."""
     serial = torch.arange(BATCH * LENGTH, device=DEVICE).view(BATCH, LENGTH)
     cos, sin = (table.to(DEVICE) for table in rope_tables(_positions("cpu"), model_of(), DTYPE))
     q, gate, up, x, y, logits = (
         torch.zeros(*shape, dtype=DTYPE, device=DEVICE, requires_grad=True)
-        for shape in ((BATCH, LENGTH, HEADS, HIDDEN // HEADS), *WIDE, SHAPE, SHAPE, (1, 4096, VOCAB))
+        for shape in (
+            (BATCH, LENGTH, HEADS, HIDDEN // HEADS),
+            *WIDE,
+            SHAPE,
+            SHAPE,
+            (1, 4096, VOCAB),
+        )
     )
-    loss, goals = VocabParallelLoss(0, VOCAB, None, CommCounter(gloo=False), True), serial[:, :4096]
-    norm, holder = RMSNorm(HIDDEN, 1e-5).to(DTYPE).to(DEVICE), nn.Module()
+    loss = VocabParallelLoss(0, VOCAB, None, CommCounter(gloo=False), True)
+    goals = serial[:, :4096]
+    norm = RMSNorm(HIDDEN, 1e-5).to(DTYPE).to(DEVICE)
+    holder = nn.Module()
     holder.drop = drop = Dropout(0.1, HIDDEN)
     seed_dropout(holder, 1, DEVICE)
     runs = {
@@ -197,13 +231,18 @@ def parts() -> dict[str, tuple[Run, float, float]]:
         "cross-entropy": lambda: loss(logits, goals),
         "dropout and residual": lambda: x + drop(y, serial),
     }
-    bounds = least(q, up, x, size(cos) + size(sin)) | {"cross-entropy": (size(logits), 2 * size(logits))}
+    bounds = least(q, up, x, size(cos) + size(sin)) | {
+        "cross-entropy": (size(logits), 2 * size(logits))
+    }
     return {name: (run, *bounds[name]) for name, run in runs.items()}
 
 
 def least(q: Tensor, up: Tensor, x: Tensor, tables: int) -> dict[str, tuple[int, int]]:
-    """The fewest bytes of parts of a block, forward and backward. `tables`: bytes of cosines and sines."""
-    one, row, mask = size(x), 4 * x.shape[:-1].numel(), x.numel()
+    """The fewest bytes of parts of a block, forward and backward. `tables`: bytes of cosines and
+    sines."""
+    one = size(x)
+    row = 4 * x.shape[:-1].numel()
+    mask = x.numel()
     return {
         "rotary positions of q": (2 * size(q) + tables, 2 * size(q) + tables),
         "gated activation": (3 * size(up), 5 * size(up)),

@@ -1,15 +1,18 @@
 """python -m benchmarks.expert_overlap [--rounds 15] [--gbit 0.05] [--only shared pairs]
 
-How many seconds experts' exchanges are waited for, with other work beside them and without, in turns in the same
-processes, on two nodes of the bed of `cluster=local_shaped`: network namespaces whose links pass `--gbit` Gbit/s (tbf),
-so that waiting takes no processor time. Root and iproute2 needed.
+How many seconds experts' exchanges are waited for, with other work beside them and without, in
+turns in the same processes, on two nodes of the bed of `cluster=local_shaped`: network namespaces
+whose links pass `--gbit` Gbit/s (tbf), so that waiting takes no processor time. Root and iproute2
+needed.
 
 - shared: one layer on two ranks, whose shared experts are computed meanwhile and after it.
-- pairs: a step of DualPipe on four ranks, ep across the nodes, pp inside each; a forward and the backward behind it run
+- pairs: a step of DualPipe on four ranks, ep across the nodes, pp inside each; a forward and the
+  backward behind it run
   as one, each beside the other's exchanges (`trainer/pipeline/turns.py`), or one after the other.
 
-Prints and writes benchmarks/results/expert_overlap.json: medians over rounds of a step's seconds (forward and backward)
-and of those that exchanges were waited for, by rank 0; ratios of neighbouring steps.
+Prints and writes benchmarks/results/expert_overlap.json: medians over rounds of a step's seconds
+(forward and backward) and of those that exchanges were waited for, by rank 0; ratios of
+neighbouring steps.
 """
 
 from __future__ import annotations
@@ -43,22 +46,39 @@ from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 
 RESULT = ROOT / "benchmarks" / "results" / "expert_overlap.json"
-NODES, WARM_UP = ("a", "b"), 2
-TOKENS, HIDDEN, FFN, SHARED_FFN, EXPERTS, TOP_K = 512, 256, 128, 4096, 16, 2
-PAIR_TOKENS, PAIR_FFN, PAIR_BATCHES = 128, 512, 8
+NODES = ("a", "b")
+WARM_UP = 2
+TOKENS = 512
+HIDDEN = 256
+FFN = 128
+SHARED_FFN = 4096
+EXPERTS = 16
+TOP_K = 2
+PAIR_TOKENS = 128
+PAIR_FFN = 512
+PAIR_BATCHES = 8
 SETTINGS = {
     "shared": {"tokens": TOKENS, "hidden": HIDDEN, "ffn": FFN, "shared_ffn": SHARED_FFN},
-    "pairs": {"tokens": PAIR_TOKENS, "hidden": HIDDEN, "ffn": PAIR_FFN, "micro_batches": PAIR_BATCHES},
+    "pairs": {
+        "tokens": PAIR_TOKENS,
+        "hidden": HIDDEN,
+        "ffn": PAIR_FFN,
+        "micro_batches": PAIR_BATCHES,
+    },
 }
 SETTINGS = {what: one | {"experts": EXPERTS, "top_k": TOP_K} for what, one in SETTINGS.items()}
 WAYS = {"beside": Move.beside}
 PAIRS = ("as one", "alone")
 
 
-def _after(self: Move, meanwhile: Meanwhile, *sent: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+def _after(
+    self: Move, meanwhile: Meanwhile, *sent: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """`Move.beside` without overlap, forward or backward."""
     under_way = dispatch._UnderWay()
-    arrived = dispatch._Arrived.apply(dispatch._Started.apply(self, under_way, *sent), self, under_way)
+    arrived = dispatch._Arrived.apply(
+        dispatch._Started.apply(self, under_way, *sent), self, under_way
+    )
     return arrived, meanwhile()
 
 
@@ -84,8 +104,12 @@ def layer(rank: int, network: Network, counter: CommCounter) -> MixtureOfExperts
 def on_rank(rank: int, network: Network, rounds: int) -> dict[str, dict[str, list[float]]]:
     counter = CommCounter()
     mixture = layer(rank, network, counter)
-    x = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(7 + rank), requires_grad=True)
-    found: dict[str, dict[str, list[float]]] = {way: {"step_s": [], "exposed_s": [], "gradient": []} for way in WAYS}
+    x = torch.randn(
+        1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(7 + rank), requires_grad=True
+    )
+    found: dict[str, dict[str, list[float]]] = {
+        way: {"step_s": [], "exposed_s": [], "gradient": []} for way in WAYS
+    }
     for index in range(WARM_UP + rounds):
         for way in WAYS if index % 2 == 0 else reversed(WAYS):
             Move.beside = WAYS[way]  # type: ignore[method-assign]
@@ -111,16 +135,27 @@ def pairs_plan() -> Plan:
     """Two layers a stage, of which each rank holds two stages."""
     moe = Moe(experts=EXPERTS, top_k=TOP_K, ffn_hidden=PAIR_FFN)
     model = tiny_model(layers=4, hidden=HIDDEN, vocab=256, max_seq_len=PAIR_TOKENS, moe=moe)
-    layout: dict[str, Any] = {"pp": 2, "ep": 2, "schedule": "dualpipe", "micro_batches": PAIR_BATCHES}
+    layout: dict[str, Any] = {
+        "pp": 2,
+        "ep": 2,
+        "schedule": "dualpipe",
+        "micro_batches": PAIR_BATCHES,
+    }
     return make_plan(**layout, seq_len=PAIR_TOKENS, precision="fp32", model=model)
 
 
-def pairs_on_rank(rank: int, network: Network, plan: Plan, rounds: int) -> dict[str, dict[str, list[float]]]:
+def pairs_on_rank(
+    rank: int, network: Network, plan: Plan, rounds: int
+) -> dict[str, dict[str, list[float]]]:
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     network.enter(NODES[plan.ranks[rank].coord.ep])()
     engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), recipe(plan.job.train))
-    batches = [micro_batch(plan, each) for each in samples_of_step(plan.parallel, engine.mesh.coord, 0)]
-    found: dict[str, dict[str, list[float]]] = {way: {"step_s": [], "exposed_s": [], "gradient": []} for way in PAIRS}
+    batches = [
+        micro_batch(plan, each) for each in samples_of_step(plan.parallel, engine.mesh.coord, 0)
+    ]
+    found: dict[str, dict[str, list[float]]] = {
+        way: {"step_s": [], "exposed_s": [], "gradient": []} for way in PAIRS
+    }
     for index in range(WARM_UP + rounds):
         for way in PAIRS if index % 2 == 0 else reversed(PAIRS):
             engine.pipeline.one_by_one = way == "alone"
@@ -149,7 +184,9 @@ def compared(found: dict[str, dict[str, list[float]]], ways: Sequence[str]) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.expert_overlap", description=__doc__.partition("\n")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.expert_overlap", description=__doc__.partition("\n")[2]
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--gbit", type=float, default=0.05)
     parser.add_argument("--only", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
@@ -164,7 +201,9 @@ def main() -> None:
                 row = {"shared_experts_s": round(found["shared experts alone"]["step_s"][0], 4)}
                 row |= compared(found, list(WAYS))
             else:
-                found = run_ranks(pairs_on_rank, 4, network, pairs_plan(), args.rounds, timeout=900.0)[0]
+                found = run_ranks(
+                    pairs_on_rank, 4, network, pairs_plan(), args.rounds, timeout=900.0
+                )[0]
                 row = compared(found, PAIRS)
         finally:
             network.close()

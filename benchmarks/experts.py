@@ -1,14 +1,14 @@
 """python -m benchmarks.experts [--only NAME ...] [--rounds 31] [--torchtitan DIR]
 
-Dispatch, experts and combine of one layer, forward and backward, beside the same in plain torch (written here: an
-uneven `all_to_all_single`, a loop of `F.linear` by expert, `index_add`) and beside torchtitan's
-`AllToAllTokenDispatcher` around that loop; in turns, in the same processes (`vs_torch.harness`). Before they are timed,
-the sides' results and gradients must be equal. Shapes are those of the models, hidden and inner sizes divided; all
-experts and choices are there.
+Dispatch, experts and combine of one layer, forward and backward, beside the same in plain torch
+(written here: an uneven `all_to_all_single`, a loop of `F.linear` by expert, `index_add`) and
+beside torchtitan's `AllToAllTokenDispatcher` around that loop; in turns, in the same processes
+(`vs_torch.harness`). Before they are timed, the sides' results and gradients must be equal. Shapes
+are those of the models, hidden and inner sizes divided; all experts and choices are there.
 
-Prints one line a case: the median of the ratios of neighbouring steps (below 1: ours is faster), their range, and that
-of processor time. Writes benchmarks/results/experts.json. DIR holds torchtitan without what it depends on, as for
-benchmarks/kernels.py.
+Prints one line a case: the median of the ratios of neighbouring steps (below 1: ours is faster),
+their range, and that of processor time. Writes benchmarks/results/experts.json. DIR holds
+torchtitan without what it depends on, as for benchmarks/kernels.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from trainer.parallel.expert.dispatch import ExpertDispatch
 
 RESULT = ROOT / "benchmarks" / "results" / "experts.json"
 RANKS = (2, 4)
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class Shape(NamedTuple):
@@ -62,7 +63,8 @@ class Layer:
     """What both sides compute with: one rank's tokens, their choices, its experts."""
 
     def __init__(self, shape: Shape, rank: int, ranks: int):
-        hidden, self.count = shape.hidden // shape.scale, shape.experts // ranks
+        hidden = shape.hidden // shape.scale
+        self.count = shape.experts // ranks
         moe = Moe(experts=self.count, top_k=shape.top_k, ffn_hidden=shape.ffn // shape.scale)
         self.module = Experts(tiny_model(hidden=hidden, moe=moe), moe)
         generator = torch.Generator().manual_seed(rank)
@@ -73,7 +75,8 @@ class Layer:
         weights, self.chosen = scores.topk(shape.top_k)
         self.weights = (weights / weights.sum(-1, keepdim=True)).requires_grad_()
         self.grad = torch.randn(shape.tokens, hidden, generator=generator)
-        self.shape, self.ranks = shape, ranks
+        self.shape = shape
+        self.ranks = ranks
 
     def step(self, forward: Callable[[], Tensor], params: list[Tensor]) -> Tensor:
         """Forward and backward; gradients are new ones each time."""
@@ -87,13 +90,20 @@ class Layer:
         """Of the tokens, of the choices' weights, and of each expert's gate, up and down."""
         found = [one.grad for one in (self.x, self.weights, *params) if one.grad is not None]
         assert len(found) == 2 + len(params)
-        return [found[0], found[1], *(matrix for whole in found[2:] for matrix in whole.reshape(-1, *whole.shape[-2:]))]
+        return [
+            found[0],
+            found[1],
+            *(matrix for whole in found[2:] for matrix in whole.reshape(-1, *whole.shape[-2:])),
+        ]
 
 
 class Ours:
     def __init__(self, layer: Layer):
-        self.layer, self.params = layer, list(layer.module.parameters())
-        self.dispatch = ExpertDispatch(dist.group.WORLD, None, CommCounter(), ["network"] * layer.ranks)
+        self.layer = layer
+        self.params = list(layer.module.parameters())
+        self.dispatch = ExpertDispatch(
+            dist.group.WORLD, None, CommCounter(), ["network"] * layer.ranks
+        )
         ones = layer.weights.detach()
         self.routing = Routing(layer.chosen, layer.weights, ones, ones)
 
@@ -104,7 +114,8 @@ class Ours:
 class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        ctx.sent, ctx.received = sent, received
+        ctx.sent = sent
+        ctx.received = received
         out = rows.new_empty(sum(received), rows.shape[1])
         dist.all_to_all_single(out, rows, received, sent)
         return out
@@ -117,7 +128,8 @@ class Exchange(torch.autograd.Function):
 
 
 class Plain:
-    """Every expert has matrices of its own, which is the fastest form of the loop: autograd adds up nothing."""
+    """Every expert has matrices of its own, which is the fastest form of the loop: autograd adds up
+    nothing."""
 
     def __init__(self, layer: Layer):
         self.layer = layer
@@ -130,7 +142,9 @@ class Plain:
     def experts(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Rows sorted by expert."""
         found = []
-        for x, gate, up, down in zip(rows.split(counts), self.gate, self.up, self.down, strict=True):
+        for x, gate, up, down in zip(
+            rows.split(counts), self.gate, self.up, self.down, strict=True
+        ):
             found.append(F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down))
         return torch.cat(found)
 
@@ -143,7 +157,12 @@ class Plain:
         dist.all_to_all_single(arriving, counts)
         sent, received = (one.view(layer.ranks, -1).sum(1).tolist() for one in (counts, arriving))
         rows = Exchange.apply(layer.x[token], sent, received)
-        here = torch.arange(layer.count).repeat(layer.ranks).repeat_interleave(arriving).argsort(stable=True)
+        here = (
+            torch.arange(layer.count)
+            .repeat(layer.ranks)
+            .repeat_interleave(arriving)
+            .argsort(stable=True)
+        )
         out = self.experts(rows[here], arriving.view(layer.ranks, -1).sum(0).tolist())
         out = Exchange.apply(torch.empty_like(out).index_copy(0, here, out), received, sent)
         out = out * layer.weights.flatten()[order][:, None]
@@ -160,7 +179,9 @@ class Torchtitan(Plain):
 
         super().__init__(layer)
         set_spmd_backend("default")  # without its type checker of layouts
-        config = AllToAllTokenDispatcher.Config(num_experts=layer.shape.experts, top_k=layer.shape.top_k)
+        config = AllToAllTokenDispatcher.Config(
+            num_experts=layer.shape.experts, top_k=layer.shape.top_k
+        )
         self.dispatcher = AllToAllTokenDispatcher(config)
         self.dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (layer.ranks,)))
 
@@ -186,15 +207,18 @@ def build(rank: int, plan: Plan, shape: Shape, native: type[Plain]) -> tuple[Ste
 
 
 def keep_memory() -> None:
-    """glibc gives large blocks back to the system when they are freed, and the system clears their pages each time they
-    are wanted again: seconds of neither side's work. From here on a process keeps what it once had."""
+    """glibc gives large blocks back to the system when they are freed, and the system clears their
+    pages each time they are wanted again: seconds of neither side's work. From here on a process
+    keeps what it once had."""
     libc = ctypes.CDLL(None)
     for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
         libc.mallopt(option, 1 << 30)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__.partition("\n")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.experts", description=__doc__.partition("\n")[2]
+    )
     parser.add_argument("--only", nargs="*", default=[], help="models by name")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--torchtitan", help="folder with torchtitan")
@@ -204,7 +228,10 @@ def main() -> None:
         sys.path.append(args.torchtitan)
         natives["torchtitan"] = Torchtitan
     rows = json.loads(RESULT.read_text())["cases"] if RESULT.exists() else {}
-    print(f"{'case':<36} {'ours':>8} {'theirs':>8} {'ratio':>6} {'min-max':>11} {'cpu':>6}  difference")
+    print(
+        f"{'case':<36} {'ours':>8} {'theirs':>8} {'ratio':>6} {'min-max':>11} {'cpu':>6} "
+        " difference"
+    )
     for name, shape in SHAPES.items():
         for ranks in RANKS:
             for native, kind in natives.items():

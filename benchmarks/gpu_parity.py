@@ -2,15 +2,17 @@
 
     python -m benchmarks.gpu_parity [--only NAME ...] [--dry]
 
-Each case trains the same small model three times from the same weights and samples: on the host in float64, which is
-the truth; on the host in the case's own precision, whose distance from the truth is what rounding costs; and on the
-GPU, compiled block by block as `orch submit` trains by default. The GPU may be `MARGIN` times as far from the truth as
-the host is, and never less than a floor that follows from the precision. Compared are the loss of each step, the norm
-of each gradient, and the first moments and weights after the last step. The attention kernels that context parallelism
-and packed documents call directly are compared by themselves.
+Each case trains the same small model three times from the same weights and samples: on the host in
+float64, which is the truth; on the host in the case's own precision, whose distance from the truth
+is what rounding costs; and on the GPU, compiled block by block as `orch submit` trains by default.
+The GPU may be `MARGIN` times as far from the truth as the host is, and never less than a floor that
+follows from the precision. Compared are the loss of each step, the norm of each gradient, and the
+first moments and weights after the last step. The attention kernels that context parallelism and
+packed documents call directly are compared by themselves.
 
-Prints a line a case, writes benchmarks/results/gpu_parity.json and ends with 1 if a case differs or fails. Without CUDA
-it says so and ends with 0; `--dry` runs the same on the host alone and writes nothing.
+Prints a line a case, writes benchmarks/results/gpu_parity.json and ends with 1 if a case differs or
+fails. Without CUDA it says so and ends with 0; `--dry` runs the same on the host alone and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -46,20 +48,38 @@ from trainer.verify.samples import micro_batch
 RESULT = Path(__file__).parent / "results" / "gpu_parity.json"
 STEPS = 3
 LR = 1e-3
-#: How much farther from float64 than the host's own rounding the GPU may be: its sums run in another order, and its
-#: compiler keeps some intermediate results in fp32.
+#: How much farther from float64 than the host's own rounding the GPU may be: its sums run in
+#: another order, and its compiler keeps some intermediate results in fp32.
 MARGIN = 3.0
-#: Relative errors that rounding alone explains, per precision: a few units in the last place of what is stored.
+#: Relative errors that rounding alone explains, per precision: a few units in the last place of
+#: what is stored.
 FLOORS = {"fp32": 2e-5, "bf16": 8e-3, "fp16": 2e-3}
 
-LLAMA: dict[str, Any] = {"layers": 3, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn_hidden": 512}
+LLAMA: dict[str, Any] = {
+    "layers": 3,
+    "hidden": 256,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "ffn_hidden": 512,
+}
 LLAMA |= {"vocab": 512, "max_seq_len": 256}
-GPT = LLAMA | {"kv_heads": 4, "norm": "layer", "mlp": "plain", "position": "learned", "activation": "gelu"}
+GPT = LLAMA | {
+    "kv_heads": 4,
+    "norm": "layer",
+    "mlp": "plain",
+    "position": "learned",
+    "activation": "gelu",
+}
 GPT |= {"bias": True, "tied_embeddings": True}
-LATENTS = Mla(q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64)
+LATENTS = Mla(
+    q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64
+)
 MIXTURE = LLAMA | {"moe": Moe(experts=8, top_k=2, ffn_hidden=256)}
 DEEPSEEK = LLAMA | {"kv_heads": 4, "mla": LATENTS}
-DEEPSEEK |= {"moe": Moe(experts=8, top_k=2, ffn_hidden=256, shared_ffn_hidden=256, first_dense_layers=1)}
+DEEPSEEK |= {
+    "moe": Moe(experts=8, top_k=2, ffn_hidden=256, shared_ffn_hidden=256, first_dense_layers=1)
+}
 
 #: Name -> what differs from a plain decoder in bf16 on one GPU, as `make_plan` takes it.
 CASES: dict[str, dict[str, Any]] = {
@@ -90,7 +110,14 @@ CASES: dict[str, dict[str, Any]] = {
 def plan_of(layout: dict[str, Any], device: str) -> Plan:
     values = {"precision": "bf16", "compile": True} | layout
     model = tiny_model(**values.pop("model", LLAMA))
-    plan = make_plan(model=model, seq_len=128, micro_batches=2, micro_batch_size=2, bucket_bytes=4 << 20, **values)
+    plan = make_plan(
+        model=model,
+        seq_len=128,
+        micro_batches=2,
+        micro_batch_size=2,
+        bucket_bytes=4 << 20,
+        **values,
+    )
     return seal(structs.replace(plan, cluster=structs.replace(plan.cluster, device=device)))
 
 
@@ -107,14 +134,17 @@ def state_of(engine: Engine) -> State:
 
 
 def begin_with(engine: Engine, weights: dict[str, Tensor]) -> None:
-    """Give the engine these weights, as a restored checkpoint does: a GPU draws others from the same seed."""
+    """Give the engine these weights, as a restored checkpoint does: a GPU draws others from the
+    same seed."""
     for piece in engine.pieces(own=False):
         if piece.kind == "master":
             piece.data.copy_(weights[f"{piece.info.name}@{piece.offset}"])
     engine.resumed(0, engine.scalars())
 
 
-def train(plan: Plan, device: torch.device, precision: Recipe, weights: dict[str, Tensor]) -> dict[str, Any]:
+def train(
+    plan: Plan, device: torch.device, precision: Recipe, weights: dict[str, Tensor]
+) -> dict[str, Any]:
     """Losses and norms of each step from these weights, and the state after the last."""
     engine = Engine(plan, Mesh.alone(plan), device, precision)
     begin_with(engine, weights)
@@ -138,7 +168,8 @@ def train(plan: Plan, device: torch.device, precision: Recipe, weights: dict[str
 
 @contextlib.contextmanager
 def waits_of_the_host(device: torch.device) -> Iterator[list[str]]:
-    """The places, in this process, where the host waits for the device inside: "file:line" each, once."""
+    """The places, in this process, where the host waits for the device inside: "file:line" each,
+    once."""
     places = list[str]()
     if device.type != "cuda":
         yield places
@@ -202,12 +233,14 @@ def judge(name: str, layout: dict[str, Any], device: torch.device) -> dict[str, 
     return row | {"loss": trained["loss"], "loss_float64": truth["loss"]}
 
 
-# ------------------------------------------------------------------ the kernels that the trainer calls directly
+# ------------------------------------------------------------------ the kernels that the trainer
+#     calls directly
 
 
 def attention(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Relative errors of attention with its log-sum-exp, forward and backward, against float64 on the host: one block
-    to another, and runs of tokens of several lengths, one of which has no keys."""
+    """Relative errors of attention with its log-sum-exp, forward and backward, against float64 on
+    the host: one block to another, and runs of tokens of several lengths, one of which has no
+    keys."""
     generator = torch.Generator().manual_seed(7)
 
     def drawn(*shape: int) -> Tensor:
@@ -228,15 +261,22 @@ def attention(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     runs = ((100, 100), (28, 60), (64, 0), (64, 96))
     rows = sum(queries for queries, _ in runs)
     columns = sum(keys for _, keys in runs)
-    q, k, v, grad = drawn(rows, 8, 64), drawn(columns, 4, 64), drawn(columns, 4, 64), drawn(rows, 8, 64)
+    q = drawn(rows, 8, 64)
+    k = drawn(columns, 4, 64)
+    v = drawn(columns, 4, 64)
+    grad = drawn(rows, 8, 64)
     results = []
     for place, kind in ((torch.device("cpu"), torch.float64), (device, dtype)):
         segments = compat.Segments.of(runs, place)
         placed = [x.to(place, kind) for x in (q, k, v, grad)]
         out, lse = compat.segments_forward(*placed[:3], segments, False, 0.125)
         finite = lse.masked_fill(lse.isinf(), 0.0)
-        gradients = compat.segments_backward(placed[3], *placed[:3], out, lse, segments, False, 0.125)
-        if not torch.equal(lse.isinf().cpu(), (results[0][1] == 0).cpu() if results else lse.isinf().cpu()):
+        gradients = compat.segments_backward(
+            placed[3], *placed[:3], out, lse, segments, False, 0.125
+        )
+        if not torch.equal(
+            lse.isinf().cpu(), (results[0][1] == 0).cpu() if results else lse.isinf().cpu()
+        ):
             errors["runs of tokens, rows without keys"] = math.inf
         results.append([out, finite, *gradients])
     errors["runs of tokens"] = _worst(*results)
@@ -249,7 +289,9 @@ def _worst(truth: list[Tensor], found: list[Tensor]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_parity", description=__doc__.partition("\n")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_parity", description=__doc__.partition("\n")[2]
+    )
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -264,7 +306,10 @@ def main() -> int:
             rows[name] = judge(name, CASES[name], device)
         except Exception as error:  # the next case is still to be judged
             traceback.print_exc()
-            rows[name] = {"equal": False, "failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            rows[name] = {
+                "equal": False,
+                "failed": f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            }
         print(f"{name}: {line(rows[name])}", flush=True)
     kernels = dict[str, dict[str, float]]()
     for dtype in (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,):
@@ -275,7 +320,9 @@ def main() -> int:
             kernels[str(dtype)] = {"failed": math.inf}
         print(f"attention, {dtype}: {kernels[str(dtype)]}", flush=True)
     differing = [name for name, row in rows.items() if not row["equal"]]
-    differing += [f"attention, {name}" for name, errors in kernels.items() if max(errors.values()) > 2e-2]
+    differing += [
+        f"attention, {name}" for name, errors in kernels.items() if max(errors.values()) > 2e-2
+    ]
     print(f"{len(rows)} cases, {len(differing)} differ: {', '.join(differing) or 'none'}")
     if not args.dry:
         name = torch.cuda.get_device_name()
@@ -288,8 +335,15 @@ def line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"FAILED {row['failed']}"
     word = "equal" if row["equal"] else "DIFFERENT"
-    parts = (f"{name} {error:.1e} (<= {row['bounds'][name]:.1e})" for name, error in row["errors"].items())
-    waits = f"; the host waits at {', '.join(row['waits_in_last_step'])}" if row["waits_in_last_step"] else ""
+    parts = (
+        f"{name} {error:.1e} (<= {row['bounds'][name]:.1e})"
+        for name, error in row["errors"].items()
+    )
+    waits = (
+        f"; the host waits at {', '.join(row['waits_in_last_step'])}"
+        if row["waits_in_last_step"]
+        else ""
+    )
     return f"{word}: {', '.join(parts)}; {row['seconds']:.1f} s{waits}"
 
 

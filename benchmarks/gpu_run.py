@@ -1,14 +1,17 @@
-"""A run on the GPUs of this machine that is broken twice and stopped once: does it go on, with each sample once?
+"""A run on the GPUs of this machine that is broken twice and stopped once: does it go on, with each
+sample once?
 
     python -m benchmarks.gpu_run [--steps 1500] [--dry]
 
-Submits a small decoder of wide layers through the command line, kills a worker twice (`orch drill`), cancels the run,
-resumes it and reads its report. The run must end well, the drill must have been noticed and got over both times, and
-each sample must have been trained exactly once, beside the steps that a fault undid. Seconds and bytes are shown beside
-what the plan said; they are not judged.
+Submits a small decoder of wide layers through the command line, kills a worker twice (`orch
+drill`), cancels the run, resumes it and reads its report. The run must end well, the drill must
+have been noticed and got over both times, and each sample must have been trained exactly once,
+beside the steps that a fault undid. Seconds and bytes are shown beside what the plan said; they are
+not judged.
 
-Writes benchmarks/results/gpu_run.json and ends with 1 if the run did not do what it must. Without CUDA it says so and
-ends with 0; `--dry` does the same with a tiny model on the CPU and writes nothing. Three minutes on one H100.
+Writes benchmarks/results/gpu_run.json and ends with 1 if the run did not do what it must. Without
+CUDA it says so and ends with 0; `--dry` does the same with a tiny model on the CPU and writes
+nothing. Three minutes on one H100.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ class Orch:
     def __call__(self, *words: str) -> str:
         """What a verb prints. Raises CalledProcessError where it ends with anything but 0."""
         command = [sys.executable, "-m", "orchestrator.cli.main", *words]
-        done = subprocess.run(command, env=self._environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, env=self._environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        )
         return done.stdout
 
 
@@ -71,7 +76,9 @@ def measure(gpus: int, steps: int) -> dict[str, Any]:
     """The drill's score and the report of the whole run."""
     with tempfile.TemporaryDirectory(prefix="gpu-run-") as home:
         orch = Orch(home)
-        print(orch("submit", *submission(gpus, steps), "--run-id", RUN).splitlines()[-1], flush=True)
+        print(
+            orch("submit", *submission(gpus, steps), "--run-id", RUN).splitlines()[-1], flush=True
+        )
         every_s = EVERY_S if gpus else DRY_EVERY_S
         trials = ["--faults", "kill_worker", "--trials", str(TRIALS), "--every-s", str(every_s)]
         drill = json.loads(orch("drill", RUN, *trials, "--json"))
@@ -83,12 +90,16 @@ def measure(gpus: int, steps: int) -> dict[str, Any]:
 
 def problems(found: dict[str, Any], steps: int) -> list[str]:
     """What is not as it must be."""
-    report, drill = found["report"], found["drill"]
+    report = found["report"]
+    drill = found["drill"]
     wrong = []
     if drill["recovered"] != TRIALS:
         wrong.append(f"{drill['recovered']} of {TRIALS} faults were got over: {drill['problems']}")
     if report["state"] != "done" or report["steps"]["completed"] != steps:
-        wrong.append(f"the run ended as {report['state']} after {report['steps']['completed']} of {steps} steps")
+        wrong.append(
+            f"the run ended as {report['state']} after {report['steps']['completed']} of {steps}"
+            " steps"
+        )
     if len(report["faults"]) < TRIALS:
         wrong.append(f"the report knows of {len(report['faults'])} faults")
     if report["samples"]["problems"]:
@@ -97,7 +108,9 @@ def problems(found: dict[str, Any], steps: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_run", description=__doc__.partition("\n")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_run", description=__doc__.partition("\n")[2]
+    )
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
@@ -107,7 +120,8 @@ def main() -> int:
     gpus = 0 if args.dry else torch.cuda.device_count()
     found = measure(gpus, args.steps)
     wrong = problems(found, args.steps)
-    report, drill = found["report"], found["drill"]
+    report = found["report"]
+    drill = found["drill"]
     row = {
         "recovered": drill["recovered"],
         "noticed_s": drill["noticed_s"]["p50"],
@@ -122,7 +136,13 @@ def main() -> int:
     print("\n".join(wrong) or "each sample once, and all faults got over")
     if not args.dry:
         device = torch.cuda.get_device_name()
-        record = {"device": device, "gpus": gpus, **row, "wrong": wrong, "conditions": conditions(**vars(args))}
+        record = {
+            "device": device,
+            "gpus": gpus,
+            **row,
+            "wrong": wrong,
+            "conditions": conditions(**vars(args)),
+        }
         RESULT.write_text(json.dumps(record, indent=2) + "\n")
     return 1 if wrong else 0
 

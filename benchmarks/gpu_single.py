@@ -1,16 +1,18 @@
-"""One-GPU training at 1B, bf16, beside a plain torch loop on the same shapes and the matmul ceiling, in one run.
+"""One-GPU training at 1B, bf16, beside a plain torch loop on the same shapes and the matmul
+ceiling, in one run.
 
     python -m benchmarks.gpu_single [--seq 4096] [--batch 2] [--rounds 10] [--dry]
 
-Ours is the engine that `orch` trains with (bf16 weights, fp32 gradients, master copy and moments); the plain loop is
-the same decoder of nn.Linear, nn.Embedding, nn.RMSNorm and scaled_dot_product_attention under bf16 autocast, with fp32
-weights and fused AdamW, which is as exact. Both clip the gradient. First eagerly, in turns, a round each; then compiled
-(ours by block as `train.compile` does, the loop as a whole). Every round ends in a synchronisation. MFU counts
-`model_flops_per_token` against the best of a few large bf16 products measured in between, and against the data sheet
-where the device is known. Writes benchmarks/results/gpu_single.json.
+Ours is the engine that `orch` trains with (bf16 weights, fp32 gradients, master copy and moments);
+the plain loop is the same decoder of nn.Linear, nn.Embedding, nn.RMSNorm and
+scaled_dot_product_attention under bf16 autocast, with fp32 weights and fused AdamW, which is as
+exact. Both clip the gradient. First eagerly, in turns, a round each; then compiled (ours by block
+as `train.compile` does, the loop as a whole). Every round ends in a synchronisation. MFU counts
+`model_flops_per_token` against the best of a few large bf16 products measured in between, and
+against the data sheet where the device is known. Writes benchmarks/results/gpu_single.json.
 
-Without CUDA it says so and ends with 0. `--dry` runs the whole program with a tiny model on whatever is there, writes
-nothing and proves nothing but that it runs.
+Without CUDA it says so and ends with 0. `--dry` runs the whole program with a tiny model on
+whatever is there, writes nothing and proves nothing but that it runs.
 """
 
 from __future__ import annotations
@@ -42,8 +44,15 @@ from trainer.precision import recipe
 RESULT = Path(__file__).parent / "results" / "gpu_single.json"
 #: The shapes of Llama 3.2 1B: 1.24 billion parameters.
 LLAMA_1B = {
-    **{"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64, "ffn_hidden": 8192},
-    **{"vocab": 128256, "tied_embeddings": True, "rope_theta": 5e5},
+    "layers": 16,
+    "hidden": 2048,
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "ffn_hidden": 8192,
+    "vocab": 128256,
+    "tied_embeddings": True,
+    "rope_theta": 5e5,
 }
 #: Dense bf16 FLOP/s of data sheets.
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12}
@@ -52,7 +61,9 @@ Step = Callable[[], Tensor]
 
 def random_batch(plan: Plan, device: torch.device) -> MicroBatch:
     shape = plan.parallel.micro_batch_size, plan.job.train.seq_len
-    window = torch.randint(plan.model.vocab, (shape[0], shape[1] + 1), generator=torch.Generator().manual_seed(1))
+    window = torch.randint(
+        plan.model.vocab, (shape[0], shape[1] + 1), generator=torch.Generator().manual_seed(1)
+    )
     positions = torch.arange(shape[1]).expand(shape).contiguous()
     parts = (window[:, :-1].contiguous(), window[:, 1:].contiguous(), positions)
     return MicroBatch(*(part.to(device) for part in parts), None)
@@ -115,7 +126,8 @@ def compare(plan: Plan, device: torch.device, rounds: int, compiled: bool) -> di
     steps = {"ours": ours(plan, device, batch), "loop": plain(plan, device, batch, compiled)}
     begin = time.perf_counter()
     losses = [{name: float(step()) for name, step in steps.items()} for _ in range(3)]
-    warm_up, spent = time.perf_counter() - begin, {name: [] for name in steps}
+    warm_up = time.perf_counter() - begin
+    spent = {name: [] for name in steps}
     for index in range(rounds):
         for name in list(steps)[:: 1 if index % 2 == 0 else -1]:
             spent[name].append(seconds(steps[name], device))
@@ -123,15 +135,23 @@ def compare(plan: Plan, device: torch.device, rounds: int, compiled: bool) -> di
     ratio = [a / b for a, b in zip(spent["ours"], spent["loop"], strict=True)]
     return {
         **{f"{name}_s": statistics.median(times) for name, times in spent.items()},
-        **{f"{name}_tokens_per_s": tokens / statistics.median(times) for name, times in spent.items()},
-        **{"time_ratio": statistics.median(ratio), "time_ratio_min": min(ratio), "time_ratio_max": max(ratio)},
-        **{"warm_up_s": warm_up, "loss_difference": max(difference(**x) for x in losses)},
+        **{
+            f"{name}_tokens_per_s": tokens / statistics.median(times)
+            for name, times in spent.items()
+        },
+        "time_ratio": statistics.median(ratio),
+        "time_ratio_min": min(ratio),
+        "time_ratio_max": max(ratio),
+        "warm_up_s": warm_up,
+        "loss_difference": max(difference(**x) for x in losses),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_single", description=__doc__.partition("\n")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_single", description=__doc__.partition("\n")[2]
+    )
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
@@ -144,8 +164,12 @@ def main() -> int:
     seq, batch = (64, 2) if args.dry else (args.seq, args.batch)
     model = tiny_model(**({} if args.dry else LLAMA_1B) | {"max_seq_len": seq})
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    sheet = next((peak for key, peak in PEAKS.items() if all(word in name for word in key.split())), None)
-    flops, ceilings, results = model_flops_per_token(model, seq), [], {}
+    sheet = next(
+        (peak for key, peak in PEAKS.items() if all(word in name for word in key.split())), None
+    )
+    flops = model_flops_per_token(model, seq)
+    ceilings = []
+    results = {}
     for mode in ("eager", "compiled"):
         ceilings.append(matmul_ceiling(device, (256,) if args.dry else (4096, 8192, 16384)))
         train = {"seq_len": seq, "precision": "bf16", "micro_batches": 1, "micro_batch_size": batch}
@@ -156,17 +180,28 @@ def main() -> int:
             row[f"{side}_of_ceiling"] = achieved / max(ceilings)
             row[f"{side}_mfu"] = achieved / sheet if sheet else None
         print(
-            f"{mode}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items() if value is not None), flush=True
+            f"{mode}: "
+            + ", ".join(f"{key} {value:.4g}" for key, value in row.items() if value is not None),
+            flush=True,
         )
         torch.compiler.reset()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-    ceiling = {"matmul_ceiling_flops": max(ceilings), "sheet_flops": sheet, "flops_per_token": flops}
+    ceiling = {
+        "matmul_ceiling_flops": max(ceilings),
+        "sheet_flops": sheet,
+        "flops_per_token": flops,
+    }
     print(f"{name}: matmul ceiling {max(ceilings) / 1e12:.1f} TFLOP/s bf16")
     if not args.dry:
-        record = {"device": name, **ceiling, "modes": results, "conditions": conditions(**vars(args))}
+        record = {
+            "device": name,
+            **ceiling,
+            "modes": results,
+            "conditions": conditions(**vars(args)),
+        }
         RESULT.write_text(json.dumps(record, indent=2) + "\n")
     return 0
 

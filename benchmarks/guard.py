@@ -1,11 +1,13 @@
-"""The numbers that users feel, measured now and held against the committed ones, so that a slower one is noticed.
+"""The numbers that users feel, measured now and held against the committed ones, so that a slower
+one is noticed.
 
     .venv/bin/python -m benchmarks.guard [--only NAME ...] [--write] [--json]
 
-A number is how many canaries it costs: fixed work of the same kind that takes turns with it (`benchmarks.guarded`), so
-that another machine, or a busy one, changes it little. One that costs over 20 % more than the committed one, beyond
-the spread of both, is named as worse. Nothing fails: a change that makes a number worse says so in its commit and
-renews the committed ones with `--write` (benchmarks/results/guard.json), as does a change of a number's work or canary.
+A number is how many canaries it costs: fixed work of the same kind that takes turns with it
+(`benchmarks.guarded`), so that another machine, or a busy one, changes it little. One that costs
+over 20 % more than the committed one, beyond the spread of both, is named as worse. Nothing fails:
+a change that makes a number worse says so in its commit and renews the committed ones with
+`--write` (benchmarks/results/guard.json), as does a change of a number's work or canary.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ TOLERANCE = 0.2
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Canaries that a number costs: the median of the rounds and its quartiles; with the conditions."""
+    """Canaries that a number costs: the median of the rounds and its quartiles; with the
+    conditions."""
 
     ratio: float
     low: float
@@ -46,11 +49,23 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def row_of(turns: list[Turn], conditions: dict[str, object]) -> Row:
     ratios = [turn.ratio for turn in turns]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    low, middle, high = (
+        statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    )
     seconds = statistics.median(turn.work for turn in turns)
     canary = statistics.median(turn.canary for turn in turns)
-    numbers = {"ratio": middle, "low": low, "high": high, "seconds": seconds, "canary_seconds": canary}
-    return Row(**{name: float(f"{value:.4g}") for name, value in numbers.items()}, rounds=len(turns), **conditions)
+    numbers = {
+        "ratio": middle,
+        "low": low,
+        "high": high,
+        "seconds": seconds,
+        "canary_seconds": canary,
+    }
+    return Row(
+        **{name: float(f"{value:.4g}") for name, value in numbers.items()},
+        rounds=len(turns),
+        **conditions,
+    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +101,10 @@ class Comparison:
         if self.was is None:
             return f"{title}{now}; {RESULT.name} has no such number (--write adds it)"
         if self.now is None:
-            return f"{title}{RESULT.name} has it ({was}), the guard has no such number (--write removes it)"
+            return (
+                f"{title}{RESULT.name} has it ({was}), the guard has no such number (--write"
+                " removes it)"
+            )
         spread = "" if self.verdict != "unsure" else "; the rounds differ as much: measure it again"
         return f"{title}{self.change:+.0%}: was {was}, is {now}{spread}"
 
@@ -139,12 +157,18 @@ def measured(name: str, rounds: int | None) -> Row:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [f"  {name:<14} {number.what}; canary: {number.canary}" for name, number in NUMBERS.items()]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [
+        f"  {name:<14} {number.what}; canary: {number.canary}" for name, number in NUMBERS.items()
+    ]
     parser.epilog = "\n".join(["numbers:", *names])
     parser.add_argument("--only", nargs="+", choices=NUMBERS, default=list(NUMBERS), metavar="NAME")
     parser.add_argument("--rounds", type=int, help="of each number; default: what its spread needs")
-    parser.add_argument("--write", action="store_true", help=f"what is measured now goes to {RESULT.name}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"what is measured now goes to {RESULT.name}"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     was = committed(RESULT)
@@ -162,9 +186,14 @@ def main(argv: list[str] | None = None) -> int:
     found = comparisons(now, was)
     if args.json:
         page = {
-            one.name: {"verdict": one.verdict, "change": one.change, "now": one.now, "was": one.was} for one in found
+            one.name: {"verdict": one.verdict, "change": one.change, "now": one.now, "was": one.was}
+            for one in found
         }
-        print(msgspec.json.format(msgspec.json.encode({"numbers": page, "failures": failures}), indent=1).decode())
+        print(
+            msgspec.json.format(
+                msgspec.json.encode({"numbers": page, "failures": failures}), indent=1
+            ).decode()
+        )
     else:
         print("\n".join([one.line for one in found if one.now is None] + [summary(found)]))
     if args.write:

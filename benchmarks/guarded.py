@@ -1,8 +1,10 @@
-"""The numbers that `benchmarks.guard` guards, each with its canary: fixed work of the same kind, of nothing of ours.
+"""The numbers that `benchmarks.guard` guards, each with its canary: fixed work of the same kind, of
+nothing of ours.
 
-A canary and a number's work take turns, so that a slower or a busier machine meets both alike: what is compared is how
-many canaries a number costs. Work of the processor alone is measured in its seconds (user and system, of a process and
-all that it has started and waited for), and what waits for disks and other processes in seconds of the clock.
+A canary and a number's work take turns, so that a slower or a busier machine meets both alike: what
+is compared is how many canaries a number costs. Work of the processor alone is measured in its
+seconds (user and system, of a process and all that it has started and waited for), and what waits
+for disks and other processes in seconds of the clock.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ Work = Callable[[], float]  # does it once, and says how many seconds that took
 
 
 class Turn(NamedTuple):
-    """Seconds of a number's work, and the mean of those of the canaries right before and after it."""
+    """Seconds of a number's work, and the mean of those of the canaries right before and after
+    it."""
 
     work: float
     canary: float
@@ -41,9 +44,11 @@ class Turn(NamedTuple):
 
 def in_turns(work: Work, canary: Work, rounds: int) -> list[Turn]:
     canary()  # the first start of anything finds no byte code
-    turns, before = [], canary()
+    turns = []
+    before = canary()
     for _ in range(rounds):
-        seconds, after = work(), canary()
+        seconds = work()
+        after = canary()
         turns.append(Turn(seconds, (before + after) / 2))
         before = after
     return turns
@@ -59,10 +64,12 @@ class Number:
     measure: Callable[[int], list[Turn]]
 
 
-# ------------------------------------------------------------------------------------------ commands, in processor time
+# ------------------------------------------------------------------------------------------
+#     commands, in processor time
 
 PYTHON = [sys.executable, "-c", "pass"]
-#: Objects, dictionaries, floats and modules of the standard library: what a plan and a search are made of.
+#: Objects, dictionaries, floats and modules of the standard library: what a plan and a search are
+#: made of.
 PLAIN = [
     sys.executable,
     "-c",
@@ -111,7 +118,11 @@ def command(what: str, *words: str) -> Number:
 
 def search(what: str, cluster: str, model: str) -> Number:
     return command(
-        f"orch plan, parallel=auto, {what}", "plan", f"+cluster={cluster}", f"model={model}", "parallel=auto"
+        f"orch plan, parallel=auto, {what}",
+        "plan",
+        f"+cluster={cluster}",
+        f"model={model}",
+        "parallel=auto",
     )
 
 
@@ -141,7 +152,8 @@ def of_predict(rounds: int) -> list[Turn]:
         return of_command([ORCH, "predict", "--table", str(table)], PLAIN, rounds)
 
 
-# ------------------------------------------------------------------------------------------ the trainer, in one process
+# ------------------------------------------------------------------------------------------ the
+#     trainer, in one process
 
 
 def of_rank(measure: Callable[..., list[Turn]], *args: object) -> list[Turn]:
@@ -163,7 +175,9 @@ def of_steps(model: str, rounds: int) -> list[Turn]:
     from benchmarks.vs_torch.common import Batches, Ours
     from orchestrator import api
 
-    plan = api.plan_job(f"model={model}", "cluster.nodes=1", "cluster.gpus_per_node=1", "parallel=ddp")
+    plan = api.plan_job(
+        f"model={model}", "cluster.nodes=1", "cluster.gpus_per_node=1", "parallel=ddp"
+    )
     step = Ours(plan, 0, Batches(plan, 0))
     step()
     tokens = torch.randn(512, plan.model.hidden)
@@ -190,7 +204,8 @@ MEMORY = Path("/dev/shm")  # of Linux
 def of_checkpoint(load: bool, rounds: int) -> list[Turn]:
     """Saved at once, read back and durable; or the newest one verified and read into tensors.
 
-    Processor time, in memory where there is enough: seconds of a disk differ by half from one save to the next.
+    Processor time, in memory where there is enough: seconds of a disk differ by half from one save
+    to the next.
     """
     import torch
 
@@ -204,9 +219,12 @@ def of_checkpoint(load: bool, rounds: int) -> list[Turn]:
     roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 20 * STATE_MIB * 2**20
     with tempfile.TemporaryDirectory(prefix="orch-guard-", dir=MEMORY if roomy else None) as home:
         shape = (STATE_MIB * 2**20 // (4 * 1024 * len(KINDS)), 1024)
-        pieces = [StatePiece(kind, whole("w", shape), 0, torch.randn(shape).flatten()) for kind in KINDS]
+        pieces = [
+            StatePiece(kind, whole("w", shape), 0, torch.randn(shape).flatten()) for kind in KINDS
+        ]
         data = torch.cat([piece.data for piece in pieces]).numpy()
-        steps, files = count(1), count()
+        steps = count(1)
+        files = count()
 
         def opened() -> Checkpoints:
             manager = Checkpoints(Path(home, "orch"), make_plan(), Fence("guard", 0), 0, Recorder())
@@ -243,13 +261,15 @@ def of_checkpoint(load: bool, rounds: int) -> list[Turn]:
         return in_turns(lambda: processor_seconds(work), lambda: processor_seconds(canary), rounds)
 
 
-# -------------------------------------------------------------------------------- runs of three nodes, in clock seconds
+# -------------------------------------------------------------------------------- runs of three
+#     nodes, in clock seconds
 
-#: What of a start and of a restart a busier machine does not stretch, so that a canary with it grows as they do: found
-#: from runs at load averages of 7 and 11.
+#: What of a start and of a restart a busier machine does not stretch, so that a canary with it
+#: grows as they do: found from runs at load averages of 7 and 11.
 START_WAIT_S = 0.8
 RESTART_WAIT_S = 0.18
-#: `tree.py SECONDS [DEPTH]`: three processes that start one each, DEPTH deep, after a wait of so many seconds.
+#: `tree.py SECONDS [DEPTH]`: three processes that start one each, DEPTH deep, after a wait of so
+#: many seconds.
 TREE = """
 import subprocess, sys, time
 import json, threading
@@ -270,7 +290,8 @@ def tree(home: Path, seconds: float, depth: int) -> float:
 
 
 def started(home: Path, name: str) -> tuple[Trial, float]:
-    """A run of three nodes on this machine, a stand-in worker on each; from the call of submit to its first step."""
+    """A run of three nodes on this machine, a stand-in worker on each; from the call of submit to
+    its first step."""
     began = time.time()
     trial = Trial(home, name, trainer=False)
     steps = trial.wait(lambda: [line["at"] for line in trial.lines("metrics")], "the first step")
@@ -305,7 +326,9 @@ def of_kills(rounds: int) -> list[Turn]:
         while len(turns) < rounds:
             name = f"guard-{len(turns)}"
             trial, _ = started(home, name)
-            turns += in_turns(partial(stepping_again, trial), lambda: tree(home, RESTART_WAIT_S, 1), KILLS)
+            turns += in_turns(
+                partial(stepping_again, trial), lambda: tree(home, RESTART_WAIT_S, 1), KILLS
+            )
             trial.end(name)
         return turns[:rounds]
 
@@ -315,13 +338,17 @@ FILES = "a file written, hashed, flushed and read, processor time"
 PROCESSES = "a tree of processes and a wait, seconds of the clock"
 NUMBERS = {
     "help": Number("orch --help", "start of a bare Python, processor time", 25, of_help),
-    "plan": command("orch plan of the main line", "plan", "+cluster=h100x64", "parallel=tp8_pp4_zero1"),
+    "plan": command(
+        "orch plan of the main line", "plan", "+cluster=h100x64", "parallel=tp8_pp4_zero1"
+    ),
     "search_64": search("8B on 64 GPUs", "h100x64", "llama3_8b"),
     "search_1024": search("70B on 1,024 GPUs", "h100x1024", "llama3_70b"),
     "search_16384": search("405B on 16,384 GPUs", "h100x16384", "llama3_405b"),
     "predict": Number(f"orch predict, {ROWS:,} rows", PLAIN_CANARY, 7, of_predict),
     "step_tiny": Number("a step of model=tiny", PRODUCTS, 15, partial(of_rank, of_steps, "tiny")),
-    "step_tiny_moe": Number("a step of model=tiny_moe", PRODUCTS, 15, partial(of_rank, of_steps, "tiny_moe")),
+    "step_tiny_moe": Number(
+        "a step of model=tiny_moe", PRODUCTS, 15, partial(of_rank, of_steps, "tiny_moe")
+    ),
     "save": Number(f"a save of {STATE_MIB} MiB", FILES, 9, partial(of_rank, of_checkpoint, False)),
     "load": Number(f"a load of {STATE_MIB} MiB", FILES, 9, partial(of_rank, of_checkpoint, True)),
     "submit": Number("orch submit to the first step", PROCESSES, 7, of_submit),

@@ -1,14 +1,15 @@
 """python -m benchmarks.kernels [--torchtitan DIR]
 
-Counts kernels and bytes of one decoder block, forward and backward, by the operators that torch dispatches: ours, that
-of transformers and that of torchtitan, in one run, nothing compiled, and again compiled (`compiled_kernels`). An
-operator reads each tensor once and writes its results once; views and allocations are free. Counts are not timings:
-they need no GPU. In a block `F.rms_norm` counts as the one operator that a GPU has for it; its own
-row is what torch dispatches on a fake GPU. Writes benchmarks/results/kernels.json and the table of
-docs/gpu.md.
+Counts kernels and bytes of one decoder block, forward and backward, by the operators that torch
+dispatches: ours, that of transformers and that of torchtitan, in one run, nothing compiled, and
+again compiled (`compiled_kernels`). An operator reads each tensor once and writes its results once;
+views and allocations are free. Counts are not timings: they need no GPU. In a block `F.rms_norm`
+counts as the one operator that a GPU has for it; its own row is what torch dispatches on a fake
+GPU. Writes benchmarks/results/kernels.json and the table of docs/gpu.md.
 
-DIR holds torchtitan without what it depends on: pip install --no-deps --target DIR torchtitan spmd_types tyro
-docstring_parser typeguard. Its FlexAttention is replaced by the same call of SDPA that the others make.
+DIR holds torchtitan without what it depends on: pip install --no-deps --target DIR torchtitan
+spmd_types tyro docstring_parser typeguard. Its FlexAttention is replaced by the same call of SDPA
+that the others make.
 """
 
 from __future__ import annotations
@@ -35,17 +36,21 @@ from trainer.model.norm import RMSNorm
 from trainer.model.rope import rope_tables, rotate
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT, PAGE = ROOT / "benchmarks" / "results" / "kernels.json", ROOT / "docs" / "gpu.md"
+RESULT = ROOT / "benchmarks" / "results" / "kernels.json"
+PAGE = ROOT / "docs" / "gpu.md"
 MARKS = "<!-- kernels -->\n", "<!-- end of kernels -->"
 SHAPE = BATCH, LENGTH, HIDDEN = 2, 512, 256
-HEADS, FFN, DTYPE = 16, 768, torch.bfloat16
+HEADS = 16
+FFN = 768
+DTYPE = torch.bfloat16
 #: Not element-wise: their bytes are not what this is about.
 PRODUCTS = ("mm", "addmm", "bmm")
 COUNTER = Kernels()
 
 
 class FusedNorm(torch.autograd.Function):
-    """`F.rms_norm` as a GPU dispatches it: one operator forward, one backward. Values do not matter here."""
+    """`F.rms_norm` as a GPU dispatches it: one operator forward, one backward. Values do not matter
+    here."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -91,7 +96,11 @@ def counted(run: Callable[[], Tensor]) -> dict[str, float]:
     for name, part in (("forward", slice(0, half)), ("backward", slice(half, None))):
         found = list(zip(COUNTER.seen[part], COUNTER.bytes[part], strict=True))
         own = [moved for op, moved in found if op not in PRODUCTS and "attention" not in op]
-        row |= {f"{name}_kernels": len(own), f"{name}_mb": sum(own) / 1e6, f"{name}_all_kernels": len(found)}
+        row |= {
+            f"{name}_kernels": len(own),
+            f"{name}_mb": sum(own) / 1e6,
+            f"{name}_all_kernels": len(found),
+        }
     return row
 
 
@@ -117,11 +126,14 @@ def kept(run: Callable[[], Tensor]) -> float:
     return sum(found.values()) / 1e6
 
 
-# ---------------------------------------------------------------------------------------------- blocks
+# ----------------------------------------------------------------------------------------------
+#     blocks
 
 
 def of_ours() -> Callable[[], Tensor]:
-    model = tiny_model(hidden=HIDDEN, heads=HEADS, kv_heads=HEADS, head_dim=HIDDEN // HEADS, ffn_hidden=FFN)
+    model = tiny_model(
+        hidden=HIDDEN, heads=HEADS, kv_heads=HEADS, head_dim=HIDDEN // HEADS, ffn_hidden=FFN
+    )
     block, x = _ready(Block(model, 0))
     rope = rope_tables(torch.arange(LENGTH).expand(BATCH, -1), model, DTYPE)
     return lambda: block(x(), rope=rope)
@@ -132,7 +144,10 @@ def of_transformers() -> Callable[[], Tensor]:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
     config = LlamaConfig(
-        hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=HEADS, intermediate_size=FFN
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        intermediate_size=FFN,
     )
     config._attn_implementation = "sdpa"
     block, x = _ready(LlamaDecoderLayer(config, 0))
@@ -161,7 +176,9 @@ class Sdpa(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         fewer = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=fewer).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=fewer).transpose(
+            1, 2
+        )
 
 
 def _ready(block: nn.Module) -> tuple[Any, Callable[[], Tensor]]:
@@ -174,12 +191,15 @@ def _ready(block: nn.Module) -> tuple[Any, Callable[[], Tensor]]:
     return block, lambda: source.view(SHAPE)
 
 
-# ---------------------------------------------------------------------------------------------- parts of ours
+# ----------------------------------------------------------------------------------------------
+#     parts of ours
 
 
 def parts() -> dict[str, tuple[Callable[[], Tensor], float, float]]:
     """Of each part of ours what runs, and the fewest MB that it can move forward and backward."""
-    model = tiny_model(hidden=HIDDEN, heads=HEADS, kv_heads=HEADS, head_dim=HIDDEN // HEADS, ffn_hidden=FFN)
+    model = tiny_model(
+        hidden=HIDDEN, heads=HEADS, kv_heads=HEADS, head_dim=HIDDEN // HEADS, ffn_hidden=FFN
+    )
     cos, sin = rope_tables(torch.arange(LENGTH).expand(BATCH, -1), model, DTYPE)
     q = torch.randn(BATCH, LENGTH, HEADS, HIDDEN // HEADS, dtype=DTYPE, requires_grad=True)
     gate, up = (torch.randn(BATCH, LENGTH, FFN, dtype=DTYPE, requires_grad=True) for _ in range(2))
@@ -196,11 +216,14 @@ def parts() -> dict[str, tuple[Callable[[], Tensor], float, float]]:
     }
 
 
-# ---------------------------------------------------------------------------------------------- the page
+# ---------------------------------------------------------------------------------------------- the
+#     page
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.partition("\n")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels", description=__doc__.partition("\n")[2]
+    )
     parser.add_argument("--torchtitan", help="folder with torchtitan")
     args = parser.parse_args()
     F.rms_norm = fused_norm  # type: ignore[assignment]
@@ -221,7 +244,9 @@ def main() -> None:
         found["parts"][name] = over_least(counted(run), least, least_back)
     if not fakegpu.missing():
         found["parts"]["RMS norm (F.rms_norm)"] = fakegpu.call(compiled_kernels.eager_norm)
-        found["compiled"] = fakegpu.call(compiled_kernels.measured, args.torchtitan or "", timeout=3600.0)
+        found["compiled"] = fakegpu.call(
+            compiled_kernels.measured, args.torchtitan or "", timeout=3600.0
+        )
     RESULT.write_text(json.dumps(found, indent=2) + "\n")
     text = PAGE.read_text()
     before, rest = text.split(MARKS[0])
@@ -234,13 +259,23 @@ def table(found: dict[str, Any]) -> str:
         "| block | kernels, all | element-wise kernels | their MB | kept for backward, MB |",
         "|---|---|---|---|---|",
     ]
-    lines += [f"{_block(name, row, '.1f')} {row['kept_mb']:.1f} |" for name, row in found["blocks"].items()]
+    lines += [
+        f"{_block(name, row, '.1f')} {row['kept_mb']:.1f} |"
+        for name, row in found["blocks"].items()
+    ]
     lines += ["", "| part of ours | kernels | bytes over the minimum |", "|---|---|---|"]
     lines += [_part(name, row) for name, row in found["parts"].items()]
     if "compiled" in found:
         compiled = found["compiled"]
-        lines += ["", f"Compiled for an H100, {compiled['shape']} in bf16, the shapes of Llama 3 8B:", ""]
-        lines += ["| block | kernels launched | of them generated | MB that these move |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"Compiled for an H100, {compiled['shape']} in bf16, the shapes of Llama 3 8B:",
+            "",
+        ]
+        lines += [
+            "| block | kernels launched | of them generated | MB that these move |",
+            "|---|---|---|---|",
+        ]
         lines += [_block(name, row, ",.0f") for name, row in compiled["blocks"].items()]
         lines += ["", "| part of ours | kernels | bytes over the minimum |", "|---|---|---|"]
         lines += [_part(name, row) for name, row in compiled["parts"].items()]

@@ -1,10 +1,12 @@
-"""How quickly the controller looks after 500 TrainRuns on 1,000 simulated nodes, and what memory it takes.
+"""How quickly the controller looks after 500 TrainRuns on 1,000 simulated nodes, and what memory it
+takes.
 
-All are asked for at once, eight nodes each: 125 of them fit. Their pods end some seconds after they have begun, so that
-every run is placed in the end and then over. Told: quantiles of one look at one run, of the wait from a change until
-that look, and of one decision (of the controller's own histograms, so upper bounds of their buckets), the controller's
-largest resident memory and processor time, and how long it took until all were done. With `--restart` it is killed in
-the middle, and another one goes on. Root, Go and etcd are needed: tests/beds/kubernetes/bed.py.
+All are asked for at once, eight nodes each: 125 of them fit. Their pods end some seconds after they
+have begun, so that every run is placed in the end and then over. Told: quantiles of one look at one
+run, of the wait from a change until that look, and of one decision (of the controller's own
+histograms, so upper bounds of their buckets), the controller's largest resident memory and
+processor time, and how long it took until all were done. With `--restart` it is killed in the
+middle, and another one goes on. Root, Go and etcd are needed: tests/beds/kubernetes/bed.py.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def bodies(count: int) -> list[dict]:
     bundle, plan = request_of(["cluster=h100x64", "model=llama3_8b"], "scale-1")
     what = planned(bundle, [plan])
     return [
-        body_of(f"r{index:04}", SPACES[index % len(SPACES)], Spec(planned=what, options=OPTIONS), {}, {})
+        body_of(
+            f"r{index:04}", SPACES[index % len(SPACES)], Spec(planned=what, options=OPTIONS), {}, {}
+        )
         for index in range(count)
     ]
 
@@ -93,10 +97,13 @@ def measure(bed: Bed, count: int, restart: bool) -> dict:
     for at in range(0, count, 10):
         _apply(bed, sent[at : at + 10])
     sent_s = time.monotonic() - began
-    pages, memory = [], 0.0
+    pages = []
+    memory = 0.0
 
     def states() -> dict[str, int]:
-        text = bed.kubectl("get", "trainruns", "-A", "-o", "jsonpath={.items[*].status.state}", timeout=300).split()
+        text = bed.kubectl(
+            "get", "trainruns", "-A", "-o", "jsonpath={.items[*].status.state}", timeout=300
+        ).split()
         return {state: text.count(state) for state in set(text)}
 
     killed = not restart
@@ -105,7 +112,8 @@ def measure(bed: Bed, count: int, restart: bool) -> dict:
         if not killed and found.get("done", 0) > count // 4:
             pages.append(series(bed, replica))
             replica.kill()
-            replica, killed = Replica(bed, "scale-again", 15.0), True
+            replica = Replica(bed, "scale-again", 15.0)
+            killed = True
         if time.monotonic() - began > 3000:
             raise RuntimeError(f"not done: {found}")
         time.sleep(5.0)
@@ -122,7 +130,11 @@ def measure(bed: Bed, count: int, restart: bool) -> dict:
         "all_done_s": round(whole_s, 1),
         "memory_mib": round(memory),
         "processor_s": round(busy_s, 1),
-        **{f"{name}_p{int(q * 100)}": quantile(page, name, q) for name in names for q in (0.5, 0.95, 0.99)},
+        **{
+            f"{name}_p{int(q * 100)}": quantile(page, name, q)
+            for name in names
+            for q in (0.5, 0.95, 0.99)
+        },
         "looks": int(float(page.partition("\norch_reconcile_seconds_count ")[2].split()[0])),
     }
 
@@ -132,12 +144,19 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--restart", action="store_true")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "kubernetes_controller.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "kubernetes_controller.json"
+    )
     args = parser.parse_args()
     with Bed(Shape(simulated=args.nodes)) as bed:
         controllers.install(bed)
         found = measure(bed, args.runs, args.restart)
-    found |= {"nodes": args.nodes, "cpus": os.cpu_count(), "machine": platform.machine(), "load": os.getloadavg()[1]}
+    found |= {
+        "nodes": args.nodes,
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "load": os.getloadavg()[1],
+    }
     print(json.dumps(found, indent=1))
     args.out.write_text(msgspec.json.format(json.dumps(found), indent=1) + "\n")
     return 0

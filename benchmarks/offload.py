@@ -1,12 +1,14 @@
-"""A model whose state is several times a memory limit, trained from the disk; and the disk's own bandwidth beside it.
+"""A model whose state is several times a memory limit, trained from the disk; and the disk's own
+bandwidth beside it.
 
     python -m benchmarks.offload [--limit-mib 640] [--layers 14] [--steps 3] [--dir DIR]
 
-As root, with the memory controller of cgroup v1. One process trains without a limit and all in memory; another in a
-cgroup of `--limit-mib`, with `train.offload=disk` and the weights in mapped pages. Printed: losses of both, the state's
-bytes over the limit, the most memory that tensors took (`rss`: pages of the disk are not among it) and that the cgroup
-was charged with, and the bytes a second that the disk moved in updates over those of a probe that reads and writes as
-much and computes nothing, in the same process between the steps.
+As root, with the memory controller of cgroup v1. One process trains without a limit and all in
+memory; another in a cgroup of `--limit-mib`, with `train.offload=disk` and the weights in mapped
+pages. Printed: losses of both, the state's bytes over the limit, the most memory that tensors took
+(`rss`: pages of the disk are not among it) and that the cgroup was charged with, and the bytes a
+second that the disk moved in updates over those of a probe that reads and writes as much and
+computes nothing, in the same process between the steps.
 """
 
 from __future__ import annotations
@@ -37,12 +39,29 @@ def words(options: argparse.Namespace, disk: bool) -> list[str]:
         "parallel=tp1",
         "train.precision=fp32",
     ]
-    found += [f"model.layers={options.layers}", f"model.hidden={hidden}", f"model.heads={hidden // 64}"]
-    found += [f"model.kv_heads={hidden // 64}", "model.head_dim=64", f"model.ffn_hidden={hidden * 11 // 4}"]
-    found += ["model.vocab=8192", "train.seq_len=32", "train.global_batch_samples=1", f"train.steps={options.steps}"]
+    found += [
+        f"model.layers={options.layers}",
+        f"model.hidden={hidden}",
+        f"model.heads={hidden // 64}",
+    ]
+    found += [
+        f"model.kv_heads={hidden // 64}",
+        "model.head_dim=64",
+        f"model.ffn_hidden={hidden * 11 // 4}",
+    ]
+    found += [
+        "model.vocab=8192",
+        "train.seq_len=32",
+        "train.global_batch_samples=1",
+        f"train.steps={options.steps}",
+    ]
     found += ["optim.warmup_steps=0", "parallel.micro_batch_size=1"]
     if disk:
-        found += ["train.offload=disk", "train.offload_weights=true", f"train.offload_buffer_mib={options.buffer_mib}"]
+        found += [
+            "train.offload=disk",
+            "train.offload_weights=true",
+            f"train.offload_buffer_mib={options.buffer_mib}",
+        ]
         found += [f"train.offload_dir={options.dir}"]
     return found
 
@@ -63,8 +82,11 @@ def child(plan_text: str) -> None:
     with tempfile.TemporaryDirectory() as home:
         dist.init_process_group("gloo", init_method=f"file://{home}/store", rank=0, world_size=1)
         engine = Engine(plan, Mesh.from_plan(plan, 0), torch.device("cpu"), recipe(plan.job.train))
-        losses, seconds, phases = list[float | None](), list[float](), list[tuple[float, float]]()
-        moved, disk = 0, offload_of(plan.job.train)
+        losses = list[float | None]()
+        seconds = list[float]()
+        phases = list[tuple[float, float]]()
+        moved = 0
+        disk = offload_of(plan.job.train)
         probe = Probe(disk.dir) if disk.optimizer else None
         for step in range(plan.job.train.steps):
             if probe:  # between the updates, so that what else runs on the machine slows both
@@ -72,7 +94,8 @@ def child(plan_text: str) -> None:
             began = time.perf_counter()
             batch = micro_batch(plan, [step])
             loss, norm = engine.gradients([batch], batch.valid_tokens)
-            between, before = time.perf_counter(), disk_bytes()
+            between = time.perf_counter()
+            before = disk_bytes()
             engine.update(norm, 1e-3)
             ended = time.perf_counter()
             moved += disk_bytes() - before
@@ -82,29 +105,35 @@ def child(plan_text: str) -> None:
         found: dict[str, object] = {"losses": losses, "step_s": seconds, "phases": phases}
         if probe:
             probe.run()
-            found |= {"update": moved / sum(update for _, update in phases), "probe": probe.moved / probe.seconds}
+            found |= {
+                "update": moved / sum(update for _, update in phases),
+                "probe": probe.moved / probe.seconds,
+            }
         print(json.dumps(found))
         dist.destroy_process_group()
 
 
 def disk_bytes() -> int:
-    """Bytes that this process had read from disks or written to them, as the kernel counts: pages too, if they were
-    not in memory."""
+    """Bytes that this process had read from disks or written to them, as the kernel counts: pages
+    too, if they were not in memory."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"]) + int(lines["write_bytes"])
 
 
 class Probe:
-    """As `fio` would: threads that read and write blocks of a file past the page cache, each in turn, and compute
-    nothing. Knows nothing of the trainer."""
+    """As `fio` would: threads that read and write blocks of a file past the page cache, each in
+    turn, and compute nothing. Knows nothing of the trainer."""
 
     def __init__(self, folder: str, size: int = 512 * MIB, block: int = 2 * MIB, threads: int = 8):
-        self.size, self.block, self.threads = size, block, threads
+        self.size = size
+        self.block = block
+        self.threads = threads
         path = Path(folder) / f"probe-{os.getpid()}"
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         path.unlink()
         self.rooms = [mmap.mmap(-1, block) for _ in range(threads)]  # begin on a page
-        self.moved, self.seconds = 0, 0.0
+        self.moved = 0
+        self.seconds = 0.0
         for number in range(size // block):  # so that reads find data
             os.pwritev(self.fd, [self.rooms[0]], number * block)
 
@@ -125,7 +154,8 @@ class Probe:
 def run(plan: str, limit: int | None) -> dict:
     group = None if limit is None else GROUPS / f"orch-offload-{os.getpid()}"
     command = [sys.executable, "-m", "benchmarks.offload", "--child"]
-    most, stop = [0], threading.Event()
+    most = [0]
+    stop = threading.Event()
     try:
         if group is not None:
             group.mkdir()
@@ -137,7 +167,9 @@ def run(plan: str, limit: int | None) -> dict:
 
         def watch() -> None:
             while group is not None and not stop.wait(0.02):
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                stat = dict(
+                    line.split() for line in (group / "memory.stat").read_text().splitlines()
+                )
                 most[0] = max(most[0], int(stat["total_rss"]))
 
         thread = threading.Thread(target=watch)
@@ -146,10 +178,15 @@ def run(plan: str, limit: int | None) -> dict:
         stop.set()
         thread.join()
         if done.returncode:
-            sys.exit(f"the run with limit {limit} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+            sys.exit(
+                f"the run with limit {limit} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+            )
         found = json.loads(done.stdout.splitlines()[-1])
         if group is not None:
-            found |= {"rss": most[0], "charged": int((group / "memory.max_usage_in_bytes").read_text())}
+            found |= {
+                "rss": most[0],
+                "charged": int((group / "memory.max_usage_in_bytes").read_text()),
+            }
         return found
     finally:
         if group is not None and group.exists():
@@ -157,7 +194,9 @@ def run(plan: str, limit: int | None) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--limit-mib", type=int, default=640)
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -177,17 +216,34 @@ def main() -> None:
     for disk in (False, True):
         config = load(words(options, disk), None)
         plans.append(build_plan(config, resolve(config.cluster)))
-    memory, limit = plans[0].memory, options.limit_mib * MIB
+    memory = plans[0].memory
+    limit = options.limit_mib * MIB
     state = memory.params + memory.grads + memory.optimizer
-    free, limited = run(to_json(plans[0]).decode(), None), run(to_json(plans[1]).decode(), limit)
+    free = run(to_json(plans[0]).decode(), None)
+    limited = run(to_json(plans[1]).decode(), limit)
     apart = max(abs(a - b) for a, b in zip(free["losses"], limited["losses"], strict=True))
-    print(f"state {state / MIB:,.0f} MiB = {state / limit:.1f} x the limit of {options.limit_mib} MiB")
-    print(f"losses {free['losses']} without a limit, {limited['losses']} within it: apart by {apart:.1g}")
+    print(
+        f"state {state / MIB:,.0f} MiB = {state / limit:.1f} x the limit of {options.limit_mib} MiB"
+    )
+    print(
+        f"losses {free['losses']} without a limit, {limited['losses']} within it: apart by"
+        f" {apart:.1g}"
+    )
     for name, one in {"without a limit": free, "within": limited}.items():
-        print(f"{name}: " + ", ".join(f"{a:.2f} + {b:.2f}" for a, b in one["phases"]) + " s (gradients + update)")
-    print(f"most of tensors and code {limited['rss'] / MIB:,.0f} MiB; charged {limited['charged'] / MIB:,.0f} MiB")
+        print(
+            f"{name}: "
+            + ", ".join(f"{a:.2f} + {b:.2f}" for a, b in one["phases"])
+            + " s (gradients + update)"
+        )
+    print(
+        f"most of tensors and code {limited['rss'] / MIB:,.0f} MiB; charged"
+        f" {limited['charged'] / MIB:,.0f} MiB"
+    )
     ratio = limited["update"] / limited["probe"]
-    print(f"update {limited['update'] / 1e6:,.0f} MB/s, probe {limited['probe'] / 1e6:,.0f} MB/s: {ratio:.0%}")
+    print(
+        f"update {limited['update'] / 1e6:,.0f} MB/s, probe {limited['probe'] / 1e6:,.0f} MB/s:"
+        f" {ratio:.0%}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""AdamW on the host as the trainer computes it, beside `torch.optim.AdamW(fused=True)` and `foreach=True` on the CPU.
+"""AdamW on the host as the trainer computes it, beside `torch.optim.AdamW(fused=True)` and
+`foreach=True` on the CPU.
 
     python -m benchmarks.offload_adamw [--elements 33554432] [--threads 1 2] [--repeats 7]
 
-A shard of master weights and moments with its gradient, summed in fp32 or bf16: what torch's optimizers get is widened
-and multiplied by the factor of clipping first, as ours is. In turn, the fastest of each; bytes are those that an update
-needs (28 a parameter, 26 of a bf16 gradient), beside those of a copy.
+A shard of master weights and moments with its gradient, summed in fp32 or bf16: what torch's
+optimizers get is widened and multiplied by the factor of clipping first, as ours is. In turn, the
+fastest of each; bytes are those that an update needs (28 a parameter, 26 of a bf16 gradient),
+beside those of a copy.
 """
 
 from __future__ import annotations
@@ -33,10 +35,13 @@ def ours(elements: int, dtype: torch.dtype, rules: Rules) -> Callable[[], None]:
     gradient = host.zeros(elements, dtype).normal_()
     kind = SimpleNamespace(whole=False, decay=True)
     weights = torch.randn(elements)
-    bucket = SimpleNamespace(param_shard=weights, grad_shard=gradient, host_grad=gradient, kind=kind)
+    bucket = SimpleNamespace(
+        param_shard=weights, grad_shard=gradient, host_grad=gradient, kind=kind
+    )
     buckets = SimpleNamespace(buckets=[bucket], zero=1, gathers=False)
     optimizer = ShardedOptimizer(buckets, rules, torch.float32, host)  # type: ignore[arg-type]
-    factor, finite = torch.tensor(1 - 1e-6, dtype=torch.float64), torch.ones((), dtype=torch.bool)
+    factor = torch.tensor(1 - 1e-6, dtype=torch.float64)
+    finite = torch.ones((), dtype=torch.bool)
 
     def once() -> None:
         scale, update = optimizer.decide(1e-3, factor, finite)
@@ -46,7 +51,8 @@ def ours(elements: int, dtype: torch.dtype, rules: Rules) -> Callable[[], None]:
 
 
 def torchs(elements: int, dtype: torch.dtype, **how: bool) -> Callable[[], None]:
-    weights, gradient = torch.nn.Parameter(torch.randn(elements)), torch.randn(elements).to(dtype)
+    weights = torch.nn.Parameter(torch.randn(elements))
+    gradient = torch.randn(elements).to(dtype)
     weights.grad = torch.zeros(elements)
     factor = torch.tensor(1 - 1e-6)
     optimizer = torch.optim.AdamW([weights], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **how)
@@ -64,7 +70,9 @@ def torchs(elements: int, dtype: torch.dtype, **how: bool) -> Callable[[], None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--elements", type=int, nargs="+", default=[1 << 25, 30_000_000])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=7)
@@ -72,7 +80,8 @@ def main() -> None:
     for threads in options.threads:
         torch.set_num_threads(threads)
         for elements in options.elements:
-            here, there = torch.zeros(elements), torch.ones(elements)
+            here = torch.zeros(elements)
+            there = torch.ones(elements)
             ways: dict[str, Callable[[], object]] = {"copy": lambda a=here, b=there: a.copy_(b)}
             for dtype in (torch.float32, torch.bfloat16):
                 name = str(dtype).removeprefix("torch.")
@@ -89,8 +98,15 @@ def main() -> None:
             for name, seconds in best.items():
                 size = 8 if name == "copy" else 26 if "bfloat16" in name else 28
                 fused = best.get(f"torch fused, {name.split(', ')[-1]}")
-                ratio = f"  {fused / seconds:.2f} x torch's fused" if fused and name.startswith("ours") else ""
-                print(f"  {name:<24}{seconds * 1e3:8.1f} ms{size * elements / seconds / 1e9:8.1f} GB/s{ratio}")
+                ratio = (
+                    f"  {fused / seconds:.2f} x torch's fused"
+                    if fused and name.startswith("ours")
+                    else ""
+                )
+                print(
+                    f"  {name:<24}{seconds * 1e3:8.1f} ms{size * elements / seconds / 1e9:8.1f}"
+                    f" GB/s{ratio}"
+                )
 
 
 if __name__ == "__main__":

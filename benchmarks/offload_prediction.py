@@ -1,11 +1,12 @@
-"""The plan's step time with an offloaded optimizer against the trainer's, on this machine, from its own measured rates.
+"""The plan's step time with an offloaded optimizer against the trainer's, on this machine, from its
+own measured rates.
 
     python -m benchmarks.offload_prediction [--layers 4] [--seq-len 64] [--steps 5] [--dir DIR]
 
-One process trains with the optimizer in memory, on the host, delayed, and on the disk, and after each step measures as
-`orch bench` does (products, memory, AdamW, disk), since what else runs on the machine changes both. Plans are made of
-the median of a way's measurements; printed: seconds that the plan predicts, the median of the steps after the first,
-and their ratio.
+One process trains with the optimizer in memory, on the host, delayed, and on the disk, and after
+each step measures as `orch bench` does (products, memory, AdamW, disk), since what else runs on the
+machine changes both. Plans are made of the median of a way's measurements; printed: seconds that
+the plan predicts, the median of the steps after the first, and their ratio.
 """
 
 from __future__ import annotations
@@ -29,11 +30,33 @@ WAYS = {
 
 def words(options: argparse.Namespace, way: str) -> list[str]:
     hidden = options.hidden
-    found = ["cluster=local", "cluster.nodes=1", "cluster.gpus_per_node=1", "model=tiny", "parallel=tp1"]
-    found += [f"model.layers={options.layers}", f"model.hidden={hidden}", f"model.heads={hidden // 64}"]
-    found += [f"model.kv_heads={hidden // 64}", "model.head_dim=64", f"model.ffn_hidden={hidden * 11 // 4}"]
-    found += [f"model.vocab={options.vocab}", f"train.seq_len={options.seq_len}", "train.precision=fp32"]
-    found += ["train.global_batch_samples=1", f"train.steps={options.steps}", "parallel.micro_batch_size=1"]
+    found = [
+        "cluster=local",
+        "cluster.nodes=1",
+        "cluster.gpus_per_node=1",
+        "model=tiny",
+        "parallel=tp1",
+    ]
+    found += [
+        f"model.layers={options.layers}",
+        f"model.hidden={hidden}",
+        f"model.heads={hidden // 64}",
+    ]
+    found += [
+        f"model.kv_heads={hidden // 64}",
+        "model.head_dim=64",
+        f"model.ffn_hidden={hidden * 11 // 4}",
+    ]
+    found += [
+        f"model.vocab={options.vocab}",
+        f"train.seq_len={options.seq_len}",
+        "train.precision=fp32",
+    ]
+    found += [
+        "train.global_batch_samples=1",
+        f"train.steps={options.steps}",
+        "parallel.micro_batch_size=1",
+    ]
     return [*found, *WAYS[way], *([f"train.offload_dir={options.dir}"] if "disk" in way else [])]
 
 
@@ -51,20 +74,26 @@ def child(plans: list[str], folder: str) -> None:
     from trainer.precision import recipe
     from trainer.verify.samples import micro_batch
 
-    device, found = torch.device("cpu"), {"measured": [], "steps": []}
+    device = torch.device("cpu")
+    found = {"measured": [], "steps": []}
 
     with tempfile.TemporaryDirectory() as home:
         dist.init_process_group("gloo", init_method=f"file://{home}/store", rank=0, world_size=1)
         for text in plans:
             plan = from_json(text.encode())
             engine = Engine(plan, Mesh.from_plan(plan, 0), device, recipe(plan.job.train))
-            seconds, measured = list[float](), list[dict]()
+            seconds = list[float]()
+            measured = list[dict]()
             for step in range(plan.job.train.steps):
-                batch, began = micro_batch(plan, [step]), time.perf_counter()
+                batch = micro_batch(plan, [step])
+                began = time.perf_counter()
                 _, norm = engine.gradients([batch], batch.valid_tokens)
                 engine.update(norm, 1e-3)
                 seconds.append(time.perf_counter() - began)
-                one = {"compute": compute("fp32", device), "host": host(device, Path(folder), 1, WORLD)}
+                one = {
+                    "compute": compute("fp32", device),
+                    "host": host(device, Path(folder), 1, WORLD),
+                }
                 measured.append(one)
             found["steps"].append(seconds)
             found["measured"].append(measured)
@@ -79,8 +108,14 @@ def measured_cluster(cluster, measured: list[dict]):  # type: ignore[no-untyped-
 
     from orchestrator.plan.document import Host, Measured
 
-    sizes = {name: statistics.median(one["host"][name] for one in measured) for name in measured[0]["host"]}
-    rates = {name: statistics.median(one["compute"][name] for one in measured) for name in measured[0]["compute"]}
+    sizes = {
+        name: statistics.median(one["host"][name] for one in measured)
+        for name in measured[0]["host"]
+    }
+    rates = {
+        name: statistics.median(one["compute"][name] for one in measured)
+        for name in measured[0]["compute"]
+    }
     sizes |= {name: int(sizes[name]) for name in ("memory_bytes", "disk_bytes")}
     cores = Measured(
         source="benchmark",
@@ -93,8 +128,16 @@ def measured_cluster(cluster, measured: list[dict]):  # type: ignore[no-untyped-
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"layers": 4, "hidden": 1024, "vocab": 8192, "seq-len": 64, "steps": 5}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {
+        "layers": 4,
+        "hidden": 1024,
+        "vocab": 8192,
+        "seq-len": 64,
+        "steps": 5,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dir", default=tempfile.gettempdir())
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -109,7 +152,14 @@ def main() -> None:
     configs = {way: load(words(options, way), None) for way in WAYS}
     cluster = resolve(configs["in memory"].cluster)
     plans = [to_json(build_plan(config, cluster)).decode() for config in configs.values()]
-    command = [sys.executable, "-m", "benchmarks.offload_prediction", "--child", "--dir", options.dir]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.offload_prediction",
+        "--child",
+        "--dir",
+        options.dir,
+    ]
     done = subprocess.run(command, input=json.dumps(plans), capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr[-2000:])
@@ -118,9 +168,12 @@ def main() -> None:
         here = measured_cluster(cluster, found["measured"][at])
         plan = build_plan(config, here)
         median = statistics.median(found["steps"][at][1:])
-        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in plan.time.terms.items() if seconds > 5e-3)
+        parts = ", ".join(
+            f"{name} {seconds:.2f}" for name, seconds in plan.time.terms.items() if seconds > 5e-3
+        )
         print(
-            f"{way:<22} planned {plan.time.step_s:6.2f} s  measured {median:6.2f} s  {plan.time.step_s / median:5.2f}"
+            f"{way:<22} planned {plan.time.step_s:6.2f} s  measured {median:6.2f} s "
+            f" {plan.time.step_s / median:5.2f}"
         )
         print(f"    {parts}; disk {here.host.disk_bytes_per_s / 1e6:,.0f} MB/s, steps"
               f" {[round(one, 2) for one in found['steps'][at]]}")  # fmt: skip

@@ -1,9 +1,11 @@
-"""The same job with tensor parallelism inside nodes and across them, predicted and measured, on shaped links.
+"""The same job with tensor parallelism inside nodes and across them, predicted and measured, on
+shaped links.
 
-`cluster=local_shaped` gives every simulated node a network namespace and one link of a given rate. `orch bench`
-measures links and cores; then both placements are planned and trained. `--check` fails unless the planner's own order
-is the faster one in fact, and predicted communication is within 25 % of what the workers measured. Root and iproute2
-needed. It takes the cores for itself where it computes (real-time priority) for about four minutes.
+`cluster=local_shaped` gives every simulated node a network namespace and one link of a given rate.
+`orch bench` measures links and cores; then both placements are planned and trained. `--check` fails
+unless the planner's own order is the faster one in fact, and predicted communication is within 25 %
+of what the workers measured. Root and iproute2 needed. It takes the cores for itself where it
+computes (real-time priority) for about four minutes.
 """
 
 from __future__ import annotations
@@ -40,22 +42,34 @@ def orch(*words: str) -> str:
 
 
 def measured(run_dir: Path) -> dict:
-    """Medians over steps of the mean over ranks, seconds: the step, and what each axis' communication stood in the way
-    of computing, as the workers book it."""
-    lines = [json.loads(line) for path in sorted(run_dir.glob("metrics/*.jsonl")) for line in path.open()]
+    """Medians over steps of the mean over ranks, seconds: the step, and what each axis'
+    communication stood in the way of computing, as the workers book it."""
+    lines = [
+        json.loads(line) for path in sorted(run_dir.glob("metrics/*.jsonl")) for line in path.open()
+    ]
     lines = [line for line in lines if line["kind"] == "step" and line["step"] > WARM_UP]
 
     def median(of) -> float:
         steps = {line["step"] for line in lines}
-        return statistics.median(statistics.fmean(of(x) for x in lines if x["step"] == step) for step in steps)
+        return statistics.median(
+            statistics.fmean(of(x) for x in lines if x["step"] == step) for step in steps
+        )
 
-    by_axis = {axis: median(lambda line, axis=axis: line.get("comm_s", {}).get(axis, 0.0)) for axis in AXES}
-    return {"step_s": median(lambda line: line["step_s"]), "comm_s": sum(by_axis.values()), "comm_s_by_axis": by_axis}
+    by_axis = {
+        axis: median(lambda line, axis=axis: line.get("comm_s", {}).get(axis, 0.0)) for axis in AXES
+    }
+    return {
+        "step_s": median(lambda line: line["step_s"]),
+        "comm_s": sum(by_axis.values()),
+        "comm_s_by_axis": by_axis,
+    }
 
 
 def once(name: str, words: list[str], steps: int) -> dict:
     plan = json.loads(orch("plan", "--json", *words))
-    sent = json.loads(orch("submit", "--json", "--in-place", f"train.steps={WARM_UP + steps}", *words))
+    sent = json.loads(
+        orch("submit", "--json", "--in-place", f"train.steps={WARM_UP + steps}", *words)
+    )
     state = {"state": "pending"}
     while state["state"] not in ("done", "failed", "cancelled", "stopped"):
         time.sleep(1.0)
@@ -82,12 +96,18 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="timed ones")
     parser.add_argument("--gbit", type=float, default=0.03, help="rate of a node's link")
     parser.add_argument("--parallel", default="tp2_dp2_sp0", help="with tp2 on four processes")
-    parser.add_argument("--share", action="store_true", help="no real-time priority: other work takes part")
+    parser.add_argument(
+        "--share", action="store_true", help="no real-time priority: other work takes part"
+    )
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "placement_felt.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "placement_felt.json"
+    )
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    if not args.share:  # else what is measured is how long the ranks wait for the cores of a busy machine
+    if (
+        not args.share
+    ):  # else what is measured is how long the ranks wait for the cores of a busy machine
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     loads = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="orch-placement-") as home:
@@ -105,19 +125,23 @@ def main() -> int:
     for row in rows:
         row["comm_error"] = row["predicted"]["comm_s"] / row["measured"]["comm_s"] - 1
         row["step_error"] = row["predicted"]["step_s"] / row["measured"]["step_s"] - 1
-        p, m = row["predicted"], row["measured"]
+        p = row["predicted"]
+        m = row["measured"]
         print(
-            f"TP {row['placement']:<7} step {p['step_s']:.3f} s predicted, {m['step_s']:.3f} s measured;"
-            f" communication {p['comm_s']:.3f} s predicted, {m['comm_s']:.3f} s measured ({row['comm_error']:+.0%})"
+            f"TP {row['placement']:<7} step {p['step_s']:.3f} s predicted, {m['step_s']:.3f} s"
+            f" measured; communication {p['comm_s']:.3f} s predicted, {m['comm_s']:.3f} s measured"
+            f" ({row['comm_error']:+.0%})"
         )
     gain = across["measured"]["step_s"] / inside["measured"]["step_s"]
     foreseen = across["predicted"]["step_s"] / inside["predicted"]["step_s"]
     print(f"TP inside nodes is {gain:.2f} times as fast ({foreseen:.2f} predicted)")
     page = {
         "machine": f"{os.cpu_count()} CPUs {platform.machine()}, Linux {platform.release()}",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip(),
+        "commit": (
+            subprocess.run(
+                ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+            ).stdout.strip()
+        ),
         "scheduling": "shared" if args.share else "first in, first out, real-time priority 1",
         "load": [round(load, 1) for load in loads],
         "cluster": cluster,

@@ -1,8 +1,10 @@
-"""Wall time and memory of seating a job on a fragmented three-level fat tree, from 64 to 100,000 GPUs, on one core.
+"""Wall time and memory of seating a job on a fragmented three-level fat tree, from 64 to 100,000
+GPUs, on one core.
 
-Every leaf has 1 to 16 free nodes left (fixed seed), every pod 1 to 32 leaves, 2:1 and 7:1 oversubscribed; the job takes
-all of them that fit its degrees. Timed: unfolding the cluster to arrays, costing, packing, the certificate. Each size
-runs in a process of its own. `--check` fails above 1 s or 1 GiB at the largest, or when time grows faster than GPUs.
+Every leaf has 1 to 16 free nodes left (fixed seed), every pod 1 to 32 leaves, 2:1 and 7:1
+oversubscribed; the job takes all of them that fit its degrees. Timed: unfolding the cluster to
+arrays, costing, packing, the certificate. Each size runs in a process of its own. `--check` fails
+above 1 s or 1 GiB at the largest, or when time grows faster than GPUs.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ SIZES = (64, 512, 4096, 16384, 32768, 65536, 100_000)
 
 
 def fragmented(gpus: int, seed: int = 1):
-    """A cluster of `gpus` free GPUs, eight a node, in the order in which a scheduler might list them: by name."""
+    """A cluster of `gpus` free GPUs, eight a node, in the order in which a scheduler might list
+    them: by name."""
     from orchestrator.cluster.build import build_cluster
     from orchestrator.planner.placement.node_placement import reorder
     from tests.planner import configs
 
     rng = random.Random(seed)
-    nodes, leaves, pods = gpus // 8, [], []
+    nodes = gpus // 8
+    leaves = []
+    pods = []
     while sum(leaves) < nodes:
         leaves.append(min(rng.randint(1, 16), nodes - sum(leaves)))
     at = 0
@@ -60,17 +65,21 @@ def once(gpus: int) -> dict[str, float]:
     cluster = fragmented(gpus)
     model = shapes.llama3_405b()
     spec = configs.cluster(pp * dp, 8, [("fabric", pp * dp, 1.0)])
-    config = configs.config(spec, model, {"tp": 8, "pp": pp, "zero": 1}, global_batch_samples=dp * 8)
+    config = configs.config(
+        spec, model, {"tp": 8, "pp": pp, "zero": 1}, global_batch_samples=dp * 8
+    )
     from orchestrator.cluster.build import build_cluster
 
     parallel = make_parallel(config, make_case(config, build_cluster(spec), model))
     train = make_job(config).train
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     context = CostContext(cluster, model, train)
     traffic = step_traffic(model, parallel, train, context.software)
     found = place_nodes(context.path_cache, parallel, traffic, context.work(parallel, train))
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    wall = time.perf_counter() - wall
+    cpu = time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         "gpus": gpus,
@@ -90,7 +99,9 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "placement_scale.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "placement_scale.json"
+    )
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -102,13 +113,16 @@ def main() -> int:
         command = [sys.executable, __file__, "--one", str(gpus)]
         runs = []
         for _ in range(args.repeats):
-            done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                command, env=env, cwd=ROOT, capture_output=True, text=True, check=True
+            )
             runs.append(json.loads(done.stdout))
         rows.append(min(runs, key=lambda run: run["cpu_s"]))
         print(json.dumps(rows[-1]), flush=True)
     page = {"python": platform.python_version(), "load": round(os.getloadavg()[0], 1), "rows": rows}
     args.out.write_text(json.dumps(page, indent=1) + "\n")
-    small, large = rows[0], rows[-1]
+    small = rows[0]
+    large = rows[-1]
     growth = (large["cpu_s"] / small["cpu_s"]) / (large["gpus"] / small["gpus"])
     print(f"time grows {growth:.3f} times as fast as GPUs")
     return int(args.check and (large["cpu_s"] > 1 or large["peak_mib"] > 1024 or growth > 1))

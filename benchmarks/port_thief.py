@@ -1,16 +1,18 @@
-"""Starts of rank 0's store side by side with processes that take free ports all the time: how many of them fail.
+"""Starts of rank 0's store side by side with processes that take free ports all the time: how many
+of them fail.
 
-A start is what an agent and two ranks do: the port is chosen, a while passes (processes start, programs import), rank 0
-opens torch's store there, rank 1 meets it. The ranks are real processes, forked with torch in memory. Three ways:
+A start is what an agent and two ranks do: the port is chosen, a while passes (processes start,
+programs import), rank 0 opens torch's store there, rank 1 meets it. The ranks are real processes,
+forked with torch in memory. Three ways:
 
 chosen   the port was free when somebody looked, and rank 0 opens it by its number
 kept     the agent keeps it bound, and rank 0 opens it by its number: programs of users
 handed   the agent listens, and rank 0 inherits the socket: the bundled trainer
 
-All of it runs in a network namespace of its own (root, or a kernel that lets users have one), or it would rob other
-programs of this machine. Two thieves hold up to 4,000 ports each and change them as fast as they can: one asks the
-kernel for any free port, one draws numbers. Once more with the second setting SO_REUSEADDR, as a server does that means
-the very number.
+All of it runs in a network namespace of its own (root, or a kernel that lets users have one), or it
+would rob other programs of this machine. Two thieves hold up to 4,000 ports each and change them as
+fast as they can: one asks the kernel for any free port, one draws numbers. Once more with the
+second setting SO_REUSEADDR, as a server does that means the very number.
 """
 
 from __future__ import annotations
@@ -51,15 +53,23 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=2000, help="of each way")
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
-    parser.add_argument("--between-s", type=float, default=0.1, help="from the choice of the port to its use")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "port_thief.json")
+    parser.add_argument(
+        "--between-s", type=float, default=0.1, help="from the choice of the port to its use"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "port_thief.json"
+    )
     args = parser.parse_args()
     own_network()
-    found: dict[str, object] = {"machine": {"cores": os.cpu_count(), "python": platform.python_version()}}
+    found: dict[str, object] = {
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version()}
+    }
     found |= {"starts": args.starts, "at_once": args.at_once, "between_s": args.between_s}
     for reuse in (False, True):
         with thieves(reuse):
-            failed = {way: trial(way, args.starts, args.at_once, args.between_s) for way in args.ways}
+            failed = {
+                way: trial(way, args.starts, args.at_once, args.between_s) for way in args.ways
+            }
         name = "thieves that name a port set SO_REUSEADDR" if reuse else "thieves"
         found[name] = {"failed": failed}
         print(name, failed, flush=True)
@@ -68,7 +78,8 @@ def main() -> int:
 
 
 def own_network() -> None:
-    """Moves this process into a new network namespace, whose loopback is up. OSError where that is not allowed."""
+    """Moves this process into a new network namespace, whose loopback is up. OSError where that is
+    not allowed."""
     users = 0 if os.geteuid() == 0 else 0x10000000  # CLONE_NEWUSER
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(0x40000000 | users):  # CLONE_NEWNET
@@ -111,10 +122,12 @@ def _start(way: str, between_s: float) -> bool:
         if way == "chosen":
             with socket.socket() as probe:
                 probe.bind((ADDRESS, 0))
-                port, fd = probe.getsockname()[1], None
+                port = probe.getsockname()[1]
+                fd = None
         else:
             store = stack.enter_context(StoreSocket(ADDRESS, listens=way == "handed"))
-            port, fd = store.port, store.fileno() if way == "handed" else None
+            port = store.port
+            fd = store.fileno() if way == "handed" else None
         ranks = [_forked(_rank, rank, port, fd, between_s) for rank in range(2)]
         if not _met(ranks[0]):  # else rank 1 would wait for it
             os.kill(ranks[1], signal.SIGKILL)
@@ -141,7 +154,9 @@ def _rank(rank: int, port: int, fd: int | None, between_s: float) -> bool:
 def _steal(by_number: bool, reuse: bool) -> bool:
     """Never ends by itself."""
     held: deque[socket.socket] = deque()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (HELD + 100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (HELD + 100, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
     while True:
         taken = socket.socket()
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
@@ -158,8 +173,10 @@ def _steal(by_number: bool, reuse: bool) -> bool:
 
 
 def _forked(does, *arguments: object) -> int:
-    """The pid of a new process that ends with 0 where `does(*arguments)` is true, and with its parent."""
-    parent, pid = os.getpid(), os.fork()
+    """The pid of a new process that ends with 0 where `does(*arguments)` is true, and with its
+    parent."""
+    parent = os.getpid()
+    pid = os.fork()
     return pid or _ends(parent, does, *arguments)
 
 

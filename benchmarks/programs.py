@@ -1,9 +1,10 @@
 """One DDP program under `orch run` and torchrun, 2 nodes of 2 ranks: a worker killed, a node lost.
 
-`python -m benchmarks.programs --trials N` makes each trial with a new job and writes it as a line of `RESULTS`:
-seconds until the program steps again in a new attempt, of whatever size, and the load average. torchrun is tried as it
-is and with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: else its workers find in their store the addresses that those of the
-attempt before have left there (torch 2.15). `--page` prints the table of docs/programs.md.
+`python -m benchmarks.programs --trials N` makes each trial with a new job and writes it as a line
+of `RESULTS`: seconds until the program steps again in a new attempt, of whatever size, and the load
+average. torchrun is tried as it is and with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: else its
+workers find in their store the addresses that those of the attempt before have left there (torch
+2.15). `--page` prints the table of docs/programs.md.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from tests.patience import PATIENCE_S
 
 PROGRAM = Path(__file__).parents[1] / "tests" / "beds" / "programs" / "ddp.py"
 RESULTS = Path(__file__).parent / "results" / "programs.jsonl"
-STEPS, STEP_S = 400, 0.25
-#: How long a trial waits for the steps after its fault; a job that has not stepped before it is no trial.
+STEPS = 400
+STEP_S = 0.25
+#: How long a trial waits for the steps after its fault; a job that has not stepped before it is no
+#: trial.
 TRIAL_LIMIT_S = 120.0
 
 
@@ -42,10 +45,12 @@ class Step(NamedTuple):
 
 
 class Launcher:
-    """One program in a folder of its own, with so many ranks on each of two nodes; subclasses start it."""
+    """One program in a folder of its own, with so many ranks on each of two nodes; subclasses start
+    it."""
 
     def __init__(self, home: Path, ranks_per_node: int = 2):
-        self.home, self.ranks_per_node = home, ranks_per_node
+        self.home = home
+        self.ranks_per_node = ranks_per_node
         home.mkdir(parents=True)
         self.argv = [str(PROGRAM), str(STEPS), str(home), str(STEP_S)]
         self.environment = {**os.environ, "ORCH_HOME": str(home / "orch"), "OMP_NUM_THREADS": "1"}
@@ -75,7 +80,11 @@ class Launcher:
             rows = [line.split() for line in (self.home / "steps.txt").read_text().splitlines()]
         except OSError:
             return []
-        return [Step(float(row[0]), int(row[1]), int(row[2]), float(row[3])) for row in rows if len(row) == 4]
+        return [
+            Step(float(row[0]), int(row[1]), int(row[2]), float(row[3]))
+            for row in rows
+            if len(row) == 4
+        ]
 
     def stepped(self, since: float, ranks: int | None = None, limit_s: float = PATIENCE_S) -> float:
         """Waits for the second step after `since`; seconds to it. One could still be under way."""
@@ -87,9 +96,12 @@ class Launcher:
         return until(reached, limit_s)[1].at - since
 
     def kill_worker(self, limit_s: float = PATIENCE_S) -> float:
-        """Seconds to the second step of an attempt with a new rank 0: until then the peers may step on."""
-        first, last = self.home / "pid-0", self.home / f"pid-{2 * self.ranks_per_node - 1}"
-        before, began = first.read_text(), time.time()
+        """Seconds to the second step of an attempt with a new rank 0: until then the peers may step
+        on."""
+        first = self.home / "pid-0"
+        last = self.home / f"pid-{2 * self.ranks_per_node - 1}"
+        before = first.read_text()
+        began = time.time()
         os.kill(int(last.read_text()), signal.SIGKILL)
 
         def stepped() -> list[Step]:
@@ -125,7 +137,9 @@ class Orch(Launcher):
 
     def _orch(self, *words: str) -> subprocess.CompletedProcess:
         argv = [sys.executable, "-m", "orchestrator", *words]
-        return subprocess.run(argv, env=self.environment, cwd=PROGRAM.parents[3], capture_output=True, text=True)
+        return subprocess.run(
+            argv, env=self.environment, cwd=PROGRAM.parents[3], capture_output=True, text=True
+        )
 
     def _state(self) -> dict:
         return json.loads((self.home / "orch" / "runs" / self.run_id / "state.json").read_text())
@@ -139,7 +153,9 @@ class Orch(Launcher):
         return self.wait()
 
     def wait(self) -> int:
-        return until(lambda: (state := self._state()).get("ended_at") and [state["exit_code"] or 0])[0]
+        return until(
+            lambda: (state := self._state()).get("ended_at") and [state["exit_code"] or 0]
+        )[0]
 
     def resume(self) -> None:
         until(lambda: self._orch("resume", self.run_id).returncode == 0)
@@ -159,9 +175,17 @@ class Torchrun(Launcher):
         words += [f"--rdzv-endpoint=127.0.0.1:{port}"]
         self.agents = []
         for node in range(2):
-            argv = [sys.executable, "-m", "torch.distributed.run", *words, f"--local-addr=127.0.0.{node + 1}"]
+            argv = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                *words,
+                f"--local-addr=127.0.0.{node + 1}",
+            ]
             with (self.home / f"agent-{node}.log").open("ab") as log:
-                started = subprocess.Popen([*argv, *self.argv], env=self.environment, stdout=log, stderr=log)
+                started = subprocess.Popen(
+                    [*argv, *self.argv], env=self.environment, stdout=log, stderr=log
+                )
             self.agents.append(started)
             time.sleep(2.0)  # the first hosts the store
 
@@ -170,7 +194,8 @@ class Torchrun(Launcher):
         return next(
             agent.pid
             for agent in self.agents
-            if not held & {child.pid for child in psutil.Process(agent.pid).children(recursive=True)}
+            if not held
+            & {child.pid for child in psutil.Process(agent.pid).children(recursive=True)}
         )
 
     def end(self) -> int:
@@ -180,7 +205,14 @@ class Torchrun(Launcher):
         return self.wait()
 
     def wait(self) -> int:
-        return max((agent.wait(PATIENCE_S) for agent in self.agents if agent.returncode != -signal.SIGKILL), key=abs)
+        return max(
+            (
+                agent.wait(PATIENCE_S)
+                for agent in self.agents
+                if agent.returncode != -signal.SIGKILL
+            ),
+            key=abs,
+        )
 
     def resume(self) -> None:
         self.start()
@@ -188,7 +220,10 @@ class Torchrun(Launcher):
     def close(self) -> None:
         for agent in self.agents:
             if agent.poll() is None:
-                for process in [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]:
+                for process in [
+                    *psutil.Process(agent.pid).children(recursive=True),
+                    psutil.Process(agent.pid),
+                ]:
                     process.kill()
                 agent.wait()
 
@@ -210,12 +245,15 @@ FAULTS = ("kill_worker", "kill_node")
 
 
 def trial(name: str, launcher: Launcher, fault: str) -> dict:
-    """One fault in a new job. `again_s` is None where it did not step again within `TRIAL_LIMIT_S`."""
+    """One fault in a new job. `again_s` is None where it did not step again within
+    `TRIAL_LIMIT_S`."""
     found: dict = {"launcher": name, "fault": fault, "load": round(os.getloadavg()[0], 1)}
     try:
         began = time.time()
         launcher.start()
-        found["first_steps_s"] = round(launcher.stepped(began, ranks=2 * launcher.ranks_per_node), 2)
+        found["first_steps_s"] = round(
+            launcher.stepped(began, ranks=2 * launcher.ranks_per_node), 2
+        )
         found["again_s"] = None
         found["again_s"] = round(getattr(launcher, fault)(TRIAL_LIMIT_S), 2)
         found["ranks"] = launcher.steps()[-1].ranks
@@ -227,17 +265,28 @@ def trial(name: str, launcher: Launcher, fault: str) -> dict:
 
 
 def page(trials: list[dict]) -> str:
-    """A row for each kind of trial: how many stepped again, and after how many seconds (median, most)."""
+    """A row for each kind of trial: how many stepped again, and after how many seconds (median,
+    most)."""
     rows = ["| fault | under | stepped again | after, median / most |", "|---|---|--:|--:|"]
     for fault, name in itertools.product(FAULTS, LAUNCHERS):
-        kind = [one for one in trials if (one["launcher"], one["fault"]) == (name, fault) and "again_s" in one]
+        kind = [
+            one
+            for one in trials
+            if (one["launcher"], one["fault"]) == (name, fault) and "again_s" in one
+        ]
         if not kind:
             continue
         again = [one["again_s"] for one in kind if one["again_s"] is not None]
         times = f"{statistics.median(again):.1f} / {max(again):.1f} s" if again else "-"
         rows.append(f"| {fault} | {name} | {len(again)} of {len(kind)} | {times} |")
     loads = [one["load"] for one in trials]
-    return "\n".join([*rows, "", f"Load average {min(loads)} to {max(loads)}, median {statistics.median(loads):.1f}."])
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"Load average {min(loads)} to {max(loads)}, median {statistics.median(loads):.1f}.",
+        ]
+    )
 
 
 def measure(launcher: Launcher) -> dict:

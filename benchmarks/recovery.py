@@ -1,12 +1,13 @@
-"""Faults in elastic runs, one a trial: does the run go on, how soon is it noticed, how soon do steps go on?
+"""Faults in elastic runs, one a trial: does the run go on, how soon is it noticed, how soon do
+steps go on?
 
     python benchmarks/recovery.py [--trials 3] [--faults kill_agent,stop_coordinator] [--trainer]
 
-Three simulated nodes of one rank each on this machine, real agents and workers. The workers are stand-ins that step
-every 0.1 s and save when told (tests/beds/worker.py), so the figures are those of the machinery: what a node loss
-costs besides the program's own start; --trainer runs the bundled one. A trial succeeds when workers of a later epoch
-step beyond where the run had been, and the run then ends well when it is cancelled.
-Prints a table and writes benchmarks/results/recovery.json.
+Three simulated nodes of one rank each on this machine, real agents and workers. The workers are
+stand-ins that step every 0.1 s and save when told (tests/beds/worker.py), so the figures are those
+of the machinery: what a node loss costs besides the program's own start; --trainer runs the bundled
+one. A trial succeeds when workers of a later epoch step beyond where the run had been, and the run
+then ends well when it is cancelled. Prints a table and writes benchmarks/results/recovery.json.
 """
 
 from __future__ import annotations
@@ -43,11 +44,17 @@ NOTICED = ("node_lost", "coordinator_lost", "worker_ended", "fault_detected", "n
 
 class Trial:
     def __init__(self, home: Path, run_id: str, trainer: bool):
-        self.folder, self.environment = home / "runs" / run_id, os.environ | {"ORCH_HOME": str(home)}
+        self.folder = home / "runs" / run_id
+        self.environment = os.environ | {"ORCH_HOME": str(home)}
         wishes = {"ORCH_TEST_STEPS": "100000", "ORCH_TEST_STEP_S": "0.1", "ORCH_TEST_SAVE": "1"}
         self.environment |= wishes
         names = [word for name in wishes for word in ("--env", name)]
-        size = ["nodes=1..3", "cluster.nodes=3", "cluster.gpus_per_node=1", "train.global_batch_samples=6"]
+        size = [
+            "nodes=1..3",
+            "cluster.nodes=3",
+            "cluster.gpus_per_node=1",
+            "train.global_batch_samples=6",
+        ]
         backend = [f"backend.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}", "backend.max_restarts=3"]
         train = ["train.steps=100000", "train.seq_len=64", "checkpoint.every_steps=5"]
         command = [] if trainer else ["--in-place", *names, "--", sys.executable, str(WORKER)]
@@ -85,7 +92,9 @@ class Trial:
         """(when, epoch that was hit)"""
         what, which, signum = FAULTS[fault]
         state = self.state
-        others = sorted(node for node, one in state["nodes"].items() if one["ranks"] and node != state["writer"])
+        others = sorted(
+            node for node, one in state["nodes"].items() if one["ranks"] and node != state["writer"]
+        )
         node = state["writer"] if which == "coordinator" else others[-1]
         pid = json.loads((self.folder / "backend.json").read_bytes())["agents"][node]
         if what == "worker":
@@ -96,24 +105,42 @@ class Trial:
 
     @staticmethod
     def worker(agent: int) -> int:
-        """The one worker below an agent: the worker supervisor's child that is not the fork server."""
+        """The one worker below an agent: the worker supervisor's child that is not the fork
+        server."""
 
         def children(pid: int) -> list[int]:
-            return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+            return [
+                int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            ]
 
         supervisor = children(agent)[0]
         fork_server = "orchestrator.agent.node.fork_server"
-        found = [pid for pid in children(supervisor) if fork_server not in Path(f"/proc/{pid}/cmdline").read_text()]
-        forked = [pid for pid in children(supervisor) if Path(f"/proc/{pid}/comm").read_text().startswith("orch-rank-")]
+        found = [
+            pid
+            for pid in children(supervisor)
+            if fork_server not in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
+        forked = [
+            pid
+            for pid in children(supervisor)
+            if Path(f"/proc/{pid}/comm").read_text().startswith("orch-rank-")
+        ]
         return (forked or found)[0]
 
     def run(self, fault: str) -> dict:
-        self.wait(lambda: self.state["state"] == "running" and len(self.lines("metrics")) > 9, "first steps")
+        self.wait(
+            lambda: self.state["state"] == "running" and len(self.lines("metrics")) > 9,
+            "first steps",
+        )
         at, epoch = self.hit(fault)
         before = max(line["step"] for line in self.lines("metrics"))
 
         def further() -> list[float]:
-            later = [line for line in self.lines("metrics") if line["epoch"] > epoch and line["step"] > before]
+            later = [
+                line
+                for line in self.lines("metrics")
+                if line["epoch"] > epoch and line["step"] > before
+            ]
             return [line["at"] for line in later]
 
         self.wait(further, "steps after the fault")
@@ -136,7 +163,8 @@ class Trial:
 
 
 def measure(fault: str, trials: int, home: Path, trainer: bool) -> dict:
-    good, failures = [], []
+    good = []
+    failures = []
     for index in range(trials):
         run_id = f"{fault.replace('_', '-')}-{index}"
         try:
@@ -166,17 +194,24 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--trainer", action="store_true")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "recovery.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "recovery.json"
+    )
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    rows, load = {}, [os.getloadavg()[0]]
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    rows = {}
+    load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="orch-recovery-") as home:
         for fault in args.faults.split(","):
             row = rows[fault] = measure(fault, args.trials, Path(home), args.trainer)
             load.append(os.getloadavg()[0])
-            seen, again = row.get("noticed_s", {}), row.get("stepping_s", {})
+            seen = row.get("noticed_s", {})
+            again = row.get("stepping_s", {})
             times = [
-                f"{what} {t.get('p50')} s (max {t.get('max')})" for what, t in (("noticed", seen), ("steps", again))
+                f"{what} {t.get('p50')} s (max {t.get('max')})"
+                for what, t in (("noticed", seen), ("steps", again))
             ]
             print(f"{fault:18} {row['recovered']} of {args.trials}  {', '.join(times)}", flush=True)
     document = {

@@ -1,12 +1,13 @@
-"""What `parallel=auto` costs, process start included, on one core; beside a bare Python and the import of numpy.
+"""What `parallel=auto` costs, process start included, on one core; beside a bare Python and the
+import of numpy.
 
     .venv/bin/python benchmarks/search.py [--repeats 7] [--table runs.csv]
 
-CPU seconds (user + system) of whole processes, from fork to exit, all commands in turn in every round: other work on
-the machine stretches wall time, CPU time much less. "cold" composes its configuration with Hydra, all others find it in
-the cache of configurations, and only "planned before" finds its plan in the cache of plans, too: all others search.
-With `--table`, rows of `orch predict` a second as well, imports included. Goes to stdout and
-benchmarks/results/search.json.
+CPU seconds (user + system) of whole processes, from fork to exit, all commands in turn in every
+round: other work on the machine stretches wall time, CPU time much less. "cold" composes its
+configuration with Hydra, all others find it in the cache of configurations, and only "planned
+before" finds its plan in the cache of plans, too: all others search. With `--table`, rows of `orch
+predict` a second as well, imports included. Goes to stdout and benchmarks/results/search.json.
 """
 
 from __future__ import annotations
@@ -40,9 +41,16 @@ TARGETS_S = {"orch plan, 70B on 64": 0.3, "orch plan, 405B on 16,384": 1.0}
 
 
 def cpu_seconds(command: list[str], cache: str) -> float:
-    # no scheduler within reach: where there is one, `orch plan` also asks it when the job could start
-    env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache, "PATH": str(Path(sys.executable).parent)}
-    env.pop("PYTHONDONTWRITEBYTECODE", None)  # with it every process would compile all that it imports anew
+    # no scheduler within reach: where there is one, `orch plan` also asks it when the job could
+    # start
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": cache,
+        "PATH": str(Path(sys.executable).parent),
+    }
+    env.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # with it every process would compile all that it imports anew
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=env)
     _, status, used = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
@@ -61,18 +69,23 @@ def measure(commands: dict[str, list[str]], repeats: int) -> dict[str, list[floa
                 if not name.endswith("planned before"):
                     shutil.rmtree(Path(warm, "orch", "plan"), ignore_errors=True)
                 with tempfile.TemporaryDirectory() as empty:
-                    found[name].append(cpu_seconds(command, empty if name.endswith("cold") else warm))
+                    found[name].append(
+                        cpu_seconds(command, empty if name.endswith("cold") else warm)
+                    )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--table", type=Path, help="a table for `orch predict`")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "search.json")
     args = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    commands, load = dict(COMMANDS), os.getloadavg()[0]
+    commands = dict(COMMANDS)
+    load = os.getloadavg()[0]
     if args.table:
         commands["orch predict"] = [ORCH, "predict", "--table", str(args.table.resolve())]
     found = measure(commands, args.repeats)
@@ -83,22 +96,32 @@ def main() -> None:
     if args.table:
         with args.table.open(newline="") as file:
             rows = sum(1 for _ in csv.DictReader(file))
-        results["orch predict"] |= {"rows": rows, "rows_per_s": round(rows / min(found["orch predict"]))}
+        results["orch predict"] |= {
+            "rows": rows,
+            "rows_per_s": round(rows / min(found["orch predict"])),
+        }
     print(f"{'CPU seconds of the whole process':<38}{'median':>9}{'best':>9}{'target':>9}")
     for name, row in results.items():
         target = f"{TARGETS_S[name]:.1f}" if name in TARGETS_S else ""
         print(f"{name:<38}{row['median_s']:>9.2f}{row['best_s']:>9.2f}{target:>9}")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     conditions = {
-        **{"commit": commit, "repeats": args.repeats, "python": platform.python_version()},
-        **{"cpu": models[0] if models else platform.processor(), "cores": os.cpu_count(), "used": 1},
+        "commit": commit,
+        "repeats": args.repeats,
+        "python": platform.python_version(),
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "used": 1,
         "load_average_before": round(load, 2),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(
-        json.dumps({"conditions": conditions, "targets_s": TARGETS_S, "results": results}, indent=1) + "\n"
+        json.dumps({"conditions": conditions, "targets_s": TARGETS_S, "results": results}, indent=1)
+        + "\n"
     )
     print(f"load average before: {load:.2f}; written to {os.path.relpath(args.out)}")
 

@@ -1,4 +1,5 @@
-"""Wall time to read a 5,000-node `scontrol` output and place a job on it. `--check` fails above one second."""
+"""Wall time to read a 5,000-node `scontrol` output and place a job on it. `--check` fails above one
+second."""
 
 from __future__ import annotations
 
@@ -47,10 +48,13 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     plan = make_plan(tp=8, pp=4, dp=args.job_nodes // 4, nodes=args.job_nodes)
-    text, network = big.scontrol_nodes(args.nodes), big.scontrol_topology(args.nodes)
+    text = big.scontrol_nodes(args.nodes)
+    network = big.scontrol_topology(args.nodes)
     runs = [once(plan, text, network) for _ in range(args.repeats)]
     result = {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     result |= {
         "nodes": args.nodes,
         "job_nodes": args.job_nodes,

@@ -2,9 +2,10 @@
 
     python benchmarks/soak.py --minutes 60 --fault-every-s 60 [--trainer] [--seed 0]
 
-Four nodes of one rank each and a spare on this machine; faults and victims are drawn by the seed from those of `orch
-drill` that a run gets over by itself. Then the run is cancelled, and its own report is read: ETTR, seconds by state,
-faults, lost steps, and the ledger, which must have each sample once. Writes benchmarks/results/soak.json.
+Four nodes of one rank each and a spare on this machine; faults and victims are drawn by the seed
+from those of `orch drill` that a run gets over by itself. Then the run is cancelled, and its own
+report is read: ETTR, seconds by state, faults, lost steps, and the ledger, which must have each
+sample once. Writes benchmarks/results/soak.json.
 """
 
 from __future__ import annotations
@@ -31,17 +32,43 @@ from orchestrator.errors import OrchError  # noqa: E402
 from orchestrator.run.folder import RunFolder  # noqa: E402
 from orchestrator.run.request import read_request  # noqa: E402
 
-FAULTS = ("kill_worker", "stop_worker", "slow_worker", "kill_agent", "stop_agent", "kill_node", "stop_node")
+FAULTS = (
+    "kill_worker",
+    "stop_worker",
+    "slow_worker",
+    "kill_agent",
+    "stop_agent",
+    "kill_node",
+    "stop_node",
+)
 WITH_CHECKPOINTS = (*FAULTS, "disk_full", "bit_flip")
 
 
 def submit(home: Path, trainer: bool) -> RunFolder:
-    words = ["submit", "nodes=2..4", "cluster.nodes=4", "cluster.gpus_per_node=1", "train.seq_len=64"]
-    words += ["train.global_batch_samples=12", "train.steps=10000000", "backend.heartbeat_timeout_s=3"]
-    words += ["backend.max_restarts=100000", "checkpoint.every_steps=20", "checkpoint.memory_every_steps=1"]
+    words = [
+        "submit",
+        "nodes=2..4",
+        "cluster.nodes=4",
+        "cluster.gpus_per_node=1",
+        "train.seq_len=64",
+    ]
+    words += [
+        "train.global_batch_samples=12",
+        "train.steps=10000000",
+        "backend.heartbeat_timeout_s=3",
+    ]
+    words += [
+        "backend.max_restarts=100000",
+        "checkpoint.every_steps=20",
+        "checkpoint.memory_every_steps=1",
+    ]
     words += ["backend.options.restart_lost_nodes_after_s=2", "backend.options.grow_after_s=5"]
     words += ["backend.options.spare_nodes=1", "--run-id", "soak"]
-    command = [] if trainer else ["--in-place", "--", sys.executable, str(ROOT / "benchmarks" / "together.py")]
+    command = (
+        []
+        if trainer
+        else ["--in-place", "--", sys.executable, str(ROOT / "benchmarks" / "together.py")]
+    )
     orch(home, *words, *command)
     return RunFolder(home / "runs" / "soak")
 
@@ -49,7 +76,9 @@ def submit(home: Path, trainer: bool) -> RunFolder:
 def orch(home: Path, *words: str) -> str:
     argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
     environment = os.environ | {"ORCH_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(argv, env=environment, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        argv, env=environment, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def soak(
@@ -57,8 +86,12 @@ def soak(
 ) -> tuple[int, list[str]]:
     """(faults that were injected, what did not go on)."""
     request = read_request(folder)
-    drilled, targets = DrilledRun(folder, get_backend("local"), request, 120.0), LocalTargets(folder, request)
-    draw, end, injection, problems = random.Random(seed), time.monotonic() + seconds, 0, []
+    drilled = DrilledRun(folder, get_backend("local"), request, 120.0)
+    targets = LocalTargets(folder, request)
+    draw = random.Random(seed)
+    end = time.monotonic() + seconds
+    injection = 0
+    problems = []
     while time.monotonic() + every_s < end:
         time.sleep(every_s - time.monotonic() % every_s)
         fault = draw.choice(faults)
@@ -71,7 +104,10 @@ def soak(
         injection += 1
         problems += [f"{fault}: {trial.problem}"] if not trial.ok else []
         left = f"{(end - time.monotonic()) / 60:.0f} min left"
-        print(f"{injection:>4} {fault:<12} rank {trial.rank} on {trial.node:<9} ok={trial.ok} {left}", flush=True)
+        print(
+            f"{injection:>4} {fault:<12} rank {trial.rank} on {trial.node:<9} ok={trial.ok} {left}",
+            flush=True,
+        )
     time.sleep(max(0.0, end - time.monotonic()))
     return injection, problems
 
@@ -81,10 +117,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--fault-every-s", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trainer", action="store_true", help="the bundled trainer instead of stand-ins")
+    parser.add_argument(
+        "--trainer", action="store_true", help="the bundled trainer instead of stand-ins"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "soak.json")
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
     load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="orch-soak-", ignore_cleanup_errors=True) as temporary:
         home = Path(temporary)

@@ -1,12 +1,15 @@
-"""What a start costs at up to 16,384 ranks: operations on the store, connections, communicators and their memory, time.
+"""What a start costs at up to 16,384 ranks: operations on the store, connections, communicators and
+their memory, time.
 
-Counted: the trainer's own code (`ControlPath.join`, `Mesh.from_plan`) runs as chosen ranks of a large plan, on a store
-that records and with splits that record; gloo's groups are real ones, which until they are used need no peer. What
-gloo does when a pair of ranks connects, and what it did when every pair connected at the start, is counted on real
-groups of 2 to 16 ranks. NCCL cannot run here: its operations on the store and its memory are from its source.
+Counted: the trainer's own code (`ControlPath.join`, `Mesh.from_plan`) runs as chosen ranks of a
+large plan, on a store that records and with splits that record; gloo's groups are real ones, which
+until they are used need no peer. What gloo does when a pair of ranks connects, and what it did when
+every pair connected at the start, is counted on real groups of 2 to 16 ranks. NCCL cannot run here:
+its operations on the store and its memory are from its source.
 
-Real: 64 and 128 processes of this machine call `connect` and the control path, beside the same number in one gloo group
-of all, connected at the start as before. Seconds of a larger start on one store follow from its measured rate.
+Real: 64 and 128 processes of this machine call `connect` and the control path, beside the same
+number in one gloo group of all, connected at the start as before. Seconds of a larger start on one
+store follow from its measured rate.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ ROOT = Path(__file__).resolve().parents[1]
 WORLDS = (64, 1024, 4096, 16384)
 NODE = 8
 WAIT = timedelta(seconds=60)
-#: NCCL 2.x on NVLink and InfiniBand: bytes of one connection's buffers (NCCL_BUFFSIZE 4 MiB for the simple protocol,
-#: half a MiB for the other two) by channels by ring neighbours, once a communicator is used; nothing before.
+#: NCCL 2.x on NVLink and InfiniBand: bytes of one connection's buffers (NCCL_BUFFSIZE 4 MiB for the
+#: simple protocol, half a MiB for the other two) by channels by ring neighbours, once a
+#: communicator is used; nothing before.
 NCCL_CONNECTION = 4 << 20 | 1 << 19
-NCCL_CHANNELS, NCCL_NEIGHBOURS = 16, 2
+NCCL_CHANNELS = 16
+NCCL_NEIGHBOURS = 2
 NCCL_ID = 128  # bytes of a root's address
 
 
@@ -47,7 +52,9 @@ class RecordingStore(dist.Store):
 
     def __init__(self, inner: dist.Store | None = None):
         super().__init__()
-        self.inner, self.operations, self._lock = inner or dist.HashStore(), 0, threading.Lock()
+        self.inner = inner or dist.HashStore()
+        self.operations = 0
+        self._lock = threading.Lock()
 
     def _count(self) -> None:
         with self._lock:
@@ -92,13 +99,14 @@ class RecordingStore(dist.Store):
         return WAIT
 
 
-# ---------------------------------------------------------------------------------------------------- counted
+# ----------------------------------------------------------------------------------------------------
+#     counted
 
 
 @functools.cache
 def of_gloo(ranks: int, lazily: bool, use: bool) -> int:
-    """Operations on the store of making, and perhaps using as the control path does, a real group of `ranks`; all ranks
-    together."""
+    """Operations on the store of making, and perhaps using as the control path does, a real group
+    of `ranks`; all ranks together."""
     os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazily))
     store = RecordingStore()
 
@@ -122,8 +130,15 @@ def counted(world: int) -> dict[str, object]:
     """Of a plan tp8 pp8 dp(world/64) with ZeRO-1 on nodes of eight."""
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     model = tiny_model(layers=8, heads=8, kv_heads=8, hidden=64, vocab=256, tied_embeddings=True)
-    plan = make_plan(tp=8, pp=8, dp=world // 64, zero=1, nodes=world // NODE, micro_batches=8, model=model)
-    chosen = {"rank 0": 0, "a leader of nodes": min(128, world - NODE), "a node's first": 8, "another": 9}
+    plan = make_plan(
+        tp=8, pp=8, dp=world // 64, zero=1, nodes=world // NODE, micro_batches=8, model=model
+    )
+    chosen = {
+        "rank 0": 0,
+        "a leader of nodes": min(128, world - NODE),
+        "a node's first": 8,
+        "another": 9,
+    }
     rows = {}
     for name, rank in chosen.items():
         store = RecordingStore()
@@ -141,9 +156,13 @@ def counted(world: int) -> dict[str, object]:
         mesh.split_group = real
         seconds = time.perf_counter() - began
         levels = levels_of(rank, world, NODE)
-        communicators = {id(group): name for name, group in made.groups.items() if group is not None}
+        communicators = {
+            id(group): name for name, group in made.groups.items() if group is not None
+        }
         rows[name] = {
-            "store_operations": store.operations + 2,  # NCCL: its roots' addresses, and one root's own
+            "store_operations": (
+                store.operations + 2
+            ),  # NCCL: its roots' addresses, and one root's own
             "control_connections": sum(at.size - 1 for at in levels),
             "control_levels": len(levels),
             "nccl_splits": len(splits),
@@ -155,19 +174,28 @@ def counted(world: int) -> dict[str, object]:
     levels = [at for rank in range(world) for at in levels_of(rank, world, NODE)]
     roots = -(-world // ranks_per_root(world))
     control_total = sum(of_gloo(at.size, lazily=True, use=True) for at in levels if at.index == 0)
-    store_total = 2 * world + control_total + roots  # the default group's addresses, reads of NCCL's roots
+    store_total = (
+        2 * world + control_total + roots
+    )  # the default group's addresses, reads of NCCL's roots
     return {
         "ranks": rows,
-        "at_the_store": {"operations": store_total, "connections": world, "nccl_bytes": world * roots * NCCL_ID},
+        "at_the_store": {
+            "operations": store_total,
+            "connections": world,
+            "nccl_bytes": world * roots * NCCL_ID,
+        },
         "before": {
-            "operations": world * (2 * world + 1),  # of one group of all, connected at the start: as at 2 to 16
+            "operations": (
+                world * (2 * world + 1)
+            ),  # of one group of all, connected at the start: as at 2 to 16
             "connections_a_rank": world - 1,
             "nccl_bytes": world * -(-world // 128) * NCCL_ID,
         },
     }
 
 
-# ---------------------------------------------------------------------------------------------------- real processes
+# ----------------------------------------------------------------------------------------------------
+#     real processes
 
 
 def sockets() -> int:
@@ -198,8 +226,11 @@ def _rank(rank: int, world: int, port: int, tree: bool, repeats: int, pipe: int)
     try:
         torch.set_num_threads(1)
         os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(tree))
-        before, began = sockets(), time.perf_counter()
-        server = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=WAIT, wait_for_workers=False)
+        before = sockets()
+        began = time.perf_counter()
+        server = dist.TCPStore(
+            "127.0.0.1", port, world, rank == 0, timeout=WAIT, wait_for_workers=False
+        )
         store = dist.PrefixStore("run/0", server)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=WAIT)
         control = ControlPath.join(store, rank, world, NODE, WAIT) if tree else ControlPath()
@@ -219,7 +250,9 @@ def _rank(rank: int, world: int, port: int, tree: bool, repeats: int, pipe: int)
         began = time.perf_counter()
         for _ in range(500 if rank == 1 else 0):
             server.add("rate", 1)
-        line["store_operation_us"] = round(1e6 * (time.perf_counter() - began) / 500, 1) if rank == 1 else 0
+        line["store_operation_us"] = (
+            round(1e6 * (time.perf_counter() - began) / 500, 1) if rank == 1 else 0
+        )
         os.write(pipe, (json.dumps(line) + "\n").encode())
         control.barrier()
         time.sleep(0.5 if rank == 0 else 0)  # the store serves until the others have left
@@ -229,14 +262,26 @@ def _rank(rank: int, world: int, port: int, tree: bool, repeats: int, pipe: int)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--worlds", type=int, nargs="*", default=WORLDS, help="ranks of the counted starts")
-    parser.add_argument("--real", type=int, nargs="*", default=(64, 128), help="ranks of the real starts")
+    parser.add_argument(
+        "--worlds", type=int, nargs="*", default=WORLDS, help="ranks of the counted starts"
+    )
+    parser.add_argument(
+        "--real", type=int, nargs="*", default=(64, 128), help="ranks of the real starts"
+    )
     parser.add_argument("--port", type=int, default=29871)
-    parser.add_argument("--check", action="store_true", help="fail if anything at one node grows faster than the ranks")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "start_scale.json")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="fail if anything at one node grows faster than the ranks",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "start_scale.json"
+    )
     args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    found: dict[str, object] = {"machine": {"cores": os.cpu_count(), "python": platform.python_version()}}
+    found: dict[str, object] = {
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version()}
+    }
     found["real"] = {}
     for at, world in enumerate(args.real):  # first: they fork, and threads would not survive that
         tree, flat = (real(world, args.port + 2 * at + int(one), one) for one in (True, False))
@@ -260,7 +305,8 @@ def main() -> int:
 
 
 def _check(counts: dict[int, dict]) -> int:
-    first, last = min(counts), max(counts)
+    first = min(counts)
+    last = max(counts)
     grown = last / first
     bad = []
     for name in ("operations", "connections"):

@@ -1,9 +1,11 @@
-"""A stand-in for a training program: ranks that step together, save, and resume. No torch, so it starts at once.
+"""A stand-in for a training program: ranks that step together, save, and resume. No torch, so it
+starts at once.
 
-A step is some sleep on every rank and one exchange through rank 0 over TCP, so a dead or frozen rank stops all of them,
-as a collective does. Rank 0 saves every few steps, whole or not at all. It runs under orch and under torchrun, on the
-same few variables, and finds rank 0 by the address and port that its launcher has given it: ranks that were told
-different ones never meet. Environment: TOGETHER_DIR, TOGETHER_STEP_S, TOGETHER_SAVE_EVERY, TOGETHER_TIMEOUT_S.
+A step is some sleep on every rank and one exchange through rank 0 over TCP, so a dead or frozen
+rank stops all of them, as a collective does. Rank 0 saves every few steps, whole or not at all. It
+runs under orch and under torchrun, on the same few variables, and finds rank 0 by the address and
+port that its launcher has given it: ranks that were told different ones never meet. Environment:
+TOGETHER_DIR, TOGETHER_STEP_S, TOGETHER_SAVE_EVERY, TOGETHER_TIMEOUT_S.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import sys
 import time
 from pathlib import Path
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-ADDRESS, PORT = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+RANK = int(os.environ["RANK"])
+WORLD = int(os.environ["WORLD_SIZE"])
+ADDRESS = os.environ["MASTER_ADDR"]
+PORT = os.environ["MASTER_PORT"]
 OURS = "ORCH_EPOCH" in os.environ
 LIFE = int(os.environ["ORCH_EPOCH"] if OURS else os.environ["TORCHELASTIC_RESTART_COUNT"])
 HOME = Path(os.environ.get("TOGETHER_DIR") or os.environ["ORCH_RUN_DIR"])
@@ -43,7 +47,9 @@ def write(path: Path, content: str) -> None:
 
 
 def save(path: Path, step: int) -> None:
-    with contextlib.suppress(OSError):  # a full disk: the one before is still there, and the next may succeed
+    with contextlib.suppress(
+        OSError
+    ):  # a full disk: the one before is still there, and the next may succeed
         write(path, str(step))
 
 
@@ -85,7 +91,14 @@ def take(other: socket.socket) -> bytes:
 
 
 def report(step: int, seconds: float) -> None:
-    line = {"kind": "step", "rank": RANK, "epoch": LIFE, "step": step, "samples": step * BATCH, "tokens": BATCH}
+    line = {
+        "kind": "step",
+        "rank": RANK,
+        "epoch": LIFE,
+        "step": step,
+        "samples": step * BATCH,
+        "tokens": BATCH,
+    }
     line |= {"step_s": seconds, "loss": 5.0 / step}
     if OURS:
         with contextlib.suppress(BlockingIOError):

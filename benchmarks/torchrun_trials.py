@@ -1,4 +1,5 @@
-"""One fault in a stock torchrun job: three elastic agents with all defaults, the same program, the same machine."""
+"""One fault in a stock torchrun job: three elastic agents with all defaults, the same program, the
+same machine."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ _START_S = 900.0  # a loaded machine takes its time, and that is no fault of the
 
 
 class Job:
-    """Agents on 127.0.0.1 to .3; the first hosts rank 0 (ranks go by address), the second was started first and hosts
-    the store, which is as near to a coordinator as torchrun has. With `cables` each has a network namespace and an
-    address of its own.
+    """Agents on 127.0.0.1 to .3; the first hosts rank 0 (ranks go by address), the second was
+    started first and hosts the store, which is as near to a coordinator as torchrun has. With
+    `cables` each has a network namespace and an address of its own.
     """
 
     def __init__(self, home: Path, cables: bool = False):
@@ -40,20 +41,30 @@ class Job:
         names = tuple(f"node-{node}" for node in range(NODES))
         wiring = Wiring(names, _LINK, ((tuple(range(NODES)),),), (1.0,))
         self.network = Network(wiring) if cables else None
-        addresses = [wiring.address(name) if cables else f"127.0.0.{node + 1}" for node, name in enumerate(names)]
+        addresses = [
+            wiring.address(name) if cables else f"127.0.0.{node + 1}"
+            for node, name in enumerate(names)
+        ]
         words = [f"--nnodes=2:{NODES}", "--nproc-per-node=1"]
-        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={addresses[1] if cables else '127.0.0.1'}:{port}"]
+        words += [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={addresses[1] if cables else '127.0.0.1'}:{port}",
+        ]
         words += [f"--rdzv-id={home.name}", "--max-restarts=3"]
         environment = os.environ | {"TOGETHER_DIR": str(home), "OMP_NUM_THREADS": "1"}
         self.agents: dict[int, BaseProcess] = {}
         for node in (1, 0, 2):
-            told = [f"--rdzv-conf=is_host={int(node == 1)}"] if cables else []  # else it knows by the name of the host
+            told = (
+                [f"--rdzv-conf=is_host={int(node == 1)}"] if cables else []
+            )  # else it knows by the name of the host
             argv = [*words, *told, f"--local-addr={addresses[node]}", str(TOGETHER)]
             enter = self.network.enter(names[node]) if self.network else None
             about = (argv, environment, home / f"agent-{node}.log", enter)
             self.agents[node] = get_context("fork").Process(target=_torchrun, args=about)
             self.agents[node].start()
-            if node == 1 and not cables:  # which this process could not reach; the others try again by themselves
+            if (
+                node == 1 and not cables
+            ):  # which this process could not reach; the others try again by themselves
                 self._wait(port)
 
     def _wait(self, port: int) -> None:
@@ -65,7 +76,9 @@ class Job:
 
     def steps(self) -> list[dict]:
         try:
-            return [json.loads(line) for line in (self.home / "steps.jsonl").read_text().splitlines()]
+            return [
+                json.loads(line) for line in (self.home / "steps.jsonl").read_text().splitlines()
+            ]
         except (OSError, ValueError):
             return []
 
@@ -89,15 +102,19 @@ class Job:
         for path in self.home.glob("pid-*"):  # what an agent that was killed left behind
             with contextlib.suppress(OSError, ValueError, IndexError):
                 pid = int(path.read_text().split()[0])
-                if str(TOGETHER).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and _in(pid, self.home):
+                if str(TOGETHER).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and _in(
+                    pid, self.home
+                ):
                     _send(pid, signal.SIGKILL)
         if self.network:
             self.network.close()
 
 
-def _torchrun(argv: list[str], environment: dict[str, str], log: Path, enter: Callable[[], None] | None) -> None:
-    """An agent, in a process of its own. It is forked from one that has imported torch, which is not what is measured
-    and takes a busy machine longer than all the rest."""
+def _torchrun(
+    argv: list[str], environment: dict[str, str], log: Path, enter: Callable[[], None] | None
+) -> None:
+    """An agent, in a process of its own. It is forked from one that has imported torch, which is
+    not what is measured and takes a busy machine longer than all the rest."""
     os.setsid()
     with log.open("wb") as file, open(os.devnull, "rb") as nothing:
         for ours, theirs in ((nothing, 0), (file, 1), (file, 2)):
@@ -110,9 +127,11 @@ def _torchrun(argv: list[str], environment: dict[str, str], log: Path, enter: Ca
     run.main(argv)
 
 
-def torchrun_trial(home: Path, fault: str, position: str, for_s: float, limit_s: float) -> dict | None:
-    """The same fields as a trial of ours; what torchrun does not tell (when it noticed) is None. None at all where the
-    job did not come to step on all nodes before it was hit: that is no trial.
+def torchrun_trial(
+    home: Path, fault: str, position: str, for_s: float, limit_s: float
+) -> dict | None:
+    """The same fields as a trial of ours; what torchrun does not tell (when it noticed) is None.
+    None at all where the job did not come to step on all nodes before it was hit: that is no trial.
     """
     job = Job(home / f"torchrun-{time.time_ns()}", cables=fault == "partition")
     found = {
@@ -149,7 +168,8 @@ def torchrun_trial(home: Path, fault: str, position: str, for_s: float, limit_s:
 
 def hit(job: Job, fault: str, node: int, for_s: float):
     """The fault; what takes it back after `for_s`, if it is of those that last."""
-    agent, worker = job.agents[node].pid, job.worker(node)
+    agent = job.agents[node].pid
+    worker = job.worker(node)
     everything = [agent, *descendants(agent)]
     if fault == "kill_worker":
         _send(worker, signal.SIGKILL)
@@ -186,7 +206,8 @@ def hit(job: Job, fault: str, node: int, for_s: float):
 
 
 def _watch(job: Job, found: dict, before: dict, lift, lifted: float, limit_s: float) -> None:
-    """Until another life steps; or, for what costs time only, until steps go on. An orphan's steps are no recovery."""
+    """Until another life steps; or, for what costs time only, until steps go on. An orphan's steps
+    are no recovery."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         if lift and time.time() >= lifted:
@@ -195,7 +216,9 @@ def _watch(job: Job, found: dict, before: dict, lift, lifted: float, limit_s: fl
         steps = job.steps()
         anew = [step for step in steps if step["at"] > found["at"] and step["pid"] != before["pid"]]
         same = [step for step in steps if step["at"] > lifted + 3 and step["step"] > before["step"]]
-        whole = found["fault"] in ("slow_worker", "stop_agent", "stop_node", "partition") and not lift
+        whole = (
+            found["fault"] in ("slow_worker", "stop_agent", "stop_node", "partition") and not lift
+        )
         if len(anew) >= 2:
             done = max(step["step"] for step in steps if step["pid"] == before["pid"])
             found["ok"], found["stepping_s"] = True, anew[0]["at"] - anew[0]["step_s"] - found["at"]
@@ -209,7 +232,9 @@ def _watch(job: Job, found: dict, before: dict, lift, lifted: float, limit_s: fl
             return
         time.sleep(0.1)
     orphans = job.steps()[-1]["at"] > time.time() - 2
-    found["problem"] = f"no new life within {limit_s:g} s" + (", the old one steps on" if orphans else "")
+    found["problem"] = f"no new life within {limit_s:g} s" + (
+        ", the old one steps on" if orphans else ""
+    )
 
 
 def _listens(port: int) -> None:

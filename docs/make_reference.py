@@ -1,4 +1,5 @@
-"""`python docs/make_reference.py` writes docs/reference: configuration, options, verbs and the API, from the code.
+"""`python docs/make_reference.py` writes docs/reference: configuration, options, verbs and the API,
+from the code.
 
 tests/docs/test_reference.py fails when a page is not what this writes.
 """
@@ -35,11 +36,13 @@ def pages() -> dict[str, str]:
     }
 
 
-# ------------------------------------------------------------------------------------------------ structs
+# ------------------------------------------------------------------------------------------------
+#     structs
 
 
 class Field:
-    """One field of a struct: its type as it is written, its default, and the comments beside and above it."""
+    """One field of a struct: its type as it is written, its default, and the comments beside and
+    above it."""
 
     def __init__(self, node: ast.AnnAssign, lines: list[str], head: str):
         self.name = ast.unparse(node.target)
@@ -49,7 +52,8 @@ class Field:
 
 
 def _comments(node: ast.AnnAssign, lines: list[str]) -> Iterator[str]:
-    above, at = [], node.lineno - 2
+    above = []
+    at = node.lineno - 2
     while at >= 0 and lines[at].strip().startswith("#:"):
         above.insert(0, lines[at].strip().removeprefix("#:").strip())
         at -= 1
@@ -65,7 +69,9 @@ def fields(module: str, name: str) -> tuple[str, list[Field]]:
     lines = source.splitlines()
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            found = [Field(part, lines, "") for part in node.body if isinstance(part, ast.AnnAssign)]
+            found = [
+                Field(part, lines, "") for part in node.body if isinstance(part, ast.AnnAssign)
+            ]
             return ast.get_docstring(node) or "", found
     raise KeyError(f"{module}.{name}")
 
@@ -76,7 +82,9 @@ def table(found: list[Field], prefix: str) -> list[str]:
         if field.name.startswith("_"):
             continue
         default = "must be set" if field.default is None else f"`{_cell(field.default)}`"
-        rows.append(f"| `{prefix}{field.name}` | `{_cell(field.type)}` | {default} | {_text(field.about)} |")
+        rows.append(
+            f"| `{prefix}{field.name}` | `{_cell(field.type)}` | {default} | {_text(field.about)} |"
+        )
     return [*rows, ""]
 
 
@@ -90,7 +98,8 @@ def _text(text: str) -> str:
     return re.sub(r"([|<*_\[\]])", r"\\\1", text)
 
 
-# ------------------------------------------------------------------------------------------------ pages
+# ------------------------------------------------------------------------------------------------
+#     pages
 
 
 def configuration() -> str:
@@ -103,7 +112,11 @@ def configuration() -> str:
     parts += ["## Groups", "", *table(top, "")]
     names = [field.name for field in top]
     for name, kind in vars(schema).items():
-        of_ours = isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == module
+        of_ours = (
+            isinstance(kind, type)
+            and issubclass(kind, msgspec.Struct)
+            and kind.__module__ == module
+        )
         if not of_ours or name == "Config":
             continue
         about, found = fields(module, name)
@@ -128,7 +141,9 @@ def options() -> str:
     """`backend.options` of each backend."""
     kinds = {
         "local": [("orchestrator.backends.local.backend", "LocalOptions")],
-        "slurm": [("orchestrator.backends.slurm.options", name) for name in ("SlurmOptions", "Container")],
+        "slurm": [
+            ("orchestrator.backends.slurm.options", name) for name in ("SlurmOptions", "Container")
+        ],
         "kubernetes": [
             ("orchestrator.backends.kubernetes.options", name)
             for name in ("KubernetesOptions", "Toleration", "Volume", "Owner")
@@ -140,7 +155,10 @@ def options() -> str:
         "",
         "`backend.options.NAME=VALUE`; an unknown one is refused with the nearest.\n",
     ]
-    parts += ["Any backend takes two more: `ssh`, a host on which the job is planned and submitted, and `ssh_python`,"]
+    parts += [
+        "Any backend takes two more: `ssh`, a host on which the job is planned and submitted, and"
+        " `ssh_python`,"
+    ]
     parts += ["the interpreter there ([Slurm](../slurm.md#from-a-laptop)).", ""]
     for backend, structs in kinds.items():
         parts += [f"## {backend}", ""]
@@ -153,7 +171,8 @@ def options() -> str:
 
 
 def verbs() -> str:
-    """Every verb with its arguments. Not `--help`, which says the same in words that differ between Pythons."""
+    """Every verb with its arguments. Not `--help`, which says the same in words that differ between
+    Pythons."""
     from importlib import import_module
 
     from orchestrator.cli.main import help_text
@@ -164,17 +183,34 @@ def verbs() -> str:
     for name, verb in VERBS.items():
         parser = make_parser(name, verb)
         import_module(f"orchestrator.cli.verbs.{name}").add_arguments(parser)
-        words = [action.metavar or action.dest for action in parser._actions if not action.option_strings]
+        words = [
+            action.metavar or action.dest for action in parser._actions if not action.option_strings
+        ]
         line = " ".join(["orch", name, *map(_shown, words)]) + parser.tail
-        parts += [f"## orch {name}", "", verb.help + ".", "", f"`{line}`", "", "| argument | |", "|---|---|"]
+        parts += [
+            f"## orch {name}",
+            "",
+            verb.help + ".",
+            "",
+            f"`{line}`",
+            "",
+            "| argument | |",
+            "|---|---|",
+        ]
         for action in parser._actions:
             if action.help == argparse.SUPPRESS or "--help" in action.option_strings:
                 continue
             value = "" if action.nargs == 0 else f" {_shown(action.metavar or action.dest.upper())}"
-            given = ", ".join(action.option_strings) + value if action.option_strings else action.metavar or action.dest
+            given = (
+                ", ".join(action.option_strings) + value
+                if action.option_strings
+                else action.metavar or action.dest
+            )
             about = (action.help or "").replace("%(default)s", str(action.default))
             if action.choices:
-                about = "; ".join(filter(None, (about, f"one of {', '.join(map(str, action.choices))}")))
+                about = "; ".join(
+                    filter(None, (about, f"one of {', '.join(map(str, action.choices))}"))
+                )
             parts.append(f"| `{_cell(str(given))}` | {_text(about)} |")
         parts.append("")
     return "\n".join(parts).rstrip() + "\n"
@@ -205,7 +241,11 @@ def python() -> str:
     parts += ["### `orchestrator.OrchError`", "", _described(inspect.getdoc(OrchError) or ""), ""]
     parts += ["## orch_report", "", _described(inspect.getdoc(orch_report) or ""), ""]
     for name, value in vars(orch_report).items():
-        if inspect.isfunction(value) and not name.startswith("_") and value.__module__ == "orch_report":
+        if (
+            inspect.isfunction(value)
+            and not name.startswith("_")
+            and value.__module__ == "orch_report"
+        ):
             parts += _function(f"orch_report.{name}", value, "###")
     return "\n".join(parts).rstrip() + "\n"
 
@@ -254,7 +294,9 @@ def codes() -> str:
     parts = [NOTE, "# Codes, states, formats", "", "## Exit codes", "", "| code | |", "|---|---|"]
     parts += [f"| {int(code)} | {text} |" for code, text in MEANING.items()]
     parts += ["", "## States of a run", "", "| state | |", "|---|---|"]
-    parts += [f"| `{name}` | {'final' if name in FINAL else 'under way'} |" for name in get_args(Phase)]
+    parts += [
+        f"| `{name}` | {'final' if name in FINAL else 'under way'} |" for name in get_args(Phase)
+    ]
     parts += ["", "## Causes of a fault", "", "| cause | |", "|---|---|"]
     parts += [f"| `{name}` | {text} |" for name, text in CAUSES.items()]
     parts += [

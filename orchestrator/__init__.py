@@ -3,7 +3,8 @@
 Data walks one way: conf -> plan -> launch request -> agent -> trainer -> metrics.
 Nothing in this package imports torch.
 
-`plan_job`, `submit_job`, `Run` and OrchError are the Python API (docs/programs.md, orchestrator/api.py).
+`plan_job`, `submit_job`, `Run` and OrchError are the Python API (docs/programs.md,
+orchestrator/api.py).
 """
 
 from __future__ import annotations

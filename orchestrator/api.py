@@ -1,4 +1,5 @@
-"""The Python API: `plan_job`, `submit_job` and `Run`, importable from `orchestrator`. The command line uses the same.
+"""The Python API: `plan_job`, `submit_job` and `Run`, importable from `orchestrator`. The command
+line uses the same.
 
     import orchestrator
 
@@ -6,8 +7,8 @@
     run = orchestrator.submit_job("nproc=2", command=["python", "train.py"])
     print(run.wait().state, run.report()["steps"])
 
-Words are those of the command line (`key=value`). What is refused is an OrchError with `message` and `exit`. Not for
-use from several threads at once, as `orchestrator.config.compose.load` is not.
+Words are those of the command line (`key=value`). What is refused is an OrchError with `message`
+and `exit`. Not for use from several threads at once, as `orchestrator.config.compose.load` is not.
 """
 
 from __future__ import annotations
@@ -48,14 +49,17 @@ def home() -> Path:
     return home_folder(os.environ)
 
 
-# ------------------------------------------------------------------------------------------- plan and submit
+# ------------------------------------------------------------------------------------------- plan
+#     and submit
 
 
 def plan_job(*words: str, config_dir: str | Path | None = None, any_layout: bool = False) -> Plan:
-    """The plan of a job of the bundled trainer, as `orch plan` shows it; of `nodes=A..B` that of the largest size.
+    """The plan of a job of the bundled trainer, as `orch plan` shows it; of `nodes=A..B` that of
+    the largest size.
 
-    any_layout: for a program of one's own, so that `parallel=auto` also chooses what the trainer does not run.
-    OrchError: 64 for a word, 65 when nothing can be planned, 76 and 78 from asking the cluster.
+    any_layout: for a program of one's own, so that `parallel=auto` also chooses what the trainer
+    does not run. OrchError: 64 for a word, 65 when nothing can be planned, 76 and 78 from asking
+    the cluster.
     """
     sizes, _ = plan_all_sizes(list(words), config_dir, any_layout)
     return sizes.legal[0].plan
@@ -64,8 +68,8 @@ def plan_job(*words: str, config_dir: str | Path | None = None, any_layout: bool
 def plan_all_sizes(
     words: list[str], config_dir: str | Path | None, any_layout: bool, settle: bool = False
 ) -> tuple[Sizes, ClusterResolver]:
-    """The plans of all sizes, the largest first. settle: `parallel=auto` is replaced by what it chooses, for a layout
-    that can be explained."""
+    """The plans of all sizes, the largest first. settle: `parallel=auto` is replaced by what it
+    chooses, for a layout that can be explained."""
     from orchestrator.config.compose import load
     from orchestrator.planner.elastic.sizes import plan_sizes
     from orchestrator.submit.cluster import ClusterResolver, at_home
@@ -77,7 +81,10 @@ def plan_all_sizes(
         from orchestrator.planner.search.auto import settled
 
         config = settled(config, resolve(config.cluster), any_layout, profile)
-    return plan_sizes(config, resolve, any_memory=True, any_layout=any_layout, profile=profile), resolve
+    return (
+        plan_sizes(config, resolve, any_memory=True, any_layout=any_layout, profile=profile),
+        resolve,
+    )
 
 
 class PreparedJob(NamedTuple):
@@ -92,12 +99,24 @@ class PreparedJob(NamedTuple):
         from orchestrator.submit.submission import send
 
         send(self.candidate.bundle, self.backend, options)
-        return Run(self.backend.folder_of(self.candidate.bundle.request, options.home), self.backend)
+        return Run(
+            self.backend.folder_of(self.candidate.bundle.request, options.home), self.backend
+        )
 
 
-def prepare_job(words: list[str], options: SubmitOptions, config_dir: str | Path | None = None) -> PreparedJob:
-    """The job planned, checked, and at the size that its scheduler would start. OrchError as `submit_job`."""
-    from orchestrator.submit.submission import check, choose, not_passed, prepare, rate_breaks, simulated_nodes
+def prepare_job(
+    words: list[str], options: SubmitOptions, config_dir: str | Path | None = None
+) -> PreparedJob:
+    """The job planned, checked, and at the size that its scheduler would start. OrchError as
+    `submit_job`."""
+    from orchestrator.submit.submission import (
+        check,
+        choose,
+        not_passed,
+        prepare,
+        rate_breaks,
+        simulated_nodes,
+    )
     from orchestrator.submit.this_machine import interpreter, load_job
 
     config = load_job(words, options, config_dir)
@@ -125,19 +144,26 @@ def submit_job(
     run_id: str | None = None,
     after: Sequence[str] = (),
 ) -> Run:
-    """Plan a job and start it, as `orch submit` does. `command`: a program of one's own; empty: the bundled trainer.
+    """Plan a job and start it, as `orch submit` does. `command`: a program of one's own; empty: the
+    bundled trainer.
 
-    env: names of further variables to pass on. in_place: run the program in the current folder and not in a copy (None:
-    where nodes share folders). after: ids of runs to wait for, where the backend has a queue. What the command line
-    would say of the run, such as variables that are not passed on, is a UserWarning. OrchError: 64 for words and
-    options, 65 for what cannot run, 76 and 78 from the cluster.
+    env: names of further variables to pass on. in_place: run the program in the current folder and
+    not in a copy (None: where nodes share folders). after: ids of runs to wait for, where the
+    backend has a queue. What the command line would say of the run, such as variables that are not
+    passed on, is a UserWarning. OrchError: 64 for words and options, 65 for what cannot run, 76 and
+    78 from the cluster.
     """
     import warnings
 
     from orchestrator.run.left_out import said_of
     from orchestrator.submit.submission import names_model
 
-    wishes: dict[str, Any] = {"command": tuple(command), "env": tuple(env), "in_place": in_place, "run_id": run_id}
+    wishes: dict[str, Any] = {
+        "command": tuple(command),
+        "env": tuple(env),
+        "in_place": in_place,
+        "run_id": run_id,
+    }
     program = bool(command) and not names_model(words)
     options = from_here(**wishes, after=tuple(after), program=program)
     job = prepare_job(list(words), options, config_dir)
@@ -148,10 +174,13 @@ def submit_job(
 
 
 def from_here(**wishes: Any) -> SubmitOptions:
-    """Options of a submission from this process, its folder and environment. `wishes`: the other fields."""
+    """Options of a submission from this process, its folder and environment. `wishes`: the other
+    fields."""
     from orchestrator.submit.submission import SubmitOptions
 
-    return SubmitOptions(home=home(), cwd=Path.cwd(), python=sys.executable, environ=os.environ, **wishes)
+    return SubmitOptions(
+        home=home(), cwd=Path.cwd(), python=sys.executable, environ=os.environ, **wishes
+    )
 
 
 # ------------------------------------------------------------------------------------------- runs
@@ -168,7 +197,8 @@ def plan_of_run(folder: RunFolder) -> Plan:
 
 
 def request_of_run(folder: RunFolder) -> LaunchRequest:
-    """What a run was started with. OrchError (65): there is none, or the bundled trainer does not run its plan."""
+    """What a run was started with. OrchError (65): there is none, or the bundled trainer does not
+    run its plan."""
     from orchestrator.run.request import read_request
 
     request = read_request(folder)
@@ -190,13 +220,15 @@ class Run:
     """A run that has been submitted, here or anywhere with the same home."""
 
     def __init__(self, folder: RunFolder, backend: Backend):
-        self.folder, self.backend = folder, backend
+        self.folder = folder
+        self.backend = backend
         self._steps: StepFollower | None = None  # reads only what is new at each look
 
     @classmethod
     def find(cls, name: str | None = None) -> Run:
-        """By handle, id or the beginning of one; None: the newest. One that this machine did not submit is asked of the
-        clusters that it is set up for. OrchError: 64 for none, 65 for an unreadable one."""
+        """By handle, id or the beginning of one; None: the newest. One that this machine did not
+        submit is asked of the clusters that it is set up for. OrchError: 64 for none, 65 for an
+        unreadable one."""
         from orchestrator.backends.base import adopted, get_backend
         from orchestrator.run import registry
         from orchestrator.run.state import read_state
@@ -204,7 +236,11 @@ class Run:
         try:
             folder = registry.find_run(home(), name)
         except OrchError:
-            found = adopted(name.partition("://")[2] if "://" in name else name, home()) if name else None
+            found = (
+                adopted(name.partition("://")[2] if "://" in name else name, home())
+                if name
+                else None
+            )
             if found is None:
                 raise
             folder = found
@@ -237,22 +273,27 @@ class Run:
         from orchestrator.observe.live import read_live
         from orchestrator.observe.timeline import StepFollower, read_events
 
-        state, now = self.state, time.time()
+        state = self.state
+        now = time.time()
         self._steps = self._steps or StepFollower(self.folder)
         steps = self._steps.read(state.nodes)
         spent = account(run_timeline(state, read_events(self.folder, state.nodes), steps), now)
         return Status(state, read_live(self.folder, state, now), spent)
 
     def wait(self, timeout_s: float | None = None) -> RunState:
-        """Its final state, when all its processes have gone. TimeoutError when it has not ended by then.
+        """Its final state, when all its processes have gone. TimeoutError when it has not ended by
+        then.
 
-        A state that cannot be read for a moment ends no waiting. OrchError (65) where that lasts for a minute.
+        A state that cannot be read for a moment ends no waiting. OrchError (65) where that lasts
+        for a minute.
         """
         from orchestrator.run.folder import insist
 
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            alive = self.backend.is_alive(self.folder)  # before the state: what ends in between has written it
+            alive = self.backend.is_alive(
+                self.folder
+            )  # before the state: what ends in between has written it
             state = insist(lambda: self.state)
             if state.is_final and not alive:
                 return state
@@ -261,21 +302,29 @@ class Run:
             time.sleep(_LOOK_S)
 
     def logs(self, rank: int, last: int | None = None, follow: bool = False) -> Iterator[str]:
-        """The lines of one rank, the last so many or all. follow: also those to come, until the run has ended."""
+        """The lines of one rank, the last so many or all. follow: also those to come, until the run
+        has ended."""
         for _, line in self.lines(lambda: {"": self.folder.rank_log(rank)}, last, follow):
             yield line
 
     def lines(
         self, logs: Callable[[], Mapping[str, Path]], last: int | None = None, follow: bool = False
     ) -> Iterator[tuple[str, str]]:
-        """The lines of several logs with their names, as `logs` does. `logs`: asked once the folder has them."""
+        """The lines of several logs with their names, as `logs` does. `logs`: asked once the folder
+        has them."""
         from orchestrator.backends.base import LogMirroring
         from orchestrator.observe.logs import LogTail
 
-        with self.backend.mirror(self.folder, follow) if isinstance(self.backend, LogMirroring) else nullcontext():
+        with (
+            self.backend.mirror(self.folder, follow)
+            if isinstance(self.backend, LogMirroring)
+            else nullcontext()
+        ):
             tails = {name: LogTail(path, last) for name, path in logs().items()}
             while True:
-                alive = follow and self.backend.is_alive(self.folder)  # before reading: what they write until then
+                alive = follow and self.backend.is_alive(
+                    self.folder
+                )  # before reading: what they write until then
                 for name, tail in tails.items():
                     for line in tail.read(last=not alive):
                         yield name, line
@@ -286,7 +335,8 @@ class Run:
     def cancel(self, force: bool = False, wait: bool = True) -> RunState:
         """End it; its workers save first, unless forced.
 
-        OrchError: 64 when it has ended before, 76 when it lives on long after its grace period: the request stays.
+        OrchError: 64 when it has ended before, 76 when it lives on long after its grace period: the
+        request stays.
         """
         from orchestrator.run.request import read_request
 
@@ -300,15 +350,20 @@ class Run:
         end = time.monotonic() + within_s
         while wait and self.backend.is_alive(self.folder):
             if time.monotonic() > end:
-                text = f"run {self.id} lives on {within_s:.0f} s after it was asked to end; the request stays"
+                text = (
+                    f"run {self.id} lives on {within_s:.0f} s after it was asked to end; the"
+                    " request stays"
+                )
                 raise OrchError(f"{text}: orch cancel --force {self.id}", Exit.CAPACITY)
             time.sleep(_LOOK_S)
         return self.state
 
     def resume(self, allow: Sequence[str] = ()) -> str:
-        """Start it once more after its end, from its last checkpoint; its handle. allow: as `orch resume --allow`.
+        """Start it once more after its end, from its last checkpoint; its handle. allow: as `orch
+        resume --allow`.
 
-        One that is refused leaves all as it was. OrchError: 64 while it runs or when it is done, 65 when it cannot run.
+        One that is refused leaves all as it was. OrchError: 64 while it runs or when it is done, 65
+        when it cannot run.
         """
         from orchestrator.backends.base import Elsewhere
         from orchestrator.run.create import disk_refusals
@@ -318,7 +373,8 @@ class Run:
         check_allowed(allow)
         end = time.monotonic() + _END_S
         while True:
-            alive, state = self.backend.is_alive(self.folder), self.state
+            alive = self.backend.is_alive(self.folder)
+            state = self.state
             if state.state == "done":
                 raise OrchError(f"run {self.id} is done: there is nothing left to do")
             if not alive or not state.is_final or time.monotonic() > end:
@@ -333,7 +389,8 @@ class Run:
             return self.backend.resume(self.folder, request, os.environ)
 
     def rate_breaks(self) -> list[str]:
-        """One line where a `resume` goes on at another learning rate than its last checkpoint was made with."""
+        """One line where a `resume` goes on at another learning rate than its last checkpoint was
+        made with."""
         from orchestrator.run.request import read_request
         from orchestrator.submit.submission import rate_breaks
 
@@ -346,10 +403,12 @@ class Run:
         return read_steps(self.folder, nodes_of(self.plan(), self.state))
 
     def report(self, steps: list[StepLine] | None = None) -> dict[str, Any]:
-        """What was planned against what was measured (docs/report.md), up to now. steps: where they were read."""
+        """What was planned against what was measured (docs/report.md), up to now. steps: where they
+        were read."""
         from orchestrator.observe.report import make_report
         from orchestrator.observe.timeline import nodes_of, read_events
 
-        plan, state = self.plan(), self.state
+        plan = self.plan()
+        state = self.state
         lines = self.steps() if steps is None else steps
         return make_report(plan, state, lines, read_events(self.folder, nodes_of(plan, state)))

@@ -1,7 +1,8 @@
 """Content-addressed cache of pure results: the key hashes every input, so nothing is invalidated.
 
-Files are in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`): a dry run leaves no trace in the folder of runs.
-A file that cannot be read is computed again; where the folder cannot be written, nothing is kept.
+Files are in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`): a dry run leaves no trace in
+the folder of runs. A file that cannot be read is computed again; where the folder cannot be
+written, nothing is kept.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ def cached(
     encode: Callable[[T], bytes | None],
     decode: Callable[[bytes], T],
 ) -> T:
-    """What `compute` returns, or returned before for the same `inputs`: everything that the result depends on.
+    """What `compute` returns, or returned before for the same `inputs`: everything that the result
+    depends on.
 
-    `encode` returns None for a result that must not be written down. What `compute` raises is not kept.
+    `encode` returns None for a result that must not be written down. What `compute` raises is not
+    kept.
     """
     entry = Entry(kind, inputs)
     raw = entry.read()
@@ -52,12 +55,16 @@ def folder() -> str:
 
 
 class Entry:
-    """The file of one result. Of a kind the newest stay: `most` of them, in `most_bytes` together."""
+    """The file of one result. Of a kind the newest stay: `most` of them, in `most_bytes`
+    together."""
 
-    def __init__(self, kind: str, inputs: Iterable[bytes], most: int = MOST, most_bytes: int = MOST_BYTES):
+    def __init__(
+        self, kind: str, inputs: Iterable[bytes], most: int = MOST, most_bytes: int = MOST_BYTES
+    ):
         self.folder = os.path.join(folder(), kind)
         self.file = os.path.join(self.folder, f"{_digest(inputs)}.json")
-        self._most, self._most_bytes = most, most_bytes
+        self._most = most
+        self._most_bytes = most_bytes
 
     def read(self) -> bytes | None:
         try:
@@ -79,7 +86,8 @@ class Entry:
             self._prune()
 
     def _prune(self) -> None:
-        """Delete the oldest, when there are too many, and with them what a crash has left half written."""
+        """Delete the oldest, when there are too many, and with them what a crash has left half
+        written."""
         newest = lambda entry: (entry.path == self.file, entry.stat().st_mtime_ns)  # noqa: E731
         found = sorted(os.scandir(self.folder), key=newest, reverse=True)
         size = 0
@@ -90,8 +98,8 @@ class Entry:
 
 
 def code(*rooms: str) -> Iterator[bytes]:
-    """Inputs that stand for the code of these rooms: the interpreter, and size and time of every module, which tell
-    Python itself whether it has changed."""
+    """Inputs that stand for the code of these rooms: the interpreter, and size and time of every
+    module, which tell Python itself whether it has changed."""
     yield sys.version.encode()
     for room in rooms:
         yield from _stamps(os.path.join(_PACKAGE, room))

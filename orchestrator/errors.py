@@ -1,4 +1,5 @@
-"""The exception that a verb turns into one line and an exit code, and the did-you-mean that ends such lines."""
+"""The exception that a verb turns into one line and an exit code, and the did-you-mean that ends
+such lines."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from orchestrator.plan.exits import Exit
 class OrchError(Exception):
     """Something the user can act on.
 
-    `message` is one line: what is wrong, where, the legal choices, a nearest match. `exit` is the process exit code.
+    `message` is one line: what is wrong, where, the legal choices, a nearest match. `exit` is the
+    process exit code.
     """
 
     def __init__(self, message: str, exit: int = Exit.USAGE):
@@ -30,13 +32,19 @@ class Interrupted(KeyboardInterrupt):
 
 #: Packages that not every install has -> the extra that brings them.
 EXTRAS = {
-    **{"torch": "trainer", "safetensors": "trainer", "submitit": "slurm", "kubernetes": "kubernetes"},
-    **{"urllib3": "kubernetes", "matplotlib": "plot", "tokenizers": "tokenizers"},
+    "torch": "trainer",
+    "safetensors": "trainer",
+    "submitit": "slurm",
+    "kubernetes": "kubernetes",
+    "urllib3": "kubernetes",
+    "matplotlib": "plot",
+    "tokenizers": "tokenizers",
 }
 
 
 def not_installed(package: str, what: str = "this") -> OrchError:
-    """The refusal (65) of `what` where one of `EXTRAS` is missing. Told is how to install all that its extra brings."""
+    """The refusal (65) of `what` where one of `EXTRAS` is missing. Told is how to install all that
+    its extra brings."""
     whole = [name for name, extra in EXTRAS.items() if extra == EXTRAS[package]]
     return OrchError(f"{what} needs {package}: {how_to_install(*whole)}", Exit.CONFIG)
 
@@ -44,10 +52,14 @@ def not_installed(package: str, what: str = "this") -> OrchError:
 def how_to_install(*packages: str) -> str:
     """The command that installs these packages in the versions that orch asks for.
 
-    It never names orch: an index that does not have ours may have a stranger's under that name. So it is the same
-    however orch itself was installed: from a checkout, a file or an index, or not at all.
+    It never names orch: an index that does not have ours may have a stranger's under that name. So
+    it is the same however orch itself was installed: from a checkout, a file or an index, or not at
+    all.
     """
-    from importlib.metadata import PackageNotFoundError, requires  # 20 ms, which only a refusal pays
+    from importlib.metadata import (
+        PackageNotFoundError,
+        requires,
+    )  # 20 ms, which only a refusal pays
 
     try:
         asked = requires("orch-train") or []
@@ -74,18 +86,23 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     folded = word.casefold()
     found = difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
     if not found:  # a prefix or a part of a long name is close too: "llama3" for "llama3_70b"
-        found = sorted((c for c in by_folded if folded and (folded in c or c in folded)), key=len)[:1]
+        found = sorted((c for c in by_folded if folded and (folded in c or c in folded)), key=len)[
+            :1
+        ]
     return by_folded[found[0]] if found else None
 
 
 def did_you_mean(word: str, choices: Iterable[str], limit: int = 24) -> str:
     """A phrase to end an error line with: `did you mean 'plan'? choices: list, plan, submit`.
 
-    At most `limit` choices are listed, the rest are counted. Empty when there is nothing to choose from.
+    At most `limit` choices are listed, the rest are counted. Empty when there is nothing to choose
+    from.
     """
     choices = list(choices)
     if not choices:
         return ""
     best = nearest(word, choices)
-    listed = ", ".join(choices[:limit]) + (f", ... ({len(choices) - limit} more)" if len(choices) > limit else "")
+    listed = ", ".join(choices[:limit]) + (
+        f", ... ({len(choices) - limit} more)" if len(choices) > limit else ""
+    )
     return (f"did you mean {best!r}? " if best else "") + f"choices: {listed}"

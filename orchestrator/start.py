@@ -1,4 +1,5 @@
-"""How modules of ours are started: by location, with the file `orch_start.py` beside our packages."""
+"""How modules of ours are started: by location, with the file `orch_start.py` beside our
+packages."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ from orchestrator import __version__
 from orchestrator.errors import OrchError, check_installed
 from orchestrator.plan.exits import Exit
 
-#: What starts a module by its name where no location is known: after `python -P`. Nobody else has this name.
+#: What starts a module by its name where no location is known: after `python -P`. Nobody else has
+#: this name.
 BY_NAME = ("-m", "orch_start")
 FILE = Path(__file__).resolve().parents[1] / "orch_start.py"
 
 
 @cache
 def code_version() -> str:
-    """The version of our packages and a digest of their code, which tells two states of one version apart."""
+    """The version of our packages and a digest of their code, which tells two states of one version
+    apart."""
     packages = [FILE.with_name("orchestrator"), FILE.with_name("trainer")]
     found = hashlib.sha256()
     for file in sorted(path for package in packages for path in package.rglob("*.py")):
@@ -29,8 +32,9 @@ def code_version() -> str:
 
 
 def command(module: str, roots: Sequence[str] = ()) -> list[str]:
-    """The words that start a module of ours under this interpreter: of the first of `roots` that holds our packages,
-    else of the ones that run here. OrchError (65) for the trainer where torch is not installed."""
+    """The words that start a module of ours under this interpreter: of the first of `roots` that
+    holds our packages, else of the ones that run here. OrchError (65) for the trainer where torch
+    is not installed."""
     if module.split(".")[0] == "trainer":
         check_installed("torch", "the bundled trainer")
     files = [file for root in roots if (file := Path(root, FILE.name)).is_file()]
@@ -38,10 +42,15 @@ def command(module: str, roots: Sequence[str] = ()) -> list[str]:
 
 
 def output(module: str, *arguments: str, stdin: str = "") -> str:
-    """What a module of ours prints, run to its end. OrchError: its last line on stderr, with its exit code."""
-    done = subprocess.run([*command(module), *arguments], input=stdin, capture_output=True, text=True)
+    """What a module of ours prints, run to its end. OrchError: its last line on stderr, with its
+    exit code."""
+    done = subprocess.run(
+        [*command(module), *arguments], input=stdin, capture_output=True, text=True
+    )
     if done.returncode:
         said = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         codes = {int(code): code for code in Exit}
-        raise OrchError(said[0].removeprefix(f"{module}: "), codes.get(done.returncode, Exit.INTERNAL))
+        raise OrchError(
+            said[0].removeprefix(f"{module}: "), codes.get(done.returncode, Exit.INTERNAL)
+        )
     return done.stdout

@@ -1,4 +1,5 @@
-"""Numbers, bars and colours for a terminal. Pure: a `Style` decides once whether there is colour and how wide it is.
+"""Numbers, bars and colours for a terminal. Pure: a `Style` decides once whether there is colour
+and how wide it is.
 
 Not rich: it takes 58 ms to import, this 2, and a verb on a cached plan takes 80 in all.
 """
@@ -7,21 +8,29 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-GRAY, RED, GREEN, YELLOW = 245, 203, 78, 221  # of words
+GRAY = 245
+RED = 203
+GREEN = 78
+YELLOW = 221  # of words
 
-#: Colours of areas, as xterm 256-colour codes, in terminals and pictures alike. Each has one meaning. Any two differ by
-#: a CIEDE2000 of 10 or more, also with the three common kinds of colour-blindness (tests/observe/test_colours.py).
+#: Colours of areas, as xterm 256-colour codes, in terminals and pictures alike. Each has one
+#: meaning. Any two differ by a CIEDE2000 of 10 or more, also with the three common kinds of
+#: colour-blindness (tests/observe/test_colours.py).
 REPLICA = (67, 217, 107, 99, 186, 73, 177, 112)  # then again from the first, with a pattern
 CATEGORY_COLOUR = {"params": 60, "grads": 124, "optimizer": 100, "activations": 131, "buffers": 92}
-COMMUNICATION, COMPUTE, IDLE = 125, 245, 238
-FORWARD, BACKWARD = 153, 86
+COMMUNICATION = 125
+COMPUTE = 245
+IDLE = 238
+FORWARD = 153
+BACKWARD = 86
 
 
 def hex_of(code: int) -> str:
     """#rrggbb of a code of the 256, from 16 on."""
     if code >= 232:
         return "#" + f"{8 + 10 * (code - 232):02x}" * 3
-    levels, code = (0, 95, 135, 175, 215, 255), code - 16
+    levels = (0, 95, 135, 175, 215, 255)
+    code = code - 16
     return "#" + "".join(f"{levels[code // step % 6]:02x}" for step in (36, 6, 1))
 
 
@@ -44,7 +53,10 @@ class Style(Struct, frozen=True):
 
     def title(self, text: str) -> str:
         line = "─" if self.unicode else "-"
-        return f"{self.paint(text, bold=True)} {self.paint(line * max(0, self.width - len(text) - 1), GRAY)}"
+        return (
+            f"{self.paint(text, bold=True)}"
+            f" {self.paint(line * max(0, self.width - len(text) - 1), GRAY)}"
+        )
 
     def bar(self, share: float, cells: int, code: int) -> str:
         """A bar of `share` (0 to 1, more is cut) of `cells` cells, to an eighth of a cell."""
@@ -61,7 +73,8 @@ class Style(Struct, frozen=True):
 
 
 def fold(line: str, width: int, indent: int = 0) -> list[str]:
-    """A line, or as many as it needs, those after the first indented; a word that is too long stays whole."""
+    """A line, or as many as it needs, those after the first indented; a word that is too long stays
+    whole."""
     if len(line) <= width:
         return [line]
     import textwrap

@@ -1,7 +1,9 @@
-"""`python -m tests.canary FILE`: how long a process that needs the processor for a moment waits for it.
+"""`python -m tests.canary FILE`: how long a process that needs the processor for a moment waits for
+it.
 
-It sleeps for a tenth of a second again and again, and keeps in FILE the longest that it came late in the last minute,
-in seconds. A test that fails shows it (tests/conftest.py), so that "starved" and "wrong" can be told apart.
+It sleeps for a tenth of a second again and again, and keeps in FILE the longest that it came late
+in the last minute, in seconds. A test that fails shows it (tests/conftest.py), so that "starved"
+and "wrong" can be told apart.
 """
 
 from __future__ import annotations

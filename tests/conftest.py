@@ -1,7 +1,8 @@
-"""For all tests: a home of their own, examples that are not timed, and what the machine was like when one failed.
+"""For all tests: a home of their own, examples that are not timed, and what the machine was like
+when one failed.
 
-What the user has measured (`orch bench`) or run must not change a test, nor a test the user's home. A machine that is
-busy with other ranks is no failure of the code.
+What the user has measured (`orch bench`) or run must not change a test, nor a test the user's home.
+A machine that is busy with other ranks is no failure of the code.
 """
 
 import atexit
@@ -18,7 +19,9 @@ from hypothesis import settings
 settings.register_profile("untimed", deadline=None, derandomize=True)
 settings.load_profile("untimed")
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the home of the process that starts them
+if (
+    "PYTEST_XDIST_WORKER" not in os.environ
+):  # workers inherit the home of the process that starts them
     os.environ["ORCH_HOME"] = tempfile.mkdtemp(prefix="orch-test-home-")
     atexit.register(shutil.rmtree, os.environ["ORCH_HOME"], ignore_errors=True)
 
@@ -48,7 +51,8 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collections look no more through all that torch and Hydra brought, and come more rarely, in forked ranks too.
+    """Collections look no more through all that torch and Hydra brought, and come more rarely, in
+    forked ranks too.
 
     They were a tenth of the processor time of some modules.
     """
@@ -84,7 +88,8 @@ def pytest_runtest_logfinish(nodeid) -> None:
 
 
 def _write_running_tests() -> None:
-    """For tests/tiers.py, which names those that never end. Workers leave it to the process that started them."""
+    """For tests/tiers.py, which names those that never end. Workers leave it to the process that
+    started them."""
     if "PYTEST_XDIST_WORKER" not in os.environ and (path := os.environ.get("ORCH_TEST_RUNNING")):
         Path(path).write_text(" ".join(sorted(_running_tests)))
 

@@ -1,7 +1,8 @@
-"""`python -m tests.soak COUNT`: `make test` again and again, every second time on a machine that is made busy.
+"""`python -m tests.soak COUNT`: `make test` again and again, every second time on a machine that is
+made busy.
 
-Prints a row for docs/testing.md after each run: date, load, what else ran, seconds, and pytest's own last lines. Ends
-with 1 if any run failed.
+Prints a row for docs/testing.md after each run: date, load, what else ran, seconds, and pytest's
+own last lines. Ends with 1 if any run failed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def crowd(folder: Path) -> Iterator[None]:
     writing = f"while :; do dd if=/dev/zero of={folder}/block bs=1M count=1024 conv=fsync; done"
     commands = [endless] * BUSY_LOOPS + [writing]
     crowd = [
-        subprocess.Popen(["bash", "-c", one], stderr=subprocess.DEVNULL, start_new_session=True) for one in commands
+        subprocess.Popen(["bash", "-c", one], stderr=subprocess.DEVNULL, start_new_session=True)
+        for one in commands
     ]
     try:
         yield
@@ -45,7 +47,10 @@ def main(count: int) -> int:
     for index in range(count):
         busy = index % 2 == 1
         began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="orch-soak-") as folder, contextlib.ExitStack() as stack:
+        with (
+            tempfile.TemporaryDirectory(prefix="orch-soak-") as folder,
+            contextlib.ExitStack() as stack,
+        ):
             if busy:
                 stack.enter_context(crowd(Path(folder)))
             done = subprocess.run(["make", "test"], cwd=ROOT, capture_output=True, text=True)

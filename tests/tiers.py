@@ -1,11 +1,12 @@
 """`python -m tests.tiers WORKERS`: what `make test` runs, tier by tier (docs/testing.md).
 
-The tier on a real Slurm mostly waits for its scheduler, so it runs beside the rest, which computes. The tier on a real
-Kubernetes begins when Slurm is over, so that one cluster at a time shares the processor; its programs are built in the
-meantime where they are missing. Tests that measure seconds run last and alone; only they are tried a second time, and a
-second try is printed. What the rest says is seen at once; what the other tiers say, skips with their reasons included,
-when all are over. A test that waits for ever fails after `TEST_LIMIT_S` with its stack; tests that have not ended when
-their tier is interrupted are named in the last lines.
+The tier on a real Slurm mostly waits for its scheduler, so it runs beside the rest, which computes.
+The tier on a real Kubernetes begins when Slurm is over, so that one cluster at a time shares the
+processor; its programs are built in the meantime where they are missing. Tests that measure seconds
+run last and alone; only they are tried a second time, and a second try is printed. What the rest
+says is seen at once; what the other tiers say, skips with their reasons included, when all are
+over. A test that waits for ever fails after `TEST_LIMIT_S` with its stack; tests that have not
+ended when their tier is interrupted are named in the last lines.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from tests.beds.kubernetes import ready
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Seconds after which a test that waits for ever fails. What waits with patience of its own ends before, and says more.
+#: Seconds after which a test that waits for ever fails. What waits with patience of its own ends
+#: before, and says more.
 TEST_LIMIT_S = int(2 * PATIENCE_S)
-#: Where even that does not end it (it waits outside of Python), its process prints all stacks and exits.
+#: Where even that does not end it (it waits outside of Python), its process prints all stacks and
+#: exits.
 PROCESS_LIMIT_S = TEST_LIMIT_S + 60
 #: Where not even that is noticed, the tier is interrupted.
 TIER_LIMIT_S = 2 * TEST_LIMIT_S
@@ -37,17 +40,31 @@ LIMITS = (
     "--override-ini=faulthandler_exit_on_timeout=true",
 )
 PYTEST = (sys.executable, "-m", "pytest", *LIMITS)
-REST, SLURM, KUBERNETES, TIMING = "rest", "Slurm", "Kubernetes", "timing"
+REST = "rest"
+SLURM = "Slurm"
+KUBERNETES = "Kubernetes"
+TIMING = "timing"
 TIERS = (REST, SLURM, KUBERNETES)
 QUICK = "not full and not timing"
 #: A file keeps to one worker: its tests share fixtures and oracles.
 FILES = ("--dist", "loadfile", "--no-loadscope-reorder")
-#: A worker that dies ends the tier: one that replaces it may wait for ever (pytest-xdist 3.8.0, issue 1378).
+#: A worker that dies ends the tier: one that replaces it may wait for ever (pytest-xdist 3.8.0,
+#: issue 1378).
 NO_OTHER_WORKERS = ("--max-worker-restart", "0")
 ARGUMENTS = {
     REST: (*FILES, *NO_OTHER_WORKERS, "-m", f"not slurm and not kubernetes and {QUICK}"),
     # Tests mostly wait: three workers, each with clusters of its own, take turns at the processor.
-    SLURM: ("-n", "3", *NO_OTHER_WORKERS, "--dist", "loadgroup", "-rs", "-m", f"slurm and {QUICK}", "tests/slurm"),
+    SLURM: (
+        "-n",
+        "3",
+        *NO_OTHER_WORKERS,
+        "--dist",
+        "loadgroup",
+        "-rs",
+        "-m",
+        f"slurm and {QUICK}",
+        "tests/slurm",
+    ),
     # One bed after the other: each is a whole control plane.
     KUBERNETES: ("-p", "no:xdist", "-rs", "-m", f"kubernetes and {QUICK}", "tests/kubernetes"),
     TIMING: ("-n", "0", "-rs", "-m", "timing and not full"),
@@ -60,7 +77,8 @@ class Tiers:
     """The processes of one run. `folder`: for what they say, and for what the canary measures."""
 
     def __init__(self, workers: str, folder: Path):
-        self._workers, self._folder = workers, folder
+        self._workers = workers
+        self._folder = folder
         self._began: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -92,7 +110,11 @@ class Tiers:
         self._began[name] = time.monotonic()
         where = subprocess.PIPE if name == "build" else output
         self._running[name] = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=where, stderr=subprocess.STDOUT if quiet else None
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=where,
+            stderr=subprocess.STDOUT if quiet else None,
         )
         if output is not None:
             output.close()
@@ -122,7 +144,8 @@ class Tiers:
                 self.codes[name] = code
 
     def _interrupt_stuck(self) -> None:
-        """End a tier in which no test has begun or ended for long: a worker may have gone without being missed."""
+        """End a tier in which no test has begun or ended for long: a worker may have gone without
+        being missed."""
         for name in self._running.keys() & set(TIERS):
             running_tests = self._running_tests(name)
             if time.time() - running_tests.stat().st_mtime > TIER_LIMIT_S:
@@ -132,7 +155,11 @@ class Tiers:
     def _time(self) -> None:
         """Tests that measure, on idle cores; those that fail, once more."""
         cache = ("-o", f"cache_dir={self._folder / 'cache'}")
-        measuring = [str(path) for path in ROOT.glob("tests/*/test_*.py") if "mark.timing" in path.read_text()]
+        measuring = [
+            str(path)
+            for path in ROOT.glob("tests/*/test_*.py")
+            if "mark.timing" in path.read_text()
+        ]
         command = (*PYTEST, *ARGUMENTS[TIMING], *cache, *measuring)
         begin = time.monotonic()
         print(f"\n{' the timing stage ':=^80}", flush=True)
@@ -151,7 +178,8 @@ class Tiers:
             process.wait()
 
     def end(self) -> None:
-        """The canary goes; what was said is shown, what each tier took, and which tests were interrupted."""
+        """The canary goes; what was said is shown, what each tier took, and which tests were
+        interrupted."""
         if canary := self._running.pop("canary", None):
             canary.terminate()
             canary.wait()

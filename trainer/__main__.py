@@ -1,4 +1,5 @@
-"""`python -m trainer --plan plan.json`: one worker. Agents start it; its exit code is the contract of `orch --help`."""
+"""`python -m trainer --plan plan.json`: one worker. Agents start it; its exit code is the contract
+of `orch --help`."""
 
 from __future__ import annotations
 
@@ -21,10 +22,14 @@ from .worker.termination import TerminationSignal
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    parser = argparse.ArgumentParser("python -m trainer", description="One worker of a training run.")
+    parser = argparse.ArgumentParser(
+        "python -m trainer", description="One worker of a training run."
+    )
     parser.add_argument("--plan", help="path of plan.json (default: $ORCH_PLAN)")
     parser.add_argument(
-        "--final-checkpoint", action="store_true", help="do not train: save the newest in-memory replica to disk"
+        "--final-checkpoint",
+        action="store_true",
+        help="do not train: save the newest in-memory replica to disk",
     )
     args = parser.parse_args(argv)
     try:
@@ -32,7 +37,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except ValueError as error:
         print(f"trainer: {error}", file=sys.stderr)
         _leave(Exit.USAGE)
-    termination = TerminationSignal().install()  # before the imports, so that a signal during them is reported too
+    termination = (
+        TerminationSignal().install()
+    )  # before the imports, so that a signal during them is reported too
     faulthandler.register(signal.SIGQUIT)  # stacks of all threads to stderr, even of a hung worker
     reporter = Reporter(env.report_fd, env.rank, env.epoch)
     progress = ProgressReporter(reporter).start()
@@ -44,7 +51,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
             run_final_checkpoint(plan, env, reporter)
         else:
-            from .train import train  # after the plan: an invalid one is refused before a second of imports
+            from .train import (
+                train,
+            )  # after the plan: an invalid one is refused before a second of imports
 
             train(plan, env, reporter, termination, progress)
     except BaseException as error:
@@ -55,10 +64,15 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def _explain(error: BaseException, env: WorkerEnv, reporter: Reporter) -> Exit:
-    """Print one line, and the traceback of an unknown error; report one event; return the exit code."""
+    """Print one line, and the traceback of an unknown error; report one event; return the exit
+    code."""
     code = exit_code(error)
     lines = str(error).splitlines() or [type(error).__name__]
-    text = lines[0] if isinstance(error, TrainerError | PlanError) else f"{type(error).__name__}: {lines[0]}"
+    text = (
+        lines[0]
+        if isinstance(error, TrainerError | PlanError)
+        else f"{type(error).__name__}: {lines[0]}"
+    )
     if is_peer_loss(error):
         text = f"a peer is gone or silent ({lines[0]})"
     elif not isinstance(error, TrainerError | PlanError):
@@ -73,7 +87,8 @@ def _explain(error: BaseException, env: WorkerEnv, reporter: Reporter) -> Exit:
 
 
 def _leave(code: Exit) -> NoReturn:
-    # Not sys.exit: after a lost peer the destructors of process groups wait for it, or abort the process.
+    # Not sys.exit: after a lost peer the destructors of process groups wait for it, or abort the
+    # process.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

@@ -15,14 +15,16 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator: the memory tracker on CPU
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # sees every operator: the memory tracker on CPU
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that does not import torch._dynamo (900 modules, a second a process) to hide from the compiler:
-    it is never on while something compiles."""
+    """A dispatch mode that does not import torch._dynamo (900 modules, a second a process) to hide
+    from the compiler: it is never on while something compiles."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -30,16 +32,18 @@ class DispatchMode(TorchDispatchMode):
 
 
 def import_compiler() -> None:
-    """Import torch._dynamo, which compiled blocks, checkpointing and FSDP2 need: seconds of processor time.
+    """Import torch._dynamo, which compiled blocks, checkpointing and FSDP2 need: seconds of
+    processor time.
 
-    `torch.compiler.reset` imports it as well, but up to torch 2.11 it then asks the driver for GPUs and starts threads:
-    a process that has done either cannot fork others that use a GPU.
+    `torch.compiler.reset` imports it as well, but up to torch 2.11 it then asks the driver for GPUs
+    and starts threads: a process that has done either cannot fork others that use a GPU.
     """
     import torch._dynamo  # noqa: F401
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Identity of a storage while it lives. `data_ptr` will not do: empty storages all have pointer 0."""
+    """Identity of a storage while it lives. `data_ptr` will not do: empty storages all have pointer
+    0."""
     return storage._cdata
 
 
@@ -51,7 +55,8 @@ def top_saved_tensors_hook() -> Callable[[torch.Tensor], Any] | None:
 
 @contextlib.contextmanager
 def watch_resizes(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `callback` after every `storage.resize_`, which no dispatch mode sees; FSDP2 gathers weights with it."""
+    """Call `callback` after every `storage.resize_`, which no dispatch mode sees; FSDP2 gathers
+    weights with it."""
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, *args: Any) -> Any:
@@ -66,7 +71,8 @@ def watch_resizes(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
-# ----------------------------------------------------------- one call for many tensors: a kernel each would cost 10 us
+# ----------------------------------------------------------- one call for many tensors: a kernel
+#     each would cost 10 us
 
 
 def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
@@ -97,12 +103,18 @@ def fused_adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update number `step` (from 1) of all tensors, on one device and of one dtype, as `torch.optim.AdamW(fused=True)`
-    makes it; without a counter for each tensor, which that increments by a kernel of its own. Where `skip` is 1 and not
-    0, nothing changes. Both are 0-d fp32 on the device, so the host need not know them."""
+    """Update number `step` (from 1) of all tensors, on one device and of one dtype, as
+    `torch.optim.AdamW(fused=True)` makes it; without a counter for each tensor, which that
+    increments by a kernel of its own. Where `skip` is 1 and not 0, nothing changes. Both are 0-d
+    fp32 on the device, so the host need not know them."""
     steps = [step] * len(params)
     torch._fused_adamw_(
-        *(params, grads, exp_avgs, exp_avg_sqs, [], steps),
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
         found_inf=skip,
         lr=lr,
         beta1=betas[0],
@@ -114,14 +126,19 @@ def fused_adamw_(
     )
 
 
-# ------------------------------------------------------------------- attention with its log-sum-exp (context parallel)
+# ------------------------------------------------------------------- attention with its log-sum-exp
+#     (context parallel)
 
 
 def has_flash(q: torch.Tensor) -> bool:
-    """Whether the fused attention that also returns its log-sum-exp serves this tensor [b, h, s, d]."""
-    if q.is_cuda:  # the fused kernel is 16-bit only, wants head dimensions in steps of 8 and an Ampere or later
+    """Whether the fused attention that also returns its log-sum-exp serves this tensor [b, h, s,
+    d]."""
+    # the fused kernel is 16-bit only, wants head dimensions in steps of 8 and an Ampere or later
+    if q.is_cuda:
         narrow = q.dtype in (torch.float16, torch.bfloat16)
-        return narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and _capability(q.device)[0] >= 8
+        return (
+            narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and _capability(q.device)[0] >= 8
+        )
     return q.dtype.is_floating_point
 
 
@@ -133,15 +150,18 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse [b, h, s_q]); k and v may have fewer heads, by which h is divisible. SDPA proper does not return
-    the log-sum-exp."""
+    """(out like q, lse [b, h, s_q]); k and v may have fewer heads, by which h is divisible. SDPA
+    proper does not return the log-sum-exp."""
     if q.is_cuda:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        found = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, False, scale=scale
+        )
         return found[0], found[1]
     one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # of equal head counts
     if q.shape[1] == k.shape[1]:
         return one(q, k, v, 0.0, causal, scale=scale)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
     parts = (_members(x, k.shape[1]) for x in (q, out, lse))
     for queries, *results in zip(*parts, strict=True):
         foreach_copy_(results, list(one(queries, k, v, 0.0, causal, scale=scale)))
@@ -162,12 +182,28 @@ def flash_backward(
     if q.is_cuda:
         # As the forward returns them for sequences of one length: no lengths.
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *_unread(q.device)), scale=scale
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            *_unread(q.device),
+            scale=scale,
         )
-    one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # of equal head counts
+    one = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    )  # of equal head counts
     if q.shape[1] == k.shape[1]:
         return one(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
-    dq, sums = torch.empty_like(q), [torch.zeros_like(x, dtype=_lse_dtype(x)) for x in (k, v)]
+    dq = torch.empty_like(q)
+    sums = [torch.zeros_like(x, dtype=_lse_dtype(x)) for x in (k, v)]
     parts = (_members(x, k.shape[1]) for x in (dq, grad, q, out, lse))
     for of_queries, of_out, queries, results, totals in zip(*parts, strict=True):
         found = one(of_out, queries, k, v, results, totals.contiguous(), 0.0, causal, scale=scale)
@@ -178,31 +214,41 @@ def flash_backward(
 
 
 def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random state and its offset, as the kernels' forward returns them, which read none without dropout."""
-    return torch.empty(2, dtype=torch.uint64, device=device), torch.empty((), dtype=torch.uint64, device=device)
+    """A random state and its offset, as the kernels' forward returns them, which read none without
+    dropout."""
+    return torch.empty(2, dtype=torch.uint64, device=device), torch.empty(
+        (), dtype=torch.uint64, device=device
+    )
 
 
 def _members(x: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, ...]:
-    """Views [b, kv_heads, ...] of a tensor [b, heads, ...]: the first query head of each key head, the second, ..."""
+    """Views [b, kv_heads, ...] of a tensor [b, heads, ...]: the first query head of each key head,
+    the second, ..."""
     return x.unflatten(1, (kv_heads, -1)).unbind(2)
 
 
-# ------------------------------------------------------------------------------ attention of runs of tokens, each alone
+# ------------------------------------------------------------------------------ attention of runs
+#     of tokens, each alone
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Runs of queries and of keys, laid end to end; the n-th run of queries sees the n-th run of keys alone."""
+    """Runs of queries and of keys, laid end to end; the n-th run of queries sees the n-th run of
+    keys alone."""
 
     runs: tuple[tuple[int, int], ...]  # (queries, keys) of each pair, on the host
     longest: tuple[int, int]
-    begins: torch.Tensor | None  # on a GPU: int32 [2, n + 1], where runs of queries and of keys begin, the last ends
+    begins: (
+        torch.Tensor | None
+    )  # on a GPU: int32 [2, n + 1], where runs of queries and of keys begin, the last ends
 
     @classmethod
     def of(cls, runs: Sequence[tuple[int, int]], device: torch.device) -> Segments:
         begins = None
         if device.type == "cuda":  # the host does not wait for the copy
-            begins = torch.tensor([[0, *accumulate(side)] for side in zip(*runs, strict=True)], dtype=torch.int32)
+            begins = torch.tensor(
+                [[0, *accumulate(side)] for side in zip(*runs, strict=True)], dtype=torch.int32
+            )
             begins = begins.pin_memory().to(device, non_blocking=True)
         queries, keys = (max(side) for side in zip(*runs, strict=True))
         return cls(tuple(runs), (queries, keys), begins)
@@ -224,19 +270,31 @@ class Segments:
         for queries, keys in self.runs:
             if queries and keys:
                 yield slice(query, query + queries), slice(key, key + keys)
-            query, key = query + queries, key + keys
+            query = query + queries
+            key = key + keys
 
 
 def segment_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    causal: bool,
+    scale: float,
 ) -> torch.Tensor:
-    """q [n, heads, d], k and v [m, kv_heads, d] -> like q, differentiable. Each run of queries has its keys."""
+    """q [n, heads, d], k and v [m, kv_heads, d] -> like q, differentiable. Each run of queries has
+    its keys."""
     if q.is_cuda:
         return _flash_segments(q, k, v, segments, causal, scale)[0]
     grouped = q.shape[1] != k.shape[1]
     parts = [
         torch.nn.functional.scaled_dot_product_attention(
-            *(_sample(q[rows]), _sample(k[keys]), _sample(v[keys])), is_causal=causal, scale=scale, enable_gqa=grouped
+            _sample(q[rows]),
+            _sample(k[keys]),
+            _sample(v[keys]),
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=grouped,
         )
         for rows, keys in segments.slices()
     ]
@@ -244,16 +302,24 @@ def segment_attention(
 
 
 def segments_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    causal: bool,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, lse [heads, n]) of q [n, heads, d], k and v [m, kv_heads, d]. Queries without keys have zeros and a
-    log-sum-exp of minus infinity."""
+    """(out like q, lse [heads, n]) of q [n, heads, d], k and v [m, kv_heads, d]. Queries without
+    keys have zeros and a log-sum-exp of minus infinity."""
     if q.is_cuda:
         out, lse = _flash_segments(q, k, v, segments, causal, scale)[:2]
         return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # as the kernel calls it
-    out, lse = torch.zeros_like(q), torch.full((q.shape[1], len(q)), -torch.inf, dtype=_lse_dtype(q))
+    out = torch.zeros_like(q)
+    lse = torch.full((q.shape[1], len(q)), -torch.inf, dtype=_lse_dtype(q))
     for rows, keys in segments.slices():
-        part, sums = flash_forward(_sample(q[rows]), _sample(k[keys]), _sample(v[keys]), causal, scale)
+        part, sums = flash_forward(
+            _sample(q[rows]), _sample(k[keys]), _sample(v[keys]), causal, scale
+        )
         out[rows], lse[:, rows] = part[0].transpose(0, 1), sums[0]
     return out, lse
 
@@ -269,14 +335,26 @@ def segments_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) from any output and log-sum-exp, not only those of these keys; zeros where nothing was seen."""
+    """(dq, dk, dv) from any output and log-sum-exp, not only those of these keys; zeros where
+    nothing was seen."""
     if q.is_cuda:
         return torch.ops.aten._flash_attention_backward(
-            *(grad, q, k, v, out, lse, *segments.lengths, 0.0, causal, *_unread(q.device)), scale=scale
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *segments.lengths,
+            0.0,
+            causal,
+            *_unread(q.device),
+            scale=scale,
         )
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, keys in segments.slices():
-        of_rows, of_keys = (_sample(grad[rows]), _sample(q[rows])), (_sample(k[keys]), _sample(v[keys]))
+        of_rows = (_sample(grad[rows]), _sample(q[rows]))
+        of_keys = (_sample(k[keys]), _sample(v[keys]))
         sums = lse[:, rows][None].contiguous()
         parts = flash_backward(*of_rows, *of_keys, _sample(out[rows]), sums, causal, scale)
         for whole, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
@@ -285,10 +363,17 @@ def segments_backward(
 
 
 def _flash_segments(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    causal: bool,
+    scale: float,
 ) -> Any:
     """The kernel takes fewer heads of keys than of queries."""
-    return torch.ops.aten._flash_attention_forward(*(q, k, v, *segments.lengths, 0.0, causal, False), scale=scale)
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, *segments.lengths, 0.0, causal, False, scale=scale
+    )
 
 
 def _sample(x: torch.Tensor) -> torch.Tensor:
@@ -300,11 +385,13 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-# ---------------------------------------------------------------------------------------------------- process groups
+# ----------------------------------------------------------------------------------------------------
+#     process groups
 
 
 def bound_to_device() -> bool:
-    """Whether the default group is bound to a GPU, so that its communicator exists and groups can be split from it."""
+    """Whether the default group is bound to a GPU, so that its communicator exists and groups can
+    be split from it."""
     import torch.distributed as dist
 
     return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
@@ -317,9 +404,10 @@ def split_group(
     timeout: timedelta | None,
     urgent: bool,
 ) -> torch.distributed.ProcessGroup | None:
-    """The group of the global `ranks`, split from `parent` (None: the default group), whose members all must call this
-    together; None on those that are not among `ranks`. Of several backends of the parent it keeps NCCL alone; its
-    kernels run on a stream of high priority if they are `urgent`."""
+    """The group of the global `ranks`, split from `parent` (None: the default group), whose members
+    all must call this together; None on those that are not among `ranks`. Of several backends of
+    the parent it keeps NCCL alone; its kernels run on a stream of high priority if they are
+    `urgent`."""
     import torch.distributed as dist
 
     inside = dist.get_process_group_ranks(parent)
@@ -335,12 +423,14 @@ def split_group(
     return made if isinstance(made, dist.ProcessGroup) else None
 
 
-# --------------------------------------------------------------------------------------- gradients of sharded weights
+# --------------------------------------------------------------------------------------- gradients
+#     of sharded weights
 
 
 def carry_grad_dtype(module: Any, dtype: torch.dtype) -> None:
-    """Let a module that FSDP2 has sharded keep its gradients in `dtype`, the `grad_dtype` of its parameters, where they
-    are narrower. Torch 2.11 does not carry that over to the shards, and rounds each sum to the dtype of the weights."""
+    """Let a module that FSDP2 has sharded keep its gradients in `dtype`, the `grad_dtype` of its
+    parameters, where they are narrower. Torch 2.11 does not carry that over to the shards, and
+    rounds each sum to the dtype of the weights."""
     if all(param.grad_dtype == dtype for param in module.parameters()):
         return
     group = module._get_fsdp_state()._fsdp_param_group
@@ -356,12 +446,14 @@ def carry_grad_dtype(module: Any, dtype: torch.dtype) -> None:
         one.sharded_param.grad_dtype = dtype
 
 
-# -------------------------------------------------------------- ranks without data and without peers (the digital twin)
+# -------------------------------------------------------------- ranks without data and without
+#     peers (the digital twin)
 
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside, tensors have shapes, dtypes, autograd and storages of the right size, but no memory and no values."""
+    """Inside, tensors have shapes, dtypes, autograd and storages of the right size, but no memory
+    and no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -375,7 +467,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Inside, tensors are real again: for torch's own book-keeping in tensors, such as the ranks of a DeviceMesh."""
+    """Inside, tensors are real again: for torch's own book-keeping in tensors, such as the ranks of
+    a DeviceMesh."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
@@ -383,7 +476,8 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is one rank of a default group in which messages go nowhere and receives bring nothing."""
+    """Inside, this process is one rank of a default group in which messages go nowhere and receives
+    bring nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`, durably: after a crash the file has the old content or the new."""
+    """Replace `path` with `data`, durably: after a crash the file has the old content or the
+    new."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(data)

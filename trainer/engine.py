@@ -1,9 +1,10 @@
 """One rank's part of an optimizer step, for every layout:
 
-    micro-batches -> pipeline (forward, backward) -> buckets (reduce) -> norm, clip -> optimizer on the shard -> gather
+    micro-batches -> pipeline (forward, backward) -> buckets (reduce) -> norm, clip -> optimizer on
+    the shard -> gather
 
-This module only connects the parts. Data files, checkpoints, signals and reports are the business of `trainer.train`,
-so parity tests run exactly the code that trains.
+This module only connects the parts. Data files, checkpoints, signals and reports are the business
+of `trainer.train`, so parity tests run exactly the code that trains.
 """
 
 from __future__ import annotations
@@ -62,11 +63,17 @@ class Engine:
         counter: CommCounter | None = None,
         scratch: Path | None = None,
     ):
-        """`counter`: the default is one for the collectives of the device. `scratch`: for what is offloaded to a disk,
-        if the plan names no folder. Raises LayoutError for a plan that this trainer does not run."""
-        par, self.offload = plan.parallel, offload_of(plan.job.train)
-        self.plan, self.mesh, self.device, self.recipe = plan, mesh, device, recipe
-        self.counter, self.timer = counter or CommCounter(gloo=device.type == "cpu"), PhaseTimer()
+        """`counter`: the default is one for the collectives of the device. `scratch`: for what is
+        offloaded to a disk, if the plan names no folder. Raises LayoutError for a plan that this
+        trainer does not run."""
+        par = plan.parallel
+        self.offload = offload_of(plan.job.train)
+        self.plan = plan
+        self.mesh = mesh
+        self.device = device
+        self.recipe = recipe
+        self.counter = counter or CommCounter(gloo=device.type == "cpu")
+        self.timer = PhaseTimer()
         self.scaler = LossScale(device) if recipe.param == torch.float16 else None
         mine = stage_indices(plan, mesh.coord.pp)
         self.has_loss = mine[-1] == par.pp * par.vpp - 1
@@ -74,27 +81,42 @@ class Engine:
         holds_masters = shards_weights and not self.offload.optimizer
         dtype = recipe.master if holds_masters else recipe.param
         self._one = torch.ones((), dtype=torch.float64, device=device)
-        folder = Path(self.offload.dir) if self.offload.dir else scratch or Path(tempfile.gettempdir())
+        folder = (
+            Path(self.offload.dir) if self.offload.dir else scratch or Path(tempfile.gettempdir())
+        )
         self.host: HostMemory | None = None
         self.store: ActivationStore | None = None
         if self.offload.optimizer or self.offload.activations:
-            in_memory, weights = self.offload.optimizer == "host", folder if self.offload.weights else None
+            in_memory = self.offload.optimizer == "host"
+            weights = folder if self.offload.weights else None
             self.host = HostMemory(device, takes_gradients=in_memory, weights=weights)
             if self.offload.activations:
-                self.store = ActivationStore(self.host, folder if self.offload.activations == "disk" else None)
+                self.store = ActivationStore(
+                    self.host, folder if self.offload.activations == "disk" else None
+                )
         new = self.host.device_zeros if self.host is not None and self.offload.weights else None
-        self.part = apply.build(plan, mesh, self.counter, device, dtype, indices=mine, new=new, store=self.store)
-        rules, table = rules_of(plan.job.optim, plan.job.train.seed), self.part.table
+        self.part = apply.build(
+            plan, mesh, self.counter, device, dtype, indices=mine, new=new, store=self.store
+        )
+        rules = rules_of(plan.job.optim, plan.job.train.seed)
+        table = self.part.table
         table |= {
-            name: replace(info, whole=rules.owns(info), narrow=rules.narrows(info)) for name, info in table.items()
+            name: replace(info, whole=rules.owns(info), narrow=rules.narrows(info))
+            for name, info in table.items()
         }
         self.buckets = self._fully_sharded() if shards_weights else self._flat_buckets()
         self.optimizer = self._optimizer(rules, folder)
         replica = replica_of(par, mesh.coord)
         self._taken = taken(par)[replica]  # micro-batches per step, but for a batch-size ramp
-        self._empty = computed(par, replica) - self._taken  # empty ones beside them, if others take more
+        self._empty = (
+            computed(par, replica) - self._taken
+        )  # empty ones beside them, if others take more
         self.pipeline = Pipeline.from_plan(
-            *(plan, self.part.stages, self.part.loss, mesh, self.counter),
+            plan,
+            self.part.stages,
+            self.part.loss,
+            mesh,
+            self.counter,
             dtype=recipe.param,
             device=device,
             on_grad=self.buckets.on_grad,
@@ -103,12 +125,16 @@ class Engine:
             terms=self.part.terms,
         )
 
-    def _optimizer(self, rules: Rules, folder: Path) -> ShardedOptimizer | DelayedOptimizer | DiskOptimizer:
+    def _optimizer(
+        self, rules: Rules, folder: Path
+    ) -> ShardedOptimizer | DelayedOptimizer | DiskOptimizer:
         host = self._state_host
         if host is None or self.offload.optimizer == "host":
             optimizer = ShardedOptimizer(self.buckets, rules, self.recipe.master, host)
             return DelayedOptimizer(optimizer, host) if host and self.offload.delayed else optimizer
-        return DiskOptimizer(self.buckets, rules, self.recipe.master, folder, self.offload.buffer_bytes, host)
+        return DiskOptimizer(
+            self.buckets, rules, self.recipe.master, folder, self.offload.buffer_bytes, host
+        )
 
     @property
     def _state_host(self) -> HostMemory | None:
@@ -118,31 +144,46 @@ class Engine:
     def _flat_buckets(self) -> GradBuckets:
         par = self.plan.parallel
         alone = self.mesh.size("shard") == 1  # nothing to shard over: all ZeRO stages are equal
-        kind, zero = (ShardedGradBuckets, 2) if par.zero == 2 and not alone else (GradBuckets, min(par.zero, 1))
+        kind, zero = (
+            (ShardedGradBuckets, 2)
+            if par.zero == 2 and not alone
+            else (GradBuckets, min(par.zero, 1))
+        )
         params = list(self.part.parameters())
         classes = classes_of(spread(par))
-        recipe, size = self.recipe, par.bucket_bytes
-        buckets = kind(params, self.mesh, zero, recipe.reduce, size, self.counter, classes, self._state_host)
+        recipe = self.recipe
+        size = par.bucket_bytes
+        buckets = kind(
+            params, self.mesh, zero, recipe.reduce, size, self.counter, classes, self._state_host
+        )
         buckets.gather_ahead(self.part.stages)
         return buckets
 
     def _fully_sharded(self) -> Buckets:
-        from .parallel.data.fsdp import FullyShardedParameters  # brings torch._dynamo: a second, only here
+        from .parallel.data.fsdp import (
+            FullyShardedParameters,
+        )  # brings torch._dynamo: a second, only here
 
-        part, pipelined = self.part, self.plan.parallel.pp > 1
+        part = self.part
+        pipelined = self.plan.parallel.pp > 1
         return FullyShardedParameters(
-            *(part.stages, part.table, self.mesh, self.recipe, self.counter, self.device),
+            part.stages,
+            part.table,
+            self.mesh,
+            self.recipe,
+            self.counter,
+            self.device,
             interleaved=pipelined,
             classes=classes_of(spread(self.plan.parallel)),
             host=self._state_host,
         )
 
     def gradients(self, batches: Sequence[MicroBatch], valid_tokens: int) -> tuple[Tensor, Tensor]:
-        """Compute the summed gradients of the global batch into the buckets. `batches` hold whole sequences [b, s],
-        also under context parallelism; `valid_tokens` is the global count.
+        """Compute the summed gradients of the global batch into the buckets. `batches` hold whole
+        sequences [b, s], also under context parallelism; `valid_tokens` is the global count.
 
-        Returns the summed loss of this rank's micro-batches (zero without the last stage) and the norm of the whole
-        gradient before clipping, float64 and equal on all ranks; both 0-d.
+        Returns the summed loss of this rank's micro-batches (zero without the last stage) and the
+        norm of the whole gradient before clipping, float64 and equal on all ranks; both 0-d.
         """
         self.buckets.start_forward()
         par = self.plan.parallel
@@ -150,7 +191,11 @@ class Engine:
         if len(batches) != self._taken:  # a batch-size ramp, on all replicas alike
             samples = len(batches) * par.micro_batch_size * par.dp * par.ep
         self.part.terms.start(
-            self.current_scale, valid_tokens, len(batches), samples, samples * self.plan.job.train.seq_len
+            self.current_scale,
+            valid_tokens,
+            len(batches),
+            samples,
+            samples * self.plan.job.train.seq_len,
         )
         self.part.expert_choices.start()
         batches = self._pad_micro_batches(batches)
@@ -171,16 +216,20 @@ class Engine:
         return loss_sum, norm
 
     def _pad_micro_batches(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """`batches`, padded with empty ones if every micro-batch is a collective and other replicas take more."""
+        """`batches`, padded with empty ones if every micro-batch is a collective and other replicas
+        take more."""
         return [*batches, *[without_targets(batches[-1])] * self._empty] if self._empty else batches
 
     def update(self, norm: Tensor, lr: float) -> Tensor:
-        """Apply the gradient, unless `norm` is not finite: in fp16 the scaled gradient has then overflowed, elsewhere
-        something is broken. The device decides, the host does not wait; whether it was applied, 0-d bool."""
+        """Apply the gradient, unless `norm` is not finite: in fp16 the scaled gradient has then
+        overflowed, elsewhere something is broken. The device decides, the host does not wait;
+        whether it was applied, 0-d bool."""
         finite = torch.isfinite(norm)
         with self.timer.phase("optimizer"):
             clip = clip_coefficient(norm, self.plan.job.train.clip_grad_norm)
-            self.optimizer.step(lr, clip if self.scaler is None else clip / self.scaler.current, finite)
+            self.optimizer.step(
+                lr, clip if self.scaler is None else clip / self.scaler.current, finite
+            )
             if self.scaler is not None:
                 self.scaler.update(finite)
         self.part.expert_choices.apply(finite, self.mesh, self.plan.parallel.sp, self.counter)
@@ -197,20 +246,21 @@ class Engine:
         return self.scaler.scale if self.scaler is not None else 1.0
 
     def loss_total(self, loss_sum: Tensor) -> Tensor | None:
-        """The loss summed over the global batch, 0-d float64; None on ranks without the last stage. Collective."""
+        """The loss summed over the global batch, 0-d float64; None on ranks without the last stage.
+        Collective."""
         if not self.has_loss:
             return None
         return all_reduce(loss_sum.double(), self.mesh.group("grad"), "dp", self.counter)
 
     def mean_loss(self, loss_sum: Tensor, valid_tokens: int) -> float | None:
-        """Mean over the step's global valid tokens; None on ranks that do not hold the last stage. Waits for the
-        device. Collective."""
+        """Mean over the step's global valid tokens; None on ranks that do not hold the last stage.
+        Waits for the device. Collective."""
         total = self.loss_total(loss_sum)
         return None if total is None else float(total) / valid_tokens
 
     def loss_term_totals(self) -> dict[str, Tensor]:
-        """What modules have added to the loss of this step, by name, over all ranks, each 0-d float64. Collective;
-        nothing is sent for a model without such terms."""
+        """What modules have added to the loss of this step, by name, over all ranks, each 0-d
+        float64. Collective; nothing is sent for a model without such terms."""
         sums = self.part.terms.sums
         if not sums:
             return {}
@@ -227,8 +277,8 @@ class Engine:
         return {name: float(total) for name, total in self.loss_term_totals().items()}
 
     def expert_loads(self) -> Tensor | None:
-        """What routers have chosen in this step, for `part.expert_meter.loads`; None if it is not sampled. Collective
-        among ranks with the same layers."""
+        """What routers have chosen in this step, for `part.expert_meter.loads`; None if it is not
+        sampled. Collective among ranks with the same layers."""
         return self.part.expert_meter.totals(self.mesh, self.plan.parallel.sp, self.counter)
 
     @property
@@ -237,13 +287,13 @@ class Engine:
         return self.mesh.index("grad") == 0 and self.mesh.coord.tp == 0
 
     def measure(self, on: bool) -> None:
-        """Whether times are measured from now on. On a GPU that takes two events an action and a collective; on a CPU
-        they are always measured."""
+        """Whether times are measured from now on. On a GPU that takes two events an action and a
+        collective; on a CPU they are always measured."""
         self.counter.measuring = self.pipeline.action_times.measuring = on
 
     def pieces(self, own: bool) -> Iterator[StatePiece]:
-        """Training state as checkpoint pieces, the optimizer's and what modules keep without gradient: all that this
-        rank holds, or (`own`) only those that it writes."""
+        """Training state as checkpoint pieces, the optimizer's and what modules keep without
+        gradient: all that this rank holds, or (`own`) only those that it writes."""
         for part in self.optimizer.slices():
             if part.writes or not own:
                 yield StatePiece(part.kind, part.info, part.start, part.tensor)
@@ -258,7 +308,8 @@ class Engine:
         return {"optimizer_steps": float(self.optimizer.step_count), **scale, **stale}
 
     def resumed(self, step: int, scalars: Mapping[str, float] = {}) -> None:
-        """After the pieces were filled from a checkpoint of `step`: set counters and parameters accordingly."""
+        """After the pieces were filled from a checkpoint of `step`: set counters and parameters
+        accordingly."""
         self.optimizer.step_count = int(scalars.get("optimizer_steps", step))
         if self.scaler is not None:
             self.scaler.restore(scalars)

@@ -1,8 +1,8 @@
 """The errors of a worker and the exit code that each has.
 
-Every error that a user can meet is a class here with a documented exit code (`orchestrator.plan.Exit`), and its message
-is one line: what is wrong, where, and what would be right. `trainer.__main__` is the only place that turns
-errors into exit codes.
+Every error that a user can meet is a class here with a documented exit code
+(`orchestrator.plan.Exit`), and its message is one line: what is wrong, where, and what would be
+right. `trainer.__main__` is the only place that turns errors into exit codes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class TrainerError(Exception):
-    """Base of the trainer's own errors. `exit` is the process exit code that `python -m trainer` ends with."""
+    """Base of the trainer's own errors. `exit` is the process exit code that `python -m trainer`
+    ends with."""
 
     exit: Exit = Exit.USER
-    cause: str = ""  # one of `orchestrator.run.state.WORKER_CAUSES`, if that says more than the exit code
+    cause: str = (
+        ""  # one of `orchestrator.run.state.WORKER_CAUSES`, if that says more than the exit code
+    )
 
 
 class LayoutError(TrainerError):
@@ -40,7 +43,8 @@ def check_supported(plan: Plan) -> None:
 
 
 class PlanMismatch(TrainerError):
-    """A worker or one of its peers runs on another node than planned, or has loaded another plan."""
+    """A worker or one of its peers runs on another node than planned, or has loaded another
+    plan."""
 
     exit = Exit.CONFIG
 
@@ -64,25 +68,30 @@ class CheckpointError(TrainerError):
 
 
 class SaveError(TrainerError):
-    """A checkpoint that could not be written (disk full, permissions); the previous one is intact."""
+    """A checkpoint that could not be written (disk full, permissions); the previous one is
+    intact."""
 
     exit = Exit.USER
 
     def __init__(self, message: str):
         super().__init__(message)
-        if any(os.strerror(number) in message for number in NO_ROOM):  # it may come from another rank as text
+        if any(
+            os.strerror(number) in message for number in NO_ROOM
+        ):  # it may come from another rank as text
             self.cause = "disk_full"
 
 
 class DiskError(TrainerError):
-    """The disk that holds offloaded state is missing, full or fails; checkpoints are elsewhere and intact."""
+    """The disk that holds offloaded state is missing, full or fails; checkpoints are elsewhere and
+    intact."""
 
     exit = Exit.CONFIG
 
     def __init__(self, message: str, number: int | None = None):
         super().__init__(message)
         if number in NO_ROOM:
-            self.exit, self.cause = Exit.USER, "disk_full"
+            self.exit = Exit.USER
+            self.cause = "disk_full"
         elif number == errno.EIO:  # a fault of the node's
             self.exit = Exit.NODE
 
@@ -118,9 +127,10 @@ class PeerLost(TrainerError):
     exit = Exit.RESTART
 
 
-#: Fragments of the messages with which torch reports a dead or silent peer. gloo and c10d raise plain RuntimeErrors,
-#: so only the text tells. Sources: gloo `transport/tcp/pair.cc` and `unbound_buffer.cc`, torch
-#: `ProcessGroupGloo.cpp`, `ProcessGroupNCCL.cpp`, `TCPStore.cpp`; each gloo line was seen in a killed-peer test.
+#: Fragments of the messages with which torch reports a dead or silent peer. gloo and c10d raise
+#: plain RuntimeErrors, so only the text tells. Sources: gloo `transport/tcp/pair.cc` and
+#: `unbound_buffer.cc`, torch `ProcessGroupGloo.cpp`, `ProcessGroupNCCL.cpp`, `TCPStore.cpp`; each
+#: gloo line was seen in a killed-peer test.
 PEER_LOST_TEXTS: tuple[str, ...] = (
     "connection closed by peer",
     "connection reset by peer",
@@ -146,7 +156,8 @@ PEER_LOST_TEXTS: tuple[str, ...] = (
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether a collective or the store failed because a peer is gone, as opposed to a bug in this process."""
+    """Whether a collective or the store failed because a peer is gone, as opposed to a bug in this
+    process."""
     if isinstance(error, ConnectionError | PeerLost):
         return True
     names = {cls.__name__ for cls in type(error).__mro__}
@@ -171,8 +182,11 @@ def exit_code(error: BaseException) -> Exit:
         return Exit.USER if is_of_the_machine(error) else Exit.CONFIG
     if is_peer_loss(error):
         return Exit.RESTART
-    # of a library that cannot be opened, and of torch's own code, which pass on what the system says
-    if isinstance(error, ImportError | RuntimeError) and any(os.strerror(n) in str(error) for n in OF_THE_MACHINE):
+    # of a library that cannot be opened, and of torch's own code, which pass on what the system
+    # says
+    if isinstance(error, ImportError | RuntimeError) and any(
+        os.strerror(n) in str(error) for n in OF_THE_MACHINE
+    ):
         return Exit.USER
     # torch.OutOfMemoryError is a RuntimeError: the plan did not fit and the user must change it
     if isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError":

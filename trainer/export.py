@@ -1,4 +1,5 @@
-"""`python -m trainer.export CHECKPOINTS OUT`: the weights of a checkpoint as one file. `orch export` starts it."""
+"""`python -m trainer.export CHECKPOINTS OUT`: the weights of a checkpoint as one file. `orch
+export` starts it."""
 
 from __future__ import annotations
 
@@ -14,20 +15,31 @@ from .errors import TrainerError, exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints what was written as one JSON object; errors are one line on stderr and the exit code of the contract."""
-    parser = argparse.ArgumentParser("python -m trainer.export", description="A checkpoint's weights as one file.")
+    """Prints what was written as one JSON object; errors are one line on stderr and the exit code
+    of the contract."""
+    parser = argparse.ArgumentParser(
+        "python -m trainer.export", description="A checkpoint's weights as one file."
+    )
     parser.add_argument("checkpoints", type=Path, help="the folder that holds step-... folders")
     parser.add_argument("out", type=Path, help="folder for model.safetensors")
     parser.add_argument("--step", type=int, help="of this step (default: the newest that verifies)")
-    parser.add_argument("--dtype", choices=("fp64", "fp32", "bf16", "fp16"), help="default: as saved")
+    parser.add_argument(
+        "--dtype", choices=("fp64", "fp32", "bf16", "fp16"), help="default: as saved"
+    )
     args = parser.parse_args(argv)
-    from .checkpoint.export import export  # after parsing: wrong arguments are refused before a second of imports
+    from .checkpoint.export import (
+        export,
+    )  # after parsing: wrong arguments are refused before a second of imports
     from .checkpoint.load import at_step, newest
 
     rejected: list[str] = []
     try:
         found = (
-            newest(args.checkpoints, 0, lambda path, problem: rejected.append(f"{path.name}: {problem}"))
+            newest(
+                args.checkpoints,
+                0,
+                lambda path, problem: rejected.append(f"{path.name}: {problem}"),
+            )
             if args.step is None
             else at_step(args.checkpoints, args.step, rank=0)
         )

@@ -1,4 +1,5 @@
-"""Precision recipes: which dtype holds what (Micikevicius et al., arXiv 1710.03740; bf16: arXiv 1905.12322)."""
+"""Precision recipes: which dtype holds what (Micikevicius et al., arXiv 1710.03740; bf16: arXiv
+1905.12322)."""
 
 from __future__ import annotations
 
@@ -10,13 +11,18 @@ from orchestrator.plan.document import Train
 
 from .errors import LayoutError
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`param`: weights, activations, pipeline messages. `reduce`: gradient accumulation and reduction. `master`: the
-    optimizer's weights and moments."""
+    """`param`: weights, activations, pipeline messages. `reduce`: gradient accumulation and
+    reduction. `master`: the optimizer's weights and moments."""
 
     param: torch.dtype
     reduce: torch.dtype
@@ -24,13 +30,18 @@ class Recipe:
 
 
 def recipe(train: Train) -> Recipe:
-    """The plan's precision. `grad_dtype` bf16 with fp32 weights is refused: it would only lose digits.
+    """The plan's precision. `grad_dtype` bf16 with fp32 weights is refused: it would only lose
+    digits.
 
     Raises LayoutError.
     """
-    param, reduce = DTYPES[train.precision], DTYPES[train.grad_dtype]
+    param = DTYPES[train.precision]
+    reduce = DTYPES[train.grad_dtype]
     if train.precision == "fp32" and reduce != torch.float32:
-        raise LayoutError(f"grad_dtype {train.grad_dtype} with precision fp32 loses digits and saves nothing; use fp32")
+        raise LayoutError(
+            f"grad_dtype {train.grad_dtype} with precision fp32 loses digits and saves nothing; use"
+            " fp32"
+        )
     return Recipe(param, reduce, torch.promote_types(param, torch.float32))
 
 

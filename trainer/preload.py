@@ -1,4 +1,5 @@
-"""Imports what workers need, in the fork server that workers are forked from (orchestrator/agent/node)."""
+"""Imports what workers need, in the fork server that workers are forked from
+(orchestrator/agent/node)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed
-import torch.fx.experimental.symbolic_shapes  # what a worker's first backward imports: half a second
+
+# what a worker's first backward imports: half a second
+import torch.fx.experimental.symbolic_shapes
 
 from . import compat, train  # noqa: F401
 
@@ -70,5 +73,6 @@ def _driver_left_alone() -> Iterator[None]:
 
 
 def after_fork() -> None:
-    """In a new worker, before its first operation: the parent's thread pool did not survive the fork."""
+    """In a new worker, before its first operation: the parent's thread pool did not survive the
+    fork."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))

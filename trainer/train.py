@@ -1,8 +1,9 @@
-"""The training loop of one worker: check, build, resume, then train until done, terminated or failed.
+"""The training loop of one worker: check, build, resume, then train until done, terminated or
+failed.
 
-Ranks synchronise at each step boundary: one small all-reduce sums the valid tokens of the next step, whether any rank
-got a termination signal, and the progress of a background save. So all ranks save the same step, and the loss has its
-divisor before the first forward.
+Ranks synchronise at each step boundary: one small all-reduce sums the valid tokens of the next
+step, whether any rank got a termination signal, and the progress of a background save. So all ranks
+save the same step, and the loss has its divisor before the first forward.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from .worker.progress import Progress, ProgressReporter
 from .worker.reporter import Reporter
 from .worker.termination import TerminationSignal
 
-#: Steps that the host enqueues before it reads what an earlier one gave. On a CPU nothing runs ahead.
+#: Steps that the host enqueues before it reads what an earlier one gave. On a CPU nothing runs
+#: ahead.
 LAG = {"cpu": 0, "cuda": 1}
 #: Seconds between progress reports of tokenising, at least.
 PROGRESS_EVERY_S = 1.0
@@ -60,7 +62,8 @@ def train(
     termination: TerminationSignal,
     progress: ProgressReporter | None = None,
 ) -> None:
-    """Run the plan's job as worker `env` to its end. Raises the errors that `trainer.errors.exit_code` maps.
+    """Run the plan's job as worker `env` to its end. Raises the errors that
+    `trainer.errors.exit_code` maps.
 
     `progress`: gets the run as its source.
     """
@@ -75,7 +78,9 @@ def train(
     reporter.event("ranks_checked", plan=plan.hash, world_size=env.world_size)
     mesh = Mesh.from_plan(plan, env.rank, timeout=timedelta(seconds=TIMEOUT.total_seconds()))
     loader = _open_data(plan, env, mesh, device, termination, reporter, control)
-    run = Run(plan, env, mesh, device, recipe(plan.job.train), loader, reporter, termination, control)
+    run = Run(
+        plan, env, mesh, device, recipe(plan.job.train), loader, reporter, termination, control
+    )
     if progress is not None:
         progress.source = run.progress
     try:
@@ -96,7 +101,8 @@ def _open_data(
     reporter: Reporter,
     control: ControlPath,
 ) -> Loader:
-    """The loader over the corpus, the same on all ranks and at each start of the run. Raises DataError."""
+    """The loader over the corpus, the same on all ranks and at each start of the run. Raises
+    DataError."""
 
     def progress(phase: str, done: int, total: int) -> None:
         reporter.event("data_progress", phase=phase, done=done, total=total)
@@ -113,7 +119,8 @@ def _open_data(
         return f"rank {odd} on {nodes[0]} reads other text than rank 0 on {nodes[1]} (data.paths)"
 
     def pinned_problem() -> str:
-        pin, where = pin_file(env.run_dir, PINS["changed-data"]), ", ".join(plan.job.data.paths)
+        pin = pin_file(env.run_dir, PINS["changed-data"])
+        where = ", ".join(plan.job.data.paths)
         try:
             return pin_data(pin, DataPin(store.index.key, store.identity), where)
         except DataError as error:
@@ -124,7 +131,12 @@ def _open_data(
 
     if problem := control.judge(f"{store.index.key} {store.identity}".encode(), problem_of):
         raise DataError(problem)
-    reporter.event("data_ready", tokens=store.index.tokens, documents=store.index.documents, key=store.index.key)
+    reporter.event(
+        "data_ready",
+        tokens=store.index.tokens,
+        documents=store.index.documents,
+        key=store.index.key,
+    )
     return Loader(plan, mesh.coord, store, pin_memory=device.type == "cuda")
 
 
@@ -146,7 +158,8 @@ class EnqueuedStep:
 
 
 class Run:
-    """A run in progress on one rank. `step` counts optimizer steps completed, `samples` those consumed globally."""
+    """A run in progress on one rank. `step` counts optimizer steps completed, `samples` those
+    consumed globally."""
 
     def __init__(
         self,
@@ -161,15 +174,28 @@ class Run:
         control: ControlPath,
     ):
         self.control = control
-        self.plan, self.env, self.mesh, self.device = plan, env, mesh, device
-        self.loader, self.reporter, self.termination = loader, reporter, termination
+        self.plan = plan
+        self.env = env
+        self.mesh = mesh
+        self.device = device
+        self.loader = loader
+        self.reporter = reporter
+        self.termination = termination
         torch.manual_seed(plan.job.train.seed)
         scratch = Path(env.run_dir) / "offload"
         warn_of_remote_disk(plan.job.train, scratch, env)
         self.engine = Engine(plan, mesh, device, recipe, scratch=scratch)
-        folder, memory = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir), replica_dir(env.run_dir, env.node)
+        folder = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir)
+        memory = replica_dir(env.run_dir, env.node)
         self.checkpoints = Checkpoints(
-            *(folder, plan, Fence.of(env), env.rank, reporter, loader.store.index.key, memory, control),
+            folder,
+            plan,
+            Fence.of(env),
+            env.rank,
+            reporter,
+            loader.store.index.key,
+            memory,
+            control,
             pin=pin_file(env.run_dir, PINS["fresh-start"]),
         )
         self.profile = Profile(plan, env, device, self.engine, reporter)
@@ -185,33 +211,47 @@ class Run:
         """The current progress; read by the reporting thread at any time."""
         if not self.training:
             return Progress(step=0, phase="start", waiting=None, moves=0)
-        counter, timer = self.engine.counter, self.engine.timer
-        inside, phase = counter.waiting_in, timer.now or "step"
-        waiting = f"{inside[0]} ({inside[1]})" if inside else "the step's boundary" if phase == "comm" else None
+        counter = self.engine.counter
+        timer = self.engine.timer
+        inside = counter.waiting_in
+        phase = timer.now or "step"
+        waiting = (
+            f"{inside[0]} ({inside[1]})"
+            if inside
+            else "the step's boundary"
+            if phase == "comm"
+            else None
+        )
         return Progress(self.step + 1, phase, waiting, counter.started + timer.entered)
 
     def resume(self) -> None:
         """Start from the newest verified checkpoint of this run, if there is one."""
         found = self.checkpoints.resume(lambda: list(self.engine.pieces(own=False)))
         if found is not None:
-            self.step, self.samples = found.step, found.samples
+            self.step = found.step
+            self.samples = found.samples
             self.engine.resumed(found.step, found.scalars)
             self._say_jump(found.scalars)
 
     def _say_jump(self, saved: Mapping[str, float]) -> None:
-        """On rank 0, before the first step: one line and an event where this plan's learning rate breaks the curve."""
+        """On rank 0, before the first step: one line and an event where this plan's learning rate
+        breaks the curve."""
         job = self.plan.job
         text = jump(saved, self.step, job.optim, job.train.steps)
         if not text or self.env.rank:
             return
         following = learning_rate(self.step + 1, job.optim, job.train.steps)
-        self.reporter.event("learning_rate_jumps", self.step, saved=saved[RATE], following=following)
+        self.reporter.event(
+            "learning_rate_jumps", self.step, saved=saved[RATE], following=following
+        )
         warn(text)
 
     def loop(self) -> None:
-        """Train to the plan's last step. Raises Stopped after a termination signal, with everything saved."""
+        """Train to the plan's last step. Raises Stopped after a termination signal, with everything
+        saved."""
         job = self.plan.job
-        every, replicate_every = job.checkpoint.every_steps, job.checkpoint.memory_every_steps
+        every = job.checkpoint.every_steps
+        replicate_every = job.checkpoint.memory_every_steps
         self.training = True
         while self.step < job.train.steps:
             start = time.perf_counter()
@@ -225,7 +265,8 @@ class Run:
             if self.step == job.train.steps:
                 break
             if every and self.step % every == 0:
-                # Of state on a disk there is no memory for a copy, to be written while training goes on.
+                # Of state on a disk there is no memory for a copy, to be written while training
+                # goes on.
                 on_disk = self.engine.offload.optimizer == "disk"
                 self._keep(self.checkpoints.save if on_disk else self.checkpoints.start)
                 self.engine.optimizer.copied = self.checkpoints.copied
@@ -235,10 +276,12 @@ class Run:
         self.reporter.event("done", self.step)
 
     def _agree(self, batches: list[MicroBatch]) -> tuple[int, bool]:
-        """(valid tokens of the step over all ranks, whether any rank got a termination signal); equal on every rank.
+        """(valid tokens of the step over all ranks, whether any rank got a termination signal);
+        equal on every rank.
 
-        The same message sums the fingerprints of what the ranks have read: once over the replicas, for the report, and
-        over all ranks, which tells whether those that must hold the same samples do.
+        The same message sums the fingerprints of what the ranks have read: once over the replicas,
+        for the report, and over all ranks, which tells whether those that must hold the same
+        samples do.
         """
         coord = self.mesh.coord
         counts = coord.tp == coord.pp == coord.cp == 0  # tp, pp and cp ranks hold the same samples
@@ -260,7 +303,8 @@ class Run:
         return valid_tokens, stop > 0
 
     def _explain_odd_samples(self, read: int) -> None:
-        """Raise DataError, naming a rank that has read other tokens than one that shares its samples. Collective."""
+        """Raise DataError, naming a rank that has read other tokens than one that shares its
+        samples. Collective."""
         coords = [place.coord for place in self.plan.ranks]
 
         def odd_one(everyones: list[bytes]) -> str:
@@ -269,7 +313,10 @@ class Run:
                 lead = first.setdefault((coord.dp, coord.ep), rank)
                 if everyones[rank] != everyones[lead]:
                     nodes = self.plan.ranks[rank].node, self.plan.ranks[lead].node
-                    return f"rank {rank} on {nodes[0]} has read other tokens than rank {lead} on {nodes[1]}"
+                    return (
+                        f"rank {rank} on {nodes[0]} has read other tokens than rank {lead} on"
+                        f" {nodes[1]}"
+                    )
             return "the ranks' fingerprints do not add up"
 
         problem = self.control.judge(as_text(read).encode(), odd_one)
@@ -285,9 +332,12 @@ class Run:
         raise Stopped(f"{reason}: saved at step {self.step}")
 
     def _keep(self, write: Callable[..., object], *options: bool) -> None:
-        """Pass this rank's state to `write` once the steps up to now are found good; time for checkpoints."""
+        """Pass this rank's state to `write` once the steps up to now are found good; time for
+        checkpoints."""
         self._settle()
-        scalars = self.engine.scalars() | remembered(self.step, self.plan.job.optim, self.plan.job.train.steps)
+        scalars = self.engine.scalars() | remembered(
+            self.step, self.plan.job.optim, self.plan.job.train.steps
+        )
         with self.engine.timer.phase("checkpoint"):
             write(list(self.engine.pieces(own=True)), self.step, self.samples, scalars, *options)
 
@@ -298,7 +348,9 @@ class Run:
 
     def _train_step(self, batches: list[MicroBatch], valid_tokens: int, start: float) -> None:
         """Enqueue a step, then finish those that the host is `LAG` steps ahead of."""
-        engine, train, number = self.engine, self.plan.job.train, self.step + 1
+        engine = self.engine
+        train = self.plan.job.train
+        number = self.step + 1
         lr = learning_rate(number, self.plan.job.optim, train.steps)
         logged = number % train.log_every_steps == 0 or number == train.steps
         measured = logged or self.device.type == "cpu" or self.profile.traces(number)
@@ -312,13 +364,32 @@ class Run:
             with engine.timer.phase("checkpoint"):
                 self.checkpoints.before_update(number)
             engine.update(norm, lr)
-        total, terms = (engine.loss_total(loss_sum), engine.loss_term_totals()) if logged else (None, {})
-        values = [norm, loss_sum, scale, engine.current_scale, *terms.values(), *([] if total is None else [total])]
+        total, terms = (
+            (engine.loss_total(loss_sum), engine.loss_term_totals()) if logged else (None, {})
+        )
+        values = [
+            norm,
+            loss_sum,
+            scale,
+            engine.current_scale,
+            *terms.values(),
+            *([] if total is None else [total]),
+        ]
         taken = self.loader.samples_at(self.samples)
         result = StepResult(engine, values, measured, engine.expert_loads())
-        counted = number, self.samples, taken, valid_tokens, lr, start, self._boundary_s, as_text(self._fingerprint)
+        counted = (
+            number,
+            self.samples,
+            taken,
+            valid_tokens,
+            lr,
+            start,
+            self._boundary_s,
+            as_text(self._fingerprint),
+        )
         self._enqueued.append(EnqueuedStep(*counted, memory_bytes, tuple(terms), result))
-        self.step, self.samples = number, self.samples + taken
+        self.step = number
+        self.samples = self.samples + taken
         while len(self._enqueued) > LAG[self.device.type]:
             self._finish(self._enqueued.popleft())
 
@@ -328,8 +399,8 @@ class Run:
             self._finish(self._enqueued.popleft())
 
     def _finish(self, step: EnqueuedStep) -> None:
-        """Read what a step gave and report it. Raises NonFinite if too many in a row could not be applied; the device
-        has left the weights as they were."""
+        """Read what a step gave and report it. Raises NonFinite if too many in a row could not be
+        applied; the device has left the weights as they were."""
         with self.engine.counter.syncing():
             norm, loss_sum, before, after, *more = step.result.wait()
         finite = math.isfinite(norm)
@@ -339,21 +410,34 @@ class Run:
             self._explain_non_finite(step, loss_sum, norm)
         if not finite:
             self.reporter.event("step_skipped", step.number, grad_norm=str(norm), loss_scale=after)
-        terms, total = dict(zip(step.terms, more, strict=False)), more[len(step.terms) :]
+        terms = dict(zip(step.terms, more, strict=False))
+        total = more[len(step.terms) :]
         self._report(step, total[0] / step.valid_tokens if total else None, terms, norm)
 
     def _explain_non_finite(self, step: EnqueuedStep, loss_sum: float, norm: float) -> None:
-        """Raise NonFinite, naming the ranks whose loss is not finite. Collective: all ranks see the same norm."""
+        """Raise NonFinite, naming the ranks whose loss is not finite. Collective: all ranks see the
+        same norm."""
         mine = b"" if math.isfinite(loss_sum) else self._sample_indices(step.samples).encode()
-        reports = {rank: raw.decode() for rank, raw in enumerate(self.control.all_gather_bytes(mine)) if raw}
+        reports = {
+            rank: raw.decode()
+            for rank, raw in enumerate(self.control.all_gather_bytes(mine))
+            if raw
+        }
         self.checkpoints.settle()  # a save of good weights may be in progress
         where = "every loss is finite"
         if reports:
-            ranks, samples = ", ".join(map(str, reports)), "; ".join(dict.fromkeys(reports.values()))
-            where = f"the loss is not finite on rank {ranks}, whose samples are {samples} in the run's order"
-        before = f"; {self._broken - 1} in a row before it had been skipped" if self._broken > 1 else ""
+            ranks = ", ".join(map(str, reports))
+            samples = "; ".join(dict.fromkeys(reports.values()))
+            where = (
+                f"the loss is not finite on rank {ranks}, whose samples are {samples} in the run's"
+                " order"
+            )
+        before = (
+            f"; {self._broken - 1} in a row before it had been skipped" if self._broken > 1 else ""
+        )
         raise NonFinite(
-            f"step {step.number}: the gradient norm is {norm}; {where} (samples from {step.samples}){before}"
+            f"step {step.number}: the gradient norm is {norm}; {where} (samples from"
+            f" {step.samples}){before}"
         )
 
     def _sample_indices(self, consumed: int) -> str:
@@ -362,16 +446,27 @@ class Run:
         rows = samples_of_step(self.plan.parallel, self.mesh.coord, consumed, many)
         return ", ".join(str(index) for row in rows for index in row)
 
-    def _report(self, step: EnqueuedStep, loss: float | None, terms: dict[str, float], norm: float) -> None:
-        """Report a finished step. Its seconds begin where those of the step before it ended, if that was later."""
-        plan, now, times, loads = self.plan, time.perf_counter(), step.result.times(), step.result.table()
-        seconds, self._reported = now - max(step.start, self._reported), now
-        train, tokens = plan.job.train, step.taken * plan.job.train.seq_len
+    def _report(
+        self, step: EnqueuedStep, loss: float | None, terms: dict[str, float], norm: float
+    ) -> None:
+        """Report a finished step. Its seconds begin where those of the step before it ended, if
+        that was later."""
+        plan = self.plan
+        now = time.perf_counter()
+        times = step.result.times()
+        loads = step.result.table()
+        seconds = now - max(step.start, self._reported)
+        self._reported = now
+        train = plan.job.train
+        tokens = step.taken * plan.job.train.seq_len
         shape = plan.model, train.seq_len
-        again, latents = (train.recompute, train.recompute_layers), bool(train.recompute_latents)
+        again = (train.recompute, train.recompute_layers)
+        latents = bool(train.recompute_latents)
         peak = plan.cluster.gpu.peak_flops.get(train.precision)
         per_flop = tokens / (seconds * plan.parallel.world_size * peak) if peak else None
-        waited_s = step.boundary_s + sum(times.comm_s.values()) + times.phase_s.get("checkpoint", 0.0)
+        waited_s = (
+            step.boundary_s + sum(times.comm_s.values()) + times.phase_s.get("checkpoint", 0.0)
+        )
         piped = times.measured and plan.parallel.pp > 1
         self.reporter.step(
             step=step.number,
@@ -392,6 +487,10 @@ class Run:
             expert_s=times.level_s,
             memory_bytes=step.memory_bytes,
             mfu=per_flop and per_flop * model_flops_per_token(*shape),
-            experts=self.engine.part.expert_meter.loads(loads) if loads and self.engine.tells_expert_loads else {},
+            experts=(
+                self.engine.part.expert_meter.loads(loads)
+                if loads and self.engine.tells_expert_loads
+                else {}
+            ),
             hfu=per_flop and per_flop * hardware_flops_per_token(*shape, *again, latents),
         )

@@ -1,1 +1,2 @@
-"""Every technique on one node of GPUs, beside a plain loop and torchtitan, with the node's own ceilings."""
+"""Every technique on one node of GPUs, beside a plain loop and torchtitan, with the node's own
+ceilings."""

@@ -1,14 +1,16 @@
 """python -m benchmarks.gpu_node [--rounds 8] [--only NAME ...] [--torchtitan DIR] [--dry]
 
-Runs every technique on the GPUs of this node, unattended: about an hour on eight H100s. Each case is a line of words
-that `orch plan` takes; its processes are forked here, one a GPU, and end with it. What fails is written down with its
-reason, and the next case goes on. After each case benchmarks/results/gpu_node.json and docs/performance.md are written,
-so a run that is cut off has told what it knew; `--only` replaces single cases.
+Runs every technique on the GPUs of this node, unattended: about an hour on eight H100s. Each case
+is a line of words that `orch plan` takes; its processes are forked here, one a GPU, and end with
+it. What fails is written down with its reason, and the next case goes on. After each case
+benchmarks/results/gpu_node.json and docs/performance.md are written, so a run that is cut off has
+told what it knew; `--only` replaces single cases.
 
-Beside ours: a plain loop of torch's modules on DDP or FSDP2, and torchtitan, where it is installed (`pip install
-torchtitan`, or --torchtitan with a folder: see benchmarks/kernels.py). In the same run: the best bf16 matrix product on
-all GPUs at once, and NCCL's collectives. Without GPUs it says so and ends with 0; `--dry` runs all of it with small
-models on CPU processes and writes to --out alone: it proves that the program runs.
+Beside ours: a plain loop of torch's modules on DDP or FSDP2, and torchtitan, where it is installed
+(`pip install torchtitan`, or --torchtitan with a folder: see benchmarks/kernels.py). In the same
+run: the best bf16 matrix product on all GPUs at once, and NCCL's collectives. Without GPUs it says
+so and ends with 0; `--dry` runs all of it with small models on CPU processes and writes to --out
+alone: it proves that the program runs.
 """
 
 from __future__ import annotations
@@ -40,26 +42,32 @@ TIMEOUT = 1800.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_node", description=__doc__.partition("\n")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_node", description=__doc__.partition("\n")[2]
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--torchtitan", default="", metavar="DIR")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--gpus", type=int, default=0, help="default: all (dry: 8)")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--page", type=Path, default=None, help="default: docs/performance.md (dry: none)")
+    parser.add_argument(
+        "--page", type=Path, default=None, help="default: docs/performance.md (dry: none)"
+    )
     args = parser.parse_args(argv)
     args.page = args.page or (None if args.dry else page.PAGE)
     found = devices()
     if not found and not args.dry:
         print("skipped: this machine has no CUDA device")
         return 0
-    gpus, out = args.gpus or found or 8, args.out or RESULT
+    gpus = args.gpus or found or 8
+    out = args.out or RESULT
     if args.dry and args.out is None:
         out = Path(tempfile.mkdtemp(prefix="gpu-node-")) / RESULT.name
     record = json.loads(out.read_text()) if args.only and out.exists() else {"cases": {}}
     record |= {"gpus": gpus, "dry": args.dry, "conditions": conditions(rounds=args.rounds)}
-    rivals, where = available(args.torchtitan), Where(args.dry, bool(found))
+    rivals = available(args.torchtitan)
+    where = Where(args.dry, bool(found))
     node = plan_of(SMALL, (f"parallel=dp{gpus}_zero1",), gpus, where)
     (record["node"], *_) = forked(ceilings, gpus, node, args.dry)
     for case in cases(gpus):
@@ -70,13 +78,20 @@ def main(argv: list[str] | None = None) -> int:
         out.write_text(json.dumps(record, indent=2) + "\n")
         if args.page is not None:
             page.write(record, args.page)
-    failed = [name for name, row in record["cases"].items() if "failed" in row or "failed" in row.get("ours", {})]
-    print(f"{len(record['cases'])} cases, {len(failed)} failed: {', '.join(failed) or 'none'}; {out}")
+    failed = [
+        name
+        for name, row in record["cases"].items()
+        if "failed" in row or "failed" in row.get("ours", {})
+    ]
+    print(
+        f"{len(record['cases'])} cases, {len(failed)} failed: {', '.join(failed) or 'none'}; {out}"
+    )
     return 1 if args.dry and failed else 0
 
 
 def devices() -> int:
-    """GPUs of this node, asked for by another process: one that has looked at a GPU cannot fork others that use it."""
+    """GPUs of this node, asked for by another process: one that has looked at a GPU cannot fork
+    others that use it."""
     words = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     return int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
 
@@ -101,10 +116,25 @@ def one(case: Case, gpus: int, rivals: dict[str, Any], rounds: int, where: Where
 
 
 def summary(plan: Plan, ranks: list[dict[str, Any]], beside: dict[str, Any]) -> dict[str, Any]:
-    """All ranks as one row: seconds of rank 0, which barriers make everybody's, and memory of the worst."""
-    flops = model_flops_per_token(plan.model, plan.job.train.seq_len) * plan.parallel.global_batch_tokens
-    sheet = next((peak for key, peak in PEAKS.items() if all(word in ranks[0]["name"] for word in key.split())), None)
-    row: dict[str, Any] = {"gpu": ranks[0]["name"], "planned_s": plan.time.step_s, "planned_mfu": plan.mfu}
+    """All ranks as one row: seconds of rank 0, which barriers make everybody's, and memory of the
+    worst."""
+    flops = (
+        model_flops_per_token(plan.model, plan.job.train.seq_len)
+        * plan.parallel.global_batch_tokens
+    )
+    sheet = next(
+        (
+            peak
+            for key, peak in PEAKS.items()
+            if all(word in ranks[0]["name"] for word in key.split())
+        ),
+        None,
+    )
+    row: dict[str, Any] = {
+        "gpu": ranks[0]["name"],
+        "planned_s": plan.time.step_s,
+        "planned_mfu": plan.mfu,
+    }
     row |= {"planned_gib": plan.memory.total / GIB, "planned_exposed_s": plan.time.exposed_comm_s}
     for side in ("ours", *beside):
         if side not in ranks[0]:
@@ -119,7 +149,10 @@ def summary(plan: Plan, ranks: list[dict[str, Any]], beside: dict[str, Any]) -> 
         row[side] |= {"of_ceiling": rate / min(rank[side]["ceiling_flops"] for rank in ranks)}
         row[side] |= {"mfu": rate / sheet if sheet else None}
     for name in ("exposed_s", "bytes"):
-        row[name] = {axis: max(rank.get(name, {}).get(axis, 0) for rank in ranks) for axis in ranks[0].get(name, {})}
+        row[name] = {
+            axis: max(rank.get(name, {}).get(axis, 0) for rank in ranks)
+            for axis in ranks[0].get(name, {})
+        }
     return row | {"idle_s": max(rank.get("idle_s", 0.0) for rank in ranks)}
 
 

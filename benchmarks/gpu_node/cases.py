@@ -13,12 +13,15 @@ from orchestrator.planner.build import build_plan
 
 #: Of a model that GPUs run: its name in conf/model -> that in torchtitan.
 TITAN = {"llama3_8b": "8B", "llama32_1b": "1B"}
-SMALL, LARGE, EXPERTS = "llama32_1b", "llama3_8b", "qwen3_30b_a3b"
+SMALL = "llama32_1b"
+LARGE = "llama3_8b"
+EXPERTS = "qwen3_30b_a3b"
 
 
 @dataclass(frozen=True)
 class Case:
-    """`words`: beside those of cluster and model. `rivals`: "loop" (plain torch on DDP or FSDP2), "titan"."""
+    """`words`: beside those of cluster and model. `rivals`: "loop" (plain torch on DDP or FSDP2),
+    "titan"."""
 
     name: str
     model: str
@@ -36,10 +39,22 @@ class Where:
 
 #: Dry: the same layouts of small models, which trains in seconds.
 DRY_MODEL = {SMALL: "tiny", LARGE: "tiny", EXPERTS: "tiny_moe"}
-DRY_WORDS = ("train.seq_len=64", "train.steps=2", "train.global_batch_samples=16", "train.precision=bf16")
+DRY_WORDS = (
+    "train.seq_len=64",
+    "train.steps=2",
+    "train.global_batch_samples=16",
+    "train.precision=bf16",
+)
 WORDS = ("train.seq_len=8192", "train.global_batch_samples=32")
 #: Of a case's words those that a dry run keeps; the others are about sizes.
-LAYOUT_WORDS = ("parallel", "train.recompute=", "train.compile=", "data.isolate", "optim.kind", "train.offload")
+LAYOUT_WORDS = (
+    "parallel",
+    "train.recompute=",
+    "train.compile=",
+    "data.isolate",
+    "optim.kind",
+    "train.offload",
+)
 
 
 def plan_of(model: str, words: tuple[str, ...], gpus: int, where: Where) -> Plan:
@@ -48,10 +63,19 @@ def plan_of(model: str, words: tuple[str, ...], gpus: int, where: Where) -> Plan
         kept = [word for word in words if word.startswith(LAYOUT_WORDS)]
         place = ["cluster=local", "cluster.nodes=1", f"cluster.gpus_per_node={gpus}"]
         layers = [f"model.layers={2 * gpus}"]  # for the deepest pipeline
-        place += ["cluster.device=cuda", *_without(("train.compile=false",), words)] if where.cuda else []
+        place += (
+            ["cluster.device=cuda", *_without(("train.compile=false",), words)]
+            if where.cuda
+            else []
+        )
         config = load([*place, f"model={DRY_MODEL[model]}", *layers, *DRY_WORDS, *kept])
     else:
-        place = ["cluster=h100x8", f"cluster.gpus_per_node={gpus}", f"model={model}", "train=pretrain"]
+        place = [
+            "cluster=h100x8",
+            f"cluster.gpus_per_node={gpus}",
+            f"model={model}",
+            "train=pretrain",
+        ]
         config = load([*place, *_without(WORDS, words), *words])
     return build_plan(config, build_cluster(config.cluster))
 
@@ -68,7 +92,8 @@ def cases(gpus: int) -> list[Case]:
 
 def _all(n: int) -> Iterator[Case | None]:
     """n = 8 in the numbers below."""
-    half, quarter = n // 2, n // 4
+    half = n // 2
+    quarter = n // 4
     deep = max(2, half)  # pipelines, and ranks that share a sequence
     shallow = f"dp{n // deep}"
     both = ("loop", "titan")
@@ -77,31 +102,53 @@ def _all(n: int) -> Iterator[Case | None]:
     yield Case("ZeRO-2", SMALL, (f"parallel=dp{n}_zero2",), ("loop",))
     yield Case("ZeRO-3", LARGE, (f"parallel=dp{n}_zero3", "train.recompute=selective"), both)
     yield Case("ZeRO-3, not compiled", LARGE, (f"parallel=dp{n}_zero3", "train.compile=false"))
-    yield Case("hybrid shards", SMALL, (f"parallel=dp{n}_zero1", f"parallel.zero_group={half}"), ("loop",))
+    yield Case(
+        "hybrid shards", SMALL, (f"parallel=dp{n}_zero1", f"parallel.zero_group={half}"), ("loop",)
+    )
     yield Case("TP + SP", LARGE, (f"parallel=tp{n}",), ("titan",))
     yield Case("TP", LARGE, (f"parallel=tp{n}_sp0",))
     yield Case("TP + ZeRO-1", LARGE, (f"parallel=tp2_dp{half}_zero1",), ("titan",))
     for schedule in ("afab", "1f1b", "zb_h1"):
         few = ("train.global_batch_samples=8",) if schedule == "afab" else ()  # it keeps them all
-        yield Case(f"PP {schedule}", LARGE, (f"parallel=pp{n}", f"parallel.schedule={schedule}", *few))
+        yield Case(
+            f"PP {schedule}", LARGE, (f"parallel=pp{n}", f"parallel.schedule={schedule}", *few)
+        )
     kept_less = "parallel.schedule=interleaved", "train.recompute=selective"
     yield Case("PP interleaved", LARGE, (f"parallel=pp{deep}_vpp2_{shallow}_zero1", *kept_less))
     for schedule in ("zbv", "dualpipev"):
         yield Case(
-            f"PP {schedule}", LARGE, (f"parallel=pp{deep}_vpp2_{shallow}_zero1", f"parallel.schedule={schedule}")
+            f"PP {schedule}",
+            LARGE,
+            (f"parallel=pp{deep}_vpp2_{shallow}_zero1", f"parallel.schedule={schedule}"),
         )
-    held_twice = f"parallel=pp{deep}_{shallow}_zero1", "parallel.schedule=dualpipe", "train.recompute=selective"
+    held_twice = (
+        f"parallel=pp{deep}_{shallow}_zero1",
+        "parallel.schedule=dualpipe",
+        "train.recompute=selective",
+    )
     yield Case("PP dualpipe", LARGE, held_twice)
     long = "train.seq_len=32768", "train.global_batch_samples=8", "train.recompute=full"
     for method in ("zigzag", "ring", "allgather", "ulysses"):
-        yield Case(f"CP {method}", LARGE, (f"parallel=cp{deep}_{shallow}_zero3", f"parallel.cp_method={method}", *long))
+        yield Case(
+            f"CP {method}",
+            LARGE,
+            (f"parallel=cp{deep}_{shallow}_zero3", f"parallel.cp_method={method}", *long),
+        )
     yield Case("experts", EXPERTS, (f"parallel=ep{n}_zero1", "model.layers=12"))
     yield Case("experts + TP", EXPERTS, (f"parallel=tp2_ep{half}_zero1", "model.layers=12"))
-    yield Case("TP + PP + ZeRO-1", LARGE, (f"parallel=tp2_pp2_dp{quarter}_zero1",)) if n >= 8 else None
+    yield (
+        Case("TP + PP + ZeRO-1", LARGE, (f"parallel=tp2_pp2_dp{quarter}_zero1",))
+        if n >= 8
+        else None
+    )
     yield Case("TP + CP + PP", LARGE, (f"parallel=tp2_cp2_pp{quarter}", *long)) if n >= 8 else None
     yield Case("full recomputation", LARGE, (f"parallel=dp{n}_zero3", "train.recompute=full"), both)
     yield Case("packed documents", SMALL, (f"parallel=dp{n}_zero1", "data.isolate_documents=true"))
-    yield Case("packed documents + CP", SMALL, (f"parallel=cp2_dp{half}_zero1", "data.isolate_documents=true"))
+    yield Case(
+        "packed documents + CP",
+        SMALL,
+        (f"parallel=cp2_dp{half}_zero1", "data.isolate_documents=true"),
+    )
     yield Case("Muon", SMALL, (f"parallel=dp{n}_zero1", "optim.kind=muon"))
     yield Case("optimizer on the host", SMALL, (f"parallel=dp{n}_zero2", "train.offload=host"))
 

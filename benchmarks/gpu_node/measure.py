@@ -1,8 +1,8 @@
 """What one rank of a case does: ours, then each rival, on the same samples, in the same processes.
 
-One side is in memory at a time. Each side makes warm-up steps (the first compiles), then rounds; a round ends when the
-device has finished and all ranks have met. The best large matrix product is measured before each side, on all GPUs at
-once: they share power and heat as in training.
+One side is in memory at a time. Each side makes warm-up steps (the first compiles), then rounds; a
+round ends when the device has finished and all ranks have met. The best large matrix product is
+measured before each side, on all GPUs at once: they share power and heat as in training.
 """
 
 from __future__ import annotations
@@ -39,32 +39,44 @@ MESSAGES = {True: (1 << 12,), False: (1 << 20, 1 << 24, 1 << 28, 1 << 30)}
 
 
 def device_of(rank: int, plan: Plan, store: str) -> torch.device:
-    """Joins NCCL's group where the plan is for GPUs; a rank comes here with gloo's alone. `store`: a file to be."""
+    """Joins NCCL's group where the plan is for GPUs; a rank comes here with gloo's alone. `store`:
+    a file to be."""
     if plan.cluster.device == "cpu":
         return torch.device("cpu")
     apply_settings(plan)
-    device, world = torch.device("cuda", rank), dist.get_world_size()
+    device = torch.device("cuda", rank)
+    world = dist.get_world_size()
     dist.barrier()  # a peer that still connects would find this rank gone
     dist.destroy_process_group()
     torch.cuda.set_device(device)
-    backends, found = "cpu:gloo,cuda:nccl", dist.FileStore(store, world)
+    backends = "cpu:gloo,cuda:nccl"
+    found = dist.FileStore(store, world)
     dist.init_process_group(backends, store=found, rank=rank, world_size=world, device_id=device)
     return device
 
 
-def run_case(rank: int, plan: Plan, store: str, rivals: dict[str, Any], rounds: int, dry: bool) -> dict[str, Any]:
-    """{"ours" or a rival's name: what was measured, or {"failed": why}}, and the case's own ceiling."""
+def run_case(
+    rank: int, plan: Plan, store: str, rivals: dict[str, Any], rounds: int, dry: bool
+) -> dict[str, Any]:
+    """{"ours" or a rival's name: what was measured, or {"failed": why}}, and the case's own
+    ceiling."""
     device = device_of(rank, plan, store)
     batches = batches_of(plan, rank, device)
-    found: dict[str, Any] = {"name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
-    sides: dict[str, Callable[[], Step]] = {"ours": lambda: ours(plan, rank, device, batches, found)}
+    found: dict[str, Any] = {
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    }
+    sides: dict[str, Callable[[], Step]] = {
+        "ours": lambda: ours(plan, rank, device, batches, found)
+    }
     sides |= {name: lambda make=make: make(plan, device, batches) for name, make in rivals.items()}
     for name, make in sides.items():
         ceiling = matmul_ceiling(device, PRODUCTS[dry])
         problem = ""
         try:
             found[name] = timed(make(), device, rounds) | {"ceiling_flops": ceiling}
-        except Exception as error:  # out of memory, a kernel that this GPU has not: the other cases go on
+        except (
+            Exception
+        ) as error:  # out of memory, a kernel that this GPU has not: the other cases go on
             problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             traceback.print_exc()
         if any(_told(problem)):
@@ -87,7 +99,9 @@ def batches_of(plan: Plan, rank: int, device: torch.device) -> list[MicroBatch]:
     return [micro_batch(plan, one, packed).to(device) for one in indices]
 
 
-def ours(plan: Plan, rank: int, device: torch.device, batches: list[MicroBatch], found: dict[str, Any]) -> Step:
+def ours(
+    plan: Plan, rank: int, device: torch.device, batches: list[MicroBatch], found: dict[str, Any]
+) -> Step:
     engine = Engine(plan, Mesh.from_plan(plan, rank), device, recipe(plan.job.train))
     valid = plan.parallel.global_batch_tokens
     passed = 0
@@ -126,7 +140,10 @@ def timed(step: Step, device: torch.device, rounds: int) -> dict[str, Any]:
         spent.append(time.perf_counter() - begin)
     cuda = device.type == "cuda"
     return {
-        **{"step_s": statistics.median(spent), "fastest_s": min(spent), "slowest_s": max(spent), "loss": float(loss)},
+        "step_s": statistics.median(spent),
+        "fastest_s": min(spent),
+        "slowest_s": max(spent),
+        "loss": float(loss),
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if cuda else 0.0,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB if cuda else 0.0,
     }
@@ -145,35 +162,53 @@ def _forget(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-# ------------------------------------------------------------------------------------------- ceilings of the node
+# -------------------------------------------------------------------------------------------
+#     ceilings of the node
 
 
 def ceilings(rank: int, plan: Plan, store: str, dry: bool) -> dict[str, Any]:
-    """{"matmul_flops", "nccl": {operation: {bytes: bus bytes/s}}} of all GPUs at once. Bus rates are those of NCCL's
-    tests: bytes over a ring's slowest link."""
+    """{"matmul_flops", "nccl": {operation: {bytes: bus bytes/s}}} of all GPUs at once. Bus rates
+    are those of NCCL's tests: bytes over a ring's slowest link."""
     device = device_of(rank, plan, store)
     world = dist.get_world_size()
     found: dict[str, dict[str, float]] = {}
     for size in MESSAGES[dry]:
         whole = torch.zeros(size // 2 // world * world, device=device, dtype=torch.bfloat16)
-        part, other = whole[: whole.numel() // world].clone(), torch.empty_like(whole)
+        part = whole[: whole.numel() // world].clone()
+        other = torch.empty_like(whole)
         runs: dict[str, tuple[Callable[[], object], float]] = {
             "all-reduce": (lambda x=whole: dist.all_reduce(x), 2 * (world - 1) / world),
-            "all-gather": (lambda x=whole, y=part: dist.all_gather_into_tensor(x, y), (world - 1) / world),
-            "all-to-all": (lambda x=whole, y=other: dist.all_to_all_single(y, x), (world - 1) / world),
+            "all-gather": (
+                lambda x=whole, y=part: dist.all_gather_into_tensor(x, y),
+                (world - 1) / world,
+            ),
+            "all-to-all": (
+                lambda x=whole, y=other: dist.all_to_all_single(y, x),
+                (world - 1) / world,
+            ),
             "send and receive": (lambda x=whole, y=other: _neighbours(x, y, rank, world), 1.0),
         }
         if device.type == "cuda":  # gloo has none
-            scatter = (lambda x=whole, y=part: dist.reduce_scatter_tensor(y, x), (world - 1) / world)
+            scatter = (
+                lambda x=whole, y=part: dist.reduce_scatter_tensor(y, x),
+                (world - 1) / world,
+            )
             runs["reduce-scatter"] = scatter
         for name, (run, share) in runs.items():
             found.setdefault(name, {})[str(size)] = share * whole.nbytes / _best(run, device)
-    return {"matmul_flops": matmul_ceiling(device, PRODUCTS[dry]), "nccl": found, "cores": os.cpu_count()}
+    return {
+        "matmul_flops": matmul_ceiling(device, PRODUCTS[dry]),
+        "nccl": found,
+        "cores": os.cpu_count(),
+    }
 
 
 def _neighbours(x: Tensor, y: Tensor, rank: int, world: int) -> None:
     """Each rank sends to the next one and receives from the one before."""
-    sends = dist.P2POp(dist.isend, x, (rank + 1) % world), dist.P2POp(dist.irecv, y, (rank - 1) % world)
+    sends = (
+        dist.P2POp(dist.isend, x, (rank + 1) % world),
+        dist.P2POp(dist.irecv, y, (rank - 1) % world),
+    )
     for work in dist.batch_isend_irecv(list(sends)):
         work.wait()
 

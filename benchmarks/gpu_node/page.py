@@ -18,29 +18,44 @@ def line(row: dict[str, Any]) -> str:
     for side, name in SIDES.items():
         if side in row:
             part = row[side]
-            parts.append(f"{name} failed: {part['failed']}" if "failed" in part else f"{name} {_speed(part)}")
+            parts.append(
+                f"{name} failed: {part['failed']}" if "failed" in part else f"{name} {_speed(part)}"
+            )
     return ", ".join(parts)
 
 
 def _speed(part: dict[str, Any]) -> str:
-    return f"{part['step_s']:.3f} s, {part['of_ceiling']:.0%} of the product, {part['peak_gib']:.1f} GiB"
+    return (
+        f"{part['step_s']:.3f} s, {part['of_ceiling']:.0%} of the product,"
+        f" {part['peak_gib']:.1f} GiB"
+    )
 
 
 def table(record: dict[str, Any]) -> str:
     """All cases, and what the node itself can do."""
     node = record["node"]
     rows = [
-        "| technique | words | step, s | planned | MFU | of the product | peak GiB | planned | exposed, s | beside |"
+        "| technique | words | step, s | planned | MFU | of the product | peak GiB | planned |"
+        " exposed, s | beside |"
     ]
     rows += ["|---|---|---|---|---|---|---|---|---|---|"]
     for name, row in record["cases"].items():
-        rows.append(f"| {name} | {' '.join(f'`{word}`' for word in row.get('words', []))} | {_cells(row)} |")
-    what = f"{record['gpus']} x {next((row['gpu'] for row in record['cases'].values() if 'gpu' in row), '?')}"
+        rows.append(
+            f"| {name} | {' '.join(f'`{word}`' for word in row.get('words', []))} | {_cells(row)} |"
+        )
+    what = (
+        f"{record['gpus']} x"
+        f" {next((row['gpu'] for row in record['cases'].values() if 'gpu' in row), '?')}"
+    )
     rates = "; ".join(
-        f"{name} {max(sizes.values()) / 1e9:.0f} GB/s at {int(max(sizes, key=lambda size: sizes[size])) >> 20} MiB"
+        f"{name} {max(sizes.values()) / 1e9:.0f} GB/s at"
+        f" {int(max(sizes, key=lambda size: sizes[size])) >> 20} MiB"
         for name, sizes in node["nccl"].items()
     )
-    about = f"{what}: best bf16 product on all at once {node['matmul_flops'] / 1e12:.1f} TFLOP/s; bus rates: {rates}."
+    about = (
+        f"{what}: best bf16 product on all at once {node['matmul_flops'] / 1e12:.1f} TFLOP/s; bus"
+        f" rates: {rates}."
+    )
     about += f" Commit {record['conditions']['commit'][:7]}, torch {record['conditions']['torch']}."
     return "\n".join([*rows, "", about]) + "\n"
 
@@ -50,9 +65,12 @@ def _cells(row: dict[str, Any]) -> str:
     if "failed" in ours:
         return f"failed: {ours['failed']} | | | | | | | "
     mfu = f"{ours['mfu']:.1%}" if ours["mfu"] else "-"
-    exposed = ", ".join(f"{axis} {seconds:.3f}" for axis, seconds in row["exposed_s"].items() if seconds > 5e-4)
+    exposed = ", ".join(
+        f"{axis} {seconds:.3f}" for axis, seconds in row["exposed_s"].items() if seconds > 5e-4
+    )
     beside = ", ".join(
-        f"{name} {'failed' if 'failed' in row[side] else format(ours['step_s'] / row[side]['step_s'], '.2f')}"
+        f"{name}"
+        f" {'failed' if 'failed' in row[side] else format(ours['step_s'] / row[side]['step_s'], '.2f')}"
         for side, name in SIDES.items()
         if side != "ours" and side in row
     )

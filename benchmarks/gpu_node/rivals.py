@@ -1,5 +1,6 @@
-"""What ours stands beside: a plain loop of torch's modules on DDP or FSDP2, and torchtitan's model parallelised by
-torchtitan. Each takes (plan, device, micro-batches) and gives a step: forward, backward, clipping, fused AdamW."""
+"""What ours stands beside: a plain loop of torch's modules on DDP or FSDP2, and torchtitan's model
+parallelised by torchtitan. Each takes (plan, device, micro-batches) and gives a step: forward,
+backward, clipping, fused AdamW."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ Step = Callable[[], Tensor]
 
 
 def loop(plan: Plan, device: torch.device, batches: list[MicroBatch]) -> Step:
-    """ZeRO-0 as DistributedDataParallel under autocast, the others as FSDP2, a unit a block, weights and optimizer in
-    fp32; `nn.Linear`, `nn.RMSNorm`, `scaled_dot_product_attention`, compiled block by block where ours is."""
+    """ZeRO-0 as DistributedDataParallel under autocast, the others as FSDP2, a unit a block,
+    weights and optimizer in fp32; `nn.Linear`, `nn.RMSNorm`, `scaled_dot_product_attention`,
+    compiled block by block where ours is."""
     model = with_torchs_modules(new_stage(plan, device))
     if plan.job.train.compile:
         for block in model.layers.values():
@@ -34,9 +36,13 @@ def loop(plan: Plan, device: torch.device, batches: list[MicroBatch]) -> Step:
     replicated = plan.parallel.zero == 0
     if replicated:
         # Every rank has made the same weights: they need not be sent.
-        parallel: Any = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
+        parallel: Any = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, init_sync=False
+        )
     else:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         reshard = plan.parallel.zero == 3
         for block in model.layers.values():
             fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
@@ -50,7 +56,9 @@ def loop(plan: Plan, device: torch.device, batches: list[MicroBatch]) -> Step:
         for batch in batches:
             last = batch is batches[-1]
             if not replicated:
-                cast(FSDPModule, parallel).set_requires_gradient_sync(last or plan.parallel.zero > 1)
+                cast(FSDPModule, parallel).set_requires_gradient_sync(
+                    last or plan.parallel.zero > 1
+                )
             waits = parallel.no_sync() if replicated and not last else nullcontext()
             with waits, torch.autocast(device.type, torch.bfloat16, enabled=replicated):
                 logits = parallel(None, batch)
@@ -66,15 +74,17 @@ def loop(plan: Plan, device: torch.device, batches: list[MicroBatch]) -> Step:
 
 
 def titan(plan: Plan, device: torch.device, batches: list[MicroBatch]) -> Step:
-    """torchtitan's Llama 3 in torchtitan's own parallelisation (FSDP2, or its tensor parallelism), its default
-    attention, block-by-block compilation and recomputation; the loss is that of its plain, unchunked configuration."""
+    """torchtitan's Llama 3 in torchtitan's own parallelisation (FSDP2, or its tensor parallelism),
+    its default attention, block-by-block compilation and recomputation; the loss is that of its
+    plain, unchunked configuration."""
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, parallel_dims
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.models.llama3 import model_registry
 
     parallel_dims.device_type = device.type  # else that of torch's build
-    par, train = plan.parallel, plan.job.train
+    par = plan.parallel
+    train = plan.job.train
     spec = model_registry(TITAN.get(plan.model.name, "debugmodel"))
     parallelism = ParallelismConfig(tensor_parallel_degree=par.tp, spmd_backend="full_dtensor")
     dims = ParallelDims.from_config(parallelism, par.world_size)
@@ -99,7 +109,10 @@ def titan(plan: Plan, device: torch.device, batches: list[MicroBatch]) -> Step:
             block.attention.inner_attention = Sdpa()
     optimizer = adamw(plan, list(parallel.parameters()), fused=True)
     vocab = min(plan.model.vocab, spec.model.vocab_size)
-    masks = [None if device.type == "cpu" else parallel.get_attention_masks(batch.positions) for batch in batches]
+    masks = [
+        None if device.type == "cpu" else parallel.get_attention_masks(batch.positions)
+        for batch in batches
+    ]
 
     def step() -> Tensor:
         optimizer.zero_grad()

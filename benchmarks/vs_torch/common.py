@@ -23,8 +23,24 @@ LR = 1e-3
 BUCKET_BYTES = 25 << 20
 #: 5.1 million parameters: a step of half a second, in which matrix products are most of the work.
 SIZES = {
-    "base": {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn_hidden": 704, "vocab": 4096},
-    "small": {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 160, "vocab": 512},
+    "base": {
+        "layers": 4,
+        "hidden": 256,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_dim": 32,
+        "ffn_hidden": 704,
+        "vocab": 4096,
+    },
+    "small": {
+        "layers": 4,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "ffn_hidden": 160,
+        "vocab": 512,
+    },
 }
 
 
@@ -56,7 +72,9 @@ class Ours:
     """One step of our engine, up to and including whole parameters for the next."""
 
     def __init__(self, plan: Plan, rank: int, batches: Batches):
-        self.engine = Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), recipe(plan.job.train))
+        self.engine = Engine(
+            plan, Mesh.from_plan(plan, rank), torch.device("cpu"), recipe(plan.job.train)
+        )
         self.batches = batches
 
     def __call__(self) -> Tensor:
@@ -66,7 +84,9 @@ class Ours:
         return loss_sum
 
 
-def adamw(plan: Plan, params: Sequence[nn.Parameter], make: object = torch.optim.AdamW, **extra: object):
+def adamw(
+    plan: Plan, params: Sequence[nn.Parameter], make: object = torch.optim.AdamW, **extra: object
+):
     """torch's optimizer with the plan's numbers, in its fastest form."""
     optim = plan.job.optim
     groups = [

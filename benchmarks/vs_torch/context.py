@@ -1,8 +1,9 @@
 """Context parallelism against torch's ring attention.
 
-`torch.distributed.tensor.experimental.context_parallel` has handlers for CUDA's attention operators alone. Its ring
-underneath, `_templated_ring_attention`, takes any operator: here that of the CPU, with torch's own choice of zig-zag
-shards, its all-gather or all-to-all rotation and its merging of blocks. The rest of the model is ours on both sides.
+`torch.distributed.tensor.experimental.context_parallel` has handlers for CUDA's attention operators
+alone. Its ring underneath, `_templated_ring_attention`, takes any operator: here that of the CPU,
+with torch's own choice of zig-zag shards, its all-gather or all-to-all rotation and its merging of
+blocks. The rest of the model is ours on both sides.
 """
 
 from __future__ import annotations
@@ -39,20 +40,35 @@ class TorchsRing(torch.autograd.Function):
             return backward_op(grad_out, query, key, value, out, logsumexp, 0.0, is_causal)
 
         grads = torchs._templated_ring_attention_backward(
-            *(ctx.group, 2, operator, grad.contiguous(), "grad_out", q, k, v, out, lse), is_causal=True
+            ctx.group,
+            2,
+            operator,
+            grad.contiguous(),
+            "grad_out",
+            q,
+            k,
+            v,
+            out,
+            lse,
+            is_causal=True,
         )
         return *grads[:3], None
 
 
 class TorchsCore:
-    """In the place of our attention core: q, k, v [b, s / cp, heads, d] -> [b, s / cp, heads, d]."""
+    """In the place of our attention core: q, k, v [b, s / cp, heads, d] -> [b, s / cp, heads,
+    d]."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None
+    ) -> Tensor:
         groups = q.shape[2] // k.shape[2]
-        k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))  # the ring knows no grouped heads
+        k, v = (
+            x.repeat_interleave(groups, dim=2) for x in (k, v)
+        )  # the ring knows no grouped heads
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return TorchsRing.apply(q, k, v, self.group).transpose(1, 2)
 
@@ -62,7 +78,8 @@ def build(rotation: str):
         torchs._cp_options.rotate_method = torchs._RotateMethod[rotation]
         torchs._cp_options.enable_load_balance = plan.parallel.cp_method in BALANCED
         batches = Batches(plan, rank)
-        ours, native = Ours(plan, rank, batches), Ours(plan, rank, batches)
+        ours = Ours(plan, rank, batches)
+        native = Ours(plan, rank, batches)
         for stage in native.engine.part.stages:
             for block in stage.layers.values():
                 block.attn.core = TorchsCore(native.engine.mesh.group("cp"))
@@ -73,7 +90,9 @@ def build(rotation: str):
 
 def cases(size: str) -> list[Case]:
     def plan(method: str) -> Plan:
-        return plan_of(size, seq_len=1024, cp=2, cp_method=method, micro_batch_size=1, micro_batches=1)
+        return plan_of(
+            size, seq_len=1024, cp=2, cp_method=method, micro_batch_size=1, micro_batches=1
+        )
 
     return [
         Case("cp ring", "ring attention, contiguous", plan("ring"), build("ALL_TO_ALL")),

@@ -1,8 +1,10 @@
-"""Ours and torch's take turns, step by step, in the same forked ranks: what else runs on the machine meets both alike.
+"""Ours and torch's take turns, step by step, in the same forked ranks: what else runs on the
+machine meets both alike.
 
-A step is timed from barrier to barrier, in wall time and in processor time of all ranks (which a busy machine cannot
-stretch, but which counts a thread that spins). Both sides start from the same weights and see the same tokens, and
-their losses are compared step by step: a side that does other work does not get to be faster.
+A step is timed from barrier to barrier, in wall time and in processor time of all ranks (which a
+busy machine cannot stretch, but which counts a thread that spins). Both sides start from the same
+weights and see the same tokens, and their losses are compared step by step: a side that does other
+work does not get to be faster.
 """
 
 from __future__ import annotations
@@ -49,10 +51,13 @@ class Result:
     loss_difference: float  # relative, the worst of all steps and ranks
 
     def ratios(self, seconds: dict[str, list[float]]) -> list[float]:
-        return [ours / native for ours, native in zip(seconds["ours"], seconds["torch"], strict=True)]
+        return [
+            ours / native for ours, native in zip(seconds["ours"], seconds["torch"], strict=True)
+        ]
 
     def record(self) -> dict[str, float]:
-        wall, cpu = self.ratios(self.wall), self.ratios(self.cpu)
+        wall = self.ratios(self.wall)
+        cpu = self.ratios(self.cpu)
         numbers = {
             "ratio": statistics.median(wall),
             "ratio_min": min(wall),
@@ -64,43 +69,58 @@ class Result:
             "ours_cpu_s": statistics.median(self.cpu["ours"]),
             "torch_cpu_s": statistics.median(self.cpu["torch"]),
         }
-        return {name: round(value, 4) for name, value in numbers.items()} | {"loss_difference": self.loss_difference}
+        return {name: round(value, 4) for name, value in numbers.items()} | {
+            "loss_difference": self.loss_difference
+        }
 
 
 def measure(case: Case, rounds: int, timeout: float = 300.0) -> Result:
     """Raises RankError where a side fails."""
     ranks = run_ranks(_rank, case.plan.parallel.world_size, case, rounds, timeout=timeout)
     wall = ranks[0]["wall"]  # barriers on both ends: all ranks measure the same
-    cpu = {side: [sum(one) for one in zip(*(rank["cpu"][side] for rank in ranks), strict=True)] for side in SIDES}
+    cpu = {
+        side: [sum(one) for one in zip(*(rank["cpu"][side] for rank in ranks), strict=True)]
+        for side in SIDES
+    }
     return Result(wall, cpu, max(rank["difference"] for rank in ranks))
 
 
 def _rank(rank: int, case: Case, rounds: int) -> dict:
     steps = dict(zip(SIDES, case.build(rank, case.plan), strict=True))
-    wall, cpu = {side: [] for side in SIDES}, {side: [] for side in SIDES}
+    wall = {side: [] for side in SIDES}
+    cpu = {side: [] for side in SIDES}
     worst = 0.0
     for index in range(WARM_UP + rounds):
         losses = {}
         for side in SIDES if index % 2 == 0 else SIDES[::-1]:
             dist.barrier()
-            begin, begin_cpu = time.perf_counter(), time.process_time()
+            begin = time.perf_counter()
+            begin_cpu = time.process_time()
             losses[side] = steps[side]()
             dist.barrier()
             if index >= WARM_UP:
                 wall[side].append(time.perf_counter() - begin)
                 cpu[side].append(time.process_time() - begin_cpu)
-        ours, native = float(losses["ours"]), float(losses["torch"])
+        ours = float(losses["ours"])
+        native = float(losses["torch"])
         worst = max(worst, abs(ours - native) / max(abs(native), 1e-9))
     return {"wall": wall, "cpu": cpu, "difference": worst}
 
 
-def row_of(case: Case, rounds: int, title: str, width: int, **settings: object) -> dict[str, object]:
-    """Measure a case, print a line about it that begins with `title`, and return what is recorded of it."""
+def row_of(
+    case: Case, rounds: int, title: str, width: int, **settings: object
+) -> dict[str, object]:
+    """Measure a case, print a line about it that begins with `title`, and return what is recorded
+    of it."""
     before = conditions(**settings, rounds=rounds, world=case.plan.parallel.world_size)
     row = measure(case, rounds).record()
     times = f"{row['ours_s']:>7.3f}s {row['torch_s']:>7.3f}s {row['ratio']:>6.2f}"
     spread = f"{row['ratio_min']:.2f}-{row['ratio_max']:.2f}"
-    print(f"{title:<{width}} {times} {spread:>11} {row['cpu_ratio']:>6.2f}  {row['loss_difference']:.1e}", flush=True)
+    print(
+        f"{title:<{width}} {times} {spread:>11} {row['cpu_ratio']:>6.2f} "
+        f" {row['loss_difference']:.1e}",
+        flush=True,
+    )
     return row | {"conditions": before}
 
 
@@ -110,9 +130,18 @@ def conditions(**settings: object) -> dict[str, object]:
     def git(*words: str) -> str:
         if shutil.which("git") is None:  # a rented machine's image may lack it
             return ""
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
 
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        "",
+    )
     return {
         "commit": git("rev-parse", "HEAD"),
         "uncommitted_in_trainer": bool(git("status", "--porcelain", "trainer")),

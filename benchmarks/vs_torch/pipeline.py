@@ -1,4 +1,5 @@
-"""Pipeline schedules against torch.distributed.pipelining: forward and backward of all micro-batches, no optimizer.
+"""Pipeline schedules against torch.distributed.pipelining: forward and backward of all
+micro-batches, no optimizer.
 
 torch's schedules leave norm and optimizer to the user, so both sides stop at the gradients.
 """
@@ -34,11 +35,13 @@ PAIRS = {
 
 
 class OneTensorIn(nn.Module):
-    """A stage as torch's pipelines call it: tokens or hidden states in, hidden states or logits out."""
+    """A stage as torch's pipelines call it: tokens or hidden states in, hidden states or logits
+    out."""
 
     def __init__(self, stage: Stage, batches: Batches):
         super().__init__()
-        self.stage, self.positions = stage, batches.mine[0].positions
+        self.stage = stage
+        self.positions = batches.mine[0].positions
 
     def forward(self, x: Tensor) -> Tensor:
         batch = SimpleNamespace(tokens=x, positions=self.positions, documents=None, serial=None)
@@ -46,15 +49,20 @@ class OneTensorIn(nn.Module):
 
 
 def build(rank: int, plan: Plan) -> tuple[Step, Step]:
-    par, mesh, batches = plan.parallel, Mesh.from_plan(plan, rank), Batches(plan, rank)
+    par = plan.parallel
+    mesh = Mesh.from_plan(plan, rank)
+    batches = Batches(plan, rank)
     part = build_part(plan, mesh, CommCounter(), indices=stage_indices(plan, rank))
     schedule = schedule_of(par)
     theirs = {
         stage: OneTensorIn(copy.deepcopy(part.stages[index]), batches)
         for index, stage in enumerate(schedule.stages_of(rank))
     }
-    runtime = Pipeline.from_plan(plan, part.stages, part.loss, mesh, CommCounter(), dtype=torch.float32)
-    scale, count = 1.0 / batches.valid, par.pp * par.vpp
+    runtime = Pipeline.from_plan(
+        plan, part.stages, part.loss, mesh, CommCounter(), dtype=torch.float32
+    )
+    scale = 1.0 / batches.valid
+    count = par.pp * par.vpp
     stages = [
         pipelining.PipelineStage(module, index, count, torch.device("cpu"), group=mesh.group("pp"))
         for index, module in theirs.items()
@@ -66,7 +74,9 @@ def build(rank: int, plan: Plan) -> tuple[Step, Step]:
         loss_fn=lambda logits, target: cross_entropy_sum(logits, target) * scale,
         scale_grads=False,
     )
-    tokens, targets = (torch.cat([getattr(one, name) for one in batches.mine]) for name in ("tokens", "targets"))
+    tokens, targets = (
+        torch.cat([getattr(one, name) for one in batches.mine]) for name in ("tokens", "targets")
+    )
     first = [tokens] if any(schedule.is_first(stage) for stage in theirs) else []
     last = any(schedule.is_last(stage) for stage in theirs)
 

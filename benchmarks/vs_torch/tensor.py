@@ -1,4 +1,5 @@
-"""Tensor and sequence parallelism against DTensor's plan for the same blocks (torch.distributed.tensor.parallel)."""
+"""Tensor and sequence parallelism against DTensor's plan for the same blocks
+(torch.distributed.tensor.parallel)."""
 
 from __future__ import annotations
 
@@ -25,11 +26,14 @@ from .harness import Case, Step
 
 
 def with_torchs_modules(stage: Stage) -> Stage:
-    """The same weights in nn.Linear, nn.Embedding and nn.RMSNorm, which DTensor's styles ask for."""
+    """The same weights in nn.Linear, nn.Embedding and nn.RMSNorm, which DTensor's styles ask
+    for."""
     for path, module in list(stage.named_modules()):
         new: nn.Module
         if isinstance(module, Linear):
-            new = nn.Linear(module.weight.shape[1], module.weight.shape[0], bias=module.bias is not None)
+            new = nn.Linear(
+                module.weight.shape[1], module.weight.shape[0], bias=module.bias is not None
+            )
         elif isinstance(module, Embedding):
             new = nn.Embedding(*module.weight.shape)
         elif path.rpartition(".")[2].startswith("norm"):
@@ -45,15 +49,23 @@ def with_torchs_modules(stage: Stage) -> Stage:
 def parallelized(stage: Stage, tp: int, sp: bool) -> Stage:
     mesh = init_device_mesh("cpu", (tp,))
     outside = Shard(1) if sp else Replicate()
-    row, column = RowwiseParallel(output_layouts=outside), ColwiseParallel()
+    row = RowwiseParallel(output_layouts=outside)
+    column = ColwiseParallel()
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=outside),
-        "head": ColwiseParallel(input_layouts=outside, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(
+            input_layouts=outside, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     for layer in stage.layers:
         at = f"layers.{layer}."
         plan |= {at + f"attn.{name}": column for name in ("wq", "wk", "wv")}
-        plan |= {at + "mlp.gate": column, at + "mlp.up": column, at + "attn.wo": row, at + "mlp.down": row}
+        plan |= {
+            at + "mlp.gate": column,
+            at + "mlp.up": column,
+            at + "attn.wo": row,
+            at + "mlp.down": row,
+        }
         if sp:
             whole = {
                 "input_layouts": (Shard(1), None, None, None),
@@ -61,7 +73,11 @@ def parallelized(stage: Stage, tp: int, sp: bool) -> Stage:
             }
             plan |= {at + "norm1": SequenceParallel(), at + "norm2": SequenceParallel()}
             plan |= {at + "attn": PrepareModuleInput(**whole)}
-            plan |= {at + "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())}
+            plan |= {
+                at + "mlp": PrepareModuleInput(
+                    input_layouts=Shard(1), desired_input_layouts=Replicate()
+                )
+            }
     if sp:
         plan["norm"] = SequenceParallel()
     return parallelize_module(stage, mesh, plan)
@@ -69,11 +85,16 @@ def parallelized(stage: Stage, tp: int, sp: bool) -> Stage:
 
 class WithDTensor:
     def __init__(self, plan: Plan, batches: Batches):
-        self.plan, self.batches = plan, batches
-        self.model = parallelized(with_torchs_modules(new_stage(plan)), plan.parallel.tp, plan.parallel.sp)
+        self.plan = plan
+        self.batches = batches
+        self.model = parallelized(
+            with_torchs_modules(new_stage(plan)), plan.parallel.tp, plan.parallel.sp
+        )
         self.cut = [p for p in self.model.parameters() if isinstance(p, DTensor)]
         self.whole = [p for p in self.model.parameters() if not isinstance(p, DTensor)]
-        self.optimizers = [adamw(plan, params, fused=True) for params in (self.cut, self.whole) if params]
+        self.optimizers = [
+            adamw(plan, params, fused=True) for params in (self.cut, self.whole) if params
+        ]
 
     def __call__(self) -> Tensor:
         total = torch.zeros(())
@@ -90,8 +111,13 @@ class WithDTensor:
         return total
 
     def clip(self) -> None:
-        """clip_grad_norm_ refuses a mixture of DTensors and plain tensors: the norm in two parts, then the same."""
-        norms = [nn.utils.get_total_norm([p.grad for p in params]) for params in (self.cut, self.whole) if params]
+        """clip_grad_norm_ refuses a mixture of DTensors and plain tensors: the norm in two parts,
+        then the same."""
+        norms = [
+            nn.utils.get_total_norm([p.grad for p in params])
+            for params in (self.cut, self.whole)
+            if params
+        ]
         norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         norm = torch.stack(norms).square().sum().sqrt()
         coefficient = (self.plan.job.train.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)

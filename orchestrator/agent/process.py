@@ -32,14 +32,19 @@ class AgentProcess:
         recorder: Recorder,
         listens_at: tuple[str, int],
     ):
-        self._folder, self._request, self._node, self._key = folder, request, node, key
-        self._recorder, self._listens_at = recorder, listens_at
+        self._folder = folder
+        self._request = request
+        self._node = node
+        self._key = key
+        self._recorder = recorder
+        self._listens_at = listens_at
         self._coordinator: Coordinator | None = None
         self._leading: asyncio.Task | None = None
         self._leads = asyncio.Event()
 
     def connector(self, scale_up: ScaleUpPolicy | None) -> Connector:
-        """How this process finds the coordinator. `scale_up`: of an elastic run, in which it may become it."""
+        """How this process finds the coordinator. `scale_up`: of an elastic run, in which it may
+        become it."""
         if scale_up is None:
             join_s = self._request.policy.join_timeout_s
             return FixedCoordinator(self._folder, self._node, self._key, join_s)
@@ -52,9 +57,18 @@ class AgentProcess:
 
     def lead(self, sizes: WorldSizes, lease: EpochLease | None = None) -> None:
         """Starts the coordinator, with the plan that is in force. `lease`: of an elastic run."""
-        plan, discovery = load_plan(self._folder.plan), Discovery(self._folder, self._request.discovery_dir)
+        plan = load_plan(self._folder.plan)
+        discovery = Discovery(self._folder, self._request.discovery_dir)
         record = StateWriter(self._folder, plan, self._node, discovery, lease)
-        about = self._folder, plan, self._request.policy, self._key, self._node, self._recorder, record
+        about = (
+            self._folder,
+            plan,
+            self._request.policy,
+            self._key,
+            self._node,
+            self._recorder,
+            record,
+        )
         self._coordinator = Coordinator(Context(*about, sizes.elastic), sizes)
         self._leading = asyncio.create_task(self._coordinator.run(*self._listens_at))
         self._leads.set()
@@ -62,20 +76,28 @@ class AgentProcess:
     async def run(self, agent: Agent, elastic: bool) -> int:
         """Runs the agent, and the coordinator if there is one; returns the exit code.
 
-        A coordinator of an elastic run whose own agent has to leave hands the run over to another node.
+        A coordinator of an elastic run whose own agent has to leave hands the run over to another
+        node.
         """
-        work, leads = asyncio.create_task(agent.run()), asyncio.create_task(self._leads.wait())
+        work = asyncio.create_task(agent.run())
+        leads = asyncio.create_task(self._leads.wait())
         try:
             await asyncio.wait({work, leads}, return_when=asyncio.FIRST_COMPLETED)
             if self._leading and self._coordinator:
                 await asyncio.wait({work, self._leading}, return_when=asyncio.FIRST_COMPLETED)
                 if self._leading.done():
-                    decision = self._leading.result()  # a bug in it must be seen, and not leave the agent waiting
-                    if elastic and (decision.code == Exit.FENCED or not self._coordinator.has_ended_the_run):
+                    decision = (
+                        self._leading.result()
+                    )  # a bug in it must be seen, and not leave the agent waiting
+                    if elastic and (
+                        decision.code == Exit.FENCED or not self._coordinator.has_ended_the_run
+                    ):
                         agent.leave(decision.code, decision.reason)
                 elif not elastic:
                     self._coordinator.agent_left()
-                    await self._leading  # it still has to end the other agents, and to write how the run ended
+                    await (
+                        self._leading
+                    )  # it still has to end the other agents, and to write how the run ended
                 elif self._coordinator.has_ended_the_run:
                     await self._leading  # it tells the other agents
             return await work
@@ -83,4 +105,6 @@ class AgentProcess:
             tasks = [task for task in (work, leads, self._leading) if task]
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # the agent's workers are gone then
+            await asyncio.gather(
+                *tasks, return_exceptions=True
+            )  # the agent's workers are gone then

@@ -1,9 +1,12 @@
-"""The interface of a backend: it starts the agents of a run on its nodes, and reports whether they run.
+"""The interface of a backend: it starts the agents of a run on its nodes, and reports whether they
+run.
 
-`Backend` is what every backend must do. What only some can do is a class of its own (`Queueing`, `Rendering`, ...): a
-backend inherits it, and callers ask with `isinstance`. No caller compares a backend's name.
+`Backend` is what every backend must do. What only some can do is a class of its own (`Queueing`,
+`Rendering`, ...): a backend inherits it, and callers ask with `isinstance`. No caller compares a
+backend's name.
 
-A backend of another package is found by an entry point of the group `orch.backends`, whose name is the backend's:
+A backend of another package is found by an entry point of the group `orch.backends`, whose name is
+the backend's:
 
     [project.entry-points."orch.backends"]
     mine = "my_package.backend:MyBackend"
@@ -48,7 +51,8 @@ BUILT_IN: dict[str, str] = {
     "ssh": "orchestrator.backends.ssh.backend:SshBackend",
 }
 
-#: The one of `backend.options` that is filled in from the user's list of bad nodes (`orch nodes`) at every start.
+#: The one of `backend.options` that is filled in from the user's list of bad nodes (`orch nodes`)
+#: at every start.
 BAD_NODES = "bad_nodes"
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -56,15 +60,18 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class Backend(ABC):
-    """Made without arguments, once a command. Environments are those of the shell that submits or resumes."""
+    """Made without arguments, once a command. Environments are those of the shell that submits or
+    resumes."""
 
     name: ClassVar[str]
     #: What this backend adds to every agent's command.
     agent_flags: ClassVar[tuple[str, ...]] = ()
-    #: Runs are processes of this machine, which has no queue and nobody else's work: the runs of a sweep follow one
-    #: another, and drills need no leave.
+    #: Runs are processes of this machine, which has no queue and nobody else's work: the runs of a
+    #: sweep follow one another, and drills need no leave.
     on_this_machine: ClassVar[bool] = False
-    shares_folders: ClassVar[bool] = True  # all its nodes see this machine's folders under the same paths
+    shares_folders: ClassVar[bool] = (
+        True  # all its nodes see this machine's folders under the same paths
+    )
     #: A node that is lost comes back by itself, for one restart of the run.
     replaces_lost_nodes: ClassVar[bool] = False
 
@@ -74,15 +81,18 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self, request: LaunchRequest) -> None:
-        """OrchError: 76 when this backend can never run the request, with what it has instead; 65 for its options."""
+        """OrchError: 76 when this backend can never run the request, with what it has instead; 65
+        for its options."""
 
     @abstractmethod
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
-        """Make the run folder, start the run, return its handle at once. Sends exactly what the bundle holds."""
+        """Make the run folder, start the run, return its handle at once. Sends exactly what the
+        bundle holds."""
 
     @abstractmethod
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
-        """Start a run that has ended once more, in its folder; its handle. OrchError (64) while it is running."""
+        """Start a run that has ended once more, in its folder; its handle. OrchError (64) while it
+        is running."""
 
     @abstractmethod
     def cancel(self, folder: RunFolder, force: bool) -> None:
@@ -103,7 +113,8 @@ class Backend(ABC):
         """
 
 
-# ------------------------------------------------------------------------------------------ capabilities
+# ------------------------------------------------------------------------------------------
+#     capabilities
 
 
 class After(NamedTuple):
@@ -114,7 +125,8 @@ class After(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which of several sizes a scheduler would serve best, and what it says about their starts, one line each."""
+    """Which of several sizes a scheduler would serve best, and what it says about their starts, one
+    line each."""
 
     chosen: int  # index into the sizes
     lines: list[str]
@@ -127,24 +139,29 @@ class Queueing(ABC):
     def choose(self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]) -> Choice:
         """The size of an elastic job to send now. `bundles`: one a size, largest first.
 
-        OrchError when the scheduler takes none of several sizes; one size alone is never refused here.
+        OrchError when the scheduler takes none of several sizes; one size alone is never refused
+        here.
         """
 
     @abstractmethod
     def starts(self, bundles: Iterable[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
-        """When each would start, in words. OrchError, within seconds, if no scheduler answers: no bundle is read."""
+        """When each would start, in words. OrchError, within seconds, if no scheduler answers: no
+        bundle is read."""
 
     @abstractmethod
     def after(self, options: Mapping[str, Any], wishes: Sequence[After]) -> dict[str, Any]:
-        """`backend.options` with the runs to wait for. OrchError (64) for one that this scheduler does not know."""
+        """`backend.options` with the runs to wait for. OrchError (64) for one that this scheduler
+        does not know."""
 
 
 class NodeExclusion:
-    """A run can be kept off named nodes: `backend.options` has `exclude`, the user's own, and `bad_nodes` beside it."""
+    """A run can be kept off named nodes: `backend.options` has `exclude`, the user's own, and
+    `bad_nodes` beside it."""
 
 
 def without_nodes(options: Mapping[str, Any], bad: Sequence[str]) -> dict[str, Any]:
-    """`backend.options` of a NodeExclusion with these bad nodes, those of today, in place of any others."""
+    """`backend.options` of a NodeExclusion with these bad nodes, those of today, in place of any
+    others."""
     own = {name: value for name, value in options.items() if name != BAD_NODES}
     return {**own, BAD_NODES: list(bad)} if bad else own
 
@@ -153,20 +170,28 @@ def off_bad_nodes(folder: RunFolder, request: LaunchRequest) -> LaunchRequest:
     """The request of a run that starts again, off the nodes that `orch nodes` lists now."""
     bad = list(remembered(folder, time.time()))
     if bad:
-        print(f"orch: without {', '.join(bad)}, found bad by earlier runs (orch nodes)", file=sys.stderr)
-    return msgspec.structs.replace(request, backend_options=without_nodes(request.backend_options, bad))
+        print(
+            f"orch: without {', '.join(bad)}, found bad by earlier runs (orch nodes)",
+            file=sys.stderr,
+        )
+    return msgspec.structs.replace(
+        request, backend_options=without_nodes(request.backend_options, bad)
+    )
 
 
 class ArraySubmission(ABC):
     """The runs of a sweep are sent together."""
 
     @abstractmethod
-    def submit_all(self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
+    def submit_all(
+        self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]
+    ) -> list[str]:
         """Submit all of these runs or none; their handles."""
 
 
 class Prefetching(ABC):
-    """What a cluster is asked for when submitting can be asked for in the background, while the job is planned."""
+    """What a cluster is asked for when submitting can be asked for in the background, while the job
+    is planned."""
 
     @abstractmethod
     def look_ahead(self, config: Config) -> None:
@@ -182,7 +207,8 @@ class FoundRun(NamedTuple):
 
 
 class RunDiscovery(ABC):
-    """The scheduler keeps everything that `orch` needs of a run: those of others, and of other machines, are found."""
+    """The scheduler keeps everything that `orch` needs of a run: those of others, and of other
+    machines, are found."""
 
     @abstractmethod
     def everyone(self) -> list[FoundRun]:
@@ -190,12 +216,13 @@ class RunDiscovery(ABC):
 
     @abstractmethod
     def adopt(self, name: str, home: Path) -> RunFolder | None:
-        """A folder here for the run of that name, so that every verb takes it; None when no scheduler is set up or it
-        knows none. OrchError where it does not answer."""
+        """A folder here for the run of that name, so that every verb takes it; None when no
+        scheduler is set up or it knows none. OrchError where it does not answer."""
 
 
 def adopted(name: str, home: Path) -> RunFolder | None:
-    """A folder here for a run that this machine has not submitted, from the first backend that knows it."""
+    """A folder here for a run that this machine has not submitted, from the first backend that
+    knows it."""
     for backend in map(get_backend, BUILT_IN):
         if isinstance(backend, RunDiscovery) and (folder := backend.adopt(name, home)) is not None:
             return folder
@@ -211,15 +238,19 @@ class Rendering(ABC):
 
     @abstractmethod
     def render(self, bundle: SubmissionBundle) -> str:
-        """Do everything that `submit` does but the sending; the document, its run folder being ready."""
+        """Do everything that `submit` does but the sending; the document, its run folder being
+        ready."""
 
 
 class Resizing(ABC):
     """An elastic run can be moved to another size by hand."""
 
     @abstractmethod
-    def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
-        """Go on under the plan that was submitted for `nodes` nodes; the handle. A living run saves and ends first.
+    def resize(
+        self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]
+    ) -> str:
+        """Go on under the plan that was submitted for `nodes` nodes; the handle. A living run saves
+        and ends first.
 
         OrchError: 64 when it is done by then, 76 when it does not end.
         """
@@ -242,7 +273,8 @@ class Elsewhere(ABC):
 
     @abstractmethod
     def resume_there(self, folder: RunFolder, allow: Sequence[str]) -> str:
-        """As `Backend.resume`, and as `orch resume --allow` does here: the start does not compare these."""
+        """As `Backend.resume`, and as `orch resume --allow` does here: the start does not compare
+        these."""
 
 
 class TopologySource(ABC):
@@ -260,7 +292,8 @@ class RemoteCommand(Protocol):
     """A command that runs on a node, until it ends by itself or its standard input is closed."""
 
     def line(self, timeout_s: float) -> bytes:
-        """The first line of its output, b"" when it ends without one. OrchError (76) when it takes too long."""
+        """The first line of its output, b"" when it ends without one. OrchError (76) when it takes
+        too long."""
 
     def failure(self) -> OrchError:
         """Why it ended without a line."""
@@ -277,11 +310,17 @@ class NodeExec(ABC):
 
     @abstractmethod
     def exec_on_node(
-        self, folder: RunFolder, request: LaunchRequest, node: str, argv: Callable[[str, int], list[str]]
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        node: str,
+        argv: Callable[[str, int], list[str]],
     ) -> RemoteCommand:
-        """Start Python there. `argv`: its arguments, of the run folder as the node sees it and the agent's pid.
+        """Start Python there. `argv`: its arguments, of the run folder as the node sees it and the
+        agent's pid.
 
-        OrchError: 64 for a run without nodes, 76 for a node without an agent now, 78 without the right.
+        OrchError: 64 for a run without nodes, 76 for a node without an agent now, 78 without the
+        right.
         """
 
 
@@ -294,14 +333,17 @@ class NodeRemoval(ABC):
 
     @abstractmethod
     def remove_node(self, folder: RunFolder, node: str, grace_s: int | None) -> None:
-        """Take it: at once, or after a notice of `grace_s` seconds. OrchError: 64 and 76 as `exec_on_node`."""
+        """Take it: at once, or after a notice of `grace_s` seconds. OrchError: 64 and 76 as
+        `exec_on_node`."""
 
 
-# ------------------------------------------------------------------------------------------ records and options
+# ------------------------------------------------------------------------------------------ records
+#     and options
 
 
 def read_record(folder: RunFolder, kind: type[Record]) -> Record | None:
-    """backend.json: what a backend knows of a run, None before it knows anything. OrchError (65) when damaged."""
+    """backend.json: what a backend knows of a run, None before it knows anything. OrchError (65)
+    when damaged."""
     return read_json(folder.backend, kind)
 
 
@@ -311,8 +353,8 @@ def write_record(folder: RunFolder, record: msgspec.Struct, durable: bool = Fals
 
 
 def decode_options(options: Mapping[str, Any], kind: type[Options], backend: str) -> Options:
-    """`backend.options` as a struct. OrchError (65): an unknown name with the nearest legal one, a wrong value with its
-    place.
+    """`backend.options` as a struct. OrchError (65): an unknown name with the nearest legal one, a
+    wrong value with its place.
     """
     from orchestrator.config.structured import fields, is_text
 
@@ -321,17 +363,27 @@ def decode_options(options: Mapping[str, Any], kind: type[Options], backend: str
     for name in options:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise OrchError(f"backend.options.{name} is not an option of {backend}; {hint}", Exit.CONFIG)
-    # `gpu_type: 3090` is a name, which YAML reads as a number. Not so `time: 4:00:00`, which it reads as 14400.
+            raise OrchError(
+                f"backend.options.{name} is not an option of {backend}; {hint}", Exit.CONFIG
+            )
+    # `gpu_type: 3090` is a name, which YAML reads as a number. Not so `time: 4:00:00`, which it
+    # reads as 14400.
     names = {name for name, annotation in text.items() if "pattern=" in str(annotation)}
-    values = {name: str(value) if type(value) is int and name in names else value for name, value in options.items()}
+    values = {
+        name: str(value) if type(value) is int and name in names else value
+        for name, value in options.items()
+    }
     try:
         return msgspec.convert(values, type=kind)
     except msgspec.ValidationError as error:  # Expected X - at `$.partition`
         what, _, where = str(error).partition(" - at ")
         place = where.strip("`").removeprefix("$").lstrip(".")
         key = f"backend.options{'.' + place if place else ''}"
-        quotes = f"; in quotes it is text: '{key}=\"...\"'" if place in text and ", got `" in what else ""
+        quotes = (
+            f"; in quotes it is text: '{key}=\"...\"'"
+            if place in text and ", got `" in what
+            else ""
+        )
         raise OrchError(f"{key}: {what}{quotes}", Exit.CONFIG) from None
 
 
@@ -342,11 +394,15 @@ def backend_names() -> list[str]:
     """Every backend that `get_backend` knows, those of other packages last."""
     from importlib.metadata import entry_points  # 20 ms, which no built-in backend pays
 
-    return [*BUILT_IN, *sorted({point.name for point in entry_points(group=ENTRY_POINTS)} - BUILT_IN.keys())]
+    return [
+        *BUILT_IN,
+        *sorted({point.name for point in entry_points(group=ENTRY_POINTS)} - BUILT_IN.keys()),
+    ]
 
 
 def get_backend(name: str) -> Backend:
-    """A new backend of that name. OrchError: 64 lists the known ones, 65 for an entry point that gives no backend."""
+    """A new backend of that name. OrchError: 64 lists the known ones, 65 for an entry point that
+    gives no backend."""
     if name in BUILT_IN:
         module, _, kind = BUILT_IN[name].partition(":")
         found = vars(import_module(module))[kind]
@@ -361,14 +417,20 @@ def _other_package(name: str) -> type[Backend]:
 
     points = list(entry_points(group=ENTRY_POINTS, name=name))
     if not points:
-        raise OrchError(f"unknown backend {name!r}; {did_you_mean(name, backend_names())}", Exit.USAGE)
+        raise OrchError(
+            f"unknown backend {name!r}; {did_you_mean(name, backend_names())}", Exit.USAGE
+        )
     about = f"backend {name}: entry point {points[0].value!r}"
     try:
         found = points[0].load()
     except Exception as error:  # code of others
-        raise OrchError(f"{about} cannot be loaded: {type(error).__name__}: {error}", Exit.CONFIG) from None
+        raise OrchError(
+            f"{about} cannot be loaded: {type(error).__name__}: {error}", Exit.CONFIG
+        ) from None
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise OrchError(f"{about} is no subclass of orchestrator.backends.base.Backend", Exit.CONFIG)
+        raise OrchError(
+            f"{about} is no subclass of orchestrator.backends.base.Backend", Exit.CONFIG
+        )
     if missing := sorted(found.__abstractmethods__):
         raise OrchError(f"{about} lacks {', '.join(missing)}", Exit.CONFIG)
     return found

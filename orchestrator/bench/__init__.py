@@ -1,1 +1,2 @@
-"""Measures a cluster (`orch bench`). The record is kept in orch's home and read by every later plan of that cluster."""
+"""Measures a cluster (`orch bench`). The record is kept in orch's home and read by every later plan
+of that cluster."""

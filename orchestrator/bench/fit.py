@@ -1,4 +1,5 @@
-"""Rows of measured operations -> latency and rate of each tier, in the planner's own cost formulas. Pure."""
+"""Rows of measured operations -> latency and rate of each tier, in the planner's own cost formulas.
+Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ from orchestrator.planner.cost.fabric import Path
 
 
 def fit(rows: Sequence[Row]) -> dict[str, Fit]:
-    """By tier: each operation's own latency and rate, then the median latency, the best rate, and the others' factors.
+    """By tier: each operation's own latency and rate, then the median latency, the best rate, and
+    the others' factors.
 
-    A rank of gloo, NCCL or MPI does not get the same out of a link with every operation, so one rate for all would be
-    wrong for most. The factors are 1 or more, so that what the planner takes for a lower bound remains one.
+    A rank of gloo, NCCL or MPI does not get the same out of a link with every operation, so one
+    rate for all would be wrong for most. The factors are 1 or more, so that what the planner takes
+    for a lower bound remains one.
     """
     result = {}
     for level in dict.fromkeys(row.level for row in rows):
@@ -26,8 +29,13 @@ def fit(rows: Sequence[Row]) -> dict[str, Fit]:
         }
         latency = statistics.median(line[0] for line in lines.values())
         best = min(cost for _, cost in lines.values())
-        stretch: dict[str, float] = {name: max(1.0, cost / best) for name, (_, cost) in lines.items()}
-        errors = [abs(predicted(row, latency, best * stretch[row.operation]) / row.seconds - 1) for row in own]
+        stretch: dict[str, float] = {
+            name: max(1.0, cost / best) for name, (_, cost) in lines.items()
+        }
+        errors = [
+            abs(predicted(row, latency, best * stretch[row.operation]) / row.seconds - 1)
+            for row in own
+        ]
         result[level] = Fit(1 / best, latency, stretch, sum(errors) / len(errors))
     return result
 
@@ -42,14 +50,22 @@ def predicted(row: Row, latency_s: float, seconds_per_byte: float) -> float:
 def _line(rows: Sequence[Row]) -> tuple[float, float]:
     """(latency, seconds a byte), not negative, with the least squared relative error.
 
-    The formula is linear in the two: each row gives a factor for each, and two normal equations are solved. Where they
-    would make one negative it is put at nothing, or almost, and the other solved alone.
+    The formula is linear in the two: each row gives a factor for each, and two normal equations are
+    solved. Where they would make one negative it is put at nothing, or almost, and the other solved
+    alone.
     """
-    pairs = [(predicted(row, 1.0, 0.0) / row.seconds, predicted(row, 0.0, 1.0) / row.seconds) for row in rows]
+    pairs = [
+        (predicted(row, 1.0, 0.0) / row.seconds, predicted(row, 0.0, 1.0) / row.seconds)
+        for row in rows
+    ]
     aa, ab, bb = (sum(x[i] * x[j] for x in pairs) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(x[i] for x in pairs) for i in (0, 1))
     det = aa * bb - ab * ab
-    latency, cost = ((a * bb - b * ab) / det, (b * aa - a * ab) / det) if det > 1e-9 * aa * bb else (0.0, b / bb)
+    latency, cost = (
+        ((a * bb - b * ab) / det, (b * aa - a * ab) / det)
+        if det > 1e-9 * aa * bb
+        else (0.0, b / bb)
+    )
     if latency <= 0:
         return 0.0, b / bb
     return (latency, cost) if cost > 0 else (a / aa, 1e-15)

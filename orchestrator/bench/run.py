@@ -1,4 +1,5 @@
-"""Measure a cluster: a run of `python -m trainer.bench` on all of it, under the usual agents of the usual backend."""
+"""Measure a cluster: a run of `python -m trainer.bench` on all of it, under the usual agents of the
+usual backend."""
 
 from __future__ import annotations
 
@@ -31,11 +32,17 @@ Tell = Callable[[int, int, str], None]  # measurements done, in all, the last on
 
 
 def config_of(config: Config) -> Config:
-    """Every GPU of the cluster, as described, as a replica of its own: only the places of ranks matter."""
+    """Every GPU of the cluster, as described, as a replica of its own: only the places of ranks
+    matter."""
     cluster = config.cluster
     world = cluster.nodes * cluster.gpus_per_node
     parallel = with_defaults(ParallelSpec(dp=None if cluster.topology_file else world))
-    sizes = {"global_batch_samples": world, "global_batch_tokens": None, "batch_ramp": None, "recompute": "none"}
+    sizes = {
+        "global_batch_samples": world,
+        "global_batch_tokens": None,
+        "batch_ramp": None,
+        "recompute": "none",
+    }
     return msgspec.structs.replace(
         config,
         cluster=msgspec.structs.replace(cluster, measured=False),
@@ -46,12 +53,15 @@ def config_of(config: Config) -> Config:
 
 
 def watch(folder: RunFolder, plan: Plan, backend: Backend, tell: Tell) -> list[dict[str, Any]]:
-    """Every report of the run, telling about each as it comes. Raises OrchError with the run's code if it fails."""
+    """Every report of the run, telling about each as it comes. Raises OrchError with the run's code
+    if it fails."""
     path = folder.events(plan.ranks[0].node)
     seen = 0
     while True:
         state = backend.state(folder)  # before the file: what a final state says is then complete
-        events = (event for event in last_events(path, _EVENTS_BYTES) if event.name.startswith("bench_"))
+        events = (
+            event for event in last_events(path, _EVENTS_BYTES) if event.name.startswith("bench_")
+        )
         found: list[dict[str, Any]] = [{"name": event.name, **event.fields} for event in events]
         total = next((int(event["total"]) for event in found if event["name"] == "bench_total"), 0)
         steps = [event for event in found if event["name"] != "bench_total"]
@@ -62,9 +72,13 @@ def watch(folder: RunFolder, plan: Plan, backend: Backend, tell: Tell) -> list[d
             break
         time.sleep(_LOOK_S)
     if state.exit_code:
-        raise OrchError(f"{folder.run_id}: {state.reason}; its logs: orch logs {folder.run_id}", state.exit_code)
+        raise OrchError(
+            f"{folder.run_id}: {state.reason}; its logs: orch logs {folder.run_id}", state.exit_code
+        )
     if not total or seen < total:
-        raise OrchError(f"{folder.run_id}: {seen} of {total} measurements were reported", Exit.INTERNAL)
+        raise OrchError(
+            f"{folder.run_id}: {seen} of {total} measurements were reported", Exit.INTERNAL
+        )
     return steps
 
 
@@ -94,7 +108,8 @@ def record_of(config: Config, handle: str, events: list[dict[str, Any]]) -> Reco
     hosts = [event for event in events if event["name"] == "bench_host"]
     sizes = {name: kind(hosts[0][name]) for name, kind in _HOST.items()} if hosts else {}
     at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    main, links = compute[0], fit(rows)
+    main = compute[0]
+    links = fit(rows)
     measured = Measured(
         source=f"measured by orch bench, {at}, {handle}",
         matmul_flops={event["precision"]: event["matmul_flops"] for event in compute},

@@ -1,7 +1,7 @@
 """`orch <verb> [flags] [key=value ...] [-- program args]`.
 
-argparse reads verbs and flags; every other word is a Hydra override. This module imports nothing heavy: `orch --help`
-and completion answer in about the time that Python needs to start.
+argparse reads verbs and flags; every other word is a Hydra override. This module imports nothing
+heavy: `orch --help` and completion answer in about the time that Python needs to start.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ from orchestrator.errors import EXTRAS, Interrupted, OrchError, did_you_mean, ne
 from orchestrator.plan.exits import MEANING, Exit
 
 #: What a shell reports for a process that Ctrl-C ended, and for one whose reader went away.
-INTERRUPTED, PIPE_CLOSED = 130, 141
-#: New objects before cycles are looked for. A command makes values, not cycles; looking took a third of a search.
+INTERRUPTED = 130
+PIPE_CLOSED = 141
+#: New objects before cycles are looked for. A command makes values, not cycles; looking took a
+#: third of a search.
 COLLECT = 1_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the process exit code. Errors are one line on stderr, and JSON with `--json`."""
+    """Run one command line; returns the process exit code. Errors are one line on stderr, and JSON
+    with `--json`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     gc.set_threshold(COLLECT)
-    atexit.register(gc.freeze)  # the system takes back all memory at once: nothing is to be looked through at the end
+    atexit.register(
+        gc.freeze
+    )  # the system takes back all memory at once: nothing is to be looked through at the end
     open_standard_streams()
     acts = bool(argv) and argv[0] in VERBS and VERBS[argv[0]].acts
     code = PIPE_CLOSED
@@ -35,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _answer(argv)
         lost = lost_output()  # here a reader that went away is noticed, too
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or the interpreter complains at exit
         return code if acts else code or PIPE_CLOSED
     if lost and not code:
         return _refuse(lost, Exit.DONE if acts else Exit.CAPACITY, as_json=False)
@@ -59,7 +66,9 @@ def _answer(argv: list[str]) -> int:
         if package in EXTRAS:
             refused = not_installed(package, f"`orch {' '.join(argv[:1])}`, as it was asked for,")
             return _refuse(refused.message, refused.exit, "--json" in ours)
-        return _crash(error, "--json" in ours, "--debug" in ours or os.environ.get("ORCH_DEBUG") == "1")
+        return _crash(
+            error, "--json" in ours, "--debug" in ours or os.environ.get("ORCH_DEBUG") == "1"
+        )
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -69,11 +78,15 @@ def _dispatch(argv: list[str]) -> int:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise OrchError("the working folder has been deleted: change into another one", Exit.USAGE) from None
-    name, rest = argv[0], argv[1:]
+        raise OrchError(
+            "the working folder has been deleted: change into another one", Exit.USAGE
+        ) from None
+    name = argv[0]
+    rest = argv[1:]
     if name in ("-h", "--help", "help"):
         if rest and rest[0] in VERBS:
-            name, rest = rest[0], ["--help"]
+            name = rest[0]
+            rest = ["--help"]
         else:
             print(help_text())
             return Exit.DONE
@@ -94,7 +107,8 @@ def _run_verb(name: str, verb: Verb, words: list[str]) -> int:
     if verb.rest:
         parser = make_parser(name, verb)
         module.add_arguments(parser)
-        args, overrides = parser.parse_args(words), []
+        args = parser.parse_args(words)
+        overrides = []
         while args.script and module.is_override(args.script[0]):
             word, *after = args.script
             overrides.append(word)
@@ -115,7 +129,8 @@ def _run_verb(name: str, verb: Verb, words: list[str]) -> int:
 
 
 def _overrides(name: str, verb: Verb, words: list[str], flags: list[str]) -> list[str]:
-    """The words that argparse did not know: overrides where the verb takes them, mistakes everywhere else."""
+    """The words that argparse did not know: overrides where the verb takes them, mistakes
+    everywhere else."""
     for word in words:
         if word.startswith("-") and word != "-":
             flag = word.split("=", 1)[0]
@@ -171,7 +186,8 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """Lines of at most so many characters: without `textwrap`, whose patterns take a tenth of `orch --help`."""
+    """Lines of at most so many characters: without `textwrap`, whose patterns take a tenth of `orch
+    --help`."""
     first, *words = text.split()
     lines = [first]
     for word in words:
@@ -193,7 +209,9 @@ def _refuse(message: str, code: int, as_json: bool) -> int:
     if as_json:
         import json
 
-        meaning = MEANING[Exit(code)] if code in MEANING else ""  # IntEnum keys compare with plain integers
+        meaning = (
+            MEANING[Exit(code)] if code in MEANING else ""
+        )  # IntEnum keys compare with plain integers
         print(json.dumps({"error": {"message": message, "exit": int(code), "meaning": meaning}}))
     return int(code)
 
@@ -206,14 +224,20 @@ def _crash(error: Exception, as_json: bool, debug: bool) -> int:
     where = "above" if debug else _keep(text)
     if debug:
         print(text, file=sys.stderr, end="")
-    return _refuse(f"internal error: {type(error).__name__}: {error} (traceback: {where})", Exit.INTERNAL, as_json)
+    return _refuse(
+        f"internal error: {type(error).__name__}: {error} (traceback: {where})",
+        Exit.INTERNAL,
+        as_json,
+    )
 
 
 def _keep(text: str) -> str:
     import tempfile
 
     try:
-        descriptor, path = tempfile.mkstemp(prefix="orch-crash-", suffix=".txt")  # readable by this user alone
+        descriptor, path = tempfile.mkstemp(
+            prefix="orch-crash-", suffix=".txt"
+        )  # readable by this user alone
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         return path

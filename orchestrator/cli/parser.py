@@ -1,4 +1,5 @@
-"""argparse with our conventions: one-line errors with an exit code, no abbreviations, flags that every verb has."""
+"""argparse with our conventions: one-line errors with an exit code, no abbreviations, flags that
+every verb has."""
 
 from __future__ import annotations
 
@@ -37,16 +38,27 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser(name: str, verb: Verb) -> Parser:
     """The parser of one verb with the common flags; a verb may define a common flag anew."""
-    parser = Parser(prog=f"orch {name}", description=verb.help, allow_abbrev=False, conflict_handler="resolve")
-    parser.tail = (" [key=value ...]" if verb.overrides else "") + (" [-- program args]" if verb.command else "")
+    parser = Parser(
+        prog=f"orch {name}", description=verb.help, allow_abbrev=False, conflict_handler="resolve"
+    )
+    parser.tail = (" [key=value ...]" if verb.overrides else "") + (
+        " [-- program args]" if verb.command else ""
+    )
     parser.add_argument("--json", action="store_true", help="print JSON; errors too")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an internal error")
+    parser.add_argument(
+        "--debug", action="store_true", help="show the traceback of an internal error"
+    )
     if verb.overrides:
-        parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own group files, searched first")
+        parser.add_argument(
+            "--config-dir", metavar="DIR", help="a folder of your own group files, searched first"
+        )
     return parser
 
 
 def add_any(parser: argparse.ArgumentParser) -> None:
     """The flag of the verbs that search layouts without a program to run them."""
-    text = "for a program of your own: parallel=auto also chooses what the bundled trainer does not run"
+    text = (
+        "for a program of your own: parallel=auto also chooses what the bundled trainer does"
+        " not run"
+    )
     parser.add_argument("--any", action="store_true", help=text)

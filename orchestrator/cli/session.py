@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 
 def find_run(name: str | None) -> RunFolder:
-    """The run that a handle, an id or the beginning of one means; None: the newest. OrchError (64)."""
+    """The run that a handle, an id or the beginning of one means; None: the newest. OrchError
+    (64)."""
     from orchestrator.run import registry
 
     return registry.find_run(home(), name)
 
 
 def open_run(name: str | None) -> tuple[RunFolder, Backend]:
-    """A run and the backend that it was submitted to. OrchError: 64 for an unknown run, 65 for an unreadable one."""
+    """A run and the backend that it was submitted to. OrchError: 64 for an unknown run, 65 for an
+    unreadable one."""
     found = Run.find(name)
     return found.folder, found.backend
 
@@ -48,20 +50,30 @@ class Backends:
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that `submit_options` reads."""
-    parser.add_argument("--env", metavar="NAME", action="append", default=[], help="pass this variable on; repeatable")
+    parser.add_argument(
+        "--env",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="pass this variable on; repeatable",
+    )
     where = parser.add_mutually_exclusive_group()
     here = "run the program in this folder (as a rule where nodes share it)"
     where.add_argument("--in-place", action="store_true", default=None, help=here)
     copy = "run the program in a copy of this folder, as it is now"
     where.add_argument("--snapshot", action="store_false", dest="in_place", help=copy)
     parser.add_argument("--run-id", metavar="ID", help="instead of <name>-<time>-<random>")
-    after = "start when that run has ended well (any:RUN in any way, notok:RUN not well); repeatable"
+    after = (
+        "start when that run has ended well (any:RUN in any way, notok:RUN not well); repeatable"
+    )
     parser.add_argument("--after", metavar="RUN", action="append", default=[], help=after)
 
 
-def submit_options(args: argparse.Namespace, dry_run: bool, overrides: Sequence[str] = ()) -> SubmitOptions:
-    """From the flags of `add_request_arguments`, and this shell. `overrides`: of the command line; where they name a
-    model or its training, a program is planned by it."""
+def submit_options(
+    args: argparse.Namespace, dry_run: bool, overrides: Sequence[str] = ()
+) -> SubmitOptions:
+    """From the flags of `add_request_arguments`, and this shell. `overrides`: of the command line;
+    where they name a model or its training, a program is planned by it."""
     from orchestrator.submit.submission import names_model
 
     wishes: dict[str, Any] = {

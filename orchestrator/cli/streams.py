@@ -1,5 +1,5 @@
-"""Standard streams that end no command: one that is closed is the null device, and what a full disk does not take of
-the output is left out and remembered.
+"""Standard streams that end no command: one that is closed is the null device, and what a full disk
+does not take of the output is left out and remembered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, TextIO
 
 
 class _Forgiving(io.FileIO):
-    """A descriptor whose writes do not fail, but for a pipe without a reader. `lost`: the first that would have."""
+    """A descriptor whose writes do not fail, but for a pipe without a reader. `lost`: the first
+    that would have."""
 
     lost: OSError | None = None
 
@@ -39,7 +40,10 @@ def open_standard_streams() -> None:
         sys.stdout = _forgiving(1, sys.stdout)
     if sys.stderr is sys.__stderr__:
         sys.stderr = _forgiving(2, sys.stderr)
-    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character must not end a run
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # a terminal that cannot show a character must not end a run
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
@@ -65,7 +69,8 @@ def lost_output() -> str:
 
 
 def announce(text: str, out: TextIO) -> None:
-    """Says what must not be lost, a run that was started: on standard error where `out` does not take it."""
+    """Says what must not be lost, a run that was started: on standard error where `out` does not
+    take it."""
     with contextlib.suppress(BrokenPipeError):
         print(text, file=out, flush=True)
         if out is not sys.stdout or not lost_output():

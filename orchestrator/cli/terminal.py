@@ -1,4 +1,5 @@
-"""What verbs show: the terminal's abilities, files given on the command line, a run that was started."""
+"""What verbs show: the terminal's abilities, files given on the command line, a run that was
+started."""
 
 from __future__ import annotations
 
@@ -22,13 +23,18 @@ if TYPE_CHECKING:
 
 
 def style() -> Style:
-    """Colour on a terminal unless NO_COLOR is set (no-color.org), 80 columns elsewhere, ASCII where it must be."""
+    """Colour on a terminal unless NO_COLOR is set (no-color.org), 80 columns elsewhere, ASCII where
+    it must be."""
     from orchestrator.style import Style
 
     terminal = sys.stdout.isatty()
     colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = shutil.get_terminal_size((80, 24)).columns if terminal else 80
-    return Style(colour=colour, width=max(60, min(width, 160)), unicode="utf" in (sys.stdout.encoding or "").lower())
+    return Style(
+        colour=colour,
+        width=max(60, min(width, 160)),
+        unicode="utf" in (sys.stdout.encoding or "").lower(),
+    )
 
 
 def print_json(value: object) -> None:
@@ -39,7 +45,8 @@ def print_json(value: object) -> None:
 
 
 def write_file(path: Path, content: bytes | Iterable[bytes], flag: str) -> None:
-    """A file given on the command line with `flag`, also piece by piece: whole or not at all. OrchError (64)."""
+    """A file given on the command line with `flag`, also piece by piece: whole or not at all.
+    OrchError (64)."""
     scratch = path.with_name(f".{path.name}.partial")
     try:
         with scratch.open("wb") as file:
@@ -53,18 +60,26 @@ def write_file(path: Path, content: bytes | Iterable[bytes], flag: str) -> None:
 
 
 def tell(done: int, total: int, what: str) -> None:
-    """Progress of long work, as one line on stderr that is overwritten; nothing where that is no terminal."""
+    """Progress of long work, as one line on stderr that is overwritten; nothing where that is no
+    terminal."""
     if sys.stderr.isatty():
         text = f"{done}/{total}  {what}" if done < total else ""
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def follow_run(
-    handle: str, folder: RunFolder, backend: Backend, as_json: bool, signals: HeldSignals, owned: bool = False
+    handle: str,
+    folder: RunFolder,
+    backend: Backend,
+    as_json: bool,
+    signals: HeldSignals,
+    owned: bool = False,
 ) -> int:
-    """Show a run until it ends; its exit code. With JSON progress goes to stderr, the last state to stdout.
+    """Show a run until it ends; its exit code. With JSON progress goes to stderr, the last state to
+    stdout.
 
-    A signal leaves the run alone, which is said; `owned`: as `OwnedRun` has it, and the code is 128 and its number.
+    A signal leaves the run alone, which is said; `owned`: as `OwnedRun` has it, and the code is 128
+    and its number.
     """
     from orchestrator.backends.base import LogMirroring
     from orchestrator.cli.owned_run import OwnedRun
@@ -75,7 +90,11 @@ def follow_run(
     out = sys.stderr if as_json else sys.stdout
     announce(handle, out)
     bundled = read_request(folder).worker.bundled
-    lines = backend.mirror(folder, follow=True) if isinstance(backend, LogMirroring) and not bundled else nullcontext()
+    lines = (
+        backend.mirror(folder, follow=True)
+        if isinstance(backend, LogMirroring) and not bundled
+        else nullcontext()
+    )
     run = OwnedRun(handle, folder, backend) if owned else None
     try:
         signals.deliver(run.hear if run else interrupt)
@@ -85,7 +104,11 @@ def follow_run(
     except (KeyboardInterrupt, BrokenPipeError) as error:
         signals.deliver(None)
         out = sys.stderr if isinstance(error, BrokenPipeError) else out
-        print(f"\nThe run goes on. See it: orch status {handle}   End it: orch cancel {handle}", file=out, flush=True)
+        print(
+            f"\nThe run goes on. See it: orch status {handle}   End it: orch cancel {handle}",
+            file=out,
+            flush=True,
+        )
         raise
     if as_json:
         print_json(state)

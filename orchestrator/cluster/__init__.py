@@ -1,1 +1,2 @@
-"""The network as data: one model, importers for every format, exporters, and the difference of two."""
+"""The network as data: one model, importers for every format, exporters, and the difference of
+two."""

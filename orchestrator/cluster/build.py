@@ -55,7 +55,9 @@ def build_cluster(spec: ClusterSpec) -> Cluster:
 
 
 def _level(spec: ClusterSpec, level: LevelSpec, nics_per_gpu: float) -> SwitchLevel:
-    rate = min(level.gbit_per_s, spec.nic.gbit_per_s)  # a path is no faster than the NIC it starts from
+    rate = min(
+        level.gbit_per_s, spec.nic.gbit_per_s
+    )  # a path is no faster than the NIC it starts from
     return SwitchLevel(
         name=level.name,
         switches=_blocks(spec, f"levels.{level.name}.nodes_per_switch", level.nodes_per_switch),
@@ -78,12 +80,18 @@ def _host(spec: HostSpec) -> Host:
 
 
 def _blocks(spec: ClusterSpec, key: str, sizes: int | list[int]) -> list[list[int]]:
-    """Consecutive blocks of node indices. One number repeats (the last block may be smaller); a list is taken as is."""
+    """Consecutive blocks of node indices. One number repeats (the last block may be smaller); a
+    list is taken as is."""
     if isinstance(sizes, int):
-        return [list(range(start, min(start + sizes, spec.nodes))) for start in range(0, spec.nodes, sizes)]
+        return [
+            list(range(start, min(start + sizes, spec.nodes)))
+            for start in range(0, spec.nodes, sizes)
+        ]
     if sum(sizes) != spec.nodes:
         raise OrchError(
-            f"cluster {spec.name}: {key} {sizes} sums to {sum(sizes)}, the cluster has {spec.nodes} nodes", Exit.CONFIG
+            f"cluster {spec.name}: {key} {sizes} sums to {sum(sizes)}, the cluster has {spec.nodes}"
+            " nodes",
+            Exit.CONFIG,
         )
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]

@@ -9,12 +9,16 @@ from .model import GpuCount, Topology
 
 
 def diff(old: Topology, new: Topology) -> list[str]:
-    """One line a change: nodes come and gone, moved under another switch, out of service or back, other hardware.
+    """One line a change: nodes come and gone, moved under another switch, out of service or back,
+    other hardware.
 
     Switches are compared by their members, so a renamed switch is no change.
     """
-    before, after = old.nodes, new.nodes
-    lines = _list("nodes gone", set(before) - set(after)) + _list("nodes new", set(after) - set(before))
+    before = old.nodes
+    after = new.nodes
+    lines = _list("nodes gone", set(before) - set(after)) + _list(
+        "nodes new", set(after) - set(before)
+    )
     both = set(before) & set(after)
     if len(old.tiers) != len(new.tiers):
         lines.append(f"tiers: {len(old.tiers)} before, {len(new.tiers)} now")
@@ -32,13 +36,19 @@ def diff(old: Topology, new: Topology) -> list[str]:
     known = [node for node in both if node in old.machines and node in new.machines]
     groups: dict[str, list[str]] = {}
     for node in known:
-        was, now = old.machines[node], new.machines[node]
+        was = old.machines[node]
+        now = new.machines[node]
         if was.free != now.free:
-            groups.setdefault(f"out of service ({now.reason})" if was.free else "back in service", []).append(node)
+            groups.setdefault(
+                f"out of service ({now.reason})" if was.free else "back in service", []
+            ).append(node)
         for key in ("gpus", "gpu", "other_gpus", "nics"):
-            before, after = getattr(was, key), getattr(now, key)
+            before = getattr(was, key)
+            after = getattr(now, key)
             if before != after:
-                groups.setdefault(f"{key}: {_shown(before)} before, {_shown(after)} now", []).append(node)
+                groups.setdefault(
+                    f"{key}: {_shown(before)} before, {_shown(after)} now", []
+                ).append(node)
     return lines + [f"{what}: {compress(nodes)}" for what, nodes in sorted(groups.items())]
 
 
@@ -56,8 +66,11 @@ def _list(what: str, nodes: set[str]) -> list[str]:
     return [f"{what}: {compress(nodes)}"] if nodes else []
 
 
-def _moved(a: dict[str, tuple[str, ...]], b: dict[str, tuple[str, ...]], both: set[str], tier: str) -> list[str]:
-    """Nodes that left their companions: each new switch continues the old one with which it shares most nodes."""
+def _moved(
+    a: dict[str, tuple[str, ...]], b: dict[str, tuple[str, ...]], both: set[str], tier: str
+) -> list[str]:
+    """Nodes that left their companions: each new switch continues the old one with which it shares
+    most nodes."""
     old = {node: name for name, nodes in a.items() for node in nodes if node in both}
     new = {node: name for name, nodes in b.items() for node in nodes if node in both}
     shared = Counter((old[node], new[node]) for node in both if node in old and node in new)
@@ -69,7 +82,10 @@ def _moved(a: dict[str, tuple[str, ...]], b: dict[str, tuple[str, ...]], both: s
             taken.add(y)
     groups: dict[str, list[str]] = {}
     for node in both:
-        left, joined = old.get(node), new.get(node)
+        left = old.get(node)
+        joined = new.get(node)
         if (left is None) != (joined is None) or (left is not None and heir.get(left) != joined):
-            groups.setdefault(f"{tier}: moved from {left or 'nowhere'} to {joined or 'nowhere'}", []).append(node)
+            groups.setdefault(
+                f"{tier}: moved from {left or 'nowhere'} to {joined or 'nowhere'}", []
+            ).append(node)
     return [f"{what}: {compress(nodes)}" for what, nodes in sorted(groups.items())]

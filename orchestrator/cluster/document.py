@@ -70,12 +70,17 @@ class FileText(Frozen):
 
 
 def parse_document(text: str, name: str | None = None) -> Topology:
-    """The cluster called `name`, or the only one. Raises OrchError (65) naming the key that is wrong."""
+    """The cluster called `name`, or the only one. Raises OrchError (65) naming the key that is
+    wrong."""
     import yaml
 
     try:
         is_json = text.lstrip().startswith("{")
-        raw = msgspec.json.decode(text) if is_json else bounded_yaml.load(text, bounded_yaml.MOST_VALUES)
+        raw = (
+            msgspec.json.decode(text)
+            if is_json
+            else bounded_yaml.load(text, bounded_yaml.MOST_VALUES)
+        )
         file = msgspec.convert(raw, FileText)
     except UNREADABLE as error:
         raise bad("topology file", str(error)) from None
@@ -87,7 +92,10 @@ def parse_document(text: str, name: str | None = None) -> Topology:
         raise bad("topology file", f"schema {file.schema!r} is not {SCHEMA!r}")
     named = {cluster.name: cluster for cluster in file.clusters}
     if len(named) != len(file.clusters) or not named:
-        raise bad("topology file", "it names no cluster" if not named else "two clusters have the same name")
+        raise bad(
+            "topology file",
+            "it names no cluster" if not named else "two clusters have the same name",
+        )
     if name is None and len(named) > 1:
         raise bad("topology file", f"it holds {', '.join(named)}: say which one")
     if name is not None and name not in named:
@@ -107,13 +115,18 @@ def _read(text: ClusterText) -> Topology:
     tiers = tuple(
         Tier(
             tier.name,
-            {switch: tuple(_nodes(nodes, where, f"{tier.name} {switch}")) for switch, nodes in tier.switches.items()},
+            {
+                switch: tuple(_nodes(nodes, where, f"{tier.name} {switch}"))
+                for switch, nodes in tier.switches.items()
+            },
             tier.gbit_per_s,
             tier.oversubscription,
         )
         for tier in text.tiers
     )
-    domains = {key: tuple(_nodes(nodes, where, f"domain {key}")) for key, nodes in text.domains.items()}
+    domains = {
+        key: tuple(_nodes(nodes, where, f"domain {key}")) for key, nodes in text.domains.items()
+    }
     kind: Kind = text.kind if tiers else "flat"
     return check(Topology(kind, tiers, text.block_size, text.name, domains, machines), where)
 
@@ -126,7 +139,8 @@ def _nodes(text: str, where: str, place: str) -> list[str]:
 
 
 def to_document(topologies: list[Topology]) -> str:
-    """The file's text, YAML; `parse_document` gives the same topologies back (node lists in natural order)."""
+    """The file's text, YAML; `parse_document` gives the same topologies back (node lists in natural
+    order)."""
     import yaml
 
     clusters = [msgspec.to_builtins(_written(topology)) for topology in topologies]
@@ -152,7 +166,10 @@ def _written(topology: Topology) -> ClusterText:
         ],
         domains={name: compress(nodes) for name, nodes in topology.domains.items()},
         machines=[
-            MachineText(nodes=compress(nodes), **{key: getattr(machine, key) for key in Machine.__struct_fields__})
+            MachineText(
+                nodes=compress(nodes),
+                **{key: getattr(machine, key) for key in Machine.__struct_fields__},
+            )
             for machine, nodes in groups.items()
         ],
     )

@@ -12,7 +12,8 @@ FORMATS = ("conf", "yaml", "block", "orch", "svg", "text")
 
 
 def switches(topology: Topology) -> list[tuple[str, list[str], tuple[str, ...]]]:
-    """(name, child switches, own nodes) of every switch, innermost tier first; names unique over all tiers.
+    """(name, child switches, own nodes) of every switch, innermost tier first; names unique over
+    all tiers.
 
     A switch that is the same on two tiers (levelled short branches) stands there once.
     """
@@ -50,12 +51,18 @@ def slurm_yaml(topology: Topology) -> str:
     import yaml
 
     rows = [
-        {"switch": name, **({"children": slurm_list(children)} if children else {"nodes": slurm_list(nodes)})}
+        {
+            "switch": name,
+            **({"children": slurm_list(children)} if children else {"nodes": slurm_list(nodes)}),
+        }
         for name, children, nodes in switches(topology)
     ]
     entry = {"topology": topology.name or "default", "cluster_default": True}
     if topology.kind == "block":
-        blocks = [{"block": name, "nodes": slurm_list(nodes)} for name, nodes in topology.tiers[0].switches.items()]
+        blocks = [
+            {"block": name, "nodes": slurm_list(nodes)}
+            for name, nodes in topology.tiers[0].switches.items()
+        ]
         entry["block"] = {"block_sizes": list(topology.block_sizes), "blocks": blocks}
     else:
         entry |= {"tree": {"switches": rows}} if rows else {"flat": True}
@@ -63,13 +70,19 @@ def slurm_yaml(topology: Topology) -> str:
 
 
 def slurm_block(topology: Topology) -> str:
-    """`topology.conf` of the block plugin. Reading it back gives the same tiers of a block topology.
+    """`topology.conf` of the block plugin. Reading it back gives the same tiers of a block
+    topology.
 
-    Others are made into blocks: NVLink domains where there are any, else the innermost switches. Slurm's base block is
-    the smallest: every block must hold as many nodes, and more of them count as no block.
+    Others are made into blocks: NVLink domains where there are any, else the innermost switches.
+    Slurm's base block is the smallest: every block must hold as many nodes, and more of them count
+    as no block.
     """
     tiers = topology.tiers
-    blocks = tiers[0].switches if topology.kind == "block" else topology.domains or (tiers[0].switches if tiers else {})
+    blocks = (
+        tiers[0].switches
+        if topology.kind == "block"
+        else topology.domains or (tiers[0].switches if tiers else {})
+    )
     if not blocks:
         raise bad("topology", "it has neither NVLink domains nor switches: there are no blocks")
     lines = [f"BlockName={name} Nodes={slurm_list(nodes)}" for name, nodes in blocks.items()]
@@ -91,7 +104,11 @@ def text_tree(topology: Topology, width: int = 100) -> str:
     def walk(name: str, depth: int) -> Iterator[str]:
         children, nodes = known[name]
         free = f" ({len(out & set(nodes))} out of service)" if out & set(nodes) else ""
-        hosts = f"  {len(nodes)} nodes{free}  {compress(nodes)}" if nodes else f"  {len(children)} switches"
+        hosts = (
+            f"  {len(nodes)} nodes{free}  {compress(nodes)}"
+            if nodes
+            else f"  {len(children)} switches"
+        )
         yield f"{'  ' * depth}{name}{hosts}"
         for child in children:
             yield from walk(child, depth + 1)
@@ -99,32 +116,40 @@ def text_tree(topology: Topology, width: int = 100) -> str:
     lines = [line for name in known if name not in inner for line in walk(name, 0)]
     if topology.domains:
         sizes = sorted({len(nodes) for nodes in topology.domains.values()})
-        lines.append(f"{len(topology.domains)} NVLink domains of {', '.join(map(str, sizes))} nodes")
+        lines.append(
+            f"{len(topology.domains)} NVLink domains of {', '.join(map(str, sizes))} nodes"
+        )
     return "\n".join(line if len(line) <= width else line[: width - 3] + "..." for line in lines)
 
 
 def svg(topology: Topology) -> str:
-    """A picture: tiers as rows, outermost above, each switch as wide as its nodes; nodes out of service are red."""
+    """A picture: tiers as rows, outermost above, each switch as wide as its nodes; nodes out of
+    service are red."""
     order = topology.nodes
     if not order:
         raise bad("topology", "it has no nodes to draw")
     place = {node: index for index, node in enumerate(order)}
     cell = max(1.0, min(24.0, 1600 / len(order)))
-    width, row = cell * len(order) + 120, 44
+    width = cell * len(order) + 120
+    row = 44
     parts: list[str] = []
     for line, tier in enumerate(reversed(topology.tiers)):
         y = 20 + line * row
         parts.append(f'<text x="4" y="{y + 17}" font-weight="bold">{escape(tier.name)}</text>')
         for name, nodes in tier.switches.items():
             columns = sorted(place[node] for node in nodes)
-            x, w = 110 + columns[0] * cell, (columns[-1] - columns[0] + 1) * cell
+            x = 110 + columns[0] * cell
+            w = (columns[-1] - columns[0] + 1) * cell
             tip = escape(f"{tier.name} {name}: {len(nodes)} nodes, {compress(nodes)}")
             parts.append(
-                f'<rect x="{x + 1:.1f}" y="{y}" width="{max(1.0, w - 2):.1f}" height="26" rx="4" fill="#56b4e9">'
-                f"<title>{tip}</title></rect>"
+                f'<rect x="{x + 1:.1f}" y="{y}" width="{max(1.0, w - 2):.1f}" height="26" rx="4"'
+                f' fill="#56b4e9"><title>{tip}</title></rect>'
             )
             if w > 8 * len(name):
-                parts.append(f'<text x="{x + w / 2:.1f}" y="{y + 17}" text-anchor="middle">{escape(name)}</text>')
+                parts.append(
+                    f'<text x="{x + w / 2:.1f}" y="{y + 17}"'
+                    f' text-anchor="middle">{escape(name)}</text>'
+                )
     y = 20 + len(topology.tiers) * row
     parts.append(f'<text x="4" y="{y + 13}" font-weight="bold">nodes</text>')
     free = set(topology.free)
@@ -132,13 +157,13 @@ def svg(topology: Topology) -> str:
         reason = "" if node in free else f": {topology.machines[node].reason}"
         colour = "#009e73" if node in free else "#d55e00"
         parts.append(
-            f'<rect x="{110 + column * cell:.1f}" y="{y}" width="{max(0.8, cell - 1):.1f}" height="18" fill="{colour}">'
-            f"<title>{escape(node + reason)}</title></rect>"
+            f'<rect x="{110 + column * cell:.1f}" y="{y}" width="{max(0.8, cell - 1):.1f}"'
+            f' height="18" fill="{colour}"><title>{escape(node + reason)}</title></rect>'
         )
     height = y + 40
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" font-family="sans-serif"'
-        f' font-size="12">\n' + "\n".join(parts) + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}"'
+        ' font-family="sans-serif" font-size="12">\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
 
@@ -146,5 +171,11 @@ def export(topology: Topology, format: str) -> str:
     """The text of one of `FORMATS`."""
     from .document import to_document
 
-    makers = {"conf": slurm_conf, "yaml": slurm_yaml, "block": slurm_block, "svg": svg, "text": text_tree}
+    makers = {
+        "conf": slurm_conf,
+        "yaml": slurm_yaml,
+        "block": slurm_block,
+        "svg": svg,
+        "text": text_tree,
+    }
     return to_document([topology]) if format == "orch" else makers[format](topology)

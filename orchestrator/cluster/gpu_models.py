@@ -1,7 +1,8 @@
-"""The model of a GPU by any of its names: a data sheet's, a Kubernetes label's, a Slurm type's. Pure.
+"""The model of a GPU by any of its names: a data sheet's, a Kubernetes label's, a Slurm type's.
+Pure.
 
-`RTX-3090`, `3090` and `NVIDIA GeForce RTX 3090` are one model; `3090`, `3090 Ti` and `4090d` are three, and so are
-`Quadro RTX 6000` (Turing), `RTX 6000` (Ada) and `RTX PRO 6000` (Blackwell).
+`RTX-3090`, `3090` and `NVIDIA GeForce RTX 3090` are one model; `3090`, `3090 Ti` and `4090d` are
+three, and so are `Quadro RTX 6000` (Turing), `RTX 6000` (Ada) and `RTX PRO 6000` (Blackwell).
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import re
 from functools import cache
 from itertools import takewhile
 
-#: Words before the model's number, which some sites write and others leave out: brands, systems, "8x".
-_BRAND = re.compile(r"^(?:nvidia|geforce|tesla|quadro|rtx|gtx|amd|instinct|[dh]gx\d*|\d+x(?=[a-z]))+")
+#: Words before the model's number, which some sites write and others leave out: brands, systems,
+#: "8x".
+_BRAND = re.compile(
+    r"^(?:nvidia|geforce|tesla|quadro|rtx|gtx|amd|instinct|[dh]gx\d*|\d+x(?=[a-z]))+"
+)
 #: Form factors and kinds of memory, which are no model.
 _FORM = re.compile(r"(?:sxm|pcie|hbm|nvl|oam)\d*[a-z]?$")
 #: h100, gb200, l40s, mi300x, gaudi3, 4090.
@@ -26,7 +30,8 @@ _VARIANTS = frozenset({"ti", "super", "d", "laptop"})
 
 @cache
 def gpu_model(name: str) -> str:
-    """h100 of H100-SXM5-80GB, "NVIDIA H100 80GB HBM3" and nvidia_h100_pcie; "" of a name that has none.
+    """h100 of H100-SXM5-80GB, "NVIDIA H100 80GB HBM3" and nvidia_h100_pcie; "" of a name that has
+    none.
 
     Memory and form factor do not matter: one model is sold with several.
     """
@@ -44,10 +49,15 @@ def _generation(name: str) -> str:
     """Of a workstation GPU: what its maker writes before a number that is sold in several."""
     if "quadro" in name:
         return "quadro"
-    return "pro" if "blackwell" in name or re.search(r"(?<![a-z])(?:rtx)?pro(?![a-z])", name) else "ada"
+    return (
+        "pro"
+        if "blackwell" in name or re.search(r"(?<![a-z])(?:rtx)?pro(?![a-z])", name)
+        else "ada"
+    )
 
 
 def same_model(wanted: str, found: str) -> bool:
-    """Whether a GPU that a node calls `found` is the entry's `wanted`; by its first word where that has no number."""
+    """Whether a GPU that a node calls `found` is the entry's `wanted`; by its first word where that
+    has no number."""
     model = gpu_model(wanted)
     return model == gpu_model(found) if model else wanted.split("-")[0].lower() in found.lower()

@@ -1,4 +1,5 @@
-"""Slurm's host lists: `n[0-3,7],gpu-[001-002]` <-> names. Pure; a job's nodes are learnt without calling scontrol."""
+"""Slurm's host lists: `n[0-3,7],gpu-[001-002]` <-> names. Pure; a job's nodes are learnt without
+calling scontrol."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _NUMBERS = re.compile(r"([0-9]+)")
 
 
 def expand(text: str) -> list[str]:
-    """Names in the order written. Empty, `(null)` and `None` are no nodes. Anything else odd raises OrchError (65)."""
+    """Names in the order written. Empty, `(null)` and `None` are no nodes. Anything else odd raises
+    OrchError (65)."""
     text = text.strip()
     if text in ("", "(null)", "None", "None assigned"):
         return []
@@ -35,10 +37,11 @@ def expand(text: str) -> list[str]:
 
 
 def compress(names: Iterable[str]) -> str:
-    """The shortest-in-practice host list of a set of names: runs of the last number are folded, width kept.
+    """The shortest-in-practice host list of a set of names: runs of the last number are folded,
+    width kept.
 
-    For people and orch's own files; what goes to Slurm is written by `slurm_list`. Each name once, in natural order (n2
-    before n10).
+    For people and orch's own files; what goes to Slurm is written by `slurm_list`. Each name once,
+    in natural order (n2 before n10).
     """
     families: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
     parts: list[str] = []
@@ -48,20 +51,28 @@ def compress(names: Iterable[str]) -> str:
         found = _LAST_NUMBER.match(name)
         if found is None:
             parts.append(name)
-        else:  # width belongs to the key only where it is padding: n9 and n10 fold together, n09 and n9 do not
+        else:
+            # width belongs to the key only where it is padding: n9 and n10 fold together, n09 and n9 do
+            # not
             prefix, digits, suffix = found.groups()
             padding = len(digits) if digits[0] == "0" and len(digits) > 1 else 0
             families.setdefault((prefix, suffix, padding), []).append((int(digits), len(digits)))
     _adopt_full_width(families)
-    parts += [_fold(key, sorted(number for number, _ in numbers)) for key, numbers in families.items()]
+    parts += [
+        _fold(key, sorted(number for number, _ in numbers)) for key, numbers in families.items()
+    ]
     return ",".join(sorted(parts, key=natural_key))
 
 
 def slurm_list(names: Iterable[str]) -> str:
-    """A host list that Slurm itself reads, which takes nothing behind a bracket: other names (n03d) stand alone."""
+    """A host list that Slurm itself reads, which takes nothing behind a bracket: other names (n03d)
+    stand alone."""
     found = set(names)
     alone = {name for name in found if not name[-1:].isdigit()}
-    lists = [compress(found - alone), *(compress([name]) for name in sorted(alone, key=natural_key))]
+    lists = [
+        compress(found - alone),
+        *(compress([name]) for name in sorted(alone, key=natural_key)),
+    ]
     return ",".join(filter(None, lists))
 
 
@@ -69,11 +80,14 @@ def slurm_list(names: Iterable[str]) -> str:
 def natural_key(name: str) -> tuple[tuple[tuple[int, int | str], ...], int]:
     """Sort key under which n2 comes before n10, and n9 before n09."""
     pieces = _NUMBERS.split(name)
-    return tuple([(0, int(piece)) if piece.isdigit() else (1, piece) for piece in pieces if piece]), len(name)
+    return tuple(
+        [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in pieces if piece]
+    ), len(name)
 
 
 def _adopt_full_width(families: dict[tuple[str, str, int], list[tuple[int, int]]]) -> None:
-    """n[001-099] and n100 are one run: an unpadded number as wide as a padded family belongs to it."""
+    """n[001-099] and n100 are one run: an unpadded number as wide as a padded family belongs to
+    it."""
     for prefix, suffix, padding in [key for key in families if key[2]]:
         unpadded = families.pop((prefix, suffix, 0), [])
         families[prefix, suffix, padding] += [item for item in unpadded if item[1] == padding]
@@ -94,7 +108,8 @@ def _fold(key: tuple[str, str, int], numbers: list[int]) -> str:
 
 def _split(text: str) -> Iterator[str]:
     """At commas outside brackets."""
-    depth, start = 0, 0
+    depth = 0
+    start = 0
     for index, char in enumerate(text):
         depth += (char == "[") - (char == "]")
         if depth not in (0, 1):
@@ -109,7 +124,8 @@ def _split(text: str) -> Iterator[str]:
 
 def _expand_one(part: str, whole: str, room: int) -> Iterator[str]:
     pieces: list[list[str]] = []
-    position, count = 0, 1
+    position = 0
+    count = 1
     while position < len(part):
         token = _TOKEN.match(part, position)
         if token is None:
@@ -130,7 +146,8 @@ def _numbers(inside: str, whole: str, room: int) -> list[str]:
         found = _RANGE.match(piece)
         if not found:
             raise _bad(whole, f"{piece!r} is not a range of numbers")
-        first, last = found[1], found[2] or found[1]
+        first = found[1]
+        last = found[2] or found[1]
         if int(last) < int(first):
             raise _bad(whole, f"the range {piece} runs backwards")
         if int(last) - int(first) >= room:

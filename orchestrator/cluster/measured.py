@@ -1,8 +1,9 @@
-"""`<home>/bench/<cluster>-<key>.json`: what `orch bench` found on one cluster, and where plans look for it; the site's
-profile of the cost model's parameters beside it, in `<home>/profiles`.
+"""`<home>/bench/<cluster>-<key>.json`: what `orch bench` found on one cluster, and where plans look
+for it; the site's profile of the cost model's parameters beside it, in `<home>/profiles`.
 
-The key is a hash of the cluster's description, so a cluster of other nodes or other links has a file of its own, and
-a changed description is never mixed with figures that were measured before the change.
+The key is a hash of the cluster's description, so a cluster of other nodes or other links has a
+file of its own, and a changed description is never mixed with figures that were measured before the
+change.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Row(Struct, frozen=True):
 
 
 class Fit(Struct, frozen=True):
-    """A tier as the planner's cost formulas see it. `error`: mean |predicted / measured - 1| over the rows."""
+    """A tier as the planner's cost formulas see it. `error`: mean |predicted / measured - 1| over
+    the rows."""
 
     bytes_per_s: float  # of one GPU's share, for the operation that gets most out of it
     latency_s: float  # of one hop
@@ -75,14 +77,20 @@ def path_of(spec: ClusterSpec, home: Path) -> Path:
 def site_profile_path(spec: ClusterSpec, home: Path) -> Path:
     """Where the site's own parameters for this cluster are kept (`orch calibrate --from`).
 
-    They are shares of what its GPUs and links could do, so a job on fewer of its nodes has the same file.
+    They are shares of what its GPUs and links could do, so a job on fewer of its nodes has the same
+    file.
     """
     levels = [structs.replace(level, nodes_per_switch=1) for level in spec.levels]
-    return home / "profiles" / f"{spec.name}-{key_of(structs.replace(spec, nodes=1, levels=levels))}.json"
+    return (
+        home
+        / "profiles"
+        / f"{spec.name}-{key_of(structs.replace(spec, nodes=1, levels=levels))}.json"
+    )
 
 
 def read(spec: ClusterSpec, home: Path) -> Record | None:
-    """What was measured on this cluster, None if nothing was. Raises OrchError (65) for a damaged file."""
+    """What was measured on this cluster, None if nothing was. Raises OrchError (65) for a damaged
+    file."""
     path = path_of(spec, home)
     try:
         record = msgspec.json.decode(path.read_bytes(), type=Record)
@@ -95,14 +103,21 @@ def read(spec: ClusterSpec, home: Path) -> Record | None:
 
 
 def with_measured(cluster: Cluster, record: Record) -> Cluster:
-    """The cluster with the links and cores that were found in the place of those that were described."""
-    links, source = record.links, record.measured.source
+    """The cluster with the links and cores that were found in the place of those that were
+    described."""
+    links = record.links
+    source = record.measured.source
 
     def found(tier: str, described: Described) -> Described:
         if not (fit := links.get(tier)):
             return described
-        return structs.replace(described, bytes_per_s=fit.bytes_per_s, latency_s=fit.latency_s, source=source)
+        return structs.replace(
+            described, bytes_per_s=fit.bytes_per_s, latency_s=fit.latency_s, source=source
+        )
 
-    nvlink, levels = found(NVLINK, cluster.nvlink), [found(level.name, level) for level in cluster.levels]
+    nvlink = found(NVLINK, cluster.nvlink)
+    levels = [found(level.name, level) for level in cluster.levels]
     host = cluster.host if record.host is None else record.host
-    return structs.replace(cluster, nvlink=nvlink, levels=levels, measured=record.measured, host=host)
+    return structs.replace(
+        cluster, nvlink=nvlink, levels=levels, measured=record.measured, host=host
+    )

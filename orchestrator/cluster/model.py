@@ -1,7 +1,8 @@
 """One model of a network: machines, NVLink domains and tiers of switches, all by name. Pure.
 
-Every importer ends here and everything else starts here, so a rack is the same thing whether Slurm, Kubernetes or the
-subnet manager described it. Membership may be ragged; machines may differ and may be out of service.
+Every importer ends here and everything else starts here, so a rack is the same thing whether Slurm,
+Kubernetes or the subnet manager described it. Membership may be ragged; machines may differ and may
+be out of service.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from orchestrator.plan.exits import Exit
 from .hostlist import natural_key
 
 Kind = Literal["tree", "block", "flat"]
-SHARED, MIG = "shared GPUs", "MIG slices"  # reasons: what a node advertises are not whole GPUs
-BLOCK = "block"  # the innermost tier of a block topology; the further ones have their size behind it
+SHARED = "shared GPUs"
+MIG = "MIG slices"  # reasons: what a node advertises are not whole GPUs
+BLOCK = (  # the innermost tier of a block topology; the further ones have their size behind it
+    "block"
+)
 MAX_DEPTH = 64  # switches above one another; no network is that deep
 
 
@@ -61,25 +65,42 @@ class Tier(Struct, frozen=True):
 class Topology(Struct, frozen=True):
     kind: Kind
     tiers: tuple[Tier, ...]  # innermost first; empty when flat
-    block_size: int = 0  # nodes of one base block, as Slurm counts them for --segment; 0 unless kind is block
+    block_size: int = (
+        0  # nodes of one base block, as Slurm counts them for --segment; 0 unless kind is block
+    )
     name: str = ""
-    domains: dict[str, tuple[str, ...]] = {}  # NVLink domains of several nodes; a node in none is its own
+    domains: dict[
+        str, tuple[str, ...]
+    ] = {}  # NVLink domains of several nodes; a node in none is its own
     machines: dict[str, Machine] = {}
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Slurm's BlockSizes: of a base block, then of a block of each further tier. () where they are unknown."""
+        """Slurm's BlockSizes: of a base block, then of a block of each further tier. () where they
+        are unknown."""
         sizes = [tier.name.removeprefix(BLOCK) for tier in self.tiers[1:]]
-        if self.kind != "block" or not self.block_size or not all(size.isdecimal() for size in sizes):
+        if (
+            self.kind != "block"
+            or not self.block_size
+            or not all(size.isdecimal() for size in sizes)
+        ):
             return ()
         return (self.block_size, *map(int, sizes))
 
     def order(self, nodes: Iterable[str]) -> list[str]:
-        """Nodes so that those under one switch are neighbours, on every tier; natural order otherwise."""
-        groups = [tier.switches for tier in reversed(self.tiers)] + ([self.domains] if self.domains else [])
-        paths = [{node: index for index, name in enumerate(group) for node in group[name]} for group in groups]
+        """Nodes so that those under one switch are neighbours, on every tier; natural order
+        otherwise."""
+        groups = [tier.switches for tier in reversed(self.tiers)] + (
+            [self.domains] if self.domains else []
+        )
+        paths = [
+            {node: index for index, name in enumerate(group) for node in group[name]}
+            for group in groups
+        ]
         far = max((len(group) for group in groups), default=0)
-        return sorted(nodes, key=lambda node: ([path.get(node, far) for path in paths], natural_key(node)))
+        return sorted(
+            nodes, key=lambda node: ([path.get(node, far) for path in paths], natural_key(node))
+        )
 
     @property
     def nodes(self) -> list[str]:
@@ -93,28 +114,39 @@ class Topology(Struct, frozen=True):
     @property
     def free(self) -> list[str]:
         """Nodes that may take a job: all that nobody took out of service."""
-        return [node for node in self.nodes if node not in self.machines or self.machines[node].free]
+        return [
+            node for node in self.nodes if node not in self.machines or self.machines[node].free
+        ]
 
 
 FLAT = Topology("flat", ())
 
 
 def check(topology: Topology, where: str) -> Topology:
-    """The topology, if every node stands under at most one switch of a tier and tiers nest. Raises OrchError (65)."""
-    below: tuple[str, Mapping[str, tuple[str, ...]]] | None = ("domain", topology.domains) if topology.domains else None
+    """The topology, if every node stands under at most one switch of a tier and tiers nest. Raises
+    OrchError (65)."""
+    below: tuple[str, Mapping[str, tuple[str, ...]]] | None = (
+        ("domain", topology.domains) if topology.domains else None
+    )
     for tier in topology.tiers:
         owner: dict[str, str] = {}
         for switch, nodes in tier.switches.items():
             for node in nodes:
                 if node in owner:
-                    raise bad(where, f"node {node} is under two {tier.name} switches, {owner[node]} and {switch}")
+                    raise bad(
+                        where,
+                        f"node {node} is under two {tier.name} switches, {owner[node]} and"
+                        f" {switch}",
+                    )
                 owner[node] = switch
         lower, groups = below or ("", {})
         for name, nodes in groups.items():
             above = {owner.get(node) for node in nodes}
             if len(above) > 1:
                 two = ", ".join(sorted(str(switch) for switch in above)[:2])
-                raise bad(where, f"{lower} {name} is split over several {tier.name} switches ({two})")
+                raise bad(
+                    where, f"{lower} {name} is split over several {tier.name} switches ({two})"
+                )
         below = tier.name, tier.switches
     return topology
 
@@ -122,7 +154,8 @@ def check(topology: Topology, where: str) -> Topology:
 def from_paths(
     paths: Mapping[str, tuple[str, ...]], names: Iterable[str], kind: Kind = "tree"
 ) -> tuple[Kind, tuple[Tier, ...]]:
-    """(kind, tiers) from each node's switches, coarse to fine, all of one length. `names`: of the tiers, coarse first.
+    """(kind, tiers) from each node's switches, coarse to fine, all of one length. `names`: of the
+    tiers, coarse first.
 
     A switch is called by its own name; where that name stands under two parents, by its whole path.
     """
@@ -135,13 +168,16 @@ def from_paths(
         last: dict[str, int] = {}
         for path in full:
             last[path[-1]] = last.get(path[-1], 0) + 1
-        switches = {(p[-1] if last[p[-1]] == 1 else "/".join(p)): tuple(nodes) for p, nodes in full.items()}
+        switches = {
+            (p[-1] if last[p[-1]] == 1 else "/".join(p)): tuple(nodes) for p, nodes in full.items()
+        }
         tiers.append(Tier(labels[depth - 1], switches))
     return (kind, tuple(tiers)) if tiers and paths else ("flat", ())
 
 
 def tree(switches: Mapping[str, tuple[list[str], list[str]]], where: str = "topology") -> Topology:
-    """switches: name -> (child switches, own nodes). Uneven depths are levelled: a short branch repeats its top.
+    """switches: name -> (child switches, own nodes). Uneven depths are levelled: a short branch
+    repeats its top.
 
     Raises OrchError (65) that names an unknown child, a circle, or a node under two leaves.
     """
@@ -150,7 +186,9 @@ def tree(switches: Mapping[str, tuple[list[str], list[str]]], where: str = "topo
         for child in children:
             if child not in switches:
                 raise bad(where, f"switch {name} has an unknown child {child}")
-            parents.setdefault(child, name)  # of several parents (fat trees) the first is kept: they reach the same
+            parents.setdefault(
+                child, name
+            )  # of several parents (fat trees) the first is kept: they reach the same
     height = dict.fromkeys(switches, 0)
     for name, (children, _) in switches.items():
         if not children:
@@ -164,7 +202,9 @@ def tree(switches: Mapping[str, tuple[list[str], list[str]]], where: str = "topo
             continue
         for node in nodes:
             if node in leaf_of:
-                raise bad(where, f"node {node} is under two leaf switches, {leaf_of[node]} and {name}")
+                raise bad(
+                    where, f"node {node} is under two leaf switches, {leaf_of[node]} and {name}"
+                )
             leaf_of[node] = name
     depth = max(height.values(), default=-1) + 1
     tiers = []
@@ -180,11 +220,16 @@ def tree(switches: Mapping[str, tuple[list[str], list[str]]], where: str = "topo
 
 
 def _ancestors(name: str, parents: Mapping[str, str], where: str) -> Iterator[str]:
-    at, path = name, [name]
+    at = name
+    path = [name]
     while at in parents:
         at = parents[at]
         if at in path:
-            raise bad(where, f"switch {at} is its own ancestor ({' -> '.join([*path[path.index(at) :], at][:6])})")
+            raise bad(
+                where,
+                f"switch {at} is its own ancestor"
+                f" ({' -> '.join([*path[path.index(at) :], at][:6])})",
+            )
         if len(path) > MAX_DEPTH:
             raise bad(where, f"switch {name} has more than {MAX_DEPTH} switches above it")
         path.append(at)

@@ -1,7 +1,8 @@
 """From names and switches to the cluster that a plan is placed on. Pure.
 
-A topology knows names, states and who is under which switch, and seldom rates. Those come from the cluster entry that
-the user planned with (`cluster=h100x64`): its innermost level gives the figures of the innermost switches, and so on.
+A topology knows names, states and who is under which switch, and seldom rates. Those come from the
+cluster entry that the user planned with (`cluster=h100x64`): its innermost level gives the figures
+of the innermost switches, and so on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from .model import Tier, Topology
 FABRIC = "fabric"  # the level on which nodes meet that nobody puts under a common switch
 
 
-def with_nodes(base: Cluster, names: Iterable[str], topology: Topology, name: str | None = None) -> Cluster:
+def with_nodes(
+    base: Cluster, names: Iterable[str], topology: Topology, name: str | None = None
+) -> Cluster:
     """`base` with these nodes, in topology order, under the switches of the topology.
 
     Raises OrchError (65) when the description contradicts itself.
@@ -30,10 +33,18 @@ def with_nodes(base: Cluster, names: Iterable[str], topology: Topology, name: st
     levels: list[SwitchLevel] = []
     for height, tier in enumerate(topology.tiers):
         switches = _grouped(tier.switches.values(), index)
-        figures = base.levels[-1 if height and height == len(topology.tiers) - 1 else min(height, len(base.levels) - 1)]
-        levels.append(_measured(tier, base, figures, name=_free_name(tier.name, levels), switches=switches))
+        figures = base.levels[
+            -1
+            if height and height == len(topology.tiers) - 1
+            else min(height, len(base.levels) - 1)
+        ]
+        levels.append(
+            _measured(tier, base, figures, name=_free_name(tier.name, levels), switches=switches)
+        )
     if not levels or len(levels[-1].switches) > 1:
-        top = structs.replace(base.levels[-1], name=_free_name(FABRIC, levels), switches=[list(range(len(order)))])
+        top = structs.replace(
+            base.levels[-1], name=_free_name(FABRIC, levels), switches=[list(range(len(order)))]
+        )
         levels.append(top)
     cluster = structs.replace(
         base,
@@ -58,7 +69,8 @@ def _measured(tier: Tier, base: Cluster, figures: SwitchLevel, **values: object)
 
 
 def _grouped(groups: Iterable[Sequence[str]], index: dict[str, int]) -> list[list[int]]:
-    """Index lists of the chosen nodes, in node order; nodes that the topology leaves out are a group of their own."""
+    """Index lists of the chosen nodes, in node order; nodes that the topology leaves out are a
+    group of their own."""
     found = [sorted(index[node] for node in group if node in index) for group in groups]
     listed = {node for group in found for node in group}
     rest = [i for i in index.values() if i not in listed]
@@ -72,13 +84,20 @@ def _free_name(wanted: str, levels: Sequence[SwitchLevel]) -> str:
     return wanted
 
 
-def _domains(base: Cluster, topology: Topology, index: dict[str, int], inner: SwitchLevel) -> list[list[int]]:
-    """NVLink domains: those that the topology names; else single nodes; else, on rack-scale systems, Slurm's blocks or
-    runs of nodes under one switch."""
+def _domains(
+    base: Cluster, topology: Topology, index: dict[str, int], inner: SwitchLevel
+) -> list[list[int]]:
+    """NVLink domains: those that the topology names; else single nodes; else, on rack-scale
+    systems, Slurm's blocks or runs of nodes under one switch."""
     if topology.domains:
-        found = [sorted(index[node] for node in nodes if node in index) for nodes in topology.domains.values()]
+        found = [
+            sorted(index[node] for node in nodes if node in index)
+            for nodes in topology.domains.values()
+        ]
         inside = {node for group in found for node in group}
-        return sorted(group for group in (*found, *([i] for i in index.values() if i not in inside)) if group)
+        return sorted(
+            group for group in (*found, *([i] for i in index.values() if i not in inside)) if group
+        )
     size = max(len(domain) for domain in base.nvlink_domains)
     if size == 1:
         return [[i] for i in range(len(index))]
@@ -88,10 +107,11 @@ def _domains(base: Cluster, topology: Topology, index: dict[str, int], inner: Sw
 
 
 def choose_nodes(free: Iterable[str], topology: Topology, count: int) -> list[str]:
-    """The `count` free nodes that lie closest together: the tightest switch that has enough, fullest parts first.
+    """The `count` free nodes that lie closest together: the tightest switch that has enough,
+    fullest parts first.
 
-    Slurm decides in the end; its tree plugin prefers the fewest leaf switches too. Raises OrchError (76) when too few
-    are free.
+    Slurm decides in the end; its tree plugin prefers the fewest leaf switches too. Raises OrchError
+    (76) when too few are free.
     """
     free = topology.order(free)
     if count > len(free):
@@ -106,11 +126,14 @@ def choose_nodes(free: Iterable[str], topology: Topology, count: int) -> list[st
 
 
 def _fill(topology: Topology, height: int, pool: Sequence[str], count: int) -> list[str]:
-    """`count` of the nodes of one switch at `height`, taking whole sub-switches first, the largest first."""
+    """`count` of the nodes of one switch at `height`, taking whole sub-switches first, the largest
+    first."""
     if height == 0 or count == len(pool):
         return list(pool)[:count]
     inside = set(pool)
-    parts = [[n for n in nodes if n in inside] for nodes in topology.tiers[height - 1].switches.values()]
+    parts = [
+        [n for n in nodes if n in inside] for nodes in topology.tiers[height - 1].switches.values()
+    ]
     listed = {node for part in parts for node in part}
     parts.append([node for node in pool if node not in listed])
     taken: list[str] = []
@@ -120,7 +143,8 @@ def _fill(topology: Topology, height: int, pool: Sequence[str], count: int) -> l
             taken += part
     # What is still missing comes from the smallest part that can give all of it, else from several.
     while len(taken) < count:
-        room, had = count - len(taken), set(taken)
+        room = count - len(taken)
+        had = set(taken)
         rest = [[n for n in part if n not in had] for part in parts]
         rest = [part for part in rest if part]
         enough = [part for part in rest if len(part) >= room]

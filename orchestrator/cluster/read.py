@@ -24,7 +24,9 @@ def recognise(text: str) -> str | None:
     start = text[: 1 << 16]
     if re.search(r'^\s*"?schema"?\s*:', start, re.M) or '"schema"' in start[:200]:
         return "orch"
-    if start.lstrip().startswith("{") and re.search(r'"kind"\s*:\s*"(Node)?List"|"metadata"', start):
+    if start.lstrip().startswith("{") and re.search(
+        r'"kind"\s*:\s*"(Node)?List"|"metadata"', start
+    ):
         return "kubernetes"
     if re.search(r"^NodeName=", start, re.M) or re.search(r'\A\s*\{.*"nodes"\s*:', start, re.S):
         return "slurm-nodes"
@@ -41,7 +43,9 @@ def read_text(path: Path) -> str:
     """A file's text. Raises OrchError (65) when it is not there, not text or too large."""
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise OrchError(f"{path}: larger than {MAX_BYTES >> 20} MiB, no topology is", Exit.CONFIG)
+            raise OrchError(
+                f"{path}: larger than {MAX_BYTES >> 20} MiB, no topology is", Exit.CONFIG
+            )
         return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise OrchError(f"{path}: {error.strerror}", Exit.CONFIG) from None
@@ -50,13 +54,19 @@ def read_text(path: Path) -> str:
 
 
 def parse(
-    text: str, format: str | None = None, name: str | None = None, profile: str | kubernetes.Profile = "auto"
+    text: str,
+    format: str | None = None,
+    name: str | None = None,
+    profile: str | kubernetes.Profile = "auto",
 ) -> Topology:
-    """Text of any of `FORMATS`. `name`: which of several topologies; `profile`: of Kubernetes labels."""
+    """Text of any of `FORMATS`. `name`: which of several topologies; `profile`: of Kubernetes
+    labels."""
     format = format or recognise(text)
     if format is None:
         known = ", ".join(FORMATS)
-        raise OrchError(f"not a topology of a known form ({known}); `--format` says which it is", Exit.CONFIG)
+        raise OrchError(
+            f"not a topology of a known form ({known}); `--format` says which it is", Exit.CONFIG
+        )
     if format not in FORMATS:
         raise OrchError(f"no format {format!r}; {did_you_mean(format, FORMATS)}", Exit.CONFIG)
     if format == "orch":
@@ -73,7 +83,10 @@ def parse(
 
 
 def read(
-    path: Path, format: str | None = None, name: str | None = None, profile: str | kubernetes.Profile = "auto"
+    path: Path,
+    format: str | None = None,
+    name: str | None = None,
+    profile: str | kubernetes.Profile = "auto",
 ) -> Topology:
     """A file. Raises OrchError (65) whose line begins with the file's name."""
     text = read_text(path)
@@ -84,7 +97,8 @@ def read(
 
 
 def merge(parts: list[Topology]) -> Topology:
-    """Several views of the same nodes: switches of one, machines of another. The later one wins on a machine.
+    """Several views of the same nodes: switches of one, machines of another. The later one wins on
+    a machine.
 
     Raises OrchError (65) when two of them name switches.
     """

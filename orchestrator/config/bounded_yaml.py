@@ -1,5 +1,5 @@
-"""YAML that is as large as its text: aliases which repeat parts of it without end, and nesting without end, are
-refused before anything is made of them.
+"""YAML that is as large as its text: aliases which repeat parts of it without end, and nesting
+without end, are refused before anything is made of them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _DEEP = "it is nested too deeply"
 
 
 def load(text: str | bytes, most: int, loader: Any = None) -> Any:
-    """The one document of a text, with at most so many values where aliases repeat them. `loader`: a safe one of
-    yaml's. OrchError (65) in words that a file's name can stand before; yaml.YAMLError for what is no YAML."""
+    """The one document of a text, with at most so many values where aliases repeat them. `loader`:
+    a safe one of yaml's. OrchError (65) in words that a file's name can stand before;
+    yaml.YAMLError for what is no YAML."""
     import yaml
 
     if loader and is_deep(text, loader):  # libyaml's would end the process
@@ -41,7 +42,8 @@ def load(text: str | bytes, most: int, loader: Any = None) -> Any:
 
 
 def check(text: str, most: int) -> None:
-    """OrchError (65) where `load` raises it; what is no YAML passes. Costs nothing without aliases."""
+    """OrchError (65) where `load` raises it; what is no YAML passes. Costs nothing without
+    aliases."""
     import yaml
 
     if "&" not in text or "*" not in text:
@@ -63,7 +65,9 @@ def is_deep(text: str | bytes, loader: Any = None) -> bool:
     depth = 0
     try:
         for event in yaml.parse(text, loader or yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             if depth > _MOST_OPEN:
                 return True
     except yaml.YAMLError:
@@ -72,7 +76,8 @@ def is_deep(text: str | bytes, loader: Any = None) -> bool:
 
 
 def _check(top: yaml.Node, most: int) -> None:
-    """The values below each node, parts that several aliases name counted as often, without walking them twice."""
+    """The values below each node, parts that several aliases name counted as often, without walking
+    them twice."""
     counts: dict[int, int] = {}
     open_: set[int] = set()
 
@@ -84,10 +89,14 @@ def _check(top: yaml.Node, most: int) -> None:
             raise OrchError("an alias in it holds itself", Exit.CONFIG)
         open_.add(id(node))
         children = [] if isinstance(node.value, str) else node.value
-        flat = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        flat = [
+            part for child in children for part in (child if isinstance(child, tuple) else (child,))
+        ]
         found = 1 + sum(map(count, flat))
         if found > most:
-            raise OrchError(f"its aliases repeat what they name to more than {most:,} values", Exit.CONFIG)
+            raise OrchError(
+                f"its aliases repeat what they name to more than {most:,} values", Exit.CONFIG
+            )
         open_.discard(id(node))
         counts[id(node)] = found
         return found

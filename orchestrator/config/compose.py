@@ -1,4 +1,5 @@
-"""From command-line words and YAML files to one typed, frozen `Config`: `load`, which every verb calls."""
+"""From command-line words and YAML files to one typed, frozen `Config`: `load`, which every verb
+calls."""
 
 from __future__ import annotations
 
@@ -15,13 +16,17 @@ from .groups import Library, folders
 from .schema import Config
 
 
-def load(overrides: list[str], config_dir: str | Path | None = None, ranges: bool = False) -> Config:
-    """Compose, resolve and check. Raises OrchError: 64 for the command line, 65 for a file, 78 for code or secrets.
+def load(
+    overrides: list[str], config_dir: str | Path | None = None, ranges: bool = False
+) -> Config:
+    """Compose, resolve and check. Raises OrchError: 64 for the command line, 65 for a file, 78 for
+    code or secrets.
 
-    `config_dir` is searched before the shipped files; without it `./conf` is, when it exists. `ranges`: the caller
-    takes a range of sizes (`nodes=4..8`), which most have no use for. A configuration of the same words and files is
-    read from the cache, without importing Hydra (a third of a second). Not for use from several threads at once: Hydra
-    keeps its state in the process.
+    `config_dir` is searched before the shipped files; without it `./conf` is, when it exists.
+    `ranges`: the caller takes a range of sizes (`nodes=4..8`), which most have no use for. A
+    configuration of the same words and files is read from the cache, without importing Hydra (a
+    third of a second). Not for use from several threads at once: Hydra keeps its state in the
+    process.
     """
     library = Library(folders(config_dir))
 
@@ -31,9 +36,13 @@ def load(overrides: list[str], config_dir: str | Path | None = None, ranges: boo
         return hydra_compose.compose(overrides, library)
 
     inputs = _inputs(library, overrides)
-    config = cached("config", inputs, compose, _encoded, lambda raw: msgspec.json.decode(raw, type=Config))
+    config = cached(
+        "config", inputs, compose, _encoded, lambda raw: msgspec.json.decode(raw, type=Config)
+    )
     if config.nodes is not None and not ranges:
-        raise OrchError(f"nodes={config.nodes} is for orch plan, submit and render; here it is cluster.nodes=N")
+        raise OrchError(
+            f"nodes={config.nodes} is for orch plan, submit and render; here it is cluster.nodes=N"
+        )
     return config
 
 

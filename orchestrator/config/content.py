@@ -1,4 +1,5 @@
-"""What configuration may hold: printable text, finite numbers, `${a.key}`; no code and no environment."""
+"""What configuration may hold: printable text, finite numbers, `${a.key}`; no code and no
+environment."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from orchestrator.plan.exits import Exit
 
 from .config_errors import Origin
 
-#: Resolvers that configuration may use. `oc.env` is not one: a resolved value is written into the run folder.
+#: Resolvers that configuration may use. `oc.env` is not one: a resolved value is written into the
+#: run folder.
 RESOLVERS = frozenset({"oc.select"})
 
 
@@ -25,27 +27,36 @@ def check_interpolations(tree: Any, origin: Origin, key: str = "") -> None:
         name, colon, _ = match[1].partition(":")
         if colon and name.strip() not in RESOLVERS:
             why = "what it finds would be frozen into the run folder; ${a.key} is what there is"
-            raise origin.error(key, f"the resolver {name.strip()!r} is not allowed: {why}", Exit.SECURITY)
+            raise origin.error(
+                key, f"the resolver {name.strip()!r} is not allowed: {why}", Exit.SECURITY
+            )
         text = f"{text[: match.start()]}x{text[match.end() :]}"
     if "${" in text:
         raise origin.error(key, "an interpolation that cannot be read; ${a.key} is what there is")
 
 
 def check_leaves(tree: Any, origin: Origin, key: str = "") -> None:
-    """Every text printable, every number finite and exact in JSON, no `_target_`, nothing but JSON's kinds."""
+    """Every text printable, every number finite and exact in JSON, no `_target_`, nothing but
+    JSON's kinds."""
     if isinstance(tree, dict | list):
         pairs = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
         for name, value in pairs:
             at = f"{key}.{name}" if key else str(name)
             if name == "_target_":
-                raise origin.error(key, "_target_ would run code from configuration; orch never does", Exit.SECURITY)
+                raise origin.error(
+                    key,
+                    "_target_ would run code from configuration; orch never does",
+                    Exit.SECURITY,
+                )
             if isinstance(tree, dict) and not (isinstance(name, str) and name.isprintable()):
                 raise origin.error(key, f"the key {name!a} is not printable text")
             check_leaves(value, origin, at)
     elif isinstance(tree, str):
         if not tree.isprintable():
             bad = next(c for c in tree if not c.isprintable())
-            raise origin.error(key, f"holds the unprintable character {bad!a}: text is printable and on one line")
+            raise origin.error(
+                key, f"holds the unprintable character {bad!a}: text is printable and on one line"
+            )
     elif isinstance(tree, float):
         if tree != tree or tree in (float("inf"), float("-inf")):
             raise origin.error(key, f"must be a finite number, not {tree}")
@@ -53,4 +64,7 @@ def check_leaves(tree: Any, origin: Origin, key: str = "") -> None:
         if abs(tree) > 2**53:
             raise origin.error(key, f"{tree} is larger than 2**53")
     elif tree is not None:
-        raise origin.error(key, f"must be text, a number, true, false, null, a list or keys, not {type(tree).__name__}")
+        raise origin.error(
+            key,
+            f"must be text, a number, true, false, null, a list or keys, not {type(tree).__name__}",
+        )

@@ -1,8 +1,8 @@
 """Hydra's part: from words and the files of groups to a checked `Config`.
 
-Hydra's Compose API puts the files together; this module resolves `${...}` once and makes the result a value.
-`overrides` reads the words before Hydra, `content` keeps code and secrets out; `hydra_errors` and `config_errors` turn
-every failure into one line with an exit code.
+Hydra's Compose API puts the files together; this module resolves `${...}` once and makes the result
+a value. `overrides` reads the words before Hydra, `content` keeps code and secrets out;
+`hydra_errors` and `config_errors` turn every failure into one line with an exit code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from .validate import validate
 
 _MOST_VALUES = 20_000  # of a file that repeats parts of itself by aliases
 #: Parts of Hydra's own configuration that nothing here reads: files that need not be composed.
-_PARTS = ("job_logging", "hydra_logging", "help", "hydra_help", "output", "launcher", "sweeper", "env")
+_PARTS = (
+    "job_logging",
+    "hydra_logging",
+    "help",
+    "hydra_help",
+    "output",
+    "launcher",
+    "sweeper",
+    "env",
+)
 _UNUSED = [f"~hydra/{part}" for part in _PARTS]
 
 
@@ -38,7 +47,8 @@ def compose(overrides: list[str], library: Library) -> Config:
 
 
 def _check_aliases(library: Library) -> None:
-    """OrchError (65) for a group file of the user's whose aliases would take OmegaConf minutes, or for ever."""
+    """OrchError (65) for a group file of the user's whose aliases would take OmegaConf minutes, or
+    for ever."""
     for folder in library.folders[:-1]:
         for path in [
             *folder.glob(f"{PRIMARY}.yaml"),
@@ -54,7 +64,11 @@ def _compose(library: Library, given: list[Override]) -> tuple[Any, dict[str, st
     """(OmegaConf tree with interpolations, chosen file or word of every group)."""
     register()
     for override in given:
-        if override.group and override.key == "parallel" and not library.path("parallel", override.text):
+        if (
+            override.group
+            and override.key == "parallel"
+            and not library.path("parallel", override.text)
+        ):
             _register_spec(override.text)
     words = [
         f"{'+' if override.key == OPTIONAL else ''}{override.key}={override.text}"
@@ -66,7 +80,9 @@ def _compose(library: Library, given: list[Override]) -> tuple[Any, dict[str, st
     if len(library.folders) > 1:
         if not (library.folders[0] / f"{PRIMARY}.yaml").is_file():
             primary = _lend_primary(library)
-        words.append(f"hydra.searchpath=[{','.join(quote(f'file://{f}') for f in library.folders[1:])}]")
+        words.append(
+            f"hydra.searchpath=[{','.join(quote(f'file://{f}') for f in library.folders[1:])}]"
+        )
     try:
         tree, choices = _call_hydra(library, primary, words)
     except SpecNeeded as need:  # a file of the user's chose a parallelism spec; known only now
@@ -79,7 +95,8 @@ def _compose(library: Library, given: list[Override]) -> tuple[Any, dict[str, st
 
 
 def _put(tree: Any, override: Override) -> None:
-    """Set one key of the composed tree, as Hydra would: mappings are merged, everything else is replaced."""
+    """Set one key of the composed tree, as Hydra would: mappings are merged, everything else is
+    replaced."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -87,11 +104,19 @@ def _put(tree: Any, override: Override) -> None:
     for depth in range(1, len(parts)):  # OmegaConf would make a hole here, or fail obscurely
         above = ".".join(parts[:depth])
         if optional(annotation_at(parts[:depth])) and OmegaConf.select(tree, above) is None:
-            raise OrchError(f"{override.show()}: {above} is null in this model; set it whole: {above}={{...}}")
+            raise OrchError(
+                f"{override.show()}: {above} is null in this model; set it whole: {above}={{...}}"
+            )
     try:
         whole = struct_of(annotation_at(parts))
-        if whole and isinstance(override.value, dict) and OmegaConf.select(tree, override.key) is None:
-            OmegaConf.update(tree, override.key, OmegaConf.structured(config_dataclass(whole)), merge=False)
+        if (
+            whole
+            and isinstance(override.value, dict)
+            and OmegaConf.select(tree, override.key) is None
+        ):
+            OmegaConf.update(
+                tree, override.key, OmegaConf.structured(config_dataclass(whole)), merge=False
+            )
         OmegaConf.update(tree, override.key, override.value, force_add=open_at(parts))
     except (OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
         raise OrchError(f"{override.show()}: {reason(error)}") from None
@@ -101,16 +126,21 @@ def _register_spec(word: str) -> None:
     """Make a parallelism spec a choice of its group, as a file of that name would be."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(group="parallel", name=word, node=grammar.parse(word), provider="word")
+    ConfigStore.instance().store(
+        group="parallel", name=word, node=grammar.parse(word), provider="word"
+    )
 
 
 def _lend_primary(library: Library) -> str:
-    """Hydra looks for the primary file before it reads the search path, but always in its store: put it there."""
+    """Hydra looks for the primary file before it reads the search path, but always in its store:
+    put it there."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
     name = f"shipped_{PRIMARY}"
-    ConfigStore.instance().store(name=name, node=OmegaConf.load(library.folders[-1] / f"{PRIMARY}.yaml"))
+    ConfigStore.instance().store(
+        name=name, node=OmegaConf.load(library.folders[-1] / f"{PRIMARY}.yaml")
+    )
     return name
 
 
@@ -121,7 +151,8 @@ def _call_hydra(library: Library, primary: str, words: list[str]) -> tuple[Any, 
     from omegaconf import open_dict
     from omegaconf.errors import OmegaConfBaseException
 
-    # what is raised by Hydra for files that are not what they should be: assertions and built-in errors among them
+    # what is raised by Hydra for files that are not what they should be: assertions and built-in
+    # errors among them
     wrong = (
         HydraException,
         OmegaConfBaseException,
@@ -136,7 +167,11 @@ def _call_hydra(library: Library, primary: str, words: list[str]) -> tuple[Any, 
             tree = compose(primary, overrides=words, return_hydra_config=True)
     except wrong as error:
         raise refuse(error, library, words) from None
-    chosen = {group: str(name) for group, name in tree.hydra.runtime.choices.items() if not group.startswith("hydra/")}
+    chosen = {
+        group: str(name)
+        for group, name in tree.hydra.runtime.choices.items()
+        if not group.startswith("hydra/")
+    }
     with open_dict(tree):
         del tree["hydra"]
     return tree, chosen
@@ -153,12 +188,15 @@ def _typed(tree: Any, origin: Origin) -> Config:
         key = str(error.full_key)
         raise origin.unset(key) from None
     except OmegaConfBaseException as error:
-        key, reason = str(error.full_key or "configuration"), str(error).split("\n")[0]
+        key = str(error.full_key or "configuration")
+        reason = str(error).split("\n")[0]
         raise origin.error(key, reason) from None
     check_leaves(plain, origin)
     plain["choices"] = origin.choices
     if plain["cluster"]["topology_nodes"] is None:
-        del plain["cluster"]["topology_nodes"]  # unset, so that it is written down only where it says something
+        del plain["cluster"][
+            "topology_nodes"
+        ]  # unset, so that it is written down only where it says something
     try:
         config = msgspec.convert(plain, Config)
     except msgspec.ValidationError as error:

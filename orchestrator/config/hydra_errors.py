@@ -1,4 +1,5 @@
-"""What Hydra, OmegaConf and YAML raise while files are put together, each as one line naming the file or the word."""
+"""What Hydra, OmegaConf and YAML raise while files are put together, each as one line naming the
+file or the word."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ PLAIN = {
 
 
 class SpecNeeded(Exception):
-    """A file's defaults list chose a parallelism spec, which has to be made known to Hydra first."""
+    """A file's defaults list chose a parallelism spec, which has to be made known to Hydra
+    first."""
 
     def __init__(self, word: str):
         super().__init__(word)
@@ -55,8 +57,12 @@ def _missing_file(error: Any, library: Library) -> Exception:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     by = re.match(r"In '([^']+)'", str(error))
     where = _file(by[1], library) if by else "configuration"
-    if by and by[1].endswith(PRIMARY):  # Hydra names the primary file for what another file overrode
-        where = _file_with(library, lambda raw: re.search(rb"\b%s\b" % re.escape(name.encode()), raw) is not None)
+    if by and by[1].endswith(
+        PRIMARY
+    ):  # Hydra names the primary file for what another file overrode
+        where = _file_with(
+            library, lambda raw: re.search(rb"\b%s\b" % re.escape(name.encode()), raw) is not None
+        )
     if group == "parallel" and grammar.looks_like_spec(name):
         try:
             grammar.parse(name)
@@ -92,7 +98,11 @@ def _is_utf8(raw: bytes) -> bool:
 
 def _yaml_line(error: Any, library: Library) -> str:
     mark = getattr(error, "problem_mark", None)
-    where = f"{library.show(Path(mark.name))}:{mark.line + 1}" if mark and Path(mark.name).is_file() else "a file"
+    where = (
+        f"{library.show(Path(mark.name))}:{mark.line + 1}"
+        if mark and Path(mark.name).is_file()
+        else "a file"
+    )
     return f"{where}: not YAML: {getattr(error, 'problem', None) or error}"
 
 
@@ -103,7 +113,10 @@ def _composition(error: Exception, library: Library, words: list[str]) -> OrchEr
     unused = re.search(r"Could not override '([^']+)'", str(error))
     if unused and any(word.startswith(f"{unused[1]}=") for word in words):
         parent = unused[1].rpartition("/")[0]
-        return OrchError(f"{unused[1]}=...: the chosen {parent or 'configuration'} has no such choice", Exit.USAGE)
+        return OrchError(
+            f"{unused[1]}=...: the chosen {parent or 'configuration'} has no such choice",
+            Exit.USAGE,
+        )
     inner = _innermost(error)
     key = re.sub(r"\[(\d+)\]", r".\1", str(getattr(inner, "full_key", None) or ""))
     by = re.match(r"In '([^']+)'", str(error))
@@ -111,7 +124,9 @@ def _composition(error: Exception, library: Library, words: list[str]) -> OrchEr
     if isinstance(inner, GrammarParseError) and (seen := re.search(r"'(\$\{[^']*)'", str(inner))):
         where = _file_with(library, lambda raw: seen[1].encode() in raw)
     if "_target_" in key or "_target_" in str(inner):
-        return OrchError(f"{where}: _target_ would run code from configuration; orch never does", Exit.SECURITY)
+        return OrchError(
+            f"{where}: _target_ would run code from configuration; orch never does", Exit.SECURITY
+        )
     return OrchError(f"{where}: {f'{key}: ' if key else ''}{reason(error)}", Exit.CONFIG)
 
 

@@ -1,9 +1,10 @@
 """Parses and checks command-line words before Hydra gets them.
 
-Hydra's override grammar has traps for the people who type it: add against override (`+x=` or `x=`), unquoted text that
-is a syntax error or changes its type, commas that mean a sweep. Each word is parsed here against the schema, so that
-unknown keys get a did-you-mean, `+x=` equals `x=`, and text reaches the configuration byte-exact. What leaves this
-module are choices of files, which Hydra takes, and values, which are put into what Hydra has composed.
+Hydra's override grammar has traps for the people who type it: add against override (`+x=` or `x=`),
+unquoted text that is a syntax error or changes its type, commas that mean a sweep. Each word is
+parsed here against the schema, so that unknown keys get a did-you-mean, `+x=` equals `x=`, and text
+reaches the configuration byte-exact. What leaves this module are choices of files, which Hydra
+takes, and values, which are put into what Hydra has composed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _WORD = re.compile(r"(~|\+{0,2})([^=]*?)(?:=(.*))?", re.DOTALL)
 class Override(NamedTuple):
     key: str  # "train.steps", or a group: "cluster", "cluster/node"
     text: str  # as typed, after the first "="
-    group: bool  # a choice of a file, which is Hydra's; else a value, which is put into what Hydra composed
+    # a choice of a file, which is Hydra's; else a value, which is put into what Hydra composed
+    group: bool
     value: Any = None
 
     def show(self) -> str:
@@ -35,7 +37,8 @@ class Override(NamedTuple):
 
 
 def read(words: list[str], library: Library) -> list[Override]:
-    """Overrides in the order typed; of several choices for one group the last. Raises OrchError (64, or 78)."""
+    """Overrides in the order typed; of several choices for one group the last. Raises OrchError
+    (64, or 78)."""
     found = [_read_one(word, library) for word in words]
     last = {override.key: index for index, override in enumerate(found)}
     found = [o for index, o in enumerate(found) if not o.group or last[o.key] == index]
@@ -51,21 +54,38 @@ def _read_one(word: str, library: Library) -> Override:
     shown = show(word)
     if not word.isprintable():
         bad = next(c for c in word if not c.isprintable())
-        what = "bytes that are not UTF-8" if "\ud800" <= bad <= "\udfff" else f"the unprintable character {bad!a}"
-        raise OrchError(f"{shown} holds {what}: configuration text is printable and on one line", Exit.USAGE)
+        what = (
+            "bytes that are not UTF-8"
+            if "\ud800" <= bad <= "\udfff"
+            else f"the unprintable character {bad!a}"
+        )
+        raise OrchError(
+            f"{shown} holds {what}: configuration text is printable and on one line", Exit.USAGE
+        )
     if "_target_" in word:
-        raise OrchError(f"{shown}: _target_ would run code from configuration; orch never does", Exit.SECURITY)
+        raise OrchError(
+            f"{shown}: _target_ would run code from configuration; orch never does", Exit.SECURITY
+        )
     match = _WORD.fullmatch(word)
     assert match, "it matches any printable line"
-    prefix, key, text = match[1], match[2].strip(), match[3]
+    prefix = match[1]
+    key = match[2].strip()
+    text = match[3]
     if prefix == "~":
-        raise OrchError(f"{shown}: keys cannot be deleted, every one is needed; set it to null where that is legal")
+        raise OrchError(
+            f"{shown}: keys cannot be deleted, every one is needed; set it to null where that is"
+            " legal"
+        )
     if text is None or not key:
         raise OrchError(f"{shown} is not key=value")
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-        raise OrchError(f"{shown}: Hydra's own settings are not used; --config-dir adds a folder of group files")
+        raise OrchError(
+            f"{shown}: Hydra's own settings are not used; --config-dir adds a folder of group files"
+        )
     if "@" in key or ":" in key:
-        raise OrchError(f"{shown}: groups have fixed places, write {key.split('@')[0].split(':')[0]}=<file>")
+        raise OrchError(
+            f"{shown}: groups have fixed places, write {key.split('@')[0].split(':')[0]}=<file>"
+        )
     key = key.removeprefix("/")
     if key.split("/")[0] in GROUPS and "." not in key:
         return _choice(key, text.strip(), library)
@@ -83,9 +103,13 @@ def _choice(group: str, text: str, library: Library) -> Override:
     if name in files:
         return Override(group, name, True)
     if name.startswith("{"):
-        raise OrchError(f"{group}={show(name)}: it names a file; keys are set one by one, as {group}.KEY=VALUE")
+        raise OrchError(
+            f"{group}={show(name)}: it names a file; keys are set one by one, as {group}.KEY=VALUE"
+        )
     if "," in name or name.startswith("["):
-        raise OrchError(f"{group}={show(name)}: one at a time; a sweep is orch submit --multirun {group}=a,b")
+        raise OrchError(
+            f"{group}={show(name)}: one at a time; a sweep is orch submit --multirun {group}=a,b"
+        )
     if group == "parallel" and grammar.looks_like_spec(name):
         grammar.parse(name)  # refuses what is not a word
         return Override(group, name, True)
@@ -98,7 +122,8 @@ def _choice(group: str, text: str, library: Library) -> Override:
 
 
 def _value(key: str, text: str, shown: str) -> Override:
-    annotation, raw = find(key, shown), text.strip()
+    annotation = find(key, shown)
+    raw = text.strip()
     if raw == "null" and annotation is not Any:
         if not optional(annotation):
             raise OrchError(f"{shown}: {key} cannot be null")
@@ -114,14 +139,17 @@ def _value(key: str, text: str, shown: str) -> Override:
 
 
 def find(key: str, shown: str) -> Any:
-    """The type of the value at a dotted key; `Any` below a part whose keys are the user's. Raises OrchError."""
+    """The type of the value at a dotted key; `Any` below a part whose keys are the user's. Raises
+    OrchError."""
     struct: Any = Config
     annotation: Any = None
     parts = key.split(".")
     for index, part in enumerate(parts):
         if struct is not None:
             legal = {
-                name: field.type for name, field in fields(struct).items() if not (index == 0 and name == "choices")
+                name: field.type
+                for name, field in fields(struct).items()
+                if not (index == 0 and name == "choices")
             }
             if part not in legal:
                 where = ".".join(parts[:index])
@@ -164,7 +192,9 @@ def _parse(key: str, raw: str, shown: str, annotation: Any) -> Any:
     if is_list and not raw.startswith(("[", "$")):
         raise OrchError(f"{shown}: {key} is a list, write {key}=[{raw}]")
     if parsed.is_sweep_override():
-        raise OrchError(f"{shown}: one value at a time; a list is [a,b], and a sweep is orch submit --multirun")
+        raise OrchError(
+            f"{shown}: one value at a time; a list is [a,b], and a sweep is orch submit --multirun"
+        )
     return _plain(parsed.value())
 
 
@@ -182,7 +212,8 @@ def _plain(value: Any) -> Any:
 
 
 def quote(text: str) -> str:
-    """Text as a quoted string of Hydra's grammar: backslashes count only before a quote, where they are doubled."""
+    """Text as a quoted string of Hydra's grammar: backslashes count only before a quote, where they
+    are doubled."""
     escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", text)
     tail = len(escaped) - len(escaped.rstrip("\\"))
     return f"'{escaped}{chr(92) * tail}'"

@@ -1,9 +1,10 @@
 """The typed configuration: what `compose.load` returns and the planner takes.
 
-This is the only definition of every configuration key: its type, legal range, default and meaning. Hydra's structured
-config (`structured.py`) is derived from these classes, and so are the lists of legal keys in error messages. Units are
-in the names (`gbit_per_s`, `latency_us`, `memory_gib`); a plan holds SI units. A field without a default must be set
-by the file of its group. `None` means "derived": the comment says from what.
+This is the only definition of every configuration key: its type, legal range, default and meaning.
+Hydra's structured config (`structured.py`) is derived from these classes, and so are the lists of
+legal keys in error messages. Units are in the names (`gbit_per_s`, `latency_us`, `memory_gib`); a
+plan holds SI units. A field without a default must be set by the file of its group. `None` means
+"derived": the comment says from what.
 """
 
 from __future__ import annotations
@@ -27,31 +28,54 @@ from orchestrator.plan.document import (
     Yarn,
 )
 
-# ------------------------------------------------------------------------------------------- kinds of values
+# ------------------------------------------------------------------------------------------- kinds
+#     of values
 
 #: What a name may be: it becomes a label, a file name and a part of metrics.
 NAME_RULE = "1 to 63 of A-Z a-z 0-9 . _ -, starting and ending with a letter or digit"
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?\Z", description=NAME_RULE)]
-#: A run's name is the stem of Kubernetes objects, whose names (DNS-1123 labels) hold 63 characters with our suffixes.
+Name = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?\Z", description=NAME_RULE)
+]
+#: A run's name is the stem of Kubernetes objects, whose names (DNS-1123 labels) hold 63 characters
+#: with our suffixes.
 RUN_NAME_RULE = (
-    "1 to 40 of a-z 0-9 -, starting and ending with a letter or digit (a DNS-1123 label with room for suffixes)"
+    "1 to 40 of a-z 0-9 -, starting and ending with a letter or digit (a DNS-1123 label with room"
+    " for suffixes)"
 )
-RunName = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?\Z", description=RUN_NAME_RULE)]
-Source = Annotated[str, Meta(min_length=1, max_length=1000, description="where the numbers beside it come from")]
-Path = Annotated[str, Meta(min_length=1, max_length=4096, description="a path of 1 to 4096 printable characters")]
+RunName = Annotated[
+    str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?\Z", description=RUN_NAME_RULE)
+]
+Source = Annotated[
+    str, Meta(min_length=1, max_length=1000, description="where the numbers beside it come from")
+]
+Path = Annotated[
+    str, Meta(min_length=1, max_length=4096, description="a path of 1 to 4096 printable characters")
+]
 Text = Annotated[str, Meta(max_length=1000, description="at most 1000 printable characters")]
 
-Extension = Annotated[str, Meta(pattern=r"^\.[A-Za-z0-9]{1,16}\Z", description="a dot and 1 to 16 letters or digits")]
+Extension = Annotated[
+    str, Meta(pattern=r"^\.[A-Za-z0-9]{1,16}\Z", description="a dot and 1 to 16 letters or digits")
+]
 
 #: Elastic: the job may run on any legal number of nodes in the range.
 NodeRange = Annotated[
-    str, Meta(pattern=r"^[1-9][0-9]{0,6}\.\.[1-9][0-9]{0,6}\Z", description="a range of node counts like 4..8")
+    str,
+    Meta(
+        pattern=r"^[1-9][0-9]{0,6}\.\.[1-9][0-9]{0,6}\Z",
+        description="a range of node counts like 4..8",
+    ),
 ]
 
-EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z", description="a name of A-Z a-z 0-9 _")]
+EnvName = Annotated[
+    str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}\Z", description="a name of A-Z a-z 0-9 _")
+]
 
 EnvPattern = Annotated[
-    str, Meta(pattern=r"^[A-Za-z_*][A-Za-z0-9_*]{0,127}\Z", description="a name of A-Z a-z 0-9 _, * for any of these")
+    str,
+    Meta(
+        pattern=r"^[A-Za-z_*][A-Za-z0-9_*]{0,127}\Z",
+        description="a name of A-Z a-z 0-9 _, * for any of these",
+    ),
 ]
 
 #: Faults of workers, as `orchestrator.run.state` tells them.
@@ -75,13 +99,16 @@ NonNegative = Annotated[float, Meta(ge=0)]
 Ratio = Annotated[float, Meta(ge=0, le=1)]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
 
-# ------------------------------------------------------------------------------------------- cluster
+# -------------------------------------------------------------------------------------------
+#     cluster
 
 
 class GpuSpec(Frozen):
     name: Name
     memory_gib: Positive
-    peak_tflops: dict[Literal["fp64", "fp32", "bf16", "fp16", "fp8"], Positive]  # dense; left out: it cannot do that
+    peak_tflops: dict[
+        Literal["fp64", "fp32", "bf16", "fp16", "fp8"], Positive
+    ]  # dense; left out: it cannot do that
     hbm_gb_per_s: Positive
     source: Source
 
@@ -93,7 +120,9 @@ class NvlinkSpec(Frozen):
     gb_per_s: Positive  # to all others of the domain together
     latency_us: NonNegative
     source: Source
-    switched: bool = True  # false: no NVSwitch, each pair of a node's GPUs has an equal part of their links
+    switched: bool = (
+        True  # false: no NVSwitch, each pair of a node's GPUs has an equal part of their links
+    )
 
 
 class NicSpec(Frozen):
@@ -108,11 +137,16 @@ class LevelSpec(Frozen):
     """One tier of switches."""
 
     name: Name
-    nodes_per_switch: Degree | list[Degree]  # a list is ragged: one entry a switch, in node order, summing to `nodes`
-    gbit_per_s: Positive  # of one NIC's path between two nodes that meet on this level, before oversubscription
+    nodes_per_switch: (
+        Degree | list[Degree]
+    )  # a list is ragged: one entry a switch, in node order, summing to `nodes`
+    # of one NIC's path between two nodes that meet on this level, before oversubscription
+    gbit_per_s: Positive
     latency_us: NonNegative
     source: Source
-    oversubscription: Annotated[float, Meta(ge=1)] = 1.0  # of the links from this level's switches upwards; 1 = none
+    oversubscription: Annotated[float, Meta(ge=1)] = (
+        1.0  # of the links from this level's switches upwards; 1 = none
+    )
 
 
 class HostSpec(Frozen):
@@ -141,9 +175,13 @@ class ClusterSpec(Frozen):
     nvlink: NvlinkSpec
     nic: NicSpec
     levels: list[LevelSpec]  # innermost first
-    topology_file: Path | None = None  # the real nodes and switches, any form `orch topology` reads; figures stay
+    topology_file: Path | None = (
+        None  # the real nodes and switches, any form `orch topology` reads; figures stay
+    )
     topology_name: Name | None = None  # which of a file that holds several
-    topology_nodes: Degree | UnsetType = UNSET  # so many of the file's; unset: cluster.nodes where typed, else all
+    topology_nodes: Degree | UnsetType = (
+        UNSET  # so many of the file's; unset: cluster.nodes where typed, else all
+    )
     host: HostSpec | None = None  # None: predictions of train.offload assume one, and say so
     measured: bool = True  # plan with what `orch bench` has found on this cluster, where it was run
 
@@ -188,7 +226,9 @@ class ModelSpec(Frozen):
     qk_norm: bool = False
     yarn: Yarn | None = None
     mtp: Mtp | None = None  # depth 0: none
-    extra_params: dict[str, Natural] = {}  # outside the decoder (BERT's pooler): counted, not trained
+    extra_params: dict[
+        str, Natural
+    ] = {}  # outside the decoder (BERT's pooler): counted, not trained
 
     def __post_init__(self) -> None:
         if self.kv_heads is None:
@@ -198,43 +238,60 @@ class ModelSpec(Frozen):
         if self.head_dim is None:
             if self.hidden % self.heads:
                 raise ValueError(
-                    f"hidden {self.hidden} is not a multiple of heads {self.heads}, and head_dim is not set"
+                    f"hidden {self.hidden} is not a multiple of heads {self.heads}, and head_dim is"
+                    " not set"
                 )
             force_setattr(self, "head_dim", self.hidden // self.heads)
 
 
-# ------------------------------------------------------------------------------------------- parallel
+# -------------------------------------------------------------------------------------------
+#     parallel
 
 
 class ParallelSpec(Frozen):
     """All degrees. world = tp * cp * ep * pp * dp.
 
-    `auto` (parallel=auto) searches what is left out of tp, cp, ep, etp, fold_cp, expert_all_to_all, pp, dp, zero, vpp,
-    sp, cp_method, schedule, micro_batch_size and train.recompute; what is given is kept. Without it, what is left out
-    has its default.
+    `auto` (parallel=auto) searches what is left out of tp, cp, ep, etp, fold_cp, expert_all_to_all,
+    pp, dp, zero, vpp, sp, cp_method, schedule, micro_batch_size and train.recompute; what is given
+    is kept. Without it, what is left out has its default.
     """
 
     auto: bool = False
     tp: Degree | None = None  # None: 1, as the next three
     cp: Degree | None = None
     ep: Degree | None = None
-    etp: Degree | None = None  # ranks of tp that each expert is cut over; None: all. The others hold different experts
+    etp: Degree | None = (
+        # ranks of tp that each expert is cut over; None: all. The others hold different experts
+        None
+    )
     fold_cp: bool | None = None  # ranks of cp hold different experts; None: they do not
-    expert_all_to_all: AllToAll | None = None  # None: direct; hierarchical: a token goes once to each NVLink domain
+    expert_all_to_all: AllToAll | None = (
+        None  # None: direct; hierarchical: a token goes once to each NVLink domain
+    )
     pp: Degree | None = None
     dp: Degree | None = None  # None: what the cluster leaves
     zero: Annotated[int, Meta(ge=0, le=3)] | None = None  # None: 0
     vpp: Degree | None = None  # virtual stages a pipeline rank; None: 1
     sp: bool | None = None  # sequence parallel on the tensor-parallel group; None: on when tp > 1
     schedule: Name | None = None  # of the pipeline; None: 1f1b, interleaved when vpp > 1
-    schedule_file: Path | None = None  # a table of your own, CSV or JSON: one row of actions a pipeline rank
+    schedule_file: Path | None = (
+        None  # a table of your own, CSV or JSON: one row of actions a pipeline rank
+    )
     cp_method: CpMethod | None = None  # None: zigzag
-    zero_group: Natural = 0  # ranks that share one copy of what ZeRO shards (hybrid); 0: all that hold the same weights
+    # ranks that share one copy of what ZeRO shards (hybrid); 0: all that hold the same weights
+    zero_group: Natural = 0
     micro_batch_size: Degree | None = None  # samples; None: 1 on GPUs, up to 8 on CPUs
-    uneven: bool = False  # where the global batch does not divide, some replicas take a micro-batch more than others
-    stage_layers: list[Natural] | None = None  # layers of each of the pp * vpp stages; None: balanced by cost
-    order: list[Axis] | None = None  # nesting of the axes, innermost first; None: the planner chooses by bytes
-    allow_tp_across_nvlink: bool = False  # tensor- and expert-parallel groups may leave their NVLink domain
+    # where the global batch does not divide, some replicas take a micro-batch more than others
+    uneven: bool = False
+    stage_layers: list[Natural] | None = (
+        None  # layers of each of the pp * vpp stages; None: balanced by cost
+    )
+    order: list[Axis] | None = (
+        None  # nesting of the axes, innermost first; None: the planner chooses by bytes
+    )
+    allow_tp_across_nvlink: bool = (
+        False  # tensor- and expert-parallel groups may leave their NVLink domain
+    )
     bucket_mib: Positive = 25.0  # gradient bucket, MiB of the reduce dtype
 
 
@@ -243,13 +300,19 @@ class ParallelSpec(Frozen):
 
 class DataSpec(Frozen):
     name: Name
-    paths: Annotated[list[Path], Meta(min_length=1)]  # files or folders; "stdlib" = Python's standard-library sources
+    paths: Annotated[
+        list[Path], Meta(min_length=1)
+    ]  # files or folders; "stdlib" = Python's standard-library sources
     extensions: list[Extension]
     tokenizer: Path = "bytes"  # or the path of a tokenizers JSON file
     seed: Natural | None = None  # of the order of samples; None: train.seed
     cache_dir: Path | None = None  # of token files; None: <home>/data
-    isolate_documents: bool = False  # attention and positions stop where a document ends inside a sample
-    demo: bool = False  # a corpus to show the machinery with, not to learn language from: the plan warns
+    isolate_documents: bool = (
+        False  # attention and positions stop where a document ends inside a sample
+    )
+    demo: bool = (
+        False  # a corpus to show the machinery with, not to learn language from: the plan warns
+    )
 
 
 class OptimSpec(Frozen):
@@ -257,7 +320,9 @@ class OptimSpec(Frozen):
 
     lr: Positive  # peak
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
-    state: Literal["wide", "bf16", "8bit"] = "wide"  # of moments; bf16 is rounded stochastically, 8bit has blocks
+    state: Literal["wide", "bf16", "8bit"] = (
+        "wide"  # of moments; bf16 is rounded stochastically, 8bit has blocks
+    )
     min_lr_ratio: Ratio = 0.1
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     warmup_steps: Natural = 0
@@ -269,7 +334,8 @@ class OptimSpec(Frozen):
 
 
 class BatchRampSpec(Frozen):
-    """The global batch grows linearly from `start` to its full size while the first `over` samples are consumed."""
+    """The global batch grows linearly from `start` to its full size while the first `over` samples
+    are consumed."""
 
     start_samples: Count | None = None  # exactly one of each pair
     start_tokens: Count | None = None
@@ -289,22 +355,37 @@ class TrainSpec(Frozen):
     recompute: Recompute | Literal["budget"] | None = (
         None  # budget: by layer, as little as fits; None: none, or searched
     )
-    recompute_budget_gib: Positive | None = None  # for activations on a rank; None: what the GPU's memory leaves
-    partition_activations: bool = False  # tp ranks each keep a share of the input of a recomputed layer (ZeRO-R's Pa)
-    recompute_latents: bool = False  # of recompute=selective: latent attention's queries, keys and values as well
-    offload: Literal["none", "host", "disk"] = "none"  # where master weights and moments are, if not on the device
-    offload_delayed: bool = (
-        False  # of offload=host: updates run beside the next step, which computes with older weights
+    recompute_budget_gib: Positive | None = (
+        None  # for activations on a rank; None: what the GPU's memory leaves
     )
+    partition_activations: bool = (
+        False  # tp ranks each keep a share of the input of a recomputed layer (ZeRO-R's Pa)
+    )
+    recompute_latents: bool = (
+        False  # of recompute=selective: latent attention's queries, keys and values as well
+    )
+    offload: Literal["none", "host", "disk"] = (
+        "none"  # where master weights and moments are, if not on the device
+    )
+    # of offload=host: updates run beside the next step, which computes with older weights
+    offload_delayed: bool = False
     offload_activations: Literal["none", "host", "disk"] = (
         "none"  # where inputs of recomputed layers are until backward
     )
-    offload_weights: bool = False  # of offload=disk on CPUs: weights and gradients in mapped pages of the disk too
-    offload_dir: Path | None = None  # of offload=disk: a folder of a disk of each node; None: in the run folder
-    offload_buffer_mib: Positive = 256.0  # of offload=disk: host memory through which the state passes, on each rank
+    offload_weights: bool = (
+        False  # of offload=disk on CPUs: weights and gradients in mapped pages of the disk too
+    )
+    offload_dir: Path | None = (
+        None  # of offload=disk: a folder of a disk of each node; None: in the run folder
+    )
+    offload_buffer_mib: Positive = (
+        256.0  # of offload=disk: host memory through which the state passes, on each rank
+    )
     batch_ramp: BatchRampSpec | None = None
     clip_grad_norm: NonNegative = 1.0  # 0: off
-    skip_non_finite_steps: Natural = 0  # in a row, whose gradient is inf or nan and not applied, before the run stops
+    skip_non_finite_steps: Natural = (
+        0  # in a row, whose gradient is inf or nan and not applied, before the run stops
+    )
     log_every_steps: Count = 1
     compile: bool | None = None  # blocks, one by one; None: on GPUs
     deterministic: bool = False  # on GPUs: kernels that give the same bits every time
@@ -313,14 +394,19 @@ class TrainSpec(Frozen):
 class CostSpec(Frozen):
     """What predictions assume; it changes no run."""
 
-    software: Text = "orch"  # whose kernels, overlap and memory: a family of orchestrator/planner/cost/software.py
-    profile: Path | None = None  # fitted parameters (orch calibrate); None: the site's, else the shipped ones
-    #: Load of the fullest of the ranks that share experts over the mean; 1: even; None: as the profile says.
+    # whose kernels, overlap and memory: a family of orchestrator/planner/cost/software.py
+    software: Text = "orch"
+    profile: Path | None = (
+        None  # fitted parameters (orch calibrate); None: the site's, else the shipped ones
+    )
+    #: Load of the fullest of the ranks that share experts over the mean; 1: even; None: as the
+    #: profile says.
     expert_imbalance: Annotated[float, Meta(ge=1)] | None = None
 
 
 class ExperimentSpec(Frozen):
-    """What was published of the run that a file of the group `experiment` repeats; it changes no run."""
+    """What was published of the run that a file of the group `experiment` repeats; it changes no
+    run."""
 
     step_s: Positive  # seconds of one optimizer step, as printed or as they follow from what was
     published: Text  # the figure as printed, and how it counts
@@ -331,15 +417,23 @@ class CheckpointSpec(Frozen):
     every_steps: Natural = 0  # 0: only at the end and on a notice
     keep_last: Count = 2
     dir: Path | None = None  # None: <run folder>/checkpoints
-    memory_every_steps: Natural = 0  # copies in the memory of two nodes each, between checkpoints; 0: none
+    memory_every_steps: Natural = (
+        0  # copies in the memory of two nodes each, between checkpoints; 0: none
+    )
 
 
 class MetricsSpec(Frozen):
-    host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9.:_-]{1,253}\Z", description="a host name or address")] = "127.0.0.1"
+    host: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9.:_-]{1,253}\Z", description="a host name or address")
+    ] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the first node's agent; 0: any free port
     memory_every_steps: Count = 10
-    trace_steps: Annotated[int, Meta(ge=0, le=100)] = 0  # the first steps' timeline and memory, a file a rank; 0: none
-    pattern: Text | None = None  # of a program's printed lines, with a group (?P<step>...): its steps; None: not read
+    trace_steps: Annotated[int, Meta(ge=0, le=100)] = (
+        0  # the first steps' timeline and memory, a file a rank; 0: none
+    )
+    pattern: Text | None = (
+        None  # of a program's printed lines, with a group (?P<step>...): its steps; None: not read
+    )
 
 
 class BackendSpec(Frozen):
@@ -347,20 +441,41 @@ class BackendSpec(Frozen):
     max_restarts: Natural = 3  # after a failure; a saved-and-wants-restart exit does not count
     grace_s: Positive = 30.0  # between asking workers to save and killing them
     heartbeat_timeout_s: Positive = 15.0  # an agent silent for longer is lost
-    max_restarts_by_cause: dict[WorkerCause, Natural] = {}  # budgets of their own; the rest share max_restarts
+    max_restarts_by_cause: dict[
+        WorkerCause, Natural
+    ] = {}  # budgets of their own; the rest share max_restarts
     hang_after_s: Positive = 30.0  # a run is hung that has not moved for so long, and for
     hang_after_steps: Positive = 10.0  # so many times its median step
     start_hang_after_s: Positive = 1800.0  # instead: before an epoch's second step, and in saves
-    straggler_ratio: Annotated[float, Meta(gt=1)] = 1.5  # own compute time over the peers' median: slow
-    on_straggler: Literal["name", "exclude"] = "name"  # exclude: go on with a spare in its place, where there is one
-    bad_node_after: Natural = 3  # failures in a row on one node of several, at different steps: leave it out; 0: never
-    remember_bad_nodes_h: NonNegative = 24.0  # nodes that were left out, for the next runs of this user; 0: not
-    min_nodes_grace_s: NonNegative = 30.0  # an elastic run waits so long for nodes to come back before it ends with 76
-    allow_drills: bool | None = None  # `orch drill` may break parts of the run; None: on the local backend alone
-    store_filter: bool = True  # rank 0's store answers the run's nodes alone; false: for a NAT between nodes
-    numa_binding: bool = True  # each worker runs on the cores of its GPU's NUMA domain, docs/programs.md; false: on all
-    env: dict[EnvName, Text] = {}  # for the workers, on top of the allow-list; never a place for secrets
-    pass_env: list[EnvPattern] = []  # further variables of the shell to pass on: names, and patterns like WANDB_*
+    straggler_ratio: Annotated[float, Meta(gt=1)] = (
+        1.5  # own compute time over the peers' median: slow
+    )
+    on_straggler: Literal["name", "exclude"] = (
+        "name"  # exclude: go on with a spare in its place, where there is one
+    )
+    bad_node_after: Natural = (
+        3  # failures in a row on one node of several, at different steps: leave it out; 0: never
+    )
+    remember_bad_nodes_h: NonNegative = (
+        24.0  # nodes that were left out, for the next runs of this user; 0: not
+    )
+    min_nodes_grace_s: NonNegative = (
+        30.0  # an elastic run waits so long for nodes to come back before it ends with 76
+    )
+    allow_drills: bool | None = (
+        None  # `orch drill` may break parts of the run; None: on the local backend alone
+    )
+    store_filter: bool = (
+        True  # rank 0's store answers the run's nodes alone; false: for a NAT between nodes
+    )
+    # each worker runs on the cores of its GPU's NUMA domain, docs/programs.md; false: on all
+    numa_binding: bool = True
+    env: dict[
+        EnvName, Text
+    ] = {}  # for the workers, on top of the allow-list; never a place for secrets
+    pass_env: list[
+        EnvPattern
+    ] = []  # further variables of the shell to pass on: names, and patterns like WANDB_*
     options: dict[str, Any] = {}  # of this backend alone
 
 
@@ -370,7 +485,8 @@ class RunSpec(Frozen):
     allow_oom: bool = False  # submit even when the plan does not fit the memory
 
 
-# ------------------------------------------------------------------------------------------- the whole
+# ------------------------------------------------------------------------------------------- the
+#     whole
 
 
 class Config(Frozen):
@@ -388,6 +504,10 @@ class Config(Frozen):
     run: RunSpec = RunSpec()
     cost: CostSpec = CostSpec()
     experiment: ExperimentSpec | None = None
-    nodes: NodeRange | None = None  # sizes that the job may be started at, in place of cluster.nodes
-    nproc: Degree | None = None  # ranks of a user's program; None: what parallel gives, else all of the cluster's
+    nodes: NodeRange | None = (
+        None  # sizes that the job may be started at, in place of cluster.nodes
+    )
+    nproc: Degree | None = (
+        None  # ranks of a user's program; None: what parallel gives, else all of the cluster's
+    )
     choices: dict[str, str] = {}

@@ -1,9 +1,10 @@
 """Hydra's structured config, derived from `schema.py` so that every key is written down once.
 
-Hydra wants mutable dataclasses of OmegaConf types. The derived classes carry the structure (which keys exist, what
-nests in what), the defaults and the plain numeric types; msgspec checks the rest (ranges, literals, names, unions) when
-the composed tree becomes a `Config`. Strings stay untyped here: OmegaConf would turn a number into text in its own
-spelling (1e5 -> "100000.0"), and strings must pass byte-exact or not at all.
+Hydra wants mutable dataclasses of OmegaConf types. The derived classes carry the structure (which
+keys exist, what nests in what), the defaults and the plain numeric types; msgspec checks the rest
+(ranges, literals, names, unions) when the composed tree becomes a `Config`. Strings stay untyped
+here: OmegaConf would turn a number into text in its own spelling (1e5 -> "100000.0"), and strings
+must pass byte-exact or not at all.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def is_open(annotation: Any) -> bool:
 
 def is_text(annotation: Any) -> bool:
     kind = bare(annotation)
-    return kind is str or (get_origin(kind) is Literal and all(isinstance(word, str) for word in get_args(kind)))
+    return kind is str or (
+        get_origin(kind) is Literal and all(isinstance(word, str) for word in get_args(kind))
+    )
 
 
 def _omega_type(annotation: Any) -> Any:
@@ -88,7 +91,9 @@ def _default(field: FieldInfo) -> Any:
 def config_dataclass(struct: type[msgspec.Struct]) -> type:
     """The dataclass that OmegaConf sees for one part of the schema."""
     body: dict[str, Any] = {name: _default(field) for name, field in fields(struct).items()}
-    body["__annotations__"] = {name: _omega_type(field.type) for name, field in fields(struct).items()}
+    body["__annotations__"] = {
+        name: _omega_type(field.type) for name, field in fields(struct).items()
+    }
     # OmegaConf reads fields and calls no methods, each of which Python would have to compile
     return dataclasses.dataclass(type(struct.__name__, (), body), init=False, eq=False, repr=False)
 
@@ -97,4 +102,6 @@ def register() -> None:
     """Put the schema where `defaults: [schema]` of conf/orch.yaml finds it."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="schema", node=config_dataclass(Config), provider="orchestrator.config.schema")
+    ConfigStore.instance().store(
+        name="schema", node=config_dataclass(Config), provider="orchestrator.config.schema"
+    )

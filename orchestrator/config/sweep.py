@@ -1,6 +1,8 @@
-"""`--multirun`: from `key=a,b` words to the command lines of every combination, in the order of a nested loop. Pure.
+"""`--multirun`: from `key=a,b` words to the command lines of every combination, in the order of a
+nested loop. Pure.
 
-One rule for every key: commas part values, but for those in brackets and in quotes; quotes around a text are taken off.
+One rule for every key: commas part values, but for those in brackets and in quotes; quotes around a
+text are taken off.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from .overrides import find
 from .structured import is_text
 
 MOST = 1000  # Slurm's MaxArraySize is 1001 where nobody has changed it
-_OPENING, _CLOSING = "([{", ")]}"
+_OPENING = "([{"
+_CLOSING = ")]}"
 
 
 class Member(NamedTuple):
@@ -31,7 +34,9 @@ def members(words: list[str]) -> list[Member]:
     ]
     count = prod(map(len, choices))
     if count == 1:
-        raise OrchError("--multirun: nothing varies; give a key several values, like parallel=tp2,tp4")
+        raise OrchError(
+            "--multirun: nothing varies; give a key several values, like parallel=tp2,tp4"
+        )
     if count > MOST:
         raise OrchError(f"--multirun: {count} runs; at most {MOST} at once")
     varied = [index for index, values in enumerate(choices) if len(values) > 1]
@@ -48,14 +53,19 @@ def _values(key: str, text: str) -> list[str]:
         raise OrchError(f"--multirun: {key}={text} lacks a value between two commas; {_rule(key)}")
     doubled = next((value for value in values if values.count(value) > 1), None)
     if doubled is not None:
-        raise OrchError(f"--multirun: {key}={text} holds {doubled} twice: two runs would be the same")
+        raise OrchError(
+            f"--multirun: {key}={text} holds {doubled} twice: two runs would be the same"
+        )
     return values
 
 
 def hint(varied: list[str], message: str) -> str:
-    """What to add to the refusal of one run, where a text that holds commas may have been parted by mistake."""
+    """What to add to the refusal of one run, where a text that holds commas may have been parted by
+    mistake."""
     keys = [word.partition("=")[0] for word in varied]
-    return next((f"; {_rule(key)}" for key in keys if key.lstrip("+") in message and _is_text(key)), "")
+    return next(
+        (f"; {_rule(key)}" for key in keys if key.lstrip("+") in message and _is_text(key)), ""
+    )
 
 
 def _rule(key: str) -> str:
@@ -75,9 +85,11 @@ def _unquoted(value: str) -> str:
 
 
 def split(text: str) -> list[str]:
-    """Cut at commas that stand in no bracket and no quotes: `[1,2],[3]` is two values, `'a,b'` is one. Outside brackets
-    quotes begin with a value: `it's,b` is two."""
-    parts, depth, quoted = [""], 0, ""
+    """Cut at commas that stand in no bracket and no quotes: `[1,2],[3]` is two values, `'a,b'` is
+    one. Outside brackets quotes begin with a value: `it's,b` is two."""
+    parts = [""]
+    depth = 0
+    quoted = ""
     for char in text:
         if quoted:
             quoted = "" if char == quoted else quoted

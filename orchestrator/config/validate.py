@@ -24,16 +24,20 @@ def validate(config: Config, origin: Origin) -> Config:
     if (train.global_batch_samples is None) == (train.global_batch_tokens is None):
         both = "both are" if train.global_batch_tokens is not None else "neither is"
         raise origin.error(
-            "train.global_batch_samples", f"set it or train.global_batch_tokens, exactly one; {both} set"
+            "train.global_batch_samples",
+            f"set it or train.global_batch_tokens, exactly one; {both} set",
         )
     if train.global_batch_tokens is not None and train.global_batch_tokens % train.seq_len:
         near = max(1, round(train.global_batch_tokens / train.seq_len)) * train.seq_len
         raise origin.error(
-            "train.global_batch_tokens", f"must be a multiple of train.seq_len {train.seq_len}; the nearest is {near}"
+            "train.global_batch_tokens",
+            f"must be a multiple of train.seq_len {train.seq_len}; the nearest is {near}",
         )
     order = config.parallel.order
     if order is not None and sorted(order) != sorted(AXES):
-        raise origin.error("parallel.order", f"must name each of {', '.join(AXES)} once, innermost first")
+        raise origin.error(
+            "parallel.order", f"must name each of {', '.join(AXES)} once, innermost first"
+        )
     if not config.cluster.gpu.peak_tflops:
         raise origin.error("cluster.gpu.peak_tflops", "needs the rate of at least one precision")
     if not config.cluster.levels:
@@ -41,7 +45,9 @@ def validate(config: Config, origin: Origin) -> Config:
     _check_parts(config.model, origin)
     _check_pattern(config.metrics.pattern, origin)
     config = msgspec.structs.replace(config, cluster=_with_topology_nodes(config.cluster, origin))
-    config = msgspec.structs.replace(config, parallel=with_defaults(config.parallel), train=_said(config))
+    config = msgspec.structs.replace(
+        config, parallel=with_defaults(config.parallel), train=_said(config)
+    )
     if config.run.name is not None:
         return config
     run = msgspec.structs.replace(config.run, name=default_name(config))
@@ -49,39 +55,68 @@ def validate(config: Config, origin: Origin) -> Config:
 
 
 def _with_topology_nodes(cluster: ClusterSpec, origin: Origin) -> ClusterSpec:
-    """The entry with the number of nodes to take of its topology file: `cluster.nodes`, where that was typed.
+    """The entry with the number of nodes to take of its topology file: `cluster.nodes`, where that
+    was typed.
 
-    An entry's own number describes the entry's cluster, not the file's. Raises OrchError for a key without its file.
+    An entry's own number describes the entry's cluster, not the file's. Raises OrchError for a key
+    without its file.
     """
     file = cluster.topology_file
     for key in ("topology_name", "topology_nodes"):
-        if getattr(cluster, key) not in (None, msgspec.UNSET) and (file is None or file.startswith(LIVE)):
+        if getattr(cluster, key) not in (None, msgspec.UNSET) and (
+            file is None or file.startswith(LIVE)
+        ):
             hint = "; cluster.nodes says how many" if key == "topology_nodes" else ""
-            raise origin.error(f"cluster.{key}", f"is of a file that cluster.topology_file names{hint}")
+            raise origin.error(
+                f"cluster.{key}", f"is of a file that cluster.topology_file names{hint}"
+            )
     typed = any(override.key == "cluster.nodes" and not override.group for override in origin.given)
-    if not typed or file is None or file.startswith(LIVE) or cluster.topology_nodes is not msgspec.UNSET:
+    if (
+        not typed
+        or file is None
+        or file.startswith(LIVE)
+        or cluster.topology_nodes is not msgspec.UNSET
+    ):
         return cluster
     return msgspec.structs.replace(cluster, topology_nodes=cluster.nodes)
 
 
 def _check_parts(model: ModelSpec, origin: Origin) -> None:
-    """Raise OrchError for experts, latent attention, stretched positions or further predictions that cannot be."""
-    may_be_zero = ["shared_ffn_hidden", "first_dense_layers", "q_lora_rank", "mscale_all_dim", "balance_loss", "z_loss"]
+    """Raise OrchError for experts, latent attention, stretched positions or further predictions
+    that cannot be."""
+    may_be_zero = [
+        "shared_ffn_hidden",
+        "first_dense_layers",
+        "q_lora_rank",
+        "mscale_all_dim",
+        "balance_loss",
+        "z_loss",
+    ]
     may_be_zero += ["depth", "weight", "bias_update", "jitter"]
     for part in ("moe", "mla", "yarn", "mtp"):
         spec = getattr(model, part)
         for name, value in msgspec.structs.asdict(spec).items() if spec else ():
             zero = "0 or " if name in may_be_zero else ""
-            if isinstance(value, int | float) and not (value > 0 or (value == 0 and name in may_be_zero)):
+            if isinstance(value, int | float) and not (
+                value > 0 or (value == 0 and name in may_be_zero)
+            ):
                 raise origin.error(f"model.{part}.{name}", f"must be {zero}positive, not {value}")
     if (moe := model.moe) is None:
         return
     if moe.jitter is not None and moe.jitter >= 1:
-        raise origin.error("model.moe.jitter", f"must be below 1, not {moe.jitter}; Switch takes 0.01")
+        raise origin.error(
+            "model.moe.jitter", f"must be below 1, not {moe.jitter}; Switch takes 0.01"
+        )
     if moe.top_k > moe.experts:
-        raise origin.error("model.moe.top_k", f"{moe.top_k} is more than the {moe.experts} experts; legal: up to that")
+        raise origin.error(
+            "model.moe.top_k",
+            f"{moe.top_k} is more than the {moe.experts} experts; legal: up to that",
+        )
     if moe.first_dense_layers >= model.layers:
-        text = f"leaves no layer for the experts: the model has {model.layers}; legal: 0 to {model.layers - 1}"
+        text = (
+            f"leaves no layer for the experts: the model has {model.layers}; legal: 0 to"
+            f" {model.layers - 1}"
+        )
         raise origin.error("model.moe.first_dense_layers", text)
     if moe.experts % moe.groups:
         legal = " or ".join(map(str, nearest_divisors(moe.experts, moe.groups)))
@@ -91,7 +126,10 @@ def _check_parts(model: ModelSpec, origin: Origin) -> None:
         text = f"{moe.top_groups} is more than the {moe.groups} groups; legal: up to that"
         raise origin.error("model.moe.top_groups", text)
     if moe.top_k > (within := moe.experts // moe.groups * moe.top_groups):
-        text = f"{moe.top_k} is more than the {within} experts of {moe.top_groups} groups; legal: up to that"
+        text = (
+            f"{moe.top_k} is more than the {within} experts of {moe.top_groups} groups; legal: up"
+            " to that"
+        )
         raise origin.error("model.moe.top_k", text)
 
 
@@ -104,9 +142,13 @@ def _check_pattern(pattern: str | None, origin: Origin) -> None:
     except (re.error, OverflowError, RecursionError) as error:
         raise origin.error("metrics.pattern", f"is no regular expression: {error}") from None
     if "step" not in groups:
-        raise origin.error("metrics.pattern", r"needs a group for the step, as in step (?P<step>\d+)")
+        raise origin.error(
+            "metrics.pattern", r"needs a group for the step, as in step (?P<step>\d+)"
+        )
     if unknown := next((name for name in groups if name not in PRINTED), None):
-        raise origin.error("metrics.pattern", f"has an unknown group {unknown!r}; {did_you_mean(unknown, PRINTED)}")
+        raise origin.error(
+            "metrics.pattern", f"has an unknown group {unknown!r}; {did_you_mean(unknown, PRINTED)}"
+        )
 
 
 def with_defaults(parallel: ParallelSpec) -> ParallelSpec:

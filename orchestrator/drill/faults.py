@@ -15,7 +15,9 @@ POSITIONS: tuple[str, ...] = get_args(Position)
 
 class Kind(NamedTuple):
     help: str
-    takes: Literal["restart", "node", "nothing"]  # what it may cost the run: one of its restarts, a node, or time only
+    takes: Literal[
+        "restart", "node", "nothing"
+    ]  # what it may cost the run: one of its restarts, a node, or time only
     lasts: bool = False  # for some seconds, then it is undone
     restarts: bool = True  # steps go on in another attempt; without it, also in the same one
     slows: bool = False  # noticed by how long its steps take: that must have been as usual before
@@ -24,14 +26,29 @@ class Kind(NamedTuple):
 KINDS: dict[str, Kind] = {
     "kill_worker": Kind("SIGKILL to one worker", "restart"),
     "stop_worker": Kind("SIGSTOP to one worker: it is there and does nothing", "restart"),
-    "slow_worker": Kind("one worker runs half of the time", "nothing", lasts=True, restarts=False, slows=True),
+    "slow_worker": Kind(
+        "one worker runs half of the time", "nothing", lasts=True, restarts=False, slows=True
+    ),
     "kill_agent": Kind("SIGKILL to the agent of a node", "node"),
     "stop_agent": Kind("SIGSTOP to the agent of a node, SIGCONT later", "node", lasts=True),
     "kill_node": Kind("SIGKILL to everything of the run on a node", "node"),
-    "stop_node": Kind("SIGSTOP to everything of the run on a node, SIGCONT later", "node", lasts=True),
-    "notice": Kind("SIGTERM to the agent of a node, and SIGKILL to what is left of it later", "node", lasts=True),
-    "partition": Kind("a node's link is down, and up later (network=namespaces)", "node", lasts=True),
-    "disk_full": Kind("checkpoints cannot be written: their filesystem is full", "nothing", lasts=True, restarts=False),
+    "stop_node": Kind(
+        "SIGSTOP to everything of the run on a node, SIGCONT later", "node", lasts=True
+    ),
+    "notice": Kind(
+        "SIGTERM to the agent of a node, and SIGKILL to what is left of it later",
+        "node",
+        lasts=True,
+    ),
+    "partition": Kind(
+        "a node's link is down, and up later (network=namespaces)", "node", lasts=True
+    ),
+    "disk_full": Kind(
+        "checkpoints cannot be written: their filesystem is full",
+        "nothing",
+        lasts=True,
+        restarts=False,
+    ),
     "bit_flip": Kind("one bit of the newest checkpoint, then SIGKILL to one worker", "restart"),
 }
 
@@ -45,28 +62,38 @@ def check_kinds(names: Sequence[str]) -> list[str]:
 
 
 class Injection(NamedTuple):
-    """A planned injection. `pick` (0 to 1) chooses among the victims that fit when its time has come."""
+    """A planned injection. `pick` (0 to 1) chooses among the victims that fit when its time has
+    come."""
 
     fault: str
     position: str
     pick: float
 
 
-def plan_injections(faults: Sequence[str], position: str, trials: int, seed: int, at_random: bool) -> list[Injection]:
+def plan_injections(
+    faults: Sequence[str], position: str, trials: int, seed: int, at_random: bool
+) -> list[Injection]:
     """`trials` of each fault in turn; at random: `trials` altogether, drawn by the seed."""
     draw = random.Random(seed)
     if at_random:
-        return [Injection(draw.choice(list(faults)), position, draw.random()) for _ in range(trials)]
+        return [
+            Injection(draw.choice(list(faults)), position, draw.random()) for _ in range(trials)
+        ]
     return [Injection(fault, position, draw.random()) for _ in range(trials) for fault in faults]
 
 
-def victim(injection: Injection, ranks: Mapping[str, Sequence[int]], coordinator: str) -> tuple[str, int] | None:
-    """(node, rank) to be hit, of nodes with the ranks they hold; None where no node fits the position."""
+def victim(
+    injection: Injection, ranks: Mapping[str, Sequence[int]], coordinator: str
+) -> tuple[str, int] | None:
+    """(node, rank) to be hit, of nodes with the ranks they hold; None where no node fits the
+    position."""
     with_ranks = {node: sorted(held) for node, held in sorted(ranks.items()) if held}
     fits = {
         "rank0": [node for node, held in with_ranks.items() if held[0] == 0],
         "coordinator": [node for node in with_ranks if node == coordinator],
-        "other": [node for node, held in with_ranks.items() if node != coordinator and held[0] != 0],
+        "other": [
+            node for node, held in with_ranks.items() if node != coordinator and held[0] != 0
+        ],
         "any": list(with_ranks),
     }.get(injection.position, [node for node in with_ranks if node == injection.position])
     places = [(node, rank) for node in fits for rank in with_ranks[node]]
@@ -87,8 +114,11 @@ def refusal(fault: str, *, restarts_left: int, elastic: bool, spare_nodes: int) 
     return ""
 
 
-def restarts_left(fault: str, most: int, limits: Mapping[str, int], used: int, by_cause: Mapping[str, int]) -> int:
-    """Of the budget that the fault will be charged to: its cause's own, else the shared one (docs/protocol.md)."""
+def restarts_left(
+    fault: str, most: int, limits: Mapping[str, int], used: int, by_cause: Mapping[str, int]
+) -> int:
+    """Of the budget that the fault will be charged to: its cause's own, else the shared one
+    (docs/protocol.md)."""
     cause = "worker_frozen" if fault == "stop_worker" else "worker_exit"
     if cause in limits:
         return limits[cause] - by_cause.get(cause, 0)

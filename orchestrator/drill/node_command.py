@@ -1,8 +1,9 @@
 """`python -m orchestrator.drill.node_command`: injects one fault on the node where it runs.
 
-`orch drill` starts it there by the means that a cluster gives the run's owner: a step of the job (Slurm), exec into the
-pod (Kubernetes). It prints one line, the time of the injection or why there was none, waits until its standard input is
-closed or `--limit-s` have passed, and undoes the fault. So nothing stays broken when whoever started it is gone.
+`orch drill` starts it there by the means that a cluster gives the run's owner: a step of the job
+(Slurm), exec into the pod (Kubernetes). It prints one line, the time of the injection or why there
+was none, waits until its standard input is closed or `--limit-s` have passed, and undoes the fault.
+So nothing stays broken when whoever started it is gone.
 """
 
 from __future__ import annotations
@@ -37,19 +38,28 @@ class Reply(Frozen):
     at: float = 0.0  # just before the injection, by this node's clock
 
 
-def arguments(folder: str, agent: int, fault: str, rank: int, for_s: float, pick: float, limit_s: float) -> list[str]:
+def arguments(
+    folder: str, agent: int, fault: str, rank: int, for_s: float, pick: float, limit_s: float
+) -> list[str]:
     """Its command line after `python -P`."""
     about = {"run-dir": folder, "agent": agent, "fault": fault, "rank": rank}
     about |= {"for-s": f"{for_s:g}", "pick": f"{pick:.6f}", "limit-s": f"{limit_s:g}"}
-    return [*start.BY_NAME, "orchestrator.drill.node_command", *(f"--{name}={value}" for name, value in about.items())]
+    return [
+        *start.BY_NAME,
+        "orchestrator.drill.node_command",
+        *(f"--{name}={value}" for name, value in about.items()),
+    ]
 
 
 def injected_at(line: bytes) -> float:
-    """Unix seconds of the injection, from the line that it prints. OrchError when there was none."""
+    """Unix seconds of the injection, from the line that it prints. OrchError when there was
+    none."""
     try:
         answer = msgspec.json.decode(line, type=Reply)
     except UNREADABLE:
-        raise OrchError(f"the node's answer cannot be read: {line[:200]!r}", Exit.CAPACITY) from None
+        raise OrchError(
+            f"the node's answer cannot be read: {line[:200]!r}", Exit.CAPACITY
+        ) from None
     if answer.problem:
         raise OrchError(answer.problem, Exit(answer.exit))
     return answer.at
@@ -61,7 +71,9 @@ def main(argv: list[str] | None = None) -> int:
     at = time.time()
     try:
         check_allowed(folder)
-        undo = NodeProcesses(folder, agent_of(folder, args.agent)).inject(args.fault, args.rank, args.for_s, args.pick)
+        undo = NodeProcesses(folder, agent_of(folder, args.agent)).inject(
+            args.fault, args.rank, args.for_s, args.pick
+        )
     except OrchError as error:
         return _print(Reply(exit=int(error.exit), problem=error.message))
     except (OSError, PlanError) as error:
@@ -82,7 +94,8 @@ def check_allowed(folder: RunFolder) -> None:
 
 
 def agent_of(folder: RunFolder, pid: int) -> Identity:
-    """The agent of this run that has that pid here. OrchError (76) when it has ended, or another process has it."""
+    """The agent of this run that has that pid here. OrchError (76) when it has ended, or another
+    process has it."""
     found = identity(pid)
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -115,7 +128,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rank", required=True, type=int)
     parser.add_argument("--for-s", type=float, default=5.0)
     parser.add_argument("--pick", type=float, default=0.0)
-    parser.add_argument("--limit-s", type=float, default=120.0, help="after which the fault is undone in any case")
+    parser.add_argument(
+        "--limit-s", type=float, default=120.0, help="after which the fault is undone in any case"
+    )
     return parser.parse_args(argv)
 
 

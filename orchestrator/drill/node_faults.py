@@ -1,4 +1,5 @@
-"""Faults of the processes of one node of a run: its agent, and what descends from that. On the machine where they are.
+"""Faults of the processes of one node of a run: its agent, and what descends from that. On the
+machine where they are.
 
 Who may signal them may do this and nobody else, so it needs no door into the run.
 """
@@ -21,7 +22,10 @@ from orchestrator.run.folder import NO_ROOM, RunFolder
 from orchestrator.run.processes import Identity, descendants, identity, is_alive, send_signal
 
 _RANK_NAME = "orch-rank-"
-DUTY_S = 0.02, 0.01  # a slow worker's period, and how much of it it is stopped: a step is to be slow, not one of four
+DUTY_S = (
+    0.02,
+    0.01,
+)  # a slow worker's period, and how much of it it is stopped: a step is to be slow, not one of four
 _SMALL_DISK = 1 << 30  # bytes; a larger one is not filled on purpose
 
 
@@ -29,7 +33,8 @@ class NodeProcesses:
     """The agent of a node, and everything below it, as it is now."""
 
     def __init__(self, folder: RunFolder, agent: Identity):
-        self._folder, self._agent = folder, agent
+        self._folder = folder
+        self._agent = agent
 
     def inject(self, fault: str, rank: int, for_s: float, pick: float) -> Callable[[], None]:
         """Inject it; returns what undoes it. A process that has ended meanwhile is no error."""
@@ -46,8 +51,8 @@ class NodeProcesses:
         return found
 
     def _workers(self) -> dict[int, Identity]:
-        """By rank. What a worker starts has its name or its variables too (compilers, loaders of data): the eldest is
-        the worker."""
+        """By rank. What a worker starts has its name or its variables too (compilers, loaders of
+        data): the eldest is the worker."""
         workers: dict[int, Identity] = {}
         for process in sorted(self._everything()[1:], key=lambda process: process.started):
             rank = _rank_of(process.pid)
@@ -67,7 +72,8 @@ class NodeProcesses:
         return lambda: _continue([worker])
 
     def _slow_worker(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        worker, end = self._worker(rank), time.monotonic() + for_s
+        worker = self._worker(rank)
+        end = time.monotonic() + for_s
         period, stopped = DUTY_S
         try:
             while time.monotonic() < end and send_signal(worker, signal.SIGSTOP):
@@ -108,13 +114,16 @@ class NodeProcesses:
         return kill_rest
 
     def _disk_full(self, rank: int, for_s: float, pick: float) -> Callable[[], None]:
-        """Checkpoints on a small filesystem of their own: it is filled, for all that write there (ENOSPC). Else no file
-        of these workers may grow, and no other's (RLIMIT_FSIZE: EFBIG).
+        """Checkpoints on a small filesystem of their own: it is filled, for all that write there
+        (ENOSPC). Else no file of these workers may grow, and no other's (RLIMIT_FSIZE: EFBIG).
         """
         folder = checkpoints_of(self._folder)
         if is_small_disk(folder, self._folder.path):
             return fill(folder)
-        before = {one: resource.prlimit(one.pid, resource.RLIMIT_FSIZE) for one in self._workers().values()}
+        before = {
+            one: resource.prlimit(one.pid, resource.RLIMIT_FSIZE)
+            for one in self._workers().values()
+        }
         for one, (_, most) in before.items():
             _limit_files(one, (0, most))
 
@@ -130,7 +139,8 @@ class NodeProcesses:
         return self._kill_worker(rank, for_s, pick)
 
 
-# ------------------------------------------------------------------------------------------ checkpoints
+# ------------------------------------------------------------------------------------------
+#     checkpoints
 
 
 def checkpoints_of(folder: RunFolder) -> Path:
@@ -147,7 +157,10 @@ def saves(folder: RunFolder) -> list[Path]:
 def check_two_saves(folder: RunFolder) -> None:
     """OrchError (64) where a damaged checkpoint would be the only one."""
     if len(saves(folder)) < 2:
-        text = "bit_flip damages the newest checkpoint, and there are not two yet: nothing could be resumed"
+        text = (
+            "bit_flip damages the newest checkpoint, and there are not two yet: nothing could be"
+            " resumed"
+        )
         raise OrchError(text, Exit.USAGE)
 
 
@@ -169,14 +182,18 @@ def is_small_disk(folder: Path, run: Path) -> bool:
     """Whether a folder lies on another filesystem than the run, one that may be filled."""
     with contextlib.suppress(OSError):
         of = os.statvfs(folder)
-        return folder.stat().st_dev != run.stat().st_dev and of.f_blocks * of.f_frsize <= _SMALL_DISK
+        return (
+            folder.stat().st_dev != run.stat().st_dev and of.f_blocks * of.f_frsize <= _SMALL_DISK
+        )
     return False
 
 
 def fill(folder: Path) -> Callable[[], None]:
-    """Take all room that is left on a folder's filesystem, with a file that has no name: it goes with this process."""
+    """Take all room that is left on a folder's filesystem, with a file that has no name: it goes
+    with this process."""
     held = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    size, piece = 0, 1 << 24
+    size = 0
+    piece = 1 << 24
     while piece >= 4096:
         try:
             os.posix_fallocate(held, size, piece)
@@ -195,11 +212,13 @@ def fill(folder: Path) -> Callable[[], None]:
     return free
 
 
-# ------------------------------------------------------------------------------------------ who is who
+# ------------------------------------------------------------------------------------------ who is
+#     who
 
 
 def _rank_of(pid: int) -> int | None:
-    """The rank that a process says it is: by its name where it was forked, else by its environment."""
+    """The rank that a process says it is: by its name where it was forked, else by its
+    environment."""
     with contextlib.suppress(OSError, ValueError):
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         if name.startswith(_RANK_NAME):

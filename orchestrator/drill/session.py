@@ -1,4 +1,5 @@
-"""A drill: whether the run may be drilled, one trial after the other, and the lines that record them."""
+"""A drill: whether the run may be drilled, one trial after the other, and the lines that record
+them."""
 
 from __future__ import annotations
 
@@ -21,11 +22,17 @@ from .targets import Targets, targets_of
 from .trial import DrilledRun, Trial
 
 
-def open_drill(folder: RunFolder, faults: Sequence[str], position: str, limit_s: float) -> tuple[DrilledRun, Targets]:
-    """Refuses what can be known before the first injection: OrchError 64 or 76; 78 where the run is somebody else's."""
+def open_drill(
+    folder: RunFolder, faults: Sequence[str], position: str, limit_s: float
+) -> tuple[DrilledRun, Targets]:
+    """Refuses what can be known before the first injection: OrchError 64 or 76; 78 where the run is
+    somebody else's."""
     owner = folder.path.stat().st_uid
     if owner != os.geteuid():
-        text = f"run {folder.run_id} belongs to uid {owner}, you are {os.geteuid()}: only its owner may drill it"
+        text = (
+            f"run {folder.run_id} belongs to uid {owner}, you are {os.geteuid()}: only its owner"
+            " may drill it"
+        )
         raise OrchError(text, Exit.SECURITY)
     state = read_state(folder)
     backend = get_backend(state.backend)
@@ -33,15 +40,25 @@ def open_drill(folder: RunFolder, faults: Sequence[str], position: str, limit_s:
     if state.is_final:
         raise OrchError(f"run {folder.run_id} has ended: {state.state}", Exit.USAGE)
     if position not in POSITIONS and position not in state.nodes:
-        raise OrchError(f"--victim: {did_you_mean(position, [*POSITIONS, *state.nodes])}", Exit.USAGE)
+        raise OrchError(
+            f"--victim: {did_you_mean(position, [*POSITIONS, *state.nodes])}", Exit.USAGE
+        )
     request = read_request(folder)
     check_allowed(request, backend)
     targets = targets_of(backend, folder, request, limit_s)
     drilled = DrilledRun(folder, backend, request, limit_s)
     for fault in faults:
-        budget = restarts_left(fault, state.max_restarts, request.policy.max_restarts_by_cause, 0, {})
-        never = refusal(fault, restarts_left=budget, elastic=drilled.survives_lost_nodes, spare_nodes=1)
-        if never or (len(request.sizes) == 1 and KINDS[fault].takes == "node" and not drilled.replaces_lost_nodes):
+        budget = restarts_left(
+            fault, state.max_restarts, request.policy.max_restarts_by_cause, 0, {}
+        )
+        never = refusal(
+            fault, restarts_left=budget, elastic=drilled.survives_lost_nodes, spare_nodes=1
+        )
+        if never or (
+            len(request.sizes) == 1
+            and KINDS[fault].takes == "node"
+            and not drilled.replaces_lost_nodes
+        ):
             raise OrchError(never or f"{fault} takes a node, and this run has one size", Exit.USAGE)
         if fault != "bit_flip":  # there may be checkpoints by then
             targets.check(fault)
@@ -49,12 +66,19 @@ def open_drill(folder: RunFolder, faults: Sequence[str], position: str, limit_s:
 
 
 def check_allowed(request: LaunchRequest, backend: Backend) -> None:
-    """OrchError (78) for a run that nobody meant to be drilled: on a cluster it must say so when it is submitted."""
+    """OrchError (78) for a run that nobody meant to be drilled: on a cluster it must say so when it
+    is submitted."""
     wish = request.policy.allow_drills
     if wish or (wish is None and backend.on_this_machine):
         return
-    why = "forbids it (backend.allow_drills=false)" if wish is False else "is on a cluster and does not allow it"
-    text = f"run {request.run_id} {why}: submit with backend.allow_drills=true what is to be drilled"
+    why = (
+        "forbids it (backend.allow_drills=false)"
+        if wish is False
+        else "is on a cluster and does not allow it"
+    )
+    text = (
+        f"run {request.run_id} {why}: submit with backend.allow_drills=true what is to be drilled"
+    )
     raise OrchError(text, Exit.SECURITY)
 
 
@@ -67,9 +91,11 @@ def session(
     say: Callable[[str], None],
     style: Style,
 ) -> tuple[list[Trial], str]:
-    """Run one trial after the other; all that could be made, and why there are not more ("" where there are all).
+    """Run one trial after the other; all that could be made, and why there are not more ("" where
+    there are all).
 
-    `say` gets a line about each. Each is also a line of drills.jsonl in the run folder once it is over.
+    `say` gets a line about each. Each is also a line of drills.jsonl in the run folder once it is
+    over.
     """
     trials: list[Trial] = []
     if not drilled.request.worker.pattern and (untold := drilled.untold()):
@@ -81,7 +107,11 @@ def session(
         try:
             trial = drilled.run_trial(injection, targets, for_s)
         except OrchError as error:
-            say(style.paint(f"{index + 1:>4} of {len(plan)}  {injection.fault}: {error.message}", RED))
+            say(
+                style.paint(
+                    f"{index + 1:>4} of {len(plan)}  {injection.fault}: {error.message}", RED
+                )
+            )
             return trials, error.message
         trials.append(trial)
         _record(drilled.folder, trial)
@@ -96,8 +126,16 @@ def _line(trial: Trial, style: Style) -> str:
     if not trial.ok:
         return f"{where}  {style.paint(trial.problem, RED)}"
     parts = [style.paint("goes on", GREEN)]
-    parts += [f"noticed after {seconds(trial.noticed_s)}"] if trial.noticed_s is not None else ["not noticed"]
-    parts += [f"steps after {seconds(trial.stepping_s)}"] if trial.stepping_s is not None else ["in the same attempt"]
+    parts += (
+        [f"noticed after {seconds(trial.noticed_s)}"]
+        if trial.noticed_s is not None
+        else ["not noticed"]
+    )
+    parts += (
+        [f"steps after {seconds(trial.stepping_s)}"]
+        if trial.stepping_s is not None
+        else ["in the same attempt"]
+    )
     parts += [f"{trial.lost_steps} done again"] if trial.lost_steps is not None else []
     return f"{where}  {', '.join(parts)}"
 

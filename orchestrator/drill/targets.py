@@ -1,4 +1,5 @@
-"""Where faults of a run are injected: into its processes on this machine, or on the nodes of a cluster."""
+"""Where faults of a run are injected: into its processes on this machine, or on the nodes of a
+cluster."""
 
 from __future__ import annotations
 
@@ -34,14 +35,18 @@ class Targets(Protocol):
         """OrchError (64, 76) for a fault that this run cannot have."""
 
     def inject(self, fault: str, node: str, rank: int, for_s: float, pick: float) -> InjectedFault:
-        """Inject it into that node, or that rank on it. `pick` (0 to 1) draws where there is something to choose.
+        """Inject it into that node, or that rank on it. `pick` (0 to 1) draws where there is
+        something to choose.
 
         OrchError (76) where the target is gone by now.
         """
 
 
-def targets_of(backend: Backend, folder: RunFolder, request: LaunchRequest, limit_s: float) -> Targets:
-    """`limit_s`: after which a fault is undone in any case. OrchError (64) for a backend without a way to its nodes."""
+def targets_of(
+    backend: Backend, folder: RunFolder, request: LaunchRequest, limit_s: float
+) -> Targets:
+    """`limit_s`: after which a fault is undone in any case. OrchError (64) for a backend without a
+    way to its nodes."""
     if isinstance(backend, NodeExec):
         return ClusterTargets(backend, folder, request, limit_s)
     if isinstance(backend, LocalBackend):
@@ -53,13 +58,17 @@ class LocalTargets:
     """The processes of one run, as they are now."""
 
     def __init__(self, folder: RunFolder, request: LaunchRequest):
-        self._folder, self._request = folder, request
+        self._folder = folder
+        self._request = request
 
     def check(self, fault: str) -> None:
         """OrchError (64, 76) for a fault that this run cannot have."""
         self._record()
         if fault == "partition" and read_options(self._request).network != "namespaces":
-            raise OrchError("partition: the nodes share one network; submit with cluster=local_shaped", Exit.USAGE)
+            raise OrchError(
+                "partition: the nodes share one network; submit with cluster=local_shaped",
+                Exit.USAGE,
+            )
         if fault == "bit_flip":
             check_two_saves(self._folder)
 
@@ -68,12 +77,16 @@ class LocalTargets:
         at = time.time()
         if fault == "partition":
             return InjectedFault(at, self._partition(node))
-        return InjectedFault(at, NodeProcesses(self._folder, self._agent(node)).inject(fault, rank, for_s, pick))
+        return InjectedFault(
+            at, NodeProcesses(self._folder, self._agent(node)).inject(fault, rank, for_s, pick)
+        )
 
     def _record(self) -> LocalRecord:
         record = read_record(self._folder, LocalRecord)
         if record is None or not is_alive(Identity(*record.supervisor)):
-            raise OrchError(f"run {self._folder.run_id} has no supervisor here: it is not running", Exit.USAGE)
+            raise OrchError(
+                f"run {self._folder.run_id} has no supervisor here: it is not running", Exit.USAGE
+            )
         return record
 
     def _agent(self, node: str) -> Identity:
@@ -82,7 +95,9 @@ class LocalTargets:
         pid = record.agents.get(node)
         found = identity(pid) if pid is not None and node not in record.exit_codes else None
         if found is None or pid not in descendants(record.supervisor[0]):
-            raise OrchError(f"node {node} of run {self._folder.run_id} has no agent here", Exit.CAPACITY)
+            raise OrchError(
+                f"node {node} of run {self._folder.run_id} has no agent here", Exit.CAPACITY
+            )
         return found
 
     def _partition(self, node: str) -> Callable[[], None]:
@@ -96,16 +111,24 @@ class LocalTargets:
 
         def heal() -> None:
             now = self._record()
-            namespaces.heal([now.supervisor[0], *now.agents.values()], now.switches or switches, index)
+            namespaces.heal(
+                [now.supervisor[0], *now.agents.values()], now.switches or switches, index
+            )
 
         return heal
 
 
 class ClusterTargets:
-    """The nodes of one run on a cluster: a fault is a command next to the agent, or the removal of a node."""
+    """The nodes of one run on a cluster: a fault is a command next to the agent, or the removal of
+    a node."""
 
-    def __init__(self, backend: NodeExec, folder: RunFolder, request: LaunchRequest, limit_s: float):
-        self._backend, self._folder, self._request, self._limit_s = backend, folder, request, limit_s
+    def __init__(
+        self, backend: NodeExec, folder: RunFolder, request: LaunchRequest, limit_s: float
+    ):
+        self._backend = backend
+        self._folder = folder
+        self._request = request
+        self._limit_s = limit_s
 
     def check(self, fault: str) -> None:
         """OrchError (64) for a fault that this run cannot have."""
@@ -113,7 +136,11 @@ class ClusterTargets:
             can = ", ".join(name for name in KINDS if not self._why_not(name))
             raise OrchError(f"{fault} cannot be injected: {why}; what can be: {can}", Exit.USAGE)
         removal = self._backend if isinstance(self._backend, NodeRemoval) else None
-        if removal and fault in ("kill_node", "notice", "bit_flip") and (why := removal.why_not_removed(self._request)):
+        if (
+            removal
+            and fault in ("kill_node", "notice", "bit_flip")
+            and (why := removal.why_not_removed(self._request))
+        ):
             raise OrchError(f"{fault}: {why}", Exit.USAGE)
 
     def _why_not(self, fault: str) -> str:
@@ -137,7 +164,9 @@ class ClusterTargets:
             self._folder,
             self._request,
             node,
-            lambda run_dir, agent: node_command.arguments(run_dir, agent, fault, rank, for_s, pick, limit_s),
+            lambda run_dir, agent: node_command.arguments(
+                run_dir, agent, fault, rank, for_s, pick, limit_s
+            ),
         )
         try:
             line = command.line(_START_S + for_s)

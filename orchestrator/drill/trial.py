@@ -1,4 +1,5 @@
-"""One trial: inject a fault into a run, and watch until it steps again or has ended; and the score of many trials."""
+"""One trial: inject a fault into a run, and watch until it steps again or has ended; and the score
+of many trials."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class DrilledRun:
     """A run that faults are injected into."""
 
     def __init__(self, folder: RunFolder, backend: Backend, request: LaunchRequest, limit_s: float):
-        self.folder, self.request, self.limit_s = folder, request, limit_s
+        self.folder = folder
+        self.request = request
+        self.limit_s = limit_s
         self._backend = backend
         self._lead = StepFollower(folder)
 
@@ -64,24 +67,35 @@ class DrilledRun:
         return self._backend.state(self.folder)
 
     def marks(self, state: RunState) -> list[Event]:
-        """What the run's agents noted. Where only its state comes out of the cluster, the ends of its epochs."""
-        ends = [Event("epoch_stops", epoch.ended_at, epoch.epoch) for epoch in state.epochs if epoch.ended_at]
+        """What the run's agents noted. Where only its state comes out of the cluster, the ends of
+        its epochs."""
+        ends = [
+            Event("epoch_stops", epoch.ended_at, epoch.epoch)
+            for epoch in state.epochs
+            if epoch.ended_at
+        ]
         return read_events(self.folder, state.nodes) or ends
 
     def steps(self, state: RunState) -> list[Step]:
         return self._lead.read(state.nodes)
 
     def untold(self) -> str:
-        """Why no step of a program may ever be seen; "" once one is, and for what reports steps by itself."""
+        """Why no step of a program may ever be seen; "" once one is, and for what reports steps by
+        itself."""
         worker = self.request.worker
         if worker.bundled or self.steps(self.state()):
             return ""
         if worker.pattern:
-            return "metrics.pattern has found no step in what it prints, and a drill measures by steps"
-        return "it has reported no step, and a drill measures by steps: orch_report or metrics.pattern"
+            return (
+                "metrics.pattern has found no step in what it prints, and a drill measures by steps"
+            )
+        return (
+            "it has reported no step, and a drill measures by steps: orch_report or metrics.pattern"
+        )
 
     def wait_steady(self, injection: Injection) -> tuple[RunState, Step, tuple[str, int]]:
-        """Until the run steps and has a victim that it can spare; its state, last step, and that (node, rank).
+        """Until the run steps and has a victim that it can spare; its state, last step, and that
+        (node, rank).
 
         OrchError (76) when it has none in time, or has ended.
         """
@@ -89,8 +103,12 @@ class DrilledRun:
         while True:
             state = self.state()
             if state.is_final:
-                raise OrchError(f"run {state.run_id} has ended: {state.state}, {state.reason}", Exit.CAPACITY)
-            ranks = {name: node.ranks for name, node in state.nodes.items() if node.state == "running"}
+                raise OrchError(
+                    f"run {state.run_id} has ended: {state.state}, {state.reason}", Exit.CAPACITY
+                )
+            ranks = {
+                name: node.ranks for name, node in state.nodes.items() if node.state == "running"
+            }
             mine = [step for step in self.steps(state) if step.epoch == state.epoch]
             chosen = victim(injection, ranks, state.writer)
             why = self._why_not(state, injection.fault)
@@ -108,24 +126,36 @@ class DrilledRun:
             time.sleep(_POLL_S)
 
     def run_trial(self, injection: Injection, targets: Targets, for_s: float) -> Trial:
-        """OrchError (76) when the run cannot spare what the fault takes. A run that ends of it is a failed trial."""
+        """OrchError (76) when the run cannot spare what the fault takes. A run that ends of it is a
+        failed trial."""
         state, last, (node, rank) = self.wait_steady(injection)
         targets.check(injection.fault)
         trial = Trial(
-            fault=injection.fault, position=injection.position, node=node, rank=rank, at=time.time(), epoch=state.epoch
+            fault=injection.fault,
+            position=injection.position,
+            node=node,
+            rank=rank,
+            at=time.time(),
+            epoch=state.epoch,
         )
         injected = targets.inject(injection.fault, node, rank, for_s, injection.pick)
         trial.at = injected.at
         try:
-            self._watch(trial, last.step, for_s if KINDS[injection.fault].lasts else 0.0, injected.undo)
+            self._watch(
+                trial, last.step, for_s if KINDS[injection.fault].lasts else 0.0, injected.undo
+            )
         finally:
             injected.undo()
         return trial
 
     def _watch(self, trial: Trial, before: int, for_s: float, undo: Callable[[], None]) -> None:
-        """Wait for the end of the trial. Times of the run are compared with its own clocks; ours counts spans alone."""
-        began, undone, ended = time.monotonic(), False, trial.at + for_s
-        kind, silence_s = KINDS[trial.fault], self.request.policy.heartbeat_timeout_s
+        """Wait for the end of the trial. Times of the run are compared with its own clocks; ours
+        counts spans alone."""
+        began = time.monotonic()
+        undone = False
+        ended = trial.at + for_s
+        kind = KINDS[trial.fault]
+        silence_s = self.request.policy.heartbeat_timeout_s
         # a fault that is over may have been too short to be noticed: later than that, nobody will
         same_attempt = ended if not kind.restarts else ended + silence_s if kind.lasts else math.inf
         while True:
@@ -139,7 +169,9 @@ class DrilledRun:
                 trial.problem = f"the run has ended: {state.state}, {state.reason}"
                 return
             anew = [step for step in steps if step.epoch > trial.epoch and step.at > ended]
-            if len(anew) >= _STEADY_STEPS or any(step.at > same_attempt and step.step > before for step in steps):
+            if len(anew) >= _STEADY_STEPS or any(
+                step.at > same_attempt and step.step > before for step in steps
+            ):
                 trial.ok = True
                 return
             if time.monotonic() > began + self.limit_s:
@@ -149,25 +181,36 @@ class DrilledRun:
 
     def _why_not(self, state: RunState, fault: str) -> str:
         limits = self.request.policy.max_restarts_by_cause
-        with_ranks = sum(1 for node in state.nodes.values() if node.state == "running" and node.ranks)
+        with_ranks = sum(
+            1 for node in state.nodes.values() if node.state == "running" and node.ranks
+        )
         here = sum(1 for node in state.nodes.values() if node.state in ("running", "joined"))
         return refusal(
             fault,
-            restarts_left=restarts_left(fault, state.max_restarts, limits, state.restarts, state.restarts_by_cause),
+            restarts_left=restarts_left(
+                fault, state.max_restarts, limits, state.restarts, state.restarts_by_cause
+            ),
             elastic=self.survives_lost_nodes,
-            spare_nodes=1 if self.replaces_lost_nodes else max(here, with_ranks) - min(self.request.sizes, default=0),
+            spare_nodes=1
+            if self.replaces_lost_nodes
+            else max(here, with_ranks) - min(self.request.sizes, default=0),
         )
 
 
 def measure(trial: Trial, steps: Sequence[Step], marks: Sequence[Event]) -> None:
-    """Fill in when the fault was noticed, when steps went on and how many were lost, from the run's own records."""
-    after = [mark for mark in marks if mark.name in _SIGNS and mark.at >= trial.at and not _by_wish(mark)]
+    """Fill in when the fault was noticed, when steps went on and how many were lost, from the run's
+    own records."""
+    after = [
+        mark for mark in marks if mark.name in _SIGNS and mark.at >= trial.at and not _by_wish(mark)
+    ]
     signs = [mark.at for mark in after if mark.name != "straggler" or mark.on == trial.node]
     trial.noticed_s = min(signs) - trial.at if signs else None
     later = [step for step in steps if step.epoch > trial.epoch]
     if later:
         first = min(later, key=lambda step: (step.epoch, step.step))
-        done = max((step.step for step in steps if step.epoch == trial.epoch), default=first.step - 1)
+        done = max(
+            (step.step for step in steps if step.epoch == trial.epoch), default=first.step - 1
+        )
         trial.stepping_s = max(0.0, first.at - first.step_s - trial.at)
         trial.lost_steps = max(0, done - (first.step - 1))
     else:
@@ -192,15 +235,26 @@ def score(trials: Iterable[Trial]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
         rows.setdefault((trial.fault, trial.position), []).append(trial)
-    return [{"fault": fault, "position": position, **_row(mine)} for (fault, position), mine in rows.items()]
+    return [
+        {"fault": fault, "position": position, **_row(mine)}
+        for (fault, position), mine in rows.items()
+    ]
 
 
 def _row(trials: list[Trial]) -> dict[str, Any]:
     good = [trial for trial in trials if trial.ok]
-    row: dict[str, Any] = {"trials": len(trials), "recovered": len(good), "rate": len(good) / len(trials)}
+    row: dict[str, Any] = {
+        "trials": len(trials),
+        "recovered": len(good),
+        "rate": len(good) / len(trials),
+    }
     for name in ("noticed_s", "stepping_s"):
         values = [value for trial in good if (value := getattr(trial, name)) is not None]
-        row[name] = {"p50": quantile(values, 0.5), "p95": quantile(values, 0.95), "max": max(values, default=None)}
+        row[name] = {
+            "p50": quantile(values, 0.5),
+            "p95": quantile(values, 0.95),
+            "max": max(values, default=None),
+        }
     lost = [trial.lost_steps for trial in good if trial.lost_steps is not None]
     row["lost_steps"] = {"p50": quantile(lost, 0.5), "max": max(lost, default=None)}
     row["problems"] = [trial.problem for trial in trials if trial.problem]

@@ -1,1 +1,2 @@
-"""Wire names: modules that pods start by name. The code is in `orchestrator.backends.kubernetes`."""
+"""Wire names: modules that pods start by name. The code is in
+`orchestrator.backends.kubernetes`."""

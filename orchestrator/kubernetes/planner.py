@@ -1,6 +1,8 @@
-"""`python -m orchestrator.kubernetes.planner`: plans a TrainRun that is given in words, and prints what was planned.
+"""`python -m orchestrator.kubernetes.planner`: plans a TrainRun that is given in words, and prints
+what was planned.
 
-Standard input and output are JSON. What is refused is one line on standard error, with its exit code.
+Standard input and output are JSON. What is refused is one line on standard error, with its exit
+code.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Asked(Struct):
 
 
 def plan(asked: Asked) -> Planned:
-    """OrchError as `orch submit`: 64 for a word, 65 for what cannot run, 76 and 78 from the cluster."""
+    """OrchError as `orch submit`: 64 for a word, 65 for what cannot run, 76 and 78 from the
+    cluster."""
     from orchestrator.api import from_here
     from orchestrator.config.compose import load
     from orchestrator.submit.submission import check, names_model, prepare
@@ -36,11 +39,17 @@ def plan(asked: Asked) -> Planned:
         program=bool(asked.program) and not names_model(asked.words),
     )  # fmt: skip
     options = structs.replace(options, environ={})
-    words = asked.words if any(word.partition("=")[0] == "backend" for word in asked.words) else ["backend=kubernetes"]
+    words = (
+        asked.words
+        if any(word.partition("=")[0] == "backend" for word in asked.words)
+        else ["backend=kubernetes"]
+    )
     words = [*words, *(word for word in asked.words if word not in words)]
     config = load(words, None, ranges=True)
     if config.backend.name != "kubernetes":
-        raise OrchError(f"backend.name={config.backend.name}: a TrainRun is for kubernetes", Exit.CONFIG)
+        raise OrchError(
+            f"backend.name={config.backend.name}: a TrainRun is for kubernetes", Exit.CONFIG
+        )
     merged = {**config.backend.options, **asked.options, "namespace": asked.namespace}
     config = structs.replace(config, backend=structs.replace(config.backend, options=merged))
     submission = prepare(config, options)

@@ -1,4 +1,5 @@
-"""A run's data read once more: the fingerprint of each step's samples against the one that the run has reported."""
+"""A run's data read once more: the fingerprint of each step's samples against the one that the run
+has reported."""
 
 from __future__ import annotations
 
@@ -17,18 +18,27 @@ from orchestrator.plan.exits import Exit
 class DataVerdict(NamedTuple):
     steps: int  # that the run's weights come from
     equal: int
-    problems: list[str]  # a step each, or a gap in the record; empty: the run trained on what is there now
+    problems: list[
+        str
+    ]  # a step each, or a gap in the record; empty: the run trained on what is there now
 
 
 def replay(plan: Path, steps: Iterable[Step]) -> DataVerdict:
-    """The verdict on the steps of a run with this plan. Raises OrchError (65) where its data cannot be opened."""
+    """The verdict on the steps of a run with this plan. Raises OrchError (65) where its data cannot
+    be opened."""
     book = ledger(steps)
     if not book.entries:
         raise OrchError("the run has reported no step: there is nothing to compare", Exit.CONFIG)
     problems = [*book.problems]
-    problems += [f"step {one.step}: no fingerprint in the run's record" for one in book.entries if not one.fingerprint]
+    problems += [
+        f"step {one.step}: no fingerprint in the run's record"
+        for one in book.entries
+        if not one.fingerprint
+    ]
     known = [one for one in book.entries if one.fingerprint]
-    asked = "".join(json.dumps({"step": one.step, "first": one.first, "last": one.last}) + "\n" for one in known)
+    asked = "".join(
+        json.dumps({"step": one.step, "first": one.first, "last": one.last}) + "\n" for one in known
+    )
     answers = start.output("trainer.data.replay", str(plan), stdin=asked).splitlines()
     equal = 0
     for entry, line in zip(known, answers, strict=True):
@@ -37,8 +47,9 @@ def replay(plan: Path, steps: Iterable[Step]) -> DataVerdict:
             problems.append(f"step {entry.step}: {found['problem']}")
         elif found["fingerprint"] != entry.fingerprint:
             problems.append(
-                f"step {entry.step} of epoch {entry.epoch} trained on other tokens than samples {entry.first} to"
-                f" {entry.last - 1} have now ({entry.fingerprint} then, {found['fingerprint']} now)"
+                f"step {entry.step} of epoch {entry.epoch} trained on other tokens than samples"
+                f" {entry.first} to {entry.last - 1} have now ({entry.fingerprint} then,"
+                f" {found['fingerprint']} now)"
             )
         else:
             equal += 1

@@ -26,28 +26,44 @@ def loads_of(lines: Iterable[StepLine]) -> Loads:
 
 
 def rank_load(plan: Plan, loads: Loads) -> dict[str, float | None]:
-    """Load of the fullest of the ranks that share experts over the mean: planned, and measured in the second half of
-    the sampled steps, mean over layers, each of which waits for its fullest. Of each step as a whole: single
-    micro-batches may be less even. Empty where no ranks share experts."""
+    """Load of the fullest of the ranks that share experts over the mean: planned, and measured in
+    the second half of the sampled steps, mean over layers, each of which waits for its fullest. Of
+    each step as a whole: single micro-batches may be less even. Empty where no ranks share
+    experts."""
     ranks = 1 if plan.program or plan.model.moe is None else expert_mesh(plan.parallel).ep
     if ranks == 1:
         return {}
-    found = [statistics.fmean(one.rank_ratio(ranks) for _, one in steps[len(steps) // 2 :]) for steps in loads.values()]
-    return {"planned": fullest(plan.parallel), "measured": statistics.fmean(found) if found else None}
+    found = [
+        statistics.fmean(one.rank_ratio(ranks) for _, one in steps[len(steps) // 2 :])
+        for steps in loads.values()
+    ]
+    return {
+        "planned": fullest(plan.parallel),
+        "measured": statistics.fmean(found) if found else None,
+    }
 
 
 def load_spread(loads: Loads) -> float | None:
-    """Standard deviation of experts' loads over their mean in the second half of the sampled steps, over all layers."""
-    every = [one.tokens for steps in loads.values() for _, one in steps[len(steps) // 2 :] if sum(one.tokens)]
+    """Standard deviation of experts' loads over their mean in the second half of the sampled steps,
+    over all layers."""
+    every = [
+        one.tokens
+        for steps in loads.values()
+        for _, one in steps[len(steps) // 2 :]
+        if sum(one.tokens)
+    ]
     squares = [statistics.pvariance(tokens) / statistics.fmean(tokens) ** 2 for tokens in every]
     return statistics.fmean(squares) ** 0.5 if squares else None
 
 
 def summary(plan: Plan, loads: Loads) -> dict[str, Any]:
-    """By layer, as `report.json` has it: balance at first and last, and medians of the sampled steps."""
+    """By layer, as `report.json` has it: balance at first and last, and medians of the sampled
+    steps."""
     if plan.model.moe is None:
         return {}
-    top_k, ranks, found = plan.model.moe.top_k, expert_mesh(plan.parallel).ep, {}
+    top_k = plan.model.moe.top_k
+    ranks = expert_mesh(plan.parallel).ep
+    found = {}
     for layer, steps in loads.items():
         every = [load for _, load in steps]
         last = every[-1]

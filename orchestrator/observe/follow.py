@@ -1,4 +1,5 @@
-"""Watching a run until it ends: one line that changes on a terminal, a line now and then elsewhere."""
+"""Watching a run until it ends: one line that changes on a terminal, a line now and then
+elsewhere."""
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ _SAY_S = 5.0  # between lines where they cannot be overwritten
 
 
 def _patient(look: Callable[[RunFolder], RunState]) -> Callable[[RunFolder], RunState]:
-    """`look`, called until it finds a state: one that cannot be read for a moment ends no watching, and no run."""
+    """`look`, called until it finds a state: one that cannot be read for a moment ends no watching,
+    and no run."""
     return lambda folder: insist(lambda: look(folder), tells=False)
 
 
-def follow_program(folder: RunFolder, look: Callable[[RunFolder], RunState], out: TextIO, style: Style) -> RunState:
-    """What the workers print, line by line with their ranks, until the run has ended; its final state. Faults and
-    restarts are told between the lines."""
+def follow_program(
+    folder: RunFolder, look: Callable[[RunFolder], RunState], out: TextIO, style: Style
+) -> RunState:
+    """What the workers print, line by line with their ranks, until the run has ended; its final
+    state. Faults and restarts are told between the lines."""
     planned: set[int] = set()
     with contextlib.suppress(PlanError):  # else the ranks are those that the state names
         planned = {rank.rank for rank in load_plan(folder.plan).ranks}
@@ -47,7 +51,9 @@ def follow_program(folder: RunFolder, look: Callable[[RunFolder], RunState], out
             if ended.epoch > told and ended.epoch >= state.first_epoch:
                 told = ended.epoch
                 if ended.cause:
-                    print(f"orch: {ended.cause.text}; starting again as epoch {after.epoch}", file=out)
+                    print(
+                        f"orch: {ended.cause.text}; starting again as epoch {after.epoch}", file=out
+                    )
         out.flush()
         if state.is_final:
             print("\n".join(end_lines(state, style)), file=out, flush=True)
@@ -55,10 +61,15 @@ def follow_program(folder: RunFolder, look: Callable[[RunFolder], RunState], out
         time.sleep(_LOOK_S)
 
 
-def follow(folder: RunFolder, look: Callable[[RunFolder], RunState], out: TextIO, style: Style) -> RunState:
-    """Show progress on `out` until the run has ended; its final state. `look`: the backend's `state`."""
+def follow(
+    folder: RunFolder, look: Callable[[RunFolder], RunState], out: TextIO, style: Style
+) -> RunState:
+    """Show progress on `out` until the run has ended; its final state. `look`: the backend's
+    `state`."""
     terminal = out.isatty()
-    said, said_at, known = "", 0.0, ""
+    said = ""
+    said_at = 0.0
+    known = ""
     look = _patient(look)
     while True:
         state = look(folder)
@@ -69,7 +80,9 @@ def follow(folder: RunFolder, look: Callable[[RunFolder], RunState], out: TextIO
             out.flush()
         elif line != said and (now - said_at >= _SAY_S or state.state != known or state.is_final):
             print(line, file=out, flush=True)
-            said, said_at, known = line, now, state.state
+            said = line
+            said_at = now
+            known = state.state
         if state.is_final:
             if terminal:
                 out.write("\n")

@@ -46,10 +46,19 @@ class Live(Frozen):
 
 
 def read_live(folder: RunFolder, state: RunState, now: float) -> Live:
-    nodes = {node: [x for x in last_steps(folder.metrics(node)) if x.epoch == state.epoch] for node in state.nodes}
-    events = [event for node in state.nodes for event in last_events(folder.events(node)) if event.kind == "event"]
+    nodes = {
+        node: [x for x in last_steps(folder.metrics(node)) if x.epoch == state.epoch]
+        for node in state.nodes
+    }
+    events = [
+        event
+        for node in state.nodes
+        for event in last_events(folder.events(node))
+        if event.kind == "event"
+    ]
     lines = [line for found in nodes.values() for line in found]
-    world, steps = state.summary.get("world_size"), state.summary.get("steps")
+    world = state.summary.get("world_size")
+    steps = state.summary.get("steps")
     last = max((line.step for line in lines), default=None)
     recent = {line.step: line for line in lines if line.rank == min(x.rank for x in lines)}
     window = [recent[step] for step in sorted(recent)[-_SMOOTH_STEPS:]]
@@ -68,7 +77,9 @@ def read_live(folder: RunFolder, state: RunState, now: float) -> Live:
         tokens_per_s_per_gpu=speed / world if speed and isinstance(world, int) else None,
         mfu=_median(window, "mfu"),
         hfu=_median(window, "hfu"),
-        left_s=step_s * max(0, steps - last) if step_s and last is not None and isinstance(steps, int) else None,
+        left_s=step_s * max(0, steps - last)
+        if step_s and last is not None and isinstance(steps, int)
+        else None,
         saved=_saved(events, now),
         doing=_doing(max(say, key=lambda event: event.at)) if say and last is None else None,
         nodes={node: _node(found, now) for node, found in nodes.items()},
@@ -76,7 +87,8 @@ def read_live(folder: RunFolder, state: RunState, now: float) -> Live:
 
 
 def _median(window: list[StepLine], name: str) -> float | None:
-    """Of the steps that tell it: one alone may be twice as fast, since a GPU's steps run ahead of those that wait."""
+    """Of the steps that tell it: one alone may be twice as fast, since a GPU's steps run ahead of
+    those that wait."""
     known = [value for line in window if (value := getattr(line, name)) is not None]
     return statistics.median(known) if known else None
 
@@ -93,8 +105,13 @@ def _saved(events: list[Event], now: float) -> Saved | None:
 
 
 def _doing(event: Event) -> str:
-    done, total = event.fields.get("done"), event.fields.get("total")
-    share = f" {done / total:.0%}" if isinstance(done, int | float) and isinstance(total, int | float) and total else ""
+    done = event.fields.get("done")
+    total = event.fields.get("total")
+    share = (
+        f" {done / total:.0%}"
+        if isinstance(done, int | float) and isinstance(total, int | float) and total
+        else ""
+    )
     phase = event.fields.get("phase")
     return event.name.replace("_", " ") + (f" ({phase}{share})" if phase or share else "")
 
@@ -107,4 +124,6 @@ def _node(lines: list[StepLine], now: float) -> NodeLive:
     if not lines:
         return NodeLive()
     seen = max(line.at for line in lines)
-    return NodeLive(step=max(line.step for line in lines), memory_bytes=memory, seen_s=max(0.0, now - seen))
+    return NodeLive(
+        step=max(line.step for line in lines), memory_bytes=memory, seen_s=max(0.0, now - seen)
+    )

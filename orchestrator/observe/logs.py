@@ -10,7 +10,8 @@ _AT_ONCE = 1 << 20  # bytes
 
 
 class LogTail:
-    """The lines of one log that were not read yet. Bytes that are no UTF-8 are shown escaped, never refused."""
+    """The lines of one log that were not read yet. Bytes that are no UTF-8 are shown escaped, never
+    refused."""
 
     def __init__(self, path: Path, last_lines: int | None = None):
         self._path = path
@@ -46,7 +47,9 @@ def _start_of_last(path: Path, count: int | None) -> int:
         with open_regular(path) as file:
             at = end = file.seek(0, 2)
             file.seek(max(end - 1, 0))
-            breaks = count + (file.read(1) == b"\n")  # that many from the end is the one before those lines
+            breaks = count + (
+                file.read(1) == b"\n"
+            )  # that many from the end is the one before those lines
             while at > 0 and count:
                 size = min(1 << 16, at)
                 at -= size

@@ -1,4 +1,5 @@
-"""What a rank recorded of its first steps (`metrics.trace_steps`), read back: the memory of each moment, the actions.
+"""What a rank recorded of its first steps (`metrics.trace_steps`), read back: the memory of each
+moment, the actions.
 
 The file is Chrome's trace format, written by `trainer.metrics.trace`; Perfetto shows all of it.
 """
@@ -14,7 +15,8 @@ from orchestrator.errors import OrchError
 from orchestrator.observe.pages.plan_page import CATEGORIES
 from orchestrator.plan import Exit
 
-ACTIONS, STEPS = 0, 2  # rows of the file
+ACTIONS = 0
+STEPS = 2  # rows of the file
 
 
 class Span(NamedTuple):
@@ -66,7 +68,10 @@ def read_timeline(path: Path, rank: int) -> Timeline:
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         raise OrchError(f"{path}: {error}", Exit.CONFIG) from None
     held = [event for event in file.events if event.ph == "C" and event.name == "memory"]
-    memory = [Held(one.ts / 1e6, {name: int(one.args.get(name, 0)) for name in CATEGORIES}) for one in held]
+    memory = [
+        Held(one.ts / 1e6, {name: int(one.args.get(name, 0)) for name in CATEGORIES})
+        for one in held
+    ]
 
     def spans(row: int) -> list[Span]:
         found = [event for event in file.events if event.ph == "X" and event.tid == row]

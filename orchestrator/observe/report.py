@@ -30,7 +30,11 @@ _WARM_UP_STEPS = 2  # of each epoch: first-use costs are not the step time
 
 
 def make_report(
-    plan: Plan, state: RunState, lines: list[StepLine], events: Sequence[Event] = (), now: float | None = None
+    plan: Plan,
+    state: RunState,
+    lines: list[StepLine],
+    events: Sequence[Event] = (),
+    now: float | None = None,
 ) -> dict[str, Any]:
     """Planned and measured side by side. Seconds, bytes, ratios; None where nothing was measured.
 
@@ -40,7 +44,9 @@ def make_report(
     spent = account(run_timeline(state, events, steps), time.time() if now is None else now)
     counted = ledger(steps)
     last_epoch_of = {line.step: line.epoch for line in sorted(lines, key=lambda line: line.epoch)}
-    kept = [line for line in lines if last_epoch_of[line.step] == line.epoch]  # a replayed step counts once
+    kept = [
+        line for line in lines if last_epoch_of[line.step] == line.epoch
+    ]  # a replayed step counts once
     first_rank = min((line.rank for line in kept), default=0)
     lead = sorted((line for line in kept if line.rank == first_rank), key=lambda line: line.step)
     steady = _steady(lead)
@@ -74,7 +80,10 @@ def make_report(
             "replayed": len(executed) - len({step for _, step in executed}),
             "tokens": sum(line.tokens for line in lead),
         },
-        "loss": {"first": losses.get(min(losses, default=0)), "last": losses.get(max(losses, default=0))},
+        "loss": {
+            "first": losses.get(min(losses, default=0)),
+            "last": losses.get(max(losses, default=0)),
+        },
         "step_s": {
             "planned": known and known.time.step_s,
             "measured": step_s,
@@ -94,7 +103,10 @@ def make_report(
         "hfu": {"measured": _median([line.hfu for line in steady])},
         "memory": _memory(plan, kept),
         "comm_bytes_per_step": _comm(plan, kept),
-        "comm_s_per_step": {"planned": plan.time.exposed_comm_s, "measured": _medians([x.comm_s for x in steady])},
+        "comm_s_per_step": {
+            "planned": plan.time.exposed_comm_s,
+            "measured": _medians([x.comm_s for x in steady]),
+        },
         "experts": summary(plan, loads_of(kept)),
         "expert_rank_load": rank_load(plan, loads_of(kept)),
         "expert_bytes_per_step": _busiest((line.rank, line.expert_bytes) for line in kept),
@@ -105,9 +117,16 @@ def make_report(
 
 def _goodput(spent: Account, created: float) -> dict[str, Any]:
     """Seconds since the submission; the intervals only of runs that have few."""
-    intervals = [[round(x.start - created, 3), round(x.end - created, 3), x.state] for x in spent.intervals]
+    intervals = [
+        [round(x.start - created, 3), round(x.end - created, 3), x.state] for x in spent.intervals
+    ]
     listed = intervals if len(intervals) <= _MOST_INTERVALS else None
-    return {"wall_s": spent.wall_s, "ettr": spent.ettr, "seconds": spent.seconds, "intervals": listed}
+    return {
+        "wall_s": spent.wall_s,
+        "ettr": spent.ettr,
+        "seconds": spent.seconds,
+        "intervals": listed,
+    }
 
 
 def write_report(folder: RunFolder, plan: Plan, state: RunState) -> None:
@@ -117,8 +136,11 @@ def write_report(folder: RunFolder, plan: Plan, state: RunState) -> None:
 
 
 def write_final_state(folder: RunFolder, state: RunState) -> None:
-    """Write a final state where no coordinator can. The report comes first, since a reader of the end looks for it."""
-    with contextlib.suppress(Exception):  # only the final state must be written here; metrics and report may fail
+    """Write a final state where no coordinator can. The report comes first, since a reader of the
+    end looks for it."""
+    with contextlib.suppress(
+        Exception
+    ):  # only the final state must be written here; metrics and report may fail
         Discovery(folder, read_request(folder).discovery_dir).withdraw()
     with contextlib.suppress(Exception):
         write_report(folder, load_plan(folder.plan), state)
@@ -145,7 +167,8 @@ def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, Any]]:
         for category, size in line.memory_bytes.items():
             seen[category] = max(seen.get(category, 0), size)
     found: dict[str, dict[str, Any]] = {
-        name: {"planned": planned.get(name), "measured": seen.get(name)} for name in {**planned, **seen}
+        name: {"planned": planned.get(name), "measured": seen.get(name)}
+        for name in {**planned, **seen}
     }
     if not plan.program:
         found["total"] |= _against(planned["total"], plan.memory.sd, seen.get("total"))
@@ -157,7 +180,9 @@ def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, Any]]:
 
 def _planned_tensors(plan: Plan) -> dict[str, int]:
     """Bytes by category, less the device's context."""
-    from orchestrator.planner.memory.rank_memory import context_bytes  # agents write reports and start without it
+    from orchestrator.planner.memory.rank_memory import (
+        context_bytes,
+    )  # agents write reports and start without it
 
     names = ("params", "grads", "optimizer", "activations", "buffers", "total")
     planned = {name: getattr(plan.memory, name) for name in names}
@@ -168,22 +193,33 @@ def _planned_tensors(plan: Plan) -> dict[str, int]:
 
 
 def _against(planned: float, sd: float, measured: float | None) -> dict[str, Any]:
-    """The 95 % interval of a prediction, and where its measurement lies; nothing of a plan without intervals."""
+    """The 95 % interval of a prediction, and where its measurement lies; nothing of a plan without
+    intervals."""
     if sd <= 0:
         return {}
     low, high = interval(planned, sd)
     if measured is None:
         return {"low": low, "high": high, "inside": None, "z": None}
-    return {"low": low, "high": high, "inside": low <= measured <= high, "z": standard_score(measured, planned, sd)}
+    return {
+        "low": low,
+        "high": high,
+        "inside": low <= measured <= high,
+        "z": standard_score(measured, planned, sd),
+    }
 
 
 def _comm(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, float | None]]:
     """Bytes that the busiest rank sends in a step, by axis."""
     planned = {
-        axis: sum(place.bytes_per_step_by_level.values()) for axis, place in plan.placement.items() if not plan.program
+        axis: sum(place.bytes_per_step_by_level.values())
+        for axis, place in plan.placement.items()
+        if not plan.program
     }
     busiest = _busiest((line.rank, line.comm_bytes) for line in lines)
-    return {axis: {"planned": planned.get(axis), "measured": busiest.get(axis)} for axis in {**planned, **busiest}}
+    return {
+        axis: {"planned": planned.get(axis), "measured": busiest.get(axis)}
+        for axis in {**planned, **busiest}
+    }
 
 
 def _busiest(sent: Iterable[tuple[int, dict[str, int]]]) -> dict[str, float]:
@@ -205,7 +241,9 @@ def _median(values: list[float | None]) -> float | None:
 
 def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
     names = {name for row in rows for name in row}
-    return {name: statistics.median(row[name] for row in rows if name in row) for name in sorted(names)}
+    return {
+        name: statistics.median(row[name] for row in rows if name in row) for name in sorted(names)
+    }
 
 
 def _quantile(values: list[float], share: float) -> float | None:

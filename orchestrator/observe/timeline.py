@@ -1,6 +1,8 @@
-"""The one reader of what agents write while a run goes on: `metrics/<node>.jsonl` and `events/<node>.jsonl`.
+"""The one reader of what agents write while a run goes on: `metrics/<node>.jsonl` and
+`events/<node>.jsonl`.
 
-Lines that are torn or damaged (a full disk, a killed agent) are left out; a file that is not there has no lines.
+Lines that are torn or damaged (a full disk, a killed agent) are left out; a file that is not there
+has no lines.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class StepLine(StepReport, kw_only=True, tag_field="kind", tag="step"):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One line of `events/`, written by an agent, by the coordinator, or (`kind` "event") for a worker."""
+    """One line of `events/`, written by an agent, by the coordinator, or (`kind` "event") for a
+    worker."""
 
     name: str
     at: float = 0.0
@@ -151,8 +154,8 @@ class _AnyStepLine(Protocol):
 def lead_steps(lines: Iterable[_AnyStepLine]) -> list[Step]:
     """Each step of each epoch once, as the lowest rank that was heard reports it; in order.
 
-    That is rank 0, which every epoch has, but for the last steps before its agent died with reports that it had not
-    read; others have reported those.
+    That is rank 0, which every epoch has, but for the last steps before its agent died with reports
+    that it had not read; others have reported those.
     """
     lead: dict[tuple[int, int], _AnyStepLine] = {}
     for line in lines:
@@ -160,13 +163,16 @@ def lead_steps(lines: Iterable[_AnyStepLine]) -> list[Step]:
         if known is None or (line.rank, line.at) < (known.rank, known.at):
             lead[line.epoch, line.step] = line
     return [
-        Step(epoch, step, x.at, x.step_s, x.phase_s.get("checkpoint", 0.0), x.samples, x.fingerprint)
+        Step(
+            epoch, step, x.at, x.step_s, x.phase_s.get("checkpoint", 0.0), x.samples, x.fingerprint
+        )
         for (epoch, step), x in sorted(lead.items())
     ]
 
 
 class StepFollower:
-    """The lead steps of a run that goes on: each `read` reads what has been added to each node's file.
+    """The lead steps of a run that goes on: each `read` reads what has been added to each node's
+    file.
 
     Of the first nodes all lines are decoded, of the others rank 0's alone.
     """
@@ -183,14 +189,18 @@ class StepFollower:
                 with open_regular(path) as file:
                     inode = os.fstat(file.fileno()).st_ino
                     before, done = self._read.get(node, (inode, 0))
-                    done = done if before == inode else 0  # on Kubernetes it is replaced by what was heard last
+                    done = (
+                        done if before == inode else 0
+                    )  # on Kubernetes it is replaced by what was heard last
                     file.seek(done)
                     chunk = file.read()
             except OSError:
                 continue
             whole = chunk[: chunk.rfind(b"\n") + 1]
             self._read[node] = inode, done + len(whole)
-            lines = [line for line in whole.splitlines() if index < _READ_WHOLE or _RANK_0.search(line)]
+            lines = [
+                line for line in whole.splitlines() if index < _READ_WHOLE or _RANK_0.search(line)
+            ]
             for step in _decoded(_lead_line, lines):
                 known = self._found.get((step.epoch, step.step))
                 if known is None or step.rank < known.rank:

@@ -1,7 +1,7 @@
 """The plan module: everything that orchestrator and trainer share, and nothing else.
 
-The trainer imports this package and no other part of the orchestrator. Names are loaded when first used, so that
-`orch --help` can print the exit codes without paying for the plan's codec.
+The trainer imports this package and no other part of the orchestrator. Names are loaded when first
+used, so that `orch --help` can print the exit codes without paying for the plan's codec.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from .exits import Exit, meaning
 
 _HOME = {
-    **dict.fromkeys(("PlanError", "from_json", "json_schema", "load_plan", "plan_hash", "seal", "to_json"), "codec"),
+    **dict.fromkeys(
+        ("PlanError", "from_json", "json_schema", "load_plan", "plan_hash", "seal", "to_json"),
+        "codec",
+    ),
     **dict.fromkeys(("AXES", "SCHEMA", "Plan"), "document"),
     **dict.fromkeys(("Exit", "meaning"), "exits"),
 }

@@ -1,8 +1,9 @@
-"""How a step's micro-batches are shared out among the replicas of the model, and what divides a number. Pure.
+"""How a step's micro-batches are shared out among the replicas of the model, and what divides a
+number. Pure.
 
-As a rule each takes as many as the others. Where their number does not divide, some take one more: the loss is a sum
-over tokens that is divided once by the count of the whole batch, so the gradient is that of any other split, and what
-it costs is that the others are idle at the end of the step.
+As a rule each takes as many as the others. Where their number does not divide, some take one more:
+the loss is a sum over tokens that is divided once by the count of the whole batch, so the gradient
+is that of any other split, and what it costs is that the others are idle at the end of the step.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def taken(parallel: Parallel) -> list[int]:
 def computed(parallel: Parallel, replica: int) -> int:
     """Micro-batches that a replica computes in a step: those that it takes.
 
-    From ZeRO-2 on every one's gradients are reduced among all replicas, so all compute as many as the one with most,
-    and the last of some have no token that counts. That takes no longer, for they would wait.
+    From ZeRO-2 on every one's gradients are reduced among all replicas, so all compute as many as
+    the one with most, and the last of some have no token that counts. That takes no longer, for
+    they would wait.
     """
     return parallel.micro_batches if parallel.zero >= 2 else taken(parallel)[replica]
 
@@ -60,20 +62,23 @@ def idle(parallel: Parallel) -> float:
 
 
 def text(parallel: Parallel) -> str:
-    """For people: "6 micro-batches"; "6+5+5 micro-batches"; of many replicas "2 x 6 + 14 x 5 micro-batches"."""
+    """For people: "6 micro-batches"; "6+5+5 micro-batches"; of many replicas "2 x 6 + 14 x 5
+    micro-batches"."""
     counts = taken(parallel)
     if len(set(counts)) == 1:
         return f"{counts[0]} micro-batches"
     if len(counts) > _LISTED:
-        found = " + ".join(f"{counts.count(many)} x {many}" for many in sorted(set(counts), reverse=True))
+        found = " + ".join(
+            f"{counts.count(many)} x {many}" for many in sorted(set(counts), reverse=True)
+        )
     else:
         found = "+".join(map(str, counts))
     return f"{found} micro-batches"
 
 
 def firsts(counts: Sequence[int], replica: int) -> list[int]:
-    """Which micro-batches of the step a replica takes, counted in the order of the data: round by round, in each one
-    for every replica that has not had all of its own yet, in their order."""
+    """Which micro-batches of the step a replica takes, counted in the order of the data: round by
+    round, in each one for every replica that has not had all of its own yet, in their order."""
     whole = min(counts)
     result = [turn * len(counts) + replica for turn in range(whole)]
     before = whole * len(counts)
@@ -85,7 +90,8 @@ def firsts(counts: Sequence[int], replica: int) -> list[int]:
 
 def check_batch(parallel: Parallel) -> str | None:
     """None, or one line: what contradicts the global batch."""
-    counts, replicas = parallel.replica_micro_batches, parallel.dp * parallel.ep
+    counts = parallel.replica_micro_batches
+    replicas = parallel.dp * parallel.ep
     if counts:
         name = f"replica_micro_batches {counts}"
         if len(counts) != replicas or min(counts) < 1:
@@ -94,5 +100,8 @@ def check_batch(parallel: Parallel) -> str | None:
             return f"{name} must differ, and the largest be micro_batches {parallel.micro_batches}"
     samples = sum(taken(parallel)) * parallel.micro_batch_size
     if samples != parallel.global_batch_samples:
-        return f"the replicas take {samples} samples a step, global_batch_samples is {parallel.global_batch_samples}"
+        return (
+            f"the replicas take {samples} samples a step, global_batch_samples is"
+            f" {parallel.global_batch_samples}"
+        )
     return None

@@ -1,4 +1,5 @@
-"""What every reader of a plan's cluster shares: tiers, communication operations, consistency, where two nodes meet."""
+"""What every reader of a plan's cluster shares: tiers, communication operations, consistency, where
+two nodes meet."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", 
 def check_cluster(cluster: Cluster) -> str | None:
     """None, or one line naming the first contradiction: names, partition, nesting, a common top.
 
-    Nesting is what makes "the level where two nodes meet" well defined: two nodes under one switch stay together on
-    every level above.
+    Nesting is what makes "the level where two nodes meet" well defined: two nodes under one switch
+    stay together on every level above.
     """
     nodes = len(cluster.node_names)
     seen: set[str] = set()
@@ -27,8 +28,14 @@ def check_cluster(cluster: Cluster) -> str | None:
     names = [level.name for level in cluster.levels]
     for name in names:
         if name in (NVLINK, SELF) or names.count(name) > 1:
-            return f"level name {name!r} is taken (names must differ, and {NVLINK!r} and {SELF!r} are reserved)"
-    tiers = [(NVLINK, cluster.nvlink_domains), *((level.name, level.switches) for level in cluster.levels)]
+            return (
+                f"level name {name!r} is taken (names must differ, and {NVLINK!r} and {SELF!r} are"
+                " reserved)"
+            )
+    tiers = [
+        (NVLINK, cluster.nvlink_domains),
+        *((level.name, level.switches) for level in cluster.levels),
+    ]
     below: tuple[str, list[list[int]]] | None = None
     for name, blocks in tiers:
         owner: dict[int, int] = {}
@@ -45,10 +52,19 @@ def check_cluster(cluster: Cluster) -> str | None:
         if below is not None:
             for index, block in enumerate(below[1]):
                 if len({owner[node] for node in block}) > 1:
-                    return f"{below[0]} block {index} is split over several {name} switches: levels must nest"
+                    return (
+                        f"{below[0]} block {index} is split over several {name} switches: levels"
+                        " must nest"
+                    )
         below = name, blocks
     if cluster.direct_nvlink is True and max(map(len, cluster.nvlink_domains)) > 1:
-        return "an NVLink domain of several nodes has a switch: nvlink.switched=false wants nvlink.domain_nodes=1"
+        return (
+            "an NVLink domain of several nodes has a switch: nvlink.switched=false wants"
+            " nvlink.domain_nodes=1"
+        )
     if nodes > 1 and len(tiers[-1][1]) != 1:
-        return f"nodes meet nowhere: the last level, {tiers[-1][0]}, has {len(tiers[-1][1])} blocks and must have one"
+        return (
+            f"nodes meet nowhere: the last level, {tiers[-1][0]}, has {len(tiers[-1][1])} blocks"
+            " and must have one"
+        )
     return None

@@ -19,11 +19,12 @@ from .ranks import check_ranks
 
 
 class PlanError(ValueError):
-    """A plan that cannot be trusted: unreadable, of another schema, changed after sealing, or inconsistent."""
+    """A plan that cannot be trusted: unreadable, of another schema, changed after sealing, or
+    inconsistent."""
 
 
-#: What decoding damaged or hostile JSON may raise: besides msgspec's own errors, ValueError for invalid UTF-8 in a key,
-#: and RecursionError for nesting without end.
+#: What decoding damaged or hostile JSON may raise: besides msgspec's own errors, ValueError for
+#: invalid UTF-8 in a key, and RecursionError for nesting without end.
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -32,16 +33,17 @@ _ONE_AT_A_TIME = threading.Lock()
 def decoder(of: Any) -> msgspec.json.Decoder[Any]:
     """For types that several threads decode: asked for before they do.
 
-    msgspec (0.22) works out a type where it is first decoded, and keeps what it has so far where other threads find it.
-    One that decodes the same type, or another that holds it, at that moment ends the process (a segmentation fault).
+    msgspec (0.22) works out a type where it is first decoded, and keeps what it has so far where
+    other threads find it. One that decodes the same type, or another that holds it, at that moment
+    ends the process (a segmentation fault).
     """
     with _ONE_AT_A_TIME:
         return msgspec.json.Decoder(of)
 
 
 _OTHER_VERSION = (
-    "another version of orch sealed it: go on with that one, or submit anew with this one and the old run's"
-    " checkpoint.dir"
+    "another version of orch sealed it: go on with that one, or submit anew with this one and the"
+    " old run's checkpoint.dir"
 )
 
 
@@ -62,7 +64,8 @@ def plan_hash(plan: Plan) -> str:
 
 
 def seal(plan: Plan) -> Plan:
-    """The same plan with its hash filled in. Raises PlanError if rank map or batch contradict the degrees."""
+    """The same plan with its hash filled in. Raises PlanError if rank map or batch contradict the
+    degrees."""
     problem = _problem(plan)
     if problem:
         raise PlanError(problem)
@@ -92,8 +95,13 @@ def from_json(raw: bytes | str) -> Plan:
     if plan.hash != plan_hash(plan):
         if _is_whole(raw):
             missing = ", ".join(_missing(msgspec.json.decode(raw), msgspec.to_builtins(plan)))
-            raise PlanError(f"plan {plan.hash[:12]} does not have {missing or 'all fields'}; {_OTHER_VERSION}")
-        raise PlanError(f"plan hash {plan.hash[:12] or '(empty)'} does not match its content {plan_hash(plan)[:12]}")
+            raise PlanError(
+                f"plan {plan.hash[:12]} does not have {missing or 'all fields'}; {_OTHER_VERSION}"
+            )
+        raise PlanError(
+            f"plan hash {plan.hash[:12] or '(empty)'} does not match its content"
+            f" {plan_hash(plan)[:12]}"
+        )
     problem = _problem(plan)
     if problem:
         raise PlanError(problem)
@@ -101,7 +109,8 @@ def from_json(raw: bytes | str) -> Plan:
 
 
 def _is_whole(raw: bytes | str) -> bool:
-    """Whether nobody has changed these bytes since they were sealed, whatever fields the plans of that time had."""
+    """Whether nobody has changed these bytes since they were sealed, whatever fields the plans of
+    that time had."""
     try:
         document = msgspec.json.decode(raw)
         sealed = msgspec.json.encode(document | {"hash": ""}, order="sorted")
@@ -111,7 +120,8 @@ def _is_whole(raw: bytes | str) -> bool:
 
 
 def _missing(found: object, known: object, path: str = "") -> Iterator[str]:
-    """Fields of `known` that `found` lacks, as dotted paths; in lists only those of the first element."""
+    """Fields of `known` that `found` lacks, as dotted paths; in lists only those of the first
+    element."""
     if isinstance(known, dict) and isinstance(found, dict):
         for name, value in known.items():
             where = f"{path}.{name}" if path else name
@@ -124,7 +134,8 @@ def _missing(found: object, known: object, path: str = "") -> Iterator[str]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file, open for reading. OSError for anything else: a FIFO, say, would keep its reader waiting."""
+    """A regular file, open for reading. OSError for anything else: a FIFO, say, would keep its
+    reader waiting."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -149,7 +160,10 @@ def load_plan(path: str | Path) -> Plan:
 def json_schema() -> dict[str, Any]:
     """JSON schema of a plan document (draft 2020-12)."""
     schema = msgspec.json.schema(Plan)
-    for part in ("Plan", "Job"):  # what a program's plan leaves out has no value that a reader may assume
+    for part in (
+        "Plan",
+        "Job",
+    ):  # what a program's plan leaves out has no value that a reader may assume
         for name, field in schema["$defs"][part]["properties"].items():
             if "$ref" in field or name in ("mfu", "tokens_per_s_per_gpu"):
                 field.pop("default", None)

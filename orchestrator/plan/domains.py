@@ -1,10 +1,13 @@
-"""NVLink domains that groups do not divide: which part of each a job uses, and which nodes stay idle. Pure.
+"""NVLink domains that groups do not divide: which part of each a job uses, and which nodes stay
+idle. Pure.
 
-A rack of 72 GPUs holds two expert-parallel groups of 32. A third would straddle two racks and run at the speed of the
-network between them, so the job uses 64 of the 72; the other two nodes are spares. Nodes are used whole.
+A rack of 72 GPUs holds two expert-parallel groups of 32. A third would straddle two racks and run
+at the speed of the network between them, so the job uses 64 of the 72; the other two nodes are
+spares. Nodes are used whole.
 
-The ranks that exchange most stay in one domain: tensor-parallel groups always, then expert- and context-parallel ones
-where a domain can hold them. Which of pipeline and data parallelism lies inside, the predicted step decides.
+The ranks that exchange most stay in one domain: tensor-parallel groups always, then expert- and
+context-parallel ones where a domain can hold them. Which of pipeline and data parallelism lies
+inside, the predicted step decides.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class Domains(NamedTuple):
         return lcm(group, self.gpus_per_node) // self.gpus_per_node
 
     def usable(self, group: int) -> int:
-        """GPUs of all domains that groups of `group` ranks can use without straddling two; 0: no domain holds one."""
+        """GPUs of all domains that groups of `group` ranks can use without straddling two; 0: no
+        domain holds one."""
         unit = self.unit(group)
         return self.gpus_per_node * sum(nodes // unit * unit * many for nodes, many in self.sizes)
 
@@ -48,31 +52,41 @@ class Domains(NamedTuple):
         return tp * ep if self.unit(tp * ep) <= self.largest else tp
 
     def inner_group(self, tp: int, cp: int, ep: int, pp: int) -> int:
-        """The same, times cp where a domain can hold that and one copy of the model still finds room."""
+        """The same, times cp where a domain can hold that and one copy of the model still finds
+        room."""
         group = self.expert_group(tp, ep)
-        fits = self.unit(group * cp) <= self.largest and self.usable(group * cp) >= tp * cp * ep * pp
+        fits = (
+            self.unit(group * cp) <= self.largest and self.usable(group * cp) >= tp * cp * ep * pp
+        )
         return group * cp if fits else group
 
-    def parts(self, tp: int, cp: int, ep: int, pp: int, dp: int = 1, across: bool = False) -> dict[int, int]:
-        """GPUs that a job may use -> the group that they are whole multiples of; most GPUs first. Empty: too few.
+    def parts(
+        self, tp: int, cp: int, ep: int, pp: int, dp: int = 1, across: bool = False
+    ) -> dict[int, int]:
+        """GPUs that a job may use -> the group that they are whole multiples of; most GPUs first.
+        Empty: too few.
 
-        The group is the inner one, or that with a part of the other axes of the model, and of the `dp` copies of it.
-        `across`: all GPUs may be used whatever straddles.
+        The group is the inner one, or that with a part of the other axes of the model, and of the
+        `dp` copies of it. `across`: all GPUs may be used whatever straddles.
         """
-        replica, group = tp * cp * ep * pp, self.inner_group(tp, cp, ep, pp)
-        found, rest = {self.gpus: 1} if across else {}, replica // group * dp
+        replica = tp * cp * ep * pp
+        group = self.inner_group(tp, cp, ep, pp)
+        found = {self.gpus: 1} if across else {}
+        rest = replica // group * dp
         for factor in range(1, min(rest, self.largest * self.gpus_per_node) + 1):
             if rest % factor == 0 and (gpus := self.usable(group * factor)) >= replica:
                 found.setdefault(gpus, group * factor)
         return dict(sorted(found.items(), reverse=True))
 
     def filled(self, tp: int, cp: int, ep: int, pp: int, across: bool = False) -> int:
-        """GPUs that the job uses when dp is left out: the most of `parts` that whole copies of the model fill.
+        """GPUs that the job uses when dp is left out: the most of `parts` that whole copies of the
+        model fill.
 
-        Where they fill none, as many as fit into the first. The whole cluster, which the rules refuse then, where that
-        is the first or there is none.
+        Where they fill none, as many as fit into the first. The whole cluster, which the rules
+        refuse then, where that is the first or there is none.
         """
-        replica, parts = tp * cp * ep * pp, self.parts(tp, cp, ep, pp, across=across)
+        replica = tp * cp * ep * pp
+        parts = self.parts(tp, cp, ep, pp, across=across)
         whole = next((gpus for gpus in parts if gpus % replica == 0), 0)
         most = max(parts, default=self.gpus)
         return whole or (most // replica * replica if most < self.gpus else self.gpus)
@@ -84,9 +98,14 @@ def domains_of(cluster: Cluster) -> Domains:
 
 
 def usable_nodes(cluster: Cluster, group: int) -> list[int]:
-    """Nodes of the part of each domain that groups of `group` ranks fill, domains in the cluster's order."""
+    """Nodes of the part of each domain that groups of `group` ranks fill, domains in the cluster's
+    order."""
     unit = domains_of(cluster).unit(group)
-    return [node for nodes in sorted(cluster.nvlink_domains) for node in sorted(nodes)[: len(nodes) // unit * unit]]
+    return [
+        node
+        for nodes in sorted(cluster.nvlink_domains)
+        for node in sorted(nodes)[: len(nodes) // unit * unit]
+    ]
 
 
 def cut(cluster: Cluster, nodes: Iterable[int]) -> Cluster:
@@ -102,5 +121,7 @@ def cut(cluster: Cluster, nodes: Iterable[int]) -> Cluster:
         cluster,
         node_names=[cluster.node_names[node] for node in kept],
         nvlink_domains=inside(cluster.nvlink_domains),
-        levels=[structs.replace(level, switches=inside(level.switches)) for level in cluster.levels],
+        levels=[
+            structs.replace(level, switches=inside(level.switches)) for level in cluster.levels
+        ],
     )

@@ -1,7 +1,7 @@
 """The exit-code contract between worker, agent, backend and scheduler.
 
-One table, used by the agent (what a worker's code means), by `orch --help`, and by the renderers that turn it into
-scheduler rules.
+One table, used by the agent (what a worker's code means), by `orch --help`, and by the renderers
+that turn it into scheduler rules.
 """
 
 import errno
@@ -39,21 +39,32 @@ MEANING: dict[Exit, str] = {
 #: Codes after which starting the same thing again cannot help.
 FATAL = frozenset({Exit.USAGE, Exit.CONFIG, Exit.SECURITY})
 
-#: errno values of a machine or a disk that fails, perhaps for a moment. Others are of whoever has named the file.
+#: errno values of a machine or a disk that fails, perhaps for a moment. Others are of whoever has
+#: named the file.
 OF_THE_MACHINE = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT, errno.ENOTCONN}
+    {
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.EIO,
+        errno.ESTALE,
+        errno.ENOMEM,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+    }
 )
 
 
 def is_of_the_machine(error: BaseException | None) -> bool:
-    """Whether the error, or the one that it was raised from, is a fault of the machine or of a disk."""
+    """Whether the error, or the one that it was raised from, is a fault of the machine or of a
+    disk."""
     if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
         return True
     return error is not None and is_of_the_machine(error.__cause__)
 
 
 def meaning(code: int) -> str:
-    """One phrase for any process exit code, signals included (a negative code is a signal, as in `subprocess`)."""
+    """One phrase for any process exit code, signals included (a negative code is a signal, as in
+    `subprocess`)."""
     if code < 0:
         import signal
 

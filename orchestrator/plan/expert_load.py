@@ -1,4 +1,5 @@
-"""How evenly the tokens of a step were spread over the experts of a layer: what a worker reports, and ratios of it."""
+"""How evenly the tokens of a step were spread over the experts of a layer: what a worker reports,
+and ratios of it."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ class ExpertLoad(Struct, omit_defaults=True):
     """One layer, one step, the whole job."""
 
     tokens: list[int]  # copies of tokens that chose each expert
-    entropy: float  # of a token's scores, mean over tokens, as a share of log(experts): 1 if all are equal
+    # of a token's scores, mean over tokens, as a share of log(experts): 1 if all are equal
+    entropy: float
     dropped: float = 0.0  # share of the copies that no expert took
-    bias: tuple[float, float] | None = None  # lowest and highest balancing bias, where the router has one
+    bias: tuple[float, float] | None = (
+        None  # lowest and highest balancing bias, where the router has one
+    )
 
     @property
     def ratio(self) -> float:
@@ -21,13 +25,19 @@ class ExpertLoad(Struct, omit_defaults=True):
         return most_over_mean(self.tokens)
 
     def rank_ratio(self, ranks: int) -> float:
-        """The same of the `ranks` ranks that hold equal runs of the experts: a layer takes as long as the fullest."""
+        """The same of the `ranks` ranks that hold equal runs of the experts: a layer takes as long
+        as the fullest."""
         each = len(self.tokens) // ranks
-        return most_over_mean([sum(self.tokens[at : at + each]) for at in range(0, len(self.tokens), each)])
+        return most_over_mean(
+            [sum(self.tokens[at : at + each]) for at in range(0, len(self.tokens), each)]
+        )
 
     def balance(self, top_k: int) -> float:
-        """Entropy of the load between its bounds: 1 if every expert got as many, 0 if all tokens chose the same."""
-        total, most, least = sum(self.tokens), log(len(self.tokens)), log(top_k)
+        """Entropy of the load between its bounds: 1 if every expert got as many, 0 if all tokens
+        chose the same."""
+        total = sum(self.tokens)
+        most = log(len(self.tokens))
+        least = log(top_k)
         if total == 0 or most <= least:
             return 1.0
         found = -sum(count / total * log(count / total) for count in self.tokens if count)

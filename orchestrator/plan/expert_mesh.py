@@ -1,8 +1,10 @@
-"""The expert mesh: how the ranks of a stage share its experts. It is a factorisation of its own of these ranks, into
-ranks that cut each expert (etp), ranks with different experts (ep) and ranks with the same ones (edp).
+"""The expert mesh: how the ranks of a stage share its experts. It is a factorisation of its own of
+these ranks, into ranks that cut each expert (etp), ranks with different experts (ep) and ranks with
+the same ones (edp).
 
-Without folding etp = tp, ep is the axis of that name, and edp = cp * dp. `Parallel.etp` below tp gives the tp ranks of
-a stage different experts (ep folds over tp), `Parallel.fold_cp` those of cp. Pure.
+Without folding etp = tp, ep is the axis of that name, and edp = cp * dp. `Parallel.etp` below tp
+gives the tp ranks of a stage different experts (ep folds over tp), `Parallel.fold_cp` those of cp.
+Pure.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def spread(par: Degrees) -> int:
 
 
 def axes(par: Degrees) -> tuple[Axis, ...]:
-    """Axes along which ranks hold different experts and tokens go to them; of "tp" perhaps a part."""
+    """Axes along which ranks hold different experts and tokens go to them; of "tp" perhaps a
+    part."""
     folded: dict[Axis, bool] = {"tp": tensor_ranks(par) < par.tp, "cp": folds_cp(par), "ep": True}
     return tuple(axis for axis in folded if folded[axis])
 
@@ -75,24 +78,32 @@ def replicas(par: Degrees) -> tuple[Axis, ...]:
 
 
 def in_words(par: Degrees) -> tuple[int, int] | None:
-    """(etp, ep) of the word of degrees that folds experts as `par` does; None where no word does, and keys must."""
-    mesh, axis, over_cp = expert_mesh(par), par.ep, folds_cp(par)
+    """(etp, ep) of the word of degrees that folds experts as `par` does; None where no word does,
+    and keys must."""
+    mesh = expert_mesh(par)
+    axis = par.ep
+    over_cp = folds_cp(par)
     try:
-        same = fold(par.tp, par.cp, mesh.etp, mesh.ep, lambda why, near: ValueError(why)) == (axis, over_cp)
+        same = fold(par.tp, par.cp, mesh.etp, mesh.ep, lambda why, near: ValueError(why)) == (
+            axis,
+            over_cp,
+        )
     except ValueError:
         return None
     return (mesh.etp, mesh.ep) if same else None
 
 
 def fullest(par: Any) -> float:
-    """Load of the fullest of the ranks that share experts over the mean, as a `Parallel` assumes it."""
+    """Load of the fullest of the ranks that share experts over the mean, as a `Parallel` assumes
+    it."""
     return par.expert_imbalance if isinstance(par.expert_imbalance, float) else 1.0
 
 
 def position(par: Any, coord: Any) -> int:
-    """Which run of a layer's experts the rank at `coord` holds: its place among the ranks of its own "experts" group,
-    ascending. `par`: a `Parallel`, `coord`: a `Coord`."""
-    etp, result = tensor_ranks(par), 0
+    """Which run of a layer's experts the rank at `coord` holds: its place among the ranks of its
+    own "experts" group, ascending. `par`: a `Parallel`, `coord`: a `Coord`."""
+    etp = tensor_ranks(par)
+    result = 0
     sizes = {"tp": par.tp // etp, "cp": par.cp, "ep": par.ep}
     at: dict[str, int] = {"tp": coord.tp // etp, "cp": coord.cp, "ep": coord.ep}
     for axis in reversed([axis for axis in par.order if axis in axes(par)]):
@@ -107,11 +118,14 @@ def nvlink_domain_of(plan: Plan) -> list[int]:
     return [domain[numbers[rank.node]] for rank in plan.ranks]
 
 
-def fold(tp: int, cp: int, etp: int, ep: int, refuse: Callable[[str, int], Exception]) -> tuple[int, bool]:
-    """(degree of the axis ep, whether cp folds) of an expert mesh with `etp` and `ep` in a stage with `tp` and `cp`.
+def fold(
+    tp: int, cp: int, etp: int, ep: int, refuse: Callable[[str, int], Exception]
+) -> tuple[int, bool]:
+    """(degree of the axis ep, whether cp folds) of an expert mesh with `etp` and `ep` in a stage
+    with `tp` and `cp`.
 
-    Ranks of tp are taken first, then those of cp, then those of an axis of its own. Raises what `refuse`, called with
-    the reason and the nearest legal ep, returns.
+    Ranks of tp are taken first, then those of cp, then those of an axis of its own. Raises what
+    `refuse`, called with the reason and the nearest legal ep, returns.
     """
     if tp % etp:
         raise refuse(f"etp={etp} does not divide tp={tp}", ep)
@@ -121,5 +135,11 @@ def fold(tp: int, cp: int, etp: int, ep: int, refuse: Callable[[str, int], Excep
     if ep % (inner * cp) == 0:
         return ep // (inner * cp), cp > 1
     step = inner * cp
-    near = min([inner, step * max(1, ep // step), step * (ep // step + 1)], key=lambda legal: abs(legal - ep))
-    raise refuse(f"etp={etp} ep={ep}: ep is tp / etp = {inner}, or a multiple of tp * cp / etp = {step}", near)
+    near = min(
+        [inner, step * max(1, ep // step), step * (ep // step + 1)],
+        key=lambda legal: abs(legal - ep),
+    )
+    raise refuse(
+        f"etp={etp} ep={ep}: ep is tp / etp = {inner}, or a multiple of tp * cp / etp = {step}",
+        near,
+    )

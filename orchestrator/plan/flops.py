@@ -1,15 +1,24 @@
-"""Model and hardware FLOPs per trained token: one formula for the planner's prediction and the trainer's MFU and HFU.
+"""Model and hardware FLOPs per trained token: one formula for the planner's prediction and the
+trainer's MFU and HFU.
 
-Conventions (planning.md C1; PaLM, arXiv 2204.02311, appendix B; Korthikanti et al., arXiv 2205.05198, section 6):
+Conventions (planning.md C1; PaLM, arXiv 2204.02311, appendix B; Korthikanti et al., arXiv
+2205.05198, section 6):
 
-* A matrix product of a token with an [in, out] weight costs `2 * in * out` forward and twice that backward, so
-  `6 * N` a token, N = weights a token is multiplied with (embedding look-up: none; the head: always `vocab * hidden`,
+* A matrix product of a token with an [in, out] weight costs `2 * in * out` forward and twice that
+  backward, so
+  `6 * N` a token, N = weights a token is multiplied with (embedding look-up: none; the head: always
+  `vocab * hidden`,
   tied or not; a mixture of experts: the chosen experts, the shared ones and the router).
-* The attention core (scores and their product with the values) costs `4 * span * heads * head_dim` forward, thrice
-  that in all. `span` is how many keys a query meets on average: `seq_len / 2` under a causal mask, else `seq_len`.
-* *Model* FLOPs count what the mathematics needs, whatever is run. *Hardware* FLOPs add what recompute repeats: "full" a
-  block's whole forward; "selective" nothing, since it keeps the results of all matrix products and of the attention
-  kernel and repeats only what lies between (in Korthikanti et al. the core was not fused yet and was repeated). A fused
+* The attention core (scores and their product with the values) costs `4 * span * heads * head_dim`
+  forward, thrice
+  that in all. `span` is how many keys a query meets on average: `seq_len / 2` under a causal mask,
+  else `seq_len`.
+* *Model* FLOPs count what the mathematics needs, whatever is run. *Hardware* FLOPs add what
+  recompute repeats: "full" a
+  block's whole forward; "selective" nothing, since it keeps the results of all matrix products and
+  of the attention
+  kernel and repeats only what lies between (in Korthikanti et al. the core was not fused yet and
+  was repeated). A fused
   attention kernel's own repetition of the scores in its backward is in neither.
 
 MFU = tokens/s * model FLOPs per token / (GPUs * peak FLOP/s); HFU the same with hardware FLOPs.
@@ -39,13 +48,19 @@ def attention_weights(model: Model) -> int:
 
 
 def up_weights(model: Model, mla: Mla) -> int:
-    """Of these, those that make queries, keys and values from latents (queries from the input where there is none)."""
-    query = (mla.q_lora_rank or model.hidden) * model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    """Of these, those that make queries, keys and values from latents (queries from the input where
+    there is none)."""
+    query = (
+        (mla.q_lora_rank or model.hidden)
+        * model.heads
+        * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    )
     return query + mla.kv_lora_rank * model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
 
 
 def mlp_weights(model: Model, layer: int) -> int:
-    """Weights that one token is multiplied with in layer `layer`'s MLP: for a mixture, the active ones."""
+    """Weights that one token is multiplied with in layer `layer`'s MLP: for a mixture, the active
+    ones."""
     matrices = 3 if model.mlp == "gated" else 2
     if (moe := layer_moe(model, layer)) is None:
         return matrices * model.hidden * model.ffn_hidden
@@ -70,41 +85,53 @@ def attention_core_flops(model: Model, seq_len: int) -> float:
 
 
 def prediction_blocks(model: Model) -> int:
-    """Blocks that predict further tokens (`model.mtp`), each of the kind of the model's last layer."""
+    """Blocks that predict further tokens (`model.mtp`), each of the kind of the model's last
+    layer."""
     return model.mtp.depth if model.mtp else 0
 
 
 def prediction_weights(model: Model) -> int:
-    """Weights that one token is multiplied with outside the block of one further prediction: both projections."""
+    """Weights that one token is multiplied with outside the block of one further prediction: both
+    projections."""
     return 2 * model.hidden**2 + model.vocab * model.hidden
 
 
 def model_flops_per_token(model: Model, seq_len: int) -> float:
     """Forward and backward FLOPs that one trained token needs: `6 * N + 3 * attention core`."""
-    weights, ahead = block_weights(model) + model.vocab * model.hidden, prediction_blocks(model)
-    weights += ahead * (attention_weights(model) + mlp_weights(model, model.layers - 1) + prediction_weights(model))
+    weights = block_weights(model) + model.vocab * model.hidden
+    ahead = prediction_blocks(model)
+    weights += ahead * (
+        attention_weights(model) + mlp_weights(model, model.layers - 1) + prediction_weights(model)
+    )
     return 6 * weights + 3 * attention_core_flops(model, seq_len) * (1 + ahead / model.layers)
 
 
 def hardware_flops_per_token(
-    model: Model, seq_len: int, recompute: str, recompute_layers: Sequence[str] = (), latents: bool = False
+    model: Model,
+    seq_len: int,
+    recompute: str,
+    recompute_layers: Sequence[str] = (),
+    latents: bool = False,
 ) -> float:
     """FLOPs run for one trained token when part of the forward is run again.
 
-    `recompute` is the plan's: "none", "selective", "full", or "budget" with one of these for each layer in
-    `recompute_layers`; `latents`: whether selective layers recompute what they make from latents. Raises
-    ValueError for any other word.
+    `recompute` is the plan's: "none", "selective", "full", or "budget" with one of these for each
+    layer in `recompute_layers`; `latents`: whether selective layers recompute what they make from
+    latents. Raises ValueError for any other word.
     """
     layers = recompute_layers if recompute == "budget" else [recompute] * model.layers
     unknown = set(layers) - {"none", "selective", "full"}
     if unknown or len(layers) != model.layers:
         raise ValueError(
-            f"recompute {recompute!r} with {len(layers)} layers {sorted(unknown)} for {model.layers} layers"
+            f"recompute {recompute!r} with {len(layers)} layers {sorted(unknown)} for"
+            f" {model.layers} layers"
         )
     core = attention_core_flops(model, seq_len) / model.layers
     each = [*enumerate(layers), *[(model.layers - 1, layers[-1])] * prediction_blocks(model)]
     again = sum(
-        2 * (attention_weights(model) + mlp_weights(model, layer)) + core for layer, mode in each if mode == "full"
+        2 * (attention_weights(model) + mlp_weights(model, layer)) + core
+        for layer, mode in each
+        if mode == "full"
     )
     if model.mla is not None and latents:
         again += 2 * up_weights(model, model.mla) * sum(mode == "selective" for _, mode in each)

@@ -1,8 +1,9 @@
-"""The hierarchical all-to-all: a token goes once over the network to each NVLink domain that holds some of its experts
-(node-limited routing, DeepSeek-V3, arXiv 2412.19437, section 2.1.2), and from the rank where it lands on to them.
+"""The hierarchical all-to-all: a token goes once over the network to each NVLink domain that holds
+some of its experts (node-limited routing, DeepSeek-V3, arXiv 2412.19437, section 2.1.2), and from
+the rank where it lands on to them.
 
-The ranks that share the experts lie in D domains, L in each. The i-th rank of a domain sends to the i-th ranks of the
-others. Pure.
+The ranks that share the experts lie in D domains, L in each. The i-th rank of a domain sends to the
+i-th ranks of the others. Pure.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ def is_hierarchical(plan: Plan) -> bool:
 
 def expert_groups(plan: Plan) -> list[list[int]]:
     """Ranks that share a layer's experts, ascending, group by group."""
-    par, found = plan.parallel, dict[tuple[int, ...], list[int]]()
-    over, etp = axes(par), tensor_ranks(par)
+    par = plan.parallel
+    found = dict[tuple[int, ...], list[int]]()
+    over = axes(par)
+    etp = tensor_ranks(par)
     for rank in plan.ranks:
         at = rank.coord
         key = at.pp, at.dp, 0 if "cp" in over else at.cp, at.tp % etp if "tp" in over else at.tp
@@ -51,50 +54,60 @@ def problem(plan: Plan) -> str | None:
     """Why tokens cannot go by domain in this plan, in one line; None where they can or need not."""
     if plan.parallel.expert_all_to_all != "hierarchical":
         return None
-    ep, moe = expert_mesh(plan.parallel).ep, plan.model.moe
+    ep = expert_mesh(plan.parallel).ep
+    moe = plan.model.moe
     if moe is None or ep == 1:
-        return "expert_all_to_all=hierarchical without expert parallelism; legal: direct, or ep of two or more"
+        return (
+            "expert_all_to_all=hierarchical without expert parallelism; legal: direct, or ep of two"
+            " or more"
+        )
     return problem_of(moe, _domains(plan))
 
 
 def problem_of(moe: Moe, every: Sequence[Sequence[int]]) -> str | None:
-    """The same of groups of ranks that share experts, given as the NVLink domain of each rank, in the ranks' order."""
+    """The same of groups of ranks that share experts, given as the NVLink domain of each rank, in
+    the ranks' order."""
     ep = len(every[0])
     if len({len(set(runs)) for runs in every}) > 1:
         return (
-            f"expert_all_to_all=hierarchical: some groups of {ep} ranks that share experts lie in one NVLink domain,"
-            " others in several; legal: equally many for each, or direct"
+            f"expert_all_to_all=hierarchical: some groups of {ep} ranks that share experts lie in"
+            " one NVLink domain, others in several; legal: equally many for each, or direct"
         )
     for runs in dict.fromkeys(map(tuple, every)):
         names = list(dict.fromkeys(runs))
         counts = [runs.count(name) for name in names]
         if len(set(counts)) > 1 or runs != tuple(name for name in names for _ in range(counts[0])):
             return (
-                f"expert_all_to_all=hierarchical: the {ep} ranks that share experts lie {' + '.join(map(str, counts))}"
-                " in their NVLink domains; legal: equally many neighbours in each, or direct"
+                f"expert_all_to_all=hierarchical: the {ep} ranks that share experts lie"
+                f" {' + '.join(map(str, counts))} in their NVLink domains; legal: equally many"
+                " neighbours in each, or direct"
             )
         if not hold_groups(moe, len(names)):
             legal = [many for many in range(1, ep + 1) if ep % many == 0 and moe.groups % many == 0]
             near = min(legal, key=lambda many: abs(many - len(names)))
             return (
-                f"expert_all_to_all=hierarchical: {len(names)} NVLink domains do not hold whole groups of experts, so a"
-                f" token of {moe.top_groups} of {moe.groups} groups would go to more domains than that; nearest: {near}"
-                f" domains (ep={ep // len(names) * near})"
+                f"expert_all_to_all=hierarchical: {len(names)} NVLink domains do not hold whole"
+                f" groups of experts, so a token of {moe.top_groups} of {moe.groups} groups would"
+                f" go to more domains than that; nearest: {near} domains"
+                f" (ep={ep // len(names) * near})"
             )
     return None
 
 
 def hold_groups(moe: Moe, domains: int) -> bool:
-    """Whether groups of experts lie whole in so many domains, where tokens are limited to some of them."""
+    """Whether groups of experts lie whole in so many domains, where tokens are limited to some of
+    them."""
     return moe.top_groups == moe.groups or moe.groups % domains == 0
 
 
 def landings(moe: Moe, domains: int) -> float:
-    """Expected number of domains that hold experts of one token, where all choices are equally likely: `top_groups` of
-    the groups, and `top_k` of their experts. Groups lie whole in the domains, or there is one."""
+    """Expected number of domains that hold experts of one token, where all choices are equally
+    likely: `top_groups` of the groups, and `top_k` of their experts. Groups lie whole in the
+    domains, or there is one."""
     limited = moe.top_groups < moe.groups
     groups, each = (moe.groups, moe.experts // moe.groups) if limited else (moe.experts, 1)
-    taken, here = (moe.top_groups if limited else groups), groups // domains
+    taken = moe.top_groups if limited else groups
+    here = groups // domains
     missed = 0.0
     for inside in range(min(taken, here) + 1):  # of the token's groups, in one domain
         if taken - inside > groups - here:

@@ -1,5 +1,6 @@
-"""Intervals of predictions: a prediction v with standard deviation sd of its logarithm lies, 19 times in 20, in
-v exp(-1.96 sd) .. v exp(1.96 sd). `Time.sd` and `Memory.sd` are such numbers; 0 is a prediction without an interval.
+"""Intervals of predictions: a prediction v with standard deviation sd of its logarithm lies, 19
+times in 20, in v exp(-1.96 sd) .. v exp(1.96 sd). `Time.sd` and `Memory.sd` are such numbers; 0 is
+a prediction without an interval.
 """
 
 from __future__ import annotations
@@ -25,5 +26,6 @@ def plus_minus(sd: float) -> str:
 
 
 def standard_score(measured: float, predicted: float, sd: float) -> float | None:
-    """How many standard deviations a measurement lies above its prediction; None without an interval."""
+    """How many standard deviations a measurement lies above its prediction; None without an
+    interval."""
     return log(measured / predicted) / sd if sd > 0 and measured > 0 else None

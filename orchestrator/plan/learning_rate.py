@@ -9,10 +9,12 @@ from msgspec import structs
 
 from .document import Optim
 
-#: Share of the run that the final decay of WSD takes when `decay_steps` is 0 (MiniCPM, arXiv 2404.06395, section 4).
+#: Share of the run that the final decay of WSD takes when `decay_steps` is 0 (MiniCPM, arXiv
+#: 2404.06395, section 4).
 WSD_DECAY_SHARE = 0.1
 #: Names of what a checkpoint remembers of the schedule that it was saved with.
-RATE, STEPS = "learning_rate", "train_steps"
+RATE = "learning_rate"
+STEPS = "train_steps"
 _SAME = 1e-6  # relative
 
 
@@ -21,9 +23,11 @@ def learning_rate(step: int, optim: Optim, total_steps: int) -> float:
 
     - warm-up: linear to `lr` over `warmup_steps`;
     - constant: stays there;
-    - cosine: half a cosine from the end of warm-up to step `decay_steps` (0 = `total_steps`), then stays at the floor
+    - cosine: half a cosine from the end of warm-up to step `decay_steps` (0 = `total_steps`), then
+      stays at the floor
       (SGDR, arXiv 1608.03983, eq. 5, one cycle);
-    - wsd: stays at `lr`, then falls linearly over the last `decay_steps` steps (0 = a tenth of the run).
+    - wsd: stays at `lr`, then falls linearly over the last `decay_steps` steps (0 = a tenth of the
+      run).
 
     The floor is `lr * min_lr_ratio`. Raises ValueError for a step below 1.
     """
@@ -47,12 +51,15 @@ def learning_rate(step: int, optim: Optim, total_steps: int) -> float:
 
 def remembered(step: int, optim: Optim, total_steps: int) -> dict[str, float]:
     """What a checkpoint of `step` keeps beside its state, for `jump`."""
-    return {RATE: learning_rate(step, optim, total_steps), STEPS: float(total_steps)} if step else {}
+    return (
+        {RATE: learning_rate(step, optim, total_steps), STEPS: float(total_steps)} if step else {}
+    )
 
 
 def jump(saved: Mapping[str, float], step: int, optim: Optim, total_steps: int) -> str:
-    """One line where this schedule gives another rate at a saved step than the step was made with: the curve breaks
-    there. "" where it goes on, where no step follows, and for a checkpoint that remembers nothing of it."""
+    """One line where this schedule gives another rate at a saved step than the step was made with:
+    the curve breaks there. "" where it goes on, where no step follows, and for a checkpoint that
+    remembers nothing of it."""
     if RATE not in saved or not 0 < step < total_steps:
         return ""
 
@@ -63,7 +70,10 @@ def jump(saved: Mapping[str, float], step: int, optim: Optim, total_steps: int) 
     if goes_on(optim):
         return ""
     following = learning_rate(step + 1, optim, total_steps)
-    text = f"the learning rate jumps from {saved[RATE]:.3g} at saved step {step} to {following:.3g} at step {step + 1}"
+    text = (
+        f"the learning rate jumps from {saved[RATE]:.3g} at saved step {step} to {following:.3g} at"
+        f" step {step + 1}"
+    )
     before = int(saved.get(STEPS, 0))
     old_end = structs.replace(optim, decay_steps=before)
     keeps = optim.schedule == "cosine" and before and goes_on(old_end)

@@ -7,7 +7,9 @@ from typing import Literal, dataclass_transform
 from msgspec import UNSET, Struct, UnsetType
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)  # what msgspec does, told to type checkers
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True
+)  # what msgspec does, told to type checkers
 class Frozen(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every part: immutable, strict about unknown keys when decoded."""
 
@@ -28,29 +30,43 @@ class Moe(Frozen):
     balance_loss: float = 0.0  # by what the balance of each sequence's choices counts in the loss
     z_loss: float = 0.0  # the same of the square of each token's log-sum-exp of router logits
     # UNSET where not asked for: then plans do not name it, and older ones keep their hash.
-    balance_over: Literal["sequence", "batch"] | UnsetType = UNSET  # what balance_loss balances: each sequence, all
-    bias_update: float | UnsetType = UNSET  # by what a step moves each expert's bias towards an equal load
+    balance_over: Literal["sequence", "batch"] | UnsetType = (
+        UNSET  # what balance_loss balances: each sequence, all
+    )
+    bias_update: float | UnsetType = (
+        UNSET  # by what a step moves each expert's bias towards an equal load
+    )
     capacity_factor: float | UnsetType = (
         UNSET  # an expert takes this many equal shares of each sequence, drops the rest
     )
-    jitter: float | UnsetType = UNSET  # what routers read is multiplied by random numbers up to this far from 1
+    jitter: float | UnsetType = (
+        UNSET  # what routers read is multiplied by random numbers up to this far from 1
+    )
 
 
 class Yarn(Frozen):
-    """Rotary positions stretched to longer sequences (YaRN, arXiv 2309.00071), with DeepSeek-V3's defaults."""
+    """Rotary positions stretched to longer sequences (YaRN, arXiv 2309.00071), with DeepSeek-V3's
+    defaults."""
 
     factor: float
     original_seq_len: int
-    beta_fast: float = 32.0  # dimensions that turn more often than this over the original length stay as they are
+    beta_fast: float = (
+        32.0  # dimensions that turn more often than this over the original length stay as they are
+    )
     beta_slow: float = 1.0  # those that turn less often are slowed down by `factor`
-    mscale_all_dim: float = 1.0  # attention scores grow by (0.1 * this * ln(factor) + 1)^2; 0: they do not
+    mscale_all_dim: float = (
+        1.0  # attention scores grow by (0.1 * this * ln(factor) + 1)^2; 0: they do not
+    )
 
 
 class Mtp(Frozen):
-    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): `depth` modules, each a token further."""
+    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): `depth` modules, each a
+    token further."""
 
     depth: int
-    weight: float = 0.3  # of the mean of their losses, beside the main one; DeepSeek-V3's, which ends with 0.1
+    weight: float = (
+        0.3  # of the mean of their losses, beside the main one; DeepSeek-V3's, which ends with 0.1
+    )
 
 
 class Mla(Frozen):
@@ -89,8 +105,13 @@ class Model(Frozen):
     dropout: float = 0.0
     moe: Moe | None = None
     mla: Mla | None = None
-    extra_params: dict[str, int] = {}  # outside the decoder (BERT's token types, pooler): counted, not trained
-    # What follows is UNSET where a model does not have it: then plans do not name it, and older ones keep their hash.
-    qk_norm: bool | UnsetType = UNSET  # RMSNorm of each query and key head before the positions (Qwen3)
+    extra_params: dict[
+        str, int
+    ] = {}  # outside the decoder (BERT's token types, pooler): counted, not trained
+    # What follows is UNSET where a model does not have it: then plans do not name it, and older
+    # ones keep their hash.
+    qk_norm: bool | UnsetType = (
+        UNSET  # RMSNorm of each query and key head before the positions (Qwen3)
+    )
     yarn: Yarn | UnsetType = UNSET
     mtp: Mtp | UnsetType = UNSET

@@ -1,5 +1,5 @@
-"""What is offloaded, and how optimizer state on a disk passes through memory: in chunks of equal size, whatever the
-model."""
+"""What is offloaded, and how optimizer state on a disk passes through memory: in chunks of equal
+size, whatever the model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ ROOMS = 4  # activations in memory on their way to a disk and back
 class Offload(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What is kept outside of the device's memory."""
 
-    optimizer: Literal["", "host", "disk"] = ""  # gradients, master weights and moments; "": on the device
+    optimizer: Literal["", "host", "disk"] = (
+        ""  # gradients, master weights and moments; "": on the device
+    )
     activations: Literal["", "host", "disk"] = ""  # inputs of recomputed layers
-    delayed: bool = False  # of "host": an update runs beside the next step, which computes with weights that lack it
+    # of "host": an update runs beside the next step, which computes with weights that lack it
+    delayed: bool = False
     weights: bool = False  # of "disk": weights and gradients too, in pages of a mapped file
     dir: str = ""  # of "disk"; "": the run folder
     buffer_bytes: int = 0  # of "disk": host memory through which the state passes, on each rank
@@ -39,7 +42,8 @@ def state_width(precision: str) -> int:
 
 
 def chunk_elements(buffer_bytes: int, kinds: int, itemsize: int) -> int:
-    """Elements of a chunk for so much host memory on a rank; 0: too little. `kinds`: of state, beside the gradient."""
+    """Elements of a chunk for so much host memory on a rank; 0: too little. `kinds`: of state,
+    beside the gradient."""
     room = max(0, buffer_bytes - (SLOTS + GRADIENTS) * BLOCK)
     return room // ((SLOTS * kinds + GRADIENTS) * BLOCK) * BLOCK // itemsize
 

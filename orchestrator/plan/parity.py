@@ -1,4 +1,5 @@
-"""What `orch verify` asks `python -m trainer.verify`, and what it answers: one JSON object a line, both ways."""
+"""What `orch verify` asks `python -m trainer.verify`, and what it answers: one JSON object a line,
+both ways."""
 
 from __future__ import annotations
 
@@ -6,16 +7,17 @@ from .document import Frozen, Plan
 
 #: In which precisions every cell is compared.
 ALWAYS = ("fp64", "fp32")
-#: What else is compared where rounding happens at the same places as in one process: that process, our engine itself.
+#: What else is compared where rounding happens at the same places as in one process: that process,
+#: our engine itself.
 ALONE = ", one process"
-#: Largest relative error that passes, by precision of the layout. One process computes in float64 for all but ALONE.
-#: A sum of 3,000 terms rounds by the root of their number times half of epsilon, and six times as much
-#: is the limit: 2e-5 in fp32. In fp64 it is 4e-14, of tensors a thousandth as large as the largest
-#: 4e-11, as much as AdamW adds (`trainer.verify.compare`). In bf16 and fp16 root mean squares are
-#: compared, and the limit is that of 100 and of 200 independent roundings one after the other. ALONE
-#: rounds at the same places; what sums in fp32 differ by flips a few of these roundings, and their
-#: limit does not follow from arithmetic.
-#: In fp32 a bias that began at zero is 1.1e-5 off in one of 511 cells that are equal to 2e-12 in float64.
+#: Largest relative error that passes, by precision of the layout. One process computes in float64
+#: for all but ALONE. A sum of 3,000 terms rounds by the root of their number times half of epsilon,
+#: and six times as much is the limit: 2e-5 in fp32. In fp64 it is 4e-14, of tensors a thousandth as
+#: large as the largest 4e-11, as much as AdamW adds (`trainer.verify.compare`). In bf16 and fp16
+#: root mean squares are compared, and the limit is that of 100 and of 200 independent roundings one
+#: after the other. ALONE rounds at the same places; what sums in fp32 differ by flips a few of
+#: these roundings, and their limit does not follow from arithmetic. In fp32 a bias that began at
+#: zero is 1.1e-5 off in one of 511 cells that are equal to 2e-12 in float64.
 LIMITS = {"fp64": 1e-10, "fp32": 2e-5, "bf16": 4e-2, "fp16": 7e-3}
 LIMITS |= {f"{precision}{ALONE}": 2e-4 for precision in ("bf16", "fp16")}
 
@@ -36,7 +38,8 @@ HOPELESS = 1e300
 
 
 class Errors(Frozen):
-    """The worst relative error of each quantity over all ranks, parameters and both optimizer steps."""
+    """The worst relative error of each quantity over all ranks, parameters and both optimizer
+    steps."""
 
     loss: float
     grad: float
@@ -67,7 +70,9 @@ class Verdict(Frozen):
     @property
     def equal(self) -> bool:
         found = self.errors.items()
-        return bool(found) and all(errors.largest <= LIMITS[precision] for precision, errors in found)
+        return bool(found) and all(
+            errors.largest <= LIMITS[precision] for precision, errors in found
+        )
 
     @property
     def word(self) -> str:

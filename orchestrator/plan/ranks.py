@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from .document import Model, Parallel, Plan, Rank
 
 AXES = ("tp", "cp", "ep", "pp", "dp")
-#: Composite groups: axes that vary inside one group. "grad": ranks that hold the same dense weights and sum their
-#: gradients. "model": ranks that together hold one copy of the weights (what a gradient norm is summed over).
+#: Composite groups: axes that vary inside one group. "grad": ranks that hold the same dense weights
+#: and sum their gradients. "model": ranks that together hold one copy of the weights (what a
+#: gradient norm is summed over).
 COMPOSITE: dict[str, tuple[str, ...]] = {"grad": ("cp", "ep", "dp"), "model": ("tp", "pp")}
 
 
@@ -27,7 +28,9 @@ def coords(order: Iterable[str], degrees: Mapping[str, int]) -> list[dict[str, i
 
 def _places(order: Iterable[str], degrees: Mapping[str, int]) -> list[tuple[int, ...]]:
     """As `coords`, each in the order of AXES."""
-    stride, world, columns = 1, prod(degrees.values()), dict[str, list[int]]()
+    stride = 1
+    world = prod(degrees.values())
+    columns = dict[str, list[int]]()
     for axis in order:
         turn = [index for index in range(degrees[axis]) for _ in range(stride)]
         columns[axis] = turn * (world // max(1, len(turn)))
@@ -36,7 +39,8 @@ def _places(order: Iterable[str], degrees: Mapping[str, int]) -> list[tuple[int,
 
 
 def groups(all_coords: list[dict[str, int]], varying: tuple[str, ...]) -> list[list[int]]:
-    """Rank lists in which only the axes in `varying` vary, each sorted by those coordinates (last axis slowest)."""
+    """Rank lists in which only the axes in `varying` vary, each sorted by those coordinates (last
+    axis slowest)."""
     same = list(map(_reader(tuple(axis for axis in AXES if axis not in varying)), all_coords))
     order = list(map(_reader(tuple(reversed(varying))), all_coords))
     found: dict[object, list[int]] = {key: [] for key in same}
@@ -46,12 +50,14 @@ def groups(all_coords: list[dict[str, int]], varying: tuple[str, ...]) -> list[l
 
 
 def _reader(axes: tuple[str, ...]) -> Callable[[Mapping[str, int]], Any]:
-    """Reads these axes of a coordinate. Runs once a rank and group kind: 100,000 ranks are common."""
+    """Reads these axes of a coordinate. Runs once a rank and group kind: 100,000 ranks are
+    common."""
     return itemgetter(*axes) if axes else lambda _: ()
 
 
 def all_groups(all_coords: list[dict[str, int]], pp: int) -> dict[str, list[list[int]]]:
-    """Every group list a plan carries: one entry an axis, the composites, and "embedding" (first and last stage)."""
+    """Every group list a plan carries: one entry an axis, the composites, and "embedding" (first
+    and last stage)."""
     result = {axis: groups(all_coords, (axis,)) for axis in AXES}
     result.update({name: groups(all_coords, axes) for name, axes in COMPOSITE.items()})
     result["embedding"] = [[g[0], g[-1]] if pp > 1 else [g[0]] for g in result["pp"]]
@@ -59,26 +65,35 @@ def all_groups(all_coords: list[dict[str, int]], pp: int) -> dict[str, list[list
 
 
 def embeds_at_both_ends(model: Model) -> bool:
-    """Whether the last pipeline stage holds the token table, too: as its head, or to predict further tokens. Its
-    gradients are summed over "embedding"."""
+    """Whether the last pipeline stage holds the token table, too: as its head, or to predict
+    further tokens. Its gradients are summed over "embedding"."""
     return model.tied_embeddings or bool(model.mtp)
 
 
 def nested_groups(order: Iterable[str], degrees: Mapping[str, int]) -> dict[str, list[list[int]]]:
-    """`all_groups(coords(order, degrees), ...)`, from the strides of the axes alone: linear in the ranks."""
-    stride, strides = 1, {}
+    """`all_groups(coords(order, degrees), ...)`, from the strides of the axes alone: linear in the
+    ranks."""
+    stride = 1
+    strides = {}
     for axis in order:
         strides[axis] = stride
         stride *= degrees[axis]
     wanted = {axis: (axis,) for axis in AXES} | COMPOSITE
-    result = {name: _nested(list(strides.items()), degrees, varying) for name, varying in wanted.items()}
+    result = {
+        name: _nested(list(strides.items()), degrees, varying) for name, varying in wanted.items()
+    }
     result["embedding"] = [[g[0], g[-1]] if degrees["pp"] > 1 else [g[0]] for g in result["pp"]]
     return result
 
 
-def _nested(strides: list[tuple[str, int]], degrees: Mapping[str, int], varying: tuple[str, ...]) -> list[list[int]]:
-    """As `groups`: lists in the order of their lowest rank, members by coordinate, the last of `varying` slowest."""
-    at, firsts, members = dict(strides), [0], [0]
+def _nested(
+    strides: list[tuple[str, int]], degrees: Mapping[str, int], varying: tuple[str, ...]
+) -> list[list[int]]:
+    """As `groups`: lists in the order of their lowest rank, members by coordinate, the last of
+    `varying` slowest."""
+    at = dict(strides)
+    firsts = [0]
+    members = [0]
     for axis in varying:
         members = [index * at[axis] + rank for index in range(degrees[axis]) for rank in members]
     for axis, stride in strides:
@@ -105,7 +120,10 @@ def check_ranks(plan: Plan) -> str | None:
     par = plan.parallel
     world = par.tp * par.cp * par.ep * par.pp * par.dp
     if par.world_size != world or len(plan.ranks) != world:
-        return f"plan has {len(plan.ranks)} ranks and world_size {par.world_size}, its degrees multiply to {world}"
+        return (
+            f"plan has {len(plan.ranks)} ranks and world_size {par.world_size}, its degrees"
+            f" multiply to {world}"
+        )
     names = set(plan.cluster.node_names)
     taken: set[tuple[str, int]] = set()
     for index, rank in enumerate(plan.ranks):
@@ -114,12 +132,17 @@ def check_ranks(plan: Plan) -> str | None:
         if rank.node not in names:
             return f"rank {index} is on node {rank.node!r}, which the cluster does not have"
         if not 0 <= rank.gpu < plan.cluster.gpus_per_node:
-            return f"rank {index} is on GPU {rank.gpu} of {rank.node}, which has {plan.cluster.gpus_per_node}"
+            return (
+                f"rank {index} is on GPU {rank.gpu} of {rank.node}, which has"
+                f" {plan.cluster.gpus_per_node}"
+            )
         if (rank.node, rank.gpu) in taken:
             return f"rank {index} shares GPU {rank.gpu} of {rank.node} with another rank"
         taken.add((rank.node, rank.gpu))
     places = [_read_coord(rank.coord) for rank in plan.ranks]
-    nested = sorted(par.order) == sorted(AXES)  # as in every plan that is made here; any other is read with more care
+    nested = sorted(par.order) == sorted(
+        AXES
+    )  # as in every plan that is made here; any other is read with more care
     if nested and places == _places(par.order, degrees(par)):
         if plan.groups != nested_groups(par.order, degrees(par)):
             return "groups do not follow from the ranks' coordinates"
@@ -138,7 +161,12 @@ def check_ranks(plan: Plan) -> str | None:
 def _stages_problem(plan: Plan) -> str | None:
     par = plan.parallel
     if plan.program:
-        return "the plan of a program has no layers, and no stage_layers" if par.stage_layers else None
+        return (
+            "the plan of a program has no layers, and no stage_layers" if par.stage_layers else None
+        )
     if len(par.stage_layers) != par.pp * par.vpp or sum(par.stage_layers) != plan.model.layers:
-        return f"stage_layers {par.stage_layers} must be {par.pp * par.vpp} numbers that sum to {plan.model.layers}"
+        return (
+            f"stage_layers {par.stage_layers} must be {par.pp * par.vpp} numbers that sum to"
+            f" {plan.model.layers}"
+        )
     return None

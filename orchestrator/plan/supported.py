@@ -1,8 +1,10 @@
-"""Which layouts run: the rules that every program's layout keeps; `trained` has those of the bundled trainer.
+"""Which layouts run: the rules that every program's layout keeps; `trained` has those of the
+bundled trainer.
 
-Each rule is written once, as a function from a `Case` to a problem in one line, or None. The planner refuses what
-breaks `LAYOUT` and warns about what breaks `trained.TRAINER`; the search recommends neither; submit and render refuse
-both where the bundled trainer would run the job; the trainer asks once more before it builds anything. Pure.
+Each rule is written once, as a function from a `Case` to a problem in one line, or None. The
+planner refuses what breaks `LAYOUT` and warns about what breaks `trained.TRAINER`; the search
+recommends neither; submit and render refuse both where the bundled trainer would run the job; the
+trainer asks once more before it builds anything. Pure.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ from .expert_mesh import axes, expert_mesh, folds_cp, in_words
 
 #: Schedules whose backward is one piece.
 WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
-#: Ways of context parallelism that give each rank two pieces of a sequence, so that all have equally much to attend to.
+#: Ways of context parallelism that give each rank two pieces of a sequence, so that all have
+#: equally much to attend to.
 BALANCED = ("zigzag", "allgather")
 #: Schedules for one number of micro-batches, or for even ones only: a batch that grows has others.
 FIXED_BATCH = (TABLE, "dualpipe")
 
 
 class Case(Struct, frozen=True, kw_only=True):
-    """One choice of degrees against one model, cluster and batch. `dp` is a number here, never left out."""
+    """One choice of degrees against one model, cluster and batch. `dp` is a number here, never left
+    out."""
 
     tp: int
     cp: int
@@ -67,7 +71,9 @@ class Case(Struct, frozen=True, kw_only=True):
     @property
     def micro_batches(self) -> int:
         """Of a replica; the most, where they take unequal numbers."""
-        return max(self.unequal) if self.unequal else self.global_batch_samples // self.samples_at_once
+        return (
+            max(self.unequal) if self.unequal else self.global_batch_samples // self.samples_at_once
+        )
 
     @property
     def samples_at_once(self) -> int:
@@ -76,7 +82,8 @@ class Case(Struct, frozen=True, kw_only=True):
 
     @property
     def unequal(self) -> list[int]:
-        """Micro-batches that each replica takes, where that is allowed and they do not divide; else empty."""
+        """Micro-batches that each replica takes, where that is allowed and they do not divide; else
+        empty."""
         if self.replica_micro_batches:
             return self.replica_micro_batches
         if not self.uneven or self.global_batch_samples % self.samples_at_once == 0:
@@ -89,8 +96,8 @@ class Case(Struct, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> str:
-        """As `parallel=` takes it: degrees above 1, dp when the word would otherwise leave it out of sight. Followed by
-        keys where no word says how experts fold."""
+        """As `parallel=` takes it: degrees above 1, dp when the word would otherwise leave it out
+        of sight. Followed by keys where no word says how experts fold."""
         degrees = {name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "ep")}
         folded = isinstance(self.etp, int) or folds_cp(self)
         said = in_words(self) if folded else None
@@ -110,19 +117,30 @@ Rule = Callable[[Case], str | None]
 
 
 def _gpus(case: Case) -> str | None:
-    """All GPUs are used, or the part of each NVLink domain that groups fill, or whole nodes of that of the model."""
+    """All GPUs are used, or the part of each NVLink domain that groups fill, or whole nodes of that
+    of the model."""
     if case.ranks == case.gpus:
         return None
-    domains, model = domains_of(case.cluster), (case.tp, case.cp, case.ep, case.pp)
+    domains = domains_of(case.cluster)
+    model = (case.tp, case.cp, case.ep, case.pp)
     parts = domains.parts(*model)
-    some = case.ranks % case.cluster.gpus_per_node == 0 and any(case.ranks <= part < case.gpus for part in parts)
+    some = case.ranks % case.cluster.gpus_per_node == 0 and any(
+        case.ranks <= part < case.gpus for part in parts
+    )
     if some or case.ranks in domains.parts(*model, case.dp):
         return None
-    shape = f"{len(case.cluster.node_names)} nodes x {case.cluster.gpus_per_node} GPUs = {case.gpus}"
-    shape += next((f", of which groups of {parts[most]} use {most}" for most in parts if most < case.gpus), "")
+    shape = (
+        f"{len(case.cluster.node_names)} nodes x {case.cluster.gpus_per_node} GPUs = {case.gpus}"
+    )
+    shape += next(
+        (f", of which groups of {parts[most]} use {most}" for most in parts if most < case.gpus), ""
+    )
     kinds = ", ".join(f"{count} {kind}" for kind, count in case.cluster.left_out.items())
     shape += f" (left out: {kinds})" if kinds else ""
-    return f"tp{case.tp} x pp{case.pp} x dp{case.dp} x cp{case.cp} x ep{case.ep} = {case.ranks} ranks on {shape}"
+    return (
+        f"tp{case.tp} x pp{case.pp} x dp{case.dp} x cp{case.cp} x ep{case.ep} = {case.ranks} ranks"
+        f" on {shape}"
+    )
 
 
 def _heads(case: Case) -> str | None:
@@ -141,7 +159,11 @@ def _kv_heads(case: Case) -> str | None:
 def _ffn(case: Case) -> str | None:
     moe = case.model.moe
     widths = [("ffn_hidden", case.model.ffn_hidden)]
-    widths += [("moe.ffn_hidden", moe.ffn_hidden), ("moe.shared_ffn_hidden", moe.shared_ffn_hidden)] if moe else []
+    widths += (
+        [("moe.ffn_hidden", moe.ffn_hidden), ("moe.shared_ffn_hidden", moe.shared_ffn_hidden)]
+        if moe
+        else []
+    )
     for name, width in widths:
         if width % case.tp:
             return f"tp={case.tp} does not divide {name} {width}"
@@ -150,7 +172,8 @@ def _ffn(case: Case) -> str | None:
 
 def _layers(case: Case) -> str | None:
     """Embedding and head may be virtual stages of their own, without layers."""
-    stages, layers = case.pp * case.vpp, case.model.layers
+    stages = case.pp * case.vpp
+    layers = case.model.layers
     legal = stages <= layers or (case.vpp > 1 and stages == layers + 2)
     return None if legal else f"pp{case.pp} x vpp{case.vpp} = {stages} stages for {layers} layers"
 
@@ -162,14 +185,20 @@ def _virtual_stages(case: Case) -> str | None:
 
 
 def _nvlink(case: Case) -> str | None:
-    """Innermost groups stay inside where domains hold enough whole ones: tp, and with it ep where a domain can."""
+    """Innermost groups stay inside where domains hold enough whole ones: tp, and with it ep where a
+    domain can."""
     domains = domains_of(case.cluster)
     group = domains.expert_group(case.tp, case.ep)
     room = domains.usable(group)
     if case.allow_tp_across_nvlink or case.ranks <= room:
         return None
-    size, name = domains.largest * domains.gpus_per_node, f"tp={case.tp}" + f" x ep={case.ep}" * (group > case.tp)
-    held = f": whole groups take {room} of {domains.gpus} GPUs, dp={case.dp} {case.ranks}" if room else ""
+    size = domains.largest * domains.gpus_per_node
+    name = f"tp={case.tp}" + f" x ep={case.ep}" * (group > case.tp)
+    held = (
+        f": whole groups take {room} of {domains.gpus} GPUs, dp={case.dp} {case.ranks}"
+        if room
+        else ""
+    )
     return (
         f"{name} groups would leave their NVLink domain of {size} GPUs{held}"
         " (parallel.allow_tp_across_nvlink=true plans it all the same and says what it costs)"
@@ -177,35 +206,52 @@ def _nvlink(case: Case) -> str | None:
 
 
 def _experts(case: Case) -> str | None:
-    """Ranks that share the experts. Where tp ranks hold different ones, each sends tokens of its own."""
-    etp, ep, folded = case.etp, expert_mesh(case).ep, case.etp is not UNSET or case.fold_cp is True
+    """Ranks that share the experts. Where tp ranks hold different ones, each sends tokens of its
+    own."""
+    etp = case.etp
+    ep = expert_mesh(case).ep
+    folded = case.etp is not UNSET or case.fold_cp is True
     if ep == 1 and not folded:
         return None
     if case.model.moe is None:
         said = [f"etp={etp}"] * isinstance(etp, int) + ["fold_cp=true"] * (case.fold_cp is True)
-        return f"{' '.join(said + [f'ep={case.ep}'] * (case.ep > 1))}, but {case.model.name} has no experts"
+        return (
+            f"{' '.join(said + [f'ep={case.ep}'] * (case.ep > 1))}, but {case.model.name} has no"
+            " experts"
+        )
     if isinstance(etp, int) and case.tp % etp:
         legal = ", ".join(map(str, divisors(case.tp)))
         return f"etp={etp} does not divide tp={case.tp}; legal: {legal}"
     if case.fold_cp is True and case.cp == 1:
-        return "fold_cp=true with cp=1: no cp ranks to hold different experts; legal: cp of 2 or more, or leave it out"
+        return (
+            "fold_cp=true with cp=1: no cp ranks to hold different experts; legal: cp of 2 or more,"
+            " or leave it out"
+        )
     name = f"ep={ep}" + f" (over {', '.join(axes(case))})" * folded
     experts = case.model.moe.experts
     if experts % ep:
         near = " and ".join(map(str, nearest_divisors(experts, ep)))
         return f"{name} does not divide {experts} experts; nearest divisors: {near}"
     if "tp" in axes(case) and not case.sp:
-        return f"etp={etp} below tp={case.tp} needs sequence parallelism, by which each tp rank has tokens of its own"
+        return (
+            f"etp={etp} below tp={case.tp} needs sequence parallelism, by which each tp rank has"
+            " tokens of its own"
+        )
     return None
 
 
 def _sequence(case: Case) -> str | None:
-    """Balanced context parallelism cuts a sequence in 2*cp pieces, sequence parallelism each rank's part in tp."""
+    """Balanced context parallelism cuts a sequence in 2*cp pieces, sequence parallelism each rank's
+    part in tp."""
     balanced = case.cp > 1 and case.cp_method in BALANCED
     pieces = ((2 if balanced else 1) * case.cp, case.cp * (case.tp if case.sp else 1))
-    for piece, why in zip(pieces, (f"{case.cp_method}, cp", "cp x tp, with sequence parallelism"), strict=True):
+    for piece, why in zip(
+        pieces, (f"{case.cp_method}, cp", "cp x tp, with sequence parallelism"), strict=True
+    ):
         if case.seq_len % piece:
-            return f"a sequence of {case.seq_len} tokens does not cut into {piece} equal parts ({why})"
+            return (
+                f"a sequence of {case.seq_len} tokens does not cut into {piece} equal parts ({why})"
+            )
     return None
 
 
@@ -214,7 +260,9 @@ def _ulysses(case: Case) -> str | None:
     heads = case.model.heads // case.tp
     if case.cp == 1 or case.cp_method != "ulysses" or heads % case.cp == 0:
         return None
-    return f"cp={case.cp} does not divide the {heads} attention heads of a tp rank (cp_method=ulysses)"
+    return (
+        f"cp={case.cp} does not divide the {heads} attention heads of a tp rank (cp_method=ulysses)"
+    )
 
 
 def _zero_group(case: Case) -> str | None:
@@ -222,7 +270,8 @@ def _zero_group(case: Case) -> str | None:
 
 
 def zero_group(zero: int, group: int, ranks: int) -> str | None:
-    """Hybrid sharding cuts the `ranks` that hold the same weights (dp x cp x ep) into groups of equal size."""
+    """Hybrid sharding cuts the `ranks` that hold the same weights (dp x cp x ep) into groups of
+    equal size."""
     if not group:
         return None
     if zero == 0:
@@ -230,8 +279,8 @@ def zero_group(zero: int, group: int, ranks: int) -> str | None:
     if ranks % group:
         near = " or ".join(map(str, nearest_divisors(ranks, group)))
         return (
-            f"zero_group={group} does not divide the dp x cp x ep = {ranks} ranks that hold the same weights"
-            f" ({near} does)"
+            f"zero_group={group} does not divide the dp x cp x ep = {ranks} ranks that hold the"
+            f" same weights ({near} does)"
         )
     return None
 
@@ -239,51 +288,66 @@ def zero_group(zero: int, group: int, ranks: int) -> str | None:
 def _sharding(case: Case) -> str | None:
     from .schedules import copies
 
-    return sharding(case.zero, case.pp, case.schedule_name, copies(case.schedule_name, case.pp, case.vpp))
+    return sharding(
+        case.zero, case.pp, case.schedule_name, copies(case.schedule_name, case.pp, case.vpp)
+    )
 
 
 def sharding(zero: int, pp: int, schedule: str, copies: int) -> str | None:
-    """Whether a ZeRO stage goes with a schedule, which holds `copies` of the model on one pipeline (dualpipe: 2)."""
+    """Whether a ZeRO stage goes with a schedule, which holds `copies` of the model on one pipeline
+    (dualpipe: 2)."""
     if zero == 3 and pp > 1 and schedule not in WHOLE_BACKWARD:
         return (
-            f"zero=3 with schedule {schedule}: torch's fully_shard does not take a split backward; legal schedules:"
-            f" {', '.join(WHOLE_BACKWARD)}, or zero 0 to 2"
+            f"zero=3 with schedule {schedule}: torch's fully_shard does not take a split backward;"
+            f" legal schedules: {', '.join(WHOLE_BACKWARD)}, or zero 0 to 2"
         )
     if zero >= 2 and copies > 1:
         return (
-            f"zero={zero} with schedule {schedule}: both ranks of a stage complete its gradients in different orders;"
-            " use zero0 or zero1"
+            f"zero={zero} with schedule {schedule}: both ranks of a stage complete its gradients in"
+            " different orders; use zero0 or zero1"
         )
     return None
 
 
 def _positions(case: Case) -> str | None:
     if case.model.position == "learned" and case.seq_len > case.model.max_seq_len:
-        return f"train.seq_len={case.seq_len}, {case.model.name} has {case.model.max_seq_len} learned positions"
+        return (
+            f"train.seq_len={case.seq_len}, {case.model.name} has {case.model.max_seq_len} learned"
+            " positions"
+        )
     return None
 
 
 def _batch(case: Case) -> str | None:
     samples = case.samples_at_once
-    if case.uneven and case.global_batch_samples % case.micro_batch_size == 0 and case.global_batch_samples >= samples:
+    if (
+        case.uneven
+        and case.global_batch_samples % case.micro_batch_size == 0
+        and case.global_batch_samples >= samples
+    ):
         return _unequal(case) if case.unequal else None
     if case.global_batch_samples % samples:
         below = case.global_batch_samples // samples * samples
         near = " or ".join(str(size) for size in (below, below + samples) if size)
         return (
-            f"a global batch of {case.global_batch_samples} samples does not split into micro-batches of"
-            f" {case.micro_batch_size} over dp{case.dp} x ep{case.ep} = {case.dp * case.ep} ranks"
-            f" (train.global_batch_samples={near} does)"
+            f"a global batch of {case.global_batch_samples} samples does not split into"
+            f" micro-batches of {case.micro_batch_size} over dp{case.dp} x ep{case.ep} ="
+            f" {case.dp * case.ep} ranks (train.global_batch_samples={near} does)"
         )
     return None
 
 
 def _unequal(case: Case) -> str | None:
-    """From ZeRO-2 on all compute as many micro-batches as the replica that takes most (`plan.batch.computed`)."""
-    most, fewest = max(case.unequal), min(case.unequal)
+    """From ZeRO-2 on all compute as many micro-batches as the replica that takes most
+    (`plan.batch.computed`)."""
+    most = max(case.unequal)
+    fewest = min(case.unequal)
     problem = None
     if case.ep > 1:
-        problem = f"ep={case.ep}: the experts' exchanges join replicas for every micro-batch, so all need equally many"
+        problem = (
+            f"ep={case.ep}: the experts' exchanges join replicas for every micro-batch, so all need"
+            " equally many"
+        )
     elif case.batch_ramp is not None:
         problem = "train.batch_ramp grows the batch in whole micro-batches on every replica"
     elif case.schedule_name == TABLE:
@@ -308,8 +372,9 @@ def _schedule(case: Case) -> str | None:
     found = (table.pp, table.vpp, table.micro_batches)
     if found == (case.pp, case.vpp, case.micro_batches):
         return None
-    return "the table is for pp{} x vpp{} and {} micro-batches".format(*found) + (
-        f", the job has pp{case.pp} x vpp{case.vpp} and {case.micro_batches}"
+    return (
+        "the table is for pp{} x vpp{} and {} micro-batches".format(*found)
+        + f", the job has pp{case.pp} x vpp{case.vpp} and {case.micro_batches}"
     )
 
 

@@ -19,7 +19,8 @@ def _expert_parallel(case: Case) -> str | None:
 
 
 def expert_sharding(zero: int, ep: int, group: int, replicas: int) -> str | None:
-    """The `replicas` that hold the same experts shard them by themselves, or a share of each zero_group."""
+    """The `replicas` that hold the same experts shard them by themselves, or a share of each
+    zero_group."""
     if ep == 1 or zero == 0:
         return None
     if group % ep:
@@ -31,15 +32,22 @@ def expert_sharding(zero: int, ep: int, group: int, replicas: int) -> str | None
 
 def _biases(case: Case) -> str | None:
     parts = "experts" if case.model.moe else "latent attention" if case.model.mla else None
-    return f"model {case.model.name}: the trainer's {parts} do not have biases" if parts and case.model.bias else None
+    return (
+        f"model {case.model.name}: the trainer's {parts} do not have biases"
+        if parts and case.model.bias
+        else None
+    )
 
 
 #: Recipes of scaling that the trainer runs, and the side of the second's blocks.
-FP8, BLOCK = ("fp8_tensor", "fp8_block"), 128
+FP8 = ("fp8_tensor", "fp8_block")
+BLOCK = 128
 
 
 def _matmul(case: Case) -> str | None:
-    name, model, tp = f"train.matmul={case.matmul}", case.model, case.tp
+    name = f"train.matmul={case.matmul}"
+    model = case.model
+    tp = case.tp
     if not case.matmul:
         return None
     if case.matmul not in FP8:
@@ -52,19 +60,25 @@ def _matmul(case: Case) -> str | None:
     if case.precision == "fp16":
         return f"{name} with train.precision=fp16: bf16, fp32 or fp64"
     if tp > model.kv_heads:
-        return f"{name} with tp={tp}: ranks share {model.kv_heads} kv_heads, and would round parts of a gradient's sum"
+        return (
+            f"{name} with tp={tp}: ranks share {model.kv_heads} kv_heads, and would round parts of"
+            " a gradient's sum"
+        )
     if case.matmul == "fp8_tensor":
         return None
     heads = {"heads": model.heads, "kv_heads": model.kv_heads}
     sizes = {f"model.{key} * head_dim": count * model.head_dim for key, count in heads.items()}
     for key, size in (sizes | {"model.ffn_hidden": model.ffn_hidden}).items():
         if tp > 1 and size % (tp * BLOCK):
-            return f"{name} with tp={tp}: {key}={size} must be a multiple of {tp * BLOCK}, or ranks cut blocks"
+            return (
+                f"{name} with tp={tp}: {key}={size} must be a multiple of {tp * BLOCK}, or ranks"
+                " cut blocks"
+            )
     piece = case.cp * (2 if case.cp_method in BALANCED else 1)
     if case.cp > 1 and case.seq_len % (piece * BLOCK):
         return (
-            f"{name} with cp={case.cp} {case.cp_method}: train.seq_len={case.seq_len} must be a multiple of"
-            f" {piece * BLOCK}, or ranks cut blocks"
+            f"{name} with cp={case.cp} {case.cp_method}: train.seq_len={case.seq_len} must be a"
+            f" multiple of {piece * BLOCK}, or ranks cut blocks"
         )
     return None
 
@@ -76,9 +90,14 @@ STATE_BLOCK = 64
 def _optim_state(case: Case) -> str | None:
     if case.optim_state != "8bit":
         return None
-    model, tp, latent = case.model, case.tp, case.model.mla
+    model = case.model
+    tp = case.tp
+    latent = case.model.mla
     head = latent.v_head_dim if latent else model.head_dim
-    sizes = {"model.hidden": (model.hidden, 1), "heads * head_dim of model": (model.heads * head, tp)}
+    sizes = {
+        "model.hidden": (model.hidden, 1),
+        "heads * head_dim of model": (model.heads * head, tp),
+    }
     sizes["model.ffn_hidden"] = model.ffn_hidden, tp
     if latent:
         ranks = {"q_lora_rank": latent.q_lora_rank, "kv_lora_rank": latent.kv_lora_rank}
@@ -89,37 +108,57 @@ def _optim_state(case: Case) -> str | None:
     for name, (size, parts) in sizes.items():
         if size % (parts * STATE_BLOCK):
             return (
-                f"optim.state=8bit: {name}={size} must be a multiple of {parts * STATE_BLOCK}, or blocks of"
-                f" {STATE_BLOCK} are cut; optim.state=bf16 has none"
+                f"optim.state=8bit: {name}={size} must be a multiple of {parts * STATE_BLOCK}, or"
+                f" blocks of {STATE_BLOCK} are cut; optim.state=bf16 has none"
             )
     return None
 
 
 def _grad_dtype(case: Case) -> str | None:
     legal = case.grad_dtype != "fp16" and (case.precision == "fp64") == (case.grad_dtype == "fp64")
-    return None if legal else f"train.grad_dtype={case.grad_dtype} with {case.precision}: fp32, bf16, or both fp64"
+    return (
+        None
+        if legal
+        else f"train.grad_dtype={case.grad_dtype} with {case.precision}: fp32, bf16, or both fp64"
+    )
 
 
 def _causal(case: Case) -> str | None:
-    return None if case.model.causal else f"model {case.model.name} is not causal: the trainer predicts the next token"
+    return (
+        None
+        if case.model.causal
+        else f"model {case.model.name} is not causal: the trainer predicts the next token"
+    )
 
 
 def _kv_groups(case: Case) -> str | None:
-    heads, kv = case.model.heads, case.model.kv_heads
+    heads = case.model.heads
+    kv = case.model.kv_heads
     return f"model.kv_heads={kv} must divide model.heads={heads}" if heads % kv else None
 
 
 def _rotary(case: Case) -> str | None:
     model = case.model
     if model.mla is not None and model.position != "rope":
-        return f"model {model.name} has latent attention with position={model.position}: its positions are rotary"
+        return (
+            f"model {model.name} has latent attention with position={model.position}: its positions"
+            " are rotary"
+        )
     if model.mla is None and model.yarn and model.yarn.factor > 1 and model.yarn.mscale_all_dim:
         return (
-            f"model {model.name} has yarn without latent attention, which alone makes attention scores grow;"
-            " legal: yarn.mscale_all_dim=0, stretched positions without it"
+            f"model {model.name} has yarn without latent attention, which alone makes attention"
+            " scores grow; legal: yarn.mscale_all_dim=0, stretched positions without it"
         )
-    name, width = ("mla.qk_rope_head_dim", model.mla.qk_rope_head_dim) if model.mla else ("head_dim", model.head_dim)
-    return f"model.{name}={width} must be even for rotary positions" if model.position == "rope" and width % 2 else None
+    name, width = (
+        ("mla.qk_rope_head_dim", model.mla.qk_rope_head_dim)
+        if model.mla
+        else ("head_dim", model.head_dim)
+    )
+    return (
+        f"model.{name}={width} must be even for rotary positions"
+        if model.position == "rope" and width % 2
+        else None
+    )
 
 
 def _predictions(case: Case) -> str | None:
@@ -127,42 +166,71 @@ def _predictions(case: Case) -> str | None:
     if not mtp or mtp.depth < case.seq_len:
         return None
     return (
-        f"model.mtp.depth={mtp.depth}: a sequence of {case.seq_len} tokens has no target so far ahead; legal: below it"
+        f"model.mtp.depth={mtp.depth}: a sequence of {case.seq_len} tokens has no target so far"
+        " ahead; legal: below it"
     )
 
 
 def _batch_ramp(case: Case) -> str | None:
-    ramp, unit = case.batch_ramp, case.samples_at_once
+    ramp = case.batch_ramp
+    unit = case.samples_at_once
     if ramp is None:
         return None
     if not unit <= ramp.start_samples <= case.global_batch_samples:
         return (
-            f"train.batch_ramp starts at {ramp.start_samples} samples; legal: from {unit} (a micro-batch a replica) to"
-            f" the full batch of {case.global_batch_samples}"
+            f"train.batch_ramp starts at {ramp.start_samples} samples; legal: from {unit} (a"
+            f" micro-batch a replica) to the full batch of {case.global_batch_samples}"
         )
     if case.schedule_name in FIXED_BATCH:
-        return f"train.batch_ramp changes the number of micro-batches, which schedule {case.schedule_name} fixes"
+        return (
+            "train.batch_ramp changes the number of micro-batches, which schedule"
+            f" {case.schedule_name} fixes"
+        )
     return None
 
 
 #: Models that the bundled trainer does not run in any layout, although another program might.
-MODELS: dict[str, Rule] = {"biases": _biases, "causal": _causal, "kv_groups": _kv_groups, "rotary": _rotary}
+MODELS: dict[str, Rule] = {
+    "biases": _biases,
+    "causal": _causal,
+    "kv_groups": _kv_groups,
+    "rotary": _rotary,
+}
 #: All that the bundled trainer does not run.
 TRAINER: dict[str, Rule] = MODELS | {
-    **{"expert_parallel": _expert_parallel, "batch_ramp": _batch_ramp, "matmul": _matmul},
-    **{"optim_state": _optim_state},
-    **{"grad_dtype": _grad_dtype, "predictions": _predictions},
+    "expert_parallel": _expert_parallel,
+    "batch_ramp": _batch_ramp,
+    "matmul": _matmul,
+    "optim_state": _optim_state,
+    "grad_dtype": _grad_dtype,
+    "predictions": _predictions,
 }
 
 
 def case_of(plan: Plan) -> Case:
     """The choice of degrees that a plan holds."""
-    par, train = plan.parallel, plan.job.train
-    names = ["tp", "cp", "ep", "pp", "dp", "vpp", "zero", "sp", "schedule", "schedule_rows", "cp_method", "zero_group"]
+    par = plan.parallel
+    train = plan.job.train
+    names = [
+        "tp",
+        "cp",
+        "ep",
+        "pp",
+        "dp",
+        "vpp",
+        "zero",
+        "sp",
+        "schedule",
+        "schedule_rows",
+        "cp_method",
+        "zero_group",
+    ]
     names += ["etp", "fold_cp", "expert_all_to_all"]
     names += ["micro_batch_size", "global_batch_samples", "replica_micro_batches"]
     same: dict[str, Any] = {name: getattr(par, name) for name in names}
-    same |= {name: getattr(train, name) for name in ("precision", "grad_dtype", "batch_ramp", "seq_len")}
+    same |= {
+        name: getattr(train, name) for name in ("precision", "grad_dtype", "batch_ramp", "seq_len")
+    }
     return Case(
         **same,
         matmul=plan.job.matmul,
@@ -170,25 +238,37 @@ def case_of(plan: Plan) -> Case:
         allow_tp_across_nvlink=True,  # whoever made the plan allowed what is in it
         uneven=bool(par.replica_micro_batches),
         model=plan.model,
-        cluster=cut(plan.cluster, range(-(-par.world_size // plan.cluster.gpus_per_node))),  # without its spares
+        cluster=cut(
+            plan.cluster, range(-(-par.world_size // plan.cluster.gpus_per_node))
+        ),  # without its spares
     )
 
 
 def problems(plan: Plan) -> Iterator[str]:
-    """Every reason for which the bundled trainer does not run a plan, in the order in which a reader would fix them."""
+    """Every reason for which the bundled trainer does not run a plan, in the order in which a
+    reader would fix them."""
     if plan.program:
         yield "it is the plan of a user's program: it has no model"
         return
-    case, train, layers = case_of(plan), plan.job.train, plan.model.layers
+    case = case_of(plan)
+    train = plan.job.train
+    layers = plan.model.layers
     yield from filter(None, (rule(case) for rule in (*TRAINER.values(), *LAYOUT.values())))
     yield from filter(None, [hierarchy.problem(plan)])
     if train.recompute == "budget" and len(train.recompute_layers) != layers:
-        yield f"train.recompute=budget has {len(train.recompute_layers)} recompute_layers for {layers} layers"
+        yield (
+            f"train.recompute=budget has {len(train.recompute_layers)} recompute_layers for"
+            f" {layers} layers"
+        )
 
 
 def refusal(plan: Plan) -> str | None:
-    """One line for people: why the bundled trainer does not run what the planner has taken. None where it does."""
+    """One line for people: why the bundled trainer does not run what the planner has taken. None
+    where it does."""
     if plan.program:
         return f"{NOT_RUN}: it is of a program of the user's, without a model"
     found = broken(case_of(plan), TRAINER)
-    return found and f"{NOT_RUN}: {found[1]}; a program of your own may (orch submit ... -- python train.py)"
+    return (
+        found
+        and f"{NOT_RUN}: {found[1]}; a program of your own may (orch submit ... -- python train.py)"
+    )

@@ -1,8 +1,8 @@
 """What an agent hands to a worker, and what a worker says back.
 
-To the worker: torchrun's environment variables, so that any torchrun script runs unchanged, plus a few of our own.
-From the worker: one JSON object a line on the inherited file descriptor `ORCH_REPORT_FD`. Writes never block training:
-a full pipe drops the line and counts it.
+To the worker: torchrun's environment variables, so that any torchrun script runs unchanged, plus a
+few of our own. From the worker: one JSON object a line on the inherited file descriptor
+`ORCH_REPORT_FD`. Writes never block training: a full pipe drops the line and counts it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _STEP = re.compile(r"step-(\d{8})")
 
 
 class WorkerEnv(Struct, frozen=True, kw_only=True):
-    """A worker's identity. Read from the environment once, in the trainer's `__main__`, never inside layers."""
+    """A worker's identity. Read from the environment once, in the trainer's `__main__`, never
+    inside layers."""
 
     rank: int
     local_rank: int
@@ -42,7 +43,9 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
     plan_hash: str
     run_dir: str
     report_fd: int | None
-    store_fd: int | None = None  # rank 0: a socket that listens at master_addr:master_port, for the store
+    store_fd: int | None = (
+        None  # rank 0: a socket that listens at master_addr:master_port, for the store
+    )
     nodes: int = 0  # that have ranks; 0: all have as many as this one
     max_restarts: int = 0
 
@@ -63,7 +66,9 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
             "TORCHELASTIC_RUN_ID": self.run_id,
             "TORCHELASTIC_RESTART_COUNT": self.epoch,
             "TORCHELASTIC_MAX_RESTARTS": self.max_restarts,
-            "TORCHELASTIC_ERROR_FILE": Path(self.run_dir, "logs", f"error-{self.epoch}-{self.rank}.json"),
+            "TORCHELASTIC_ERROR_FILE": Path(
+                self.run_dir, "logs", f"error-{self.epoch}-{self.rank}.json"
+            ),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "ORCH_RUN_ID": self.run_id,
             "ORCH_EPOCH": self.epoch,
@@ -84,7 +89,9 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
 
         def text(name: str) -> str:
             if name not in env:
-                raise ValueError(f"environment variable {name} is not set (workers are started by an orch agent)")
+                raise ValueError(
+                    f"environment variable {name} is not set (workers are started by an orch agent)"
+                )
             return env[name]
 
         def number(name: str) -> int:
@@ -113,18 +120,26 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
 
 
 def checkpoint_dir(plan_dir: str, run_dir: str) -> Path:
-    """Where a run's checkpoints live: the plan's `checkpoint.dir`, or the run folder's `checkpoints`."""
+    """Where a run's checkpoints live: the plan's `checkpoint.dir`, or the run folder's
+    `checkpoints`."""
     return Path(plan_dir) if plan_dir else Path(run_dir) / "checkpoints"
 
 
 def committed(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every committed checkpoint, newest first. Committed means renamed, not verified."""
+    """(step, folder) of every committed checkpoint, newest first. Committed means renamed, not
+    verified."""
     with contextlib.suppress(FileNotFoundError):
         while True:
-            named = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+            named = [
+                (int(match[1]), path)
+                for path in folder.iterdir()
+                if (match := _STEP.fullmatch(path.name))
+            ]
             found = sorted(((step, path) for step, path in named if path.is_dir()), reverse=True)
             if found or all(path.exists() for _, path in named):
-                return found  # else all were replaced by newer ones since they were listed: list again
+                return (
+                    found  # else all were replaced by newer ones since they were listed: list again
+                )
     return []
 
 
@@ -138,12 +153,14 @@ def pin_file(run_dir: str | Path, pin: str) -> Path:
 
 
 def claims_folder(run_dir: str | Path) -> Path:
-    """Where the coordinators of an elastic run claim its epochs, one file each, named by the number."""
+    """Where the coordinators of an elastic run claim its epochs, one file each, named by the
+    number."""
     return Path(run_dir) / "claims"
 
 
 def newest_claim(folder: str | Path) -> int:
-    """The newest epoch that anybody has claimed, -1 for none. Whoever holds an older one must not write any more."""
+    """The newest epoch that anybody has claimed, -1 for none. Whoever holds an older one must not
+    write any more."""
     try:
         return max((int(name) for name in os.listdir(folder) if name.isdecimal()), default=-1)
     except FileNotFoundError:
@@ -156,15 +173,17 @@ def trace_file(run_dir: str | Path, rank: int) -> Path:
 
 
 def choices_file(run_dir: str | Path, step: int, rank: int) -> Path:
-    """Which experts a rank's tokens chose in a step (`job.record_choices`): safetensors, docs/experts.md."""
+    """Which experts a rank's tokens chose in a step (`job.record_choices`): safetensors,
+    docs/experts.md."""
     return Path(run_dir) / "choices" / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors"
 
 
 def replica_dir(run_dir: str | Path, node: str) -> Path:
     """Folder of a node's in-memory replicas of a run's state. Whoever ends a run deletes it.
 
-    Named by the run folder's path and inode, so that a later run of the same name does not find what a killed one left;
-    and by the node, because several nodes of the local backend share one machine.
+    Named by the run folder's path and inode, so that a later run of the same name does not find
+    what a killed one left; and by the node, because several nodes of the local backend share one
+    machine.
     """
     folder = Path(run_dir).resolve()
     parts = (f"{folder}\0{folder.stat().st_ino}", node)
@@ -181,8 +200,12 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
     samples: int  # consumed so far, globally
     tokens: int  # of this step, globally
     step_s: float
-    loss: float | None = None  # mean over the global valid tokens; the same number on every rank that has it
-    loss_terms: dict[str, float] = {}  # what else was added to the loss, by name, divided; not part of `loss`
+    loss: float | None = (
+        None  # mean over the global valid tokens; the same number on every rank that has it
+    )
+    loss_terms: dict[
+        str, float
+    ] = {}  # what else was added to the loss, by name, divided; not part of `loss`
     grad_norm: float | None = None  # before clipping
     lr: float | None = None
     phase_s: dict[str, float] = {}  # data, forward, backward, optimizer, comm, checkpoint
@@ -194,20 +217,27 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
     memory_bytes: dict[str, int] = {}  # params, grads, optimizer, activations, buffers, total
     mfu: float | None = None
     hfu: float | None = None
-    experts: dict[str, ExpertLoad] = {}  # by layer; of sampled steps, from one rank of those with the same layers
+    experts: dict[
+        str, ExpertLoad
+    ] = {}  # by layer; of sampled steps, from one rank of those with the same layers
     fingerprint: str = ""  # of the step's samples, over all ranks: `trainer.data.fingerprint`
-    bubble_ratio: float | None = None  # share of the step in which this rank waits for other pipeline stages
+    bubble_ratio: float | None = (
+        None  # share of the step in which this rank waits for other pipeline stages
+    )
     dropped_reports: int = 0
 
 
-#: Groups of `metrics.pattern`: what can be read from the printed lines of a program that sends no reports.
+#: Groups of `metrics.pattern`: what can be read from the printed lines of a program that sends no
+#: reports.
 PRINTED = ("step", "loss", "tokens", "samples", "lr", "grad_norm")
 
 
 class EventReport(Struct, kw_only=True, tag_field="kind", tag="event", omit_defaults=True):
-    """Something that happened once: data_progress, ranks_checked, checkpoint_saved, resumed, stopping, done, failed.
+    """Something that happened once: data_progress, ranks_checked, checkpoint_saved, resumed,
+    stopping, done, failed.
 
-    `failed` may say which `cause` it was (`orchestrator.run.state.WORKER_CAUSES`), next to its `error`.
+    `failed` may say which `cause` it was (`orchestrator.run.state.WORKER_CAUSES`), next to its
+    `error`.
     """
 
     rank: int
@@ -218,14 +248,15 @@ class EventReport(Struct, kw_only=True, tag_field="kind", tag="event", omit_defa
 
 
 class ProgressReport(Struct, kw_only=True, tag_field="kind", tag="pulse", omit_defaults=True):
-    """What a rank does now, about twice a second. While the run makes no step, a rank whose reports show no advance, or
-    have stopped, is ended and its run restarted; ranks that never sent one are not judged. Users' programs may send it
-    too, so its kind keeps its name."""
+    """What a rank does now, about twice a second. While the run makes no step, a rank whose reports
+    show no advance, or have stopped, is ended and its run restarted; ranks that never sent one are
+    not judged. Users' programs may send it too, so its kind keeps its name."""
 
     rank: int
     epoch: int
     step: int  # in progress; 0 before the first
-    phase: str  # start, data, forward, backward, optimizer, comm, checkpoint, or a word of the program's own
+    # start, data, forward, backward, optimizer, comm, checkpoint, or a word of the program's own
+    phase: str
     waiting: str | None = None  # the collective that it waits in
     moves: int = 0  # grows with every advance
 

@@ -19,7 +19,8 @@ GIB = 1 << 30
 OFFLOADED = 0.5  # share of the step above which an offloaded update is reported
 BUBBLE = 0.20  # share of the step above which it is reported
 
-#: GPU -> (highest MFU ever measured of a dense model trained in 16 bits, as a plan counts it; where)
+#: GPU -> (highest MFU ever measured of a dense model trained in 16 bits, as a plan counts it;
+#: where)
 BEST_MEASURED = {
     "V100": (0.423, "GPT 1.16B on one V100 of a DGX-2H: Megatron-LM images/tables.tex of 2020"),
     "A100": (0.627, "MPT 3B on 8 A100 80GB: llm-foundry scripts/train/benchmarking/README.md"),
@@ -32,11 +33,14 @@ SAME_CHIP = {"A800": "A100", "A30": "A100", "H800": "H100", "H200": "H100", "GH2
 SAME_CHIP |= dict.fromkeys(("GB200", "B300", "GB300", "B100"), "B200")
 
 
-def warnings(plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_layout: bool = False) -> list[str]:
+def warnings(
+    plan: Plan, inside_nvlink: tuple[str, float] | None = None, any_layout: bool = False
+) -> list[str]:
     """All warnings of a plan, each in one line.
 
-    `inside_nvlink`: (parallelism spec, step seconds) of the nearest degrees that keep tensor parallelism inside NVLink.
-    `any_layout`: the plan is for a program of the user's, so what the bundled trainer does not run is no warning.
+    `inside_nvlink`: (parallelism spec, step seconds) of the nearest degrees that keep tensor
+    parallelism inside NVLink. `any_layout`: the plan is for a program of the user's, so what the
+    bundled trainer does not run is no warning.
     """
     found = [
         None if any_layout else refusal(plan),
@@ -62,7 +66,10 @@ def _memory(plan: Plan) -> str | None:
     memory = plan.memory
     if memory.total <= memory.capacity:
         return None
-    parts = {name: getattr(memory, name) for name in ("params", "grads", "optimizer", "activations", "buffers")}
+    parts = {
+        name: getattr(memory, name)
+        for name in ("params", "grads", "optimizer", "activations", "buffers")
+    }
     largest = max(parts, key=lambda name: parts[name])
     change = {
         "params": "raise tp or pp, or shard them (zero3)",
@@ -72,35 +79,49 @@ def _memory(plan: Plan) -> str | None:
         "buffers": "a smaller parallel.micro_batch_size",
     }[largest]
     return (
-        f"does not fit: rank {memory.worst_rank} needs {memory.total / GIB:.1f} GiB of {memory.capacity / GIB:.1f} GiB;"
-        f" the largest part is {largest} with {parts[largest] / GIB:.1f} GiB: {change}"
+        f"does not fit: rank {memory.worst_rank} needs {memory.total / GIB:.1f} GiB of"
+        f" {memory.capacity / GIB:.1f} GiB; the largest part is {largest} with"
+        f" {parts[largest] / GIB:.1f} GiB: {change}"
     )
 
 
 def _faster_than_measured(plan: Plan) -> str | None:
     gpu = gpu_model(plan.cluster.gpu.name).upper() or plan.cluster.gpu.name
-    best, where = BEST_MEASURED.get(SAME_CHIP.get(gpu, gpu), BEST_MEASURED["A100"])  # the highest on any GPU
-    if plan.model.moe or plan.job.matmul or plan.job.train.precision not in ("bf16", "fp16") or plan.mfu <= best:
+    best, where = BEST_MEASURED.get(
+        SAME_CHIP.get(gpu, gpu), BEST_MEASURED["A100"]
+    )  # the highest on any GPU
+    if (
+        plan.model.moe
+        or plan.job.matmul
+        or plan.job.train.precision not in ("bf16", "fp16")
+        or plan.mfu <= best
+    ):
         return None
     return (
-        f"predicted MFU {plan.mfu:.1%} is above {best:.1%}, the best ever measured in 16 bits on this GPU ({where}):"
-        " count on a slower step"
+        f"predicted MFU {plan.mfu:.1%} is above {best:.1%}, the best ever measured in 16 bits on"
+        f" this GPU ({where}): count on a slower step"
     )
 
 
 def _left_out(plan: Plan) -> str | None:
     """Nodes of another kind, which the job cannot use."""
-    kinds = {kind: count for kind, count in plan.cluster.left_out.items() if kind != "out of service"}
+    kinds = {
+        kind: count for kind, count in plan.cluster.left_out.items() if kind != "out of service"
+    }
     if not kinds:
         return None
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     have = f"{plan.cluster.gpus_per_node} {plan.cluster.gpu.name}"
-    return f"a job runs on nodes of one kind, here {len(plan.cluster.node_names)} with {have}; left out: {counts}"
+    return (
+        f"a job runs on nodes of one kind, here {len(plan.cluster.node_names)} with {have}; left"
+        f" out: {counts}"
+    )
 
 
 def _idle(plan: Plan) -> str | None:
     """GPUs that the job leaves idle because groups do not divide their NVLink domains."""
-    par, domains = plan.parallel, domains_of(plan.cluster)
+    par = plan.parallel
+    domains = domains_of(plan.cluster)
     parts = domains.parts(par.tp, par.cp, par.ep, par.pp, par.dp)
     parts = domains.parts(par.tp, par.cp, par.ep, par.pp) if par.world_size not in parts else parts
     part = min((gpus for gpus in parts if par.world_size <= gpus < domains.gpus), default=0)
@@ -111,11 +132,18 @@ def _idle(plan: Plan) -> str | None:
     sizes = [str(nodes * domains.gpus_per_node) for nodes, _ in domains.sizes]
     why = f"groups of {parts[part]} do not divide {' or '.join(sizes)}"
     busy = range(par.world_size // domains.gpus_per_node)  # ranks fill the first nodes
-    each = {sum(node in busy for node in nodes) * domains.gpus_per_node for nodes in plan.cluster.nvlink_domains}
+    each = {
+        sum(node in busy for node in nodes) * domains.gpus_per_node
+        for nodes in plan.cluster.nvlink_domains
+    }
     if len(sizes) == len(each) == 1:
         return f"{each.pop()} of each NVLink domain's {sizes[0]} GPUs are used: {why}; {idle}"
     used = f"{par.world_size} of {domains.gpus} GPUs are used: {why}, the GPUs of an NVLink domain"
-    copies = f", and dp={par.dp} copies of the model take no more of the {part} left" if par.world_size < part else ""
+    copies = (
+        f", and dp={par.dp} copies of the model take no more of the {part} left"
+        if par.world_size < part
+        else ""
+    )
     return f"{used}{copies}; {idle}"
 
 
@@ -125,7 +153,10 @@ def _tp_outside(plan: Plan, inside: tuple[str, float] | None) -> str | None:
         return None
     line = f"tensor-parallel groups of {plan.parallel.tp} leave NVLink and cross {level}"
     exposed = plan.time.exposed_comm_s["tp"]
-    line += f": {exposed:.3g} s of tensor-parallel communication a step, {exposed / plan.time.step_s:.0%} of it"
+    line += (
+        f": {exposed:.3g} s of tensor-parallel communication a step,"
+        f" {exposed / plan.time.step_s:.0%} of it"
+    )
     if inside is None:
         return line
     spec, seconds = inside
@@ -138,8 +169,9 @@ def _bubble(plan: Plan) -> str | None:
         return None
     par = plan.parallel
     return (
-        f"pipeline bubble {plan.time.bubble_ratio:.0%} of the step: {par.micro_batches} micro-batches for"
-        f" {par.pp} stages; raise the global batch, lower pp, or use virtual stages (vppN)"
+        f"pipeline bubble {plan.time.bubble_ratio:.0%} of the step: {par.micro_batches}"
+        f" micro-batches for {par.pp} stages; raise the global batch, lower pp, or use virtual"
+        " stages (vppN)"
     )
 
 
@@ -147,8 +179,8 @@ def _sequence_length(plan: Plan) -> str | None:
     if plan.job.train.seq_len <= plan.model.max_seq_len:
         return None
     return (
-        f"train.seq_len={plan.job.train.seq_len} is longer than the {plan.model.max_seq_len} tokens that"
-        f" {plan.model.name} was made for"
+        f"train.seq_len={plan.job.train.seq_len} is longer than the {plan.model.max_seq_len} tokens"
+        f" that {plan.model.name} was made for"
     )
 
 
@@ -165,27 +197,38 @@ def _replicated_state(plan: Plan) -> str | None:
 
 def _sharded_gradients(plan: Plan) -> str | None:
     """Communication that ZeRO-2 and -3 repeat for every micro-batch and ZeRO-1 does once a step."""
-    par, software = plan.parallel, SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
-    replicas, many = par.dp * par.cp * par.ep, reductions(par, software.reduces_by_round)
+    par = plan.parallel
+    software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
+    replicas = par.dp * par.cp * par.ep
+    many = reductions(par, software.reduces_by_round)
     if par.zero < 2 or replicas == 1 or many == 1:
         return None
     if par.zero == 2:
-        text = f"zero2 reduce-scatters every gradient for each of {many} micro-batches: {many + 1} Psi a step"
+        text = (
+            f"zero2 reduce-scatters every gradient for each of {many} micro-batches: {many + 1} Psi"
+            " a step"
+        )
     elif par.pp > 1:
         text = (
-            f"zero3 with pp={par.pp} holds every weight gathered during a step, and reduce-scatters each gradient for"
-            f" each of {many} micro-batches: {many + 1} Psi a step"
+            f"zero3 with pp={par.pp} holds every weight gathered during a step, and reduce-scatters"
+            f" each gradient for each of {many} micro-batches: {many + 1} Psi a step"
         )
     else:
-        text = f"zero3 gathers weights twice and reduce-scatters gradients for each of {many} micro-batches:"
+        text = (
+            f"zero3 gathers weights twice and reduce-scatters gradients for each of {many}"
+            " micro-batches:"
+        )
         text += f" {3 * many} Psi a step"
     return f"{text} (zero1: 2 Psi); a larger parallel.micro_batch_size or zero1 sends less"
 
 
 def _nothing_to_share(plan: Plan) -> str | None:
     """Partitioned activations where there is nothing to partition."""
-    par, train = plan.parallel, plan.job.train
-    if train.partition_activations is not True or (shares_inputs(par, train) and train.recompute != "none"):
+    par = plan.parallel
+    train = plan.job.train
+    if train.partition_activations is not True or (
+        shares_inputs(par, train) and train.recompute != "none"
+    ):
         return None
     why = "with tp=1 no rank holds the same activations" if par.tp == 1 else "nothing is recomputed"
     if par.tp > 1 and par.sp:
@@ -197,13 +240,19 @@ def _nothing_to_put_away(plan: Plan) -> str | None:
     """Offloaded inputs where no layer is recomputed."""
     if not offload_of(plan.job.train).activations or plan.job.train.recompute != "none":
         return None
-    return "train.offload_activations changes nothing: nothing is recomputed; train.recompute=full or selective"
+    return (
+        "train.offload_activations changes nothing: nothing is recomputed; train.recompute=full or"
+        " selective"
+    )
 
 
 def _no_latents(plan: Plan) -> str | None:
     """Latents that make nothing again."""
-    train, mla = plan.job.train, plan.model.mla
-    if train.recompute_latents is not True or (mla is not None and train.recompute in ("selective", "budget")):
+    train = plan.job.train
+    mla = plan.model.mla
+    if train.recompute_latents is not True or (
+        mla is not None and train.recompute in ("selective", "budget")
+    ):
         return None
     why = f"model {plan.model.name} has no latent attention"
     if mla is not None:
@@ -212,20 +261,25 @@ def _no_latents(plan: Plan) -> str | None:
 
 
 def _offload(plan: Plan) -> str | None:
-    """What an update on the host costs, or activations there, if that is most of the step or rests on assumed rates."""
-    offload, terms = offload_of(plan.job.train), plan.time.terms
+    """What an update on the host costs, or activations there, if that is most of the step or rests
+    on assumed rates."""
+    offload = offload_of(plan.job.train)
+    terms = plan.time.terms
     keys = {"offload": offload.optimizer, "offload_activations": offload.activations}
     words = " ".join(f"train.{key}={place}" for key, place in keys.items() if place)
     if not words:
         return None
     seconds = sum(terms.get(term, 0.0) for term, place in zip(("optimizer", "activations"), keys.values(), strict=True)
                   if place)  # fmt: skip
-    share, host = seconds / plan.time.step_s, host_of(plan.cluster)
+    share = seconds / plan.time.step_s
+    host = host_of(plan.cluster)
     said = [f"cluster.host is not described: {host.disk_bytes_per_s / 1e9:g} GB/s of disk are assumed, and"
             f" {host.link_bytes_per_s / 1e9:g} GB/s between GPU and host"]  # fmt: skip
     said = said if plan.cluster.host is UNSET else []
     if share > OFFLOADED:
-        said.append(f"that is {share:.0%} of the step: a larger global batch, or zero1 over more ranks")
+        said.append(
+            f"that is {share:.0%} of the step: a larger global batch, or zero1 over more ranks"
+        )
     if offload.delayed:
         said.append("each step computes with weights that lack the update before it: not the same training as without"
                     " train.offload_delayed")  # fmt: skip
@@ -235,4 +289,7 @@ def _offload(plan: Plan) -> str | None:
 def _demo(plan: Plan) -> str | None:
     if not plan.job.data.demo:
         return None
-    return f"data {plan.job.data.name} is a demo corpus: it shows the machinery, it does not train a language model"
+    return (
+        f"data {plan.job.data.name} is a demo corpus: it shows the machinery, it does not train a"
+        " language model"
+    )

@@ -1,4 +1,5 @@
-"""Config and resolved cluster -> sealed Plan. Pure: the one function that the rest of orch calls."""
+"""Config and resolved cluster -> sealed Plan. Pure: the one function that the rest of orch
+calls."""
 
 from __future__ import annotations
 
@@ -28,17 +29,23 @@ from .plan_cost import jacobian
 GIB = 1 << 30
 
 
-def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None) -> Plan:
-    """The plan of a job: degrees checked, ranks placed, memory and time predicted, sealed with its hash.
+def build_plan(
+    config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
+) -> Plan:
+    """The plan of a job: degrees checked, ranks placed, memory and time predicted, sealed with its
+    hash.
 
-    `cluster`: what `config.cluster` was resolved to (`orchestrator.cluster.resolve`). `any_layout`: for a
-    program of the user's: parallel=auto may choose what the bundled trainer does not run, and no warning names it.
-    `profile`: parameters of the cost model; None: those that orch comes with.
-    Raises OrchError (exit 65) with one line when the cluster, the model or the degrees contradict each other.
+    `cluster`: what `config.cluster` was resolved to (`orchestrator.cluster.resolve`). `any_layout`:
+    for a program of the user's: parallel=auto may choose what the bundled trainer does not run, and
+    no warning names it. `profile`: parameters of the cost model; None: those that orch comes with.
+    Raises OrchError (exit 65) with one line when the cluster, the model or the degrees contradict
+    each other.
     """
     searched = None
     if config.parallel.auto:
-        from .search.auto import resolve_auto  # the search takes longer to import than a plan takes to make
+        from .search.auto import (
+            resolve_auto,
+        )  # the search takes longer to import than a plan takes to make
 
         config, searched = resolve_auto(config, cluster, any_layout, profile)
     model = resolve(config.model)
@@ -50,19 +57,27 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profi
     budget = config.train.recompute_budget_gib
     train = resolve_recompute(job.train, cluster, model, shape, budget, recipe, job.matmul)
     job = structs.replace(job, train=train)
-    imported = config.cluster.topology_file is not None  # the order of imported nodes has no meaning
-    context = make_context(config, cluster, profile, searched.path_cache if searched else None).training(train)
-    shape, whole = context.balanced(shape), context
+    imported = (
+        config.cluster.topology_file is not None
+    )  # the order of imported nodes has no meaning
+    context = make_context(
+        config, cluster, profile, searched.path_cache if searched else None
+    ).training(train)
+    shape = context.balanced(shape)
+    whole = context
     context, certificate = place_job(context, shape, config.parallel.order, move=imported)
     cluster = context.cluster
     parallel, best, traffic, time = solve(context, shape, config.parallel.order)
     sd = relative_sd(jacobian(context, best, parallel, train), context.profile)
     alternative = None
     if best.outside_nvlink("tp"):
-        if not case.allow_tp_across_nvlink:  # only with an explicit order; the rules refuse everything else
+        if (
+            not case.allow_tp_across_nvlink
+        ):  # only with an explicit order; the rules refuse everything else
             raise OrchError(
-                f"parallel.order={parallel.order} puts tp={parallel.tp} groups across {best.worst_level('tp')};"
-                " put tp first, or set parallel.allow_tp_across_nvlink=true to see what it costs",
+                f"parallel.order={parallel.order} puts tp={parallel.tp} groups across"
+                f" {best.worst_level('tp')}; put tp first, or set"
+                " parallel.allow_tp_across_nvlink=true to see what it costs",
                 Exit.CONFIG,
             )
         alternative = _inside_nvlink(config, case, whole)
@@ -72,7 +87,9 @@ def build_plan(config: Config, cluster: Cluster, any_layout: bool = False, profi
     peak = cluster.gpu.peak_flops[job.train.precision]
     accounts = memory.memory_by_pp_rank(cluster, model, parallel, job.train, recipe, job.matmul)
     worst = max(accounts, key=lambda account: account.total)
-    worst_rank = next(rank for rank, coord in enumerate(coordinates) if coord["pp"] == worst.worst_rank)
+    worst_rank = next(
+        rank for rank, coord in enumerate(coordinates) if coord["pp"] == worst.worst_rank
+    )
     check_host(cluster, worst)
     plan = Plan(
         schema=SCHEMA,
@@ -100,9 +117,15 @@ def check_host(cluster: Cluster, memory: Memory) -> None:
     """Raises OrchError (65) if the described hosts have no room for what is offloaded to them."""
     if cluster.host is UNSET:
         return
-    ranks, host = cluster.gpus_per_node, cluster.host
+    ranks = cluster.gpus_per_node
+    host = cluster.host
     for what, need, have, change in (
-        ("memory_gib", memory.host, host.memory_bytes, "raise dp with zero1, or train.offload=disk"),
+        (
+            "memory_gib",
+            memory.host,
+            host.memory_bytes,
+            "raise dp with zero1, or train.offload=disk",
+        ),
         ("disk_gib", memory.disk, host.disk_bytes, "raise dp with zero1, or a larger disk"),
     ):
         if ranks * need > have:
@@ -114,13 +137,18 @@ def check_host(cluster: Cluster, memory: Memory) -> None:
 
 
 def _inside_nvlink(config: Config, case: Case, context: CostContext) -> tuple[str, float] | None:
-    """(parallelism spec, step seconds) of the nearest degrees that keep tensor parallelism inside NVLink, or None.
+    """(parallelism spec, step seconds) of the nearest degrees that keep tensor parallelism inside
+    NVLink, or None.
 
     Degrees with the same tp x pp come first: they need about as much memory.
     """
     legal = legality.nearest_legal(structs.replace(case, allow_tp_across_nvlink=False), limit=100)
     if not legal:
         return None
-    near = min(legal, key=lambda other: (other.tp * other.pp != case.tp * case.pp, legal.index(other)))
-    free = structs.replace(config, parallel=structs.replace(config.parallel, order=None, stage_layers=None))
+    near = min(
+        legal, key=lambda other: (other.tp * other.pp != case.tp * case.pp, legal.index(other))
+    )
+    free = structs.replace(
+        config, parallel=structs.replace(config.parallel, order=None, stage_layers=None)
+    )
     return near.spec, solve(context, context.balanced(make_parallel(free, near))).time.step_s

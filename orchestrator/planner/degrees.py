@@ -1,4 +1,5 @@
-"""Config -> degrees: every default filled in, as a `Case` to be judged and as the plan's `parallel`."""
+"""Config -> degrees: every default filled in, as a `Case` to be judged and as the plan's
+`parallel`."""
 
 from __future__ import annotations
 
@@ -25,10 +26,24 @@ MIB = 1 << 20
 
 def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
     """The configuration's degrees with every default filled in. Raises OrchError (65)."""
-    par, train = with_defaults(config.parallel), config.train
-    names = ("tp", "cp", "ep", "pp", "vpp", "zero", "zero_group", "allow_tp_across_nvlink", "uneven")
+    par = with_defaults(config.parallel)
+    train = config.train
+    names = (
+        "tp",
+        "cp",
+        "ep",
+        "pp",
+        "vpp",
+        "zero",
+        "zero_group",
+        "allow_tp_across_nvlink",
+        "uneven",
+    )
     same: dict[str, Any] = {name: getattr(par, name) for name in names}
-    tp, ep, pp, samples = same["tp"], same["ep"], same["pp"], global_batch(config)
+    tp = same["tp"]
+    ep = same["ep"]
+    pp = same["pp"]
+    samples = global_batch(config)
     gpus = domains_of(cluster).filled(tp, same["cp"], ep, pp, par.allow_tp_across_nvlink)
     dp = par.dp or max(1, gpus // (tp * same["cp"] * ep * pp))
     return Case(
@@ -37,11 +52,14 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
         sp=tp > 1 if par.sp is None else par.sp,
         etp=UNSET if par.etp is None else par.etp,
         fold_cp=True if par.fold_cp else UNSET,
-        expert_all_to_all=par.expert_all_to_all if par.expert_all_to_all == "hierarchical" else UNSET,
+        expert_all_to_all=(
+            par.expert_all_to_all if par.expert_all_to_all == "hierarchical" else UNSET
+        ),
         schedule=TABLE if par.schedule_file else par.schedule,
         schedule_rows=_schedule_rows(par),
         cp_method=par.cp_method or "zigzag",
-        micro_batch_size=par.micro_batch_size or _micro_batch(cluster, dp * ep, pp, samples, par.uneven),
+        micro_batch_size=par.micro_batch_size
+        or _micro_batch(cluster, dp * ep, pp, samples, par.uneven),
         global_batch_samples=samples,
         batch_ramp=make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None,
         seq_len=train.seq_len,
@@ -54,12 +72,14 @@ def make_case(config: Config, cluster: doc.Cluster, model: doc.Model) -> Case:
     )
 
 
-#: Where replicas take unequal numbers of micro-batches, the slowest has at most this many times an equal share.
+#: Where replicas take unequal numbers of micro-batches, the slowest has at most this many times an
+#: equal share.
 MOST_SLOWER = 1.1
 
 
 def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int, uneven: bool) -> int:
-    """Default samples per micro-batch: 1 on GPUs, which one sample fills; up to 8 on CPUs, where calls cost most.
+    """Default samples per micro-batch: 1 on GPUs, which one sample fills; up to 8 on CPUs, where
+    calls cost most.
 
     Every stage must still have two micro-batches.
     """
@@ -69,29 +89,51 @@ def _micro_batch(cluster: doc.Cluster, replicas: int, pp: int, samples: int, une
     def fits(size: int) -> bool:
         many, rest = divmod(samples, size)
         slowest = -(-many // replicas) * replicas / max(1, many)
-        return not rest and many // replicas >= 2 * pp and slowest <= (MOST_SLOWER if uneven else 1.0)
+        return (
+            not rest and many // replicas >= 2 * pp and slowest <= (MOST_SLOWER if uneven else 1.0)
+        )
 
     return next(filter(fits, (8, 4, 2)), 1)
 
 
 def global_batch(config: Config) -> int:
     """Samples of a global batch. Raises OrchError (65) unless exactly one valid key gives it."""
-    samples, tokens, seq_len = config.train.global_batch_samples, config.train.global_batch_tokens, config.train.seq_len
+    samples = config.train.global_batch_samples
+    tokens = config.train.global_batch_tokens
+    seq_len = config.train.seq_len
     if samples is not None and tokens is None:
         return samples
     if tokens is None or samples is not None:
-        raise OrchError("train: set exactly one of global_batch_samples and global_batch_tokens", Exit.CONFIG)
+        raise OrchError(
+            "train: set exactly one of global_batch_samples and global_batch_tokens", Exit.CONFIG
+        )
     samples, rest = divmod(tokens, seq_len)
     if rest or not samples:
         near = max(1, round(tokens / seq_len)) * seq_len
-        text = f"train.global_batch_tokens={tokens} is not a multiple of train.seq_len={seq_len}; nearest: {near}"
+        text = (
+            f"train.global_batch_tokens={tokens} is not a multiple of train.seq_len={seq_len};"
+            f" nearest: {near}"
+        )
         raise OrchError(text, Exit.CONFIG)
     return samples
 
 
 def make_parallel(config: Config, case: Case) -> doc.Parallel:
-    """The plan's `parallel` for the degrees of `case`. Raises OrchError (65) where other keys contradict them."""
-    names = ["tp", "cp", "ep", "pp", "dp", "zero", "vpp", "cp_method", "schedule_rows", "etp", "fold_cp"]
+    """The plan's `parallel` for the degrees of `case`. Raises OrchError (65) where other keys
+    contradict them."""
+    names = [
+        "tp",
+        "cp",
+        "ep",
+        "pp",
+        "dp",
+        "zero",
+        "vpp",
+        "cp_method",
+        "schedule_rows",
+        "etp",
+        "fold_cp",
+    ]
     names += ["expert_all_to_all"]
     names += ["micro_batch_size", "micro_batches", "global_batch_samples"]
     same: dict[str, Any] = {name: getattr(case, name) for name in names}
@@ -113,7 +155,10 @@ def make_parallel(config: Config, case: Case) -> doc.Parallel:
 
 def _order(order: Sequence[doc.Axis]) -> list[doc.Axis]:
     if sorted(order) != sorted(doc.AXES):
-        raise OrchError(f"parallel.order={list(order)} must name each of {', '.join(doc.AXES)} once", Exit.CONFIG)
+        raise OrchError(
+            f"parallel.order={list(order)} must name each of {', '.join(doc.AXES)} once",
+            Exit.CONFIG,
+        )
     return list(order)
 
 
@@ -122,8 +167,9 @@ def _stage_layers(given: Sequence[int] | None, case: Case, stages: int) -> list[
         return balance_stages(case.model, stages, case.seq_len)
     if len(given) != stages or sum(given) != case.model.layers:
         raise OrchError(
-            f"parallel.stage_layers={list(given)} must be pp x vpp = {stages} numbers that sum to {case.model.layers}"
-            f" layers; balanced: {balance_stages(case.model, stages, case.seq_len)}",
+            f"parallel.stage_layers={list(given)} must be pp x vpp = {stages} numbers that sum to"
+            f" {case.model.layers} layers; balanced:"
+            f" {balance_stages(case.model, stages, case.seq_len)}",
             Exit.CONFIG,
         )
     return list(given)
@@ -134,13 +180,22 @@ def _schedule_rows(par: ParallelSpec) -> list[list[str]]:
     if par.schedule_file is None:
         return []
     if par.schedule not in (None, TABLE):
-        raise OrchError(f"parallel.schedule={par.schedule} and parallel.schedule_file are both set", Exit.CONFIG)
+        raise OrchError(
+            f"parallel.schedule={par.schedule} and parallel.schedule_file are both set", Exit.CONFIG
+        )
     try:
         schedule = read_table(Path(par.schedule_file).read_text(), TABLE)
     except OSError as error:
-        raise OrchError(f"parallel.schedule_file={par.schedule_file}: {error.strerror}", Exit.CONFIG) from None
+        raise OrchError(
+            f"parallel.schedule_file={par.schedule_file}: {error.strerror}", Exit.CONFIG
+        ) from None
     except (ScheduleError, UnicodeDecodeError) as error:
-        raise OrchError(f"parallel.schedule_file={par.schedule_file}: {error}", Exit.CONFIG) from None
+        raise OrchError(
+            f"parallel.schedule_file={par.schedule_file}: {error}", Exit.CONFIG
+        ) from None
     if schedule.copies > 1:
-        raise OrchError(f"parallel.schedule_file={par.schedule_file}: a table holds one copy of the model", Exit.CONFIG)
+        raise OrchError(
+            f"parallel.schedule_file={par.schedule_file}: a table holds one copy of the model",
+            Exit.CONFIG,
+        )
     return [[str(action) for action in order] for order in schedule.orders]

@@ -1,4 +1,5 @@
-"""Why a plan costs what it costs, and which single changes help most; each change is costed as a plan."""
+"""Why a plan costs what it costs, and which single changes help most; each change is costed as a
+plan."""
 
 from __future__ import annotations
 
@@ -27,8 +28,21 @@ from .search.space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
 LEFT_OUT = (
-    *("tp", "cp", "ep", "etp", "fold_cp", "pp", "dp", "zero", "vpp", "sp", "cp_method"),
-    *("schedule", "micro_batch_size", "order", "stage_layers"),
+    "tp",
+    "cp",
+    "ep",
+    "etp",
+    "fold_cp",
+    "pp",
+    "dp",
+    "zero",
+    "vpp",
+    "sp",
+    "cp_method",
+    "schedule",
+    "micro_batch_size",
+    "order",
+    "stage_layers",
 )
 
 
@@ -63,25 +77,43 @@ def explain(config: Config, cluster: doc.Cluster, plan: Plan, most: int = 3) -> 
     """`config` and `cluster` are those that `plan` was made of, with nothing left open."""
     memory = plan.memory
     over = max(0, memory.total - memory.capacity)
-    found, tried = [], 0
+    found = []
+    tried = 0
     if plan.parallel.schedule in SCHEDULES and plan.job.train.recompute in RECOMPUTE_MODES:
-        profile, any_layout = with_values(plan.time.parameters), refusal(plan) is not None
-        search = Search(_opened(config, plan.parallel.expert_all_to_all), cluster, any_layout, profile)
+        profile = with_values(plan.time.parameters)
+        any_layout = refusal(plan) is not None
+        search = Search(
+            _opened(config, plan.parallel.expert_all_to_all), cluster, any_layout, profile
+        )
         changed = [(search, *found) for found in neighbours(plan)]
         for way in other_all_to_alls(plan):
-            changed.append((Search(_opened(config, way), cluster, any_layout, profile), *_by(plan, way)))
+            changed.append(
+                (Search(_opened(config, way), cluster, any_layout, profile), *_by(plan, way))
+            )
         for asked, overrides, layout in changed:
             tried += 1
             other = asked.cost(layout)
             if other is not None and (over or other.step_s < plan.time.step_s):
                 found.append(_change(overrides, other, plan))
         if over and not found:  # no single change makes it fit: the fastest layout that does
-            found += [_change(best.overrides, best, plan) for best in search.run(near=0.0).front[:1]]
+            found += [
+                _change(best.overrides, best, plan) for best in search.run(near=0.0).front[:1]
+            ]
     if over:
         found += offered(config, cluster, plan)
     found.sort(key=lambda change: (change.step_s, change.memory.total, change.words))
-    categories = sorted(((name, getattr(memory, name)) for name in CATEGORIES), key=lambda pair: -pair[1])
-    told = plan.time.limited_by, over, categories, found[:most], tried, list(plan.warnings), not_counted(plan)
+    categories = sorted(
+        ((name, getattr(memory, name)) for name in CATEGORIES), key=lambda pair: -pair[1]
+    )
+    told = (
+        plan.time.limited_by,
+        over,
+        categories,
+        found[:most],
+        tried,
+        list(plan.warnings),
+        not_counted(plan),
+    )
     return Explanation(terms(plan), expert_load(plan), *told)
 
 
@@ -90,13 +122,15 @@ def not_counted(plan: Plan) -> list[str]:
     if not plan.job.train.compile or plan.time.software != "orch":
         return []
     return [
-        "train.compile: time and memory are those of blocks that are not compiled; the one model measured so far, of 1B"
-        " parameters on an H100, took 0.81 times its uncompiled step (docs/accuracy.md)"
+        "train.compile: time and memory are those of blocks that are not compiled; the one model"
+        " measured so far, of 1B parameters on an H100, took 0.81 times its uncompiled step"
+        " (docs/accuracy.md)"
     ]
 
 
 def offered(config: Config, cluster: doc.Cluster, plan: Plan) -> Iterator[Change]:
-    """The same plan with the optimizer or kept inputs on the host, or the first on its disk, where it then fits."""
+    """The same plan with the optimizer or kept inputs on the host, or the first on its disk, where
+    it then fits."""
     if config.cost.software != "orch":
         return
     choices = [("offload", "host"), ("offload", "disk")] if config.train.offload == "none" else []
@@ -109,7 +143,8 @@ def offered(config: Config, cluster: doc.Cluster, plan: Plan) -> Iterator[Change
         except OrchError:
             continue
         if other.memory.total <= other.memory.capacity:
-            saves, frees = plan.time.step_s - other.time.step_s, plan.memory.total - other.memory.total
+            saves = plan.time.step_s - other.time.step_s
+            frees = plan.memory.total - other.memory.total
             yield Change([f"train.{key}={place}"], other.time.step_s, other.memory, saves, frees)
 
 
@@ -137,28 +172,42 @@ WORDS = {
 def terms(plan: Plan) -> list[Term]:
     """Terms of the step of the slowest rank, the largest first; they sum to the step."""
     time = plan.time
-    found = time.terms or {"compute": time.compute_s, **time.exposed_comm_s}  # plans of older versions have no terms
-    shown = [Term(WORDS.get(name, name), seconds) for name, seconds in found.items() if seconds > 1e-9 * time.step_s]
+    found = time.terms or {
+        "compute": time.compute_s,
+        **time.exposed_comm_s,
+    }  # plans of older versions have no terms
+    shown = [
+        Term(WORDS.get(name, name), seconds)
+        for name, seconds in found.items()
+        if seconds > 1e-9 * time.step_s
+    ]
     return sorted(shown, key=lambda term: -term.seconds)
 
 
 def _opened(config: Config, way: doc.AllToAll | UnsetType) -> Config:
-    """The configuration with every degree left open, so that any layout can be costed. `way`: of tokens to experts."""
-    given: dict[str, Any] = dict.fromkeys(LEFT_OUT) | {"expert_all_to_all": "direct" if way is UNSET else way}
+    """The configuration with every degree left open, so that any layout can be costed. `way`: of
+    tokens to experts."""
+    given: dict[str, Any] = dict.fromkeys(LEFT_OUT) | {
+        "expert_all_to_all": "direct" if way is UNSET else way
+    }
     parallel: ParallelSpec = structs.replace(config.parallel, auto=True, **given)
     train = structs.replace(config.train, recompute=None)
     return structs.replace(config, parallel=parallel, train=train)
 
 
 def _change(overrides: list[str], other: CostedLayout, plan: Plan) -> Change:
-    saves, frees = plan.time.step_s - other.step_s, plan.memory.total - other.memory.total
+    saves = plan.time.step_s - other.step_s
+    frees = plan.memory.total - other.memory.total
     return Change(overrides, other.step_s, other.memory, saves, frees)
 
 
 def neighbours(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
     """(overrides to type, layout) of every plan that differs in one key."""
     par = plan.parallel
-    here = {name: getattr(par, name) for name in ("tp", "cp", "ep", "pp", "vpp", "zero", "micro_batch_size")}
+    here = {
+        name: getattr(par, name)
+        for name in ("tp", "cp", "ep", "pp", "vpp", "zero", "micro_batch_size")
+    }
     here |= {"schedule": par.schedule, "recompute": plan.job.train.recompute}
     for name in ("tp", "cp", "ep", "pp", "micro_batch_size"):
         for value in (here[name] * 2, here[name] // 2):
@@ -175,7 +224,9 @@ def neighbours(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
     if par.cp > 1:
         for method in CP_METHODS:
             if method != par.cp_method:
-                yield from _one(plan, here | {"cp_method": method}, [f"parallel.cp_method={method}"])
+                yield from _one(
+                    plan, here | {"cp_method": method}, [f"parallel.cp_method={method}"]
+                )
     if par.pp > 1:
         yield from _pipelines(plan, here)
     if plan.model.moe is not None:
@@ -183,17 +234,25 @@ def neighbours(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
 
 
 def _folds(plan: Plan, here: dict[str, Any]) -> Iterator[tuple[list[str], Layout]]:
-    """Experts that fold otherwise over the same tp and cp: as many ranks with different ones, or an axis as long."""
+    """Experts that fold otherwise over the same tp and cp: as many ranks with different ones, or an
+    axis as long."""
     par = plan.parallel
-    total, now = expert_mesh(par).ep, (tensor_ranks(par), folds_cp(par), par.ep)
+    total = expert_mesh(par).ep
+    now = (tensor_ranks(par), folds_cp(par), par.ep)
     for etp, fold_cp in product(divisors(par.tp), {False, par.cp > 1}):
         inner = par.tp // etp * (par.cp if fold_cp else 1)
         for axis in sorted({par.ep, *([total // inner] if total % inner == 0 else [])}):
             if (etp, fold_cp, axis) == now:
                 continue
-            words = [f"parallel.etp={etp}"] * (etp != now[0]) + [f"parallel.ep={axis}"] * (axis != now[2])
+            words = [f"parallel.etp={etp}"] * (etp != now[0]) + [f"parallel.ep={axis}"] * (
+                axis != now[2]
+            )
             words += [f"parallel.fold_cp={str(fold_cp).lower()}"] * (fold_cp != now[1])
-            folded = {"etp": etp if etp < par.tp else UNSET, "fold_cp": True if fold_cp else UNSET, "ep": axis}
+            folded = {
+                "etp": etp if etp < par.tp else UNSET,
+                "fold_cp": True if fold_cp else UNSET,
+                "ep": axis,
+            }
             yield from _one(plan, here | folded, words)
 
 
@@ -219,25 +278,48 @@ def _pipelines(plan: Plan, here: dict[str, Any]) -> Iterator[tuple[list[str], La
         most = plan.model.layers // par.pp
         for vpp in range(low, min(high or 8, most) + 1):
             if (name, vpp) != (par.schedule, par.vpp):
-                overrides = [f"parallel.schedule={name}"] + ([f"parallel.vpp={vpp}"] if vpp != par.vpp else [])
+                overrides = [f"parallel.schedule={name}"] + (
+                    [f"parallel.vpp={vpp}"] if vpp != par.vpp else []
+                )
                 yield from _one(plan, here | {"schedule": name, "vpp": vpp}, overrides)
 
 
-def _one(plan: Plan, values: dict[str, Any], overrides: list[str]) -> Iterator[tuple[list[str], Layout]]:
+def _one(
+    plan: Plan, values: dict[str, Any], overrides: list[str]
+) -> Iterator[tuple[list[str], Layout]]:
     par = plan.parallel
     tp, cp, ep, pp = (values[axis] for axis in ("tp", "cp", "ep", "pp"))
-    gpus, domains = par.world_size, domains_of(plan.cluster)
-    if gpus == domains.filled(par.tp, par.cp, par.ep, par.pp):  # dp takes what groups of that size leave it
+    gpus = par.world_size
+    domains = domains_of(plan.cluster)
+    if gpus == domains.filled(
+        par.tp, par.cp, par.ep, par.pp
+    ):  # dp takes what groups of that size leave it
         gpus = domains.filled(tp, cp, ep, pp)
     dp, rest = divmod(gpus, tp * cp * ep * pp)
     size = values["micro_batch_size"]
     if rest or not dp or par.global_batch_samples % (size * dp * ep):
         return
     sp = values.get("sp", par.sp) if par.tp > 1 and tp > 1 else tp > 1
-    etp, fold_cp = values.get("etp", par.etp), values.get("fold_cp", par.fold_cp) if cp > 1 else UNSET
+    etp = values.get("etp", par.etp)
+    fold_cp = values.get("fold_cp", par.fold_cp) if cp > 1 else UNSET
     etp = UNSET if etp == tp else etp
     if pp == 1 and par.pp > 1:  # without a pipeline there is one schedule
         values = values | {"schedule": "1f1b", "vpp": 1}
     micro_batches = par.global_batch_samples // (size * dp * ep)
-    mesh = Mesh(tp, cp, ep, pp, dp, size, micro_batches, sp, values.get("cp_method", par.cp_method), etp, fold_cp)
-    yield overrides, Layout(mesh, values["recompute"], values["zero"], values["schedule"], values["vpp"])
+    mesh = Mesh(
+        tp,
+        cp,
+        ep,
+        pp,
+        dp,
+        size,
+        micro_batches,
+        sp,
+        values.get("cp_method", par.cp_method),
+        etp,
+        fold_cp,
+    )
+    yield (
+        overrides,
+        Layout(mesh, values["recompute"], values["zero"], values["schedule"], values["vpp"]),
+    )

@@ -12,7 +12,8 @@ from orchestrator.plan.offload import STATE_KINDS, chunk_elements, state_width
 
 
 def make_job(config: Config) -> doc.Job:
-    data, checkpoint = config.data, config.checkpoint
+    data = config.data
+    checkpoint = config.checkpoint
     return doc.Job(
         train=make_train(config),
         optim=make_optim(config),
@@ -32,27 +33,35 @@ def make_job(config: Config) -> doc.Job:
             keep_last=checkpoint.keep_last,
             memory_every_steps=checkpoint.memory_every_steps,
         ),
-        metrics=doc.Metrics(**{name: getattr(config.metrics, name) for name in doc.Metrics.__struct_fields__}),
+        metrics=doc.Metrics(
+            **{name: getattr(config.metrics, name) for name in doc.Metrics.__struct_fields__}
+        ),
         matmul=config.train.matmul,
     )
 
 
 def make_optim(config: Config) -> doc.Optim:
-    """The plan's `optim`. Raises OrchError (65) for an optimizer that the trainer cannot run as it is asked to."""
+    """The plan's `optim`. Raises OrchError (65) for an optimizer that the trainer cannot run as it
+    is asked to."""
     optim = config.optim
     if optim.kind != "adamw" and config.train.offload != "none":
         raise OrchError(
-            f"optim.kind={optim.kind} keeps its state on the device: train.offload={config.train.offload} is for"
-            " optim.kind=adamw",
+            f"optim.kind={optim.kind} keeps its state on the device:"
+            f" train.offload={config.train.offload} is for optim.kind=adamw",
             Exit.CONFIG,
         )
     if optim.state != "wide" and (optim.kind == "muon" or config.train.offload != "none"):
         instead = "optim.kind=adamw or sgd" if optim.kind == "muon" else "train.offload=none"
         raise OrchError(
-            f"optim.state={optim.state} is kept by rules that look at each element alone, on the device: {instead}",
+            f"optim.state={optim.state} is kept by rules that look at each element alone, on the"
+            f" device: {instead}",
             Exit.CONFIG,
         )
-    same = {name: getattr(optim, name) for name in doc.Optim.__struct_fields__ if name not in ("kind", "state")}
+    same = {
+        name: getattr(optim, name)
+        for name in doc.Optim.__struct_fields__
+        if name not in ("kind", "state")
+    }
     return doc.Optim(
         **same,
         kind=UNSET if optim.kind == "adamw" else optim.kind,
@@ -61,19 +70,32 @@ def make_optim(config: Config) -> doc.Optim:
 
 
 def make_train(config: Config) -> doc.Train:
-    """The plan's `train`; `recompute_layers`, which no key gives, keeps its default until it is derived."""
+    """The plan's `train`; `recompute_layers`, which no key gives, keeps its default until it is
+    derived."""
     train = config.train
     if train.matmul and train.compile:
         raise OrchError(
-            f"train.matmul={train.matmul} with train.compile=true: 8-bit products need train.compile=false",
+            f"train.matmul={train.matmul} with train.compile=true: 8-bit products need"
+            " train.compile=false",
             Exit.CONFIG,
         )
-    derived = {"recompute", "recompute_layers", "batch_ramp", "compile", "partition_activations", "offload"}
+    derived = {
+        "recompute",
+        "recompute_layers",
+        "batch_ramp",
+        "compile",
+        "partition_activations",
+        "offload",
+    }
     derived |= {"recompute_latents", "deterministic"}
     same = set(doc.Train.__struct_fields__) - derived
     ramp = make_ramp(train.batch_ramp, train.seq_len) if train.batch_ramp else None
     recompute = train.recompute or "none"
-    compiled = config.cluster.device == "cuda" and not train.matmul if train.compile is None else train.compile
+    compiled = (
+        config.cluster.device == "cuda" and not train.matmul
+        if train.compile is None
+        else train.compile
+    )
     given = {name: getattr(train, name) for name in same}
     return doc.Train(
         **given,
@@ -92,19 +114,26 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
     train = config.train
     if train.offload_delayed and train.offload != "host":
         raise OrchError(
-            "train.offload_delayed delays the updates that the host computes: train.offload=host", Exit.CONFIG
+            "train.offload_delayed delays the updates that the host computes: train.offload=host",
+            Exit.CONFIG,
         )
-    away = doc.Offload(activations="" if train.offload_activations == "none" else train.offload_activations)
+    away = doc.Offload(
+        activations="" if train.offload_activations == "none" else train.offload_activations
+    )
     if train.offload_dir is not None and "disk" not in (train.offload, away.activations):
         raise OrchError(
-            "train.offload_dir is the folder of train.offload=disk or train.offload_activations=disk", Exit.CONFIG
+            "train.offload_dir is the folder of train.offload=disk or"
+            " train.offload_activations=disk",
+            Exit.CONFIG,
         )
     if away.activations == "disk":
         away = structs.replace(away, dir=train.offload_dir or "")
     if train.offload != "disk":
         if train.offload_weights:
             raise OrchError(
-                "train.offload_weights follows the optimizer's state to the disk: train.offload=disk", Exit.CONFIG
+                "train.offload_weights follows the optimizer's state to the disk:"
+                " train.offload=disk",
+                Exit.CONFIG,
             )
         if train.offload == "host":
             away = structs.replace(away, optimizer="host", delayed=train.offload_delayed)
@@ -116,12 +145,20 @@ def make_offload(config: Config) -> doc.Offload | UnsetType:
             Exit.CONFIG,
         )
     if train.offload_weights and (config.cluster.device != "cpu" or config.parallel.zero == 3):
-        where = "on a GPU, whose weights are in its own memory" if config.cluster.device != "cpu" else "with zero3"
-        raise OrchError(f"train.offload_weights is not there {where}: train.offload_weights=false", Exit.CONFIG)
-    size, width = int(train.offload_buffer_mib * 2**20), state_width(train.precision)
+        where = (
+            "on a GPU, whose weights are in its own memory"
+            if config.cluster.device != "cpu"
+            else "with zero3"
+        )
+        raise OrchError(
+            f"train.offload_weights is not there {where}: train.offload_weights=false", Exit.CONFIG
+        )
+    size = int(train.offload_buffer_mib * 2**20)
+    width = state_width(train.precision)
     if not chunk_elements(size, STATE_KINDS, width):
         raise OrchError(
-            f"train.offload_buffer_mib={train.offload_buffer_mib:g} is too small: at least 0.1", Exit.CONFIG
+            f"train.offload_buffer_mib={train.offload_buffer_mib:g} is too small: at least 0.1",
+            Exit.CONFIG,
         )
     more = {"weights": train.offload_weights, "dir": train.offload_dir or "", "buffer_bytes": size}
     return structs.replace(away, optimizer="disk", **more)
@@ -131,8 +168,12 @@ def make_ramp(spec: BatchRampSpec, seq_len: int) -> doc.BatchRamp:
     """In samples. Raises OrchError."""
     found = {}
     for name in ("start", "over"):
-        samples, tokens = getattr(spec, f"{name}_samples"), getattr(spec, f"{name}_tokens")
+        samples = getattr(spec, f"{name}_samples")
+        tokens = getattr(spec, f"{name}_tokens")
         if (samples is None) == (tokens is None):
-            raise OrchError(f"train.batch_ramp: set exactly one of {name}_samples and {name}_tokens", Exit.CONFIG)
+            raise OrchError(
+                f"train.batch_ramp: set exactly one of {name}_samples and {name}_tokens",
+                Exit.CONFIG,
+            )
         found[f"{name}_samples"] = samples or max(1, tokens // seq_len)
     return doc.BatchRamp(**found)

@@ -1,4 +1,5 @@
-"""Refuses degrees that break a rule of `plan.supported.LAYOUT`: the rule, its numbers, the nearest legal degrees."""
+"""Refuses degrees that break a rule of `plan.supported.LAYOUT`: the rule, its numbers, the nearest
+legal degrees."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from orchestrator.plan.domains import domains_of
 from orchestrator.plan.expert_mesh import tensor_ranks
 from orchestrator.plan.supported import Case, broken
 
-Near = Callable[[int, int, bool], list[int]]  # (degree, the most there can be, whether 1 may start) -> degrees to try
+Near = Callable[
+    [int, int, bool], list[int]
+]  # (degree, the most there can be, whether 1 may start) -> degrees to try
 
 
 def check(case: Case) -> None:
@@ -31,10 +34,11 @@ def check(case: Case) -> None:
 
 
 def nearest_legal(case: Case, limit: int = 3) -> list[Case]:
-    """Up to `limit` legal cases, nearest first: fewest changed degrees, then the smallest change by factors of two.
+    """Up to `limit` legal cases, nearest first: fewest changed degrees, then the smallest change by
+    factors of two.
 
-    Tries all tp, pp, cp, ep, vpp within a factor of four of the wanted ones, else those that divide the GPUs; dp is
-    what is taken when left out. How experts fold stays as it is where it can.
+    Tries all tp, pp, cp, ep, vpp within a factor of four of the wanted ones, else those that divide
+    the GPUs; dp is what is taken when left out. How experts fold stays as it is where it can.
     """
     for near in (_near, partial(_dividing, case.gpus)):
         found = [(_distance(case, one), one) for one in _around(case, near) if broken(one) is None]
@@ -44,17 +48,24 @@ def nearest_legal(case: Case, limit: int = 3) -> list[Case]:
 
 
 def _around(case: Case, near: Near) -> Iterator[Case]:
-    domains, experts = domains_of(case.cluster), case.model.moe.experts if case.model.moe else 1
+    domains = domains_of(case.cluster)
+    experts = case.model.moe.experts if case.model.moe else 1
     stages = min(case.model.layers, case.gpus)
     for tp, pp in product(near(case.tp, case.model.heads, True), near(case.pp, stages, True)):
-        for cp, ep in product(near(case.cp, case.gpus, case.fold_cp is True), near(case.ep, experts, False)):
-            rest = domains.filled(tp, cp, ep, pp, case.allow_tp_across_nvlink) // (tp * pp * cp * ep)
+        for cp, ep in product(
+            near(case.cp, case.gpus, case.fold_cp is True), near(case.ep, experts, False)
+        ):
+            rest = domains.filled(tp, cp, ep, pp, case.allow_tp_across_nvlink) // (
+                tp * pp * cp * ep
+            )
             if not rest:
                 continue
             for vpp, etp in product(near(case.vpp, case.model.layers, False), _cuts(case, tp)):
                 cut = isinstance(etp, int) and etp < tp
                 sp = case.sp or (case.tp == 1 and tp > 1) or cut
-                same = structs.replace(case, tp=tp, pp=pp, cp=cp, ep=ep, dp=rest, vpp=vpp, sp=sp, etp=etp)
+                same = structs.replace(
+                    case, tp=tp, pp=pp, cp=cp, ep=ep, dp=rest, vpp=vpp, sp=sp, etp=etp
+                )
                 plain = case.model.moe is None or (cp == 1 and isinstance(etp, int))
                 yield structs.replace(same, fold_cp=UNSET) if plain else same
 
@@ -68,24 +79,33 @@ def _cuts(case: Case, tp: int) -> list[int | UnsetType]:
 
 def _dividing(gpus: int, value: int, most: int, start: bool) -> list[int]:
     """All degrees that could be, for `value`; one that is 1 stays so, unless it may `start`."""
-    return [1] if value == 1 and not start else [one for one in range(1, most + 1) if gpus % one == 0]
+    return (
+        [1] if value == 1 and not start else [one for one in range(1, most + 1) if gpus % one == 0]
+    )
 
 
 def _near(value: int, most: int, start: bool) -> list[int]:
-    """Degrees to try for `value`: from a quarter to four times it. An axis of degree 1 stays unused, or may `start`."""
+    """Degrees to try for `value`: from a quarter to four times it. An axis of degree 1 stays
+    unused, or may `start`."""
     if value == 1:
         return [degree for degree in (1, 2, 4, 8) if degree <= most] if start else [1]
-    low, high = 1 if value <= 4 else value // 4, min(most, value * 4)
+    low = 1 if value <= 4 else value // 4
+    high = min(most, value * 4)
     span = range(low, high + 1)
-    if len(span) > 24:  # wide: keep to powers of two and the value's own divisors and small multiples
+    if (
+        len(span) > 24
+    ):  # wide: keep to powers of two and the value's own divisors and small multiples
         keep = {2**k for k in range(low.bit_length() - 1, high.bit_length() + 1)}
-        keep |= {value // d for d in (1, 2, 3, 4) if value % d == 0} | {value * d for d in (1, 2, 3, 4)}
+        keep |= {value // d for d in (1, 2, 3, 4) if value % d == 0} | {
+            value * d for d in (1, 2, 3, 4)
+        }
         return sorted(v for v in keep | {most} if 1 <= v <= high)
     return list(span)
 
 
 def _distance(wanted: Case, other: Case) -> tuple[int, float, float, str]:
-    """Sort key: fewest changed degrees (dp not counted), least change in powers of two, least change of dp, spec."""
+    """Sort key: fewest changed degrees (dp not counted), least change in powers of two, least
+    change of dp, spec."""
     axes = ("tp", "pp", "cp", "ep", "vpp")
     factors = [abs(math.log2(getattr(other, axis) / getattr(wanted, axis))) for axis in axes]
     if isinstance(wanted.etp, int):

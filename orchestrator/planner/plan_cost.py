@@ -29,26 +29,38 @@ if TYPE_CHECKING:
     from orchestrator.planner.numpy_import import np
 
 
-def context_of(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> CostContext:
-    """The cost context that a plan was made in, with another profile or cluster where one is given."""
+def context_of(
+    plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None
+) -> CostContext:
+    """The cost context that a plan was made in, with another profile or cluster where one is
+    given."""
     software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
     known = profile or with_values(plan.time.parameters)
     options: dict[str, Any] = {"matmul": plan.job.matmul, "software": software, "profile": known}
-    options |= {"assumed": with_values(plan.time.parameters).values, "state": plan.job.optim.state or ""}
+    options |= {
+        "assumed": with_values(plan.time.parameters).values,
+        "state": plan.job.optim.state or "",
+    }
     return CostContext(cluster or plan.cluster, plan.model, plan.job.train, **options)
 
 
-def jacobian(context: CostContext, candidate: Candidate, parallel: Parallel, train: Train) -> NDArray[np.float64]:
+def jacobian(
+    context: CostContext, candidate: Candidate, parallel: Parallel, train: Train
+) -> NDArray[np.float64]:
     """d ln(step) / d ln(parameter) of a costed layout, float [parameters of the cost model]."""
     rate = context.rates(duals(context.profile.values))
     step = StepCost(context.work(parallel, train, rate), candidate.paths).step_s
     return log_gradient(step)
 
 
-def step_of(plan: Plan, context: CostContext | None = None) -> Callable[[Mapping[str, Number]], Number]:
+def step_of(
+    plan: Plan, context: CostContext | None = None
+) -> Callable[[Mapping[str, Number]], Number]:
     """A function from values of the cost model's parameters to the plan's step in seconds."""
     known = context or context_of(plan)
-    par, train, paths = plan.parallel, plan.job.train, cost_of(plan, known).paths
+    par = plan.parallel
+    train = plan.job.train
+    paths = cost_of(plan, known).paths
 
     def step_s(values: Mapping[str, Number]) -> Number:
         return StepCost(known.work(par, train, known.rates(values)), paths).step_s
@@ -76,10 +88,13 @@ class ExpertLoad(NamedTuple):
 
 def expert_load(plan: Plan) -> ExpertLoad | None:
     """None where no ranks share experts."""
-    moe, par = plan.model.moe, plan.parallel
+    moe = plan.model.moe
+    par = plan.parallel
     if moe is None or (ep := expert_mesh(par).ep) == 1:
         return None
-    factor, name, context = fullest(par), spread_name(moe), context_of(plan)
+    factor = fullest(par)
+    name = spread_name(moe)
+    context = context_of(plan)
     far = SIGMAS * float(context.profile.uncertainty[INDEX[name], INDEX[name]]) ** 0.5
     most = min(ep, moe.experts / moe.top_k)
     low, high = (min(most, 1.0 + (factor - 1.0) * exp(way * far)) for way in (-1, 1))
@@ -89,8 +104,10 @@ def expert_load(plan: Plan) -> ExpertLoad | None:
 
 
 def pipeline_timeline(plan: Plan, most_micro_batches: int = 16) -> Timeline:
-    """The pipeline of a plan, simulated: start and end in seconds of every action of its first micro-batches."""
-    cost, par = cost_of(plan), plan.parallel
+    """The pipeline of a plan, simulated: start and end in seconds of every action of its first
+    micro-batches."""
+    cost = cost_of(plan)
+    par = plan.parallel
     forward = tuple(value_of(stage[0]) for stage in cost.stages)
     half = tuple(value_of(stage[1]) / 2 for stage in cost.stages)
     shown = None if par.schedule == TABLE else min(par.micro_batches, most_micro_batches)

@@ -1,7 +1,9 @@
-"""The plan of a user's program: its ranks, groups and placement, and nothing of which only a model could tell.
+"""The plan of a user's program: its ranks, groups and placement, and nothing of which only a model
+could tell.
 
-Nobody knows what such a program computes, so the axes that the user names nest in the order tp < cp < ep < pp < dp
-(or `parallel.order`), the innermost on the fastest links; there is no memory, time or rate. Pure.
+Nobody knows what such a program computes, so the axes that the user names nest in the order tp < cp
+< ep < pp < dp (or `parallel.order`), the innermost on the fastest links; there is no memory, time
+or rate. Pure.
 """
 
 from __future__ import annotations
@@ -21,28 +23,44 @@ from orchestrator.plan.ranks import coords, degrees, nested_groups
 
 from .placement.rank_assignment import assign_ranks
 
-#: Keys of `parallel` that say how a model is computed: without one they mean nothing. Others (zero, vpp, sp) are put
-#: into the plan, where the program can read them.
-_OF_A_MODEL = ("schedule", "schedule_file", "cp_method", "etp", "expert_all_to_all", "micro_batch_size", "stage_layers")
+#: Keys of `parallel` that say how a model is computed: without one they mean nothing. Others (zero,
+#: vpp, sp) are put into the plan, where the program can read them.
+_OF_A_MODEL = (
+    "schedule",
+    "schedule_file",
+    "cp_method",
+    "etp",
+    "expert_all_to_all",
+    "micro_batch_size",
+    "stage_layers",
+)
 
 
 def plan_program(config: Config, cluster: doc.Cluster) -> Plan:
-    """The plan of a program on `cluster`: as many ranks as `nproc` or the degrees say, else one for each GPU.
+    """The plan of a program on `cluster`: as many ranks as `nproc` or the degrees say, else one for
+    each GPU.
 
-    OrchError (65): more ranks than GPUs, ranks that are no multiple of the named axes, keys that need a model.
+    OrchError (65): more ranks than GPUs, ranks that are no multiple of the named axes, keys that
+    need a model.
     """
     parallel = _parallel(config, cluster)
-    checkpoint, metrics = config.checkpoint, config.metrics
+    checkpoint = config.checkpoint
+    metrics = config.metrics
     job = doc.Job(
-        checkpoint=doc.Checkpoint(dir=checkpoint.dir or "", every_steps=0, keep_last=checkpoint.keep_last),
-        metrics=doc.Metrics(**{name: getattr(metrics, name) for name in doc.Metrics.__struct_fields__}),
+        checkpoint=doc.Checkpoint(
+            dir=checkpoint.dir or "", every_steps=0, keep_last=checkpoint.keep_last
+        ),
+        metrics=doc.Metrics(
+            **{name: getattr(metrics, name) for name in doc.Metrics.__struct_fields__}
+        ),
     )
     compact = config.cluster.topology_file is not None  # the order of imported nodes has no meaning
     return _sealed(_first_nodes(cluster, parallel) if compact else cluster, parallel, job)
 
 
 def place_program(plan: Plan, cluster: doc.Cluster) -> Plan:
-    """The same program on other nodes, in their order, sealed. OrchError (76) when they are too few."""
+    """The same program on other nodes, in their order, sealed. OrchError (76) when they are too
+    few."""
     gpus = len(cluster.node_names) * cluster.gpus_per_node
     world = plan.parallel.world_size
     if world > gpus or cluster.gpus_per_node != plan.cluster.gpus_per_node:
@@ -55,12 +73,18 @@ def place_program(plan: Plan, cluster: doc.Cluster) -> Plan:
 
 
 def _parallel(config: Config, cluster: doc.Cluster) -> doc.Parallel:
-    par, gpus = config.parallel, len(cluster.node_names) * cluster.gpus_per_node
+    par = config.parallel
+    gpus = len(cluster.node_names) * cluster.gpus_per_node
     if par.auto:
-        raise OrchError("parallel=auto needs a model to search for: add model=, or name the axes", Exit.CONFIG)
+        raise OrchError(
+            "parallel=auto needs a model to search for: add model=, or name the axes", Exit.CONFIG
+        )
     for name in _OF_A_MODEL:
         if getattr(par, name) is not None:
-            raise OrchError(f"parallel.{name} means nothing without a model: add model=, or leave it out", Exit.CONFIG)
+            raise OrchError(
+                f"parallel.{name} means nothing without a model: add model=, or leave it out",
+                Exit.CONFIG,
+            )
     inner: dict[str, Any] = {axis: getattr(par, axis) or 1 for axis in ("tp", "cp", "ep", "pp")}
     group = prod(inner.values())
     held = domains_of(cluster).filled(**inner, across=par.allow_tp_across_nvlink)
@@ -70,7 +94,9 @@ def _parallel(config: Config, cluster: doc.Cluster) -> doc.Parallel:
         axes = " x ".join(f"{axis} {size}" for axis, size in inner.items() if size > 1)
         raise OrchError(f"{world} ranks are no multiple of {axes} = {group}", Exit.CONFIG)
     if par.dp not in (None, dp):
-        raise OrchError(f"nproc={world} is not what parallel gives: {group * (par.dp or 1)} ranks", Exit.CONFIG)
+        raise OrchError(
+            f"nproc={world} is not what parallel gives: {group * (par.dp or 1)} ranks", Exit.CONFIG
+        )
     if world > gpus:
         have = f"{len(cluster.node_names)} nodes x {cluster.gpus_per_node} = {gpus}"
         raise OrchError(
@@ -102,7 +128,9 @@ def _sealed(cluster: doc.Cluster, parallel: doc.Parallel, job: doc.Job) -> Plan:
     ranks = assign_ranks(cluster, coords(parallel.order, degrees(parallel)))
     groups = nested_groups(parallel.order, degrees(parallel))
     placement: dict[str, doc.AxisPlacement] = {
-        axis: doc.AxisPlacement(worst_level=_worst(cluster, groups[axis]), bytes_per_step_by_level={})
+        axis: doc.AxisPlacement(
+            worst_level=_worst(cluster, groups[axis]), bytes_per_step_by_level={}
+        )
         for axis in doc.AXES
     }
     plan = Plan(
@@ -126,10 +154,14 @@ def _sealed(cluster: doc.Cluster, parallel: doc.Parallel, job: doc.Job) -> Plan:
 
 
 def _worst(cluster: doc.Cluster, groups: Sequence[Sequence[int]]) -> str:
-    """The outermost tier that a group of ranks must cross: "self", "nvlink" or the name of a switch level."""
+    """The outermost tier that a group of ranks must cross: "self", "nvlink" or the name of a switch
+    level."""
     if len(groups[0]) == 1:
         return "self"
-    tiers = [("nvlink", cluster.nvlink_domains), *((level.name, level.switches) for level in cluster.levels)]
+    tiers = [
+        ("nvlink", cluster.nvlink_domains),
+        *((level.name, level.switches) for level in cluster.levels),
+    ]
     spread = [{rank // cluster.gpus_per_node for rank in group} for group in groups]
     for name, blocks in tiers:
         block_of = {node: index for index, block in enumerate(blocks) for node in block}
@@ -140,15 +172,22 @@ def _worst(cluster: doc.Cluster, groups: Sequence[Sequence[int]]) -> str:
 
 
 def _first_nodes(cluster: doc.Cluster, parallel: doc.Parallel) -> doc.Cluster:
-    """The cluster with the nodes of the ranks first, packed under as few switches as they fit, and spares last."""
+    """The cluster with the nodes of the ranks first, packed under as few switches as they fit, and
+    spares last."""
     from .placement.node_placement import reorder
 
     need = -(-parallel.world_size // cluster.gpus_per_node)
     chosen = list(range(len(cluster.node_names)))
-    for level in reversed(cluster.levels):  # from the outermost inwards: keep the smallest switch that holds all
+    for level in reversed(
+        cluster.levels
+    ):  # from the outermost inwards: keep the smallest switch that holds all
         inside = [[node for node in switch if node in set(chosen)] for switch in level.switches]
         chosen = min((nodes for nodes in inside if len(nodes) >= need), key=len, default=chosen)
-    by_switch = {node: index for index, switch in enumerate(cluster.levels[0].switches) for node in switch}
-    size = {index: sum(by_switch[node] == index for node in chosen) for index in set(by_switch.values())}
+    by_switch = {
+        node: index for index, switch in enumerate(cluster.levels[0].switches) for node in switch
+    }
+    size = {
+        index: sum(by_switch[node] == index for node in chosen) for index in set(by_switch.values())
+    }
     chosen.sort(key=lambda node: (-size[by_switch[node]], by_switch[node], node))
     return reorder(cluster, chosen[:need])

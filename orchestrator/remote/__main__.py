@@ -1,6 +1,8 @@
-"""The other end of `orchestrator.backends.ssh`: answers questions on standard input until that is closed.
+"""The other end of `orchestrator.backends.ssh`: answers questions on standard input until that is
+closed.
 
-It does for a person on another machine what `orch` does for one who is logged in here, with this host's environment.
+It does for a person on another machine what `orch` does for one who is logged in here, with this
+host's environment.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Host:
     # ---------------------------------------------------------------------------------- a job
 
     def _prepare(self, asked: wire.Prepare, payload: bytes) -> tuple[wire.Prepared, bytes]:
-        config_dir, code = None, asked.code
+        config_dir = None
+        code = asked.code
         if payload:
             self._shipped = api.home() / _SHIPPED / os.urandom(8).hex()
             make_private_folder(self._shipped)
@@ -80,16 +83,22 @@ class Host:
         )
         job = api.prepare_job(asked.words, options, config_dir)
         self._job = job, options
-        request, plan = job.candidate.bundle.request, job.candidate.plan
+        request = job.candidate.bundle.request
+        plan = job.candidate.plan
         script = refusal = ""
         if asked.dry_run:
             try:
                 job.backend.check(request)
-                script = job.backend.script(request, plan) if isinstance(job.backend, Rendering) else ""
+                script = (
+                    job.backend.script(request, plan) if isinstance(job.backend, Rendering) else ""
+                )
             except OrchError as error:
                 refusal = error.message
         answer = wire.Prepared(
-            request=msgspec.Raw(to_bytes(request)), said=list(job.said), script=script, refusal=refusal
+            request=msgspec.Raw(to_bytes(request)),
+            said=list(job.said),
+            script=script,
+            refusal=refusal,
         )
         return answer, job.candidate.bundle.contents["plan.json"]
 
@@ -114,7 +123,9 @@ class Host:
 
     def _look(self, asked: wire.Look) -> tuple[wire.Looked, bytes]:
         run = self._run(asked.run)
-        alive = run.backend.is_alive(run.folder)  # then its state, then its files: what comes later is newer
+        alive = run.backend.is_alive(
+            run.folder
+        )  # then its state, then its files: what comes later is newer
         state = run.state
         parts, payload, more = mirror.parts_of(run.folder, asked.known, asked.logs)
         return wire.Looked(alive=alive, state=state, parts=parts, more=more), payload
@@ -136,10 +147,12 @@ def serve(asks: BinaryIO, answers: BinaryIO) -> None:
             try:
                 answer, payload = host.answer(*found)
             except OrchError as error:
-                answer, payload = wire.Refused(message=error.message, exit=int(error.exit)), b""
+                answer = wire.Refused(message=error.message, exit=int(error.exit))
+                payload = b""
             except Exception as error:  # a bug of ours ends no connection
                 text = f"internal error: {type(error).__name__}: {error}"
-                answer, payload = wire.Refused(message=text, exit=int(Exit.INTERNAL)), b""
+                answer = wire.Refused(message=text, exit=int(Exit.INTERNAL))
+                payload = b""
             wire.write(answers, answer, payload)
     except BrokenPipeError:
         pass
@@ -150,5 +163,7 @@ def serve(asks: BinaryIO, answers: BinaryIO) -> None:
 if __name__ == "__main__":
     os.umask(0o077)
     talk = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a backend or a program of it says goes to the person, not between the messages
+    os.dup2(
+        2, 1
+    )  # what a backend or a program of it says goes to the person, not between the messages
     serve(os.fdopen(0, "rb"), talk)

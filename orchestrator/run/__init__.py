@@ -1,1 +1,2 @@
-"""A run's record on disk: its folder, request, state, epoch leases, and the registry of all runs."""
+"""A run's record on disk: its folder, request, state, epoch leases, and the registry of all
+runs."""

@@ -11,12 +11,14 @@ from .request import LaunchRequest, at_size, to_bytes
 from .state import prepare_resume, read_state
 
 
-def begin_attempt(folder: RunFolder, request: LaunchRequest, asked: Intent | None) -> tuple[LaunchRequest, Plan]:
-    """Puts the next attempt's plan and request in force, then its state: what breaks off before that is done again.
-    Returns both.
+def begin_attempt(
+    folder: RunFolder, request: LaunchRequest, asked: Intent | None
+) -> tuple[LaunchRequest, Plan]:
+    """Puts the next attempt's plan and request in force, then its state: what breaks off before
+    that is done again. Returns both.
 
-    `asked`: what it obeys; None: a size that was asked for and is not there yet, else a resume. The caller holds the
-    run's lock. OrchError (65): no plan of that size.
+    `asked`: what it obeys; None: a size that was asked for and is not there yet, else a resume. The
+    caller holds the run's lock. OrchError (65): no plan of that size.
     """
     began_with = read_state(folder).intent
     if asked is None:

@@ -1,7 +1,9 @@
-"""Bad nodes of a user: `<home>/nodes.json`. Later runs leave out, for a while, the nodes that a run has excluded.
+"""Bad nodes of a user: `<home>/nodes.json`. Later runs leave out, for a while, the nodes that a run
+has excluded.
 
-Nodes are known by cluster and name. Each entry expires by itself (`backend.remember_bad_nodes_h`) and can be forgotten
-by hand (`orch nodes --forget`). A file that cannot be read or written is no reason for a run to fail.
+Nodes are known by cluster and name. Each entry expires by itself (`backend.remember_bad_nodes_h`)
+and can be forgotten by hand (`orch nodes --forget`). A file that cannot be read or written is no
+reason for a run to fail.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _LOCK_S = 10.0  # for others to write
 
 
 class BadNode(Frozen):
-    """Times are Unix seconds of the host that wrote them; whole hours matter here, no skew of clocks."""
+    """Times are Unix seconds of the host that wrote them; whole hours matter here, no skew of
+    clocks."""
 
     cluster: str
     node: str
@@ -48,7 +51,8 @@ class NodeMemory:
 
     @classmethod
     def of(cls, folder: RunFolder) -> NodeMemory:
-        """That of the user who has submitted a run. Raises OSError, OrchError where its request cannot be read."""
+        """That of the user who has submitted a run. Raises OSError, OrchError where its request
+        cannot be read."""
         return cls(Path(read_request(folder).discovery_dir).parent)
 
     def read(self, now: float, cluster: str | None = None) -> list[BadNode]:
@@ -58,7 +62,9 @@ class NodeMemory:
     def add(self, bad: BadNode) -> None:
         """Adds an entry; it replaces an earlier one of the same node. Raises OSError, OrchError."""
         mine = (bad.cluster, bad.node)
-        self._change(bad.at, lambda kept: [*(one for one in kept if (one.cluster, one.node) != mine), bad])
+        self._change(
+            bad.at, lambda kept: [*(one for one in kept if (one.cluster, one.node) != mine), bad]
+        )
 
     def forget(self, now: float, chosen: Callable[[BadNode], bool]) -> list[BadNode]:
         """Let go of the chosen ones; they are returned. Raises OSError, OrchError."""
@@ -81,8 +87,8 @@ class NodeMemory:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Runs end at the same time; the kernel lets go of the lock of one that dies. OSError where one that was
-        stopped keeps it: nobody waits for that."""
+        """Runs end at the same time; the kernel lets go of the lock of one that dies. OSError where
+        one that was stopped keeps it: nobody waits for that."""
         make_private_folder(self.file.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with open(os.open(self.file.with_name(".nodes.lock"), flags, 0o600), "w") as file:
@@ -99,12 +105,15 @@ class NodeMemory:
 
 
 def remember(folder: RunFolder, node: str, why: str, hours: float, now: float) -> bool:
-    """Write down what a run has found of a node; False where that was not possible, or is not wanted (0 hours)."""
+    """Write down what a run has found of a node; False where that was not possible, or is not
+    wanted (0 hours)."""
     if not hours:
         return False
     with contextlib.suppress(OSError, OrchError):
         cluster = read_request(folder).cluster
-        bad = BadNode(cluster=cluster, node=node, why=why, run=folder.run_id, at=now, until=now + 3600 * hours)
+        bad = BadNode(
+            cluster=cluster, node=node, why=why, run=folder.run_id, at=now, until=now + 3600 * hours
+        )
         NodeMemory.of(folder).add(bad)
         return True
     return False
@@ -114,5 +123,8 @@ def remembered(folder: RunFolder, now: float) -> dict[str, str]:
     """Bad nodes of the run's cluster that have not expired: node -> why."""
     with contextlib.suppress(OSError, OrchError):
         cluster = read_request(folder).cluster
-        return {one.node: f"{one.why} (run {one.run})" for one in NodeMemory.of(folder).read(now, cluster)}
+        return {
+            one.node: f"{one.why} (run {one.run})"
+            for one in NodeMemory.of(folder).read(now, cluster)
+        }
     return {}

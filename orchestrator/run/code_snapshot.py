@@ -1,6 +1,8 @@
-"""The code of a run, frozen at submission: what is tracked, as it is now, and what is new and not ignored.
+"""The code of a run, frozen at submission: what is tracked, as it is now, and what is new and not
+ignored.
 
-A run may wait in a queue for hours; what it then runs is what its user saw. Nothing of git's store is copied.
+A run may wait in a queue for hours; what it then runs is what its user saw. Nothing of git's store
+is copied.
 """
 
 from __future__ import annotations
@@ -26,13 +28,19 @@ _NEVER = {"__pycache__", "node_modules", "venv", "env", "build", "dist"}
 
 
 def find_code(cwd: Path, wanted: bool) -> Code:
-    """Where the code of a run comes from. `wanted`: the user's own program runs, so its folder is copied in any case.
+    """Where the code of a run comes from. `wanted`: the user's own program runs, so its folder is
+    copied in any case.
 
-    The bundled trainer comes from the installed package, and then nothing needs to be copied, unless the user stands in
-    a checkout that it is installed from.
+    The bundled trainer comes from the installed package, and then nothing needs to be copied,
+    unless the user stands in a checkout that it is installed from.
     """
-    cwd, ours = cwd.absolute(), Path(__file__).resolve().parents[2]
-    root = _git(cwd, "rev-parse", "--show-toplevel") if wanted or cwd.resolve().is_relative_to(ours) else None
+    cwd = cwd.absolute()
+    ours = Path(__file__).resolve().parents[2]
+    root = (
+        _git(cwd, "rev-parse", "--show-toplevel")
+        if wanted or cwd.resolve().is_relative_to(ours)
+        else None
+    )
     if root:
         top = Path(root)
         holds_orch = ours == top.resolve()
@@ -48,7 +56,8 @@ def find_code(cwd: Path, wanted: bool) -> Code:
 
 
 def copy(code: Code, folder: RunFolder) -> None:
-    """Fill the run's `code` folder and say in code.json what it holds. OrchError (65) when it is too much."""
+    """Fill the run's `code` folder and say in code.json what it holds. OrchError (65) when it is
+    too much."""
     if code.kind == "none":
         return
     import shutil
@@ -56,7 +65,8 @@ def copy(code: Code, folder: RunFolder) -> None:
     root = Path(code.held_at or code.root)
     files, size = listed(code, folder.path)
     for name in files:
-        source, target = root / name, folder.code / name
+        source = root / name
+        target = folder.code / name
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if source.is_symlink():
             target.symlink_to(os.readlink(source))
@@ -71,11 +81,16 @@ def copy(code: Code, folder: RunFolder) -> None:
         "bytes": size,
         "uncommitted": [line[3:] for line in (changed or "").splitlines()],
     }
-    write_private(folder.snapshot, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n", durable=False)
+    write_private(
+        folder.snapshot,
+        msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n",
+        durable=False,
+    )
 
 
 def listed(code: Code, run: Path | None = None) -> tuple[list[str], int]:
-    """The files of a copy, relative to its root, and their bytes. `run`: a folder in it that is none of the code.
+    """The files of a copy, relative to its root, and their bytes. `run`: a folder in it that is
+    none of the code.
 
     OrchError (65) when it is too much.
     """
@@ -83,8 +98,16 @@ def listed(code: Code, run: Path | None = None) -> tuple[list[str], int]:
         return [], 0
     root = Path(code.held_at or code.root)
     if code.held_at:  # chosen where it was shipped
-        files = [os.path.relpath(os.path.join(at, name), root) for at, _, names in os.walk(root) for name in names]
-        files += [os.path.relpath(path, root) for path in root.rglob("*") if path.is_symlink() and path.is_dir()]
+        files = [
+            os.path.relpath(os.path.join(at, name), root)
+            for at, _, names in os.walk(root)
+            for name in names
+        ]
+        files += [
+            os.path.relpath(path, root)
+            for path in root.rglob("*")
+            if path.is_symlink() and path.is_dir()
+        ]
     else:
         files = _listed_by_git(root) if code.kind == "git" else _listed_by_walking(root, run)
     return files, _check_size(root, files)
@@ -95,8 +118,15 @@ def _git(cwd: Path, *words: str) -> str | None:
     import subprocess
 
     try:
-        argv = ["git", "-c", "core.fsmonitor=false", *words]  # reading must not start a program the repository names
-        found = subprocess.run(argv, cwd=cwd, capture_output=True, timeout=_GIT_S, stdin=subprocess.DEVNULL)
+        argv = [
+            "git",
+            "-c",
+            "core.fsmonitor=false",
+            *words,
+        ]  # reading must not start a program the repository names
+        found = subprocess.run(
+            argv, cwd=cwd, capture_output=True, timeout=_GIT_S, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return os.fsdecode(found.stdout).removesuffix("\n") if found.returncode == 0 else None
@@ -113,12 +143,17 @@ def _listed_by_git(root: Path) -> list[str]:
         if path.is_symlink() or path.is_file():
             files.append(name)
         elif path.is_dir():  # a submodule, or a repository inside
-            files += [os.path.join(name, inner) for inner in _listed_by_git(path)] if (path / ".git").exists() else []
+            files += (
+                [os.path.join(name, inner) for inner in _listed_by_git(path)]
+                if (path / ".git").exists()
+                else []
+            )
     return files
 
 
 def ignored_by_git(root: Path) -> list[str]:
-    """Files and whole folders (with a slash at the end) that git ignores; nothing below a folder that is named."""
+    """Files and whole folders (with a slash at the end) that git ignores; nothing below a folder
+    that is named."""
     words = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
     found: list[str] = []
     for name in sorted(filter(None, (_git(root, *words) or "").split("\0"))):
@@ -139,10 +174,13 @@ def _listed_by_walking(root: Path, run: Path | None) -> list[str]:
         folders[:] = sorted(
             name
             for name in folders
-            if not is_skipped(Path(parent, name)) and not (run and run.is_relative_to(Path(parent, name)))
+            if not is_skipped(Path(parent, name))
+            and not (run and run.is_relative_to(Path(parent, name)))
         )
         files += [
-            os.path.relpath(os.path.join(parent, name), root) for name in sorted(names) if not name.startswith(".")
+            os.path.relpath(os.path.join(parent, name), root)
+            for name in sorted(names)
+            if not name.startswith(".")
         ]
         if len(files) > MOST_FILES:
             break
@@ -154,9 +192,14 @@ def _check_size(root: Path, files: list[str]) -> int:
     total = sum(sizes.values())
     advice = "ignore it in .gitignore, or run with --in-place"
     if len(files) > MOST_FILES:
-        raise OrchError(f"snapshot of {root} has more than {MOST_FILES} files: {advice}", Exit.CONFIG)
+        raise OrchError(
+            f"snapshot of {root} has more than {MOST_FILES} files: {advice}", Exit.CONFIG
+        )
     if total > MOST_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
-        much = f"{binary(total)}, over {binary(MOST_BYTES)}; largest is {largest} ({binary(sizes[largest])})"
+        much = (
+            f"{binary(total)}, over {binary(MOST_BYTES)}; largest is {largest}"
+            f" ({binary(sizes[largest])})"
+        )
         raise OrchError(f"snapshot of {root} has {much}: {advice}", Exit.CONFIG)
     return total

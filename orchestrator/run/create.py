@@ -1,4 +1,5 @@
-"""From a bundle to a run folder that holds everything the run needs: what every backend does before it starts a run."""
+"""From a bundle to a run folder that holds everything the run needs: what every backend does before
+it starts a run."""
 
 from __future__ import annotations
 
@@ -43,10 +44,12 @@ def accepted(request: LaunchRequest, backend: str) -> RunState:
 
 @contextlib.contextmanager
 def create_run_folder(bundle: SubmissionBundle, backend: str) -> Iterator[RunFolder]:
-    """The run's folder, made, filled and `pending`. When the body fails to start the run, its state says so.
+    """The run's folder, made, filled and `pending`. When the body fails to start the run, its state
+    says so.
 
-    Signals that would end this process take effect before the body, and then nothing is left, or after it. OrchError
-    (76) for a disk without room, (65) for another one that does not take the folder.
+    Signals that would end this process take effect before the body, and then nothing is left, or
+    after it. OrchError (76) for a disk without room, (65) for another one that does not take the
+    folder.
     """
     check_contents(bundle)
     folder = RunFolder(Path(bundle.request.run_dir))
@@ -64,11 +67,14 @@ def create_run_folder(bundle: SubmissionBundle, backend: str) -> Iterator[RunFol
             yield folder
         except BaseException as error:
             if isinstance(error, OrchError):
-                code, reason = error.exit, error.message
+                code = error.exit
+                reason = error.message
             elif isinstance(error, OSError):
-                code, reason = Exit.CAPACITY, f"submitting failed: {error}"
+                code = Exit.CAPACITY
+                reason = f"submitting failed: {error}"
             else:
-                code, reason = Exit.INTERNAL, f"submitting failed: {type(error).__name__}: {error}"
+                code = Exit.INTERNAL
+                reason = f"submitting failed: {type(error).__name__}: {error}"
             with contextlib.suppress(OSError):
                 write_state(folder, finish(state, "failed", code, reason, at=time.time()))
             raise
@@ -77,7 +83,9 @@ def create_run_folder(bundle: SubmissionBundle, backend: str) -> Iterator[RunFol
 def _fill(folder: RunFolder, bundle: SubmissionBundle, state: RunState) -> None:
     request = bundle.request
     for file in request.files:
-        content = bundle.contents[file.path] if file.sha256 else os.urandom(32).hex().encode() + b"\n"
+        content = (
+            bundle.contents[file.path] if file.sha256 else os.urandom(32).hex().encode() + b"\n"
+        )
         write_private(folder.path / file.path, content, int(file.mode, 8), durable=False)
     snapshot.copy(request.code, folder)
     write_private(folder.request, to_bytes(request), durable=False)
@@ -92,13 +100,17 @@ def disk_refusals(folder: RunFolder) -> Iterator[None]:
     except OSError as error:
         if not error.filename and error.errno not in _OF_A_DISK:
             raise
-        where, why = error.filename or folder.path, error.strerror or error
+        where = error.filename or folder.path
+        why = error.strerror or error
         code = Exit.CAPACITY if error.errno in NO_ROOM else Exit.CONFIG
         raise OrchError(f"run {folder.run_id} was not started: {where}: {why}", code) from error
 
 
-def check_program(argv: Sequence[str], environ: Mapping[str, str], cwd: Path, where: str = "") -> None:
-    """OrchError (64) when the program, or the script that it is to interpret, is not found from `cwd`.
+def check_program(
+    argv: Sequence[str], environ: Mapping[str, str], cwd: Path, where: str = ""
+) -> None:
+    """OrchError (64) when the program, or the script that it is to interpret, is not found from
+    `cwd`.
 
     `environ` is what the worker will have. `where` ends the message.
     """
@@ -108,7 +120,13 @@ def check_program(argv: Sequence[str], environ: Mapping[str, str], cwd: Path, wh
     else:
         found = shutil.which(name, path=environ.get("PATH", ""))
     if found is None:
-        known = "not executable" if (cwd / name).is_file() else "not on PATH" if "/" not in name else "not there"
+        known = (
+            "not executable"
+            if (cwd / name).is_file()
+            else "not on PATH"
+            if "/" not in name
+            else "not there"
+        )
         raise OrchError(f"program {name!r} is {known}{where}", Exit.USAGE)
     if _PYTHON.fullmatch(Path(name).name) and len(argv) > 1:
         script = argv[1]

@@ -1,7 +1,8 @@
 """The run folder: where everything of one run is stored, private to its user.
 
-Folders are 0700, files 0600. Replacing a file is atomic (temporary file in the same folder, fsync, rename): a reader
-sees the old or the new content, never a mixture, and a crash leaves one of the two.
+Folders are 0700, files 0600. Replacing a file is atomic (temporary file in the same folder, fsync,
+rename): a reader sees the old or the new content, never a mixture, and a crash leaves one of the
+two.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ Document = TypeVar("Document", bound=Struct)
 Result = TypeVar("Result")
 _LONGEST_NAME = 120  # bytes of a file name made from a node's name
 
-#: What reading or writing a record of a run raises. A disk that fails may be well again in a moment, so who keeps a run
-#: tries again (`RECORD_S`) and ends nothing that works.
+#: What reading or writing a record of a run raises. A disk that fails may be well again in a
+#: moment, so who keeps a run tries again (`RECORD_S`) and ends nothing that works.
 RECORD_ERRORS = (OSError, OrchError, PlanError)
 RECORD_S = 60.0  # for a record without which the run cannot go on
 RECORD_AGAIN_S = 0.5
@@ -47,7 +48,8 @@ def home_folder(environ: Mapping[str, str]) -> Path:
 
 
 def new_run_id(name: str, now: float) -> str:
-    """`<name>-<UTC time>-<random>`: readable, sortable within a name, a DNS-1123 label (63 characters at most)."""
+    """`<name>-<UTC time>-<random>`: readable, sortable within a name, a DNS-1123 label (63
+    characters at most)."""
     stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
     return f"{stem}-{time.strftime('%m%d-%H%M%S', time.gmtime(now))}-{os.urandom(2).hex()}"
 
@@ -62,8 +64,8 @@ def check_run_id(run_id: str) -> str:
 def file_name(node: str) -> str:
     """A file name for any node name: distinct names give distinct files, none leaves its folder.
 
-    Everything outside A-Z a-z 0-9 _ . - is percent-encoded, a leading dot too; a name too long for a file system is cut
-    and gets its hash.
+    Everything outside A-Z a-z 0-9 _ . - is percent-encoded, a leading dot too; a name too long for
+    a file system is cut and gets its hash.
     """
     name = quote(node, safe="", errors="surrogatepass").replace("~", "%7E")
     name = "%2E" + name[1:] if name.startswith(".") else name
@@ -75,8 +77,8 @@ def file_name(node: str) -> str:
 
 @contextlib.contextmanager
 def private_umask() -> Iterator[None]:
-    """What is written inside, also by processes that are started there, is its user's alone. The umask of the caller,
-    which belongs to the whole process, is as before afterwards."""
+    """What is written inside, also by processes that are started there, is its user's alone. The
+    umask of the caller, which belongs to the whole process, is as before afterwards."""
     before = os.umask(0o077)
     try:
         yield
@@ -85,7 +87,8 @@ def private_umask() -> Iterator[None]:
 
 
 def make_private_folder(path: Path) -> None:
-    """Create `path` and its missing parents as 0700. A parent that others may write to is refused."""
+    """Create `path` and its missing parents as 0700. A parent that others may write to is
+    refused."""
     missing = []
     try:
         while not path.exists():
@@ -104,21 +107,30 @@ def make_private_folder(path: Path) -> None:
 
 
 def check_private_parent(path: Path) -> None:
-    """Refuse (78) a folder that another user may rename things in: owned by a stranger, or writable without sticky."""
+    """Refuse (78) a folder that another user may rename things in: owned by a stranger, or writable
+    without sticky."""
     found = path.stat()
     if not stat.S_ISDIR(found.st_mode):
         raise OrchError(f"{path} is a file where a folder is needed", Exit.CONFIG)
     if found.st_uid not in (0, os.geteuid()):
-        raise OrchError(f"folder {path} belongs to another user (uid {found.st_uid})", Exit.SECURITY)
+        raise OrchError(
+            f"folder {path} belongs to another user (uid {found.st_uid})", Exit.SECURITY
+        )
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
         mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
-        raise OrchError(f"folder {path} is writable by others ({mode}): chmod go-w, or set ORCH_HOME", Exit.SECURITY)
+        raise OrchError(
+            f"folder {path} is writable by others ({mode}): chmod go-w, or set ORCH_HOME",
+            Exit.SECURITY,
+        )
 
 
 def write_private(path: Path, content: bytes, mode: int = 0o600, durable: bool = True) -> None:
-    """Create or replace `path` atomically. `durable` also survives a power cut (fsync of file and folder)."""
+    """Create or replace `path` atomically. `durable` also survives a power cut (fsync of file and
+    folder)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    fd = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode
+    )
     try:
         with os.fdopen(fd, "wb") as file:
             os.fchmod(fd, mode)
@@ -136,7 +148,8 @@ def write_private(path: Path, content: bytes, mode: int = 0o600, durable: bool =
 
 
 def read_json(path: Path, kind: type[Document]) -> Document | None:
-    """A JSON file of a run folder; None when there is none. OrchError (65), one line, for anything else there."""
+    """A JSON file of a run folder; None when there is none. OrchError (65), one line, for anything
+    else there."""
     try:
         return msgspec.json.decode(read_file(path), type=kind)
     except FileNotFoundError:
@@ -150,7 +163,9 @@ def read_json(path: Path, kind: type[Document]) -> Document | None:
 
 
 def _unreadable(path: Path, why: str) -> OrchError:
-    return OrchError(f"{path} is unreadable: {''.join(c if c.isprintable() else ' ' for c in why)}", Exit.CONFIG)
+    return OrchError(
+        f"{path} is unreadable: {''.join(c if c.isprintable() else ' ' for c in why)}", Exit.CONFIG
+    )
 
 
 def reason_of(error: Exception) -> str:
@@ -168,7 +183,8 @@ def sync_folder(path: Path) -> None:
 
 
 def read_secret(path: Path) -> bytes:
-    """The per-run key (32 bytes, kept as hex). Refused (78) when anyone else could have read or written it."""
+    """The per-run key (32 bytes, kept as hex). Refused (78) when anyone else could have read or
+    written it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -188,14 +204,16 @@ def read_secret(path: Path) -> bytes:
 
 
 class Insistence:
-    """Attempts at a record that the disk refuses, for at most RECORD_S in all. `tells`: the first refusal is logged."""
+    """Attempts at a record that the disk refuses, for at most RECORD_S in all. `tells`: the first
+    refusal is logged."""
 
     def __init__(self, tells: bool = True):
         self._end = time.monotonic() + RECORD_S
         self._tells = tells
 
     def refused(self, error: Exception) -> None:
-        """Raises the error once the time is over; else the caller waits RECORD_AGAIN_S and tries again."""
+        """Raises the error once the time is over; else the caller waits RECORD_AGAIN_S and tries
+        again."""
         if time.monotonic() > self._end:
             raise error
         if self._tells:
@@ -207,10 +225,12 @@ class Insistence:
 
 
 def insist(
-    record: Callable[[], Result], tells: bool = True, hopes: Callable[[Exception], bool] = lambda error: True
+    record: Callable[[], Result],
+    tells: bool = True,
+    hopes: Callable[[Exception], bool] = lambda error: True,
 ) -> Result:
-    """What `record` returns, called until the disk lets it, in at most RECORD_S. Raises what it has raised last, and at
-    once an error for which there is no hope."""
+    """What `record` returns, called until the disk lets it, in at most RECORD_S. Raises what it has
+    raised last, and at once an error for which there is no hope."""
     insistence = Insistence(tells)
     while True:
         try:
@@ -223,7 +243,8 @@ def insist(
 
 
 def first_read(record: Callable[[], Result]) -> Result:
-    """What `record` reads for a process that starts: tried again where the machine fails, and nothing else."""
+    """What `record` reads for a process that starts: tried again where the machine fails, and
+    nothing else."""
     return insist(record, hopes=is_of_the_machine)
 
 
@@ -299,9 +320,13 @@ class RunFolder(Struct, frozen=True):
         try:
             self.path.mkdir(mode=0o700)
         except FileExistsError:
-            raise OrchError(f"run {self.run_id} exists already in {self.path.parent}", Exit.CONFIG) from None
+            raise OrchError(
+                f"run {self.run_id} exists already in {self.path.parent}", Exit.CONFIG
+            ) from None
         except OSError as error:
-            raise OrchError(f"cannot make folder {self.path}: {error.strerror}", Exit.CONFIG) from None
+            raise OrchError(
+                f"cannot make folder {self.path}: {error.strerror}", Exit.CONFIG
+            ) from None
         try:
             for part in ("logs", "events", "metrics", "checkpoints"):
                 (self.path / part).mkdir(mode=0o700)
@@ -310,11 +335,11 @@ class RunFolder(Struct, frozen=True):
             raise
 
     def take_lock(self, wait_s: float = 0.5) -> int | None:
-        """An inheritable descriptor of the lock, None while a process of the run exists. OrchError (65) when it is
-        no file.
+        """An inheritable descriptor of the lock, None while a process of the run exists. OrchError
+        (65) when it is no file.
 
-        flock(2) belongs to the open file, so every process that inherits the descriptor holds the lock too: it is free
-        exactly when the supervisor and all agents are gone, however they went.
+        flock(2) belongs to the open file, so every process that inherits the descriptor holds the
+        lock too: it is free exactly when the supervisor and all agents are gone, however they went.
         """
         try:
             fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

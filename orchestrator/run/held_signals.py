@@ -15,9 +15,9 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class HeldSignals:
-    """A context in which `ENDING` are noted. They take effect at its end, or earlier in `check` and `deliver`; where an
-    exception ends it, they are forgotten. One that is ignored (nohup) stays ignored. Contexts nest. Outside the main
-    thread, where Python hears no signals, nothing is held.
+    """A context in which `ENDING` are noted. They take effect at its end, or earlier in `check` and
+    `deliver`; where an exception ends it, they are forgotten. One that is ignored (nohup) stays
+    ignored. Contexts nest. Outside the main thread, where Python hears no signals, nothing is held.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,8 @@ class HeldSignals:
             raise Interrupted(self._came[0])
 
     def deliver(self, hear: Callable[[int], None] | None) -> None:
-        """From now on `hear` is called with each signal, with those that have come first; None: they wait again."""
+        """From now on `hear` is called with each signal, with those that have come first; None:
+        they wait again."""
         self._deliver = hear
         while hear and self._came:
             hear(self._came.pop(0))

@@ -1,9 +1,11 @@
-"""What people have asked of a run: one file a request (`intents/000001.json`), numbered in the order of asking.
+"""What people have asked of a run: one file a request (`intents/000001.json`), numbered in the
+order of asking.
 
-A request is on disk before anybody acts on it, and the newest one counts. Supervisor and coordinator look at every
-tick whether it is newer than the one that their attempt began with (`RunState.intent`), so it is obeyed whoever dies in
-between; a verb that meets a run whose processes are all gone takes it up. A number is taken by `link(2)`, which is
-atomic and exclusive, also on NFS.
+A request is on disk before anybody acts on it, and the newest one counts. Supervisor and
+coordinator look at every tick whether it is newer than the one that their attempt began with
+(`RunState.intent`), so it is obeyed whoever dies in between; a verb that meets a run whose
+processes are all gone takes it up. A number is taken by `link(2)`, which is atomic and exclusive,
+also on NFS.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from orchestrator.plan.exits import Exit
 
 from .folder import RunFolder, make_private_folder, read_json, sync_folder, write_private
 
-#: To agents that no supervisor looks after, where the disk does not take a request for the end; the second: by force.
-#: Neither schedulers nor terminals send them.
-END, END_BY_FORCE = signal.SIGALRM, signal.SIGVTALRM
+#: To agents that no supervisor looks after, where the disk does not take a request for the end; the
+#: second: by force. Neither schedulers nor terminals send them.
+END = signal.SIGALRM
+END_BY_FORCE = signal.SIGVTALRM
 
 
 class Intent(Frozen):
@@ -48,7 +51,8 @@ class Intent(Frozen):
 
 
 def newest(folder: RunFolder) -> Intent | None:
-    """The newest request that can be read, None for none, or where the disk does not answer: it is asked again soon."""
+    """The newest request that can be read, None for none, or where the disk does not answer: it is
+    asked again soon."""
     try:
         numbers = _numbers(folder)
     except OSError:
@@ -60,9 +64,14 @@ def newest(folder: RunFolder) -> Intent | None:
 
 
 def due(folder: RunFolder, began_with: int) -> Intent | None:
-    """The newest request, where the attempt that began with number `began_with` has to end for it, else None."""
+    """The newest request, where the attempt that began with number `began_with` has to end for it,
+    else None."""
     intent = newest(folder)
-    return intent if intent and intent.number > began_with and (intent.want == "end" or intent.nodes) else None
+    return (
+        intent
+        if intent and intent.number > began_with and (intent.want == "end" or intent.nodes)
+        else None
+    )
 
 
 def unwritten_end(force: bool) -> Intent:
@@ -84,28 +93,36 @@ def ask(
     nodes: int | None = None,
     began_with: int = 0,
 ) -> Intent:
-    """Writes a request, durably; returns it, or the newest one if that asks for the same and is not obeyed yet.
+    """Writes a request, durably; returns it, or the newest one if that asks for the same and is not
+    obeyed yet.
 
-    `began_with`: of the run's last attempt, which has obeyed all requests up to that number. OrchError (76) when the
-    disk does not take it.
+    `began_with`: of the run's last attempt, which has obeyed all requests up to that number.
+    OrchError (76) when the disk does not take it.
     """
     try:
         return _ask(folder, want, force, nodes, began_with)
     except OSError as error:
-        raise OrchError(f"the request cannot be written to {folder.intents}: {error.strerror}", Exit.CAPACITY) from None
+        raise OrchError(
+            f"the request cannot be written to {folder.intents}: {error.strerror}", Exit.CAPACITY
+        ) from None
 
 
-def _ask(folder: RunFolder, want: Literal["end", "run"], force: bool, nodes: int | None, began_with: int) -> Intent:
+def _ask(
+    folder: RunFolder, want: Literal["end", "run"], force: bool, nodes: int | None, began_with: int
+) -> Intent:
     make_private_folder(folder.intents)
     least = 1  # a listing of a shared folder may be a minute old, a link is not
     while True:
-        numbers, last = _numbers(folder), newest(folder)
+        numbers = _numbers(folder)
+        last = newest(folder)
         if last and (last.want == "end" or last.number > began_with):
             stronger = last.force or not force
             if last.want == want and last.nodes == nodes and stronger:
                 return last
         number = max(least, max(numbers, default=0) + 1)
-        intent = Intent(number=number, want=want, at=time.time(), uid=os.geteuid(), force=force, nodes=nodes)
+        intent = Intent(
+            number=number, want=want, at=time.time(), uid=os.geteuid(), force=force, nodes=nodes
+        )
         draft = folder.intents / f".{number}.{os.urandom(4).hex()}"
         write_private(draft, msgspec.json.encode(intent))
         try:

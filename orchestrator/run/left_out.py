@@ -1,4 +1,5 @@
-"""What a copy of a program's folder lacks: listed before the start, and named when the program misses it."""
+"""What a copy of a program's folder lacks: listed before the start, and named when the program
+misses it."""
 
 from __future__ import annotations
 
@@ -18,20 +19,25 @@ _SHOWN = 5
 #: How programs say that a file is not there; the group is its path, or the module.
 _MISSING = (
     re.compile(r"No such file or directory: b?['\"]([^'\"]+)['\"]"),
-    re.compile(r"(?:can't open file|cannot open|cannot access|cannot stat|Unable to open) ['\"]([^'\"]+)['\"]"),
+    re.compile(
+        r"(?:can't open file|cannot open|cannot access|cannot stat|Unable to open)"
+        r" ['\"]([^'\"]+)['\"]"
+    ),
     re.compile(r"(?:^|[\s:])([^\s:'\"]+): No such file or directory"),
 )
 _NO_MODULE = re.compile(r"No module named ['\"]([\w.]+)['\"]")
 
 
 def with_left_out(code: Code) -> Code:
-    """The same code with what its copy will lack, the largest first; caches and environments are not worth a word."""
+    """The same code with what its copy will lack, the largest first; caches and environments are
+    not worth a word."""
     from msgspec import structs
 
     root = Path(code.root)
     names = ignored_by_git(root) if code.kind == "git" else _skipped(root)
     kept = [name for name in names if not _is_cache(root / name)]
-    left, found = _MOST_LOOKED_AT, []
+    left = _MOST_LOOKED_AT
+    found = []
     for name in kept:
         size, seen = _size(root / name, left)
         left -= seen
@@ -48,17 +54,22 @@ def said_of(code: Code) -> list[str]:
     shown = ", ".join(f"{one.name} ({binary(one.bytes)})" for one in found[:_SHOWN])
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     why = "which git ignores" if code.kind == "git" else "by their names"
-    return [f"the copy of {code.root} leaves out {shown}{more}, {why}: --in-place runs the program with them"]
+    return [
+        f"the copy of {code.root} leaves out {shown}{more}, {why}: --in-place runs the program with"
+        " them"
+    ]
 
 
 def explain(code: Code, copied: Path, cwd: Path, lines: Sequence[str]) -> str | None:
-    """Why a program did not find a file or module of which its last words (`lines`) speak, if the copy is to blame.
+    """Why a program did not find a file or module of which its last words (`lines`) speak, if the
+    copy is to blame.
 
     copied: the run's `code` folder. cwd: where the program was started in it.
     """
     if code.kind == "none":
         return None
-    root, lost = Path(code.root), {one.name.rstrip("/") for one in code.left_out or []}
+    root = Path(code.root)
+    lost = {one.name.rstrip("/") for one in code.left_out or []}
     for name in _missing(copied, cwd, lines):
         above = [name, *map(str, Path(name).parents)][:-1]  # without "."
         if any(path in lost for path in above):
@@ -68,10 +79,14 @@ def explain(code: Code, copied: Path, cwd: Path, lines: Sequence[str]) -> str | 
         elif os.path.lexists(root / name):
             why = "it was not there when the run was submitted, or is nothing that is copied"
         elif len(above) > 1 and (root / above[1]).is_dir() and not (copied / above[1]).is_dir():
-            name, why = f"{above[1]}/", "git knows no empty folders" if code.kind == "git" else "it is not copied"
+            name = f"{above[1]}/"
+            why = "git knows no empty folders" if code.kind == "git" else "it is not copied"
         else:
             continue
-        return f"{name} is not in the copy of {root} that the program runs in: {why}; --in-place runs it there"
+        return (
+            f"{name} is not in the copy of {root} that the program runs in: {why}; --in-place runs"
+            " it there"
+        )
     return None
 
 
@@ -94,7 +109,11 @@ def _skipped(root: Path) -> list[str]:
         gone = [name for name in folders if is_skipped(Path(parent, name))]
         folders[:] = [name for name in folders if name not in gone]
         found += [os.path.relpath(os.path.join(parent, name), root) + "/" for name in gone]
-        found += [os.path.relpath(os.path.join(parent, name), root) for name in names if name.startswith(".")]
+        found += [
+            os.path.relpath(os.path.join(parent, name), root)
+            for name in names
+            if name.startswith(".")
+        ]
         if len(found) > _MOST_LOOKED_AT:
             break
     return found

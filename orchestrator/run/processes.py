@@ -1,8 +1,9 @@
-"""Processes of this machine: who is who, who descends from whom, and how to end a whole tree. Linux.
+"""Processes of this machine: who is who, who descends from whom, and how to end a whole tree.
+Linux.
 
-The supervisor, the agent and the worker supervisor are each a *subreaper* (prctl(2)): a process whose parent dies
-becomes the child of the nearest one, so nothing started in a run can leave the tree, not even by a double fork and
-`setsid`.
+The supervisor, the agent and the worker supervisor are each a *subreaper* (prctl(2)): a process
+whose parent dies becomes the child of the nearest one, so nothing started in a run can leave the
+tree, not even by a double fork and `setsid`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Send `signum` to the calling process when `parent` dies; call it in the child, between fork and exec."""
+    """Send `signum` to the calling process when `parent` dies; call it in the child, between fork
+    and exec."""
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it died before the line above
         os.kill(os.getpid(), signum)
@@ -52,18 +54,27 @@ def name_process(name: str) -> None:
 
 
 class Identity(Struct, frozen=True):
-    """A process beyond the reuse of its number: the kernel's start time (clock ticks since boot) goes with the pid."""
+    """A process beyond the reuse of its number: the kernel's start time (clock ticks since boot)
+    goes with the pid."""
 
     pid: int
     started: int
 
 
 def _stat(pid: int) -> tuple[int, str, int, int] | None:
-    """(parent, state letter, start time, ticks computed) from /proc/<pid>/stat, None when there is no such process."""
+    """(parent, state letter, start time, ticks computed) from /proc/<pid>/stat, None when there is
+    no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # the name in parentheses may hold anything
-        return int(fields[1]), fields[0].decode(), int(fields[19]), int(fields[11]) + int(fields[12])
+            fields = (
+                file.read().rpartition(b")")[2].split()
+            )  # the name in parentheses may hold anything
+        return (
+            int(fields[1]),
+            fields[0].decode(),
+            int(fields[19]),
+            int(fields[11]) + int(fields[12]),
+        )
     except (OSError, IndexError):
         return None
 
@@ -71,7 +82,8 @@ def _stat(pid: int) -> tuple[int, str, int, int] | None:
 class Load(Struct, frozen=True):
     """What the kernel says of a process."""
 
-    state: str  # R running, S sleeping, D in a system call that cannot be interrupted, T stopped, Z dead
+    # R running, S sleeping, D in a system call that cannot be interrupted, T stopped, Z dead
+    state: str
     cpu_s: float  # of all its threads, since it began
 
 
@@ -101,19 +113,23 @@ def is_stopped(process: Identity) -> bool:
 
 
 class StopWatch:
-    """Whether one process stands still because somebody stopped it, seen at every look at it. It is continued at once
-    when it has been stopped for `after` looks, and killed after four times as many: something keeps stopping it.
+    """Whether one process stands still because somebody stopped it, seen at every look at it. It is
+    continued at once when it has been stopped for `after` looks, and killed after four times as
+    many: something keeps stopping it.
     """
 
     def __init__(self, after: int):
-        self._after, self._looks, self._process = after, 0, Identity(0, 0)
+        self._after = after
+        self._looks = 0
+        self._process = Identity(0, 0)
 
     def look(self, pid: int) -> str:
         """What was done about it: "continued", "killed", or "" for nothing."""
         process = identity(pid) or Identity(0, 0)
         stopped = process.pid > 0 and is_stopped(process)
         if process != self._process or not stopped:
-            self._process, self._looks = process, 0
+            self._process = process
+            self._looks = 0
         if not stopped:
             return ""
         self._looks += 1
@@ -125,7 +141,8 @@ class StopWatch:
 
 
 def send_signal(process: Identity, signum: int) -> bool:
-    """Signal exactly that process; False when it is no more. A pidfd pins the number between look and signal."""
+    """Signal exactly that process; False when it is no more. A pidfd pins the number between look
+    and signal."""
     try:
         fd = os.pidfd_open(process.pid)
     except OSError:
@@ -158,7 +175,8 @@ def children_of(parent: int) -> list[Identity]:
 def descendants(root: int) -> list[int]:
     """Pids below `root`, zombies left out, parents before children."""
     children = _families()
-    found_below, queue = [], [root]
+    found_below = []
+    queue = [root]
     while queue:
         below = children.get(queue.pop(), [])
         found_below += below
@@ -167,7 +185,8 @@ def descendants(root: int) -> list[int]:
 
 
 def holders(path: Path) -> list[Identity]:
-    """The processes that have the file open, of those that this user may look into; not this process."""
+    """The processes that have the file open, of those that this user may look into; not this
+    process."""
     try:
         file = os.stat(path)
     except OSError:
@@ -186,8 +205,15 @@ def holders(path: Path) -> list[Identity]:
 
 
 def kill_trees(roots: Sequence[Identity]) -> None:
-    """SIGKILL these processes and all below them, of which none is asked and none can start others in between."""
-    below = [one for root in roots if is_alive(root) for one in map(identity, descendants(root.pid)) if one]
+    """SIGKILL these processes and all below them, of which none is asked and none can start others
+    in between."""
+    below = [
+        one
+        for root in roots
+        if is_alive(root)
+        for one in map(identity, descendants(root.pid))
+        if one
+    ]
     for signum in (signal.SIGSTOP, signal.SIGKILL):
         for process in [*roots, *below]:
             with contextlib.suppress(OSError):
@@ -195,8 +221,9 @@ def kill_trees(roots: Sequence[Identity]) -> None:
 
 
 def kill_other_children(spare: Collection[int]) -> None:
-    """Kills the children of this process that are not among these pids, with all below them. What a dead process leaves
-    falls to the next subreaper, and who should have ended it may have been stopped."""
+    """Kills the children of this process that are not among these pids, with all below them. What a
+    dead process leaves falls to the next subreaper, and who should have ended it may have been
+    stopped."""
     with contextlib.suppress(OSError):  # no descriptor to look for them: at the next look
         if left := [one for one in children_of(os.getpid()) if one.pid not in spare]:
             log.info("killing what a dead process has left: %s", [one.pid for one in left])
@@ -204,11 +231,12 @@ def kill_other_children(spare: Collection[int]) -> None:
 
 
 def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0) -> list[int]:
-    """SIGKILL everything below this process, but not process `spare`, until nothing is left; the pids that survived
-    `timeout_s` are returned.
+    """SIGKILL everything below this process, but not process `spare`, until nothing is left; the
+    pids that survived `timeout_s` are returned.
 
-    Killing goes in rounds because a process may fork between the listing and the signal; as subreaper this process
-    inherits what such a fork leaves. `reap` collects every dead child (a caller that waits itself sets it to False).
+    Killing goes in rounds because a process may fork between the listing and the signal; as
+    subreaper this process inherits what such a fork leaves. `reap` collects every dead child (a
+    caller that waits itself sets it to False).
     """
     end = time.monotonic() + timeout_s
     while left := [pid for pid in _below(end) if pid != spare]:
@@ -226,7 +254,8 @@ def kill_descendants(reap: bool = True, timeout_s: float = 10.0, spare: int = 0)
 
 
 def _below(end: float) -> list[int]:
-    """This process's descendants. While it has no descriptor to look for them, it waits, at most to that time."""
+    """This process's descendants. While it has no descriptor to look for them, it waits, at most to
+    that time."""
     while True:
         try:
             return descendants(os.getpid())
@@ -237,7 +266,8 @@ def _below(end: float) -> list[int]:
 
 
 def reap_children() -> list[tuple[int, int]]:
-    """(pid, exit code as in `subprocess`) of every child that has ended and was not yet waited for."""
+    """(pid, exit code as in `subprocess`) of every child that has ended and was not yet waited
+    for."""
     ended: list[tuple[int, int]] = []
     while True:
         try:

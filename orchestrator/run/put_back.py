@@ -18,9 +18,11 @@ from .state import prepare_resume, read_state
 
 @contextlib.contextmanager
 def put_back(paths: Iterable[Path]) -> Iterator[None]:
-    """Where the body raises, these files are afterwards as they were before it, also on a disk without room.
+    """Where the body raises, these files are afterwards as they were before it, also on a disk
+    without room.
 
-    The body removes them or replaces them as `write_private` does: a second name keeps what was there.
+    The body removes them or replaces them as `write_private` does: a second name keeps what was
+    there.
     """
     kept: dict[Path, Path] = {}
     try:
@@ -43,12 +45,15 @@ def check_allowed(names: Iterable[str]) -> None:
     """OrchError (64) for a name that `orch resume --allow` does not know."""
     for name in names:
         if name not in PINS:
-            raise OrchError(f"resume: it cannot allow {name!r}; {did_you_mean(name, PINS)}", Exit.USAGE)
+            raise OrchError(
+                f"resume: it cannot allow {name!r}; {did_you_mean(name, PINS)}", Exit.USAGE
+            )
 
 
 @contextlib.contextmanager
 def without_pins(folder: RunFolder, allow: Iterable[str]) -> Iterator[None]:
-    """The run that the body starts finds no pins of these names, as `orch resume --allow` wants it."""
+    """The run that the body starts finds no pins of these names, as `orch resume --allow` wants
+    it."""
     pins = [pin_file(folder.path, PINS[name]) for name in allow]
     with put_back(pins):
         for pin in pins:
@@ -58,7 +63,8 @@ def without_pins(folder: RunFolder, allow: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def asked_to_resume(folder: RunFolder, *removed: Path) -> Iterator[None]:
-    """The run is `pending` again while the body sends it, and without the files that are to be `removed`."""
+    """The run is `pending` again while the body sends it, and without the files that are to be
+    `removed`."""
     before = newest(folder)
     asked = ask(folder, "run", began_with=read_state(folder).intent)
     try:

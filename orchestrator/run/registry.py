@@ -1,5 +1,5 @@
-"""How runs are found: by people, with `local://<id>`, the id or the beginning of one that no other run shares; by
-Prometheus, with a file.
+"""How runs are found: by people, with `local://<id>`, the id or the beginning of one that no other
+run shares; by Prometheus, with a file.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ def all_runs(home: Path) -> list[RunFolder]:
                 found.append((os.lstat(os.path.join(entry.path, "request.json")).st_mtime, entry))
             except OSError:  # half made, or a link whose folder was removed
                 continue
-    return [RunFolder(Path(entry.path)) for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)]
+    return [
+        RunFolder(Path(entry.path))
+        for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)
+    ]
 
 
 def find_run(home: Path, name: str | None) -> RunFolder:
-    """The run that `name` means; None: the newest. OrchError (64) with the nearest ids when there is none."""
+    """The run that `name` means; None: the newest. OrchError (64) with the nearest ids when there
+    is none."""
     runs = all_runs(home)
     if not runs:
         raise OrchError(f"there are no runs in {runs_folder(home)}", Exit.USAGE)
@@ -51,14 +55,19 @@ def find_run(home: Path, name: str | None) -> RunFolder:
     if len(matching) == 1:
         return ids[matching[0]]
     if matching:
-        shown = ", ".join(matching[:8]) + (f", ... ({len(matching) - 8} more)" if len(matching) > 8 else "")
+        shown = ", ".join(matching[:8]) + (
+            f", ... ({len(matching) - 8} more)" if len(matching) > 8 else ""
+        )
         raise OrchError(f"{wanted!r} begins {len(matching)} runs: {shown}", Exit.USAGE)
-    raise OrchError(f"no run {name!r} in {runs_folder(home)}; {did_you_mean(wanted, ids, limit=8)}", Exit.USAGE)
+    raise OrchError(
+        f"no run {name!r} in {runs_folder(home)}; {did_you_mean(wanted, ids, limit=8)}", Exit.USAGE
+    )
 
 
 def register(home: Path, folder: RunFolder) -> None:
-    """Makes a run in another folder (`run.dir`) findable by its id, by a link in the home's list. Before the run is
-    started: a link to no run is not listed. OrchError (65) where the list has another run of that id, or takes no link.
+    """Makes a run in another folder (`run.dir`) findable by its id, by a link in the home's list.
+    Before the run is started: a link to no run is not listed. OrchError (65) where the list has
+    another run of that id, or takes no link.
     """
     link = _link(home, folder)
     if link is None:
@@ -69,9 +78,13 @@ def register(home: Path, folder: RunFolder) -> None:
             link.unlink()
         link.symlink_to(folder.path)
     except FileExistsError:
-        raise OrchError(f"run {folder.run_id} exists already in {link.parent}", Exit.CONFIG) from None
+        raise OrchError(
+            f"run {folder.run_id} exists already in {link.parent}", Exit.CONFIG
+        ) from None
     except OSError as error:
-        raise OrchError(f"{link.parent} takes no more runs: {error.strerror}", Exit.CONFIG) from None
+        raise OrchError(
+            f"{link.parent} takes no more runs: {error.strerror}", Exit.CONFIG
+        ) from None
 
 
 def forget(home: Path, folder: RunFolder) -> None:
@@ -91,8 +104,9 @@ def _link(home: Path, folder: RunFolder) -> Path | None:
 class Discovery:
     """How Prometheus finds a run: file_sd JSON, there until the run ends.
 
-    Once in the run folder, and once in a folder that all runs of a user share, because Prometheus takes a `*` only in
-    the last part of a path: one static `files: [<home>/metrics.sd/*.json]` then follows every run there ever is.
+    Once in the run folder, and once in a folder that all runs of a user share, because Prometheus
+    takes a `*` only in the last part of a path: one static `files: [<home>/metrics.sd/*.json]` then
+    follows every run there ever is.
     """
 
     def __init__(self, folder: RunFolder, shared: str):
@@ -100,9 +114,11 @@ class Discovery:
         self._files = [folder.discovery, Path(shared) / f"{folder.run_id}.json"]
 
     def publish(self, endpoints: dict[str, str]) -> None:
-        """Node name -> host:port. A shared folder that cannot be written costs discovery, not the run."""
+        """Node name -> host:port. A shared folder that cannot be written costs discovery, not the
+        run."""
         targets = [
-            {"targets": [address], "labels": {"run": self._run_id, "node": node}} for node, address in endpoints.items()
+            {"targets": [address], "labels": {"run": self._run_id, "node": node}}
+            for node, address in endpoints.items()
         ]
         raw = msgspec.json.format(msgspec.json.encode(targets), indent=1) + b"\n"
         for file in self._files:

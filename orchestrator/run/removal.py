@@ -1,4 +1,5 @@
-"""Removes ended runs: their folders, with all that is in them. What lies elsewhere (`checkpoint.dir`) stays."""
+"""Removes ended runs: their folders, with all that is in them. What lies elsewhere
+(`checkpoint.dir`) stays."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from orchestrator.plan.exits import Exit
 
 from .folder import RunFolder
 
-_GOING = ".removed-"  # the beginning of a folder's name from the moment at which it is no run any more
+_GOING = (
+    ".removed-"  # the beginning of a folder's name from the moment at which it is no run any more
+)
 _AGES = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -46,9 +49,11 @@ def size_of(folder: RunFolder) -> int:
 
 
 def remove(folder: RunFolder) -> None:
-    """Removes a run that the caller knows to have ended. It is gone from every list at once, and its files after that.
+    """Removes a run that the caller knows to have ended. It is gone from every list at once, and
+    its files after that.
 
-    OrchError: 64 while a process of it lives on this machine, 65 where its folder cannot be removed.
+    OrchError: 64 while a process of it lives on this machine, 65 where its folder cannot be
+    removed.
     """
     real = folder.path.resolve()
     going = real.with_name(f"{_GOING}{real.name}-{secrets.token_hex(4)}")

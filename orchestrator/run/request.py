@@ -1,8 +1,9 @@
 """The launch request: everything that submitting will do, as one value.
 
-`make_request` is pure, so what `--dry-run` prints is what `submit` sends, byte for byte. The same value is what a
-backend renders into its own form (local processes here; an sbatch script or a JobSet elsewhere). Commands are argument
-lists, never shell text; of the environment it holds names, not values.
+`make_request` is pure, so what `--dry-run` prints is what `submit` sends, byte for byte. The same
+value is what a backend renders into its own form (local processes here; an sbatch script or a
+JobSet elsewhere). Commands are argument lists, never shell text; of the environment it holds names,
+not values.
 """
 
 from __future__ import annotations
@@ -59,19 +60,27 @@ class LeftOut(Frozen):
 
 
 class Code(Frozen):
-    """Which code runs. `root` is copied to the run's `code` folder unless `kind` says that nothing is copied."""
+    """Which code runs. `root` is copied to the run's `code` folder unless `kind` says that nothing
+    is copied."""
 
     kind: Literal["git", "folder", "none"]
     root: str = ""  # absolute
     subfolder: str = "."  # where in it the user stood
     commit: str | None = None
-    holds_orch: bool = False  # root is a checkout of orch: the run uses the copy, not what is installed
-    left_out: list[LeftOut] | UnsetType = UNSET  # the largest first; UNSET: nothing that a program would miss
-    held_at: str | UnsetType = UNSET  # where this machine has what another one, whose folder `root` is, has shipped
+    holds_orch: bool = (
+        False  # root is a checkout of orch: the run uses the copy, not what is installed
+    )
+    left_out: list[LeftOut] | UnsetType = (
+        UNSET  # the largest first; UNSET: nothing that a program would miss
+    )
+    held_at: str | UnsetType = (
+        UNSET  # where this machine has what another one, whose folder `root` is, has shipped
+    )
 
 
 class File(Frozen):
-    """A file of the run folder. Its content is sent with the request and is tied to it by the hash."""
+    """A file of the run folder. Its content is sent with the request and is tied to it by the
+    hash."""
 
     path: str
     mode: Annotated[str, msgspec.Meta(pattern="^0[0-7]{3}$")]
@@ -84,8 +93,12 @@ class Environment(Frozen, omit_defaults=True, kw_only=True):
     values: dict[str, str]
     path_first: list[str]  # put in front of PATH, so that `python` is the one orch runs in
     python_path_first: list[str]
-    defaults: dict[str, str] = {}  # where the shell does not set them: what torchrun gives its workers
-    required: list[str] = []  # of `names`: asked for by name and set at submission, so a later start needs them too
+    defaults: dict[
+        str, str
+    ] = {}  # where the shell does not set them: what torchrun gives its workers
+    required: list[
+        str
+    ] = []  # of `names`: asked for by name and set at submission, so a later start needs them too
 
 
 class Policy(Frozen):
@@ -127,7 +140,10 @@ class LaunchRequest(Frozen):
     policy: Policy
     code: Code
     files: list[File]
-    sizes: list[int] = []  # node counts at which an elastic run may start, largest first; each has a plan of its own
+    sizes: list[
+        int
+        # node counts at which an elastic run may start, largest first; each has a plan of its own
+    ] = []
 
 
 class Site(Frozen):
@@ -160,10 +176,12 @@ def make_request(
     keep: Iterable[str] = (),
     sizes: Mapping[int, Plan] = MappingProxyType({}),
 ) -> SubmissionBundle:
-    """The whole launch as a value. `command`: the user's program, not the trainer; `keep`: more variables to pass on;
-    `sizes`: the plans of an elastic run by node count, `plan` being one of them.
+    """The whole launch as a value. `command`: the user's program, not the trainer; `keep`: more
+    variables to pass on; `sizes`: the plans of an elastic run by node count, `plan` being one of
+    them.
 
-    OrchError: 64 for a bad variable name or argument, 78 for a secret written into the configuration.
+    OrchError: 64 for a bad variable name or argument, 78 for a secret written into the
+    configuration.
     """
     run = RunFolder(Path(site.runs_dir) / check_run_id(site.run_id))
     copied = site.code.kind != "none"
@@ -172,7 +190,14 @@ def make_request(
         AgentCommand(
             node=node,
             argv=[
-                *(site.python, "-P", "-m", AGENT, "--run-dir", str(run.path), "--node", node),
+                site.python,
+                "-P",
+                "-m",
+                AGENT,
+                "--run-dir",
+                str(run.path),
+                "--node",
+                node,
                 *site.agent_flags,
             ],
         )
@@ -188,7 +213,10 @@ def make_request(
     contents = {
         run.plan.name: to_json(plan, indent=1) + b"\n",
         run.config.name: frozen_config(config, plan.program),
-        **{run.sized_plan(nodes).name: to_json(sized, indent=1) + b"\n" for nodes, sized in sizes.items()},
+        **{
+            run.sized_plan(nodes).name: to_json(sized, indent=1) + b"\n"
+            for nodes, sized in sizes.items()
+        },
     }
     files = [
         File(path=name, mode="0600", size=len(content), sha256=hashlib.sha256(content).hexdigest())
@@ -223,7 +251,11 @@ def make_request(
         environment=_environment(config, plan, site, keep, python_path),
         policy=Policy(
             join_timeout_s=site.join_timeout_s,
-            **{name: getattr(config.backend, name) for name in Policy.__struct_fields__ if name != "join_timeout_s"},
+            **{
+                name: getattr(config.backend, name)
+                for name in Policy.__struct_fields__
+                if name != "join_timeout_s"
+            },
         ),
         code=site.code,
         files=files,
@@ -253,7 +285,8 @@ def _with_node(argv: list[str], node: str) -> list[str]:
 
 
 def used_nodes(plan: Plan) -> list[str]:
-    """Nodes that hold ranks, in the plan's node order. The agent of the first hosts the coordinator."""
+    """Nodes that hold ranks, in the plan's node order. The agent of the first hosts the
+    coordinator."""
     busy = {rank.node for rank in plan.ranks}
     return [node for node in plan.cluster.node_names if node in busy]
 
@@ -265,27 +298,37 @@ def _checked(command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-def _environment(config: Config, plan: Plan, site: Site, keep: Iterable[str], python_path: list[str]) -> Environment:
+def _environment(
+    config: Config, plan: Plan, site: Site, keep: Iterable[str], python_path: list[str]
+) -> Environment:
     for name in keep:
         if not is_name(name):
             raise OrchError(
-                f"--env {name!r} is not the name of a variable (A-Z a-z 0-9 _): its value is never written down"
+                f"--env {name!r} is not the name of a variable (A-Z a-z 0-9 _): its value is never"
+                " written down"
             )
     for name in config.backend.env:
         if not is_name(name):
-            raise OrchError(f"backend.env.{name} is not the name of a variable (A-Z a-z 0-9 _)", Exit.CONFIG)
+            raise OrchError(
+                f"backend.env.{name} is not the name of a variable (A-Z a-z 0-9 _)", Exit.CONFIG
+            )
         if is_secret_name(name):
             how = f"export it and pass it by name, --env {name}"
             raise OrchError(
-                f"backend.env.{name} looks like a secret, which would be written down: {how}", Exit.SECURITY
+                f"backend.env.{name} looks like a secret, which would be written down: {how}",
+                Exit.SECURITY,
             )
     given = site.environment_names
     asked = [*passed_names(given), *matching(given, config.backend.pass_env)]
     if plan.program and site.passes_all:
         asked = all_names(given)
-    values, defaults = {"PYTHONUNBUFFERED": "1"}, {}
+    values = {"PYTHONUNBUFFERED": "1"}
+    defaults = {}
     if plan.program:
-        defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM"}
+        defaults = {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
+        }
         if min(plan.parallel.world_size, plan.cluster.gpus_per_node) > 1:
             defaults["OMP_NUM_THREADS"] = "1"
     elif plan.cluster.device == "cpu":
@@ -302,10 +345,16 @@ def _environment(config: Config, plan: Plan, site: Site, keep: Iterable[str], py
 
 
 def compose_environment(environment: Environment, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of agents, and of workers but for their ranks: allowed names of `environ`, then fixed values."""
-    result = environment.defaults | {name: environ[name] for name in environment.names if name in environ}
+    """The environment of agents, and of workers but for their ranks: allowed names of `environ`,
+    then fixed values."""
+    result = environment.defaults | {
+        name: environ[name] for name in environment.names if name in environ
+    }
     result |= environment.values
-    for variable, first in (("PATH", environment.path_first), ("PYTHONPATH", environment.python_path_first)):
+    for variable, first in (
+        ("PATH", environment.path_first),
+        ("PYTHONPATH", environment.python_path_first),
+    ):
         parts = [*first, *filter(None, result.get(variable, "").split(":"))]
         if parts:
             result[variable] = ":".join(dict.fromkeys(parts))
@@ -313,20 +362,25 @@ def compose_environment(environment: Environment, environ: Mapping[str, str]) ->
 
 
 def check_variables(request: LaunchRequest, environ: Mapping[str, str]) -> None:
-    """OrchError (65) where a run that is to start again was given a variable by name that `environ` does not set: its
-    value is written down nowhere, and without it the run would silently be another one."""
+    """OrchError (65) where a run that is to start again was given a variable by name that `environ`
+    does not set: its value is written down nowhere, and without it the run would silently be
+    another one."""
     lost = [name for name in request.environment.required if name not in environ]
     if lost:
         raise OrchError(
-            f"run {request.run_id} was submitted with --env {' --env '.join(lost)}, not set in this shell: export "
-            f"{'it' if len(lost) == 1 else 'them'} as then ({lost[0]}= for an empty value); values are never kept",
+            f"run {request.run_id} was submitted with --env {' --env '.join(lost)}, not set in this"
+            f" shell: export {'it' if len(lost) == 1 else 'them'} as then ({lost[0]}= for an empty"
+            " value); values are never kept",
             Exit.CONFIG,
         )
 
 
 def to_bytes(request: LaunchRequest) -> bytes:
-    """The bytes that `--dry-run --json` prints and that a backend sends and keeps as request.json."""
-    return msgspec.json.format(msgspec.json.encode(request, order="deterministic"), indent=2) + b"\n"
+    """The bytes that `--dry-run --json` prints and that a backend sends and keeps as
+    request.json."""
+    return (
+        msgspec.json.format(msgspec.json.encode(request, order="deterministic"), indent=2) + b"\n"
+    )
 
 
 def from_bytes(raw: bytes) -> LaunchRequest:
@@ -335,16 +389,21 @@ def from_bytes(raw: bytes) -> LaunchRequest:
     except UNREADABLE as error:
         raise OrchError(f"request: {error}", Exit.CONFIG) from None
     if request.schema != SCHEMA:
-        raise OrchError(f"request is of schema {request.schema!r}, this version reads {SCHEMA!r}", Exit.CONFIG)
+        raise OrchError(
+            f"request is of schema {request.schema!r}, this version reads {SCHEMA!r}", Exit.CONFIG
+        )
     return request
 
 
 def read_request(folder: RunFolder) -> LaunchRequest:
-    """The request of a run. OrchError (65) with one line when it is missing, damaged or of another version."""
+    """The request of a run. OrchError (65) with one line when it is missing, damaged or of another
+    version."""
     try:
         return from_bytes(read_file(folder.request))
     except OSError as error:
-        raise OrchError(f"run {folder.run_id} has no readable request: {error.strerror}", Exit.CONFIG) from error
+        raise OrchError(
+            f"run {folder.run_id} has no readable request: {error.strerror}", Exit.CONFIG
+        ) from error
 
 
 def check_contents(bundle: SubmissionBundle) -> None:
@@ -360,8 +419,8 @@ def check_contents(bundle: SubmissionBundle) -> None:
 
 
 def redacted(value: object, name: str = "") -> object:
-    """`value` (dicts, lists, scalars) with every text or number under a secret-looking key replaced, and what stands
-    for user and password in a URL."""
+    """`value` (dicts, lists, scalars) with every text or number under a secret-looking key
+    replaced, and what stands for user and password in a URL."""
     if isinstance(value, dict):
         return {key: redacted(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
@@ -374,7 +433,8 @@ def redacted(value: object, name: str = "") -> object:
 
 
 def config_tree(config: msgspec.Struct) -> dict[str, Any]:
-    """The configuration as plain values, without `nproc` where nobody gave it: only programs know that key."""
+    """The configuration as plain values, without `nproc` where nobody gave it: only programs know
+    that key."""
     found: dict[str, Any] = msgspec.to_builtins(config)
     if found.get("nproc", 0) is None:
         del found["nproc"]
@@ -382,8 +442,8 @@ def config_tree(config: msgspec.Struct) -> dict[str, Any]:
 
 
 def frozen_config(config: msgspec.Struct, program: bool = False) -> bytes:
-    """The resolved configuration as YAML, redacted: what config.yaml of a run holds. `program`: without what describes
-    a model and its training."""
+    """The resolved configuration as YAML, redacted: what config.yaml of a run holds. `program`:
+    without what describes a model and its training."""
     found = config_tree(config)
     if program:
         for of_model in ("model", "data", "optim", "train", "cost", "experiment"):

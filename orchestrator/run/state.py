@@ -1,7 +1,8 @@
 """What is known of a run: `state.json`.
 
-One writer at a time: the backend before the agents start, the coordinator while it runs, the backend again after the
-last agent has ended. The epoch in it is the fencing token: it is written and synced before anybody hears of it.
+One writer at a time: the backend before the agents start, the coordinator while it runs, the
+backend again after the last agent has ended. The epoch in it is the fencing token: it is written
+and synced before anybody hears of it.
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ FinalPhase = Literal["done", "failed", "cancelled", "stopped"]
 End = Literal["done", "failed", "cancelled", "stopped"]
 FINAL: frozenset[str] = frozenset(get_args(FinalPhase))
 
-#: What a cause may be. The first group are faults of workers, for which restarts may be budgeted one by one.
+#: What a cause may be. The first group are faults of workers, for which restarts may be budgeted
+#: one by one.
 WORKER_CAUSES: dict[str, str] = {
     "worker_exit": "a worker ended by a signal or with an error",
     "worker_frozen": "a worker was stopped by a signal and did not go on",
     "worker_spinning": "a worker computed, and its step did not move",
-    "worker_stuck": "a worker lived, and neither moved nor computed: a lock, a file or a system call held it",
+    "worker_stuck": (
+        "a worker lived, and neither moved nor computed: a lock, a file or a system call held it"
+    ),
     "collective_hung": "all waited for each other in an exchange that did not end",
     "non_finite": "the loss or the gradient became inf or nan",
     "disk_full": "there was no room to save",
@@ -73,7 +77,9 @@ class Cause(Frozen):
     step: int | None = None  # last step that the rank had reported
     log: str | None = None  # file inside the run folder
     tail: list[str] = []  # its last lines
-    stack: str | None = None  # where the rank was, what the kernel said of it: a file inside the run folder
+    stack: str | None = (
+        None  # where the rank was, what the kernel said of it: a file inside the run folder
+    )
 
 
 class NodeState(Frozen):
@@ -85,13 +91,15 @@ class NodeState(Frozen):
 
 
 class EpochState(Frozen):
-    """One attempt of the workers, from start to end. Times are Unix seconds of the coordinator's clock."""
+    """One attempt of the workers, from start to end. Times are Unix seconds of the coordinator's
+    clock."""
 
     epoch: int
     started_at: float
     running_at: float | None = None
     ended_at: float | None = None
-    #: done, restart, stopped, cancelled, failed; of a final checkpoint: saved, not saved, nothing to save
+    #: done, restart, stopped, cancelled, failed; of a final checkpoint: saved, not saved, nothing
+    #: to save
     outcome: str | None = None
     counted: bool = False  # used up one of max_restarts
     cause: Cause | None = None
@@ -118,7 +126,9 @@ class RunState(Frozen):
     restarts_by_cause: dict[str, int] = {}  # of those: by kind of cause
     first_epoch: int = 0  # of this attempt; `orch resume` begins another one, with new budgets
     excluded: dict[str, str] = {}  # node -> why this attempt goes on without it
-    slow: dict[str, float] = {}  # straggling node -> its own compute time over the median of its peers
+    slow: dict[
+        str, float
+    ] = {}  # straggling node -> its own compute time over the median of its peers
     nodes: dict[str, NodeState] = {}
     epochs: list[EpochState] = []
     cause: Cause | None = None  # of the end; earlier ones are in `epochs`
@@ -130,9 +140,20 @@ class RunState(Frozen):
 
 
 def paused(state: RunState, now: float) -> list[tuple[float, float]]:
-    """The run's pauses with the one that ends now, where it starts anew and something of it had lived before."""
-    ended = state.ended_at if state.ended_at is not None else state.updated_at if state.epoch >= 0 else None
-    return state.pauses if ended is None or state.state == "pending" else [*state.pauses, (ended, max(ended, now))]
+    """The run's pauses with the one that ends now, where it starts anew and something of it had
+    lived before."""
+    ended = (
+        state.ended_at
+        if state.ended_at is not None
+        else state.updated_at
+        if state.epoch >= 0
+        else None
+    )
+    return (
+        state.pauses
+        if ended is None or state.state == "pending"
+        else [*state.pauses, (ended, max(ended, now))]
+    )
 
 
 def write_state(folder: RunFolder, state: RunState) -> None:
@@ -144,16 +165,24 @@ def read_state(folder: RunFolder) -> RunState:
     """OrchError (65) with one line when the file is missing, damaged or of another version."""
     state = read_json(folder.state, RunState)
     if state is None:
-        raise OrchError(f"run {folder.run_id} has no readable state: there is no {folder.state.name}", Exit.CONFIG)
+        raise OrchError(
+            f"run {folder.run_id} has no readable state: there is no {folder.state.name}",
+            Exit.CONFIG,
+        )
     if state.schema != SCHEMA:
-        raise OrchError(f"{folder.state} is of schema {state.schema!r}, this version reads {SCHEMA!r}", Exit.CONFIG)
+        raise OrchError(
+            f"{folder.state} is of schema {state.schema!r}, this version reads {SCHEMA!r}",
+            Exit.CONFIG,
+        )
     return state
 
 
 def true_state(folder: RunFolder, alive: bool) -> RunState:
-    """The state as it is, not as it was last written: a run that nobody keeps any more has failed, whatever it says.
+    """The state as it is, not as it was last written: a run that nobody keeps any more has failed,
+    whatever it says.
 
-    `alive` must have been found before this call: the other way round a run that ends in between would seem lost.
+    `alive` must have been found before this call: the other way round a run that ends in between
+    would seem lost.
     """
     state = read_state(folder)
     if alive and state.is_final and state.state != "done" and (asked := due(folder, state.intent)):
@@ -164,7 +193,10 @@ def true_state(folder: RunFolder, alive: bool) -> RunState:
     if asked := wants_end(folder):
         gone = f"cancelled; every process of the run went while it was {state.state}"
         return finish(state, "cancelled", Exit.RESTART, asked.text if asked.force else gone)
-    text = f"every process of the run is gone (killed, or the machine went down) while it was {state.state}"
+    text = (
+        "every process of the run is gone (killed, or the machine went down) while it was"
+        f" {state.state}"
+    )
     cause = Cause(kind="supervisor_lost", text=text, epoch=state.epoch)
     return finish(state, "failed", Exit.CAPACITY, text, cause)
 
@@ -179,33 +211,55 @@ def finish(
     at: float | None = None,
     writer: str | None = None,
 ) -> RunState:
-    """The final state of a run: how it ended, with which exit code, and why. Every writer of an end comes through here.
+    """The final state of a run: how it ended, with which exit code, and why. Every writer of an end
+    comes through here.
 
-    `at`: Unix seconds of the end, None where only a scheduler knows it. `writer`: who says so, None: as before.
+    `at`: Unix seconds of the end, None where only a scheduler knows it. `writer`: who says so,
+    None: as before.
     """
     when: dict[str, Any] = {} if at is None else {"ended_at": at, "updated_at": at}
     who = {} if writer is None else {"writer": writer}
-    return replace(state, state=phase, exit_code=int(code), reason=reason, cause=cause, **when, **who)
+    return replace(
+        state, state=phase, exit_code=int(code), reason=reason, cause=cause, **when, **who
+    )
 
 
 def pending_again(state: RunState, **changes: object) -> RunState:
     """The state from which an ended run starts again: `pending`, with its epochs and history."""
     now = time.time()
-    clear: dict[str, object] = {"exit_code": None, "reason": None, "cause": None, "ended_at": None, "nodes": {}}
-    fixed = {"state": "pending", "updated_at": now, "writer": "backend", "pauses": paused(state, now)}
+    clear: dict[str, object] = {
+        "exit_code": None,
+        "reason": None,
+        "cause": None,
+        "ended_at": None,
+        "nodes": {},
+    }
+    fixed = {
+        "state": "pending",
+        "updated_at": now,
+        "writer": "backend",
+        "pauses": paused(state, now),
+    }
     return replace(state, **fixed, **(clear | changes))
 
 
 def prepare_resume(folder: RunFolder, plan: Plan | None = None, intent: int | None = None) -> None:
-    """Back to `pending` with new budgets, keeping epochs and history. The caller knows that nobody else writes.
+    """Back to `pending` with new budgets, keeping epochs and history. The caller knows that nobody
+    else writes.
 
-    `plan`: the one to continue with, if it is not the one in force. `intent`: number of the request that the attempt
-    obeys; None: it is asked for here.
+    `plan`: the one to continue with, if it is not the one in force. `intent`: number of the request
+    that the attempt obeys; None: it is asked for here.
     """
     state = read_state(folder)
     if intent is None:
         intent = ask(folder, "run", began_with=state.intent).number
-    changes: dict[str, object] = {"restarts": 0, "restarts_by_cause": {}, "excluded": {}, "slow": {}, "intent": intent}
+    changes: dict[str, object] = {
+        "restarts": 0,
+        "restarts_by_cause": {},
+        "excluded": {},
+        "slow": {},
+        "intent": intent,
+    }
     changes["first_epoch"] = state.epoch + 1
     if plan is not None:
         summary = state.summary | {"world_size": plan.parallel.world_size}

@@ -1,10 +1,11 @@
 """The socket of rank 0's key-value store (torch's TCPStore): opened by the agent, used by rank 0.
 
-It listens from the moment its port is chosen until the next epoch, so nobody else can take the port meanwhile. It is
-bound to the node's address, not to all interfaces. torch's store knows no key: whoever can connect may list, write and
-delete keys. So the kernel drops every packet that does not come from a node of the run (a classic BPF program on the
-socket, which connections inherit). The nodes are those whose agents have proven the run's key to the coordinator, with
-all addresses of their machines. Until they are known, every packet is dropped, and sent again by its sender.
+It listens from the moment its port is chosen until the next epoch, so nobody else can take the port
+meanwhile. It is bound to the node's address, not to all interfaces. torch's store knows no key:
+whoever can connect may list, write and delete keys. So the kernel drops every packet that does not
+come from a node of the run (a classic BPF program on the socket, which connections inherit). The
+nodes are those whose agents have proven the run's key to the coordinator, with all addresses of
+their machines. Until they are known, every packet is dropped, and sent again by its sender.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ _MOST_NETWORKS = 512  # a program has at most 4096 instructions, and 20 KiB on o
 _MOST_ADDRESSES = 64  # of a node
 _NETWORK_HEADER = 0xFFF00000  # offsets of the IP header are counted from here
 _SOURCE = {4: 12, 6: 8}  # offset of the sender's address in it
-_LOAD, _AND, _JUMP_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
-_DROP, _PASS = 0, 0xFFFFFFFF
+_LOAD = 0x20
+_AND = 0x54
+_JUMP_EQUAL = 0x15
+_RETURN = 0x06
+_DROP = 0
+_PASS = 0xFFFFFFFF
 _INSTRUCTION = struct.Struct("=HBBI")  # code, jump if true, jump if false, operand
 
 log = logging.getLogger("orch.store")
@@ -37,13 +42,15 @@ log = logging.getLogger("orch.store")
 class StoreSocket:
     """`address`: where the other nodes reach this one. `port`: where it listens.
 
-    `listens`: without it the port is only kept, on all addresses, for a program that opens it by its number with
-    SO_REUSEADDR, as torch does. The kernel gives it to nobody who asks for a free one or does not set that option.
-    `filtered`: senders that were not admitted are not heard; not needed on the loopback.
+    `listens`: without it the port is only kept, on all addresses, for a program that opens it by
+    its number with SO_REUSEADDR, as torch does. The kernel gives it to nobody who asks for a free
+    one or does not set that option. `filtered`: senders that were not admitted are not heard; not
+    needed on the loopback.
     """
 
     def __init__(self, address: str, listens: bool = True, filtered: bool = True):
-        self.listens, self._filtered = listens, filtered
+        self.listens = listens
+        self._filtered = filtered
         self._socket = _bound(address) if listens else _kept()
         self.port: int = self._socket.getsockname()[1]
         self._own = ipaddress.ip_address(self._socket.getsockname()[0].split("%")[0])
@@ -61,13 +68,20 @@ class StoreSocket:
         return self._socket.fileno()
 
     def admit(self, addresses: Iterable[str]) -> None:
-        """Lets connections from these addresses in, and from this node's own; all others stay unanswered."""
+        """Lets connections from these addresses in, and from this node's own; all others stay
+        unanswered."""
         found = {self._own}
         for address in addresses:
             with contextlib.suppress(ValueError):
                 found.add(ipaddress.ip_address(address.split("%")[0]))
         self._filter(networks(found, self._own.version))
-        log.info("the store on %s:%d, for %d addresses (filter: %s)", self._own, self.port, len(found), self._filtered)
+        log.info(
+            "the store on %s:%d, for %d addresses (filter: %s)",
+            self._own,
+            self.port,
+            len(found),
+            self._filtered,
+        )
 
     def _filter(self, admitted: list[Network]) -> None:
         if self._own.is_loopback or not self.listens or not self._filtered:
@@ -75,7 +89,11 @@ class StoreSocket:
         try:
             attach(self._socket, drop_others(admitted, self._own.version))
         except OSError as error:
-            log.warning("the store on port %d is open to every host that can reach this one: %s", self.port, error)
+            log.warning(
+                "the store on port %d is open to every host that can reach this one: %s",
+                self.port,
+                error,
+            )
 
     def close(self) -> None:
         self._socket.close()
@@ -105,9 +123,14 @@ def _kept() -> socket.socket:
     return kept
 
 
-def networks(addresses: Iterable[ipaddress.IPv4Address | ipaddress.IPv6Address], version: int) -> list[Network]:
-    """The fewest networks that hold exactly these addresses; if those are more than 512, larger ones that hold them."""
-    found: list[Network] = [ipaddress.ip_network(one) for one in addresses if one.version == version]
+def networks(
+    addresses: Iterable[ipaddress.IPv4Address | ipaddress.IPv6Address], version: int
+) -> list[Network]:
+    """The fewest networks that hold exactly these addresses; if those are more than 512, larger
+    ones that hold them."""
+    found: list[Network] = [
+        ipaddress.ip_network(one) for one in addresses if one.version == version
+    ]
     found = list(ipaddress.collapse_addresses(found))  # type: ignore[type-var]  # all are of one version
     while len(found) > _MOST_NETWORKS:
         longest = max(one.prefixlen for one in found)
@@ -117,12 +140,16 @@ def networks(addresses: Iterable[ipaddress.IPv4Address | ipaddress.IPv6Address],
 
 
 def drop_others(admitted: list[Network], version: int) -> bytes:
-    """A classic BPF program that drops every packet whose sender is in none of the networks, all of one IP version."""
+    """A classic BPF program that drops every packet whose sender is in none of the networks, all of
+    one IP version."""
     program: list[tuple[int, int, int, int]] = []
     for network in admitted:
         words = struct.iter_unpack("!I", network.network_address.packed)
         masks = struct.iter_unpack("!I", network.netmask.packed)
-        tests = [(4 * index, word, mask) for index, ((word,), (mask,)) in enumerate(zip(words, masks, strict=True))]
+        tests = [
+            (4 * index, word, mask)
+            for index, ((word,), (mask,)) in enumerate(zip(words, masks, strict=True))
+        ]
         tests = [test for test in tests if test[2]]  # nothing of the later words counts
         for left, (offset, word, mask) in zip(range(len(tests) - 1, -1, -1), tests, strict=True):
             program.append((_LOAD, 0, 0, _NETWORK_HEADER + _SOURCE[version] + offset))
@@ -134,14 +161,16 @@ def drop_others(admitted: list[Network], version: int) -> bytes:
 
 
 def attach(listening: socket.socket, program: bytes) -> None:
-    """Makes the kernel pass every packet for this socket through the program, in place of any before. OSError."""
+    """Makes the kernel pass every packet for this socket through the program, in place of any
+    before. OSError."""
     content = ctypes.create_string_buffer(program, len(program))
     told = struct.pack("HL", len(program) // _INSTRUCTION.size, ctypes.addressof(content))
     listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, told)
 
 
 def own_addresses(proc: Path = Path("/proc/self/net")) -> list[str]:
-    """All IP addresses of this machine's interfaces (of this network namespace), without those of the loopback.
+    """All IP addresses of this machine's interfaces (of this network namespace), without those of
+    the loopback.
 
     Empty for more than 64: some cluster networks give every node the addresses of all services.
     """

@@ -1,1 +1,2 @@
-"""Wire names: modules that job scripts start by name. The code is in `orchestrator.backends.slurm`."""
+"""Wire names: modules that job scripts start by name. The code is in
+`orchestrator.backends.slurm`."""

@@ -1,4 +1,5 @@
-"""`python -m orchestrator.slurm.task`: the name by which job scripts that are queued already start their task."""
+"""`python -m orchestrator.slurm.task`: the name by which job scripts that are queued already start
+their task."""
 
 import sys
 

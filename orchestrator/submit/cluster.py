@@ -1,5 +1,5 @@
-"""What planning needs from this machine: the user's home folder, measured records and the site's profile, bad nodes,
-the running clusters."""
+"""What planning needs from this machine: the user's home folder, measured records and the site's
+profile, bad nodes, the running clusters."""
 
 from __future__ import annotations
 
@@ -31,30 +31,39 @@ def at_home(config: Config, home: Path) -> Config:
 
 
 class ClusterResolver:
-    """Resolves the cluster entries of one command. Each running cluster is asked once, bad nodes are named once."""
+    """Resolves the cluster entries of one command. Each running cluster is asked once, bad nodes
+    are named once."""
 
     def __init__(self, home: Path):
         self._home = home
         self._bad: dict[str, list[str]] = {}
-        self._sources = Sources(measured=self._measured, live=cache(_live), bad_nodes=self.bad_nodes)
+        self._sources = Sources(
+            measured=self._measured, live=cache(_live), bad_nodes=self.bad_nodes
+        )
 
     def __call__(self, spec: ClusterSpec) -> Cluster:
-        """`resolve` with this machine's sources. OrchError: 65, 76 as there; 76, 78 from the running cluster."""
+        """`resolve` with this machine's sources. OrchError: 65, 76 as there; 76, 78 from the
+        running cluster."""
         return resolve(spec, self._sources)
 
     def bad_nodes(self, cluster: str) -> list[str]:
-        """Nodes of the cluster that earlier runs of this user have found bad (`orch nodes`), named on stderr."""
+        """Nodes of the cluster that earlier runs of this user have found bad (`orch nodes`), named
+        on stderr."""
         if cluster not in self._bad:
             from orchestrator.run.bad_nodes import NodeMemory
 
             found = [one.node for one in NodeMemory(self._home).read(time.time(), cluster)]
             if found:
-                print(f"orch: without {', '.join(found)}, found bad by earlier runs (orch nodes)", file=sys.stderr)
+                print(
+                    f"orch: without {', '.join(found)}, found bad by earlier runs (orch nodes)",
+                    file=sys.stderr,
+                )
             self._bad[cluster] = found
         return self._bad[cluster]
 
     def leave_out(self, config: Config, backend: Backend) -> Config:
-        """The configuration with the bad nodes of its cluster excluded, where the backend can exclude nodes."""
+        """The configuration with the bad nodes of its cluster excluded, where the backend can
+        exclude nodes."""
         from orchestrator.backends.base import NodeExclusion, without_nodes
 
         if not isinstance(backend, NodeExclusion):
@@ -63,10 +72,16 @@ class ClusterResolver:
         return structs.replace(config, backend=structs.replace(config.backend, options=options))
 
     def profile(self, config: Config) -> Profile | None:
-        """The cost model's parameters: `cost.profile`, else the site's own for this cluster, else None: the shipped
-        ones. OrchError (65) for a file that is not a profile."""
+        """The cost model's parameters: `cost.profile`, else the site's own for this cluster, else
+        None: the shipped ones. OrchError (65) for a file that is not a profile."""
         own = site_profile_path(config.cluster, self._home)
-        path = Path(config.cost.profile).expanduser() if config.cost.profile else own if own.exists() else None
+        path = (
+            Path(config.cost.profile).expanduser()
+            if config.cost.profile
+            else own
+            if own.exists()
+            else None
+        )
         if path is None:
             return None
         from orchestrator.planner.cost.profile import read_profile

@@ -1,4 +1,5 @@
-"""Preparing a job on another host (`backend.options.ssh`): it is planned there, with what is shipped from here."""
+"""Preparing a job on another host (`backend.options.ssh`): it is planned there, with what is
+shipped from here."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class PreparedThere(NamedTuple):
 def prepare_there(
     config: Config, words: Sequence[str], options: SubmitOptions, config_dir: str | Path | None
 ) -> PreparedThere:
-    """The job as the orch of the host has planned and checked it. Everything it needs of this machine is shipped.
+    """The job as the orch of the host has planned and checked it. Everything it needs of this
+    machine is shipped.
 
     OrchError: what the host refuses; 64 for `--in-place`; 76 when the host does not answer.
     """
@@ -45,8 +47,11 @@ def prepare_there(
     from orchestrator.run.left_out import with_left_out
 
     if options.in_place:
-        raise OrchError("--in-place: the host does not see this folder, so its copy is shipped", Exit.USAGE)
-    host, python = config.backend.options["ssh"], config.backend.options.get("ssh_python", _PYTHON)
+        raise OrchError(
+            "--in-place: the host does not see this folder, so its copy is shipped", Exit.USAGE
+        )
+    host = config.backend.options["ssh"]
+    python = config.backend.options.get("ssh_python", _PYTHON)
     session = Session(str(host), str(python))
     code = Code(kind="none")
     if options.command:
@@ -57,7 +62,10 @@ def prepare_there(
         packed = Code(kind="none") if options.dry_run else code
         payload, files, size = ship.pack(packed, own[0] if own else None)
         if packed.kind != "none":
-            much = f"{files} file{'s' * (files != 1)}, {binary(size)} ({binary(len(payload))} on the wire)"
+            much = (
+                f"{files} file{'s' * (files != 1)}, {binary(size)} ({binary(len(payload))} on the"
+                " wire)"
+            )
             print(f"orch: ships {much} of {code.root} to {host}", file=sys.stderr)
     question = wire.Prepare(
         words=list(words),
@@ -74,4 +82,6 @@ def prepare_there(
     assert isinstance(prepared, wire.Prepared)
     request = request_of(prepared)
     bundle = SubmissionBundle(request=request, contents={"plan.json": raw})
-    return PreparedThere(SshBackend(session, prepared), SizeCandidate(config, from_json(raw), bundle), prepared.said)
+    return PreparedThere(
+        SshBackend(session, prepared), SizeCandidate(config, from_json(raw), bundle), prepared.said
+    )

@@ -1,4 +1,5 @@
-"""What a job that goes on from the checkpoints of another plan should know: where its learning rate breaks."""
+"""What a job that goes on from the checkpoints of another plan should know: where its learning rate
+breaks."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ class _Head(Struct):
 
 
 def rate_jump(plan: Plan, run_dir: str) -> list[str]:
-    """One line where the newest checkpoint in the job's folder was made with another learning rate than its plan gives
-    that step. None where the folder is empty or cannot be read here, and for a checkpoint that remembers no rate."""
+    """One line where the newest checkpoint in the job's folder was made with another learning rate
+    than its plan gives that step. None where the folder is empty or cannot be read here, and for a
+    checkpoint that remembers no rate."""
     with contextlib.suppress(OSError):
         for step, path in committed(checkpoint_dir(plan.job.checkpoint.dir, run_dir)):
             try:

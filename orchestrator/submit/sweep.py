@@ -1,4 +1,5 @@
-"""A run for every combination of `parallel=a,b`. All are planned and checked before the first is sent."""
+"""A run for every combination of `parallel=a,b`. All are planned and checked before the first is
+sent."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class SweepRun(NamedTuple):
 def prepare_sweep(
     members: Sequence[Member], load: Callable[[list[str]], Config], options: SubmitOptions
 ) -> tuple[Backend, list[SweepRun]]:
-    """Every run planned and checked, and the one backend of all. `load`: from a member's words to its configuration.
+    """Every run planned and checked, and the one backend of all. `load`: from a member's words to
+    its configuration.
 
     OrchError names the combination that cannot be sent.
     """
@@ -58,11 +60,15 @@ def prepare_sweep(
         label = " ".join(member.varied)
         try:
             config = load(member.words)
-            run_id = f"{stem}-{index}" if options.run_id else f"{_name(config, options)}{stem}-{index}"
+            run_id = (
+                f"{stem}-{index}" if options.run_id else f"{_name(config, options)}{stem}-{index}"
+            )
             submission = prepare(config, structs.replace(options, run_id=run_id))
             check(submission, structs.replace(options, dry_run=False))
             if backend is not None and type(submission.backend) is not type(backend):
-                raise OrchError(f"backend {submission.backend.name} and {backend.name}: a sweep has one backend")
+                raise OrchError(
+                    f"backend {submission.backend.name} and {backend.name}: a sweep has one backend"
+                )
             backend = backend or submission.backend
             candidate, _ = choose(submission._replace(backend=backend), options)
             request = candidate.bundle.request
@@ -72,7 +78,9 @@ def prepare_sweep(
                 backend.check(request)
         except OrchError as error:
             why = f"{error.message}{hint(member.varied, error.message)}"
-            raise OrchError(f"{label}: {why}; none of the {len(members)} runs was sent", error.exit) from None
+            raise OrchError(
+                f"{label}: {why}; none of the {len(members)} runs was sent", error.exit
+            ) from None
         runs.append(SweepRun(_labelled(candidate, label), label, said))
     assert backend is not None
     return backend, runs
@@ -90,9 +98,13 @@ def _labelled(candidate: SizeCandidate, label: str) -> SizeCandidate:
 
 
 def send_sweep(backend: Backend, runs: Sequence[SweepRun], options: SubmitOptions) -> list[str]:
-    """All runs to a scheduler, together where it takes them so (Slurm: one array); their handles."""
+    """All runs to a scheduler, together where it takes them so (Slurm: one array); their
+    handles."""
     bundles = [run.bundle for run in runs]
-    with private_umask(), listed([RunFolder(Path(bundle.request.run_dir)) for bundle in bundles], options.home):
+    with (
+        private_umask(),
+        listed([RunFolder(Path(bundle.request.run_dir)) for bundle in bundles], options.home),
+    ):
         if isinstance(backend, ArraySubmission):
             return backend.submit_all(bundles, options.environ)
         return [backend.submit(bundle, options.environ) for bundle in bundles]

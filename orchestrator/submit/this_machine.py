@@ -1,4 +1,5 @@
-"""What a job has of this machine: its shape, where a program runs here and nobody gave one, and the interpreter."""
+"""What a job has of this machine: its shape, where a program runs here and nobody gave one, and the
+interpreter."""
 
 from __future__ import annotations
 
@@ -20,12 +21,17 @@ _SHAPE = ("cluster.nodes", "cluster.gpus_per_node", "nodes")
 
 
 def load_job(words: Sequence[str], options: SubmitOptions, config_dir: str | Path | None) -> Config:
-    """`load`. The shipped cluster `local` simulates two nodes of four processes; a program on a machine with GPUs gets
-    one node with these instead. OrchError as `load`."""
+    """`load`. The shipped cluster `local` simulates two nodes of four processes; a program on a
+    machine with GPUs gets one node with these instead. OrchError as `load`."""
     config = load(list(words), config_dir, ranges=True)
     given = {word.lstrip("+").partition("=")[0] for word in words}
     ours = (config.backend.name, config.cluster.name) == ("local", "local")
-    if not ours or not options.program or given.intersection(_SHAPE) or config.backend.options.get("ssh"):
+    if (
+        not ours
+        or not options.program
+        or given.intersection(_SHAPE)
+        or config.backend.options.get("ssh")
+    ):
         return config
     from orchestrator.backends.local.gpus import visible_gpus
 
@@ -40,17 +46,23 @@ _PYTHON = re.compile(r"python[0-9.]*")
 
 
 def interpreter(request: LaunchRequest, options: SubmitOptions) -> list[str]:
-    """One line where the bare `python` of a command is the one that orch runs in and not the one of the shell: PATH of
-    a run begins with orch's, which may lack the user's packages (orch installed by pipx or uv tool)."""
+    """One line where the bare `python` of a command is the one that orch runs in and not the one of
+    the shell: PATH of a run begins with orch's, which may lack the user's packages (orch installed
+    by pipx or uv tool)."""
     name = options.command[0] if options.command else ""
     if not _PYTHON.fullmatch(name):
         return []
     ours = shutil.which(name, path=":".join(request.environment.path_first))
-    return other_python(ours, options.environ.get("PATH", ""), "give a whole path for another one") if ours else []
+    return (
+        other_python(ours, options.environ.get("PATH", ""), "give a whole path for another one")
+        if ours
+        else []
+    )
 
 
 def other_python(ours: str, path: str, way: str) -> list[str]:
-    """One line where a search path finds a python in another folder than `ours`; `way`: how to take that."""
+    """One line where a search path finds a python in another folder than `ours`; `way`: how to take
+    that."""
     found = shutil.which(Path(ours).name, path=path) or shutil.which("python3", path=path)
     if found is None or Path(found).parent == Path(ours).parent:
         return []

@@ -1,4 +1,5 @@
-"""From words, or from an entry of the matrix, to cells: plans of the real planner, cut to what takes seconds."""
+"""From words, or from an entry of the matrix, to cells: plans of the real planner, cut to what
+takes seconds."""
 
 from __future__ import annotations
 
@@ -29,17 +30,21 @@ GIB = 1 << 30
 
 
 def of_words(overrides: Sequence[str], config_dir: str | Path | None) -> Iterator[Cell | Verdict]:
-    """Cells for each word of `parallel=word,word,...`, or for an experiment; other words hold for all. A layout is one
-    cell, or several small ones where the machine does not run it. The model is `tiny` unless one is named. Other words
-    say more: data.isolate_documents, model.dropout, train.precision. Raises OrchError."""
+    """Cells for each word of `parallel=word,word,...`, or for an experiment; other words hold for
+    all. A layout is one cell, or several small ones where the machine does not run it. The model is
+    `tiny` unless one is named. Other words say more: data.isolate_documents, model.dropout,
+    train.precision. Raises OrchError."""
     from orchestrator.config.compose import load
 
     rest = [word for word in overrides if not word.lstrip("+").startswith("parallel=")]
-    lists = [word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith("parallel=")]
+    lists = [
+        word.split("=", 1)[1] for word in overrides if word.lstrip("+").startswith("parallel=")
+    ]
     given = {word.lstrip("+").split("=", 1)[0] for word in rest}
     if not lists and "experiment" not in given:
         raise OrchError(
-            "`orch verify` needs a layout (parallel=tp2_pp2_zero1, or several: parallel=tp2,pp2) or --matrix"
+            "`orch verify` needs a layout (parallel=tp2_pp2_zero1, or several: parallel=tp2,pp2) or"
+            " --matrix"
         )
     if not given & {"model", "experiment"}:
         rest = ["model=tiny", *rest]
@@ -60,17 +65,25 @@ def _of_layout(name: str, config: Config, given: set[str]) -> Iterator[Cell | Ve
     for one in scale.smaller(config, degrees):
         job = small(config, degrees, one, given)
         par = job.parallel
-        count = (job.train.global_batch_samples or 0) // ((par.micro_batch_size or 1) * one["dp"] * one["ep"])
+        count = (job.train.global_batch_samples or 0) // (
+            (par.micro_batch_size or 1) * one["dp"] * one["ep"]
+        )
         if job.model == config.model and one == degrees:
             yield make(name or asked, job, **words)
             continue
-        label, model = scale.layout(par, one), job.model
+        label = scale.layout(par, one)
+        model = job.model
         note = (
-            f"{asked}, {scale.ranks(degrees):,} ranks, {config.model.name}; as {label}, {scale.ranks(one)} ranks,"
-            f" {count} micro-batches; the model with {model.layers} layers, {model.heads} heads, {model.kv_heads}"
-            f" key-value heads, hidden {model.hidden}"
+            f"{asked}, {scale.ranks(degrees):,} ranks, {config.model.name}; as {label},"
+            f" {scale.ranks(one)} ranks, {count} micro-batches; the model with {model.layers}"
+            f" layers, {model.heads} heads, {model.kv_heads} key-value heads, hidden {model.hidden}"
         )
-        yield make(f"{name or asked} as {label}" if one != degrees else name or asked, job, note=note, **words)
+        yield make(
+            f"{name or asked} as {label}" if one != degrees else name or asked,
+            job,
+            note=note,
+            **words,
+        )
 
 
 def of_entries(entries: Sequence[Entry], config_dir: str | Path | None) -> Iterator[Cell | Verdict]:
@@ -78,7 +91,8 @@ def of_entries(entries: Sequence[Entry], config_dir: str | Path | None) -> Itera
 
     base = load(["cluster=local", "train.precision=fp32"], config_dir)
     for entry in entries:
-        packed, empty = entry.variation.text == "packed", entry.variation.masks == "empty"
+        packed = entry.variation.text == "packed"
+        empty = entry.variation.masks == "empty"
         yield make(entry.name, of_entry(base, entry), packed=packed, empty=empty)
 
 
@@ -95,9 +109,9 @@ def make(name: str, config: Config, note: str = "", **words: Any) -> Cell | Verd
         return Verdict(name=name, note=note, refused=reason)
     if plan.model.parameters > scale.MOST_PARAMETERS:
         raise OrchError(
-            f"model {plan.model.name} has {plan.model.parameters / 1e6:,.0f} million parameters, verify holds several"
-            f" whole float64 copies: at most {scale.MOST_PARAMETERS / 1e6:.0f} million; leave out model=, or shrink it"
-            " with model.layers and model.hidden"
+            f"model {plan.model.name} has {plan.model.parameters / 1e6:,.0f} million parameters,"
+            f" verify holds several whole float64 copies: at most {scale.MOST_PARAMETERS / 1e6:.0f}"
+            " million; leave out model=, or shrink it with model.layers and model.hidden"
         )
     return Cell(name=name, plan=plan, note=note, **words)
 
@@ -119,7 +133,9 @@ def of_entry(base: Config, entry: Entry) -> Config:
     )
     optim = structs.replace(base.optim, warmup_steps=0)
     cluster = few_nodes(base.cluster, entry.processes, entry.nodes)
-    config = structs.replace(base, cluster=cluster, model=model, parallel=parallel, train=train, optim=optim)
+    config = structs.replace(
+        base, cluster=cluster, model=model, parallel=parallel, train=train, optim=optim
+    )
     return _with_budget(config) if entry.recompute == "budget" else config
 
 
@@ -132,16 +148,23 @@ def _with_budget(config: Config) -> Config:
 
 
 def small(config: Config, degrees: scale.Degrees, one: scale.Degrees, given: set[str]) -> Config:
-    """The job at the degrees `one`, with a batch that one process computes in a second. Keys that the user gave stay
-    where the layout does. Raises OrchError."""
+    """The job at the degrees `one`, with a batch that one process computes in a second. Keys that
+    the user gave stay where the layout does. Raises OrchError."""
     fits = one == degrees
     named = any(word.split(".")[0] in ("model", "experiment") for word in given)
     own_batch = bool(given & {"train.global_batch_samples", "train.global_batch_tokens"})
     count = scale.micro_batches(config, degrees, one, own_batch or "experiment" in given)
     config = scale.scaled(config, degrees, one, named)
-    par, train = config.parallel, config.train
-    nodes = 2 if config.parallel.expert_all_to_all == "hierarchical" and scale.ranks(one) % 2 == 0 else 1
-    config = structs.replace(config, cluster=few_nodes(config.cluster, scale.ranks(one), nodes), nodes=None)
+    par = config.parallel
+    train = config.train
+    nodes = (
+        2
+        if config.parallel.expert_all_to_all == "hierarchical" and scale.ranks(one) % 2 == 0
+        else 1
+    )
+    config = structs.replace(
+        config, cluster=few_nodes(config.cluster, scale.ranks(one), nodes), nodes=None
+    )
     if not fits or "train.seq_len" not in given:
         piece = 2 * one["cp"] * one["tp"]
         train = structs.replace(train, seq_len=piece * ceil(SEQ_LEN / piece))
@@ -149,10 +172,15 @@ def small(config: Config, degrees: scale.Degrees, one: scale.Degrees, given: set
     if not fits or not own_batch:
         par = structs.replace(par, micro_batch_size=min(par.micro_batch_size or 1, MOST_SAMPLES))
         replicas = one["dp"] * one["ep"]
-        count = replicas * (count - 1) + 1 if par.uneven and replicas > 1 and count > 1 else replicas * count
+        count = (
+            replicas * (count - 1) + 1
+            if par.uneven and replicas > 1 and count > 1
+            else replicas * count
+        )
         samples = count * (par.micro_batch_size or 1)
         train = structs.replace(train, global_batch_samples=samples, global_batch_tokens=None)
-    # What is compared in fp64 and fp32 has no precision of its own; a ramp only says how many samples a step has.
+    # What is compared in fp64 and fp32 has no precision of its own; a ramp only says how many
+    # samples a step has.
     if "train.precision" not in given:
         train = structs.replace(train, precision="fp32", grad_dtype="fp32")
     clip = train.clip_grad_norm if "train.clip_grad_norm" in given else CLIP
@@ -165,8 +193,8 @@ def small(config: Config, degrees: scale.Degrees, one: scale.Degrees, given: set
 
 
 def few_nodes(cluster: ClusterSpec, gpus: int, nodes: int = 1) -> ClusterSpec:
-    """The same hardware as `gpus` in one node: what is verified is the arithmetic, not the placement. In several,
-    each an NVLink domain, where the arithmetic depends on them."""
+    """The same hardware as `gpus` in one node: what is verified is the arithmetic, not the
+    placement. In several, each an NVLink domain, where the arithmetic depends on them."""
     return structs.replace(
         cluster,
         nodes=nodes,

@@ -1,5 +1,5 @@
-"""Covering arrays: few rows in which every legal combination of `strength` choices occurs (Cohen et al. 1997, "The AETG
-system", IEEE TSE 23(7); greedy, deterministic).
+"""Covering arrays: few rows in which every legal combination of `strength` choices occurs (Cohen et
+al. 1997, "The AETG system", IEEE TSE 23(7); greedy, deterministic).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ _Tuple = tuple[tuple[int, int], ...]  # (axis, choice), by axis
 
 
 def cover(levels: Sequence[int], strength: int, legal: Legal) -> list[Row]:
-    """Rows over axes with `levels[i]` choices (numbers 1 to levels[i], 0 for none), each row legal, that together
-    contain every combination of `strength` used axes which some legal row contains.
+    """Rows over axes with `levels[i]` choices (numbers 1 to levels[i], 0 for none), each row legal,
+    that together contain every combination of `strength` used axes which some legal row contains.
 
     `legal` must hold for every row that uses fewer axes of a legal row.
     """
@@ -29,18 +29,27 @@ def cover(levels: Sequence[int], strength: int, legal: Legal) -> list[Row]:
     return rows
 
 
-def _grow(row: Row, levels: Sequence[int], strength: int, wanted: dict[_Tuple, None], legal: Legal) -> Row:
-    """Use further axes, each time with the choice that brings the most combinations still wanted."""
+def _grow(
+    row: Row, levels: Sequence[int], strength: int, wanted: dict[_Tuple, None], legal: Legal
+) -> Row:
+    """Use further axes, each time with the choice that brings the most combinations still
+    wanted."""
     while True:
-        best, most = None, 0
+        best = None
+        most = 0
         for axis, count in enumerate(levels):
             if row[axis]:
                 continue
             for choice in range(1, count + 1):
                 other = (*row[:axis], choice, *row[axis + 1 :])
-                gain = sum(one in wanted for one in combinations(_used(other), strength) if (axis, choice) in one)
+                gain = sum(
+                    one in wanted
+                    for one in combinations(_used(other), strength)
+                    if (axis, choice) in one
+                )
                 if gain > most and legal(other):
-                    best, most = other, gain
+                    best = other
+                    most = gain
         if best is None:
             return row
         row = best

@@ -1,5 +1,5 @@
-"""`orch verify --against independent`: trains the small jobs of `independent_cases` by `python -m trainer` itself, and
-has `python -m trainer.independent` judge what they leave."""
+"""`orch verify --against independent`: trains the small jobs of `independent_cases` by `python -m
+trainer` itself, and has `python -m trainer.independent` judge what they leave."""
 
 from __future__ import annotations
 
@@ -58,10 +58,14 @@ class Verdict(Struct, kw_only=True):
 def check_installed() -> None:
     """Raises OrchError where what the oracle stands on is missing."""
     if find_spec("transformers") is None:
-        raise OrchError(f"--against independent needs transformers: {how_to_install('transformers')}", Exit.USAGE)
+        raise OrchError(
+            f"--against independent needs transformers: {how_to_install('transformers')}",
+            Exit.USAGE,
+        )
 
 
-# ---------------------------------------------------------------------------------------------- running and judging
+# ----------------------------------------------------------------------------------------------
+#     running and judging
 
 
 @contextmanager
@@ -101,9 +105,11 @@ def _answer(process: subprocess.Popen[str], errors: Path) -> Any:
 
 
 def judged(found: Sequence[Case | Refusal], home: Path) -> Iterator[Verdict]:
-    """Run every case and have it judged; a verdict each. The judge works on a case while the next one runs."""
+    """Run every case and have it judged; a verdict each. The judge works on a case while the next
+    one runs."""
     waiting: list[Case] = []
-    ranks_errors, judge_errors = home / "ranks.stderr", home / "judge.stderr"
+    ranks_errors = home / "ranks.stderr"
+    judge_errors = home / "judge.stderr"
     with (
         _program("orchestrator.verify.start_ranks", ranks_errors) as ranks,
         _program("trainer.independent", judge_errors) as judge,
@@ -116,7 +122,10 @@ def judged(found: Sequence[Case | Refusal], home: Path) -> Iterator[Verdict]:
             folders = write_runs(case, folder)
             if case.start == "harsh":
                 scale, good = case.scale
-                _send(judge, {"verb": "prepare", "run": str(folders[0]), "loss_scale": scale, "good": good})
+                _send(
+                    judge,
+                    {"verb": "prepare", "run": str(folders[0]), "loss_scale": scale, "good": good},
+                )
                 if waiting:
                     yield read_answer(waiting.pop(0), _answer(judge, judge_errors))
                 _answer(judge, judge_errors)
@@ -124,7 +133,9 @@ def judged(found: Sequence[Case | Refusal], home: Path) -> Iterator[Verdict]:
             if failed:
                 yield Verdict(name=case.name, precision=case.precision, failed=failed)
                 continue
-            _send(judge, {"verb": "judge", "start": case.start, "runs": [str(one) for one in folders]})
+            _send(
+                judge, {"verb": "judge", "start": case.start, "runs": [str(one) for one in folders]}
+            )
             if waiting:
                 yield read_answer(waiting.pop(0), _answer(judge, judge_errors))
             waiting.append(case)
@@ -148,7 +159,8 @@ def write_runs(case: Case, folder: Path) -> tuple[Path, Path]:
 
 
 def hand_over(begun: Path, resumed: Path) -> str:
-    """Leave the second run what the first had after step `RESUME_AT`: its checkpoint. Empty, or why there is none."""
+    """Leave the second run what the first had after step `RESUME_AT`: its checkpoint. Empty, or why
+    there is none."""
     name = f"checkpoints/step-{RESUME_AT:08d}"
     if not (begun / name).is_dir():
         return f"{begun.name}: step {RESUME_AT} was not saved"
@@ -167,7 +179,10 @@ def _run(case: Case, folders: tuple[Path, Path], ranks: subprocess.Popen[str], e
         bad = next((rank for rank, code in enumerate(codes) if code), None)
         if bad is not None:
             said = (run / f"rank-{bad:05d}.log").read_text(errors="replace").strip().splitlines()
-            return f"{run.name}: rank {bad} ended with {codes[bad]}: {said[-1] if said else 'it said nothing'}"
+            return (
+                f"{run.name}: rank {bad} ended with {codes[bad]}:"
+                f" {said[-1] if said else 'it said nothing'}"
+            )
     return ""
 
 

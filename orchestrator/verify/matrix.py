@@ -1,5 +1,6 @@
-"""The matrix: every technique alone, every pair of techniques, a covering set of triples and products of up to eight
-processes, spread over models, bucket sizes, sizes and numbers of micro-batches, masks and kinds of text.
+"""The matrix: every technique alone, every pair of techniques, a covering set of triples and
+products of up to eight processes, spread over models, bucket sizes, sizes and numbers of
+micro-batches, masks and kinds of text.
 
 The techniques are in `techniques.py`.
 """
@@ -16,19 +17,35 @@ from .techniques import AXES, BESIDE_UNEQUAL, REFUSED, UNEQUAL, Technique
 
 MOST_PROCESSES = 8
 
-_SMALL = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 48, "vocab": 257, "max_seq_len": 64}
+_SMALL = {
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "ffn_hidden": 48,
+    "vocab": 257,
+    "max_seq_len": 64,
+}
 #: 257 tokens: no tp divides them. Five layers: no pp does.
 MODELS: dict[str, dict[str, Any]] = {
     "gqa": {**_SMALL, "layers": 4},
     "tied": {**_SMALL, "layers": 4, "tied_embeddings": True},
     "gpt": {
-        **{**_SMALL, "layers": 4, "kv_heads": 4, "norm": "layer", "position": "learned", "mlp": "plain"},
-        **{"activation": "gelu", "bias": True, "tied_embeddings": True},
+        **_SMALL,
+        "layers": 4,
+        "kv_heads": 4,
+        "norm": "layer",
+        "position": "learned",
+        "mlp": "plain",
+        "activation": "gelu",
+        "bias": True,
+        "tied_embeddings": True,
     },
     "uneven": {**_SMALL, "layers": 5, "kv_heads": 1, "tied_embeddings": True},
 }
 BUCKET_MIB = {"one bucket": 25.0, "many buckets": 2.0**-10}
-#: Micro-batches of a replica: as many as any pipeline has stages, one, and numbers that no degree divides.
+#: Micro-batches of a replica: as many as any pipeline has stages, one, and numbers that no degree
+#: divides.
 ACCUMULATION = (4, 1, 3, 5)
 
 
@@ -38,15 +55,26 @@ class Variation(NamedTuple):
     accumulation: int
     text: str
     size: int  # samples of a micro-batch
-    masks: str  # "uneven": every micro-batch has targets, some more than others; "empty": some have none
+    # "uneven": every micro-batch has targets, some more than others; "empty": some have none
+    masks: str
 
 
 _SETTINGS: tuple[Sequence[Any], ...] = (
-    *(tuple(MODELS), tuple(BUCKET_MIB), ACCUMULATION, ("whole", "packed"), (1, 2, 3), ("uneven", "empty")),
+    tuple(MODELS),
+    tuple(BUCKET_MIB),
+    ACCUMULATION,
+    ("whole", "packed"),
+    (1, 2, 3),
+    ("uneven", "empty"),
 )
 #: Every two settings are together in one.
 VARIATIONS = tuple(
-    Variation(*(choices[(choice or at) % len(choices)] for choices, choice in zip(_SETTINGS, row, strict=True)))
+    Variation(
+        *(
+            choices[(choice or at) % len(choices)]
+            for choices, choice in zip(_SETTINGS, row, strict=True)
+        )
+    )
     for at, row in enumerate(cover([len(choices) for choices in _SETTINGS], 2, lambda row: True))
 )
 PLAIN = Variation("gqa", "one bucket", 4, "whole", 1, "uneven")
@@ -81,7 +109,11 @@ class Entry(NamedTuple):
     def samples(self) -> int:
         """Of the global batch."""
         replicas = self.degrees["dp"] * self.degrees["ep"]
-        count = replicas * (self.accumulation - 1) + 1 if self._unequal else replicas * self.accumulation
+        count = (
+            replicas * (self.accumulation - 1) + 1
+            if self._unequal
+            else replicas * self.accumulation
+        )
         return count * self.variation.size
 
     @property
@@ -118,7 +150,10 @@ class Entry(NamedTuple):
     @property
     def model(self) -> dict[str, Any]:
         """Fields of the model."""
-        found = {**MODELS[self.variation.model], "dropout": max((t.dropout for t in self.techniques), default=0.0)}
+        found = {
+            **MODELS[self.variation.model],
+            "dropout": max((t.dropout for t in self.techniques), default=0.0),
+        }
         for technique in self.techniques:
             found |= technique.model
         return found
@@ -146,10 +181,16 @@ PARTS = {
 
 def full() -> list[Entry]:
     """Every cell of docs/parity.md."""
-    alone = [Entry("alone", (), variation) for variation in dict.fromkeys((PLAIN, *VARIATIONS[::3]))]
+    alone = [
+        Entry("alone", (), variation) for variation in dict.fromkeys((PLAIN, *VARIATIONS[::3]))
+    ]
     techniques = [technique for axis in AXES.values() for technique in axis]
     alone += [Entry("alone", (technique,), PLAIN) for technique in techniques]
-    together = [*_spread("pair", pairs()), *_spread("pair", few_pairs()), *_spread("product", triples())]
+    together = [
+        *_spread("pair", pairs()),
+        *_spread("pair", few_pairs()),
+        *_spread("product", triples()),
+    ]
     return [*alone, *together, *_spread("unequal", unequal())]
 
 
@@ -176,15 +217,25 @@ def few_pairs() -> Iterator[tuple[Technique, ...]]:
 
 
 def triples() -> list[tuple[Technique, ...]]:
-    """Every triple of deep techniques that is legal is in one of these; most hold four or five on eight processes."""
+    """Every triple of deep techniques that is legal is in one of these; most hold four or five on
+    eight processes."""
     return [_of(row) for row in cover([len(_deep(axis)) for axis in AXES], 3, _fits)]
 
 
 def unequal() -> Iterator[tuple[Technique, ...]]:
-    others = [technique for axis in AXES.values() for technique in axis if technique.name in BESIDE_UNEQUAL]
+    others = [
+        technique
+        for axis in AXES.values()
+        for technique in axis
+        if technique.name in BESIDE_UNEQUAL
+    ]
     for one in UNEQUAL:
         yield (one,)
-        yield from ((one, other) for other in others if (f"zero{one.parallel['zero']}", other.name) not in REFUSED)
+        yield from (
+            (one, other)
+            for other in others
+            if (f"zero{one.parallel['zero']}", other.name) not in REFUSED
+        )
 
 
 def _deep(axis: str) -> list[Technique]:
@@ -206,11 +257,14 @@ def _processes(techniques: Sequence[Technique]) -> int:
 
 
 def _spread(part: str, cells: Iterable[tuple[Technique, ...]]) -> Iterator[Entry]:
-    """Give each cell the variation whose parts its techniques have met least, so that all meet all."""
+    """Give each cell the variation whose parts its techniques have met least, so that all meet
+    all."""
     met: Counter[tuple[str, tuple[int, Any]]] = Counter()
     for techniques in cells:
 
-        def times(variation: Variation, techniques: tuple[Technique, ...] = techniques) -> tuple[int, int]:
+        def times(
+            variation: Variation, techniques: tuple[Technique, ...] = techniques
+        ) -> tuple[int, int]:
             counts = [met[t.name, part] for t in techniques for part in enumerate(variation)]
             return sum(counts), sum(met["", part] for part in enumerate(variation))
 

@@ -18,8 +18,8 @@ COLUMNS = ("loss", "grad", "norm", "weight")
 
 
 def lines(verdict: Verdict, look: Style) -> list[str]:
-    """One verdict: a line of four numbers a precision, the parameter that is furthest off, and the term of the loss or
-    state without gradient that is."""
+    """One verdict: a line of four numbers a precision, the parameter that is furthest off, and the
+    term of the loss or state without gradient that is."""
     word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
     found = [f"{word} {look.paint(verdict.name, bold=True)}"]
     if verdict.note:
@@ -32,12 +32,17 @@ def lines(verdict: Verdict, look: Style) -> list[str]:
         name, _, alone = precision.partition(", ")
         found.append(f"  {name}  {numbers}  {limit}{alone and ' of ' + alone}")
         more = f"; {errors.worst_more} {errors.more:.1e}" if errors.worst_more else ""
-        found.append(look.paint(f"        worst: gradient of {errors.worst_grad}, {errors.worst_weight}{more}", GRAY))
+        found.append(
+            look.paint(
+                f"        worst: gradient of {errors.worst_grad}, {errors.worst_weight}{more}", GRAY
+            )
+        )
     return found
 
 
 def independent_lines(verdict: Independent, look: Style) -> list[str]:
-    """One verdict of the independent oracle: the worst of each quantity over its bound, and what is wrong."""
+    """One verdict of the independent oracle: the worst of each quantity over its bound, and what is
+    wrong."""
     word = look.paint(f"{verdict.word:<9}", COLOUR[verdict.word], bold=True)
     steps = f"{verdict.steps} steps" + (f", {verdict.skipped} skipped" if verdict.skipped else "")
     found = [f"{word} {look.paint(verdict.name, bold=True)}  {verdict.precision}, {steps}"]
@@ -46,25 +51,38 @@ def independent_lines(verdict: Independent, look: Style) -> list[str]:
     for what, one in verdict.worst.items():
         text = f"  {what:<14} {one.error:7.1e} <= {one.bound:7.1e}  {one.where}"
         beyond = not one.error <= one.bound
-        found.append(look.paint(text.replace("<=", "> "), RED) if beyond else look.paint(text, GRAY))
+        found.append(
+            look.paint(text.replace("<=", "> "), RED) if beyond else look.paint(text, GRAY)
+        )
     listed = verdict.problems[:MOST_PROBLEMS]
-    more = [f"and {len(verdict.problems) - len(listed)} more"] if len(verdict.problems) > len(listed) else []
+    more = (
+        [f"and {len(verdict.problems) - len(listed)} more"]
+        if len(verdict.problems) > len(listed)
+        else []
+    )
     return found + [f"  {look.paint(line, RED)}" for line in [*listed, *more]]
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
     """ "3 equal, 1 refused"."""
     counts = Counter(verdict.word for verdict in verdicts)
-    return ", ".join(f"{counts[word]} {word}" for word in COLOUR if counts[word]) or "nothing to verify"
+    return (
+        ", ".join(f"{counts[word]} {word}" for word in COLOUR if counts[word])
+        or "nothing to verify"
+    )
 
 
-# ------------------------------------------------------------------------------------------- docs/parity.md
+# -------------------------------------------------------------------------------------------
+#     docs/parity.md
 
 
 def document(entries: Sequence[Entry], verdicts: dict[str, Verdict], versions: str) -> str:
     """The published table: every cell with what was measured, or why it is refused."""
     found = [HEAD.format(**{f"{name}_limit": f"{LIMITS[name]:.0e}" for name in ALWAYS})]
-    found += [f"Measured with {versions}: **{summary(list(verdicts.values()))}** of {len(entries)} cells.\n"]
+    found += [
+        f"Measured with {versions}: **{summary(list(verdicts.values()))}** of {len(entries)}"
+        " cells.\n"
+    ]
     largest = _largest(list(verdicts.values()))
     if largest:
         found += [f"Largest error of all equal cells: {largest}.\n"]
@@ -95,14 +113,18 @@ Written by `orch verify --matrix full` (`make verify`); do not edit.
 """
 
 TABLE = (
-    "| layout | ranks | model | buckets | micro-batches | text | masks "
-    "| fp64 loss | grad | norm | weights | fp32 loss | grad | norm | weights | verdict |",
+    (
+        "| layout | ranks | model | buckets | micro-batches | text | masks "
+        "| fp64 loss | grad | norm | weights | fp32 loss | grad | norm | weights | verdict |"
+    ),
     "|---|--:|---|---|--:|---|---|--:|--:|--:|--:|--:|--:|--:|--:|---|",
 )
 
 
 def _row(entry: Entry, verdict: Verdict) -> str:
-    layout = " + ".join(technique.name for technique in entry.techniques) or "one process, our engine"
+    layout = (
+        " + ".join(technique.name for technique in entry.techniques) or "one process, our engine"
+    )
     model, buckets, *rest = entry.settings
     cells = [layout, str(entry.processes), model, buckets.split()[0], *rest]
     for precision in ALWAYS:
@@ -132,7 +154,9 @@ def _largest(verdicts: Sequence[Verdict]) -> str:
 def _models() -> str:
     rows = []
     for name, fields in MODELS.items():
-        rest = [f"{key} {value}" for key, value in fields.items() if key not in ("vocab", "max_seq_len")]
+        rest = [
+            f"{key} {value}" for key, value in fields.items() if key not in ("vocab", "max_seq_len")
+        ]
         rows.append(f"- `{name}`: {', '.join(rest)}")
     return (
         "Models (what is not said: RMSNorm, rotary positions, gated SiLU, no biases, untied):\n\n"
@@ -143,5 +167,8 @@ def _models() -> str:
 
 def _techniques() -> str:
     axes = {**AXES, "unequal replicas, of which the first takes one micro-batch more": UNEQUAL}
-    rows = [f"- {axis}: {', '.join(technique.name for technique in techniques)}" for axis, techniques in axes.items()]
+    rows = [
+        f"- {axis}: {', '.join(technique.name for technique in techniques)}"
+        for axis, techniques in axes.items()
+    ]
     return "Techniques, of which a cell takes at most one an axis:\n\n" + "\n".join(rows) + "\n"

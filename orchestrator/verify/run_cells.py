@@ -18,28 +18,36 @@ from orchestrator.plan.parity import Cell, Verdict
 
 
 def run_cells(cells: Sequence[Cell], together: int = 1) -> Iterator[Verdict]:
-    """Verdicts in the order in which they become known. Raises OrchError if the trainer did not judge every cell."""
+    """Verdicts in the order in which they become known. Raises OrchError if the trainer did not
+    judge every cell."""
     if not cells:
         return
     with tempfile.TemporaryDirectory(prefix="orch-verify-") as folder:
-        path, errors = Path(folder) / "cells.jsonl", Path(folder) / "stderr"
+        path = Path(folder) / "cells.jsonl"
+        errors = Path(folder) / "stderr"
         path.write_bytes(b"".join(msgspec.json.encode(cell) + b"\n" for cell in cells))
         command = [*start.command("trainer.verify"), str(path), "--together", str(together)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # the single process runs while other cells' ranks do
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1"
+        }  # the single process runs while other cells' ranks do
         left = len(cells)
         with running(command, errors, environment) as (lines, _):
             for line in lines:
                 left -= 1
                 yield msgspec.json.decode(line, type=Verdict)
         if left:
-            raise OrchError(f"trainer.verify stopped with {left} cells to go: {last_line(errors)}", Exit.INTERNAL)
+            raise OrchError(
+                f"trainer.verify stopped with {left} cells to go: {last_line(errors)}",
+                Exit.INTERNAL,
+            )
 
 
 @contextmanager
 def running(
     command: Sequence[str], errors: Path, environment: Mapping[str, str]
 ) -> Iterator[tuple[Iterable[bytes], Callable[[], int]]]:
-    """(lines that `command` prints, a function that waits for its exit code); stderr goes to the file `errors`.
+    """(lines that `command` prints, a function that waits for its exit code); stderr goes to the
+    file `errors`.
 
     The process ends with the block, whatever ends that.
     """

@@ -1,9 +1,10 @@
 """Any layout of any size, scaled down to what one machine runs.
 
-Arithmetic goes wrong where techniques meet and where a degree passes a ratio (stages to micro-batches, tp to key-value
-heads, layers to stages), not by thousands of ranks. So a layout that is too large becomes a few small ones: in each,
-one degree is as large as the machine lets it be, the others at their least, and every technique is there. A model is
-scaled in kind: norms, positions, activations and ratios stay, sizes go.
+Arithmetic goes wrong where techniques meet and where a degree passes a ratio (stages to
+micro-batches, tp to key-value heads, layers to stages), not by thousands of ranks. So a layout that
+is too large becomes a few small ones: in each, one degree is as large as the machine lets it be,
+the others at their least, and every technique is there. A model is scaled in kind: norms,
+positions, activations and ratios stay, sizes go.
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ RANKS = 8
 #: One process holds the model in float64 with its optimizer, and every rank its part of that.
 MOST_PARAMETERS = 50_000_000
 #: What a model that is scaled down gets, and from which size on it gets that.
-HEAD_DIM, VOCAB, MOST_HEADS, MOST_HIDDEN, MOST_STAGES = 8, 257, 32, 512, 16
-#: Least degree at which an axis that is used does all that it does: a hybrid of two groups of two wants four ranks.
+HEAD_DIM = 8
+VOCAB = 257
+MOST_HEADS = 32
+MOST_HIDDEN = 512
+MOST_STAGES = 16
+#: Least degree at which an axis that is used does all that it does: a hybrid of two groups of two
+#: wants four ranks.
 LEAST = 2
 
 AXES = ("tp", "pp", "cp", "ep", "dp")
@@ -37,8 +43,8 @@ Degrees = dict[str, int]
 
 
 def asked(config: Config) -> Degrees:
-    """The degrees of a layout of words; dp that is left out is what the cluster leaves, and where that is nothing, what
-    ZeRO has to have."""
+    """The degrees of a layout of words; dp that is left out is what the cluster leaves, and where
+    that is nothing, what ZeRO has to have."""
     par = config.parallel
     degrees = {axis: getattr(par, axis) or 1 for axis in AXES[:-1]}
     model = ranks(degrees)
@@ -53,7 +59,8 @@ def ranks(degrees: Degrees) -> int:
 
 
 def smaller(config: Config, degrees: Degrees) -> Iterator[Degrees]:
-    """`degrees` as they are if the machine runs them, else the small layouts that stand for them."""
+    """`degrees` as they are if the machine runs them, else the small layouts that stand for
+    them."""
     if ranks(degrees) <= MOST_RANKS:
         yield degrees
         return
@@ -75,22 +82,31 @@ def smaller(config: Config, degrees: Degrees) -> Iterator[Degrees]:
 
 
 def _within(degree: int, room: int) -> int:
-    """The largest divisor of a degree that there is room for; for one with few divisors the room itself, made even."""
+    """The largest divisor of a degree that there is room for; for one with few divisors the room
+    itself, made even."""
     best = max(number for number in range(1, min(degree, room) + 1) if degree % number == 0)
     return best if best > room // 2 or best == degree else max(room - room % 2, 1)
 
 
 def scaled(config: Config, degrees: Degrees, small: Degrees, named: bool) -> Config:
-    """The job at other degrees, with a model and stages that keep the ratios. `named`: the user chose the model, which
-    stays as it is where the layout does and it is not too large."""
+    """The job at other degrees, with a model and stages that keep the ratios. `named`: the user
+    chose the model, which stays as it is where the layout does and it is not too large."""
     par = config.parallel
     fits = small == degrees
     pipelined = small["pp"] > 1
-    vpp, listed, group = virtual_stages(config, degrees, small), par.stage_layers, par.zero_group
+    vpp = virtual_stages(config, degrees, small)
+    listed = par.stage_layers
+    group = par.zero_group
     if not fits:
         listed = _stages(listed, small["pp"] * vpp) if listed and pipelined else None
         alike = ranks({axis: small[axis] for axis in ("dp", "cp", "ep")})  # hold the same weights
-        group = group if alike % max(group, 1) == 0 and group < alike else LEAST if alike >= 2 * LEAST else 0
+        group = (
+            group
+            if alike % max(group, 1) == 0 and group < alike
+            else LEAST
+            if alike >= 2 * LEAST
+            else 0
+        )
     changes: dict[str, Any] = {"vpp": vpp, "zero_group": group, "stage_layers": listed}
     if par.etp is not None:
         changes["etp"] = tensor_ranks(config, small)
@@ -103,7 +119,8 @@ def scaled(config: Config, degrees: Degrees, small: Degrees, named: bool) -> Con
 
 
 def _stages(listed: list[int], stages: int) -> list[int]:
-    """Layers of fewer stages: the first and the last as they are to the others, each of one layer, two or none."""
+    """Layers of fewer stages: the first and the last as they are to the others, each of one layer,
+    two or none."""
     usual = sorted(listed)[len(listed) // 2]
 
     def few(layers: int) -> int:
@@ -114,13 +131,22 @@ def _stages(listed: list[int], stages: int) -> list[int]:
 
 
 def _in_kind(config: Config, degrees: Degrees, small: Degrees, layers: int | None) -> ModelSpec:
-    """The model in small: what the small degrees do not divide, and what is too large, is replaced. `layers`: as many,
-    where that is known."""
-    model, par, tp = config.model, config.parallel, small["tp"]
-    heads, kv_heads, ffn = model.heads, model.kv_heads or model.heads, model.ffn_hidden
+    """The model in small: what the small degrees do not divide, and what is too large, is replaced.
+    `layers`: as many, where that is known."""
+    model = config.model
+    par = config.parallel
+    tp = small["tp"]
+    heads = model.heads
+    kv_heads = model.kv_heads or model.heads
+    ffn = model.ffn_hidden
     divides = tp * (small["cp"] if par.cp_method == "ulysses" else 1)
     shared = kv_heads < degrees["tp"]  # a key-value head is on several ranks
-    if heads % divides or (kv_heads % tp and tp % kv_heads) or shared != (kv_heads < tp) or heads > MOST_HEADS:
+    if (
+        heads % divides
+        or (kv_heads % tp and tp % kv_heads)
+        or shared != (kv_heads < tp)
+        or heads > MOST_HEADS
+    ):
         each = min(heads // kv_heads, 2)  # queries that share a key-value head
         kv_heads = max(1, tp * kv_heads // degrees["tp"]) if shared else tp
         heads = lcm(2 * divides, kv_heads * each)
@@ -128,13 +154,18 @@ def _in_kind(config: Config, degrees: Degrees, small: Degrees, layers: int | Non
     hidden, head_dim = (heads * HEAD_DIM, HEAD_DIM) if large else (model.hidden, model.head_dim)
     return structs.replace(
         model,
-        **{"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "hidden": hidden},
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=hidden,
         layers=layers or _layers(config, degrees, small),
         ffn_hidden=tp * ceil(48 / tp) if ffn % tp or ffn > 4 * MOST_HIDDEN else ffn,
         vocab=min(model.vocab, VOCAB),
         max_seq_len=min(model.max_seq_len, MOST_HIDDEN),
         moe=_few_experts(model.moe, small, spread_of(config, small)) if model.moe else None,
-        mla=structs.replace(MLA, q_lora_rank=min(model.mla.q_lora_rank, MLA.q_lora_rank)) if model.mla else None,
+        mla=structs.replace(MLA, q_lora_rank=min(model.mla.q_lora_rank, MLA.q_lora_rank))
+        if model.mla
+        else None,
     )
 
 
@@ -146,7 +177,8 @@ def spread_of(config: Config, small: Degrees) -> int:
 
 def tensor_ranks(config: Config, small: Degrees) -> int:
     """Ranks that each expert is cut over, of small degrees: fewer than tp, where that is so."""
-    par, tp = config.parallel, small["tp"]
+    par = config.parallel
+    tp = small["tp"]
     if par.etp is None or par.etp >= (par.tp or 1):
         return tp
     return max(number for number in range(1, max(tp, 2)) if tp % number == 0 and number <= par.etp)
@@ -170,8 +202,10 @@ def _few_experts(moe: Moe, small: Degrees, ranks: int) -> Moe:
 
 
 def virtual_stages(config: Config, degrees: Degrees, small: Degrees) -> int:
-    """A rank's: as many as are asked for, fewer where a small layout would have more than MOST_STAGES."""
-    vpp, pp = config.parallel.vpp or 1, small["pp"]
+    """A rank's: as many as are asked for, fewer where a small layout would have more than
+    MOST_STAGES."""
+    vpp = config.parallel.vpp or 1
+    pp = small["pp"]
     if pp == 1 and degrees["pp"] > 1:
         return 1
     return vpp if small == degrees or pp * vpp <= MOST_STAGES else max(2, MOST_STAGES // pp)
@@ -179,8 +213,10 @@ def virtual_stages(config: Config, degrees: Degrees, small: Degrees) -> int:
 
 def _layers(config: Config, degrees: Degrees, small: Degrees) -> int:
     """Of the model on a small layout: unequal stages stay so."""
-    layers, vpp = config.model.layers, virtual_stages(config, degrees, small)
-    whole, stages = degrees["pp"] * (config.parallel.vpp or 1), small["pp"] * vpp
+    layers = config.model.layers
+    vpp = virtual_stages(config, degrees, small)
+    whole = degrees["pp"] * (config.parallel.vpp or 1)
+    stages = small["pp"] * vpp
     if vpp > 1 and layers + 2 == whole:
         return stages - 2  # embedding and head are stages of their own
     if stages <= layers <= 8 or stages == layers:
@@ -189,10 +225,12 @@ def _layers(config: Config, degrees: Degrees, small: Degrees) -> int:
 
 
 def micro_batches(config: Config, degrees: Degrees, small: Degrees, chosen: bool) -> int:
-    """For a replica: so many that a pipeline is full, or fewer than stages where the user has `chosen` a batch that is
-    so; a legal number."""
-    par, train = config.parallel, config.train
-    pp, most = small["pp"], max(4, 2 * small["pp"])
+    """For a replica: so many that a pipeline is full, or fewer than stages where the user has
+    `chosen` a batch that is so; a legal number."""
+    par = config.parallel
+    train = config.train
+    pp = small["pp"]
+    most = max(4, 2 * small["pp"])
     samples = train.global_batch_samples or (train.global_batch_tokens or 0) // train.seq_len
     wanted = samples // ((par.micro_batch_size or 1) * degrees["dp"] * degrees["ep"])
     if chosen and degrees["pp"] > 1 and 0 < wanted < degrees["pp"]:

@@ -1,8 +1,10 @@
-"""`python -m orchestrator.verify.start_ranks`: runs the ranks of whole jobs on this machine, one job after the other.
+"""`python -m orchestrator.verify.start_ranks`: runs the ranks of whole jobs on this machine, one
+job after the other.
 
-Like an agent's fork server it imports `trainer` once and forks its workers, which call `trainer.__main__.main` as
-`python -m trainer` does. Reads a job a line: its plan, and for each rank its environment, log and reports. Prints the
-ranks' exit codes. Ranks that have not ended in time are killed: their code is -9.
+Like an agent's fork server it imports `trainer` once and forks its workers, which call
+`trainer.__main__.main` as `python -m trainer` does. Reads a job a line: its plan, and for each rank
+its environment, log and reports. Prints the ranks' exit codes. Ranks that have not ended in time
+are killed: their code is -9.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ TIMEOUT_S = 300.0
 
 
 def main() -> int:
-    preload, program = importlib.import_module("trainer.preload"), importlib.import_module("trainer.__main__")
+    preload = importlib.import_module("trainer.preload")
+    program = importlib.import_module("trainer.__main__")
     for line in sys.stdin:
         job = json.loads(line)
         preload.prepare(["--plan", job["plan"]], os.environ)
@@ -33,7 +36,8 @@ def main() -> int:
 
 def _start(rank: dict[str, Any], preload: Any, program: Any, plan: str) -> int:
     """The pid of a new worker."""
-    parent, pid = os.getpid(), os.fork()
+    parent = os.getpid()
+    pid = os.fork()
     return pid or _work(rank, parent, preload, program, plan)
 
 
@@ -41,7 +45,8 @@ def _work(rank: dict[str, Any], parent: int, preload: Any, program: Any, plan: s
     """In the worker."""
     try:
         die_with_parent(parent)
-        log, nothing = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), os.open(os.devnull, os.O_RDONLY)
+        log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        nothing = os.open(os.devnull, os.O_RDONLY)
         for source, number in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, number)
         report = os.open(rank["reports"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -53,7 +58,8 @@ def _work(rank: dict[str, Any], parent: int, preload: Any, program: Any, plan: s
 
 
 def _wait(pids: list[int]) -> list[int]:
-    codes, end = dict[int, int](), time.monotonic() + TIMEOUT_S
+    codes = dict[int, int]()
+    end = time.monotonic() + TIMEOUT_S
     while len(codes) < len(pids):
         for pid in pids:
             if pid not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:

@@ -1,7 +1,9 @@
-"""The digital twin: ranks of a plan run by the trainer's own code without data and peers, held against the plan.
+"""The digital twin: ranks of a plan run by the trainer's own code without data and peers, held
+against the plan.
 
-`python -m trainer.twin` runs one rank at full size under fake tensors; it answers with its bytes of memory by category
-and every transfer of a step. Here those are compared with what the planner expects of the same pipeline rank.
+`python -m trainer.twin` runs one rank at full size under fake tensors; it answers with its bytes of
+memory by category and every transfer of a step. Here those are compared with what the planner
+expects of the same pipeline rank.
 """
 
 from __future__ import annotations
@@ -36,11 +38,16 @@ from orchestrator.planner.model.stages import held_layers, rank_stages
 from .run_cells import last_line, running
 
 TOLERANCE = 0.05  # of the plan's figure
-#: Categories smaller than this share of a rank's memory, and axes of less than this share of its bytes, are not judged.
+#: Categories smaller than this share of a rank's memory, and axes of less than this share of its
+#: bytes, are not judged.
 SMALL = 0.005
 STATES = ("params", "grads", "optimizer", "activations")
 #: What the trainer calls an operation -> what the plan does.
-OPERATION = {"all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter", "all-gather": "all_gather"}
+OPERATION = {
+    "all-reduce": "all_reduce",
+    "reduce-scatter": "reduce_scatter",
+    "all-gather": "all_gather",
+}
 OPERATION |= {"all-to-all": "all_to_all", "send": "p2p", "rotate": "p2p", "receive": "receive"}
 
 
@@ -60,8 +67,8 @@ class Compared(NamedTuple):
 
 
 def ranks_to_run(plan: Plan) -> list[int]:
-    """A rank of every distinct pipeline stage, and of equal stages the first and the last, which hold most and fewest
-    micro-batches in flight."""
+    """A rank of every distinct pipeline stage, and of equal stages the first and the last, which
+    hold most and fewest micro-batches in flight."""
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
     last = len(plan.parallel.stage_layers) - 1
     for pp_rank, stages in enumerate(rank_stages(plan.parallel)):
@@ -69,7 +76,9 @@ def ranks_to_run(plan: Plan) -> list[int]:
         kinds = sum(dense_and_moe(plan.model, part.start, part.stop)[1] for part in ranges)
         alike[sum(map(len, ranges)), kinds, stages.count(0), stages.count(last)].append(pp_rank)
     wanted = sorted({place for places in alike.values() for place in (places[0], places[-1])})
-    first = {rank.coord.pp: rank.rank for rank in reversed(plan.ranks)}  # the lowest rank of each stage
+    first = {
+        rank.coord.pp: rank.rank for rank in reversed(plan.ranks)
+    }  # the lowest rank of each stage
     return [first[place] for place in wanted]
 
 
@@ -77,11 +86,14 @@ def evenly_chosen(plan: Plan) -> Plan:
     """`plan` with experts that are chosen equally often, as its twin chooses them."""
     if plan.parallel.expert_imbalance is UNSET:
         return plan
-    return seal(structs.replace(plan, parallel=structs.replace(plan.parallel, expert_imbalance=UNSET)))
+    return seal(
+        structs.replace(plan, parallel=structs.replace(plan.parallel, expert_imbalance=UNSET))
+    )
 
 
 def shortened(plan: Plan) -> Plan:
-    """`plan` with as few micro-batches as keep the memory of every rank: more of them repeat what the last ones do."""
+    """`plan` with as few micro-batches as keep the memory of every rank: more of them repeat what
+    the last ones do."""
     par = plan.parallel
     if par.schedule == TABLE or par.replica_micro_batches or plan.job.train.batch_ramp:
         return plan
@@ -109,13 +121,17 @@ def _totals(plan: Plan) -> list[int]:
 def _accounts(plan: Plan) -> list[Memory]:
     """Of each pipeline rank, as the bundled trainer has it."""
     recipe = recipe_of("orch", plan.job.optim)
-    return memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train, recipe, plan.job.matmul)
+    return memory_by_pp_rank(
+        plan.cluster, plan.model, plan.parallel, plan.job.train, recipe, plan.job.matmul
+    )
 
 
 def run(plan: Plan, ranks: Sequence[int]) -> Iterator[RankRun]:
-    """The second step of each rank, in order. Raises OrchError (65) where the trainer does not run the plan."""
+    """The second step of each rank, in order. Raises OrchError (65) where the trainer does not run
+    the plan."""
     with tempfile.TemporaryDirectory(prefix="orch-twin-") as folder:
-        path, errors = Path(folder) / "plan.json", Path(folder) / "stderr"
+        path = Path(folder) / "plan.json"
+        errors = Path(folder) / "stderr"
         path.write_bytes(to_json(plan))
         command = [*start.command("trainer.twin"), str(path), "--ranks", ",".join(map(str, ranks))]
         done = 0
@@ -150,7 +166,9 @@ def _transfers(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
     for item in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[pp_rank]:
         share = _share_of_direct(plan, found.rank, item) if item.axis == "ep" else 1.0
         expected[item.axis, item.operation] += item.sent_bytes * share
-        if item.axis == "pp" and item.operation == "p2p":  # both neighbours answer every message with a gradient
+        if (
+            item.axis == "pp" and item.operation == "p2p"
+        ):  # both neighbours answer every message with a gradient
             expected["pp", "receive"] += item.sent_bytes
     sent: dict[tuple[str, str], float] = defaultdict(float)
     for index in found.sequence:
@@ -167,17 +185,20 @@ def _transfers(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
 
 
 def _share_of_direct(plan: Plan, rank: int, item: Traffic) -> float:
-    """Bytes that an exchange of experts' tokens sends, by domain where the plan asks for that, over what it sends
-    directly."""
+    """Bytes that an exchange of experts' tokens sends, by domain where the plan asks for that, over
+    what it sends directly."""
     group = hierarchy(plan, rank)
     near = (len(group.inside) - 1) / (len(group.inside) * len(group.across) - 1)
     direct = structs.replace(NO_PATH, nvlink_s=1.0, share={NVLINK: near, "network": 1 - near})
-    return sum(sum(one.share.values()) for one in phases(direct, plan.model, plan.parallel, item.carried))
+    return sum(
+        sum(one.share.values()) for one in phases(direct, plan.model, plan.parallel, item.carried)
+    )
 
 
 def _levels(plan: Plan, found: RankRun) -> Iterator[Compared]:
-    """The highest level that transfers of an axis cross, against that of the rank's group in the plan. Only where no
-    transfer has the whole group may it be lower: between stages, around a ring, of shards within a part of the group.
+    """The highest level that transfers of an axis cross, against that of the rank's group in the
+    plan. Only where no transfer has the whole group may it be lower: between stages, around a ring,
+    of shards within a part of the group.
     """
     par = plan.parallel
     by_ring = par.cp_method in ("ring", "zigzag")
@@ -187,18 +208,25 @@ def _levels(plan: Plan, found: RankRun) -> Iterator[Compared]:
         if not seen:
             continue
         members = _members(plan, axis, found.rank)
-        planned, real = tier_of(plan, members), _worst(plan, {level_of(plan, one) for one in seen})
-        if axis not in ("dp", "ep"):  # gradients are summed over cp and ep, too, and experts may fold over tp and cp
-            planned = min(planned, plan.placement[axis].worst_level, key=lambda level: _height(plan, level))
+        planned = tier_of(plan, members)
+        real = _worst(plan, {level_of(plan, one) for one in seen})
+        if axis not in (
+            "dp",
+            "ep",
+        ):  # gradients are summed over cp and ep, too, and experts may fold over tp and cp
+            planned = min(
+                planned, plan.placement[axis].worst_level, key=lambda level: _height(plan, level)
+            )
         beyond = _height(plan, real) > _height(plan, planned)
         off = float("inf") if beyond or (whole[axis] and real != planned) else 0.0
         yield Compared(found.rank, f"{axis}, level", planned, real, off, True)
 
 
 def _members(plan: Plan, axis: str, rank: int) -> set[int]:
-    """Ranks of a rank's group on an axis. Gradients are summed over all that hold the same weights: where a pipeline
-    holds the model twice, the ranks of the opposite stage, too. Tokens go to all that share a layer's experts; where
-    they go by domain, these exchange in parts, of which that between domains goes furthest."""
+    """Ranks of a rank's group on an axis. Gradients are summed over all that hold the same weights:
+    where a pipeline holds the model twice, the ranks of the opposite stage, too. Tokens go to all
+    that share a layer's experts; where they go by domain, these exchange in parts, of which that
+    between domains goes furthest."""
     if axis == "ep":
         by_domain = is_hierarchical(plan)
         together = next(ranks for ranks in expert_groups(plan) if rank in ranks)
@@ -227,8 +255,14 @@ def tier_of(plan: Plan, ranks: Collection[int]) -> str:
     nodes = {index[plan.ranks[rank].node] for rank in ranks}
     if len(ranks) == 1:
         return SELF
-    tiers = [(NVLINK, plan.cluster.nvlink_domains), *((level.name, level.switches) for level in plan.cluster.levels)]
-    return next((name for name, blocks in tiers if any(nodes <= set(block) for block in blocks)), tiers[-1][0])
+    tiers = [
+        (NVLINK, plan.cluster.nvlink_domains),
+        *((level.name, level.switches) for level in plan.cluster.levels),
+    ]
+    return next(
+        (name for name, blocks in tiers if any(nodes <= set(block) for block in blocks)),
+        tiers[-1][0],
+    )
 
 
 def _height(plan: Plan, level: str) -> int:

@@ -1,4 +1,5 @@
-"""Tests of agents may be coroutines; what a fixture gives them that is an `async with` is entered for them."""
+"""Tests of agents may be coroutines; what a fixture gives them that is an `async with` is entered
+for them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     async def main():
         async with contextlib.AsyncExitStack() as stack:
-            given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+            given = {
+                name: pyfuncitem.funcargs[name]
+                for name in inspect.signature(pyfuncitem.obj).parameters
+            }
             for name, value in given.items():
                 if isinstance(value, contextlib.AbstractAsyncContextManager):
                     given[name] = await stack.enter_async_context(value)

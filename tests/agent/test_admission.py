@@ -1,4 +1,5 @@
-"""Strangers at the coordinator's port: hundreds who say nothing, lie or shout keep no node out and fill no log."""
+"""Strangers at the coordinator's port: hundreds who say nothing, lie or shout keep no node out and
+fill no log."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ async def test_hundreds_of_strangers_delay_no_node_and_are_noted_once(w, says):
     clock = asyncio.get_running_loop().time
     began = clock()
     count = [0]
-    strangers = [asyncio.create_task(_stranger(where["host"], where["port"], says, count)) for _ in range(MOST + 50)]
+    strangers = [
+        asyncio.create_task(_stranger(where["host"], where["port"], says, count))
+        for _ in range(MOST + 50)
+    ]
     while count[0] < MOST + 50:
         await asyncio.sleep(0.01)
     a, b = await asyncio.wait_for(w.started(), PATIENCE_S)
@@ -74,13 +78,17 @@ async def test_what_was_refused_is_told_at_once_and_kept_for_a_second_and_closed
 
 
 def test_refusals_are_one_line_a_minute_and_kind_with_a_count():
-    now, lines = [100.0], []
+    now = [100.0]
+    lines = []
     log = RefusalLog(lambda *said: lines.append(said), lambda: now[0])
     for _ in range(1000):
         log.refused("stranger", "peer", "x" * 5000)
         now[0] += 0.05
     log.refused("wrong key", "other", "wrong key")
-    assert [(peer, len(reason), count) for peer, reason, count in lines] == [("peer", 300, 1), ("other", 9, 1)]
+    assert [(peer, len(reason), count) for peer, reason, count in lines] == [
+        ("peer", 300, 1),
+        ("other", 9, 1),
+    ]
     now[0] += 20
     log.flush()
     assert [count for _, _, count in lines] == [1, 1, 999]

@@ -1,4 +1,5 @@
-"""Nodes that fail again and again, or are slow, are left out: by this run, by whoever coordinates it, by the next."""
+"""Nodes that fail again and again, or are slow, are left out: by this run, by whoever coordinates
+it, by the next."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ OFTEN = {"max_restarts": 9}
 
 
 def test_a_node_that_fails_at_one_step_after_the_other_stays_out(runs):
-    folder = start(runs, 3, 2, 1, run_id="first", rules=OFTEN, wishes={"DIE": "2:5:1:0,2:9:1:1,2:13:1:2"})
+    folder = start(
+        runs, 3, 2, 1, run_id="first", rules=OFTEN, wishes={"DIE": "2:5:1:0,2:9:1:1,2:13:1:2"}
+    )
     state = running(folder, "node0", "node1", after=2)
     cause = state.epochs[2].cause
     assert (cause.kind, cause.node, cause.step, state.restarts) == ("worker_exit", "node2", 12, 2)
@@ -31,7 +34,9 @@ def test_a_node_that_fails_at_one_step_after_the_other_stays_out(runs):
     argv = next(agent.argv for agent in request.agents if agent.node == "node2")
     argv = [*(word for word in argv if word != "--lifeline"), "--elastic"]
     environment = compose_environment(request.environment, os.environ)
-    again = subprocess.run(argv, env=environment, cwd=folder.path, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(
+        argv, env=environment, cwd=folder.path, capture_output=True, text=True, timeout=60
+    )
     assert again.returncode == 74 and "node node2 is excluded" in again.stderr, again.stderr
     assert cancel(folder).state == "cancelled"
 
@@ -49,10 +54,19 @@ def test_a_node_that_fails_at_one_step_after_the_other_stays_out(runs):
 
 
 def test_a_straggler_makes_room_for_a_spare(runs):
-    folder = start(runs, 3, rules=OFTEN | {"on_straggler": "exclude"}, wishes={"SLOW": "node2:3"}, spare_nodes=1)
+    folder = start(
+        runs,
+        3,
+        rules=OFTEN | {"on_straggler": "exclude"},
+        wishes={"SLOW": "node2:3"},
+        spare_nodes=1,
+    )
     first = running(folder, "node0", "node1", "node2")
     state = running(folder, "node0", "node1", "spare-0", after=first.epoch)
     cause = next(epoch.cause for epoch in state.epochs if epoch.cause)
-    assert (cause.kind, cause.node) == ("straggler", "node2") and "3 times the median of its peers" in cause.text
+    assert (cause.kind, cause.node) == (
+        "straggler",
+        "node2",
+    ) and "3 times the median of its peers" in cause.text
     assert state.restarts == 0 and "node2" in state.excluded
     assert cancel(folder).state == "cancelled"

@@ -10,17 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.agent.protocol import channel as control
-from orchestrator.agent.protocol.channel import LONGEST_LINE, READ_LIMIT, Refused, WrongKey, accept, connect
+from orchestrator.agent.protocol.channel import (
+    LONGEST_LINE,
+    READ_LIMIT,
+    Refused,
+    WrongKey,
+    accept,
+    connect,
+)
 from orchestrator.agent.protocol.messages import AgentAlive, Done, FromAgent, FromCoordinator, Ready
 
-KEY, OTHER = b"k" * 32, b"o" * 32
+KEY = b"k" * 32
+OTHER = b"o" * 32
 
 
 class Pair:
-    """A coordinator's end and an agent's end of one connection, and the raw writer below the agent's."""
+    """A coordinator's end and an agent's end of one connection, and the raw writer below the
+    agent's."""
 
     def __init__(self, server, agent, errors):
-        self.server, self.agent, self.errors = server, agent, errors
+        self.server = server
+        self.agent = agent
+        self.errors = errors
 
     @property
     def raw(self) -> asyncio.StreamWriter:
@@ -54,7 +65,9 @@ async def test_messages_pass_both_ways_in_order():
     for port in range(3):
         both.agent.send(4, Ready(port=port))
     both.server.send(5, Done(code=0, reason="ü\n\"'"))
-    assert [await both.server.receive() for _ in range(3)] == [(4, Ready(port=port)) for port in range(3)]
+    assert [await both.server.receive() for _ in range(3)] == [
+        (4, Ready(port=port)) for port in range(3)
+    ]
     assert await both.agent.receive() == (5, Done(code=0, reason="ü\n\"'"))
     assert both.server.peer == "node0"
     await both.agent.close()
@@ -63,7 +76,10 @@ async def test_messages_pass_both_ways_in_order():
 
 @pytest.mark.parametrize(
     ("options", "error", "why"),
-    [({"key": OTHER}, WrongKey, "refused this node: wrong key"), ({"server_run": "other"}, Refused, "run 'other'")],
+    [
+        ({"key": OTHER}, WrongKey, "refused this node: wrong key"),
+        ({"server_run": "other"}, Refused, "run 'other'"),
+    ],
 )
 def test_an_agent_of_another_key_or_run_is_refused_and_knows_why(options, error, why):
     with pytest.raises(error, match=why):
@@ -80,7 +96,9 @@ async def test_a_coordinator_without_the_key_is_not_believed():
 
     server = await asyncio.start_server(impostor, "127.0.0.1", 0)
     with pytest.raises(WrongKey, match="coordinator does not hold"):
-        await connect("127.0.0.1", server.sockets[0].getsockname()[1], "run", "node0", KEY, FromCoordinator)
+        await connect(
+            "127.0.0.1", server.sockets[0].getsockname()[1], "run", "node0", KEY, FromCoordinator
+        )
     server.close()
 
 
@@ -98,12 +116,18 @@ async def _record() -> tuple[Pair, bytes]:
 
 @pytest.mark.parametrize(
     ("where", "why"),
-    [("replayed", "line 1 where 2 was due"), ("another connection", "wrong mac"), ("reflected", "wrong mac")],
+    [
+        ("replayed", "line 1 where 2 was due"),
+        ("another connection", "wrong mac"),
+        ("reflected", "wrong mac"),
+    ],
 )
 async def test_a_line_that_was_sent_once_is_refused_anywhere_else(where, why):
     both, line = await _record()
     fresh = await pair() if where == "another connection" else both
-    writer, reader = (both.server._writer, both.agent) if where == "reflected" else (fresh.raw, fresh.server)
+    writer, reader = (
+        (both.server._writer, both.agent) if where == "reflected" else (fresh.raw, fresh.server)
+    )
     writer.write(line)
     with pytest.raises(Refused, match=why):
         await reader.receive()
@@ -120,11 +144,21 @@ async def test_a_dropped_line_is_noticed():
         await both.server.receive()
 
 
-GARBAGE = [b"garbage", b"{}", b"", b"null", b'{"mac":"","body":{}}', b'{"mac":1}', b"\xff\xfe", b"[" * 5000]
+GARBAGE = [
+    b"garbage",
+    b"{}",
+    b"",
+    b"null",
+    b'{"mac":"","body":{}}',
+    b'{"mac":1}',
+    b"\xff\xfe",
+    b"[" * 5000,
+]
 
 
 @pytest.mark.parametrize(
-    ("line", "why"), [*((line, None) for line in GARBAGE), (b"x" * (LONGEST_LINE + 1), "longer than")]
+    ("line", "why"),
+    [*((line, None) for line in GARBAGE), (b"x" * (LONGEST_LINE + 1), "longer than")],
 )
 async def test_garbage_and_a_line_without_end_are_refused(line, why):
     both = await pair()
@@ -136,7 +170,9 @@ async def test_garbage_and_a_line_without_end_are_refused(line, why):
 @pytest.mark.parametrize(
     "greeting", [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"x" * 10_000 + b"\n", b'{"node":"n"}\n', b""]
 )
-async def test_a_stranger_gets_no_further_than_the_greeting_and_a_silent_one_is_shown_the_door(greeting, monkeypatch):
+async def test_a_stranger_gets_no_further_than_the_greeting_and_a_silent_one_is_shown_the_door(
+    greeting, monkeypatch
+):
     if not greeting:
         monkeypatch.setattr(control, "_GREETING_S", 0.1)
     problem = asyncio.get_running_loop().create_future()
@@ -180,7 +216,9 @@ def test_no_bytes_are_ever_taken_for_a_message(noise):
 
 @given(st.integers(0, 10**6), st.data())
 def test_one_changed_byte_is_noticed(step, data):
-    body = json.dumps({"seq": 1, "epoch": 1, "message": {"kind": "agent_alive", "step": step}}).encode()
+    body = json.dumps(
+        {"seq": 1, "epoch": 1, "message": {"kind": "agent_alive", "step": step}}
+    ).encode()
     line = b'{"mac":"' + control._mac(KEY, "line", body).hex().encode() + b'","body":' + body + b"}"
     at = data.draw(st.integers(0, len(line) - 1))
     changed = line[:at] + bytes([line[at] ^ data.draw(st.integers(1, 255))]) + line[at + 1 :]

@@ -1,4 +1,5 @@
-"""The coordinator against agents that the test plays itself: membership, epochs, fencing, refusals."""
+"""The coordinator against agents that the test plays itself: membership, epochs, fencing,
+refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from tests.patience import PATIENCE_S
 
 
 async def test_the_rank_map_reaches_each_node_and_the_epoch_is_on_disk_first(w):
-    a, b = await w.join("node0"), await w.join("node1")
+    a = await w.join("node0")
+    b = await w.join("node1")
     assert await a.hear() == (0, messages.Prepare())
     assert w.state().epoch == 0  # durable before anybody heard of it
     a.epoch = 0
@@ -58,7 +60,10 @@ async def test_a_failure_stops_everybody_and_the_next_epoch_is_higher(w):
     b.say(messages.WorkerExit(rank=3, code=-9, asked=False, step=7, tail=["last words"]))
     for agent in (a, b):
         stop = (await agent.hear())[1]
-        assert isinstance(stop, messages.Stop) and "rank 3 on node1: killed by SIGKILL after step 7" in stop.reason
+        assert (
+            isinstance(stop, messages.Stop)
+            and "rank 3 on node1: killed by SIGKILL after step 7" in stop.reason
+        )
     a.workers_end(75, 75, asked=True)
     b.say(messages.WorkerExit(rank=2, code=75, asked=True, step=7, tail=[]))
     b.say(messages.Stopped())
@@ -70,7 +75,8 @@ async def test_a_failure_stops_everybody_and_the_next_epoch_is_higher(w):
 
 @options(max_restarts=1)
 async def test_a_late_answer_of_the_last_epoch_does_not_count_for_the_next(w):
-    """Found with a killed worker supervisor: Stopped came twice, and the second one ended the next epoch at once."""
+    """Found with a killed worker supervisor: Stopped came twice, and the second one ended the next
+    epoch at once."""
     a, b = await w.started()
     a.workers_end(1, 1)
     a.say(messages.Stopped())
@@ -200,7 +206,9 @@ async def test_missing_nodes_are_named(w, monkeypatch):
 
 async def test_a_notice_before_the_start_ends_the_run(w):
     agent = await w.join("node0")
-    agent.say(messages.TerminationSignal(reason="node0: got SIGTERM", signal="SIGTERM", force=False))
+    agent.say(
+        messages.TerminationSignal(reason="node0: got SIGTERM", signal="SIGTERM", force=False)
+    )
     assert (await agent.hear())[1].code == 75
     assert w.state().state == "stopped"
 
@@ -228,8 +236,18 @@ async def test_an_agent_with_the_wrong_key_leaves_with_78(w, tmp_path):
     write_private(other.plan, to_json(PLAN))
     write_private(other.key, b"ff" * 32)
     write_private(other.coordinator, w.folder.coordinator.read_bytes())
-    argv = [sys.executable, "-m", "orchestrator.agent", "--run-dir", str(other.path), "--node", "node1"]
-    agent = await asyncio.create_subprocess_exec(*argv, stderr=subprocess.PIPE, env=dict(os.environ))
+    argv = [
+        sys.executable,
+        "-m",
+        "orchestrator.agent",
+        "--run-dir",
+        str(other.path),
+        "--node",
+        "node1",
+    ]
+    agent = await asyncio.create_subprocess_exec(
+        *argv, stderr=subprocess.PIPE, env=dict(os.environ)
+    )
     _, said = await asyncio.wait_for(agent.communicate(), PATIENCE_S)
     assert agent.returncode == 78
     assert b"security: the coordinator refused this node: wrong key" in said
@@ -243,7 +261,9 @@ async def test_an_agent_with_the_wrong_key_leaves_with_78(w, tmp_path):
         (lambda f: f.key.chmod(0o640), 78, "must belong to you alone (0600), found mode 0640"),
         (lambda f: write_private(f.key, b"short"), 78, "does not hold a 32-byte key"),
         (
-            lambda f: f.plan.write_bytes(f.plan.read_bytes().replace(b'"seed":1234', b'"seed":9999', 1)),
+            lambda f: f.plan.write_bytes(
+                f.plan.read_bytes().replace(b'"seed":1234', b'"seed":9999', 1)
+            ),
             65,
             "does not match",
         ),
@@ -259,7 +279,15 @@ def test_a_spoiled_run_folder_is_refused(tmp_path, spoil, code, text):
     write_private(folder.key, b"ff" * 32)
     assert len(read_secret(folder.key)) == 32
     spoil(folder)
-    argv = [sys.executable, "-m", "orchestrator.agent", "--run-dir", str(folder.path), "--node", "node1"]
+    argv = [
+        sys.executable,
+        "-m",
+        "orchestrator.agent",
+        "--run-dir",
+        str(folder.path),
+        "--node",
+        "node1",
+    ]
     agent = subprocess.run(argv, capture_output=True, timeout=PATIENCE_S, text=True)
     assert agent.returncode == code
     assert text in agent.stderr and "Traceback" not in agent.stderr
@@ -267,7 +295,8 @@ def test_a_spoiled_run_folder_is_refused(tmp_path, spoil, code, text):
 
 async def test_heartbeats_go_on_while_a_bad_node_is_written_down(w, monkeypatch):
     """The memory of bad nodes is the user's, and other runs may keep it locked."""
-    begun, free = threading.Event(), threading.Event()
+    begun = threading.Event()
+    free = threading.Event()
     monkeypatch.setattr(coordinator, "remember", lambda *_: begun.set() or free.wait(PATIENCE_S))
     a, b = await w.started()
     b.say(messages.WorkerExit(rank=3, code=74, asked=False, step=7, tail=[]))
@@ -277,7 +306,9 @@ async def test_heartbeats_go_on_while_a_bad_node_is_written_down(w, monkeypatch)
         await asyncio.sleep(0.01)
     beats = 0
     while beats < 3:
-        beats += isinstance((await asyncio.wait_for(a.channel.receive(), PATIENCE_S))[1], messages.CoordinatorAlive)
+        beats += isinstance(
+            (await asyncio.wait_for(a.channel.receive(), PATIENCE_S))[1], messages.CoordinatorAlive
+        )
     assert not w.task.done()
     free.set()
     for agent in (a, b):

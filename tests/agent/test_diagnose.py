@@ -1,4 +1,5 @@
-"""Who holds a run up, who is slow, and whom repeated faults speak against: the rules, without processes."""
+"""Who holds a run up, who is slow, and whom repeated faults speak against: the rules, without
+processes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ USUAL = {"usual_step_s": 0.5, "silent_s": 0.5, "step_s": 40.0, "still_s": 40.0, 
 
 
 def waits(rank: int, **more) -> WorkerStatus:
-    return WorkerStatus(rank=rank, **{"step": 9, "phase": "comm", "waiting": "all-reduce (dp)", **USUAL, **more})
+    return WorkerStatus(
+        rank=rank, **{"step": 9, "phase": "comm", "waiting": "all-reduce (dp)", **USUAL, **more}
+    )
 
 
 def works(rank: int, **more) -> WorkerStatus:
@@ -42,8 +45,14 @@ def works(rank: int, **more) -> WorkerStatus:
         (works(2, busy=0.98), "worker_spinning"),
         (works(2, busy=0.1, state="R"), "worker_spinning"),  # the machine is full
         (works(2), "worker_stuck"),
-        (waits(2, silent_s=39.0, state="D"), "worker_stuck"),  # it was waiting when it was last heard
-        (works(2, stopped_s=2.0, state="T", step_s=1.0, still_s=1.0), "worker_frozen"),  # needs no patience
+        (
+            waits(2, silent_s=39.0, state="D"),
+            "worker_stuck",
+        ),  # it was waiting when it was last heard
+        (
+            works(2, stopped_s=2.0, state="T", step_s=1.0, still_s=1.0),
+            "worker_frozen",
+        ),  # needs no patience
     ],
 )
 def test_the_one_that_the_others_wait_for(odd, kind):
@@ -65,7 +74,10 @@ def test_nobody_is_blamed_for_a_wait_of_all():
 )
 def test_no_rank_is_judged_while_one_of_them_gets_on(ages, usual, phase):
     """Whatever else they look like: within the patience nothing is wrong."""
-    seen = [works(r, step_s=age, still_s=age, usual_step_s=usual, phase=phase) for r, age in enumerate(ages)]
+    seen = [
+        works(r, step_s=age, still_s=age, usual_step_s=usual, phase=phase)
+        for r, age in enumerate(ages)
+    ]
     assert diagnose(PLAN, seen, RULES) is None
     old = [structs.replace(one, step_s=1e4) for one in seen]
     assert diagnose(PLAN, [*old[:3], seen[3]], RULES) is None
@@ -86,16 +98,26 @@ def test_programs_without_progress_reports_are_not_judged():
 
 def slow_nodes(plan, seen, ratio=1.5):
     peers = peers_usual(plan, seen)
-    by_node = {rank.node: [one for one in seen if plan.ranks[one.rank].node == rank.node] for rank in plan.ranks}
+    by_node = {
+        rank.node: [one for one in seen if plan.ranks[one.rank].node == rank.node]
+        for rank in plan.ranks
+    }
     found = {node: slowdown(plan, theirs, peers, ratio) for node, theirs in by_node.items()}
     return {node: ratio for node, ratio in found.items() if ratio is not None}
 
 
 @given(st.data())
 def test_what_is_usual_for_a_nodes_peers_is_the_median_of_the_others_of_that_stage(data):
-    plan = data.draw(st.sampled_from([make_plan(dp=4, nodes=2), make_plan(pp=2, dp=4, nodes=4), make_plan(tp=2, dp=4)]))
+    plan = data.draw(
+        st.sampled_from(
+            [make_plan(dp=4, nodes=2), make_plan(pp=2, dp=4, nodes=4), make_plan(tp=2, dp=4)]
+        )
+    )
     times = st.none() | st.sampled_from([0.1, 0.2, 0.2, 0.3, 0.5, 0.7])
-    seen = [WorkerStatus(rank=rank.rank, usual_step_s=1.0, usual_own_s=data.draw(times)) for rank in plan.ranks]
+    seen = [
+        WorkerStatus(rank=rank.rank, usual_step_s=1.0, usual_own_s=data.draw(times))
+        for rank in plan.ranks
+    ]
     peers = {}
     for node, stage in {(rank.node, rank.coord.pp) for rank in plan.ranks}:
         others = [
@@ -105,7 +127,9 @@ def test_what_is_usual_for_a_nodes_peers_is_the_median_of_the_others_of_that_sta
             and plan.ranks[one.rank].node != node
             and plan.ranks[one.rank].coord.pp == stage
         ]
-        mine = [one for one in seen if one.usual_own_s is not None and plan.ranks[one.rank].node == node]
+        mine = [
+            one for one in seen if one.usual_own_s is not None and plan.ranks[one.rank].node == node
+        ]
         if others and any(plan.ranks[one.rank].coord.pp == stage for one in mine):
             peers[node, stage] = statistics.median(others)
     assert peers_usual(plan, seen) == pytest.approx(peers)
@@ -114,16 +138,23 @@ def test_what_is_usual_for_a_nodes_peers_is_the_median_of_the_others_of_that_sta
 def test_slow_is_who_computes_longer_than_its_peers_of_the_same_stage():
     plan = make_plan(pp=2, dp=2, nodes=4)
     stage = {rank.rank: rank.coord.pp for rank in plan.ranks}
-    own = {rank: 0.2 + 0.3 * stage[rank] for rank in range(4)}  # the last stage has more to do, and nobody is slow
+    own = {
+        rank: 0.2 + 0.3 * stage[rank] for rank in range(4)
+    }  # the last stage has more to do, and nobody is slow
     seen = [WorkerStatus(rank=rank, usual_step_s=1.0, usual_own_s=own[rank]) for rank in range(4)]
     assert slow_nodes(plan, seen) == {}
     slow = structs.replace(seen[0], usual_own_s=0.4)
     assert slow_nodes(plan, [slow, *seen[1:]]) == {plan.ranks[0].node: 2.0}
-    assert slow_nodes(plan, [structs.replace(slow, usual_step_s=9.0), *seen[1:]]) == {}, "it costs nobody anything"
+    assert slow_nodes(plan, [structs.replace(slow, usual_step_s=9.0), *seen[1:]]) == {}, (
+        "it costs nobody anything"
+    )
 
 
 def test_who_takes_more_micro_batches_is_not_slow():
-    for zero, own in ((1, [0.4, 0.2, 0.2]), (2, [0.4, 0.4, 0.4])):  # with ZeRO-2 all compute equally many
+    for zero, own in (
+        (1, [0.4, 0.2, 0.2]),
+        (2, [0.4, 0.4, 0.4]),
+    ):  # with ZeRO-2 all compute equally many
         plan = make_plan(dp=3, nodes=3, zero=zero, replica_micro_batches=[2, 1, 1])
         seen = [works(rank, usual_own_s=seconds) for rank, seconds in enumerate(own)]
         assert slow_nodes(plan, seen) == {}
@@ -132,12 +163,17 @@ def test_who_takes_more_micro_batches_is_not_slow():
 
 
 def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
-    lookout, told, lasting = HangDetector(RULES), [], []
+    lookout = HangDetector(RULES)
+    told = []
+    lasting = []
     lookout.begin_epoch(PLAN)
     for second in range(30):
         slow = 0.9 if second < 12 or second == 14 else 0.3  # and once more, which is no news
         for node, ranks in (("node0", (0, 1)), ("node1", (2, 3))):
-            seen = [WorkerStatus(rank=r, usual_step_s=1.0, usual_own_s=slow if r == 3 else 0.3) for r in ranks]
+            seen = [
+                WorkerStatus(rank=r, usual_step_s=1.0, usual_own_s=slow if r == 3 else 0.3)
+                for r in ranks
+            ]
             lookout.hear(node, seen, float(second))
         lookout.diagnosis(float(second))
         if (news := lookout.slow()) is not None:
@@ -150,27 +186,40 @@ def test_a_slow_node_is_told_once_when_it_is_sure_and_once_when_it_is_over():
 
 
 def test_a_monitor_counts_its_own_looks_and_a_step_is_newer_than_the_report_before_it():
-    monitor, pids = ProgressMonitor(), {3: os.getpid()}
-    report = ProgressReport(rank=3, epoch=0, step=5, phase="forward\x1b[31m", waiting="x" * 999, moves=1)
+    monitor = ProgressMonitor()
+    pids = {3: os.getpid()}
+    report = ProgressReport(
+        rank=3, epoch=0, step=5, phase="forward\x1b[31m", waiting="x" * 999, moves=1
+    )
     monitor.on_progress(report)
     for _ in range(4):
         monitor.on_progress(report)
         (seen,) = monitor.look(pids)
     assert (seen.still_s, seen.step_s, seen.silent_s, seen.step) == (2.0, 2.0, 0.5, 5)
-    assert seen.phase == "forward?[31m" and len(seen.waiting) == 120, "a worker's word does not rule the terminal"
+    assert seen.phase == "forward?[31m" and len(seen.waiting) == 120, (
+        "a worker's word does not rule the terminal"
+    )
     fields = {"samples": 1, "tokens": 1, "step_s": 0.5}
     monitor.on_step(StepReport(rank=3, epoch=0, step=5, **fields))
     monitor.on_step(StepReport(rank=3, epoch=0, step=6, **fields))
     (seen,) = monitor.look(pids)
-    assert (seen.step, seen.phase, seen.waiting, seen.still_s, seen.usual_step_s) == (7, "", None, 0.5, 0.5)
+    assert (seen.step, seen.phase, seen.waiting, seen.still_s, seen.usual_step_s) == (
+        7,
+        "",
+        None,
+        0.5,
+        0.5,
+    )
 
 
 @pytest.mark.parametrize("sign", ["none", "computes", "speaks"])
 def test_who_is_stopped_and_let_go_in_turn_is_slow_and_not_frozen(monkeypatch, sign):
-    """Found in trials: a worker that ran half of the time was stopped at four looks in a row, and was killed for it."""
+    """Found in trials: a worker that ran half of the time was stopped at four looks in a row, and
+    was killed for it."""
     seconds = itertools.count(1.0)
     monkeypatch.setattr(
-        "orchestrator.agent.node.progress.load_of", lambda _: Load("T", next(seconds) if sign == "computes" else 1.0)
+        "orchestrator.agent.node.progress.load_of",
+        lambda _: Load("T", next(seconds) if sign == "computes" else 1.0),
     )
     monitor = ProgressMonitor()
     report = ProgressReport(rank=3, epoch=0, step=5, phase="forward", waiting=None)
@@ -182,11 +231,14 @@ def test_who_is_stopped_and_let_go_in_turn_is_slow_and_not_frozen(monkeypatch, s
     assert seen.stopped_s == (4.0 if sign == "none" else 0.5) and seen.is_frozen == (sign == "none")
 
 
-# ------------------------------------------------------------------------------------------ faults that come again
+# ------------------------------------------------------------------------------------------ faults
+#     that come again
 
 
 def failed(node: str, step: int | None, kind: str = "worker_exit", code: int = 1) -> Cause:
-    return Cause(kind=kind, text=f"rank on {node}", epoch=0, node=node, rank=0, code=code, step=step)
+    return Cause(
+        kind=kind, text=f"rank on {node}", epoch=0, node=node, rank=0, code=code, step=step
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,9 +252,17 @@ def failed(node: str, step: int | None, kind: str = "worker_exit", code: int = 1
         ([failed("a", None)], failed("b", None), ""),  # nothing is known of where
         ([failed("a", 7)], failed("a", 7), ""),
         ([failed("a", 7, "non_finite")], failed("a", 7, "non_finite"), "data"),
-        ([failed("a", 7, "non_finite")], failed("a", 8, "non_finite"), ""),  # a passing error of a machine
+        (
+            [failed("a", 7, "non_finite")],
+            failed("a", 8, "non_finite"),
+            "",
+        ),  # a passing error of a machine
         ([failed("a", 1), failed("a", 2)], failed("a", 3), "node"),
-        ([failed("a", 1), failed("a", 2, "worker_stuck", -9)], failed("a", 3, "worker_spinning", -9), "node"),
+        (
+            [failed("a", 1), failed("a", 2, "worker_stuck", -9)],
+            failed("a", 3, "worker_spinning", -9),
+            "node",
+        ),
         ([failed("a", 1), failed("b", 2)], failed("a", 3), ""),
         ([failed("a", 2), failed("a", 2)], failed("a", 2), ""),  # the step may be at fault as well
         ([failed("a", 1, code=-9), failed("a", 2, code=-9)], failed("a", 3, code=-9), ""),
@@ -226,7 +286,13 @@ def test_a_cause_with_a_budget_of_its_own_uses_up_no_other():
         EpochEnd(0, 1, (WorkerEnd(0, "a", -9, False, 0),), fault=fault)
         for fault in (Cause(kind="worker_frozen", text="frozen", epoch=0, node="a", rank=0), None)
     )
-    for end, again in ((frozen, True), (exit_, True), (frozen, True), (frozen, False), (exit_, False)):
+    for end, again in (
+        (frozen, True),
+        (exit_, True),
+        (frozen, True),
+        (frozen, False),
+        (exit_, False),
+    ):
         decision = decide(end, budget)
         assert decision.again == again
         budget = decision.budget

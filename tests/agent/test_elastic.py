@@ -1,4 +1,5 @@
-"""Elastic runs as real processes: any node may die, freeze, leave or come back, and the run goes on."""
+"""Elastic runs as real processes: any node may die, freeze, leave or come back, and the run goes
+on."""
 
 from __future__ import annotations
 
@@ -31,13 +32,17 @@ BATCH = 12  # samples: every size up to four nodes divides it
 
 
 def sized(nodes: int, **fields) -> Plan:
-    """One rank a node; more accumulation where there are fewer of them. With the planner's predictions."""
-    plan = make_plan(dp=nodes, nodes=nodes, micro_batches=BATCH // nodes, **{"steps": 100_000, **fields})
+    """One rank a node; more accumulation where there are fewer of them. With the planner's
+    predictions."""
+    plan = make_plan(
+        dp=nodes, nodes=nodes, micro_batches=BATCH // nodes, **{"steps": 100_000, **fields}
+    )
     return replan(plan, plan.cluster)
 
 
 def start(runs, *sizes: int, run_id="test-run", rules=None, wishes=None, **options) -> RunFolder:
-    """A run of the largest of the sizes, whose workers save when they are told to end. `options`: of the backend."""
+    """A run of the largest of the sizes, whose workers save when they are told to end. `options`:
+    of the backend."""
     plans = {nodes: sized(nodes) for nodes in sizes}
     does = {"STEPS": 100_000, "STEP_S": 0.05, "SAVE": 1} | (wishes or {})
     backend = {"options": options} | (rules or {})
@@ -49,7 +54,9 @@ def running(folder: RunFolder, *nodes: str, after: int = -1) -> RunState:
 
     def reached():
         state = read_state(folder)
-        busy = {name for name, node in state.nodes.items() if node.state == "running" and node.ranks}
+        busy = {
+            name for name, node in state.nodes.items() if node.state == "running" and node.ranks
+        }
         if state.state == "running" and state.epoch > after and busy == set(nodes):
             return state
         assert not state.is_final, state.reason
@@ -58,7 +65,9 @@ def running(folder: RunFolder, *nodes: str, after: int = -1) -> RunState:
     try:
         return wait_for(reached, what=f"workers on {nodes}")
     except AssertionError as error:
-        logs = "\n".join(f"== {p.name}\n{p.read_text()[-3000:]}" for p in sorted(folder.logs.glob("agent*")))
+        logs = "\n".join(
+            f"== {p.name}\n{p.read_text()[-3000:]}" for p in sorted(folder.logs.glob("agent*"))
+        )
         raise AssertionError(f"{error}\n{folder.state.read_text()}\n{logs}") from None
 
 
@@ -93,7 +102,11 @@ def test_losing_nodes_one_after_the_other_and_then_too_many(runs):
     second = running(folder, "node0", "node1", after=first.epoch)
     plan = load_plan(folder.plan)
     assert plan.hash == second.plan_hash and plan.parallel.dp == 2
-    assert plan.parallel.micro_batches * plan.parallel.dp == BATCH == plan.parallel.global_batch_samples
+    assert (
+        plan.parallel.micro_batches * plan.parallel.dp
+        == BATCH
+        == plan.parallel.global_batch_samples
+    )
     assert second.nodes["node2"].state == "lost" and second.restarts == 0
     assert second.epochs[first.epoch].cause.kind == "node_lost"
     kill(folder, "node1")
@@ -114,12 +127,16 @@ def test_the_coordinator_moves_and_moves_again(runs):
     third = running(folder, *left - {second.writer}, after=second.epoch)
     assert {third.writer} == left - {second.writer}
     assert [e.epoch for e in third.epochs] == sorted({e.epoch for e in third.epochs})
-    claims = {int(path.name) for path in (folder.path / "claims").iterdir() if path.name.isdecimal()}
+    claims = {
+        int(path.name) for path in (folder.path / "claims").iterdir() if path.name.isdecimal()
+    }
     assert {epoch.epoch for epoch in third.epochs} <= claims and max(claims) == third.epoch
     assert cancel(folder).state == "cancelled"
     LocalBackend().resume(folder, read_request(folder), os.environ)
     fourth = running(folder, "node0", "node1", "node2", after=third.epoch)  # all are started again
-    assert load_plan(folder.plan).parallel.dp == 3 and fourth.plan_hash == load_plan(folder.plan).hash
+    assert (
+        load_plan(folder.plan).parallel.dp == 3 and fourth.plan_hash == load_plan(folder.plan).hash
+    )
     assert cancel(folder).state == "cancelled"
 
 
@@ -132,9 +149,15 @@ def test_a_frozen_coordinator_is_succeeded_and_fenced_when_it_wakes(runs):
     left = set(first.nodes) - {first.writer}
     second = running(folder, *left, after=first.epoch)
     os.kill(frozen, signal.SIGCONT)
-    wait_for(lambda: read_record(folder, LocalRecord).exit_codes.get(first.writer) == 77, what="77 of the frozen agent")
+    wait_for(
+        lambda: read_record(folder, LocalRecord).exit_codes.get(first.writer) == 77,
+        what="77 of the frozen agent",
+    )
     assert running(folder, *left).epoch == second.epoch, "nobody else noticed"
-    assert events(folder, "deposed") and json.loads(folder.coordinator.read_text())["node"] == second.writer
+    assert (
+        events(folder, "deposed")
+        and json.loads(folder.coordinator.read_text())["node"] == second.writer
+    )
     assert cancel(folder).state == "cancelled"
 
 
@@ -148,7 +171,9 @@ def test_a_node_comes_back_and_the_run_grows_at_a_step_boundary(runs):
     third = running(folder, "node0", "node1", "node2", after=first.epoch + 1)
     growing = third.epochs[-2]
     assert growing.outcome == "restart" and growing.cause is None and not growing.counted
-    assert len({(folder.path / f"saved-{rank}").read_text() for rank in range(2)}) >= 1, "saved before it stopped"
+    assert len({(folder.path / f"saved-{rank}").read_text() for rank in range(2)}) >= 1, (
+        "saved before it stopped"
+    )
     assert [e["how"] for e in events(folder, "replanned")] == ["shrink", "grow"]
     left = next(node for node in third.nodes if node != third.writer)
     with nobody_brought_back(folder):
@@ -159,7 +184,10 @@ def test_a_node_comes_back_and_the_run_grows_at_a_step_boundary(runs):
     last = running(folder, "node0", "node1", "node2")
     for node in last.nodes.keys() - {last.writer}:  # one is too few: it waits for a second
         kill(folder, node)
-    wait_for(lambda: read_state(folder).epoch > last.epoch and read_state(folder).state == "running", what="two nodes")
+    wait_for(
+        lambda: read_state(folder).epoch > last.epoch and read_state(folder).state == "running",
+        what="two nodes",
+    )
     assert cancel(folder).state == "cancelled"
 
 
@@ -173,7 +201,9 @@ def test_a_spare_takes_the_seat_and_a_node_that_is_told_to_end_leaves(runs):
     after = load_plan(folder.plan)
     assert [rank.node for rank in after.ranks] == ["node0", "node1", "spare-0"]
     assert after.ranks[:2] == before.ranks[:2] and after.parallel == before.parallel
-    kill(folder, second.writer, signal.SIGTERM)  # its machine is drained: it saves with the others and goes
+    kill(
+        folder, second.writer, signal.SIGTERM
+    )  # its machine is drained: it saves with the others and goes
     left = {"node0", "node1", "spare-0"} - {second.writer}
     third = running(folder, *left, after=second.epoch)
     left_off = next(epoch for epoch in third.epochs if epoch.epoch == second.epoch)
@@ -192,22 +222,34 @@ def test_a_frozen_worker_is_found_named_and_replaced(runs):
     second = running(folder, "node0", "node1", after=first.epoch)
     cause = second.epochs[-2].cause
     assert (cause.kind, cause.rank, cause.code, cause.node) == ("worker_frozen", 1, -9, "node1")
-    assert cause.tail[-1] == f"orch: {cause.text}: killed" and "stopped by a signal (state T)" in cause.text
+    assert (
+        cause.tail[-1] == f"orch: {cause.text}: killed"
+        and "stopped by a signal (state T)" in cause.text
+    )
     assert cancel(folder).state == "cancelled"
 
 
 @pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())
 def test_a_coordinator_that_is_cut_off_leaves_the_run_to_the_larger_side(runs):
-    """Too few are left on its side. It stands back, the others claim, and after the cut is healed it is fenced."""
-    folder = start(runs, 3, 2, rules={"heartbeat_timeout_s": 5.0}, network="namespaces", link_gbit_per_s=0.5)
+    """Too few are left on its side. It stands back, the others claim, and after the cut is healed
+    it is fenced."""
+    folder = start(
+        runs, 3, 2, rules={"heartbeat_timeout_s": 5.0}, network="namespaces", link_gbit_per_s=0.5
+    )
     first = running(folder, "node0", "node1", "node2")
-    record, index = read_record(folder, LocalRecord), int(first.writer[-1])
+    record = read_record(folder, LocalRecord)
+    index = int(first.writer[-1])
     holders = [record.supervisor[0], *record.agents.values()]
     namespaces.cut(holders, record.switches, index)
     left = set(first.nodes) - {first.writer}
     second = running(folder, *left, after=first.epoch)
-    wait_for(lambda: read_record(folder, LocalRecord).exit_codes.get(first.writer) == 77, what="77 of the cut off side")
-    namespaces.heal([record.supervisor[0], *(record.agents[node] for node in left)], record.switches, index)
+    wait_for(
+        lambda: read_record(folder, LocalRecord).exit_codes.get(first.writer) == 77,
+        what="77 of the cut off side",
+    )
+    namespaces.heal(
+        [record.supervisor[0], *(record.agents[node] for node in left)], record.switches, index
+    )
     assert events(folder, "stepped_back") and events(folder, "deposed")
     writers = [(e["epoch_claimed"], e["node"]) for e in events(folder, "coordinates")]
     assert len({epoch for epoch, _ in writers}) == len(writers), "one writer an epoch"

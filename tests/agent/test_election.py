@@ -29,7 +29,8 @@ TIMEOUT = 12
 
 
 def ticks(turn: int, sights, fresh: bool = False) -> int | None:
-    """The first tick at which an agent claims. A sight: (newest claim, epoch of who is seen, beat, refused)."""
+    """The first tick at which an agent claims. A sight: (newest claim, epoch of who is seen, beat,
+    refused)."""
     monitor = CoordinatorMonitor(TIMEOUT)
     for index, (newest, epoch, beat, refused) in enumerate(sights):
         about = {"host": "h", "port": 1, "node": "node0", "heartbeats": beat}
@@ -58,7 +59,8 @@ def test_a_beat_that_stands_still_is_given_up_and_one_that_goes_on_never_is():
 
 
 def test_who_has_claimed_gets_time_to_listen():
-    """The file still names the dead one, whose port refuses: no reason to overtake who has just claimed."""
+    """The file still names the dead one, whose port refuses: no reason to overtake who has just
+    claimed."""
     claimed = [(4, 3, 7, True)] * 100
     assert ticks(0, claimed) == TIMEOUT
 
@@ -73,7 +75,11 @@ def test_any_news_starts_the_wait_again(when, turn):
 
 def test_turns_go_by_the_plan_without_who_is_gone():
     order = ["node2", "node0", "node1"]
-    assert [turn_of(node, order, gone="node2") for node in ("node0", "node1", "spare-0")] == [0, 1, 2]
+    assert [turn_of(node, order, gone="node2") for node in ("node0", "node1", "spare-0")] == [
+        0,
+        1,
+        2,
+    ]
     assert turn_of("node2", order, gone="") == 0
 
 
@@ -97,7 +103,9 @@ def test_who_wakes_after_the_end_of_the_run_does_not_start_it_again(tmp_path):
 
     async def main():
         part = LeaderElection(folder, "node0", b"k" * 32, RULES, lead=pytest.fail)
-        await asyncio.wait_for(part.connect(2, ["node0"], asyncio.get_running_loop().create_future()), 60)
+        await asyncio.wait_for(
+            part.connect(2, ["node0"], asyncio.get_running_loop().create_future()), 60
+        )
 
     with pytest.raises(NoCoordinator, match="the run has ended meanwhile: done") as ended:
         asyncio.run(main())
@@ -105,7 +113,9 @@ def test_who_wakes_after_the_end_of_the_run_does_not_start_it_again(tmp_path):
     assert EpochLease(folder, "node0").newest == 2
 
 
-@pytest.mark.parametrize("alive", [False, True], ids=["a stranger on its port", "the coordinator itself"])
+@pytest.mark.parametrize(
+    "alive", [False, True], ids=["a stranger on its port", "the coordinator itself"]
+)
 def test_a_wrong_key_is_believed_of_a_coordinator_that_lives_and_of_nobody_else(tmp_path, alive):
     """Anybody may listen on the port of one that is gone, and say so; then the next one leads."""
     folder = without_coordinator(tmp_path, "running")
@@ -130,7 +140,9 @@ def test_a_wrong_key_is_believed_of_a_coordinator_that_lives_and_of_nobody_else(
                 write_private(folder.coordinator, msgspec.json.encode(address))
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        there = CoordinatorAddress(host="127.0.0.1", port=server.sockets[0].getsockname()[1], node="node1", epoch=2)
+        there = CoordinatorAddress(
+            host="127.0.0.1", port=server.sockets[0].getsockname()[1], node="node1", epoch=2
+        )
         write_private(folder.coordinator, msgspec.json.encode(there))
         beating = asyncio.create_task(beat(there))
         rules = msgspec.structs.replace(RULES, heartbeat_timeout_s=2.0)
@@ -167,11 +179,22 @@ def test_the_first_in_order_leads_when_the_port_refuses(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE])
 @pytest.mark.parametrize("what", ["state", "claims", "plan"])
-def test_who_cannot_read_the_run_for_a_while_leads_it_afterwards(tmp_path, monkeypatch, what, number):
-    """Nothing is claimed while it is not known whether the run goes on; a claim that could not lead is followed."""
-    folder, led, refused = without_coordinator(tmp_path, "running"), [], []
-    monkeypatch.setattr(election, "read_state", lambda folder: refuse("state") or read_state(folder))
-    monkeypatch.setattr(EpochLease, "newest", property(lambda lease: refuse("claims") or newest_claim(lease._folder)))
+def test_who_cannot_read_the_run_for_a_while_leads_it_afterwards(
+    tmp_path, monkeypatch, what, number
+):
+    """Nothing is claimed while it is not known whether the run goes on; a claim that could not lead
+    is followed."""
+    folder = without_coordinator(tmp_path, "running")
+    led = []
+    refused = []
+    monkeypatch.setattr(
+        election, "read_state", lambda folder: refuse("state") or read_state(folder)
+    )
+    monkeypatch.setattr(
+        EpochLease,
+        "newest",
+        property(lambda lease: refuse("claims") or newest_claim(lease._folder)),
+    )
 
     def refuse(which):
         if which == what and len(refused) < 3:

@@ -1,4 +1,5 @@
-"""What the coordinator does with the state that only memories hold when a run ends, against agents of the test."""
+"""What the coordinator does with the state that only memories hold when a run ends, against agents
+of the test."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ PLAN = make_plan(dp=3, nodes=3, copy_every_steps=1)
 
 def prepared(tmp_path, command=()):
     folder = make_folder(tmp_path)
-    write_private(folder.request, to_bytes(make_bundle(PLAN, tmp_path / "elsewhere", command=command).request))
+    write_private(
+        folder.request, to_bytes(make_bundle(PLAN, tmp_path / "elsewhere", command=command).request)
+    )
     return folder
 
 
@@ -45,7 +48,9 @@ async def two_left(tmp_path, grace_s=30.0):
     folder = prepared(tmp_path)
     rules = Policy(max_restarts=0, grace_s=grace_s, heartbeat_timeout_s=60.0, join_timeout_s=60.0)
     async with coordinating(folder, PLAN, rules, WorldSizes.fixed(PLAN)) as world:
-        agents = [await world.join(f"node{number}", gpus=1, plan_hash=PLAN.hash) for number in range(3)]
+        agents = [
+            await world.join(f"node{number}", gpus=1, plan_hash=PLAN.hash) for number in range(3)
+        ]
         await asyncio.gather(*(agent.follow() for agent in agents))
         *left, lost = agents
         lost.channel.abort()
@@ -63,8 +68,17 @@ async def assigned(agents, epoch: int) -> None:
         agent.say(Ready(port=4000 + epoch))
     for index, agent in enumerate(agents):
         heard, told = await agent.hear()
-        assert isinstance(told, Assign) and told.final_checkpoint and heard == epoch and told.plan_hash == PLAN.hash
-        assert (told.node_rank, told.world_size, told.master_port) == (index, len(agents), 4000 + epoch)
+        assert (
+            isinstance(told, Assign)
+            and told.final_checkpoint
+            and heard == epoch
+            and told.plan_hash == PLAN.hash
+        )
+        assert (told.node_rank, told.world_size, told.master_port) == (
+            index,
+            len(agents),
+            4000 + epoch,
+        )
         assert [(one.rank, one.gpu) for one in told.ranks] == [(index, 0)]
 
 
@@ -92,11 +106,17 @@ async def test_the_state_in_memory_is_saved_before_the_nodes_are_released(tmp_pa
         assert over.code == Exit.CAPACITY and over.cause.kind == "node_lost"
         assert over.reason.endswith("; the state after step 7 was saved from the nodes' memories")
         lost, flush = world.state().epochs
-        assert (lost.cause.kind, flush.cause, flush.outcome) == ("node_lost", None, "saved") and flush.ended_at
+        assert (lost.cause.kind, flush.cause, flush.outcome) == (
+            "node_lost",
+            None,
+            "saved",
+        ) and flush.ended_at
         assert world.state().reason == over.reason and world.events("flush_ended")[0]["step"] == 7
 
 
-async def test_a_node_that_is_lost_while_saving_leaves_it_to_the_others_who_say_what_they_lack(tmp_path):
+async def test_a_node_that_is_lost_while_saving_leaves_it_to_the_others_who_say_what_they_lack(
+    tmp_path,
+):
     async with two_left(tmp_path) as (world, (a, b)):
         await assigned((a, b), 1)
         b.channel.abort()
@@ -106,9 +126,14 @@ async def test_a_node_that_is_lost_while_saving_leaves_it_to_the_others_who_say_
         over = await released(world, a)
         assert over.code == Exit.CAPACITY
         assert over.reason.endswith(
-            "; what the nodes' memories hold was not saved: replica of step 7: 1 of 3 files were lost with their nodes"
+            "; what the nodes' memories hold was not saved: replica of step 7: 1 of 3 files were"
+            " lost with their nodes"
         )
-        assert [epoch.outcome for epoch in world.state().epochs] == ["failed", "not saved", "not saved"]
+        assert [epoch.outcome for epoch in world.state().epochs] == [
+            "failed",
+            "not saved",
+            "not saved",
+        ]
 
 
 async def test_nothing_to_save_is_no_word_in_the_reason(tmp_path):
@@ -117,7 +142,9 @@ async def test_nothing_to_save_is_no_word_in_the_reason(tmp_path):
         says(a, 0, 0)
         says(b, 1, 0)
         over = await released(world, a, b)
-        assert "memories" not in over.reason and world.state().epochs[1].outcome == "nothing to save"
+        assert (
+            "memories" not in over.reason and world.state().epochs[1].outcome == "nothing to save"
+        )
 
 
 @pytest.mark.parametrize("hurry", [False, True], ids=["grace", "forced"])
@@ -140,7 +167,8 @@ async def test_saving_is_bounded_by_the_grace_and_by_whoever_will_not_wait(tmp_p
 
 def test_it_is_due_where_the_newest_state_may_be_in_memory_alone(tmp_path):
     lost = Cause(kind="node_lost", text="gone", epoch=0)
-    full, died = structs.replace(lost, kind="disk_full"), structs.replace(lost, kind="worker_exit")
+    full = structs.replace(lost, kind="disk_full")
+    died = structs.replace(lost, kind="worker_exit")
     base = Decision(False, "failed", "", Budget(0))
     cases = [
         (Exit.CAPACITY, lost, True),
@@ -155,8 +183,13 @@ def test_it_is_due_where_the_newest_state_may_be_in_memory_alone(tmp_path):
     ]
     folder = prepared(tmp_path)
     for code, cause, due in cases:
-        assert is_due(folder, PLAN, replace(base, code=int(code), cause=cause)) is due, (code, cause)
+        assert is_due(folder, PLAN, replace(base, code=int(code), cause=cause)) is due, (
+            code,
+            cause,
+        )
     ended = replace(base, code=int(Exit.CAPACITY))
     assert not is_due(folder, make_plan(dp=3, nodes=3), ended), "there are no copies"
-    write_private(folder.request, to_bytes(make_bundle(PLAN, tmp_path / "x", command=("prog",)).request))
+    write_private(
+        folder.request, to_bytes(make_bundle(PLAN, tmp_path / "x", command=("prog",)).request)
+    )
     assert not is_due(folder, PLAN, ended), "a program of the user's keeps none"

@@ -1,4 +1,5 @@
-"""Workers forked from a preloaded process: what is theirs alone, and what happens when that process is not there.
+"""Workers forked from a preloaded process: what is theirs alone, and what happens when that process
+is not there.
 
 What they share with plain workers is tested for both in test_workers.py.
 """
@@ -53,7 +54,9 @@ async def test_every_epoch_comes_from_one_import_and_is_the_supervisors_child(h,
         for rank, pid in h.workers.pids.items():
             await h.until_logged(f"{life}-{rank}", rank)
             assert Path(f"/proc/{pid}/comm").read_text() == f"orch-rank-{rank}\n"
-            assert f"\nPPid:\t{h.workers.supervisor_pid}\n" in Path(f"/proc/{pid}/status").read_text()
+            assert (
+                f"\nPPid:\t{h.workers.supervisor_pid}\n" in Path(f"/proc/{pid}/status").read_text()
+            )
         await h.until_empty()
         for rank in (0, 1):
             by, forked, mine, cwd = h.log(rank).read_text().split()[-4:]
@@ -67,7 +70,8 @@ async def test_every_epoch_comes_from_one_import_and_is_the_supervisors_child(h,
 
 @pytest.mark.parametrize("when", ["before", "between"])
 async def test_without_a_fork_server_workers_start_the_plain_way(h, waits, tmp_path, when):
-    """It cannot import the program, or somebody killed it: before a worker was asked of it, or while one waits."""
+    """It cannot import the program, or somebody killed it: before a worker was asked of it, or
+    while one waits."""
     if when == "between":
         waits.touch()
     h.workers.open()
@@ -96,7 +100,8 @@ async def test_a_worker_is_prepared_before_it_is_forked(h):
 
 
 async def test_a_program_that_cannot_be_preloaded_says_so_in_its_own_log(h, tmp_path, monkeypatch):
-    """The plain start fails as it would have without a fork server, with the program's own words."""
+    """The plain start fails as it would have without a fork server, with the program's own
+    words."""
     (tmp_path / "broken").touch()
     monkeypatch.setenv("PRELOAD_BROKEN", str(tmp_path / "broken"))
     h.start("import tests.agent.preloadable.preload", 0)
@@ -120,20 +125,27 @@ async def test_a_worker_told_to_end_before_it_is_born_has_ended(h, waits, end):
     assert not h.workers.warm
     waits.unlink()
     h.ended.clear()
-    h.start("print('next life')", 0)  # from the same fork server, which has meanwhile borne two that nobody wants
+    h.start(
+        "print('next life')", 0
+    )  # from the same fork server, which has meanwhile borne two that nobody wants
     await h.until_empty()
     assert h.ended == {0: (0, False)}
     assert h.log(0).read_text() == "next life\n" and h.log(1).read_text() == ""
 
 
 @pytest.mark.parametrize("victim", ["worker supervisor", "fork server"])
-async def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork_server(h, tmp_path, victim):
+async def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork_server(
+    h, tmp_path, victim
+):
     wait = "while not os.path.exists('go'): time.sleep(0.05)"
     h.start(f"import os, time\nprint('up', flush=True)\n{wait}")
     await h.until_logged("up")
     worker = h.workers.pids[0]
     async with asyncio.timeout(PATIENCE_S):  # what bore the worker may still be going
-        while len(others := [pid for pid in descendants(h.workers.supervisor_pid) if pid != worker]) > 1:
+        while (
+            len(others := [pid for pid in descendants(h.workers.supervisor_pid) if pid != worker])
+            > 1
+        ):
             await asyncio.sleep(0.01)
     (fork_server_pid,) = others
     seen = [identity(worker), identity(fork_server_pid)]
@@ -153,7 +165,8 @@ async def test_nothing_is_left_when_a_supervisor_dies_and_workers_outlive_a_fork
 
 
 async def test_a_stopped_fork_server_owes_no_worker_for_long(h):
-    """It is continued; one that is stopped again and again is killed, and workers start the plain way."""
+    """It is continued; one that is stopped again and again is killed, and workers start the plain
+    way."""
     h.start("print('first')", 0)
     await h.until_empty()
     (fork_server,) = descendants(h.workers.supervisor_pid)
@@ -187,7 +200,8 @@ def test_a_worker_that_died_before_its_go_ahead_does_not_end_the_supervisor(tmp_
     os.close(read)  # the worker held it
     supervisor = WorkerSupervisor(ours)
     supervisor._fork_server = fork_server
-    log, report = os.open(os.devnull, os.O_WRONLY), os.open(os.devnull, os.O_WRONLY)
+    log = os.open(os.devnull, os.O_WRONLY)
+    report = os.open(os.devnull, os.O_WRONLY)
     supervisor._pending[7] = PendingFork({"rank": 3}, log, report, go_ahead)
     with ours, agents, fork_server, theirs:
         theirs.send(json.dumps({"ticket": 7, "pid": 12345}).encode())

@@ -1,4 +1,5 @@
-"""A run folder without room, or that fails: news wait, epochs do not begin, and nothing that runs is ended for it."""
+"""A run folder without room, or that fails: news wait, epochs do not begin, and nothing that runs
+is ended for it."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ class Disk:
     """`full`: every write of the state is refused."""
 
     def __init__(self, monkeypatch, number=errno.ENOSPC):
-        self.full, self.refused, self._number = False, 0, number
+        self.full = False
+        self.refused = 0
+        self._number = number
         monkeypatch.setattr(run_record, "write_state", self.write)
 
     def write(self, folder, state):
@@ -64,7 +67,8 @@ class Disk:
 
 async def test_news_wait_for_room_and_the_run_goes_on(w, monkeypatch):
     disk = Disk(monkeypatch)
-    a, b = await w.join("node0"), await w.join("node1")
+    a = await w.join("node0")
+    b = await w.join("node1")
     await a.hear(), await b.hear()
     disk.full = True
     for agent in (a, b):
@@ -107,7 +111,9 @@ async def test_a_worker_whose_log_cannot_be_written_runs(tmp_path):
     ended = asyncio.get_running_loop().create_future()
     workers = Workers(lambda *end: ended.set_result(end), lambda: None, lambda *_: None)
     try:
-        workers.start(0, ["sh", "-c", "echo to nobody; exit 3"], {}, "/", "/dev/full", banner="--- hello\n")
+        workers.start(
+            0, ["sh", "-c", "echo to nobody; exit 3"], {}, "/", "/dev/full", banner="--- hello\n"
+        )
         assert await asyncio.wait_for(ended, 120) == (0, 3, False)
     finally:
         workers.close()
@@ -150,7 +156,9 @@ async def test_the_end_of_a_run_waits_for_a_disk_that_takes_it(w, monkeypatch, n
     assert (await w.end()).code == 0 and w.state().state == "done"
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EPERM, errno.ESTALE, errno.EMFILE])
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.EROFS, errno.EPERM, errno.ESTALE, errno.EMFILE]
+)
 async def test_the_heart_beats_on_whatever_the_disk_says(w, monkeypatch, number):
     disk = Disk(monkeypatch, number)
     a, _ = await w.started()
@@ -171,22 +179,32 @@ def log_of(folder: RunFolder, name: str) -> str:
 @pytest.mark.parametrize("how", ["records", "descriptors"])
 @pytest.mark.parametrize("sizes", [(3, 2), (3,)], ids=["elastic", "fixed"])
 def test_records_that_fail_for_a_while_end_no_healthy_run(runs, sizes, how):
-    folder = start(runs, *sizes) if len(sizes) > 1 else submit(make_plan(dp=3, nodes=3), runs, STEPS=9, HOLD=1, SAVE=1)
+    folder = (
+        start(runs, *sizes)
+        if len(sizes) > 1
+        else submit(make_plan(dp=3, nodes=3), runs, STEPS=9, HOLD=1, SAVE=1)
+    )
     first = running(folder, "node0", "node1", "node2")
     record = read_record(folder, LocalRecord)
     pids = [record.supervisor[0], *record.agents.values()]
-    fails = failing(folder.state, folder.coordinator) if how == "records" else without_descriptors(pids)
+    fails = (
+        failing(folder.state, folder.coordinator) if how == "records" else without_descriptors(pids)
+    )
 
     def noticed():
         assert folder.is_alive(), log_of(folder, "supervisor")
-        beats = len(sizes) == 1 or "heartbeat cannot be written" in log_of(folder, f"agent-{first.writer}")
+        beats = len(sizes) == 1 or "heartbeat cannot be written" in log_of(
+            folder, f"agent-{first.writer}"
+        )
         return beats and "state cannot be read" in log_of(folder, "supervisor")
 
     with fails:
         wait_for(noticed, what="records that fail")
     if len(sizes) > 1:
         beat = json.loads(folder.coordinator.read_text())["beat"]
-        wait_for(lambda: json.loads(folder.coordinator.read_text())["beat"] > beat + 2, what="heartbeats")
+        wait_for(
+            lambda: json.loads(folder.coordinator.read_text())["beat"] > beat + 2, what="heartbeats"
+        )
     assert running(folder, "node0", "node1", "node2").epoch == first.epoch
     assert read_record(folder, LocalRecord) == record, "the same processes"
     assert cancel(folder).state == "cancelled"
@@ -210,12 +228,14 @@ class Played:
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["unreadable", "old", "no socket"])
 async def test_an_agent_waits_for_a_plan_that_its_disk_does_not_show_yet(runs, monkeypatch, how):
-    old, new = make_plan(dp=2, nodes=2), make_plan(dp=2, nodes=1)
+    old = make_plan(dp=2, nodes=2)
+    new = make_plan(dp=2, nodes=1)
     bundle = make_bundle(old, runs, STEPS=1)
     folder = RunFolder(runs / "test-run")
     folder.create()
     write_private(folder.plan, to_json(old))
-    recorder, played = Recorder(folder, "node0", old), Played()
+    recorder = Recorder(folder, "node0", old)
+    played = Played()
     facts = NodeFacts("h", "127.0.0.1", 1, 2, 0)
     agent = Agent(folder, old, bundle.request, "node0", facts, recorder, None, played)
     agent._channel = played
@@ -227,7 +247,13 @@ async def test_an_agent_waits_for_a_plan_that_its_disk_does_not_show_yet(runs, m
                 fault.enter_context(without_descriptors([os.getpid()]))
             agent._handle(1, Prepare())
             ranks = [RankAssignment(rank.rank, rank.gpu) for rank in new.ranks]
-            about = {"node_rank": 0, "world_size": 2, "master_address": "127.0.0.1", "master_port": 1, "peers": []}
+            about = {
+                "node_rank": 0,
+                "world_size": 2,
+                "master_address": "127.0.0.1",
+                "master_port": 1,
+                "peers": [],
+            }
             if how != "no socket":
                 agent._handle(1, Assign(plan_hash=new.hash, ranks=ranks, **about))
             await asyncio.sleep(1.2)  # more than two looks
@@ -264,7 +290,8 @@ def test_an_agent_reads_again_what_a_failing_machine_refuses_at_its_start(
     write_private(folder.plan, to_json(PLAN))
     monkeypatch.setattr(run_folder, "RECORD_S", 0.5)
     monkeypatch.setattr(run_folder, "RECORD_AGAIN_S", 0.01)
-    opened, attempts = os.open, []
+    opened = os.open
+    attempts = []
 
     def refuse(path, *how, **named):
         if path == getattr(folder, name) and len(attempts) < refusals:
@@ -283,11 +310,19 @@ def test_an_agent_reads_again_what_a_failing_machine_refuses_at_its_start(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("argv", "files", "code"), [("true", 3, 1), ("true", 64, 0), ("/etc/passwd", 64, 64)])
+@pytest.mark.parametrize(
+    ("argv", "files", "code"), [("true", 3, 1), ("true", 64, 0), ("/etc/passwd", 64, 64)]
+)
 def test_a_worker_that_finds_no_descriptor_is_started_again(argv, files, code):
-    there = "import os, resource; from orchestrator.agent.node.worker_supervisor import _become_worker; "
+    there = (
+        "import os, resource; from orchestrator.agent.node.worker_supervisor import"
+        " _become_worker; "
+    )
     there += f"resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, 64)); "
-    there += f"_become_worker(os.getppid(), {{'argv': [{argv!r}], 'cores': []}}, dict(os.environ), 1, 2, None)"
+    there += (
+        f"_become_worker(os.getppid(), {{'argv': [{argv!r}], 'cores': []}}, dict(os.environ), 1, 2,"
+        " None)"
+    )
     assert subprocess.run([sys.executable, "-c", there], check=False).returncode == code
 
 
@@ -310,11 +345,17 @@ def test_a_resize_waits_for_a_disk_that_takes_the_next_plan(runs):
     with ThreadPoolExecutor(1) as pool:
         with failing(folder.plan):
             asked = pool.submit(LocalBackend().resize, folder, read_request(folder), 1, os.environ)
-            wait_for(lambda: "a record cannot be" in log_of(folder, "supervisor") or asked.done(), what="a refusal")
+            wait_for(
+                lambda: "a record cannot be" in log_of(folder, "supervisor") or asked.done(),
+                what="a refusal",
+            )
         assert asked.result(PATIENCE_S).endswith(folder.run_id)
     running(folder, "node0")
     assert cancel(folder).state == "cancelled"
-    with failing(folder.plan), refusal("cannot be written down.*the request stays", 76):  # nothing of it lives
+    with (
+        failing(folder.plan),
+        refusal("cannot be written down.*the request stays", 76),
+    ):  # nothing of it lives
         LocalBackend().resize(folder, read_request(folder), 2, os.environ)
     LocalBackend().resume(folder, read_request(folder), os.environ)  # which takes the request up
     running(folder, "node0", "node1")

@@ -10,11 +10,18 @@ from orchestrator.agent.protocol.heartbeat import HEARTBEAT_S, HeartbeatTimer, t
 
 
 class Loop:
-    """One side: sleeps, ticks, sends; `heard` resets its count. Its own work takes `work_s` a tick."""
+    """One side: sleeps, ticks, sends; `heard` resets its count. Its own work takes `work_s` a
+    tick."""
 
     def __init__(self, tick_s: float, silence_s: float, work_s: float = 0.0):
-        self.tick_s, self.work_s, self.most = tick_s, work_s, timeout_ticks(silence_s, tick_s)
-        self.beat, self.began, self.wakes, self.silent, self.sent = HeartbeatTimer(tick_s, 0.0), 0.0, tick_s, 0, []
+        self.tick_s = tick_s
+        self.work_s = work_s
+        self.most = timeout_ticks(silence_s, tick_s)
+        self.beat = HeartbeatTimer(tick_s, 0.0)
+        self.began = 0.0
+        self.wakes = tick_s
+        self.silent = 0
+        self.sent = []
 
     def wake(self, now: float) -> bool:
         """Whether the peer is lost now."""
@@ -26,8 +33,11 @@ class Loop:
         return in_time and self.silent >= self.most
 
 
-def run(one: Loop, other: Loop, runs: list[tuple[float, float]], end: float, mute_at: float = 1e9) -> float | None:
-    """When the first side loses the other, which says nothing any more from `mute_at`. `runs`: when there is time."""
+def run(
+    one: Loop, other: Loop, runs: list[tuple[float, float]], end: float, mute_at: float = 1e9
+) -> float | None:
+    """When the first side loses the other, which says nothing any more from `mute_at`. `runs`: when
+    there is time."""
 
     left = iter(runs)
     begin, stop = next(left)
@@ -50,7 +60,9 @@ def run(one: Loop, other: Loop, runs: list[tuple[float, float]], end: float, mut
 @pytest.mark.parametrize("frozen", [(0.05, 0.4), (0.2, 0.9), (0.5, 1.9), (0.1, 8.0)])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_machine_that_stands_still_again_and_again_loses_nobody(frozen, seed):
-    draw, runs, now = random.Random(seed), [], 0.0
+    draw = random.Random(seed)
+    runs = []
+    now = 0.0
     while now < 300:
         runs.append((now, now + draw.uniform(0.02, 0.2)))
         now = runs[-1][1] + draw.uniform(*frozen)
@@ -67,5 +79,8 @@ def test_who_is_dead_is_lost_in_time(silence_s, died):
 def test_work_of_its_own_makes_no_tick_late_and_no_storm():
     busy = Loop(0.25, 3.0, work_s=0.6)  # thousands of members to write to
     lost = run(busy, Loop(0.5, 3.0), [(0.0, 1e9)], 60.0, mute_at=20.0)
-    assert lost is not None and max(b - a for a, b in zip(busy.sent, busy.sent[1:], strict=False)) < 2.0
+    assert (
+        lost is not None
+        and max(b - a for a, b in zip(busy.sent, busy.sent[1:], strict=False)) < 2.0
+    )
     assert min(b - a for a, b in zip(busy.sent, busy.sent[1:], strict=False)) > 0.5

@@ -64,7 +64,10 @@ def test_a_notice_that_died_with_the_coordinator_is_given_to_the_next(runs):
     kill(folder, writer, signal.SIGSTOP)
     os.kill(supervisor(folder), signal.SIGTERM)
     told = [node for node in THREE if node != writer]
-    wait_for(lambda: all('"notice"' in folder.events(node).read_text() for node in told), what="all to be told")
+    wait_for(
+        lambda: all('"notice"' in folder.events(node).read_text() for node in told),
+        what="all to be told",
+    )
     kill(folder, writer)
     state = wait_end(folder)
     assert (state.state, state.exit_code) == ("stopped", 75)
@@ -95,7 +98,10 @@ def test_of_two_resizes_at_once_the_later_one_counts(runs, monkeypatch):
     folder = start(runs, 3, 2, 1)
     first = running(folder, *THREE)
     said: dict[int, str] = {}
-    both = [threading.Thread(target=lambda n=nodes: said.update({n: resize(folder, n)})) for nodes in (1, 2)]
+    both = [
+        threading.Thread(target=lambda n=nodes: said.update({n: resize(folder, n)}))
+        for nodes in (1, 2)
+    ]
     for each in both:
         each.start()
     for each in both:
@@ -104,7 +110,10 @@ def test_of_two_resizes_at_once_the_later_one_counts(runs, monkeypatch):
     last = newest(folder)
     assert last.number == 2 and said[last.nodes] == ""
     (other,) = {1, 2} - {last.nodes}
-    assert said[other] == f"run test-run was asked for something else meanwhile: resize to {last.nodes} nodes"
+    assert (
+        said[other]
+        == f"run test-run was asked for something else meanwhile: resize to {last.nodes} nodes"
+    )
     running(folder, *THREE[: last.nodes], after=first.epoch)
     assert load_plan(folder.plan).parallel.dp == last.nodes == len(read_request(folder).agents)
     assert len(read_record(folder, LocalRecord).agents) == last.nodes

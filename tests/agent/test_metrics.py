@@ -1,4 +1,5 @@
-"""The Prometheus endpoint, read by Prometheus's own parser and, where it is installed, by Prometheus itself."""
+"""The Prometheus endpoint, read by Prometheus's own parser and, where it is installed, by
+Prometheus itself."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def node_metrics() -> NodeMetrics:
         for rank in (4, 5, 6, 7):
             metrics.on_step(report(rank=rank, step=step), at=100.0 + step)
     saved = {"bytes": 4096, "seconds": 0.3}
-    metrics.on_event(EventReport(rank=4, epoch=1, name="checkpoint_saved", step=2, fields=saved), at=103.0)
+    metrics.on_event(
+        EventReport(rank=4, epoch=1, name="checkpoint_saved", step=2, fields=saved), at=103.0
+    )
     return metrics
 
 
@@ -58,7 +61,9 @@ def scrape(metrics: NodeMetrics, path="/metrics", accept="", method="GET") -> tu
     async def main():
         server = await serve(metrics, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Accept": accept}, method=method)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}{path}", headers={"Accept": accept}, method=method
+        )
         answer = await asyncio.to_thread(urllib.request.urlopen, request, None, 5)
         server.close()
         return answer.headers["Content-Type"], answer.read().decode()
@@ -84,7 +89,9 @@ def test_numbers_names_and_labels():
     found = values(text)
     assert kind.startswith("text/plain")
     one = "{plan_epoch=1}"
-    assert sum(value for key, value in found.items() if key.startswith("orch_wall_seconds_total{")) > 0
+    assert (
+        sum(value for key, value in found.items() if key.startswith("orch_wall_seconds_total{")) > 0
+    )
     assert 0 <= found["orch_ettr_ratio" + one] <= 1
     assert found["orch_step_total{}"] == 2
     assert found["orch_tokens_total{}"] == 1000  # 2 steps of 1000, half of the ranks are here
@@ -109,7 +116,10 @@ def test_load_of_experts_by_layer_and_bytes_by_level():
     model = tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=8))
     metrics = NodeMetrics("run-1", "node1", make_plan(ep=2, dp=2, nodes=2, model=model))
     metrics.begin_epoch(1)
-    loads = {"0": ExpertLoad([8, 8, 8, 8], 1.0), "1": ExpertLoad([16, 16, 0, 0], 0.5, 0.25, (-0.5, 1.0))}
+    loads = {
+        "0": ExpertLoad([8, 8, 8, 8], 1.0),
+        "1": ExpertLoad([16, 16, 0, 0], 0.5, 0.25, (-0.5, 1.0)),
+    }
     sent = {"expert_bytes": {"network": 100, "nvlink": 300}, "expert_s": {"network": 0.5}}
     metrics.on_step(report(rank=2, experts=loads, **sent), at=100.0)
     metrics.on_step(report(rank=3, **sent), at=100.0)
@@ -146,20 +156,29 @@ def test_the_page_does_not_grow_with_the_epochs_of_a_run(kind):
             if kind == "another plan":
                 metrics.replan(make_plan(tp=2, dp=2 + epoch % 2, nodes=2))
             metrics.on_step(report(rank=metrics._ranks[0], phase_s={"compute": 0.1}), at=100.0)
-            metrics.on_event(EventReport(rank=4, epoch=epoch, name="checkpoint_saved", fields={"seconds": 0.1}), at=1.0)
+            metrics.on_event(
+                EventReport(rank=4, epoch=epoch, name="checkpoint_saved", fields={"seconds": 0.1}),
+                at=1.0,
+            )
             found.append(values(scrape(metrics)[1]))
         return found
 
     first, *_, last = pages()
     assert len(last) == len(first)
-    assert last["orch_step_total{}"] - first["orch_step_total{}"] == 19, "what is counted does not fall"
+    assert last["orch_step_total{}"] - first["orch_step_total{}"] == 19, (
+        "what is counted does not fall"
+    )
     assert last["orch_restarts_total{reason=failure}"] == 20
 
 
 def test_open_metrics_on_request():
     kind, text = scrape(node_metrics(), accept="application/openmetrics-text;version=1.0.0")
     assert kind.startswith("application/openmetrics-text")
-    assert {family.name for family in open_metrics(text)} >= {"orch_step", "orch_loss", "orch_step_duration_seconds"}
+    assert {family.name for family in open_metrics(text)} >= {
+        "orch_step",
+        "orch_loss",
+        "orch_step_duration_seconds",
+    }
 
 
 def test_dropped_reports_are_counted_once():
@@ -171,7 +190,8 @@ def test_dropped_reports_are_counted_once():
 
 
 @pytest.mark.parametrize(
-    ("path", "method", "code"), [("/", "GET", 404), ("/../etc", "GET", 404), ("/metrics", "POST", 405)]
+    ("path", "method", "code"),
+    [("/", "GET", 404), ("/../etc", "GET", 404), ("/metrics", "POST", 405)],
 )
 def test_nothing_but_get_metrics(path, method, code):
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -248,14 +268,17 @@ def prometheus():
 @pytest.mark.process
 def test_promtool_finds_nothing_to_complain_about(prometheus):
     text = scrape(node_metrics())[1]
-    found = subprocess.run(["promtool", "check", "metrics"], input=text.encode(), capture_output=True, timeout=300)
+    found = subprocess.run(
+        ["promtool", "check", "metrics"], input=text.encode(), capture_output=True, timeout=300
+    )
     assert found.returncode == 0, found.stderr.decode()
 
 
 @pytest.mark.process
 @pytest.mark.slow
 async def test_a_real_prometheus_discovers_and_scrapes(tmp_path, prometheus):
-    """Through the file_sd JSON that the coordinator writes, with honor_labels as docs/protocol.md says."""
+    """Through the file_sd JSON that the coordinator writes, with honor_labels as docs/protocol.md
+    says."""
     server = await serve(node_metrics(), "127.0.0.1", 0)
     host, at = server.sockets[0].getsockname()
     target = f"{host}:{at}"
@@ -264,7 +287,9 @@ async def test_a_real_prometheus_discovers_and_scrapes(tmp_path, prometheus):
     Discovery(folder, str(tmp_path / "metrics.sd")).publish({"node1": target})
     files = [{"files": [f"{tmp_path}/metrics.sd/*.json"]}]
     config = {"job_name": "orch", "honor_labels": True, "file_sd_configs": files}
-    (tmp_path / "p.yml").write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [config]}))
+    (tmp_path / "p.yml").write_text(
+        json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [config]})
+    )
     port = 20_000 + time.time_ns() % 10_000
     argv = ["prometheus", f"--config.file={tmp_path}/p.yml", f"--storage.tsdb.path={tmp_path}/db"]
     process = await asyncio.create_subprocess_exec(

@@ -22,14 +22,18 @@ CANCEL = Request("cancelled", "cancelled by the user")
 NOTICE = Request("stopped", "node0: got SIGTERM")
 
 
-def end(*codes: int | tuple[int, bool], lost=(), request=None, new_steps=True, world=None) -> EpochEnd:
+def end(
+    *codes: int | tuple[int, bool], lost=(), request=None, new_steps=True, world=None
+) -> EpochEnd:
     """One worker a code; (code, True): it had been told to stop."""
     pairs = [code if isinstance(code, tuple) else (code, False) for code in codes]
     ends = tuple(
         WorkerEnd(rank=order, node=f"node{order}", code=code, asked=asked, order=order)
         for order, (code, asked) in enumerate(pairs)
     )
-    return EpochEnd(0, world or len(ends), ends, tuple(NodeLoss(n, "gone") for n in lost), request, new_steps)
+    return EpochEnd(
+        0, world or len(ends), ends, tuple(NodeLoss(n, "gone") for n in lost), request, new_steps
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,14 @@ def end(*codes: int | tuple[int, bool], lost=(), request=None, new_steps=True, w
         (end(0, 1), Budget(3, used=3), False, "failed", 1, 1),
         (end(-9, 75), Budget(0), False, "failed", 1, 0),
         (end(75, -9), Budget(0), False, "failed", 1, 1),  # the peer's 75 was heard first
-        (end(75, (1, True)), Budget(0), True, "restarting", 0, 0),  # an error after being told explains nothing
+        (
+            end(75, (1, True)),
+            Budget(0),
+            True,
+            "restarting",
+            0,
+            0,
+        ),  # an error after being told explains nothing
         (end(75, 75), Budget(0), True, "restarting", 0, 0),
         (end(65, 75), Budget(3), False, "failed", 65, 0),
         (end((-15, True), 78), Budget(3), False, "failed", 78, 1),
@@ -54,9 +65,23 @@ def end(*codes: int | tuple[int, bool], lost=(), request=None, new_steps=True, w
         (end((75, True), (0, False), request=NOTICE), Budget(0), False, "stopped", 75, None),
         (end((-15, True), (75, True), request=CANCEL), Budget(0), False, "cancelled", 75, 0),
         (end(65, (75, True), request=NOTICE), Budget(0), False, "failed", 65, 0),
-        (end((75, True), request=NOTICE, lost=["node1"], world=2), Budget(0), False, "stopped", 75, None),
+        (
+            end((75, True), request=NOTICE, lost=["node1"], world=2),
+            Budget(0),
+            False,
+            "stopped",
+            75,
+            None,
+        ),
         (end(request=CANCEL, world=4), Budget(0), False, "cancelled", 75, None),
-        (end(0, 0, request=CANCEL), Budget(0), False, "done", 0, None),  # it was done before it heard
+        (
+            end(0, 0, request=CANCEL),
+            Budget(0),
+            False,
+            "done",
+            0,
+            None,
+        ),  # it was done before it heard
         (end(75, new_steps=False), Budget(0, fruitless=MOST_FRUITLESS), False, "stopped", 75, 0),
     ],
 )
@@ -72,7 +97,10 @@ def test_table(what, budget, again, state, code, rank):
     [
         ((75, (3, True)), "rank 1 on node1 was asked to save and failed: exit code 3"),
         (((1, True), (75, True)), "rank 0 on node0 was asked to save and failed: user code failed"),
-        (((-11, True), (-15, True)), "rank 0 on node0 was asked to save and failed: killed by SIGSEGV"),
+        (
+            ((-11, True), (-15, True)),
+            "rank 0 on node0 was asked to save and failed: killed by SIGSEGV",
+        ),
         ((1, (75, True)), "node0: got SIGTERM; rank 0 on node0 failed: user code failed"),
         (((-9, True), (75, True)), "not every worker saved"),  # it took longer than its grace
         (((-15, True), (75, True)), "not every worker saved"),  # it knows nothing of signals
@@ -88,7 +116,11 @@ def test_a_worker_that_fails_after_it_was_asked_to_save_is_named(ends, reason):
 CODES = st.sampled_from([0, 0, 1, 3, 64, 65, 70, 74, 75, 75, 76, 77, 78, 127, -6, -9, -11, -15])
 
 
-@given(st.lists(st.tuples(CODES, st.booleans()), min_size=1, max_size=8), st.integers(0, 3), st.integers(0, 3))
+@given(
+    st.lists(st.tuples(CODES, st.booleans()), min_size=1, max_size=8),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
 def test_every_end_has_an_answer_and_budgets_only_shrink(codes, most, used):
     what = end(*codes)
     found = decide(what, Budget(most, used))
@@ -121,7 +153,8 @@ def test_restarting_for_ever_without_a_step_ends():
     assert decide(end(75, new_steps=True), budget).budget.fruitless == 0
 
 
-# ------------------------------------------------------------------------------------------ elastic runs
+# ------------------------------------------------------------------------------------------ elastic
+#     runs
 
 
 def elastic(*ends: WorkerEnd, **fields) -> EpochEnd:
@@ -148,7 +181,12 @@ def test_a_resize_is_no_failure_unless_a_worker_fails_by_itself():
     saved = WorkerEnd(0, "node0", 75, True, 0)
     killed = WorkerEnd(1, "node1", -9, True, 1)  # it had no answer to SIGTERM
     decision = decide(elastic(saved, killed, resize="growing"), Budget(0))
-    assert (decision.again, decision.counted, decision.reason, decision.cause) == (True, False, "growing", None)
+    assert (decision.again, decision.counted, decision.reason, decision.cause) == (
+        True,
+        False,
+        "growing",
+        None,
+    )
     crashed = WorkerEnd(1, "node1", 1, False, 1)
     decision = decide(elastic(saved, crashed, resize="growing"), Budget(0))
     assert (decision.again, decision.state, decision.cause.rank) == (False, "failed", 1)

@@ -1,4 +1,5 @@
-"""Steps read from printed lines: which lines count, how time is shared, and what a whole run shows of them."""
+"""Steps read from printed lines: which lines count, how time is shared, and what a whole run shows
+of them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Printed:
     """A log that grows while a clock runs."""
 
     def __init__(self, folder: Path, pattern: str = PATTERN):
-        self.log, self.now, self.reports = folder / "log", 0.0, list[StepReport]()
+        self.log = folder / "log"
+        self.now = 0.0
+        self.reports = list[StepReport]()
         self.log.write_bytes(b"step 99 of an earlier epoch\n")
         self.steps = PrintedSteps(pattern, self.reports.append, Disk(), lambda: self.now)
         self.steps.begin_epoch(3)
@@ -57,7 +60,9 @@ def test_a_line_counts_when_it_ends_and_a_last_one_when_the_worker_does(tmp_path
     printed = Printed(tmp_path)
     assert printed.look("step 1\nste", 1.0) == [(1, 1.0, None, 0)]
     assert printed.look("p 2", 2.0) == []
-    assert printed.look("0\rstep 21\r", 3.0) == [*[(s, 2 / 20, None, 0) for s in range(2, 22)]]  # a progress bar
+    assert printed.look("0\rstep 21\r", 3.0) == [
+        *[(s, 2 / 20, None, 0) for s in range(2, 22)]
+    ]  # a progress bar
     assert printed.look("step 22 loss 1", 4.0) == []
     asyncio.run(printed.steps.ended(0))
     assert [(one.step, one.loss) for one in printed.reports] == [(22, 1.0)]
@@ -67,7 +72,10 @@ def test_steps_that_are_not_printed_share_the_time_and_the_tokens_but_have_no_lo
     printed = Printed(tmp_path)
     printed.look("step 10 loss 3 tokens 5\n", 8.0)
     assert printed.look("step 12 loss 2 tokens 6\nstep 14 loss 1 tokens 8\n", 10.0) == [
-        *((11, 0.5, None, 6), (12, 0.5, 2.0, 6), (13, 0.5, None, 8), (14, 0.5, 1.0, 8)),
+        (11, 0.5, None, 6),
+        (12, 0.5, 2.0, 6),
+        (13, 0.5, None, 8),
+        (14, 0.5, 1.0, 8),
     ]
     assert printed.look("eval: step 3 loss 9\nstep 14\n", 11.0) == []
     steps = [step for step, *_ in printed.look("step 1000014\n", 12.0)]
@@ -85,7 +93,9 @@ def test_of_a_flood_the_newest_steps_are_read(tmp_path):
 def test_a_pattern_that_takes_exponential_time_is_cut_off_and_given_up(tmp_path):
     printed = Printed(tmp_path, r"step (?P<step>\d+)|(x+x+)+y")
     began = time.process_time()
-    assert printed.look("step 1\n" + "x" * 64 + "\nstep 2\n", 1.0) == [(1, 1.0, None, 0)]  # what was found before
+    assert printed.look("step 1\n" + "x" * 64 + "\nstep 2\n", 1.0) == [
+        (1, 1.0, None, 0)
+    ]  # what was found before
     assert time.process_time() - began < 5
     assert printed.steps.given_up and "metrics.pattern took over 0.5 s" in printed.log.read_text()
     began = time.process_time()
@@ -111,7 +121,9 @@ def test_a_bad_pattern_is_one_line(pattern, says):
 
 
 def test_the_bundled_trainer_has_no_use_for_one(home, capsys):
-    code, _, err = orch(capsys, "submit", "+cluster=local", f"metrics.pattern={PATTERN}", "--dry-run")
+    code, _, err = orch(
+        capsys, "submit", "+cluster=local", f"metrics.pattern={PATTERN}", "--dry-run"
+    )
     assert code == Exit.CONFIG and "metrics.pattern is for programs" in err
 
 
@@ -143,28 +155,43 @@ def test_status_prometheus_and_report_show_what_is_printed(home, capsys):
     assert found["tokens_per_s"] * found["step_s"] == pytest.approx(1000)
     assert "step        40, as printed" in orch(capsys, "status", folder.run_id)[1]
     (target,) = json.loads(folder.discovery.read_text())
-    with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=PATIENCE_S) as page:
+    with urllib.request.urlopen(
+        f"http://{target['targets'][0]}/metrics", timeout=PATIENCE_S
+    ) as page:
         text = page.read().decode()
-    assert any(line.startswith("orch_last_step{") and line.endswith(" 40.0") for line in text.splitlines())
-    assert any(line.startswith("orch_loss{") and line.endswith(" 0.025") for line in text.splitlines())
+    assert any(
+        line.startswith("orch_last_step{") and line.endswith(" 40.0") for line in text.splitlines()
+    )
+    assert any(
+        line.startswith("orch_loss{") and line.endswith(" 0.025") for line in text.splitlines()
+    )
     Path("go").write_text("")
     assert wait_end(folder).state == "done"
     report = json.loads(orch(capsys, "report", folder.run_id, "--json")[1])
     assert report["steps"]["completed"] == 40
-    assert report["steps"]["tokens"] == 36_000  # what came before the first printed step is not known
+    assert (
+        report["steps"]["tokens"] == 36_000
+    )  # what came before the first printed step is not known
     assert report["loss"]["last"] == pytest.approx(0.025)
 
 
 @pytest.mark.process
 def test_without_a_match_progress_is_unknown_and_a_program_that_reports_is_believed(home, capsys):
     Path("train.py").write_text("import time; print('hello', flush=True); time.sleep(1)")
-    _, out, _ = orch(capsys, "submit", f"metrics.pattern={PATTERN}", "--json", "--", sys.executable, "train.py")
+    _, out, _ = orch(
+        capsys, "submit", f"metrics.pattern={PATTERN}", "--json", "--", sys.executable, "train.py"
+    )
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     assert wait_end(folder).state == "done"
     assert "unknown: metrics.pattern has found no step" in orch(capsys, "status", folder.run_id)[1]
-    text = "import orch_report, time\norch_report.report(step=2, loss=5)\ntime.sleep(1)\nprint('step 9', flush=True)"
+    text = (
+        "import orch_report, time\norch_report.report(step=2, loss=5)\ntime.sleep(1)\nprint('step"
+        " 9', flush=True)"
+    )
     Path("reports.py").write_text(text)
-    _, out, _ = orch(capsys, "submit", f"metrics.pattern={PATTERN}", "--json", "--", sys.executable, "reports.py")
+    _, out, _ = orch(
+        capsys, "submit", f"metrics.pattern={PATTERN}", "--json", "--", sys.executable, "reports.py"
+    )
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     assert wait_end(folder).state == "done"
     found = json.loads(orch(capsys, "status", folder.run_id, "--json")[1])["live"]
@@ -182,25 +209,45 @@ sys.exit(3)
 
 @pytest.mark.process
 def test_a_log_that_cannot_be_read_costs_steps_and_not_the_node(home, capsys):
-    """Opening it hangs, as on a file system whose server is away; here it is a pipe that nobody writes to."""
+    """Opening it hangs, as on a file system whose server is away; here it is a pipe that nobody
+    writes to."""
     Path("train.py").write_text(HELD)
     rules = ["backend.heartbeat_timeout_s=5", "backend.max_restarts=0"]
-    words = ["nproc=1", f"metrics.pattern={PATTERN}", *rules, "--json", "--", sys.executable, "train.py"]
+    words = [
+        "nproc=1",
+        f"metrics.pattern={PATTERN}",
+        *rules,
+        "--json",
+        "--",
+        sys.executable,
+        "train.py",
+    ]
     _, out, _ = orch(capsys, "submit", *words)
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
-    (target,) = wait_for(lambda: folder.discovery.exists() and json.loads(folder.discovery.read_text()))
+    (target,) = wait_for(
+        lambda: folder.discovery.exists() and json.loads(folder.discovery.read_text())
+    )
 
     def page() -> dict[str, float]:
         """Told by the agent itself, between its looks."""
-        with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=PATIENCE_S) as answer:
-            lines = (line.rpartition(" ") for line in answer.read().decode().splitlines() if line[0] != "#")
+        with urllib.request.urlopen(
+            f"http://{target['targets'][0]}/metrics", timeout=PATIENCE_S
+        ) as answer:
+            lines = (
+                line.rpartition(" ")
+                for line in answer.read().decode().splitlines()
+                if line[0] != "#"
+            )
             return {name.partition("{")[0]: float(value) for name, _, value in lines}
 
     wait_for(lambda: page().get("orch_last_step") == 1, what="step 1")
     os.mkfifo(folder.path / "pipe")
     (folder.path / "pipe").rename(folder.rank_log(0))
     silent = time.monotonic() + 2 * 5.0
-    wait_for(lambda: page()["orch_workers"] == 1 and time.monotonic() > silent, what="two time-outs of its coordinator")
+    wait_for(
+        lambda: page()["orch_workers"] == 1 and time.monotonic() > silent,
+        what="two time-outs of its coordinator",
+    )
     Path("fail").touch()
     state = wait_end(folder)
     assert (state.state, state.cause.kind, state.cause.code) == ("failed", "worker_exit", 3)

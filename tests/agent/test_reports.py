@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.agent.node.recorder import Recorder
-from orchestrator.agent.node.worker_reports import LONGEST_LINE, JsonLines, ReportPipe, parse, stamped
+from orchestrator.agent.node.worker_reports import (
+    LONGEST_LINE,
+    JsonLines,
+    ReportPipe,
+    parse,
+    stamped,
+)
 from orchestrator.run.folder import RunFolder
 from tests.beds.plans import make_plan
 
@@ -33,7 +39,10 @@ def cut(chunks: list[bytes]) -> list[bytes]:
     return asyncio.run(main())
 
 
-@given(st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b)), st.lists(st.integers(0, 400), max_size=10))
+@given(
+    st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b)),
+    st.lists(st.integers(0, 400), max_size=10),
+)
 def test_lines_do_not_depend_on_how_they_are_cut(lines, cuts):
     raw = b"".join(line + b"\n" for line in lines)
     edges = [0, *sorted(min(c, len(raw)) for c in cuts), len(raw)]
@@ -54,7 +63,13 @@ def test_noise_is_no_report(noise):
 
 
 @pytest.mark.parametrize(
-    "deep", [b"[" * 60_000, b'{"kind":' + b"[" * 60_000, b'{"\xed":1}', b'{"kind":"step","x":' + b"[" * 9999]
+    "deep",
+    [
+        b"[" * 60_000,
+        b'{"kind":' + b"[" * 60_000,
+        b'{"\xed":1}',
+        b'{"kind":"step","x":' + b"[" * 9999,
+    ],
 )
 def test_hostile_json_is_no_report(deep):
     assert parse(deep, 1, 0) is None
@@ -98,6 +113,8 @@ def test_the_recorder_keeps_what_it_can_read_and_samples_what_it_cannot(tmp_path
         recorder.on_line(1, b"\xff garbage")
     recorder.close()
     assert recorder.last_step == {1: 5} and recorder.furthest_step == 5
-    assert [json.loads(line)["step"] for line in folder.metrics("node0").read_text().splitlines()] == [5]
+    assert [
+        json.loads(line)["step"] for line in folder.metrics("node0").read_text().splitlines()
+    ] == [5]
     events = [json.loads(line) for line in folder.events("node0").read_text().splitlines()]
     assert [e["name"] for e in events] == ["resumed"] + ["report_unreadable"] * 5

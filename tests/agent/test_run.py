@@ -1,4 +1,5 @@
-"""Whole local runs: supervisors, agents and stand-in workers as real processes; faults as real signals."""
+"""Whole local runs: supervisors, agents and stand-in workers as real processes; faults as real
+signals."""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import Identity, descendants, identity, is_alive, send_signal
 from orchestrator.run.request import read_request
 from orchestrator.run.state import read_state, true_state
-from tests.beds.bundles import events, make_bundle, submit, submitted, wait_end, wait_for, wait_state, wait_step
+from tests.beds.bundles import (
+    events,
+    make_bundle,
+    submit,
+    submitted,
+    wait_end,
+    wait_for,
+    wait_state,
+    wait_step,
+)
 from tests.beds.plans import make_plan
 from tests.patience import PATIENCE_S
 
@@ -68,18 +78,27 @@ def test_a_run_from_submit_to_done(runs):
     assert report["memory"]["params"]["measured"] == 103  # the worst rank
     assert report["loss"] == {"first": 5.0, "last": 5.0 / 3}
     assert not folder.discovery.exists()
-    assert {oct(p.stat().st_mode & 0o777) for p in folder.path.rglob("*") if p.is_file()} == {"0o600"}
-    assert {oct(p.stat().st_mode & 0o777) for p in [folder.path, *folder.path.rglob("*")] if p.is_dir()} == {"0o700"}
+    assert {oct(p.stat().st_mode & 0o777) for p in folder.path.rglob("*") if p.is_file()} == {
+        "0o600"
+    }
+    assert {
+        oct(p.stat().st_mode & 0o777) for p in [folder.path, *folder.path.rglob("*")] if p.is_dir()
+    } == {"0o700"}
 
 
-CODES = {code: code for code in (64, 65, 70, 74, 76, 77, 78)} | dict.fromkeys((1, 3, 127, -9, -11), 1)
+CODES = {code: code for code in (64, 65, 70, 74, 76, 77, 78)} | dict.fromkeys(
+    (1, 3, 127, -9, -11), 1
+)
 #: Of these one is passed on, one is any other, and one is a signal.
 QUICK_CODES = (74, 3, -11)
 
 
 @pytest.mark.parametrize(
     ("worker", "run"),
-    [pytest.param(*pair, marks=() if pair[0] in QUICK_CODES else pytest.mark.full) for pair in CODES.items()],
+    [
+        pytest.param(*pair, marks=() if pair[0] in QUICK_CODES else pytest.mark.full)
+        for pair in CODES.items()
+    ],
 )
 def test_what_a_workers_code_makes_of_the_run(runs, worker, run):
     state = wait_end(submit(plan(nodes=1, ranks=2), runs, DIE=f"1:2:{worker}"))
@@ -95,7 +114,12 @@ def test_the_first_cause_is_named_and_the_others_are_stopped(runs):
     victim = alive.pop("pid-0-2")
     os.kill(victim.pid, signal.SIGKILL)
     state = wait_end(folder)
-    assert (state.state, state.exit_code, state.cause.rank, state.cause.code) == ("failed", 1, 2, -9)
+    assert (state.state, state.exit_code, state.cause.rank, state.cause.code) == (
+        "failed",
+        1,
+        2,
+        -9,
+    )
     assert state.reason.startswith("rank 2 on node1: killed by SIGKILL after step")
     assert state.cause.log == "logs/rank-00002.log"
     assert not any(is_alive(one) for one in alive.values())
@@ -133,7 +157,9 @@ def test_killing_an_agent_leaves_no_orphan(runs, which):
         ("node1", signal.SIGTERM, "node1: got SIGTERM"),
     ],
 )
-def test_a_dead_supervisor_or_a_schedulers_signal_to_one_agent_saves_everywhere(runs, victim, signum, reason):
+def test_a_dead_supervisor_or_a_schedulers_signal_to_one_agent_saves_everywhere(
+    runs, victim, signum, reason
+):
     folder = submit(plan(), runs, HOLD=1, SAVE=1, SPAWN=1)
     wait_workers(folder, 4)
     wait_step(folder, 2)
@@ -153,7 +179,11 @@ def test_when_everything_is_killed_the_state_is_told_truthfully_and_the_run_can_
     for pid in [read_record(folder, LocalRecord).supervisor[0], *agents(folder).values()]:
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not folder.is_alive())
-    assert read_state(folder).state in ("running", "restarting", "stopping")  # nobody could write any more
+    assert read_state(folder).state in (
+        "running",
+        "restarting",
+        "stopping",
+    )  # nobody could write any more
     state = true_state(folder, folder.is_alive())
     assert (state.state, state.exit_code, state.cause.kind) == ("failed", 76, "supervisor_lost")
     wait_gone(alive)
@@ -173,7 +203,8 @@ def submit_with_second_agent(runs, code: str, join_timeout_s: float) -> RunFolde
 
 
 def test_a_supervisor_that_dies_before_the_agents_have_met(runs):
-    """The first agent hosts the coordinator; it must not wait for a second one that nobody will start."""
+    """The first agent hosts the coordinator; it must not wait for a second one that nobody will
+    start."""
     folder = submit_with_second_agent(runs, "input()", 2 * PATIENCE_S)
     wait_state(folder, "starting")
     os.kill(read_record(folder, LocalRecord).supervisor[0], signal.SIGKILL)
@@ -182,11 +213,18 @@ def test_a_supervisor_that_dies_before_the_agents_have_met(runs):
 
 
 def test_restart_from_the_last_save_while_the_budget_lasts(runs):
-    folder = submit(plan(), runs, STEPS=8, STEP_S=0.05, SAVE=1, DIE="3:4:9:0", backend={"max_restarts": 1})
+    folder = submit(
+        plan(), runs, STEPS=8, STEP_S=0.05, SAVE=1, DIE="3:4:9:0", backend={"max_restarts": 1}
+    )
     state = wait_end(folder)
     assert (state.state, state.exit_code, state.epoch, state.restarts) == ("done", 0, 1, 1)
     first, second = state.epochs
-    assert (first.outcome, first.counted, first.cause.rank, first.cause.code) == ("restart", True, 3, 9)
+    assert (first.outcome, first.counted, first.cause.rank, first.cause.code) == (
+        "restart",
+        True,
+        3,
+        9,
+    )
     assert (second.outcome, second.counted) == ("done", False)
     assert "--- orch: epoch 1" in folder.rank_log(3).read_text()
     assert json.loads(folder.report.read_text())["steps"]["completed"] == 8
@@ -213,7 +251,11 @@ def test_cancel_saves_first_and_resume_goes_on(runs):
         LocalBackend().cancel(folder, force=False)
         wait_state(folder, "stopping", "cancelled")
     state = wait_end(folder)
-    assert (state.state, state.exit_code, state.reason) == ("cancelled", 75, "cancelled by the user")
+    assert (state.state, state.exit_code, state.reason) == (
+        "cancelled",
+        75,
+        "cancelled by the user",
+    )
     saved = int((folder.path / "saved-0").read_text())
     assert 2 <= saved < 5 and len(list(folder.path.glob("saved-*"))) == 4
     (folder.path / "go").touch()
@@ -279,7 +321,8 @@ def test_a_killed_supervisor_takes_the_workers_with_it_and_the_run_restarts(runs
 
 
 def test_a_stopped_worker_supervisor_hides_no_dead_rank(runs):
-    """A rank that dies while nobody reaps it is heard of within seconds, not after the longest time-out."""
+    """A rank that dies while nobody reaps it is heard of within seconds, not after the longest
+    time-out."""
     folder = submit(make_plan(dp=2, nodes=1), runs, HOLD=1, SAVE=1)
     wait_state(folder, "running")
     (agent,) = read_record(folder, LocalRecord).agents.values()
@@ -302,7 +345,9 @@ def test_a_program_that_cannot_be_started_is_refused_once(runs, tmp_path):
 
 def test_two_runs_at_once_do_not_meet(runs):
     port = 29_900 + os.getpid() % 90
-    folders = [submit(plan(metrics_port=port), runs, run_id=f"run-{index}", STEPS=10) for index in range(2)]
+    folders = [
+        submit(plan(metrics_port=port), runs, run_id=f"run-{index}", STEPS=10) for index in range(2)
+    ]
     assert [wait_end(folder).state for folder in folders] == ["done", "done"]
 
 
@@ -314,7 +359,13 @@ def test_a_metrics_page_that_cannot_be_served_ends_no_run(runs):
 
 
 @pytest.mark.parametrize(
-    "names", [["a b", "../../x"], ["nœud/1", ".hidden"], ["x" * 300, "quote'\"$(id)"], ["new\nline", "tab\t"]]
+    "names",
+    [
+        ["a b", "../../x"],
+        ["nœud/1", ".hidden"],
+        ["x" * 300, "quote'\"$(id)"],
+        ["new\nline", "tab\t"],
+    ],
 )
 def test_odd_node_names(runs, names):
     folder = submit(make_plan(dp=2, node_names=names), runs)

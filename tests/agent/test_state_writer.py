@@ -39,7 +39,10 @@ def test_the_claim_that_made_it_coordinator_is_its_first_epoch(folder):
 def test_nothing_is_written_after_a_newer_claim(folder):
     old = record(folder, "node0", 0)
     old.begin_epoch()
-    nodes = {name: NodeState(state="running", ranks=[index]) for index, name in enumerate(("node0", "node1"))}
+    nodes = {
+        name: NodeState(state="running", ranks=[index])
+        for index, name in enumerate(("node0", "node1"))
+    }
     old.update(state="running", nodes=nodes)
     new = record(folder, "node1", 1)
     before = folder.state.read_bytes()
@@ -50,7 +53,11 @@ def test_nothing_is_written_after_a_newer_claim(folder):
     assert folder.state.read_bytes() == before
     assert new.take_over() == {"node0"}
     state = read_state(folder)
-    assert (state.nodes["node0"].state, state.writer, state.epochs[0].outcome) == ("lost", "node1", "restart")
+    assert (state.nodes["node0"].state, state.writer, state.epochs[0].outcome) == (
+        "lost",
+        "node1",
+        "restart",
+    )
 
 
 def test_a_write_that_had_frozen_on_its_way_is_put_right(folder):
@@ -68,7 +75,15 @@ def test_a_write_that_had_frozen_on_its_way_is_put_right(folder):
 def test_a_spare_that_comes_changes_nothing_for_those_who_run(folder):
     pen = record(folder, "node0", 0)
     pen.begin_epoch()
-    joins = {"host": "h", "address": "a", "pid": 1, "gpus": 1, "nics": 0, "plan_hash": PLAN.hash, "metrics": "h:1"}
+    joins = {
+        "host": "h",
+        "address": "a",
+        "pid": 1,
+        "gpus": 1,
+        "nics": 0,
+        "plan_hash": PLAN.hash,
+        "metrics": "h:1",
+    }
     pen.joined({name: Join(node=name, **joins) for name in ("node0", "node1")})
     pen.running()
     pen.lost("node1")

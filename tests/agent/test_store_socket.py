@@ -1,4 +1,5 @@
-"""The socket of rank 0's store: bound, kept, handed over, and deaf to machines that are not of the run."""
+"""The socket of rank 0's store: bound, kept, handed over, and deaf to machines that are not of the
+run."""
 
 from __future__ import annotations
 
@@ -50,7 +51,11 @@ def passes(program: bytes, sender: ipaddress.IPv4Address | ipaddress.IPv6Address
             return operand > 0
 
 
-@given(st.sampled_from([V4, V6]).flatmap(lambda of: st.tuples(st.sets(of, max_size=40), of, st.integers(0, 31))))
+@given(
+    st.sampled_from([V4, V6]).flatmap(
+        lambda of: st.tuples(st.sets(of, max_size=40), of, st.integers(0, 31))
+    )
+)
 def test_only_the_named_addresses_pass(drawn):
     admitted, stranger, near = drawn
     version = stranger.version
@@ -65,7 +70,9 @@ def test_more_nodes_than_a_program_can_name_are_let_in_by_networks():
     found = networks(nodes, 4)
     assert len(found) <= 512 and len(drop_others(found, 4)) // 8 <= 4096
     program = drop_others(found, 4)
-    assert all(passes(program, one) for one in nodes[::97]) and not passes(program, ipaddress.IPv4Address("11.1.1.1"))
+    assert all(passes(program, one) for one in nodes[::97]) and not passes(
+        program, ipaddress.IPv4Address("11.1.1.1")
+    )
 
 
 @pytest.mark.parametrize("filtered", [True, False])
@@ -119,7 +126,8 @@ def test_it_is_bound_to_the_nodes_address_and_nobody_takes_its_port():
 
 
 def test_the_filter_is_set_before_anybody_knows_the_port_and_can_be_left_out(monkeypatch):
-    """Where the address is not the loopback's. An agent takes `backend.store_filter` from its request."""
+    """Where the address is not the loopback's. An agent takes `backend.store_filter` from its
+    request."""
     set_to: list[int] = []
     monkeypatch.setattr(ipaddress.IPv4Address, "is_loopback", False)
     monkeypatch.setattr(store_socket, "attach", lambda _, program: set_to.append(len(program) // 8))
@@ -143,9 +151,9 @@ def test_a_port_that_is_kept_for_a_program_is_the_programs_alone():
 
 def test_the_addresses_of_a_machine(tmp_path):
     (tmp_path / "fib_trie").write_text(
-        "Main:\n  +-- 0.0.0.0/0 2 0 2\n     |-- 0.0.0.0\n        /0 universe UNICAST\n     |-- 10.1.2.3\n"
-        "        /32 host LOCAL\n     |-- 10.1.2.255\n        /32 link BROADCAST\n     |-- 127.0.0.1\n"
-        "        /32 host LOCAL\n"
+        "Main:\n  +-- 0.0.0.0/0 2 0 2\n     |-- 0.0.0.0\n        /0 universe UNICAST\n     |--"
+        " 10.1.2.3\n        /32 host LOCAL\n     |-- 10.1.2.255\n        /32 link BROADCAST\n    "
+        " |-- 127.0.0.1\n        /32 host LOCAL\n"
     )
     (tmp_path / "if_inet6").write_text(
         "fd000000000000000000000000000002 02 40 00 80 eth0\n" + "0" * 31 + "1 01 80 10 lo\n"
@@ -160,8 +168,10 @@ def test_the_addresses_of_a_machine(tmp_path):
 @pytest.mark.parametrize("command", [(), ("python", "mine.py")], ids=["trainer", "program"])
 async def test_an_agent_keeps_the_port_that_it_has_promised_until_the_next_epoch(tmp_path, command):
     said: list[Ready] = []
-    folder, request = make_folder(tmp_path), make_bundle(PLAN, tmp_path / "elsewhere", command=command).request
-    recorder, facts = Recorder(folder, "node0", PLAN), NodeFacts("host", "127.0.0.1", 1, 2, 0)
+    folder = make_folder(tmp_path)
+    request = make_bundle(PLAN, tmp_path / "elsewhere", command=command).request
+    recorder = Recorder(folder, "node0", PLAN)
+    facts = NodeFacts("host", "127.0.0.1", 1, 2, 0)
     connector = FixedCoordinator(folder, "node0", b"k" * 32, 1.0)
     agent = Agent(folder, PLAN, request, "node0", facts, recorder, None, connector)
     agent._channel = SimpleNamespace(send=lambda epoch, message: said.append(message))
@@ -177,12 +187,16 @@ async def test_an_agent_keeps_the_port_that_it_has_promised_until_the_next_epoch
 
 def test_rank_0_s_node_is_told_who_may_connect():
     def member(name: str, peer: str, *addresses: str):
-        join = Join(**{"node": name, "host": name, "address": f"10.0.0.{name[-1]}", "pid": 1, "gpus": 2, "nics": 0},
+        join = Join(node=name, host=name, address=f"10.0.0.{name[-1]}", pid=1, gpus=2, nics=0,
                     **{"plan_hash": "", "metrics": None, "addresses": list(addresses)})  # fmt: skip
         return Member(SimpleNamespace(address=peer), join, ready=Ready(port=7))
 
-    first, other = member("node0", ""), member("node1", "192.0.2.7", "10.1.0.1", "fd00::1")
-    told = [assignment(PLAN, name, index, first, [first, other]) for index, name in enumerate(("node0", "node1"))]
+    first = member("node0", "")
+    other = member("node1", "192.0.2.7", "10.1.0.1", "fd00::1")
+    told = [
+        assignment(PLAN, name, index, first, [first, other])
+        for index, name in enumerate(("node0", "node1"))
+    ]
     assert told[0].peers == ["10.0.0.0", "10.0.0.1", "10.1.0.1", "192.0.2.7", "fd00::1"]
     assert told[1].peers == [] and told[1].master_address == "10.0.0.0"
 
@@ -204,7 +218,9 @@ os.fstat(3), os.write(3, b"reports\\n")
             harness.start(code)
             await harness.until_empty()
             assert harness.log().read_text().strip() == "none"
-            harness.workers.start(1, harness.argv(code), {}, str(tmp_path), harness.log(1), store=store.fileno())
+            harness.workers.start(
+                1, harness.argv(code), {}, str(tmp_path), harness.log(1), store=store.fileno()
+            )
             await harness.until_empty()
             assert json.loads(harness.log(1).read_text()) == store.port
             assert harness.lines == [(0, b"reports"), (1, b"reports")]

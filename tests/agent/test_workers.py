@@ -25,13 +25,19 @@ PROGRAM = [sys.executable, "-m", "tests.agent.preloadable"]
 
 class Harness:
     def __init__(self, tmp_path, forked=False):
-        self.tmp_path, self.forked = tmp_path, forked
+        self.tmp_path = tmp_path
+        self.forked = forked
         self.ended: dict[int, tuple[int, bool]] = {}
         self.lines: list[tuple[int, bytes]] = []
         self.empty = asyncio.Event()
         program = PROGRAM if forked else ()
         self.started = 0
-        told = self._exit, self.empty.set, lambda rank, line: self.lines.append((rank, line)), program
+        told = (
+            self._exit,
+            self.empty.set,
+            lambda rank, line: self.lines.append((rank, line)),
+            program,
+        )
         self.workers = Workers(*told, on_started=self._count)
 
     async def __aenter__(self) -> Harness:
@@ -51,7 +57,14 @@ class Harness:
         return [*(PROGRAM if self.forked else [sys.executable, "-S", "-c"]), code]
 
     def start(self, code: str, rank: int = 0, environment=(), argv=None, **how):
-        self.workers.start(rank, argv or self.argv(code), dict(environment), str(self.tmp_path), self.log(rank), **how)
+        self.workers.start(
+            rank,
+            argv or self.argv(code),
+            dict(environment),
+            str(self.tmp_path),
+            self.log(rank),
+            **how,
+        )
 
     def log(self, rank: int = 0):
         return self.tmp_path / f"rank-{rank}.log"
@@ -83,7 +96,11 @@ async def test_a_worker_runs_on_the_cores_that_it_was_given_where_they_still_exi
         h.start("import os; print(sorted(os.sched_getaffinity(0)), flush=True)", rank, cores=cores)
     await h.until_empty()
     everywhere = str(sorted(os.sched_getaffinity(0)))
-    assert [h.log(rank).read_text().strip() for rank in range(3)] == [f"[{last}]", everywhere, everywhere]
+    assert [h.log(rank).read_text().strip() for rank in range(3)] == [
+        f"[{last}]",
+        everywhere,
+        everywhere,
+    ]
 
 
 async def test_a_worker_has_four_descriptors_its_own_session_and_default_signals(h):
@@ -108,7 +125,8 @@ async def test_reports_arrive_whole_and_the_last_ones_before_the_exit(h):
 
 
 async def test_the_last_word_of_a_worker_that_said_much_is_heard(h):
-    """The agent was busy: more lies in the pipe than is read at a time, and why the worker failed comes last."""
+    """The agent was busy: more lies in the pipe than is read at a time, and why the worker failed
+    comes last."""
     code = """
 import os
 for _ in range(40): os.write(3, (b'x' * 99 + b'\\n') * 160)
@@ -207,7 +225,8 @@ async def test_a_worker_supervisor_that_is_stopped_again_and_again_is_killed(h):
     h.start("import time; time.sleep(600)")
     while not h.workers.pids[0]:
         await asyncio.sleep(0.01)
-    pid, said = h.workers.supervisor_pid, []
+    pid = h.workers.supervisor_pid
+    said = []
     while not said or "killed" not in said[-1]:
         stop(pid)
         said.append(h.workers.watch())
@@ -283,7 +302,10 @@ async def test_a_program_that_is_not_there_ends_with_64_and_a_line(h, argv):
 
 async def test_words_and_values_arrive_byte_exact(h):
     words = ["a b", "new\nline", "quote'\"", "$(id)", "ü\udcff", ""]
-    code = "import os, sys; os.write(1, repr((sys.argv[1:], os.environ['WORD'])).encode(errors='backslashreplace'))"
+    code = (
+        "import os, sys; os.write(1, repr((sys.argv[1:],"
+        " os.environ['WORD'])).encode(errors='backslashreplace'))"
+    )
     h.start("", argv=[sys.executable, "-c", code, *words], environment={"WORD": words[-2]})
     await h.until_empty()
     assert h.log().read_text() == repr((words, words[-2])), h.log().read_text()
@@ -301,7 +323,12 @@ def test_an_agent_that_dies_without_listening_is_no_error_of_the_supervisor():
     with theirs:
         theirs.send(b"never read")
         ours.close()
-        argv = [sys.executable, "-m", "orchestrator.agent.node.worker_supervisor", str(theirs.fileno())]
+        argv = [
+            sys.executable,
+            "-m",
+            "orchestrator.agent.node.worker_supervisor",
+            str(theirs.fileno()),
+        ]
         supervisor = subprocess.run(
             argv, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=PATIENCE_S
         )

@@ -1,4 +1,5 @@
-"""orch_report's callbacks with the real packages: steps and losses, a save when asked, and going on from it."""
+"""orch_report's callbacks with the real packages: steps and losses, a save when asked, and going on
+from it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from .test_verbs import home, orch
 
 __all__ = ["home"]  # the fixture
 PROGRAMS = Path(__file__).parents[1] / "beds" / "programs"
-NEEDS = {"hf_trainer.py": ("transformers", "accelerate"), "lightning_trainer.py": ("pytorch_lightning",)}
+NEEDS = {
+    "hf_trainer.py": ("transformers", "accelerate"),
+    "lightning_trainer.py": ("pytorch_lightning",),
+}
 
 
 def needed(program: str) -> str:
@@ -31,7 +35,16 @@ def needed(program: str) -> str:
 @pytest.mark.parametrize("program", sorted(NEEDS))
 def test_steps_losses_a_save_when_asked_and_going_on(home, capsys, program, tmp_path):
     script = [sys.executable, needed(program)]
-    words = ["nproc=2", "backend.grace_s=120", "--json", "--", *script, "100000", str(tmp_path / "saved"), "0.02"]
+    words = [
+        "nproc=2",
+        "backend.grace_s=120",
+        "--json",
+        "--",
+        *script,
+        "100000",
+        str(tmp_path / "saved"),
+        "0.02",
+    ]
     code, out, err = orch(capsys, "submit", *words)
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
@@ -39,7 +52,10 @@ def test_steps_losses_a_save_when_asked_and_going_on(home, capsys, program, tmp_
     def live() -> dict:
         return json.loads(orch(capsys, "status", folder.run_id, "--json")[1])["live"]
 
-    wait_for(lambda: (live()["step"] or 0) >= 6 and live()["loss"] is not None, what="a loss after step 6")
+    wait_for(
+        lambda: (live()["step"] or 0) >= 6 and live()["loss"] is not None,
+        what="a loss after step 6",
+    )
     assert orch(capsys, "cancel", folder.run_id)[0] == 0
     assert wait_end(folder).state == "cancelled", folder.rank_log(0).read_text()
     step = live()["saved"]["step"]
@@ -50,23 +66,38 @@ def test_steps_losses_a_save_when_asked_and_going_on(home, capsys, program, tmp_
         ours = [line for line in lines if line["rank"] == rank]
         assert [line["step"] for line in ours] == list(range(1, step + 1))  # each once, in order
         losses.append({line["step"]: line["loss"] for line in ours if "loss" in line})
-    assert losses[0].keys() == set(range(2, step + 1, 2)) and losses[0] == losses[1]  # of the global batch
+    assert (
+        losses[0].keys() == set(range(2, step + 1, 2)) and losses[0] == losses[1]
+    )  # of the global batch
     assert orch(capsys, "resume", folder.run_id)[0] == 0
     wait_for(lambda: (live()["step"] or 0) > step, what="a step after the restart")
     assert orch(capsys, "cancel", folder.run_id)[0] == 0
     wait_end(folder)
-    starts = [line for line in folder.rank_log(0).read_text().splitlines() if line.startswith("starts from")]
+    starts = [
+        line
+        for line in folder.rank_log(0).read_text().splitlines()
+        if line.startswith("starts from")
+    ]
     assert starts[0].endswith("None") and f"{step}" in starts[1]
 
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["hf_trainer.py", pytest.param("lightning_trainer.py", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "program", ["hf_trainer.py", pytest.param("lightning_trainer.py", marks=pytest.mark.full)]
+)
 def test_outside_orch_the_callbacks_do_nothing(program, tmp_path):
-    """Both ask `orch_report.active()`: one of them is tried in every test run, an import of Lightning being costly."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ORCH_", "TORCHELASTIC"))}
+    """Both ask `orch_report.active()`: one of them is tried in every test run, an import of
+    Lightning being costly."""
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ORCH_", "TORCHELASTIC"))
+    }
     argv = [sys.executable, needed(program), "4", str(tmp_path / "saved"), "0"]
-    done = subprocess.run(argv, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        argv, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0 and "trained to 4" in done.stdout, done.stderr
     assert not list(tmp_path.glob("saved/*.ckpt"))
 
@@ -85,6 +116,8 @@ accelerator.log({"accuracy": 0.5})
     env = {**os.environ, "ORCH_REPORT_FD": str(write)}
     subprocess.run([sys.executable, "-c", code], env=env, pass_fds=[write], check=True, timeout=300)
     told = [json.loads(line) for line in os.read(read, 1 << 16).splitlines()]
-    assert [(one["step"], one["loss"], one["tokens"]) for one in told if one["kind"] == "step"] == [(3, 2.5, 64)]
+    assert [(one["step"], one["loss"], one["tokens"]) for one in told if one["kind"] == "step"] == [
+        (3, 2.5, 64)
+    ]
     os.close(read)
     os.close(write)

@@ -1,4 +1,5 @@
-"""The Python API: a program is planned, submitted, watched, ended, resumed and reported without the command line."""
+"""The Python API: a program is planned, submitted, watched, ended, resumed and reported without the
+command line."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def test_a_plan_is_that_of_the_command_line(home, capsys):
 
 
 def test_importing_orchestrator_imports_nothing_more():
-    code = "import sys, orchestrator; sys.exit(any(n.startswith(('orchestrator.', 'msgspec')) for n in sys.modules))"
+    code = (
+        "import sys, orchestrator; sys.exit(any(n.startswith(('orchestrator.', 'msgspec')) for n in"
+        " sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = orchestrator.nothing
@@ -59,7 +63,8 @@ def umask():
 
 @pytest.mark.process
 def test_the_umask_of_the_caller_stays_and_the_run_is_private(home, umask, tmp_path):
-    """Whatever is done to runs from a notebook, the files that it writes itself later can be read by others."""
+    """Whatever is done to runs from a notebook, the files that it writes itself later can be read
+    by others."""
     from orchestrator.cli.main import main
 
     here = Path("here")
@@ -82,17 +87,28 @@ def test_the_umask_of_the_caller_stays_and_the_run_is_private(home, umask, tmp_p
 
 @pytest.mark.process
 def test_what_is_to_be_said_of_a_run_is_a_warning(home):
-    with pytest.warns(UserWarning, match="2 nodes of 1 workers are simulated on this machine") as told:
-        run = orchestrator.submit_job("cluster.nodes=2", "cluster.gpus_per_node=1", command=["true"])
+    with pytest.warns(
+        UserWarning, match="2 nodes of 1 workers are simulated on this machine"
+    ) as told:
+        run = orchestrator.submit_job(
+            "cluster.nodes=2", "cluster.gpus_per_node=1", command=["true"]
+        )
     assert told[0].filename == __file__
     assert run.wait(PATIENCE_S).state == "done"
 
 
 def test_a_cancel_of_what_does_not_end_ends_itself(home, monkeypatch, capsys):
-    """A supervisor that hangs, a job that its scheduler does not let go: the command says so and returns."""
+    """A supervisor that hangs, a job that its scheduler does not let go: the command says so and
+    returns."""
     from orchestrator.cli.main import main
 
-    words = ["backend=slurm", "cluster=h100x64", "parallel=tp8", "backend.options.topology=none", "backend.grace_s=0.1"]
+    words = [
+        "backend=slurm",
+        "cluster=h100x64",
+        "parallel=tp8",
+        "backend.options.topology=none",
+        "backend.grace_s=0.1",
+    ]
     assert main(["render", "--in-place", "--run-id", "stuck", *words, "--", "sh"]) == 0
     monkeypatch.setattr(SlurmBackend, "is_alive", lambda *_: True)
     monkeypatch.setattr(SlurmBackend, "state", lambda _, folder: read_state(folder))
@@ -105,7 +121,11 @@ def test_a_cancel_of_what_does_not_end_ends_itself(home, monkeypatch, capsys):
         capsys.readouterr()
         assert main(["cancel", "stuck"]) == Exit.CAPACITY
         err = capsys.readouterr().err
-        assert "run stuck lives on" in err and "orch cancel --force stuck" in err and err.count("\n") == 1
+        assert (
+            "run stuck lives on" in err
+            and "orch cancel --force stuck" in err
+            and err.count("\n") == 1
+        )
     assert asked == [False, False]
 
 
@@ -124,7 +144,9 @@ def test_a_run_from_its_start_to_its_report(home):
     with ThreadPoolExecutor(1) as pool:
         with failing(run.folder.state):
             waiting = pool.submit(run.wait, 0.0)
-            assert futures.wait([waiting], 1.0).not_done, "a state that cannot be read ends no waiting"
+            assert futures.wait([waiting], 1.0).not_done, (
+                "a state that cannot be read ends no waiting"
+            )
         with pytest.raises(TimeoutError, match="mine-1 is running"):
             waiting.result(PATIENCE_S)
     with pytest.raises(orchestrator.OrchError, match="cancel it first"):

@@ -1,4 +1,5 @@
-"""What every backend does, held against the one of this machine and against one of another package."""
+"""What every backend does, held against the one of this machine and against one of another
+package."""
 
 from __future__ import annotations
 
@@ -76,8 +77,12 @@ class Here(Orch):
         argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
         again = self._worker_variables if words[0] == "resume" else {}
         env = {**os.environ, **paths, **again, **(env or {})}
-        done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd=self.home, timeout=timeout)
-        assert code is None or done.returncode == code, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        done = subprocess.run(
+            argv, capture_output=True, text=True, env=env, cwd=self.home, timeout=timeout
+        )
+        assert code is None or done.returncode == code, (
+            f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         return done
 
 
@@ -112,11 +117,18 @@ def test_a_failure_of_the_program_is_the_runs(backend, runs):
 def test_what_it_cannot_run_is_refused_before_there_is_a_folder(backend, runs):
     for change, exit, why in (
         ({"device": "cuda", "nodes": 9}, Exit.CAPACITY, "GPU"),
-        ({"backend_options": {"nicee": 1}}, Exit.CONFIG, r"backend\.options\.nicee is not an option"),
+        (
+            {"backend_options": {"nicee": 1}},
+            Exit.CONFIG,
+            r"backend\.options\.nicee is not an option",
+        ),
     ):
         one = bundle(backend, runs)
         one = msgspec.structs.replace(one, request=msgspec.structs.replace(one.request, **change))
-        for refuse in (lambda sent=one: backend.check(sent.request), lambda sent=one: backend.submit(sent, os.environ)):
+        for refuse in (
+            lambda sent=one: backend.check(sent.request),
+            lambda sent=one: backend.submit(sent, os.environ),
+        ):
             with pytest.raises(OrchError, match=why) as refused:
                 refuse()
             assert refused.value.exit == exit
@@ -141,13 +153,27 @@ def test_an_option_of_the_wrong_kind_is_named(backend, runs):
     assert refused.value.exit == Exit.CONFIG
 
 
-def test_other_packages_are_known_by_name_and_refused_when_they_are_no_backend(installed, tmp_path, capsys):
+def test_other_packages_are_known_by_name_and_refused_when_they_are_no_backend(
+    installed, tmp_path, capsys
+):
     assert backend_names() == [*BUILT_IN, "spawn"]
-    with pytest.raises(OrchError, match=r"unknown backend 'spwan'; did you mean 'spawn'\? choices: local, .*spawn"):
+    with pytest.raises(
+        OrchError, match=r"unknown backend 'spwan'; did you mean 'spawn'\? choices: local, .*spawn"
+    ):
         get_backend("spwan")
-    words = ["+cluster=local", "parallel=dp2_zero1", "cluster.nodes=1", "cluster.gpus_per_node=2", "backend.name=spawn"]
+    words = [
+        "+cluster=local",
+        "parallel=dp2_zero1",
+        "cluster.nodes=1",
+        "cluster.gpus_per_node=2",
+        "backend.name=spawn",
+    ]
     assert main(["submit", "--dry-run", *words]) == 0 and "spawn://" in capsys.readouterr().out
-    for value in ("tests.beds.plans:make_plan", "tests.nowhere:X", "orchestrator.backends.base:Backend"):
+    for value in (
+        "tests.beds.plans:make_plan",
+        "tests.nowhere:X",
+        "orchestrator.backends.base:Backend",
+    ):
         (tmp_path / "site" / "spawn_backend-1.dist-info" / "entry_points.txt").write_text(
             f"[orch.backends]\nspawn = {value}\n"
         )

@@ -1,4 +1,5 @@
-"""Packages of other people called `trainer` or `orchestrator`, on PYTHONPATH and in the working folder, run nothing."""
+"""Packages of other people called `trainer` or `orchestrator`, on PYTHONPATH and in the working
+folder, run nothing."""
 
 from __future__ import annotations
 
@@ -27,12 +28,16 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def theirs(tmp_path, monkeypatch) -> Path:
-    """The working folder, which is on PYTHONPATH as well. Whatever is imported from it leaves a trace."""
+    """The working folder, which is on PYTHONPATH as well. Whatever is imported from it leaves a
+    trace."""
     folder = tmp_path / "theirs"
     for package in ("trainer", "orchestrator"):
         (folder / package).mkdir(parents=True)
         for name in ("__init__.py", "__main__.py", "preload.py"):
-            trace = f"open({str(tmp_path / 'hijacked')!r}, 'a').write(__name__)\nraise SystemExit('theirs')\n"
+            trace = (
+                f"open({str(tmp_path / 'hijacked')!r}, 'a').write(__name__)\nraise"
+                " SystemExit('theirs')\n"
+            )
             (folder / package / name).write_text(trace)
     (folder / "theirs_alone.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -41,7 +46,14 @@ def theirs(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_bundled_trainer_runs_where_others_have_packages_of_its_name(theirs, tmp_path, corpus):
-    plan = make_plan(dp=2, nodes=1, steps=2, seq_len=32, data_paths=[str(corpus)], cache_dir=str(tmp_path / "cache"))
+    plan = make_plan(
+        dp=2,
+        nodes=1,
+        steps=2,
+        seq_len=32,
+        data_paths=[str(corpus)],
+        cache_dir=str(tmp_path / "cache"),
+    )
     bundle = make_bundle(plan, tmp_path / "runs", command=(), names=("PATH", "HOME", "PYTHONPATH"))
     LocalBackend().submit(bundle, os.environ)
     folder = RunFolder(tmp_path / "runs" / "test-run")
@@ -51,13 +63,19 @@ def test_the_bundled_trainer_runs_where_others_have_packages_of_its_name(theirs,
 
 
 @pytest.mark.parametrize("module", ["trainer.export", "orchestrator.backends.local.supervisor"])
-def test_our_modules_are_found_by_location_and_all_others_by_the_users_paths(theirs, tmp_path, module):
+def test_our_modules_are_found_by_location_and_all_others_by_the_users_paths(
+    theirs, tmp_path, module
+):
     done = subprocess.run([*start.command(module), "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and module in done.stdout.split("\n")[0], done
-    by_name = subprocess.run([sys.executable, "-m", module.split(".")[0]], capture_output=True, text=True)
+    by_name = subprocess.run(
+        [sys.executable, "-m", module.split(".")[0]], capture_output=True, text=True
+    )
     assert by_name.stderr == "theirs\n"  # the trap works
     (tmp_path / "hijacked").unlink()
-    done = subprocess.run([sys.executable, "-P", str(start.FILE), "theirs_alone"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-P", str(start.FILE), "theirs_alone"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -66,7 +84,9 @@ def test_a_copy_of_our_code_is_preferred_where_there_is_one(tmp_path):
     assert own[:2] == [sys.executable, "-P"] and own[2] == str(start.FILE)
     assert start.command("trainer", [str(tmp_path)]) == own
     (tmp_path / "orch_start.py").write_text("")
-    assert start.command("trainer", ["/nowhere", str(tmp_path)])[2] == str(tmp_path / "orch_start.py")
+    assert start.command("trainer", ["/nowhere", str(tmp_path)])[2] == str(
+        tmp_path / "orch_start.py"
+    )
 
 
 def test_the_command_orch_and_the_first_process_of_a_job_and_a_pod_are_ours(theirs, tmp_path):
@@ -74,10 +94,17 @@ def test_the_command_orch_and_the_first_process_of_a_job_and_a_pod_are_ours(thei
     if not script.is_file():
         pytest.skip(f"orch is not installed beside {sys.executable}")
     job = JobScript(
-        run_id="r", run_dir="/r", plan=make_plan(), options=SlurmOptions(), python=sys.executable, export=()
+        run_id="r",
+        run_dir="/r",
+        plan=make_plan(),
+        options=SlurmOptions(),
+        python=sys.executable,
+        export=(),
     )
     (place,) = re.findall(r"^(.* orchestrator.slurm.task) place", render(job), re.MULTILINE)
-    *pod, task = _container(job.plan, KubernetesOptions(image="i", python=sys.executable))["command"]
+    *pod, task = _container(job.plan, KubernetesOptions(image="i", python=sys.executable))[
+        "command"
+    ]
     assert task == "orchestrator.kubernetes.task"  # process 1 of a container: it takes no --help
     drilled = node_command.arguments(str(tmp_path), 1, "kill_worker", 0, 1.0, 0.0, 1.0)
     for argv, said in (

@@ -1,4 +1,5 @@
-"""Clusters in network namespaces: real namespaces, bridges and shaped links, where root and iproute2 are there."""
+"""Clusters in network namespaces: real namespaces, bridges and shaped links, where root and
+iproute2 are there."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def network(nodes: int = 2, mbit: float = 16, leaves: int = 1, uplink: float = 1
     """`nodes` nodes, spread over `leaves` leaf switches, with one link each."""
     share = nodes // leaves
     leaf = tuple(tuple(range(i * share, (i + 1) * share)) for i in range(leaves))
-    built = Network(Wiring(tuple("abcdefgh"[:nodes]), mbit * 1e6 / 8, (leaf, (tuple(range(nodes)),)), (uplink, 1.0)))
+    built = Network(
+        Wiring(
+            tuple("abcdefgh"[:nodes]), mbit * 1e6 / 8, (leaf, (tuple(range(nodes)),)), (uplink, 1.0)
+        )
+    )
     try:
         yield built
     finally:
@@ -46,7 +51,8 @@ def network(nodes: int = 2, mbit: float = 16, leaves: int = 1, uplink: float = 1
 
 
 def on(net: Network, node: str, code: str, *words: str) -> subprocess.Popen:
-    """A Python process on a node; `code` finds `words` in `sys.argv[1:]` and may use socket and time."""
+    """A Python process on a node; `code` finds `words` in `sys.argv[1:]` and may use socket and
+    time."""
     argv = [sys.executable, "-S", "-c", f"import socket, sys, time\n{code}", *words]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(argv, **pipes, preexec_fn=net.enter(node))
@@ -76,7 +82,9 @@ def transfers(net: Network, pairs: list[tuple[str, str]], size: int) -> list[flo
     receivers = [on(net, target, RECEIVE, net.wiring.address(target), "1") for _, target in pairs]
     for receiver in receivers:
         assert receiver.stdout.readline() == "ready\n"
-    senders = [on(net, source, SEND, net.wiring.address(target), str(size)) for source, target in pairs]
+    senders = [
+        on(net, source, SEND, net.wiring.address(target), str(size)) for source, target in pairs
+    ]
     for sender in senders:
         assert sender.stdout.readline() == "ready\n"
     for sender in senders:
@@ -91,8 +99,8 @@ def transfers(net: Network, pairs: list[tuple[str, str]], size: int) -> list[flo
 
 
 def slowest(net: Network, pairs: list[tuple[str, str]], size: int, hoped_s: float) -> float:
-    """Seconds of the slowest transfer, tried again while it takes longer than hoped: a machine that stands still makes
-    a line slow, nothing makes one fast."""
+    """Seconds of the slowest transfer, tried again while it takes longer than hoped: a machine that
+    stands still makes a line slow, nothing makes one fast."""
     for _ in range(5):
         if (found := max(transfers(net, pairs, size))) < hoped_s:
             break
@@ -123,7 +131,9 @@ def test_options_that_are_wrong_are_named(options, says, tmp_path):
 
 
 def test_without_iproute2_one_line_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    monkeypatch.setattr(
+        namespaces.shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}"
+    )
     with pytest.raises(OrchError, match=r"needs root and iproute2.*no tc on PATH") as refused:
         namespaces.check()
     assert refused.value.exit == Exit.CAPACITY
@@ -139,7 +149,11 @@ def test_without_root_one_line_says_so():
             os.setuid(65534)
             namespaces.check()
         except OrchError as error:
-            code = int(error.exit) if "needs root" in error.message and "permitted" in error.message else 2
+            code = (
+                int(error.exit)
+                if "needs root" in error.message and "permitted" in error.message
+                else 2
+            )
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == Exit.CAPACITY
@@ -179,13 +193,20 @@ while True:
 """
         with network() as net:
             hosts = [net.wiring.address("a"), net.wiring.address("b")]
-            near, far = on(net, "a", ping, *hosts), on(net, "b", ping, *reversed(hosts))
+            near = on(net, "a", ping, *hosts)
+            far = on(net, "b", ping, *reversed(hosts))
             try:
                 said = iter(near.stdout.readline, "")
-                for state, act in (("ping", None), ("silence", namespaces.cut), ("ping", namespaces.heal)):
+                for state, act in (
+                    ("ping", None),
+                    ("silence", namespaces.cut),
+                    ("ping", namespaces.heal),
+                ):
                     if act:
                         act([os.getpid()], net.switches, 1)
-                    assert any(line.strip() == state for line, _ in zip(said, range(1000), strict=False)), state
+                    assert any(
+                        line.strip() == state for line, _ in zip(said, range(1000), strict=False)
+                    ), state
             finally:
                 for process in (near, far):
                     process.kill()
@@ -197,7 +218,11 @@ while True:
             assert left.stdout.readline() == "here\n"
             assert "eth0" in Path(f"/proc/{left.pid}/net/dev").read_text()
         try:  # a process that outlives its run keeps an empty namespace, not a link
-            wait_for(lambda: "eth0" not in Path(f"/proc/{left.pid}/net/dev").read_text(), 120, "removal of the link")
+            wait_for(
+                lambda: "eth0" not in Path(f"/proc/{left.pid}/net/dev").read_text(),
+                120,
+                "removal of the link",
+            )
         finally:
             left.kill()
             left.communicate()
@@ -208,11 +233,18 @@ class TestRuns:
 
     def test_two_at_once_with_the_same_addresses_and_nothing_of_them_on_the_host(self, runs):
         before = {name for _, name in socket.if_nameindex()}
-        two = [submit(make_plan(dp=4, nodes=2), runs, run_id=name, env=LONG, backend=SHAPED) for name in ("one", "two")]
+        two = [
+            submit(make_plan(dp=4, nodes=2), runs, run_id=name, env=LONG, backend=SHAPED)
+            for name in ("one", "two")
+        ]
         for folder in two:
             wait_step(folder, 3, timeout_s=120)
         records = [read_record(folder, LocalRecord) for folder in two]
-        homes = {os.stat(f"/proc/{pid}/ns/net").st_ino for record in records for pid in record.agents.values()}
+        homes = {
+            os.stat(f"/proc/{pid}/ns/net").st_ino
+            for record in records
+            for pid in record.agents.values()
+        }
         assert len(homes) == 4 and os.stat("/proc/self/ns/net").st_ino not in homes
         coordinators = [json.loads(folder.coordinator.read_text())["host"] for folder in two]
         assert coordinators == ["10.0.0.1", "10.0.0.1"]
@@ -248,7 +280,9 @@ class TestRuns:
         bundle = make_bundle(make_plan(dp=4, nodes=2), runs, backend=SHAPED)
         tools = tmp_path / "bin"  # a `tc` that only the supervisor finds
         tools.mkdir()
-        (tools / "tc").write_text("#!/bin/sh\necho 'RTNETLINK answers: Operation not supported' >&2\nexit 1\n")
+        (tools / "tc").write_text(
+            "#!/bin/sh\necho 'RTNETLINK answers: Operation not supported' >&2\nexit 1\n"
+        )
         (tools / "tc").chmod(0o755)
         LocalBackend().submit(bundle, os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"})
         state = wait_end(RunFolder(runs / "test-run"), 120)

@@ -1,4 +1,5 @@
-"""A user's program from the command line: a job of its own kind, without anything of a model that it does not train."""
+"""A user's program from the command line: a job of its own kind, without anything of a model that
+it does not train."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ __all__ = ["home"]  # the fixture
 
 @pytest.mark.process
 def test_a_program_needs_no_model_and_is_told_of_none(home, capsys):
-    """Five ranks on two nodes, which are no multiple of anything. Nothing that is shown or kept of the run names a
-    model, a batch, a memory or a rate; where progress is unknown, it says so."""
-    program("import os; print('rank', *(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'GROUP_WORLD_SIZE')))")
+    """Five ranks on two nodes, which are no multiple of anything. Nothing that is shown or kept of
+    the run names a model, a batch, a memory or a rate; where progress is unknown, it says so."""
+    program(
+        "import os; print('rank', *(os.environ[name] for name in ('RANK', 'WORLD_SIZE',"
+        " 'GROUP_WORLD_SIZE')))"
+    )
     code, out, err = orch(capsys, "submit", "nproc=5", "--json", "--", "python", "my_train.py")
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
@@ -41,7 +45,10 @@ def test_a_program_needs_no_model_and_is_told_of_none(home, capsys):
     assert "progress    unknown" in pages["status", False]
     assert json.loads(pages["status", True])["goodput"]["ettr"] is None
     report = json.loads(pages["report", True])
-    assert report["step_s"]["planned"] is None and report["mfu"] == {"planned": None, "measured": None}
+    assert report["step_s"]["planned"] is None and report["mfu"] == {
+        "planned": None,
+        "measured": None,
+    }
     assert not report["memory"]
     for word in ("tiny", "ETTR", "MFU", "stdlib"):
         for (verb, as_json), text in pages.items():
@@ -60,7 +67,9 @@ os.listdir = lambda path=".": real(path) + ([f"nvidia{index}" for index in range
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("mine", "seen"), [(None, ["0,1", "2,3"]), ("3,1,2,0", ["3,1", "2,0"]), ("", ["", ""])])
+@pytest.mark.parametrize(
+    ("mine", "seen"), [(None, ["0,1", "2,3"]), ("3,1,2,0", ["3,1", "2,0"]), ("", ["", ""])]
+)
 def test_each_simulated_node_has_gpus_of_its_own(home, capsys, monkeypatch, mine, seen):
     Path("sitecustomize.py").write_text(FOUR_GPUS)
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
@@ -68,7 +77,9 @@ def test_each_simulated_node_has_gpus_of_its_own(home, capsys, monkeypatch, mine
     if mine is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
     monkeypatch.setattr(gpus, "gpus_here", lambda: 4)
-    program("import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['LOCAL_RANK'], sep=':')")
+    program(
+        "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['LOCAL_RANK'], sep=':')"
+    )
     code, _, err = orch(capsys, "run", "--nnodes", "2", "--nproc-per-node", "2", "my_train.py")
     assert code == 0, err
     assert "orch: 2 nodes of 2 workers are simulated on this machine" in err
@@ -83,8 +94,12 @@ def test_the_dry_run_of_a_program_names_nothing_of_a_model(home, capsys):
     assert "Plan of a program" in out and "tp=2  dp=4" in out
     for word in ("tiny", "MFU", "Memory", "tokens", "stdlib", "adamw"):
         assert word not in out, word
-    _, judged, _ = orch(capsys, "submit", "model=tiny", "parallel=tp2", "--dry-run", "--", "python", "my_train.py")
-    assert "MFU" in judged and "tiny" in judged  # a program is judged by the model that is named for it
+    _, judged, _ = orch(
+        capsys, "submit", "model=tiny", "parallel=tp2", "--dry-run", "--", "python", "my_train.py"
+    )
+    assert (
+        "MFU" in judged and "tiny" in judged
+    )  # a program is judged by the model that is named for it
 
 
 def test_the_run_is_named_by_what_it_runs(home, capsys):
@@ -106,7 +121,9 @@ def test_the_run_is_named_by_what_it_runs(home, capsys):
     for command, name in named.items():
         _, out, _ = orch(capsys, "submit", "nproc=1", "--dry-run", "--json", "--", *command)
         assert json.loads(out)["run_id"].startswith(name), command
-    _, out, _ = orch(capsys, "submit", "nproc=1", "run.name=mine", "--dry-run", "--json", "--", "/bin/echo")
+    _, out, _ = orch(
+        capsys, "submit", "nproc=1", "run.name=mine", "--dry-run", "--json", "--", "/bin/echo"
+    )
     assert json.loads(out)["run_id"].startswith("mine-")
 
 
@@ -125,10 +142,13 @@ OTHERWISE = {
 @pytest.mark.process
 @pytest.mark.slow
 def test_the_environment_is_torchrun_s_variable_by_variable(home, capsys, monkeypatch):
-    """Two workers on one node under both launchers; all of torchrun's variables are there, those that are not the
-    launcher's own to choose with the same values. What the user has set stays."""
+    """Two workers on one node under both launchers; all of torchrun's variables are there, those
+    that are not the launcher's own to choose with the same values. What the user has set stays."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    dump = program("import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))")
+    dump = program(
+        "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'],"
+        " 'w'))"
+    )
 
     def told(who: str) -> dict[str, dict[str, str]]:
         return {rank: json.loads(Path(who + rank).read_text()) for rank in ("0", "1")}
@@ -139,10 +159,22 @@ def test_the_environment_is_torchrun_s_variable_by_variable(home, capsys, monkey
         assert wait_end(RunFolder(Path(json.loads(out)["run_dir"]))).state == "done"
         return told(who)
 
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", dump, "theirs"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        dump,
+        "theirs",
+    ]
     subprocess.run(torchrun, capture_output=True, timeout=300, check=True)
-    theirs, ours = told("theirs"), submitted("ours")
-    launchers = {name for name in theirs["0"] if name not in {*os.environ, "COLUMNS", "LINES", "LC_CTYPE"}}
+    theirs = told("theirs")
+    ours = submitted("ours")
+    launchers = {
+        name for name in theirs["0"] if name not in {*os.environ, "COLUMNS", "LINES", "LC_CTYPE"}
+    }
     assert launchers >= {"RANK", "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS", *OTHERWISE}
     for rank in ("0", "1"):
         for name in launchers:
@@ -157,9 +189,9 @@ def test_the_environment_is_torchrun_s_variable_by_variable(home, capsys, monkey
 @pytest.mark.process
 @pytest.mark.slow
 def test_orch_run_is_a_drop_in_for_torchrun(home, capsys):
-    """The same script under both: exit codes, what it prints, and files that it writes into the folder."""
-    script = program(
-        """
+    """The same script under both: exit codes, what it prints, and files that it writes into the
+    folder."""
+    script = program("""
         import os, pathlib, sys, time
         rank, (who, code) = os.environ["RANK"], sys.argv[1:]
         os.write(1, f"hello from {rank}\\n".encode())  # one write: torchrun's ranks share a pipe, print may write twice
@@ -168,35 +200,54 @@ def test_orch_run_is_a_drop_in_for_torchrun(home, capsys):
         while not (first.exists() and first.read_text()):
             time.sleep(0.01)
         sys.exit(int(code) if rank == "1" else 0)
-        """
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        """)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     orch_run = [sys.executable, "-m", "orchestrator", "run", "--nproc-per-node", "2"]
     for code in (0, 7):
-        theirs = subprocess.run([*torchrun, script, "t", str(code)], capture_output=True, text=True, timeout=300)
-        ours = subprocess.run([*orch_run, script, "o", str(code)], capture_output=True, text=True, timeout=300)
+        theirs = subprocess.run(
+            [*torchrun, script, "t", str(code)], capture_output=True, text=True, timeout=300
+        )
+        ours = subprocess.run(
+            [*orch_run, script, "o", str(code)], capture_output=True, text=True, timeout=300
+        )
         assert bool(theirs.returncode) == bool(ours.returncode) == bool(code)
-        said = {line.partition("] ")[2] for line in ours.stdout.splitlines() if line.startswith("[rank ")}
-        assert said >= {line for line in theirs.stdout.splitlines() if line.startswith("hello")} != set()
+        said = {
+            line.partition("] ")[2]
+            for line in ours.stdout.splitlines()
+            if line.startswith("[rank ")
+        }
+        assert (
+            said
+            >= {line for line in theirs.stdout.splitlines() if line.startswith("hello")}
+            != set()
+        )
         for rank in range(2):
-            ours_wrote, theirs_wrote = (Path(f"out-{who}-{code}-{rank}.txt").read_text() for who in "ot")
+            ours_wrote, theirs_wrote = (
+                Path(f"out-{who}-{code}-{rank}.txt").read_text() for who in "ot"
+            )
             assert ours_wrote == theirs_wrote == "2"
     assert "rank 1" in ours.stdout and "First cause" in ours.stdout
 
 
 @pytest.mark.process
 def test_following_a_program_shows_what_its_ranks_print_and_its_faults(home, capsys):
-    """Rank 1 dies in the first epoch: its lines, the first cause, and the lines of the second epoch are one view."""
-    script = program(
-        """
+    """Rank 1 dies in the first epoch: its lines, the first cause, and the lines of the second epoch
+    are one view."""
+    script = program("""
         import os, sys, time
         epoch = os.environ["TORCHELASTIC_RESTART_COUNT"]
         print("epoch", epoch, flush=True)
         if epoch == "0":
             time.sleep(0.2)
             sys.exit(5 if os.environ["RANK"] == "1" else time.sleep(60))
-        """
-    )
+        """)
     code, out, _ = orch(capsys, "submit", "nproc=2", "--follow", "--", "python", script)
     assert code == 0
     for rank in (0, 1):

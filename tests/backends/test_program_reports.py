@@ -1,4 +1,5 @@
-"""Programs that report with `orch_report`: progress, goodput, a save before the end, and the plan's mesh."""
+"""Programs that report with `orch_report`: progress, goodput, a save before the end, and the plan's
+mesh."""
 
 from __future__ import annotations
 
@@ -38,9 +39,16 @@ def test_reports_give_progress_goodput_and_a_save_before_the_end(home, capsys):
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
 
     def steps() -> list[int]:
-        lines = folder.metrics("node-0").read_text().splitlines() if folder.metrics("node-0").exists() else []
+        lines = (
+            folder.metrics("node-0").read_text().splitlines()
+            if folder.metrics("node-0").exists()
+            else []
+        )
         found = [json.loads(line) for line in lines]
-        return [max((line["step"] for line in found if line["rank"] == rank), default=0) for rank in range(2)]
+        return [
+            max((line["step"] for line in found if line["rank"] == rank), default=0)
+            for rank in range(2)
+        ]
 
     wait_for(lambda: min(steps()) >= 3, what="step 3 of both")
     found = status(capsys, folder)
@@ -113,18 +121,27 @@ def test_a_descriptor_that_is_not_the_agent_s_pipe_is_never_written_to(tmp_path,
     """`late`: the program itself closes its descriptors after it has imported orch_report."""
     first = ("import orch_report", WITHOUT_THE_PIPE[how])
     order = first if late else reversed(first)
-    code = "; ".join(["import os", *order, "orch_report.report(step=5)", "assert not orch_report.active()"])
+    code = "; ".join(
+        ["import os", *order, "orch_report.report(step=5)", "assert not orch_report.active()"]
+    )
     assert reports_of(code, tmp_path) == []
     assert not (tmp_path / "mine").exists() or (tmp_path / "mine").read_bytes() == b""
 
 
 @pytest.mark.parametrize(
     "child",
-    ["os.system(again)", "subprocess.run(again, shell=True, close_fds=False)", "os.fork() or report(step=9)"],
+    [
+        "os.system(again)",
+        "subprocess.run(again, shell=True, close_fds=False)",
+        "os.fork() or report(step=9)",
+    ],
 )
 def test_children_of_the_process_that_reports_are_silent_though_they_have_its_pipe(tmp_path, child):
     again = f"{sys.executable} -c 'import orch_report; orch_report.report(step=9)'"
-    code = f"import os, subprocess; from orch_report import report; again = {again!r}; report(step=1); {child}"
+    code = (
+        f"import os, subprocess; from orch_report import report; again = {again!r}; report(step=1);"
+        f" {child}"
+    )
     assert [line["step"] for line in reports_of(code, tmp_path)] == [1, 1]
 
 
@@ -169,7 +186,8 @@ def reports_of(code: str, folder: Path, more: dict[str, str] | None = None) -> l
 
 @pytest.mark.process
 def test_a_child_of_a_worker_does_not_write_into_its_own_files(home, capsys):
-    """The pipe is the worker's: `subprocess` closes it, so the child's third descriptor is a file of the child's."""
+    """The pipe is the worker's: `subprocess` closes it, so the child's third descriptor is a file
+    of the child's."""
     (Path.cwd() / "child.py").write_text(
         "import orch_report\n"
         "with open('mine', 'w') as file:\n"
@@ -194,11 +212,23 @@ def test_a_child_of_a_worker_does_not_write_into_its_own_files(home, capsys):
 @pytest.mark.process
 @pytest.mark.slow
 def test_fsdp_and_tensor_parallelism_over_the_plan_s_mesh(home, capsys):
-    """tp 2 x dp 2 by our mesh gives the losses of dp 2 under torchrun: the same sums, another layout."""
+    """tp 2 x dp 2 by our mesh gives the losses of dp 2 under torchrun: the same sums, another
+    layout."""
     script = str(PROGRAMS / "fsdp_tp.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "4"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        script,
+        "4",
+    ]
     done = subprocess.run(torchrun, capture_output=True, text=True, timeout=PATIENCE_S)
-    theirs = done.stdout.splitlines()  # how torchrun ends is its own: threads of torch may abort at a process' end
+    theirs = (
+        done.stdout.splitlines()
+    )  # how torchrun ends is its own: threads of torch may abort at a process' end
     assert sum(line.startswith("step") for line in theirs) == 4, done.stderr
     words = ["cluster.gpus_per_node=2", "parallel=tp2", "--json", "--", sys.executable, script, "4"]
     code, out, err = orch(capsys, "submit", *words)
@@ -206,6 +236,9 @@ def test_fsdp_and_tensor_parallelism_over_the_plan_s_mesh(home, capsys):
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     assert wait_end(folder).state == "done", folder.rank_log(0).read_text()
     ours = [line for line in folder.rank_log(0).read_text().splitlines() if line.startswith("step")]
-    losses = [[float(line.split()[-1]) for line in lines if line.startswith("step")] for lines in (ours, theirs)]
+    losses = [
+        [float(line.split()[-1]) for line in lines if line.startswith("step")]
+        for lines in (ours, theirs)
+    ]
     assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], abs=2e-5)
     assert status(capsys, folder)["live"]["loss"] == pytest.approx(losses[0][-1], abs=1e-5)

@@ -1,4 +1,5 @@
-"""Which variables of the shell a program gets: all on this machine, elsewhere those of a list; which not, is said."""
+"""Which variables of the shell a program gets: all on this machine, elsewhere those of a list;
+which not, is said."""
 
 from __future__ import annotations
 
@@ -28,13 +29,24 @@ __all__ = ["home"]  # the fixture
 
 SLURM = ("backend=slurm", "backend.options.topology=none", "cluster=h100x64", "parallel=tp8")
 PROGRAM = ("--", "python", "my_train.py")
-SHELL = ["WANDB_MODE", "WANDB_API_KEY", "DATA", "HF_TOKEN", "BASH_FUNC_module%%", "PWD", "RANK", "ORCH_HOME", "A\nB"]
+SHELL = [
+    "WANDB_MODE",
+    "WANDB_API_KEY",
+    "DATA",
+    "HF_TOKEN",
+    "BASH_FUNC_module%%",
+    "PWD",
+    "RANK",
+    "ORCH_HOME",
+    "A\nB",
+]
 
 ALLOW = [word for name in PINS for word in ("--allow", name)]
 
 
 def written_pins(folder: RunFolder) -> list[Path]:
-    """What a trainer remembers of the run, which a resume that is allowed to go on without forgets."""
+    """What a trainer remembers of the run, which a resume that is allowed to go on without
+    forgets."""
     pins = [pin_file(folder.path, name) for name in PINS.values()]
     pins[0].parent.mkdir()
     for pin in pins:
@@ -43,11 +55,15 @@ def written_pins(folder: RunFolder) -> list[Path]:
 
 
 @pytest.mark.process
-def test_on_this_machine_a_program_has_every_variable_and_no_value_is_written_down(home, capsys, monkeypatch):
+def test_on_this_machine_a_program_has_every_variable_and_no_value_is_written_down(
+    home, capsys, monkeypatch
+):
     monkeypatch.setenv("MY_DATA", "/data/of-mine")
     monkeypatch.setenv("HF_TOKEN", "hf_never-in-a-file")
     monkeypatch.setenv("RANK", "99")
-    program("import os; print(os.environ['MY_DATA'], len(os.environ['HF_TOKEN']), os.environ['RANK'])")
+    program(
+        "import os; print(os.environ['MY_DATA'], len(os.environ['HF_TOKEN']), os.environ['RANK'])"
+    )
     code, out, err = orch(capsys, "submit", "nproc=1", "--json", "--", "python", "my_train.py")
     assert code == 0, err
     assert "not passed on" not in err
@@ -55,18 +71,27 @@ def test_on_this_machine_a_program_has_every_variable_and_no_value_is_written_do
     assert wait_end(folder).state == "done"
     assert folder.rank_log(0).read_text().split("\n")[-2] == "/data/of-mine 18 0"
     kept = [path for path in Path(home).rglob("*") if path.is_file()]
-    assert len(kept) > 5 and not [path for path in kept if b"hf_never-in-a-file" in path.read_bytes()]
+    assert len(kept) > 5 and not [
+        path for path in kept if b"hf_never-in-a-file" in path.read_bytes()
+    ]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("asked", [["--env", "LR", "--env", "MY_TOKEN"], ["backend.pass_env=[LR,MY_*,MY_TOKEN]"]])
+@pytest.mark.parametrize(
+    "asked", [["--env", "LR", "--env", "MY_TOKEN"], ["backend.pass_env=[LR,MY_*,MY_TOKEN]"]]
+)
 def test_a_resume_without_a_variable_that_was_asked_for_is_refused_and_changes_nothing(
     home, capsys, monkeypatch, asked
 ):
     for name, value in (("LR", "1e-4"), ("MY_TOKEN", "hush"), ("MY_OTHER", "x")):
         monkeypatch.setenv(name, value)
-    program("import os, sys; print(os.environ['LR'], os.environ['MY_TOKEN']); sys.exit(not os.path.exists('go'))")
-    code, out, err = orch(capsys, "submit", "nproc=1", *asked, "backend.max_restarts=0", "--json", *PROGRAM)
+    program(
+        "import os, sys; print(os.environ['LR'], os.environ['MY_TOKEN']); sys.exit(not"
+        " os.path.exists('go'))"
+    )
+    code, out, err = orch(
+        capsys, "submit", "nproc=1", *asked, "backend.max_restarts=0", "--json", *PROGRAM
+    )
     assert code == 0, err
     folder = RunFolder(Path(json.loads(out)["run_dir"]))
     before = wait_end(folder)
@@ -84,7 +109,9 @@ def test_a_resume_without_a_variable_that_was_asked_for_is_refused_and_changes_n
     Path("go").touch()
     monkeypatch.setenv("LR", "")
     assert orch(capsys, "resume", folder.run_id, "--follow", *ALLOW)[0] == 0
-    assert folder.rank_log(0).read_text().splitlines()[-1] == " hush" and not list(folder.path.glob("pins/*"))
+    assert folder.rank_log(0).read_text().splitlines()[-1] == " hush" and not list(
+        folder.path.glob("pins/*")
+    )
 
 
 def test_every_backend_asks_for_them_before_it_ends_anything(home, capsys, monkeypatch):
@@ -102,7 +129,11 @@ def test_every_backend_asks_for_them_before_it_ends_anything(home, capsys, monke
     for backend in (SlurmBackend, KubernetesBackend):
         monkeypatch.setattr(backend, "is_alive", lambda *_: False)
         monkeypatch.setattr(backend, "state", lambda _, folder: read_state(folder))
-    for verb in (["resume", "slurm", *ALLOW], ["resume", "kubernetes", *ALLOW], ["resize", "kubernetes", "1"]):
+    for verb in (
+        ["resume", "slurm", *ALLOW],
+        ["resume", "kubernetes", *ALLOW],
+        ["resize", "kubernetes", "1"],
+    ):
         kept = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
         code, _, err = orch(capsys, *verb)
         assert code == 65 and "--env LR, not set in this shell" in err, verb
@@ -112,7 +143,10 @@ def test_every_backend_asks_for_them_before_it_ends_anything(home, capsys, monke
 @pytest.mark.process
 def test_a_resize_asks_for_them_where_no_supervisor_has_them(home, capsys, monkeypatch):
     monkeypatch.setenv("LR", "1e-4")
-    program("import os, time; print(os.environ['LR'], os.environ['WORLD_SIZE'], flush=True); time.sleep(3600)")
+    program(
+        "import os, time; print(os.environ['LR'], os.environ['WORLD_SIZE'], flush=True);"
+        " time.sleep(3600)"
+    )
     words = ["nodes=1..2", "cluster.nodes=2", "cluster.gpus_per_node=1", "--env", "LR", "--json"]
     code, out, err = orch(capsys, "submit", *words, *PROGRAM)
     assert code == 0, err
@@ -146,7 +180,8 @@ def slurm(request, shell, monkeypatch):
 
 
 def kubernetes(request, shell, monkeypatch):
-    """What the agent of a pod finds, which has the variables that were passed on from the run's Secret."""
+    """What the agent of a pod finds, which has the variables that were passed on from the run's
+    Secret."""
     found = {}
     passed = {name: shell[name] for name in request.environment.names if name in shell}
     given = SimpleNamespace(request=in_pods(request), environment=passed, key=b"")
@@ -157,21 +192,32 @@ def kubernetes(request, shell, monkeypatch):
         pod.setattr(os, "environ", dict(os.environ))
         pod.setattr(agent, "main", lambda *_, **__: found.update(os.environ) or 0)
         end = SimpleNamespace(close=lambda: None, led=False)
-        run_agent(SimpleNamespace(path="/"), SimpleNamespace(address="::"), given, "node-0", end, "here")
+        run_agent(
+            SimpleNamespace(path="/"), SimpleNamespace(address="::"), given, "node-0", end, "here"
+        )
     return found
 
 
 def in_pods(request):
-    pods = msgspec.structs.replace(request.environment, names=[], path_first=[], python_path_first=[])
+    pods = msgspec.structs.replace(
+        request.environment, names=[], path_first=[], python_path_first=[]
+    )
     return msgspec.structs.replace(request, environment=pods)
 
 
 @pytest.mark.parametrize("backend", [local, slurm, kubernetes])
 @pytest.mark.parametrize(
     "mine",
-    [{}, {"OMP_NUM_THREADS": "8"}, {"OMP_NUM_THREADS": ""}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}],
+    [
+        {},
+        {"OMP_NUM_THREADS": "8"},
+        {"OMP_NUM_THREADS": ""},
+        {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"},
+    ],
 )
-def test_a_program_gets_torchrun_s_defaults_and_what_the_user_set_stays(home, capsys, monkeypatch, backend, mine):
+def test_a_program_gets_torchrun_s_defaults_and_what_the_user_set_stays(
+    home, capsys, monkeypatch, backend, mine
+):
     for name in DEFAULTS:
         monkeypatch.delenv(name, raising=False)
     for name, value in mine.items():
@@ -200,7 +246,14 @@ def test_elsewhere_those_that_are_not_passed_on_are_said(home, capsys, monkeypat
 def test_a_pattern_that_is_none_is_refused(home, capsys):
     program("")
     code, _, err = orch(
-        capsys, "submit", "--dry-run", *SLURM, "backend.pass_env=['A B']", "--", "python", "my_train.py"
+        capsys,
+        "submit",
+        "--dry-run",
+        *SLURM,
+        "backend.pass_env=['A B']",
+        "--",
+        "python",
+        "my_train.py",
     )
     assert code == 64 and "backend.pass_env" in err and "* for any" in err
 

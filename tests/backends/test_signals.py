@@ -1,4 +1,5 @@
-"""Signals to `orch run`, `orch submit` and what they have started: nobody is left with a run that nobody told of."""
+"""Signals to `orch run`, `orch submit` and what they have started: nobody is left with a run that
+nobody told of."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ SAVES = """
 
 
 def heard() -> None:
-    """In a child: signals as a terminal's shell leaves them, also where the tests run under nohup."""
+    """In a child: signals as a terminal's shell leaves them, also where the tests run under
+    nohup."""
     for signum in ENDING:
         signal.signal(signum, signal.SIG_DFL)
 
@@ -61,7 +63,10 @@ def watch(*words: str, ready=heard, text=SAVES) -> subprocess.Popen[str]:
         start_new_session=True,
         preexec_fn=ready,
     )
-    wait_for(lambda: child.poll() is not None or all(Path(f"began-{rank}").exists() for rank in "01"), what="ranks")
+    wait_for(
+        lambda: child.poll() is not None or all(Path(f"began-{rank}").exists() for rank in "01"),
+        what="ranks",
+    )
     return child
 
 
@@ -80,7 +85,8 @@ RUN = ["run", "--nproc-per-node", "2", "--run-id", "mine", "my_train.py"]
     ids=["terminated", "hung up", "Ctrl-C twice", "terminated under nohup"],
 )
 def test_a_run_of_orch_run_ends_with_it(home, signals, ready):
-    """As torchrun's workers do; they save, and the code is that of a process which the signal has ended."""
+    """As torchrun's workers do; they save, and the code is that of a process which the signal has
+    ended."""
     child = watch(*RUN, ready=ready)
     for signum in signals[:-1]:
         child.send_signal(signum)
@@ -103,7 +109,10 @@ STUBBORN = SAVES.replace("sys.exit(75)", "pass")
 def test_one_more_signal_kills_a_run_that_does_not_end(home):
     child = watch(*RUN, text=STUBBORN)
     child.send_signal(signal.SIGTERM)
-    wait_for(lambda: all(Path(f"saved-{rank}").exists() for rank in "01"), what="ranks that were asked to end")
+    wait_for(
+        lambda: all(Path(f"saved-{rank}").exists() for rank in "01"),
+        what="ranks that were asked to end",
+    )
     child.send_signal(signal.SIGHUP)
     _, err = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 128 + signal.SIGTERM and "SIGHUP: killing run local://mine" in err
@@ -113,11 +122,16 @@ def test_one_more_signal_kills_a_run_that_does_not_end(home):
 @pytest.mark.process
 @pytest.mark.parametrize("signum", ENDING)
 def test_a_submitted_run_goes_on_without_who_watches_it(home, signum):
-    child = watch("submit", "nproc=2", "--follow", "--run-id", "mine", "--", "python", "my_train.py")
+    child = watch(
+        "submit", "nproc=2", "--follow", "--run-id", "mine", "--", "python", "my_train.py"
+    )
     child.send_signal(signum)
     out, _ = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 128 + signum
-    assert out.startswith("local://mine\n") and "The run goes on. See it: orch status local://mine" in out
+    assert (
+        out.startswith("local://mine\n")
+        and "The run goes on. See it: orch status local://mine" in out
+    )
     assert RunFolder(home / "runs" / "mine").is_alive()
     assert main(["cancel", "mine"]) == 0
 
@@ -175,7 +189,10 @@ def test_ctrl_c_while_a_run_is_submitted_leaves_nothing_or_a_run_that_is_told(
 @pytest.mark.process
 def test_who_takes_no_second_ctrl_c_leaves_the_run(home):
     program(SAVES)
-    code = "from orchestrator.cli import owned_run; owned_run._SECOND_S = 0.5; from orchestrator.cli.main import main;"
+    code = (
+        "from orchestrator.cli import owned_run; owned_run._SECOND_S = 0.5; from"
+        " orchestrator.cli.main import main;"
+    )
     child = subprocess.Popen(
         [sys.executable, "-c", f"{code} raise SystemExit(main())", *RUN],
         stdout=subprocess.PIPE,

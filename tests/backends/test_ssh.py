@@ -1,4 +1,5 @@
-"""Jobs on another host through a real sshd: what goes there, what comes back, and what is said when it does not."""
+"""Jobs on another host through a real sshd: what goes there, what comes back, and what is said when
+it does not."""
 
 from __future__ import annotations
 
@@ -42,11 +43,17 @@ while "hold" in sys.argv and not pathlib.Path(os.environ["GO"]).exists():
 
 @pytest.fixture
 def site(home, tmp_path, monkeypatch) -> Iterator[sshd.LoginNode]:
-    """A host with a home of its own. This machine's current folder has a program, with what git ignores beside it."""
+    """A host with a home of its own. This machine's current folder has a program, with what git
+    ignores beside it."""
     if reason := sshd.install():
         pytest.skip(f"no sshd: {reason}")
     go = tmp_path / "go"
-    environ = {"ORCH_HOME": str(tmp_path / "site"), "SITE": "there", "GO": str(go), "OMP_NUM_THREADS": "1"}
+    environ = {
+        "ORCH_HOME": str(tmp_path / "site"),
+        "SITE": "there",
+        "GO": str(go),
+        "OMP_NUM_THREADS": "1",
+    }
     Path("train.py").write_text(PROGRAM)
     Path("helper.py").write_text("NAME = 'a helper'")
     Path("notes").mkdir()
@@ -70,13 +77,30 @@ def submit(capsys, site: sshd.LoginNode, *words: str) -> tuple[str, str]:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_program_goes_there_and_its_lines_state_and_report_come_back(site, home, capsys, tmp_path):
-    words = ["--env", "SITE", "--env", "GO", r"metrics.pattern=step (?P<step>\d+)", "--", "python", "train.py", "hold"]
+def test_a_program_goes_there_and_its_lines_state_and_report_come_back(
+    site, home, capsys, tmp_path
+):
+    words = [
+        "--env",
+        "SITE",
+        "--env",
+        "GO",
+        r"metrics.pattern=step (?P<step>\d+)",
+        "--",
+        "python",
+        "train.py",
+        "hold",
+    ]
     run, said = submit(capsys, site, *words)
     assert "orch: ships 4 files" in said and "to login" in said  # .gitignore is one of them
     assert "leaves out weights.bin (4.88 KiB)" in said
-    here, there = home / "runs" / run, tmp_path / "site" / "runs" / run
-    assert there.is_dir() and not (here / "code").exists() and not list((tmp_path / "site" / "shipped").iterdir())
+    here = home / "runs" / run
+    there = tmp_path / "site" / "runs" / run
+    assert (
+        there.is_dir()
+        and not (here / "code").exists()
+        and not list((tmp_path / "site" / "shipped").iterdir())
+    )
 
     def status() -> dict:
         return json.loads(orch(capsys, "status", run, "--json")[1])
@@ -97,7 +121,9 @@ def test_a_program_goes_there_and_its_lines_state_and_report_come_back(site, hom
         f"[rank {rank}] hello from {rank} a helper and notes" for rank in range(2)
     }
     assert orch(capsys, "logs", run, "--rank", "0", "--tail", "1")[1] == "step 5\n"
-    assert (there / "code" / "out-1.txt").read_text() == "there"  # of the shell there, not of this one
+    assert (
+        there / "code" / "out-1.txt"
+    ).read_text() == "there"  # of the shell there, not of this one
     assert json.loads(orch(capsys, "report", run, "--json")[1])["steps"]["completed"] == 5
     assert orch(capsys, "rm", run)[0] == 0 and not there.exists() and not here.exists()
 
@@ -111,15 +137,30 @@ def test_plans_groups_and_refusals_are_those_of_the_host(site, home, capsys, tmp
     lines = "".join(f"  {name}: {value}\n" for name, value in options.items())
     Path("conf/backend/there.yaml").write_text(f"name: local\nmax_restarts: 3\noptions:\n{lines}")
     code, out, err = orch(
-        capsys, "submit", "backend=there", "nproc=3", "--dry-run", "--json", "--", "python", "train.py"
+        capsys,
+        "submit",
+        "backend=there",
+        "nproc=3",
+        "--dry-run",
+        "--json",
+        "--",
+        "python",
+        "train.py",
     )
     assert code == 0, err
     request = json.loads(out)
-    assert request["run_dir"].startswith(str(tmp_path / "site")) and request["policy"]["max_restarts"] == 3
+    assert (
+        request["run_dir"].startswith(str(tmp_path / "site"))
+        and request["policy"]["max_restarts"] == 3
+    )
     assert request["backend_options"] == {} and not (tmp_path / "site" / "runs").exists()
-    code, out, _ = orch(capsys, "submit", "backend=there", "nproc=3", "--dry-run", "--", "python", "train.py")
+    code, out, _ = orch(
+        capsys, "submit", "backend=there", "nproc=3", "--dry-run", "--", "python", "train.py"
+    )
     assert code == 0 and "Plan of a program" in out and "Nothing was started" in out
-    code, _, err = orch(capsys, "submit", "backend=there", "parallel=tp3", "cluster.nodes=1", "--", "python", "x.py")
+    code, _, err = orch(
+        capsys, "submit", "backend=there", "parallel=tp3", "cluster.nodes=1", "--", "python", "x.py"
+    )
     assert code == Exit.CONFIG and err.startswith("orch: ")
     code, _, err = orch(capsys, "submit", *site.options(), "nproc=1", "--", "python", "nothing.py")
     assert code == Exit.USAGE and "login: script 'nothing.py' is not in" in err
@@ -136,8 +177,13 @@ def test_plans_groups_and_refusals_are_those_of_the_host(site, home, capsys, tmp
 @pytest.mark.process
 def test_a_host_that_does_not_answer_or_has_no_orch_is_one_line(site, home, capsys):
     words = ["submit", "nproc=1", "backend.options.ssh=login"]
-    code, _, err = orch(capsys, *words, "backend.options.ssh_python=/usr/bin/python3", "--", "python", "train.py")
-    assert code == Exit.CAPACITY and "login has no orch under /usr/bin/python3 (exit code 1): install it" in err
+    code, _, err = orch(
+        capsys, *words, "backend.options.ssh_python=/usr/bin/python3", "--", "python", "train.py"
+    )
+    assert (
+        code == Exit.CAPACITY
+        and "login has no orch under /usr/bin/python3 (exit code 1): install it" in err
+    )
     site.stop()
     code, _, err = orch(capsys, *words, "--", "python", "train.py")
     assert code == Exit.CAPACITY and "ssh login found no way there (exit code 255)" in err
@@ -164,7 +210,9 @@ def test_a_host_that_goes_away_costs_news_and_not_the_run(site, home, capsys, tm
 
 @pytest.mark.process
 def test_a_resume_that_the_host_refuses_changes_nothing_there(site, home, capsys, tmp_path):
-    run, _ = submit(capsys, site, "backend.max_restarts=0", "--", "python", "-c", "raise SystemExit(3)")
+    run, _ = submit(
+        capsys, site, "backend.max_restarts=0", "--", "python", "-c", "raise SystemExit(3)"
+    )
     there = RunFolder(tmp_path / "site" / "runs" / run)
     wait_end(there)
     pins = written_pins(there)
@@ -208,7 +256,8 @@ def test_a_tar_cannot_write_through_a_link_of_its_own(tmp_path):
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as tar:
         link = tarfile.TarInfo("code/out")
-        link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path)
+        link.type = tarfile.SYMTYPE
+        link.linkname = str(tmp_path)
         tar.addfile(link)
         tar.addfile(tarfile.TarInfo("code/out/x"), io.BytesIO())
     (tmp_path / "in").mkdir()
@@ -231,10 +280,12 @@ def test_a_copy_has_modes_links_and_nothing_else(tmp_path):
 
 
 def test_what_grows_is_sent_once_and_only_into_its_place(tmp_path):
-    there, here = RunFolder(tmp_path / "there"), RunFolder(tmp_path / "here")
+    there = RunFolder(tmp_path / "there")
+    here = RunFolder(tmp_path / "here")
     for folder in (there, here):
         folder.create()
-    log, events = there.rank_log(0), there.events("node-0")
+    log = there.rank_log(0)
+    events = there.events("node-0")
     log.write_text("one\n")
     events.write_text("a\n")
     (there.path / "secret.key").write_text("no")
@@ -252,7 +303,10 @@ def test_what_grows_is_sent_once_and_only_into_its_place(tmp_path):
     assert look(True) == [("logs/rank-00000.log", 0, 4)]
     with log.open("a") as file:
         file.write("two\n")
-    assert look(True) == [("logs/rank-00000.log", 4, 4)] and here.rank_log(0).read_text() == "one\ntwo\n"
+    assert (
+        look(True) == [("logs/rank-00000.log", 4, 4)]
+        and here.rank_log(0).read_text() == "one\ntwo\n"
+    )
     log.write_text("x")  # it was made anew
     assert look(True) == [("logs/rank-00000.log", 0, 1)] and here.rank_log(0).read_text() == "x"
     for path in ("secret.key", "../x", "logs/../../x", "logs/a/b.log", "/etc/x.json"):
@@ -278,10 +332,23 @@ def test_ctrl_c_while_it_is_sent_there_leaves_a_run_that_is_told(
         return real(session, question, payload)
 
     monkeypatch.setattr(Session, "ask", ask)
-    code, out, _ = orch(capsys, "submit", "nproc=1", *site.options(), "--run-id", "mine", "--", "python", "-c", "pass")
+    code, out, _ = orch(
+        capsys,
+        "submit",
+        "nproc=1",
+        *site.options(),
+        "--run-id",
+        "mine",
+        "--",
+        "python",
+        "-c",
+        "pass",
+    )
     assert (code, out) == (130, "ssh://mine\n")
     monkeypatch.setattr(Session, "ask", real)
-    assert wait_for(lambda: json.loads(orch(capsys, "status", "mine", "--json")[1])["state"]["state"] == "done")
+    assert wait_for(
+        lambda: json.loads(orch(capsys, "status", "mine", "--json")[1])["state"]["state"] == "done"
+    )
 
 
 @pytest.mark.process
@@ -289,7 +356,8 @@ def test_ctrl_c_while_it_is_sent_there_leaves_a_run_that_is_told(
 def test_a_connection_that_is_lost_while_a_job_is_sent_leaves_a_run_that_can_be_asked_for(
     site, home, capsys, monkeypatch, tmp_path, heard
 ):
-    real, there = Session.ask, RunFolder(tmp_path / "site" / "runs" / "mine")
+    real = Session.ask
+    there = RunFolder(tmp_path / "site" / "runs" / "mine")
 
     def ask(session, question, payload=b""):
         if isinstance(question, wire.Send):
@@ -314,7 +382,11 @@ def test_a_connection_that_is_lost_while_a_job_is_sent_leaves_a_run_that_can_be_
 
     wait_for(lambda: state()["state"] == ends, what=ends)
     assert heard or "login: there are no runs" in state()["reason"]
-    assert orch(capsys, "rm", "mine")[0] == 0 and not (home / "runs" / "mine").exists() and not there.path.exists()
+    assert (
+        orch(capsys, "rm", "mine")[0] == 0
+        and not (home / "runs" / "mine").exists()
+        and not there.path.exists()
+    )
 
 
 def test_what_the_host_does_not_start_leaves_nothing_here(site, home, capsys, monkeypatch):
@@ -326,5 +398,16 @@ def test_what_the_host_does_not_start_leaves_nothing_here(site, home, capsys, mo
         return real(session, question, payload)
 
     monkeypatch.setattr(Session, "ask", ask)
-    code, _, err = orch(capsys, "submit", "nproc=1", *site.options(), "--run-id", "mine", "--", "python", "-c", "pass")
+    code, _, err = orch(
+        capsys,
+        "submit",
+        "nproc=1",
+        *site.options(),
+        "--run-id",
+        "mine",
+        "--",
+        "python",
+        "-c",
+        "pass",
+    )
     assert code == 76 and "its disk is full" in err and not (home / "runs" / "mine").exists()

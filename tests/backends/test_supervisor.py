@@ -1,4 +1,5 @@
-"""The supervisor of a local run may be stopped, killed, or find no room on the disk: intent is obeyed, runs go on."""
+"""The supervisor of a local run may be stopped, killed, or find no room on the disk: intent is
+obeyed, runs go on."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def run(tmp_path):
 
 @pytest.mark.process
 def test_a_pause_of_the_supervisor_is_no_signal(run):
-    """CPython's sigtimedwait made a signal up when its time had passed while the process was stopped."""
+    """CPython's sigtimedwait made a signal up when its time had passed while the process was
+    stopped."""
     backend, folder, pid = run
     for _ in range(2):
         os.kill(pid, signal.SIGSTOP)
@@ -47,7 +49,10 @@ def test_a_pause_of_the_supervisor_is_no_signal(run):
         time.sleep(0.3)
     assert backend.state(folder).state == "running"
     backend.cancel(folder, force=False)
-    assert (ended(backend, folder).state, ended(backend, folder).exit_code) == ("cancelled", Exit.RESTART)
+    assert (ended(backend, folder).state, ended(backend, folder).exit_code) == (
+        "cancelled",
+        Exit.RESTART,
+    )
 
 
 @pytest.mark.process
@@ -62,7 +67,8 @@ def test_a_stopped_supervisor_does_not_keep_a_run_alive(run, force):
 @pytest.mark.process
 @pytest.mark.parametrize("force", [False, True])
 def test_a_run_without_supervisor_is_cancelled(run, force):
-    """Its agents are stopped, so they do not end by themselves; without force they are continued, and save."""
+    """Its agents are stopped, so they do not end by themselves; without force they are continued,
+    and save."""
     backend, folder, pid = run
     agents = [one for one in holders(folder.lock) if one.pid != pid]
     assert len(agents) == 2
@@ -76,7 +82,9 @@ def test_a_run_without_supervisor_is_cancelled(run, force):
     assert below
     backend.cancel(folder, force)
     assert ended(backend, folder).state == "cancelled"
-    wait_for(lambda: not any(one and is_alive(one) for one in below), what="the end of all processes")
+    wait_for(
+        lambda: not any(one and is_alive(one) for one in below), what="the end of all processes"
+    )
 
 
 @pytest.mark.process
@@ -89,7 +97,10 @@ def test_a_record_that_cannot_be_written_ends_no_healthy_run(runs):
     with failing(folder.backend):
         os.kill(pid, signal.SIGKILL)
         elastic.running(folder, *first.nodes.keys() - {lost}, after=first.epoch)
-        wait_for(lambda: "backend.json cannot be written" in supervisor_log(folder), what="a refused record")
+        wait_for(
+            lambda: "backend.json cannot be written" in supervisor_log(folder),
+            what="a refused record",
+        )
     wait_for(lambda: read_record(folder, LocalRecord).exit_codes == {lost: -9}, what="the record")
     assert elastic.cancel(folder).state == "cancelled"
 
@@ -101,16 +112,27 @@ def supervisor_log(folder: RunFolder) -> str:
 @pytest.mark.process
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_run_whose_first_agent_is_stopped_is_given_up(runs, nodes):
-    """It coordinates. Its peers leave for want of it, and nobody would ever say how the run has ended."""
-    backend, rules = LocalBackend(), {"heartbeat_timeout_s": 3.0, "grace_s": 1.0}
+    """It coordinates. Its peers leave for want of it, and nobody would ever say how the run has
+    ended."""
+    backend = LocalBackend()
+    rules = {"heartbeat_timeout_s": 3.0, "grace_s": 1.0}
     folder = submit(make_plan(dp=2, nodes=nodes), runs, STEPS=9, HOLD=1, SAVE=1, backend=rules)
     running(backend, folder)
     pid = elastic.agent(folder, "node0")
     below = [identity(one) for one in descendants(pid)]
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: f"agent of node0 (pid {pid}) is stopped by a signal" in (backend.state(folder).reason or ""))
+    wait_for(
+        lambda: (
+            f"agent of node0 (pid {pid}) is stopped by a signal"
+            in (backend.state(folder).reason or "")
+        )
+    )
     state = wait_end(folder)
-    assert (state.state, state.exit_code, state.cause.kind) == ("failed", Exit.CAPACITY, "node_lost"), state
+    assert (state.state, state.exit_code, state.cause.kind) == (
+        "failed",
+        Exit.CAPACITY,
+        "node_lost",
+    ), state
     assert (state.cause.node, "stopped by a signal for" in state.reason) == ("node0", True)
     assert not any(one and is_alive(one) for one in below)
 
@@ -121,23 +143,33 @@ def test_a_cancelled_run_goes_on_where_it_was_stopped_and_ends(run):
     backend, folder, _ = run
     os.kill(elastic.agent(folder, "node0"), signal.SIGSTOP)
     backend.cancel(folder, force=False)
-    assert (ended(backend, folder).state, ended(backend, folder).exit_code) == ("cancelled", Exit.RESTART)
+    assert (ended(backend, folder).state, ended(backend, folder).exit_code) == (
+        "cancelled",
+        Exit.RESTART,
+    )
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("with_peers", [True, False])
 def test_what_a_dead_agent_leaves_behind_is_killed(runs, with_peers):
-    """Its worker supervisor was stopped before, and so kills nobody: an old worker would live on beside the new one."""
+    """Its worker supervisor was stopped before, and so kills nobody: an old worker would live on
+    beside the new one."""
     folder = elastic.start(runs, 3, 2)
     first = elastic.running(folder, "node0", "node1", "node2")
     lost = next(node for node in first.nodes if node != first.writer)
-    agents = [elastic.agent(folder, lost)] if with_peers else [elastic.agent(folder, node) for node in first.nodes]
+    agents = (
+        [elastic.agent(folder, lost)]
+        if with_peers
+        else [elastic.agent(folder, node) for node in first.nodes]
+    )
     left = [one for agent in agents for one in map(identity, descendants(agent)) if one]
     for agent in agents:
         for worker_supervisor in children_of(agent):
             os.kill(worker_supervisor.pid, signal.SIGSTOP)
         os.kill(agent, signal.SIGKILL)
-    wait_for(lambda: not any(is_alive(one) for one in left), what="the end of all that they have left")
+    wait_for(
+        lambda: not any(is_alive(one) for one in left), what="the end of all that they have left"
+    )
     if with_peers:
         elastic.running(folder, *first.nodes.keys() - {lost}, after=first.epoch)
         assert elastic.cancel(folder).state == "cancelled"
@@ -155,7 +187,9 @@ def test_a_cancel_on_a_full_disk_goes_by_a_signal(run, words):
     with without_room([pid]):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         command = subprocess.Popen(argv, env=environment, preexec_fn=no_room, text=True, **pipes)
-        wait_for(lambda: not any(one and is_alive(one) for one in agents), what="the end of the agents")
+        wait_for(
+            lambda: not any(one and is_alive(one) for one in agents), what="the end of the agents"
+        )
     said = command.communicate(timeout=PATIENCE_S)[0]
     assert command.returncode == 0, said
     state = ended(backend, folder)
@@ -179,7 +213,9 @@ def test_a_cancel_on_a_full_disk_reaches_agents_without_a_supervisor(runs, make,
     wait_for(lambda: not is_alive(supervisor), what="the supervisor's death")
     argv = [sys.executable, "-m", "orchestrator.cli.main", "cancel", folder.run_id, *words]
     environment = os.environ | {"ORCH_HOME": str(folder.path.parents[1])}
-    done = subprocess.run(argv, env=environment, preexec_fn=no_room, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        argv, env=environment, preexec_fn=no_room, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert ended(backend, folder).state == "cancelled"
 
@@ -197,7 +233,8 @@ def test_status_tells_of_a_stopped_supervisor(run, capsys, monkeypatch):
     assert main(["status", folder.run_id]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        f"its supervisor (pid {pid}) is stopped by a signal: kill -CONT {pid}, or orch cancel {folder.run_id}" in said
+        f"its supervisor (pid {pid}) is stopped by a signal: kill -CONT {pid}, or orch cancel"
+        f" {folder.run_id}" in said
     )
     os.kill(pid, signal.SIGCONT)
     wait_for(lambda: not backend.state(folder).reason)

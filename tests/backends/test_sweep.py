@@ -24,20 +24,41 @@ def orch(home: Path, *words: str, **wishes: str) -> subprocess.CompletedProcess[
 
 
 def test_one_after_another_and_the_first_failure_is_the_exit_code(tmp_path):
-    base = ["submit", "--multirun", "--in-place", "--env", "ORCH_TEST_DIE", "cluster=local", "cluster.gpus_per_node=2"]
+    base = [
+        "submit",
+        "--multirun",
+        "--in-place",
+        "--env",
+        "ORCH_TEST_DIE",
+        "cluster=local",
+        "cluster.gpus_per_node=2",
+    ]
     words = [*base, "backend.max_restarts=0", "parallel=tp2,zero1", "--run-id", "s"]
     done = orch(tmp_path, *words, "--", sys.executable, str(WORKER), DIE="1:2:5")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.index("run 1 of 2: parallel=tp2") < done.stdout.index("run 2 of 2: parallel=zero1")
-    ends = [json.loads((tmp_path / "runs" / f"s-{index}" / "state.json").read_text()) for index in (0, 1)]
+    assert done.stdout.index("run 1 of 2: parallel=tp2") < done.stdout.index(
+        "run 2 of 2: parallel=zero1"
+    )
+    ends = [
+        json.loads((tmp_path / "runs" / f"s-{index}" / "state.json").read_text())
+        for index in (0, 1)
+    ]
     assert [end["state"] for end in ends] == ["failed", "failed"]
     assert ends[0]["ended_at"] <= ends[1]["created_at"], "never two at once"
 
 
 def test_nothing_is_started_when_one_cannot_be(tmp_path):
-    done = orch(tmp_path, "submit", "--multirun", "cluster=local", "parallel=tp2,tp3", "--", "/bin/true")
-    assert done.returncode and "parallel=tp3" in done.stderr and "none of the 2 runs was sent" in done.stderr
+    done = orch(
+        tmp_path, "submit", "--multirun", "cluster=local", "parallel=tp2,tp3", "--", "/bin/true"
+    )
+    assert (
+        done.returncode
+        and "parallel=tp3" in done.stderr
+        and "none of the 2 runs was sent" in done.stderr
+    )
     assert not (tmp_path / "runs").exists() and len(done.stderr.strip().splitlines()) == 1
-    dry = orch(tmp_path, "submit", "--multirun", "--dry-run", "--json", "cluster=local", "parallel=tp2,tp1")
+    dry = orch(
+        tmp_path, "submit", "--multirun", "--dry-run", "--json", "cluster=local", "parallel=tp2,tp1"
+    )
     assert [request["summary"]["parallel"] for request in json.loads(dry.stdout)] == ["tp2", "tp1"]
     assert not (tmp_path / "runs").exists()

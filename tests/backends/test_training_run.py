@@ -1,4 +1,5 @@
-"""The bundled trainer under its agents: killed, restarted from a checkpoint, cancelled, resumed, and the same loss."""
+"""The bundled trainer under its agents: killed, restarted from a checkpoint, cancelled, resumed,
+and the same loss."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from orchestrator.cli.main import main
 from orchestrator.plan import Plan
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import from_bytes
-from tests.beds.bundles import events, make_bundle, no_namespaces, reports, wait_end, wait_for, wait_step
+from tests.beds.bundles import (
+    events,
+    make_bundle,
+    no_namespaces,
+    reports,
+    wait_end,
+    wait_for,
+    wait_step,
+)
 from tests.beds.held.sitecustomize import environment, release
 from tests.beds.plans import make_plan
 from tests.patience import PATIENCE_S
@@ -27,13 +36,27 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def plan(corpus, tmp_path, steps: int, **fields) -> Plan:
-    more = {"data_paths": [str(corpus)], "cache_dir": str(tmp_path / "cache"), "checkpoint_every_steps": 5}
-    return make_plan(**{"dp": 2, "nodes": 2, "zero": 1, "steps": steps, "seq_len": 32, **more, **fields})
+    more = {
+        "data_paths": [str(corpus)],
+        "cache_dir": str(tmp_path / "cache"),
+        "checkpoint_every_steps": 5,
+    }
+    return make_plan(
+        **{"dp": 2, "nodes": 2, "zero": 1, "steps": steps, "seq_len": 32, **more, **fields}
+    )
 
 
-def start(tmp_path, plan: Plan, run_id: str, env: dict[str, str] | None = None, **backend) -> RunFolder:
-    backend = {"grace_s": 30, "hang_after_s": 2 * PATIENCE_S, **backend}  # who is held does not hang
-    bundle = make_bundle(plan, tmp_path / "runs", run_id=run_id, command=(), backend=backend, env=env)
+def start(
+    tmp_path, plan: Plan, run_id: str, env: dict[str, str] | None = None, **backend
+) -> RunFolder:
+    backend = {
+        "grace_s": 30,
+        "hang_after_s": 2 * PATIENCE_S,
+        **backend,
+    }  # who is held does not hang
+    bundle = make_bundle(
+        plan, tmp_path / "runs", run_id=run_id, command=(), backend=backend, env=env
+    )
     LocalBackend().submit(bundle, os.environ)
     return RunFolder(tmp_path / "runs" / run_id)
 
@@ -48,9 +71,12 @@ def losses(folder: RunFolder) -> dict[int, float]:
 
 
 def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, monkeypatch, capsys):
-    steps, held = 40, 25
+    steps = 40
+    held = 25
     spec = plan(corpus, tmp_path, steps, trace_steps=2)
-    whole = start(tmp_path, plan(corpus, tmp_path, steps, trace_steps=2, nodes=1), "whole")  # the same layout
+    whole = start(
+        tmp_path, plan(corpus, tmp_path, steps, trace_steps=2, nodes=1), "whole"
+    )  # the same layout
     assert wait_end(whole).state == "done", whole.rank_log(0).read_text()
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     assert main(["report", "whole", "--rank", "1", "--json"]) == 0
@@ -61,7 +87,11 @@ def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, mo
     broken = start(tmp_path, spec, "broken", env=environment(held), max_restarts=1)
     wait_step(broken, 12, workers=2)
     pids = json.loads(broken.backend.read_text())["agents"]
-    victim = next(pid for pid in children_of(children_of(pids["node1"])[0]) if comm(pid).startswith("orch-rank-"))
+    victim = next(
+        pid
+        for pid in children_of(children_of(pids["node1"])[0])
+        if comm(pid).startswith("orch-rank-")
+    )
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: any(e["epoch"] == 1 for e in events(broken, "resumed")), what="resuming")
     wait_for(lambda: any(e["epoch"] == 1 for e in events(broken, "held")), what="progress")
@@ -81,19 +111,29 @@ def test_killed_workers_and_a_cancel_do_not_change_the_loss(tmp_path, corpus, mo
 
 @pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces())
 def test_the_store_hears_the_nodes_of_the_run_and_no_other_machine(tmp_path, corpus):
-    """A stranger is another address in the network of node1. torch's store would let it list and delete all keys."""
+    """A stranger is another address in the network of node1. torch's store would let it list and
+    delete all keys."""
     shaped = {"network": "namespaces", "link_gbit_per_s": 0.5}
-    folder = start(tmp_path, plan(corpus, tmp_path, 100_000, memory_every_steps=0), "net", options=shaped)
+    folder = start(
+        tmp_path, plan(corpus, tmp_path, 100_000, memory_every_steps=0), "net", options=shaped
+    )
     wait_step(folder, 2, workers=2, timeout_s=120)
     pids = json.loads(folder.backend.read_text())["agents"]
-    worker = next(pid for pid in children_of(children_of(pids["node0"])[0]) if comm(pid).startswith("orch-rank-"))
+    worker = next(
+        pid
+        for pid in children_of(children_of(pids["node0"])[0])
+        if comm(pid).startswith("orch-rank-")
+    )
     kept = listening(pids["node0"])
     (store,) = kept.keys() & listening(worker).keys()
     assert kept[store][0] == "10.0.0.1", "not on all interfaces"
     assert {address for address, _ in listening(worker).values()} <= {"10.0.0.1", "127.0.0.1"}
     enter = ["nsenter", "-t", str(pids["node1"]), "-n"]
     subprocess.run([*enter, "ip", "address", "add", "10.0.0.99/8", "dev", "eth0"], check=True)
-    code = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 1, (sys.argv[3], 0))"
+    code = (
+        "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 1,"
+        " (sys.argv[3], 0))"
+    )
     asks = [*enter, sys.executable, "-S", "-c", code, "10.0.0.1", str(kept[store][1])]
     assert subprocess.run([*asks, "10.0.0.2"], check=False).returncode == 0
     stranger = subprocess.run([*asks, "10.0.0.99"], check=False, capture_output=True, text=True)
@@ -104,7 +144,8 @@ def test_the_store_hears_the_nodes_of_the_run_and_no_other_machine(tmp_path, cor
 
 def listening(pid: int) -> dict[int, tuple[str, int]]:
     """Inode -> address and port of the IPv4 sockets on which a process listens."""
-    own, found = set(), {}
+    own = set()
+    found = {}
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed in this moment
             if (name := os.readlink(f"/proc/{pid}/fd/{fd}")).startswith("socket:["):

@@ -1,4 +1,5 @@
-"""The verbs from the command line to real runs: a user's own program, dry run, list, status, logs, cancel, resume."""
+"""The verbs from the command line to real runs: a user's own program, dry run, list, status, logs,
+cancel, resume."""
 
 from __future__ import annotations
 
@@ -61,10 +62,10 @@ def submit(capsys, *words: str, home: Path, cluster: list[str] = SMALL) -> RunFo
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_torchrun_script_runs_unchanged(home, capsys):
-    """The usual torchrun program: process group from the environment, an all-reduce, its own arguments. One rank a
-    node, since each imports torch; the variables of several on one are asserted below."""
-    program(
-        """
+    """The usual torchrun program: process group from the environment, an all-reduce, its own
+    arguments. One rank a node, since each imports torch; the variables of several on one are
+    asserted below."""
+    program("""
         import argparse, json, os
         import torch, torch.distributed as dist
 
@@ -83,10 +84,11 @@ def test_a_torchrun_script_runs_unchanged(home, capsys):
         assert int(os.environ["LOCAL_WORLD_SIZE"]) == 1
         print(f"rank {rank} of {world} got {args.word!r}")
         dist.destroy_process_group()
-        """
-    )
+        """)
     word = "two words; $(reboot) 'quoted' \"twice\" ü"
-    folder = submit(capsys, "--", "python", "my_train.py", "--word", word, home=home, cluster=small(1))
+    folder = submit(
+        capsys, "--", "python", "my_train.py", "--word", word, home=home, cluster=small(1)
+    )
     state = wait_end(folder)
     assert (state.state, state.exit_code) == ("done", 0), folder.rank_log(0).read_text()
     for rank in range(2):
@@ -96,15 +98,13 @@ def test_a_torchrun_script_runs_unchanged(home, capsys):
 
 @pytest.mark.process
 def test_the_exit_code_of_the_users_program_becomes_1_and_its_words_are_shown(home, capsys):
-    program(
-        """
+    program("""
         import os, sys
         if os.environ["RANK"] == "2":
             print("something went wrong in my code")
             sys.exit(3)
         import time; time.sleep(60)
-        """
-    )
+        """)
     code, out, _ = orch(capsys, "submit", *SMALL, "--follow", "--", "python", "my_train.py")
     assert code == 1
     assert "First cause" in out and "rank 2 on node-1: exit code 3" in out
@@ -137,7 +137,9 @@ def test_dry_run_for_a_cluster_that_is_not_here(home, capsys, monkeypatch):
     code, out, _ = orch(capsys, "submit", *words, "--dry-run")
     assert code == 0 and not home.exists()
     assert "tp=8" in out and "Request" in out and "8, one a node, from node-0 to node-7" in out
-    assert "would be refused" in out and "h100x64 is 8 nodes of 8 GPUs; this machine has no GPU" in out
+    assert (
+        "would be refused" in out and "h100x64 is 8 nodes of 8 GPUs; this machine has no GPU" in out
+    )
     code, out, err = orch(capsys, "submit", *words)
     assert code == 76 and err.count("\n") == 1 and "this machine has no GPU" in err
     assert not (home / "runs").exists()
@@ -161,11 +163,12 @@ def test_the_copy_runs_not_what_is_changed_later(home, capsys):
 
 
 @pytest.mark.process
-def test_the_variables_of_the_shell_and_those_of_torchrun_reach_the_workers(home, capsys, monkeypatch):
+def test_the_variables_of_the_shell_and_those_of_torchrun_reach_the_workers(
+    home, capsys, monkeypatch
+):
     monkeypatch.setenv("MY_SECRET_TOKEN", "hush-1")
     monkeypatch.setenv("MY_OTHER", "hush-2")
-    program(
-        """
+    program("""
         import json, os
         rank, plan = int(os.environ["RANK"]), json.load(open(os.environ["ORCH_PLAN"]))
         assert int(os.environ["WORLD_SIZE"]) == len(plan["ranks"]) == 4
@@ -173,19 +176,21 @@ def test_the_variables_of_the_shell_and_those_of_torchrun_reach_the_workers(home
         assert plan["ranks"][rank]["gpu"] == int(os.environ["LOCAL_RANK"]) == rank % 2
         assert int(os.environ["LOCAL_WORLD_SIZE"]) == 2 and int(os.environ["GROUP_RANK"]) == rank // 2
         print({k: v for k, v in sorted(os.environ.items()) if k.startswith("MY_")})
-        """
-    )
+        """)
     folder = submit(capsys, "--env", "MY_SECRET_TOKEN", "--", "python", "my_train.py", home=home)
     assert wait_end(folder).state == "done"
     assert folder.rank_log(0).read_text() == "{'MY_OTHER': 'hush-2', 'MY_SECRET_TOKEN': 'hush-1'}\n"
-    written = [path for path in folder.path.rglob("*") if path.is_file() and b"hush" in path.read_bytes()]
-    assert {path.parent.name for path in written} == {"logs"}  # what the program itself printed, and nothing else
+    written = [
+        path for path in folder.path.rglob("*") if path.is_file() and b"hush" in path.read_bytes()
+    ]
+    assert {path.parent.name for path in written} == {
+        "logs"
+    }  # what the program itself printed, and nothing else
 
 
 @pytest.mark.process
 def test_list_status_logs_cancel_resume(home, capsys):
-    program(
-        """
+    program("""
         import json, os, signal, sys, time
         rank, stop = int(os.environ["RANK"]), []
         signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
@@ -199,9 +204,10 @@ def test_list_status_logs_cancel_resume(home, capsys):
             if stop:
                 sys.exit(75)
             time.sleep(0.05)
-        """
+        """)
+    folder = submit(
+        capsys, "run.name=first", "train.steps=1000", "--", "python", "my_train.py", home=home
     )
-    folder = submit(capsys, "run.name=first", "train.steps=1000", "--", "python", "my_train.py", home=home)
     assert folder.run_id.startswith("first-")
 
     def told() -> dict:
@@ -212,7 +218,8 @@ def test_list_status_logs_cancel_resume(home, capsys):
     def told_steps() -> list[int]:
         return [node["step"] or 0 for node in told()["live"]["nodes"].values()]
 
-    # What a worker prints is in its log before an agent has written what it reports: only status tells the latter.
+    # What a worker prints is in its log before an agent has written what it reports: only status
+    # tells the latter.
     wait_for(lambda: min(told_steps(), default=0) >= 3, what="step 3 of both nodes")
     found = told()
     assert found["state"]["state"] == "running" and found["live"]["step"] >= 3
@@ -230,7 +237,9 @@ def test_list_status_logs_cancel_resume(home, capsys):
     code, out, _ = orch(capsys, "logs", "--node", "node-1")
     assert {line.split("]")[0] for line in out.splitlines()} == {"[rank 2", "[rank 3"}
     code, out, _ = orch(capsys, "logs", "--agents")
-    assert code == 0 and "[agent node-0] " in out and "[agent node-1] " in out and "[rank" not in out
+    assert (
+        code == 0 and "[agent node-0] " in out and "[agent node-1] " in out and "[rank" not in out
+    )
 
     code, _, err = orch(capsys, "resume", "first")
     assert code == 64 and "is running: cancel it first" in err
@@ -254,22 +263,29 @@ def test_list_status_logs_cancel_resume(home, capsys):
 
 @pytest.mark.process
 def test_logs_follow_until_the_end(home, capsys):
-    program("import os, time; print('first', flush=True); time.sleep(1); print('no line end', end='')")
+    program(
+        "import os, time; print('first', flush=True); time.sleep(1); print('no line end', end='')"
+    )
     folder = submit(capsys, "--", "python", "my_train.py", home=home)
     argv = [sys.executable, "-m", "orchestrator.cli.main", "logs", "-f", "--rank", "1"]
-    followed = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=dict(os.environ))
+    followed = subprocess.run(
+        argv, capture_output=True, text=True, timeout=60, env=dict(os.environ)
+    )
     assert followed.stdout == "first\nno line end\n", followed.stderr
     assert wait_end(folder).state == "done"
 
 
 @pytest.mark.process
 def test_the_submitting_shell_may_go_away(home, capsys):
-    """Submitted from a process group that is then killed as a terminal's would be: with SIGHUP to everybody in it."""
+    """Submitted from a process group that is then killed as a terminal's would be: with SIGHUP to
+    everybody in it."""
     held = "import os, time; path = os.path.join(os.environ['ORCH_RUN_DIR'], 'go')\n"
     program(held + "while not os.path.exists(path): time.sleep(0.05)\nprint('still here')")
     words = ["submit", *SMALL, "--run-id", "lonely", "--", "python", "my_train.py"]
     argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
-    shell = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    shell = subprocess.Popen(
+        argv, start_new_session=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
     assert shell.communicate(timeout=300)[0] == "local://lonely\n"
     with pytest.raises(ProcessLookupError):
         os.killpg(shell.pid, 1)  # nobody of the run is in that group any more

@@ -1,4 +1,5 @@
-"""What the test beds share: a home, an owner that may die, daemons with logs; and `orch`, run there as by a user."""
+"""What the test beds share: a home, an owner that may die, daemons with logs; and `orch`, run there
+as by a user."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class BedError(RuntimeError):
-    """The cluster could not be brought up; the message ends with the last lines of the log that knows why."""
+    """The cluster could not be brought up; the message ends with the last lines of the log that
+    knows why."""
 
 
 class Bed(ABC):
@@ -59,11 +61,14 @@ class Bed(ABC):
         self.stop()
 
     def record(self, owner: int | None = None, **about: object) -> None:
-        """Note who may end this bed: `owner`, by default this process; 0: nobody, so that it stays."""
+        """Note who may end this bed: `owner`, by default this process; 0: nobody, so that it
+        stays."""
         about["owner"] = os.getpid() if owner is None else owner
         (self.home / "bed.json").write_text(json.dumps(about))
 
-    def popen(self, name: str, *argv: str, env: Mapping[str, str] | None = None) -> subprocess.Popen:
+    def popen(
+        self, name: str, *argv: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen:
         """A daemon of the bed; its output goes to log/<name>.log."""
         with (self.home / "log" / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
@@ -71,13 +76,22 @@ class Bed(ABC):
                 env={**self.env, **(env or {})}, start_new_session=True,
             )  # fmt: skip
 
-    def wait(self, ready: Callable[[], object], seconds: float, what: str, log: str | None = None) -> None:
+    def wait(
+        self, ready: Callable[[], object], seconds: float, what: str, log: str | None = None
+    ) -> None:
         if not wait(ready, self.patience * seconds, 0.3):
-            raise BedError(f"no {what} within {self.patience * seconds:.0f} s\n{self.log_tail(log) if log else ''}")
+            raise BedError(
+                f"no {what} within {self.patience * seconds:.0f}"
+                f" s\n{self.log_tail(log) if log else ''}"
+            )
 
     def log_tail(self, name: str, lines: int = 20) -> str:
         path = self.home / "log" / f"{name}.log"
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else f"no {name}.log"
+        return (
+            "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+            if path.exists()
+            else f"no {name}.log"
+        )
 
 
 class CommandServer:
@@ -86,7 +100,9 @@ class CommandServer:
     `enter`: the way to where it runs. One line at a time: each thread needs one of its own.
     """
 
-    def __init__(self, backend: str, enter: Sequence[str] = (), env: Mapping[str, str] | None = None):
+    def __init__(
+        self, backend: str, enter: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ):
         argv = [*enter, sys.executable, "-m", "tests.beds.server", backend]
         self._process = subprocess.Popen(
             argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -100,7 +116,8 @@ class CommandServer:
         self, words: Sequence[str], env: Mapping[str, str], output: Path, seconds: float, cwd: Path
     ) -> subprocess.CompletedProcess[str]:
         """`output`: a folder for what it says."""
-        out, err = output / f".out-{self._process.pid}", output / f".err-{self._process.pid}"
+        out = output / f".out-{self._process.pid}"
+        err = output / f".err-{self._process.pid}"
         files = {"cwd": str(cwd), "out": str(out), "err": str(err)}
         wish = json.dumps({"argv": words, "env": dict(env), "seconds": seconds, **files})
         print(wish, file=self._process.stdin, flush=True)
@@ -129,17 +146,22 @@ def orphans(prefix: str) -> Iterator[Path]:
     """Homes of beds whose owner died without stopping them (a killed test run)."""
     for home in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError, ValueError, KeyError):
-            if (owner := about(home)["owner"]) and not ((found := identity(owner)) and is_alive(found)):
+            if (owner := about(home)["owner"]) and not (
+                (found := identity(owner)) and is_alive(found)
+            ):
                 yield home
 
 
 class Run:
     """A run as its user sees it; a failed wait shows `logs`."""
 
-    patience_s, ask_s, look_s = 900.0, 2.0, 0.5  # between questions to `orch`, each a process, and looks at files
+    patience_s = 900.0
+    ask_s = 2.0
+    look_s = 0.5  # between questions to `orch`, each a process, and looks at files
 
     def __init__(self, orch: Any, folder: str):
-        self.orch, self.folder = orch, Path(folder)
+        self.orch = orch
+        self.folder = Path(folder)
         self.id = self.folder.name
 
     @property
@@ -152,27 +174,43 @@ class Run:
         return json.loads((self.inside / "plan.json").read_text())
 
     def state(self) -> RunState:
-        return msgspec.convert(json.loads(self.orch("status", "--json", self.id).stdout)["state"], RunState)
+        return msgspec.convert(
+            json.loads(self.orch("status", "--json", self.id).stdout)["state"], RunState
+        )
 
     def wait(self, *states: str, seconds: float | None = None) -> RunState:
         end = time.monotonic() + (seconds or self.patience_s)
         while (state := self.state()).state not in states:
-            assert time.monotonic() < end, f"{state.state} ({state.reason}), not {states}\n{self.logs()}"
-            assert not state.is_final, f"ended {state.state} ({state.reason}), not {states}\n{self.logs()}"
+            assert time.monotonic() < end, (
+                f"{state.state} ({state.reason}), not {states}\n{self.logs()}"
+            )
+            assert not state.is_final, (
+                f"ended {state.state} ({state.reason}), not {states}\n{self.logs()}"
+            )
             time.sleep(self.ask_s)
         return state
 
     def until(
-        self, what: str, ready: Callable[[], object], seconds: float | None = None, pause: float | None = None
+        self,
+        what: str,
+        ready: Callable[[], object],
+        seconds: float | None = None,
+        pause: float | None = None,
     ) -> None:
         seconds = seconds or self.patience_s
-        assert wait(ready, seconds, pause or self.look_s), f"not within {seconds} s: {what}\n{self.logs()}"
+        assert wait(ready, seconds, pause or self.look_s), (
+            f"not within {seconds} s: {what}\n{self.logs()}"
+        )
 
     def logs(self) -> str:
         raise NotImplementedError
 
 
-def checked(done: subprocess.CompletedProcess[str], code: int | None) -> subprocess.CompletedProcess[str]:
+def checked(
+    done: subprocess.CompletedProcess[str], code: int | None
+) -> subprocess.CompletedProcess[str]:
     """`orch` must have ended with this code (None: any)."""
-    assert code is None or done.returncode == code, f"{done.args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert code is None or done.returncode == code, (
+        f"{done.args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
     return done

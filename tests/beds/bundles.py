@@ -58,7 +58,13 @@ def make_bundle(
     **wishes: object,
 ) -> SubmissionBundle:
     """`wishes`: what the stand-in worker is to do, as STEPS=9 (see worker.py)."""
-    fields = {"name": "local", "max_restarts": 0, "grace_s": 5.0, "heartbeat_timeout_s": 15.0, "min_nodes_grace_s": 0}
+    fields = {
+        "name": "local",
+        "max_restarts": 0,
+        "grace_s": 5.0,
+        "heartbeat_timeout_s": 15.0,
+        "min_nodes_grace_s": 0,
+    }
     fields |= backend or {}
     site = Site(
         run_id=run_id,
@@ -73,7 +79,9 @@ def make_bundle(
     )
     assert all(word.isupper() for word in wishes), wishes
     env = {f"ORCH_TEST_{word}": str(value) for word, value in wishes.items()} | (env or {})
-    return make_request(SmallConfig(BackendSpec(**fields, env=env)), plan, site, command, sizes=sizes)
+    return make_request(
+        SmallConfig(BackendSpec(**fields, env=env)), plan, site, command, sizes=sizes
+    )
 
 
 def submit(plan: Plan, runs: Path, **options: object) -> RunFolder:
@@ -87,7 +95,8 @@ def submitted(bundle: SubmissionBundle) -> RunFolder:
 
 
 def kill_runs(runs: Path) -> None:
-    """End whatever a failed test leaves alive, by its own pids: without its supervisor a run saves and stops."""
+    """End whatever a failed test leaves alive, by its own pids: without its supervisor a run saves
+    and stops."""
     for run in runs.glob("*"):
         with contextlib.suppress(OrchError):  # of a run that a test has damaged
             if record := read_record(RunFolder(run), LocalRecord):
@@ -96,7 +105,8 @@ def kill_runs(runs: Path) -> None:
 
 @contextlib.contextmanager
 def refusal(says: str, *exits: int) -> Iterator[None]:
-    """What is done in it must be refused: in one line, where the pattern is found, with one of these exit codes."""
+    """What is done in it must be refused: in one line, where the pattern is found, with one of
+    these exit codes."""
     with pytest.raises(OrchError, match=says or None) as refused:
         yield
     assert refused.value.exit in exits and "\n" not in refused.value.message, refused.value
@@ -107,21 +117,34 @@ def wait_end(folder: RunFolder, timeout_s: float = PATIENCE_S) -> RunState:
     try:
         wait_for(lambda: not folder.is_alive(), timeout_s, f"end of {folder.run_id}")
     except AssertionError as error:
-        logs = "\n".join(f"== {p.name}\n{p.read_text()[-3000:]}" for p in sorted(folder.logs.iterdir()))
+        logs = "\n".join(
+            f"== {p.name}\n{p.read_text()[-3000:]}" for p in sorted(folder.logs.iterdir())
+        )
         raise AssertionError(f"{error}\n{folder.state.read_text()}\n{logs}") from None
     return true_state(folder, alive=False)
 
 
 def wait_state(folder: RunFolder, *states: str, timeout_s: float = PATIENCE_S) -> RunState:
-    return wait_for(lambda: (s := true_state(folder, folder.is_alive())).state in states and s, timeout_s, str(states))
+    return wait_for(
+        lambda: (s := true_state(folder, folder.is_alive())).state in states and s,
+        timeout_s,
+        str(states),
+    )
 
 
-def wait_step(folder: RunFolder, step: int, workers: int = 4, timeout_s: float = PATIENCE_S) -> None:
+def wait_step(
+    folder: RunFolder, step: int, workers: int = 4, timeout_s: float = PATIENCE_S
+) -> None:
     """Until that many workers have reported that step."""
     mark = re.compile(rb'"step": ?%d,' % step)
 
     def seen() -> bool:
-        return sum(len(mark.findall(p.read_bytes())) for p in (folder.path / "metrics").glob("*.jsonl")) >= workers
+        return (
+            sum(
+                len(mark.findall(p.read_bytes())) for p in (folder.path / "metrics").glob("*.jsonl")
+            )
+            >= workers
+        )
 
     wait_for(seen, timeout_s, f"step {step}")
 

@@ -1,4 +1,5 @@
-"""What a user may expect of a run on any backend: the same command lines on local, Slurm, Kubernetes and others."""
+"""What a user may expect of a run on any backend: the same command lines on local, Slurm,
+Kubernetes and others."""
 
 from __future__ import annotations
 
@@ -9,14 +10,20 @@ from typing import Any
 from orchestrator.plan.exits import Exit
 
 
-def cancel_and_resume(orch: Callable[..., Any], run: Any, go: Callable[[], object] = lambda: None) -> None:
-    """A run that trains is not resumed; it saves when it is cancelled, is not cancelled twice, and goes on to its end.
+def cancel_and_resume(
+    orch: Callable[..., Any], run: Any, go: Callable[[], object] = lambda: None
+) -> None:
+    """A run that trains is not resumed; it saves when it is cancelled, is not cancelled twice, and
+    goes on to its end.
 
-    `orch`: runs a command line and checks its exit code. `run`: id, state() and wait(). `go`: lets its workers end.
+    `orch`: runs a command line and checks its exit code. `run`: id, state() and wait(). `go`: lets
+    its workers end.
     """
     begun = run.wait("running")
     assert begun.exit_code is None and begun.ended_at is None
-    (row,) = [row for row in json.loads(orch("list", "--json").stdout) if row["state"]["run_id"] == run.id]
+    (row,) = [
+        row for row in json.loads(orch("list", "--json").stdout) if row["state"]["run_id"] == run.id
+    ]
     assert row["state"]["backend"] == begun.backend and row["state"]["plan_hash"] == begun.plan_hash
     assert "cancel it first" in orch("resume", run.id, code=Exit.USAGE).stderr
     orch("cancel", run.id)
@@ -32,7 +39,8 @@ def cancel_and_resume(orch: Callable[..., Any], run: Any, go: Callable[[], objec
 
 
 def refusals(orch: Callable[..., Any], words: Sequence[str]) -> None:
-    """What the backend cannot take ends with its code and one line, before there is a run folder."""
+    """What the backend cannot take ends with its code and one line, before there is a run
+    folder."""
     for more, code, why in (
         (["backend.options.nonsense=1"], Exit.CONFIG, "backend.options.nonsense is not an option"),
         (["model=bert_large"], Exit.CONFIG, "is not causal"),

@@ -30,7 +30,9 @@ class FakeAgent:
     """An agent in the test's hands."""
 
     def __init__(self, channel, node):
-        self.channel, self.node, self.epoch = channel, node, -1
+        self.channel = channel
+        self.node = node
+        self.epoch = -1
 
     async def hear(self):
         """The next message that is no heartbeat: (epoch, message), None at the end."""
@@ -63,22 +65,34 @@ class World:
     """A coordinator that runs, and a way to join it."""
 
     def __init__(self, context: Context, task: asyncio.Task):
-        self.context, self.folder, self.task = context, context.folder, task
+        self.context = context
+        self.folder = context.folder
+        self.task = task
 
-    async def join(self, node, epoch=-1, gpus=2, plan_hash=PLAN.hash, key=KEY, name=None, warm=True) -> FakeAgent:
+    async def join(
+        self, node, epoch=-1, gpus=2, plan_hash=PLAN.hash, key=KEY, name=None, warm=True
+    ) -> FakeAgent:
         where = json.loads(self.folder.coordinator.read_text())
         arguments = self.folder.run_id, node, key, messages.FromCoordinator
         agent = FakeAgent(await connect(where["host"], where["port"], *arguments), node)
         join = messages.Join(
-            **{"node": name or node, "host": "h", "address": "127.0.0.1", "pid": 1, "gpus": gpus, "nics": 0},
-            **{"plan_hash": plan_hash, "metrics": "127.0.0.1:1", "warm": warm},
+            node=name or node,
+            host="h",
+            address="127.0.0.1",
+            pid=1,
+            gpus=gpus,
+            nics=0,
+            plan_hash=plan_hash,
+            metrics="127.0.0.1:1",
+            warm=warm,
         )
         agent.say(join, epoch)
         return agent
 
     async def started(self, epoch=0) -> tuple[FakeAgent, FakeAgent]:
         """Both nodes, whose workers run in that epoch."""
-        a, b = await self.join("node0"), await self.join("node1")
+        a = await self.join("node0")
+        b = await self.join("node1")
         await asyncio.gather(a.follow(epoch), b.follow(epoch))
         return a, b
 
@@ -96,8 +110,17 @@ class World:
 def make_folder(tmp_path, **fields) -> RunFolder:
     folder = RunFolder(tmp_path / "runs" / "test-run")
     folder.create()
-    fields = {"created_at": 1.0, "updated_at": 1.0, "writer": "backend", "state": "pending", **fields}
-    write_state(folder, RunState(schema=SCHEMA, run_id="test-run", backend="local", plan_hash=PLAN.hash, **fields))
+    fields = {
+        "created_at": 1.0,
+        "updated_at": 1.0,
+        "writer": "backend",
+        "state": "pending",
+        **fields,
+    }
+    write_state(
+        folder,
+        RunState(schema=SCHEMA, run_id="test-run", backend="local", plan_hash=PLAN.hash, **fields),
+    )
     return folder
 
 
@@ -107,7 +130,9 @@ async def coordinating(
 ):
     """The world of a coordinator on node0 that can be joined; it ends with the block."""
     recorder = Recorder(folder, "node0", plan)
-    record = StateWriter(folder, plan, "node0", Discovery(folder, str(folder.path.parents[1] / "metrics.sd")), lease)
+    record = StateWriter(
+        folder, plan, "node0", Discovery(folder, str(folder.path.parents[1] / "metrics.sd")), lease
+    )
     context = Context(folder, plan, rules, KEY, "node0", recorder, record, sizes.elastic)
     task = asyncio.create_task(Coordinator(context, sizes).run("127.0.0.1"))
     while not folder.coordinator.exists():
@@ -122,5 +147,10 @@ async def coordinating(
 
 def coordinated(tmp_path, max_restarts=0, join_s=PATIENCE_S, heartbeat_s=PATIENCE_S, epoch=-1):
     """A coordinator of a run with two fixed nodes."""
-    rules = Policy(max_restarts=max_restarts, grace_s=1.0, heartbeat_timeout_s=heartbeat_s, join_timeout_s=join_s)
+    rules = Policy(
+        max_restarts=max_restarts,
+        grace_s=1.0,
+        heartbeat_timeout_s=heartbeat_s,
+        join_timeout_s=join_s,
+    )
     return coordinating(make_folder(tmp_path, epoch=epoch), PLAN, rules, WorldSizes.fixed(PLAN))

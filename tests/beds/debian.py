@@ -1,4 +1,5 @@
-"""Debian packages that a test needs: used where they are installed, added where root and apt are, else said plainly."""
+"""Debian packages that a test needs: used where they are installed, added where root and apt are,
+else said plainly."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SBIN = "/usr/sbin:/sbin"
-#: Debian's packages start their services on installation unless this script, asked first, says no (exit 101).
+#: Debian's packages start their services on installation unless this script, asked first, says no
+#: (exit 101).
 POLICY = Path("/usr/sbin/policy-rc.d")
 LOCK = Path(tempfile.gettempdir(), "orch-test-apt.lock")
 
@@ -21,7 +23,8 @@ def find(program: str) -> str | None:
 
 
 def provide(programs: tuple[str, ...], packages: tuple[str, ...]) -> str | None:
-    """Makes `programs` present, quietly and without starting services. None, or one line that says why it cannot."""
+    """Makes `programs` present, quietly and without starting services. None, or one line that says
+    why it cannot."""
 
     def absent() -> list[str]:
         return [program for program in programs if find(program) is None]
@@ -54,7 +57,9 @@ def apt(packages: tuple[str, ...]) -> str:
     try:
         for attempt in (["apt-get", "update", "-qq"], command):
             done = subprocess.run(attempt, env=env, capture_output=True, text=True, timeout=600)
-        return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return (
+            "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
+        )
     except subprocess.TimeoutExpired:
         return "no answer within 600 s"
     finally:
@@ -63,7 +68,8 @@ def apt(packages: tuple[str, ...]) -> str:
 
 
 def root(folder: Path, suite: str, packages: Sequence[str]) -> str | None:
-    """A minimal Debian with these packages in a folder, made once and kept. None, or one line that says why not."""
+    """A minimal Debian with these packages in a folder, made once and kept. None, or one line that
+    says why not."""
     if folder.is_dir():
         return None
     if find("apt-get") is None:
@@ -71,24 +77,35 @@ def root(folder: Path, suite: str, packages: Sequence[str]) -> str | None:
     if reason := provide(("debootstrap",), ("debootstrap",)):
         return reason
     command = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(COMPONENT)"]
-    targets = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    targets = subprocess.run(
+        command, capture_output=True, text=True, check=False
+    ).stdout.splitlines()
     mirrors = [line.split()[0] for line in targets if line.endswith("/debian/ main")]
     if not mirrors:
         return "apt names no Debian mirror"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:  # another clone may be at it
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return None if folder.is_dir() else _debootstrap(folder, suite, packages, mirrors[0], lock.fileno())
+        return (
+            None
+            if folder.is_dir()
+            else _debootstrap(folder, suite, packages, mirrors[0], lock.fileno())
+        )
 
 
-def _debootstrap(folder: Path, suite: str, packages: Sequence[str], mirror: str, lock: int) -> str | None:
+def _debootstrap(
+    folder: Path, suite: str, packages: Sequence[str], mirror: str, lock: int
+) -> str | None:
     part = folder.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
-    # Ended in its middle it leaves /proc mounted in the folder: for nobody but itself. While it lives it has the lock.
+    # Ended in its middle it leaves /proc mounted in the folder: for nobody but itself. While it
+    # lives it has the lock.
     argv = ["unshare", "--mount", "--propagation", "private", "debootstrap", "--variant=minbase"]
     argv += [f"--include={','.join(packages)}", suite, str(part), mirror]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False, pass_fds=(lock,))
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=900, check=False, pass_fds=(lock,)
+        )
     except subprocess.TimeoutExpired:
         return "debootstrap took more than 900 s"
     if done.returncode:

@@ -24,7 +24,9 @@ def failing(*records: Path) -> Iterator[None]:
     finally:
         for record, away in zip(records, held, strict=True):
             record.rmdir()
-            with contextlib.suppress(FileNotFoundError, FileExistsError):  # it is written anew already
+            with contextlib.suppress(
+                FileNotFoundError, FileExistsError
+            ):  # it is written anew already
                 os.link(away, record)
 
 

@@ -1,5 +1,5 @@
-"""The bundled trainer with a fault: rank 1 computes for ever in step 4 of epoch 0; there is no room to save until the
-run folder has a file `room`.
+"""The bundled trainer with a fault: rank 1 computes for ever in step 4 of epoch 0; there is no room
+to save until the run folder has a file `room`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import trainer.__main__
 from trainer.checkpoint import save
 from trainer.engine import Engine
 
-RANK, EPOCH, RUN = int(os.environ["RANK"]), int(os.environ["ORCH_EPOCH"]), Path(os.environ["ORCH_RUN_DIR"])
+RANK = int(os.environ["RANK"])
+EPOCH = int(os.environ["ORCH_EPOCH"])
+RUN = Path(os.environ["ORCH_RUN_DIR"])
 
 
 def compute_for_ever() -> None:
@@ -21,7 +23,8 @@ def compute_for_ever() -> None:
 
 
 def main() -> None:
-    update, write = Engine.update, save.write_tensors
+    update = Engine.update
+    write = save.write_tensors
 
     def faulty_update(engine, *arguments):
         if (RANK, EPOCH, engine.optimizer.step_count) == (1, 0, 3):
@@ -33,7 +36,8 @@ def main() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(path, tensors)
 
-    Engine.update, save.write_tensors = faulty_update, faulty_write
+    Engine.update = faulty_update
+    save.write_tensors = faulty_write
     trainer.__main__.main([])
 
 

@@ -9,15 +9,33 @@ from orchestrator.plan import AXES, SCHEMA, Plan, seal
 from orchestrator.plan import document as doc
 from orchestrator.plan.ranks import all_groups, coords
 
-CPU = doc.Gpu(name="cpu", memory_bytes=4 << 30, peak_flops={"fp32": 1e11}, hbm_bytes_per_s=1e10, source="test")
+CPU = doc.Gpu(
+    name="cpu", memory_bytes=4 << 30, peak_flops={"fp32": 1e11}, hbm_bytes_per_s=1e10, source="test"
+)
 
 
 def tiny_model(**changes: object) -> doc.Model:
-    """A decoder of four layers whose parameter count is right; `changes` replace any field but `parameters`."""
+    """A decoder of four layers whose parameter count is right; `changes` replace any field but
+    `parameters`."""
     fields: dict = {
-        **{"name": "test", "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 48},
-        **{"vocab": 257, "max_seq_len": 64, "norm": "rms", "norm_eps": 1e-5, "position": "rope", "rope_theta": 1e4},
-        **{"mlp": "gated", "activation": "silu", "bias": False, "tied_embeddings": False, "causal": True},
+        "name": "test",
+        "layers": 4,
+        "hidden": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "ffn_hidden": 48,
+        "vocab": 257,
+        "max_seq_len": 64,
+        "norm": "rms",
+        "norm_eps": 1e-5,
+        "position": "rope",
+        "rope_theta": 1e4,
+        "mlp": "gated",
+        "activation": "silu",
+        "bias": False,
+        "tied_embeddings": False,
+        "causal": True,
         "source": "test",
     }
     fields |= changes
@@ -25,26 +43,48 @@ def tiny_model(**changes: object) -> doc.Model:
 
 
 def _parameters(m: dict) -> int:
-    hidden, ffn, query, kv = m["hidden"], m["ffn_hidden"], m["heads"] * m["head_dim"], m["kv_heads"] * m["head_dim"]
-    bias, norm = int(m["bias"]), m["hidden"] * (2 if m["norm"] == "layer" else 1)
+    hidden = m["hidden"]
+    ffn = m["ffn_hidden"]
+    query = m["heads"] * m["head_dim"]
+    kv = m["kv_heads"] * m["head_dim"]
+    bias = int(m["bias"])
+    norm = m["hidden"] * (2 if m["norm"] == "layer" else 1)
     attention = hidden * (2 * query + 2 * kv) + bias * (query + 2 * kv + hidden)
     attention += 2 * m["head_dim"] * m.get("qk_norm", False)
     if a := m.get("mla"):
-        query, up = m["heads"] * (a.qk_nope_head_dim + a.qk_rope_head_dim), a.qk_nope_head_dim + a.v_head_dim
-        attention = hidden * (a.kv_lora_rank + a.qk_rope_head_dim) + a.kv_lora_rank * (1 + m["heads"] * up)
+        query = m["heads"] * (a.qk_nope_head_dim + a.qk_rope_head_dim)
+        up = a.qk_nope_head_dim + a.v_head_dim
+        attention = hidden * (a.kv_lora_rank + a.qk_rope_head_dim) + a.kv_lora_rank * (
+            1 + m["heads"] * up
+        )
         attention += a.q_lora_rank * (hidden + 1 + query) if a.q_lora_rank else hidden * query
         attention += m["heads"] * a.v_head_dim * hidden
     up = 2 if m["mlp"] == "gated" else 1
     mlp = hidden * ffn * (up + 1) + bias * (up * ffn + hidden)
     mixture = 0  # what a layer with experts has in place of its MLP, beyond an MLP
     if e := m.get("moe"):
-        mixture = hidden * (e.experts + (up + 1) * (e.experts * e.ffn_hidden + e.shared_ffn_hidden)) - mlp
+        mixture = (
+            hidden * (e.experts + (up + 1) * (e.experts * e.ffn_hidden + e.shared_ffn_hidden)) - mlp
+        )
         mixture *= m["layers"] - e.first_dense_layers
     depth = m["mtp"].depth if m.get("mtp") else 0
-    ahead = attention + mlp + (mixture // (m["layers"] - e.first_dense_layers) if e else 0) + 2 * hidden**2 + 5 * norm
+    ahead = (
+        attention
+        + mlp
+        + (mixture // (m["layers"] - e.first_dense_layers) if e else 0)
+        + 2 * hidden**2
+        + 5 * norm
+    )
     tables = m["vocab"] * hidden * (1 if m["tied_embeddings"] else 2)
     positions = m["max_seq_len"] * hidden if m["position"] == "learned" else 0
-    return depth * ahead + m["layers"] * (attention + mlp + 2 * norm) + mixture + norm + tables + positions
+    return (
+        depth * ahead
+        + m["layers"] * (attention + mlp + 2 * norm)
+        + mixture
+        + norm
+        + tables
+        + positions
+    )
 
 
 def make_plan(
@@ -98,7 +138,8 @@ def make_plan(
     optim_kind: str | UnsetType = UNSET,
     optim_state: str | UnsetType = UNSET,
 ) -> Plan:
-    """A sealed plan of tp*cp*ep*pp*dp CPU ranks, filled node by node; the world must split evenly over `nodes`."""
+    """A sealed plan of tp*cp*ep*pp*dp CPU ranks, filled node by node; the world must split evenly
+    over `nodes`."""
     model = model or tiny_model()
     degrees = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp}
     world = tp * cp * ep * pp * dp
@@ -111,19 +152,31 @@ def make_plan(
         stage_layers = [each + (index < extra) for index in range(pp * vpp)]
     places = coords(order, degrees)
     counts = replica_micro_batches or [micro_batches] * (dp * ep)
-    samples, micro_batches = micro_batch_size * sum(counts), max(counts)
+    samples = micro_batch_size * sum(counts)
+    micro_batches = max(counts)
     link = doc.Link(bytes_per_s=1e9, latency_s=1e-5, source="test")
     switch = doc.SwitchLevel(
-        **{"name": "leaf", "switches": [list(range(len(names)))], "bytes_per_s": 1e9, "latency_s": 1e-5},
-        **{"oversubscription": 1.0, "source": "test"},
+        name="leaf",
+        switches=[list(range(len(names)))],
+        bytes_per_s=1e9,
+        latency_s=1e-5,
+        oversubscription=1.0,
+        source="test",
     )
     plan = Plan(
         schema=SCHEMA,
         hash="",
         cluster=doc.Cluster(
-            **{"name": "test", "device": "cpu", "node_names": names, "gpus_per_node": gpus, "gpu": CPU},
-            **{"nvlink_domains": [[index] for index in range(len(names))], "nvlink": link},
-            **{"nics_per_node": 1, "rails": 1, "levels": [switch]},
+            name="test",
+            device="cpu",
+            node_names=names,
+            gpus_per_node=gpus,
+            gpu=CPU,
+            nvlink_domains=[[index] for index in range(len(names))],
+            nvlink=link,
+            nics_per_node=1,
+            rails=1,
+            levels=[switch],
         ),
         model=model,
         parallel=doc.Parallel(
@@ -151,42 +204,83 @@ def make_plan(
         ),
         job=doc.Job(
             train=doc.Train(
-                **{"steps": steps, "seq_len": seq_len, "seed": seed, "precision": precision, "grad_dtype": "fp32"},
-                **{"recompute": recompute, "clip_grad_norm": clip_grad_norm, "log_every_steps": 1},
-                **{"recompute_layers": recompute_layers or [], "compile": compile, "batch_ramp": batch_ramp},
+                steps=steps,
+                seq_len=seq_len,
+                seed=seed,
+                precision=precision,
+                grad_dtype="fp32",
+                recompute=recompute,
+                clip_grad_norm=clip_grad_norm,
+                log_every_steps=1,
+                recompute_layers=recompute_layers or [],
+                compile=compile,
+                batch_ramp=batch_ramp,
                 partition_activations=partition_activations or UNSET,
                 deterministic=deterministic or UNSET,
                 offload=msgspec.convert(offload, doc.Offload) if offload else UNSET,
             ),
             optim=doc.Optim(
-                **{"lr": 1e-3, "min_lr_ratio": 0.1, "schedule": "cosine", "warmup_steps": 1, "decay_steps": 0},
-                **{"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
+                lr=1e-3,
+                min_lr_ratio=0.1,
+                schedule="cosine",
+                warmup_steps=1,
+                decay_steps=0,
+                beta1=0.9,
+                beta2=0.95,
+                eps=1e-8,
+                weight_decay=0.1,
                 kind=optim_kind,
                 state=optim_state,
             ),
             data=doc.Data(
-                **{"name": "test", "paths": data_paths or ["stdlib"], "extensions": [".py"], "tokenizer": "bytes"},
-                **{"seed": seed, "cache_dir": cache_dir, "isolate_documents": isolate_documents},
+                name="test",
+                paths=data_paths or ["stdlib"],
+                extensions=[".py"],
+                tokenizer="bytes",
+                seed=seed,
+                cache_dir=cache_dir,
+                isolate_documents=isolate_documents,
             ),
             checkpoint=doc.Checkpoint(
-                **{"dir": checkpoint_dir, "every_steps": checkpoint_every_steps, "keep_last": 2},
+                dir=checkpoint_dir,
+                every_steps=checkpoint_every_steps,
+                keep_last=2,
                 memory_every_steps=copy_every_steps,
             ),
             metrics=doc.Metrics(
-                host=metrics_host, port=metrics_port, memory_every_steps=memory_every_steps, trace_steps=trace_steps
+                host=metrics_host,
+                port=metrics_port,
+                memory_every_steps=memory_every_steps,
+                trace_steps=trace_steps,
             ),
         ),
         ranks=[
-            doc.Rank(rank=rank, node=names[rank // gpus], gpu=rank % gpus, nic=0, coord=doc.Coord(**place))
+            doc.Rank(
+                rank=rank,
+                node=names[rank // gpus],
+                gpu=rank % gpus,
+                nic=0,
+                coord=doc.Coord(**place),
+            )
             for rank, place in enumerate(places)
         ],
         groups=all_groups(places, pp),
-        placement={axis: doc.AxisPlacement(worst_level="leaf", bytes_per_step_by_level={}) for axis in AXES},
+        placement={
+            axis: doc.AxisPlacement(worst_level="leaf", bytes_per_step_by_level={}) for axis in AXES
+        },
         memory=doc.Memory(
-            **{"params": 1, "grads": 1, "optimizer": 1, "activations": 1, "buffers": 1, "total": 5},
-            **{"capacity": CPU.memory_bytes, "worst_rank": 0},
+            params=1,
+            grads=1,
+            optimizer=1,
+            activations=1,
+            buffers=1,
+            total=5,
+            capacity=CPU.memory_bytes,
+            worst_rank=0,
         ),
-        time=doc.Time(step_s=0.1, compute_s=0.1, exposed_comm_s={}, bubble_ratio=0.0, limited_by="test"),
+        time=doc.Time(
+            step_s=0.1, compute_s=0.1, exposed_comm_s={}, bubble_ratio=0.0, limited_by="test"
+        ),
         mfu=0.1,
         tokens_per_s_per_gpu=1000.0,
         warnings=[],

@@ -12,29 +12,55 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def write_text(home: Path) -> None:
-    """The corpus of the run, the same on every machine: `data.paths` names it from the home, so no plan changes."""
-    words = ["rank", "node", "plan", "step", "batch", "layer", "token", "state", "save", "load", "mesh", "ring"]
+    """The corpus of the run, the same on every machine: `data.paths` names it from the home, so no
+    plan changes."""
+    words = [
+        "rank",
+        "node",
+        "plan",
+        "step",
+        "batch",
+        "layer",
+        "token",
+        "state",
+        "save",
+        "load",
+        "mesh",
+        "ring",
+    ]
     picks = [hashlib.sha256(bytes([line])).digest()[:9] for line in range(100)]
     (home / "text").mkdir()
-    (home / "text" / "words.txt").write_text("".join(" ".join(words[b % 12] for b in p) + "\n" for p in picks))
+    (home / "text" / "words.txt").write_text(
+        "".join(" ".join(words[b % 12] for b in p) + "\n" for p in picks)
+    )
 
 
 def environment(home: Path) -> dict[str, str]:
     """No scheduler, and this interpreter's own packages."""
-    return {"HOME": str(home), "ORCH_HOME": str(home / "orch"), "PATH": str(home / "bin"), "LANG": "C.UTF-8"} | {
+    return {
+        "HOME": str(home),
+        "ORCH_HOME": str(home / "orch"),
+        "PATH": str(home / "bin"),
+        "LANG": "C.UTF-8",
+    } | {
         "KUBECONFIG": str(home / "kubeconfig"),
         "XDG_CACHE_HOME": str(home / "cache"),
     }
 
 
 def restore(name: str, home: Path) -> Path:
-    """A recorded folder in that home, private to its user, with this machine's paths and a key of its own."""
+    """A recorded folder in that home, private to its user, with this machine's paths and a key of
+    its own."""
     folder = home / "orch" / "runs" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(GOLDEN / f"run_{name}", folder)
     for part in ("logs", "events", "metrics", "checkpoints"):
         (folder / part).mkdir(exist_ok=True)
-    here = {"<PYTHON>.bin": str(Path(sys.executable).parent), "<PYTHON>": sys.executable, "<HOME>": str(home)}
+    here = {
+        "<PYTHON>.bin": str(Path(sys.executable).parent),
+        "<PYTHON>": sys.executable,
+        "<HOME>": str(home),
+    }
     for path in folder.rglob("*"):
         if path.suffix in (".json", ".jsonl", ".yaml", ".log"):
             text = path.read_text()

@@ -1,7 +1,9 @@
-"""`python -m tests.beds.server BACKEND`: runs `orch` lines, each in a child of one process that has imported it all.
+"""`python -m tests.beds.server BACKEND`: runs `orch` lines, each in a child of one process that has
+imported it all.
 
-A tier of a hundred command lines would spend minutes of this machine's two cores on imports. One JSON line in
-(argv, env, cwd, out, err: files, seconds), one out: the exit code, -9 where it took too long.
+A tier of a hundred command lines would spend minutes of this machine's two cores on imports. One
+JSON line in (argv, env, cwd, out, err: files, seconds), one out: the exit code, -9 where it took
+too long.
 """
 
 from __future__ import annotations
@@ -17,15 +19,31 @@ from orchestrator.cli.main import main as orch
 
 #: What the verbs import inside their functions.
 IMPORTED = (
-    *(f"cli.verbs.{verb}" for verb in ("plan", "submit", "render", "status", "list", "cancel", "resume")),
-    *("config.compose", "planner.elastic.sizes", "submit.sweep", "cli.session", "observe.pages.run_page"),
+    *(
+        f"cli.verbs.{verb}"
+        for verb in ("plan", "submit", "render", "status", "list", "cancel", "resume")
+    ),
+    "config.compose",
+    "planner.elastic.sizes",
+    "submit.sweep",
+    "cli.session",
+    "observe.pages.run_page",
 )
 #: What a backend imports so.
 OF_BACKEND = {
     "slurm": ("backend", "submission"),
     "kubernetes": (
-        *("backend", "submission", "direct_runs", "observer", "cluster_view", "log_mirror", "adoption"),
-        *("api.transport", "api.access", "objects.render", "objects.payload"),
+        "backend",
+        "submission",
+        "direct_runs",
+        "observer",
+        "cluster_view",
+        "log_mirror",
+        "adoption",
+        "api.transport",
+        "api.access",
+        "objects.render",
+        "objects.payload",
     ),
 }
 

@@ -1,4 +1,5 @@
-"""A real sshd on this machine, which stands for the login node of a site: its own keys, port and environment."""
+"""A real sshd on this machine, which stands for the login node of a site: its own keys, port and
+environment."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ def install() -> str | None:
 
 
 class LoginNode:
-    """`environ`: of whoever logs in there, HOME aside. On `path` lies the ssh that knows the host as `login`."""
+    """`environ`: of whoever logs in there, HOME aside. On `path` lies the ssh that knows the host
+    as `login`."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]):
-        self.folder, self.environ = folder, environ
+        self.folder = folder
+        self.environ = environ
         self.path = folder / "bin"
         self._process: subprocess.Popen | None = None
 
@@ -87,7 +90,9 @@ class LoginNode:
                 socket.create_connection(("127.0.0.1", self.port), timeout=5).close()
                 return
             except OSError:
-                assert time.monotonic() < end and self._process.poll() is None, (self.folder / "sshd.log").read_text()
+                assert time.monotonic() < end and self._process.poll() is None, (
+                    self.folder / "sshd.log"
+                ).read_text()
                 time.sleep(0.05)
 
     def stop(self) -> None:
@@ -102,4 +107,6 @@ class LoginNode:
         return [f"backend.options.ssh={NAME}", f"backend.options.ssh_python={sys.executable}"]
 
     def _write(self, name: str, settings: Mapping[str, object]) -> None:
-        (self.folder / name).write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
+        (self.folder / name).write_text(
+            "".join(f"{key} {value}\n" for key, value in settings.items())
+        )

@@ -1,6 +1,8 @@
-"""A backend as another package would add it, by an entry point of the group `orch.backends`: `backend.name=spawn`.
+"""A backend as another package would add it, by an entry point of the group `orch.backends`:
+`backend.name=spawn`.
 
-Agents are children of one process a run, `python third_party_backend.py RUN_DIR LOCK`, which holds the run's lock.
+Agents are children of one process a run, `python third_party_backend.py RUN_DIR LOCK`, which holds
+the run's lock.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from orchestrator.run.create import create_run_folder
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.intent import ask, wants_end
 from orchestrator.run.processes import Identity, identity, send_signal
-from orchestrator.run.request import LaunchRequest, SubmissionBundle, compose_environment, read_request
+from orchestrator.run.request import (
+    LaunchRequest,
+    SubmissionBundle,
+    compose_environment,
+    read_request,
+)
 from orchestrator.run.state import RunState, finish, prepare_resume, read_state, true_state
 
 
@@ -73,7 +80,9 @@ class SpawnBackend(Backend):
     def _start(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
         lock = folder.take_lock()
         argv = [sys.executable, __file__, str(folder.path), str(lock)]
-        env = compose_environment(request.environment, environ) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        env = compose_environment(request.environment, environ) | {
+            "PYTHONPATH": os.pathsep.join(sys.path)
+        }
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         child = subprocess.Popen(argv, env=env, pass_fds=[lock], start_new_session=True, **quiet)
         write_record(folder, SpawnRecord((child.pid, identity(child.pid).started)))
@@ -83,7 +92,10 @@ class SpawnBackend(Backend):
 
 
 def supervise(folder: RunFolder, lock: int) -> None:
-    agents = [subprocess.Popen(agent.argv, pass_fds=[lock], cwd=folder.path) for agent in read_request(folder).agents]
+    agents = [
+        subprocess.Popen(agent.argv, pass_fds=[lock], cwd=folder.path)
+        for agent in read_request(folder).agents
+    ]
 
     def end(*_: object) -> None:
         wish = wants_end(folder)
@@ -93,8 +105,12 @@ def supervise(folder: RunFolder, lock: int) -> None:
     signal.signal(signal.SIGTERM, end)
     codes = [agent.wait() for agent in agents]
     if not (state := read_state(folder)).is_final:
-        phase, code = ("cancelled", Exit.RESTART) if wants_end(folder) else ("failed", Exit.CAPACITY)
-        write_final_state(folder, finish(state, phase, code, f"agents ended with {codes}", at=time.time()))
+        phase, code = (
+            ("cancelled", Exit.RESTART) if wants_end(folder) else ("failed", Exit.CAPACITY)
+        )
+        write_final_state(
+            folder, finish(state, phase, code, f"agents ended with {codes}", at=time.time())
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""A training program that needs a process beside it, as loaders of data do: if that one dies, so does the next step.
+"""A training program that needs a process beside it, as loaders of data do: if that one dies, so
+does the next step.
 
-It goes on until its run's folder has the file `go`, or until it is asked to save. The helper knows nothing of signals.
+It goes on until its run's folder has the file `go`, or until it is asked to save. The helper knows
+nothing of signals.
 """
 
 from __future__ import annotations

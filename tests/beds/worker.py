@@ -1,12 +1,14 @@
 """A stand-in for the trainer: no torch, speaks the report protocol, and misbehaves on request.
 
-What to do comes from the environment, as ORCH_TEST_<WORD>: STEPS, STEP_S, DIE="rank:step:code[:epoch]" (a negative code
-is a signal), SAVE=1 (answer SIGTERM by saving and leaving with 75), DEAF=1 (ignore SIGTERM), SPAWN=1 (leave a
-grandchild in a session of its own), GARBAGE=1, LEARN=1 (losses that show any step that was lost or done twice), HOLD=1
-(wait before the last step until the run folder has a file `go`), MEET=1 (have a pulse, and meet all others at each
-step), HANG="rank:step:how:turn" (how: spin, stuck, held, stopped, or apart: all meet, and nobody gets away; turn: 0 for
-the first of these faults, the next one in an epoch after it; the file hung-<turn> has the epoch),
-SLOW="rank or node:factor" (own compute time), SAY="rank:step:cause:epoch" (fail, and say of what).
+What to do comes from the environment, as ORCH_TEST_<WORD>: STEPS, STEP_S,
+DIE="rank:step:code[:epoch]" (a negative code is a signal), SAVE=1 (answer SIGTERM by saving and
+leaving with 75), DEAF=1 (ignore SIGTERM), SPAWN=1 (leave a grandchild in a session of its own),
+GARBAGE=1, LEARN=1 (losses that show any step that was lost or done twice), HOLD=1 (wait before the
+last step until the run folder has a file `go`), MEET=1 (have a pulse, and meet all others at each
+step), HANG="rank:step:how:turn" (how: spin, stuck, held, stopped, or apart: all meet, and nobody
+gets away; turn: 0 for the first of these faults, the next one in an epoch after it; the file
+hung-<turn> has the epoch), SLOW="rank or node:factor" (own compute time),
+SAY="rank:step:cause:epoch" (fail, and say of what).
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import threading
 import time
 from pathlib import Path
 
-RANK, EPOCH = int(os.environ["RANK"]), int(os.environ["ORCH_EPOCH"])
+RANK = int(os.environ["RANK"])
+EPOCH = int(os.environ["ORCH_EPOCH"])
 RUN = Path(os.environ["ORCH_RUN_DIR"])
 
 
@@ -52,7 +55,10 @@ def meet(step: int, apart: bool) -> bool:
     mine.with_suffix(".new").rename(mine)
     others = [rank for rank in range(int(os.environ["WORLD_SIZE"])) if rank != RANK]
     while apart or any(at(rank) < step for rank in others):
-        gone = (path.exists() and not alive(int(path.read_text() or 1)) for path in map(pid_file, others))
+        gone = (
+            path.exists() and not alive(int(path.read_text() or 1))
+            for path in map(pid_file, others)
+        )
         if not apart and any(gone):
             return False
         time.sleep(0.02)
@@ -113,13 +119,18 @@ def main() -> int:
     weight = float((RUN / f"weight-{RANK}").read_text()) if saved.exists() else 0.3
     print(f"rank {RANK} of {os.environ['WORLD_SIZE']} starts after step {first}", flush=True)
     if wish("GARBAGE"):
-        os.write(int(os.environ["ORCH_REPORT_FD"]), b"garbage\n{\n" + b"x" * 100_000 + b"\n" + b'{"kind":"step"}\n')
+        os.write(
+            int(os.environ["ORCH_REPORT_FD"]),
+            b"garbage\n{\n" + b"x" * 100_000 + b"\n" + b'{"kind":"step"}\n',
+        )
 
     def save(step: int) -> int:
         (RUN / f"weight-{RANK}").write_text(repr(weight))
         saved.write_text(str(step))
         report(kind="event", name="checkpoint_saved", step=step)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one while the interpreter ends would kill
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # a second one while the interpreter ends would kill
         return 75
 
     for step in range(first + 1, int(wish("STEPS", "3")) + 1):
@@ -143,12 +154,18 @@ def main() -> int:
         for order in filter(None, wish("SAY").split(",")):
             rank, at_step, cause, epoch = order.split(":")
             if (int(rank), int(at_step), int(epoch)) == (RANK, step, EPOCH):
-                report(kind="event", name="failed", fields={"cause": cause, "error": f"{cause} at step {step}"})
+                report(
+                    kind="event",
+                    name="failed",
+                    fields={"cause": cause, "error": f"{cause} at step {step}"},
+                )
                 return 1
         if wish("MEET"):
             time.sleep(max(0.0, own_s - float(wish("STEP_S", "0.02"))))
             orders = [order.split(":") for order in filter(None, wish("HANG").split(","))]
-            due = [(int(rank), how) for rank, s, how, t in orders if (int(s), int(t)) == (step, turn)]
+            due = [
+                (int(rank), how) for rank, s, how, t in orders if (int(s), int(t)) == (step, turn)
+            ]
             mine = [how for rank, how in due if rank == RANK]
             apart = any(how == "apart" for _, how in due)
             DOING.update(step=step, phase="forward", moves=DOING["moves"] + 1)
@@ -160,9 +177,28 @@ def main() -> int:
                 return 75
         weight = 3.9 * weight * (1 - weight)  # chaotic: each value tells the whole history
         loss = weight if wish("LEARN") else 5.0 / step
-        fields = {"samples": step * 8, "tokens": 128, "step_s": 0.02, "loss": loss, "lr": 0.1, "grad_norm": 1.5}
-        extra = {"memory_bytes": {"params": 100 + RANK, "total": 200}, "comm_bytes": {"dp": 64}, "mfu": 0.25}
-        report(kind="step", step=step, **fields, **extra, phase_s={"forward": 0.01}, comm_s={"dp": 0.001}, own_s=own_s)
+        fields = {
+            "samples": step * 8,
+            "tokens": 128,
+            "step_s": 0.02,
+            "loss": loss,
+            "lr": 0.1,
+            "grad_norm": 1.5,
+        }
+        extra = {
+            "memory_bytes": {"params": 100 + RANK, "total": 200},
+            "comm_bytes": {"dp": 64},
+            "mfu": 0.25,
+        }
+        report(
+            kind="step",
+            step=step,
+            **fields,
+            **extra,
+            phase_s={"forward": 0.01},
+            comm_s={"dp": 0.001},
+            own_s=own_s,
+        )
         if stop:
             return save(step)
     report(kind="event", name="done")

@@ -1,5 +1,6 @@
-"""python -m tests.bench.dry_runs single|node FOLDER: a benchmark of GPUs run dry, every line that it executes noted,
-also in the processes that it forks. The lines are in FOLDER/lines, one `file:number` each."""
+"""python -m tests.bench.dry_runs single|node FOLDER: a benchmark of GPUs run dry, every line that
+it executes noted, also in the processes that it forks. The lines are in FOLDER/lines, one
+`file:number` each."""
 
 from __future__ import annotations
 
@@ -15,14 +16,17 @@ from orchestrator.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SINGLE = ("benchmarks/gpu_single.py",)
-NODE = tuple(f"benchmarks/gpu_node/{name}.py" for name in ("__main__", "cases", "measure", "page", "rivals"))
+NODE = tuple(
+    f"benchmarks/gpu_node/{name}.py" for name in ("__main__", "cases", "measure", "page", "rivals")
+)
 #: Ours alone, beside each rival, in pipelines, from packed text; one that the planner refuses.
 CASES = ("ZeRO-0", "ZeRO-3", "packed documents", "PP 1f1b", "refused", "compiled")
 
 
 def noting(files: tuple[str, ...], path: Path) -> Callable[..., Any]:
     """A trace function that appends each line of `files` to `path` once a process."""
-    names, seen = {str(ROOT / file): file for file in files}, set[tuple[str, int]]()
+    names = {str(ROOT / file): file for file in files}
+    seen = set[tuple[str, int]]()
     out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -39,14 +43,17 @@ def noting(files: tuple[str, ...], path: Path) -> Callable[..., Any]:
 
 def lines_of(file: str) -> set[int]:
     """The lines inside functions of a file."""
-    found, todo = set[int](), list[CodeType]()
+    found = set[int]()
+    todo = list[CodeType]()
     module = compile((ROOT / file).read_text(), file, "exec")
     todo += [const for const in module.co_consts if isinstance(const, CodeType)]
     while todo:
         code = todo.pop()
         todo += [const for const in code.co_consts if isinstance(const, CodeType)]
         if code.co_name not in CLASSES:
-            found |= {line for _, _, line in code.co_lines() if line and line != code.co_firstlineno}
+            found |= {
+                line for _, _, line in code.co_lines() if line and line != code.co_firstlineno
+            }
     return found
 
 
@@ -73,7 +80,9 @@ def main(what: str, folder: Path) -> int:
     def ours(plan: Plan, *rest: Any) -> Any:
         return failing() if plan.parallel.zero == 2 else real(plan, *rest)
 
-    given, rivals, real = node.cases, node.available, measure.ours
+    given = node.cases
+    rivals = node.available
+    real = measure.ours
     measure.ours = ours
     layout = "parallel=dp2_zero1"
     more = [
@@ -84,7 +93,9 @@ def main(what: str, folder: Path) -> int:
         Case("ours fails", SMALL, ("parallel=dp2_zero2",), ("loop",)),
     ]
     node.cases = lambda gpus: [*given(gpus), *more]
-    node.available = lambda folder: rivals(folder) | {"failing": failing, "dying": lambda *_: os._exit(3)}
+    node.available = lambda folder: (
+        rivals(folder) | {"failing": failing, "dying": lambda *_: os._exit(3)}
+    )
     plan_of(SMALL, (layout, "train.global_batch_samples=8"), 2, Where(dry=False, cuda=True))
     out = folder / "result.json"
     titan = os.environ.get("TORCHTITAN", "")

@@ -1,4 +1,5 @@
-"""`orch bench` as a user runs it: agents, workers, the file that it keeps, and the plan that reads it."""
+"""`orch bench` as a user runs it: agents, workers, the file that it keeps, and the plan that reads
+it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_what_bench_finds_is_what_plans_use(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert "21/21" in said.err or "23/23" in said.err  # the bar reached its end
-    assert set(found["links"]) == {"switch" if name == "local_shaped" else "host"}  # a node of one GPU has no inside
+    assert set(found["links"]) == {
+        "switch" if name == "local_shaped" else "host"
+    }  # a node of one GPU has no inside
     (link,) = found["links"].values()
     if name == "local_shaped":
         assert 0 < link["bytes_per_s"] < 1.3 * 0.05e9 / 8  # what the wire lets through, and a burst

@@ -1,5 +1,5 @@
-"""The benchmarks of GPUs run dry here, on CPUs and on fake GPUs, and every line of them: on a rented node none fails
-for the first time."""
+"""The benchmarks of GPUs run dry here, on CPUs and on fake GPUs, and every line of them: on a
+rented node none fails for the first time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def run(what, folder, fake):
     environment = fakegpu.environment() if fake else dict(os.environ)
     environment |= {"TORCH_COMPILE_DISABLE": "1"}  # minutes of a compiler, and no line of ours
     words = [sys.executable, "-m", "tests.bench.dry_runs", what, str(folder)]
-    ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    ended = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     found = defaultdict(set)
     for line in (folder / "lines").read_text().splitlines():
@@ -38,12 +40,20 @@ def left(files, *runs):
     for file in files:
         text = (ROOT / file).read_text().splitlines()
         done = set().union(*(run[file] for run in runs))
-        missing += [f"{file}:{line} {text[line - 1].strip()}" for line in sorted(lines_of(file) - done)]
+        missing += [
+            f"{file}:{line} {text[line - 1].strip()}" for line in sorted(lines_of(file) - done)
+        ]
     return missing
 
 
 #: What the machine decides: one without GPUs, one with torchtitan.
-ELSEWHERE = ("skipped: this machine has no CUDA device", "return 0", "RESULT.write_text", "record = {", "return RIVALS")
+ELSEWHERE = (
+    "skipped: this machine has no CUDA device",
+    "return 0",
+    "RESULT.write_text",
+    "record = {",
+    "return RIVALS",
+)
 
 
 def test_every_case_has_a_plan_that_fits_eight_gpus():
@@ -66,16 +76,24 @@ def test_a_dry_run_executes_every_line(what, files, tmp_path):
     if what == "node":
         rows = json.loads((tmp_path / "cpu" / "result.json").read_text())["cases"]
         assert set(rows) == {*CASES, "fails", "dies", "ours fails"}
-        assert "rule 'gpus'" in rows["refused"]["failed"] and "a rival that fails" in rows["fails"]["failing"]["failed"]
-        assert "a rival that fails" in rows["ours fails"]["ours"]["failed"] and rows["dies"]["failed"]
+        assert (
+            "rule 'gpus'" in rows["refused"]["failed"]
+            and "a rival that fails" in rows["fails"]["failing"]["failed"]
+        )
+        assert (
+            "a rival that fails" in rows["ours fails"]["ours"]["failed"] and rows["dies"]["failed"]
+        )
         for name in set(CASES) - {"refused"}:
             assert rows[name]["ours"]["step_s"] > 0 and rows[name]["ours"]["loss"] > 0
-        assert rows["ZeRO-3"]["loop"]["loss"] == pytest.approx(rows["ZeRO-3"]["ours"]["loss"], rel=0.1)
+        assert rows["ZeRO-3"]["loop"]["loss"] == pytest.approx(
+            rows["ZeRO-3"]["ours"]["loss"], rel=0.1
+        )
 
 
 @pytest.mark.full
 def test_a_run_that_is_broken_dry_goes_on():
-    """Its pieces are tested by those of `orch drill`; the numbers of a card need the whole program to run."""
+    """Its pieces are tested by those of `orch drill`; the numbers of a card need the whole program
+    to run."""
     words = [sys.executable, "-m", "benchmarks.gpu_run", "--dry", "--steps", "600"]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -85,5 +103,8 @@ def test_a_run_that_is_broken_dry_goes_on():
 def in_titan(line):
     number = int(line.partition(":")[2].partition(" ")[0])
     text = (ROOT / "benchmarks/gpu_node/rivals.py").read_text().splitlines()
-    begin, end = (next(at for at, one in enumerate(text) if one.startswith(of)) for of in ("def titan", "RIVALS ="))
+    begin, end = (
+        next(at for at, one in enumerate(text) if one.startswith(of))
+        for of in ("def titan", "RIVALS =")
+    )
     return line.startswith("benchmarks/gpu_node/rivals.py") and begin < number <= end

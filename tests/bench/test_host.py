@@ -13,7 +13,12 @@ from trainer.errors import DiskError
 @pytest.fixture
 def alone(monkeypatch):
     """A control path of one rank, and small sizes."""
-    for name, size in {"UPDATED": 1 << 14, "COPIED": 1 << 14, "RECORD": 1 << 16, "RECORDS": 6}.items():
+    for name, size in {
+        "UPDATED": 1 << 14,
+        "COPIED": 1 << 14,
+        "RECORD": 1 << 16,
+        "RECORDS": 6,
+    }.items():
         monkeypatch.setattr(bench, name, size)
     monkeypatch.setattr("trainer.bench.measure._BATCH_S", 1e-3)
     control = ControlPath.__new__(ControlPath)
@@ -27,7 +32,11 @@ def test_a_nodes_rates_are_those_of_its_ranks_together(alone, tmp_path, monkeypa
     monkeypatch.setattr(bench, "_disk", lambda memory, folder, control: 7.0)
     monkeypatch.setattr(bench, "_link", lambda memory, control: 3.0)
     found = bench.host(torch.device("cpu"), tmp_path, 4, alone)
-    assert (found["memory_bytes_per_s"], found["disk_bytes_per_s"], found["link_bytes_per_s"]) == (20.0, 28.0, 3.0)
+    assert (found["memory_bytes_per_s"], found["disk_bytes_per_s"], found["link_bytes_per_s"]) == (
+        20.0,
+        28.0,
+        3.0,
+    )
 
 
 def test_everything_is_measured_and_nothing_is_left(alone, tmp_path):

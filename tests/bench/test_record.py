@@ -26,7 +26,8 @@ from orchestrator.submit.cluster import ClusterResolver
 from tests.planner.configs import level_between
 from trainer.bench.cases import OPERATIONS, SIZES, cases
 
-LATENCY, RATE = 2e-4, 4e5
+LATENCY = 2e-4
+RATE = 4e5
 WORDS = ["cluster=local_shaped", "cluster.gpus_per_node=2", "parallel=tp2_dp2"]
 
 
@@ -34,7 +35,9 @@ def plan_of(config: Config) -> Plan:
     return build.build_plan(config, ClusterResolver(home_folder(os.environ))(config.cluster))
 
 
-def rows(level: str, latency: float, rate: float, stretch: dict[str, float] | None = None, ranks: int = 2) -> list[Row]:
+def rows(
+    level: str, latency: float, rate: float, stretch: dict[str, float] | None = None, ranks: int = 2
+) -> list[Row]:
     """What a link would show that is exactly as the planner thinks."""
     found = []
     for operation in OPERATIONS:
@@ -53,16 +56,21 @@ def test_the_fit_finds_what_made_the_rows(latency, rate, ranks, factors):
     stretch = dict(zip(OPERATIONS, factors, strict=True))
     found = fit(rows("switch", latency, rate, stretch, ranks))["switch"]
     best = min(factors)
-    # with few bytes against much latency (or the other way) one of the two cannot be seen in the rows
+    # with few bytes against much latency (or the other way) one of the two cannot be seen in the
+    # rows
     assert found.error < 1e-3
     if 0.02 < latency * rate / max(SIZES) < 1:
         assert found.bytes_per_s == pytest.approx(rate / best, rel=1e-3)
         assert found.latency_s == pytest.approx(latency, rel=1e-3)
-        assert found.stretch == pytest.approx({name: f / best for name, f in stretch.items()}, rel=1e-3)
+        assert found.stretch == pytest.approx(
+            {name: f / best for name, f in stretch.items()}, rel=1e-3
+        )
 
 
 def test_noise_never_gives_a_negative_latency_or_cost():
-    faster_when_larger = [Row("nvlink", "all_reduce", 2, size, 1e-3 / (i + 1)) for i, size in enumerate(SIZES)]
+    faster_when_larger = [
+        Row("nvlink", "all_reduce", 2, size, 1e-3 / (i + 1)) for i, size in enumerate(SIZES)
+    ]
     found = fit(faster_when_larger)["nvlink"]
     assert found.bytes_per_s > 0 and found.latency_s > 0
     all_bytes = [Row("nvlink", "all_reduce", 2, size, (size / 1e6) ** 1.2) for size in SIZES]
@@ -75,7 +83,9 @@ def test_cases_meet_on_the_tier_that_they_measure():
     plan = plan_of(load([*words, "train.global_batch_tokens=null"]))
     found = cases(plan)
     tiers = ["nvlink", *(level.name for level in plan.cluster.levels)]
-    assert {case.level for case in found} == set(tiers) and [c for c in found if c.level == "nvlink"][-1].ranks == 8
+    assert {case.level for case in found} == set(tiers) and [
+        c for c in found if c.level == "nvlink"
+    ][-1].ranks == 8
     for case in found:
         members = [rank for group in case.groups for rank in group]
         assert len(members) == len(set(members)) and min(map(len, case.groups)) > 1
@@ -101,11 +111,19 @@ def keep(
     **links: tuple[float, float],
 ) -> str:
     config = load(words)
-    compute = {"name": "bench_compute", "precision": "fp32", "matmul_flops": 8e9, "attention_flops": 2e9}
+    compute = {
+        "name": "bench_compute",
+        "precision": "fp32",
+        "matmul_flops": 8e9,
+        "attention_flops": 2e9,
+    }
     compute |= {"memory_bytes_per_s": 3e9, "launch_s": 1e-5}
     events = [compute, *([{"name": "bench_host", "rank": 0, **host}] if host else [])]
     for level, (latency, rate) in links.items():
-        events += [{"name": "bench_link", **msgspec.to_builtins(row)} for row in rows(level, latency, rate, stretch)]
+        events += [
+            {"name": "bench_link", **msgspec.to_builtins(row)}
+            for row in rows(level, latency, rate, stretch)
+        ]
     return bench.keep(config, bench.record_of(config, "local://bench-test", events), home)
 
 
@@ -115,38 +133,54 @@ def test_plans_use_what_was_measured_and_say_so(home):
     plan = plan_of(load(WORDS))
     (switch,) = plan.cluster.levels
     assert switch.bytes_per_s == pytest.approx(RATE) and switch.latency_s == pytest.approx(LATENCY)
-    assert "local://bench-test" in switch.source and "local://bench-test" in plan.cluster.measured.source
+    assert (
+        "local://bench-test" in switch.source
+        and "local://bench-test" in plan.cluster.measured.source
+    )
     assert plan.time.exposed_comm_s["dp"] > 2 * described.time.exposed_comm_s["dp"]
     rate = context_of(plan).rate
-    assert {(one.nvlink, one.nic, one.latency, one.launch_s) for one in (rate.tensor, rate.ring)} == {
-        (1.0, 1.0, 1.0, 0)
-    }
-    assert (1 / rate.gemm_s, 1 / rate.attention_s, 1 / rate.byte_s) == pytest.approx((8e9, 2e9, 3e9))
+    assert {
+        (one.nvlink, one.nic, one.latency, one.launch_s) for one in (rate.tensor, rate.ring)
+    } == {(1.0, 1.0, 1.0, 0)}
+    assert (1 / rate.gemm_s, 1 / rate.attention_s, 1 / rate.byte_s) == pytest.approx(
+        (8e9, 2e9, 3e9)
+    )
     assert "measured by orch bench" in render(plan) and "measured by" not in render(described)
     assert from_json(to_json(plan)) == plan
     assert plan_of(load([*WORDS, "cluster.measured=false"])).time == described.time
 
 
 HOST_FOUND = {
-    **{"memory_bytes": 1 << 40, "memory_bytes_per_s": 1e11, "link_bytes_per_s": 2e10},
-    **{"disk_bytes": 1 << 42, "disk_bytes_per_s": 3e9},
+    "memory_bytes": 1 << 40,
+    "memory_bytes_per_s": 1e11,
+    "link_bytes_per_s": 2e10,
+    "disk_bytes": 1 << 42,
+    "disk_bytes_per_s": 3e9,
 }
 
 
 def test_plans_use_the_host_that_was_measured(home):
-    """In the place of a described one; a record of before it was measured leaves what is described."""
+    """In the place of a described one; a record of before it was measured leaves what is
+    described."""
     keep(WORDS, home, switch=(LATENCY, RATE))
     away = [*WORDS, "train.offload=disk"]
     assumed = plan_of(load(away))
-    assert assumed.cluster.host is msgspec.UNSET and any("are assumed" in line for line in assumed.warnings)
+    assert assumed.cluster.host is msgspec.UNSET and any(
+        "are assumed" in line for line in assumed.warnings
+    )
     keep(WORDS, home, host=HOST_FOUND, switch=(LATENCY, RATE))
     plan = plan_of(load(away))
-    assert msgspec.structs.asdict(plan.cluster.host) == {**HOST_FOUND, "source": plan.cluster.measured.source}
+    assert msgspec.structs.asdict(plan.cluster.host) == {
+        **HOST_FOUND,
+        "source": plan.cluster.measured.source,
+    }
     assert not any("are assumed" in line for line in plan.warnings)
     slow = HOST_FOUND | {"disk_bytes_per_s": 1e8}
     keep(WORDS, home, host=slow, switch=(LATENCY, RATE))
     mine = plan.model.parameters / plan.parallel.tp
-    assert plan_of(load(away)).time.terms["optimizer"] == pytest.approx(24 * 2 * mine / 1e8, rel=0.1)
+    assert plan_of(load(away)).time.terms["optimizer"] == pytest.approx(
+        24 * 2 * mine / 1e8, rel=0.1
+    )
 
 
 def test_an_operation_that_gets_less_out_of_a_link_costs_more(home):

@@ -27,11 +27,16 @@ def test_a_run_corrects_the_plans_that_follow(tmp_path, monkeypatch, capsys):
     before = said("plan", *JOB)
     assert said("submit", *JOB, "--follow", "--run-id", "measured")["state"] == "done"
     report = said("report", "measured")["step_s"]
-    assert report["planned"] == before["time"]["step_s"] and report["low"] < report["planned"] < report["high"]
+    assert (
+        report["planned"] == before["time"]["step_s"]
+        and report["low"] < report["planned"] < report["high"]
+    )
     assert report["inside"] is (report["low"] <= report["measured"] <= report["high"])
     assert ("attribution" in report) is (abs(report["z"]) > 1)
     found = said("calibrate", "--from", "measured")
-    assert found["measured_s"] == report["measured"] and found["before_s"] == pytest.approx(report["planned"])
+    assert found["measured_s"] == report["measured"] and found["before_s"] == pytest.approx(
+        report["planned"]
+    )
     after = said("plan", *JOB)
     assert after["time"]["step_s"] == pytest.approx(found["after_s"], rel=1e-3)
     assert after["time"]["profile"] == found["profile"] and after["time"]["parameters"]

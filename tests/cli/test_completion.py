@@ -67,7 +67,9 @@ def test_the_script_is_a_script(capsys, tmp_path: Path, shell):
 
 
 def test_bash_completes_a_file_name_past_the_equals_sign(tmp_path: Path):
-    (tmp_path / "orch").write_text(f'#!/bin/sh\nexec {sys.executable} -m orchestrator.cli.main "$@"\n')
+    (tmp_path / "orch").write_text(
+        f'#!/bin/sh\nexec {sys.executable} -m orchestrator.cli.main "$@"\n'
+    )
     (tmp_path / "orch").chmod(0o755)
     script = f"""
         PATH={tmp_path}:$PATH

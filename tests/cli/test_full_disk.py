@@ -24,8 +24,12 @@ exit 0
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("kib", "inodes"), [(0, 1000), (4, 1000), (16, 1000), (32, 1000), (256, 5), (256, 11)])
-def test_a_submission_that_the_disk_does_not_take_leaves_nothing_unseen(tmp_path, monkeypatch, kib, inodes):
+@pytest.mark.parametrize(
+    ("kib", "inodes"), [(0, 1000), (4, 1000), (16, 1000), (32, 1000), (256, 5), (256, 11)]
+)
+def test_a_submission_that_the_disk_does_not_take_leaves_nothing_unseen(
+    tmp_path, monkeypatch, kib, inodes
+):
     private = ["unshare", "--mount", "--propagation", "private"]
     if subprocess.run([*private, "true"], capture_output=True).returncode:
         pytest.skip("needs the right to mount")

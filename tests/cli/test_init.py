@@ -1,4 +1,5 @@
-"""`orch init`: what it writes is the repository's, plans with it are made, and nothing is overwritten unasked."""
+"""`orch init`: what it writes is the repository's, plans with it are made, and nothing is
+overwritten unasked."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from tests.beds.base import ROOT
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_profiles_to_start_from_render_a_job_script(tmp_path, monkeypatch, capsys):
@@ -24,30 +29,49 @@ def test_profiles_to_start_from_render_a_job_script(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
     assert main(["init", "slurm"]) == Exit.DONE
     assert "then: orch submit --config-dir slurm backend=PROFILE" in capsys.readouterr().out
-    assert files(tmp_path / "slurm") == {f"backend/{k}": v for k, v in files(ROOT / "slurm" / "backend").items()}
-    words = "render --config-dir slurm backend=preemptible cluster=h100x64 cluster.nodes=2 parallel=tp8_zero1"
-    assert main([*words.split(), "model=llama3_8b", "--in-place", "backend.options.topology=none"]) == Exit.DONE
+    assert files(tmp_path / "slurm") == {
+        f"backend/{k}": v for k, v in files(ROOT / "slurm" / "backend").items()
+    }
+    words = (
+        "render --config-dir slurm backend=preemptible cluster=h100x64 cluster.nodes=2"
+        " parallel=tp8_zero1"
+    )
+    assert (
+        main([*words.split(), "model=llama3_8b", "--in-place", "backend.options.topology=none"])
+        == Exit.DONE
+    )
     assert "#SBATCH --partition=preempt" in capsys.readouterr().out
 
 
 def test_the_chart_is_whole(tmp_path, capsys):
     assert main(["init", "kubernetes", str(tmp_path / "my" / "chart"), "--json"]) == Exit.DONE
     said = json.loads(capsys.readouterr().out)
-    ours = {name: text for name, text in files(ROOT / "charts" / "orch").items() if not name.endswith(".pyc")}
+    ours = {
+        name: text
+        for name, text in files(ROOT / "charts" / "orch").items()
+        if not name.endswith(".pyc")
+    }
     assert files(tmp_path / "my" / "chart") == ours and said["files"] == sorted(ours)
 
 
 def test_nothing_is_overwritten_unless_forced(tmp_path, capsys):
     assert main(["init", "slurm", str(tmp_path)]) == Exit.DONE
-    mine, gone = tmp_path / "backend" / "apptainer.yaml", tmp_path / "backend" / "preemptible.yaml"
+    mine = tmp_path / "backend" / "apptainer.yaml"
+    gone = tmp_path / "backend" / "preemptible.yaml"
     mine.write_text("mine")
     gone.unlink()
     assert main(["init", "slurm", str(tmp_path)]) == Exit.USAGE
     said = capsys.readouterr().err
-    assert str(mine) in said and "4 more would be overwritten: --force does it" in said and said.count("\n") == 1
+    assert (
+        str(mine) in said
+        and "4 more would be overwritten: --force does it" in said
+        and said.count("\n") == 1
+    )
     assert mine.read_text() == "mine" and not gone.exists()
     assert main(["init", "slurm", str(tmp_path), "--force"]) == Exit.DONE
-    assert mine.read_bytes() == (ROOT / "slurm/backend/apptainer.yaml").read_bytes() and gone.exists()
+    assert (
+        mine.read_bytes() == (ROOT / "slurm/backend/apptainer.yaml").read_bytes() and gone.exists()
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
@@ -67,6 +91,8 @@ def test_an_installed_package_finds_them_under_its_prefix(tmp_path):
     shutil.copytree(ROOT / "slurm", tmp_path / "prefix" / "share" / "orch" / "slurm", ignore=skip)
     argv = [sys.executable, "-P", str(site / "orch_start.py"), "orchestrator.cli.main", "init"]
     done = subprocess.run([*argv, "slurm", "--json"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "backend/apptainer.yaml" in json.loads(done.stdout)["files"], done
+    assert done.returncode == 0 and "backend/apptainer.yaml" in json.loads(done.stdout)["files"], (
+        done
+    )
     done = subprocess.run([*argv, "kubernetes"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == Exit.CONFIG and "this installation has no charts/orch" in done.stderr

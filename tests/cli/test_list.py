@@ -22,14 +22,23 @@ DAY = 86400.0
 def runs(tmp_path, monkeypatch):
     """Four runs of other states and ages."""
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
-    for run_id, state, days in (("tiny-1", "done", 9), ("tiny-2", "failed", 2), ("big-1", "done", 1), ("big-2", "", 0)):
-        with create_run_folder(make_bundle(make_plan(), tmp_path / "runs", run_id=run_id), "local") as folder:
+    for run_id, state, days in (
+        ("tiny-1", "done", 9),
+        ("tiny-2", "failed", 2),
+        ("big-1", "done", 1),
+        ("big-2", "", 0),
+    ):
+        with create_run_folder(
+            make_bundle(make_plan(), tmp_path / "runs", run_id=run_id), "local"
+        ) as folder:
             found = read_state(folder)
         if state:
             found = finish(found, state, int(state == "failed"), state)
         else:
             folder.take_lock()  # its processes live
-        write_state(folder, msgspec.structs.replace(found, created_at=time.time() - days * DAY - 60))
+        write_state(
+            folder, msgspec.structs.replace(found, created_at=time.time() - days * DAY - 60)
+        )
 
 
 def shown(capsys, *words: str) -> set[str]:
@@ -76,7 +85,10 @@ def test_the_newest_are_shown_and_the_others_counted(runs, capsys, monkeypatch):
     for words in ([], ["--name", "tiny"]):
         assert main(["list", *words]) == Exit.DONE
         text = capsys.readouterr().out
-        assert len(text.splitlines()) == 3 and f"... {3 if not words else 1} older: orch list --all" in text
+        assert (
+            len(text.splitlines()) == 3
+            and f"... {3 if not words else 1} older: orch list --all" in text
+        )
     assert len(shown(capsys, "--all")) == 4
     assert main(["list", "--name", "none"]) == Exit.DONE
     assert capsys.readouterr().out == "no such runs\n"

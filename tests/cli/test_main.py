@@ -71,7 +71,9 @@ def test_what_a_verb_does_not_import(line, heavy):
         "print(code, [m for m in sys.argv[1].split() if m in sys.modules], file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, heavy, *shlex.split(line)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": ""})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": ""}
+    )
     assert done.stderr == "0 []\n"
 
 
@@ -112,8 +114,27 @@ def test_a_reader_that_goes_away_is_no_error():
 def test_words_after_the_dashes_are_not_read(monkeypatch):
     seen = {}
     monkeypatch.setitem(verbs.VERBS, "version", verbs.Verb("x", overrides=True, command=True))
-    monkeypatch.setattr(version, "run", lambda args, overrides: seen.update(vars(args), overrides=overrides))
-    assert main(["version", "a=1", "--json", "b=2", "--", "python", "t.py", "--json", "--", "x=1", "$(y)"]) == 0
+    monkeypatch.setattr(
+        version, "run", lambda args, overrides: seen.update(vars(args), overrides=overrides)
+    )
+    assert (
+        main(
+            [
+                "version",
+                "a=1",
+                "--json",
+                "b=2",
+                "--",
+                "python",
+                "t.py",
+                "--json",
+                "--",
+                "x=1",
+                "$(y)",
+            ]
+        )
+        == 0
+    )
     assert seen["command"] == ["python", "t.py", "--json", "--", "x=1", "$(y)"]
     assert seen["overrides"] == ["a=1", "b=2"] and seen["json"] is True
     assert main(["version", "--"]) == Exit.USAGE
@@ -126,7 +147,8 @@ def test_output_survives_an_ascii_terminal():
     assert done.stdout.isascii()
 
 
-# ------------------------------------------------------------------------------------------- plan and config
+# ------------------------------------------------------------------------------------------- plan
+#     and config
 
 
 def test_plan_out_writes_what_the_trainer_reads(capsys, tmp_path: Path):
@@ -148,4 +170,6 @@ def test_config_prints_what_it_loads(capsys, tmp_path: Path):
 def test_every_choice_says_what_it_is(capsys):
     assert main(["config", "--choices", "--json"]) == 0
     groups = json.loads(capsys.readouterr().out)["groups"]
-    assert "llama3_70b" in groups["model"] and all(about for files in groups.values() for about in files.values())
+    assert "llama3_70b" in groups["model"] and all(
+        about for files in groups.values() for about in files.values()
+    )

@@ -1,4 +1,5 @@
-"""Wrong command lines and wrong files, each with its one-line message and exit code; more in tests/golden."""
+"""Wrong command lines and wrong files, each with its one-line message and exit code; more in
+tests/golden."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from orchestrator.cli.main import main
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.trained import NOT_RUN
 
-U, C, S = Exit.USAGE, Exit.CONFIG, Exit.SECURITY
+U = Exit.USAGE
+C = Exit.CONFIG
+S = Exit.SECURITY
 
 WRONG_LINES = [
     # verbs and flags
@@ -51,7 +54,11 @@ WRONG_LINES = [
     ("plan model.moe=8", U, "model.moe holds keys of its own; set one, like model.moe.experts=..."),
     ("plan model.moe={experts:8}", U, "model.moe.top_k must be given a value"),
     ("plan model.moe={expert:8}", U, "unknown key; did you mean 'experts'?"),
-    ("plan cluster.levels=[{name:a}]", U, "cluster.levels.0.nodes_per_switch must be given a value"),
+    (
+        "plan cluster.levels=[{name:a}]",
+        U,
+        "cluster.levels.0.nodes_per_switch must be given a value",
+    ),
     ("plan choices.model=x", U, "unknown group or key 'choices'"),
     ("plan =3", U, "'=3' is not key=value"),
     # values
@@ -62,7 +69,11 @@ WRONG_LINES = [
     ("plan train.steps=1,2", U, "one value at a time"),
     ("plan train.steps=[1", U, "cannot be read"),
     ("plan train.seed=99999999999999999999", U, "larger than 2**53"),
-    ("plan train.precision=bf61", U, "'bf61' is not legal; did you mean 'bf16'? choices: fp64, fp32, bf16, fp16"),
+    (
+        "plan train.precision=bf61",
+        U,
+        "'bf61' is not legal; did you mean 'bf16'? choices: fp64, fp32, bf16, fp16",
+    ),
     ("plan optim.lr=-1", U, "must be a number > 0, not -1.0"),
     ("plan optim.lr=nan", U, "must be a finite number, not nan"),
     ("plan optim.beta1=1", U, "must be a number < 1, not 1.0"),
@@ -72,15 +83,43 @@ WRONG_LINES = [
     ("plan parallel.order=[tp,pp]", U, "must name each of tp, cp, ep, pp, dp once"),
     ("plan cluster.gpu.peak_tflops.fp65=3", U, "'fp65' is not legal; did you mean 'fp64'?"),
     ("plan run.name=My_Run", U, "must be 1 to 40 of a-z 0-9 -"),
-    ("plan parallel=auto model=mixtral_8x7b train.matmul=fp8_tensor", C, "model mixtral_8x7b has experts, not in 8"),
-    ("plan parallel=auto model=mixtral_8x7b train.matmul=fp8_block", C, "model mixtral_8x7b has experts, not in 8"),
-    ("plan parallel=auto train.matmul=fp8_row", C, "the trainer does not run it yet; legal: fp8_tensor, fp8_block"),
-    ("plan parallel=auto train.matmul=fp8_tensor cluster=h100x8", C, "are an emulation on CPUs, not yet a GPU's"),
-    ("plan parallel=auto train.grad_dtype=fp16", C, "train.grad_dtype=fp16 with fp32: fp32, bf16, or both fp64"),
+    (
+        "plan parallel=auto model=mixtral_8x7b train.matmul=fp8_tensor",
+        C,
+        "model mixtral_8x7b has experts, not in 8",
+    ),
+    (
+        "plan parallel=auto model=mixtral_8x7b train.matmul=fp8_block",
+        C,
+        "model mixtral_8x7b has experts, not in 8",
+    ),
+    (
+        "plan parallel=auto train.matmul=fp8_row",
+        C,
+        "the trainer does not run it yet; legal: fp8_tensor, fp8_block",
+    ),
+    (
+        "plan parallel=auto train.matmul=fp8_tensor cluster=h100x8",
+        C,
+        "are an emulation on CPUs, not yet a GPU's",
+    ),
+    (
+        "plan parallel=auto train.grad_dtype=fp16",
+        C,
+        "train.grad_dtype=fp16 with fp32: fp32, bf16, or both fp64",
+    ),
     ("plan parallel=auto train.precision=fp64", C, "with fp64: fp32, bf16, or both fp64"),
     ("plan model.heads=7", U, "heads 7 is not a multiple of kv_heads 4"),
-    ("plan train.global_batch_tokens=1000", U, "must be a multiple of train.seq_len 128; the nearest is 1024"),
-    ("plan train.global_batch_tokens=1024 train.global_batch_samples=8", U, "exactly one; both are set"),
+    (
+        "plan train.global_batch_tokens=1000",
+        U,
+        "must be a multiple of train.seq_len 128; the nearest is 1024",
+    ),
+    (
+        "plan train.global_batch_tokens=1024 train.global_batch_samples=8",
+        U,
+        "exactly one; both are set",
+    ),
     # code and secrets
     ("plan train._target_=os.system", S, "_target_ would run code"),
     ("plan data.tokenizer=${oc.env:HOME}", S, "the resolver 'oc.env' is not allowed"),
@@ -88,11 +127,27 @@ WRONG_LINES = [
     ("plan data.tokenizer=${nothing}", U, "Interpolation key 'nothing' not found"),
     # what the bundled trainer does not run
     ("submit +cluster=local model=bert_large parallel=tp2 run.allow_oom=true", C, NOT_RUN),
-    ("submit +cluster=local model=bert_large parallel=tp2,tp4 --multirun --dry-run", C, f"parallel=tp2: {NOT_RUN}"),
-    ("submit cluster=local parallel=auto model=bert_large", C, "is not causal: the trainer predicts the next token"),
-    ("plan +cluster=h100x64 parallel=auto model=bert_large", C, "--any searches layouts for another program"),
+    (
+        "submit +cluster=local model=bert_large parallel=tp2,tp4 --multirun --dry-run",
+        C,
+        f"parallel=tp2: {NOT_RUN}",
+    ),
+    (
+        "submit cluster=local parallel=auto model=bert_large",
+        C,
+        "is not causal: the trainer predicts the next token",
+    ),
+    (
+        "plan +cluster=h100x64 parallel=auto model=bert_large",
+        C,
+        "--any searches layouts for another program",
+    ),
     ("tune +cluster=h100x64 model=bert_large", C, "--any searches layouts for another program"),
-    ("whatif +cluster=h100x64 parallel=auto model=bert_large", C, "--any searches layouts for another program"),
+    (
+        "whatif +cluster=h100x64 parallel=auto model=bert_large",
+        C,
+        "--any searches layouts for another program",
+    ),
 ]
 
 
@@ -100,7 +155,9 @@ def assert_one_line(err: str) -> None:
     assert err.startswith("orch: error: ") and err.count("\n") == 1 and "Traceback" not in err
 
 
-@pytest.mark.parametrize(("line", "code", "message"), WRONG_LINES, ids=[line for line, _, _ in WRONG_LINES])
+@pytest.mark.parametrize(
+    ("line", "code", "message"), WRONG_LINES, ids=[line for line, _, _ in WRONG_LINES]
+)
 def test_wrong_command_line(capsys, line, code, message):
     assert main(line.split(" ")) == code
     out, err = capsys.readouterr()
@@ -119,22 +176,34 @@ def test_wrong_command_line(capsys, line, code, message):
     ],
 )
 def test_what_the_bundled_trainer_does_not_run_is_for_programs_of_ones_own(capsys, line):
-    """`orch plan` shows it with a warning; for another program it is sent and searched without one."""
+    """`orch plan` shows it with a warning; for another program it is sent and searched without
+    one."""
     assert main(line.split(" ")) == Exit.DONE
     out, _ = capsys.readouterr()
     assert (NOT_RUN in " ".join(out.split())) == line.startswith("plan +")
 
 
 BASE = "steps: 10\nseq_len: 8\nglobal_batch_samples: 8\n"
-H100, OVERRIDE = "defaults:\n- h100x64\n- _self_\n", "defaults:\n- h100x64\n- override "
+H100 = "defaults:\n- h100x64\n- _self_\n"
+OVERRIDE = "defaults:\n- h100x64\n- override "
 
 WRONG_FILES = [
     ("train", BASE + "stepz: 3\n", C, r"train\.stepz: unknown key; did you mean 'steps'\?"),
     ("train", BASE + "seed: 1.5\n", C, r"train\.seed: must be a whole number, not '1\.5'"),
     ("train", BASE + "seed: null\n", C, r"train\.seed: cannot be null"),
     ("train", BASE + "seed: -3\n", C, r"train\.seed: must be a whole number >= 0, not -3"),
-    ("train", BASE + "precision: 16\n", C, r"train\.precision: 16 is not legal; did you mean 'fp16'\?"),
-    ("train", BASE + "clip_grad_norm: .inf\n", C, r"train\.clip_grad_norm: must be a finite number"),
+    (
+        "train",
+        BASE + "precision: 16\n",
+        C,
+        r"train\.precision: 16 is not legal; did you mean 'fp16'\?",
+    ),
+    (
+        "train",
+        BASE + "clip_grad_norm: .inf\n",
+        C,
+        r"train\.clip_grad_norm: must be a finite number",
+    ),
     ("train", BASE + "seed: [1\n", C, r"mine\.yaml:5: not YAML"),
     ("train", BASE + "steps: 3\n", C, r"mine\.yaml:4: not YAML: found duplicate key steps"),
     ("train", BASE + "\tseed: 1\n", C, r"mine\.yaml:4: not YAML"),
@@ -147,30 +216,90 @@ WRONG_FILES = [
     ("train", b"\xff\xfe\x00", C, r"mine\.yaml: not UTF-8"),
     ("train", "defaults:\n- nope\n" + BASE, C, r"there is no train 'nope'; choices: demo"),
     ("train", BASE + "_target_: os.system\n", S, r"_target_ would run code"),
-    ("train", BASE + "seed: ${oc.env:HOME}\n", S, r"train\.seed: the resolver 'oc\.env' is not allowed"),
+    (
+        "train",
+        BASE + "seed: ${oc.env:HOME}\n",
+        S,
+        r"train\.seed: the resolver 'oc\.env' is not allowed",
+    ),
     ("cluster", "name: mine\n", C, r"cluster\.device: is not set, and has no default"),
     ("cluster", H100 + "name: 'a b'\n", C, r"cluster\.name: must be 1 to 63 of A-Z"),
     ("cluster", H100 + "name: 1e5\n", C, r"cluster\.name: must be text, not 100000\.0"),
     ("cluster", H100 + "gpu: 3\n", C, r"must hold keys and values"),
     ("cluster", H100 + "levels: 3\n", C, r"cluster\.levels: must be a list"),
     ("cluster", H100 + "levels: []\n", C, r"cluster\.levels: needs at least one level"),
-    ("cluster", H100 + "levels: [{name: x, gbit: 4}]\n", C, r"gbit: unknown key; did you mean 'gbit_per_s'\?"),
+    (
+        "cluster",
+        H100 + "levels: [{name: x, gbit: 4}]\n",
+        C,
+        r"gbit: unknown key; did you mean 'gbit_per_s'\?",
+    ),
     ("cluster", H100 + "levels: [{name: x}]\n", C, r"nodes_per_switch: is not set"),
-    ("cluster", H100 + "gpu: {peak_tflops: {fp65: 3}}\n", C, r"peak_tflops\.fp65: 'fp65' is not legal"),
+    (
+        "cluster",
+        H100 + "gpu: {peak_tflops: {fp65: 3}}\n",
+        C,
+        r"peak_tflops\.fp65: 'fp65' is not legal",
+    ),
     ("cluster", H100 + "nvlink: {source: ''}\n", C, r"cluster\.nvlink\.source: must be"),
     ("cluster", H100 + "nodes: 7\n", C, r"."),
-    ("cluster", OVERRIDE + "/parallel@_global_.parallel: tp4_tp4\n", C, r"mine\.yaml: .*tp is given"),
+    (
+        "cluster",
+        OVERRIDE + "/parallel@_global_.parallel: tp4_tp4\n",
+        C,
+        r"mine\.yaml: .*tp is given",
+    ),
     ("cluster", OVERRIDE + "/model@_global_.model: gpt5\n", C, r"there is no model 'gpt5'"),
-    ("backend", "name: mine\noptions: {a: {_target_: os.system}}\n", S, r"backend\.options\.a: _target_ would run"),
-    ("backend", 'name: mine\noptions: {a: [1, {b: "x\\ny"}]}\n', C, r"backend\.options\.a\.1\.b: holds the unprint"),
+    (
+        "backend",
+        "name: mine\noptions: {a: {_target_: os.system}}\n",
+        S,
+        r"backend\.options\.a: _target_ would run",
+    ),
+    (
+        "backend",
+        'name: mine\noptions: {a: [1, {b: "x\\ny"}]}\n',
+        C,
+        r"backend\.options\.a\.1\.b: holds the unprint",
+    ),
     ("backend", "name: mine\nenv: {'A B': x}\n", C, r"backend\.env\.A B: must be a name of"),
     ("backend", "name: mine\nenv: {A: 3}\n", C, r"backend\.env\.A: must be text, not 3"),
-    ("model", "defaults:\n- tiny\n- _self_\nkv_heads: 3\n", C, r"heads 8 is not a multiple of kv_heads 3"),
-    ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {top_k: 9}\n", C, r"model\.moe\.top_k: 9 is more than the 8"),
-    ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {groups: 3}\n", C, "3 groups do not divide 8 experts"),
-    ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {groups: 8}\n", C, "more than the 1 experts of 1 groups"),
-    ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {top_groups: 2}\n", C, "more than the 1 groups"),
-    ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {routed_scale: 0}\n", C, "must be positive, not 0"),
+    (
+        "model",
+        "defaults:\n- tiny\n- _self_\nkv_heads: 3\n",
+        C,
+        r"heads 8 is not a multiple of kv_heads 3",
+    ),
+    (
+        "model",
+        "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {top_k: 9}\n",
+        C,
+        r"model\.moe\.top_k: 9 is more than the 8",
+    ),
+    (
+        "model",
+        "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {groups: 3}\n",
+        C,
+        "3 groups do not divide 8 experts",
+    ),
+    (
+        "model",
+        "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {groups: 8}\n",
+        C,
+        "more than the 1 experts of 1 groups",
+    ),
+    (
+        "model",
+        "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {top_groups: 2}\n",
+        C,
+        "more than the 1 groups",
+    ),
+    (
+        "model",
+        "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {routed_scale: 0}\n",
+        C,
+        "must be positive, not 0",
+    ),
     ("model", "defaults:\n- mixtral_8x7b\n- _self_\nmoe: {score: max}\n", C, r"model\.moe\.score"),
     (
         "model",
@@ -178,13 +307,25 @@ WRONG_FILES = [
         C,
         r"model\.mtp\.depth: must be 0 or positive, not -1",
     ),
-    ("model", "defaults:\n- tiny\n- _self_\nmtp: {depth: 1, weight: -2}\n", C, r"mtp\.weight: must be 0 or positive"),
-    ("model", "defaults:\n- tiny\n- _self_\nmtp: {dept: 1}\n", C, r"dept: unknown key; did you mean 'depth'"),
+    (
+        "model",
+        "defaults:\n- tiny\n- _self_\nmtp: {depth: 1, weight: -2}\n",
+        C,
+        r"mtp\.weight: must be 0 or positive",
+    ),
+    (
+        "model",
+        "defaults:\n- tiny\n- _self_\nmtp: {dept: 1}\n",
+        C,
+        r"dept: unknown key; did you mean 'depth'",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("group", "text", "code", "message"), WRONG_FILES, ids=[f"{g}-{t!r:.40}" for g, t, _, _ in WRONG_FILES]
+    ("group", "text", "code", "message"),
+    WRONG_FILES,
+    ids=[f"{g}-{t!r:.40}" for g, t, _, _ in WRONG_FILES],
 )
 def test_wrong_file(capsys, tmp_path: Path, group, text, code, message):
     path = tmp_path / group / "mine.yaml"
@@ -203,7 +344,10 @@ def test_a_working_folder_that_is_gone_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert main(["plan"]) == Exit.USAGE
-    assert capsys.readouterr().err == "orch: error: the working folder has been deleted: change into another one\n"
+    assert (
+        capsys.readouterr().err
+        == "orch: error: the working folder has been deleted: change into another one\n"
+    )
 
 
 @pytest.mark.parametrize("cluster", ["local", "h100x8", "v100x400"])

@@ -20,12 +20,15 @@ from tests.beds.plans import make_plan
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """Makes a run that ended so many seconds before now; None: that has not ended, and whose processes live."""
+    """Makes a run that ended so many seconds before now; None: that has not ended, and whose
+    processes live."""
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     locks = []
 
     def make(run_id: str, ended_at: float | None, size: int = 0, runs=None) -> RunFolder:
-        with create_run_folder(make_bundle(make_plan(), runs or tmp_path / "runs", run_id=run_id), "local") as folder:
+        with create_run_folder(
+            make_bundle(make_plan(), runs or tmp_path / "runs", run_id=run_id), "local"
+        ) as folder:
             (folder.checkpoints / "weights").write_bytes(b"x" * size)
         if ended_at is None:
             locks.append(folder.take_lock())
@@ -38,17 +41,23 @@ def made(tmp_path, monkeypatch):
 
 
 def test_ended_runs_go_whole_also_those_in_other_folders(made, tmp_path, capsys):
-    here, other = made("here-1", 1.0), made("other-1", 1.0, runs=tmp_path / "elsewhere")
+    here = made("here-1", 1.0)
+    other = made("other-1", 1.0, runs=tmp_path / "elsewhere")
     register(tmp_path, other)
     assert main(["rm", "here-1", "other", "--dry-run"]) == Exit.DONE
-    assert here.path.exists() and other.path.exists() and "would remove  here-1" in capsys.readouterr().out
+    assert (
+        here.path.exists()
+        and other.path.exists()
+        and "would remove  here-1" in capsys.readouterr().out
+    )
     assert main(["rm", "here-1", "other-1", "--json"]) == Exit.DONE
     assert [row["run_id"] for row in json.loads(capsys.readouterr().out)] == ["here-1", "other-1"]
     assert not list((tmp_path / "runs").iterdir()) and not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_of_several_runs_none_goes_where_one_lives(made, capsys):
-    ended, alive = made("ended-1", 1.0), made("alive-1", None)
+    ended = made("ended-1", 1.0)
+    alive = made("alive-1", None)
     assert main(["rm", "ended-1", "alive-1"]) == Exit.USAGE
     assert "run alive-1 is pending: cancel it first" in capsys.readouterr().err
     assert ended.path.exists() and alive.path.exists()
@@ -67,7 +76,8 @@ def test_the_oldest_go_until_the_rest_fits_and_the_newest_stay(made, tmp_path, c
 
 
 def test_the_young_stay(made, capsys):
-    old, young = made("old-1", 1.0), made("young-1", 4e9)
+    old = made("old-1", 1.0)
+    young = made("young-1", 4e9)
     assert main(["gc", "--keep", "0"]) == Exit.DONE
     assert not old.path.exists() and young.path.exists()
     assert "1 run, " in capsys.readouterr().out
@@ -89,7 +99,9 @@ def test_the_best_of_each_model_stay(made, capsys):
     assert not runs["a-2"].path.exists()
 
 
-@pytest.mark.parametrize("words", [["--older-than", "3"], ["--size", "lots"], ["--keep", "-1"], ["--keep-best", "-1"]])
+@pytest.mark.parametrize(
+    "words", [["--older-than", "3"], ["--size", "lots"], ["--keep", "-1"], ["--keep-best", "-1"]]
+)
 def test_what_is_no_age_size_or_number_removes_nothing(made, words, capsys):
     old = made("old-1", 1.0)
     assert main(["gc", *words]) == Exit.USAGE and old.path.exists()
@@ -106,4 +118,6 @@ def test_paths_of_the_user_and_of_a_run(made, tmp_path, capsys):
     assert main(["paths", "--json"]) == Exit.DONE
     assert json.loads(capsys.readouterr().out)["runs"] == str(tmp_path / "runs")
     assert main(["paths", "here"]) == Exit.DONE
-    assert ["checkpoints", str(folder.checkpoints)] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["checkpoints", str(folder.checkpoints)] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]

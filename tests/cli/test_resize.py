@@ -19,8 +19,17 @@ def rendered(tmp_path, monkeypatch) -> RunFolder:
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
-    words = ["parallel=tp2_pp2", "nodes=2..4", "cluster.nodes=4", "cluster.gpus_per_node=2", "backend=kubernetes"]
-    assert main(["render", "--in-place", "--run-id", "r1", "backend.options.image=x:1", *words]) == Exit.DONE
+    words = [
+        "parallel=tp2_pp2",
+        "nodes=2..4",
+        "cluster.nodes=4",
+        "cluster.gpus_per_node=2",
+        "backend=kubernetes",
+    ]
+    assert (
+        main(["render", "--in-place", "--run-id", "r1", "backend.options.image=x:1", *words])
+        == Exit.DONE
+    )
     return RunFolder(tmp_path / "runs" / "r1")
 
 
@@ -37,7 +46,8 @@ def test_a_run_of_one_size_is_told_so(rendered, capsys):
 
 
 def test_the_next_generation_has_the_plan_of_its_size(rendered, monkeypatch):
-    sent, gone = [], []
+    sent = []
+    gone = []
     monkeypatch.setattr(submission, "delete_run_objects", lambda *what: gone.append(what[1:]))
     monkeypatch.setattr(direct_runs.DirectRuns, "_send", lambda self, *what: sent.append(what))
     assert main(["resize", "r1", "2"]) == Exit.DONE

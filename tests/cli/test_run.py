@@ -1,4 +1,5 @@
-"""`orch run` takes torchrun's command line: what it means here, what is not needed, what is refused."""
+"""`orch run` takes torchrun's command line: what it means here, what is not needed, what is
+refused."""
 
 from __future__ import annotations
 
@@ -56,15 +57,25 @@ def test_every_flag_of_torchrun_is_known_or_refused_by_name():
     assert theirs - ours == set()
 
 
-@pytest.mark.parametrize("flags", [["--nnodes", "2", "--nproc-per-node", "3"], ["--nnodes=2", "--nproc_per_node=3"]])
+@pytest.mark.parametrize(
+    "flags", [["--nnodes", "2", "--nproc-per-node", "3"], ["--nnodes=2", "--nproc_per_node=3"]]
+)
 def test_nodes_and_workers_on_each(capsys, flags):
     found = request(capsys, *flags, "train.py", "--nnodes", "9", "x=1")
     assert (found["nodes"], found["gpus_per_node"], found["summary"]["world_size"]) == (2, 3, 6)
-    assert found["worker"]["argv"][1:] == ["-u", "train.py", "--nnodes", "9", "x=1"]  # all after the script is its own
+    assert found["worker"]["argv"][1:] == [
+        "-u",
+        "train.py",
+        "--nnodes",
+        "9",
+        "x=1",
+    ]  # all after the script is its own
     assert found["code"]["kind"] == "none" and found["policy"]["max_restarts"] == 0
 
 
-@pytest.mark.parametrize(("fed", "said"), [("pipe", 1), ("file", 1), ("empty", 0), ("null", 0), ("closed", 0)])
+@pytest.mark.parametrize(
+    ("fed", "said"), [("pipe", 1), ("file", 1), ("empty", 0), ("null", 0), ("closed", 0)]
+)
 def test_what_is_piped_in_and_not_passed_on_is_said(tmp_path, fed, said):
     text = tmp_path / "text"
     text.write_text("hello" if fed == "file" else "")
@@ -72,8 +83,14 @@ def test_what_is_piped_in_and_not_passed_on_is_said(tmp_path, fed, said):
     closed = ["bash", "-c", 'exec "$@" <&-', "bash"] if fed == "closed" else []
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with text.open() as file:
-        how = {"input": "hello"} if fed == "pipe" else {"stdin": subprocess.DEVNULL if fed == "null" else file}
-        done = subprocess.run([*closed, *argv], env=env, capture_output=True, text=True, timeout=PATIENCE_S, **how)
+        how = (
+            {"input": "hello"}
+            if fed == "pipe"
+            else {"stdin": subprocess.DEVNULL if fed == "null" else file}
+        )
+        done = subprocess.run(
+            [*closed, *argv], env=env, capture_output=True, text=True, timeout=PATIENCE_S, **how
+        )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("standard input is not passed on") == said
 
@@ -119,7 +136,16 @@ def gpus(monkeypatch):
 
 @pytest.mark.parametrize(
     ("visible", "count"),
-    [(None, 8), ("", 0), ("-1", 0), ("3", 1), ("0,1, 5", 3), ("0,-1,2", 1), ("GPU-a1,GPU-b2", 2), ("9", 0)],
+    [
+        (None, 8),
+        ("", 0),
+        ("-1", 0),
+        ("3", 1),
+        ("0,1, 5", 3),
+        ("0,-1,2", 1),
+        ("GPU-a1,GPU-b2", 2),
+        ("9", 0),
+    ],
 )
 def test_as_many_workers_as_the_program_sees_gpus(capsys, monkeypatch, gpus, visible, count):
     gpus(8)
@@ -128,7 +154,9 @@ def test_as_many_workers_as_the_program_sees_gpus(capsys, monkeypatch, gpus, vis
     if count:
         assert request(capsys, "--nproc-per-node", "gpu", "train.py")["gpus_per_node"] == count
     else:
-        assert "--nproc-per-node gpu: this machine has no GPU" in refused(capsys, "--nproc-per-node", "gpu", "train.py")
+        assert "--nproc-per-node gpu: this machine has no GPU" in refused(
+            capsys, "--nproc-per-node", "gpu", "train.py"
+        )
 
 
 @pytest.mark.parametrize("flags", [["--nnodes", "2"], ["--nnodes", "1:2"]])
@@ -137,7 +165,9 @@ def test_nodes_that_are_simulated_are_said(capsys, flags, as_json):
     shown = ["--json"] if as_json else []
     assert main(["run", "--dry-run", *shown, *flags, "--nproc-per-node", "3", "train.py"]) == 0
     said = capsys.readouterr()
-    assert "2 nodes of 3 workers are simulated on this machine" in (said.err if as_json else said.out)
+    assert "2 nodes of 3 workers are simulated on this machine" in (
+        said.err if as_json else said.out
+    )
     assert main(["run", "--dry-run", *shown, "--nproc-per-node", "3", "train.py"]) == 0
     said = capsys.readouterr()
     assert "simulated on this machine" not in said.out + said.err
@@ -151,15 +181,23 @@ def refusal_of(capsys, *words: str) -> str:
 
 
 def test_no_two_workers_are_put_on_one_gpu(capsys, monkeypatch, gpus):
-    """Simulated nodes number their workers from 0 each. Where the GPUs are not enough for all, they are refused."""
+    """Simulated nodes number their workers from 0 each. Where the GPUs are not enough for all, they
+    are refused."""
     gpus(4)
     for nodes, asked in (("2", 2), ("1:2", 2), ("3", 3)):
         said = refusal_of(capsys, "run", "--nnodes", nodes, "--nproc-per-node", "4")
-        assert f"{asked} simulated nodes of 4 workers on 4 GPUs would put two workers on one GPU" in said
+        assert (
+            f"{asked} simulated nodes of 4 workers on 4 GPUs would put two workers on one GPU"
+            in said
+        )
     words = ("submit", "--in-place", "cluster.nodes=2", "cluster.gpus_per_node=2", "nodes=1..2")
     said = refusal_of(capsys, *words, "backend.options.spare_nodes=1", "--", "python")
     assert "3 simulated nodes of 2 workers on 4 GPUs" in said
-    for enough in (["--nnodes", "2", "--nproc-per-node", "2"], ["--nproc-per-node", "4"], ["--nproc-per-node", "6"]):
+    for enough in (
+        ["--nnodes", "2", "--nproc-per-node", "2"],
+        ["--nproc-per-node", "4"],
+        ["--nproc-per-node", "6"],
+    ):
         assert main(["run", "--dry-run", *enough, "train.py"]) == 0
         assert "would be refused" not in capsys.readouterr().out
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -193,17 +231,33 @@ def test_a_program_gets_the_gpus_of_this_machine_as_one_node(capsys, gpus, count
 
 
 def test_a_range_of_nodes_is_elastic(capsys):
-    found = request(capsys, "--nnodes", "2:4", "--nproc-per-node", "2", "-m", "pkg.train", "--lr", "1")
+    found = request(
+        capsys, "--nnodes", "2:4", "--nproc-per-node", "2", "-m", "pkg.train", "--lr", "1"
+    )
     assert found["sizes"] == [4, 3, 2] and found["policy"]["max_restarts"] == 3
     assert found["worker"]["argv"][1:] == ["-u", "-m", "pkg.train", "--lr", "1"]
-    assert request(capsys, "--nnodes", "1:2", "--max-restarts", "7", "train.py")["policy"]["max_restarts"] == 7
+    assert (
+        request(capsys, "--nnodes", "1:2", "--max-restarts", "7", "train.py")["policy"][
+            "max_restarts"
+        ]
+        == 7
+    )
 
 
 def test_overrides_come_before_the_script_and_a_script_may_hold_an_equals_sign(capsys):
-    for words in (["run.name=mine", "--nproc-per-node", "2"], ["--nproc-per-node", "2", "run.name=mine"]):
+    for words in (
+        ["run.name=mine", "--nproc-per-node", "2"],
+        ["--nproc-per-node", "2", "run.name=mine"],
+    ):
         found = request(capsys, *words, "a=b.py", "c=d")
-        assert found["run_id"].startswith("mine-") and found["worker"]["argv"][2:] == ["a=b.py", "c=d"]
-    assert request(capsys, "--no-python", "/bin/echo", "hi")["worker"]["argv"] == ["/bin/echo", "hi"]
+        assert found["run_id"].startswith("mine-") and found["worker"]["argv"][2:] == [
+            "a=b.py",
+            "c=d",
+        ]
+    assert request(capsys, "--no-python", "/bin/echo", "hi")["worker"]["argv"] == [
+        "/bin/echo",
+        "hi",
+    ]
 
 
 def test_pet_variables_are_torchrun_s_defaults(capsys, monkeypatch):
@@ -216,7 +270,10 @@ def test_what_is_not_needed_is_said(capsys):
     given = ["--standalone", "--rdzv-backend", "c10d", "-t", "3", "--numa-binding=node"]
     assert main(["run", *given, "--dry-run", "--json", "train.py"]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "--" in line.split()[1]]
-    assert [line.split(" is not needed")[0] for line in said] == ["orch: --rdzv-backend", "orch: --tee"]
+    assert [line.split(" is not needed")[0] for line in said] == [
+        "orch: --rdzv-backend",
+        "orch: --tee",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -225,10 +282,19 @@ def test_what_is_not_needed_is_said(capsys):
         ([], "needs a script"),
         (["--nnodes", "4:2", "train.py"], "--nnodes 4:2: the smaller number comes first"),
         (["--nnodes", "two", "train.py"], "--nnodes 'two' is not a number"),
-        (["--nproc-per-node", "0", "train.py"], "--nproc-per-node '0' is not a number of at least 1"),
+        (
+            ["--nproc-per-node", "0", "train.py"],
+            "--nproc-per-node '0' is not a number of at least 1",
+        ),
         (["--node-rank", "1", "train.py"], "--node-rank is not for orch run"),
-        (["--log-dir", "x", "train.py"], "--log-dir is not for orch run: logs are in the run's folder"),
-        (["--numa-binding", "socket", "train.py"], "--numa-binding 'socket' is not for orch run: it knows node alone"),
+        (
+            ["--log-dir", "x", "train.py"],
+            "--log-dir is not for orch run: logs are in the run's folder",
+        ),
+        (
+            ["--numa-binding", "socket", "train.py"],
+            "--numa-binding 'socket' is not for orch run: it knows node alone",
+        ),
         (["--virtual-local-rank", "train.py"], "--virtual-local-rank is not for orch run"),
         (["--module", "--no-python", "train.py"], "exclude each other"),
     ],

@@ -1,4 +1,5 @@
-"""A learning rate that breaks where a job goes on from its checkpoints is said before the job is sent."""
+"""A learning rate that breaks where a job goes on from its checkpoints is said before the job is
+sent."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from orchestrator.run.create import create_run_folder
 from orchestrator.run.state import finish, read_state, write_state
 from tests.beds.bundles import make_bundle
 
-CURVE = {"lr": "1e-3", "min_lr_ratio": "0.1", "warmup_steps": "5", "schedule": "cosine", "decay_steps": "0"}
+CURVE = {
+    "lr": "1e-3",
+    "min_lr_ratio": "0.1",
+    "warmup_steps": "5",
+    "schedule": "cosine",
+    "decay_steps": "0",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +40,17 @@ def words(folder: Path, steps: int, **changes: str) -> list[str]:
 
 
 def saved(capsys, folder: Path, step: int, given: list[str], changes: dict | None = None) -> Path:
-    """The manifest of the checkpoint that a job of these words would have made of a step; of it only what is looked
-    at. Returns its file."""
+    """The manifest of the checkpoint that a job of these words would have made of a step; of it
+    only what is looked at. Returns its file."""
     assert main(["plan", *given, "--json"]) == Exit.DONE
     Path("plan.json").write_text(capsys.readouterr().out)
     job = load_plan(Path("plan.json")).job
-    head = {"schema": CHECKPOINT, "step": step, "scalars": remembered(step, job.optim, job.train.steps), "files": []}
+    head = {
+        "schema": CHECKPOINT,
+        "step": step,
+        "scalars": remembered(step, job.optim, job.train.steps),
+        "files": [],
+    }
     manifest = folder / f"step-{step:08d}" / MANIFEST
     manifest.parent.mkdir(parents=True, exist_ok=True)
     manifest.write_text(json.dumps(head | (changes or {})))
@@ -59,11 +71,26 @@ JUMP = "orch: the learning rate jumps from 0.0001 at saved step 20 to "
 KEEPS = ": optim.decay_steps=20 keeps the old curve"
 BREAKS = {
     "more steps of a cosine": ({}, {}, 40, f"{JUMP}0.00061 at step 21{KEEPS}"),
-    "more steps of wsd": ({"schedule": "wsd", "decay_steps": "5"}, {}, 40, f"{JUMP}0.001 at step 21"),
+    "more steps of wsd": (
+        {"schedule": "wsd", "decay_steps": "5"},
+        {},
+        40,
+        f"{JUMP}0.001 at step 21",
+    ),
     "another peak": ({}, {"lr": "2e-3", "decay_steps": "20"}, 40, f"{JUMP}0.0002 at step 21"),
-    "another floor": ({}, {"min_lr_ratio": "0.5", "decay_steps": "20"}, 40, f"{JUMP}0.0005 at step 21"),
+    "another floor": (
+        {},
+        {"min_lr_ratio": "0.5", "decay_steps": "20"},
+        40,
+        f"{JUMP}0.0005 at step 21",
+    ),
     "another schedule": ({}, {"schedule": "constant"}, 40, f"{JUMP}0.001 at step 21"),
-    "a later end": ({"decay_steps": "20"}, {"decay_steps": "40"}, 40, f"{JUMP}0.00061 at step 21{KEEPS}"),
+    "a later end": (
+        {"decay_steps": "20"},
+        {"decay_steps": "40"},
+        40,
+        f"{JUMP}0.00061 at step 21{KEEPS}",
+    ),
     "a longer warm-up": ({}, {"warmup_steps": "25"}, 40, f"{JUMP}0.00084 at step 21"),
 }
 GOES_ON = {
@@ -91,7 +118,8 @@ def test_a_curve_that_goes_on_says_nothing(tmp_path, capsys, name):
 
 
 def test_what_cannot_be_read_says_nothing(tmp_path, capsys):
-    folder, given = tmp_path / "kept", words(tmp_path / "kept", 40)
+    folder = tmp_path / "kept"
+    given = words(tmp_path / "kept", 40)
     assert said(capsys, *given) == [], "no folder"
     folder.write_text("a file")
     assert said(capsys, *given) == []
@@ -100,7 +128,9 @@ def test_what_cannot_be_read_says_nothing(tmp_path, capsys):
     for damage in (b"{", b"[]", b"\xff", b"[" * 100_000):
         newest = saved(capsys, folder, 20, words(folder, 20))
         newest.write_bytes(damage)
-        assert ["saved step 10" in line for line in said(capsys, *given)] == [True], "the one before"
+        assert ["saved step 10" in line for line in said(capsys, *given)] == [True], (
+            "the one before"
+        )
     whole.unlink()
     for head in ({"schema": "orch.checkpoint/99"}, {"scalars": {"loss_scale": 2.0}}, {"step": 10}):
         saved(capsys, folder, 20, words(folder, 20), head)
@@ -116,7 +146,9 @@ def test_what_cannot_be_read_says_nothing(tmp_path, capsys):
 def test_a_sweep_says_it_of_the_run_that_breaks(tmp_path, capsys):
     saved(capsys, tmp_path / "kept", 20, words(tmp_path / "kept", 20))
     given = [word for word in words(tmp_path / "kept", 40) if "decay_steps" not in word]
-    assert main(["submit", "--multirun", *given, "optim.decay_steps=20,40", "--dry-run"]) == Exit.DONE
+    assert (
+        main(["submit", "--multirun", *given, "optim.decay_steps=20,40", "--dry-run"]) == Exit.DONE
+    )
     kept, broken = capsys.readouterr().out.split("==> ")[1:]
     assert "learning rate jumps" not in kept and "learning rate jumps" in broken
 
@@ -133,4 +165,7 @@ def test_a_resume_says_it_where_others_have_gone_on_in_the_folder(tmp_path, caps
         with create_run_folder(bundle, "local") as run:
             write_state(run, finish(read_state(run), "failed", 70, "failed"))
         assert main(["resume", run_id]) == Exit.DONE
-        assert capsys.readouterr().err.count("the learning rate jumps from 0.0001 at saved step 20") == count
+        assert (
+            capsys.readouterr().err.count("the learning rate jumps from 0.0001 at saved step 20")
+            == count
+        )

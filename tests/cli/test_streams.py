@@ -1,4 +1,5 @@
-"""Standard streams that are closed, or that a full disk stands behind: the right exit code, one line, no lost run."""
+"""Standard streams that are closed, or that a full disk stands behind: the right exit code, one
+line, no lost run."""
 
 from __future__ import annotations
 
@@ -35,14 +36,18 @@ def test_a_closed_stream_is_the_null_device(runs, verb, where):
     assert shell(f"{ORCH} {verb} {where}") == (0, "", "")
 
 
-@pytest.mark.parametrize("verb", ["plan", "list", "list --json", "config --choices", "nodes", "--help"])
+@pytest.mark.parametrize(
+    "verb", ["plan", "list", "list --json", "config --choices", "nodes", "--help"]
+)
 def test_output_that_a_full_disk_does_not_take_is_no_success(runs, verb):
     assert shell(f"{ORCH} {verb} >/dev/full") == (76, "", FULL)
     assert shell(f"{ORCH} {verb} >/dev/full 2>/dev/full") == (76, "", "")
 
 
 @pytest.mark.parametrize("flags", ["", "--json"])
-@pytest.mark.parametrize("where", [">&-", ">/dev/full", "2>/dev/full", "2>&-", ">/dev/full 2>&1", "2>&1 | true"])
+@pytest.mark.parametrize(
+    "where", [">&-", ">/dev/full", "2>/dev/full", "2>&-", ">/dev/full 2>&1", "2>&1 | true"]
+)
 def test_a_refusal_keeps_its_code(runs, flags, where):
     code, _, err = shell(f"set -o pipefail; {ORCH} status nobody {flags} {where}")
     assert code == 64
@@ -51,10 +56,14 @@ def test_a_refusal_keeps_its_code(runs, flags, where):
 
 @pytest.mark.process
 @pytest.mark.parametrize("flags", ["", "--json", "--follow", "--follow --json"])
-@pytest.mark.parametrize("where", [">&-", ">/dev/full", ">/dev/full 2>&1", "2>/dev/full", "> >(exec true)"])
+@pytest.mark.parametrize(
+    "where", [">&-", ">/dev/full", ">/dev/full 2>&1", "2>/dev/full", "> >(exec true)"]
+)
 def test_a_run_that_was_started_is_told(runs, flags, where):
     """On standard error where standard output takes nothing; its code is that of the run."""
-    code, out, err = shell(f"{ORCH} submit nproc=1 --run-id mine {flags} {where} -- {sys.executable} -c pass")
+    code, out, err = shell(
+        f"{ORCH} submit nproc=1 --run-id mine {flags} {where} -- {sys.executable} -c pass"
+    )
     assert wait_end(RunFolder(runs / "mine")).state == "done"
     assert code == 0 or (code == 141 and "--follow" in flags and "true" in where)
     assert "internal error" not in err

@@ -19,7 +19,10 @@ LINES = [
     "plan +cluster=h100x64 nodes=4..8 parallel=tp8_pp4",
     "plan cluster=h800x2048 model=deepseek_v3 parallel=deepseek_v3",
     "tune +cluster=h100x8 model=llama3_8b",
-    "whatif +cluster=h100x64 parallel=tp8_pp4_zero1 --case parallel=tp8_pp2_zero1 --case train.recompute=full",
+    (
+        "whatif +cluster=h100x64 parallel=tp8_pp4_zero1 --case parallel=tp8_pp2_zero1 --case"
+        " train.recompute=full"
+    ),
     "submit nproc=5 --dry-run -- python -c pass",
     "config --choices",
     "list",
@@ -35,10 +38,15 @@ def test_no_line_is_longer_than_80(home, capsys, monkeypatch, line):
     try:
         code, out, _ = orch(capsys, *shlex.split(line))
     except SystemExit as ended:  # argparse, after its help
-        code, out = int(ended.code or 0), capsys.readouterr().out
+        code = int(ended.code or 0)
+        out = capsys.readouterr().out
     assert code == 0
     folder = str(home)  # a path is one word
-    assert [text for text in out.splitlines() if len(text) > 80 and folder not in text and " " in text.strip()] == []
+    assert [
+        text
+        for text in out.splitlines()
+        if len(text) > 80 and folder not in text and " " in text.strip()
+    ] == []
 
 
 def test_a_line_is_folded_at_words_and_a_long_word_stays_whole():

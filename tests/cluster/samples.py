@@ -1,6 +1,7 @@
 """Inputs in the form of the real tools' outputs.
 
-ibnetdiscover's lines follow infiniband-diags' own (tabs, GUIDs in brackets, `4xNDR`), for fabrics generated here.
+ibnetdiscover's lines follow infiniband-diags' own (tabs, GUIDs in brackets, `4xNDR`), for fabrics
+generated here.
 """
 
 from __future__ import annotations
@@ -8,14 +9,19 @@ from __future__ import annotations
 import json
 
 
-def ibnetdiscover(pods: int, nodes: list[int], rails: int = 2, spines: int = 2, cores: int = 2) -> str:
-    """`pods` pods; pod p has groups of `nodes` nodes, each group with one leaf a rail; cores only between pods."""
+def ibnetdiscover(
+    pods: int, nodes: list[int], rails: int = 2, spines: int = 2, cores: int = 2
+) -> str:
+    """`pods` pods; pod p has groups of `nodes` nodes, each group with one leaf a rail; cores only
+    between pods."""
     links: dict[str, list[tuple[str, str]]] = {}
     text: dict[str, str] = {}
 
     def switch(kind: int, *index: int) -> str:
         guid = f"S-{kind:04x}" + "".join(f"{i:04x}" for i in (*index, 0, 0, 0)[:3])
-        text.setdefault(guid, f"MF0;{('leaf', 'spine', 'core')[kind]}-{'-'.join(map(str, index))}:MQM9700/U1")
+        text.setdefault(
+            guid, f"MF0;{('leaf', 'spine', 'core')[kind]}-{'-'.join(map(str, index))}:MQM9700/U1"
+        )
         return guid
 
     def link(a: str, b: str) -> None:
@@ -51,12 +57,18 @@ def ibnetdiscover(pods: int, nodes: list[int], rails: int = 2, spines: int = 2, 
 
 
 def kubernetes(labels: dict[str, dict[str, str]], **extra: dict) -> str:
-    """`kubectl get nodes -o json`: labels of each node; `extra`: node name (with - as _) -> further fields."""
+    """`kubectl get nodes -o json`: labels of each node; `extra`: node name (with - as _) -> further
+    fields."""
     items = []
     for name, own in labels.items():
         status = {"allocatable": {"nvidia.com/gpu": "8", "rdma/ib": "8", "cpu": "128"},
                   "conditions": [{"type": "Ready", "status": "True"}]}  # fmt: skip
-        item = {"kind": "Node", "metadata": {"name": name, "labels": own, "uid": "x"}, "spec": {}, "status": status}
+        item = {
+            "kind": "Node",
+            "metadata": {"name": name, "labels": own, "uid": "x"},
+            "spec": {},
+            "status": status,
+        }
         for key, value in extra.get(name.replace("-", "_"), {}).items():
             item[key] = {**item[key], **value}
         items.append(item)

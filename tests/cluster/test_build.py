@@ -19,12 +19,16 @@ def test_regular_ragged_and_short_switches():
     assert cluster.levels[0].bytes_per_s == 50e9  # 400 Gb/s, one NIC a GPU
     assert len(cluster.nvlink_domains) == 8
     assert build_cluster(configs.cluster(7)).levels[0].switches == [[0, 1, 2, 3], [4, 5, 6]]
-    cluster = build_cluster(configs.cluster(7, levels=[("leaf", [3, 1, 3], 1.0), ("spine", 7, 1.0)]))
+    cluster = build_cluster(
+        configs.cluster(7, levels=[("leaf", [3, 1, 3], 1.0), ("spine", 7, 1.0)])
+    )
     assert cluster.levels[0].switches == [[0, 1, 2], [3], [4, 5, 6]]
 
 
 def test_nvlink_domain_over_several_nodes():
-    cluster = build_cluster(configs.cluster(36, 4, [("leaf", 18, 1.0), ("spine", 36, 1.0)], domain_nodes=18))
+    cluster = build_cluster(
+        configs.cluster(36, 4, [("leaf", 18, 1.0), ("spine", 36, 1.0)], domain_nodes=18)
+    )
     assert cluster.nvlink_domains == cluster.levels[0].switches == [[*range(18)], [*range(18, 36)]]
 
 
@@ -37,13 +41,25 @@ def test_a_path_is_no_faster_than_its_nic():
 @pytest.mark.parametrize(
     ("spec", "line"),
     [
-        (configs.cluster(levels=[("leaf", [4, 3], 1.0), ("spine", 8, 1.0)]), r"leaf.* sums to 7, the cluster has 8"),
+        (
+            configs.cluster(levels=[("leaf", [4, 3], 1.0), ("spine", 8, 1.0)]),
+            r"leaf.* sums to 7, the cluster has 8",
+        ),
         (configs.cluster(levels=[("leaf", 4, 1.0)]), r"meet nowhere: the last level, leaf, has 2"),
         (configs.cluster(levels=[]), r"meet nowhere: the last level, nvlink, has 8"),
-        (configs.cluster(levels=[("leaf", 4, 1.0), ("pod", 6, 1.0), ("top", 8, 1.0)]), r"leaf block 1 is split .* pod"),
-        (configs.cluster(levels=[("leaf", 4, 1.0), ("leaf", 8, 1.0)]), r"level name 'leaf' is taken"),
+        (
+            configs.cluster(levels=[("leaf", 4, 1.0), ("pod", 6, 1.0), ("top", 8, 1.0)]),
+            r"leaf block 1 is split .* pod",
+        ),
+        (
+            configs.cluster(levels=[("leaf", 4, 1.0), ("leaf", 8, 1.0)]),
+            r"level name 'leaf' is taken",
+        ),
         (configs.cluster(levels=[("nvlink", 8, 1.0)]), r"level name 'nvlink' is taken"),
-        (configs.cluster(domain_nodes=3, levels=[("leaf", 4, 1.0), ("s", 8, 1.0)]), r"nvlink block 1 is split .* leaf"),
+        (
+            configs.cluster(domain_nodes=3, levels=[("leaf", 4, 1.0), ("s", 8, 1.0)]),
+            r"nvlink block 1 is split .* leaf",
+        ),
     ],
 )
 def test_broken_descriptions_name_the_place(spec, line):

@@ -28,7 +28,8 @@ def sizes(topology: Topology) -> list[list[int]]:
     return [sorted(len(nodes) for nodes in tier.switches.values()) for tier in topology.tiers]
 
 
-# ---------------------------------------------------------------------------------------- InfiniBand
+# ----------------------------------------------------------------------------------------
+#     InfiniBand
 
 
 def test_rails_make_one_leaf_group():
@@ -37,7 +38,9 @@ def test_rails_make_one_leaf_group():
     assert [tier.name for tier in found.tiers] == ["leaf", "spine"]
     assert found.tiers[0].switches["leaf-0-0-0"] == ("node0", "node1", "node2")
     assert found.tiers[0].gbit_per_s == 400
-    assert found.tiers[0].oversubscription == 5 / 4  # 5 nodes x 4 rails below, 2 groups x 4 rails x 2 spines upwards
+    assert (
+        found.tiers[0].oversubscription == 5 / 4
+    )  # 5 nodes x 4 rails below, 2 groups x 4 rails x 2 spines upwards
     assert found.machines["node4"] == Machine(nics=4)
 
 
@@ -52,7 +55,8 @@ def test_three_levels_and_a_cut_rail():
     assert found.machines["node3"].nics == 1
 
 
-# ---------------------------------------------------------------------------------------- Kubernetes
+# ----------------------------------------------------------------------------------------
+#     Kubernetes
 
 
 @pytest.mark.parametrize("name", [n for n, p in profiles().items() if p.levels])
@@ -83,12 +87,16 @@ def test_ragged_drained_and_unlabelled_nodes():
     found = parse_nodes(text, profile_of("rack=example.org/rack"))
     assert sizes(found) == [[1, 3, 3]]
     assert found.free == ["n0", "n3", "n5", "n6", "n9"]
-    assert (found.machines["n1"].reason, found.machines["n2"].reason) == ("cordoned", "taint broken")
+    assert (found.machines["n1"].reason, found.machines["n2"].reason) == (
+        "cordoned",
+        "taint broken",
+    )
 
 
 @pytest.mark.parametrize("name", [n for n, p in profiles().items() if p.levels and n != "generic"])
 def test_every_family_of_labels_beside_cpu_nodes_and_ragged(name):
-    """System pools have zones and no GPUs; of the GPU nodes three do not say under which leaf they are."""
+    """System pools have zones and no GPUs; of the GPU nodes three do not say under which leaf they
+    are."""
     keys = [keys[0] for keys in profiles()[name].levels.values()]
     labels = {f"cpu{i}": {"topology.kubernetes.io/zone": f"z{i}"} for i in range(9)}
     for i in range(12):
@@ -100,8 +108,14 @@ def test_every_family_of_labels_beside_cpu_nodes_and_ragged(name):
     found = parse_nodes(samples.kubernetes(labels, **system))
     assert found.tiers[0].name == list(profiles()[name].levels)[-1]
     leaves = found.tiers[0].switches
-    assert [nodes for nodes in leaves.values() if {"n3", "n7", "n11"} & set(nodes)] == [("n3",), ("n7",), ("n11",)]
-    assert ("n0", "n1") in leaves.values() and not any("cpu" in str(nodes) for nodes in leaves.values())
+    assert [nodes for nodes in leaves.values() if {"n3", "n7", "n11"} & set(nodes)] == [
+        ("n3",),
+        ("n7",),
+        ("n11",),
+    ]
+    assert ("n0", "n1") in leaves.values() and not any(
+        "cpu" in str(nodes) for nodes in leaves.values()
+    )
     assert {found.machines[f"cpu{i}"].reason for i in range(9)} == {"no GPUs"}
     assert found.free == found.order(f"n{i}" for i in range(12))
 
@@ -117,7 +131,9 @@ def test_a_missing_level_is_that_of_the_neighbours():
 def test_other_makers_gpus_count():
     taints = [{"key": "amd.com/gpu", "effect": "NoSchedule"}]
     amd = {"status": {"allocatable": {"amd.com/gpu": "8"}}, "spec": {"taints": taints}}
-    found = parse_nodes(samples.kubernetes({"n0": {}, "n1": {}}, n0=amd, n1={"status": {"allocatable": {}}}))
+    found = parse_nodes(
+        samples.kubernetes({"n0": {}, "n1": {}}, n0=amd, n1={"status": {"allocatable": {}}})
+    )
     assert (found.machines["n0"].gpus, found.free) == (8, ["n0"])
 
 
@@ -131,13 +147,33 @@ A100 = {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB", "nvidia.com/gpu.count
         ({"nvidia.com/gpu.sharing-strategy": "none", "nvidia.com/gpu.replicas": "0"}, {}, 8, ""),
         ({"nvidia.com/mig.strategy": "single", "nvidia.com/mig.capable": "true"}, {}, 8, ""),
         ({"nvidia.com/gpu.count": "7"}, {"nvidia.com/gpu": "7"}, 7, ""),
-        ({"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB-SHARED"}, {"nvidia.com/gpu": "32"}, 8, SHARED),
-        ({"nvidia.com/gpu.replicas": "12", "nvidia.com/gpu.count": "1"}, {"nvidia.com/gpu": "12"}, 1, SHARED),
+        (
+            {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB-SHARED"},
+            {"nvidia.com/gpu": "32"},
+            8,
+            SHARED,
+        ),
+        (
+            {"nvidia.com/gpu.replicas": "12", "nvidia.com/gpu.count": "1"},
+            {"nvidia.com/gpu": "12"},
+            1,
+            SHARED,
+        ),
         ({"nvidia.com/gpu.sharing-strategy": "mps"}, {}, 8, SHARED),
         ({"nvidia.com/gpu.count": "2"}, {}, 2, SHARED),  # the count alone
-        ({"nvidia.com/gpu.replicas": "4"}, {"nvidia.com/gpu": "0", "nvidia.com/gpu.shared": "32"}, 0, SHARED),
+        (
+            {"nvidia.com/gpu.replicas": "4"},
+            {"nvidia.com/gpu": "0", "nvidia.com/gpu.shared": "32"},
+            0,
+            SHARED,
+        ),
         ({}, {"nvidia.com/gpu": "0", "nvidia.com/gpu.shared": "16"}, 0, SHARED),
-        ({"cloud.google.com/gke-max-shared-clients-per-gpu": "2"}, {"nvidia.com/gpu": "16"}, 8, SHARED),
+        (
+            {"cloud.google.com/gke-max-shared-clients-per-gpu": "2"},
+            {"nvidia.com/gpu": "16"},
+            8,
+            SHARED,
+        ),
         ({"cloud.google.com/gke-gpu-partition-size": "3g.40gb"}, {}, 8, MIG),
         ({"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB-MIG-1g.10gb-SHARED"}, {}, 8, MIG),
         ({"nvidia.com/gpu.product": "cards-of-ours", "nvidia.com/gpu.slices.gi": "1"}, {}, 8, MIG),
@@ -155,7 +191,10 @@ def test_nvlink_racks_and_slinky():
     found = parse_nodes(samples.kubernetes(labels))
     assert (found.kind, sorted(map(len, found.domains.values()))) == ("flat", [4, 4])
     note = "topology.slinky.slurm.net/spec"
-    notes = {f"n{i}": {"name": f"n{i}", "annotations": {note: f"tree:top:leaf{i // 2}"}} for i in range(4)}
+    notes = {
+        f"n{i}": {"name": f"n{i}", "annotations": {note: f"tree:top:leaf{i // 2}"}}
+        for i in range(4)
+    }
     extra = {name: {"metadata": metadata} for name, metadata in notes.items()}
     found = parse_nodes(samples.kubernetes({name: {} for name in notes}, **extra))
     assert sizes(found) == [[2, 2], [4]]
@@ -167,9 +206,12 @@ def test_one_rack_name_in_two_zones_is_two_racks():
     assert sizes(found) == [[2, 2, 2, 2], [4, 4]]
 
 
-# ---------------------------------------------------------------------------------------- broken, hostile
+# ---------------------------------------------------------------------------------------- broken,
+#     hostile
 
-TWICE = samples.kubernetes({"a": {}}).replace('"items": [', '"items": [{"metadata": {"name": "a"}}, ')
+TWICE = samples.kubernetes({"a": {}}).replace(
+    '"items": [', '"items": [{"metadata": {"name": "a"}}, '
+)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +219,11 @@ TWICE = samples.kubernetes({"a": {}}).replace('"items": [', '"items": [{"metadat
     [
         (parse_ibnetdiscover, '[1]\t"H-1"[1]', "line 1"),
         (parse_ibnetdiscover, 'Switch\t2 "S-1"\t# "a"\n[1]\tnonsense', "line 2"),
-        (parse_ibnetdiscover, 'Switch\t2 "S-1"\t# "a"\n\nSwitch\t2 "S-1"\t# "a"', "line 3: S-1 stands there twice"),
+        (
+            parse_ibnetdiscover,
+            'Switch\t2 "S-1"\t# "a"\n\nSwitch\t2 "S-1"\t# "a"',
+            "line 3: S-1 stands there twice",
+        ),
         (parse_ibnetdiscover, 'Switch\t2 "S-1"\t# "a"\n[1]\t"S-2"[1]', "link to S-2"),
         (parse_nodes, '{"kind": "List", "items": 3}', "items"),
         (parse_nodes, '{"items": []}', "none"),
@@ -190,7 +236,11 @@ TWICE = samples.kubernetes({"a": {}}).replace('"items": [', '"items": [{"metadat
             "line 2: SwitchName=a stands on line 1 already",
         ),
         (parse_topology, "# x\nSwitchName=a Nodes=n[1-", "line 2"),
-        (parse_topology, "SwitchName=l Nodes=n1\nSwitchName=a Switches=b\nSwitchName=b Switches=a", "own ancestor"),
+        (
+            parse_topology,
+            "SwitchName=l Nodes=n1\nSwitchName=a Switches=b\nSwitchName=b Switches=a",
+            "own ancestor",
+        ),
         (
             parse_topology,
             "BlockName=a Nodes=n1\nBlockName=b Nodes=n1\nBlockSizes=1",
@@ -198,7 +248,11 @@ TWICE = samples.kubernetes({"a": {}}).replace('"items": [', '"items": [{"metadat
         ),
         (parse_topology, "SwitchName=a Nodes=n1\n\nBlockName=b Nodes=n2", "line 3"),
         (parse_topology, "BlockName=b Nodes=n2\nBlockSizes=0,1", "BlockSizes"),
-        (parse_topology, "- topology: t\n  tree:\n    switches: [{switch: a, nodes: [1]}]", "'nodes'"),
+        (
+            parse_topology,
+            "- topology: t\n  tree:\n    switches: [{switch: a, nodes: [1]}]",
+            "'nodes'",
+        ),
         (parse_topology, "- topology: t\n  tree:\n    switches: [{nodes: n1}]", "switches[0]"),
     ],
 )
@@ -222,20 +276,28 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_texts_without_an_end_are_refused_in_one_line(name):
-    text, refusals = ENDLESS[name], 0
+    text = ENDLESS[name]
+    refusals = 0
     for format in FORMATS:
         for whole in (text, f"schema: orch.topology/1\nclusters:\n{text}"):
             try:
                 parse(whole, format)
             except OrchError as error:
                 refusals += 1
-                assert "\n" not in error.message and len(error.message) < 400 and error.exit == Exit.CONFIG
+                assert (
+                    "\n" not in error.message
+                    and len(error.message) < 400
+                    and error.exit == Exit.CONFIG
+                )
     assert refusals >= len(FORMATS), "a form that the text is none of may find nothing in it"
 
 
 def test_a_chain_of_switches_is_refused_quickly():
     """Walking every switch to its top would take 10^10 steps."""
-    lines = ["SwitchName=s0 Nodes=n0", *(f"SwitchName=s{i} Switches=s{i - 1}" for i in range(1, 100_000))]
+    lines = [
+        "SwitchName=s0 Nodes=n0",
+        *(f"SwitchName=s{i} Switches=s{i - 1}" for i in range(1, 100_000)),
+    ]
     with pytest.raises(OrchError, match="more than 64"):
         parse_topology("\n".join(lines))
 
@@ -250,7 +312,8 @@ def test_any_text_is_read_or_refused(text):
             assert "\n" not in error.message
 
 
-# ---------------------------------------------------------------------------------------- there and back
+# ---------------------------------------------------------------------------------------- there and
+#     back
 
 
 @st.composite
@@ -266,7 +329,10 @@ def topologies(draw):
             switches.setdefault(f"{name}{leaf // width}", []).append(f"n{node}")
         made.append(Tier(name, {k: tuple(v) for k, v in switches.items()}))
     out = draw(st.sets(st.integers(0, len(owner) - 1)))
-    machines = [Machine(gpus=8, free=i not in out, reason="bad" if i in out else "") for i in range(len(owner))]
+    machines = [
+        Machine(gpus=8, free=i not in out, reason="bad" if i in out else "")
+        for i in range(len(owner))
+    ]
     named = {f"n{i}": machine for i, machine in enumerate(machines)}
     return Topology("tree", tuple(made), name="c", machines=named)
 
@@ -291,16 +357,23 @@ def test_exports_read_back(topology):
 
 
 def test_diff_in_words():
-    old = parse_topology("SwitchName=a Nodes=n[0-3]\nSwitchName=b Nodes=n[4-7]\nSwitchName=s Switches=a,b")
-    new = parse_topology("SwitchName=a2 Nodes=n[0-2,4]\nSwitchName=b Nodes=n[5-8]\nSwitchName=s Switches=a2,b")
+    old = parse_topology(
+        "SwitchName=a Nodes=n[0-3]\nSwitchName=b Nodes=n[4-7]\nSwitchName=s Switches=a,b"
+    )
+    new = parse_topology(
+        "SwitchName=a2 Nodes=n[0-2,4]\nSwitchName=b Nodes=n[5-8]\nSwitchName=s Switches=a2,b"
+    )
     assert diff(old, new) == ["nodes gone: n3", "nodes new: n8", "leaf: moved from b to a2: n4"]
     a = merge([old, Topology("flat", (), machines={"n0": Machine(gpus=8)})])
-    b = merge([old, Topology("flat", (), machines={"n0": Machine(gpus=7, free=False, reason="ECC")})])
+    b = merge(
+        [old, Topology("flat", (), machines={"n0": Machine(gpus=7, free=False, reason="ECC")})]
+    )
     assert diff(a, b) == ["gpus: 8 before, 7 now: n0", "out of service (ECC): n0"]
 
 
 def test_several_clusters_in_one_file():
-    one, two = parse_topology("SwitchName=a Nodes=n[0-3]"), parse_topology("SwitchName=b Nodes=m[0-1]")
+    one = parse_topology("SwitchName=a Nodes=n[0-3]")
+    two = parse_topology("SwitchName=b Nodes=m[0-1]")
     text = to_document([structs.replace(one, name="one"), structs.replace(two, name="two")])
     assert parse_document(text, "two").nodes == ["m0", "m1"]
     with pytest.raises(OrchError, match="one, two"):
@@ -311,13 +384,18 @@ def test_several_clusters_in_one_file():
 
 @pytest.mark.parametrize("sizes", ["4", "3", "4,8", "4,16", "4,8,16", "2,16", ""])
 def test_block_sizes_read_back_as_they_were(sizes):
-    """Ragged blocks with one size, several, and sizes that leave one out; a text without sizes reads back, too."""
+    """Ragged blocks with one size, several, and sizes that leave one out; a text without sizes
+    reads back, too."""
     nodes = ("n[1-4]", "n[5-8]", "n[9-13]", "n[14-18]", "n[19-22]")
     lines = [f"BlockName=b{index} Nodes={names}" for index, names in enumerate(nodes)]
     topology = parse("\n".join([*lines, f"BlockSizes={sizes}" if sizes else ""]))
     for format in ("block", "yaml", "orch"):
         again = parse(export(topology, format))
-        assert (again.kind, again.tiers, again.block_size) == (topology.kind, topology.tiers, topology.block_size)
+        assert (again.kind, again.tiers, again.block_size) == (
+            topology.kind,
+            topology.tiers,
+            topology.block_size,
+        )
         assert diff(topology, again) == []
     if sizes:
         assert slurm_block(topology).splitlines()[-1] == f"BlockSizes={sizes}"
@@ -332,28 +410,41 @@ def test_other_block_sizes_are_a_difference_and_blocks_stay_blocks_beside_domain
 
 
 def test_blocks_of_our_own_file_without_sizes_get_some():
-    tiers = (Tier("rack", {"a": ("n1", "n2"), "b": ("n3",)}), Tier("row", {"r": ("n1", "n2", "n3")}))
+    tiers = (
+        Tier("rack", {"a": ("n1", "n2"), "b": ("n3",)}),
+        Tier("row", {"r": ("n1", "n2", "n3")}),
+    )
     assert slurm_block(Topology("block", tiers)).splitlines()[-1] == "BlockSizes=1,2"
 
 
-# ---------------------------------------------------------------------- adapters that nobody named after their host
+# ---------------------------------------------------------------------- adapters that nobody named
+#     after their host
 
 
 def fabric(*adapters: tuple[str, str, str], cable: bool = False) -> str:
-    """ibnetdiscover's text of adapters, each (description, GUID of its system or "", the leaves its ports are on)."""
+    """ibnetdiscover's text of adapters, each (description, GUID of its system or "", the leaves its
+    ports are on)."""
     ports: dict[str, list[str]] = {"a": [], "b": []}
     blocks = []
     for number, (description, system, leaves) in enumerate(adapters):
         lines = [f"sysimgguid=0x{system}"] if system else []
         lines.append(f'Ca\t2 "H-{number:016x}"\t\t# "{description}"')
         for port, leaf in enumerate(leaves, 1):
-            lines.append(f'[{port}](1)\t"S-{leaf}"[{number + 1}]\t\t# lid 1 lmc 0 "{leaf}" lid 2 4xSDR')
-            ports[leaf].append(f'[{number + 1}]\t"H-{number:016x}"[{port}](1)\t\t# "{description}" lid 1 4xSDR')
+            lines.append(
+                f'[{port}](1)\t"S-{leaf}"[{number + 1}]\t\t# lid 1 lmc 0 "{leaf}" lid 2 4xSDR'
+            )
+            ports[leaf].append(
+                f'[{number + 1}]\t"H-{number:016x}"[{port}](1)\t\t# "{description}" lid 1 4xSDR'
+            )
         blocks.append("\n".join(lines))
     if cable:
         ports["a"].append('[30]\t"S-b"[30]\t\t# "leaf-b" lid 1 4xSDR')
         ports["b"].append('[30]\t"S-a"[30]\t\t# "leaf-a" lid 1 4xSDR')
-    switches = [f'Switch\t32 "S-{leaf}"\t\t# "leaf-{leaf}"\n' + "\n".join(its) for leaf, its in ports.items() if its]
+    switches = [
+        f'Switch\t32 "S-{leaf}"\t\t# "leaf-{leaf}"\n' + "\n".join(its)
+        for leaf, its in ports.items()
+        if its
+    ]
     return "\n\n".join([*switches, *blocks]) + "\n"
 
 
@@ -364,36 +455,60 @@ def fabric_nodes(*adapters: tuple[str, str, str]) -> list[str]:
 MODEL = "MT23108 InfiniHost Mellanox Technologies"
 
 
-@pytest.mark.parametrize("name", [MODEL, "localhost mlx4_0", "", "node1", "MT4129 ConnectX7   Mellanox Technologies"])
+@pytest.mark.parametrize(
+    "name", [MODEL, "localhost mlx4_0", "", "node1", "MT4129 ConnectX7   Mellanox Technologies"]
+)
 def test_adapters_of_one_description_are_nodes_by_their_systems(name):
     adapters = ((name, "a1", "a"), (name, "a2", "a"), (name, "", "b"), (name, "a4", "ab"))
     found = parse_ibnetdiscover(fabric(*adapters, cable=True))
     guids = [f"{number:016x}" for number in (0xA1, 0xA2, 2, 0xA4)]
     assert sorted(found.nodes) == sorted(guids), "the third, without a system, by its own"
-    assert sorted(map(len, found.tiers[0].switches.values())) == [1, 3], "two switches, the last node under one of them"
+    assert sorted(map(len, found.tiers[0].switches.values())) == [1, 3], (
+        "two switches, the last node under one of them"
+    )
     assert [len(tier.switches) for tier in found.tiers] == [2, 1]
 
 
 def test_named_hosts_stay_beside_nameless_ones():
-    adapters = (("node1 mthca0", "a1", "a"), ("node2 mthca0", "a2", "a"), (MODEL, "a3", "b"), (MODEL, "a4", "ab"))
+    adapters = (
+        ("node1 mthca0", "a1", "a"),
+        ("node2 mthca0", "a2", "a"),
+        (MODEL, "a3", "b"),
+        (MODEL, "a4", "ab"),
+    )
     assert sorted(fabric_nodes(*adapters)) == [f"{0xA3:016x}", f"{0xA4:016x}", "node1", "node2"]
 
 
 def test_a_host_with_several_adapters_stays_one_node():
     assert fabric_nodes(("node7 mlx5_0", "a1", "a"), ("node7 mlx5_1", "a2", "b")) == ["node7"]
-    assert fabric_nodes(("nvidia-7 HCA-1", "a1", "a"), ("nvidia-7 HCA-2", "a2", "b")) == ["nvidia-7"]
+    assert fabric_nodes(("nvidia-7 HCA-1", "a1", "a"), ("nvidia-7 HCA-2", "a2", "b")) == [
+        "nvidia-7"
+    ]
     assert fabric_nodes(("node7 HCA-1", "a1", "a"), ("node7 HCA-2", "a2", "b")) == ["node7"]
-    assert fabric_nodes(("node7", "a1", "a"), ("node7", "a1", "a")) == ["node7"], "two ports of one system"
+    assert fabric_nodes(("node7", "a1", "a"), ("node7", "a1", "a")) == ["node7"], (
+        "two ports of one system"
+    )
     assert fabric_nodes((MODEL, "a1", "a"), (MODEL, "a1", "b")) == [f"{0xA1:016x}"]
 
 
 def test_hosts_of_one_name_with_several_adapters_each_are_refused():
-    text = fabric(*((f"localhost mlx5_{device}", f"a{host}{device}", "a") for host in range(3) for device in range(2)))
-    with pytest.raises(OrchError, match=r"3 adapters are described as 'localhost mlx5_0'.*set the hosts' node descr"):
+    text = fabric(
+        *(
+            (f"localhost mlx5_{device}", f"a{host}{device}", "a")
+            for host in range(3)
+            for device in range(2)
+        )
+    )
+    with pytest.raises(
+        OrchError,
+        match=r"3 adapters are described as 'localhost mlx5_0'.*set the hosts' node descr",
+    ):
         parse_ibnetdiscover(text)
 
 
 def test_a_node_with_links_to_two_groups_does_not_join_them():
     adapters = [(f"n{number} mlx5_0", f"a{number}", "ab"[number // 4]) for number in range(8)]
-    found = parse_ibnetdiscover(fabric(*adapters, ("store mlx5_0", "b0", "a"), ("store mlx5_1", "b1", "b")))
+    found = parse_ibnetdiscover(
+        fabric(*adapters, ("store mlx5_0", "b0", "a"), ("store mlx5_1", "b1", "b"))
+    )
     assert sorted(map(len, found.tiers[0].switches.values())) == [4, 5]

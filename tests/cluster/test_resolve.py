@@ -1,4 +1,5 @@
-"""A cluster entry with its real nodes: which of them are taken, and that planning itself asks nobody."""
+"""A cluster entry with its real nodes: which of them are taken, and that planning itself asks
+nobody."""
 
 from __future__ import annotations
 
@@ -47,30 +48,53 @@ def sources(*bad: str) -> Sources:
 
 def test_imported_nodes_without_the_gpus_are_left_out(tmp_path):
     file = tmp_path / "nodes"
-    lines = [f"NodeName=n{i} State=IDLE Gres=gpu:{kind}:8 CPUTot=1" for i, kind in enumerate(["h100", "a100", "h100"])]
-    file.write_text("\n".join([*lines, "NodeName=n9 State=IDLE+DRAIN Gres=gpu:h100:8 CPUTot=1 Reason=ECC"]))
+    lines = [
+        f"NodeName=n{i} State=IDLE Gres=gpu:{kind}:8 CPUTot=1"
+        for i, kind in enumerate(["h100", "a100", "h100"])
+    ]
+    file.write_text(
+        "\n".join([*lines, "NodeName=n9 State=IDLE+DRAIN Gres=gpu:h100:8 CPUTot=1 Reason=ECC"])
+    )
     spec = configs.cluster(8, 8, topology_file=str(file))
     cluster = resolve(spec)
-    assert cluster.node_names == ["n0", "n2"] and cluster.left_out == {"out of service": 1, "with 8 a100": 1}
-    plan = configs.build_plan(configs.config(spec, shapes.llama3_8b(), {"tp": 8, "zero": 1}, global_batch_samples=8))
-    assert "a job runs on nodes of one kind, here 2 with 8 H100-SXM5-80GB; left out: 1 with 8 a100" in plan.warnings
+    assert cluster.node_names == ["n0", "n2"] and cluster.left_out == {
+        "out of service": 1,
+        "with 8 a100": 1,
+    }
+    plan = configs.build_plan(
+        configs.config(spec, shapes.llama3_8b(), {"tp": 8, "zero": 1}, global_batch_samples=8)
+    )
+    assert (
+        "a job runs on nodes of one kind, here 2 with 8 H100-SXM5-80GB; left out: 1 with 8 a100"
+        in plan.warnings
+    )
     file.write_text("\n".join([lines[1], "NodeName=n8 State=IDLE Gres=gpu:h100:4 CPUTot=1"]))
-    with pytest.raises(OrchError, match=r"none is free with 8 H100.* there are: 1 with 4 h100, 1 with 8 a100"):
+    with pytest.raises(
+        OrchError, match=r"none is free with 8 H100.* there are: 1 with 4 h100, 1 with 8 a100"
+    ):
         resolve(spec)
 
 
 def test_a_name_of_ones_own_for_a_gpu_finds_its_nodes(tmp_path):
     file = tmp_path / "nodes"
     kinds = ["h100", "nvidia_h100_80gb_hbm3", "gh200", "h200"]
-    file.write_text("\n".join(f"NodeName=n{i} State=IDLE Gres=gpu:{kind}:8 CPUTot=1" for i, kind in enumerate(kinds)))
+    file.write_text(
+        "\n".join(
+            f"NodeName=n{i} State=IDLE Gres=gpu:{kind}:8 CPUTot=1" for i, kind in enumerate(kinds)
+        )
+    )
     spec = configs.cluster(8, 8, topology_file=str(file))
     for name in ("NVIDIA H100 80GB", "H100-SXM5-80GB", "h100"):
         found = resolve(structs.replace(spec, gpu=structs.replace(spec.gpu, name=name)))
-        assert found.node_names == ["n0", "n1"] and found.left_out == {"with 8 gh200": 1, "with 8 h200": 1}
+        assert found.node_names == ["n0", "n1"] and found.left_out == {
+            "with 8 gh200": 1,
+            "with 8 h200": 1,
+        }
 
 
 def test_shared_gpus_are_no_gpus_of_a_plan(tmp_path, capsys):
-    file, product = tmp_path / "nodes.json", {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    file = tmp_path / "nodes.json"
+    product = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
     labels = {f"whole-{i}": product | {"nvidia.com/gpu.count": "8"} for i in range(2)}
     labels |= {"sliced": product | {"nvidia.com/gpu.replicas": "4", "nvidia.com/gpu.count": "2"}}
     labels |= {"cut": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-MIG-1g.10gb"}}
@@ -81,9 +105,17 @@ def test_shared_gpus_are_no_gpus_of_a_plan(tmp_path, capsys):
     assert main(["topology", "show", str(file)]) == Exit.DONE
     told = capsys.readouterr().out
     assert "4 nodes, 1 with MIG slices, 1 with shared GPUs" in told and "2/8 GPUs a node" in told
-    job = ["cluster=h100x64", f"cluster.topology_file={file}", "model=llama3_8b", "train.global_batch_samples=1020"]
+    job = [
+        "cluster=h100x64",
+        f"cluster.topology_file={file}",
+        "model=llama3_8b",
+        "train.global_batch_samples=1020",
+    ]
     assert main(["plan", *job, "parallel=tp8_zero1", "parallel.dp=3"]) == Exit.CONFIG
-    assert "2 nodes x 8 GPUs = 16 (left out: 1 with MIG slices, 1 with shared GPUs)" in capsys.readouterr().err
+    assert (
+        "2 nodes x 8 GPUs = 16 (left out: 1 with MIG slices, 1 with shared GPUs)"
+        in capsys.readouterr().err
+    )
 
 
 MIXED = """\
@@ -115,7 +147,9 @@ def test_nodes_of_other_models_slices_and_impossible_counts_are_left_out(tmp_pat
     }
     assert taken("A100-SXM4-40GB", 4).node_names == ["g3", "g7"]
     assert taken("RTX-2080Ti", 8).node_names == ["g3", "g7"]
-    assert taken("H100-SXM5-80GB", 8).node_names == ["g7"], "its type is not known, and eight are possible"
+    assert taken("H100-SXM5-80GB", 8).node_names == ["g7"], (
+        "its type is not known, and eight are possible"
+    )
     # A job without GPUs may use nodes without any.
     file.write_text(MIXED.splitlines()[5] + "\n" + MIXED.splitlines()[6])
     assert taken("cpu", 1, device="cpu").node_names == ["g6", "g7"]
@@ -142,13 +176,19 @@ BlockSizes=13
 def of_file(tmp_path, *words: str) -> Config:
     file = tmp_path / "topology.conf"
     file.write_text(BLOCKS)
-    job = ("cluster=gb200_nvl72x8", "model=llama3_70b", "parallel=tp8_pp2_zero1", "train.global_batch_samples=1024")
+    job = (
+        "cluster=gb200_nvl72x8",
+        "model=llama3_70b",
+        "parallel=tp8_pp2_zero1",
+        "train.global_batch_samples=1024",
+    )
     return load([*job, f"cluster.topology_file={file}", *words])
 
 
 @pytest.mark.parametrize("key", ["cluster.nodes", "cluster.topology_nodes"])
 @pytest.mark.parametrize(
-    ("count", "by_block"), [(47, (16, 13, 18)), (44, (16, 10, 18)), (34, (16, 0, 18)), (16, (16, 0, 0)), (8, (0, 8, 0))]
+    ("count", "by_block"),
+    [(47, (16, 13, 18)), (44, (16, 10, 18)), (34, (16, 0, 18)), (16, (16, 0, 0)), (8, (0, 8, 0))],
 )
 def test_so_many_nodes_of_a_file_are_taken_as_the_command_line_says(key, count, by_block, tmp_path):
     cluster = resolve(of_file(tmp_path, f"{key}={count}").cluster)
@@ -176,9 +216,21 @@ def test_the_entrys_own_number_takes_every_node_of_a_file(tmp_path):
     [
         (["cluster.nodes=48"], Exit.CAPACITY, "48 nodes are wanted, 47 are there that fit"),
         (["cluster.topology_nodes=0"], Exit.USAGE, "cluster.topology_nodes=0"),
-        (["cluster.topology_file=slurm:", "cluster.topology_nodes=4"], Exit.USAGE, "cluster.nodes says how many"),
-        (["cluster.topology_file=null", "cluster.topology_nodes=4"], Exit.USAGE, "is of a file that"),
-        (["cluster.topology_file=null", "cluster.topology_name=x"], Exit.USAGE, "is of a file that"),
+        (
+            ["cluster.topology_file=slurm:", "cluster.topology_nodes=4"],
+            Exit.USAGE,
+            "cluster.nodes says how many",
+        ),
+        (
+            ["cluster.topology_file=null", "cluster.topology_nodes=4"],
+            Exit.USAGE,
+            "is of a file that",
+        ),
+        (
+            ["cluster.topology_file=null", "cluster.topology_name=x"],
+            Exit.USAGE,
+            "is of a file that",
+        ),
     ],
 )
 def test_what_a_file_cannot_give_is_refused(words, exit, says, tmp_path):
@@ -215,7 +267,9 @@ def test_every_verb_leaves_them_out_and_says_so_once(verb, words, tmp_path, monk
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     monkeypatch.setattr(slurm_backend, "read_cluster", lambda *which: asked.append(which) or LIVE)
     resolved = []
-    monkeypatch.setattr(edge, "resolve", lambda *given: resolved.append(resolve(*given)) or resolved[-1])
+    monkeypatch.setattr(
+        edge, "resolve", lambda *given: resolved.append(resolve(*given)) or resolved[-1]
+    )
     sent = []
 
     def submit(backend, bundle, environ):
@@ -225,24 +279,34 @@ def test_every_verb_leaves_them_out_and_says_so_once(verb, words, tmp_path, monk
     monkeypatch.setattr(SlurmBackend, "choose", lambda backend, bundles, environ: Choice(0, []))
     monkeypatch.setattr(SlurmBackend, "submit", submit)
     now = time.time()
-    NodeMemory(tmp_path).add(BadNode(cluster="slurm", node="n4", why="ECC", run="r", at=now, until=now + 60))
+    NodeMemory(tmp_path).add(
+        BadNode(cluster="slurm", node="n4", why="ECC", run="r", at=now, until=now + 60)
+    )
     sends = verb in ("submit", "bench")
     assert main([verb, *JOB, *words]) == (Exit.CAPACITY if sends else Exit.DONE)
     err = capsys.readouterr().err
-    assert resolved and all(cluster.node_names and "n4" not in cluster.node_names for cluster in resolved)
+    assert resolved and all(
+        cluster.node_names and "n4" not in cluster.node_names for cluster in resolved
+    )
     assert err.count("without n4, found bad by earlier runs (orch nodes)") == 1 and len(asked) == 1
     assert sent == ([["n4"]] if sends else [])
 
 
 def test_a_plan_is_made_without_asking_anybody(monkeypatch):
-    config = configs.config(configs.cluster(), shapes.llama3_8b(), {"auto": True, "tp": 8}, global_batch_samples=64)
+    config = configs.config(
+        configs.cluster(), shapes.llama3_8b(), {"auto": True, "tp": 8}, global_batch_samples=64
+    )
     cluster = resolve(config.cluster)
     before = build_plan(config, cluster)  # what is imported is imported
 
     def refuse(*args, **more):
         raise AssertionError(f"{args} {more}")
 
-    for module, names in ((builtins, ["open"]), (os, ["open", "stat", "scandir", "getenv"]), (socket, ["socket"])):
+    for module, names in (
+        (builtins, ["open"]),
+        (os, ["open", "stat", "scandir", "getenv"]),
+        (socket, ["socket"]),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, refuse)
     monkeypatch.setattr(subprocess, "Popen", refuse)

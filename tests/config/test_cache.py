@@ -1,4 +1,5 @@
-"""What was composed before is read back: equal to hydra_compose anew, never stale, and no more than a help."""
+"""What was composed before is read back: equal to hydra_compose anew, never stale, and no more than
+a help."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture
 def composed(monkeypatch):
     """Counts what Hydra is asked for."""
-    asked, real = [], hydra_compose.compose
+    asked = []
+    real = hydra_compose.compose
     monkeypatch.setattr(hydra_compose, "compose", lambda *what: asked.append(what) or real(*what))
     return asked
 
@@ -30,7 +32,8 @@ def files(home):
 
 
 def test_the_same_words_are_composed_once(home, composed):
-    first, second = load(WORDS), load(WORDS)
+    first = load(WORDS)
+    second = load(WORDS)
     assert first == second and len(composed) == 1
     assert load(WORDS[:2]) != first and len(composed) == 2
     assert [path.stat().st_mode & 0o777 for path in files(home)] == [0o600, 0o600]

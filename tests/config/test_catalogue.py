@@ -1,4 +1,5 @@
-"""What ships in conf/: files load, numbers have sources, models have their published sizes, clusters plan."""
+"""What ships in conf/: files load, numbers have sources, models have their published sizes,
+clusters plan."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ LIBRARY = Library([shipped()])
 CLUSTERS = LIBRARY.files("cluster")
 FILES = [(group, name) for group in LIBRARY.groups() for name in LIBRARY.files(group)]
 
-#: Published: exact where the weights are released, else the paper's figure. DeepSeek-V3: the main model without the
-#: multi-token head (arXiv 2412.19437, section 4.2: 671B) and the router's offsets, which no gradient trains.
+#: Published: exact where the weights are released, else the paper's figure. DeepSeek-V3: the main
+#: model without the multi-token head (arXiv 2412.19437, section 4.2: 671B) and the router's
+#: offsets, which no gradient trains.
 PARAMETERS = {
     "gpt2": 124_439_808,
     "bert_large": 335_141_888,
@@ -40,7 +42,16 @@ PARAMETERS = {
 
 
 def test_the_catalogue_is_the_one_that_is_promised():
-    promised = {"local", "h100x8", "h100x64", "h100x1024", "h100x16384", "a100x64", "v100x400", "gb200_nvl72x8"}
+    promised = {
+        "local",
+        "h100x8",
+        "h100x64",
+        "h100x1024",
+        "h100x16384",
+        "a100x64",
+        "v100x400",
+        "gb200_nvl72x8",
+    }
     assert promised <= set(CLUSTERS)
     assert {*PARAMETERS, "tiny", "tiny_moe", "tiny_mla"} == set(LIBRARY.files("model"))
     assert set(GROUPS) <= set(LIBRARY.groups())
@@ -49,7 +60,9 @@ def test_the_catalogue_is_the_one_that_is_promised():
 @pytest.mark.parametrize(("group", "name"), FILES, ids=[f"{group}/{name}" for group, name in FILES])
 def test_every_file_loads(group, name):
     cluster = ["cluster=h100x64"] if group == "cluster/node" else []
-    config = load([*cluster, f"{group}={name}", *(["data.paths=[/corpus]"] if name == "text" else [])])
+    config = load(
+        [*cluster, f"{group}={name}", *(["data.paths=[/corpus]"] if name == "text" else [])]
+    )
     assert config.choices[group] == name
 
 
@@ -59,15 +72,29 @@ def test_parameters_are_the_published_ones(name):
 
 
 def test_deepseek_v3_with_its_prediction_module_has_the_size_of_the_release():
-    """Its README_WEIGHTS.md: 11.5B parameters of the module's own; with copies of embedding and head 14B, so that the
-    release has 685B. The model's embedding and head are counted once here, so they are not in ours."""
-    alone, ahead = (parameter_count(load(["model=deepseek_v3", f"model.mtp.depth={d}"]).model) for d in (0, 1))
-    own, tables = ahead - alone, 2 * 129280 * 7168
-    attention = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
+    """Its README_WEIGHTS.md: 11.5B parameters of the module's own; with copies of embedding and
+    head 14B, so that the release has 685B. The model's embedding and head are counted once here, so
+    they are not in ours."""
+    alone, ahead = (
+        parameter_count(load(["model=deepseek_v3", f"model.mtp.depth={d}"]).model) for d in (0, 1)
+    )
+    own = ahead - alone
+    tables = 2 * 129280 * 7168
+    attention = (
+        7168 * 1536
+        + 1536
+        + 1536 * 128 * 192
+        + 7168 * 576
+        + 512
+        + 512 * 128 * 256
+        + 128 * 128 * 7168
+    )
     experts = 257 * 3 * 7168 * 2048 + 256 * 7168
     assert own == attention + experts + 2 * 7168 * 7168 + 5 * 7168
     assert own == pytest.approx(11.5e9, rel=0.01)
-    assert own + tables == pytest.approx(14e9, rel=0.04) and alone + own + tables == pytest.approx(685e9, rel=0.001)
+    assert own + tables == pytest.approx(14e9, rel=0.04) and alone + own + tables == pytest.approx(
+        685e9, rel=0.001
+    )
 
 
 def test_plans_without_it_do_not_name_it():
@@ -90,7 +117,11 @@ LIVE = {"slurm", "kubernetes"}  # asked, not described
 def test_every_cluster_plans_with_its_defaults(name):
     config = load([f"cluster={name}"])
     plan = build_plan(config)
-    assert plan.parallel.world_size == config.cluster.nodes * config.cluster.gpus_per_node == len(plan.ranks)
+    assert (
+        plan.parallel.world_size
+        == config.cluster.nodes * config.cluster.gpus_per_node
+        == len(plan.ranks)
+    )
     assert config.model.name == ("tiny" if name.startswith("local") else "llama3_70b")
     assert config.data.demo
     if name not in ("local", "h100x8"):  # one node of eight cannot hold 70B
@@ -112,7 +143,9 @@ def number_blocks(tree: object, where: str = "") -> list[tuple[str, dict]]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted((shipped() / "cluster").rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((shipped() / "cluster").rglob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_number_block_of_a_cluster_has_a_source(path):
     blocks = number_blocks(yaml.safe_load(path.read_text()))
     assert blocks
@@ -120,7 +153,9 @@ def test_every_number_block_of_a_cluster_has_a_source(path):
         assert len(block.get("source", "")) > 10, f"{path.name}{where} has numbers without a source"
 
 
-@pytest.mark.parametrize("name", [n for n in LIBRARY.files("parallel") if grammar.looks_like_spec(n)])
+@pytest.mark.parametrize(
+    "name", [n for n in LIBRARY.files("parallel") if grammar.looks_like_spec(n)]
+)
 def test_a_file_named_as_a_word_is_that_word(name):
     text = yaml.safe_load((shipped() / "parallel" / f"{name}.yaml").read_text())
     assert text == grammar.parse(name)

@@ -29,7 +29,8 @@ def write(folder: Path, **files: str) -> Path:
 
 
 def test_defaults_on_this_machine_and_away_from_it():
-    here, away = load([]), load(["cluster=h100x64"])
+    here = load([])
+    away = load(["cluster=h100x64"])
     names = [part.name for part in (here.cluster, here.model, here.data, here.backend)]
     assert names == ["local", "tiny", "stdlib", "local"]
     assert (away.model.name, away.data.name) == ("llama3_70b", "stdlib")
@@ -60,7 +61,11 @@ def test_on_schedulers_no_rank_records_its_first_steps_unasked(words, folder):
 
 def test_plus_is_optional_everywhere():
     plain = load(["cluster=h100x64", "train.steps=7"])
-    assert load(["+cluster=h100x64", "+train.steps=7"]) == plain == load(["++cluster=h100x64", "++train.steps=7"])
+    assert (
+        load(["+cluster=h100x64", "+train.steps=7"])
+        == plain
+        == load(["++cluster=h100x64", "++train.steps=7"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,11 @@ def test_plus_is_optional_everywhere():
         ("cluster=h100x64 model=gpt2", "train.seq_len", 1024),
         ("data.tokenizer=${model.name}", "data.tokenizer", "tiny"),
         # open parts take new keys
-        ("backend.options.partition=gpu +backend.options.n=3", "backend.options", {"partition": "gpu", "n": 3}),
+        (
+            "backend.options.partition=gpu +backend.options.n=3",
+            "backend.options",
+            {"partition": "gpu", "n": 3},
+        ),
         ("backend.env.NCCL_DEBUG=INFO", "backend.env", {"NCCL_DEBUG": "INFO"}),
     ],
 )
@@ -98,11 +107,17 @@ def test_what_a_line_sets(line, key, value):
 
 def test_items_of_lists():
     assert load(["cluster.nodes=3"]).cluster.levels[0].nodes_per_switch == 3
-    assert load(["cluster=h100x64", "cluster.levels.1.oversubscription=3"]).cluster.levels[1].oversubscription == 3
+    assert (
+        load(["cluster=h100x64", "cluster.levels.1.oversubscription=3"])
+        .cluster.levels[1]
+        .oversubscription
+        == 3
+    )
 
 
 def test_a_word_equals_its_file_and_is_recorded():
-    by_file, by_word = load(["parallel=tp8_pp4_zero1"]), load(["parallel=zero1_pp4_tp8"])
+    by_file = load(["parallel=tp8_pp4_zero1"])
+    by_word = load(["parallel=zero1_pp4_tp8"])
     assert by_file.parallel == by_word.parallel
     assert by_word.choices["parallel"] == "zero1_pp4_tp8"
     assert set(GROUPS) - {OPTIONAL} == set(by_word.choices)
@@ -115,13 +130,21 @@ def test_an_experiment_chooses_files_of_the_other_groups_and_words_win_over_it()
         "selene",
         "tp8_pp35_vpp3",
     )
-    assert (found.cluster.nodes, found.train.recompute, found.cost.software) == (70, "full", "megatron_2021")
+    assert (found.cluster.nodes, found.train.recompute, found.cost.software) == (
+        70,
+        "full",
+        "megatron_2021",
+    )
     assert found.experiment.step_s == 37.83 and load([]).experiment is None
-    assert load(["experiment=megatron_530b", "parallel=tp8_pp7", "cluster=h100x64"]).parallel.pp == 7
+    assert (
+        load(["experiment=megatron_530b", "parallel=tp8_pp7", "cluster=h100x64"]).parallel.pp == 7
+    )
 
 
 def test_a_long_run_name_is_cut_to_a_label():
-    name = load(["model=turing_nlg_17b", "cluster=h100x64", "parallel=tp4_pp2_dp4_cp2_ep1_zero1_vpp1_sp1"]).run.name
+    name = load(
+        ["model=turing_nlg_17b", "cluster=h100x64", "parallel=tp4_pp2_dp4_cp2_ep1_zero1_vpp1_sp1"]
+    ).run.name
     assert len(name) <= 40 and not name.endswith("-")
 
 
@@ -136,12 +159,16 @@ def test_whole_parts_can_be_given_and_taken_away():
     moe = load(["model.moe={experts: 8, top_k: 2, ffn_hidden: 64}", "model.moe.top_k=1"]).model.moe
     assert (moe.experts, moe.top_k, moe.ffn_hidden, moe.shared_ffn_hidden) == (8, 1, 64, 0)
     assert load(["model=mixtral_8x7b", "model.moe=null"]).model.moe is None
-    assert load(["backend.options={a: 1, b: [x, 'y z']}"]).backend.options == {"a": 1, "b": ["x", "y z"]}
+    assert load(["backend.options={a: 1, b: [x, 'y z']}"]).backend.options == {
+        "a": 1,
+        "b": ["x", "y z"],
+    }
     level = "{name: one, nodes_per_switch: [1, 1], gbit_per_s: 3, latency_us: 1, source: here}"
     assert load([f"cluster.levels=[{level}]"]).cluster.levels[0].nodes_per_switch == [1, 1]
 
 
-# ------------------------------------------------------------------------------------------- the user's own folder
+# ------------------------------------------------------------------------------------------- the
+#     user's own folder
 
 
 def test_the_users_files_come_first_from_a_folder_with_any_name(tmp_path):
@@ -152,10 +179,20 @@ def test_the_users_files_come_first_from_a_folder_with_any_name(tmp_path):
 
 
 def test_a_users_cluster_stands_on_a_shipped_one(tmp_path):
-    lines = "defaults:\n- h100x64\n- override /parallel@_global_.parallel: tp4_pp2_zero3\n- _self_\nname: mine\n"
+    lines = (
+        "defaults:\n- h100x64\n- override /parallel@_global_.parallel: tp4_pp2_zero3\n-"
+        " _self_\nname: mine\n"
+    )
     config = load(["cluster=mine"], write(tmp_path, cluster__mine=lines))
-    assert (config.cluster.name, config.cluster.nodes, config.cluster.gpu.memory_gib) == ("mine", 8, 79.6)
-    assert (config.parallel.tp, config.parallel.zero) == (4, 3)  # a word without a file, chosen by a file
+    assert (config.cluster.name, config.cluster.nodes, config.cluster.gpu.memory_gib) == (
+        "mine",
+        8,
+        79.6,
+    )
+    assert (config.parallel.tp, config.parallel.zero) == (
+        4,
+        3,
+    )  # a word without a file, chosen by a file
     assert config.choices["parallel"] == "tp4_pp2_zero3"
 
 
@@ -175,15 +212,23 @@ def test_conf_of_the_working_folder_is_used_and_its_config_yaml_left_alone(tmp_p
 
 
 def test_a_conf_folder_without_a_mark_belongs_to_the_users_own_program(tmp_path, monkeypatch):
-    """Groups of the same name and `_target_` in them included; what it would give is said where it is asked for."""
+    """Groups of the same name and `_target_` in them included; what it would give is said where it
+    is asked for."""
     theirs = "_target_: my.model.Net\nlayers: 3\n"
     write(
-        tmp_path / "conf", model__net=theirs, train__demo=theirs, optim__adamw=theirs, config="defaults: [model: net]\n"
+        tmp_path / "conf",
+        model__net=theirs,
+        train__demo=theirs,
+        optim__adamw=theirs,
+        config="defaults: [model: net]\n",
     )
     monkeypatch.chdir(tmp_path)
     assert folders() == [shipped()]
     assert load([]) == load([], shipped())
-    says = r"there is no model 'net'; .*; ./conf has it, and is not marked as orch's: touch conf/.orch, or"
+    says = (
+        r"there is no model 'net'; .*; ./conf has it, and is not marked as orch's: touch"
+        r" conf/.orch, or"
+    )
     with pytest.raises(OrchError, match=says) as refused:
         load(["model=net"])
     assert refused.value.exit == Exit.USAGE
@@ -207,7 +252,8 @@ def test_two_loads_do_not_touch_each_other(tmp_path):
     assert load([]) == before
 
 
-# ------------------------------------------------------------------------------------------- one definition
+# ------------------------------------------------------------------------------------------- one
+#     definition
 
 
 def test_every_group_is_a_part_of_the_configuration():

@@ -13,7 +13,10 @@ from orchestrator.plan.exits import Exit
 degrees = st.fixed_dictionaries(
     {},
     optional={
-        **{name: st.integers(1, grammar.MAX_DEGREE) for name in ("tp", "pp", "dp", "cp", "ep", "vpp")},
+        **{
+            name: st.integers(1, grammar.MAX_DEGREE)
+            for name in ("tp", "pp", "dp", "cp", "ep", "vpp")
+        },
         "zero": st.integers(0, 3),
         "sp": st.booleans(),
     },
@@ -94,6 +97,8 @@ def test_refusals_name_the_rule_and_the_nearest_word(word, why, near):
     assert f"did you mean {near!r}" in refused.value.message
 
 
-@pytest.mark.parametrize("name", ["default", "fsdp", "llama3_70b", "llama3_405b_long", "ddp", "", "8tp"])
+@pytest.mark.parametrize(
+    "name", ["default", "fsdp", "llama3_70b", "llama3_405b_long", "ddp", "", "8tp"]
+)
 def test_names_of_files_are_not_words(name):
     assert not grammar.looks_like_spec(name)

@@ -69,7 +69,8 @@ def assert_refused_or_exact(key: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE, ids=[ascii(text)[:24] for text in HOSTILE])
 @pytest.mark.parametrize(
-    "key", ["run.name", "cluster.gpu.source", pytest.param("data.tokenizer", marks=pytest.mark.full)]
+    "key",
+    ["run.name", "cluster.gpu.source", pytest.param("data.tokenizer", marks=pytest.mark.full)],
 )
 def test_hostile_text_is_refused_or_exact(key, text):
     assert_refused_or_exact(key, text)
@@ -95,7 +96,12 @@ def test_any_text_of_a_path_is_refused_or_exact(text):
         assert load([f"data.tokenizer={text}"]).data.tokenizer == text
     except OrchError:
         bare = text.strip()
-        assert not text.isprintable() or not text or "_target_" in text or (bare[0] == bare[-1] and bare[0] in "'\"")
+        assert (
+            not text.isprintable()
+            or not text
+            or "_target_" in text
+            or (bare[0] == bare[-1] and bare[0] in "'\"")
+        )
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,12 +112,16 @@ def test_quote_is_read_back_by_hydra_exactly(text):
     assert OverridesParser.create().parse_override(f"k={quote(text)}").value() == text
 
 
-@pytest.mark.parametrize("text", ["/a b/$(id)", "/größe", "it's", 'say "x"', "a\\b", "a,b", "#x", "C:\\dir\\"])
+@pytest.mark.parametrize(
+    "text", ["/a b/$(id)", "/größe", "it's", 'say "x"', "a\\b", "a,b", "#x", "C:\\dir\\"]
+)
 def test_lists_pass_quoted_text_exactly(text):
     assert load([f"data.paths=[{quote(text)}]"]).data.paths == [text]
 
 
-@pytest.mark.parametrize("value", ['"a\\nb"', '"\\0"', "|\n  two\n  lines", '"\\u202e"', '"\\x1b[2J"', "''"])
+@pytest.mark.parametrize(
+    "value", ['"a\\nb"', '"\\0"', "|\n  two\n  lines", '"\\u202e"', '"\\x1b[2J"', "''"]
+)
 @pytest.mark.parametrize("key", ["name", "source"])
 def test_files_cannot_bring_control_characters(tmp_path, key, value):
     write(tmp_path, model__mine=f"defaults:\n- tiny\n- _self_\n{key}: {value}\n")
@@ -123,7 +133,12 @@ def test_files_cannot_bring_control_characters(tmp_path, key, value):
 
 def test_configuration_runs_no_code(tmp_path):
     mark = tmp_path / "mark"
-    write(tmp_path, backend__mine=f"name: mine\noptions:\n  _target_: pathlib.Path.touch\n  _args_: ['{mark}']\n")
+    write(
+        tmp_path,
+        backend__mine=(
+            f"name: mine\noptions:\n  _target_: pathlib.Path.touch\n  _args_: ['{mark}']\n"
+        ),
+    )
     for words, folder in ((["backend=mine"], tmp_path), (["+train._target_=os.system"], None)):
         with pytest.raises(OrchError) as refused:
             load(words, folder)
@@ -136,7 +151,12 @@ def test_configuration_runs_no_code(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["${oc.env:ORCH_SECRET}", "${${run.name}:ORCH_SECRET}", "x${oc.env:ORCH_SECRET,d}y", "${oc.decode:'${oc.env:X}'}"],
+    [
+        "${oc.env:ORCH_SECRET}",
+        "${${run.name}:ORCH_SECRET}",
+        "x${oc.env:ORCH_SECRET,d}y",
+        "${oc.decode:'${oc.env:X}'}",
+    ],
 )
 def test_secrets_of_the_environment_cannot_come_in(tmp_path, monkeypatch, text):
     monkeypatch.setenv("ORCH_SECRET", "hunter2")
@@ -148,7 +168,9 @@ def test_secrets_of_the_environment_cannot_come_in(tmp_path, monkeypatch, text):
 
 
 #: 9 ** 9 values in a few hundred bytes.
-BOMB = "a0: &a0 [1, 2]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))
+BOMB = "a0: &a0 [1, 2]\n" + "".join(
+    f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9)
+)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,10 @@ def test_every_combination_in_the_order_of_nested_loops():
         ["parallel=tp2", "optim.lr=1e-3"], ["parallel=tp2", "optim.lr=2e-3"],
         ["parallel=tp4", "optim.lr=1e-3"], ["parallel=tp4", "optim.lr=2e-3"],
     ]  # fmt: skip
-    assert all(member.words[0] == "cluster=h100x64" and member.words[2] == "train.steps=10" for member in found)
+    assert all(
+        member.words[0] == "cluster=h100x64" and member.words[2] == "train.steps=10"
+        for member in found
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,15 @@ def test_commas_in_brackets_and_quotes_part_nothing(text, values):
     assert split(text) == values
 
 
-@given(st.lists(st.text(st.characters(codec="ascii", exclude_characters=",()[]{}'\" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"))))
+@given(
+    st.lists(
+        st.text(
+            st.characters(
+                codec="ascii", exclude_characters=",()[]{}'\" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"
+            )
+        )
+    )
+)
 def test_what_is_joined_is_parted(values):
     assert split(",".join(values)) == (values or [""])
 
@@ -69,7 +80,10 @@ def test_a_text_in_quotes_is_one_value_without_them(capsys, mark):
     runs = planned(capsys, f"backend.env.NCCL_IB_HCA={mark}{DEVICES}{mark}")
     assert [run["environment"]["values"]["NCCL_IB_HCA"] for run in runs] == [DEVICES] * 2
     runs = planned(capsys, f"backend.env.NCCL_IB_HCA={mark}{DEVICES}{mark},mlx5_4:1")
-    assert [run["environment"]["values"]["NCCL_IB_HCA"] for run in runs] == [DEVICES, "mlx5_4:1"] * 2
+    assert [run["environment"]["values"]["NCCL_IB_HCA"] for run in runs] == [
+        DEVICES,
+        "mlx5_4:1",
+    ] * 2
     runs = planned(capsys, f"metrics.pattern={mark}{PATTERN}{mark}", *PROGRAM)
     assert len(runs) == 2 and all(PATTERN in json.dumps(run).replace("\\\\", "\\") for run in runs)
     found = members(["parallel=tp2,tp4", f"+checkpoint.dir={mark}/data/a,b{mark}"])
@@ -84,8 +98,14 @@ def test_brackets_hold_commas_together_as_before(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([f"metrics.pattern={PATTERN}", *PROGRAM], "in quotes they are one value: metrics.pattern='a,b'"),
-        (['checkpoint={dir: "/data/a,b"}'], "it names a file; keys are set one by one, as checkpoint.KEY=VALUE"),
+        (
+            [f"metrics.pattern={PATTERN}", *PROGRAM],
+            "in quotes they are one value: metrics.pattern='a,b'",
+        ),
+        (
+            ['checkpoint={dir: "/data/a,b"}'],
+            "it names a file; keys are set one by one, as checkpoint.KEY=VALUE",
+        ),
         (['metrics={pattern: "a, (?P<step>x)"}'], "keys are set one by one, as metrics.KEY=VALUE"),
     ],
 )

@@ -1,7 +1,7 @@
 """Runs the commands that a page shows, and compares what they print with what it shows.
 
-A block ```console has commands (`$ ...`), each with its output below it; `…` stands for anything within a line, a line
-`...` for any lines. A block ```python file=NAME is that file.
+A block ```console has commands (`$ ...`), each with its output below it; `…` stands for anything
+within a line, a line `...` for any lines. A block ```python file=NAME is that file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def matches(said: list[str], shown: list[str]) -> bool:
 
 
 def play(page: str, folder: Path, environ: Mapping[str, str], limit_s: float = 600) -> None:
-    """Everything that the page shows, in a folder. AssertionError with what was printed in place of what is shown."""
+    """Everything that the page shows, in a folder. AssertionError with what was printed in place of
+    what is shown."""
     for step in steps(page):
         if isinstance(step, File):
             (folder / step.name).write_text(step.text)
@@ -67,4 +68,6 @@ def play(page: str, folder: Path, environ: Mapping[str, str], limit_s: float = 6
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         said = done.stdout.rstrip("\n").split("\n") if done.stdout.strip() else []
-        assert matches(said, step.shown), f"$ {step.line}\n{done.stdout}\n--- is shown as\n" + "\n".join(step.shown)
+        assert matches(said, step.shown), (
+            f"$ {step.line}\n{done.stdout}\n--- is shown as\n" + "\n".join(step.shown)
+        )

@@ -1,4 +1,5 @@
-"""The pages of docs/reference are what the code says today; and every link of every page leads somewhere."""
+"""The pages of docs/reference are what the code says today; and every link of every page leads
+somewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ _LINK = re.compile(r"(?<!\\)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)(?:\s+\"[^\"]*
 
 
 def generator():
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_reference", ROOT / "docs" / "make_reference.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -36,7 +39,13 @@ def test_the_reference_names_every_verb_key_and_option():
     made = generator().pages()
     for verb in VERBS:
         assert f"## orch {verb}\n" in made["verbs.md"]
-    for key in ("train.seq_len", "parallel.schedule", "backend.max_restarts", "metrics.pattern", "optim.lr"):
+    for key in (
+        "train.seq_len",
+        "parallel.schedule",
+        "backend.max_restarts",
+        "metrics.pattern",
+        "optim.lr",
+    ):
         assert f"| `{key}` |" in made["configuration.md"], key
     for option in ("partition", "ssh", "queue", "rdma"):
         assert f"| `{option}` |" in made["options.md"], option
@@ -68,7 +77,9 @@ def test_every_link_leads_somewhere():
                 continue  # elsewhere: nothing of ours
             path, _, anchor = target.partition("#")
             where = (page.parent / path).resolve() if path else page
-            if not where.exists() or (anchor and where.suffix == ".md" and anchor not in anchors(where)):
+            if not where.exists() or (
+                anchor and where.suffix == ".md" and anchor not in anchors(where)
+            ):
                 lost.append(f"{page.relative_to(ROOT)}: {target}")
     assert lost == []
 
@@ -90,7 +101,9 @@ def test_every_page_is_reached_from_the_index():
 def test_one_version_and_a_changelog_by_version():
     log = (ROOT / "CHANGELOG.md").read_text()
     heads = re.findall(r"^## (.*)$", log, flags=re.M)
-    assert heads[0] == f"Unreleased ({__version__.partition('.dev')[0]})", "the version under way is the first"
+    assert heads[0] == f"Unreleased ({__version__.partition('.dev')[0]})", (
+        "the version under way is the first"
+    )
     for head in heads[1:]:
         assert re.fullmatch(r"\d+\.\d+\.\d+", head)
     assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()

@@ -22,7 +22,9 @@ README = (ROOT / "README.md").read_text()
 def environ(tmp_path) -> dict[str, str]:
     """Of somebody who has just installed orch: a home of their own, and `orch` on PATH."""
     kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("ORCH", "SLURM", "KUBE", "COLUMNS"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ORCH", "SLURM", "KUBE", "COLUMNS"))
     }
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     (tmp_path / "work").mkdir()
@@ -31,11 +33,19 @@ def environ(tmp_path) -> dict[str, str]:
 
 def test_how_output_is_compared():
     page = "```console\n$ a\nx … z\n...\nlast\n$ b\n```\n```python file=c.py\npass\n```\n"
-    assert list(steps(page)) == [Command("a", ["x … z", "...", "last"]), Command("b", []), File("c.py", "pass\n")]
+    assert list(steps(page)) == [
+        Command("a", ["x … z", "...", "last"]),
+        Command("b", []),
+        File("c.py", "pass\n"),
+    ]
     assert matches(["x 1 z", "last"], ["x … z", "...", "last"]) and matches(
         ["x  z", "1", "2", "last"], ["x … z", "...", "last"]
     )
-    assert not matches(["x 1 z"], ["x … z", "...", "last"]) and not matches(["y"], []) and matches([], [])
+    assert (
+        not matches(["x 1 z"], ["x … z", "...", "last"])
+        and not matches(["y"], [])
+        and matches([], [])
+    )
     assert not matches(["a.b"], ["acb"]) and not matches(["acb"], ["a.b"])
 
 
@@ -54,11 +64,15 @@ def quickstarts() -> dict[str, list[str]]:
     """Title -> its lines, of the README."""
     part = README.partition("## Four ways in")[2].partition("\n## ")[0]
     found = re.findall(r"^\*\*(.+?)\*\*.*?^```sh\n(.*?)^```", part, re.M | re.S)
-    return {title: [line.partition("  #")[0].strip() for line in body.splitlines()] for title, body in found}
+    return {
+        title: [line.partition("  #")[0].strip() for line in body.splitlines()]
+        for title, body in found
+    }
 
 
 def test_the_readme_s_order():
-    """Sentence and picture, two commands and pip install on the first screen, four quickstarts of three lines."""
+    """Sentence and picture, two commands and pip install on the first screen, four quickstarts of
+    three lines."""
     order = [
         "**From",
         "docs/plan.png",
@@ -86,7 +100,9 @@ def test_each_quickstart_runs(title, environ, tmp_path):
     """Its lines one by one; what needs a cluster runs as `--dry-run`, on the described one. Of the
     laptop's three hundred steps five are made: those that follow run the same code."""
     work = tmp_path / "work"
-    (work / "train.py").write_text("import os\nprint('hello from', os.environ['RANK'], flush=True)\n")
+    (work / "train.py").write_text(
+        "import os\nprint('hello from', os.environ['RANK'], flush=True)\n"
+    )
     for line in quickstarts()[title]:
         words = shlex.split(line)
         if "cluster=slurm" in words or "cluster=kubernetes" in words:
@@ -95,7 +111,9 @@ def test_each_quickstart_runs(title, environ, tmp_path):
         words = [word.replace("REGISTRY", "registry.example") for word in words]
         if words[:2] == ["orch", "submit"] and "+cluster=local" in words:
             words.append("train.steps=5")
-        done = subprocess.run(words, cwd=work, env=environ, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            words, cwd=work, env=environ, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         assert done.stdout.strip(), line
 
@@ -109,11 +127,18 @@ def test_the_notebook(environ, tmp_path):
     cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
     assert len(cells) > 5
     code = (
-        "import sys\nfor cell in sys.stdin.read().split('\\0'):\n    exec(compile(cell, 'cell', 'exec'), globals())\n"
+        "import sys\nfor cell in sys.stdin.read().split('\\0'):\n    exec(compile(cell, 'cell',"
+        " 'exec'), globals())\n"
     )
     argv = [sys.executable, "-c", code]
     done = subprocess.run(
-        argv, cwd=tmp_path / "work", env=environ, input="\0".join(cells), capture_output=True, text=True, timeout=600
+        argv,
+        cwd=tmp_path / "work",
+        env=environ,
+        input="\0".join(cells),
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "65" in done.stdout and "cancelled" in done.stdout and "rank 0 step" in done.stdout

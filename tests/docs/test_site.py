@@ -1,4 +1,5 @@
-"""The site: it builds without a warning, every link in it leads to a page and a place there, and it has a search."""
+"""The site: it builds without a warning, every link in it leads to a page and a place there, and it
+has a search."""
 
 from __future__ import annotations
 
@@ -38,7 +39,16 @@ class Page(HTMLParser):
 @pytest.mark.slow
 def test_the_site_builds_and_every_link_in_it_leads_somewhere(tmp_path):
     site = tmp_path / "site"
-    argv = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "-q", str(ROOT / "docs"), str(site)]
+    argv = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "--fail-on-warning",
+        "--keep-going",
+        "-q",
+        str(ROOT / "docs"),
+        str(site),
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     pages = {path: Page(path) for path in site.rglob("*.html")}
@@ -53,6 +63,8 @@ def test_the_site_builds_and_every_link_in_it_leads_somewhere(tmp_path):
                 continue
             where, place = urldefrag(link)
             target = (path.parent / unquote(where)).resolve() if where else path
-            if not target.exists() or (place and target in pages and unquote(place) not in pages[target].ids):
+            if not target.exists() or (
+                place and target in pages and unquote(place) not in pages[target].ids
+            ):
                 lost.append(f"{path.relative_to(site)}: {link}")
     assert lost == []

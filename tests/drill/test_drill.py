@@ -38,7 +38,12 @@ def home(tmp_path, monkeypatch):
 
 
 def start(home, sizes=(3, 2, 1), max_restarts=9, **options) -> RunFolder:
-    backend = {"grace_s": 5.0, "heartbeat_timeout_s": 15.0, "max_restarts": max_restarts, "options": options}
+    backend = {
+        "grace_s": 5.0,
+        "heartbeat_timeout_s": 15.0,
+        "max_restarts": max_restarts,
+        "options": options,
+    }
     plans = {nodes: sized(nodes) for nodes in sizes}
     elastic = plans if len(sizes) > 1 else {}
     command = (sys.executable, TOGETHER)
@@ -49,18 +54,35 @@ def start(home, sizes=(3, 2, 1), max_restarts=9, **options) -> RunFolder:
 def test_a_drill_breaks_what_it_says_and_the_run_gets_over_it(home, capsys):
     folder = start(home, restart_lost_nodes_after_s=0.2, grow_after_s=0.2)
     running(folder, "node0", "node1", "node2")
-    code = main(["drill", "test-run", "--faults", FAULTS, "--for-s", "1", "--limit-s", f"{PATIENCE_S:g}", "--json"])
+    code = main(
+        [
+            "drill",
+            "test-run",
+            "--faults",
+            FAULTS,
+            "--for-s",
+            "1",
+            "--limit-s",
+            f"{PATIENCE_S:g}",
+            "--json",
+        ]
+    )
     said = json.loads(capsys.readouterr().out)
     assert code == 0, (said["score"], folder.state.read_text()[-3000:])
     trials = said["trials"]
-    assert [trial["fault"] for trial in trials] == FAULTS.split(",") and all(trial["ok"] for trial in trials)
+    assert [trial["fault"] for trial in trials] == FAULTS.split(",") and all(
+        trial["ok"] for trial in trials
+    )
     for trial in trials:
         assert trial["noticed_s"] is not None and trial["stepping_s"] > 0, trial
     assert len(said["score"]) == len(trials) and not said["stopped"]
     lines = (folder.path / "drills.jsonl").read_bytes().splitlines()
     assert [json.loads(line) for line in lines] == trials
     kinds = [epoch.cause.kind for epoch in read_state(folder).epochs if epoch.cause]
-    assert kinds[:2] == ["worker_exit", "worker_frozen"] and {"node_lost", "coordinator_lost"} & set(kinds)
+    assert kinds[:2] == ["worker_exit", "worker_frozen"] and {
+        "node_lost",
+        "coordinator_lost",
+    } & set(kinds)
     assert cancel(folder).state == "cancelled"
     told = ledger(StepFollower(folder).read(read_state(folder).nodes))
     assert told.problems == [] and uneven(told.entries, 12) == [] and told.samples > 0
@@ -72,15 +94,23 @@ def test_a_drill_breaks_what_it_says_and_the_run_gets_over_it(home, capsys):
 def test_a_run_that_cannot_spare_it_is_left_alone(home, capsys):
     folder = start(home, sizes=(1,), max_restarts=0)
     before = running(folder, "node0")
-    for fault, why in (("kill_agent", "not elastic"), ("kill_worker", "used up"), ("partition", "not elastic")):
+    for fault, why in (
+        ("kill_agent", "not elastic"),
+        ("kill_worker", "used up"),
+        ("partition", "not elastic"),
+    ):
         with refusal(why, 64):
             open_drill(folder, [fault], "any", 5.0)
     with pytest.raises(OrchError, match="did you mean 'node0'"):
         open_drill(folder, ["slow_worker"], "node9", 5.0)
-    assert main(["drill", "--faults", "slow_worker,disk_full", "--for-s", "0.5"]) == 0, "these cost time only"
+    assert main(["drill", "--faults", "slow_worker,disk_full", "--for-s", "0.5"]) == 0, (
+        "these cost time only"
+    )
     assert capsys.readouterr().out.count("in the same attempt") == 2
     pid = int((folder.path / "pid-0").read_text().split()[0])
-    assert resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY, "there is room again"
+    assert resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY, (
+        "there is room again"
+    )
     assert read_state(folder).epoch == before.epoch
     assert cancel(folder).state == "cancelled"
     with pytest.raises(OrchError, match="has ended"):
@@ -90,14 +120,25 @@ def test_a_run_that_cannot_spare_it_is_left_alone(home, capsys):
 @pytest.mark.parametrize(
     ("pattern", "why", "waits"),
     [
-        ("", "it has reported no step, and a drill measures by steps: orch_report or metrics.pattern", 1),
+        (
+            "",
+            (
+                "it has reported no step, and a drill measures by steps: orch_report or"
+                " metrics.pattern"
+            ),
+            1,
+        ),
         (r"step (?P<step>\d+)", "metrics.pattern has found no step in what it prints", 0),
     ],
 )
 def test_a_program_that_tells_no_steps_is_told_how_to(home, capsys, pattern, why, waits):
-    bundle = make_bundle(sized(1), home / "runs", command=("sleep", "3600"), backend={"max_restarts": 1})
+    bundle = make_bundle(
+        sized(1), home / "runs", command=("sleep", "3600"), backend={"max_restarts": 1}
+    )
     worker = structs.replace(bundle.request.worker, pattern=pattern)
-    folder = submitted(structs.replace(bundle, request=structs.replace(bundle.request, worker=worker)))
+    folder = submitted(
+        structs.replace(bundle, request=structs.replace(bundle.request, worker=worker))
+    )
     running(folder, "node0")
     assert main(["drill", "--limit-s", "0.5"]) == 1
     said = capsys.readouterr().out
@@ -108,10 +149,15 @@ def test_a_program_that_tells_no_steps_is_told_how_to(home, capsys, pattern, why
 
 def test_only_what_was_submitted_for_it_is_drilled_on_a_cluster(tmp_path):
     def asked(backend: str, wish: bool | None) -> None:
-        request = make_bundle(sized(1), tmp_path, backend={"name": backend, "allow_drills": wish}).request
+        request = make_bundle(
+            sized(1), tmp_path, backend={"name": backend, "allow_drills": wish}
+        ).request
         check_allowed(request, get_backend(backend))
 
-    for backend, wish, why in (("slurm", None, "does not allow it"), ("local", False, "allow_drills=false")):
+    for backend, wish, why in (
+        ("slurm", None, "does not allow it"),
+        ("local", False, "allow_drills=false"),
+    ):
         with refusal(why, 78):
             asked(backend, wish)
     asked("local", None)

@@ -35,7 +35,9 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.processes import descendants, identity, is_alive
 from tests.patience import PATIENCE_S
 
-nodes = st.dictionaries(st.sampled_from("abcdefgh"), st.lists(st.integers(0, 30), max_size=3), max_size=6)
+nodes = st.dictionaries(
+    st.sampled_from("abcdefgh"), st.lists(st.integers(0, 30), max_size=3), max_size=6
+)
 
 
 @given(nodes, st.sampled_from(POSITIONS), st.floats(0, 1), st.sampled_from("abcz"))
@@ -80,18 +82,32 @@ def test_a_restart_is_taken_from_the_budget_of_its_cause():
     used = {"worker_frozen": 1, "worker_exit": 2, "non_finite": 1}
     assert restarts_left("kill_worker", 5, {}, 4, used) == 1
     assert restarts_left("stop_worker", 5, {"worker_frozen": 1}, 4, used) == 0
-    assert restarts_left("kill_worker", 5, {"worker_frozen": 1}, 4, used) == 2, "that one was not of the shared budget"
+    assert restarts_left("kill_worker", 5, {"worker_frozen": 1}, 4, used) == 2, (
+        "that one was not of the shared budget"
+    )
 
 
 def a_trial(**fields) -> Trial:
-    usual = {"fault": "kill_worker", "position": "any", "node": "a", "rank": 0, "at": 100.0, "epoch": 1}
+    usual = {
+        "fault": "kill_worker",
+        "position": "any",
+        "node": "a",
+        "rank": 0,
+        "at": 100.0,
+        "epoch": 1,
+    }
     return Trial(**usual | fields)
 
 
 def test_what_a_trial_has_come_to_is_read_from_the_runs_own_records():
     trial = a_trial()
-    steps = [Step(1, n, 95.0 + n, 1.0) for n in (1, 2, 3, 4)] + [Step(2, n, 103.0 + n, 1.0) for n in (3, 4)]
-    marks = [Event("worker_ended", 99.0, code=-9), Event("worker_ended", 100.1, code=-15, asked=True)]
+    steps = [Step(1, n, 95.0 + n, 1.0) for n in (1, 2, 3, 4)] + [
+        Step(2, n, 103.0 + n, 1.0) for n in (3, 4)
+    ]
+    marks = [
+        Event("worker_ended", 99.0, code=-9),
+        Event("worker_ended", 100.1, code=-15, asked=True),
+    ]
     measure(trial, steps, [*marks, Event("worker_ended", 100.25, code=-9)])
     assert (trial.noticed_s, trial.stepping_s, trial.lost_steps) == (0.25, 5.0, 2)
     measure(trial, steps, [Event("straggler", 100.1, on="b"), Event("straggler", 102.5, on="a")])
@@ -99,10 +115,15 @@ def test_what_a_trial_has_come_to_is_read_from_the_runs_own_records():
 
 
 def test_a_score_counts_what_did_not_go_on():
-    trials = [a_trial(ok=True, noticed_s=float(n), stepping_s=2.0 * n, lost_steps=0) for n in range(1, 20)]
+    trials = [
+        a_trial(ok=True, noticed_s=float(n), stepping_s=2.0 * n, lost_steps=0) for n in range(1, 20)
+    ]
     (row,) = score([*trials, a_trial(problem="the run has ended")])
     assert (row["trials"], row["recovered"], row["problems"]) == (20, 19, ["the run has ended"])
-    assert row["noticed_s"] == {"p50": 10.0, "p95": 19.0, "max": 19.0} and row["lost_steps"] == {"p50": 0, "max": 0}
+    assert row["noticed_s"] == {"p50": 10.0, "p95": 19.0, "max": 19.0} and row["lost_steps"] == {
+        "p50": 0,
+        "max": 0,
+    }
 
 
 @given(st.binary(min_size=1, max_size=64), st.integers(0, 99))
@@ -126,11 +147,13 @@ def test_a_full_disk_is_one_where_checkpoints_have_a_small_one_of_their_own(tmp_
 
 
 def on_a_small_disk(folder: Path) -> int:
-    libc, disk = ctypes.CDLL(None, use_errno=True), folder / "checkpoints"
+    libc = ctypes.CDLL(None, use_errno=True)
+    disk = folder / "checkpoints"
     disk.mkdir()
     if node_faults.is_small_disk(disk, folder):
         return 1  # the run's own disk is nobody's to fill
-    private, new_namespace = 0x44000, 0x20000
+    private = 0x44000
+    new_namespace = 0x20000
     if libc.unshare(new_namespace) or libc.mount(None, b"/", None, private, None):
         return 77
     if libc.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", 0, b"size=1m"):
@@ -150,7 +173,8 @@ def on_a_small_disk(folder: Path) -> int:
     return 0 if left == ["before", "save"] and node_faults.is_small_disk(disk, folder) else 4
 
 
-#: An agent with a worker, and that worker with what may run below it: an instance of itself, and a program.
+#: An agent with a worker, and that worker with what may run below it: an instance of itself, and a
+#: program.
 WORKER = """
 import os, subprocess, sys, time
 if os.fork() == 0:
@@ -166,7 +190,9 @@ os.wait()
 
 @pytest.mark.process
 def test_a_worker_is_hit_and_not_what_it_has_started(tmp_path):
-    agent = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    agent = subprocess.Popen(
+        [sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         worker = identity(int(agent.stdout.readline()))
         below = [identity(pid) for pid in descendants(worker.pid)]

@@ -1,4 +1,5 @@
-"""Random walks: nodes are lost, leave and come back in any order, and every sample is trained on once."""
+"""Random walks: nodes are lost, leave and come back in any order, and every sample is trained on
+once."""
 
 from __future__ import annotations
 
@@ -44,17 +45,25 @@ BATCH = 24  # samples: one to four nodes share them evenly
 def sized(nodes: int, **fields) -> Plan:
     shape = {"micro_batches": BATCH // nodes, "steps": 100_000, **fields}
     plan = make_plan(dp=nodes, nodes=nodes, **shape)
-    # Other sums of 1e-7 grow while no node is lost, the faster the larger the steps: to 1e-4 after 550 at five times
-    # this rate. A lost moment would still show: one step changes the loss by 1e-3.
+    # Other sums of 1e-7 grow while no node is lost, the faster the larger the steps: to 1e-4 after
+    # 550 at five times this rate. A lost moment would still show: one step changes the loss by
+    # 1e-3.
     optim = structs.replace(plan.job.optim, lr=2e-5)
     plan = structs.replace(plan, job=structs.replace(plan.job, optim=optim))
     return replan(plan, plan.cluster)
 
 
 def start(runs, plans: Mapping[int, Plan], command=(), run_id="walk", **options) -> RunFolder:
-    backend = {"grace_s": 20.0, "heartbeat_timeout_s": 15.0, "max_restarts": 1000, "options": options}
+    backend = {
+        "grace_s": 20.0,
+        "heartbeat_timeout_s": 15.0,
+        "max_restarts": 1000,
+        "options": options,
+    }
     sizes = plans if len(plans) > 1 else {}
-    return submit(plans[max(plans)], runs, run_id=run_id, command=command, backend=backend, sizes=sizes)
+    return submit(
+        plans[max(plans)], runs, run_id=run_id, command=command, backend=backend, sizes=sizes
+    )
 
 
 def walk(folder: RunFolder, seed: int, faults: int, pause_s: float, down: bool = False) -> None:
@@ -63,13 +72,16 @@ def walk(folder: RunFolder, seed: int, faults: int, pause_s: float, down: bool =
     `down`: nodes are lost first, until a single one is left.
     """
     request = read_request(folder)
-    drilled, targets = DrilledRun(folder, LocalBackend(), request, 600.0), LocalTargets(folder, request)
+    drilled = DrilledRun(folder, LocalBackend(), request, 600.0)
+    targets = LocalTargets(folder, request)
     draw = random.Random(seed)
     for _ in range(faults):
         # a single node is only hit where the run gets over it by itself
         with_ranks = seats(folder)
         down = down and with_ranks > 1
-        fault = draw.choice(["kill_agent", "kill_node"] + ["kill_agent", "kill_worker", "stop_worker"] * (not down))
+        fault = draw.choice(
+            ["kill_agent", "kill_node"] + ["kill_agent", "kill_worker", "stop_worker"] * (not down)
+        )
         fault = "kill_worker" if with_ranks < 2 else fault
         trial = drilled.run_trial(Injection(fault, "any", draw.random()), targets, 4.0)
         assert trial.ok, trial
@@ -77,7 +89,9 @@ def walk(folder: RunFolder, seed: int, faults: int, pause_s: float, down: bool =
 
 
 def seats(folder: RunFolder) -> int:
-    return sum(1 for node in read_state(folder).nodes.values() if node.state == "running" and node.ranks)
+    return sum(
+        1 for node in read_state(folder).nodes.values() if node.state == "running" and node.ranks
+    )
 
 
 def ledger_of(folder: RunFolder) -> Ledger:
@@ -92,7 +106,9 @@ def sizes_seen(folder: RunFolder) -> list[int]:
 
 def test_a_walk_over_one_to_four_nodes_has_each_sample_once(runs):
     plans = {nodes: sized(nodes) for nodes in (4, 3, 2, 1)}
-    folder = start(runs, plans, (sys.executable, TOGETHER), restart_lost_nodes_after_s=0.5, grow_after_s=0.3)
+    folder = start(
+        runs, plans, (sys.executable, TOGETHER), restart_lost_nodes_after_s=0.5, grow_after_s=0.3
+    )
     wait_for(lambda: ledger_of(folder).samples, what="first steps")
     walk(folder, seed=3, faults=4, pause_s=1.0)
     assert cancel(folder).state == "cancelled"
@@ -116,24 +132,48 @@ def test_two_resumes_in_a_row_that_end_on_other_sizes(runs):
         after = read_state(folder).epoch
         LocalBackend().resume(folder, request, os.environ)
         running(folder, "node0", "node1", "node2", after=after)
-        drilled, targets = DrilledRun(folder, LocalBackend(), request, PATIENCE_S), LocalTargets(folder, request)
-        assert all(drilled.run_trial(Injection("kill_node", node, 0.0), targets, 0.0).ok for node in lost)
+        drilled = DrilledRun(folder, LocalBackend(), request, PATIENCE_S)
+        targets = LocalTargets(folder, request)
+        assert all(
+            drilled.run_trial(Injection("kill_node", node, 0.0), targets, 0.0).ok for node in lost
+        )
         assert load_plan(folder.plan).parallel.dp == 3 - len(lost)
     assert cancel(folder).state == "cancelled"
     found = ledger_of(folder)
-    assert found.problems == [] and uneven(found.entries, 12) == [] and len(read_state(folder).pauses) == 2
+    assert (
+        found.problems == []
+        and uneven(found.entries, 12) == []
+        and len(read_state(folder).pauses) == 2
+    )
 
 
 @pytest.mark.full
-def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_one_that_stays(runs, tmp_path):
+def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_one_that_stays(
+    runs, tmp_path
+):
     text = tmp_path / "text"
     text.mkdir()
-    for module in (argparse, ast, inspect, subprocess, tarfile, typing):  # too much to be learnt by heart: where the
-        shutil.copy(inspect.getsourcefile(module), text)  # loss falls to nothing, rounding makes a difference
-    files = {"data_paths": [str(text)], "cache_dir": str(tmp_path / "cache"), "checkpoint_every_steps": 10}
+    for module in (
+        argparse,
+        ast,
+        inspect,
+        subprocess,
+        tarfile,
+        typing,
+    ):  # too much to be learnt by heart: where the
+        shutil.copy(
+            inspect.getsourcefile(module), text
+        )  # loss falls to nothing, rounding makes a difference
+    files = {
+        "data_paths": [str(text)],
+        "cache_dir": str(tmp_path / "cache"),
+        "checkpoint_every_steps": 10,
+    }
     shape = {**files, "zero": 1, "seq_len": 8, "copy_every_steps": 1}
     batch = 840  # what every number of nodes up to eight divides
-    plans = {n: sized(n, **shape, micro_batch_size=batch // n, micro_batches=1) for n in range(8, 0, -1)}
+    plans = {
+        n: sized(n, **shape, micro_batch_size=batch // n, micro_batches=1) for n in range(8, 0, -1)
+    }
     options = {"restart_lost_nodes_after_s": 90.0, "grow_after_s": 2.0}  # the walk down is faster
     folder = start(runs, plans, run_id=f"walk-{os.getpid()}-{time.time_ns()}", **options)
     wait_for(lambda: ledger_of(folder).samples, 900, "first steps")
@@ -147,9 +187,14 @@ def test_a_long_walk_of_the_trainer_over_one_to_eight_nodes_has_the_losses_of_on
     assert set(sizes_seen(folder)) == set(range(1, 9)), "it went over all sizes"
     whole = start(runs, {1: plans[1]}, run_id=f"whole-{os.getpid()}-{time.time_ns()}")
     last = found.entries[-1].step
-    wait_for(lambda: ledger_of(whole).samples >= found.samples, 2400, f"step {last} of the run that stays")
+    wait_for(
+        lambda: ledger_of(whole).samples >= found.samples,
+        2400,
+        f"step {last} of the run that stays",
+    )
     LocalBackend().cancel(whole, force=True)
-    want, have = losses(whole), losses(folder)
+    want = losses(whole)
+    have = losses(folder)
     assert sorted(have) == list(range(1, last + 1))
     off = max(abs(have[step] - want[step]) for step in have)
     assert off <= 1e-5, f"of {last} steps, after {sizes_seen(folder)}"

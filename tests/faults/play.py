@@ -74,7 +74,9 @@ class Play:
     def run(self) -> None:
         """Raises Broken."""
         try:
-            self._until(lambda: read_state(self.folder).state == "running", "workers at the beginning")
+            self._until(
+                lambda: read_state(self.folder).state == "running", "workers at the beginning"
+            )
             for action in self.schedule.actions:
                 self._wait(action.moment)
                 time.sleep(action.after_s)
@@ -109,11 +111,15 @@ class Play:
             case "kill" | "pause":
                 self._killed = True
                 if process := victim(self.folder, action.victim):
-                    send_signal(process, signal.SIGKILL if action.deed == "kill" else signal.SIGSTOP)
+                    send_signal(
+                        process, signal.SIGKILL if action.deed == "kill" else signal.SIGSTOP
+                    )
                     if action.deed == "pause":
                         self._paused.append(process)
                         if action.for_s:
-                            threading.Timer(action.for_s, send_signal, [process, signal.SIGCONT]).start()
+                            threading.Timer(
+                                action.for_s, send_signal, [process, signal.SIGCONT]
+                            ).start()
             case "delete":
                 (self.folder.path / action.victim).unlink(missing_ok=True)
             case "submit_signal":
@@ -124,7 +130,11 @@ class Play:
             case "resize":
                 self._verb(lambda: self._resize(action.nodes))
             case "resume":
-                self._verb(lambda: LocalBackend().resume(self.folder, read_request(self.folder), os.environ))
+                self._verb(
+                    lambda: LocalBackend().resume(
+                        self.folder, read_request(self.folder), os.environ
+                    )
+                )
 
     def _resize(self, nodes: int) -> None:
         LocalBackend().resize(self.folder, read_request(self.folder), nodes, os.environ)
@@ -149,7 +159,8 @@ class Play:
         for process in self._paused:
             send_signal(process, signal.SIGCONT)
 
-    # ---------------------------------------------------------------------------------- what must hold
+    # ---------------------------------------------------------------------------------- what must
+    #     hold
 
     def _join(self) -> None:
         for verb in self._verbs:
@@ -166,7 +177,8 @@ class Play:
         self._until(lambda: not self.folder.is_alive(), "the end of all processes")
 
     def _check_end(self) -> None:
-        state, asked = LocalBackend().state(self.folder), newest(self.folder)
+        state = LocalBackend().state(self.folder)
+        asked = newest(self.folder)
         if not state.is_final or state.exit_code is None or not state.reason:
             raise Broken(f"ended as {state.state} with {state.exit_code}: {state.reason}")
         # Nobody paused the coordinator, so the machine did: silence and delay may come of that.
@@ -176,16 +188,27 @@ class Play:
         if state.state == "failed" and state.cause is None:
             raise Broken(f"failed without a cause: {state.reason}")
         ended_at = state.ended_at or state.updated_at
-        owed = asked and asked.want == "end" and asked.number > state.intent and asked.at < ended_at - 2.0
+        owed = (
+            asked
+            and asked.want == "end"
+            and asked.number > state.intent
+            and asked.at < ended_at - 2.0
+        )
         if asked and owed and state.state != "cancelled" and not starved:
-            raise Broken(f"cancelled {ended_at - asked.at:.1f} s before its end, and {state.state}: {state.reason}")
+            raise Broken(
+                f"cancelled {ended_at - asked.at:.1f} s before its end, and {state.state}:"
+                f" {state.reason}"
+            )
         epochs = [epoch.epoch for epoch in state.epochs]
         if epochs != sorted(set(epochs)):
             raise Broken(f"epochs {epochs}")
         if left := [process.pid for process in self._left()]:
             raise Broken(f"processes {left} are left")
-        plan, request = load_plan(self.folder.plan), read_request(self.folder)
-        if plan.hash != state.plan_hash or (plan.hash not in {request.plan_hash} and not request.sizes):
+        plan = load_plan(self.folder.plan)
+        request = read_request(self.folder)
+        if plan.hash != state.plan_hash or (
+            plan.hash not in {request.plan_hash} and not request.sizes
+        ):
             raise Broken(f"plan.json is {plan.hash[:12]}, state.json says {state.plan_hash[:12]}")
 
     def _resumes(self) -> None:
@@ -217,7 +240,9 @@ class Play:
             with contextlib.suppress(psutil.Error):
                 if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                     words = " ".join(process.cmdline()), process.environ().get("ORCH_RUN_DIR", "")
-                    if str(self.folder.path) in words[0].split() or words[1] == str(self.folder.path):
+                    if str(self.folder.path) in words[0].split() or words[1] == str(
+                        self.folder.path
+                    ):
                         yield process
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
@@ -228,7 +253,11 @@ class Play:
             time.sleep(_LOOK_S)
 
     def _papers(self) -> str:
-        texts = [f"asked: {newest(self.folder)}", f"answers: {self.said}", self.folder.state.read_text()]
+        texts = [
+            f"asked: {newest(self.folder)}",
+            f"answers: {self.said}",
+            self.folder.state.read_text(),
+        ]
         for log in sorted(self.folder.logs.glob("*.log")):
             if not log.name.startswith("rank-"):
                 texts.append(f"== {log.name}\n" + log.read_text(errors="replace")[-1500:])

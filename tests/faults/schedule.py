@@ -34,7 +34,8 @@ _MOST_ACTIONS = 6
 
 
 class Action(msgspec.Struct, frozen=True):
-    """One deed. `after_s`: since the action before it was begun; verbs of people run beside what follows."""
+    """One deed. `after_s`: since the action before it was begun; verbs of people run beside what
+    follows."""
 
     deed: Deed
     after_s: float
@@ -51,12 +52,20 @@ class Schedule(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         back = "" if self.back_s is None else f", nodes come back after {self.back_s:g} s"
-        words = [f"{a.moment and a.moment + ' + '}{a.after_s:g} s: {_words(a)}" for a in self.actions]
+        words = [
+            f"{a.moment and a.moment + ' + '}{a.after_s:g} s: {_words(a)}" for a in self.actions
+        ]
         return f"seed {self.seed}{back}: " + "; ".join(words)
 
 
 def _words(a: Action) -> str:
-    extra = f" for {a.for_s:g} s" if a.deed == "pause" and a.for_s else f" to {a.nodes}" if a.deed == "resize" else ""
+    extra = (
+        f" for {a.for_s:g} s"
+        if a.deed == "pause" and a.for_s
+        else f" to {a.nodes}"
+        if a.deed == "resize"
+        else ""
+    )
     return " ".join(filter(None, (a.deed, a.victim))) + extra
 
 
@@ -66,8 +75,12 @@ def make(seed: int) -> Schedule:
     actions = []
     for _ in range(rng.randint(1, _MOST_ACTIONS)):
         deed = rng.choices(list(_DEEDS), weights=list(_DEEDS.values()))[0]
-        after = rng.choice((0.0, 0.0, rng.uniform(0, 0.1), rng.uniform(0, 0.6), rng.uniform(0, 2.0)))
-        fields: dict[str, Any] = {"moment": rng.choice(MOMENTS) if actions and rng.random() < 0.35 else ""}
+        after = rng.choice(
+            (0.0, 0.0, rng.uniform(0, 0.1), rng.uniform(0, 0.6), rng.uniform(0, 2.0))
+        )
+        fields: dict[str, Any] = {
+            "moment": rng.choice(MOMENTS) if actions and rng.random() < 0.35 else ""
+        }
         if deed in ("kill", "pause"):
             fields["victim"] = rng.choice(VICTIMS)
         if deed == "pause":
@@ -81,7 +94,8 @@ def make(seed: int) -> Schedule:
 
 
 def shrunk(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
-    """A schedule that still fails and of which no single action can be left out. `fails` is asked once a candidate."""
+    """A schedule that still fails and of which no single action can be left out. `fails` is asked
+    once a candidate."""
     index = 0
     while index < len(schedule.actions) > 1:
         rest = [*schedule.actions[:index], *schedule.actions[index + 1 :]]

@@ -1,4 +1,5 @@
-"""`python -m tests.faults.search`: plays many fault schedules against real local runs, and shrinks what fails.
+"""`python -m tests.faults.search`: plays many fault schedules against real local runs, and shrinks
+what fails.
 
 What was mended stays in `REGRESSIONS` of test_search.py; docs/reliability.md says what was played.
 """
@@ -34,7 +35,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1, help="seed of the first schedule")
     parser.add_argument("--schedules", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--shrink", action="store_true", help="find the least schedule of each failure")
+    parser.add_argument(
+        "--shrink", action="store_true", help="find the least schedule of each failure"
+    )
     parser.add_argument("--out", type=Path, help="the result, as JSON")
     args = parser.parse_args()
     schedules = [make(seed) for seed in range(args.first, args.first + args.schedules)]
@@ -47,7 +50,9 @@ def main() -> int:
                 print(f"{schedule}\n  {broke}\n", flush=True)
     for seed in failures if args.shrink else ():
         print(f"least of {seed}: {shrunk(make(seed), lambda one: bool(played(one)))}", flush=True)
-    deeds = Counter(f"{a.deed} {a.victim.rstrip('012')}".strip() for one in schedules for a in one.actions)
+    deeds = Counter(
+        f"{a.deed} {a.victim.rstrip('012')}".strip() for one in schedules for a in one.actions
+    )
     result = {"schedules": len(schedules), "failures": failures, "deeds": dict(deeds.most_common())}
     result["minutes"] = round((time.monotonic() - began) / 60, 1)
     print(json.dumps({**result, "failures": sorted(failures)}))

@@ -1,4 +1,5 @@
-"""A few fault schedules in every test run, those that once broke something among them. `search.py` plays thousands."""
+"""A few fault schedules in every test run, those that once broke something among them. `search.py`
+plays thousands."""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ from .schedule import Action, Schedule, make, shrunk
 
 #: Seeds whose schedules broke a run once: 145 a forced cancel that a resize overtook.
 REGRESSIONS = (145,)
-#: With those they do every deed to every kind of victim, at every moment (asserted below). Chosen among the first 300
-#: greedily, by what is new in their schedules to the seconds that they ask for.
+#: With those they do every deed to every kind of victim, at every moment (asserted below). Chosen
+#: among the first 300 greedily, by what is new in their schedules to the seconds that they ask for.
 COVERING = (218, 243, 285, 208, 202)
 QUICK = (*REGRESSIONS, *COVERING, 8, 12, 23, 27)
 FULL = [pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 30) if seed not in QUICK]
 
 
 def kinds(seed: int) -> set[str]:
-    """What a schedule has: deeds with their kind of victim, moments, and whether nodes come back."""
+    """What a schedule has: deeds with their kind of victim, moments, and whether nodes come
+    back."""
     schedule = make(seed)
     deeds = {f"{one.deed} {one.victim.rstrip('0123456789')}" for one in schedule.actions}
     moments = {f"at {one.moment}" for one in schedule.actions if one.moment}
@@ -45,7 +47,14 @@ def test_a_seed_is_a_schedule_and_all_deeds_and_victims_come_up():
     assert make(7) == make(7) != make(8)
     many = [action for seed in range(2000) for action in make(seed).actions]
     assert {action.deed for action in many} == {
-        *("kill", "pause", "delete", "cancel", "force", "resize", "resume", "submit_signal")
+        "kill",
+        "pause",
+        "delete",
+        "cancel",
+        "force",
+        "resize",
+        "resume",
+        "submit_signal",
     }
     assert len({action.victim for action in many}) == 1 + 11 + 4
     assert set().union(*map(kinds, QUICK)) == set().union(*map(kinds, range(2000)))

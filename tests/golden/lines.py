@@ -1,10 +1,13 @@
-"""Command lines and what they gave before the house was rebuilt: exit code, plan hash, standard output and error.
+"""Command lines and what they gave before the house was rebuilt: exit code, plan hash, standard
+output and error.
 
-`python -m tests.golden.lines --texts DIR` writes the full text of every line into DIR: do it with two commits and
-`diff -r` the folders. `--write` accepts what the lines give now. What is stored was taken at commit e2cf075.
+`python -m tests.golden.lines --texts DIR` writes the full text of every line into DIR: do it with
+two commits and `diff -r` the folders. `--write` accepts what the lines give now. What is stored was
+taken at commit e2cf075.
 
-Nothing of this machine is in the texts: a bare environment, no scheduler, a home that does not exist, or one that is
-named <TMP>. Of orchestrator only `main` is imported, so that this file outlives every move.
+Nothing of this machine is in the texts: a bare environment, no scheduler, a home that does not
+exist, or one that is named <TMP>. Of orchestrator only `main` is imported, so that this file
+outlives every move.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 SHORT = 300  # characters; a longer text is stored as its digest
-#: Plans say where token files lie, so their hashes hold the home: where nothing is written it is one that nobody has.
+#: Plans say where token files lie, so their hashes hold the home: where nothing is written it is
+#: one that nobody has.
 NOWHERE = "/golden/home"
 #: What a backend is asked with.
 BACKENDS = {
@@ -36,7 +40,10 @@ BACKENDS = {
     "slurm": "backend=slurm backend.options.topology=none",
     "kubernetes": "backend=kubernetes backend.options.image=orch:1",
 }
-_FABRIC = "SwitchName=leaf1 Nodes=n[1-4]\nSwitchName=leaf2 Nodes=n[5-8]\nSwitchName=spine Switches=leaf[1-2]\n"
+_FABRIC = (
+    "SwitchName=leaf1 Nodes=n[1-4]\nSwitchName=leaf2 Nodes=n[5-8]\nSwitchName=spine"
+    " Switches=leaf[1-2]\n"
+)
 #: What lies in the current folder of every line.
 FILES = {
     "x.py": "print('x')\n",
@@ -86,22 +93,44 @@ def lines() -> list[Line]:
     found = []
     for backend, words in BACKENDS.items():
         for text in asked.splitlines()[1:]:
-            head, *program = re.split(r"(?= -- | --$)", text.removeprefix("may change: "), maxsplit=1)
-            found.append(Line(backend, " ".join([head, words]) + "".join(program), text.startswith("may change: ")))
+            head, *program = re.split(
+                r"(?= -- | --$)", text.removeprefix("may change: "), maxsplit=1
+            )
+            found.append(
+                Line(
+                    backend,
+                    " ".join([head, words]) + "".join(program),
+                    text.startswith("may change: "),
+                )
+            )
     return found + [Line("any", text) for text in free.splitlines()]
 
 
-# ----------------------------------------------------------------------------------------------- running
+# -----------------------------------------------------------------------------------------------
+#     running
 
 
 @contextlib.contextmanager
 def bare(folder: Path, home: str, python: str) -> Iterator[None]:
-    """`folder` as the current one, and of the environment what every machine has. Put back afterwards."""
-    before, cwd, executable, mask = dict(os.environ), Path.cwd(), sys.executable, os.umask(0o022)
+    """`folder` as the current one, and of the environment what every machine has. Put back
+    afterwards."""
+    before = dict(os.environ)
+    cwd = Path.cwd()
+    executable = sys.executable
+    mask = os.umask(0o022)
     (folder / "bin").mkdir(exist_ok=True)
     os.environ.clear()
-    os.environ |= {"HOME": str(folder), "ORCH_HOME": home, "PATH": str(folder / "bin"), "LANG": "C.UTF-8"}
-    os.environ |= {"XDG_CACHE_HOME": str(cache()), "KUBECONFIG": "/golden/kubeconfig", "COLUMNS": "100"}
+    os.environ |= {
+        "HOME": str(folder),
+        "ORCH_HOME": home,
+        "PATH": str(folder / "bin"),
+        "LANG": "C.UTF-8",
+    }
+    os.environ |= {
+        "XDG_CACHE_HOME": str(cache()),
+        "KUBECONFIG": "/golden/kubeconfig",
+        "COLUMNS": "100",
+    }
     os.environ |= {"NO_COLOR": "1", "TMPDIR": tempfile.gettempdir()}
     sys.executable = python
     os.chdir(folder)
@@ -129,7 +158,9 @@ def orch(words: list[str]) -> Said:
     """One command line in this process."""
     from orchestrator.cli.main import main
 
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    streams = [
+        io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)
+    ]
     with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
         try:
             code = main(words)
@@ -141,7 +172,9 @@ def orch(words: list[str]) -> Said:
 
 def run(line: Line) -> Said:
     """One line in a folder of its own, in normal form."""
-    folder = Path(tempfile.mkdtemp(prefix="orch-golden-", dir="/tmp"))  # of one length: pages are cut to a width
+    folder = Path(
+        tempfile.mkdtemp(prefix="orch-golden-", dir="/tmp")
+    )  # of one length: pages are cut to a width
     try:
         for name, content in FILES.items():
             (folder / name).write_text(content)
@@ -163,7 +196,9 @@ def normal(text: str, folder: Path, only_names: bool = False) -> str:
     """Without what differs from one time or machine to the next."""
     text = text.replace(str(folder), "<TMP>").replace(str(cache()), "<CACHE>")
     text = re.sub(r"\bkey: [A-Za-z0-9+/]{80,}=*", "key: <KEY>", text)  # of a run, drawn anew
-    text = re.sub(r"(?<=[ \"])eN[A-Za-z0-9+/=]{200,}", _unpacked, text)  # zlib's bytes depend on its version
+    text = re.sub(
+        r"(?<=[ \"])eN[A-Za-z0-9+/=]{200,}", _unpacked, text
+    )  # zlib's bytes depend on its version
     text = re.sub(r"\S*/orch-crash-\S+\.txt", "<TRACEBACK>", text)
     text = re.sub(r"this machine has .*? of memory", "this machine has <MACHINE>", text)
     if only_names:
@@ -176,7 +211,8 @@ def _unpacked(found: re.Match[str]) -> str:
     return f"<zlib {len(content)} bytes {hashlib.sha256(content).hexdigest()}>"
 
 
-# ----------------------------------------------------------------------------------------------- storing
+# -----------------------------------------------------------------------------------------------
+#     storing
 
 
 def stored(line: Line, said: Said) -> dict[str, str | int | bool]:
@@ -203,14 +239,23 @@ def python_version() -> str:
 
 def write(wanted: dict[str, dict[str, dict]]) -> None:
     for backend, found in wanted.items():
-        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(what, ensure_ascii=False)}" for name, what in found.items())
-        golden_file(backend).write_text(f'{{"python": "{python_version()}", "lines": {{\n{rows}\n}}}}\n')
+        rows = ",\n".join(
+            f"{json.dumps(name)}: {json.dumps(what, ensure_ascii=False)}"
+            for name, what in found.items()
+        )
+        golden_file(backend).write_text(
+            f'{{"python": "{python_version()}", "lines": {{\n{rows}\n}}}}\n'
+        )
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.golden.lines", description="orch's command lines")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.golden.lines", description="orch's command lines"
+    )
     parser.add_argument("--write", action="store_true", help="take what they give now as golden")
-    parser.add_argument("--texts", metavar="DIR", type=Path, help="write the full text of every line there")
+    parser.add_argument(
+        "--texts", metavar="DIR", type=Path, help="write the full text of every line there"
+    )
     parser.add_argument("--only", metavar="TEXT", default="", help="lines that hold this text")
     args = parser.parse_args(argv)
     if not (args.write or args.texts) or (args.write and args.only):
@@ -226,7 +271,14 @@ def main(argv: list[str]) -> int:
             short = hashlib.sha256(line.name.encode()).hexdigest()[:6]
             path = args.texts / line.backend / f"{slug}.{short}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
-            parts = (f"$ {line.name}", f"exit {said.exit}", "--- stdout", said.out, "--- stderr", said.err)
+            parts = (
+                f"$ {line.name}",
+                f"exit {said.exit}",
+                "--- stdout",
+                said.out,
+                "--- stderr",
+                said.err,
+            )
             path.write_text("\n".join(parts))
     if args.write:
         write(wanted)

@@ -1,7 +1,9 @@
-"""Run folders of e2cf075: every reading verb still reads them, with no scheduler in reach, and the real one goes on.
+"""Run folders of e2cf075: every reading verb still reads them, with no scheduler in reach, and the
+real one goes on.
 
-`run_local` is a real run of two ranks that was cancelled at step 18 of 300. The other two are what `orch render` wrote
-of the same job, with the events, metrics and logs of the real run and its state while it ran.
+`run_local` is a real run of two ranks that was cancelled at step 18 of 300. The other two are what
+`orch render` wrote of the same job, with the events, metrics and logs of the real run and its state
+while it ran.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def test_a_run_whose_scheduler_is_away_has_the_state_of_its_folder(home, name, w
 
 
 def test_the_ended_run_is_read(home):
-    found, report = read("status", "local"), read("report", "local")
+    found = read("status", "local")
+    report = read("report", "local")
     assert (found["state"]["exit_code"], found["state"]["reason"]) == (75, "cancelled by the user")
     assert found["live"]["step"] == report["steps"]["completed"] == saved_step(home)
     assert report["plan_hash"] == found["state"]["plan_hash"]
@@ -71,12 +74,15 @@ def test_the_ended_run_is_read(home):
 
 @pytest.mark.process
 def test_the_ended_run_goes_on_from_its_checkpoint(home):
-    saved, total = saved_step(home), 300
+    saved = saved_step(home)
+    total = 300
     assert 10 <= saved < total
     said = orch(["resume", "local"])
     assert (said.exit, said.out.strip()) == (0, "local://local"), said.err
     end = time.monotonic() + 240
-    while (state := read("status", "local")["state"])["exit_code"] is None and time.monotonic() < end:
+    while (state := read("status", "local")["state"])[
+        "exit_code"
+    ] is None and time.monotonic() < end:
         time.sleep(0.3)
     if state["exit_code"] is None:
         orch(["cancel", "--force", "local"])
@@ -84,8 +90,13 @@ def test_the_ended_run_goes_on_from_its_checkpoint(home):
     logs = "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("logs/*")))
     assert (state["state"], state["epoch"], state["exit_code"]) == ("done", 1, 0), logs
     for node in ("node-0", "node-1"):
-        told = [json.loads(line) for line in (folder / "metrics" / f"{node}.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in told if row["epoch"] == 1] == list(range(saved + 1, total + 1))
+        told = [
+            json.loads(line)
+            for line in (folder / "metrics" / f"{node}.jsonl").read_text().splitlines()
+        ]
+        assert [row["step"] for row in told if row["epoch"] == 1] == list(
+            range(saved + 1, total + 1)
+        )
     assert read("report", "local")["steps"]["completed"] == total
 
 

@@ -1,7 +1,9 @@
-"""`make rooms`: the rooms of the house, their sizes, and who imports whom. Measured from the source at each call.
+"""`make rooms`: the rooms of the house, their sizes, and who imports whom. Measured from the source
+at each call.
 
-A room is a top-level folder or module of `orchestrator/` or `trainer/`. Imports inside functions and for types alone
-count: a room that needs another one only now and then still needs it. docs/architecture.md declares the floors.
+A room is a top-level folder or module of `orchestrator/` or `trainer/`. Imports inside functions
+and for types alone count: a room that needs another one only now and then still needs it.
+docs/architecture.md declares the floors.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ PACKAGES = ("orchestrator", "trainer")
 
 def modules() -> dict[str, Path]:
     """Dotted name -> file of every module of the packages."""
-    found = {}
+    files = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
 
 
 MODULES = modules()
@@ -36,9 +38,11 @@ def nodes(name: str) -> list[ast.AST]:
 
 @functools.cache
 def imports(name: str, top_only: bool = False) -> set[str]:
-    """Absolute dotted names that a module imports; `from a import b` gives a.b where that is a module of ours.
+    """Absolute dotted names that a module imports; `from a import b` gives a.b where that is a
+    module of ours.
 
-    `top_only`: without imports inside functions and under TYPE_CHECKING, which do not run at import time.
+    `top_only`: without imports inside functions and under TYPE_CHECKING, which do not run at import
+    time.
     """
     is_package = MODULES[name].name == "__init__.py"
     skip: set[ast.AST] = set()
@@ -59,13 +63,14 @@ def imports(name: str, top_only: bool = False) -> set[str]:
             prefix = base[: len(base) - node.level + 1] if node.level else []
             source = ".".join([*prefix, *([node.module] if node.module else [])])
             for alias in node.names:
-                full = f"{source}.{alias.name}"
-                found.add(full if full in MODULES else source)
+                dotted = f"{source}.{alias.name}"
+                found.add(dotted if dotted in MODULES else source)
     return found
 
 
 def room(module: str) -> str:
-    """`orchestrator.plan.batch` -> `orchestrator.plan`. The package's own `__init__` belongs to no room."""
+    """`orchestrator.plan.batch` -> `orchestrator.plan`. The package's own `__init__` belongs to no
+    room."""
     return ".".join(module.split(".")[:2])
 
 
@@ -75,23 +80,29 @@ def edges() -> dict[tuple[str, str], list[str]]:
     for module in MODULES:
         for other in imports(module):
             ends = room(module), room(other)
-            if other in MODULES and ends[0] != ends[1] and module not in PACKAGES and other not in PACKAGES:
+            if (
+                other in MODULES
+                and ends[0] != ends[1]
+                and module not in PACKAGES
+                and other not in PACKAGES
+            ):
                 found[ends].append(f"{module} -> {other}")
     return dict(found)
 
 
 def lines() -> dict[str, tuple[int, int]]:
     """Room -> (files, lines)."""
-    found: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     for module, path in MODULES.items():
         if module not in PACKAGES:
-            files, total = found.get(room(module), (0, 0))
-            found[room(module)] = files + 1, total + len(path.read_text().splitlines())
-    return found
+            files, total = sizes.get(room(module), (0, 0))
+            sizes[room(module)] = files + 1, total + len(path.read_text().splitlines())
+    return sizes
 
 
 def floors(package: str) -> list[list[str]]:
-    """The rooms of a package from the ground up, as docs/architecture.md declares them: `floor  room  what it is`."""
+    """The rooms of a package from the ground up, as docs/architecture.md declares them: `floor
+    room  what it is`."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     block = text.partition(f"```floors {package}\n")[2].partition("```")[0]
     rows = [line.split(maxsplit=2) for line in block.splitlines() if line.strip()[:1].isdigit()]
@@ -102,13 +113,19 @@ def floors(package: str) -> list[list[str]]:
 
 
 def main() -> None:
-    sizes, between = lines(), edges()
+    sizes = lines()
+    between = edges()
     for package in PACKAGES:
         for number, rooms in reversed(list(enumerate(floors(package), 1))):
             for name in rooms:
                 files, total = sizes[name]
-                below = ", ".join(sorted(other.rpartition(".")[2] for mine, other in between if mine == name))
-                print(f"{number:>2}  {name:<24}{files:>4} files{total:>7} lines  -> {below or 'nothing of ours'}")
+                below = ", ".join(
+                    sorted(other.rpartition(".")[2] for mine, other in between if mine == name)
+                )
+                print(
+                    f"{number:>2}  {name:<24}{files:>4} files{total:>7} lines  ->"
+                    f" {below or 'nothing of ours'}"
+                )
         print()
 
 

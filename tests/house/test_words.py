@@ -1,4 +1,5 @@
-"""The field's words: no private ones in the names of files, classes, functions, parameters and attributes."""
+"""The field's words: no private ones in the names of files, classes, functions, parameters and
+attributes."""
 
 from __future__ import annotations
 
@@ -61,5 +62,10 @@ def names(module: str) -> set[str]:
 
 
 def test_names_are_the_fields():
-    wrong = [f"{module}: {name}" for module in MODULES for name in names(module) if parts(name) & PRIVATE.keys()]
+    wrong = [
+        f"{module}: {name}"
+        for module in MODULES
+        for name in names(module)
+        if parts(name) & PRIVATE.keys()
+    ]
     assert sorted(wrong) == []

@@ -1,4 +1,5 @@
-"""Seeded bugs of what balances experts, of latent attention and of further predictions, for the independent oracle."""
+"""Seeded bugs of what balances experts, of latent attention and of further predictions, for the
+independent oracle."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from .mutations import Mutation
 MUTATIONS: list[Mutation] = []
 mutation = adder(MUTATIONS)
 
-# ------------------------------------------------------------------------------------------------ terms and biases
+# ------------------------------------------------------------------------------------------------
+#     terms and biases
 
 
 @mutation("the balance is that of the batch, not of each sequence", "term expert_balance", MIXTRAL)
@@ -47,7 +49,13 @@ def _(patch):
     patch.setattr(experts.LossTerms, "add", half)
 
 
-@mutation("the z-loss is a mean over the tokens that count", "term router_z", MIXTRAL, "fp32", ("ep2", "dp2"))
+@mutation(
+    "the z-loss is a mean over the tokens that count",
+    "term router_z",
+    MIXTRAL,
+    "fp32",
+    ("ep2", "dp2"),
+)
 def _(patch):
     start = experts.LossTerms.start
 
@@ -107,7 +115,8 @@ def _(patch):
     patch.setattr(load, "sum_over_ranks", lambda rows, *rest: torch.stack(rows))
 
 
-# ------------------------------------------------------------------------------- latent attention and positions
+# ------------------------------------------------------------------------------- latent attention
+#     and positions
 
 
 @mutation("attention's scores do not grow with stretched positions", "loss")
@@ -117,7 +126,9 @@ def _(patch):
 
 @mutation("positions are not stretched", "loss")
 def _(patch):
-    patch.setattr(rope, "_stretch", lambda yarn, size, *_: torch.ones(size // 2, dtype=torch.float64))
+    patch.setattr(
+        rope, "_stretch", lambda yarn, size, *_: torch.ones(size // 2, dtype=torch.float64)
+    )
 
 
 @mutation("fast dimensions are slowed down, and not slow ones", "loss")
@@ -148,10 +159,15 @@ def _(patch):
 @mutation("the latent of keys and values is not normalised", "gradient", V2)
 def _(patch):
     norm = mla.RMSNorm.forward
-    patch.setattr(mla.RMSNorm, "forward", lambda self, x: x * self.weight if x.shape[-1] == 20 else norm(self, x))
+    patch.setattr(
+        mla.RMSNorm,
+        "forward",
+        lambda self, x: x * self.weight if x.shape[-1] == 20 else norm(self, x),
+    )
 
 
-# ---------------------------------------------------------------------------------------------- further predictions
+# ----------------------------------------------------------------------------------------------
+#     further predictions
 
 
 @mutation("modules predict a token too far", "term mtp", first=True)
@@ -160,7 +176,9 @@ def _(patch):
 
     def further(batch, depth):
         one = ahead(batch, depth + 1)
-        return replace(one, next_tokens=one.next_tokens[..., 1:], next_targets=one.next_targets[..., 1:])
+        return replace(
+            one, next_tokens=one.next_tokens[..., 1:], next_targets=one.next_targets[..., 1:]
+        )
 
     patch.setattr(engine, "look_ahead", further)
 
@@ -171,7 +189,9 @@ def _(patch):
     patch.setattr(
         engine,
         "look_ahead",
-        lambda batch, depth: replace(ahead(replace(batch, documents=None), depth), documents=batch.documents),
+        lambda batch, depth: replace(
+            ahead(replace(batch, documents=None), depth), documents=batch.documents
+        ),
     )
 
 
@@ -194,7 +214,11 @@ def _(patch):
 @mutation("the state and the token are exchanged", "term mtp", V2)
 def _(patch):
     forward = prediction.PredictionBlock.forward
-    patch.setattr(prediction.PredictionBlock, "forward", lambda self, x, token, *rest: forward(self, token, x, *rest))
+    patch.setattr(
+        prediction.PredictionBlock,
+        "forward",
+        lambda self, x, token, *rest: forward(self, token, x, *rest),
+    )
 
 
 @mutation("modules learn from targets that do not count", "term mtp")

@@ -39,7 +39,9 @@ def adder(mutations: list[Mutation]) -> Callable:
         layouts: tuple[str, str] = EP2,
         first: bool = False,
     ) -> Callable:
-        def add(patch: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+        def add(
+            patch: Callable[[pytest.MonkeyPatch], None],
+        ) -> Callable[[pytest.MonkeyPatch], None]:
             mutations.append(Mutation(name, by, precision, layouts, number, patch, first))
             return patch
 
@@ -52,20 +54,26 @@ mutation = adder(MUTATIONS)
 
 
 def routed(patch: pytest.MonkeyPatch, change: Callable) -> None:
-    """`change(router, routing, x)` -> what the layer gets of its router instead, and what is recorded."""
+    """`change(router, routing, x)` -> what the layer gets of its router instead, and what is
+    recorded."""
     original = router.Router.forward
-    patch.setattr(router.Router, "forward", lambda self, x, *rest: change(self, original(self, x, *rest), x))
+    patch.setattr(
+        router.Router, "forward", lambda self, x, *rest: change(self, original(self, x, *rest), x)
+    )
 
 
 def with_moe(patch: pytest.MonkeyPatch, **changes: object) -> None:
     """Routers of another plan."""
     make = router.Router.__init__
     patch.setattr(
-        router.Router, "__init__", lambda self, model, moe: make(self, model, msgspec.structs.replace(moe, **changes))
+        router.Router,
+        "__init__",
+        lambda self, model, moe: make(self, model, msgspec.structs.replace(moe, **changes)),
     )
 
 
-# --------------------------------------------------------------------------------------------------- routers
+# ---------------------------------------------------------------------------------------------------
+#     routers
 
 
 @mutation("weights of a token's choices do not sum to one", "choice weights", MIXTRAL)
@@ -93,7 +101,9 @@ def _(patch):
     def weighed(self, routing, x):
         scores = routing.logits.sigmoid() + self.bias
         weights = scores.gather(-1, routing.experts)
-        return routing._replace(weights=weights / weights.sum(-1, keepdim=True) * self.moe.routed_scale)
+        return routing._replace(
+            weights=weights / weights.sum(-1, keepdim=True) * self.moe.routed_scale
+        )
 
     routed(patch, weighed)
 
@@ -120,10 +130,13 @@ def _(patch):
 
 def ranked_by(patch: pytest.MonkeyPatch, count: int) -> None:
     def ranked(self, scores):
-        moe, scores = self.moe, scores if self.bias is None else scores + self.bias
+        moe = self.moe
+        scores = scores if self.bias is None else scores + self.bias
         grouped = scores.unflatten(-1, (moe.groups, -1))
         value = grouped.topk(count, -1).values.sum(-1)
-        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(-1, router.best(value, moe.top_groups), True)
+        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(
+            -1, router.best(value, moe.top_groups), True
+        )
         return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
     patch.setattr(router.Router, "_choosable", ranked)
@@ -179,7 +192,8 @@ def _(patch):
     routed(patch, lambda self, routing, x: routing._replace(weights=routing.weights.detach()))
 
 
-# ------------------------------------------------------------------------------------- experts and their gradients
+# ------------------------------------------------------------------------------------- experts and
+#     their gradients
 
 
 @mutation("gradients of experts are divided by the ranks that share them", "gradient", MIXTRAL)
@@ -202,13 +216,21 @@ def reduced(patch: pytest.MonkeyPatch, change: Callable) -> None:
 
 
 @mutation(
-    "gradients of experts are summed over ranks with other experts", "gradient", MIXTRAL, layouts=("ep2_dp2", "dp1")
+    "gradients of experts are summed over ranks with other experts",
+    "gradient",
+    MIXTRAL,
+    layouts=("ep2_dp2", "dp1"),
 )
 def _(patch):
     summed_over(patch, lambda: torch.distributed.group.WORLD)
 
 
-@mutation("gradients of experts are not summed over replicas", "ranks report", MIXTRAL, layouts=("ep2_dp2", "dp1"))
+@mutation(
+    "gradients of experts are not summed over replicas",
+    "ranks report",
+    MIXTRAL,
+    layouts=("ep2_dp2", "dp1"),
+)
 def _(patch):
     summed_over(patch, lambda: None)
 
@@ -226,7 +248,9 @@ def summed_over(patch: pytest.MonkeyPatch, group: Callable) -> None:
 def groups(patch: pytest.MonkeyPatch, name: str, members: Callable) -> None:
     original = mesh._of_experts
     patch.setattr(
-        mesh, "_of_experts", lambda plan, one, rank: members(plan, rank) if one == name else original(plan, one, rank)
+        mesh,
+        "_of_experts",
+        lambda plan, one, rank: members(plan, rank) if one == name else original(plan, one, rank),
     )
 
 
@@ -266,7 +290,10 @@ def _(patch):
     def light(plan, stage, coord):
         table = registry(plan, stage, coord)
         return type(table)(
-            {name: replace(info, decay=info.decay and ".experts." not in name) for name, info in table.items()}
+            {
+                name: replace(info, decay=info.decay and ".experts." not in name)
+                for name, info in table.items()
+            }
         )
 
     patch.setattr(apply, "registry", light)
@@ -275,16 +302,25 @@ def _(patch):
 @mutation("an expert takes the last tokens that choose it", "gradient", V2)
 def _(patch):
     first = experts.first_choices
-    patch.setattr(experts, "first_choices", lambda chosen, *rest: first(chosen.flip(1), *rest).flip(1))
+    patch.setattr(
+        experts, "first_choices", lambda chosen, *rest: first(chosen.flip(1), *rest).flip(1)
+    )
 
 
 @mutation("an expert takes one token too many", "gradient", V2)
 def _(patch):
     first = experts.first_choices
-    patch.setattr(experts, "first_choices", lambda chosen, count, most: first(chosen, count, most + 1))
+    patch.setattr(
+        experts, "first_choices", lambda chosen, count, most: first(chosen, count, most + 1)
+    )
 
 
-@mutation("an expert counts its tokens in a rank's part of the sequence", "gradient", V2, layouts=("ep2_tp2", "dp1"))
+@mutation(
+    "an expert counts its tokens in a rank's part of the sequence",
+    "gradient",
+    V2,
+    layouts=("ep2_tp2", "dp1"),
+)
 def _(patch):
     drop = experts.MixtureOfExperts._drop
 
@@ -302,7 +338,9 @@ def _(patch):
     def shared(self, routing, sequences):
         found = drop(self, routing, sequences)
         kept = (routing.weights * found.taken).sum(-1, keepdim=True).clamp_min(1e-9)
-        return found._replace(weights=routing.weights * routing.weights.sum(-1, keepdim=True) / kept)
+        return found._replace(
+            weights=routing.weights * routing.weights.sum(-1, keepdim=True) / kept
+        )
 
     patch.setattr(experts.MixtureOfExperts, "_drop", shared)
 
@@ -314,6 +352,7 @@ def _(patch):
         load.ExpertMeter,
         "loads",
         lambda self, table: {
-            layer: msgspec.structs.replace(one, dropped=0.0) for layer, one in loads(self, table).items()
+            layer: msgspec.structs.replace(one, dropped=0.0)
+            for layer, one in loads(self, table).items()
         },
     )

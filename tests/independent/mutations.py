@@ -1,5 +1,6 @@
-"""Seeded bugs of the loop, the optimizer, the precisions and checkpoints: patches on the trainer's modules, put on
-before the ranks are forked. None touches what the oracle imports. Each says by which quantity it must be caught."""
+"""Seeded bugs of the loop, the optimizer, the precisions and checkpoints: patches on the trainer's
+modules, put on before the ranks are forked. None touches what the oracle imports. Each says by
+which quantity it must be caught."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def mutation(
     return add
 
 
-# --------------------------------------------------------------------------------------------------- the loop
+# ---------------------------------------------------------------------------------------------------
+#     the loop
 
 
 @mutation("the learning rate is one step late", "lr")
@@ -93,20 +95,28 @@ def _(patch):
 
     def shorter(self, batches, scale):
         last = batches[-1]
-        return run(self, [*batches[:-1], replace(last, targets=torch.full_like(last.targets, IGNORED))], scale)
+        return run(
+            self,
+            [*batches[:-1], replace(last, targets=torch.full_like(last.targets, IGNORED))],
+            scale,
+        )
 
     patch.setattr(Pipeline, "run", shorter)
 
 
 @mutation("every epoch has the same order", "gradient")
 def _(patch):
-    patch.setattr(order.SampleOrder, "__call__", lambda self, consumed: self._epoch(consumed % self.samples))
+    patch.setattr(
+        order.SampleOrder, "__call__", lambda self, consumed: self._epoch(consumed % self.samples)
+    )
 
 
 @mutation("an epoch ends a sample early", "gradient")
 def _(patch):
     make = order.SampleOrder.__init__
-    patch.setattr(order.SampleOrder, "__init__", lambda self, samples, seed: make(self, samples - 1, seed))
+    patch.setattr(
+        order.SampleOrder, "__init__", lambda self, samples, seed: make(self, samples - 1, seed)
+    )
 
 
 @mutation("a resumed run repeats its last batch", "samples")
@@ -130,7 +140,9 @@ def moved(patch: pytest.MonkeyPatch, batches: int) -> None:
     patch.setattr(train.Run, "resume", elsewhere)
 
 
-@mutation("a resumed run reads the batch before, and reports the right samples", "gradient", first=True)
+@mutation(
+    "a resumed run reads the batch before, and reports the right samples", "gradient", first=True
+)
 def _(patch):
     read = loader.Loader._read
     resumed: list[bool] = []
@@ -141,16 +153,22 @@ def _(patch):
         resumed.append(self.step > 0)
 
     patch.setattr(train.Run, "resume", note)
-    patch.setattr(loader.Loader, "_read", lambda self, at: read(self, at - any(resumed) * self.samples_at(at)))
+    patch.setattr(
+        loader.Loader, "_read", lambda self, at: read(self, at - any(resumed) * self.samples_at(at))
+    )
 
 
 @mutation("a batch that grows is as large as it will be", "samples", layouts=("dp1", "dp2"))
 def _(patch):
     for module in (order, loader, train):
-        patch.setattr(module, "micro_batches_at", lambda parallel, ramp, consumed: parallel.micro_batches)
+        patch.setattr(
+            module, "micro_batches_at", lambda parallel, ramp, consumed: parallel.micro_batches
+        )
 
 
-@mutation("the loss is divided by the tokens of one replica", "gradient", "fp64", layouts=("dp2", "dp1"))
+@mutation(
+    "the loss is divided by the tokens of one replica", "gradient", "fp64", layouts=("dp2", "dp1")
+)
 def _(patch):
     gradients = engine.Engine.gradients
 
@@ -169,7 +187,8 @@ def _(patch):
     patch.setattr(engine.Engine, "loss_total", local)
 
 
-# --------------------------------------------------------------------------------------------------- documents
+# ---------------------------------------------------------------------------------------------------
+#     documents
 
 
 @mutation("what follows a document counts as its target", "gradient", "fp64")
@@ -194,12 +213,15 @@ def _(patch):
 
     def on(windows, eod=None):
         one = read(windows, eod)
-        return replace(one, positions=torch.arange(one.tokens.shape[1]).expand_as(one.tokens).contiguous())
+        return replace(
+            one, positions=torch.arange(one.tokens.shape[1]).expand_as(one.tokens).contiguous()
+        )
 
     patch.setattr(loader, "from_windows", on)
 
 
-# --------------------------------------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------------------------------------
+#     the model
 
 
 @mutation("the base of rotary positions is ignored", "gradient")
@@ -249,19 +271,28 @@ def _(patch):
     patch.setattr(init, "std", lambda name, model: (2.0 / (5.0 * model.hidden)) ** 0.5)
 
 
-@mutation("attention's weights are rounded and summed one by one before they are divided", "rounding", "bf16")
+@mutation(
+    "attention's weights are rounded and summed one by one before they are divided",
+    "rounding",
+    "bf16",
+)
 def _(patch):
     def rounded(self, q, k, v, serial, documents):
-        mask = self._mask(torch.zeros(q.shape[:2], dtype=torch.int64) if documents is None else documents.numbers)
+        mask = self._mask(
+            torch.zeros(q.shape[:2], dtype=torch.int64) if documents is None else documents.numbers
+        )
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).exp()
+        weights = (
+            (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf).exp()
+        )
         return (weights / sum(weights.split(1, dim=-1)) @ v).transpose(1, 2)
 
     patch.setattr(attention.SDPA, "__call__", rounded)
 
 
-# --------------------------------------------------------------------------------------------------- the optimizer
+# ---------------------------------------------------------------------------------------------------
+#     the optimizer
 
 
 @mutation("weight decay on norms", "weight")
@@ -270,12 +301,18 @@ def _(patch):
     patch.setattr(apply, "shard", lambda *args: replace(shard(*args), decay=True))
 
 
-@mutation("gradients are clipped by the norm of this rank", "ranks report", layouts=("dp2_zero1", "dp1"))
+@mutation(
+    "gradients are clipped by the norm of this rank", "ranks report", layouts=("dp2_zero1", "dp1")
+)
 def _(patch):
     patch.setattr(clip, "all_reduce", lambda tensor, *args: tensor)
 
 
-@mutation("gradients are clipped by the norm of this rank, and the right one is reported", "gradient", layouts=TWO)
+@mutation(
+    "gradients are clipped by the norm of this rank, and the right one is reported",
+    "gradient",
+    layouts=TWO,
+)
 def _(patch):
     norm = engine.grad_norm
     local: list[torch.Tensor] = []
@@ -304,10 +341,15 @@ def _(patch):
 @mutation("AdamW's betas are exchanged", "second moment")
 def _(patch):
     update = adamw.fused_adamw_
-    patch.setattr(adamw, "fused_adamw_", lambda *args, betas, **more: update(*args, betas=(betas[0], betas[0]), **more))
+    patch.setattr(
+        adamw,
+        "fused_adamw_",
+        lambda *args, betas, **more: update(*args, betas=(betas[0], betas[0]), **more),
+    )
 
 
-# --------------------------------------------------------------------------------------------------- precisions
+# ---------------------------------------------------------------------------------------------------
+#     precisions
 
 
 @mutation("fp16 gradients are never unscaled", "gradient", "fp16", first=True)
@@ -317,7 +359,8 @@ def _(patch):
 
 def scaled(patch: pytest.MonkeyPatch, other: Callable) -> None:
     """AdamW gets another factor on gradients: `other` of the right one and of the loss scale."""
-    update, step = engine.Engine.update, sharded.ShardedOptimizer.step
+    update = engine.Engine.update
+    step = sharded.ShardedOptimizer.step
     scales: list[torch.Tensor] = []
 
     def note(self, norm, lr):
@@ -335,7 +378,9 @@ def scaled(patch: pytest.MonkeyPatch, other: Callable) -> None:
 @mutation("fp16 is clipped by the norm of the scaled gradient", "gradient", "fp16")
 def _(patch):
     coefficient = engine.clip_coefficient
-    patch.setattr(engine, "clip_coefficient", lambda norm, most: coefficient(norm * 2.0**14, most or 1.0))
+    patch.setattr(
+        engine, "clip_coefficient", lambda norm, most: coefficient(norm * 2.0**14, most or 1.0)
+    )
 
 
 @mutation("skipped fp16 steps count for the bias correction", "updates", "fp16")
@@ -350,9 +395,13 @@ def _(patch):
     patch.setattr(engine.Engine, "update", counted)
 
 
-@mutation("the bias correction counts steps, skipped or not, and the checkpoint updates", "weight", "fp16")
+@mutation(
+    "the bias correction counts steps, skipped or not, and the checkpoint updates", "weight", "fp16"
+)
 def _(patch):
-    update, fused, skipped = engine.Engine.update, adamw.fused_adamw_, []
+    update = engine.Engine.update
+    fused = adamw.fused_adamw_
+    skipped = []
 
     def note(self, norm, lr):
         done = update(self, norm, lr)
@@ -366,7 +415,9 @@ def _(patch):
     patch.setattr(adamw, "fused_adamw_", more)
 
 
-@mutation("a run that goes on forgets how long the loss scale has held", "loss scale", "fp16", number=1)
+@mutation(
+    "a run that goes on forgets how long the loss scale has held", "loss scale", "fp16", number=1
+)
 def _(patch):
     restore = loss_scale.LossScale.restore
 
@@ -377,7 +428,13 @@ def _(patch):
     patch.setattr(loss_scale.LossScale, "restore", forget)
 
 
-@mutation("ZeRO-3 reduces in bf16 against grad_dtype=fp32", "narrow", "bf16", ("dp4_zero3", "dp1"), first=True)
+@mutation(
+    "ZeRO-3 reduces in bf16 against grad_dtype=fp32",
+    "narrow",
+    "bf16",
+    ("dp4_zero3", "dp1"),
+    first=True,
+)
 def _(patch):
     import trainer.parallel.data.fsdp as fsdp
 
@@ -407,7 +464,8 @@ def _(patch):
     patch.setattr(sharded.ShardedOptimizer, "step", rounded)
 
 
-# --------------------------------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------------------------------
+#     checkpoints
 
 
 @mutation("a resumed run has lost its moments", "second moment")

@@ -1,4 +1,5 @@
-"""Cases of the independent oracle with ranks that are forked from the test, so that a test's patches are in them."""
+"""Cases of the independent oracle with ranks that are forked from the test, so that a test's
+patches are in them."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from trainer.independent.judge import prepare
 def verdict(
     layouts: tuple[str, str], precision: str, home: Path, number: int = 0, **changes: object
 ) -> independent.Verdict:
-    """Of a case that begins in the first layout and is resumed in the second. `number` chooses what else varies;
-    `changes`: fields of `Case`."""
+    """Of a case that begins in the first layout and is resumed in the second. `number` chooses what
+    else varies; `changes`: fields of `Case`."""
     cases.write_corpus(home / "text")
-    case = cases.make(" -> ".join(layouts), layouts, precision, number, [], None, home)._replace(**changes)
+    case = cases.make(" -> ".join(layouts), layouts, precision, number, [], None, home)._replace(
+        **changes
+    )
     return judged(case, home)
 
 
@@ -42,4 +45,6 @@ def failed(plan: Plan, run: Path) -> str:
 
 def reasons(found: independent.Verdict) -> list[str]:
     """What is wrong: names of quantities beyond their bounds, and problems."""
-    return [what for what, one in found.worst.items() if not one.error <= one.bound] + found.problems
+    return [
+        what for what, one in found.worst.items() if not one.error <= one.bound
+    ] + found.problems

@@ -1,4 +1,5 @@
-"""The independent oracle catches seeded bugs of the loop, among them those that the trainer's own tests let live."""
+"""The independent oracle catches seeded bugs of the loop, among them those that the trainer's own
+tests let live."""
 
 from __future__ import annotations
 
@@ -35,7 +36,14 @@ def test_a_seeded_bug_is_caught(one: Mutation, tmp_path, monkeypatch):
 def test_it_passes_what_is_right(layouts, precision, number, tmp_path):
     found = verdict(layouts, precision, tmp_path, number)
     assert found.word == "equal", (found.failed, reasons(found))
-    assert found.steps == 9 and set(found.worst) >= {"loss", "gradient", "norm", "clipping", "second moment", "weight"}
+    assert found.steps == 9 and set(found.worst) >= {
+        "loss",
+        "gradient",
+        "norm",
+        "clipping",
+        "second moment",
+        "weight",
+    }
 
 
 @pytest.mark.full
@@ -46,14 +54,21 @@ def test_a_gradient_that_is_rounded_by_little_by_luck_is_no_measure(tmp_path):
 
 
 def slow_to_save(home) -> cases.Case:
-    """Small batches of a wide vocabulary: a step takes less time than its state takes to the disk."""
+    """Small batches of a wide vocabulary: a step takes less time than its state takes to the
+    disk."""
     cases.write_corpus(home / "text")
-    case = cases.make("wide", ("dp1", "dp1"), "fp32", 0, ["model=tiny", "model.vocab=12000"], None, home, True)
+    case = cases.make(
+        "wide", ("dp1", "dp1"), "fp32", 0, ["model=tiny", "model.vocab=12000"], None, home, True
+    )
     plans = []
     for plan in case.plans:
         train = structs.replace(plan.job.train, batch_ramp=None)
         par = structs.replace(
-            plan.parallel, micro_batch_size=1, micro_batches=1, accumulation=1, global_batch_samples=1
+            plan.parallel,
+            micro_batch_size=1,
+            micro_batches=1,
+            accumulation=1,
+            global_batch_samples=1,
         )
         plan = structs.replace(plan, parallel=par, job=structs.replace(plan.job, train=train))
         plans.append(seal(plan))
@@ -68,5 +83,7 @@ def test_a_background_save_of_live_tensors_is_caught(bug, tmp_path, monkeypatch)
     found = judged(slow_to_save(tmp_path), tmp_path)
     if not bug:
         assert found.word == "equal", (found.failed, reasons(found))
-    else:  # another step's state was saved, or a file that changed while it was hashed was refused and is not there
+    else:
+        # another step's state was saved, or a file that changed while it was hashed was refused and is
+        # not there
         assert found.word == "DIFFERENT" or "was not saved" in found.failed, found

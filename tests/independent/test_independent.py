@@ -1,4 +1,5 @@
-"""The oracle shares nothing, says what is missing, and judges what `orch verify --against independent` runs."""
+"""The oracle shares nothing, says what is missing, and judges what `orch verify --against
+independent` runs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def test_it_imports_nothing_of_the_trainer():
     assert len(names) >= 6
     foreign = {found for name in names for found in imports(name)} - set(names)
     assert [
-        one for one in foreign if one.split(".")[0] in ("trainer", "orchestrator", "tests") and one != "trainer"
+        one
+        for one in foreign
+        if one.split(".")[0] in ("trainer", "orchestrator", "tests") and one != "trainer"
     ] == []
 
 
@@ -51,7 +54,8 @@ def test_bad_input_is_one_line(words, said, capsys):
 
 
 def test_initial_weights_have_the_documented_statistics():
-    """Of the oracle, and so of every run that it passes: sqrt(2 / 5h), the residual's writers over sqrt(2 layers)."""
+    """Of the oracle, and so of every run that it passes: sqrt(2 / 5h), the residual's writers over
+    sqrt(2 layers)."""
     model = cases.LLAMA | {"layers": 4, "causal": True}
     tensors = state.initial(model, 3, torch.float64).tensors["master"]
     for name, tensor in tensors.items():
@@ -66,7 +70,9 @@ def test_initial_weights_have_the_documented_statistics():
         assert abs(float(tensor.mean())) < 5 * wanted / math.sqrt(tensor.numel()), name
 
 
-@pytest.mark.parametrize("changes", [{}, {"bias": True, "qk_norm": True}, {"norm": "layer", "mlp": "plain"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"bias": True, "qk_norm": True}, {"norm": "layer", "mlp": "plain"}]
+)
 def test_names_shapes_and_initial_weights_are_those_of_the_trainer(changes):
     """By the documentation alone; a model with more than 4,096 rows draws from two generators."""
     model = tiny_model(vocab=4100, position="learned", tied_embeddings=True, **changes)
@@ -76,10 +82,25 @@ def test_names_shapes_and_initial_weights_are_those_of_the_trainer(changes):
     ours = state.initial(plain, 11, torch.float32)
     theirs = dict(stage.named_parameters())
     assert ours.tensors["master"].keys() == theirs.keys()
-    assert [name for name, tensor in ours.tensors["master"].items() if not torch.equal(tensor, theirs[name])] == []
+    assert [
+        name
+        for name, tensor in ours.tensors["master"].items()
+        if not torch.equal(tensor, theirs[name])
+    ] == []
 
 
-FIELDS = ["hidden", "ffn_hidden", "bias", "heads", "kv_heads", "head_dim", "vocab", "max_seq_len", "layers", "norm"]
+FIELDS = [
+    "hidden",
+    "ffn_hidden",
+    "bias",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "vocab",
+    "max_seq_len",
+    "layers",
+    "norm",
+]
 FIELDS += ["position", "mlp", "tied_embeddings"]
 
 

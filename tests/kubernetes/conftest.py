@@ -18,12 +18,14 @@ from tests.beds.kubernetes.simulate import LEVELS, POOL
 
 
 def built(*programs: str) -> None:
-    """These programs are there from now on; or the test is skipped with why this machine does not have them.
+    """These programs are there from now on; or the test is skipped with why this machine does not
+    have them.
 
-    Those of an earlier build will do; `make test` builds what is missing before (ready), ORCH_TEST_KUBERNETES=1
-    (make test-kubernetes) here, and 0 does without all of it.
+    Those of an earlier build will do; `make test` builds what is missing before (ready),
+    ORCH_TEST_KUBERNETES=1 (make test-kubernetes) here, and 0 does without all of it.
     """
-    switch, known = os.environ.get(ready.SWITCH), os.environ.get(ready.WHY)
+    switch = os.environ.get(ready.SWITCH)
+    known = os.environ.get(ready.WHY)
     reason = f"{ready.SWITCH}=0" if switch == "0" else None
     if reason := reason or build(programs, allowed=bool(switch) and not known):
         reason = known or reason
@@ -31,7 +33,8 @@ def built(*programs: str) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on the real nodes come last: a bed that idles beside others costs a tenth of a processor."""
+    """Tests on the real nodes come last: a bed that idles beside others costs a tenth of a
+    processor."""
     places = [place for place, item in enumerate(items) if item.get_closest_marker("kubernetes")]
     ours = sorted((items[place] for place in places), key=_has_real_nodes)
     for place, item in zip(places, ours, strict=True):
@@ -43,9 +46,12 @@ def _has_real_nodes(item: pytest.Item) -> bool:
 
 
 def bring_up(shape: Shape, *more: str) -> Bed:
-    """A bed ready to start, `more` programs built; or the test is skipped with why this machine cannot have one."""
+    """A bed ready to start, `more` programs built; or the test is skipped with why this machine
+    cannot have one."""
     if os.geteuid() != 0:
-        pytest.skip("no Kubernetes test cluster: only root may have name spaces with a network of their own")
+        pytest.skip(
+            "no Kubernetes test cluster: only root may have name spaces with a network of their own"
+        )
     built(*shape.programs, *more)
     if reason := refusal(shape):
         pytest.skip(f"no Kubernetes test cluster: {reason}")
@@ -69,7 +75,8 @@ def wide_bed() -> Iterator[Bed]:
 
 @pytest.fixture(scope="session")
 def queued_bed(request) -> Iterator[Bed]:
-    """The same with JobSet and Kueue: a queue for 24 nodes and one for all others. In the tier three spines will do."""
+    """The same with JobSet and Kueue: a queue for 24 nodes and one for all others. In the tier
+    three spines will do."""
     full = any(item.get_closest_marker("full") for item in request.session.items)
     count = 1000 if full else 192
     with bring_up(Shape(simulated=count, kueue=True, jobset=full)) as bed:
@@ -82,9 +89,12 @@ def queued_bed(request) -> Iterator[Bed]:
 
 @pytest.fixture
 def topology(orch: Orch) -> Topology:
-    """As an administrator would see it: written from the API server's nodes, not from what the run was told."""
+    """As an administrator would see it: written from the API server's nodes, not from what the run
+    was told."""
     text = orch.bed.kubectl("get", "nodes", "-o", "json", timeout=120)
-    return parse_nodes(text, Profile(levels={name: [label] for name, label in reversed(LEVELS.items())}))
+    return parse_nodes(
+        text, Profile(levels={name: [label] for name, label in reversed(LEVELS.items())})
+    )
 
 
 @pytest.fixture
@@ -94,11 +104,16 @@ def ended(orch: Orch) -> Iterator[Callable[[Run], Run]]:
     yield lambda run: runs.append(run) or run
     for run in runs:
         orch("cancel", "--force", run.id, code=None)
-        for kind in ("jobs", "jobsets"):  # of a run that has ended by itself; without JobSet there is no such kind
+        for kind in (
+            "jobs",
+            "jobsets",
+        ):  # of a run that has ended by itself; without JobSet there is no such kind
             words = ("delete", kind, "-l", f"orch.dev/run={run.id}", "--wait=false")
             orch.bed.kubectl(*words, check=False, timeout=300)
         names = ("get", "pods", "-n", orch.namespace, "-l", f"orch.dev/run={run.id}", "-o", "name")
-        orch.bed.wait(lambda names=names: not orch.bed.kubectl(*names, timeout=300), 900, f"end of {run.id}")
+        orch.bed.wait(
+            lambda names=names: not orch.bed.kubectl(*names, timeout=300), 900, f"end of {run.id}"
+        )
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Finding the API server and showing it who we are: against a real TLS server that asks for a certificate."""
+"""Finding the API server and showing it who we are: against a real TLS server that asks for a
+certificate."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tests.beds.bundles import refusal
 
 
 class Server:
-    """Answers GET with a version, remembers who asked; TLS and certificates of its own making when it has a folder."""
+    """Answers GET with a version, remembers who asked; TLS and certificates of its own making when
+    it has a folder."""
 
     def __init__(self, folder: Path | None = None):
         self.asked: list[str] = []
@@ -71,20 +73,37 @@ def plain() -> Iterator[Server]:
 def certificates(tmp_path_factory) -> Path:
     """One for `api.test`, which signs itself; it serves as the client's, too."""
     folder = tmp_path_factory.mktemp("certificates")
-    argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    argv = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+    ]
     argv += ["-subj", "/CN=api.test", "-addext", "subjectAltName=DNS:api.test"]
     argv += ["-keyout", folder / "tls.key", "-out", folder / "tls.crt"]
     subprocess.run(argv, check=True, capture_output=True, timeout=60)
     return folder
 
 
-def kubeconfig(path: Path, server: str, *contexts: str, current: str = "", cluster: dict | None = None, **user) -> Path:
-    """Each context has a user of its name, whose token is its name unless another credential is given."""
+def kubeconfig(
+    path: Path, server: str, *contexts: str, current: str = "", cluster: dict | None = None, **user
+) -> Path:
+    """Each context has a user of its name, whose token is its name unless another credential is
+    given."""
     body = {
         "current-context": current or contexts[0],
         "clusters": [{"name": "c", "cluster": {"server": server, **(cluster or {})}}],
         "users": [{"name": name, "user": user or {"token": name}} for name in contexts],
-        "contexts": [{"name": n, "context": {"cluster": "c", "user": n, "namespace": f"of-{n}"}} for n in contexts],
+        "contexts": [
+            {"name": n, "context": {"cluster": "c", "user": n, "namespace": f"of-{n}"}}
+            for n in contexts
+        ],
     }
     path.write_text(json.dumps(body))
     return path
@@ -118,19 +137,31 @@ def test_no_usable_kubeconfig_is_no_cluster(tmp_path, text):
 
 @pytest.mark.parametrize("inline", [True, False])
 def test_certificates_of_both_sides(tmp_path, certificates, inline, monkeypatch):
-    """In the kubeconfig itself or in files beside it; the server's name is checked against its certificate."""
+    """In the kubeconfig itself or in files beside it; the server's name is checked against its
+    certificate."""
     server = Server(certificates)
     if inline:
-        crt, key = (base64.b64encode((certificates / f"tls.{k}").read_bytes()).decode() for k in ("crt", "key"))
-        ours, user = {"certificate-authority-data": crt}, {"client-certificate-data": crt, "client-key-data": key}
+        crt, key = (
+            base64.b64encode((certificates / f"tls.{k}").read_bytes()).decode()
+            for k in ("crt", "key")
+        )
+        ours = {"certificate-authority-data": crt}
+        user = {"client-certificate-data": crt, "client-key-data": key}
     else:
         path = str(certificates / "tls.crt")
-        ours, user = {"certificate-authority": path}, {"client-certificate": path, "client-key": "tls.key"}
+        ours = {"certificate-authority": path}
+        user = {"client-certificate": path, "client-key": "tls.key"}
         (tmp_path / "tls.key").write_bytes((certificates / "tls.key").read_bytes())
     kept = tmp_path / "kept"
     kept.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(kept))
-    path = kubeconfig(tmp_path / "config", server.address, "a", cluster={**ours, "tls-server-name": "api.test"}, **user)
+    path = kubeconfig(
+        tmp_path / "config",
+        server.address,
+        "a",
+        cluster={**ours, "tls-server-name": "api.test"},
+        **user,
+    )
     monkeypatch.setenv("KUBECONFIG", str(path))
     assert Cluster().version() == "v1.99.0"
     assert not list(kept.iterdir())  # a key is nowhere left behind
@@ -144,7 +175,11 @@ def test_a_pods_own_account(tmp_path, certificates, monkeypatch):
     certificate = (certificates / "tls.crt").read_text()
     for name, text in {"token": "first\n", "namespace": "llm", "ca.crt": certificate}.items():
         (tmp_path / name).write_text(text)
-    environ = {"KUBECONFIG": str(tmp_path / "none"), "KUBERNETES_SERVICE_HOST": "::1", "KUBERNETES_SERVICE_PORT": "443"}
+    environ = {
+        "KUBECONFIG": str(tmp_path / "none"),
+        "KUBERNETES_SERVICE_HOST": "::1",
+        "KUBERNETES_SERVICE_PORT": "443",
+    }
     found = access(None, environ, tmp_path)
     assert (found.host, found.namespace) == ("https://[::1]:443", "llm")
     assert found.headers() == {"authorization": "Bearer first"}
@@ -155,7 +190,8 @@ def test_a_pods_own_account(tmp_path, certificates, monkeypatch):
 
 
 def test_an_answer_that_breaks_off_is_asked_for_again(configured, monkeypatch):
-    """And is one line when it goes on; a body that stopped half-way ended the command with a traceback."""
+    """And is one line when it goes on; a body that stopped half-way ended the command with a
+    traceback."""
     configured.broken = 1
     assert Cluster().version() == "v1.99.0"
     configured.broken = 1 << 30
@@ -166,11 +202,20 @@ def test_an_answer_that_breaks_off_is_asked_for_again(configured, monkeypatch):
 
 @pytest.mark.process
 def test_a_credential_plugin_is_asked_through_the_kubernetes_package(tmp_path, plain, monkeypatch):
-    said = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": "made"}}
+    said = {
+        "apiVersion": "client.authentication.k8s.io/v1",
+        "kind": "ExecCredential",
+        "status": {"token": "made"},
+    }
     plugin = {"command": sys.executable, "args": ["-c", f"print('''{json.dumps(said)}''')"]}
     user = {"exec": {**plugin, "apiVersion": said["apiVersion"], "interactiveMode": "Never"}}
-    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a", **user)))
-    code = "from orchestrator.backends.kubernetes.api.client import Cluster\nprint(Cluster().version())"
+    monkeypatch.setenv(
+        "KUBECONFIG", str(kubeconfig(tmp_path / "config", plain.address, "a", **user))
+    )
+    code = (
+        "from orchestrator.backends.kubernetes.api.client import"
+        " Cluster\nprint(Cluster().version())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "v1.99.0", done.stderr
     assert plain.asked == ["Bearer made"]
@@ -178,17 +223,21 @@ def test_a_credential_plugin_is_asked_through_the_kubernetes_package(tmp_path, p
 
 @pytest.mark.process
 def test_tokens_do_without_the_kubernetes_package(configured, monkeypatch):
-    """It takes longer to import than a job takes to plan. Nor is the planner there for who only looks at runs."""
+    """It takes longer to import than a job takes to plan. Nor is the planner there for who only
+    looks at runs."""
     code = (
-        "import sys\nfrom orchestrator.backends.kubernetes.backend import Cluster\nCluster().version()\n"
-        "sys.exit(bool({'kubernetes', 'yaml', 'numpy'} & set(sys.modules)))"
+        "import sys\nfrom orchestrator.backends.kubernetes.backend import"
+        " Cluster\nCluster().version()\nsys.exit(bool({'kubernetes', 'yaml', 'numpy'} &"
+        " set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 def test_through_a_proxy(tmp_path, plain, monkeypatch):
     """Which is asked for what only it can reach; the test's server plays it."""
-    path = kubeconfig(tmp_path / "config", "http://api.test:6443", "a", cluster={"proxy-url": plain.address})
+    path = kubeconfig(
+        tmp_path / "config", "http://api.test:6443", "a", cluster={"proxy-url": plain.address}
+    )
     monkeypatch.setenv("KUBECONFIG", str(path))
     cluster = Cluster()
     plain.broken = 1
@@ -233,7 +282,8 @@ def test_a_log_is_read_as_it_is_written(configured, monkeypatch, whole):
 
 @pytest.mark.parametrize("failing", [None, 0, 1, 2])
 def test_requests_at_once_give_results_in_order_and_a_failure_when_all_have_ended(failing):
-    begun, done = threading.Barrier(3), []
+    begun = threading.Barrier(3)
+    done = []
 
     def call(index: int) -> int:
         begun.wait(10)

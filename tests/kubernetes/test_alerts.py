@@ -1,4 +1,5 @@
-"""Each alert of the chart is raised by its fault, in the real Prometheus's engine, and by no healthy or ended run."""
+"""Each alert of the chart is raised by its fault, in the real Prometheus's engine, and by no
+healthy or ended run."""
 
 from __future__ import annotations
 
@@ -78,14 +79,21 @@ QUIET = [
     (250, KNOWN | ENDED | step(GONE) | nodes("8x20 _x280", "8x20 _x280") | epoch(SAVED, 0, GONE)),
     (250, step(GONE) | nodes("8x20 _x280", "8x20 _x280") | epoch(SAVED, 0, GONE)),
     # shrunk from eight nodes to six on purpose
-    (250, ALIVE | step(STEPS) | nodes("8x20 _x280", "8x20 _x280") | nodes("_x20 6x280", "_x20 6x280", 1)),
+    (
+        250,
+        ALIVE
+        | step(STEPS)
+        | nodes("8x20 _x280", "8x20 _x280")
+        | nodes("_x20 6x280", "_x20 6x280", 1),
+    ),
     # restarted four times within two hours, and five times in the first of five
     (130, ALIVE | step(STEPS) | restarts(4, 30)),
     (250, ALIVE | step(STEPS) | restarts(5, 5)),
 ]
 
 
-# ------------------------------------------------------------------------------------------ the controller's
+# ------------------------------------------------------------------------------------------ the
+#     controller's
 
 RUN = 'namespace="a",job="r"'
 LEADS = {'orch_controller_leads{pod="one"}': "1x300", 'orch_controller_leads{pod="two"}': "0x300"}
@@ -101,22 +109,41 @@ def of_run(**series: str) -> dict[str, str]:
 
 WHOLE = {  # another run, which lacks nothing
     text.replace('job="r"', 'job="s"'): values
-    for text, values in (run_in("running") | of_run(running_nodes="8x300", wanted_nodes="8x300")).items()
+    for text, values in (
+        run_in("running") | of_run(running_nodes="8x300", wanted_nodes="8x300")
+    ).items()
 }
 CONTROLLER_FIRED = [
     ("OrchControllerDown", 15, {'orch_controller_leads{pod="one"}': "1x3 _x297"}),
     ("OrchControllerDown", 10, {'orch_controller_leads{pod="one"}': "0x300"}),
     ("OrchRunPending", 40, LEADS | run_in("pending")),
-    ("OrchRunNoStep", 40, LEADS | run_in("running") | of_run(last_step_timestamp_seconds="0+60x20 1200x280")),
-    ("OrchRunNoStep", 40, LEADS | run_in("restarting") | of_run(last_step_timestamp_seconds="0+60x20 1200x280")),
-    ("OrchRunNodesMissing", 20, LEADS | run_in("running") | of_run(running_nodes="7x300", wanted_nodes="8x300")),
+    (
+        "OrchRunNoStep",
+        40,
+        LEADS | run_in("running") | of_run(last_step_timestamp_seconds="0+60x20 1200x280"),
+    ),
+    (
+        "OrchRunNoStep",
+        40,
+        LEADS | run_in("restarting") | of_run(last_step_timestamp_seconds="0+60x20 1200x280"),
+    ),
+    (
+        "OrchRunNodesMissing",
+        20,
+        LEADS | run_in("running") | of_run(running_nodes="7x300", wanted_nodes="8x300"),
+    ),
     (
         "OrchRunNodesMissing",
         20,
         LEADS | run_in("running") | of_run(running_nodes="7x300", wanted_nodes="8x300") | WHOLE,
     ),
-    # pods and coordinators come and go, the counter only grows; a controller that takes over goes on from the status
-    ("OrchRunRestarts", 29, LEADS | run_in("running") | of_run(restarts_total="0 0 1 1 2 2 3 3 4 4 5 5 6x290")),
+    # pods and coordinators come and go, the counter only grows; a controller that takes over goes
+    # on from the status
+    (
+        "OrchRunRestarts",
+        29,
+        LEADS | run_in("running") | of_run(restarts_total="0 0 1 1 2 2 3 3 4 4 5 5 6x290"),
+    ),
     ("OrchRunFailed", 5, LEADS | run_in("failed")),
 ]
 CONTROLLER_QUIET = [
@@ -125,17 +152,27 @@ CONTROLLER_QUIET = [
         LEADS
         | run_in("running")
         | of_run(
-            last_step_timestamp_seconds=STEPS, running_nodes="8x300", wanted_nodes="8x300", restarts_total="3x300"
+            last_step_timestamp_seconds=STEPS,
+            running_nodes="8x300",
+            wanted_nodes="8x300",
+            restarts_total="3x300",
         ),
     ),
-    (250, LEADS | run_in("done") | run_in("running", "0x300") | of_run(last_step_timestamp_seconds="0+60x20 1200x280")),
+    (
+        250,
+        LEADS
+        | run_in("done")
+        | run_in("running", "0x300")
+        | of_run(last_step_timestamp_seconds="0+60x20 1200x280"),
+    ),
     (25, LEADS | run_in("pending")),
     (250, LEADS | run_in("cancelled") | of_run(running_nodes="0x300", wanted_nodes="8x300")),
 ]
 
 
 def renamed(series: dict[str, str]) -> dict[str, str]:
-    """As a Prometheus keeps them that does not honour labels: job and namespace are those of who was scraped."""
+    """As a Prometheus keeps them that does not honour labels: job and namespace are those of who
+    was scraped."""
     found = {}
     for text, values in series.items():
         if text.startswith("orch_"):
@@ -166,7 +203,9 @@ def promtool():
     ],
     ids=["run", "run without honor_labels", "controller", "controller without honor_labels"],
 )
-def test_each_alert_is_raised_by_its_fault_and_by_nothing_else(tmp_path, promtool, rules, fired, quiet):
+def test_each_alert_is_raised_by_its_fault_and_by_nothing_else(
+    tmp_path, promtool, rules, fired, quiet
+):
     shutil.copy(rules, tmp_path / "rules.yaml")
     cases = [(minutes, series, name) for name, minutes, series in fired]
     cases += [(minutes, series, "") for minutes, series in quiet]
@@ -179,10 +218,14 @@ def test_each_alert_is_raised_by_its_fault_and_by_nothing_else(tmp_path, promtoo
         given = [{"series": text, "values": values} for text, values in series.items()]
         tests.append({"interval": "1m", "input_series": given, "promql_expr_test": asked})
     path = tmp_path / "tests.json"  # JSON is YAML
-    path.write_text(json.dumps({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}))
+    path.write_text(
+        json.dumps({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests})
+    )
     argv = ["promtool", "test", "rules", str(path)]
     found = subprocess.run(argv, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert found.returncode == 0, found.stdout + found.stderr
     assert {name for name, *_ in fired} == {
-        line.split("alert:")[1].split("#")[0].strip() for line in rules.read_text().splitlines() if "alert:" in line
+        line.split("alert:")[1].split("#")[0].strip()
+        for line in rules.read_text().splitlines()
+        if "alert:" in line
     }

@@ -1,4 +1,5 @@
-"""Against a real API server with nothing behind it: strict validation, one run or none, rights, no answer."""
+"""Against a real API server with nothing behind it: strict validation, one run or none, rights, no
+answer."""
 
 from __future__ import annotations
 
@@ -36,7 +37,15 @@ def ask(bed: Bed, step: str, **kubeconfig: str) -> dict:
         path = bed.home / f"{next(_NUMBER)}.kubeconfig"
         path.write_text(conf.kubeconfig(**kubeconfig))
         env["KUBECONFIG"] = str(path)
-    done = bed.run(sys.executable, "-m", "tests.beds.kubernetes.api_steps", step, env=env, cwd=ROOT, timeout=180)
+    done = bed.run(
+        sys.executable,
+        "-m",
+        "tests.beds.kubernetes.api_steps",
+        step,
+        env=env,
+        cwd=ROOT,
+        timeout=180,
+    )
     return json.loads(done.stdout)
 
 
@@ -76,7 +85,10 @@ def test_the_placement_lease_is_of_whoever_has_made_it(api):
 def test_missing_rights_are_told_with_the_rule_to_add(api):
     found = ask(api, "look", user="user")
     assert found["exit"] == Exit.SECURITY
-    assert 'the rule to add: {apiGroups: ["batch"], resources: [jobs], verbs: [list]}' in found["error"]
+    assert (
+        'the rule to add: {apiGroups: ["batch"], resources: [jobs], verbs: [list]}'
+        in found["error"]
+    )
 
 
 def test_credentials_that_nobody_knows(api):

@@ -1,4 +1,5 @@
-"""Nodes that runs have found bad, or that a user excludes: no later run is given them, with a queue or without."""
+"""Nodes that runs have found bad, or that a user excludes: no later run is given them, with a queue
+or without."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def aws(count: int, **labels: str) -> list[dict]:
 def expressions(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Of each term that the pods require."""
     spec = job["spec"]["template"]["spec"]
-    return [term["matchExpressions"] for term in spec["affinity"]["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]]
+    return [
+        term["matchExpressions"]
+        for term in spec["affinity"]["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
+    ]
 
 
 def not_on(*hosts: str) -> dict[str, Any]:
@@ -71,29 +75,40 @@ def test_an_excluded_node_is_not_given_and_a_run_that_needs_it_is_refused(spelli
 def test_nor_may_pods_go_there_later_where_a_switch_is_all_that_they_ask_for(main_line):  # noqa: F811
     found = reserve(Api(aws(5, **{LEAF: "l"})), cuda(make_plan(tp=2, dp=4, nodes=4)), exclude=[BAD])
     assert found.chosen.label == LEAF
-    job = render(manifest(main_line, {"exclude": [BAD]}, chosen=found.chosen, excluded=found.excluded))[-1]
+    job = render(
+        manifest(main_line, {"exclude": [BAD]}, chosen=found.chosen, excluded=found.excluded)
+    )[-1]
     assert expressions(job) == [[{"key": LEAF, "operator": "In", "values": ["l"]}, not_on(SHORT)]]
     apart = reserve(Api(aws(6)), cuda(make_plan(tp=2, dp=4, nodes=4)), exclude=[BAD])
-    (only,) = expressions(render(manifest(main_line, {}, chosen=apart.chosen, excluded=apart.excluded))[-1])
+    (only,) = expressions(
+        render(manifest(main_line, {}, chosen=apart.chosen, excluded=apart.excluded))[-1]
+    )
     assert [one["operator"] for one in only] == ["In"] and SHORT not in only[0]["values"]
 
 
 @pytest.mark.parametrize("options", [{"queue": "q"}, {"gang": "volcano"}], ids=["queue", "gang"])
 def test_a_queue_is_told_by_the_hostname_label(main_line, options):  # noqa: F811
-    api, plan = Api(aws(4)), cuda(make_plan(tp=2, dp=4, nodes=4))
+    api = Api(aws(4))
+    plan = cuda(make_plan(tp=2, dp=4, nodes=4))
     api.found["LocalQueue"] = [{"metadata": {"name": "q"}}]
     found = reserve(api, plan, exclude=[BAD, "gone.example.internal"], **options)
     assert (found.chosen, found.excluded) == (None, (SHORT,))
     job = render(manifest(main_line, options | {"exclude": [BAD]}, excluded=found.excluded))[-1]
     assert expressions(job) == [[not_on(SHORT)]]
-    unread = render(manifest(main_line, options | {"exclude": [BAD]}))[-1]  # nobody may look at the nodes
+    unread = render(manifest(main_line, options | {"exclude": [BAD]}))[
+        -1
+    ]  # nobody may look at the nodes
     assert expressions(unread) == [[not_on(BAD, SHORT)]]
     assert "affinity" not in render(manifest(main_line, options))[-1]["spec"]["template"]["spec"]
 
 
 def test_a_controller_gives_no_excluded_node():
-    plan, options = cuda(make_plan(tp=2, pp=2, nodes=2)), read_options({"image": "x", "exclude": ["n1"]})
-    nodes = {one.metadata.name: one for one in msgspec.convert([node(f"n{i}") for i in range(3)], list[Node])}
+    plan = cuda(make_plan(tp=2, pp=2, nodes=2))
+    options = read_options({"image": "x", "exclude": ["n1"]})
+    nodes = {
+        one.metadata.name: one
+        for one in msgspec.convert([node(f"n{i}") for i in range(3)], list[Node])
+    }
     needs = pod_needs(plan, options)
     found = Room(Fits(nodes), [], {}).place(wish_of("n/r", {2: plan}, options, needs, None))
     assert isinstance(found, Placed) and found.nodes == ["n0", "n2"]
@@ -106,7 +121,14 @@ def test_a_submission_leaves_out_what_is_on_the_list_and_says_so(tmp_path, monke
     for name, cluster in ((BAD, "h100x64"), ("n6", "elsewhere")):
         one = BadNode(cluster=cluster, node=name, why="ECC", run="r", at=now, until=now + 60)
         NodeMemory(tmp_path / "home").add(one)
-    words = ["submit", "--dry-run", "--json", "--in-place", "backend.options.exclude=[n7]", "backend=kubernetes"]
+    words = [
+        "submit",
+        "--dry-run",
+        "--json",
+        "--in-place",
+        "backend.options.exclude=[n7]",
+        "backend=kubernetes",
+    ]
     words += ["cluster=h100x64", "model=llama3_70b", "parallel=tp8_pp4", "backend.options.image=x"]
     assert main(words) == 0
     seen = capsys.readouterr()
@@ -130,9 +152,14 @@ def a_run(path: Path) -> RunFolder:
 def test_what_a_run_finds_inside_its_pods_is_remembered_here_and_once(tmp_path):
     folder = a_run(tmp_path)
     memory = NodeMemory.of(folder)
-    found = structs.replace(state("running", 1), excluded={BAD: "GPU fell off the bus", "n2.pod-3": "slow"})
+    found = structs.replace(
+        state("running", 1), excluded={BAD: "GPU fell off the bus", "n2.pod-3": "slow"}
+    )
     save_last_report(folder, LastReport(found))
-    assert {one.node: one.why for one in memory.read(time.time())} == {BAD: "GPU fell off the bus", "n2": "slow"}
+    assert {one.node: one.why for one in memory.read(time.time())} == {
+        BAD: "GPU fell off the bus",
+        "n2": "slow",
+    }
     assert read_state(folder).excluded == found.excluded
     memory.forget(time.time(), lambda one: one.node == BAD)
     save_last_report(folder, LastReport(found))  # the same once more
@@ -154,10 +181,15 @@ def test_what_a_controller_keeps_of_a_run_that_has_ended_is_remembered_too(tmp_p
 
 
 def test_a_run_that_starts_again_leaves_out_what_was_found_since(tmp_path, monkeypatch, capsys):
-    folder, sent = a_run(tmp_path), []
-    save_last_report(folder, LastReport(structs.replace(state("running", 1), excluded={BAD: "ECC"})))
+    folder = a_run(tmp_path)
+    sent = []
+    save_last_report(
+        folder, LastReport(structs.replace(state("running", 1), excluded={BAD: "ECC"}))
+    )
     monkeypatch.setattr(submission, "draft_objects", lambda *_: [])
-    monkeypatch.setattr(submission, "submit_objects", lambda *given: sent.append(given[2].backend_options))
+    monkeypatch.setattr(
+        submission, "submit_objects", lambda *given: sent.append(given[2].backend_options)
+    )
     runs = DirectRuns(lambda *_: None, lambda: None, lambda: None)
     request = structs.replace(read_request(folder), backend_options=OF_A_SUBMISSION)
     for generation in (0, 1):
@@ -170,15 +202,22 @@ def test_a_run_that_starts_again_leaves_out_what_was_found_since(tmp_path, monke
 
 
 def test_and_so_does_one_that_a_controller_starts_again(tmp_path, monkeypatch):
-    folder, changes = a_run(tmp_path), []
+    folder = a_run(tmp_path)
+    changes = []
     request = structs.replace(read_request(folder), backend_options=OF_A_SUBMISSION)
     spec = Spec(planned=Planned(to_bytes(request).decode(), "", []))
-    ended = TrainRun(Meta(name="r"), spec, Status(state="failed", exit_code=74, observed_generation=1))
+    ended = TrainRun(
+        Meta(name="r"), spec, Status(state="failed", exit_code=74, observed_generation=1)
+    )
     monkeypatch.setattr(train_run_client, "read", lambda *_: ended)
-    monkeypatch.setattr(train_run_client, "change", lambda cluster, name, **spec: changes.append(spec))
+    monkeypatch.setattr(
+        train_run_client, "change", lambda cluster, name, **spec: changes.append(spec)
+    )
     runs = train_run_client.ControlledRuns(lambda record: None, lambda: None)
     record = KubernetesRecord(None, "n", "Job", "r", "s", 1.0, train_run="r")
-    save_last_report(folder, LastReport(structs.replace(state("running", 1), excluded={BAD: "ECC"})))
+    save_last_report(
+        folder, LastReport(structs.replace(state("running", 1), excluded={BAD: "ECC"}))
+    )
     for bad in ({"bad_nodes": [BAD]}, {}):
         runs.resume(folder, request, record, {})
         found = from_bytes(changes[-1]["planned"]["request"].encode())
@@ -189,7 +228,8 @@ def test_and_so_does_one_that_a_controller_starts_again(tmp_path, monkeypatch):
 
 def test_a_node_is_taken_back_by_either_spelling(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
-    memory, now = NodeMemory(tmp_path / "home"), time.time()
+    memory = NodeMemory(tmp_path / "home")
+    now = time.time()
 
     def remember(*names: str) -> None:
         for name in names:
@@ -202,6 +242,9 @@ def test_a_node_is_taken_back_by_either_spelling(tmp_path, monkeypatch, capsys):
     remember(BAD, f"{SHORT}.elsewhere.internal")
     capsys.readouterr()
     assert main(["nodes", "--forget", SHORT]) == Exit.USAGE
-    assert f"may be any of {SHORT}.elsewhere.internal, {BAD}: give its whole name" in capsys.readouterr().err
+    assert (
+        f"may be any of {SHORT}.elsewhere.internal, {BAD}: give its whole name"
+        in capsys.readouterr().err
+    )
     assert main(["nodes", "--forget", "ip-10-0-1-99"]) == Exit.USAGE
     assert BAD in capsys.readouterr().err

@@ -32,13 +32,22 @@ def helm() -> str:
 
 def run(helm: str, *argv: str, values: dict) -> subprocess.CompletedProcess[str]:
     argv = (helm, *argv, "--values", "-")
-    return subprocess.run(argv, input=json.dumps(values), capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        argv, input=json.dumps(values), capture_output=True, text=True, timeout=120
+    )
 
 
 def rendered(
-    helm: str, values: dict, release: str = "my-run", namespace: str = "llm", chart: Path = CHART, *more: str
+    helm: str,
+    values: dict,
+    release: str = "my-run",
+    namespace: str = "llm",
+    chart: Path = CHART,
+    *more: str,
 ) -> list[dict]:
-    done = run(helm, "template", release, str(chart), "--namespace", namespace, *more, values=values)
+    done = run(
+        helm, "template", release, str(chart), "--namespace", namespace, *more, values=values
+    )
     assert done.returncode == 0, done.stderr
     return [body for body in yaml.safe_load_all(done.stdout) if body]
 
@@ -62,7 +71,9 @@ def test_the_launcher_submits_with_options_that_orch_takes(helm):
     assert options.annotations == {"note": "it's: #1"}
     job = of(bodies, "Job", "-launch")
     container = job["spec"]["template"]["spec"]["containers"][0]
-    assert {"cluster=h100x64", "parallel=tp8_pp4_zero1", "train.steps=100", "backend=helm"} <= set(container["command"])
+    assert {"cluster=h100x64", "parallel=tp8_pp4_zero1", "train.steps=100", "backend=helm"} <= set(
+        container["command"]
+    )
     failing = job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
     assert set(map(int, FATAL)) | {int(Exit.INTERNAL)} == set(failing)
 
@@ -72,12 +83,25 @@ def test_other_values_are_another_run_and_the_same_ones_the_same(helm):
         given = {"image": {"repository": "registry.example/orch"}, **values}
         return of(rendered(helm, given), "ConfigMap", "-values")["metadata"]["name"]
 
-    assert name() == name(launcher={"environment": {"A": "b"}}) == name(monitoring={"dashboard": True})
-    assert len({name(), name(parallel="dp8"), name(overrides=["train.steps=5"]), name(options={"cpus": 1})}) == 4
+    assert (
+        name() == name(launcher={"environment": {"A": "b"}}) == name(monitoring={"dashboard": True})
+    )
+    assert (
+        len(
+            {
+                name(),
+                name(parallel="dp8"),
+                name(overrides=["train.steps=5"]),
+                name(options={"cpus": 1}),
+            }
+        )
+        == 4
+    )
 
 
 def test_releases_that_look_alike_share_no_name(helm):
-    """Equal in their first forty characters; with a dot, which no run id has; `a`/`b-c` beside `a-b`/`c`."""
+    """Equal in their first forty characters; with a dot, which no run id has; `a`/`b-c` beside
+    `a-b`/`c`."""
     alike = ["x" * 45 + "-a", "x" * 45 + "-b", "my.run", "my-run"]
     names = []
     for release in alike:
@@ -87,7 +111,8 @@ def test_releases_that_look_alike_share_no_name(helm):
         names += [(body["kind"], body["metadata"]["name"]) for body in bodies]
     assert len(names) == len(set(names))
     cluster_wide = [
-        of(rendered(helm, FULL, *at), "ClusterRole")["metadata"]["name"] for at in (("b-c", "a"), ("c", "a-b"))
+        of(rendered(helm, FULL, *at), "ClusterRole")["metadata"]["name"]
+        for at in (("b-c", "a"), ("c", "a-b"))
     ]
     assert len(set(cluster_wide)) == 2
 
@@ -100,9 +125,19 @@ def test_where_the_controller_is_a_release_is_one_train_run(helm):
     (run,) = [body for body in bodies if body["kind"] == "TrainRun"]
     spec = run["spec"]
     assert run["metadata"]["name"] == "my-run"
-    assert {"cluster=h100x64", "parallel=tp8_pp4_zero1", "train.steps=100", "backend=kubernetes"} == set(spec["words"])
+    assert {
+        "cluster=h100x64",
+        "parallel=tp8_pp4_zero1",
+        "train.steps=100",
+        "backend=kubernetes",
+    } == set(spec["words"])
     options = read_options(spec["options"])
-    assert (options.claim, options.owner, options.namespace, options.cpus) == ("my-run-runs", None, None, 96)
+    assert (options.claim, options.owner, options.namespace, options.cpus) == (
+        "my-run-runs",
+        None,
+        None,
+        96,
+    )
     assert (spec["priority"], spec["environmentSecret"]) == (7, "tokens")
     assert not {"Role", "ClusterRole"} & {body["kind"] for body in bodies}
     assert not [body for body in bodies if "-launch" in body["metadata"]["name"]]
@@ -112,13 +147,17 @@ def test_where_the_controller_is_a_release_is_one_train_run(helm):
 
 
 def test_the_controllers_chart(helm):
-    chart, values = CHART.parent / "orch-controller", {"image": {"repository": "registry.example/orch"}}
+    chart = CHART.parent / "orch-controller"
+    values = {"image": {"repository": "registry.example/orch"}}
     assert run(helm, "lint", str(chart), "--strict", values=values).returncode == 0
     bodies = rendered(helm, values, "c", "orch-system", chart)
     deployment = of(bodies, "Deployment")["spec"]
     assert deployment["replicas"] == 2
     (container,) = deployment["template"]["spec"]["containers"]
-    assert "orchestrator.kubernetes.controller" in container["command"] and "--lease-s=15" in container["command"]
+    assert (
+        "orchestrator.kubernetes.controller" in container["command"]
+        and "--lease-s=15" in container["command"]
+    )
     crd = of(bodies, "CustomResourceDefinition")
     assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     for body in bodies:
@@ -129,38 +168,57 @@ def test_the_controllers_chart(helm):
     one = rendered(helm, {**values, "oneNamespace": True}, "c", "team", chart)
     (cluster_wide,) = [body for body in one if body["kind"] == "ClusterRole" and "-view" not in body["metadata"]["name"]
                        and "-edit" not in body["metadata"]["name"]]  # fmt: skip
-    assert [rule["resources"] for rule in cluster_wide["rules"]] == [["nodes"], ["resourceslices", "resourceclaims"]]
-    assert "--one-namespace" in of(one, "Deployment")["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert [rule["resources"] for rule in cluster_wide["rules"]] == [
+        ["nodes"],
+        ["resourceslices", "resourceclaims"],
+    ]
+    assert (
+        "--one-namespace"
+        in of(one, "Deployment")["spec"]["template"]["spec"]["containers"][0]["command"]
+    )
 
 
 def test_accounts_of_somebody_else_are_named_and_bound(helm):
-    """Made elsewhere, with a cloud's role or pull secrets; without a name it is the namespace's default one."""
+    """Made elsewhere, with a cloud's role or pull secrets; without a name it is the namespace's
+    default one."""
     for names, bound in (({}, "default"), ({"launcher": "ours", "pods": "theirs"}, "ours")):
         bodies = rendered(helm, FULL | {"serviceAccount": {"create": False, **names}})
         assert not [body for body in bodies if body["kind"] == "ServiceAccount"]
-        assert {body["subjects"][0]["name"] for body in bodies if body["kind"].endswith("Binding")} == {bound}
+        assert {
+            body["subjects"][0]["name"] for body in bodies if body["kind"].endswith("Binding")
+        } == {bound}
         spec = of(bodies, "Job", "-launch")["spec"]["template"]["spec"]
         assert spec.get("serviceAccountName") == names.get("launcher")
         conf = yaml.safe_load(of(bodies, "ConfigMap", "-values")["data"]["helm.yaml"])
         assert read_options(conf["backend"]["options"]).service_account == names.get("pods")
     role = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/x"}
     made = [
-        b for b in rendered(helm, FULL | {"serviceAccount": {"annotations": role}}) if b["kind"] == "ServiceAccount"
+        b
+        for b in rendered(helm, FULL | {"serviceAccount": {"annotations": role}})
+        if b["kind"] == "ServiceAccount"
     ]
     assert [body["metadata"]["annotations"] for body in made] == [role, role]
 
 
 def test_the_launcher_runs_under_the_image_s_interpreter(helm):
-    for options, python in (({}, "python3"), ({"python": "/opt/conda/bin/python"}, "/opt/conda/bin/python")):
+    for options, python in (
+        ({}, "python3"),
+        ({"python": "/opt/conda/bin/python"}, "/opt/conda/bin/python"),
+    ):
         job = of(rendered(helm, FULL | {"options": options}), "Job", "-launch")
         assert job["spec"]["template"]["spec"]["containers"][0]["command"][0] == python
 
 
 def test_releases_of_one_name_share_no_object_of_the_cluster(helm):
-    """Nor do two of one namespace that name the same queue; a release's own objects refer to one another."""
+    """Nor do two of one namespace that name the same queue; a release's own objects refer to one
+    another."""
     queue = {**FULL["kueue"], "queue": "shared"}
     found = [
-        {(body["kind"], body["metadata"]["name"]) for body in bodies if body["kind"] in CLUSTER_WIDE}
+        {
+            (body["kind"], body["metadata"]["name"])
+            for body in bodies
+            if body["kind"] in CLUSTER_WIDE
+        }
         for bodies in (
             rendered(helm, FULL, "r", "a"),
             rendered(helm, FULL, "r", "b"),
@@ -173,27 +231,45 @@ def test_releases_of_one_name_share_no_object_of_the_cluster(helm):
     name = of(bodies, "ClusterQueue")["metadata"]["name"]
     assert of(bodies, "LocalQueue")["spec"]["clusterQueue"] == name
     assert of(bodies, "ClusterQueue")["spec"]["resourceGroups"][0]["flavors"][0]["name"] == name
-    assert of(bodies, "ResourceFlavor")["spec"]["topologyName"] == of(bodies, "Topology")["metadata"]["name"]
+    assert (
+        of(bodies, "ResourceFlavor")["spec"]["topologyName"]
+        == of(bodies, "Topology")["metadata"]["name"]
+    )
 
 
 def test_each_release_scrapes_its_own_pods(helm):
     for more, wanted in (((), "-values"), (("--api-versions", "orch.dev/v1alpha1/TrainRun"), None)):
         bodies = rendered(helm, FULL, "my-run", "llm", CHART, *more)
-        run_id = of(bodies, "ConfigMap", wanted)["metadata"]["name"].removesuffix(wanted) if wanted else "my-run"
-        assert of(bodies, "PodMonitor")["spec"]["selector"] == {"matchLabels": {"orch.dev/run": run_id}}
+        run_id = (
+            of(bodies, "ConfigMap", wanted)["metadata"]["name"].removesuffix(wanted)
+            if wanted
+            else "my-run"
+        )
+        assert of(bodies, "PodMonitor")["spec"]["selector"] == {
+            "matchLabels": {"orch.dev/run": run_id}
+        }
 
 
 def test_labels_are_data(helm):
-    """Neither a key nor a value writes YAML of its own, and none replaces what the chart says of itself."""
+    """Neither a key nor a value writes YAML of its own, and none replaces what the chart says of
+    itself."""
     evil = {'x: y\n  annotations: {a: "b"}\n  z': "1"}
     image = {"repository": "registry.example/orch"}
-    done = run(helm, "template", "r", str(CHART), values={"image": image, "monitoring": {"labels": evil}})
+    done = run(
+        helm, "template", "r", str(CHART), values={"image": image, "monitoring": {"labels": evil}}
+    )
     assert done.returncode != 0
     assert "does not match pattern" in done.stderr
     labels = {"release": "prom", "app.kubernetes.io/name": "other", "example.org/on": "yes"}
-    monitor = of(rendered(helm, FULL | {"monitoring": {"podMonitor": True, "labels": labels}}), "PodMonitor")
+    monitor = of(
+        rendered(helm, FULL | {"monitoring": {"podMonitor": True, "labels": labels}}), "PodMonitor"
+    )
     found = monitor["metadata"]["labels"]
-    assert (found["release"], found["app.kubernetes.io/name"], found["example.org/on"]) == ("prom", "orch", "yes")
+    assert (found["release"], found["app.kubernetes.io/name"], found["example.org/on"]) == (
+        "prom",
+        "orch",
+        "yes",
+    )
 
 
 def test_pods_of_the_chart_meet_the_restricted_profile(helm):
@@ -208,11 +284,15 @@ def test_pods_of_the_chart_meet_the_restricted_profile(helm):
 
 
 def test_rights_are_named_one_by_one(helm):
-    run_id = of(rendered(helm, FULL), "ConfigMap", "-values")["metadata"]["name"].removesuffix("-values")
+    run_id = of(rendered(helm, FULL), "ConfigMap", "-values")["metadata"]["name"].removesuffix(
+        "-values"
+    )
     rules = of(rendered(helm, FULL), "Role")["rules"]
     (secrets,) = [rule for rule in rules if "secrets" in rule["resources"]]
     assert secrets["resourceNames"] == [run_id]  # and no other Secret of the namespace
-    assert of(rendered(helm, FULL, "9lives"), "Role")["rules"][2]["resourceNames"][0].startswith("r9lives-")
+    assert of(rendered(helm, FULL, "9lives"), "Role")["rules"][2]["resourceNames"][0].startswith(
+        "r9lives-"
+    )
     for body in rendered(helm, FULL):
         if body["kind"] in ("Role", "ClusterRole"):
             for rule in body["rules"]:

@@ -1,4 +1,5 @@
-"""`helm install` on real nodes: the launcher in the cluster, pods under the restricted profile, a real Prometheus."""
+"""`helm install` on real nodes: the launcher in the cluster, pods under the restricted profile, a
+real Prometheus."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ from tests.beds.kubernetes.runs import (
 from .test_chart import CHART
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
-ASK = "import sys, urllib.request; sys.stdout.write(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())"
+ASK = (
+    "import sys, urllib.request; sys.stdout.write(urllib.request.urlopen(sys.argv[1],"
+    " timeout=5).read().decode())"
+)
 
 
 @pytest.fixture
@@ -38,16 +42,28 @@ def helm(real_bed, orch) -> Helm:
 
 
 def values(*more: str, options: dict | None = None) -> dict:
-    """What a user of this bed writes: torch comes from a volume, everything is small. `more`: overrides."""
+    """What a user of this bed writes: torch comes from a volume, everything is small. `more`:
+    overrides."""
     site = {"claim": "site", "path": image.SITE}
     by_chart = {"image", "pull_policy", "claim"}
     small = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
     cluster, *overrides = TINY
     return {
         "cluster": cluster.removeprefix("cluster="),
-        "overrides": [*overrides, *SHORT, "backend.grace_s=20", "backend.heartbeat_timeout_s=10", *more],
-        "image": dict(zip(("repository", "tag"), image.NAME.split(":"), strict=True)) | {"pullPolicy": "Never"},
-        "options": {name: value for name, value in SMALL.items() if name not in by_chart} | (options or {}),
+        "overrides": [
+            *overrides,
+            *SHORT,
+            "backend.grace_s=20",
+            "backend.heartbeat_timeout_s=10",
+            *more,
+        ],
+        "image": (
+            dict(zip(("repository", "tag"), image.NAME.split(":"), strict=True))
+            | {"pullPolicy": "Never"}
+        ),
+        "options": (
+            {name: value for name, value in SMALL.items() if name not in by_chart} | (options or {})
+        ),
         "claim": {"existing": "runs"},
         "launcher": {"volumes": [site], "resources": small},
     }
@@ -58,12 +74,20 @@ def prometheus(bed: Bed, service: str, namespace: str) -> None:
     if reason := debian.provide(("prometheus",), ("prometheus",)):
         pytest.skip(reason)
     url = f"http://{service}.{namespace}.svc.cluster.local:{METRICS_PORT}/targets"
-    job = {"job_name": "pods", "honor_labels": True, "http_sd_configs": [{"url": url, "refresh_interval": "1s"}]}
+    job = {
+        "job_name": "pods",
+        "honor_labels": True,
+        "http_sd_configs": [{"url": url, "refresh_interval": "1s"}],
+    }
     config = {"global": {"scrape_interval": "500ms"}, "scrape_configs": [job]}
     (bed.home / "prometheus.yaml").write_text(json.dumps(config))
-    bed.run("mount", "--bind", str(bed.home / "resolv.conf"), "/etc/resolv.conf")  # of the bed alone
+    bed.run(
+        "mount", "--bind", str(bed.home / "resolv.conf"), "/etc/resolv.conf"
+    )  # of the bed alone
     flags = [f"--config.file={bed.home}/prometheus.yaml", f"--storage.tsdb.path={bed.home}/tsdb"]
-    bed.daemon("prometheus", debian.find("prometheus"), *flags, "--web.listen-address=127.0.0.1:9090")
+    bed.daemon(
+        "prometheus", debian.find("prometheus"), *flags, "--web.listen-address=127.0.0.1:9090"
+    )
 
 
 def query(bed: Bed, expression: str) -> list[dict]:
@@ -80,13 +104,16 @@ def scraped_steps(bed: Bed) -> dict[str, int]:
 
 def installed(orch: Orch, helm, *overrides: str, options: dict | None = None) -> Run:
     """A release, and the run that its launcher has sent."""
-    bed, space = orch.bed, orch.namespace
+    bed = orch.bed
+    space = orch.namespace
     helm("install", "my-run", CHART, values=values(*overrides, options=options))
     sent = lambda: bed.get("jobs", "-n", space, "-l", "orch.dev/run")["items"]  # noqa: E731
     try:
         bed.wait(sent, 300, "run of the release")
     except BedError as error:
-        said = bed.kubectl("logs", "-n", space, "-l", "app.kubernetes.io/component=launcher", check=False)
+        said = bed.kubectl(
+            "logs", "-n", space, "-l", "app.kubernetes.io/component=launcher", check=False
+        )
         raise AssertionError(f"{error}; the launcher: {said}") from None
     return Run(orch, sent()[0]["metadata"]["labels"]["orch.dev/run"])
 
@@ -97,14 +124,18 @@ def complete(run: Run) -> None:
 
 
 def test_installed_trained_scraped_and_gone(orch, helm):
-    bed, space = orch.bed, orch.namespace
+    bed = orch.bed
+    space = orch.namespace
     words = ("train.steps=30", "checkpoint.every_steps=10", NEVER_HANGS)
     run = installed(orch, helm, *words, options=held_before(30))
     prometheus(bed, run.id, space)
     try:
         run.step(3)
         check_rank_map(orch, run)
-        run.until("four pods scraped", lambda: len(seen := scraped_steps(bed)) == 4 and max(seen.values()) >= 3)
+        run.until(
+            "four pods scraped",
+            lambda: len(seen := scraped_steps(bed)) == 4 and max(seen.values()) >= 3,
+        )
         assert set(scraped_steps(bed)) == {rank["node"] for rank in run.plan["ranks"]}
         run.release(30)
         complete(run)

@@ -1,4 +1,5 @@
-"""The controller on simulated nodes: real control plane, real processes, pods whose kubelets are played."""
+"""The controller on simulated nodes: real control plane, real processes, pods whose kubelets are
+played."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def status(bed: Bed, run: str, namespace: str) -> dict:
     return bed.get("trainrun", "-n", namespace, run).get("status", {})
 
 
-def until(bed: Bed, what: Callable[[], object], seconds: float, about: Callable[[], object] = lambda: "") -> None:
+def until(
+    bed: Bed, what: Callable[[], object], seconds: float, about: Callable[[], object] = lambda: ""
+) -> None:
     assert wait(what, seconds, 0.3), about()
 
 
@@ -100,12 +103,14 @@ def shared_nodes(pods: list[dict]) -> set[str]:
     return found
 
 
-# ------------------------------------------------------------------------------------------ planning
+# ------------------------------------------------------------------------------------------
+#     planning
 
 
 @pytest.mark.full
 def test_words_in_a_repository_are_planned_by_the_controller(bed, orch):
-    """And planned anew where they change: the run goes on under the new plan, at once where it fits."""
+    """And planned anew where they change: the run goes on under the new plan, at once where it
+    fits."""
     with controller(bed, "gitops"):
         bed.apply(train_run("gitops", orch.namespace, 8, options={"annotations": {}}))
         orch.bound("gitops", 8)
@@ -127,13 +132,21 @@ def test_words_in_a_repository_are_planned_by_the_controller(bed, orch):
 def test_variables_that_nobody_should_read_make_a_draft_first(bed, orch):
     """And one that stays a draft, for its submission was killed, is deleted with what it owns."""
     with controller(bed, "draft"):
-        done = orch(*orch.submission(), *MAIN, "--env", "HF_TOKEN", env={"HF_TOKEN": "hush", "LANG": "C.UTF-8"})
+        done = orch(
+            *orch.submission(),
+            *MAIN,
+            "--env",
+            "HF_TOKEN",
+            env={"HF_TOKEN": "hush", "LANG": "C.UTF-8"},
+        )
         run = Run(orch, json.loads(done.stdout)["run_dir"])
         spec = bed.get("trainrun", "-n", orch.namespace, run.id)["spec"]
         assert "hush" not in json.dumps(spec) and not spec.get("draft")
         assert spec["environment"]["LANG"] == "C.UTF-8"
         orch.bound(run.id, 8)
-        owner = bed.get("secret", "-n", orch.namespace, f"{run.id}-env")["metadata"]["ownerReferences"][0]
+        owner = bed.get("secret", "-n", orch.namespace, f"{run.id}-env")["metadata"][
+            "ownerReferences"
+        ][0]
         assert (owner["kind"], owner["name"]) == ("TrainRun", run.id)
 
 
@@ -141,7 +154,8 @@ def test_variables_that_nobody_should_read_make_a_draft_first(bed, orch):
 
 
 def eight_gpus(bed: Bed, namespace: str, *nodes: str) -> None:
-    """These nodes have eight GPUs each for claims of that namespace, as the driver of a vendor says it."""
+    """These nodes have eight GPUs each for claims of that namespace, as the driver of a vendor says
+    it."""
     api = {"apiVersion": "resource.k8s.io/v1"}
     texts = {"type": {"string": "gpu"}, "productName": {"string": "NVIDIA H100 80GB HBM3"}}
     devices = [{"name": f"gpu-{index}", "attributes": texts} for index in range(8)]
@@ -156,19 +170,31 @@ def eight_gpus(bed: Bed, namespace: str, *nodes: str) -> None:
                   "pool": {"name": node, "generation": 1, "resourceSliceCount": 1}}}
         for node in nodes
     ]  # fmt: skip
-    classes = {**api, "kind": "DeviceClass", "metadata": {"name": "gpu.nvidia.com"}, "spec": {"selectors": [selector]}}
+    classes = {
+        **api,
+        "kind": "DeviceClass",
+        "metadata": {"name": "gpu.nvidia.com"},
+        "spec": {"selectors": [selector]},
+    }
     bed.apply(classes, {**api, "kind": "ResourceClaimTemplate", **about, **template}, *slices)
 
 
 def test_gpus_that_are_asked_for_by_claims_are_where_their_driver_says(bed, orch):
-    """The scheduler binds the pods to the nodes that the controller has chosen, for they have the devices; a run that
-    waits for those that others hold gets them once they are given back."""
+    """The scheduler binds the pods to the nodes that the controller has chosen, for they have the
+    devices; a run that waits for those that others hold gets them once they are given back."""
     space = orch.namespace
     eight_gpus(bed, space, "sim-1", "sim-6", "sim-20")
     options = {"annotations": {}, "pod": BY_CLAIM}
     theirs = {"nodeSelector": {"kubernetes.io/hostname": "sim-6"}, **CLAIM,
               "containers": [{"name": "x", "image": "x", "resources": {"claims": [{"name": "gpus"}]}}]}  # fmt: skip
-    bed.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "theirs", "namespace": space}, "spec": theirs})
+    bed.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "theirs", "namespace": space},
+            "spec": theirs,
+        }
+    )
     running = ("get", "pod", "theirs", "-n", space, "-o", "jsonpath={.spec.nodeName}")
     until(bed, lambda: bed.kubectl(*running) == "sim-6", PATIENCE_S)
     with controller(bed, "claims"):
@@ -181,27 +207,35 @@ def test_gpus_that_are_asked_for_by_claims_are_where_their_driver_says(bed, orch
         assert {pod["spec"]["nodeName"] for pod in orch.bound("second", 1)} == {"sim-6"}
 
 
-# ------------------------------------------------------------------------------------------ faults of the controller
+# ------------------------------------------------------------------------------------------ faults
+#     of the controller
 
 
 def test_a_paused_leader_decides_nothing_when_it_wakes(bed, space):
-    """It is stopped for longer than its lease in the middle of its work, another one places other runs on the same
-    nodes, and then it goes on."""
+    """It is stopped for longer than its lease in the middle of its work, another one places other
+    runs on the same nodes, and then it goes on."""
     names = [space("pause-a"), space("pause-b")]
     with controller(bed, "first", 8.0) as first:
-        bed.apply(*(train_run(f"r{i}", names[i % 2], 8, options={"annotations": {}}) for i in range(3)))
+        bed.apply(
+            *(train_run(f"r{i}", names[i % 2], 8, options={"annotations": {}}) for i in range(3))
+        )
         bed.wait(lambda: len(controllers.ledger(bed)) == 3, 120, "three allocations")
         first.signal(signal.SIGSTOP)
         for name in names:
             bed.kubectl("delete", "trainruns", "-n", name, "--all")
         with controller(bed, "second", 8.0):
-            bed.apply(*(train_run(f"s{i}", names[i % 2], 8, options={"annotations": {}}) for i in range(3)))
+            bed.apply(
+                *(
+                    train_run(f"s{i}", names[i % 2], 8, options={"annotations": {}})
+                    for i in range(3)
+                )
+            )
             done = lambda: len([pod for pod in living(bed) if pod["spec"].get("nodeName")]) == 24  # noqa: E731
             bed.wait(done, 180, "the second's pods")
             first.signal(signal.SIGCONT)
             assert wait(lambda: not first.alive, 60), first.log[-3000:]
-            # A request that it was sending when it was stopped arrives now, and may make the Job of a deleted TrainRun.
-            # Its pods are given no node, and the garbage collector takes them.
+            # A request that it was sending when it was stopped arrives now, and may make the Job of
+            # a deleted TrainRun. Its pods are given no node, and the garbage collector takes them.
             at_once = living(bed)
             until(bed, lambda: runs_of(living(bed)) == {"s0", "s1", "s2"}, PATIENCE_S)
             for pods in (at_once, living(bed)):
@@ -215,30 +249,46 @@ def test_the_ledger_is_made_anew_from_the_pods(bed, space):
     name = space("ledger")
     with controller(bed, "before"):
         bed.apply(train_run("r", name, 8, options={"annotations": {}}))
-        bed.wait(lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 8, 120, "pods")
+        bed.wait(
+            lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 8, 120, "pods"
+        )
         held = controllers.ledger(bed)[f"{name}/r"]["nodes"]
     bed.kubectl("delete", "configmap", "-n", controllers.SPACE, "orch-placements")
     with controller(bed, "after"):
         bed.apply(*(train_run(f"s{i}", name, 8, options={"annotations": {}}) for i in range(2)))
-        bed.wait(lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 24, 120, "pods")
+        bed.wait(
+            lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 24, 120, "pods"
+        )
         assert controllers.ledger(bed)[f"{name}/r"]["nodes"] == held
         assert not shared_nodes(living(bed))
 
 
 def competition(bed: Bed, names: list[str], round: int, count: int) -> None:
-    """`count` runs of four namespaces for room for a few: all of them end well, no node is given twice, and none stands
-    idle while somebody fits."""
-    bodies = [train_run(f"r{round}-{i}", names[i % len(names)], random.choice((4, 8))) for i in range(count)]
-    over, shared, idle = threading.Event(), set(), []
+    """`count` runs of four namespaces for room for a few: all of them end well, no node is given
+    twice, and none stands idle while somebody fits."""
+    bodies = [
+        train_run(f"r{round}-{i}", names[i % len(names)], random.choice((4, 8)))
+        for i in range(count)
+    ]
+    over = threading.Event()
+    shared = set()
+    idle = []
 
     def watch() -> None:
         since = None
         while not over.wait(0.5):
             pods = living(bed)
             shared.update(shared_nodes(pods))
-            waiting = [one for one in controllers.runs(bed).values() if one.get("status", {}).get("state") == "pending"]
+            waiting = [
+                one
+                for one in controllers.runs(bed).values()
+                if one.get("status", {}).get("state") == "pending"
+            ]
             held = {node for one in controllers.ledger(bed).values() for node in one["nodes"]}
-            least = min((4 if "cluster.nodes=4" in one["spec"]["words"] else 8 for one in waiting), default=99)
+            least = min(
+                (4 if "cluster.nodes=4" in one["spec"]["words"] else 8 for one in waiting),
+                default=99,
+            )
             since = (since or time.monotonic()) if NODES - len(held) >= least else None
             if since and time.monotonic() - since > 60:  # on a machine that does much else
                 idle.append((len(held), least))
@@ -247,7 +297,14 @@ def competition(bed: Bed, names: list[str], round: int, count: int) -> None:
     watcher.start()
     try:
         bed.apply(*bodies)
-        ended = lambda: [one for one in controllers.runs(bed).values() if one.get("status", {}).get("state") == "done"]  # noqa: E731
+
+        def ended():
+            return [
+                one
+                for one in controllers.runs(bed).values()
+                if one.get("status", {}).get("state") == "done"
+            ]
+
         bed.wait(lambda: len(ended()) == count, 900, f"end of {count} runs")
     finally:
         over.set()
@@ -273,8 +330,10 @@ def test_twenty_runs_of_four_namespaces_fifty_times(bed, space):
 
 @pytest.mark.parametrize("points", [2, pytest.param(100, marks=pytest.mark.full)])
 def test_a_controller_killed_anywhere_leaves_one_run_or_none(bed, space, points):
-    """SIGKILL at a random moment after a run was asked for; the next one comes to one Job of it and whole pods."""
-    name, seed = space("killed"), random.Random(21)
+    """SIGKILL at a random moment after a run was asked for; the next one comes to one Job of it and
+    whole pods."""
+    name = space("killed")
+    seed = random.Random(21)
     for point in range(points):
         one = Replica(bed, f"kill-{point}", lease_s=2.0)
         bed.apply(train_run(f"k{point}", name, 8, options={"annotations": {}}))
@@ -304,36 +363,68 @@ def test_a_controller_killed_anywhere_leaves_one_run_or_none(bed, space, points)
 @pytest.mark.full
 @pytest.mark.parametrize("points", [100])
 def test_a_submitter_killed_anywhere_leaves_one_run_or_none(bed, orch, points):
-    """SIGKILL at a random moment of `orch submit` with a secret to pass on: a whole run, a draft that goes, nothing."""
-    seed, words, env = random.Random(22), orch.submission(), {"HF_TOKEN": "hush"}
+    """SIGKILL at a random moment of `orch submit` with a secret to pass on: a whole run, a draft
+    that goes, nothing."""
+    seed = random.Random(22)
+    words = orch.submission()
+    env = {"HF_TOKEN": "hush"}
     began = time.monotonic()
     orch(*words, *MAIN, "--env", "HF_TOKEN", "run.name=warm", env=env)
     takes = time.monotonic() - began
     with controller(bed, "submitter"):
         for point in range(points):
-            argv = [sys.executable, "-m", "orchestrator.cli.main", *words, *MAIN, "--env", "HF_TOKEN"]
-            environ = {"ORCH_HOME": str(orch.home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+            argv = [
+                sys.executable,
+                "-m",
+                "orchestrator.cli.main",
+                *words,
+                *MAIN,
+                "--env",
+                "HF_TOKEN",
+            ]
+            environ = {
+                "ORCH_HOME": str(orch.home),
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                **env,
+            }
             process = bed.popen(f"submit-{point}", *argv, f"--run-id=s{point}", env=environ)
             time.sleep(seed.uniform(0.3, 1.1) * takes)
             for pid in (*descendants(process.pid), process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait(30)
-            bed.kubectl("delete", "trainrun", "-n", orch.namespace, f"s{point}", "--ignore-not-found", "--wait=false")
+            bed.kubectl(
+                "delete",
+                "trainrun",
+                "-n",
+                orch.namespace,
+                f"s{point}",
+                "--ignore-not-found",
+                "--wait=false",
+            )
         kinds = "trainruns,jobs,pods,secrets,services"
         left = lambda: [  # noqa: E731
-            one for one in bed.kubectl("get", kinds, "-n", orch.namespace, "-o", "name").split() if "warm" not in one
+            one
+            for one in bed.kubectl("get", kinds, "-n", orch.namespace, "-o", "name").split()
+            if "warm" not in one
         ]
         until(bed, lambda: not left(), 300, left)
 
 
 @pytest.mark.full
 def test_the_api_server_may_go_and_come_back(bed, space):
-    """Killed while runs are being placed and started: nothing is done twice, and everything in the end."""
+    """Killed while runs are being placed and started: nothing is done twice, and everything in the
+    end."""
     name = space("api-server")
     with controller(bed, "api", 15.0) as one:
         for round in range(3):
-            bed.apply(*(train_run(f"a{round}-{i}", name, 8, options={"annotations": {}}) for i in range(3)))
+            bed.apply(
+                *(
+                    train_run(f"a{round}-{i}", name, 8, options={"annotations": {}})
+                    for i in range(3)
+                )
+            )
             time.sleep(1.0 + round)
             bed.end("kube-apiserver", signal.SIGKILL)
             time.sleep(3.0)
@@ -343,14 +434,21 @@ def test_the_api_server_may_go_and_come_back(bed, space):
             assert not shared_nodes(living(bed)) and one.alive
             assert len(bed.get("jobs", "-n", name)["items"]) == 3
             bed.kubectl("delete", "trainruns", "-n", name, "--all")
-            bed.wait(lambda: not controllers.ledger(bed) and not living(bed), 180, "an empty ledger", "api")
+            bed.wait(
+                lambda: not controllers.ledger(bed) and not living(bed),
+                180,
+                "an empty ledger",
+                "api",
+            )
 
 
-# ------------------------------------------------------------------------------------------ a whole life
+# ------------------------------------------------------------------------------------------ a whole
+#     life
 
 
 def test_a_run_from_its_submission_to_its_end(bed, orch, tmp_path):
-    """Submitted, placed under leaves, cancelled, resumed, seen by somebody else, deleted: and nothing is left.
+    """Submitted, placed under leaves, cancelled, resumed, seen by somebody else, deleted: and
+    nothing is left.
 
     Not the first of the bed: Kubernetes' garbage collector hears of a new kind after half a minute.
     """
@@ -364,7 +462,16 @@ def test_a_run_from_its_submission_to_its_end(bed, orch, tmp_path):
         assert held["nodes"] == [pod["spec"]["nodeName"] for pod in pods]
         until(bed, lambda: status(bed, run.id, orch.namespace).get("nodes") == "8/8", 60)
         table = bed.kubectl("get", "trainruns", "-n", orch.namespace)
-        assert table.split()[:8] == ["NAME", "STATE", "STEP", "LOSS", "NODES", "ETTR", "AGE", "REASON"]
+        assert table.split()[:8] == [
+            "NAME",
+            "STATE",
+            "STEP",
+            "LOSS",
+            "NODES",
+            "ETTR",
+            "AGE",
+            "REASON",
+        ]
         orch("cancel", run.id)
         assert run.state().state == "cancelled"
         assert not living(bed, "-n", orch.namespace)
@@ -376,10 +483,18 @@ def test_a_run_from_its_submission_to_its_end(bed, orch, tmp_path):
         other.home.mkdir()
         seen = json.loads(other("list", "--json", "--everyone").stdout)
         assert run.id in {one["state"]["run_id"] for one in seen}
-        assert json.loads(other("status", "--json", run.id).stdout)["state"]["plan_hash"] == run.state().plan_hash
+        assert (
+            json.loads(other("status", "--json", run.id).stdout)["state"]["plan_hash"]
+            == run.state().plan_hash
+        )
         bed.kubectl("delete", "trainrun", "-n", orch.namespace, run.id)
         kinds = "jobs,pods,secrets,services,configmaps"
-        left = lambda: bed.kubectl("get", kinds, "-n", orch.namespace, "-l", f"orch.dev/run={run.id}", "-o", "name")  # noqa: E731
+
+        def left():
+            return bed.kubectl(
+                "get", kinds, "-n", orch.namespace, "-l", f"orch.dev/run={run.id}", "-o", "name"
+            )
+
         until(bed, lambda: not left(), 90, left)
         until(bed, lambda: not controllers.ledger(bed), 30)
 
@@ -389,17 +504,25 @@ def test_a_run_from_its_submission_to_its_end(bed, orch, tmp_path):
 
 @pytest.mark.full
 def test_a_node_out_of_service_is_replaced(bed, space):
-    """Cordoned and its pod gone, as a drain leaves it; and one that was never fit to take its pod."""
+    """Cordoned and its pod gone, as a drain leaves it; and one that was never fit to take its
+    pod."""
     name = space("heal")
     with controller(bed, "heal"):
         bed.apply(train_run("r", name, 8, options={"annotations": {}}))
-        bed.wait(lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 8, 120, "pods")
+        bed.wait(
+            lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 8, 120, "pods"
+        )
         held = controllers.ledger(bed)[f"{name}/r"]["nodes"]
         bed.kubectl("cordon", held[3])
         try:
-            victim = next(p for p in living(bed) if p["spec"].get("nodeName") == held[3])["metadata"]["name"]
+            victim = next(p for p in living(bed) if p["spec"].get("nodeName") == held[3])[
+                "metadata"
+            ]["name"]
             bed.kubectl("delete", "pod", "-n", name, victim, "--wait=false")
-            whole = lambda: [p["spec"].get("nodeName") for p in living(bed) if p["spec"].get("nodeName")]  # noqa: E731
+
+            def whole():
+                return [p["spec"].get("nodeName") for p in living(bed) if p["spec"].get("nodeName")]
+
             bed.wait(lambda: len(whole()) == 8 and held[3] not in whole(), 120, "another node")
             now = controllers.ledger(bed)[f"{name}/r"]["nodes"]
             assert now[:3] + now[4:] == held[:3] + held[4:] and now[3] not in held
@@ -409,8 +532,10 @@ def test_a_node_out_of_service_is_replaced(bed, space):
 
 @pytest.mark.full
 def test_a_quota_gives_the_nodes_back(bed, space):
-    """Pods that may not be made hold no nodes: others get them, and the run comes back when there is quota."""
-    name, other = space("quota"), space("quota-other")
+    """Pods that may not be made hold no nodes: others get them, and the run comes back when there
+    is quota."""
+    name = space("quota")
+    other = space("quota-other")
     bed.apply({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q", "namespace": name},
                "spec": {"hard": {"pods": "0"}}})  # fmt: skip
     with controller(bed, "quota"):
@@ -419,7 +544,11 @@ def test_a_quota_gives_the_nodes_back(bed, space):
         until(bed, lambda: "exceeded quota" in said() and "tried again at" in said(), 120, said)
         until(bed, lambda: not controllers.ledger(bed), 60)
         bed.apply(*(train_run(f"s{i}", other, 8, options={"annotations": {}}) for i in range(3)))
-        bed.wait(lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 24, 120, "the others' pods")
+        bed.wait(
+            lambda: len([p for p in living(bed) if p["spec"].get("nodeName")]) == 24,
+            120,
+            "the others' pods",
+        )
         bed.kubectl("delete", "trainruns", "-n", other, "--all")
         bed.kubectl("delete", "resourcequota", "-n", name, "q")
         until(bed, lambda: status(bed, "r", name).get("nodes") == "8/8", 180, said)

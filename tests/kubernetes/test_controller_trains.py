@@ -1,4 +1,5 @@
-"""Training under the controller on real nodes: two kubelets, containers, checkpoints on a claim, many faults."""
+"""Training under the controller on real nodes: two kubelets, containers, checkpoints on a claim,
+many faults."""
 
 from __future__ import annotations
 
@@ -45,11 +46,16 @@ def status(run: Run) -> dict:
     return run.orch.bed.get("trainrun", "-n", run.orch.namespace, run.id)["status"]
 
 
-def test_a_run_says_how_it_is_and_goes_on_after_its_pod_its_controller_and_its_cancel(orch, undisturbed):
+def test_a_run_says_how_it_is_and_goes_on_after_its_pod_its_controller_and_its_cancel(
+    orch, undisturbed
+):
     with controller(orch.bed, "train-1") as first:
         run = orch.submit_held(*TINY, *SHORT)
         run.step(5)
-        run.until("its step in the status", lambda: status(run).get("step", 0) >= 5 and status(run).get("loss"))
+        run.until(
+            "its step in the status",
+            lambda: status(run).get("step", 0) >= 5 and status(run).get("loss"),
+        )
         assert status(run)["state"] == "running" and status(run)["nodes"] == "4/4"
         first.signal(signal.SIGKILL)
         run.step(10)  # nobody is needed to train on
@@ -70,9 +76,12 @@ def test_a_run_says_how_it_is_and_goes_on_after_its_pod_its_controller_and_its_c
 
 
 def test_an_elastic_run_goes_on_with_the_pods_that_are_left(orch, undisturbed):
-    """A pod deleted, a whole node killed, and back again: the run never ends, and its losses are the same."""
+    """A pod deleted, a whole node killed, and back again: the run never ends, and its losses are
+    the same."""
     with controller(orch.bed, "elastic"):
-        run = orch.submit(*TINY, *SHORT, "nodes=2..4", "train.steps=100000", options={"grow_after_s": 2})
+        run = orch.submit(
+            *TINY, *SHORT, "nodes=2..4", "train.steps=100000", options={"grow_after_s": 2}
+        )
         run.step(3)
         life = lambda: status(run)["generation"]  # noqa: E731
         victim = orch.pods(run.id)[1]["metadata"]["name"]
@@ -90,7 +99,10 @@ def test_an_elastic_run_goes_on_with_the_pods_that_are_left(orch, undisturbed):
         finally:
             nodes.start(orch.bed, 1, again=True)
             nodes.wait_ready(orch.bed, "node-1")
-        run.until("all four again", lambda: len(json.loads((run.inside / "plan.json").read_text())["ranks"]) == 8)
+        run.until(
+            "all four again",
+            lambda: len(json.loads((run.inside / "plan.json").read_text())["ranks"]) == 8,
+        )
         before = max(run.steps())
         run.step(max(before + 3, 60))
         assert life() == 0 and status(run)["state"] == "running"
@@ -105,7 +117,13 @@ def test_an_elastic_run_goes_on_with_the_pods_that_are_left(orch, undisturbed):
 
 def test_an_upgrade_goes_on_from_the_checkpoints(orch, tmp_path: Path):
     """Other words of the same run: it saves, leaves, and goes on under the new plan."""
-    words = ["cluster=local", "cluster.nodes=4", "cluster.gpus_per_node=2", *SHORT, "train.steps=100000"]
+    words = [
+        "cluster=local",
+        "cluster.nodes=4",
+        "cluster.gpus_per_node=2",
+        *SHORT,
+        "train.steps=100000",
+    ]
     body = {
         "apiVersion": "orch.dev/v1alpha1",
         "kind": "TrainRun",
@@ -117,7 +135,10 @@ def test_an_upgrade_goes_on_from_the_checkpoints(orch, tmp_path: Path):
         run = Run(orch, str(orch.home / "runs" / "upgraded"))
         run.step(5)
         orch.bed.apply({**body, "spec": {**body["spec"], "words": [*words, "parallel=tp2"]}})
-        run.until("the new plan", lambda: status(run).get("generation") == 1 and status(run)["state"] == "running")
+        run.until(
+            "the new plan",
+            lambda: status(run).get("generation") == 1 and status(run)["state"] == "running",
+        )
         assert run.saved()
         run.until("steps under it", lambda: run.steps(since_epoch=1))
         first = min(run.steps(since_epoch=1))

@@ -1,4 +1,5 @@
-"""What is asked of a run without a controller: on a full disk, twice at once, by a command that dies."""
+"""What is asked of a run without a controller: on a full disk, twice at once, by a command that
+dies."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class Api:
     namespace = "n"
 
     def __init__(self, answers: bool = True):
-        self.answers, self.there, self.ended = answers, True, []
+        self.answers = answers
+        self.there = True
+        self.ended = []
 
     def get(self, kind, name):
         return job() if kind == "Job" and self.there else None
@@ -44,7 +47,10 @@ class Api:
     def list(self, kind, *_, **__):
         if not self.answers:
             raise unreachable("https://10.0.0.1:6443", OSError("refused"))
-        pods = [pod(index, labels={"orch.dev/run": "r"}, creationTimestamp="2027-01-15T08:00:00Z") for index in (0, 1)]
+        pods = [
+            pod(index, labels={"orch.dev/run": "r"}, creationTimestamp="2027-01-15T08:00:00Z")
+            for index in (0, 1)
+        ]
         return {"Job": [job()], "Pod": pods}.get(kind, []) if self.there else []
 
     def delete(self, kind, name, *_, **__):
@@ -55,8 +61,11 @@ class Api:
         return iter(())
 
 
-def run_of(api: Api, path: Path, monkeypatch, sent: bool = True) -> tuple[RunFolder, KubernetesBackend]:
-    folder, backend = RunFolder(path / "r"), KubernetesBackend()
+def run_of(
+    api: Api, path: Path, monkeypatch, sent: bool = True
+) -> tuple[RunFolder, KubernetesBackend]:
+    folder = RunFolder(path / "r")
+    backend = KubernetesBackend()
     folder.create()
     write_state(folder, state("running", 1))
     write_record(folder, KubernetesRecord(None, "n", "Job", "r", "s", 0.0, sent=sent))
@@ -64,10 +73,13 @@ def run_of(api: Api, path: Path, monkeypatch, sent: bool = True) -> tuple[RunFol
     return folder, backend
 
 
-# ------------------------------------------------------------------------------------------ a full disk
+# ------------------------------------------------------------------------------------------ a full
+#     disk
 
 
-@pytest.fixture(params=[errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
+@pytest.fixture(
+    params=[errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO], ids=errno.errorcode.get
+)
 def full_disk(request, monkeypatch):
     """From the call on, no file of this process takes its content."""
 
@@ -78,7 +90,9 @@ def full_disk(request, monkeypatch):
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_full_disk_keeps_nobody_from_ending_a_run(tmp_path, monkeypatch, capsys, full_disk, force):
+def test_a_full_disk_keeps_nobody_from_ending_a_run(
+    tmp_path, monkeypatch, capsys, full_disk, force
+):
     api = Api()
     folder, backend = run_of(api, tmp_path, monkeypatch)
     full_disk()
@@ -97,15 +111,20 @@ def test_a_full_disk_and_no_answer_is_no_end(tmp_path, monkeypatch, full_disk):
         backend.cancel(folder, force=True)
 
 
-# ------------------------------------------------------------------------------------------ resize and resume
+# ------------------------------------------------------------------------------------------ resize
+#     and resume
 
 
 class Sent(DirectRuns):
     """Keeps what would be sent; `meanwhile` is called before that."""
 
     def __init__(self, api: Api):
-        self.api, self.sent, self.meanwhile = api, [], lambda: None
-        super().__init__(lambda context, namespace: api, lambda: KubernetesBackend()._observer, lambda: None)
+        self.api = api
+        self.sent = []
+        self.meanwhile = lambda: None
+        super().__init__(
+            lambda context, namespace: api, lambda: KubernetesBackend()._observer, lambda: None
+        )
 
     def is_alive(self, folder, record):
         return self.api.there
@@ -113,7 +132,10 @@ class Sent(DirectRuns):
     def _send(self, folder, request, plan, environ, generation, drafts):
         self.meanwhile()
         self.sent.append((len(request.agents), plan, generation))
-        write_record(folder, KubernetesRecord(None, "n", "Job", "r", "s", 0.0, generation=generation, sent=True))
+        write_record(
+            folder,
+            KubernetesRecord(None, "n", "Job", "r", "s", 0.0, generation=generation, sent=True),
+        )
         self.api.there = True
 
 
@@ -133,7 +155,8 @@ def elastic(tmp_path) -> tuple[RunFolder, Sent, dict[int, Plan]]:
 
 
 def in_force(folder: RunFolder) -> tuple[int, str, str, str]:
-    request, plan = read_request(folder), load_plan(folder.plan)
+    request = read_request(folder)
+    plan = load_plan(folder.plan)
     return len(request.agents), request.plan_hash, plan.hash, read_state(folder).plan_hash
 
 

@@ -1,4 +1,5 @@
-"""`orch drill` on real pods: workers are hit by a process beside them, pods by the API server; the run goes on."""
+"""`orch drill` on real pods: workers are hit by a process beside them, pods by the API server; the
+run goes on."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def test_faults_in_real_pods_and_the_run_goes_on(orch, ended):
     run = ended(orch.submit(*words, "backend.allow_drills=true"))
     run.step(3)
     refused = orch("drill", run.id, "--faults", "stop_agent", code=64)
-    assert "process 1 of its pod; what can be: kill_worker, stop_worker, slow_worker, kill_node" in refused.stderr
+    assert (
+        "process 1 of its pod; what can be: kill_worker, stop_worker, slow_worker, kill_node"
+        in refused.stderr
+    )
     drill = ("--faults", FAULTS, "--victim", "other", "--for-s", "3", "--limit-s", "600", "--json")
     said = json.loads(orch("drill", run.id, *drill, timeout=3600).stdout)
     assert [trial["fault"] for trial in said["trials"]] == FAULTS.split(",") and not said["stopped"]

@@ -1,4 +1,5 @@
-"""Pods of an elastic run without a cluster: any may go, come back or be missing at first, and the run goes on."""
+"""Pods of an elastic run without a cluster: any may go, come back or be missing at first, and the
+run goes on."""
 
 from __future__ import annotations
 
@@ -38,14 +39,17 @@ def sized(nodes: int, cache: Path | None = None) -> Plan:
     return replan(plan, plan.cluster)
 
 
-# ------------------------------------------------------------------------------------------ coming together
+# ------------------------------------------------------------------------------------------ coming
+#     together
 
 
 class Together:
     """Pods as threads over one folder."""
 
     def __init__(self, path: Path, together: int, least: int = 2):
-        self.folder, self.together, self.least = RunFolder(path), together, least
+        self.folder = RunFolder(path)
+        self.together = together
+        self.least = least
         self.folder.path.mkdir()
         (self.folder.path / "kubernetes").mkdir()
         self.begun: dict[int, Begun] = {}
@@ -54,7 +58,9 @@ class Together:
 
     def come(self, *indices: int) -> None:
         for index in indices:
-            own = Waiting(index=index, node=f"n{index}", address="a", pod=f"p{index}", together=self.together)
+            own = Waiting(
+                index=index, node=f"n{index}", address="a", pod=f"p{index}", together=self.together
+            )
             thread = threading.Thread(target=self._wait, args=(own,), daemon=True)
             thread.start()
             self.threads.append(thread)
@@ -64,7 +70,9 @@ class Together:
             self.members.append([pod.index for pod in members])
             return "hash"
 
-        self.begun[own.index] = come_together(self.folder, own, self.least, 1.0, 60.0, begin, settle_s=3.0)
+        self.begun[own.index] = come_together(
+            self.folder, own, self.least, 1.0, 60.0, begin, settle_s=3.0
+        )
 
     def all(self) -> dict[int, Begun]:
         for thread in self.threads:
@@ -98,7 +106,8 @@ def test_too_few_say_so(tmp_path):
 
 
 def test_a_pod_that_comes_while_somebody_coordinates_joins_that_run(tmp_path):
-    pods, over = Together(tmp_path / "run", 4), threading.Event()
+    pods = Together(tmp_path / "run", 4)
+    over = threading.Event()
 
     def beat() -> None:
         address = CoordinatorAddress(host="h", port=1, node="n9", epoch=3)
@@ -127,7 +136,8 @@ def test_ranks_go_to_as_many_pods_as_make_a_legal_size():
         map_elastic({2: plans[2]}, members[:1], None, shared=False)
 
 
-# ------------------------------------------------------------------------------------------ whole lives
+# ------------------------------------------------------------------------------------------ whole
+#     lives
 
 
 @pytest.fixture
@@ -150,7 +160,8 @@ def pods(tmp_path):
 
 
 def busy(run: Pods, *indices: int, after: int = -1) -> int:
-    """Once workers run on exactly these pods, in an epoch after `after`, and listen for signals: that epoch."""
+    """Once workers run on exactly these pods, in an epoch after `after`, and listen for signals:
+    that epoch."""
 
     def there() -> bool:
         try:
@@ -158,13 +169,20 @@ def busy(run: Pods, *indices: int, after: int = -1) -> int:
         except (OSError, ValueError):
             return False
         epoch = state["epoch"]
-        running = {name: node["ranks"] for name, node in state["nodes"].items() if node["state"] == "running"}
+        running = {
+            name: node["ranks"]
+            for name, node in state["nodes"].items()
+            if node["state"] == "running"
+        }
         ranked = {name for name, ranks in running.items() if ranks}
         names = {f"n{index}.pod-{index}" for index in indices}
         if state["state"] != "running" or epoch <= after or ranked != names:
             return False
-        # A worker that gets SIGTERM before it has written its pid is ended by it, and saves nothing.
-        return all((run.run / f"pid-{epoch}-{rank}").exists() for name in names for rank in running[name])
+        # A worker that gets SIGTERM before it has written its pid is ended by it, and saves
+        # nothing.
+        return all(
+            (run.run / f"pid-{epoch}-{rank}").exists() for name in names for rank in running[name]
+        )
 
     run.until(there)
     return run.state["epoch"]

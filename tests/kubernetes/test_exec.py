@@ -1,4 +1,5 @@
-"""Commands in pods, against a server that speaks WebSocket byte by byte; and what a drill does with a pod."""
+"""Commands in pods, against a server that speaks WebSocket byte by byte; and what a drill does with
+a pod."""
 
 from __future__ import annotations
 
@@ -25,8 +26,10 @@ class Server:
     """One connection: the request, an answer, frames as told; what the client sends is unmasked."""
 
     def __init__(self, *frames: bytes, refusal: str = ""):
-        self._frames, self._refusal = frames, refusal
-        self.request, self.heard = "", []
+        self._frames = frames
+        self._refusal = refusal
+        self.request = ""
+        self.heard = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.host = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -43,15 +46,26 @@ class Server:
                 self.request += line
             if self._refusal:
                 body = json.dumps({"message": self._refusal})
-                peer.sendall(f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+                peer.sendall(
+                    f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+                )
                 return
-            key = re.search(r"Sec-WebSocket-Key: (\S+)", self.request)[1] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+            key = (
+                re.search(r"Sec-WebSocket-Key: (\S+)", self.request)[1]
+                + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+            )
             accept = base64.b64encode(hashlib.sha1(key.encode()).digest()).decode()
-            upgrade = f"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: {accept}\r\n"
-            upgrade = f"HTTP/1.1 101 Switching\r\n{upgrade}Sec-WebSocket-Protocol: v5.channel.k8s.io\r\n\r\n"
+            upgrade = (
+                f"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: {accept}\r\n"
+            )
+            upgrade = (
+                f"HTTP/1.1 101 Switching\r\n{upgrade}Sec-WebSocket-Protocol:"
+                " v5.channel.k8s.io\r\n\r\n"
+            )
             peer.sendall(upgrade.encode() + b"".join(self._frames))  # in one piece
             while head := file.read(2):
-                mask, size = file.read(4), head[1] & 0x7F
+                mask = file.read(4)
+                size = head[1] & 0x7F
                 self.heard.append(bytes(b ^ mask[i % 4] for i, b in enumerate(file.read(size))))
                 if self.heard[-1] == b"\xff\x00":
                     return peer.sendall(frame(b'\x03{"status":"Success"}') + END)
@@ -82,12 +96,16 @@ def test_a_command_says_its_line_and_leaves_when_its_input_ends():
     server.join()
     assert server.heard[0] == b"\xff\x00", "its standard input ends, and then the connection does"
     line, *headers = server.request.splitlines()
-    assert line.startswith("GET /api/v1/namespaces/n/pods/p/exec?command=a+b&command=c&container=agent&stdin=true")
+    assert line.startswith(
+        "GET /api/v1/namespaces/n/pods/p/exec?command=a+b&command=c&container=agent&stdin=true"
+    )
     assert "authorization: x" in headers
 
 
 def test_a_line_that_comes_with_the_end_of_the_command_is_heard():
-    with closing(run(Server(frame(b"\x01hello\n"), frame(b'\x03{"status":"Success"}'), END))) as command:
+    with closing(
+        run(Server(frame(b"\x01hello\n"), frame(b'\x03{"status":"Success"}'), END))
+    ) as command:
         assert command.line(10.0) == b"hello"
 
 
@@ -98,7 +116,10 @@ def test_why_a_command_could_not_be_run():
         assert "no such file exit code 127" in command.failure().message
     with closing(run(Server())) as command, pytest.raises(OrchError, match="no answer in time"):
         command.line(0.05)
-    why = 'pods "p" is forbidden: User "u" cannot get resource "pods/exec" in API group "" in the namespace "n"'
+    why = (
+        'pods "p" is forbidden: User "u" cannot get resource "pods/exec" in API group "" in the'
+        ' namespace "n"'
+    )
     with refusal(r"the rule to add: .*pods/exec.*get", 78):
         run(Server(refusal=why))
 
@@ -110,7 +131,8 @@ class Pods:
     """Stands in for the cluster: which calls a fault becomes."""
 
     def __init__(self):
-        self.calls, self.reply = [], {"at": 5.0}
+        self.calls = []
+        self.reply = {"at": 5.0}
 
     def delete(self, kind, name, grace_s):
         self.calls.append(("delete", name, grace_s))
@@ -132,7 +154,8 @@ class Pods:
 def targets(tmp_path, monkeypatch, **options) -> tuple[Targets, Pods]:
     given = {"name": "kubernetes", "options": {"image": "orch:1", **options}}
     request = make_bundle(make_plan(dp=2, nodes=2), tmp_path, backend=given).request
-    pods, backend = Pods(), get_backend("kubernetes")
+    pods = Pods()
+    backend = get_backend("kubernetes")
     names = {"node-0.pod-0": "p0", "node-0.pod-1": "p1"}
     monkeypatch.setattr(backend, "_pod_of", lambda folder, node: (pods, names[node]))
     return targets_of(backend, RunFolder(tmp_path / "r"), request, 60.0), pods

@@ -24,16 +24,23 @@ from tests.beds.bundles import refusal
 from tests.beds.plans import make_plan
 
 ROOM = {"cpu": "64", "memory": "1Ti", "nvidia.com/gpu": "2", "rdma/ib": "2"}
-LEAF, SPINE = "network.topology.nvidia.com/leaf", "network.topology.nvidia.com/spine"
+LEAF = "network.topology.nvidia.com/leaf"
+SPINE = "network.topology.nvidia.com/spine"
 
 
 def cuda(plan: Plan, gpu: str = "H100-SXM") -> Plan:
-    cluster = structs.replace(plan.cluster, device="cuda", gpu=structs.replace(plan.cluster.gpu, name=gpu))
+    cluster = structs.replace(
+        plan.cluster, device="cuda", gpu=structs.replace(plan.cluster.gpu, name=gpu)
+    )
     return structs.replace(plan, cluster=cluster)
 
 
 def node(name: str, labels: dict | None = None, **changes: dict) -> dict:
-    own = {HOST: name, "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "topology.kubernetes.io/zone": "z"}
+    own = {
+        HOST: name,
+        "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
+        "topology.kubernetes.io/zone": "z",
+    }
     body = {
         "metadata": {"name": name, "labels": own | (labels or {})},
         "spec": {},
@@ -46,7 +53,11 @@ def node(name: str, labels: dict | None = None, **changes: dict) -> dict:
 
 def has(**amounts: str) -> dict:
     return {
-        "status": {"allocatable": ROOM | {name.replace("__", "/").replace("_", "."): n for name, n in amounts.items()}}
+        "status": {
+            "allocatable": (
+                ROOM | {name.replace("__", "/").replace("_", "."): n for name, n in amounts.items()}
+            )
+        }
     }
 
 
@@ -56,9 +67,19 @@ class Api:
     namespace = "llm"
 
     def __init__(
-        self, nodes: list[dict], pods: list[dict] = (), jobs: list[dict] = (), all_jobs: list[dict] | None = None
+        self,
+        nodes: list[dict],
+        pods: list[dict] = (),
+        jobs: list[dict] = (),
+        all_jobs: list[dict] | None = None,
     ):
-        self.found = {"Node": nodes, "AllPods": pods, "Job": jobs, "JobSet": [], "AllJobs": all_jobs}
+        self.found = {
+            "Node": nodes,
+            "AllPods": pods,
+            "Job": jobs,
+            "JobSet": [],
+            "AllJobs": all_jobs,
+        }
 
     def read(self, kind, of, labels="", fields="", cached=False):
         kept = [body for body in self.found[kind] if _selected(body, fields)]
@@ -85,7 +106,9 @@ def _selected(body: dict, fields: str) -> bool:
     return True
 
 
-def pod(name: str, on: str, spec: dict | None = None, phase: str = "Running", **requests: str) -> dict:
+def pod(
+    name: str, on: str, spec: dict | None = None, phase: str = "Running", **requests: str
+) -> dict:
     container = {"resources": {"requests": requests or {"cpu": "10m"}}}
     body = {"nodeName": on, "containers": [container]} | (spec or {})
     return {"metadata": {"name": name}, "spec": body, "status": {"phase": phase}}
@@ -126,20 +149,30 @@ def test_what_the_scheduler_will_check(options, gpu, changes, why):
 
 def test_nodes_with_shared_gpus_are_not_given_and_the_refusal_says_so():
     sharing = [{"nvidia.com/gpu.replicas": "4"}, {"nvidia.com/gpu.sharing-strategy": "mps"}]
-    sharing += [{"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED"}, {"nvidia.com/gpu.count": "1"}]
-    nodes = [node(f"n{i}", labels) for i, labels in enumerate(sharing)] + [node(f"n{i}") for i in (4, 5)]
+    sharing += [
+        {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED"},
+        {"nvidia.com/gpu.count": "1"},
+    ]
+    nodes = [node(f"n{i}", labels) for i, labels in enumerate(sharing)] + [
+        node(f"n{i}") for i in (4, 5)
+    ]
     assert reserve(Api(nodes), cuda(make_plan(tp=2, dp=2, nodes=2))).chosen.nodes == ("n4", "n5")
     with refusal(r"2 of 6 nodes are free with 2 GPUs \(4 x shared GPUs\)", Exit.CAPACITY):
         reserve(Api(nodes), cuda(make_plan(tp=2, dp=3, nodes=3)))
-    amounts = {"status": {"allocatable": ROOM | {"nvidia.com/gpu": "0", "nvidia.com/gpu.shared": "8"}}}
+    amounts = {
+        "status": {"allocatable": ROOM | {"nvidia.com/gpu": "0", "nvidia.com/gpu.shared": "8"}}
+    }
     renamed = [node(f"n{i}", sharing[0], **amounts) for i in range(2)]
     with refusal("2 x shared GPUs", Exit.CAPACITY):
-        reserve(Api(renamed), cuda(make_plan(tp=2, dp=2, nodes=2)), gpu_resource="nvidia.com/gpu.shared")
+        reserve(
+            Api(renamed), cuda(make_plan(tp=2, dp=2, nodes=2)), gpu_resource="nvidia.com/gpu.shared"
+        )
 
 
 def test_a_taint_that_is_tolerated_does_not_matter_and_one_of_another_value_does():
     taints = {"spec": {"taints": [{"key": "team", "value": "a", "effect": "NoSchedule"}]}}
-    api, plan = Api([node(f"n{i}", **taints) for i in range(2)]), cuda(make_plan(tp=2, dp=2, nodes=2))
+    api = Api([node(f"n{i}", **taints) for i in range(2)])
+    plan = cuda(make_plan(tp=2, dp=2, nodes=2))
     ours = {"key": "team", "operator": "Equal", "value": "a"}
     assert len(reserve(api, plan, tolerations=[ours]).chosen.nodes) == 2
     with refusal("2 x taint team", Exit.CAPACITY):
@@ -156,12 +189,19 @@ def test_cpus_that_others_use_are_not_there():
 
 
 def test_a_node_without_a_free_slot_for_pods_is_not_given():
-    plan, full = cuda(make_plan(tp=2, dp=2, nodes=2)), has(pods="29")
+    plan = cuda(make_plan(tp=2, dp=2, nodes=2))
+    full = has(pods="29")
     pods = [pod(f"small-{i}", "n0") for i in range(29)]
     ended = [pod(f"job-{i}", "n1", phase=("Succeeded", "Failed")[i % 2]) for i in range(40)]
-    nodes = [node("n0", **full), node("n1", **full), node("n2")]  # n2 does not say how many it takes
+    nodes = [
+        node("n0", **full),
+        node("n1", **full),
+        node("n2"),
+    ]  # n2 does not say how many it takes
     assert reserve(Api(nodes, pods + ended), plan).chosen.nodes == ("n1", "n2")
-    with refusal(r"1 of 2 nodes are free with 2 GPUs \(1 x too many pods \(29 of 29\)\)", Exit.CAPACITY):
+    with refusal(
+        r"1 of 2 nodes are free with 2 GPUs \(1 x too many pods \(29 of 29\)\)", Exit.CAPACITY
+    ):
         reserve(Api(nodes[:2], pods + ended), plan)
     assert reserve(Api(nodes[:2], pods[1:] + ended), plan).chosen.nodes == ("n0", "n1")
 
@@ -171,14 +211,17 @@ class Asked(Cluster):
 
     def __init__(self, found: dict[str, list[dict]]):
         super().__init__(None, "llm")
-        self.found, self.queries = found, {}
+        self.found = found
+        self.queries = {}
 
     def _raw(self, method, path, query, body=None, kind=""):
         self.queries[path] = query
         if path not in self.found:
             missing = "/v1/" in path and path.replace("/v1/", "/v1beta1/") in self.found
             raise api_error(404 if missing else 403, "forbidden")
-        kept = [body for body in self.found[path] if _selected(body, query.get("fieldSelector", ""))]
+        kept = [
+            body for body in self.found[path] if _selected(body, query.get("fieldSelector", ""))
+        ]
         return json.dumps({"items": kept}).encode()
 
     def create(self, body):
@@ -190,9 +233,15 @@ class Asked(Cluster):
 
 @pytest.mark.parametrize("pods", ["/api/v1/pods", "/api/v1/namespaces/llm/pods"])
 def test_pods_are_read_from_the_servers_memory_and_no_more_of_them_than_matter(pods):
-    there = [pod("a", "n0", cpu="2"), pod("waits", "", cpu="4"), pod("ended", "n0", phase="Failed", cpu="8")]
+    there = [
+        pod("a", "n0", cpu="2"),
+        pod("waits", "", cpu="4"),
+        pod("ended", "n0", phase="Failed", cpu="8"),
+    ]
     api = Asked({"/api/v1/nodes": [node("n0")], pods: there})
-    assert read_snapshot(api, read_options({"image": "x"})).requests == {"n0": {"cpu": 2, "pods": 1}}
+    assert read_snapshot(api, read_options({"image": "x"})).requests == {
+        "n0": {"cpu": 2, "pods": 1}
+    }
     for path in ("/api/v1/nodes", pods):
         assert api.queries[path]["resourceVersion"] == "0" and "limit" not in api.queries[path]
     assert "spec.nodeName!=" in api.queries[pods]["fieldSelector"]
@@ -201,19 +250,36 @@ def test_pods_are_read_from_the_servers_memory_and_no_more_of_them_than_matter(p
 CLAIM = {"resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "two-gpus"}]}
 NO_GPU = {"nvidia.com/gpu": None}
 BY_CLAIM = {
-    "spec": CLAIM
-    | {
-        "containers": [
-            {"name": "agent", "resources": {"claims": [{"name": "gpus"}], "requests": NO_GPU, "limits": NO_GPU}}
-        ]
-    }
+    "spec": (
+        CLAIM
+        | {
+            "containers": [
+                {
+                    "name": "agent",
+                    "resources": {
+                        "claims": [{"name": "gpus"}],
+                        "requests": NO_GPU,
+                        "limits": NO_GPU,
+                    },
+                }
+            ]
+        }
+    )
 }
-NO_RUNS: dict[str, list[dict]] = {PATHS[kind].format(ns="llm"): [] for kind in ("AllJobs", "Job", "JobSet")}
+NO_RUNS: dict[str, list[dict]] = {
+    PATHS[kind].format(ns="llm"): [] for kind in ("AllJobs", "Job", "JobSet")
+}
 
 
-def slices(name: str, devices: int, kind: str = "gpu", driver: str = "gpu.nvidia.com", old: bool = False) -> dict:
-    about = {"attributes": {"type": {"string": kind}, "productName": {"string": "NVIDIA H100 80GB HBM3"}}}
-    listed = [{"name": f"{kind}-{i}"} | ({"basic": about} if old else about) for i in range(devices)]
+def slices(
+    name: str, devices: int, kind: str = "gpu", driver: str = "gpu.nvidia.com", old: bool = False
+) -> dict:
+    about = {
+        "attributes": {"type": {"string": kind}, "productName": {"string": "NVIDIA H100 80GB HBM3"}}
+    }
+    listed = [
+        {"name": f"{kind}-{i}"} | ({"basic": about} if old else about) for i in range(devices)
+    ]
     return {"spec": {"driver": driver, "pool": {"name": name}, "nodeName": name, "devices": listed}}
 
 
@@ -234,9 +300,17 @@ def chosen_by_claim(api: Asked) -> tuple[str, ...]:
 @pytest.mark.parametrize(("version", "old"), [("v1", False), ("v1beta1", True)])
 def test_gpus_that_are_asked_for_by_a_claim_are_where_their_driver_says(version, old):
     names = ("cpus", "few", "cut", "nics", "held", "watched", "free", "also")
-    there = [slices("few", 1, old=old), slices("cut", 2, "mig", old=old), slices("nics", 8, driver="nic.vendor")]
+    there = [
+        slices("few", 1, old=old),
+        slices("cut", 2, "mig", old=old),
+        slices("nics", 8, driver="nic.vendor"),
+    ]
     there += [slices(name, 2, old=old) for name in ("held", "watched", "free", "also")]
-    claims = [claim("theirs", "held"), claim("monitor", "watched", adminAccess=True), {"metadata": {"name": "waits"}}]
+    claims = [
+        claim("theirs", "held"),
+        claim("monitor", "watched", adminAccess=True),
+        {"metadata": {"name": "waits"}},
+    ]
     api = Asked({
         "/api/v1/nodes": [bare(name) for name in names], "/api/v1/pods": [], **NO_RUNS,
         f"/apis/resource.k8s.io/{version}/resourceslices": there,
@@ -285,7 +359,7 @@ def test_a_pod_takes_what_the_scheduler_counts(spec, expected):
     plan = cuda(make_plan(tp=2, dp=1, nodes=1))
     needs = pod_needs(plan, read_options({"image": "x"})).requests
     room = {"cpu": f"{needs['cpu'] + expected['cpu']}", "memory": "2Ti"}
-    at_their_side = [node("n0", **{"status": {"allocatable": ROOM | room}})]
+    at_their_side = [node("n0", status={"allocatable": ROOM | room})]
     assert reserve(Api(at_their_side, [pod("theirs", "n0", one)]), plan).chosen.nodes == ("n0",)
     with refusal("1 x too little cpu", Exit.CAPACITY):
         reserve(Api(at_their_side, [pod("theirs", "n0", one), pod("small", "n0")]), plan)
@@ -293,7 +367,10 @@ def test_a_pod_takes_what_the_scheduler_counts(spec, expected):
 
 def test_other_makers_gpus_are_chosen():
     nodes = [
-        node(f"n{i}", **{"status": {"allocatable": {"cpu": "64", "memory": "1Ti", "amd.com/gpu": "2"}}})
+        node(
+            f"n{i}",
+            status={"allocatable": {"cpu": "64", "memory": "1Ti", "amd.com/gpu": "2"}},
+        )
         for i in range(2)
     ]
     plan = cuda(make_plan(tp=2, dp=2, nodes=2))
@@ -303,13 +380,19 @@ def test_other_makers_gpus_are_chosen():
 def test_pods_ask_for_hostnames_and_not_for_node_names():
     nodes = [node(f"ip-{i}.internal", {HOST: f"ip-{i}"}) for i in range(2)]
     found = reserve(Api(nodes), cuda(make_plan(tp=2, dp=2, nodes=2))).chosen
-    terms = node_affinity(found)["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-    assert (terms[0]["matchExpressions"][0]["values"], found.nodes[0]) == (["ip-0", "ip-1"], "ip-0.internal")
+    terms = node_affinity(found)["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
+    assert (terms[0]["matchExpressions"][0]["values"], found.nodes[0]) == (
+        ["ip-0", "ip-1"],
+        "ip-0.internal",
+    )
 
 
 def test_nodes_of_other_namespaces_runs_are_theirs_where_they_may_be_seen():
     job = {"metadata": {"name": "theirs", "annotations": {NODES: "n0,n1"}}}
-    plan, nodes = cuda(make_plan(tp=2, dp=2, nodes=2)), [node(f"n{i}") for i in range(4)]
+    plan = cuda(make_plan(tp=2, dp=2, nodes=2))
+    nodes = [node(f"n{i}") for i in range(4)]
     assert reserve(Api(nodes, all_jobs=[job]), plan).chosen.nodes == ("n2", "n3")
     assert reserve(Api(nodes), plan).chosen.nodes == ("n0", "n1")  # no right to list them
 
@@ -319,16 +402,30 @@ def test_labels_that_auto_finds_are_what_pods_ask_for():
     labels = lambda i: {LEAF: f"l{i // 2}", SPINE: f"s{i // 4}"}  # noqa: E731
     plan = cuda(make_plan(tp=2, dp=4, nodes=4))
     found = reserve(
-        Api([node(f"n{i}", labels(i)) for i in range(8)] + [node("cpu", status={"allocatable": {"cpu": "8"}})]), plan
+        Api(
+            [node(f"n{i}", labels(i)) for i in range(8)]
+            + [node("cpu", status={"allocatable": {"cpu": "8"}})]
+        ),
+        plan,
     )
     assert (found.chosen.label, found.chosen.values) == (SPINE, ("s0",))
-    twice = [node(f"n{i}", {LEAF: f"l{i // 2 % 2}", SPINE: f"s{i // 4}"}) for i in range(8)]  # l0 and l1 under both
+    twice = [
+        node(f"n{i}", {LEAF: f"l{i // 2 % 2}", SPINE: f"s{i // 4}"}) for i in range(8)
+    ]  # l0 and l1 under both
     chosen = reserve(Api(twice), cuda(make_plan(tp=2, dp=2, nodes=2))).chosen
     asked = node_affinity(chosen)["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    values = [v for term in asked["nodeSelectorTerms"] for e in term["matchExpressions"] for v in e["values"]]
+    values = [
+        v
+        for term in asked["nodeSelectorTerms"]
+        for e in term["matchExpressions"]
+        for v in e["values"]
+    ]
     assert values and not any("/" in value for value in values)
     older = [node(f"n{i}", {"network.topology.nvidia.com/block": f"b{i // 2}"}) for i in range(4)]
-    assert reserve(Api(older), cuda(make_plan(tp=2, dp=2, nodes=2))).chosen.label == "network.topology.nvidia.com/block"
+    assert (
+        reserve(Api(older), cuda(make_plan(tp=2, dp=2, nodes=2))).chosen.label
+        == "network.topology.nvidia.com/block"
+    )
 
 
 def test_a_layout_that_the_labels_cannot_support_warns_with_its_price():

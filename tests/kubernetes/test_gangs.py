@@ -1,4 +1,5 @@
-"""All pods or none without Kueue and without chosen nodes: Kubernetes' own gang scheduling, on a real control plane."""
+"""All pods or none without Kueue and without chosen nodes: Kubernetes' own gang scheduling, on a
+real control plane."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ def test_a_run_waits_whole_until_all_of_it_finds_room(bed, tmp_path, gang):
         bed.wait(lambda: len(orch.pods(run.id)) == 8, 120, "eight pods")
         time.sleep(10)
         assert [pod["spec"].get("nodeName") for pod in orch.pods(run.id)] == [None] * 8
-        assert bed.get("workloads.scheduling.k8s.io", run.id)["spec"]["podGroups"][0]["policy"]["gang"] == {
-            "minCount": 8
-        }
+        assert bed.get("workloads.scheduling.k8s.io", run.id)["spec"]["podGroups"][0]["policy"][
+            "gang"
+        ] == {"minCount": 8}
         for index in range(6):
             bed.kubectl("uncordon", f"sim-{index}")
         assert len({pod["spec"]["nodeName"] for pod in orch.bound(run.id, 8)}) == 8

@@ -1,4 +1,5 @@
-"""A submission that was killed between its first object and its Job: what it left is found, named and deleted."""
+"""A submission that was killed between its first object and its Job: what it left is found, named
+and deleted."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class Api:
 
     def get(self, kind, name):
         note = self.objects.get((kind, name))
-        return None if note is None else {"metadata": {"name": name, "annotations": {SUBMISSION: note}}}
+        return (
+            None
+            if note is None
+            else {"metadata": {"name": name, "annotations": {SUBMISSION: note}}}
+        )
 
     def list(self, kind, *_, **__):
         if not self.answers:
@@ -48,7 +53,8 @@ class Api:
 
 
 def backend_with(api: Api, path: Path, monkeypatch, submission: str = "s", age_s: float = 600.0):
-    folder, backend = RunFolder(path / "r"), KubernetesBackend()
+    folder = RunFolder(path / "r")
+    backend = KubernetesBackend()
     folder.create()
     write_state(folder, state("pending", -1))
     write_record(folder, KubernetesRecord(None, "n", "Job", "r", submission, time.time() - age_s))
@@ -61,7 +67,10 @@ def test_status_ends_it_and_deletes_what_it_left(tmp_path, monkeypatch):
     folder, backend = backend_with(api, tmp_path, monkeypatch)
     found = backend.state(folder)
     assert (found.state, api.objects) == ("stopped", {})
-    assert "broke off before the Job was sent; deleted what it left: Service r, ConfigMap r, Secret r" in found.reason
+    assert (
+        "broke off before the Job was sent; deleted what it left: Service r, ConfigMap r, Secret r"
+        in found.reason
+    )
 
 
 def test_cancel_deletes_what_it_left_at_once(tmp_path, monkeypatch):
@@ -86,7 +95,8 @@ def test_what_is_not_a_remain_stays(tmp_path, monkeypatch, submission, age_s, th
 
 
 def test_a_submitter_that_only_stands_still_keeps_what_it_has_sent(tmp_path, monkeypatch):
-    """It holds the run's lock, and goes on to the Job some day; who cancels the run leaves that to it."""
+    """It holds the run's lock, and goes on to the Job some day; who cancels the run leaves that to
+    it."""
     api = Api(dict.fromkeys(KINDS, "s"))
     folder, backend = backend_with(api, tmp_path, monkeypatch)
     lock = folder.take_lock()
@@ -99,10 +109,14 @@ def test_a_submitter_that_only_stands_still_keeps_what_it_has_sent(tmp_path, mon
 
 
 def test_a_server_that_is_cut_off_is_waited_for_once():
-    """And not once more for each object that would be deleted; a refusal does clear up behind itself."""
-    bodies = [{"apiVersion": "v1", "kind": kind, "metadata": {"name": "r"}} for kind in (*KINDS, "Job")]
+    """And not once more for each object that would be deleted; a refusal does clear up behind
+    itself."""
+    bodies = [
+        {"apiVersion": "v1", "kind": kind, "metadata": {"name": "r"}} for kind in (*KINDS, "Job")
+    ]
     for silent, asked in ((True, ["Job"]), (False, ["Job", *reversed(KINDS)])):
-        api, seen = Api({}), []
+        api = Api({})
+        seen = []
 
         def get(kind, name, silent=silent, seen=seen):
             seen.append(kind)
@@ -114,7 +128,8 @@ def test_a_server_that_is_cut_off_is_waited_for_once():
                 raise unreachable("https://10.0.0.1:6443", OSError("refused"))
             return {}
 
-        api.get, api.apply = get, apply
+        api.get = get
+        api.apply = apply
         with refusal("no answer", Exit.CAPACITY):
             apply_all(api, bodies, "r", "s")
         assert seen == asked
@@ -122,4 +137,6 @@ def test_a_server_that_is_cut_off_is_waited_for_once():
 
 def test_without_an_answer_nothing_is_known(tmp_path, monkeypatch):
     folder, backend = backend_with(Api({}, answers=False), tmp_path, monkeypatch)
-    assert backend.state(folder).reason.startswith("pending when last heard of; now unknown: no answer")
+    assert backend.state(folder).reason.startswith(
+        "pending when last heard of; now unknown: no answer"
+    )

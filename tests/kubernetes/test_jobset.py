@@ -1,4 +1,5 @@
-"""`kubernetes.kind=jobset` on simulated nodes: JobSet's own controller, without Kueue and under it."""
+"""`kubernetes.kind=jobset` on simulated nodes: JobSet's own controller, without Kueue and under
+it."""
 
 from __future__ import annotations
 
@@ -21,24 +22,50 @@ KINDS = "jobsets,jobs,services,configmaps,secrets,pods"
 
 @pytest.fixture
 def orch(queued_bed: Bed, tmp_path) -> Iterator[Orch]:
-    yield Orch(queued_bed, tmp_path, "default", {"image": "orch.test/none:1", "levels": LEVELS, "kind": "jobset"})
+    yield Orch(
+        queued_bed,
+        tmp_path,
+        "default",
+        {"image": "orch.test/none:1", "levels": LEVELS, "kind": "jobset"},
+    )
 
 
 def end(bed: Bed, pod: dict, code: int) -> None:
     """The pod's agent ends with that code, as its kubelet would tell it."""
     ended = {"exitCode": code, "message": json.dumps({"code": code, "text": "told by the test"})}
-    container = {"name": "agent", "restartCount": 0, "image": "none", "imageID": "", "ready": False, "started": False}
-    status = {"phase": "Failed", "containerStatuses": [{**container, "state": {"terminated": ended}}]}
+    container = {
+        "name": "agent",
+        "restartCount": 0,
+        "image": "none",
+        "imageID": "",
+        "ready": False,
+        "started": False,
+    }
+    status = {
+        "phase": "Failed",
+        "containerStatuses": [{**container, "state": {"terminated": ended}}],
+    }
     change = json.dumps({"status": status})
-    bed.kubectl("patch", "pod", pod["metadata"]["name"], "--subresource=status", "--type=merge", "-p", change)
+    bed.kubectl(
+        "patch",
+        "pod",
+        pod["metadata"]["name"],
+        "--subresource=status",
+        "--type=merge",
+        "-p",
+        change,
+    )
 
 
 def running(orch: Orch, run: Run, but: str = "") -> list[dict]:
-    """The run's eight pods, once all of them run and none is the one with that uid, which has failed."""
+    """The run's eight pods, once all of them run and none is the one with that uid, which has
+    failed."""
 
     def found() -> list[dict]:
         pods = [pod for pod in orch.pods(run.id) if pod["status"]["phase"] == "Running"]
-        return pods if len(pods) == 8 and but not in {pod["metadata"]["uid"] for pod in pods} else []
+        return (
+            pods if len(pods) == 8 and but not in {pod["metadata"]["uid"] for pod in pods} else []
+        )
 
     run.until("eight running pods", found, 300)
     return found()
@@ -59,7 +86,8 @@ def test_a_jobset_is_placed_as_a_job_is(orch, queue, ended, topology):
 
 
 def test_the_life_of_a_jobset_under_kueue(orch, ended):
-    """75 brings a pod back and is not counted; cancel leaves nothing; resume brings the run; 65 ends it for good."""
+    """75 brings a pod back and is not counted; cancel leaves nothing; resume brings the run; 65
+    ends it for good."""
     bed = orch.bed
     run = ended(orch.submit(*MAIN, options={"queue": "large"}))
     before = running(orch, run)
@@ -90,4 +118,6 @@ def _alive(pod: dict) -> bool:
 def test_a_jobset_that_is_done(orch, ended):
     run = ended(orch.submit(*MAIN, options={"annotations": {FINISHES: "yes"}}))
     assert run.wait("done", seconds=300).exit_code == 0
-    assert "Completed" in {c["type"] for c in orch.bed.get("jobset", run.id)["status"]["conditions"]}
+    assert "Completed" in {
+        c["type"] for c in orch.bed.get("jobset", run.id)["status"]["conditions"]
+    }

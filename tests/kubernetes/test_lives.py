@@ -1,7 +1,8 @@
-"""Lives of pods without a cluster: process 1 of each as a real process on an address of its own, one shared claim.
+"""Lives of pods without a cluster: process 1 of each as a real process on an address of its own,
+one shared claim.
 
-What Kubernetes does (start a pod, take it away, start it again when its code says so) the tests do by hand; the real
-cluster is in test_real_nodes.py.
+What Kubernetes does (start a pod, take it away, start it again when its code says so) the tests do
+by hand; the real cluster is in test_real_nodes.py.
 """
 
 from __future__ import annotations
@@ -75,18 +76,33 @@ class Pods:
         **wishes: object,
     ):
         """`sizes`: the plans of an elastic run; `options`: of the backend."""
-        self.folder, self.count, self.ranks = folder, count, len(plan.ranks)
+        self.folder = folder
+        self.count = count
+        self.ranks = len(plan.ranks)
         self.ports = free_ports(2)
         self.run = folder / "claim" / "tiny"
         self.run.parent.mkdir(parents=True)
         backend = {"name": "kubernetes", "max_restarts": 0, "grace_s": 10.0}
-        backend["options"] = {"rendezvous_timeout_s": PATIENCE_S, "grow_after_s": 1, "claim": "runs", **options}
+        backend["options"] = {
+            "rendezvous_timeout_s": PATIENCE_S,
+            "grow_after_s": 1,
+            "claim": "runs",
+            **options,
+        }
         env = {f"ORCH_TEST_{name}": str(value) for name, value in wishes.items()}
         backend |= {"heartbeat_timeout_s": 15.0}
-        about: dict = {"run_id": "tiny", "backend": backend, "env": env, "names": (), "sizes": sizes}
+        about: dict = {
+            "run_id": "tiny",
+            "backend": backend,
+            "env": env,
+            "names": (),
+            "sizes": sizes,
+        }
         request = make_bundle(plan, self.run.parent, **about).request
         # the image has the program; here it runs in the run folder
-        request = structs.replace(request, worker=structs.replace(request.worker, cwd=str(self.run)), device="cpu")
+        request = structs.replace(
+            request, worker=structs.replace(request.worker, cwd=str(self.run)), device="cpu"
+        )
         (folder / "request.json").write_bytes(to_bytes(request))
         (folder / "plan.bin").write_bytes(pack_plan(plan))
         for nodes, sized in sizes.items():
@@ -97,17 +113,27 @@ class Pods:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, *indices: int, together: int | None = None, returns: str = "") -> None:
-        """`together`: how many nodes an elastic run has then; without it, that of these pods. `returns`: as the Job
-        notes it on a pod."""
+        """`together`: how many nodes an elastic run has then; without it, that of these pods.
+        `returns`: as the Job notes it on a pod."""
         for index in indices or range(self.count):
             address = f"127.0.2.{index + 1}"
-            environ = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": "node-7", "ORCH_POD": f"tiny-{index}-x"}
-            environ |= {"ORCH_POD_NODE": f"n{index}", "ORCH_POD_ADDRESS": address, "ORCH_POD_RETURNS": returns}
+            environ = {
+                "JOB_COMPLETION_INDEX": str(index),
+                "HOSTNAME": "node-7",
+                "ORCH_POD": f"tiny-{index}-x",
+            }
+            environ |= {
+                "ORCH_POD_NODE": f"n{index}",
+                "ORCH_POD_ADDRESS": address,
+                "ORCH_POD_RETURNS": returns,
+            }
             environ |= {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
             argv = [sys.executable, "-c", POD, str(self.folder), FIRST, *map(str, self.ports)]
             environ["ORCH_TOGETHER"] = str(together or len(indices) or self.count)
             with (self.folder / f"log-{index}").open("ab") as log:
-                self.processes[index] = subprocess.Popen(argv, env=environ, stdout=log, stderr=log, cwd=self.folder)
+                self.processes[index] = subprocess.Popen(
+                    argv, env=environ, stdout=log, stderr=log, cwd=self.folder
+                )
 
     def codes(self, seconds: float = PATIENCE_S) -> list[int]:
         end = time.monotonic() + seconds
@@ -117,10 +143,13 @@ class Pods:
         return (self.folder / f"log-{index}").read_text(errors="replace")
 
     def until(self, ready: Callable[[], object]) -> None:
-        assert wait(ready, PATIENCE_S, 0.05), "\n".join(self.log(i)[-3000:] for i in range(self.count))
+        assert wait(ready, PATIENCE_S, 0.05), "\n".join(
+            self.log(i)[-3000:] for i in range(self.count)
+        )
 
     def reached(self, step: int) -> bool:
-        """Every rank has reported that step: one that still starts up has no answer to SIGTERM yet."""
+        """Every rank has reported that step: one that still starts up has no answer to SIGTERM
+        yet."""
         lines = reports(self.run / "metrics")
         return len({line["rank"] for line in lines if line.get("step", 0) >= step}) == self.ranks
 
@@ -167,7 +196,8 @@ AGAIN = "meeting the other pods again"
 
 
 def test_a_pod_that_loses_a_peer_stays_and_meets_its_successor(pods):
-    """SIGKILL of one pod's process 1: no goodbye, no disruption mark on the other, which is of the same kind twice."""
+    """SIGKILL of one pod's process 1: no goodbye, no disruption mark on the other, which is of the
+    same kind twice."""
     run = pods(HOLD=1, SAVE=1)
     run.start()
     run.until(lambda: run.reached(2))
@@ -177,7 +207,9 @@ def test_a_pod_that_loses_a_peer_stays_and_meets_its_successor(pods):
         run.processes[1].wait()
         run.until(lambda times=times: run.log(0).count(AGAIN) == times)
         run.start(1)
-        run.until(lambda before=before: run.state["epoch"] > before and run.state["state"] == "running")
+        run.until(
+            lambda before=before: run.state["epoch"] > before and run.state["state"] == "running"
+        )
         assert run.processes[0].poll() is None
     (run.run / "go").touch()
     assert run.codes() == [0, 0], run.log(0)
@@ -211,7 +243,8 @@ def test_a_notice_to_one_pod_saves_all_and_the_others_wait_for_its_successor(pod
 
 
 def test_a_pod_that_meets_the_others_again_still_leaves_when_it_is_told_to(pods):
-    """`orch cancel` tells one pod after the other; so the second hears of it while it begins again."""
+    """`orch cancel` tells one pod after the other; so the second hears of it while it begins
+    again."""
     run = pods(HOLD=1, SAVE=1)
     run.start()
     run.until(lambda: run.reached(2))
@@ -221,7 +254,9 @@ def test_a_pod_that_meets_the_others_again_still_leaves_when_it_is_told_to(pods)
     assert run.codes() == [Exit.RESTART, Exit.RESTART], run.log(0)
 
 
-@pytest.mark.parametrize(("returns", "code"), [("", Exit.RESTART), ("1", Exit.RESTART), ("2", Exit.CAPACITY)])
+@pytest.mark.parametrize(
+    ("returns", "code"), [("", Exit.RESTART), ("1", Exit.RESTART), ("2", Exit.CAPACITY)]
+)
 def test_pods_that_wait_in_vain_come_back_until_they_have_come_back_too_often(pods, returns, code):
     run = pods(options={"rendezvous_timeout_s": 0.5, "max_pod_returns": 2})
     run.start(1, returns=returns)
@@ -235,5 +270,7 @@ def test_a_program_that_fails_ends_the_run_with_its_code(pods):
     run = pods(STEPS=4, DIE="3:2:65")
     run.start()
     assert run.codes() == [Exit.CONFIG, Exit.CONFIG], run.log(0)
-    words = [json.loads(path.read_text()) for path in sorted(run.folder.glob("termination-message-*"))]
+    words = [
+        json.loads(path.read_text()) for path in sorted(run.folder.glob("termination-message-*"))
+    ]
     assert [word["code"] for word in words] == [Exit.CONFIG, Exit.CONFIG]

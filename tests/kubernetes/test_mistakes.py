@@ -1,6 +1,8 @@
-"""What a user of a real cluster gets wrong, and how it is told: one line with what to do, and the exit code.
+"""What a user of a real cluster gets wrong, and how it is told: one line with what to do, and the
+exit code.
 
-What the API server refuses ends the submission; what only shows later is the reason that `orch list` and `status` give.
+What the API server refuses ends the submission; what only shows later is the reason that `orch
+list` and `status` give.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow]
 SMALL = (*TINY, *SHORT)
 GPUS = ("cluster=h100x8", "model=llama3_8b", "parallel=tp8_zero1")
 LITTLE = {"cpus": 0.05}  # beside whatever else runs
-#: Sent without complaint: options, the words of the job, and what is told about it some seconds later: why, what to do.
+#: Sent without complaint: options, the words of the job, and what is told about it some seconds
+#: later: why, what to do.
 LATER: dict[str, tuple[dict, tuple[str, ...], str, str]] = {
     "absent-image": (
         {"image": "nowhere.invalid/orch:1", "pull_policy": "Always"}, SMALL,
@@ -46,7 +49,8 @@ LATER: dict[str, tuple[dict, tuple[str, ...], str, str]] = {
 
 @pytest.fixture(scope="module")
 def user(real_bed, tmp_path_factory) -> Iterator[Orch]:
-    """In a namespace under the restricted profile, with a queue that is too small for everything here."""
+    """In a namespace under the restricted profile, with a queue that is too small for everything
+    here."""
     with Orch.in_new_namespace(real_bed, tmp_path_factory.mktemp("user")) as user:
         addons.queues(
             real_bed, {"cpu": "1", "memory": "8Gi"}, ("kubernetes.io/hostname",), {"orch.test/kind": "real"},
@@ -56,7 +60,9 @@ def user(real_bed, tmp_path_factory) -> Iterator[Orch]:
         yield user
 
 
-def refusal(user: Orch, *words: str, options: dict | None = None, env: dict | None = None) -> tuple[int, str]:
+def refusal(
+    user: Orch, *words: str, options: dict | None = None, env: dict | None = None
+) -> tuple[int, str]:
     """(exit code, what was said) of a submission."""
     done = user(*user.submission(options), *words, code=None, env=env)
     said = [line for line in done.stderr.splitlines() if "warning: " not in line]
@@ -66,19 +72,28 @@ def refusal(user: Orch, *words: str, options: dict | None = None, env: dict | No
 
 @pytest.mark.full
 def test_what_only_shows_later_is_the_reason_of_waiting(user):
-    sent = {name: user.submit(*words, options=options).id for name, (options, words, *_) in LATER.items()}
+    sent = {
+        name: user.submit(*words, options=options).id
+        for name, (options, words, *_) in LATER.items()
+    }
     reasons: dict[str, str] = {}
 
     def told() -> bool:
         for found in json.loads(user("list", "--json", "--all").stdout):
-            reasons[found["state"]["run_id"]] = f"{found['state']['state']}: {found['state']['reason']}"
-        return all(text in reasons[run_id] for name, run_id in sent.items() for text in LATER[name][2:])
+            reasons[found["state"]["run_id"]] = (
+                f"{found['state']['state']}: {found['state']['reason']}"
+            )
+        return all(
+            text in reasons[run_id] for name, run_id in sent.items() for text in LATER[name][2:]
+        )
 
     try:
         user.bed.wait(told, 300, "all reasons")
     finally:
         print(json.dumps({name: reasons.get(run_id) for name, run_id in sent.items()}, indent=1))
-        user.bed.kubectl("delete", "jobs", "--all", "-n", user.namespace, "--grace-period=1", "--wait=false")
+        user.bed.kubectl(
+            "delete", "jobs", "--all", "-n", user.namespace, "--grace-period=1", "--wait=false"
+        )
     assert all(reason.startswith("pending") and "\n" not in reason for reason in reasons.values())
 
 
@@ -93,7 +108,10 @@ def test_nodes_without_gpus_are_no_room(user):
     ("options", "says"),
     [
         ({"queue": "smal"}, "no LocalQueue 'smal' in namespace {space}; did you mean 'small'?"),
-        ({"queue": "small", "workload_priority": "hihg"}, "no WorkloadPriorityClass 'hihg'; did you mean 'high'?"),
+        (
+            {"queue": "small", "workload_priority": "hihg"},
+            "no WorkloadPriorityClass 'hihg'; did you mean 'high'?",
+        ),
         ({"namespace": "nowhere"}, 'namespaces "nowhere" not found'),
     ],
 )
@@ -112,7 +130,10 @@ def test_a_quota_on_jobs_and_one_on_pods(user):
              for name in hard}  # fmt: skip
 
     def in_force(name: str) -> bool:
-        return user.bed.get("resourcequota", name, "-n", user.namespace).get("status", {}).get("hard") == hard[name]
+        return (
+            user.bed.get("resourcequota", name, "-n", user.namespace).get("status", {}).get("hard")
+            == hard[name]
+        )
 
     user.bed.apply(sized["jobs"])
     user.bed.wait(lambda: in_force("jobs"), 120, "quota")
@@ -146,6 +167,8 @@ def test_a_quota_on_jobs_and_one_on_pods(user):
 def test_whoever_may_not_or_cannot_reach_the_cluster(user, who, exit, says):
     path = user.home / "other.kubeconfig"
     path.write_text(conf.kubeconfig(**who) if who else "")
-    code, said = refusal(user, *SMALL, env={"KUBECONFIG": str(path if who else user.home / "absent")})
+    code, said = refusal(
+        user, *SMALL, env={"KUBECONFIG": str(path if who else user.home / "absent")}
+    )
     assert code == exit
     assert says in said

@@ -1,4 +1,5 @@
-"""The run's NetworkPolicy, where something enforces it: who reaches its pods, and whom they reach."""
+"""The run's NetworkPolicy, where something enforces it: who reaches its pods, and whom they
+reach."""
 
 from __future__ import annotations
 
@@ -48,24 +49,34 @@ def stranger(orch: Orch) -> str:
     orch.bed.apply({"apiVersion": "v1", "kind": "Pod", "metadata": about,
                     "spec": {"containers": [container], "securityContext": whole}})  # fmt: skip
     orch.bed.kubectl(
-        "wait", "-n", orch.namespace, "--for=condition=Ready", "pod/stranger", "--timeout=120s", timeout=150
+        "wait",
+        "-n",
+        orch.namespace,
+        "--for=condition=Ready",
+        "pod/stranger",
+        "--timeout=120s",
+        timeout=150,
     )
     return "stranger"
 
 
 def reaches(orch: Orch, pod: str, host: str, port: int) -> bool:
-    said = orch.bed.kubectl("exec", "-n", orch.namespace, pod, "--", "python3", "-c", REACH, host, str(port))
+    said = orch.bed.kubectl(
+        "exec", "-n", orch.namespace, pod, "--", "python3", "-c", REACH, host, str(port)
+    )
     return said.strip() == "reached"
 
 
 @pytest.mark.parametrize("egress", [None, [], [{"cidr": bed_conf.PODS, "ports": [PORT]}]])
 def test_only_those_reach_each_other_who_may(orch, egress):
-    """Strangers see the metrics and no other port; outwards pods reach one another, DNS, and what is named."""
+    """Strangers see the metrics and no other port; outwards pods reach one another, DNS, and what
+    is named."""
     options = {"network_policy": True, **({} if egress is None else {"egress": egress})}
     run = orch.submit(*TINY, *SHORT, "train.steps=100000", options=options)
     run.step(3)  # peers and DNS are reached
     first = orch.pods(run.id)[0]
-    name, address = first["metadata"]["name"], first["status"]["podIP"]
+    name = first["metadata"]["name"]
+    address = first["status"]["podIP"]
     other = stranger(orch)
     theirs = orch.bed.get("pod", "-n", orch.namespace, other)["status"]["podIP"]
     assert reaches(orch, other, theirs, PORT)

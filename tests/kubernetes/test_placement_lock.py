@@ -1,4 +1,5 @@
-"""Submitters of one namespace: one at a time chooses, whatever their clocks say and however long one of them stands."""
+"""Submitters of one namespace: one at a time chooses, whatever their clocks say and however long
+one of them stands."""
 
 from __future__ import annotations
 
@@ -29,14 +30,18 @@ class Api:
 
     def __init__(self):
         self.lease: dict | None = None
-        self.versions, self.lock = itertools.count(1), threading.Lock()
+        self.versions = itertools.count(1)
+        self.lock = threading.Lock()
 
     def create(self, body):
         with self.lock:
             if self.lease is not None:
                 return None
             number = str(next(self.versions))
-            self.lease = {**body, "metadata": {**body["metadata"], "uid": f"u{number}", "resourceVersion": number}}
+            self.lease = {
+                **body,
+                "metadata": {**body["metadata"], "uid": f"u{number}", "resourceVersion": number},
+            }
             return self.lease
 
     def get(self, kind, name):
@@ -45,7 +50,10 @@ class Api:
 
     def delete(self, kind, name, only=None):
         with self.lock:
-            held = self.lease and (self.lease["metadata"]["uid"], self.lease["metadata"]["resourceVersion"])
+            held = self.lease and (
+                self.lease["metadata"]["uid"],
+                self.lease["metadata"]["resourceVersion"],
+            )
             if held is None or (only is not None and only != held):
                 return False
             self.lease = None
@@ -64,14 +72,19 @@ def test_a_living_holder_is_not_overtaken_whatever_its_clock_says(seconds):
     with placement_lock(api, "a") as check:
         age(api, seconds)
         holder = api.lease
-        with refusal("other submissions hold Lease", Exit.CAPACITY), placement_lock(api, "b", wait_s=0.5):
+        with (
+            refusal("other submissions hold Lease", Exit.CAPACITY),
+            placement_lock(api, "b", wait_s=0.5),
+        ):
             pass
         assert api.lease is holder
         check()
     assert api.lease is None
 
 
-def test_a_holder_that_stood_still_is_overtaken_sends_nothing_and_leaves_the_others_lease(monkeypatch):
+def test_a_holder_that_stood_still_is_overtaken_sends_nothing_and_leaves_the_others_lease(
+    monkeypatch,
+):
     api = Api()
     with placement_lock(api, "a", lease_s=1) as check:
         age(api, -3600.0)  # its clock is an hour ahead: that does not keep it alive
@@ -84,7 +97,10 @@ def test_a_holder_that_stood_still_is_overtaken_sends_nothing_and_leaves_the_oth
 
 
 def test_of_many_waiters_on_a_dead_holder_s_lease_one_at_a_time_goes_on():
-    api, inside, most, done = Api(), [], [], []
+    api = Api()
+    inside = []
+    most = []
+    done = []
     api.create({"metadata": {}, "spec": {"holderIdentity": "dead", "leaseDurationSeconds": 1}})
 
     def take(name: str) -> None:
@@ -107,8 +123,11 @@ def test_of_many_waiters_on_a_dead_holder_s_lease_one_at_a_time_goes_on():
 @pytest.mark.parametrize("calls", [0, 1, 2, 3])
 def test_a_submission_that_came_too_late_leaves_nothing(calls):
     """It is asked before each part of the objects, and once more when the Job is there."""
-    api, asked = Objects({}), itertools.count()
-    bodies = [{"apiVersion": "v1", "kind": kind, "metadata": {"name": "r"}} for kind in (*KINDS, "Job")]
+    api = Objects({})
+    asked = itertools.count()
+    bodies = [
+        {"apiVersion": "v1", "kind": kind, "metadata": {"name": "r"}} for kind in (*KINDS, "Job")
+    ]
 
     def check() -> None:
         if next(asked) == calls:

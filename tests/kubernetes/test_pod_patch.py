@@ -1,4 +1,5 @@
-"""`backend.options.pod`: what is merged, what is refused and in which words, and what the scheduler counts of it."""
+"""`backend.options.pod`: what is merged, what is refused and in which words, and what the scheduler
+counts of it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def agent(found: dict) -> dict:
 def test_mappings_merge_named_entries_merge_and_null_deletes():
     spec = {
         "securityContext": {"fsGroup": 7, "runAsGroup": None},
-        "volumes": [{"name": "work", "hostPath": {"path": "/nvme"}}, {"name": "models", "emptyDir": {}}],
+        "volumes": [
+            {"name": "work", "hostPath": {"path": "/nvme"}},
+            {"name": "models", "emptyDir": {}},
+        ],
         "containers": [
             {
                 "name": "agent",
@@ -43,30 +47,47 @@ def test_mappings_merge_named_entries_merge_and_null_deletes():
             }
         ],
     }
-    plain, found = template(), template({"spec": spec})
+    plain = template()
+    found = template({"spec": spec})
     assert found["spec"]["securityContext"] == {
         name: value
         for name, value in (plain["spec"]["securityContext"] | {"fsGroup": 7}).items()
         if name != "runAsGroup"
     }
     volumes = {one["name"]: one for one in found["spec"]["volumes"]}
-    assert volumes["work"] == {"name": "work", "hostPath": {"path": "/nvme"}} and "emptyDir" in volumes["models"]
+    assert (
+        volumes["work"] == {"name": "work", "hostPath": {"path": "/nvme"}}
+        and "emptyDir" in volumes["models"]
+    )
     assert [one["name"] for one in found["spec"]["volumes"]] == ["work", "shm", "input", "models"]
     assert agent(found)["env"] == [*agent(plain)["env"], {"name": "X", "value": "1"}]
     mounts = {one["mountPath"]: one["name"] for one in agent(found)["volumeMounts"]}
-    assert mounts == {one["mountPath"]: one["name"] for one in agent(plain)["volumeMounts"]} | {"/tmp": "models"}
+    assert mounts == {one["mountPath"]: one["name"] for one in agent(plain)["volumeMounts"]} | {
+        "/tmp": "models"
+    }
     assert agent(found)["command"] == agent(plain)["command"]
 
 
 def test_an_entry_is_taken_out():
     found = template(
-        {"spec": {"topologySpreadConstraints": [{"topologyKey": "kubernetes.io/hostname", "$patch": "delete"}]}}
+        {
+            "spec": {
+                "topologySpreadConstraints": [
+                    {"topologyKey": "kubernetes.io/hostname", "$patch": "delete"}
+                ]
+            }
+        }
     )
-    assert template()["spec"]["topologySpreadConstraints"] and found["spec"]["topologySpreadConstraints"] == []
+    assert (
+        template()["spec"]["topologySpreadConstraints"]
+        and found["spec"]["topologySpreadConstraints"] == []
+    )
 
 
 def test_pods_on_the_host_network_still_find_pod_0_by_name():
-    assert template({"spec": {"hostNetwork": True}})["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert (
+        template({"spec": {"hostNetwork": True}})["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    )
     own = {"spec": {"hostNetwork": True, "dnsPolicy": "None"}}
     assert template(own)["spec"]["dnsPolicy"] == "None" and "dnsPolicy" not in template()["spec"]
 
@@ -111,21 +132,33 @@ REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 def kept_off(*terms: object, **more: object) -> dict:
-    return {"spec": {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": list(terms)}} | more}}}
+    return {
+        "spec": {
+            "affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": list(terms)}} | more}
+        }
+    }
 
 
 def in_queue(pod: dict, **more: object) -> dict:
     options = read_options({"image": "x", "queue": "q", "pod": pod} | more)
-    return pod_template("run", PLAN, options, 60, {}, {}, None, subdomain=True)["spec"].get("affinity", {})
+    return pod_template("run", PLAN, options, 60, {}, {}, None, subdomain=True)["spec"].get(
+        "affinity", {}
+    )
 
 
 def test_where_a_queue_places_the_run_a_site_may_leave_nodes_out():
-    rack, broken = {"matchExpressions": [RULE]}, {"key": "broken", "operator": "DoesNotExist"}
+    rack = {"matchExpressions": [RULE]}
+    broken = {"key": "broken", "operator": "DoesNotExist"}
     assert in_queue(kept_off(rack)) == {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [rack]}}}
     other = {"matchExpressions": [broken, RULE]}
     excluded = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n1"]}
-    found = in_queue(kept_off(rack, other), exclude=["n1"])["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
-    assert [term["matchExpressions"] for term in found] == [[excluded, RULE], [excluded, broken, RULE]]
+    found = in_queue(kept_off(rack, other), exclude=["n1"])["nodeAffinity"][REQUIRED][
+        "nodeSelectorTerms"
+    ]
+    assert [term["matchExpressions"] for term in found] == [
+        [excluded, RULE],
+        [excluded, broken, RULE],
+    ]
     apart = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
     both = kept_off(rack)
     both["spec"]["affinity"] |= apart
@@ -135,14 +168,29 @@ def test_where_a_queue_places_the_run_a_site_may_leave_nodes_out():
 @pytest.mark.parametrize(
     ("pod", "why"),
     [
-        (kept_off({"matchExpressions": [RULE | {"operator": "In"}]}), "operator must be NotIn or DoesNotExist"),
-        (kept_off({"matchExpressions": [RULE, RULE | {"operator": "Exists"}]}), "backend.options.node_selector"),
-        (kept_off({"matchExpressions": [RULE], "matchFields": []}), "must have matchExpressions and nothing else"),
+        (
+            kept_off({"matchExpressions": [RULE | {"operator": "In"}]}),
+            "operator must be NotIn or DoesNotExist",
+        ),
+        (
+            kept_off({"matchExpressions": [RULE, RULE | {"operator": "Exists"}]}),
+            "backend.options.node_selector",
+        ),
+        (
+            kept_off({"matchExpressions": [RULE], "matchFields": []}),
+            "must have matchExpressions and nothing else",
+        ),
         (kept_off({"matchExpressions": []}), "must have matchExpressions and nothing else"),
         (kept_off(), "nodeSelectorTerms must be a list of terms"),
         (kept_off("r7"), "nodeSelectorTerms.0 must be a mapping"),
-        (kept_off({"matchExpressions": [{"key": "rack", "opertor": "NotIn"}]}), "did you mean 'operator'"),
-        (kept_off(preferredDuringSchedulingIgnoredDuringExecution=[]), "only requiredDuringScheduling"),
+        (
+            kept_off({"matchExpressions": [{"key": "rack", "opertor": "NotIn"}]}),
+            "did you mean 'operator'",
+        ),
+        (
+            kept_off(preferredDuringSchedulingIgnoredDuringExecution=[]),
+            "only requiredDuringScheduling",
+        ),
         ({"spec": {"affinity": {"nodeAffinity": [RULE]}}}, "nodeAffinity must be a mapping"),
     ],
 )
@@ -154,7 +202,12 @@ def test_and_nothing_else_of_where_it_goes(pod, why):
 def test_the_scheduler_counts_what_the_patch_asks_for():
     more = {"containers": [{"name": "agent", "resources": {"limits": {"vendor/nic": 2}}}]}
     more["initContainers"] = [
-        {"name": "logs", "image": "x", "restartPolicy": "Always", "resources": {"requests": {"cpu": "500m"}}},
+        {
+            "name": "logs",
+            "image": "x",
+            "restartPolicy": "Always",
+            "resources": {"requests": {"cpu": "500m"}},
+        },
         {"name": "once", "image": "x", "resources": {"requests": {"cpu": "64"}}},
     ]
     plain = pod_needs(PLAN, read_options({"image": "x"})).requests
@@ -176,7 +229,8 @@ NESTED = st.recursive(
 @given(st.dictionaries(st.sampled_from(["metadata", "spec", "x"]), NESTED, max_size=2))
 def test_any_patch_is_merged_or_refused_and_changes_nothing_else(patch):
     plain = template()
-    before, given = copy.deepcopy(plain), copy.deepcopy(patch)
+    before = copy.deepcopy(plain)
+    given = copy.deepcopy(patch)
     with contextlib.suppress(OrchError):
         patched(plain, patch)
     assert (plain, patch) == (before, given)

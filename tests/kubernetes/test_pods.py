@@ -1,4 +1,5 @@
-"""What pods do among themselves: finding each other, the same rank map in each, what they say, how they leave."""
+"""What pods do among themselves: finding each other, the same rank map in each, what they say, how
+they leave."""
 
 from __future__ import annotations
 
@@ -58,7 +59,12 @@ def free_port() -> int:
 
 
 async def one(
-    pod: Join, count: int, port: int, key: bytes = KEY, timeout_s: float = PATIENCE_S, delay: float = 0.0
+    pod: Join,
+    count: int,
+    port: int,
+    key: bytes = KEY,
+    timeout_s: float = PATIENCE_S,
+    delay: float = 0.0,
 ) -> Start:
     await asyncio.sleep(delay)
     settle = lambda members: f"hash of {len(members)}"  # noqa: E731
@@ -67,9 +73,12 @@ async def one(
 
 def test_all_pods_learn_of_all_whatever_order_they_come_in():
     async def together() -> list[Start]:
-        port, count = free_port(), 6
+        port = free_port()
+        count = 6
         delays = (0.3, 0.0, 0.5, 0.1, 0.0, 0.2)  # pod 0 is not the first
-        return await asyncio.gather(*(one(h, count, port, delay=d) for h, d in zip(pods(count), delays, strict=True)))
+        return await asyncio.gather(
+            *(one(h, count, port, delay=d) for h, d in zip(pods(count), delays, strict=True))
+        )
 
     results = asyncio.run(together())
     assert len({json.dumps([structs.asdict(h) for h in go.members]) for go in results}) == 1
@@ -86,7 +95,9 @@ def test_a_pod_that_leaves_before_the_others_came_is_waited_for_again():
         leaver.cancel()
         await asyncio.gather(leaver, return_exceptions=True)
         replaced = Join(1, "elsewhere", HOST, "run-1-later")
-        return await asyncio.gather(first, one(pods(3)[2], 3, port), one(replaced, 3, port, delay=0.4))
+        return await asyncio.gather(
+            first, one(pods(3)[2], 3, port), one(replaced, 3, port, delay=0.4)
+        )
 
     for go in asyncio.run(together()):
         assert [pod.node for pod in go.members] == ["n0", "elsewhere", "n2"]
@@ -100,8 +111,10 @@ def test_who_does_not_come_is_named_and_the_others_leave():
 
 
 def test_pod_0_is_looked_for_again_where_it_was_silent(monkeypatch):
-    """Its name may show for a while the address that it had before: nobody answers there, and nobody refuses."""
-    gone, resolved = "127.0.3.2", socket.getaddrinfo
+    """Its name may show for a while the address that it had before: nobody answers there, and
+    nobody refuses."""
+    gone = "127.0.3.2"
+    resolved = socket.getaddrinfo
     answers = itertools.chain([gone, gone], itertools.repeat(HOST))
 
     def resolve(host: str, *more, **options):
@@ -122,7 +135,8 @@ def test_pod_0_is_looked_for_again_where_it_was_silent(monkeypatch):
 
 @contextlib.contextmanager
 def silent(host: str, port: int) -> Iterator[int]:
-    """An address at which connections are neither taken nor refused: as many wait for that as may."""
+    """An address at which connections are neither taken nor refused: as many wait for that as
+    may."""
     with contextlib.ExitStack() as open_ones:
         listener = open_ones.enter_context(socket.socket())
         listener.bind((host, port))
@@ -169,11 +183,15 @@ def test_hundreds_of_silent_strangers_keep_no_pod_out(caplog, monkeypatch):
     assert len(refused) <= 2 + minutes, "one at once, one at the end"
 
 
-# ------------------------------------------------------------------------------------------ rank map
+# ------------------------------------------------------------------------------------------ rank
+#     map
 
 NETWORK = Topology(
     "tree",
-    (Tier("leaf", {"l0": ("n0", "n3"), "l1": ("n1", "n2")}), Tier("spine", {"s": ("n0", "n1", "n2", "n3")})),
+    (
+        Tier("leaf", {"l0": ("n0", "n3"), "l1": ("n1", "n2")}),
+        Tier("spine", {"s": ("n0", "n1", "n2", "n3")}),
+    ),
     machines={f"n{i}": Machine(gpus=8, free=i == 0) for i in range(4)},
 )
 
@@ -191,13 +209,18 @@ def test_ranks_follow_the_network_not_the_indices_of_the_pods():
 
 def test_every_pod_makes_the_same_plan():
     plan = make_plan(tp=2, pp=2, dp=2, nodes=4)
-    packed = [map_ranks(plan, pods(4), unpack_topology(pack_topology(NETWORK))).plan.hash for _ in range(3)]
+    packed = [
+        map_ranks(plan, pods(4), unpack_topology(pack_topology(NETWORK))).plan.hash
+        for _ in range(3)
+    ]
     assert set(packed) == {map_ranks(plan, pods(4), NETWORK).plan.hash}
 
 
 def test_pods_that_share_a_node_are_told_apart_and_kept_close():
     plan = make_plan(tp=2, pp=2, dp=2, nodes=4)
-    mixed = [structs.replace(pod, node=f"n{i % 2}") for i, pod in enumerate(pods(4))]  # 0 and 2, 1 and 3 together
+    mixed = [
+        structs.replace(pod, node=f"n{i % 2}") for i, pod in enumerate(pods(4))
+    ]  # 0 and 2, 1 and 3 together
     expand(",".join(node_names(mixed)))  # what a report of moved ranks must be able to write
     assert node_names(mixed) == ["n0.pod-0", "n1.pod-1", "n0.pod-2", "n1.pod-3"]
     found = map_ranks(plan, mixed, NETWORK)
@@ -211,18 +234,24 @@ def test_damaged_topology_costs_the_network_not_the_run():
     assert check_ranks(map_ranks(plan, pods(2), None).plan) is None
 
 
-# ------------------------------------------------------------------------------------------ what a pod is told and says
+# ------------------------------------------------------------------------------------------ what a
+#     pod is told and says
 
 
 @pytest.mark.parametrize("host", ["tiny-12", "gpu-node-7", "gpu-node-12", None])
 def test_a_pod_knows_where_index_0_is(host):
-    """And itself: from fields of its own and the run's request. On its node's network it has the node's name."""
+    """And itself: from fields of its own and the run's request. On its node's network it has the
+    node's name."""
     environ = {"JOB_COMPLETION_INDEX": "12", "ORCH_POD": "tiny-12-x", "ORCH_POD_NODE": "n7"}
-    environ |= {"ORCH_POD_ADDRESS": "fd00::7", "ORCH_POD_RETURNS": ""} | ({"HOSTNAME": host} if host else {})
+    environ |= {"ORCH_POD_ADDRESS": "fd00::7", "ORCH_POD_RETURNS": ""} | (
+        {"HOSTNAME": host} if host else {}
+    )
     request = SimpleNamespace(run_id="tiny", agents=range(16), backend_options={})
     pod = task.read_pod(environ, request)
     assert (pod.host_of_first, pod.address, pod.node) == ("tiny-0.tiny", "fd00::7", "n7")
-    assert [task.read_pod(environ | {"ORCH_POD_RETURNS": text}, request).returns for text in ("", "3")] == [0, 3]
+    assert [
+        task.read_pod(environ | {"ORCH_POD_RETURNS": text}, request).returns for text in ("", "3")
+    ] == [0, 3]
     request.backend_options = {"kind": "jobset"}
     assert task.read_pod(environ, request).host_of_first == "tiny-node-0-0.tiny"
     for name in ("JOB_COMPLETION_INDEX", "ORCH_POD", "ORCH_POD_NODE", "ORCH_POD_ADDRESS"):
@@ -233,7 +262,8 @@ def test_a_pod_knows_where_index_0_is(host):
 
 def test_attempts_that_come_to_nothing_one_after_the_other_are_few():
     """A pod begins again in place for as long as that leads anywhere."""
-    beginning, counts = Beginning({"A": "b"}, "/"), []
+    beginning = Beginning({"A": "b"}, "/")
+    counts = []
     for lasted_s in (5, 0, 3600, 59, 1, 1, 1, 1):
         lost = PeersLost("a peer was lost", lasted_s)
         counts.append(beginning.short_attempts(lost))
@@ -243,7 +273,8 @@ def test_attempts_that_come_to_nothing_one_after_the_other_are_few():
 
 
 def test_without_a_claim_a_pod_begins_again_with_nothing(monkeypatch, tmp_path):
-    """As a pod that comes in the place of a lost one does, which would else be fenced by this one's later epochs."""
+    """As a pod that comes in the place of a lost one does, which would else be fenced by this one's
+    later epochs."""
     begun = []
     monkeypatch.setattr(Beginning, "again", lambda self, lost: begun.append(lost.text))
 
@@ -256,7 +287,9 @@ def test_without_a_claim_a_pod_begins_again_with_nothing(monkeypatch, tmp_path):
         copies = replica_dir(tmp_path / "run", "n1")
         copies.parent.parent.mkdir(mode=0o700, exist_ok=True)
         copies.mkdir(parents=True)
-        given = SimpleNamespace(request=SimpleNamespace(backend_options=options, run_dir=str(tmp_path / "run")))
+        given = SimpleNamespace(
+            request=SimpleNamespace(backend_options=options, run_dir=str(tmp_path / "run"))
+        )
         task._live(Beginning({}, "/"), SimpleNamespace(index=1, node="n1", returns=0), given)
         assert ((tmp_path / "run").exists(), copies.exists()) == (left, left)
         shutil.rmtree(copies.parent, ignore_errors=True)
@@ -278,27 +311,42 @@ def test_a_user_without_a_name_has_one_in_a_pod(image, name):
         print(os.getuid(), getpass.getuser(), os.environ["LOGNAME"])
     """
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)} | image
-    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.split() == ["12345", name, name], done.stderr
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_user_with_a_name_keeps_it(monkeypatch, known):
-    monkeypatch.setattr(task.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="ada") if known else {}[uid])
+    monkeypatch.setattr(
+        task.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="ada") if known else {}[uid]
+    )
     assert task.login_names({}) == dict.fromkeys(("USER", "LOGNAME"), "ada" if known else "orch")
     assert task.login_names({"USER": "a", "LOGNAME": "b"}) == {"USER": "a", "LOGNAME": "b"}
 
 
 def test_who_submits_does_not_wait_for_what_only_pods_need():
     """The submitter's imports are most of a short submission."""
-    script = "import sys, orchestrator.backends.kubernetes.backend as b; print({'asyncio', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    script = (
+        "import sys, orchestrator.backends.kubernetes.backend as b; print({'asyncio', 'numpy'} &"
+        " set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert done.stdout == "set()\n", done.stderr
 
 
 def test_every_line_is_copied_once_and_the_state_of_the_run_is_in_status_lines(tmp_path: Path):
     folder = RunFolder(tmp_path)
-    fields = {"schema": SCHEMA, "run_id": "r", "backend": "kubernetes", "plan_hash": "h", "writer": "n0"}
+    fields = {
+        "schema": SCHEMA,
+        "run_id": "r",
+        "backend": "kubernetes",
+        "plan_hash": "h",
+        "writer": "n0",
+    }
     state = RunState(**fields, state="running", epoch=3, created_at=1, updated_at=2)
     for part in ("logs", "metrics"):
         (tmp_path / part).mkdir()
@@ -319,7 +367,9 @@ def test_every_line_is_copied_once_and_the_state_of_the_run_is_in_status_lines(t
     ranks = [found for line in lines if (found := status_lines.parse_rank_line(line))]
     assert [text for rank, text in ranks if rank == 3] == ["step 1", "step 2", "last words"]
     assert [text for rank, text in ranks if rank == 4] == ["@orch {not ours}"]
-    assert state in [msgspec.json.decode(s.state, type=RunState) for s in said if s.state != status_lines.NOTHING]
+    assert state in [
+        msgspec.json.decode(s.state, type=RunState) for s in said if s.state != status_lines.NOTHING
+    ]
     assert ("n0", {"step": 1}) in [(s.node, json.loads(bytes(s.step))) for s in said]
     assert status_lines.parse_status_line("@orch {broken") is None
     assert status_lines.parse_rank_line("[rank x] y") is None
@@ -327,15 +377,18 @@ def test_every_line_is_copied_once_and_the_state_of_the_run_is_in_status_lines(t
 
 @pytest.mark.process
 def test_a_notice_before_anything_has_started_leaves_with_75(tmp_path: Path):
-    """Process 1 has no default actions: a pod that waits for its peers must still obey SIGTERM at once."""
+    """Process 1 has no default actions: a pod that waits for its peers must still obey SIGTERM at
+    once."""
     # short sleeps, as in `rendezvous`: a signal just before a long sleep is handled at its end
     script = (
-        "import orchestrator.backends.kubernetes.pod.task as task, time, sys; sys.request = None;"
-        "task._run_attempt = lambda *_: (print('waiting', flush=True), [time.sleep(0.05) for _ in range(1200)]);"
-        "task.read_pod = lambda *_: None; task.read_input = lambda *_: sys;"
-        "sys.exit(task.main())"
+        "import orchestrator.backends.kubernetes.pod.task as task, time, sys; sys.request ="
+        " None;task._run_attempt = lambda *_: (print('waiting', flush=True), [time.sleep(0.05) for"
+        " _ in range(1200)]);task.read_pod = lambda *_: None; task.read_input = lambda *_:"
+        " sys;sys.exit(task.main())"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
     assert process.stdout.readline() == "waiting\n"
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=300)

@@ -1,4 +1,5 @@
-"""Kueue on real nodes: a run that has to make room saves, waits, and ends as if nothing had happened."""
+"""Kueue on real nodes: a run that has to make room saves, waits, and ends as if nothing had
+happened."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.process, pytest.mark.slow, pyt
 
 @pytest.fixture
 def queue(orch) -> str:
-    """In this namespace; there is room in it for one run of four pods. `later` is another door to it, still closed."""
+    """In this namespace; there is room in it for one run of four pods. `later` is another door to
+    it, still closed."""
     quota = {"cpu": "3.3", "memory": "14Gi"}
     levels = ("orch.test/rack", "kubernetes.io/hostname")
     addons.queues(orch.bed, quota, levels, {"orch.test/kind": "real"}, "one-run", orch.namespace)
     spec = {"clusterQueue": "one-run", "stopPolicy": "Hold"}
     about = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "LocalQueue"}
-    orch.bed.apply({**about, "metadata": {"name": "later", "namespace": orch.namespace}, "spec": spec})
+    orch.bed.apply(
+        {**about, "metadata": {"name": "later", "namespace": orch.namespace}, "spec": spec}
+    )
     return "one-run"
 
 
@@ -32,10 +36,13 @@ def stop(orch: Orch, kind: str, name: str, policy: str) -> None:
 def test_runs_that_make_room_come_back_and_their_losses_are_the_same(orch, queue, undisturbed):
     """One for a run of higher priority, which the administrator then sends away for a while, too.
 
-    That one has no end of its own, and is there before it may come: whatever is slow here, nothing is over too early.
+    That one has no end of its own, and is there before it may come: whatever is slow here, nothing
+    is over too early.
     """
     endless = ("train.steps=100000",)
-    high = orch.submit(*TINY, *SHORT, *endless, options={"queue": "later", "workload_priority": "high"})
+    high = orch.submit(
+        *TINY, *SHORT, *endless, options={"queue": "later", "workload_priority": "high"}
+    )
     low = orch.submit_held(*TINY, *SHORT, options={"queue": queue})
     low.step(1)
     stop(orch, "localqueue", "later", "None")
@@ -52,12 +59,18 @@ def test_runs_that_make_room_come_back_and_their_losses_are_the_same(orch, queue
     stop(orch, "clusterqueue", queue, "None")
     high.until("a second life", lambda: len(high.steps(since_epoch=1)) >= 3)
     orch("cancel", high.id)
-    assert min(high.steps(since_epoch=1)) == before + 1  # it had time to save, and went on from there
+    assert (
+        min(high.steps(since_epoch=1)) == before + 1
+    )  # it had time to save, and went on from there
     same = sorted(high.steps())[:60]
-    assert [high.steps()[step] for step in same] == pytest.approx([undisturbed[step] for step in same], abs=1e-9)
+    assert [high.steps()[step] for step in same] == pytest.approx(
+        [undisturbed[step] for step in same], abs=1e-9
+    )
 
     low.release()
     low.wait("done")
     assert min(low.steps(since_epoch=1)) == saved + 1
     assert low.steps() == pytest.approx(undisturbed, abs=1e-9)
-    assert not orch.bed.get("job", low.id, "-n", orch.namespace)["status"].get("failed")  # nothing of it is counted
+    assert not orch.bed.get("job", low.id, "-n", orch.namespace)["status"].get(
+        "failed"
+    )  # nothing of it is counted

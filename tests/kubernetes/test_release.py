@@ -1,4 +1,5 @@
-"""The chart's life on a real control plane without nodes: installed, upgraded, rolled back, gone without a trace."""
+"""The chart's life on a real control plane without nodes: installed, upgraded, rolled back, gone
+without a trace."""
 
 from __future__ import annotations
 
@@ -28,20 +29,35 @@ class Release(Helm):
 
     def everything(self) -> set[str]:
         """Every object of the cluster, of any kind."""
-        kinds = set(self.bed.kubectl("api-resources", "--verbs=list,delete", "-o", "name").split()) - OTHERS
+        kinds = (
+            set(self.bed.kubectl("api-resources", "--verbs=list,delete", "-o", "name").split())
+            - OTHERS
+        )
         columns = "custom-columns=A:.kind,B:.metadata.namespace,C:.metadata.name"
-        lines = self.bed.kubectl("get", ",".join(sorted(kinds)), "-A", "--no-headers", "-o", columns).splitlines()
+        lines = self.bed.kubectl(
+            "get", ",".join(sorted(kinds)), "-A", "--no-headers", "-o", columns
+        ).splitlines()
         return {" ".join(line.split()) for line in lines}
 
 
 @pytest.fixture(scope="module")
 def control_plane(tmp_path_factory) -> Iterator[Bed]:
-    """With the kinds that the chart may be asked to make: Kueue's, and monitoring's as far as Helm sees them."""
+    """With the kinds that the chart may be asked to make: Kueue's, and monitoring's as far as Helm
+    sees them."""
     with bring_up(Shape(), "helm") as bed:
         addons.kueue_kinds(bed)
-        bed.apply(*(addons.any_kind("monitoring.coreos.com", "v1", kind) for kind in ("PodMonitor", "PrometheusRule")))
+        bed.apply(
+            *(
+                addons.any_kind("monitoring.coreos.com", "v1", kind)
+                for kind in ("PodMonitor", "PrometheusRule")
+            )
+        )
         bed.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SPACE}})
-        bed.wait(lambda: bed.kubectl("get", "configmap", "-n", SPACE, "kube-root-ca.crt", check=False), 60, "namespace")
+        bed.wait(
+            lambda: bed.kubectl("get", "configmap", "-n", SPACE, "kube-root-ca.crt", check=False),
+            60,
+            "namespace",
+        )
         yield bed
 
 
@@ -56,7 +72,14 @@ def test_install_upgrade_rollback_uninstall_leaves_nothing(helm):
     helm("install", "my-run", CHART, values=full)
     first = helm.names("jobs")
     assert len(first) == 1
-    asked_for = ("podmonitors", "prometheusrules", "clusterqueues", "localqueues", "topologies", "resourceflavors")
+    asked_for = (
+        "podmonitors",
+        "prometheusrules",
+        "clusterqueues",
+        "localqueues",
+        "topologies",
+        "resourceflavors",
+    )
     assert all(helm.names(kind) for kind in asked_for)
     helm("upgrade", "my-run", CHART, values={**full, "parallel": "dp64_zero1"})
     second = helm.names("jobs")
@@ -70,15 +93,30 @@ def test_install_upgrade_rollback_uninstall_leaves_nothing(helm):
 
 
 def test_the_launcher_reads_and_writes_its_own_secret_alone(helm):
-    """As the API server judges it: server-side apply creates an object under a right that names it."""
+    """As the API server judges it: server-side apply creates an object under a right that names
+    it."""
     helm("install", "my-run", CHART, values=FULL)
     try:
-        run_id = next(name for name in helm.names("configmaps") if name.endswith("-values")).removesuffix("-values")
+        run_id = next(
+            name for name in helm.names("configmaps") if name.endswith("-values")
+        ).removesuffix("-values")
         who = (f"--as=system:serviceaccount:{SPACE}:my-run-launcher", "-n", SPACE)
         for name, refused in ((run_id, False), ("of-somebody-else", True)):
-            body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": {"key": "x"}}
+            body = {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "metadata": {"name": name},
+                "stringData": {"key": "x"},
+            }
             said = helm.bed.run(
-                str(program("kubectl")), *who, "apply", "--server-side", "-f", "-", check=False, input=json.dumps(body)
+                str(program("kubectl")),
+                *who,
+                "apply",
+                "--server-side",
+                "-f",
+                "-",
+                check=False,
+                input=json.dumps(body),
             )
             assert ("forbidden" in said.stderr) == refused, said.stderr
             got = helm.bed.run(str(program("kubectl")), *who, "get", "secret", name, check=False)
@@ -93,14 +131,19 @@ def test_another_launcher_for_the_same_run_is_an_upgrade_too(helm):
     """A Job's pods cannot be changed: the launcher is another Job, of the same run."""
     helm("install", "my-run", CHART, values=FULL)
     try:
-        maps, jobs = helm.names("configmaps"), helm.names("jobs")
-        helm("upgrade", "my-run", CHART, values={**FULL, "launcher": {"environment": {"A": "other"}}})
+        maps = helm.names("configmaps")
+        jobs = helm.names("jobs")
+        helm(
+            "upgrade", "my-run", CHART, values={**FULL, "launcher": {"environment": {"A": "other"}}}
+        )
         assert helm.names("configmaps") == maps
         assert len(helm.names("jobs")) == 1
         assert helm.names("jobs") != jobs
     finally:
         helm("uninstall", "my-run", "--wait", "--timeout", "60s")
-    assert helm.names("persistentvolumeclaims") == ["my-run-runs"]  # checkpoints outlive a release, as values say
+    assert helm.names("persistentvolumeclaims") == [
+        "my-run-runs"
+    ]  # checkpoints outlive a release, as values say
     helm.bed.kubectl("delete", "pvc", "-n", SPACE, "my-run-runs", "--wait=false")
 
 

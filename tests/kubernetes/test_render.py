@@ -32,27 +32,39 @@ GOLDEN = Path(__file__).parent / "golden"
 IMAGE = {"image": "registry.example/orch@sha256:" + "0" * 64}
 LEVELS = {"leaf": "example.org/leaf", "spine": "example.org/spine"}
 
-#: A site's own: local disks, host network, GPUs by DRA, a second network, variables from a Secret, a sidecar.
+#: A site's own: local disks, host network, GPUs by DRA, a second network, variables from a Secret,
+#: a sidecar.
 SITE = {
     "metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"}},
     "spec": {
-        **{"runtimeClassName": "nvidia", "schedulerName": "gang", "hostNetwork": True, "hostIPC": False},
+        "runtimeClassName": "nvidia",
+        "schedulerName": "gang",
+        "hostNetwork": True,
+        "hostIPC": False,
         "resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "eight-gpus"}],
         "affinity": {"podAntiAffinity": {}},
         "volumes": [{"name": "work", "hostPath": {"path": "/nvme", "type": "Directory"}}],
         "initContainers": [
             {
-                **{"name": "logs", "image": "registry.example/logs:1", "restartPolicy": "Always"},
+                "name": "logs",
+                "image": "registry.example/logs:1",
+                "restartPolicy": "Always",
                 "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}},
             }
         ],
         "containers": [
             {
                 "name": "agent",
-                "env": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
+                "env": [
+                    {
+                        "name": "TOKEN",
+                        "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}},
+                    }
+                ],
                 "envFrom": [{"secretRef": {"name": "site"}}],
                 "resources": {
-                    **{"claims": [{"name": "gpus"}], "limits": {"hugepages-2Mi": "4Gi", "nvidia.com/gpu": None}},
+                    "claims": [{"name": "gpus"}],
+                    "limits": {"hugepages-2Mi": "4Gi", "nvidia.com/gpu": None},
                     "requests": {"nvidia.com/gpu": None},
                 },
                 "securityContext": {"capabilities": {"add": ["SYS_NICE"]}},
@@ -66,11 +78,11 @@ CASES: dict[str, dict] = {
     "queue": {"queue": "team-a", "workload_priority": "high", "levels": LEVELS, "claim": "runs"},
     "jobset": {"kind": "jobset", "queue": "team-a", "levels": LEVELS, "topology": "required"},
     "everything": {
-        **{"namespace": "llm", "pull_secrets": ["reg"], "service_account": "trainer", "cpus": 96, "memory_gib": 1024.0},
-        **{"shm_gib": 100.5, "rdma": {"rdma/ib": 8}, "security": "baseline", "priority_class": "urgent"},
-        **{"node_selector": {"pool": "a"}, "tolerations": [{"key": "team", "operator": "Equal", "value": "x"}]},
-        **{"volumes": [{"claim": "data", "path": "/data"}], "claim": "runs", "ttl_s": None, "network_policy": True},
-        **{"labels": {"cost-centre": "7"}, "annotations": {"example.org/note": "it's: #1"}, "checkpoint_gb_per_s": 0.1},
+        "namespace": "llm", "pull_secrets": ["reg"], "service_account": "trainer", "cpus": 96, "memory_gib": 1024.0,
+        "shm_gib": 100.5, "rdma": {"rdma/ib": 8}, "security": "baseline", "priority_class": "urgent",
+        "node_selector": {"pool": "a"}, "tolerations": [{"key": "team", "operator": "Equal", "value": "x"}],
+        "volumes": [{"claim": "data", "path": "/data"}], "claim": "runs", "ttl_s": None, "network_policy": True,
+        "labels": {"cost-centre": "7"}, "annotations": {"example.org/note": "it's: #1"}, "checkpoint_gb_per_s": 0.1,
         "egress": [{"cidr": "10.9.0.0/16", "ports": [443]}, {"cidr": "fd00::/8"}],
         "owner": {"name": "release", "uid": "1234"},
     },
@@ -78,7 +90,9 @@ CASES: dict[str, dict] = {
 }  # fmt: skip
 
 
-def request_of(words: list[str], run_id: str, command: Sequence[str] = (), code: Code | None = None):
+def request_of(
+    words: list[str], run_id: str, command: Sequence[str] = (), code: Code | None = None
+):
     """(bundle, plan) of `orch submit backend=kubernetes` with these words."""
     config = load([*words, "backend=kubernetes", f"run.name={run_id.rpartition('-')[0]}"], None)
     plan = build_plan(config)
@@ -96,20 +110,26 @@ def manifest(main_line, options: dict, **changes: object) -> Manifest:
     bundle, plan = main_line
     given = read_options({**IMAGE, **options})
     space = given.namespace or "default"
-    run = Manifest(request=bundle.request, plan=plan, options=given, config=b"run: main\n", namespace=space)
-    return structs.replace(run, **{"key": "ab" * 32, "environment": {"NCCL_DEBUG": "INFO"}, **changes})
+    run = Manifest(
+        request=bundle.request, plan=plan, options=given, config=b"run: main\n", namespace=space
+    )
+    return structs.replace(
+        run, **{"key": "ab" * 32, "environment": {"NCCL_DEBUG": "INFO"}, **changes}
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden(main_line, name):
-    """Byte for byte, but for what is packed. Delete a golden file to have it written anew, then read the difference."""
+    """Byte for byte, but for what is packed. Delete a golden file to have it written anew, then
+    read the difference."""
     objects = render(manifest(main_line, CASES[name]))
     for body in objects:
         for key in body.get("binaryData", {}):
             body["binaryData"][key] = "(packed)"
         if "request.json" in body.get("data", {}):
             body["data"]["request.json"] = "(the request)"
-    text, path = to_yaml(objects), GOLDEN / f"{name}.yaml"
+    text = to_yaml(objects)
+    path = GOLDEN / f"{name}.yaml"
     if "hash" in text:
         text = text.replace(main_line[1].hash, "f" * 64)
     if not path.exists():
@@ -128,7 +148,8 @@ def test_what_is_printed_is_what_is_sent_with_the_job_last(main_line):
 
 
 def test_only_index_0_has_a_service(main_line):
-    """Pods of a Service are spread by the scheduler, and listed anew with each change of one of them."""
+    """Pods of a Service are spread by the scheduler, and listed anew with each change of one of
+    them."""
     objects = render(manifest(main_line, {}))
     service = next(body for body in objects if body["kind"] == "Service")
     assert service["spec"]["selector"] == {names.RUN: "main-1", names.INDEX: "0"}
@@ -137,14 +158,19 @@ def test_only_index_0_has_a_service(main_line):
 
 def test_metrics_are_read_from_anywhere_and_the_rest_by_the_run_s_pods_alone(main_line):
     """No selector finds a Prometheus on its node's network, nor one outside the cluster."""
-    policy = next(b for b in render(manifest(main_line, {"network_policy": True})) if b["kind"] == "NetworkPolicy")
+    policy = next(
+        b
+        for b in render(manifest(main_line, {"network_policy": True}))
+        if b["kind"] == "NetworkPolicy"
+    )
     peers, metrics = policy["spec"]["ingress"]
     assert peers == {"from": [{"podSelector": {"matchLabels": {names.RUN: "main-1"}}}]}
     assert metrics == {"ports": [{"port": names.METRICS_PORT, "protocol": "TCP"}]}
 
 
 def test_sixteen_thousand_ranks_fit():
-    """Into the 1 MiB of a ConfigMap, and with it into the 256 KiB that `kubectl apply` writes a second time."""
+    """Into the 1 MiB of a ConfigMap, and with it into the 256 KiB that `kubectl apply` writes a
+    second time."""
     bundle, plan = request_of(["cluster=h100x16384", "model=llama3_405b"], "big-1")
     assert len(plan.ranks) == 16384
     objects = render(manifest((bundle, plan), {}))
@@ -166,7 +192,9 @@ def test_ranks_that_do_not_follow_from_the_order_are_kept():
     """A rank map of a user's own making travels as it is."""
     plan = make_plan(tp=2, dp=2, nodes=2)
     swapped = [structs.replace(plan.ranks[i], rank=j) for j, i in enumerate((1, 0, 3, 2))]
-    own = seal(structs.replace(plan, ranks=swapped, groups=all_groups([as_dict(r) for r in swapped], 1)))
+    own = seal(
+        structs.replace(plan, ranks=swapped, groups=all_groups([as_dict(r) for r in swapped], 1))
+    )
     assert unpack_plan(pack_plan(own)) == own
 
 
@@ -174,7 +202,8 @@ def test_ranks_that_do_not_follow_from_the_order_are_kept():
 
 
 def _first_rule(code: int, disrupted: bool = False) -> str:
-    """What Kubernetes does with a pod that ended with this code (batch/v1: the first matching rule, else Count)."""
+    """What Kubernetes does with a pod that ended with this code (batch/v1: the first matching rule,
+    else Count)."""
     for rule in pod_failure_policy()["rules"]:
         if "onPodConditions" in rule and disrupted:
             return rule["action"]
@@ -186,7 +215,10 @@ def _first_rule(code: int, disrupted: bool = False) -> str:
 @pytest.mark.parametrize("code", list(Exit))
 def test_every_exit_code_has_its_rule(code):
     fatal = (Exit.USAGE, Exit.CONFIG, Exit.SECURITY, Exit.USER, Exit.INTERNAL, Exit.CAPACITY)
-    waits = (Exit.RESTART, Exit.FENCED)  # one missing pod must not use up what all the others may fail
+    waits = (
+        Exit.RESTART,
+        Exit.FENCED,
+    )  # one missing pod must not use up what all the others may fail
     expected = dict.fromkeys(fatal, "FailJob") | dict.fromkeys(waits, "Ignore")
     assert _first_rule(int(code)) == expected.get(code, "Count")
     assert _first_rule(137, disrupted=True) == "Ignore"
@@ -194,16 +226,20 @@ def test_every_exit_code_has_its_rule(code):
 
 
 def test_a_pod_is_made_anew_as_soon_as_its_own_failures_allow(main_line):
-    """The wait of a whole Job grows with each pod that fails, whichever it is, and whether it is counted or not."""
+    """The wait of a whole Job grows with each pod that fails, whichever it is, and whether it is
+    counted or not."""
     for kind in ("job", "jobset"):
         *_, main = render(manifest(main_line, {"kind": kind, "max_pod_failures": 3}))
         job = main["spec"]["replicatedJobs"][0]["template"] if kind == "jobset" else main
         assert (job["spec"]["backoffLimit"], job["spec"]["backoffLimitPerIndex"]) == (3, 3)
-        assert job["spec"]["maxFailedIndexes"] == 0  # the others would wait for ever for one that does not come back
+        assert (
+            job["spec"]["maxFailedIndexes"] == 0
+        )  # the others would wait for ever for one that does not come back
 
 
 def test_losing_a_peer_never_costs_a_pod():
-    """An agent says 76 when a node is lost and 77 when it was overtaken: its pod goes on, or comes back uncounted."""
+    """An agent says 76 when a node is lost and 77 when it was overtaken: its pod goes on, or comes
+    back uncounted."""
     assert {pod_exit(code) for code in (Exit.CAPACITY, Exit.FENCED, Exit.RESTART)} == {Exit.RESTART}
     assert all(pod_exit(code) == code for code in (0, 1, 64, 65, 70, 74, 78))
 
@@ -212,27 +248,38 @@ def test_the_agent_ends_its_workers_before_the_kubelet_ends_the_agent(main_line)
     for speed in (10.0, 0.001):
         *_, job = render(manifest(main_line, {"checkpoint_gb_per_s": speed}))
         spec = job["spec"]["template"]["spec"]
-        cm = next(b for b in render(manifest(main_line, {"checkpoint_gb_per_s": speed})) if b["kind"] == "ConfigMap")
+        cm = next(
+            b
+            for b in render(manifest(main_line, {"checkpoint_gb_per_s": speed}))
+            if b["kind"] == "ConfigMap"
+        )
         grace = json.loads(cm["data"]["request.json"])["policy"]["grace_s"]
         assert spec["terminationGracePeriodSeconds"] >= grace + 30
         assert grace >= (120 if speed > 1 else 1000)
 
 
 def test_shared_memory_is_counted_in_the_limit(main_line):
-    *_, job = render(manifest(main_line, {"memory_gib": 10.0, "shm_gib": 2.5, "rdma": {"rdma/ib": 8}}))
+    *_, job = render(
+        manifest(main_line, {"memory_gib": 10.0, "shm_gib": 2.5, "rdma": {"rdma/ib": 8}})
+    )
     spec = job["spec"]["template"]["spec"]
     resources = spec["containers"][0]["resources"]
     assert resources["limits"]["memory"] == resources["requests"]["memory"] == "12800Mi"
     assert {**resources["limits"]}.items() >= {"nvidia.com/gpu": "8", "rdma/ib": "8"}.items()
     assert resources["requests"].items() >= {"nvidia.com/gpu": "8", "rdma/ib": "8"}.items()
-    assert next(v for v in spec["volumes"] if v["name"] == "shm")["emptyDir"]["sizeLimit"] == quantity(2.5) == "2560Mi"
+    assert (
+        next(v for v in spec["volumes"] if v["name"] == "shm")["emptyDir"]["sizeLimit"]
+        == quantity(2.5)
+        == "2560Mi"
+    )
 
 
 # ------------------------------------------------------------------------------------------ placing
 
 
 def test_kueue_is_asked_for_whole_pipelines(main_line):
-    """tp8 pp4 on nodes of 8: a pipeline is four nodes, a leaf holds four, the job needs the spine."""
+    """tp8 pp4 on nodes of 8: a pipeline is four nodes, a leaf holds four, the job needs the
+    spine."""
     options = KubernetesOptions(queue="q", levels=LEVELS)
     assert kueue_annotations(main_line[1], options) == {
         "kueue.x-k8s.io/podset-preferred-topology": "example.org/spine",
@@ -245,16 +292,22 @@ def test_a_job_that_fits_a_leaf_is_asked_there():
     plan = make_plan(tp=2, pp=2, nodes=2)
     levels = {plan.cluster.levels[0].name: "example.org/leaf"}
     options = KubernetesOptions(queue="q", levels=levels, topology="required")
-    assert kueue_annotations(plan, options) == {"kueue.x-k8s.io/podset-required-topology": "example.org/leaf"}
+    assert kueue_annotations(plan, options) == {
+        "kueue.x-k8s.io/podset-required-topology": "example.org/leaf"
+    }
 
 
-# ------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------
+#     refusals
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"immage": "x"}, "backend.options.immage is not an option of kubernetes; did you mean 'image'"),
+        (
+            {"immage": "x"},
+            "backend.options.immage is not an option of kubernetes; did you mean 'image'",
+        ),
         ({"image": "a b"}, "backend.options.image"),
         ({"namespace": "Team"}, "backend.options.namespace"),
         ({"labels": {"a b": "c"}}, "backend.options"),
@@ -283,7 +336,8 @@ def test_names_that_would_be_too_long_are_refused_early():
 
 
 def test_a_program_in_a_folder_is_refused():
-    words, code = ["cluster=h100x64", "model=llama3_8b"], Code(kind="folder", root="/w")
+    words = ["cluster=h100x64", "model=llama3_8b"]
+    code = Code(kind="folder", root="/w")
     with pytest.raises(OrchError, match="--in-place"):
         render(manifest(request_of(words, "own-1", ["python", "train.py"], code), {}))
 
@@ -292,12 +346,15 @@ def test_a_program_in_a_folder_is_refused():
 def test_a_gang_is_rendered_for_the_scheduler_that_places_it(main_line, gang):
     """All eight pods or none, each scheduler told in its own words."""
     objects = render(manifest(main_line, {"gang": gang, "gang_queue": "research"}))
-    job, template = objects[-1], objects[-1]["spec"]["template"]
+    job = objects[-1]
+    template = objects[-1]["spec"]["template"]
     groups = [body for body in objects if body["kind"] in ("PodGroup", "Workload")]
     name = job["metadata"]["name"]
     scheduler = template["spec"].get("schedulerName")
     if gang == "kai":
-        assert not groups and job["metadata"]["annotations"]["kai.scheduler/batch-min-member"] == "8"
+        assert (
+            not groups and job["metadata"]["annotations"]["kai.scheduler/batch-min-member"] == "8"
+        )
         assert job["metadata"]["labels"]["kai.scheduler/queue"] == "research"
         assert template["metadata"]["labels"]["kai.scheduler/queue"] == "research"
         assert scheduler == "kai-scheduler"
@@ -324,7 +381,9 @@ def test_a_gang_scheduler_is_found_or_its_absence_is_told():
     auto = read_options({"gang": "auto"})
     assert resolved(auto, serves("scheduling.volcano.sh", "scheduling.k8s.io")) == "volcano"
     assert resolved(auto, serves()) == "none"
-    with refusal("the cluster does not know podgroups of scheduling.volcano.sh/v1beta1", Exit.CONFIG):
+    with refusal(
+        "the cluster does not know podgroups of scheduling.volcano.sh/v1beta1", Exit.CONFIG
+    ):
         resolved(read_options({"gang": "volcano"}), serves("scheduling.k8s.io"))
 
 

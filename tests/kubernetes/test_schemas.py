@@ -1,4 +1,5 @@
-"""Every rendering against the schemas of several Kubernetes versions, by kubeconform: no field that a version lacks."""
+"""Every rendering against the schemas of several Kubernetes versions, by kubeconform: no field that
+a version lacks."""
 
 from __future__ import annotations
 
@@ -23,14 +24,17 @@ from .test_chart_helm import rendered
 from .test_render import CASES, main_line, manifest  # noqa: F401
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.process]
-#: Beside the golden ones: the other kind with everything, and the nodes that a run without a queue is given.
+#: Beside the golden ones: the other kind with everything, and the nodes that a run without a queue
+#: is given.
 MORE = {
     "excluded": {"queue": "team-a", "exclude": ["n1.example.org"], "bad_nodes": ["n2"]},
     "everything, jobset": {**CASES["everything"], "kind": "jobset"},
     "everything, queue": {**CASES["everything"], **CASES["queue"]},
 }
 CHOSEN = {
-    "chosen under a switch": ChosenNodes(("n1", "n2"), "example.org/leaf", ("leaf-1",), rest=("n1", "n2")),
+    "chosen under a switch": ChosenNodes(
+        ("n1", "n2"), "example.org/leaf", ("leaf-1",), rest=("n1", "n2")
+    ),
     "chosen with spares": ChosenNodes(("n1", "n2"), rest=("n1", "n2"), spares=("n3",)),
     "whole switches": ChosenNodes(
         ("n1", "n2"), spares=("n3",), whole=(("example.org/leaf", ("leaf-1",)),), rest=("n2",)
@@ -48,7 +52,9 @@ def check(tmp_path_factory) -> Check:
         folder = schemas.folder()
     except (RuntimeError, OSError) as error:
         pytest.skip(f"no schemas: {error}")
-    places = [word for place in schemas.LOCATIONS for word in ("-schema-location", f"{folder}/{place}")]
+    places = [
+        word for place in schemas.LOCATIONS for word in ("-schema-location", f"{folder}/{place}")
+    ]
 
     def run(bodies: list[dict]) -> dict[str, list[dict]]:
         path.write_text(yaml.safe_dump_all(bodies))
@@ -65,29 +71,58 @@ def check(tmp_path_factory) -> Check:
 
 
 def wrong(found: dict[str, list[dict]]) -> list[tuple[str, str, str]]:
-    return [(v, one["kind"], one["msg"]) for v, all in found.items() for one in all if one["status"] != "statusValid"]
+    return [
+        (v, one["kind"], one["msg"])
+        for v, all in found.items()
+        for one in all
+        if one["status"] != "statusValid"
+    ]
 
 
 def test_every_object_of_every_run(check, main_line):  # noqa: F811
     runs = [manifest(main_line, options) for options in (CASES | MORE).values()]
     runs += [structs.replace(manifest(main_line, {}), chosen=chosen) for chosen in CHOSEN.values()]
-    runs.append(structs.replace(manifest(main_line, {}), train_run="1234", gated=True, environment_secret="env"))
+    runs.append(
+        structs.replace(
+            manifest(main_line, {}), train_run="1234", gated=True, environment_secret="env"
+        )
+    )
     bodies = [json.loads(json.dumps(body)) for run in runs for body in render(run)]
-    assert {body["kind"] for body in bodies} == {"Secret", "ConfigMap", "Service", "NetworkPolicy", "Job", "JobSet"}
+    assert {body["kind"] for body in bodies} == {
+        "Secret",
+        "ConfigMap",
+        "Service",
+        "NetworkPolicy",
+        "Job",
+        "JobSet",
+    }
     assert wrong(check(bodies)) == []
 
 
 def test_every_option_is_in_some_rendering():
     """But those that say where and how the run is sent, not what."""
     given = set().union(*CASES.values(), *MORE.values()) | {"image"}
-    elsewhere = {"context", "profile", "slices", "python", "user", "unreachable_s", "rendezvous_timeout_s"}
+    elsewhere = {
+        "context",
+        "profile",
+        "slices",
+        "python",
+        "user",
+        "unreachable_s",
+        "rendezvous_timeout_s",
+    }
     elsewhere |= {
         "gpu_resource",
         "max_pod_failures",
         "max_pod_returns",
         "pull_policy",
     }  # plain values in fields that are always there
-    elsewhere |= {"controller", "grow_after_s", "gang", "gang_queue"}  # gangs: kinds that no version of all these has
+    elsewhere |= {
+        "controller",
+        "grow_after_s",
+        "gang",
+        "gang_queue",
+    }  # gangs: kinds that no version of all these has
     assert set(KubernetesOptions.__struct_fields__) - given - elsewhere == set()
 
 
@@ -97,7 +132,9 @@ def test_every_template_of_the_chart(check):
     bodies = [*rendered(helm, FULL), *rendered(helm, {"image": FULL["image"]})]
     templates = {p.name for p in Path(CHART, "templates").rglob("*.yaml")}
     assert len(templates) >= 8
-    assert {"PodMonitor", "PrometheusRule", "Topology", "ClusterQueue", "Role"} <= {body["kind"] for body in bodies}
+    assert {"PodMonitor", "PrometheusRule", "Topology", "ClusterQueue", "Role"} <= {
+        body["kind"] for body in bodies
+    }
     assert wrong(check(bodies)) == []
 
 

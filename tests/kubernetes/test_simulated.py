@@ -1,4 +1,5 @@
-"""A thousand simulated nodes: where pods come to lie, with Kueue and without, and runs that compete for room."""
+"""A thousand simulated nodes: where pods come to lie, with Kueue and without, and runs that compete
+for room."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def leaves(topology: Topology) -> dict[str, str]:
 def split_pipelines(plan: Plan, topology: Topology) -> int:
     """Pipelines whose ranks lie under more than one leaf."""
     leaf = leaves(topology)
-    return sum(len({leaf[plan.ranks[rank].node] for rank in group}) > 1 for group in plan.groups["pp"])
+    return sum(
+        len({leaf[plan.ranks[rank].node] for rank in group}) > 1 for group in plan.groups["pp"]
+    )
 
 
 def split_slices(nodes: Sequence[str], topology: Topology, size: int = 4) -> int:
@@ -86,7 +89,8 @@ def split_slices(nodes: Sequence[str], topology: Topology, size: int = 4) -> int
 
 
 def test_every_pipeline_lies_under_one_leaf(orch, queue, ended, topology):
-    """With Kueue the pods' indices are in plan order, too; without it pod 0 maps the ranks to where their pods are."""
+    """With Kueue the pods' indices are in plan order, too; without it pod 0 maps the ranks to where
+    their pods are."""
     run = ended(orch.submit(*MAIN))
     nodes = bound(orch, run, 8)
     assert len(set(nodes)) == 8
@@ -94,7 +98,9 @@ def test_every_pipeline_lies_under_one_leaf(orch, queue, ended, topology):
     assert split_pipelines(found.plan, topology) == 0
     if queue:
         assert split_slices(nodes, topology) == 0
-        assert [rank.node for rank in found.plan.ranks] == [node for node in nodes for _ in range(8)]
+        assert [rank.node for rank in found.plan.ranks] == [
+            node for node in nodes for _ in range(8)
+        ]
 
 
 def test_nodes_that_a_run_has_found_bad_get_no_pod_of_the_next(orch, ended):
@@ -103,26 +109,46 @@ def test_nodes_that_a_run_has_found_bad_get_no_pod_of_the_next(orch, ended):
     nodes = bound(orch, before, 8)
     orch("cancel", "--force", before.id)
     orch.bed.wait(lambda: not orch.pods(before.id), 900, f"end of {before.id}")
-    now, bad = time.time(), {nodes[0], nodes[5]}
+    now = time.time()
+    bad = {nodes[0], nodes[5]}
     for node in bad:
-        one = BadNode(cluster="h100x64", node=node, why="ECC", run=before.id, at=now, until=now + 3600)
+        one = BadNode(
+            cluster="h100x64", node=node, why="ECC", run=before.id, at=now, until=now + 3600
+        )
         NodeMemory(orch.home).add(one)
     after = ended(orch.submit(*MAIN))
     assert bad.isdisjoint(bound(orch, after, 8))
-    assert set(json.loads((after.folder / "request.json").read_text())["backend_options"]["bad_nodes"]) == bad
+    assert (
+        set(json.loads((after.folder / "request.json").read_text())["backend_options"]["bad_nodes"])
+        == bad
+    )
 
 
 @pytest.mark.parametrize("aware", [True, False], ids=["aware of topology", "not aware"])
 def test_a_queue_puts_no_pod_on_a_node_that_is_left_out(queued_bed, tmp_path, aware):
-    """Of three leaves of four nodes; whoever keeps pipelines together has two of them left. The node is named in full,
-    its label is short. A run that needs more is held up by Kueue if that knows single nodes, else by the scheduler."""
-    bed, name = queued_bed, "twelve-aware" if aware else "twelve"
-    twelve, out = [f"sim-{index}" for index in range(12)], "sim-5"
+    """Of three leaves of four nodes; whoever keeps pipelines together has two of them left. The
+    node is named in full, its label is short. A run that needs more is held up by Kueue if that
+    knows single nodes, else by the scheduler."""
+    bed = queued_bed
+    name = "twelve-aware" if aware else "twelve"
+    twelve = [f"sim-{index}" for index in range(12)]
+    out = "sim-5"
     levels = ("orch.test/spine", "orch.test/leaf", "kubernetes.io/hostname") if aware else ()
     bed.kubectl("label", "nodes", *twelve, f"orch.test/pool={name}", "--overwrite")
     bed.kubectl("label", "node", out, "kubernetes.io/hostname=short", "--overwrite")
-    addons.queues(bed, {"cpu": "2k", "memory": "40Ti", "nvidia.com/gpu": "96"}, levels, {"orch.test/pool": name}, name)
-    options = {"image": "orch.test/none:1", "queue": name, "exclude": [out], **({"levels": LEVELS} if aware else {})}
+    addons.queues(
+        bed,
+        {"cpu": "2k", "memory": "40Ti", "nvidia.com/gpu": "96"},
+        levels,
+        {"orch.test/pool": name},
+        name,
+    )
+    options = {
+        "image": "orch.test/none:1",
+        "queue": name,
+        "exclude": [out],
+        **({"levels": LEVELS} if aware else {}),
+    }
     orch = Orch(bed, tmp_path, "default", options)
     small = orch.submit(*MAIN)
     where = set(bound(orch, small, 8))
@@ -158,7 +184,8 @@ def test_five_hundred_and_twelve_nodes_in_one_run(orch, queue, ended, topology):
         assert split_slices(nodes, topology) == 0
 
 
-# ------------------------------------------------------------------------------------------ competing
+# ------------------------------------------------------------------------------------------
+#     competing
 
 
 def jobs(bed: Bed) -> list[dict]:
@@ -166,20 +193,27 @@ def jobs(bed: Bed) -> list[dict]:
 
 
 def finished(job: dict) -> bool:
-    return any(c["type"] == "Complete" and c["status"] == "True" for c in job["status"].get("conditions", ()))
+    return any(
+        c["type"] == "Complete" and c["status"] == "True"
+        for c in job["status"].get("conditions", ())
+    )
 
 
 @pytest.mark.full
 def test_ten_runs_compete_for_room_for_three_and_all_finish(orch, queue):
-    """24 nodes, ten runs of eight. Without a queue a submission that finds no room says so (76), and is tried again."""
-    bed, together, halves = orch.bed, [], []
+    """24 nodes, ten runs of eight. Without a queue a submission that finds no room says so (76),
+    and is tried again."""
+    bed = orch.bed
+    together = []
+    halves = []
     bed.kubectl("delete", "jobs", "-l", "orch.test/race=ten", "--wait=true", timeout=120)
     options = {"labels": {"orch.test/race": "ten"}, "annotations": {FINISHES: "yes"}}
     options |= {"queue": "small"} if queue else {"node_selector": {"orch.test/pool": "small"}}
     over = threading.Event()
 
     def submit(index: int) -> int:
-        words, tries = orch.submission(options), 0
+        words = orch.submission(options)
+        tries = 0
         while not over.is_set():
             done = orch(*words, *MAIN, f"run.name=race-{index}", code=None, timeout=600)
             tries += 1

@@ -1,4 +1,5 @@
-"""TrainRuns without a cluster: schema and values, what is done for a run, who gets which nodes. All pure."""
+"""TrainRuns without a cluster: schema and values, what is done for a run, who gets which nodes. All
+pure."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def test_the_schema_has_the_fields_of_the_values(part, kind):
 def test_every_column_is_a_field():
     [version] = SCHEMA["spec"]["versions"]
     columns = {one["jsonPath"] for one in version["additionalPrinterColumns"]}
-    assert columns <= {f".status.{name}" for name in fields_of("status")} | {".metadata.creationTimestamp"}
+    assert columns <= {f".status.{name}" for name in fields_of("status")} | {
+        ".metadata.creationTimestamp"
+    }
     assert {"State", "Step", "Loss", "Nodes", "ETTR", "Reason"} <= {
         one["name"] for one in version["additionalPrinterColumns"]
     }
@@ -101,14 +104,26 @@ def test_a_patch_makes_one_status_of_another(before, after):
 
 
 def test_a_run_whose_new_words_have_another_size_can_ask_for_its_end():
-    """It holds eight nodes, and no plan is of eight nodes any more: what it asks for is weighed all the same."""
+    """It holds eight nodes, and no plan is of eight nodes any more: what it asks for is weighed all
+    the same."""
     from tests.kubernetes.test_render import request_of
 
-    sent, plan = request_of(["cluster=h100x64", "cluster.nodes=4", "model=llama3_8b", "parallel=tp8"], "r-1")
+    sent, plan = request_of(
+        ["cluster=h100x64", "cluster.nodes=4", "model=llama3_8b", "parallel=tp8"], "r-1"
+    )
     bundle = Bundle(sent.request, b"", {4: plan})
-    held = Allocation(uid="u", number=1, generation=0, nodes=[f"n{index}" for index in range(8)], size=8, inputs="old")
+    held = Allocation(
+        uid="u",
+        number=1,
+        generation=0,
+        nodes=[f"n{index}" for index in range(8)],
+        size=8,
+        inputs="old",
+    )
     reconciler = Reconciler(*[None] * 8)
-    wish = reconciler._wish(TrainRun(Meta(name="r-1", uid="u")), held, bundle, read_options({"image": "x"}))
+    wish = reconciler._wish(
+        TrainRun(Meta(name="r-1", uid="u")), held, bundle, read_options({"image": "x"})
+    )
     assert [(size, one.hash) for size, one in wish.sizes] == [(4, plan.hash)]
 
 
@@ -122,7 +137,8 @@ def test_what_was_planned_comes_back_whole():
         unpacked(structs.replace(planned(bundle, [plan]), plans=["no plan"]))
 
 
-# ------------------------------------------------------------------------------------------ what is done for a run
+# ------------------------------------------------------------------------------------------ what is
+#     done for a run
 
 
 def run(**spec: Any) -> TrainRun:
@@ -136,24 +152,52 @@ def with_status(one: TrainRun, **status: Any) -> TrainRun:
 
 def job(generation: int = 0, count: int = 2, **status: Any) -> Job:
     labels = {RUN: "r", GENERATION: str(generation)}
-    body = {"metadata": {"name": "r", "namespace": "n", "labels": labels, "creationTimestamp": LONG_AGO}}
+    body = {
+        "metadata": {"name": "r", "namespace": "n", "labels": labels, "creationTimestamp": LONG_AGO}
+    }
     return msgspec.convert({**body, "spec": {"completions": count}, "status": status}, Job)
 
 
-def pod(index: int, where: str = "", phase: str = "Pending", gated: bool = False, **more: Any) -> Pod:
+def pod(
+    index: int, where: str = "", phase: str = "Pending", gated: bool = False, **more: Any
+) -> Pod:
     labels = {RUN: "r", INDEX: str(index), GENERATION: "0"}
-    about = {"name": f"r-{index}", "namespace": "n", "uid": f"p{index}", "resourceVersion": "1", "labels": labels}
+    about = {
+        "name": f"r-{index}",
+        "namespace": "n",
+        "uid": f"p{index}",
+        "resourceVersion": "1",
+        "labels": labels,
+    }
     about |= {"creationTimestamp": more.pop("created", LONG_AGO), **more.pop("about", {})}
     spec = {"nodeName": where, "schedulingGates": [{"name": GATE}] if gated else []}
-    return msgspec.convert({"metadata": about, "spec": spec, "status": {"phase": phase, **more}}, Pod)
+    return msgspec.convert(
+        {"metadata": about, "spec": spec, "status": {"phase": phase, **more}}, Pod
+    )
 
 
 def held(*nodes: str, **more: Any) -> Allocation:
-    return Allocation(**{"uid": "u", "number": 1, "generation": 0, "nodes": list(nodes), "size": len(nodes), **more})
+    return Allocation(
+        **{
+            "uid": "u",
+            "number": 1,
+            "generation": 0,
+            "nodes": list(nodes),
+            "size": len(nodes),
+            **more,
+        }
+    )
 
 
 def seen(one: TrainRun | None = None, job: Job | None = None, pods: Any = (), **more: Any) -> Seen:
-    fields = {"fits": {"a", "b"}, "ready": {"a", "b"}, "least": 2, "now": NOW, "allocation": None, **more}
+    fields = {
+        "fits": {"a", "b"},
+        "ready": {"a", "b"},
+        "least": 2,
+        "now": NOW,
+        "allocation": None,
+        **more,
+    }
     return Seen(run=one or with_status(run()), job=job, pods=pods, **fields)
 
 
@@ -173,7 +217,8 @@ RUNNING = [pod(0, "a", "Running"), pod(1, "b", "Running")]
             seen(job=job(), allocation=held("a", "b"), pods=[pod(0, gated=True), pod(1, gated=True)]),
             [steps.Give("r-0", "a", 2), steps.Give("r-1", "b", 2)],
         ),
-        # its node went out of service before it was let go: it goes first, and only then the node is given away
+        # its node went out of service before it was let go: it goes first, and only then the node
+        # is given away
         (
             seen(job=job(), allocation=held("a", "c"), pods=[pod(0, "a", "Running"), pod(1, gated=True)]),
             [steps.Move("r-1", 1, "c", "its node is out of service")],
@@ -222,13 +267,24 @@ def waits(index: int, where: str, reason: str) -> Pod:
 
 
 def test_a_pod_moves_away_from_where_it_cannot_run():
-    refused = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient cpu"}]
+    refused = [
+        {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": "Insufficient cpu",
+        }
+    ]
     there = {"job": job(), "allocation": held("a", "b")}
     [moved] = decide(seen(pods=[pod(0, "a", "Running"), pod(1, conditions=refused)], **there))
     assert (moved.pod, moved.node) == ("r-1", "b") and "Insufficient cpu" in moved.why
-    [moved] = decide(seen(pods=[pod(0, "a", "Running"), waits(1, "b", "ImagePullBackOff")], **there))
+    [moved] = decide(
+        seen(pods=[pod(0, "a", "Running"), waits(1, "b", "ImagePullBackOff")], **there)
+    )
     assert moved.pod == "r-1" and "no such image" in moved.why
-    [given_up] = decide(seen(pods=[waits(0, "a", "ErrImagePull"), waits(1, "b", "ErrImagePull")], **there))
+    [given_up] = decide(
+        seen(pods=[waits(0, "a", "ErrImagePull"), waits(1, "b", "ErrImagePull")], **there)
+    )
     assert given_up.wait and "ErrImagePull" in given_up.why
     [given_up] = decide(seen(no_quota="exceeded quota: pods", **there))
     assert given_up == steps.Yield("exceeded quota: pods", wait=True)
@@ -236,11 +292,18 @@ def test_a_pod_moves_away_from_where_it_cannot_run():
 
 def test_a_run_that_misses_nodes_does_not_keep_the_others_for_ever():
     pods = [pod(0, "a", "Running"), pod(1, gated=True)]
-    lost = {"job": job(), "pods": pods, "allocation": held("a", "", lost_at=NOW - 100), "hold_s": 600.0}
+    lost = {
+        "job": job(),
+        "pods": pods,
+        "allocation": held("a", "", lost_at=NOW - 100),
+        "hold_s": 600.0,
+    }
     assert decide(seen(**lost)) == [steps.Replace([1])]
     assert isinstance(decide(seen(crowded=True, **lost))[0], steps.Yield)
     assert isinstance(decide(seen(**{**lost, "hold_s": 90.0}))[0], steps.Yield)
-    assert decide(seen(crowded=True, **{**lost, "least": 1})) == [steps.Replace([1])]  # it goes on with what is left
+    assert decide(seen(crowded=True, **{**lost, "least": 1})) == [
+        steps.Replace([1])
+    ]  # it goes on with what is left
 
 
 def test_pods_of_a_dead_node_are_ended_and_those_of_a_slow_one_are_not():
@@ -263,7 +326,8 @@ def test_a_sick_node_is_left_out():
     assert isinstance(sick, steps.Sick) and sick.node == "b"
 
 
-# ------------------------------------------------------------------------------------------ its status
+# ------------------------------------------------------------------------------------------ its
+#     status
 
 
 def test_status_of_a_run_from_its_objects():
@@ -273,7 +337,11 @@ def test_status_of_a_run_from_its_objects():
         return next_status(seen(one, **more), None, said, "waiting for room: needs 2 nodes")
 
     new = status(structs.replace(run(), status=Status()))
-    assert (new.state, new.reason, new.observed_generation) == ("pending", "waiting for room: needs 2 nodes", 1)
+    assert (new.state, new.reason, new.observed_generation) == (
+        "pending",
+        "waiting for room: needs 2 nodes",
+        1,
+    )
     began = with_status(run())
     there = {"job": job(), "allocation": held("a", "b")}
     assert status(began, pods=RUNNING, **there).state == "running"
@@ -281,7 +349,11 @@ def test_status_of_a_run_from_its_objects():
     assert status(began, pods=RUNNING, **there).restarts == 2
     starting = status(began, pods=RUNNING[:1], **there)
     assert (starting.state, starting.reason) == ("restarting", "1 of 2 pods run")
-    done = status(began, job=job(conditions=[{"type": "Complete", "status": "True"}]), allocation=held("a", "b"))
+    done = status(
+        began,
+        job=job(conditions=[{"type": "Complete", "status": "True"}]),
+        allocation=held("a", "b"),
+    )
     assert (done.state, done.exit_code, done.over, done.ended_generation) == ("done", 0, True, 0)
     stopping = status(with_status(run(stopped=True)), pods=RUNNING, **there)
     assert stopping.state == "stopping"
@@ -292,7 +364,9 @@ def test_status_of_a_run_from_its_objects():
 
 
 def test_another_attempt_begins_afresh_and_keeps_its_counters():
-    ended = with_status(run(attempt=1), state="failed", exit_code=1, restarts=3, lost_pods=2, step=7, fails=2)
+    ended = with_status(
+        run(attempt=1), state="failed", exit_code=1, restarts=3, lost_pods=2, step=7, fails=2
+    )
     found = begun(ended)
     assert (found.state, found.exit_code, found.attempt, found.fails) == ("pending", None, 1, 0)
     assert (found.restarts, found.lost_pods, found.step) == (3, 2, 7)
@@ -302,7 +376,8 @@ def test_another_attempt_begins_afresh_and_keeps_its_counters():
     assert with_status(run(stopped=True), state="cancelled").is_over
 
 
-# ------------------------------------------------------------------------------------------ who gets which nodes
+# ------------------------------------------------------------------------------------------ who
+#     gets which nodes
 
 
 def nodes(count: int, **labels: str) -> dict[str, Node]:
@@ -324,7 +399,9 @@ OPTIONS = read_options({"image": "x", "cpus": 4, "memory_gib": 8, "shm_gib": 1})
 
 
 def wish(key: str, plan: Plan, count: int = 2, **more: Any) -> Wish:
-    return structs.replace(wish_of(key, {count: plan}, OPTIONS, pod_needs(plan, OPTIONS), None), **more)
+    return structs.replace(
+        wish_of(key, {count: plan}, OPTIONS, pod_needs(plan, OPTIONS), None), **more
+    )
 
 
 def test_nodes_with_gpus_belong_to_one_run_each(gpus):
@@ -347,8 +424,13 @@ def test_gpus_that_are_asked_for_by_a_claim_are_counted_by_their_labels(gpus):
 
 def test_gpus_that_are_asked_for_by_a_claim_are_where_their_driver_says(gpus):
     options = structs.replace(OPTIONS, pod=BY_CLAIM)
-    there = {f"n{i}": msgspec.convert(bare(f"n{i}", {"nvidia.com/gpu.count": "2"}), Node) for i in range(5)}
-    by_node = {f"n{i}": NodeGpus(count) for i, count in enumerate((2, 1, 2, 2))}  # and n4 has none, whatever it says
+    there = {
+        f"n{i}": msgspec.convert(bare(f"n{i}", {"nvidia.com/gpu.count": "2"}), Node)
+        for i in range(5)
+    }
+    by_node = {
+        f"n{i}": NodeGpus(count) for i, count in enumerate((2, 1, 2, 2))
+    }  # and n4 has none, whatever it says
     unnamed = {name: msgspec.convert(bare(name), Node) for name in there}
     for one in unnamed.values():
         del one.metadata.labels[PRODUCT]
@@ -356,11 +438,17 @@ def test_gpus_that_are_asked_for_by_a_claim_are_where_their_driver_says(gpus):
     found = Room(Fits(there, GpuDevices(by_node, {"n0": "theirs"})), [], {}).place(wanted)
     assert isinstance(found, Placed) and found.nodes == ["n2", "n3"]
     room = Room(Fits(there, GpuDevices(by_node, {"n0": "theirs", "n3": "theirs"})), [], {})
-    short = "waiting for room: needs 2 nodes, 1 are free (1 x 1 GPUs for claims, 1 x 0 GPUs for claims)"
+    short = (
+        "waiting for room: needs 2 nodes, 1 are free (1 x 1 GPUs for claims, 1 x 0 GPUs for claims)"
+    )
     assert room.place(wanted) == short
     assert room.more(wanted, [], 2) == ["n2"]
-    by_node = {name: NodeGpus(gpus.count, "NVIDIA A100-SXM4-80GB") for name, gpus in by_node.items()}
-    assert "4 x NVIDIA A100-SXM4-80GB instead of h100" in Room(Fits(unnamed, GpuDevices(by_node)), [], {}).place(wanted)
+    by_node = {
+        name: NodeGpus(gpus.count, "NVIDIA A100-SXM4-80GB") for name, gpus in by_node.items()
+    }
+    assert "4 x NVIDIA A100-SXM4-80GB instead of h100" in Room(
+        Fits(unnamed, GpuDevices(by_node)), [], {}
+    ).place(wanted)
     others = structs.replace(OPTIONS, pod={})  # whose GPUs are no claims
     plain = wish_of("n/p", {2: gpus}, others, pod_needs(gpus, others), None)
     assert "5 x no nvidia.com/gpu" in str(room.place(plain))
@@ -368,14 +456,21 @@ def test_gpus_that_are_asked_for_by_a_claim_are_where_their_driver_says(gpus):
 
 def test_where_devices_cannot_be_read_a_run_that_waits_for_claims_says_so(gpus):
     options = structs.replace(OPTIONS, pod=BY_CLAIM)
-    there = {f"n{i}": msgspec.convert(bare(f"n{i}", {"nvidia.com/gpu.count": "2"}), Node) for i in range(2)}
+    there = {
+        f"n{i}": msgspec.convert(bare(f"n{i}", {"nvidia.com/gpu.count": "2"}), Node)
+        for i in range(2)
+    }
     theirs = msgspec.convert(
         {"metadata": {"name": "x", "namespace": "y", "uid": "z", "resourceVersion": "1"},
          "spec": {"nodeName": "n0", "resourceClaims": [{"name": "gpus"}]}, "status": {"phase": "Running"}}, Pod,
     )  # fmt: skip
-    found = Room(Fits(there), [theirs], {}).place(wish_of("n/r", {2: gpus}, options, pod_needs(gpus, options), None))
+    found = Room(Fits(there), [theirs], {}).place(
+        wish_of("n/r", {2: gpus}, options, pod_needs(gpus, options), None)
+    )
     assert found.startswith("waiting for room: needs 2 nodes, 1 are free")
-    assert found.endswith("; resourceslices may not be read, so GPUs are counted by the label nvidia.com/gpu.count")
+    assert found.endswith(
+        "; resourceslices may not be read, so GPUs are counted by the label nvidia.com/gpu.count"
+    )
 
 
 def test_who_does_not_fit_does_not_hold_up_those_behind(gpus):
@@ -417,7 +512,9 @@ def test_what_others_have_on_a_node_counts_and_what_an_allocation_promises_count
     assert isinstance(found, Placed) and set(found.nodes) == {"n1"}
     there = nodes(2)
     there["n1"].status.allocatable[PODS] = "2"
-    assert "needs 4 places for pods, 2 are free" in Room(Fits(there), [theirs], {}).place(wish("n/r", cpus, 4))
+    assert "needs 4 places for pods, 2 are free" in Room(Fits(there), [theirs], {}).place(
+        wish("n/r", cpus, 4)
+    )
     mine = pod(0, "n0", "Running")
     room = Room(Fits(nodes(2)), [mine], {"n/r": held("n0", "n0", needs={"cpu": 60.0})})
     assert isinstance(room.place(wish("n/other", cpus, 4)), Placed)
@@ -438,11 +535,16 @@ def test_an_elastic_run_grows_by_whole_sizes(gpus):
     elastic = wish_of("n/r", sizes, OPTIONS, pod_needs(gpus, OPTIONS), None, elastic=True)
     room = Room(Fits(nodes(6)), [], {})
     found = room.place(elastic)
-    assert isinstance(found, Placed) and (found.size, elastic.pods) == (2, 8)  # eight GPU nodes of make_large
+    assert isinstance(found, Placed) and (found.size, elastic.pods) == (
+        2,
+        8,
+    )  # eight GPU nodes of make_large
     assert room.more(elastic, found.nodes, 6) != []
     small = Room(Fits(nodes(3)), [], {})
     found = small.place(elastic)
-    assert isinstance(found, Placed) and small.more(elastic, found.nodes, 6) == []  # one more is no size
+    assert (
+        isinstance(found, Placed) and small.more(elastic, found.nodes, 6) == []
+    )  # one more is no size
     assert wish_of("n/r", sizes, OPTIONS, pod_needs(gpus, OPTIONS), 4, elastic=True).pods == 4
 
 
@@ -464,7 +566,8 @@ def test_a_run_that_is_rendered_for_the_controller_is_gated_and_owned():
 
 
 def test_types_that_threads_of_the_controller_decode_are_worked_out_before():
-    """msgspec works out a type where it is first decoded; two threads that do that at a time end the process."""
+    """msgspec works out a type where it is first decoded; two threads that do that at a time end
+    the process."""
     folder = Path(controller_main.__file__).parent
     calls = [
         node
@@ -472,6 +575,8 @@ def test_types_that_threads_of_the_controller_decode_are_worked_out_before():
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "msgspec.json.decode"
     ]
-    named = {ast.unparse(word.value) for call in calls for word in call.keywords if word.arg == "type"}
+    named = {
+        ast.unparse(word.value) for call in calls for word in call.keywords if word.arg == "type"
+    }
     assert named
     assert named <= {kind.__name__ for kind in controller_main.DECODED}

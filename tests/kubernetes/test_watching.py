@@ -1,4 +1,5 @@
-"""What the API server shows, put into words and exit codes; and what it refuses, put into one line. All pure."""
+"""What the API server shows, put into words and exit codes; and what it refuses, put into one line.
+All pure."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from orchestrator.backends.base import write_record
 from orchestrator.backends.kubernetes.api.api_errors import api_error, unreachable
 from orchestrator.backends.kubernetes.backend import KubernetesBackend
 from orchestrator.backends.kubernetes.cluster_view import check_queue
-from orchestrator.backends.kubernetes.objects.node_affinity import choose, in_whole_units, node_affinity
+from orchestrator.backends.kubernetes.objects.node_affinity import (
+    choose,
+    in_whole_units,
+    node_affinity,
+)
 from orchestrator.backends.kubernetes.observer import force_delete_stuck_pods
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.backends.kubernetes.phases import ObservedRun, nodes_of, status_of
@@ -37,8 +42,12 @@ def condition(kind: str, **more: str) -> dict[str, str]:
     return {"type": kind, "status": "True", **more}
 
 
-def pod(index: int, phase: str = "Running", code: int | None = None, word: str = "", **metadata: Any) -> dict[str, Any]:
-    ended = {"terminated": {"exitCode": code, "message": word}} if code is not None else {"running": {}}
+def pod(
+    index: int, phase: str = "Running", code: int | None = None, word: str = "", **metadata: Any
+) -> dict[str, Any]:
+    ended = (
+        {"terminated": {"exitCode": code, "message": word}} if code is not None else {"running": {}}
+    )
     notes = {"batch.kubernetes.io/job-completion-index": str(index)}
     return {
         "metadata": {"name": f"r-{index}-x", "annotations": notes, **metadata},
@@ -52,7 +61,13 @@ def seen(main: dict | None = None, pods: list[dict] | None = None, **more: Any) 
 
 
 def state(phase: str = "running", epoch: int = 0) -> RunState:
-    fields = {"schema": SCHEMA, "run_id": "r", "backend": "kubernetes", "plan_hash": "h", "writer": "backend"}
+    fields = {
+        "schema": SCHEMA,
+        "run_id": "r",
+        "backend": "kubernetes",
+        "plan_hash": "h",
+        "writer": "backend",
+    }
     return RunState(**fields, state=phase, epoch=epoch, created_at=1, updated_at=1)
 
 
@@ -74,12 +89,25 @@ def test_an_elastic_run_is_at_work_with_fewer_pods():
 
 
 def test_the_end_of_a_job_carries_the_code_and_the_last_word_of_its_pod():
-    why = condition("Failed", reason="PodFailurePolicy", message="Container agent for pod x failed with exit code 65")
+    why = condition(
+        "Failed",
+        reason="PodFailurePolicy",
+        message="Container agent for pod x failed with exit code 65",
+    )
     pods = [pod(0, "Failed", 75), pod(1, "Failed", 65, '{"code": 65, "text": "plan: not ours"}')]
     found = status_of(seen(job(conditions=[why]), pods), NOW)
-    assert (found.phase, found.exit, found.over, found.text) == ("failed", Exit.CONFIG, True, "plan: not ours")
+    assert (found.phase, found.exit, found.over, found.text) == (
+        "failed",
+        Exit.CONFIG,
+        True,
+        "plan: not ours",
+    )
     assert status_of(seen(job(conditions=[condition("Complete")])), NOW).exit == Exit.DONE
-    spent = condition("Failed", reason="BackoffLimitExceeded", message="Job has reached the specified backoff limit")
+    spent = condition(
+        "Failed",
+        reason="BackoffLimitExceeded",
+        message="Job has reached the specified backoff limit",
+    )
     found = status_of(seen(job(conditions=[spent]), [pod(0, "Failed", 137)]), NOW)
     assert found.exit == Exit.USER
     assert "backoff limit" in found.text
@@ -90,18 +118,35 @@ def test_a_job_that_ends_is_not_over_before_its_pods_are():
     found = status_of(seen(job(conditions=[told])), NOW)
     assert (found.phase, found.over) == ("stopping", False)
     failed = condition("Failed", message="Container agent for pod x failed with exit code 65")
-    found = status_of(seen(job(conditions=[told, failed])), NOW)  # in the order in which the Job's controller adds them
+    found = status_of(
+        seen(job(conditions=[told, failed])), NOW
+    )  # in the order in which the Job's controller adds them
     assert (found.phase, found.over, found.exit) == ("failed", True, Exit.CONFIG)
-    deleting = {**job(), "metadata": {"name": "r", "uid": "u", "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+    deleting = {
+        **job(),
+        "metadata": {"name": "r", "uid": "u", "deletionTimestamp": "2026-01-01T00:00:00Z"},
+    }
     assert status_of(seen(deleting), NOW).phase == "stopping"
 
 
 @pytest.mark.parametrize(
     ("pods", "events", "says"),
     [
-        ([{"reason": "ImagePullBackOff", "message": "no such image"}], [], "image cannot be pulled"),
-        ([{"reason": "CreateContainerConfigError", "message": 'secret "r" not found'}], [], 'secret "r" not found'),
-        ([], [{"reason": "FailedCreate", "message": "exceeded quota: gpus", "lastTimestamp": "2"}], "exceeded quota"),
+        (
+            [{"reason": "ImagePullBackOff", "message": "no such image"}],
+            [],
+            "image cannot be pulled",
+        ),
+        (
+            [{"reason": "CreateContainerConfigError", "message": 'secret "r" not found'}],
+            [],
+            'secret "r" not found',
+        ),
+        (
+            [],
+            [{"reason": "FailedCreate", "message": "exceeded quota: gpus", "lastTimestamp": "2"}],
+            "exceeded quota",
+        ),
     ],
 )
 def test_why_it_does_not_start_is_said(pods, events, says):
@@ -120,11 +165,18 @@ def test_no_room_and_the_queue_s_own_words_are_said():
     body["status"]["conditions"] = [why]
     told = status_of(seen(job(), [pod(0), body]), NOW).text
     assert "Insufficient nvidia.com/gpu" in told
-    assert told.endswith("wait for room, or ask for less of a node (cpus, memory_gib, gpu_resource, rdma)")
+    assert told.endswith(
+        "wait for room, or ask for less of a node (cpus, memory_gib, gpu_resource, rdma)"
+    )
     queued = job()
     queued["spec"]["suspend"] = True
-    told = 'couldn\'t assign flavors to pod set main: topology "ib" allows to fit only 4 out of 8 pod(s)'
-    workload = {"status": {"conditions": [{"type": "QuotaReserved", "status": "False", "message": told}]}}
+    told = (
+        'couldn\'t assign flavors to pod set main: topology "ib" allows to fit only 4 out of 8'
+        " pod(s)"
+    )
+    workload = {
+        "status": {"conditions": [{"type": "QuotaReserved", "status": "False", "message": told}]}
+    }
     found = status_of(seen(queued, workload=workload), NOW)
     assert found.phase == "pending"
     assert "fit only 4 out of 8" in found.text
@@ -143,9 +195,13 @@ class Nodes:
     """A cluster of nodes that are ready or not, and a user who may end pods, or may not."""
 
     def __init__(self, may: bool = True, **ready: str):
-        self.may, self.done = may, []
+        self.may = may
+        self.done = []
         self.nodes = [
-            {"metadata": {"name": name}, "status": {"conditions": [{"type": "Ready", "status": status}]}}
+            {
+                "metadata": {"name": name},
+                "status": {"conditions": [{"type": "Ready", "status": status}]},
+            }
             for name, status in ready.items()
         ]
 
@@ -167,17 +223,27 @@ def test_a_pod_that_hangs_is_let_go_where_its_node_is_gone_and_the_user_may():
     cluster = Nodes(n0="True", n1="Unknown")
     assert "r-1-x of node n1" in force_delete_stuck_pods(cluster, run, NOW)
     assert cluster.done == [("r-1-x", "Failed", "DisruptionTarget"), ("r-1-x", 0)]
-    assert force_delete_stuck_pods(Nodes(n0="True"), run, NOW)  # its node is no longer in the list at all
+    assert force_delete_stuck_pods(
+        Nodes(n0="True"), run, NOW
+    )  # its node is no longer in the list at all
     ended = pod(1, "Failed", 75, **at)  # its Job keeps it until it has made another one
-    assert not force_delete_stuck_pods(Nodes(n0="True", n1="False"), seen(job(), [pod(0), ended]), NOW)
-    assert not force_delete_stuck_pods(Nodes(n0="True", n1="True"), run, NOW)  # the node lives: it is only slow
-    assert not force_delete_stuck_pods(Nodes(), run, NOW)  # nodes cannot be read: nothing is known of them
+    assert not force_delete_stuck_pods(
+        Nodes(n0="True", n1="False"), seen(job(), [pod(0), ended]), NOW
+    )
+    assert not force_delete_stuck_pods(
+        Nodes(n0="True", n1="True"), run, NOW
+    )  # the node lives: it is only slow
+    assert not force_delete_stuck_pods(
+        Nodes(), run, NOW
+    )  # nodes cannot be read: nothing is known of them
     assert not force_delete_stuck_pods(Nodes(may=False, n0="True", n1="False"), run, NOW)
     alone = seen(job(), [pod(0, **at)])
     # no peer would stop it, should it still run
     assert not force_delete_stuck_pods(Nodes(n1="True", n0="False"), alone, NOW)
     just_now = pod(1, deletionTimestamp="2027-01-15T08:00:00Z")
-    assert not force_delete_stuck_pods(Nodes(n0="True", n1="False"), seen(job(), [pod(0), just_now]), NOW)
+    assert not force_delete_stuck_pods(
+        Nodes(n0="True", n1="False"), seen(job(), [pod(0), just_now]), NOW
+    )
 
 
 def test_cluster_and_pods_words_are_put_together():
@@ -199,7 +265,8 @@ def test_cluster_and_pods_words_are_put_together():
 
 def test_a_run_whose_job_is_gone_is_stopped(tmp_path, monkeypatch):
     """From the run folder to the API server and back, through the backend."""
-    folder, backend = RunFolder(tmp_path / "r"), KubernetesBackend()
+    folder = RunFolder(tmp_path / "r")
+    backend = KubernetesBackend()
     folder.create()
     write_state(folder, state("running"))
     write_record(folder, KubernetesRecord(None, "n", "Job", "r", "s", 1.0, sent=True))
@@ -207,7 +274,8 @@ def test_a_run_whose_job_is_gone_is_stopped(tmp_path, monkeypatch):
     assert backend.state(folder).state == "stopped" and not backend.is_alive(folder)
 
 
-# ------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------
+#     refusals
 
 
 @pytest.mark.parametrize(
@@ -234,13 +302,17 @@ def test_a_refusal_is_one_line_with_what_to_do(status, message, says, exit):
 
 
 def test_no_answer_is_one_line():
-    text = "HTTPSConnectionPool(host='10.0.0.1', port=1): Max retries (Caused by <urllib3.Connection 0x7f>: refused)"
+    text = (
+        "HTTPSConnectionPool(host='10.0.0.1', port=1): Max retries (Caused by <urllib3.Connection"
+        " 0x7f>: refused)"
+    )
     error = unreachable("https://10.0.0.1:6443", RuntimeError(text))
     assert error.exit == Exit.CAPACITY
     assert "0x7f" not in error.message
 
 
-# ------------------------------------------------------------------------------------------ nodes without a queue
+# ------------------------------------------------------------------------------------------ nodes
+#     without a queue
 
 LEAVES = {f"l{i}": tuple(f"n{i * 5 + j}" for j in range(5)) for i in range(4)}
 LEAF = {"leaf": "example.org/leaf"}
@@ -260,7 +332,8 @@ def test_whole_pipelines_are_chosen_from_what_is_free():
 
 
 def test_pods_may_go_to_chosen_nodes_and_few_others():
-    """A preference alone is lost where the scheduler looks at a part of the nodes only, as it does above a hundred."""
+    """A preference alone is lost where the scheduler looks at a part of the nodes only, as it does
+    above a hundred."""
     plan = make_plan(tp=2, pp=2, dp=3, nodes=6)
     chosen = choose(plan, CLUSTER, {})
     assert len(chosen.spares) == 2
@@ -273,7 +346,8 @@ def test_pods_may_go_to_chosen_nodes_and_few_others():
 
 
 def test_switches_that_are_chosen_whole_are_named_instead_of_their_nodes():
-    """Hundreds of names in each of hundreds of pods are most of what the cluster has to read and write."""
+    """Hundreds of names in each of hundreds of pods are most of what the cluster has to read and
+    write."""
     plan = make_plan(tp=2, dp=12, nodes=12)
     chosen = choose(plan, CLUSTER, LEAF)
     leaves = [name for name, members in LEAVES.items() if set(members) <= set(chosen.nodes)]
@@ -282,8 +356,12 @@ def test_switches_that_are_chosen_whole_are_named_instead_of_their_nodes():
     covered = {node for leaf in leaves for node in LEAVES[leaf]}
     assert set(chosen.rest) == set(chosen.nodes) - covered
     affinity = node_affinity(chosen)["nodeAffinity"]
-    within, elsewhere = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-    assert within["matchExpressions"] == [{"key": "example.org/leaf", "operator": "In", "values": leaves}]
+    within, elsewhere = affinity["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
+    assert within["matchExpressions"] == [
+        {"key": "example.org/leaf", "operator": "In", "values": leaves}
+    ]
     assert elsewhere["matchExpressions"][0]["values"] == [*chosen.rest, *chosen.spares]
     assert wished(affinity, chosen.nodes) == list(chosen.nodes)
     assert wished(affinity, chosen.spares) == []
@@ -295,19 +373,26 @@ def wished(affinity: dict, nodes: Sequence[str]) -> list[str]:
 
     def meets(node: str, said: dict) -> bool:
         leaf = next((name for name, members in LEAVES.items() if node in members), None)
-        return has[said["operator"]]({"kubernetes.io/hostname": node}.get(said["key"], leaf), said["values"])
+        return has[said["operator"]](
+            {"kubernetes.io/hostname": node}.get(said["key"], leaf), said["values"]
+        )
 
     terms = [
-        wish["preference"]["matchExpressions"] for wish in affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+        wish["preference"]["matchExpressions"]
+        for wish in affinity["preferredDuringSchedulingIgnoredDuringExecution"]
     ]
-    return [node for node in nodes if any(all(meets(node, said) for said in term) for term in terms)]
+    return [
+        node for node in nodes if any(all(meets(node, said) for said in term) for term in terms)
+    ]
 
 
 def test_spares_are_switches_like_the_chosen_ones_and_cost_one_word():
-    """Each word is weighed by the scheduler for every pod on every node: of 512 pods on 1,000 nodes it was a third of
-    all that it did."""
+    """Each word is weighed by the scheduler for every pod on every node: of 512 pods on 1,000 nodes
+    it was a third of all that it did."""
     leaves = {f"l{i}": tuple(f"n{4 * i + j}" for j in range(4)) for i in range(32)}
-    machines = {node: Machine(gpus=2, free=node != "n64") for members in leaves.values() for node in members}
+    machines = {
+        node: Machine(gpus=2, free=node != "n64") for members in leaves.values() for node in members
+    }
     topology = Topology("t", (Tier("leaf", leaves),), machines=machines)
     chosen = choose(make_plan(tp=2, dp=64, nodes=64), topology, LEAF)
     assert (chosen.rest, chosen.spares) == ((), ())
@@ -316,14 +401,22 @@ def test_spares_are_switches_like_the_chosen_ones_and_cost_one_word():
     affinity = node_affinity(chosen)["nodeAffinity"]
     (required,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert required["matchExpressions"][0]["values"] == [*chosen.whole[0][1], spare]
-    elsewhere = {"matchExpressions": [{"key": LEAF["leaf"], "operator": "NotIn", "values": [spare]}]}
-    assert affinity["preferredDuringSchedulingIgnoredDuringExecution"] == [{"weight": 100, "preference": elsewhere}]
+    elsewhere = {
+        "matchExpressions": [{"key": LEAF["leaf"], "operator": "NotIn", "values": [spare]}]
+    }
+    assert affinity["preferredDuringSchedulingIgnoredDuringExecution"] == [
+        {"weight": 100, "preference": elsewhere}
+    ]
 
 
 def test_where_no_other_node_is_free_nothing_is_preferred():
     machines = {f"n{i}": Machine(gpus=2, free=i < 12) for i in range(20)}
-    chosen = choose(make_plan(tp=2, dp=12, nodes=12), structs.replace(CLUSTER, machines=machines), LEAF)
-    assert list(node_affinity(chosen)["nodeAffinity"]) == ["requiredDuringSchedulingIgnoredDuringExecution"]
+    chosen = choose(
+        make_plan(tp=2, dp=12, nodes=12), structs.replace(CLUSTER, machines=machines), LEAF
+    )
+    assert list(node_affinity(chosen)["nodeAffinity"]) == [
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]
 
 
 def test_all_nodes_or_none():

@@ -1,7 +1,8 @@
-"""Seeded bugs: each a patch that makes the trainer wrong in one way, and the smallest layout on which that shows.
+"""Seeded bugs: each a patch that makes the trainer wrong in one way, and the smallest layout on
+which that shows.
 
-They are put on the trainer's modules from outside, for one test, before its ranks are forked. The mistakes are those
-that trainers have really made; a word on each says which.
+They are put on the trainer's modules from outside, for one test, before its ranks are forked. The
+mistakes are those that trainers have really made; a word on each says which.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Mutation(NamedTuple):
 class Mutations(list[Mutation]):
     """Filled by `@mutations(name, **layout)` on functions that patch."""
 
-    def __call__(self, name: str, caught: str = "DIFFERENT", **layout: Any) -> Callable[[Patch], Patch]:
+    def __call__(
+        self, name: str, caught: str = "DIFFERENT", **layout: Any
+    ) -> Callable[[Patch], Patch]:
         def add(patch: Patch) -> Patch:
             self.append(Mutation(name, layout, patch, caught))
             return patch

@@ -26,7 +26,9 @@ from .base import Mutations, after
 DATA = Mutations()
 
 
-@DATA("gradient divided by the number of ranks: torch's mean on top of a loss already divided", dp=2)
+@DATA(
+    "gradient divided by the number of ranks: torch's mean on top of a loss already divided", dp=2
+)
 def _(patch):
     def divide(self):
         for bucket in self.buckets:
@@ -57,7 +59,9 @@ def _(patch):
     patch.setattr(buckets.GradBuckets, "_launch", launch)
 
 
-@DATA("a bucket is reduced before its last gradient: the late one is refused", caught="failed", dp=2)
+@DATA(
+    "a bucket is reduced before its last gradient: the late one is refused", caught="failed", dp=2
+)
 def _(patch):
     def early(self, passes):
         for bucket in self.buckets:
@@ -69,7 +73,9 @@ def _(patch):
 @DATA("replicas read the same samples", dp=2)
 def _(patch):
     original = samples.samples_of_step
-    patch.setattr(samples, "samples_of_step", lambda par, coord, *rest: original(par, first(coord), *rest))
+    patch.setattr(
+        samples, "samples_of_step", lambda par, coord, *rest: original(par, first(coord), *rest)
+    )
 
     def first(coord):
         return msgspec.structs.replace(coord, dp=0)
@@ -104,7 +110,9 @@ def _(patch):
     from torch.distributed.fsdp import FSDPModule
 
     original = FSDPModule.set_gradient_divide_factor
-    patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: original(self, 2.0))
+    patch.setattr(
+        FSDPModule, "set_gradient_divide_factor", lambda self, factor: original(self, 2.0)
+    )
 
 
 @DATA("ZeRO-3 sums in bf16 what the plan sums in fp32", dp=2, zero=3, cell_precision="bf16")
@@ -148,12 +156,19 @@ def _(patch):
     original = order.firsts
 
     def shifted(counts, replica):
-        return [place + (replica > 0 and turn > 0) for turn, place in enumerate(original(counts, 0))][: counts[replica]]
+        return [
+            place + (replica > 0 and turn > 0) for turn, place in enumerate(original(counts, 0))
+        ][: counts[replica]]
 
     patch.setattr(order, "firsts", shifted)
 
 
-@DATA("ZeRO-2: a replica ends its step before the others have reduced theirs", caught="failed", zero=2, **UNEQUAL)
+@DATA(
+    "ZeRO-2: a replica ends its step before the others have reduced theirs",
+    caught="failed",
+    zero=2,
+    **UNEQUAL,
+)
 def _(patch):
     patch.setattr(engine.Engine, "_pad_micro_batches", lambda self, batches: batches)
 
@@ -173,20 +188,29 @@ def _(patch):
     def run(self, batches, scale):
         last = batches[-1]
         nothing = torch.full_like(last.targets, IGNORED)
-        return original(self, [*batches[:-1], MicroBatch(last.tokens, nothing, last.positions, last.documents)], scale)
+        return original(
+            self,
+            [*batches[:-1], MicroBatch(last.tokens, nothing, last.positions, last.documents)],
+            scale,
+        )
 
     patch.setattr(Pipeline, "run", run)
 
 
 @DATA("mean of means over micro-batches of unequal numbers of tokens", micro_batches=3)
 def _(patch):
-    loss, gradients = VocabParallelLoss.__call__, engine.Engine.gradients
+    loss = VocabParallelLoss.__call__
+    gradients = engine.Engine.gradients
 
     def mean(self, logits, targets):
         return loss(self, logits, targets) / max(1, int((targets != IGNORED).sum()))
 
     patch.setattr(VocabParallelLoss, "__call__", mean)
-    patch.setattr(engine.Engine, "gradients", lambda self, batches, tokens: gradients(self, batches, len(batches)))
+    patch.setattr(
+        engine.Engine,
+        "gradients",
+        lambda self, batches, tokens: gradients(self, batches, len(batches)),
+    )
 
 
 @DATA("masked tokens count in the divisor")
@@ -199,7 +223,8 @@ def _(patch):
     patch.setattr(engine.Engine, "gradients", all_tokens)
 
 
-# ------------------------------------------------------------------------------------------- optimizer, recomputation
+# -------------------------------------------------------------------------------------------
+#     optimizer, recomputation
 
 
 @DATA("AdamW's bias correction stands still")
@@ -207,7 +232,8 @@ def _(patch):
     original = ShardedOptimizer._update
 
     def update(self, *args):
-        count, self.step_count = self.step_count, 1  # a rank's state has the count that the update reads
+        count = self.step_count
+        self.step_count = 1  # a rank's state has the count that the update reads
         original(self, *args)
         self.step_count = count
 

@@ -1,4 +1,5 @@
-"""Bugs of experts: their exchange, their gradients, their routers and the terms that balance them."""
+"""Bugs of experts: their exchange, their gradients, their routers and the terms that balance
+them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from .base import Mutations
 EXPERTS = Mutations()
 MIXED = tiny_model(**MIXTURE)
 SHARED = tiny_model(**DEEPSEEK)
-BOUNDED, BOUNDED_SHARED = tiny_model(**CAPPED), tiny_model(**CAPPED_DEEPSEEK)
+BOUNDED = tiny_model(**CAPPED)
+BOUNDED_SHARED = tiny_model(**CAPPED_DEEPSEEK)
 BALANCED = tiny_model(**{**MIXTURE, "moe": structs.replace(MIXTURE["moe"], balance_over="batch")})
 
 
@@ -36,7 +38,8 @@ def _alone():
 
 
 def _layers(patch, change):
-    """`change(mixture)` on every layer of experts that a rank holds, not on those of one process."""
+    """`change(mixture)` on every layer of experts that a rank holds, not on those of one
+    process."""
     original = apply.apply_to_experts
 
     def both(stage, mesh, *rest):
@@ -54,7 +57,9 @@ def _routing(patch, change):
     patch.setattr(
         ExpertDispatch,
         "__call__",
-        lambda self, x, r, experts, more: original(self, x, change(r, experts.count), experts, more),
+        lambda self, x, r, experts, more: original(
+            self, x, change(r, experts.count), experts, more
+        ),
     )
 
 
@@ -63,7 +68,9 @@ def _weigh(patch, **factors):
 
     def change(mixture):
         moe = mixture.router.moe
-        mixture.router.moe = structs.replace(moe, **{name: getattr(moe, name) * by for name, by in factors.items()})
+        mixture.router.moe = structs.replace(
+            moe, **{name: getattr(moe, name) * by for name, by in factors.items()}
+        )
 
     _layers(patch, change)
 
@@ -72,7 +79,9 @@ def _groups(patch, name, members):
     """`members(plan, rank)` are the ranks of the group `name` of experts."""
     original = mesh._of_experts
     patch.setattr(
-        mesh, "_of_experts", lambda plan, n, rank: members(plan, rank) if n == name else original(plan, n, rank)
+        mesh,
+        "_of_experts",
+        lambda plan, n, rank: members(plan, rank) if n == name else original(plan, n, rank),
     )
 
 
@@ -106,7 +115,11 @@ def _(patch):
 
 @EXPERTS("experts: gradients are summed over the dense group", ep=2, dp=2, model=MIXED)
 def _(patch):
-    _groups(patch, "expert_grad", lambda plan, rank: next(tuple(g) for g in plan.groups["grad"] if rank in g))
+    _groups(
+        patch,
+        "expert_grad",
+        lambda plan, rank: next(tuple(g) for g in plan.groups["grad"] if rank in g),
+    )
 
 
 @EXPERTS("experts: gradients are not summed over dp", ep=2, dp=2, model=MIXED)
@@ -221,7 +234,9 @@ def _(patch):
     patch.setattr(SequenceCounts, "__call__", lambda self, counts: counts)
 
 
-@EXPERTS("experts: gradients of weights of choices are not summed over tp", tp=2, sp=False, model=MIXED)
+@EXPERTS(
+    "experts: gradients of weights of choices are not summed over tp", tp=2, sp=False, model=MIXED
+)
 def _(patch):
     original = TokensOfOne.__call__
 
@@ -262,10 +277,13 @@ def _(patch):
 
 
 def _counts(patch, change):
-    """`change(counts of a step over all ranks, those of this rank alone)` -> those that move the biases."""
+    """`change(counts of a step over all ranks, those of this rank alone)` -> those that move the
+    biases."""
     original = choice_states.sum_over_ranks
     patch.setattr(
-        choice_states, "sum_over_ranks", lambda rows, *where: change(original(rows, *where), torch.stack(rows))
+        choice_states,
+        "sum_over_ranks",
+        lambda rows, *where: change(original(rows, *where), torch.stack(rows)),
     )
 
 
@@ -282,10 +300,14 @@ def _(patch):
 
 @EXPERTS("experts: the load stays that of the beginning", ep=2, model=BALANCED)
 def _(patch):
-    patch.setattr(choice_states, "load_of", lambda counts: torch.ones_like(counts, dtype=torch.float32))
+    patch.setattr(
+        choice_states, "load_of", lambda counts: torch.ones_like(counts, dtype=torch.float32)
+    )
 
 
-@EXPERTS("experts: the balance of the batch counts each sequence as one token", ep=2, model=BALANCED)
+@EXPERTS(
+    "experts: the balance of the batch counts each sequence as one token", ep=2, model=BALANCED
+)
 def _(patch):
     original = LossTerms.start
 
@@ -324,7 +346,8 @@ def _(patch):
 
 
 def _taken(patch, change):
-    """`change(whole choices, experts, capacity, what experts take of them)` on ranks, not in one process."""
+    """`change(whole choices, experts, capacity, what experts take of them)` on ranks, not in one
+    process."""
     original = layer.first_choices
 
     def other(chosen, experts, capacity):
@@ -356,7 +379,12 @@ def _(patch):
     _taken(patch, lambda chosen, experts, capacity, found: torch.ones_like(found))
 
 
-@EXPERTS("experts: the bound is of a micro-batch, not of each sequence", ep=2, micro_batch_size=2, model=BOUNDED)
+@EXPERTS(
+    "experts: the bound is of a micro-batch, not of each sequence",
+    ep=2,
+    micro_batch_size=2,
+    model=BOUNDED,
+)
 def _(patch):
     original = layer.first_choices
 
@@ -391,7 +419,9 @@ def _(patch):
     patch.setattr(Copies, "of", classmethod(of))
 
 
-@EXPERTS("experts: biases count what experts take, not what tokens choose", ep=2, model=BOUNDED_SHARED)
+@EXPERTS(
+    "experts: biases count what experts take, not what tokens choose", ep=2, model=BOUNDED_SHARED
+)
 def _(patch):
     def count(self, number, routing):
         row = self._chosen.setdefault(number, self._empty(self.mixtures[number]))
@@ -400,13 +430,17 @@ def _(patch):
     patch.setattr(ChoiceStates, "_count", count)
 
 
-@EXPERTS("experts: the balance counts what experts take, not what tokens choose", ep=2, model=BOUNDED)
+@EXPERTS(
+    "experts: the balance counts what experts take, not what tokens choose", ep=2, model=BOUNDED
+)
 def _(patch):
     original = MixtureOfExperts._add_terms
 
     def add(self, x, routing, terms):
         routing = self._drop(routing, len(x))
-        lost = routing._replace(experts=torch.where(routing.taken, routing.experts, routing.experts[:, :1]))
+        lost = routing._replace(
+            experts=torch.where(routing.taken, routing.experts, routing.experts[:, :1])
+        )
         return original(self, x, routing if _alone() else lost, terms)
 
     patch.setattr(MixtureOfExperts, "_add_terms", add)

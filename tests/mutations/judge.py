@@ -1,7 +1,9 @@
-"""Judges one mutant: the tests that run its line are run in a copy of the tree whose file holds the change.
+"""Judges one mutant: the tests that run its line are run in a copy of the tree whose file holds the
+change.
 
-Everything that a test starts finds the change too: ranks, agents, workers, command lines. The process that forks has
-imported what tests import and nothing of orch, so that a mutant costs a second and not ten.
+Everything that a test starts finds the change too: ranks, agents, workers, command lines. The
+process that forks has imported what tests import and nothing of orch, so that a mutant costs a
+second and not ten.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Copy:
 
     def __init__(self) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="mutant-"))
-        left_out = shutil.ignore_patterns(".git", ".venv", "build", ".mypy_cache", ".ruff_cache", ".hypothesis")
+        left_out = shutil.ignore_patterns(
+            ".git", ".venv", "build", ".mypy_cache", ".ruff_cache", ".hypothesis"
+        )
         shutil.copytree(ROOT, self.root, ignore=left_out, symlinks=True, dirs_exist_ok=True)
         (self.root / ".venv").symlink_to((ROOT / ".venv").resolve())
 
@@ -71,7 +75,8 @@ class Copy:
 
 
 def chosen(seconds: dict[str, float], budget_s: float) -> list[str]:
-    """Tests, quick ones first and of all files in turn, that take the budget together; one at least."""
+    """Tests, quick ones first and of all files in turn, that take the budget together; one at
+    least."""
     by_file: dict[str, list[str]] = defaultdict(list)
     for test in sorted(seconds, key=lambda test: (seconds[test], test)):
         by_file[test.partition("::")[0]].append(test)
@@ -87,7 +92,8 @@ def chosen(seconds: dict[str, float], budget_s: float) -> list[str]:
 
 
 def reaching(reach: Reach, site: Site) -> dict[str, float]:
-    """Seconds of the tests that run the site's line; of those that run its file where the line runs at import."""
+    """Seconds of the tests that run the site's line; of those that run its file where the line runs
+    at import."""
     exact = reach.tests(site.path, range(site.line, site.line + 1))
     exact = exact or reach.tests(site.path, range(site.first, site.last + 1))
     if exact or not reach.lines(site.path) & set(range(site.first, site.last + 1)):
@@ -103,7 +109,9 @@ class Judge:
         self._reach = reach
         self._copy = Copy()
         _warm()
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # what a mutant's tests leave behind comes here, and is ended
+        ctypes.CDLL(None).prctl(
+            _SUBREAPER, 1
+        )  # what a mutant's tests leave behind comes here, and is ended
 
     def judged(self, site: Site) -> Result:
         start = time.monotonic()
@@ -118,7 +126,8 @@ class Judge:
         return Result(site, killed, by, time.monotonic() - start)
 
     def green(self, tests: Sequence[str], paths: Sequence[str]) -> set[str]:
-        """Those of `tests` that pass without a mutant, in files written from their trees as a mutant's is."""
+        """Those of `tests` that pass without a mutant, in files written from their trees as a
+        mutant's is."""
         if not tests:  # pytest would run all there are
             return set()
         for path in paths:
@@ -132,10 +141,14 @@ class Judge:
         self._copy.remove()
 
     def _asked_in_turn(self, seconds: dict[str, float]) -> tuple[str, str]:
-        """First the quick ones, then the others; then all of the same files, since what a fixture runs is recorded for
-        the first test that asks for it."""
+        """First the quick ones, then the others; then all of the same files, since what a fixture
+        runs is recorded for the first test that asks for it."""
         asked: set[str] = set()
-        for candidates, budget_s in ((seconds, BUDGET_S), (seconds, MORE_S), (self._reach.beside(seconds), MORE_S)):
+        for candidates, budget_s in (
+            (seconds, BUDGET_S),
+            (seconds, MORE_S),
+            (self._reach.beside(seconds), MORE_S),
+        ):
             left = {test: took for test, took in candidates.items() if test not in asked}
             if left:
                 tests = chosen(left, budget_s)
@@ -218,7 +231,15 @@ def _child(root: Path, folder: Path, tests: Sequence[str], stop: bool) -> None:
         sys.dont_write_bytecode = True
         tempfile.tempdir = None
         witness = _Witness()
-        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={root}", *(["-x"] if stop else [])]
+        options = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            f"--rootdir={root}",
+            *(["-x"] if stop else []),
+        ]
         code = pytest.main([*options, *tests], plugins=[witness])
         said = {"code": int(code), "failed": witness.failed, "unread": witness.unread}
         (folder / "said").write_text(json.dumps(said))

@@ -51,7 +51,9 @@ def _(patch):
 
 @MODEL("tensor parallel: no all-reduce in backward", tp=2, sp=False)
 def _(patch):
-    patch.setattr(column_parallel.OverlappedColumnLinears, "start_sum", lambda self, grad: lambda: grad)
+    patch.setattr(
+        column_parallel.OverlappedColumnLinears, "start_sum", lambda self, grad: lambda: grad
+    )
 
 
 @MODEL("sequence parallel: backward keeps its slice and drops the others' parts", tp=2)
@@ -67,8 +69,11 @@ def _(patch):
     original = column_parallel._OverlappedColumnLinears.backward
 
     def backward(ctx, *grads):
-        right, ctx.columns = ctx.columns, copy(ctx.columns)
-        ctx.columns.start_gather = lambda x: lambda: right.start_gather(x)().roll(x.shape[1], dims=1)
+        right = ctx.columns
+        ctx.columns = copy(ctx.columns)
+        ctx.columns.start_gather = lambda x: (
+            lambda: right.start_gather(x)().roll(x.shape[1], dims=1)
+        )
         return original(ctx, *grads)
 
     patch.setattr(column_parallel._OverlappedColumnLinears, "backward", staticmethod(backward))
@@ -88,7 +93,9 @@ def _(patch):
     original = vocab.VocabParallelLoss.__init__
 
     def init(self, start, valid, *rest):
-        original(self, start, start or valid, *rest)  # of two shards, the second begins where the first ends
+        original(
+            self, start, start or valid, *rest
+        )  # of two shards, the second begins where the first ends
 
     patch.setattr(vocab.VocabParallelLoss, "__init__", init)
 
@@ -101,16 +108,22 @@ def _(patch):
 @MODEL("the embedding's shard begins one row late", tp=2)
 def _(patch):
     original = vocab.ShardedLookup.__init__
-    patch.setattr(vocab.ShardedLookup, "__init__", lambda self, start, stop: original(self, start + (start > 0), stop))
+    patch.setattr(
+        vocab.ShardedLookup,
+        "__init__",
+        lambda self, start, stop: original(self, start + (start > 0), stop),
+    )
 
 
-# ------------------------------------------------------------------------------------------- context parallelism
+# -------------------------------------------------------------------------------------------
+#     context parallelism
 
 
 @MODEL("wrong ring order: keys travel the other way", cp=3, cp_method="ring", seq_len=24)
 def _(patch):
     def rotate(self, tensors):
-        to, source = self.ranks[(self.index - 1) % self.size], self.ranks[(self.index + 1) % self.size]
+        to = self.ranks[(self.index - 1) % self.size]
+        source = self.ranks[(self.index + 1) % self.size]
         return ring.start_rotate(tensors, to, source, self.group, "cp", self.counter)
 
     patch.setattr(ring.RingAttention, "rotate", rotate)
@@ -136,7 +149,11 @@ def _(patch):
 @MODEL("gradients are summed over dp and not over cp", cp=2)
 def _(patch):
     original = mesh.members_of
-    patch.setattr(mesh, "members_of", lambda plan, name, rank: original(plan, "dp" if name == "grad" else name, rank))
+    patch.setattr(
+        mesh,
+        "members_of",
+        lambda plan, name, rank: original(plan, "dp" if name == "grad" else name, rank),
+    )
 
 
 @MODEL("keys and values from other ranks get no gradient", cp=2)
@@ -177,7 +194,8 @@ def _(patch):
     )
 
 
-# ------------------------------------------------------------------------------------------- dropout
+# -------------------------------------------------------------------------------------------
+#     dropout
 
 DROPPED = tiny_model(dropout=0.1)
 
@@ -216,10 +234,13 @@ def _(patch):
 
 @MODEL("recomputation draws dropout anew", recompute="full", model=DROPPED)
 def _(patch):
-    original, draws = Dropout.forward, []
+    original = Dropout.forward
+    draws = []
 
     def forward(self, x, serial):
         draws.append(self)
-        return original(self, x, serial + len(draws) if torch._C._current_graph_task_id() != -1 else serial)
+        return original(
+            self, x, serial + len(draws) if torch._C._current_graph_task_id() != -1 else serial
+        )
 
     patch.setattr(Dropout, "forward", forward)

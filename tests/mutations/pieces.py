@@ -1,5 +1,5 @@
-"""Bugs that no layout shows, since one process has them too, or that only speed or memory would: each with a check of
-its own, which passes without the bug.
+"""Bugs that no layout shows, since one process has them too, or that only speed or memory would:
+each with a check of its own, which passes without the bug.
 """
 
 from __future__ import annotations
@@ -76,14 +76,17 @@ def bug(name: str, check: Callable[[Path], None], by: str) -> Callable[[Patch], 
     return add
 
 
-# ------------------------------------------------------------------------------------------- the model
+# ------------------------------------------------------------------------------------------- the
+#     model
 
 
 def rope_turns_by_its_own_base(tmp_path: Path) -> None:
     """At positions of long contexts, to fp32's accuracy, also where the model is bf16."""
     places = torch.tensor([[0, 1, 255, 4097, 8191]])
     for theta in (1e4, 5e5):
-        cos, sin = rope.rope_tables(places, samples.small(rope_theta=theta, head_dim=64), torch.bfloat16)
+        cos, sin = rope.rope_tables(
+            places, samples.small(rope_theta=theta, head_dim=64), torch.bfloat16
+        )
         assert cos.dtype == sin.dtype == torch.float32
         for at, place in enumerate(places[0].tolist()):
             angles = [place * theta ** (-2 * pair / 64) for pair in range(32)]
@@ -103,7 +106,11 @@ def rope_turns_by_its_own_base(tmp_path: Path) -> None:
 def _(patch):
     original = rope.rope_tables
     plain = {"rope_theta": 1e4}
-    patch.setattr(rope, "rope_tables", lambda at, model, *rest: original(at, structs.replace(model, **plain), *rest))
+    patch.setattr(
+        rope,
+        "rope_tables",
+        lambda at, model, *rest: original(at, structs.replace(model, **plain), *rest),
+    )
 
 
 @bug("the model ignores its RoPE base", rope_turns_by_its_own_base, by="torch.equal(*tables)")
@@ -126,8 +133,11 @@ def every_dropout_draws_its_own(tmp_path: Path) -> None:
     stage = Stage(tiny_model(dropout=0.5), range(3), first=True, last=True)
     seed_dropout(stage, 7)
     salts = [int(module.salt) for module in stage.modules() if isinstance(module, dropout.Seeded)]
-    assert len(salts) == len(set(salts)) == 1 + 3 * 3  # embedding; attention and two residuals a layer
-    x, serial = torch.ones(1, 4, 32), torch.arange(4)[None]
+    assert (
+        len(salts) == len(set(salts)) == 1 + 3 * 3
+    )  # embedding; attention and two residuals a layer
+    x = torch.ones(1, 4, 32)
+    serial = torch.arange(4)[None]
     first, second = (stage.blocks[at].drop_mlp(x, serial) for at in (0, 1))
     assert not torch.equal(first, second)
 
@@ -146,22 +156,35 @@ def _(patch):
 @bug("all dropout draws from one salt", every_dropout_draws_its_own, by="len(set(salts))")
 def _(patch):
     original = dropout.hashlib.blake2b
-    patch.setattr(dropout, "hashlib", SimpleNamespace(blake2b=lambda text, **options: original(b"", **options)))
+    patch.setattr(
+        dropout,
+        "hashlib",
+        SimpleNamespace(blake2b=lambda text, **options: original(b"", **options)),
+    )
 
 
 def a_loss_in_chunks_is_that_of_the_whole(tmp_path: Path) -> None:
     """The sharded loss, whose chunks are larger than any small model's logits."""
-    logits = (4 * torch.randn(3, 5, 17, generator=torch.Generator().manual_seed(1))).double().requires_grad_()
+    logits = (
+        (4 * torch.randn(3, 5, 17, generator=torch.Generator().manual_seed(1)))
+        .double()
+        .requires_grad_()
+    )
     targets = torch.randint(0, 15, (3, 5), generator=torch.Generator().manual_seed(2))
     targets[0, 1:3] = -100
     plain = logits.detach().clone().requires_grad_()
-    size, vocab.CHUNK = vocab.CHUNK, 40
+    size = vocab.CHUNK
+    vocab.CHUNK = 40
     try:
-        found = vocab.VocabParallelLoss(0, 15, None, CommCounter())(logits, targets)  # two columns of padding
+        found = vocab.VocabParallelLoss(0, 15, None, CommCounter())(
+            logits, targets
+        )  # two columns of padding
         found.backward()
     finally:
         vocab.CHUNK = size
-    expected = torch.nn.functional.cross_entropy(plain[..., :15].flatten(0, 1), targets.flatten(), reduction="sum")
+    expected = torch.nn.functional.cross_entropy(
+        plain[..., :15].flatten(0, 1), targets.flatten(), reduction="sum"
+    )
     expected.backward()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(logits.grad, plain.grad, rtol=1e-10, atol=1e-14)
@@ -184,21 +207,24 @@ def _(patch):
     patch.setattr(vocab.torch, "log_softmax", log_softmax)
 
 
-# ------------------------------------------------------------------------------------------- context parallelism
+# -------------------------------------------------------------------------------------------
+#     context parallelism
 
 
 def blocks_are_joined_in_fp32(tmp_path: Path) -> None:
     """Attention in bf16 over eight blocks of keys is as near to float64 as over one."""
     make = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, 64, 4, 16, generator=make, dtype=torch.float64) for _ in range(3))
-    truth, narrow = attention(q, k, v, None), [part.bfloat16() for part in (q, k, v)]
+    truth = attention(q, k, v, None)
+    narrow = [part.bfloat16() for part in (q, k, v)]
     whole = SDPA(causal=True)(*narrow, None, None)
 
     def far(found: torch.Tensor, place: slice | list[int] = slice(None)) -> float:
         return float((found.double() - truth[:, place]).square().mean().sqrt())
 
     def work(rank: int) -> dict[str, float]:
-        group, found = torch.distributed.group.WORLD, {}
+        group = torch.distributed.group.WORLD
+        found = {}
         for method in ("ring", "zigzag", "allgather"):
             mine = positions(method, 64, 4, rank)
             if method == "allgather":
@@ -215,7 +241,11 @@ def blocks_are_joined_in_fp32(tmp_path: Path) -> None:
         assert error < 1.1 * far(whole), (method, error, far(whole))
 
 
-@bug("context parallelism joins its blocks in bf16", blocks_are_joined_in_fp32, by="error < 1.1 * far(whole)")
+@bug(
+    "context parallelism joins its blocks in bf16",
+    blocks_are_joined_in_fp32,
+    by="error < 1.1 * far(whole)",
+)
 def _(patch):
     original = block.forward
     patch.setattr(block, "accumulation_dtype", lambda dtype: dtype)
@@ -227,18 +257,22 @@ def _(patch):
     patch.setattr(block, "forward", forward)
 
 
-# ------------------------------------------------------------------------------------------- optimizer, precision
+# -------------------------------------------------------------------------------------------
+#     optimizer, precision
 
 
 def fp16_weights_follow_the_unscaled_gradient(tmp_path: Path) -> None:
-    """Two steps skipped, two applied: master weights are the naive optimizer's, whose count knows nothing of those."""
+    """Two steps skipped, two applied: master weights are the naive optimizer's, whose count knows
+    nothing of those."""
     plan = make_plan(precision="fp16", clip_grad_norm=0.1)
     plan = with_eps(plan, "fp16")  # a small one hides a gradient that is too large everywhere
     run = Engine(plan, Mesh.alone(plan), torch.device("cpu"), recipe(plan.job.train))
     assert run.scaler is not None
     optim = plan.job.optim
     twin = naive.AdamW(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
-    expected = {name: weight.float() for name, weight in single.initial_weights(plan, torch.float16).items()}
+    expected = {
+        name: weight.float() for name, weight in single.initial_weights(plan, torch.float16).items()
+    }
     for step, scale in enumerate((2.0**40, 2.0**10, 2.0**40, 2.0**8)):
         run.scaler.scale = scale
         _, norm = run.gradients(*step_batches(plan, run.mesh.coord, 2 * step))
@@ -247,7 +281,9 @@ def fp16_weights_follow_the_unscaled_gradient(tmp_path: Path) -> None:
         assert applied == (scale < 2.0**20), "only what overflows is skipped"
         if applied:
             assert float(norm) == pytest.approx(naive.norm(grads), rel=1e-5)
-            expected = twin.step(expected, naive.clipped(grads, plan.job.train.clip_grad_norm), 1e-2)
+            expected = twin.step(
+                expected, naive.clipped(grads, plan.job.train.clip_grad_norm), 1e-2
+            )
     for piece in run.pieces(own=False):
         if piece.kind == "master":
             wanted = expected[piece.info.name].flatten()
@@ -265,11 +301,17 @@ def fp16_weights_follow_the_unscaled_gradient(tmp_path: Path) -> None:
 def _(patch):
     original = sharded.ShardedOptimizer.step
     patch.setattr(
-        sharded.ShardedOptimizer, "step", lambda self, lr, scale, finite: original(self, lr, scale * 0 + 1, finite)
+        sharded.ShardedOptimizer,
+        "step",
+        lambda self, lr, scale, finite: original(self, lr, scale * 0 + 1, finite),
     )
 
 
-@bug("fp16: the norm is of the scaled gradient", fp16_weights_follow_the_unscaled_gradient, by="naive.norm(grads)")
+@bug(
+    "fp16: the norm is of the scaled gradient",
+    fp16_weights_follow_the_unscaled_gradient,
+    by="naive.norm(grads)",
+)
 def _(patch):
     original = engine.grad_norm
     patch.setattr(engine, "grad_norm", lambda buckets, device: original(buckets, device) * 1024.0)
@@ -299,19 +341,25 @@ def _(patch):
     original = Engine.resumed
 
     def resumed(self, step, scalars):
-        original(self, step, {name: value for name, value in scalars.items() if name != "optimizer_steps"})
+        original(
+            self,
+            step,
+            {name: value for name, value in scalars.items() if name != "optimizer_steps"},
+        )
 
     patch.setattr(Engine, "resumed", resumed)
 
 
-# ------------------------------------------------------------------------------------------- the loop
+# ------------------------------------------------------------------------------------------- the
+#     loop
 
 
 class Places:
     """A loader of the tokens that verify trains on."""
 
     def __init__(self, plan):
-        self.plan, self.store = plan, SimpleNamespace(index=SimpleNamespace(key="k"))
+        self.plan = plan
+        self.store = SimpleNamespace(index=SimpleNamespace(key="k"))
 
     def step(self, consumed: int):
         return step_batches(self.plan, self.plan.ranks[0].coord, consumed)[0]
@@ -330,27 +378,47 @@ class Steps(Recorder):
 
 
 def the_loop_trains_what_one_process_trains(tmp_path: Path) -> None:
-    """Four steps of other learning rates, in the run's own loop: losses, norms and rates as the naive twin has them."""
+    """Four steps of other learning rates, in the run's own loop: losses, norms and rates as the
+    naive twin has them."""
     plan = make_plan(steps=4, micro_batches=3, clip_grad_norm=0.1)
     optim = structs.replace(plan.job.optim, warmup_steps=2)
     plan = seal(structs.replace(plan, job=structs.replace(plan.job, optim=optim)))
     env = WorkerEnv(
-        **{"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "node_rank": 0, "run_id": "run"},
-        **{"master_addr": "127.0.0.1", "master_port": 1, "epoch": 0, "node": "node0", "plan": "", "plan_hash": ""},
-        **{"run_dir": str(tmp_path / f"{len(list(tmp_path.iterdir()))}"), "report_fd": None},
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        node_rank=0,
+        run_id="run",
+        master_addr="127.0.0.1",
+        master_port=1,
+        epoch=0,
+        node="node0",
+        plan="",
+        plan_hash="",
+        run_dir=str(tmp_path / f"{len(list(tmp_path.iterdir()))}"),
+        report_fd=None,
     )
     Path(env.run_dir).mkdir()
     reporter = Steps()
     run = loop.Run(
-        *(plan, env, Mesh.alone(plan), torch.device("cpu"), FP64, Places(plan), reporter),
-        *(SimpleNamespace(received=None), ControlPath()),
+        plan,
+        env,
+        Mesh.alone(plan),
+        torch.device("cpu"),
+        FP64,
+        Places(plan),
+        reporter,
+        SimpleNamespace(received=None),
+        ControlPath(),
     )
     run.resume()
     run.loop()
     twin = single.train(plan, 4, torch.float64)
     assert [step["step"] for step in reporter.steps] == [1, 2, 3, 4]
     assert [step["samples"] for step in reporter.steps] == [3, 6, 9, 12]
-    peak, floor = plan.job.optim.lr, plan.job.optim.lr * plan.job.optim.min_lr_ratio
+    peak = plan.job.optim.lr
+    floor = plan.job.optim.lr * plan.job.optim.min_lr_ratio
     rates = [peak / 2, peak, (peak + floor) / 2, floor]
     assert [step["lr"] for step in reporter.steps] == pytest.approx(rates, rel=1e-12)
     for found, expected in zip(reporter.steps, twin, strict=True):
@@ -360,7 +428,11 @@ def the_loop_trains_what_one_process_trains(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, twin[-1].weights[info.name], rtol=0, atol=1e-10)
 
 
-@bug("the learning rate is that of the step before", the_loop_trains_what_one_process_trains, by='step["lr"]')
+@bug(
+    "the learning rate is that of the step before",
+    the_loop_trains_what_one_process_trains,
+    by='step["lr"]',
+)
 def _(patch):
     original = loop.learning_rate
     patch.setattr(loop, "learning_rate", lambda step, *rest: original(max(1, step - 1), *rest))
@@ -372,7 +444,8 @@ def _(patch):
     by='found["loss"]',
 )
 def _(patch):
-    original, before = Engine.update, []
+    original = Engine.update
+    before = []
 
     def update(self, norm, lr):
         before.append(lr)
@@ -381,13 +454,21 @@ def _(patch):
     patch.setattr(Engine, "update", update)
 
 
-@bug("every step reads the samples of the first", the_loop_trains_what_one_process_trains, by='found["loss"]')
+@bug(
+    "every step reads the samples of the first",
+    the_loop_trains_what_one_process_trains,
+    by='found["loss"]',
+)
 def _(patch):
     original = Places.step
     patch.setattr(Places, "step", lambda self, consumed: original(self, 0))
 
 
-@bug("the loop clips what is clipped already", the_loop_trains_what_one_process_trains, by='found["loss"]')
+@bug(
+    "the loop clips what is clipped already",
+    the_loop_trains_what_one_process_trains,
+    by='found["loss"]',
+)
 def _(patch):
     original = engine.clip_coefficient
     patch.setattr(engine, "clip_coefficient", lambda norm, most: original(norm, most) ** 2)
@@ -401,20 +482,30 @@ def every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
     assert [orders(at) for at in range(50)] == epochs[0], "and it is found again"
 
 
-@bug("every epoch has the order of the first", every_epoch_has_an_order_of_its_own, by="epochs[0] != epochs[1]")
+@bug(
+    "every epoch has the order of the first",
+    every_epoch_has_an_order_of_its_own,
+    by="epochs[0] != epochs[1]",
+)
 def _(patch):
     original = order.Permutation
     patch.setattr(order, "Permutation", lambda size, seed, epoch: original(size, seed, 0))
 
 
-@bug("samples come in the order of the corpus", every_epoch_has_an_order_of_its_own, by="epochs[0] != list(range(50))")
+@bug(
+    "samples come in the order of the corpus",
+    every_epoch_has_an_order_of_its_own,
+    by="epochs[0] != list(range(50))",
+)
 def _(patch):
     patch.setattr(order.Permutation, "__call__", lambda self, index: index)
 
 
 def a_save_keeps_what_was_there_when_it_began(tmp_path: Path) -> None:
     """Training goes on while a thread writes."""
-    folder, live, gate = tmp_path / f"c{len(list(tmp_path.iterdir()))}", state(3), threading.Event()
+    folder = tmp_path / f"c{len(list(tmp_path.iterdir()))}"
+    live = state(3)
+    gate = threading.Event()
     manager = checkpoints(folder)
     manager.resume(lambda: [])
     original = background.write
@@ -437,33 +528,49 @@ def a_save_keeps_what_was_there_when_it_began(tmp_path: Path) -> None:
         assert torch.equal(tensors[f"{piece.kind}/{piece.info.name}@0"], piece.data)
 
 
-@bug("a background save writes the live tensors", a_save_keeps_what_was_there_when_it_began, by="torch.equal(tensors[")
+@bug(
+    "a background save writes the live tensors",
+    a_save_keeps_what_was_there_when_it_began,
+    by="torch.equal(tensors[",
+)
 def _(patch):
     patch.setattr(background.Snapshots, "take", lambda self, pieces: list(pieces))
 
 
-# ------------------------------------------------------------------------------------------- groups, overlap
+# -------------------------------------------------------------------------------------------
+#     groups, overlap
 
 
 def hybrid_shards_stay_near(tmp_path: Path) -> None:
-    """Neighbours share one copy, since their link is fast: whole nodes of two, of four and of eight ranks."""
+    """Neighbours share one copy, since their link is fast: whole nodes of two, of four and of eight
+    ranks."""
     for group in (2, 4):
         plan = make_plan(dp=8, zero=3, zero_group=group, nodes=8 // group)
         for rank in range(8):
-            shard, replica = members_of(plan, "shard", rank), members_of(plan, "replica", rank)
-            assert {plan.ranks[other].node for other in shard} == {plan.ranks[rank].node} and len(shard) == group
+            shard = members_of(plan, "shard", rank)
+            replica = members_of(plan, "replica", rank)
+            assert {plan.ranks[other].node for other in shard} == {plan.ranks[rank].node} and len(
+                shard
+            ) == group
             assert len({plan.ranks[other].node for other in replica}) == len(replica) == 8 // group
 
 
-@bug("hybrid sharding: far ranks shard, near ones replicate", hybrid_shards_stay_near, by="for other in shard")
+@bug(
+    "hybrid sharding: far ranks shard, near ones replicate",
+    hybrid_shards_stay_near,
+    by="for other in shard",
+)
 def _(patch):
     original = mesh._hybrid
     other = {"shard": "replica", "replica": "shard"}
-    patch.setattr(mesh, "_hybrid", lambda ranks, size, name, rank: original(ranks, size, other[name], rank))
+    patch.setattr(
+        mesh, "_hybrid", lambda ranks, size, name, rank: original(ranks, size, other[name], rank)
+    )
 
 
 def zero3_gathers_ahead(tmp_path: Path) -> None:
-    """The weights of a block are on their way before the block before it has computed, in forward and in backward."""
+    """The weights of a block are on their way before the block before it has computed, in forward
+    and in backward."""
     plan = make_plan(dp=2, zero=3, micro_batches=1)
 
     def work(rank: int) -> list[str]:
@@ -476,7 +583,9 @@ def zero3_gathers_ahead(tmp_path: Path) -> None:
 
     for seen in run_ranks(work, 2):
         before = seen[: seen.index("mm")]
-        assert before.count("c10d.broadcast") == 2 * 3, "from two ranks: embedding, the first block and the second"
+        assert before.count("c10d.broadcast") == 2 * 3, (
+            "from two ranks: embedding, the first block and the second"
+        )
 
 
 @bug("ZeRO-3 gathers a block's weights when it needs them", zero3_gathers_ahead, by="before.count(")
@@ -485,11 +594,14 @@ def _(patch):
 
 
 def keys_travel_while_blocks_compute(tmp_path: Path) -> None:
-    """The ring's next keys are sent before the block of this step is computed, and waited for after it."""
+    """The ring's next keys are sent before the block of this step is computed, and waited for after
+    it."""
 
     def work(rank: int) -> list[str]:
         seen: list[str] = []
-        core = ring.RingAttention("ring", torch.distributed.group.WORLD, (0, 1), rank, CommCounter())
+        core = ring.RingAttention(
+            "ring", torch.distributed.group.WORLD, (0, 1), rank, CommCounter()
+        )
         start_rotate = ring.start_rotate
         forward = block.forward
 
@@ -513,7 +625,11 @@ def keys_travel_while_blocks_compute(tmp_path: Path) -> None:
         assert seen[:3] == ["send", "block", "wait"]
 
 
-@bug("the ring waits for keys before it computes", keys_travel_while_blocks_compute, by='["send", "block", "wait"]')
+@bug(
+    "the ring waits for keys before it computes",
+    keys_travel_while_blocks_compute,
+    by='["send", "block", "wait"]',
+)
 def _(patch):
     original = ring.RingAttention.rotate
 
@@ -524,7 +640,15 @@ def _(patch):
     patch.setattr(ring.RingAttention, "rotate", now)
 
 
-@bug("the model begins as another one in every run", the_loop_trains_what_one_process_trains, by='found["loss"]')
+@bug(
+    "the model begins as another one in every run",
+    the_loop_trains_what_one_process_trains,
+    by='found["loss"]',
+)
 def _(patch):
     original = apply.init_stage
-    patch.setattr(apply, "init_stage", lambda stage, model, seed, table: original(stage, model, seed + 1, table))
+    patch.setattr(
+        apply,
+        "init_stage",
+        lambda stage, model, seed, table: original(stage, model, seed + 1, table),
+    )

@@ -22,7 +22,9 @@ TIED = tiny_model(tied_embeddings=True)
 def _(patch):
     original = buckets.all_reduce
     patch.setattr(
-        buckets, "all_reduce", lambda x, group, axis, *more: x if axis == "pp" else original(x, group, axis, *more)
+        buckets,
+        "all_reduce",
+        lambda x, group, axis, *more: x if axis == "pp" else original(x, group, axis, *more),
     )
 
 
@@ -40,7 +42,9 @@ def _(patch):
 def _(patch):
     original = apply.init_stage
     patch.setattr(
-        apply, "init_stage", lambda stage, model, seed, table: original(stage, model, seed + (not stage.first), table)
+        apply,
+        "init_stage",
+        lambda stage, model, seed, table: original(stage, model, seed + (not stage.first), table),
     )
 
 
@@ -71,7 +75,9 @@ def _(patch):
     patch.setattr(DeferredWeightGrads, "compute", lambda self, notes: original(self, notes[1:]))
 
 
-@PIPELINE("zero-bubble: weight gradients of a micro-batch are worked off twice", pp=2, schedule="zb_h1")
+@PIPELINE(
+    "zero-bubble: weight gradients of a micro-batch are worked off twice", pp=2, schedule="zb_h1"
+)
 def _(patch):
     original = DeferredWeightGrads.compute
 

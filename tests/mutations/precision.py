@@ -25,22 +25,41 @@ def rows_alone(patch):
 
 @mutations("whole matrices: an owner sends every rank the first rows", dp=2, zero=3, **MUON)
 def first_rows(patch):
-    patch.setattr(owners.Cut, "of_rank", lambda self, whole, rank: whole.narrow(self.dim, 0, self.length(rank)))
+    patch.setattr(
+        owners.Cut,
+        "of_rank",
+        lambda self, whole, rank: whole.narrow(self.dim, 0, self.length(rank)),
+    )
 
 
-@mutations("whole matrices: shared key-value heads are counted twice", tp=4, model=tiny_model(kv_heads=2), **MUON)
+@mutations(
+    "whole matrices: shared key-value heads are counted twice",
+    tp=4,
+    model=tiny_model(kv_heads=2),
+    **MUON,
+)
 def copies_twice(patch):
     patch.setattr(owners.Cut, "given", lambda self, rank: self.length(rank))
 
 
-@mutations("whole matrices: the step is that of the local shape", tp=2, model=tiny_model(ffn_hidden=80), **MUON)
+@mutations(
+    "whole matrices: the step is that of the local shape",
+    tp=2,
+    model=tiny_model(ffn_hidden=80),
+    **MUON,
+)
 def local_shape(patch):
     found = owners.on_whole
 
     def scaled(parts, cuts, counter, of):
         whole = found(parts, cuts, counter, of)
-        shapes = [cut[-1].shape if cut else part.shape for cut, part in zip(cuts, parts, strict=True)]
-        return [one * (max(one.shape) / max(shape)) ** 0.5 for one, shape in zip(whole, shapes, strict=True)]
+        shapes = [
+            cut[-1].shape if cut else part.shape for cut, part in zip(cuts, parts, strict=True)
+        ]
+        return [
+            one * (max(one.shape) / max(shape)) ** 0.5
+            for one, shape in zip(whole, shapes, strict=True)
+        ]
 
     patch.setattr(muon, "on_whole", scaled)
 

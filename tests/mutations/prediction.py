@@ -47,14 +47,21 @@ def _loss(patch, change):
 @PREDICTION("prediction: targets are shifted by one more", pp=2, model=AHEAD)
 def _(patch):
     def shifted(batch):
-        return replace(batch, next_targets=F.pad(batch.next_targets[:, 1:], (0, 0, 0, 1), value=IGNORED))
+        return replace(
+            batch, next_targets=F.pad(batch.next_targets[:, 1:], (0, 0, 0, 1), value=IGNORED)
+        )
 
     _looked(patch, shifted)
 
 
 @PREDICTION("prediction: reads the token that the model has read", dp=2, model=AHEAD)
 def _(patch):
-    _looked(patch, lambda batch: replace(batch, next_tokens=batch.tokens[..., None].expand_as(batch.next_tokens)))
+    _looked(
+        patch,
+        lambda batch: replace(
+            batch, next_tokens=batch.tokens[..., None].expand_as(batch.next_tokens)
+        ),
+    )
 
 
 @PREDICTION("prediction: targets of the next document count", dp=2, packed=True, model=AHEAD)
@@ -68,9 +75,12 @@ def _(patch):
     patch.setattr(engine, "look_ahead", whole)
 
 
-@PREDICTION("prediction: tokens are shifted within a rank's part of the sequence", cp=2, model=AHEAD)
+@PREDICTION(
+    "prediction: tokens are shifted within a rank's part of the sequence", cp=2, model=AHEAD
+)
 def _(patch):
-    original, look_ahead = engine.shard_batch, engine.look_ahead
+    original = engine.shard_batch
+    look_ahead = engine.look_ahead
     patch.setattr(engine, "shard_batch", lambda batch, *cp: look_ahead(original(batch, *cp), 2))
 
 
@@ -103,7 +113,12 @@ def _(patch):
     _loss(patch, lambda mtp, step: (structs.replace(mtp, weight=mtp.weight * mtp.depth), step))
 
 
-@PREDICTION("prediction: the state of the depth before gets no gradient", pp=2, schedule="zb_h1", model=AHEAD)
+@PREDICTION(
+    "prediction: the state of the depth before gets no gradient",
+    pp=2,
+    schedule="zb_h1",
+    model=AHEAD,
+)
 def _(patch):
     _loss(patch, lambda mtp, step: (mtp, lambda k, state: step(k, state.detach())))
 

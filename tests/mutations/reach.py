@@ -1,7 +1,8 @@
-"""Which tests run which lines: recorded once by coverage.py, in forked ranks and started processes too.
+"""Which tests run which lines: recorded once by coverage.py, in forked ranks and started processes
+too.
 
-`record` runs tests with this module as a plugin of pytest, which names the test to every process that it brings into
-being. `Reach` reads what they wrote.
+`record` runs tests with this module as a plugin of pytest, which names the test to every process
+that it brings into being. `Reach` reads what they wrote.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ _QUICK = "not slow and not full and not timing and not slurm and not kubernetes"
 
 
 def record(folder: Path, sources: Sequence[str], tests: Sequence[str], workers: int = 2) -> None:
-    """Adds what `tests` (pytest's arguments) run of the folders `sources` to the recording in `folder`.
+    """Adds what `tests` (pytest's arguments) run of the folders `sources` to the recording in
+    `folder`.
 
-    Of files that have changed since it was begun, it forgets what other tests run: their lines have moved.
+    Of files that have changed since it was begun, it forgets what other tests run: their lines have
+    moved.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _forget(folder, changed(folder, sources))
@@ -38,7 +41,9 @@ def record(folder: Path, sources: Sequence[str], tests: Sequence[str], workers: 
         f"context = ${{{_TEST}-}}\ninclude ={included}\n"
     )
     # A run of the tests in which this is one would hand down that it is a worker of xdist.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
     environment = inherited | {
         "COVERAGE_PROCESS_START": str(rules),
         "OMP_NUM_THREADS": "1",
@@ -48,7 +53,16 @@ def record(folder: Path, sources: Sequence[str], tests: Sequence[str], workers: 
     words = [sys.executable, "-m", "pytest", "-p", __name__, "-m", _QUICK]
     spread = ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
     subprocess.run([*words, *spread, *tests], cwd=ROOT, env=environment)
-    combine = [sys.executable, "-m", "coverage", "combine", "--append", "--quiet", f"--rcfile={rules}", str(folder)]
+    combine = [
+        sys.executable,
+        "-m",
+        "coverage",
+        "combine",
+        "--append",
+        "--quiet",
+        f"--rcfile={rules}",
+        str(folder),
+    ]
     subprocess.run(combine, cwd=ROOT, check=True)
     (folder / "digests.json").write_text(json.dumps(digests(sources)))
 
@@ -56,7 +70,9 @@ def record(folder: Path, sources: Sequence[str], tests: Sequence[str], workers: 
 def digests(sources: Sequence[str]) -> dict[str, str]:
     """A hash of each source file, by its path below the root."""
     files = [file for source in sources for file in sorted((ROOT / source).rglob("*.py"))]
-    return {str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {
+        str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+    }
 
 
 def changed(folder: Path, sources: Sequence[str]) -> list[str]:
@@ -74,8 +90,21 @@ def _forget(folder: Path, paths: Sequence[str]) -> None:
 
 
 def collected(tests: Sequence[str]) -> set[str]:
-    """The names of the quick tests that there are now: what was recorded may have another name since."""
-    words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only", "-p", "no:xdist", "-m", _QUICK]
+    """The names of the quick tests that there are now: what was recorded may have another name
+    since."""
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-o",
+        "addopts=",
+        "-q",
+        "--collect-only",
+        "-p",
+        "no:xdist",
+        "-m",
+        _QUICK,
+    ]
     done = subprocess.run([*words, *tests], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return {line for line in done.stdout.splitlines() if "::" in line}
 
@@ -97,10 +126,13 @@ class Reach:
         self._seconds: dict[str, float] = {}
         for file in sorted(folder.glob("seconds-*.jsonl")):
             for line in file.read_text().splitlines():
-                self._seconds.update((test, took) for test, took in json.loads(line).items() if test in names)
+                self._seconds.update(
+                    (test, took) for test, took in json.loads(line).items() if test in names
+                )
 
     def tests(self, path: str, lines: range) -> dict[str, float]:
-        """Seconds of each test that has passed and runs one of the lines; the lines that run at import have none."""
+        """Seconds of each test that has passed and runs one of the lines; the lines that run at
+        import have none."""
         contexts = self._data().contexts_by_lineno(str(ROOT / path))
         reached = {test for line in lines for test in contexts.get(line, [])}
         return {test: self._seconds[test] for test in sorted(reached) if test in self._seconds}
@@ -108,7 +140,11 @@ class Reach:
     def beside(self, tests: Collection[str]) -> dict[str, float]:
         """Seconds of all tests of the files of these."""
         files = {test.partition("::")[0] for test in tests}
-        return {test: took for test, took in sorted(self._seconds.items()) if test.partition("::")[0] in files}
+        return {
+            test: took
+            for test, took in sorted(self._seconds.items())
+            if test.partition("::")[0] in files
+        }
 
     def lines(self, path: str) -> set[int]:
         """The lines of a file that have run, by any test or at import."""
@@ -121,7 +157,8 @@ class Reach:
         return data
 
 
-# ----------------------------------------------------------------------------------------- a plugin of pytest
+# ----------------------------------------------------------------------------------------- a plugin
+#     of pytest
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -147,7 +184,9 @@ def pytest_runtest_logreport(report: Any) -> None:
     """Notes what a test took with its fixtures, unless it has failed or was skipped."""
     if os.environ.get("PYTEST_XDIST_WORKER"):
         return
-    _seconds[report.nodeid] = _seconds.get(report.nodeid, 0.0) + (report.duration if report.passed else float("inf"))
+    _seconds[report.nodeid] = _seconds.get(report.nodeid, 0.0) + (
+        report.duration if report.passed else float("inf")
+    )
     if report.when == "teardown" and _seconds[report.nodeid] < float("inf"):
         path = Path(os.environ[_FOLDER]) / f"seconds-{os.getpid()}.jsonl"
         with path.open("a") as file:

@@ -1,8 +1,8 @@
 """`python -m tests.mutations.run`: how many small changes of the source do the tests notice?
 
-A recording says which tests run which lines (`reach.py`); each mutant is judged by those that run its line
-(`judge.py`), and what was found is kept, so that a run that was ended goes on where it was. The page is written from
-what is kept.
+A recording says which tests run which lines (`reach.py`); each mutant is judged by those that run
+its line (`judge.py`), and what was found is kept, so that a run that was ended goes on where it
+was. The page is written from what is kept.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ class Subject(NamedTuple):
 
 SUBJECTS = {
     "trainer": Subject(
-        ("trainer",), tuple(f"tests/{room}" for room in ("trainer", "bench", "house", "independent", "verify"))
+        ("trainer",),
+        tuple(f"tests/{room}" for room in ("trainer", "bench", "house", "independent", "verify")),
     ),
     "orchestrator": Subject(
         ("orchestrator/agent", "orchestrator/plan", "orchestrator/backends"),
-        tuple(f"tests/{room}" for room in ("agent", "backends", "cli", "config", "golden", "planner", "run", "verify")),
+        tuple(
+            f"tests/{room}"
+            for room in ("agent", "backends", "cli", "config", "golden", "planner", "run", "verify")
+        ),
     ),
 }
 
@@ -53,19 +57,22 @@ def every_site(subject: Subject) -> list[Site]:
 
 
 def sample(subject: Subject, count: int, seed: int, only: str = "*") -> list[Site]:
-    """`count` sites of the files that `only` matches, the same for the same seed; all of them for 0."""
+    """`count` sites of the files that `only` matches, the same for the same seed; all of them for
+    0."""
     matching = [site for site in every_site(subject) if fnmatch(site.path, only)]
     return random.Random(seed).sample(matching, min(count, len(matching))) if count else matching
 
 
-# --------------------------------------------------------------------------------------------- what is kept
+# --------------------------------------------------------------------------------------------- what
+#     is kept
 
 
 class Kept:
     """Results in a file, a line each: of a source file that has changed since, none."""
 
     def __init__(self, path: Path, digests: dict[str, str]):
-        self._path, self._digests = path, digests
+        self._path = path
+        self._digests = digests
 
     def add(self, result: Result) -> None:
         """One write, so that lines of several processes do not mix."""
@@ -89,7 +96,9 @@ class Kept:
         return results
 
 
-def judge_all(chosen: Sequence[Site], reach: Reach, kept: Kept, workers: int, minutes: float) -> None:
+def judge_all(
+    chosen: Sequence[Site], reach: Reach, kept: Kept, workers: int, minutes: float
+) -> None:
     """Judges in forked processes, which share the sites; no new mutant after `minutes`."""
     deadline = time.monotonic() + 60 * minutes
     processes = []
@@ -116,7 +125,10 @@ def _judge_some(chosen: Sequence[Site], reach: Reach, kept: Kept, deadline: floa
             result = judge.judged(site)
             kept.add(result)
             word = f"by {result.killed}" if result.killed else "LIVES"
-            print(f"{result.seconds:6.1f} s  {word:<14} {site.path}:{site.line} {site.what}", flush=True)
+            print(
+                f"{result.seconds:6.1f} s  {word:<14} {site.path}:{site.line} {site.what}",
+                flush=True,
+            )
     finally:
         judge.end()
 
@@ -131,22 +143,30 @@ def proven(results: Sequence[Result], reach: Reach) -> list[Result]:
     finally:
         judge.end()
     return [
-        result._replace(killed=UNPROVEN) if result.killed == BY_TEST and result.by not in green else result
+        (
+            result._replace(killed=UNPROVEN)
+            if result.killed == BY_TEST and result.by not in green
+            else result
+        )
         for result in results
     ]
 
 
-# ------------------------------------------------------------------------------------------- docs/mutations.md
+# -------------------------------------------------------------------------------------------
+#     docs/mutations.md
 
 
 def page(found: dict[str, Sequence[Result]], whole: dict[str, int], seed: int) -> str:
     """The published page: `found` and the number of all sites, by subject."""
     lines = [
         "# Mutations: which small changes of the source are noticed\n",
-        "Operators, constants, names of groups, orders, removed statements and negated conditions are changed, one at a"
-        " time, in a copy of the tree, and the quick tests that run the changed line are asked"
-        f" (`tests/mutations`). Sites are drawn with seed {seed}. Each test that noticed a change has passed without"
-        " it in the same copy. Written by `make mutations`; do not edit.\n",
+        (
+            "Operators, constants, names of groups, orders, removed statements and negated"
+            " conditions are changed, one at a time, in a copy of the tree, and the quick tests"
+            " that run the changed line are asked (`tests/mutations`). Sites are drawn with seed"
+            f" {seed}. Each test that noticed a change has passed without it in the same copy."
+            " Written by `make mutations`; do not edit.\n"
+        ),
     ]
     for name, results in found.items():
         lines += _section(name, results, whole[name])
@@ -165,10 +185,13 @@ def _section(name: str, drawn: Sequence[Result], whole: int) -> list[str]:
     of_room = Counter(_room(r.site) for r in noticed)
     return [
         f"## {name}\n",
-        f"**{len(noticed)} of {counted} noticed ({share:.1f} %)**; {len(drawn)} of {whole:,} sites were drawn. Of all"
-        f" sites at least {100 * at_least(len(noticed), counted):.0f} % are noticed, at 95 % confidence."
-        f" {len(equivalent)} more change nothing that a run could show, and {len(uncounted)} are not counted: they"
-        " hang, end oddly, or are noticed by a test that fails without them too.\n",
+        (
+            f"**{len(noticed)} of {counted} noticed ({share:.1f} %)**; {len(drawn)} of {whole:,}"
+            f" sites were drawn. Of all sites at least {100 * at_least(len(noticed), counted):.0f}"
+            f" % are noticed, at 95 % confidence. {len(equivalent)} more change nothing that a run"
+            f" could show, and {len(uncounted)} are not counted: they hang, end oddly, or are"
+            " noticed by a test that fails without them too.\n"
+        ),
         "| room | mutants | noticed |\n|---|--:|--:|",
         *(f"| {room} | {count} | {of_room[room]} |" for room, count in sorted(rooms.items())),
         "\n### Lived\n",
@@ -186,10 +209,12 @@ def _item(result: Result, rest: str) -> str:
 
 
 def at_least(hits: int, of: int) -> float:
-    """The share of all that a drawn sample speaks for, with 95 % confidence: Wilson's lower bound (JASA 22, 1927)."""
+    """The share of all that a drawn sample speaks for, with 95 % confidence: Wilson's lower bound
+    (JASA 22, 1927)."""
     if not of:
         return 0.0
-    share, z = hits / of, 1.645
+    share = hits / of
+    z = 1.645
     spread = z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
     return (share + z * z / (2 * of) - spread) / (1 + z * z / of)
 
@@ -202,18 +227,27 @@ def _room(site: Site) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.mutations.run")
     parser.add_argument("subjects", nargs="*", choices=list(SUBJECTS), help="all, if none is named")
-    parser.add_argument("--count", type=int, default=0, help="mutants of each subject, drawn by --seed; 0: all")
+    parser.add_argument(
+        "--count", type=int, default=0, help="mutants of each subject, drawn by --seed; 0: all"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="*", help="files, as trainer/optim/*")
     parser.add_argument("--minutes", type=float, default=1e9, help="no new mutant after these")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--record", nargs="*", help="record which lines are run by these tests (all, if none is named)")
+    parser.add_argument(
+        "--record",
+        nargs="*",
+        help="record which lines are run by these tests (all, if none is named)",
+    )
     parser.add_argument("--again", action="store_true", help="judge once more what has lived")
     parser.add_argument("--out", type=Path, help="write the page")
-    parser.add_argument("--build", type=Path, default=BUILD, help="where recordings and results are kept")
+    parser.add_argument(
+        "--build", type=Path, default=BUILD, help="where recordings and results are kept"
+    )
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    found, whole = {}, {}
+    found = {}
+    whole = {}
     for name in args.subjects or SUBJECTS:
         subject = SUBJECTS[name]
         folder = args.build / name
@@ -227,7 +261,9 @@ def main(argv: list[str] | None = None) -> int:
         chosen = sample(subject, args.count, args.seed, args.only)
         kept = Kept(folder / "results.jsonl", reach.digests)
         known = {r.site for r in kept.of(chosen) if not (args.again and r.killed == LIVES)}
-        judge_all([site for site in chosen if site not in known], reach, kept, args.workers, args.minutes)
+        judge_all(
+            [site for site in chosen if site not in known], reach, kept, args.workers, args.minutes
+        )
         found[name] = kept.of(chosen)
         whole[name] = len(every_site(subject))
         if args.out:

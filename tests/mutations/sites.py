@@ -1,8 +1,8 @@
 """Where a source file can be made wrong, and how: one small change of its syntax tree each. Pure.
 
-Operators, comparisons, constants, names of groups, orders of arguments and of lists, removed statements, negated
-conditions. Left alone is what no run can see: annotations, messages of errors, docstrings, and what only type checkers
-and compilers read.
+Operators, comparisons, constants, names of groups, orders of arguments and of lists, removed
+statements, negated conditions. Left alone is what no run can see: annotations, messages of errors,
+docstrings, and what only type checkers and compilers read.
 """
 
 from __future__ import annotations
@@ -14,10 +14,24 @@ from typing import NamedTuple
 
 GROUPS = ("tp", "cp", "dp", "pp", "grad", "model", "shard", "replica", "embedding", "kv")
 OPERATORS: dict[type, type] = {
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
-    **{ast.Mod: ast.FloorDiv, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq},
-    **{ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In},
-    **{ast.And: ast.Or, ast.Or: ast.And},
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
 }
 ORDERS = ("sorted", "reversed")
 COMMUTE = ("min", "max", "lcm", "gcd", "add", "mul", "logaddexp", "promote_types", "equal")
@@ -51,12 +65,15 @@ def sites(path: str, source: str) -> list[Site]:
 
 
 def _statements(tree: ast.Module) -> dict[int, tuple[int, int]]:
-    """By line: the first and the last line of the innermost statement there, without statements inside it."""
+    """By line: the first and the last line of the innermost statement there, without statements
+    inside it."""
     spans = {}
     for node in ast.walk(tree):  # those inside come later
         if not isinstance(node, ast.stmt):
             continue
-        inside = [child.lineno for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+        inside = [
+            child.lineno for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)
+        ]
         last = max(node.lineno, min(inside) - 1) if inside else node.end_lineno or node.lineno
         for line in range(node.lineno, last + 1):
             spans[line] = (node.lineno, last)
@@ -79,7 +96,11 @@ Change = tuple[ast.expr | ast.stmt, str, Callable[[], None]]
 def _changes(tree: ast.Module) -> Iterator[Change]:
     for node in _seen(tree):
         if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in OPERATORS:
-            yield node, f"operator {type(node.op).__name__}", _setter(node, "op", OPERATORS[type(node.op)]())
+            yield (
+                node,
+                f"operator {type(node.op).__name__}",
+                _setter(node, "op", OPERATORS[type(node.op)]()),
+            )
         elif isinstance(node, ast.Compare) and len(node.ops) == 1:
             name = type(node.ops[0]).__name__
             yield node, f"comparison {name}", _setter(node, "ops", [OPERATORS[type(node.ops[0])]()])
@@ -92,7 +113,9 @@ def _changes(tree: ast.Module) -> Iterator[Change]:
             yield node, "condition negated", _setter(node, "test", negated)
         elif isinstance(node, ast.Call):
             yield from _call(node)
-        if (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)) or isinstance(node, ast.AugAssign):
+        if (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)) or isinstance(
+            node, ast.AugAssign
+        ):
             nothing = ast.Expr(ast.Constant(None)) if isinstance(node, ast.Expr) else None
             yield node, "statement removed", _remover(node, nothing)
 
@@ -144,7 +167,9 @@ def _seen(tree: ast.AST) -> Iterator[ast.AST]:
         if field in ("annotation", "returns", "decorator_list", "type_params", "bases"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if not isinstance(child, ast.AST) or isinstance(child, ast.Raise | ast.JoinedStr | ast.Assert):
+            if not isinstance(child, ast.AST) or isinstance(
+                child, ast.Raise | ast.JoinedStr | ast.Assert
+            ):
                 continue
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
                 continue  # a docstring

@@ -52,7 +52,8 @@ def test_any_two_meanings_differ_for_everybody(vision):
 
 
 def test_no_other_colour_fills_an_area():
-    """Pictures take their colours from `style`; a hexadecimal one of their own is of lines, of text or of paper."""
+    """Pictures take their colours from `style`; a hexadecimal one of their own is of lines, of text
+    or of paper."""
     neutral = set()
     for path in sorted((ROOT / "orchestrator" / "observe" / "plots").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -65,5 +66,10 @@ def test_no_other_colour_fills_an_area():
 
 def test_hex_of_the_codes():
     assert [style.hex_of(code) for code in (16, 231, 67, 196, 232, 255)] == [
-        *("#000000", "#ffffff", "#5f87af", "#ff0000", "#080808", "#eeeeee")
+        "#000000",
+        "#ffffff",
+        "#5f87af",
+        "#ff0000",
+        "#080808",
+        "#eeeeee",
     ]

@@ -1,4 +1,5 @@
-"""Watching a run: every fault is told once, and what cannot be read for a moment ends no watching."""
+"""Watching a run: every fault is told once, and what cannot be read for a moment ends no
+watching."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_each_fault_is_told_once_and_none_is_left_out(folder, again):
     """Two epochs may end between two looks, and for the same reason."""
     state = read_state(folder)
     before = replace(state, epochs=[epoch(0)])
-    later = replace(state, epoch=2, epochs=[epoch(0, "rank 1 fell over"), epoch(1, again), epoch(2)])
+    later = replace(
+        state, epoch=2, epochs=[epoch(0, "rank 1 fell over"), epoch(1, again), epoch(2)]
+    )
     resized = replace(later, epoch=4, epochs=[*later.epochs[1:], epoch(3), epoch(4)])
     said = watched(follow_program, folder, [before, later, later, resized])
     faults = [line for line in said.splitlines() if "starting again" in line]
@@ -65,12 +68,18 @@ def test_each_fault_is_told_once_and_none_is_left_out(folder, again):
 
 def test_faults_of_an_earlier_attempt_are_not_told_again(folder):
     state = replace(read_state(folder), first_epoch=1, epoch=2)
-    said = watched(follow_program, folder, [replace(state, epochs=[epoch(0, "old"), epoch(1, "new"), epoch(2)])])
+    said = watched(
+        follow_program,
+        folder,
+        [replace(state, epochs=[epoch(0, "old"), epoch(1, "new"), epoch(2)])],
+    )
     assert "orch: new; starting again as epoch 2" in said and "old" not in said
 
 
 @pytest.mark.parametrize("watch", [follow, follow_program])
-@pytest.mark.parametrize("error", [OrchError("unreadable", 65), OSError(5, "Input/output error")], ids=["bad", "EIO"])
+@pytest.mark.parametrize(
+    "error", [OrchError("unreadable", 65), OSError(5, "Input/output error")], ids=["bad", "EIO"]
+)
 def test_a_state_that_cannot_be_read_for_a_moment_ends_no_watching(folder, watch, error):
     state = read_state(folder)
     assert "done" in watched(watch, folder, [error, state, error, error])

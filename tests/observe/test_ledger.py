@@ -16,7 +16,9 @@ BATCH = 12
 
 def walk(seed: int, lives: int) -> list[Step]:
     """Lives that each go on from some step that is done already, as after faults."""
-    draw, done, told = random.Random(seed), 0, []
+    draw = random.Random(seed)
+    done = 0
+    told = []
     for epoch in range(lives):
         done = draw.randint(max(0, done - 4), done)
         for _ in range(draw.randint(0, 6)):
@@ -42,14 +44,20 @@ def test_samples_that_are_skipped_repeated_or_lost_with_a_node_are_found(seed, h
     told = walk(seed, 6)
     last = max((step.epoch for step in told), default=0)
     at = ledger(told).samples // BATCH
-    samples = {"skip": (at + 2) * BATCH, "repeat": max(0, at) * BATCH, "shrink": at * BATCH + BATCH // 2}[how]
+    samples = {
+        "skip": (at + 2) * BATCH,
+        "repeat": max(0, at) * BATCH,
+        "shrink": at * BATCH + BATCH // 2,
+    }[how]
     found = ledger([*told, Step(last + 1, at + 1, 0.0, 0.1, 0.0, samples)])
     assert found.problems or uneven(found.entries, BATCH), how
 
 
 def test_a_life_that_begins_beyond_what_was_done_is_named():
     told = [Step(0, 1, 0, 0.1, 0, 4), Step(0, 2, 0, 0.1, 0, 8), Step(1, 5, 0, 0.1, 0, 20)]
-    assert ledger(told).problems == ["epoch 1 begins with step 5, and step 2 is the last known before"]
+    assert ledger(told).problems == [
+        "epoch 1 begins with step 5, and step 2 is the last known before"
+    ]
 
 
 def test_a_report_that_was_lost_is_no_sample_that_was():
@@ -59,13 +67,20 @@ def test_a_report_that_was_lost_is_no_sample_that_was():
 
 
 def test_steps_that_rank_0_could_not_report_any_more_are_known_from_others(tmp_path):
-    """Found by a soak: an agent was killed with its worker's last reports unread; that worker had saved by then."""
+    """Found by a soak: an agent was killed with its worker's last reports unread; that worker had
+    saved by then."""
     folder = RunFolder(tmp_path / "run")
     folder.create()
     line = '{{"at":{at},"kind":"step","rank":{rank},"epoch":{epoch},"step":{step},"step_s":0.1,"samples":{samples}}}\n'
-    told = {"a": [(0, 0, 1), (0, 0, 2)], "b": [(1, 0, 1), (1, 0, 2), (1, 0, 3), (1, 0, 4), (0, 1, 4), (0, 1, 5)]}
+    told = {
+        "a": [(0, 0, 1), (0, 0, 2)],
+        "b": [(1, 0, 1), (1, 0, 2), (1, 0, 3), (1, 0, 4), (0, 1, 4), (0, 1, 5)],
+    }
     for node, steps in told.items():
-        text = [line.format(at=n, rank=r, epoch=e, step=s, samples=4 * s) for n, (r, e, s) in enumerate(steps)]
+        text = [
+            line.format(at=n, rank=r, epoch=e, step=s, samples=4 * s)
+            for n, (r, e, s) in enumerate(steps)
+        ]
         folder.metrics(node).write_text("".join(text))
     found = ledger(StepFollower(folder).read(["a", "b"]))
     assert found.problems == [] and found.samples == 20 and found.undone == 1

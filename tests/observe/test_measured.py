@@ -30,9 +30,23 @@ def trace(folder, rank: int = 0) -> None:
         held = HELD | {"activations": activations * MIB, "buffers": buffers * MIB}
         events.append({"ph": "C", "name": "memory", "pid": rank, "tid": 0, "ts": at, "args": held})
     for number, start in ((1, 0.0), (2, 3e3)):
-        events.append({"ph": "X", "name": f"step {number}", "pid": rank, "tid": 2, "ts": start, "dur": 3e3})
-        events.append({"ph": "X", "name": "F", "pid": rank, "tid": 0, "ts": start, "dur": 5e2, "args": {"stage": 0}})
-        events.append({"ph": "X", "name": "B", "pid": rank, "tid": 0, "ts": start + 6e2, "dur": 9e2})
+        events.append(
+            {"ph": "X", "name": f"step {number}", "pid": rank, "tid": 2, "ts": start, "dur": 3e3}
+        )
+        events.append(
+            {
+                "ph": "X",
+                "name": "F",
+                "pid": rank,
+                "tid": 0,
+                "ts": start,
+                "dur": 5e2,
+                "args": {"stage": 0},
+            }
+        )
+        events.append(
+            {"ph": "X", "name": "B", "pid": rank, "tid": 0, "ts": start + 6e2, "dur": 9e2}
+        )
     path = trace_file(folder, rank)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events, "otherData": {"rank": rank}}))
@@ -42,20 +56,36 @@ def steps(count: int = 6) -> list[StepLine]:
     values = {"tokens": 64, "samples": 0, "mfu": 0.2, "hfu": 0.3, "step_s": 2.0}
     values |= {"comm_bytes": {"dp": 100}, "phase_s": {"forward": 0.5}}
     return [
-        StepLine(rank=0, epoch=0, step=i + 1, loss=5.0 - i, memory_bytes={"total": MIB * i}, **values)
+        StepLine(
+            rank=0, epoch=0, step=i + 1, loss=5.0 - i, memory_bytes={"total": MIB * i}, **values
+        )
         for i in range(count)
     ]
 
 
 def state(**values) -> RunState:
-    base = {"run_id": "r", "state": "done", "exit_code": 0, "backend": "local", "created_at": 0.0, "updated_at": 0.0}
-    return RunState(**(base | {"schema": SCHEMA, "plan_hash": "", "writer": "w", "epoch": 0} | values))
+    base = {
+        "run_id": "r",
+        "state": "done",
+        "exit_code": 0,
+        "backend": "local",
+        "created_at": 0.0,
+        "updated_at": 0.0,
+    }
+    return RunState(
+        **(base | {"schema": SCHEMA, "plan_hash": "", "writer": "w", "epoch": 0} | values)
+    )
 
 
 def test_the_page_has_planned_and_measured_side_by_side(tmp_path):
     plan = make_plan(dp=2, recompute="full")
     trace(tmp_path)
-    page = render(make_report(plan, state(), steps()), plan, Style(), read_timeline(trace_file(tmp_path, 0), 0))
+    page = render(
+        make_report(plan, state(), steps()),
+        plan,
+        Style(),
+        read_timeline(trace_file(tmp_path, 0), 0),
+    )
     assert max(map(len, page.splitlines())) <= 80
     row = next(line for line in page.splitlines() if line.startswith("step  ")).split()
     assert row[1:3] == ["100", "ms"] and "2.00" in row and "+1900%" in row
@@ -95,7 +125,8 @@ def test_bytes(size, text):
     assert binary(size) == text
 
 
-# ------------------------------------------------------------------------------------------- the verb
+# ------------------------------------------------------------------------------------------- the
+#     verb
 
 
 @pytest.fixture

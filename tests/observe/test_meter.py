@@ -24,7 +24,8 @@ def test_seconds_sum_to_the_time_and_only_grow(happened):
         assert seconds > 0
         heard[state] += seconds
 
-    now, meter = 7.0, WallMeter(7.0, spent)
+    now = 7.0
+    meter = WallMeter(7.0, spent)
     for (what, *with_what), after in happened:
         now += after
         getattr(meter, what)(*with_what, now)
@@ -39,11 +40,19 @@ def test_a_life_is_told_apart():
     for number in (1, 2, 3):
         assert meter.step(number, 1.0, 0.0, 3.0 + number) is None  # from 3 on
     meter.step(4, 1.0, 0.5, 7.5)
-    meter.enter("rendezvous", 10.5)  # a worker died: one step was broken off, and nobody saw it for 2 s
+    meter.enter(
+        "rendezvous", 10.5
+    )  # a worker died: one step was broken off, and nobody saw it for 2 s
     meter.enter("startup", 11.5)
     assert meter.step(4, 1.0, 0.0, 14.0) == pytest.approx(2.5), "back 2.5 s after it was seen"
     meter.look(14.2)
-    want = {"rendezvous": 2.0, "startup": 2.0 + 1.5, "productive": 4.0, "checkpoint_stall": 0.5, "hang": 2.0}
+    want = {
+        "rendezvous": 2.0,
+        "startup": 2.0 + 1.5,
+        "productive": 4.0,
+        "checkpoint_stall": 0.5,
+        "hang": 2.0,
+    }
     assert meter.seconds == pytest.approx({**dict.fromkeys(STATES, 0.0), **want, "replay": 2.0})
     assert meter.ettr == pytest.approx(4 / 14)
 
@@ -60,4 +69,6 @@ def test_what_does_not_end_hangs_and_a_spare_waits():
     meter.look(120.0)
     assert meter.seconds["hang"] == pytest.approx(15)
     meter.step(5, 16.0, 0.0, 120.0)
-    assert meter.seconds["productive"] == pytest.approx(5) and sum(meter.seconds.values()) == pytest.approx(120)
+    assert meter.seconds["productive"] == pytest.approx(5) and sum(
+        meter.seconds.values()
+    ) == pytest.approx(120)

@@ -26,7 +26,9 @@ def test_it_says_what_matters():
 
 
 def test_without_colour_it_has_no_escapes_and_with_colour_it_says_the_same():
-    plain, painted = (render(main_line(), Style(colour=colour, width=100)) for colour in (False, True))
+    plain, painted = (
+        render(main_line(), Style(colour=colour, width=100)) for colour in (False, True)
+    )
     assert "\033" not in plain
     stripped = re.sub(r"\033\[[0-9;]*m", "", painted).replace("; colour: dp", "")
     assert stripped == plain
@@ -43,7 +45,14 @@ def test_thousands_of_nodes_fold_into_ranges_that_cover_them():
     page = render(largest())
     assert len(page.splitlines()) < 70
     assert "node-0000 .." in page and "node-2047" in page
-    assert [int(n) for n in re.findall(r"pod \d: (\d+) nodes", page)] == [384, 384, 384, 384, 384, 128]
+    assert [int(n) for n in re.findall(r"pod \d: (\d+) nodes", page)] == [
+        384,
+        384,
+        384,
+        384,
+        384,
+        128,
+    ]
     assert "DOES NOT FIT" in page and "does not fit: rank" in page
 
 

@@ -23,7 +23,9 @@ def plan(**parallel):
 def test_png(drawn, tmp_path):
     save(drawn(), tmp_path / "plan.png")
     data = (tmp_path / "plan.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n") and int.from_bytes(data[16:20], "big") >= 1600  # the width
+    assert (
+        data.startswith(b"\x89PNG\r\n\x1a\n") and int.from_bytes(data[16:20], "big") >= 1600
+    )  # the width
     assert len(data) < 2_000_000, "thousands of nodes become strips"
 
 
@@ -50,7 +52,8 @@ def test_html_is_one_file_that_loads_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "parallel", [{}, {"pp": 4, "schedule": "zb_h1"}, {"tp": 2, "pp": 4, "schedule": "zbv", "vpp": 2}]
+    "parallel",
+    [{}, {"pp": 4, "schedule": "zb_h1"}, {"tp": 2, "pp": 4, "schedule": "zbv", "vpp": 2}],
 )
 def test_other_layouts(parallel, tmp_path):
     save(plan(**parallel), tmp_path / "plan.svg")

@@ -1,4 +1,5 @@
-"""What is written in a picture can be read: no line through it, one unit an axis, replicas beyond eight by pattern."""
+"""What is written in a picture can be read: no line through it, one unit an axis, replicas beyond
+eight by pattern."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def _drawn(request):
 
 def crosses(box, start, end) -> bool:
     """Whether a segment enters a box (Liang and Barsky)."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for axis, (least, most) in enumerate(((box.x0, box.x1), (box.y0, box.y1))):
         run = end[axis] - start[axis]
         if abs(run) < 1e-9:
@@ -49,7 +51,8 @@ def crosses(box, start, end) -> bool:
                 return False
             continue
         ends = sorted(((least - start[axis]) / run, (most - start[axis]) / run))
-        low, high = max(low, ends[0]), min(high, ends[1])
+        low = max(low, ends[0])
+        high = min(high, ends[1])
     return low < high
 
 
@@ -59,7 +62,11 @@ def test_no_line_strikes_a_text(drawn):
         texts = [text for text in ax.texts if text.get_text().strip()]
         segments = []
         for line in ax.lines:
-            points = ax.transData.transform(line.get_xydata()) if line.get_transform() == ax.transData else None
+            points = (
+                ax.transData.transform(line.get_xydata())
+                if line.get_transform() == ax.transData
+                else None
+            )
             if points is None:
                 points = line.get_transform().transform(line.get_xydata())
             segments += [(line, a, b) for a, b in itertools.pairwise(points)]
@@ -71,7 +78,11 @@ def test_no_line_strikes_a_text(drawn):
         for text in texts:
             box = text.get_window_extent()
             for line, start, end in segments:
-                assert not crosses(box, start, end), (ax.get_title(loc="left"), text.get_text(), line)
+                assert not crosses(box, start, end), (
+                    ax.get_title(loc="left"),
+                    text.get_text(),
+                    line,
+                )
 
 
 def test_texts_on_a_pattern_have_a_plain_ground(drawn):
@@ -80,7 +91,8 @@ def test_texts_on_a_pattern_have_a_plain_ground(drawn):
         patterned = [patch.get_window_extent() for patch in ax.patches if patch.get_hatch()]
         for text in ax.texts:
             box = text.get_window_extent()
-            x, y = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
+            x = (box.x0 + box.x1) / 2
+            y = (box.y0 + box.y1) / 2
             if any(area.x0 < x < area.x1 and area.y0 < y < area.y1 for area in patterned):
                 ground = text.get_bbox_patch()
                 assert ground is not None and ground.get_facecolor()[3] == 1.0
@@ -123,7 +135,8 @@ def test_of_thousands_of_nodes_each_image_says_its_replicas():
 
 
 @pytest.mark.parametrize(
-    ("numbers", "text"), [([3], "3"), ([0, 1, 2], "0..2"), ([0, 1, 4], "0..1, 4"), ([0, 2, 4, 6], "4 of 0..6")]
+    ("numbers", "text"),
+    [([3], "3"), ([0, 1, 2], "0..2"), ([0, 1, 4], "0..1, 4"), ([0, 2, 4, 6], "4 of 0..6")],
 )
 def test_ranges(numbers, text):
     assert panels.ranges(numbers) == text

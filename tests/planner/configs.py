@@ -39,7 +39,8 @@ def cluster(
     domain_nodes: int = 1,
     **more: Any,
 ) -> ClusterSpec:
-    """DGX H100 nodes. levels: (name, nodes per switch, oversubscription), innermost first; default as h100x64."""
+    """DGX H100 nodes. levels: (name, nodes per switch, oversubscription), innermost first; default
+    as h100x64."""
     levels = [("leaf", 4, 1.0), ("spine", nodes, 1.0)] if levels is None else levels
     return msgspec.convert(
         {
@@ -48,10 +49,26 @@ def cluster(
             "nodes": nodes,
             "gpus_per_node": gpus,
             "gpu": H100,
-            "nvlink": {"domain_nodes": domain_nodes, "gb_per_s": 450, "latency_us": 3.4, "source": SOURCE},
-            "nic": {"per_node": gpus, "rails": gpus, "gbit_per_s": 400, "latency_us": 9.6, "source": SOURCE},
+            "nvlink": {
+                "domain_nodes": domain_nodes,
+                "gb_per_s": 450,
+                "latency_us": 3.4,
+                "source": SOURCE,
+            },
+            "nic": {
+                "per_node": gpus,
+                "rails": gpus,
+                "gbit_per_s": 400,
+                "latency_us": 9.6,
+                "source": SOURCE,
+            },
             "levels": [
-                {"name": name, "nodes_per_switch": per_switch, "oversubscription": over, "gbit_per_s": 400}
+                {
+                    "name": name,
+                    "nodes_per_switch": per_switch,
+                    "oversubscription": over,
+                    "gbit_per_s": 400,
+                }
                 | {"latency_us": 9.6 + 0.5 * index, "source": SOURCE}
                 for index, (name, per_switch, over) in enumerate(levels)
             ],
@@ -61,7 +78,9 @@ def cluster(
     )
 
 
-def config(cluster_spec: ClusterSpec, model: Model, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
+def config(
+    cluster_spec: ClusterSpec, model: Model, parallel: dict[str, Any] | None = None, **train: Any
+) -> Config:
     """A whole job; `train` holds keys of `TrainSpec`."""
     values = {"steps": 100, "seq_len": 8192, "global_batch_samples": 1024, **train}
     shape = structs.asdict(model)
@@ -73,7 +92,13 @@ def config(cluster_spec: ClusterSpec, model: Model, parallel: dict[str, Any] | N
             "cluster": cluster_spec,
             "model": ModelSpec(**shape),
             "parallel": parallel or {},
-            "data": {"name": "stdlib", "paths": ["stdlib"], "extensions": [".py"], "demo": True, "cache_dir": "data"},
+            "data": {
+                "name": "stdlib",
+                "paths": ["stdlib"],
+                "extensions": [".py"],
+                "demo": True,
+                "cache_dir": "data",
+            },
             "optim": {"lr": 3e-4},
             "train": values,
             "checkpoint": {},
@@ -90,7 +115,9 @@ def build_plan(config: Config) -> Plan:
     return build.build_plan(config, resolve(config.cluster))
 
 
-def planned(model: Model, parallel: dict[str, Any], spec: ClusterSpec | None = None, **train: Any) -> Plan:
+def planned(
+    model: Model, parallel: dict[str, Any], spec: ClusterSpec | None = None, **train: Any
+) -> Plan:
     """The plan of such a job, on h100x64 unless told otherwise."""
     return build_plan(config(spec or cluster(), model, parallel, **train))
 
@@ -103,8 +130,12 @@ def main_line() -> Plan:
 @cache
 def largest() -> Plan:
     """On the largest cluster of the catalogue, with a ragged last pod."""
-    spec = cluster(2048, 8, [("rack", 2, 1.0), ("pod", [384] * 5 + [128], 7.0), ("core", 2048, 1.0)])
-    return planned(shapes.llama3_405b(), {"tp": 8, "pp": 16, "zero": 1}, spec, global_batch_samples=2048)
+    spec = cluster(
+        2048, 8, [("rack", 2, 1.0), ("pod", [384] * 5 + [128], 7.0), ("core", 2048, 1.0)]
+    )
+    return planned(
+        shapes.llama3_405b(), {"tp": 8, "pp": 16, "zero": 1}, spec, global_batch_samples=2048
+    )
 
 
 def search(config: Config, any_layout: bool = False) -> Search:
@@ -112,15 +143,21 @@ def search(config: Config, any_layout: bool = False) -> Search:
 
 
 def level_between(cluster: Cluster, node_a: int, node_b: int) -> str:
-    """Name of the tier on which two nodes meet: "nvlink" inside one domain, else the lowest common switch's level."""
-    for name, blocks in [(NVLINK, cluster.nvlink_domains), *((lv.name, lv.switches) for lv in cluster.levels)]:
+    """Name of the tier on which two nodes meet: "nvlink" inside one domain, else the lowest common
+    switch's level."""
+    for name, blocks in [
+        (NVLINK, cluster.nvlink_domains),
+        *((lv.name, lv.switches) for lv in cluster.levels),
+    ]:
         if any(node_a in block and node_b in block for block in blocks):
             return name
     raise ValueError(f"nodes {node_a} and {node_b} have no common switch")
 
 
 def costing(plan: Plan, cluster: Cluster) -> tuple[PathCache, Parallel, list[list[Traffic]], Work]:
-    """What the costs of a plan's degrees on a cluster follow from: the arguments of `candidates` and `place_nodes`."""
-    context, train = CostContext(cluster, plan.model, plan.job.train), plan.job.train
+    """What the costs of a plan's degrees on a cluster follow from: the arguments of `candidates`
+    and `place_nodes`."""
+    context = CostContext(cluster, plan.model, plan.job.train)
+    train = plan.job.train
     traffic = step_traffic(plan.model, plan.parallel, train, context.software)
     return context.path_cache, plan.parallel, traffic, context.work(plan.parallel, train)

@@ -13,13 +13,40 @@ from orchestrator.config.schema import ModelSpec
 from orchestrator.plan.document import Model
 from orchestrator.planner.model.layers import resolve
 
-GPT = dict(norm="layer", position="learned", mlp="plain", activation="gelu", bias=True, tied_embeddings=True)
-LLAMA = dict(norm="rms", position="rope", mlp="gated", activation="silu", bias=False, tied_embeddings=False)
+GPT = dict(
+    norm="layer",
+    position="learned",
+    mlp="plain",
+    activation="gelu",
+    bias=True,
+    tied_embeddings=True,
+)
+LLAMA = dict(
+    norm="rms", position="rope", mlp="gated", activation="silu", bias=False, tied_embeddings=False
+)
 
 
-def model(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: Any) -> Model:
-    values = dict(name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=hidden // heads)
-    values |= dict(ffn_hidden=ffn, vocab=vocab, max_seq_len=8192, norm_eps=1e-5, rope_theta=5e5, causal=True)
+def model(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    **more: Any,
+) -> Model:
+    values = dict(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+    )
+    values |= dict(
+        ffn_hidden=ffn, vocab=vocab, max_seq_len=8192, norm_eps=1e-5, rope_theta=5e5, causal=True
+    )
     style = LLAMA if more.pop("style", "llama") == "llama" else GPT
     return Model(**{**values, "parameters": 0, "source": "test", **style, **more})
 
@@ -30,8 +57,12 @@ def published(name: str) -> Model:
     return resolve(msgspec.convert(values, ModelSpec))
 
 
-gpt2, gpt3_175b, bert_large = (partial(published, name) for name in ("gpt2", "gpt3_175b", "bert_large"))
-llama3_8b, llama3_70b, llama3_405b = (partial(published, f"llama3_{size}") for size in ("8b", "70b", "405b"))
+gpt2, gpt3_175b, bert_large = (
+    partial(published, name) for name in ("gpt2", "gpt3_175b", "bert_large")
+)
+llama3_8b, llama3_70b, llama3_405b = (
+    partial(published, f"llama3_{size}") for size in ("8b", "70b", "405b")
+)
 mixtral_8x7b, deepseek_v3 = (partial(published, name) for name in ("mixtral_8x7b", "deepseek_v3"))
 
 

@@ -28,7 +28,9 @@ small = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
 def test_groups_agree_with_the_rank_algebra_and_with_all_pairs(degrees, order, varying):
     places = coords(order, degrees)
     members = group_members(order, degrees, varying).tolist()
-    assert sorted(members) == sorted(groups(places, varying))  # members in the same order, groups in any
+    assert sorted(members) == sorted(
+        groups(places, varying)
+    )  # members in the same order, groups in any
     assert {frozenset(group) for group in members} == groups_by_pairs(places, varying)
     world = math.prod(degrees.values())
     assert sorted(itertools.chain(*members)) == list(range(world))  # a partition
@@ -45,10 +47,16 @@ def test_groups_from_strides_are_those_read_off_the_coordinates(degrees, order):
 def test_every_order_gives_every_coordinate_once(degrees):
     found = list(orders(degrees))
     assert found[0] == AXES
-    assert len(found) == len(set(found)) == math.factorial(sum(degree > 1 for degree in degrees.values()))
+    assert (
+        len(found)
+        == len(set(found))
+        == math.factorial(sum(degree > 1 for degree in degrees.values()))
+    )
     for order in found:
         assert sorted(order) == sorted(AXES)
-        assert len({tuple(place.values()) for place in coords(order, degrees)}) == math.prod(degrees.values())
+        assert len({tuple(place.values()) for place in coords(order, degrees)}) == math.prod(
+            degrees.values()
+        )
 
 
 def test_seats_fill_node_by_node_with_the_nearest_nic():
@@ -64,7 +72,11 @@ def test_stages_are_even_where_that_is_nearly_as_fast_and_else_the_published_one
     """arXiv 2407.21783, section 3.3.2: one layer fewer on the first and on the last stage."""
     assert balance_stages(shapes.llama3_405b(), 16, 8192) == [7, *[8] * 14, 7]
     assert balance_stages(shapes.llama3_70b(), 4, 8192) == [20, 20, 20, 20]
-    assert balance_stages(shapes.llama3_405b(), 128, 8192) == [0, *[1] * 126, 0]  # embedding and head alone
+    assert balance_stages(shapes.llama3_405b(), 128, 8192) == [
+        0,
+        *[1] * 126,
+        0,
+    ]  # embedding and head alone
 
 
 def slowest(model, counts, seq_len):

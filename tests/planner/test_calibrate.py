@@ -1,4 +1,5 @@
-"""Profiles: fits that repeat, updates that move what was wrong, files whole or refused, plans that read them."""
+"""Profiles: fits that repeat, updates that move what was wrong, files whole or refused, plans that
+read them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ from orchestrator.planner.calibrate.drift import drift
 from orchestrator.planner.calibrate.fit import fit, leave_one_source_out, linearised
 from orchestrator.planner.calibrate.observations import after_row, observations
 from orchestrator.planner.calibrate.table import fit_table
-from orchestrator.planner.calibrate.update import site_profile, update, update_with_bench, update_with_step
+from orchestrator.planner.calibrate.update import (
+    site_profile,
+    update,
+    update_with_bench,
+    update_with_step,
+)
 from orchestrator.planner.cost.parameters import INDEX
 from orchestrator.planner.cost.profile import (
     Profile,
@@ -44,10 +50,15 @@ from tests.planner import configs, shapes
 from tests.planner.test_predict import GPT_1_7B
 
 PRIOR = prior_profile()
-#: Layouts of that model: computation alone, tensor parallelism, many small replicas, a pipeline; of two people.
+#: Layouts of that model: computation alone, tensor parallelism, many small replicas, a pipeline; of
+#: two people.
 LAYOUTS = (
-    *({"tp": "1", "dp": "32"}, {"tp": "2", "dp": "16"}, {"tp": "8", "dp": "4"}, {"tp": "1", "dp": "32", "gpu": "V100"}),
-    *({"tp": "1", "dp": "256", "num_gpus": "256", "global_batch": "256", "micro_batch": "1"}, {"pp": "4", "dp": "8"}),
+    {"tp": "1", "dp": "32"},
+    {"tp": "2", "dp": "16"},
+    {"tp": "8", "dp": "4"},
+    {"tp": "1", "dp": "32", "gpu": "V100"},
+    {"tp": "1", "dp": "256", "num_gpus": "256", "global_batch": "256", "micro_batch": "1"},
+    {"pp": "4", "dp": "8"},
 )
 
 
@@ -66,33 +77,45 @@ def table(truth: dict[str, float]) -> list[dict[str, str]]:
     ]
     found = observations(rows)
     assert len(found) == len(rows)
-    return [row | {"step_time_s": repr(float(one.step_s(truth)))} for row, one in zip(rows, found, strict=True)]  # type: ignore[arg-type]
+    return [
+        row | {"step_time_s": repr(float(one.step_s(truth)))}
+        for row, one in zip(rows, found, strict=True)
+    ]  # type: ignore[arg-type]
 
 
 def misses(profile: Profile, rows: list[dict[str, str]]) -> np.ndarray:
     return linearised(observations(rows), profile.values)[0]
 
 
-# ---------------------------------------------------------------------------------------------- fits
+# ----------------------------------------------------------------------------------------------
+#     fits
 
 
 def test_a_fit_is_repeatable_bit_for_bit_and_explains_what_made_the_rows():
     rows = table(changed(gemm__a100__16=0.9, nvlink=0.75))
-    first, second = (fit_table(rows, "t", "sha", "2026-01-01", lambda *_: None).profile for _ in range(2))
+    first, second = (
+        fit_table(rows, "t", "sha", "2026-01-01", lambda *_: None).profile for _ in range(2)
+    )
     assert msgspec.json.encode(first) == msgspec.json.encode(second)
     assert np.abs(misses(first, rows)).mean() < 0.3 * np.abs(misses(PRIOR, rows)).mean()
     assert first.values["gemm.a100.16"] < PRIOR.values["gemm.a100.16"]
-    assert first.values["gemm.hopper.16"] == PRIOR.values["gemm.hopper.16"], "no row says anything of it"
-    assert first.fitted_on.rows == {"one": 6, "two": 6} and {one.source for one in first.left_out} == {"one", "two"}
+    assert first.values["gemm.hopper.16"] == PRIOR.values["gemm.hopper.16"], (
+        "no row says anything of it"
+    )
+    assert first.fitted_on.rows == {"one": 6, "two": 6} and {
+        one.source for one in first.left_out
+    } == {"one", "two"}
     assert all(one.fitted < one.prior for one in first.left_out)
 
 
 def test_what_a_source_is_predicted_by_has_not_seen_it():
-    """A left-out source's fit starts from the fit to all: it ends where one that starts from the priors ends."""
+    """A left-out source's fit starts from the fit to all: it ends where one that starts from the
+    priors ends."""
     truth = changed(gemm__a100__16=0.6, nvlink=0.3, optimizer=90.0)
     odd = {"one": 1.0, "two": 1.7}
     rows = [
-        row | {"step_time_s": repr(odd[row["id"].split("-")[0]] * float(row["step_time_s"]))} for row in table(truth)
+        row | {"step_time_s": repr(odd[row["id"].split("-")[0]] * float(row["step_time_s"]))}
+        for row in table(truth)
     ]
     found = observations(rows)
     seen, blind = (
@@ -113,11 +136,13 @@ def test_a_source_counts_as_so_many_rows_at_most():
     rows = table(PRIOR.values)
     long = [row | {"id": f"long-{at}", "step_time_s": repr(1.2 * float(row["step_time_s"]))}
             for at in range(100) for row in rows[:1]]  # fmt: skip
-    short, drowned = fit(observations(rows + long[:25])), fit(observations(rows + long))
+    short = fit(observations(rows + long[:25]))
+    drowned = fit(observations(rows + long))
     assert short.residuals[0] == pytest.approx(drowned.residuals[0], abs=0.005)
 
 
-# ---------------------------------------------------------------------------------------------- updates
+# ----------------------------------------------------------------------------------------------
+#     updates
 
 
 def test_an_update_moves_what_was_wrong_and_is_never_worse_than_a_factor():
@@ -128,7 +153,9 @@ def test_an_update_moves_what_was_wrong_and_is_never_worse_than_a_factor():
         after = misses(after_row(PRIOR, row), rows)
         others = [index for index in range(len(rows)) if index != at]
         factor = np.abs(before[others] - before[at]).mean()
-        assert np.abs(after[others]).mean() <= max(factor, np.abs(before[others]).mean()) + 1e-6, row["id"]
+        assert np.abs(after[others]).mean() <= max(factor, np.abs(before[others]).mean()) + 1e-6, (
+            row["id"]
+        )
     wide = next(row for row in rows if row["tp"] == "8")
     profile = after_row(PRIOR, wide)
     moved = {name: abs(np.log(profile.values[name] / PRIOR.values[name])) for name in INDEX}
@@ -146,7 +173,9 @@ def test_an_update_leaves_less_uncertainty_and_says_what_it_is_made_of():
         profile.uncertainty[INDEX["gemm.a100.16"], INDEX["gemm.a100.16"]]
         < 0.9 * PRIOR.uncertainty[INDEX["gemm.a100.16"], INDEX["gemm.a100.16"]]
     )
-    again = site_profile(profile, update(profile, residuals, jacobian), "run", "other", "2026-01-02", "site")
+    again = site_profile(
+        profile, update(profile, residuals, jacobian), "run", "other", "2026-01-02", "site"
+    )
     assert again.fitted_on.base == PRIOR.label and again.fitted_on.runs == ["a-run", "other"]
 
 
@@ -159,8 +188,15 @@ def test_what_bench_measures_is_what_the_parameters_become():
     record = Record(schema="orch.bench/1", cluster=spec.name, key="", at="now", run="r", links=links, measured=own,
                     rows=[], compute=[], load=0.0)  # fmt: skip
     values = update_with_bench(PRIOR, cluster, record).values(PRIOR)
-    for name, found in (("gemm.hopper.16", 0.6), ("hbm", 0.9), ("attention.flash.hopper", 0.4), ("nic", 0.5)):
-        assert abs(np.log(values[name] / found)) < 0.6 * abs(np.log(PRIOR.values[name] / found)), name
+    for name, found in (
+        ("gemm.hopper.16", 0.6),
+        ("hbm", 0.9),
+        ("attention.flash.hopper", 0.4),
+        ("nic", 0.5),
+    ):
+        assert abs(np.log(values[name] / found)) < 0.6 * abs(np.log(PRIOR.values[name] / found)), (
+            name
+        )
     assert values["gemm.a100.16"] == PRIOR.values["gemm.a100.16"]
 
 
@@ -169,14 +205,17 @@ def test_a_measured_step_far_off_is_taken_over_and_the_blame_sums_to_it():
     measured = 2.5 * plan.time.step_s
     found = drift(plan, measured)
     assert found.z > 1.96 and not found.inside and found.attribution[0].text.endswith("was assumed")
-    assert [one.share for one in found.attribution] == sorted((one.share for one in found.attribution), reverse=True)
+    assert [one.share for one in found.attribution] == sorted(
+        (one.share for one in found.attribution), reverse=True
+    )
     change, _ = update_with_step(shipped(), step_of(plan), measured)
     assert float(step_of(plan)(change.values(shipped()))) == pytest.approx(measured, rel=0.1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("far", [-2.5, -2.0, -1.5, -1.0, 1.0, 2.5])
 def test_a_fast_machine_is_taken_over_as_a_slow_one_is(far, tmp_path, monkeypatch):
-    """Whole rounds ran away from a step that took much less than planned: its miss was 0.7 after five of them."""
+    """Whole rounds ran away from a step that took much less than planned: its miss was 0.7 after
+    five of them."""
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))
     plan = plan_job("+cluster=local", "cluster.gpus_per_node=1", "cluster.nodes=1")
     measured = plan.time.step_s * float(np.exp(far))
@@ -185,13 +224,16 @@ def test_a_fast_machine_is_taken_over_as_a_slow_one_is(far, tmp_path, monkeypatc
     assert abs(np.log(after / measured)) < 0.05
 
 
-# ---------------------------------------------------------------------------------------------- files and plans
+# ----------------------------------------------------------------------------------------------
+#     files and plans
 
 
 def slow(factor: float = 1.5) -> Profile:
     """A site whose everything takes longer."""
     values = shipped().values | {"family.orch": factor * shipped().values["family.orch"]}
-    return make_profile("site", values, shipped().posterior, structs.replace(shipped().fitted_on, base="shipped"))
+    return make_profile(
+        "site", values, shipped().posterior, structs.replace(shipped().fitted_on, base="shipped")
+    )
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
@@ -218,7 +260,9 @@ def damaged(name: str) -> bytes:
     return json.dumps(whole).encode() if name != "empty" else b""
 
 
-@pytest.mark.parametrize("name", ["cut", "schema", "negative", "triangle", "variance", "word", "empty", "missing"])
+@pytest.mark.parametrize(
+    "name", ["cut", "schema", "negative", "triangle", "variance", "word", "empty", "missing"]
+)
 def test_a_damaged_profile_is_refused_in_one_line(name, tmp_path, capsys):
     path = tmp_path / "p.json"
     if name != "missing":
@@ -236,14 +280,23 @@ def test_the_site_s_profile_is_the_plan_s_and_that_of_its_replans(tmp_path):
     resolver = ClusterResolver(tmp_path)
     assert resolver.profile(config) is None
     path = site_profile_path(config.cluster, tmp_path)
-    assert path == site_profile_path(structs.replace(config.cluster, nodes=4), tmp_path), "a job on fewer of its nodes"
+    assert path == site_profile_path(structs.replace(config.cluster, nodes=4), tmp_path), (
+        "a job on fewer of its nodes"
+    )
     path.parent.mkdir()
     path.write_bytes(msgspec.json.encode(slow()))
     profile = resolver.profile(config)
     assert profile is not None and profile.label == slow().label
-    usual, own = (build.build_plan(config, resolve(config.cluster), profile=one) for one in (None, profile))
-    assert own.time.step_s == pytest.approx(1.5 * usual.time.step_s) and own.time.profile == slow().label
-    assert usual.time.parameters == {} and own.time.parameters == {"family.orch": slow().values["family.orch"]}
+    usual, own = (
+        build.build_plan(config, resolve(config.cluster), profile=one) for one in (None, profile)
+    )
+    assert (
+        own.time.step_s == pytest.approx(1.5 * usual.time.step_s)
+        and own.time.profile == slow().label
+    )
+    assert usual.time.parameters == {} and own.time.parameters == {
+        "family.orch": slow().values["family.orch"]
+    }
     again = replan(own, own.cluster)
     assert again.time.step_s == pytest.approx(own.time.step_s) and again.time.sd == own.time.sd
     assert again.time.profile == own.time.profile and again.time.parameters == own.time.parameters
@@ -253,7 +306,8 @@ def test_the_site_s_profile_is_the_plan_s_and_that_of_its_replans(tmp_path):
     assert resolver.profile(config).label == PRIOR.label, "what the configuration names comes first"
 
 
-# ---------------------------------------------------------------------------------------------- intervals and scores
+# ----------------------------------------------------------------------------------------------
+#     intervals and scores
 
 
 def test_intervals():
@@ -273,17 +327,22 @@ def test_a_score_predicts_each_source_by_the_others():
     rows = table(changed(nvlink=0.7))
     profile = fit_table(rows, "t", "sha", "", lambda *_: None).profile
     predictions = list(predict(rows, profile))
-    seen, unseen = (accuracy(rows, predictions, profile, known, lambda *_: None) for known in (True, False))
+    seen, unseen = (
+        accuracy(rows, predictions, profile, known, lambda *_: None) for known in (True, False)
+    )
     assert [one.group for one in seen.time] == ["one", "two", "all", "mean of groups"]
     assert seen.time[0].fitted == unseen.time[0].mean and seen.time[0].mean >= unseen.time[0].mean
-    assert unseen.time[0].fitted is None and all(0 <= one.inside68 <= one.inside95 <= 1 for one in seen.time)
+    assert unseen.time[0].fitted is None and all(
+        0 <= one.inside68 <= one.inside95 <= 1 for one in seen.time
+    )
     assert seen.time[-1].mean == pytest.approx((seen.time[0].mean + seen.time[1].mean) / 2)
     rows = table(changed(gemm__a100__16=0.7))
     prior = accuracy(rows, list(predict(rows, PRIOR)), PRIOR, False, lambda *_: None)
     assert prior.time[0].after_one < 0.75 * prior.time[0].mean
 
 
-# ---------------------------------------------------------------------------------------------- the verbs
+# ---------------------------------------------------------------------------------------------- the
+#     verbs
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> Path:
@@ -296,16 +355,29 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 
 def test_calibrate_and_predict_with_what_it_wrote(tmp_path, capsys):
     rows = table(changed(gemm__a100__16=0.85))
-    path, out = write(tmp_path / "t.csv", rows), tmp_path / "p.json"
+    path = write(tmp_path / "t.csv", rows)
+    out = tmp_path / "p.json"
     assert main(["calibrate", "--table", str(path), "--out", str(out)]) == 0
     assert "mean of sources" in capsys.readouterr().out
     profile = read_profile(out)
     assert profile.name == "p" and len(profile.fitted_on.sha256) == 64
     page = tmp_path / "page.md"
-    page.write_text("a\n<!-- orch predict --score: begin -->\nold\n<!-- orch predict --score: end -->\nb\n")
-    assert main(["predict", "--table", str(path), "--profile", str(out), "--score", "--into", str(page)]) == 0
+    page.write_text(
+        "a\n<!-- orch predict --score: begin -->\nold\n<!-- orch predict --score: end -->\nb\n"
+    )
+    assert (
+        main(
+            ["predict", "--table", str(path), "--profile", str(out), "--score", "--into", str(page)]
+        )
+        == 0
+    )
     text = page.read_text()
-    assert text.startswith("a\n") and text.endswith("b\n") and "old" not in text and profile.label in text
+    assert (
+        text.startswith("a\n")
+        and text.endswith("b\n")
+        and "old" not in text
+        and profile.label in text
+    )
     assert "fitted" in text and "after 1" in text
     assert main(["predict", "--table", str(path), "--profile", str(out), "--score", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -314,14 +386,23 @@ def test_calibrate_and_predict_with_what_it_wrote(tmp_path, capsys):
 
 def test_predict_after_a_row(tmp_path, capsys):
     rows = table(changed(gemm__a100__16=0.7))
-    path, before, after = write(tmp_path / "t.csv", rows), tmp_path / "before.csv", tmp_path / "after.csv"
+    path = write(tmp_path / "t.csv", rows)
+    before = tmp_path / "before.csv"
+    after = tmp_path / "after.csv"
     assert main(["predict", "--table", str(path), "--out", str(before)]) == 0
     assert main(["predict", "--table", str(path), "--out", str(after), "--after", "one-0"]) == 0
     first, second = (list(csv.DictReader(one.open())) for one in (before, after))
-    assert tuple(first[0]) == COLUMNS and [row["id"] for row in second] == [row["id"] for row in rows]
+    assert tuple(first[0]) == COLUMNS and [row["id"] for row in second] == [
+        row["id"] for row in rows
+    ]
     assert float(second[6]["step_time_s"]) > float(first[6]["step_time_s"])
-    width = [float(row["step_time_high_s"]) / float(row["step_time_low_s"]) for row in (first[6], second[6])]
-    assert width[1] < width[0] and float(first[0]["step_time_low_s"]) < float(first[0]["step_time_s"])
+    width = [
+        float(row["step_time_high_s"]) / float(row["step_time_low_s"])
+        for row in (first[6], second[6])
+    ]
+    assert width[1] < width[0] and float(first[0]["step_time_low_s"]) < float(
+        first[0]["step_time_s"]
+    )
     for name, code in (("nobody", Exit.USAGE), ("", Exit.USAGE)):
         assert main(["predict", "--table", str(path), "--after", name]) == code
     write(path, [rows[0] | {"step_time_s": ""}])
@@ -341,18 +422,27 @@ def test_predict_after_a_row(tmp_path, capsys):
 )
 def test_a_table_that_cannot_be_fitted_names_the_row(change, said, tmp_path, capsys):
     rows = table(PRIOR.values)
-    path, out = write(tmp_path / "t.csv", [row | change for row in rows]), tmp_path / "p.json"
+    path = write(tmp_path / "t.csv", [row | change for row in rows])
+    out = tmp_path / "p.json"
     assert main(["calibrate", "--table", str(path), "--out", str(out)]) == Exit.CONFIG
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) == 1 and not out.exists()
-    if change["step_time_s" if "step_time_s" in change else "layers"]:  # one bad row among good ones is left out
+    if change[
+        "step_time_s" if "step_time_s" in change else "layers"
+    ]:  # one bad row among good ones is left out
         write(path, [rows[0] | change, *rows[1:]])
         assert main(["calibrate", "--table", str(path), "--out", str(out)]) == 0
         assert f"left out: {said}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--table", "t.csv", "--from", "bench"], ["--table", "t.csv"], ["--from", "bench", "+cluster=local"]]
+    "words",
+    [
+        [],
+        ["--table", "t.csv", "--from", "bench"],
+        ["--table", "t.csv"],
+        ["--from", "bench", "+cluster=local"],
+    ],
 )
 def test_calibrate_says_what_it_wants(words, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("ORCH_HOME", str(tmp_path))

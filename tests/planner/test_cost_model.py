@@ -1,4 +1,5 @@
-"""The cost model by itself: derivatives, terms, monotony, and what each trait of software changes."""
+"""The cost model by itself: derivatives, terms, monotony, and what each trait of software
+changes."""
 
 from __future__ import annotations
 
@@ -24,16 +25,35 @@ from orchestrator.planner.predict.rows import read_row
 from . import configs, shapes
 
 ROW = {
-    **{"model": "Llama3-70B", "layers": "80", "hidden": "8192", "ffn_hidden": "28672", "heads": "64", "kv_heads": "8"},
-    **{"vocab": "128256", "seq_len": "8192", "gpu": "H100-80GB", "num_gpus": "64", "gpus_per_node": "8"},
-    **{"interconnect": "IB 8x400Gb/s", "framework": "Megatron-LM", "precision": "bf16", "tp": "4", "pp": "4"},
-    **{"vpp": "1", "pp_schedule": "1f1b", "micro_batch": "1", "global_batch": "64", "zero_stage": "1"},
-    **{"recompute": "none", "sp": "1"},
+    "model": "Llama3-70B",
+    "layers": "80",
+    "hidden": "8192",
+    "ffn_hidden": "28672",
+    "heads": "64",
+    "kv_heads": "8",
+    "vocab": "128256",
+    "seq_len": "8192",
+    "gpu": "H100-80GB",
+    "num_gpus": "64",
+    "gpus_per_node": "8",
+    "interconnect": "IB 8x400Gb/s",
+    "framework": "Megatron-LM",
+    "precision": "bf16",
+    "tp": "4",
+    "pp": "4",
+    "vpp": "1",
+    "pp_schedule": "1f1b",
+    "micro_batch": "1",
+    "global_batch": "64",
+    "zero_stage": "1",
+    "recompute": "none",
+    "sp": "1",
 }
 
 
 def cost(values: Any = None, **cells: object) -> StepCost:
-    """The step of ROW with some cells changed, with parameter values in the place of the shipped ones."""
+    """The step of ROW with some cells changed, with parameter values in the place of the shipped
+    ones."""
     job = read_row(ROW | {name: str(value) for name, value in cells.items()})
     context = context_of(job, {}, shipped())
     return cost_in(context, job.parallel, values)
@@ -55,35 +75,63 @@ CASES: list[dict[str, object]] = [
     {"vpp": 5, "pp_schedule": "interleaved", "framework": "NeMo"},
     {"framework": "torchtitan", "tp": 1, "pp": 1, "zero_stage": 3, "recompute": "selective"},
     {"precision": "fp8", "framework": "NeMo", "cp": 2},
-    {"gpu": "A100-80GB", "framework": "Megatron-DeepSpeed", "precision": "fp16", "recompute": "full"},
-    {"model": "Mixtral-8x7B", "experts": 8, "topk": 2, "moe_ffn": 14336, "ep": 4, "layers": 32, "hidden": 4096}
+    {
+        "gpu": "A100-80GB",
+        "framework": "Megatron-DeepSpeed",
+        "precision": "fp16",
+        "recompute": "full",
+    },
+    {
+        "model": "Mixtral-8x7B",
+        "experts": 8,
+        "topk": 2,
+        "moe_ffn": 14336,
+        "ep": 4,
+        "layers": 32,
+        "hidden": 4096,
+    }
     | {"heads": 32, "ffn_hidden": 14336, "pp": 2},
 ]
 
 
-@pytest.mark.parametrize("cells", CASES, ids=lambda cells: " ".join(map(str, cells.values())) or "plain")
+@pytest.mark.parametrize(
+    "cells", CASES, ids=lambda cells: " ".join(map(str, cells.values())) or "plain"
+)
 def test_derivatives_are_those_of_finite_differences(cells: dict[str, object]):
-    """Of every parameter, at the prior. Where the schedule is simulated the span follows its slowest rank."""
+    """Of every parameter, at the prior. Where the schedule is simulated the span follows its
+    slowest rank."""
     values = PRIOR_VALUES
     step = cost(duals(values), **cells).step_s
     assert isinstance(step, Dual)
     assert step.value == pytest.approx(seconds(values, **cells), rel=1e-12)
     relative = step.grad / step.value
     for at, name in enumerate(NAMES):
-        up, down = (seconds(values | {name: values[name] * np.exp(way)}, **cells) for way in (1e-4, -1e-4))
+        up, down = (
+            seconds(values | {name: values[name] * np.exp(way)}, **cells) for way in (1e-4, -1e-4)
+        )
         slope = (np.log(up) - np.log(down)) / 2e-4
         assert relative[at] == pytest.approx(slope, abs=0.02), name
 
 
-@pytest.mark.parametrize("cells", CASES, ids=lambda cells: " ".join(map(str, cells.values())) or "plain")
+@pytest.mark.parametrize(
+    "cells", CASES, ids=lambda cells: " ".join(map(str, cells.values())) or "plain"
+)
 def test_terms_sum_to_the_step(cells: dict[str, object]):
     found = cost(**cells)
-    assert sum(map(value_of, found.terms().values())) == pytest.approx(value_of(found.step_s), rel=1e-9)
+    assert sum(map(value_of, found.terms().values())) == pytest.approx(
+        value_of(found.step_s), rel=1e-9
+    )
     assert {"gemm", "attention", "elementwise", "optimizer"} <= found.terms().keys()
 
 
-COSTS = ("attention.scores", "attention.cp", "attention.packed")  # not rates: bytes, and shares of seconds
-SHARES = [name for name in NAMES if name.split(".")[0] in ("gemm", "attention", "hbm", "nvlink", "nic")]
+COSTS = (
+    "attention.scores",
+    "attention.cp",
+    "attention.packed",
+)  # not rates: bytes, and shares of seconds
+SHARES = [
+    name for name in NAMES if name.split(".")[0] in ("gemm", "attention", "hbm", "nvlink", "nic")
+]
 SHARES = [name for name in SHARES if name not in COSTS]
 
 
@@ -91,14 +139,21 @@ SHARES = [name for name in SHARES if name not in COSTS]
 @given(st.sampled_from(SHARES), st.sampled_from(CASES), st.floats(1.05, 2.0))
 def test_a_higher_rate_never_slows_a_step(name: str, cells: dict[str, object], factor: float):
     values = dict(shipped().values)
-    assert seconds(values | {name: values[name] * factor}, **cells) <= seconds(values, **cells) * (1 + 1e-12)
+    assert seconds(values | {name: values[name] * factor}, **cells) <= seconds(values, **cells) * (
+        1 + 1e-12
+    )
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from([name for name in NAMES if name not in SHARES and "family" not in name]), st.sampled_from(CASES))
+@given(
+    st.sampled_from([name for name in NAMES if name not in SHARES and "family" not in name]),
+    st.sampled_from(CASES),
+)
 def test_a_vanishing_term_never_slows_a_step(name: str, cells: dict[str, object]):
     values = dict(shipped().values)
-    assert seconds(values | {name: values[name] * 1e-6}, **cells) <= seconds(values, **cells) * (1 + 1e-12)
+    assert seconds(values | {name: values[name] * 1e-6}, **cells) <= seconds(values, **cells) * (
+        1 + 1e-12
+    )
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -139,21 +194,36 @@ def test_numbers_and_duals_follow_the_same_rules():
     a, b = (Dual(value, np.array(grad)) for value, grad in ((3.0, [3.0, 0.0]), (2.0, [0.0, 2.0])))
     assert value_of(a * b / (a + b) - 1.0) == pytest.approx(0.2)
     assert ((a * b) / (a + b)).grad == pytest.approx([1.2 - 0.72, 1.2 - 0.48])
-    assert (a**0.5).grad == pytest.approx([0.5 * 3**0.5, 0.0]) and (1.0 / a).grad == pytest.approx([-1 / 3, 0.0])
-    assert larger(a, b) is a and smaller(a, 2.5) == 2.5 and b < a and a >= 3.0 and (5.0 - a).grad[0] == -3.0
+    assert (a**0.5).grad == pytest.approx([0.5 * 3**0.5, 0.0]) and (1.0 / a).grad == pytest.approx(
+        [-1 / 3, 0.0]
+    )
+    assert (
+        larger(a, b) is a
+        and smaller(a, 2.5) == 2.5
+        and b < a
+        and a >= 3.0
+        and (5.0 - a).grad[0] == -3.0
+    )
 
 
-# ---------------------------------------------------------------------------------------- what traits change
+# ---------------------------------------------------------------------------------------- what
+#     traits change
 
 
 def with_software(**traits: Any) -> float:
     job = read_row(ROW)
-    context = context_of(job._replace(software=structs.replace(job.software, **traits)), {}, shipped())
+    context = context_of(
+        job._replace(software=structs.replace(job.software, **traits)), {}, shipped()
+    )
     return value_of(cost_in(context, job.parallel).step_s)
 
 
 def test_each_trait_has_its_effect():
-    assert with_software(attention="unfused") > with_software(attention="flash") > with_software(attention="cudnn")
+    assert (
+        with_software(attention="unfused")
+        > with_software(attention="flash")
+        > with_software(attention="cudnn")
+    )
     assert with_software(elementwise="eager") > with_software(elementwise="fused")
     assert with_software(tp_overlap=False) > with_software(tp_overlap=True)
     assert with_software(pp_overlap=False) > with_software(pp_overlap=True)
@@ -181,15 +251,24 @@ def test_8_bit_products_are_faster_by_less_than_their_peak():
 
 
 def test_gpus_belong_to_generations():
-    pairs = {"H100-SXM5-80GB": "hopper", "A100-SXM4-80GB": "a100", "GB300": "blackwell_ultra", "GB200": "blackwell"}
+    pairs = {
+        "H100-SXM5-80GB": "hopper",
+        "A100-SXM4-80GB": "a100",
+        "GB300": "blackwell_ultra",
+        "GB200": "blackwell",
+    }
     pairs |= {"V100-SXM3-32GB": "v100", "MI300X": "other"}
-    assert {name: generation_of(name, "cuda") for name in pairs} == pairs and generation_of("Xeon", "cpu") == "cpu"
+    assert {name: generation_of(name, "cuda") for name in pairs} == pairs and generation_of(
+        "Xeon", "cpu"
+    ) == "cpu"
 
 
 def test_every_family_has_parameters_and_an_unknown_one_a_line():
     for name in SOFTWARE:
         assert f"family.{name}" in NAMES and software_named(name).name == name
-    with pytest.raises(Exception, match=r"cost.software=megatrn: legal: orch, .*did you mean megatron\?"):
+    with pytest.raises(
+        Exception, match=r"cost.software=megatrn: legal: orch, .*did you mean megatron\?"
+    ):
         software_named("megatrn")
 
 
@@ -200,14 +279,35 @@ def test_the_shipped_profile_is_a_fit_and_the_prior_is_not():
     assert shipped().values.keys() >= set(NAMES)
 
 
-# ---------------------------------------------------------------------------------------- against measurements
+# ---------------------------------------------------------------------------------------- against
+#     measurements
 
 #: Published steps, a row or two a source: (cells, measured seconds, most relative error).
 MEASURED: list[tuple[dict[str, object], float, float]] = [
     (  # Narayanan et al. 2021 (arXiv 2104.04473), table 1: 1,008 B on 3,072 A100
-        {"model": "GPT-1008B", "layers": 128, "hidden": 25600, "ffn_hidden": 102400, "heads": 160, "kv_heads": 160}
-        | {"vocab": 51200, "seq_len": 2048, "gpu": "A100-80GB", "num_gpus": 3072, "tp": 8, "pp": 64, "zero_stage": 0}
-        | {"interconnect": "IB HDR 8x200Gb/s", "framework": "Megatron-LM", "precision": "fp16", "recompute": "full"}
+        {
+            "model": "GPT-1008B",
+            "layers": 128,
+            "hidden": 25600,
+            "ffn_hidden": 102400,
+            "heads": 160,
+            "kv_heads": 160,
+        }
+        | {
+            "vocab": 51200,
+            "seq_len": 2048,
+            "gpu": "A100-80GB",
+            "num_gpus": 3072,
+            "tp": 8,
+            "pp": 64,
+            "zero_stage": 0,
+        }
+        | {
+            "interconnect": "IB HDR 8x200Gb/s",
+            "framework": "Megatron-LM",
+            "precision": "fp16",
+            "recompute": "full",
+        }
         | {"global_batch": 3072, "sp": 0},
         102.371,
         0.10,
@@ -221,15 +321,24 @@ MEASURED: list[tuple[dict[str, object], float, float]] = [
 ]
 
 
-@pytest.mark.parametrize(("cells", "measured", "bound"), MEASURED, ids=["megatron 1T", "nemo 70B fp8"])
+@pytest.mark.parametrize(
+    ("cells", "measured", "bound"), MEASURED, ids=["megatron 1T", "nemo 70B fp8"]
+)
 def test_a_published_step(cells: dict[str, object], measured: float, bound: float):
     (found,) = predict([ROW | {name: str(value) for name, value in cells.items()}])
     assert found.step_time_s == pytest.approx(measured, rel=bound)
 
 
 def test_doubling_tensor_parallelism_costs_much_and_doubling_the_pipeline_little():
-    """Llama 3 70B on 32 H100 (planning.md C3, measured): 704 TFLOP/s at tp4 pp4, 668 at tp4 pp8, 509 at tp8 pp4."""
-    same = {"framework": "Megatron-Bridge", "precision": "fp8", "num_gpus": 32, "global_batch": 128, "vpp": 5}
+    """Llama 3 70B on 32 H100 (planning.md C3, measured): 704 TFLOP/s at tp4 pp4, 668 at tp4 pp8,
+    509 at tp8 pp4."""
+    same = {
+        "framework": "Megatron-Bridge",
+        "precision": "fp8",
+        "num_gpus": 32,
+        "global_batch": 128,
+        "vpp": 5,
+    }
     same |= {"pp_schedule": "interleaved"}
     base, deep, wide = (seconds(tp=tp, pp=pp, **same) for tp, pp in ((4, 4), (4, 8), (8, 4)))
     assert 0.0 < deep / base - 1 < 0.10

@@ -1,4 +1,5 @@
-"""NVLink domains that groups do not divide: no group that fits straddles, the rest is idle, and the plan says so."""
+"""NVLink domains that groups do not divide: no group that fits straddles, the rest is idle, and the
+plan says so."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ NVL72 = ("cluster=gb200_nvl72x8", "model=deepseek_v3", "train.global_batch_sampl
 
 
 def racks(sizes: list[int], gpus: int = 4) -> Cluster:
-    """Racks of these many nodes, each one NVLink domain and one leaf: full racks without the nodes that are broken."""
+    """Racks of these many nodes, each one NVLink domain and one leaf: full racks without the nodes
+    that are broken."""
     most = max(sizes)
     nodes = most * len(sizes)
     levels = [("leaf", most, 1.0), ("spine", nodes, 1.0)]
@@ -46,30 +48,43 @@ def racks(sizes: list[int], gpus: int = 4) -> Cluster:
 
 def plan_on(cluster: Cluster, parallel: dict, samples: int):
     model = shapes.mixtral_8x7b()
-    model = structs.replace(model, heads=48, kv_heads=48, head_dim=64, moe=structs.replace(model.moe, experts=96))
-    model = structs.replace(model, ffn_hidden=18432, moe=structs.replace(model.moe, ffn_hidden=18432))
+    model = structs.replace(
+        model, heads=48, kv_heads=48, head_dim=64, moe=structs.replace(model.moe, experts=96)
+    )
+    model = structs.replace(
+        model, ffn_hidden=18432, moe=structs.replace(model.moe, ffn_hidden=18432)
+    )
     train = {"seq_len": 9216, "global_batch_samples": samples}
-    return build_plan(configs.config(configs.cluster(), model, parallel, **train), cluster, any_layout=True)
+    return build_plan(
+        configs.config(configs.cluster(), model, parallel, **train), cluster, any_layout=True
+    )
 
 
 def straddling(plan, axes: tuple[str, ...]) -> int:
-    """Groups in which only `axes` vary that have ranks in several NVLink domains, counted on the rank map."""
+    """Groups in which only `axes` vary that have ranks in several NVLink domains, counted on the
+    rank map."""
     index = {name: node for node, name in enumerate(plan.cluster.node_names)}
-    domain = {node: number for number, nodes in enumerate(plan.cluster.nvlink_domains) for node in nodes}
+    domain = {
+        node: number for number, nodes in enumerate(plan.cluster.nvlink_domains) for node in nodes
+    }
     seen: dict[tuple, set[int]] = {}
     for rank in plan.ranks:
-        fixed = tuple(getattr(rank.coord, axis) for axis in ("tp", "cp", "ep", "pp", "dp") if axis not in axes)
+        fixed = tuple(
+            getattr(rank.coord, axis) for axis in ("tp", "cp", "ep", "pp", "dp") if axis not in axes
+        )
         seen.setdefault(fixed, set()).add(domain[index[rank.node]])
     return sum(len(found) > 1 for found in seen.values())
 
 
 @st.composite
 def jobs(draw):
-    """(cluster, degrees without dp). Racks of one size, one or two of them with broken trays; single nodes too."""
+    """(cluster, degrees without dp). Racks of one size, one or two of them with broken trays;
+    single nodes too."""
     gpus, rack = draw(st.sampled_from([(4, 18), (4, 9), (4, 2), (4, 1), (8, 1), (2, 5), (1, 7)]))
     count = draw(st.integers(1, 4))
     broken_trays = draw(st.lists(st.integers(0, min(2, rack - 1)), min_size=count, max_size=count))
-    cluster, degrees = racks([rack - lost for lost in broken_trays], gpus), {}
+    cluster = racks([rack - lost for lost in broken_trays], gpus)
+    degrees = {}
     room = domains_of(cluster).gpus
     for axis, most in {"tp": 16, "ep": 32, "cp": 4, "pp": 4}.items():
         among = [degree for degree in (1, 2, 3, 4, 6, 8, 16, 32) if degree <= min(most, room)]
@@ -87,7 +102,8 @@ def test_no_group_that_fits_straddles_and_names_do_not_matter(job, rng):
     samples = max(1, domains.filled(**degrees) // replica) * degrees["ep"] * 4
     try:
         plan = plan_on(cluster, degrees | {"zero": 1}, samples)
-    except OrchError as error:  # what is left to refuse: ranks that fill no whole nodes, or groups that fit nowhere
+    except OrchError as error:
+        # what is left to refuse: ranks that fill no whole nodes, or groups that fit nowhere
         assert re.search("rule '(gpus|nvlink|kv_heads|heads)'", error.message), error.message
         return
     assert check_cluster(plan.cluster) is None and plan.cluster.node_names != []
@@ -98,10 +114,14 @@ def test_no_group_that_fits_straddles_and_names_do_not_matter(job, rng):
     if domains.unit(degrees["tp"] * degrees["ep"]) <= domains.largest:
         assert straddling(plan, ("tp", "ep")) == 0
     outer = plan.parallel.order[3:]
-    if domains.inner_group(**degrees) == degrees["tp"] * degrees["ep"] * degrees["cp"] and {*outer} == {"pp", "dp"}:
+    if domains.inner_group(**degrees) == degrees["tp"] * degrees["ep"] * degrees["cp"] and {
+        *outer
+    } == {"pp", "dp"}:
         assert straddling(plan, ("tp", "ep", "cp")) == 0
     idle = domains.gpus - plan.parallel.world_size
-    assert bool(idle) == any(line.endswith(f"{idle} GPU{'s' * (idle > 1)} idle as spares") for line in plan.warnings)
+    assert bool(idle) == any(
+        line.endswith(f"{idle} GPU{'s' * (idle > 1)} idle as spares") for line in plan.warnings
+    )
     assert broken(case_of(plan)) is None, "the trainer takes what the planner takes"
 
     names = [f"other-{number}" for number in rng.sample(range(1000), len(cluster.node_names))]
@@ -126,7 +146,10 @@ def test_the_part_of_a_domain_that_whole_groups_use(gpus, nodes, usable):
     assert {group: domains.usable(group) for group in usable} == usable
 
 
-LINE = "64 of each NVLink domain's 72 GPUs are used: groups of {} do not divide 72; 64 GPUs idle as spares"
+LINE = (
+    "64 of each NVLink domain's 72 GPUs are used: groups of {} do not divide 72; 64 GPUs idle as"
+    " spares"
+)
 
 
 @pytest.mark.parametrize("ep", [8, 16, 32, 64])
@@ -146,11 +169,18 @@ def test_expert_groups_stay_in_their_rack(ep):
     ("word", "world", "line"),
     [
         ("ep32_pp2_dp8", 512, LINE.format(32)),
-        ("ep32_pp2_dp4", 256, "256 of 576 GPUs are used: groups of 32 do not divide 72.*dp=4 copies.*; 320 GPUs idle"),
+        (
+            "ep32_pp2_dp4",
+            256,
+            "256 of 576 GPUs are used: groups of 32 do not divide 72.*dp=4 copies.*; 320 GPUs idle",
+        ),
         (
             "ep32_pp2_dp9",
             0,
-            "'nvlink': tp=1 x ep=32 groups .* take 512 of 576 GPUs, dp=9 576 .*nearest legal: pp2_dp8_ep32",
+            (
+                "'nvlink': tp=1 x ep=32 groups .* take 512 of 576 GPUs, dp=9 576 .*nearest legal:"
+                " pp2_dp8_ep32"
+            ),
         ),
         ("tp16_pp4_dp9", 0, "'nvlink': tp=16 groups .* take 512 of 576 GPUs, dp=9 576"),
         ("ep64_pp9", 0, "'nvlink': .*nearest legal: pp8_ep64"),
@@ -180,7 +210,8 @@ def test_straddling_is_asked_for():
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_nodes_that_the_scheduler_grants_in_any_order(seed):
-    """The ranks of a plan on 16 of 18 trays find whole groups among the granted nodes, spares or not."""
+    """The ranks of a plan on 16 of 18 trays find whole groups among the granted nodes, spares or
+    not."""
     config = load([*NVL72, "parallel=ep32_pp4_zero1"])
     plan = build_plan(config, build_cluster(config.cluster), any_layout=True)
     used = {plan.cluster.node_names.index(rank.node) for rank in plan.ranks}
@@ -192,22 +223,38 @@ def test_nodes_that_the_scheduler_grants_in_any_order(seed):
 
 
 def test_elastic_sizes_are_those_that_ranks_use():
-    words = ["cluster=gb200_nvl72x8", "cluster.nodes=36", "model=llama3_8b", "parallel=tp16_zero1", "nodes=24..36"]
+    words = [
+        "cluster=gb200_nvl72x8",
+        "cluster.nodes=36",
+        "model=llama3_8b",
+        "parallel=tp16_zero1",
+        "nodes=24..36",
+    ]
     config = load([*words, "train.global_batch_samples=1024"], ranges=True)
     found = plan_sizes(config, build_cluster, any_memory=True)
-    assert [(size.nodes, used_node_count(size.plan)) for size in found.legal] == [(32, 32), (28, 28), (24, 24)]
+    assert [(size.nodes, used_node_count(size.plan)) for size in found.legal] == [
+        (32, 32),
+        (28, 28),
+        (24, 24),
+    ]
     assert "use 32 of these nodes" in found.refused[36]
     plans = {size.nodes: size.plan for size in found.legal}
     healthy = list(plans[32].cluster.node_names)
-    assert len(healthy) == 36 and next_plan(plans[32], plans, healthy) == plans[32], "nothing changes"
+    assert len(healthy) == 36 and next_plan(plans[32], plans, healthy) == plans[32], (
+        "nothing changes"
+    )
     lost = plans[32].ranks[0].node
     healed = next_plan(plans[32], plans, [node for node in healthy if node != lost])
-    assert used_node_count(healed) == 32 and straddling(healed, ("tp",)) == 0, "a spare of the same rack takes over"
+    assert used_node_count(healed) == 32 and straddling(healed, ("tp",)) == 0, (
+        "a spare of the same rack takes over"
+    )
     fewer = next_plan(plans[32], plans, healthy[:31])
     assert used_node_count(fewer) == 28 and straddling(fewer, ("tp",)) == 0
 
 
-@pytest.mark.parametrize(("gpus", "domains"), [(512, [64] * 8), (576, [72] * 8), (144, [72] * 2), (64, [64]), (8, [8])])
+@pytest.mark.parametrize(
+    ("gpus", "domains"), [(512, [64] * 8), (576, [72] * 8), (144, [72] * 2), (64, [64]), (8, [8])]
+)
 def test_rows_of_a_table_take_equal_parts_of_racks(gpus, domains):
     cluster = cluster_of("GB200", gpus, 4, Network(None, None, None, 72, None, slow=False))
     assert [4 * len(nodes) for nodes in cluster.nvlink_domains] == domains

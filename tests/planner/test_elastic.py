@@ -13,22 +13,39 @@ from orchestrator.config.compose import load
 from orchestrator.plan.batch import taken
 from orchestrator.plan.cluster import check_cluster
 from orchestrator.plan.codec import plan_hash
-from orchestrator.planner.elastic.next_plan import horizon_s, larger_plan, legal_size, next_plan, pays, restrict
+from orchestrator.planner.elastic.next_plan import (
+    horizon_s,
+    larger_plan,
+    legal_size,
+    next_plan,
+    pays,
+    restrict,
+)
 from orchestrator.planner.elastic.sizes import plan_sizes
 from orchestrator.planner.placement.rank_assignment import used_nodes
 
 
 @lru_cache
 def sizes(word: str = "tp8"):
-    """Plans of 1 to 8 nodes of 8 GPUs under leaves of four: of 48 samples, which 5 and 7 do not divide."""
-    words = ["+cluster=h100x64", "model=llama3_8b", f"parallel={word}", "nodes=1..8", "train.global_batch_samples=48"]
+    """Plans of 1 to 8 nodes of 8 GPUs under leaves of four: of 48 samples, which 5 and 7 do not
+    divide."""
+    words = [
+        "+cluster=h100x64",
+        "model=llama3_8b",
+        f"parallel={word}",
+        "nodes=1..8",
+        "train.global_batch_samples=48",
+    ]
     return {size.nodes: size.plan for size in plan_sizes(load(words, ranges=True), resolve).legal}
 
 
 @lru_cache
 def even():
-    """Those in which every replica takes as many samples as the others: with 5 nodes one of them is a spare."""
-    return {nodes: plan for nodes, plan in sizes().items() if not plan.parallel.replica_micro_batches}
+    """Those in which every replica takes as many samples as the others: with 5 nodes one of them is
+    a spare."""
+    return {
+        nodes: plan for nodes, plan in sizes().items() if not plan.parallel.replica_micro_batches
+    }
 
 
 NAMES = [f"node-{index}" for index in range(8)]
@@ -38,7 +55,13 @@ pools = st.sets(st.sampled_from(NAMES + SPARES), max_size=10)
 
 def test_the_sizes_of_this_file():
     assert sorted(sizes()) == list(range(1, 9)) and sorted(even()) == [1, 2, 3, 4, 6, 8]
-    assert {nodes: plan.parallel.pp for nodes, plan in sizes("tp8_pp2").items()} == {1: 1, 2: 2, 4: 2, 6: 2, 8: 2}
+    assert {nodes: plan.parallel.pp for nodes, plan in sizes("tp8_pp2").items()} == {
+        1: 1,
+        2: 2,
+        4: 2,
+        6: 2,
+        8: 2,
+    }
 
 
 @given(st.lists(pools, min_size=1, max_size=5))
@@ -58,19 +81,29 @@ def check_walk(plans, walk):
         if not healthy:
             assert new is None
             continue
-        assert new == next_plan(plan, plans, sorted(healthy)), "the order in which nodes are heard of means nothing"
+        assert new == next_plan(plan, plans, sorted(healthy)), (
+            "the order in which nodes are heard of means nothing"
+        )
         assert new.hash == plan_hash(new) and check_cluster(new.cluster) is None
-        assert set(used_nodes(new)) <= set(healthy) and len(used_nodes(new)) == legal_size(plans, len(healthy))
+        assert set(used_nodes(new)) <= set(healthy) and len(used_nodes(new)) == legal_size(
+            plans, len(healthy)
+        )
         par = new.parallel
         assert par.micro_batch_size * sum(taken(par)) == 48 == par.global_batch_samples
-        assert len({(rank.node, rank.gpu) for rank in new.ranks}) == par.world_size == 8 * len(used_nodes(new))
+        assert (
+            len({(rank.node, rank.gpu) for rank in new.ranks})
+            == par.world_size
+            == 8 * len(used_nodes(new))
+        )
         assert all(len({new.ranks[rank].node for rank in group}) == 1 for group in new.groups["tp"])
         if len(used_nodes(new)) == len(held):  # spares took over: nobody else moved
             pairs = zip(plan.ranks, new.ranks, strict=True)
             assert all(a == b for a, b in pairs if a.node in healthy)
             assert new.groups == plan.groups
         elif len(used_nodes(new)) < len(held):
-            assert set(used_nodes(new)) <= set(held) or len(set(held) & set(healthy)) < len(used_nodes(new))
+            assert set(used_nodes(new)) <= set(held) or len(set(held) & set(healthy)) < len(
+                used_nodes(new)
+            )
         plan = new
 
 
@@ -107,7 +140,8 @@ def test_growing_pays_when_it_saves_more_than_it_costs_and_not_at_once():
 
 
 def test_a_stormy_past_is_forgotten_after_a_calm():
-    """74 faults in nine minutes once kept a run small for good: no fault was expected to be far enough away."""
+    """74 faults in nine minutes once kept a run small for good: no fault was expected to be far
+    enough away."""
     assert horizon_s(3600, 540, 0, 5) == 3600
     assert horizon_s(3600, 540, 74, 2) == 540 / 74
     assert horizon_s(3600, 640, 74, 100) == 100

@@ -1,5 +1,6 @@
-"""Experts are placed by bytes: as few of their tokens as can be leave the NVLink domain, the leaf, the pod. Folded
-meshes, too. Held against a twin that counts pairs of ranks, over every nesting order and every choice of nodes."""
+"""Experts are placed by bytes: as few of their tokens as can be leave the NVLink domain, the leaf,
+the pod. Folded meshes, too. Held against a twin that counts pairs of ranks, over every nesting
+order and every choice of nodes."""
 
 from __future__ import annotations
 
@@ -26,13 +27,19 @@ from .test_node_placement import ragged, shuffled
 
 @st.composite
 def meshes(draw, world: int, alone: bool = False):
-    """Degrees of `world` ranks, experts folded in any way. `alone`: nothing but replicas beside the experts' ranks."""
+    """Degrees of `world` ranks, experts folded in any way. `alone`: nothing but replicas beside the
+    experts' ranks."""
     tp = 1 if alone else draw(st.sampled_from([one for one in (1, 2, 4) if world % one == 0]))
     cp = draw(st.sampled_from([one for one in (1, 2) if world % (tp * one) == 0]))
     ep = draw(st.sampled_from([one for one in (1, 2, 4, 8) if world % (tp * cp * one) == 0]))
-    etp, fold_cp = draw(st.sampled_from([one for one in (1, 2, 4) if tp % one == 0])), cp > 1
+    etp = draw(st.sampled_from([one for one in (1, 2, 4) if tp % one == 0]))
+    fold_cp = cp > 1
     fold_cp = fold_cp and (alone or draw(st.booleans()))
-    pp = 1 if alone else draw(st.sampled_from([one for one in (1, 2) if world % (tp * cp * ep * one) == 0]))
+    pp = (
+        1
+        if alone
+        else draw(st.sampled_from([one for one in (1, 2) if world % (tp * cp * ep * one) == 0]))
+    )
     dp = world // (tp * cp * ep * pp)
     assume(8 % (tp // etp * ep * (cp if fold_cp else 1)) == 0)
     names = {"etp": etp if etp < tp else UNSET, "fold_cp": True if fold_cp else UNSET}
@@ -44,7 +51,9 @@ def cases(draw, most: int = 5, alone: bool = False):
     """(cluster, costs of a job on it) with ragged switches and, sometimes, domains of two nodes."""
     domain = draw(st.sampled_from([1, 1, 2]))
     sizes = st.integers(1, 3).map(lambda count: count * domain)
-    leaves = draw(st.lists(sizes, min_size=1, max_size=3).filter(lambda found: 2 <= sum(found) <= most))
+    leaves = draw(
+        st.lists(sizes, min_size=1, max_size=3).filter(lambda found: 2 <= sum(found) <= most)
+    )
     split = draw(st.integers(1, len(leaves)))
     pods = [split, len(leaves) - split] if split < len(leaves) else [split]
     over = draw(st.sampled_from([(1.0, 1.0), (4.0, 1.0)]))
@@ -54,7 +63,9 @@ def cases(draw, most: int = 5, alone: bool = False):
     spec = configs.cluster(slots, 4, [("fabric", 64, 1.0)])
     values = {**sizes_of, "zero": 1, "allow_tp_across_nvlink": True}
     batch = (512 if alone else 2) * sizes_of["dp"] * sizes_of["ep"]
-    plan = configs.planned(shapes.mixtral_8x7b(), values, spec, global_batch_samples=batch, seq_len=2048)
+    plan = configs.planned(
+        shapes.mixtral_8x7b(), values, spec, global_batch_samples=batch, seq_len=2048
+    )
     wanted = structs.replace(plan.parallel, **folded)
     assume(wanted.sp or wanted.tp == 1)
     assume(expert_mesh(wanted).ep > 1)
@@ -73,7 +84,8 @@ def test_bytes_by_level_are_those_of_every_pair_of_ranks(case, seed):
     found = candidates(path_cache.reordered(nodes), parallel, traffic, work, order)[0]
     placed = axis_placement(found, traffic)["ep"]
     sent = sum(item.sent_bytes for item in max(traffic, key=len) if item.axis == "ep")
-    ranks, each = peers_by_level(cluster, parallel, order, nodes), expert_mesh(parallel).ep - 1
+    ranks = peers_by_level(cluster, parallel, order, nodes)
+    each = expert_mesh(parallel).ep - 1
     names = ["nvlink", *(level.name for level in cluster.levels)]
     worst = max((level for rank in ranks for level in rank), key=names.index)
     busiest = max(rank[worst] for rank in ranks)
@@ -95,7 +107,10 @@ def test_the_best_of_every_placement(case):
     found = place_nodes(*args)
     want = best_step(*args, len(found.nodes))
     assert (found.score.tp_outside, found.score.ep_outside) == want[:2]
-    assert found.score.step_s == pytest.approx(want[2], rel=1e-8) and found.bound_s <= found.score.step_s
+    assert (
+        found.score.step_s == pytest.approx(want[2], rel=1e-8)
+        and found.bound_s <= found.score.step_s
+    )
     heuristic = place_nodes(*args, exact=False)
     assert heuristic.score >= found.score and heuristic.bound_s <= found.score.step_s + 1e-9
 
@@ -103,16 +118,18 @@ def test_the_best_of_every_placement(case):
 @given(cases(alone=True))
 @settings(max_examples=25, deadline=None)
 def test_no_placement_sends_fewer_bytes_of_experts_over_the_top(case):
-    """Where the exchange is what costs most: no choice of nodes and nesting order has fewer of its bytes on the highest
-    level that it must cross."""
+    """Where the exchange is what costs most: no choice of nodes and nesting order has fewer of its
+    bytes on the highest level that it must cross."""
     cluster, (path_cache, parallel, traffic, work) = case
-    slots, names = -(-parallel.world_size // cluster.gpus_per_node), [level.name for level in cluster.levels]
+    slots = -(-parallel.world_size // cluster.gpus_per_node)
+    names = [level.name for level in cluster.levels]
 
     def over(order, nodes) -> tuple[int, ...]:
         """Peers of the rank that has most of them there, from the top of the network downwards."""
         ranks = peers_by_level(cluster, parallel, order, nodes)
         return tuple(
-            max(sum(rank[name] for name in names[at:]) for rank in ranks) for at in reversed(range(len(names)))
+            max(sum(rank[name] for name in names[at:]) for rank in ranks)
+            for at in reversed(range(len(names)))
         )
 
     found = place_nodes(path_cache, parallel, traffic, work)
@@ -127,25 +144,39 @@ def test_no_placement_sends_fewer_bytes_of_experts_over_the_top(case):
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_tokens_go_by_domain_in_the_orders_in_which_they_can(data):
-    """A plan that asks for the exchange by domain gets a nesting order in which it is legal, if there is one; and what
-    the placement says is what the plan's ranks say."""
-    spec = configs.cluster(data.draw(st.sampled_from([2, 4])), 4, domain_nodes=data.draw(st.sampled_from([1, 2])))
+    """A plan that asks for the exchange by domain gets a nesting order in which it is legal, if
+    there is one; and what the placement says is what the plan's ranks say."""
+    spec = configs.cluster(
+        data.draw(st.sampled_from([2, 4])), 4, domain_nodes=data.draw(st.sampled_from([1, 2]))
+    )
     sizes, folded = data.draw(meshes(spec.nodes * 4))
     parallel = {key: value for key, value in (sizes | folded).items() if value is not UNSET}
     parallel |= {"allow_tp_across_nvlink": True, "order": ["tp", "cp", "ep", "pp", "dp"]}
     batch = 2 * sizes["dp"] * sizes["ep"]
-    plan = configs.planned(shapes.mixtral_8x7b(), parallel, spec, global_batch_samples=batch, seq_len=2048)
+    plan = configs.planned(
+        shapes.mixtral_8x7b(), parallel, spec, global_batch_samples=batch, seq_len=2048
+    )
     assume(expert_mesh(plan.parallel).ep > 1)
     cluster = build_cluster(spec)
-    wanted = structs.replace(plan, parallel=structs.replace(plan.parallel, expert_all_to_all="hierarchical"))
+    wanted = structs.replace(
+        plan, parallel=structs.replace(plan.parallel, expert_all_to_all="hierarchical")
+    )
     args = configs.costing(wanted, cluster)
     every = candidates(*args)
     for one in every:
         order = list(one.order)
         own = configs.planned(
-            shapes.mixtral_8x7b(), parallel | {"order": order}, spec, global_batch_samples=batch, seq_len=2048
+            shapes.mixtral_8x7b(),
+            parallel | {"order": order},
+            spec,
+            global_batch_samples=batch,
+            seq_len=2048,
         )
-        own = structs.replace(own, parallel=structs.replace(own.parallel, expert_all_to_all="hierarchical"))
+        own = structs.replace(
+            own, parallel=structs.replace(own.parallel, expert_all_to_all="hierarchical")
+        )
         assert one.legal == (hierarchy.problem(own) is None), order
-        assert sorted(map(sorted, hierarchy.expert_groups(own))) == sorted(groups_of_experts(own.parallel, order))
+        assert sorted(map(sorted, hierarchy.expert_groups(own))) == sorted(
+            groups_of_experts(own.parallel, order)
+        )
     assert choose(every, args[0].fabric.names[1:]).legal == any(one.legal for one in every)

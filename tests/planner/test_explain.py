@@ -1,4 +1,5 @@
-"""What limits a plan adds up, changes are what they are said to be, what does not fit is told by how much."""
+"""What limits a plan adds up, changes are what they are said to be, what does not fit is told by
+how much."""
 
 from __future__ import annotations
 
@@ -18,16 +19,22 @@ from .configs import build_plan
 
 
 def explained(parallel, nodes=2, **train):
-    config = configs.config(configs.cluster(nodes, 4), shapes.llama3_8b(), parallel, global_batch_samples=32, **train)
+    config = configs.config(
+        configs.cluster(nodes, 4), shapes.llama3_8b(), parallel, global_batch_samples=32, **train
+    )
     plan = build_plan(config)
     return config, plan, explain(config, resolve(config.cluster), plan)
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 4, "zero": 1}, {"tp": 2, "pp": 2, "zero": 1}, {"pp": 4, "zero": 1}])
+@pytest.mark.parametrize(
+    "parallel", [{"tp": 4, "zero": 1}, {"tp": 2, "pp": 2, "zero": 1}, {"pp": 4, "zero": 1}]
+)
 def test_terms_add_up_to_the_step(parallel):
     _, plan, found = explained(parallel)
     assert sum(term.seconds for term in found.terms) == pytest.approx(plan.time.step_s, rel=1e-6)
-    assert [term.seconds for term in found.terms] == sorted((t.seconds for t in found.terms), reverse=True)
+    assert [term.seconds for term in found.terms] == sorted(
+        (t.seconds for t in found.terms), reverse=True
+    )
 
 
 def test_changes_are_faster_and_are_what_a_plan_of_them_says():
@@ -39,10 +46,17 @@ def test_changes_are_faster_and_are_what_a_plan_of_them_says():
         for word in change.words:
             group, key, text = re.split("[.=]", word)
             value = int(text) if text.isdigit() else text
-            changed = structs.replace(changed, **{group: structs.replace(getattr(changed, group), **{key: value})})
+            changed = structs.replace(
+                changed, **{group: structs.replace(getattr(changed, group), **{key: value})}
+            )
         again = build_plan(changed)
-        assert again.time.step_s == pytest.approx(change.step_s) and again.memory.total == change.memory.total
-        assert change.saves_s == pytest.approx(plan.time.step_s - change.step_s) and change.saves_s > 0
+        assert (
+            again.time.step_s == pytest.approx(change.step_s)
+            and again.memory.total == change.memory.total
+        )
+        assert (
+            change.saves_s == pytest.approx(plan.time.step_s - change.step_s) and change.saves_s > 0
+        )
 
 
 def test_what_does_not_fit_is_told_by_category_with_changes_that_fit():
@@ -50,7 +64,9 @@ def test_what_does_not_fit_is_told_by_category_with_changes_that_fit():
     assert found.over_bytes == plan.memory.total - plan.memory.capacity > 0
     assert {name for name, _ in found.categories} == set(CATEGORIES)
     assert sum(size for _, size in found.categories) == plan.memory.total
-    assert found.changes and all(change.memory.total <= change.memory.capacity for change in found.changes)
+    assert found.changes and all(
+        change.memory.total <= change.memory.capacity for change in found.changes
+    )
     page = render(found, plan.time.step_s)
     assert "It does not fit" in page and "optimizer" in page
 
@@ -60,12 +76,18 @@ def test_what_does_not_fit_is_told_by_category_with_changes_that_fit():
 ])  # fmt: skip
 def test_it_is_said_that_compiled_blocks_are_planned_as_if_they_were_not(device, given, said):
     cluster = configs.cluster(2, 4, device=device)
-    config = configs.config(cluster, shapes.tiny(), {"tp": 2}, compile=given, global_batch_samples=32)
+    config = configs.config(
+        cluster, shapes.tiny(), {"tp": 2}, compile=given, global_batch_samples=32
+    )
     plan = build_plan(config)
     page = render(explain(config, resolve(cluster), plan), plan.time.step_s)
     assert ("not counted: train.compile" in page) == said
-    other = build_plan(structs.replace(config, train=structs.replace(config.train, compile=not said)))
-    assert (other.time.step_s, other.memory) == (plan.time.step_s, plan.memory), "else it is counted"
+    other = build_plan(
+        structs.replace(config, train=structs.replace(config.train, compile=not said))
+    )
+    assert (other.time.step_s, other.memory) == (plan.time.step_s, plan.memory), (
+        "else it is counted"
+    )
 
 
 def test_neighbours_differ_in_one_thing():
@@ -76,7 +98,15 @@ def test_neighbours_differ_in_one_thing():
 
 
 def test_whatif_counts_gpu_hours(capsys):
-    words = ["cluster=h100x64", "parallel=tp8_pp4_zero1", "--tokens", "1e12", "--case", "train.seq_len=4096", "--json"]
+    words = [
+        "cluster=h100x64",
+        "parallel=tp8_pp4_zero1",
+        "--tokens",
+        "1e12",
+        "--case",
+        "train.seq_len=4096",
+        "--json",
+    ]
     assert main(["whatif", *words]) == 0
     first, second = json.loads(capsys.readouterr().out)
     hours = 1e12 / first["batch_tokens"] * first["step_s"] / 3600 * 64
@@ -84,9 +114,23 @@ def test_whatif_counts_gpu_hours(capsys):
 
 
 def test_tune_prints_words_that_plan_to_the_same_step(capsys):
-    assert main(["tune", "cluster=h100x8", "model=llama3_8b", "parallel=auto", "parallel.tp=2", "--json"]) == 0
+    assert (
+        main(
+            [
+                "tune",
+                "cluster=h100x8",
+                "model=llama3_8b",
+                "parallel=auto",
+                "parallel.tp=2",
+                "--json",
+            ]
+        )
+        == 0
+    )
     best = json.loads(capsys.readouterr().out)["front"][0]
     assert main(["plan", "cluster=h100x8", "model=llama3_8b", *best["overrides"], "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["time"]["step_s"] == best["step_s"] and plan["memory"]["total"] == best["memory_bytes"]
+    assert (
+        plan["time"]["step_s"] == best["step_s"] and plan["memory"]["total"] == best["memory_bytes"]
+    )
     assert plan["parallel"]["tp"] == 2

@@ -9,7 +9,12 @@ from orchestrator.config.compose import load
 from orchestrator.plan.flops import hardware_flops_per_token, up_weights
 from tests.planner.configs import build_plan
 
-DEEPSEEK = ("cluster=h800x2048", "model=deepseek_v3", "parallel=pp16_ep64_dp2", "train.recompute=selective")
+DEEPSEEK = (
+    "cluster=h800x2048",
+    "model=deepseek_v3",
+    "parallel=pp16_ep64_dp2",
+    "train.recompute=selective",
+)
 
 
 def plan(*words: str):
@@ -17,7 +22,8 @@ def plan(*words: str):
 
 
 def test_a_plan_with_latents_again_takes_less_memory_and_more_time():
-    kept, again = plan(*DEEPSEEK), plan(*DEEPSEEK, "train.recompute_latents=true")
+    kept = plan(*DEEPSEEK)
+    again = plan(*DEEPSEEK, "train.recompute_latents=true")
     assert kept.job.train.recompute_latents is UNSET and again.job.train.recompute_latents is True
     assert again.memory.activations < 0.8 * kept.memory.activations
     assert kept.time.step_s < again.time.step_s < 1.1 * kept.time.step_s
@@ -27,18 +33,29 @@ def test_a_plan_with_latents_again_takes_less_memory_and_more_time():
 def test_hardware_flops_count_the_products_that_run_again():
     model = plan(*DEEPSEEK).model
     assert model.mla is not None
-    heads, latents = 128 * (128 + 64), 1536
+    heads = 128 * (128 + 64)
+    latents = 1536
     assert up_weights(model, model.mla) == latents * heads + 512 * 128 * (128 + 128)
-    plain, more = (hardware_flops_per_token(model, 4096, "selective", (), again) for again in (False, True))
+    plain, more = (
+        hardware_flops_per_token(model, 4096, "selective", (), again) for again in (False, True)
+    )
     assert more - plain == 2 * up_weights(model, model.mla) * 61
-    assert hardware_flops_per_token(model, 4096, "full", (), True) == hardware_flops_per_token(model, 4096, "full")
+    assert hardware_flops_per_token(model, 4096, "full", (), True) == hardware_flops_per_token(
+        model, 4096, "full"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("model=llama3_8b", "train.recompute=selective"), "model llama3_8b has no latent attention"),
-        (("model=tiny_mla", "train.recompute=full"), "train.recompute=full; it belongs to selective"),
+        (
+            ("model=llama3_8b", "train.recompute=selective"),
+            "model llama3_8b has no latent attention",
+        ),
+        (
+            ("model=tiny_mla", "train.recompute=full"),
+            "train.recompute=full; it belongs to selective",
+        ),
     ],
 )
 def test_where_it_changes_nothing_is_said(words, why):

@@ -13,7 +13,13 @@ from orchestrator.plan.learning_rate import jump, learning_rate, remembered
 
 
 def optim(**changes) -> Optim:
-    fields = {"lr": 1.0, "min_lr_ratio": 0.1, "schedule": "cosine", "warmup_steps": 10, "decay_steps": 0}
+    fields = {
+        "lr": 1.0,
+        "min_lr_ratio": 0.1,
+        "schedule": "cosine",
+        "warmup_steps": 10,
+        "decay_steps": 0,
+    }
     return Optim(**fields | changes, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 
@@ -26,7 +32,9 @@ def test_warm_up_is_linear_and_reaches_the_peak(schedule):
 def test_cosine_is_half_way_in_the_middle_and_ends_at_the_floor():
     assert learning_rate(55, optim(), 100) == pytest.approx(0.55)
     assert learning_rate(100, optim(), 100) == pytest.approx(0.1)
-    assert learning_rate(60, optim(decay_steps=60), 100) == learning_rate(99, optim(decay_steps=60), 100)
+    assert learning_rate(60, optim(decay_steps=60), 100) == learning_rate(
+        99, optim(decay_steps=60), 100
+    )
 
 
 def test_wsd_is_flat_then_linear_over_its_last_steps():
@@ -34,14 +42,21 @@ def test_wsd_is_flat_then_linear_over_its_last_steps():
     assert {learning_rate(step, wsd, 100) for step in range(10, 81)} == {1.0}
     assert learning_rate(90, wsd, 100) == pytest.approx(0.55)
     assert learning_rate(100, wsd, 100) == pytest.approx(0.1)
-    assert learning_rate(95, optim(schedule="wsd"), 100) == pytest.approx(0.55)  # 0: a tenth of the run
+    assert learning_rate(95, optim(schedule="wsd"), 100) == pytest.approx(
+        0.55
+    )  # 0: a tenth of the run
 
 
 @given(
     st.sampled_from(["constant", "cosine", "wsd"]),
-    *(st.integers(0, 50), st.integers(0, 80), st.integers(1, 100), st.floats(0, 1)),
+    st.integers(0, 50),
+    st.integers(0, 80),
+    st.integers(1, 100),
+    st.floats(0, 1),
 )
-def test_always_between_nothing_and_the_peak_and_never_rising_after_warm_up(name, warmup, decay, total, ratio):
+def test_always_between_nothing_and_the_peak_and_never_rising_after_warm_up(
+    name, warmup, decay, total, ratio
+):
     spec = optim(schedule=name, warmup_steps=warmup, decay_steps=decay, min_lr_ratio=ratio)
     rates = [learning_rate(step, spec, total) for step in range(1, 130)]
     assert all(0 < rate <= 1 + 1e-12 or (rate == 0 and ratio < 1e-12) for rate in rates)
@@ -56,13 +71,23 @@ def test_steps_count_from_one():
 
 @given(
     st.sampled_from(["constant", "cosine", "wsd"]),
-    *(st.integers(0, 20), st.integers(0, 40), st.integers(1, 60), st.integers(1, 60)),
+    st.integers(0, 20),
+    st.integers(0, 40),
+    st.integers(1, 60),
+    st.integers(1, 60),
 )
-def test_a_schedule_goes_on_where_it_was_saved_and_any_other_rate_is_said(name, warmup, decay, step, total):
+def test_a_schedule_goes_on_where_it_was_saved_and_any_other_rate_is_said(
+    name, warmup, decay, step, total
+):
     spec = optim(schedule=name, warmup_steps=warmup, decay_steps=decay)
     saved = remembered(step, spec, total)
     assert jump(saved, step, spec, total) == ""
-    for changes in ({"lr": 2.0}, {"warmup_steps": warmup + 7}, {"schedule": "constant"}, {"min_lr_ratio": 0.5}):
+    for changes in (
+        {"lr": 2.0},
+        {"warmup_steps": warmup + 7},
+        {"schedule": "constant"},
+        {"min_lr_ratio": 0.5},
+    ):
         other = optim(**{"schedule": name, "warmup_steps": warmup, "decay_steps": decay} | changes)
         here = learning_rate(step, other, total)
         breaks = step < total and here != pytest.approx(saved["learning_rate"], rel=1e-6)
@@ -70,7 +95,11 @@ def test_a_schedule_goes_on_where_it_was_saved_and_any_other_rate_is_said(name, 
 
 
 def test_what_remembers_no_rate_says_nothing():
-    assert jump({"optimizer_steps": 3.0}, 3, optim(), 100) == remembered(0, optim(), 100).get("", "") == ""
+    assert (
+        jump({"optimizer_steps": 3.0}, 3, optim(), 100)
+        == remembered(0, optim(), 100).get("", "")
+        == ""
+    )
     for rate in (0.3, 0.1):
         assert "keeps the old curve" not in jump({"learning_rate": rate}, 50, optim(), 100)
     equal = optim(warmup_steps=20, decay_steps=20)

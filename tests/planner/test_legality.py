@@ -27,10 +27,14 @@ from .configs import planned
 def case(model=None, cluster=None, **degrees) -> Case:
     cluster = build_cluster(cluster or configs.cluster())
     gpus = len(cluster.node_names) * cluster.gpus_per_node
-    values = dict(tp=1, cp=1, ep=1, pp=1, vpp=1, zero=0, schedule=None, allow_tp_across_nvlink=False)
+    values = dict(
+        tp=1, cp=1, ep=1, pp=1, vpp=1, zero=0, schedule=None, allow_tp_across_nvlink=False
+    )
     values |= dict(micro_batch_size=1, global_batch_samples=1024, seq_len=8192) | degrees
     values.setdefault("sp", values["tp"] > 1)
-    values.setdefault("dp", max(1, gpus // (values["tp"] * values["cp"] * values["ep"] * values["pp"])))
+    values.setdefault(
+        "dp", max(1, gpus // (values["tp"] * values["cp"] * values["ep"] * values["pp"]))
+    )
     return Case(model=model or shapes.llama3_70b(), cluster=cluster, **values)
 
 
@@ -45,7 +49,9 @@ BROKEN = {
     "nvlink": case(tp=16, pp=4),
     "experts": case(ep=8),
     "sequence": case(cp=4, seq_len=4100),
-    "ulysses": case(shapes.gpt2(), cp=8, cp_method="ulysses", seq_len=1024, global_batch_samples=64),
+    "ulysses": case(
+        shapes.gpt2(), cp=8, cp_method="ulysses", seq_len=1024, global_batch_samples=64
+    ),
     "zero_group": case(zero=1, zero_group=5),
     "sharding": case(pp=4, schedule="zb_h1", zero=3),
     "positions": case(shapes.gpt2(), seq_len=2048),
@@ -55,7 +61,9 @@ BROKEN = {
 
 
 #: What is said of some beside the rule's name.
-SAID = dict.fromkeys(["gpus", "heads", "kv_heads", "ffn", "layers", "nvlink"], r".*nearest legal: \w+")
+SAID = dict.fromkeys(
+    ["gpus", "heads", "kv_heads", "ffn", "layers", "nvlink"], r".*nearest legal: \w+"
+)
 SAID["batch"] = r".*global_batch_samples=64 or 128 does\); nearest legal: tp\d"
 
 
@@ -80,30 +88,78 @@ UNTRAINED = {
         "ep=2 does not divide zero_group=1",
     ),
     "causal": (structs.replace(shapes.tiny(), causal=False), {}, "is not causal"),
-    "kv_groups": (structs.replace(shapes.tiny(), kv_heads=3), {}, "kv_heads=3 must divide model.heads=4"),
+    "kv_groups": (
+        structs.replace(shapes.tiny(), kv_heads=3),
+        {},
+        "kv_heads=3 must divide model.heads=4",
+    ),
     "rotary": (structs.replace(shapes.tiny(), head_dim=7), {}, "head_dim=7 must be even"),
-    "rotary ": (structs.replace(shapes.tiny(), mla=structs.replace(MLA, qk_rope_head_dim=5)), {}, "dim=5 must be even"),
+    "rotary ": (
+        structs.replace(shapes.tiny(), mla=structs.replace(MLA, qk_rope_head_dim=5)),
+        {},
+        "dim=5 must be even",
+    ),
     "rotary   ": (
         structs.replace(shapes.tiny(), yarn=Yarn(factor=4.0, original_seq_len=64)),
         {},
         "has yarn without latent attention",
     ),
-    "rotary  ": (structs.replace(shapes.tiny(), mla=MLA, position="none"), {}, "its positions are rotary"),
-    "biases ": (structs.replace(shapes.tiny(), mla=MLA, bias=True), {}, "latent attention do not have"),
+    "rotary  ": (
+        structs.replace(shapes.tiny(), mla=MLA, position="none"),
+        {},
+        "its positions are rotary",
+    ),
+    "biases ": (
+        structs.replace(shapes.tiny(), mla=MLA, bias=True),
+        {},
+        "latent attention do not have",
+    ),
     "batch_ramp": (
         shapes.tiny(),
         {"batch_ramp": BatchRamp(start_samples=1, over_samples=9)},
         "starts at 1 samples; legal",
     ),
-    "matmul": (shapes.tiny(), {"matmul": "mxfp8"}, "train.matmul=mxfp8: the trainer does not run it yet; legal: fp8_t"),
-    "matmul ": (shapes.tiny(), {"matmul": "fp8_block", "tp": 2, **CPU}, "with tp=2: model.heads * head_dim="),
-    "matmul      ": (shapes.tiny(), {"matmul": "fp8_tensor", "tp": 4, **CPU}, "ranks share 2 kv_heads"),
-    "matmul  ": (shapes.tiny(), {"matmul": "fp8_block", "cp": 2, **CPU}, "cp=2 zigzag: train.seq_len=128 must be a"),
-    "matmul   ": (shapes.tiny(), {"matmul": "fp8_tensor", "precision": "fp16", **CPU}, "bf16, fp32 or fp64"),
-    "matmul    ": (shapes.mixtral_8x7b(), {"matmul": "fp8_tensor", **CPU}, "has experts, not in 8 bits yet"),
-    "matmul       ": (PREDICTS, {"matmul": "fp8_tensor", **CPU}, "has prediction modules, not in 8 bits yet"),
+    "matmul": (
+        shapes.tiny(),
+        {"matmul": "mxfp8"},
+        "train.matmul=mxfp8: the trainer does not run it yet; legal: fp8_t",
+    ),
+    "matmul ": (
+        shapes.tiny(),
+        {"matmul": "fp8_block", "tp": 2, **CPU},
+        "with tp=2: model.heads * head_dim=",
+    ),
+    "matmul      ": (
+        shapes.tiny(),
+        {"matmul": "fp8_tensor", "tp": 4, **CPU},
+        "ranks share 2 kv_heads",
+    ),
+    "matmul  ": (
+        shapes.tiny(),
+        {"matmul": "fp8_block", "cp": 2, **CPU},
+        "cp=2 zigzag: train.seq_len=128 must be a",
+    ),
+    "matmul   ": (
+        shapes.tiny(),
+        {"matmul": "fp8_tensor", "precision": "fp16", **CPU},
+        "bf16, fp32 or fp64",
+    ),
+    "matmul    ": (
+        shapes.mixtral_8x7b(),
+        {"matmul": "fp8_tensor", **CPU},
+        "has experts, not in 8 bits yet",
+    ),
+    "matmul       ": (
+        PREDICTS,
+        {"matmul": "fp8_tensor", **CPU},
+        "has prediction modules, not in 8 bits yet",
+    ),
     "optim_state": (ODD, {"optim_state": "8bit"}, "optim.state=8bit: model.ffn_hidden=100 must be"),
-    "predictions": (PREDICTS, {"seq_len": 2}, "model.mtp.depth=2: a sequence of 2 tokens has no target"),
+    "predictions": (
+        PREDICTS,
+        {"seq_len": 2},
+        "model.mtp.depth=2: a sequence of 2 tokens has no target",
+    ),
     "matmul     ": (shapes.tiny(), {"matmul": "fp8_tensor"}, "an emulation on CPUs"),
     "grad_dtype": (shapes.tiny(), {"grad_dtype": "fp16"}, "train.grad_dtype=fp16"),
 }
@@ -124,15 +180,27 @@ def test_every_rule_of_the_trainer_is_tested():
 
 def test_fp64_is_for_weights_and_gradients_or_for_neither():
     for precision, grads in (("fp64", "fp32"), ("fp32", "fp64"), ("fp64", "bf16")):
-        name, problem = broken(case(shapes.tiny(), seq_len=128, precision=precision, grad_dtype=grads), TRAINER)
+        name, problem = broken(
+            case(shapes.tiny(), seq_len=128, precision=precision, grad_dtype=grads), TRAINER
+        )
         assert name == "grad_dtype" and f"train.grad_dtype={grads} with {precision}" in problem
-    assert broken(case(shapes.tiny(), seq_len=128, precision="fp64", grad_dtype="fp64"), TRAINER) is None
+    assert (
+        broken(case(shapes.tiny(), seq_len=128, precision="fp64", grad_dtype="fp64"), TRAINER)
+        is None
+    )
 
 
 #: A word that may mean anything, and the numbers of one that may be wrong.
-NUMBERS = {"tp": (1, 2, 3, 4, 8, 64), "pp": (1, 2, 4, 7), "cp": (1, 2, 3, 4), "ep": (1, 2, 3, 4, 6, 8, 12, 16, 64, 256)}
+NUMBERS = {
+    "tp": (1, 2, 3, 4, 8, 64),
+    "pp": (1, 2, 4, 7),
+    "cp": (1, 2, 3, 4),
+    "ep": (1, 2, 3, 4, 6, 8, 12, 16, 64, 256),
+}
 NUMBERS |= {"etp": (1, 2, 3, 4, 8), "vpp": (1, 2, 9), "zero": (0, 1, 3), "sp": (0, 1)}
-KEYS = st.fixed_dictionaries({}, optional={"etp": st.sampled_from([1, 2, 3, 8]), "fold_cp": st.just(True)})
+KEYS = st.fixed_dictionaries(
+    {}, optional={"etp": st.sampled_from([1, 2, 3, 8]), "fold_cp": st.just(True)}
+)
 
 
 @st.composite
@@ -141,13 +209,19 @@ def words(draw) -> str:
     return "_".join(f"{name}{draw(st.sampled_from(NUMBERS[name]))}" for name in names)
 
 
-@given(words(), KEYS, st.sampled_from(["mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3", "llama3_8b"]), st.integers(0, 2))
+@given(
+    words(),
+    KEYS,
+    st.sampled_from(["mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3", "llama3_8b"]),
+    st.integers(0, 2),
+)
 @settings(max_examples=60, deadline=None)
 def test_every_word_that_a_refusal_names_is_legal(word, keys, name, size):
-    """A wrong word gets one line; each word in it is read, and is planned in place of the wrong one. Keys beside the
-    word go: those that a word cannot say stand behind it."""
+    """A wrong word gets one line; each word in it is read, and is planned in place of the wrong
+    one. Keys beside the word go: those that a word cannot say stand behind it."""
     spec = [configs.cluster(), configs.cluster(2, 4), configs.cluster(16, 8, domain_nodes=2)][size]
-    model, train = shapes.published(name), {"seq_len": 4096, "global_batch_samples": 512}
+    model = shapes.published(name)
+    train = {"seq_len": 4096, "global_batch_samples": 512}
     try:
         planned(model, parse(word) | keys, spec, **train)
     except OrchError as error:
@@ -160,14 +234,23 @@ def test_every_word_that_a_refusal_names_is_legal(word, keys, name, size):
     if hints := re.search(r"nearest legal: (.*)$", line):
         for hint in hints[1].split(", "):
             said, *own = hint.split()
-            more = {key.removeprefix("parallel."): value for key, value in (one.split("=") for one in own)}
-            given_ = {key: value == "true" if key == "fold_cp" else int(value) for key, value in more.items()}
+            more = {
+                key.removeprefix("parallel."): value
+                for key, value in (one.split("=") for one in own)
+            }
+            given_ = {
+                key: value == "true" if key == "fold_cp" else int(value)
+                for key, value in more.items()
+            }
             planned(model, parse(said) | given_, spec, **train)
     else:
         assert "did you mean" in line or "no other degrees are legal" in line
 
 
-WISHES = {name: st.integers(1, most) for name, most in (("tp", 24), ("pp", 24), ("cp", 4), ("ep", 4), ("vpp", 3))}
+WISHES = {
+    name: st.integers(1, most)
+    for name, most in (("tp", 24), ("pp", 24), ("cp", 4), ("ep", 4), ("vpp", 3))
+}
 
 
 @given(st.fixed_dictionaries(WISHES | {"zero": st.sampled_from([0, 1])}))
@@ -186,7 +269,10 @@ def test_suggestions_are_legal_and_plan(degrees):
     st.fixed_dictionaries(
         {name: st.sampled_from([1, 2, 4]) for name in ("tp", "pp", "cp", "ep")}
         | {"vpp": st.integers(1, 2), "zero": st.integers(0, 3), "uneven": st.booleans()}
-        | {"schedule": st.sampled_from([None, "1f1b", "zb_h1", "dualpipe"]), "zero_group": st.sampled_from([0, 2])}
+        | {
+            "schedule": st.sampled_from([None, "1f1b", "zb_h1", "dualpipe"]),
+            "zero_group": st.sampled_from([0, 2]),
+        }
         | {"cp_method": st.sampled_from([None, "ulysses", "ring"])}
     ),
     st.sampled_from([shapes.tiny(), shapes.gpt2(), shapes.mixtral_8x7b(), UNTRAINED["causal"][0]]),
@@ -201,7 +287,9 @@ def test_the_trainer_refuses_exactly_what_a_plan_warns_about(parallel, model, ra
     except OrchError as error:
         assert error.exit == Exit.CONFIG
         return
-    assert broken(case_of(plan)) is None, "what the planner takes keeps every rule when the trainer asks again"
+    assert broken(case_of(plan)) is None, (
+        "what the planner takes keeps every rule when the trainer asks again"
+    )
     warned = [line for line in plan.warnings if line.startswith(NOT_RUN)]
     if warned:
         with pytest.raises(LayoutError) as caught:
@@ -217,7 +305,9 @@ def test_the_word_says_all_that_differs_from_the_default():
     assert case(cluster=configs.cluster(1, 1, [])).spec == "dp1"
     assert case(tp=4, cp=2, etp=1, fold_cp=True).spec == "tp4_dp8_cp2_ep8_etp1"
     assert case(cp=2, fold_cp=True).spec == "dp32_cp2_ep2_etp1"
-    assert case(tp=4, cp=2, ep=2, etp=1).spec == "tp4_dp4_cp2_ep2 parallel.etp=1"  # an axis without folding over cp
+    assert (
+        case(tp=4, cp=2, ep=2, etp=1).spec == "tp4_dp4_cp2_ep2 parallel.etp=1"
+    )  # an axis without folding over cp
 
 
 def test_context_parallel_counts_zig_zag_pieces():
@@ -232,7 +322,9 @@ def test_tp_over_nodes_needs_to_be_asked_for_and_then_has_a_price():
     plan = planned(shapes.llama3_70b(), degrees | {"allow_tp_across_nvlink": True})
     assert plan.placement["tp"].worst_level == "leaf"
     price = [w for w in plan.warnings if "leave NVLink" in w]
-    assert len(price) == 1 and re.search(r"predicted cost against tp8_pp4_dp2_zero1: \+[\d.]+ s a step", price[0])
+    assert len(price) == 1 and re.search(
+        r"predicted cost against tp8_pp4_dp2_zero1: \+[\d.]+ s a step", price[0]
+    )
 
 
 def test_an_explicit_order_may_not_move_tp_off_nvlink_in_silence():
@@ -254,16 +346,35 @@ def test_domains_of_several_nodes_hold_wide_groups():
     ("parallel", "train", "line"),
     [
         ({"order": ["tp", "pp", "dp", "cp", "cp"]}, {}, "parallel.order=.* must name each"),
-        ({"pp": 4, "stage_layers": [20, 20, 20]}, {}, r"stage_layers=.* must be pp x vpp = 4 numbers .* balanced: \["),
-        ({}, {"global_batch_tokens": 100_000}, r"not a multiple of train.seq_len=8192; nearest: 98304"),
+        (
+            {"pp": 4, "stage_layers": [20, 20, 20]},
+            {},
+            r"stage_layers=.* must be pp x vpp = 4 numbers .* balanced: \[",
+        ),
+        (
+            {},
+            {"global_batch_tokens": 100_000},
+            r"not a multiple of train.seq_len=8192; nearest: 98304",
+        ),
         ({}, {"global_batch_samples": None}, "exactly one of"),
         ({}, {"precision": "bf16"}, r"train.precision bf16: GPU .* computes in fp32, fp16$"),
-        ({}, {"precision": "fp64"}, r"fp32, fp16; to verify in fp64, cluster.gpu.peak_tflops.fp64=7.85 train.grad"),
+        (
+            {},
+            {"precision": "fp64"},
+            r"fp32, fp16; to verify in fp64, cluster.gpu.peak_tflops.fp64=7.85 train.grad",
+        ),
     ],
 )
 def test_other_refusals_of_the_planner(parallel, train, line):
     spec = configs.cluster()
-    volta = structs.replace(spec, gpu=structs.replace(spec.gpu, peak_tflops={"fp32": 15.7, "fp16": 125}))
+    volta = structs.replace(
+        spec, gpu=structs.replace(spec.gpu, peak_tflops={"fp32": 15.7, "fp16": 125})
+    )
     with pytest.raises(OrchError, match=line) as caught:
-        planned(shapes.llama3_70b(), {"tp": 8, "pp": 4} | parallel, volta, **{"precision": "fp16", **train})
+        planned(
+            shapes.llama3_70b(),
+            {"tp": 8, "pp": 4} | parallel,
+            volta,
+            **{"precision": "fp16", **train},
+        )
     assert caught.value.exit == Exit.CONFIG

@@ -1,4 +1,5 @@
-"""Bytes against the papers' closed variants and published component figures (memory.csv rows, cited)."""
+"""Bytes against the papers' closed variants and published component figures (memory.csv rows,
+cited)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from . import shapes
 
 GIB = 1 << 30
 SEVERAL_STAGES = ("interleaved", "zbv", "dualpipe", "dualpipev")  # of a rank
-#: Megatron-LM as Korthikanti et al. ran it: no fused attention, dropout, inputs gathered again in backward.
+#: Megatron-LM as Korthikanti et al. ran it: no fused attention, dropout, inputs gathered again in
+#: backward.
 MEGATRON = Kernels(fused_attention=False, selective="core", keep_sent=False)
 # name: layers, hidden, heads, pp, vpp, micro-batch (arXiv 2205.05198, table 3; tp 8, s 2048)
 KORTHIKANTI = {
@@ -36,8 +38,12 @@ KORTHIKANTI = {
 
 def korthikanti(name: str, sp: bool, recompute: str):
     layers, hidden, heads, pp, vpp, mbs = KORTHIKANTI[name]
-    model = shapes.model(name, layers, hidden, heads, heads, 4 * hidden, 51200, style="gpt", dropout=0.1)
-    plan = make_plan(model=tiny_model(layers=pp * vpp), pp=pp, vpp=vpp, micro_batches=256, seq_len=2048)
+    model = shapes.model(
+        name, layers, hidden, heads, heads, 4 * hidden, 51200, style="gpt", dropout=0.1
+    )
+    plan = make_plan(
+        model=tiny_model(layers=pp * vpp), pp=pp, vpp=vpp, micro_batches=256, seq_len=2048
+    )
     parallel = structs.replace(
         plan.parallel,
         **dict(tp=8, sp=sp, micro_batch_size=mbs, schedule="interleaved" if vpp > 1 else "1f1b"),
@@ -62,13 +68,17 @@ def korthikanti(name: str, sp: bool, recompute: str):
 def test_activations_of_korthikanti_figure_1(row, name, sp, recompute, gib):
     model, parallel, train = korthikanti(name, sp, recompute)
     got = activations(model, parallel, train, MEGATRON)[0]
-    if parallel.pp == 1:  # the figure counts the layers; one stage alone also holds final norm and logits
+    if (
+        parallel.pp == 1
+    ):  # the figure counts the layers; one stage alone also holds final norm and logits
         layers = structs.replace(parallel, stage_layers=[model.layers, 0], pp=2)
         got = activations(model, layers, train, MEGATRON)[0] / in_flight(layers)[0]
     assert got / GIB == pytest.approx(gib, rel=0.002)
 
 
-@pytest.mark.parametrize(("row", "name", "gib"), [("mem-001", "22B", 45.56), ("mem-004", "175B", 45.56)])
+@pytest.mark.parametrize(
+    ("row", "name", "gib"), [("mem-001", "22B", 45.56), ("mem-004", "175B", 45.56)]
+)
 def test_states_of_korthikanti_figure_1(row, name, gib):
     """bf16 weights, fp32 gradients and optimizer: 18 bytes for each parameter of the layers."""
     model, parallel, train = korthikanti(name, True, "selective")
@@ -90,7 +100,12 @@ def test_states_of_korthikanti_figure_1(row, name, gib):
         (2, "bf16", "bf16", (2, 0.5, 3)),
         (1, "fp64", "fp64", (8, 8, 4)),  # for verification: everything in double
         (3, "fp64", "fp64", (2, 2, 4)),
-        (3, "bf16", "bf16", (1, 0.5, 2)),  # mem-038 has 0.5 and 3: here the shard itself is the master copy
+        (
+            3,
+            "bf16",
+            "bf16",
+            (1, 0.5, 2),
+        ),  # mem-038 has 0.5 and 3: here the shard itself is the master copy
     ],
 )
 def test_states_of_every_zero_stage(zero, precision, grads, bytes_per_parameter):
@@ -103,7 +118,9 @@ def test_states_of_every_zero_stage(zero, precision, grads, bytes_per_parameter)
 def test_experts_shard_over_their_own_data_parallel_group():
     plan = make_plan(dp=4, zero=1)
     parallel = structs.replace(plan.parallel, ep=2)
-    dense, experts = (rank_state_bytes(*counts, parallel, plan.job.train) for counts in ((1000, 0), (0, 1000)))
+    dense, experts = (
+        rank_state_bytes(*counts, parallel, plan.job.train) for counts in ((1000, 0), (0, 1000))
+    )
     assert dense.optimizer == 1000 * 8 / 8 and experts.optimizer == 1000 * 8 / 4
 
 
@@ -115,7 +132,8 @@ def test_micro_batches_in_flight():
     assert [held(rank, pp=4, micro_batches=8) for rank in range(4)] == [4, 3, 2, 1]
     assert held(0, pp=4, micro_batches=2) == 2
     assert held(3, pp=4, micro_batches=8, schedule="afab") == 8
-    # arXiv 2205.05198 section 4.2.3: interleaving holds 1 + (p-1)/(p*v) times 1F1B's layers on the first rank
+    # arXiv 2205.05198 section 4.2.3: interleaving holds 1 + (p-1)/(p*v) times 1F1B's layers on the
+    # first rank
     assert held(0, pp=4, vpp=2, micro_batches=8, schedule="interleaved") / 2 == 4 * (1 + 3 / 8)
 
 
@@ -125,23 +143,30 @@ def test_recompute_and_sequence_parallel_save_what_they_should():
 
     def kept(recompute: doc.Train = None, **parallel) -> float:
         par = structs.replace(plan.parallel, stage_layers=[model.layers], **parallel)
-        return activations(model, par, structs.replace(plan.job.train, recompute=recompute or "none"))[0]
+        return activations(
+            model, par, structs.replace(plan.job.train, recompute=recompute or "none")
+        )[0]
 
     assert kept("full") < kept() / 5
     assert kept(sp=True) < kept(sp=False)
-    assert kept("full") < kept("selective") < kept()  # ours makes norms and activations again, not attention
+    assert (
+        kept("full") < kept("selective") < kept()
+    )  # ours makes norms and activations again, not attention
 
 
 def test_fused_attention_keeps_only_statistics():
-    model, plan = shapes.llama3_8b(), make_plan(seq_len=8192)
+    model = shapes.llama3_8b()
+    plan = make_plan(seq_len=8192)
     args = (model, 0, 8192.0, plan.parallel, plan.job.train)
-    fused, plain = layer_activations(*args, Kernels()), layer_activations(*args, Kernels(fused_attention=False))
+    fused = layer_activations(*args, Kernels())
+    plain = layer_activations(*args, Kernels(fused_attention=False))
     assert fused["softmax statistics"] == 4 * 32 * 8192
     assert plain["attention scores"] == 32 * 8192 * 8192 * 8  # softmax output twice, fp32
 
 
 def test_what_zero_holds_whole_for_a_while():
-    """As measured by `orch report`: ZeRO-2 keeps buckets under way, ZeRO-3 the blocks that it computes."""
+    """As measured by `orch report`: ZeRO-2 keeps buckets under way, ZeRO-3 the blocks that it
+    computes."""
     model = shapes.llama3_8b()
     plan = make_plan(dp=8, bucket_bytes=25 << 20)
 
@@ -154,28 +179,40 @@ def test_what_zero_holds_whole_for_a_while():
     tables = 2 * model.vocab * model.hidden
     assert held(0) == held(1) == 0
     assert held(2) == 3 * (25 << 20)
-    assert held(2, bucket_bytes=1 << 40) == 2 * 4 * parameter_count(model), "one bucket saves nothing"
+    assert held(2, bucket_bytes=1 << 40) == 2 * 4 * parameter_count(model), (
+        "one bucket saves nothing"
+    )
     assert held(3) == 2 * (2 * block + tables) + 4 * 2 * block
     assert held(3, pp=2) == 2 * parameter_count(model) / 2 + 4 * 2 * block
     # an expert is whole on the ranks of its place in the expert mesh alone
-    mixture, par = shapes.mixtral_8x7b(), structs.replace(plan.parallel, zero=3, pp=2, ep=8)
-    experts, train = expert_params(mixture), structs.replace(plan.job.train, precision="bf16")
+    mixture = shapes.mixtral_8x7b()
+    par = structs.replace(plan.parallel, zero=3, pp=2, ep=8)
+    experts = expert_params(mixture)
+    train = structs.replace(plan.job.train, precision="bf16")
     spread, whole = (zero_buffers(mixture, structs.replace(par, ep=ep), train) for ep in (8, 1))
     assert whole - spread >= 2 * experts * 7 / 8 / 2
 
 
 def test_dropout_keeps_probabilities_and_masks():
-    model, plan = shapes.llama3_8b(), make_plan(seq_len=4096)
+    model = shapes.llama3_8b()
+    plan = make_plan(seq_len=4096)
     dropped = structs.replace(model, dropout=0.1)
     par = structs.replace(plan.parallel, stage_layers=[model.layers], micro_batches=1)
     less, more = (activations(one, par, plan.job.train)[0] for one in (model, dropped))
     assert more - less > model.layers * model.heads * 4096 * 4096 * (4 + 4 + 1) * 0.99
 
 
-@given(st.sampled_from(sorted(SPLIT_BACKWARD)), st.integers(2, 7), st.integers(1, 40), st.floats(0.2, 5), st.data())
+@given(
+    st.sampled_from(sorted(SPLIT_BACKWARD)),
+    st.integers(2, 7),
+    st.integers(1, 40),
+    st.floats(0.2, 5),
+    st.data(),
+)
 @settings(max_examples=60, deadline=None)
 def test_what_waits_for_weight_gradients_is_counted_on_the_schedule(name, pp, m, waits, data):
-    """Most bytes before or after an I, where what waits for I weighs 1 and what waits for W `waits`."""
+    """Most bytes before or after an I, where what waits for I weighs 1 and what waits for W
+    `waits`."""
     vpp = SCHEDULES[name].vpp[0]
     if illegal(name, pp, m, vpp):
         return
@@ -187,9 +224,13 @@ def test_what_waits_for_weight_gradients_is_counted_on_the_schedule(name, pp, m,
         waiting += (kind is Kind.I) - (kind is Kind.W)
         most = max(most, full + waits * waiting)
     plan = SimpleNamespace(schedule=name, pp=pp, vpp=vpp, micro_batches=m)
-    points = peak_points(plan, rank, in_flight_on_rank(name, pp, vpp, m, rank) if waits <= 1 else None)
+    points = peak_points(
+        plan, rank, in_flight_on_rank(name, pp, vpp, m, rank) if waits <= 1 else None
+    )
     found = max(max(a + waits * b, a - 1 + waits * (b + 1)) for a, b in points)
-    assert found >= most * (1 - 1e-9)  # a whole backward where an I might have been is the safe side
+    assert found >= most * (
+        1 - 1e-9
+    )  # a whole backward where an I might have been is the safe side
     if name in ("zb_h1", "zb_h2"):
         assert found == pytest.approx(most)
 
@@ -225,14 +266,21 @@ def _above(other, one):
 )
 @settings(max_examples=80, deadline=None)
 def test_unequal_stages_are_counted_on_the_schedule(name, pp, m, data):
-    """Most bytes at the start of a backward, with a weight of its own for each stage and a head on the last."""
-    vpp = data.draw(st.sampled_from((2, 3))) if name in ("interleaved", "afab") else SCHEDULES[name].vpp[0]
+    """Most bytes at the start of a backward, with a weight of its own for each stage and a head on
+    the last."""
+    vpp = (
+        data.draw(st.sampled_from((2, 3)))
+        if name in ("interleaved", "afab")
+        else SCHEDULES[name].vpp[0]
+    )
     if illegal(name, pp, m, vpp):
         return
-    rank, schedule = data.draw(st.integers(0, pp - 1)), build(name, pp, m, vpp)
+    rank = data.draw(st.integers(0, pp - 1))
+    schedule = build(name, pp, m, vpp)
     sizes = st.floats(0, 9)
     stages = [
-        StageBytes(*data.draw(st.tuples(*[sizes] * len(StageBytes._fields)))) for _ in range(schedule.model_stages)
+        StageBytes(*data.draw(st.tuples(*[sizes] * len(StageBytes._fields))))
+        for _ in range(schedule.model_stages)
     ]
     stages = [one._replace(deferred=one.deferred + one.head_deferred) for one in stages]
     held = tuple(sorted({stage % schedule.model_stages for _, stage, _ in schedule.orders[rank]}))
@@ -240,9 +288,13 @@ def test_unequal_stages_are_counted_on_the_schedule(name, pp, m, data):
     most = 0.0
     for kind, stage, _ in schedule.orders[rank]:
         at = stage % schedule.model_stages
-        one, split = stages[at], kind is Kind.I
+        one = stages[at]
+        split = kind is Kind.I
         if kind in (Kind.B, Kind.I):
-            kept = sum(now[0][s] * (stages[s].stored + stages[s].head) + now[1][s] * stages[s].deferred for s in held)
+            kept = sum(
+                now[0][s] * (stages[s].stored + stages[s].head) + now[1][s] * stages[s].deferred
+                for s in held
+            )
             layers = kept - one.head + one.during + (one.head_deferred if split else 0.0)
             end = kept - one.head - one.stored + one.deferred + one.in_last
             most = max(most, layers, max(end, kept + one.in_head) if split else kept)

@@ -1,4 +1,5 @@
-"""NodePlacement: equal to brute force on small networks, never worse than the scheduler's order, certified."""
+"""NodePlacement: equal to brute force on small networks, never worse than the scheduler's order,
+certified."""
 
 from __future__ import annotations
 
@@ -22,9 +23,16 @@ from . import configs, shapes
 from .configs import planned
 
 
-def ragged(leaves: list[int], pods: list[int], gpus: int = 4, over: tuple[float, float] = (1.0, 1.0), domain: int = 1):
+def ragged(
+    leaves: list[int],
+    pods: list[int],
+    gpus: int = 4,
+    over: tuple[float, float] = (1.0, 1.0),
+    domain: int = 1,
+):
     """leaves: nodes of each; pods: leaves of each."""
-    nodes, ends = sum(leaves), list(accumulate(pods))
+    nodes = sum(leaves)
+    ends = list(accumulate(pods))
     counts = [sum(leaves[end - pod : end]) for pod, end in zip(pods, ends, strict=True)]
     levels = [("leaf", leaves, over[0]), ("pod", counts, over[1]), ("core", nodes, 1.0)]
     return build_cluster(configs.cluster(nodes, gpus, levels, domain_nodes=domain))
@@ -36,8 +44,18 @@ def shuffled(cluster: Cluster, seed: int) -> Cluster:
     return reorder(cluster, order)
 
 
-def job(cluster: Cluster, tp: int, pp: int, dp: int, cp: int = 1, ep: int = 1, batch: int = 64, zero: int = 1):
-    """(path_cache, parallel, traffic, work) of a job that may use fewer nodes than the cluster has."""
+def job(
+    cluster: Cluster,
+    tp: int,
+    pp: int,
+    dp: int,
+    cp: int = 1,
+    ep: int = 1,
+    batch: int = 64,
+    zero: int = 1,
+):
+    """(path_cache, parallel, traffic, work) of a job that may use fewer nodes than the cluster
+    has."""
     gpus = cluster.gpus_per_node
     spec = configs.cluster(tp * pp * dp * cp * ep // gpus, gpus, [("fabric", 64, 1.0)])
     model = shapes.mixtral_8x7b() if ep > 1 else shapes.llama3_8b()
@@ -48,7 +66,11 @@ def job(cluster: Cluster, tp: int, pp: int, dp: int, cp: int = 1, ep: int = 1, b
 
 @st.composite
 def cases(draw, most: int = 6):
-    leaves = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4).filter(lambda sizes: 2 <= sum(sizes) <= most))
+    leaves = draw(
+        st.lists(st.integers(1, 3), min_size=1, max_size=4).filter(
+            lambda sizes: 2 <= sum(sizes) <= most
+        )
+    )
     split = draw(st.integers(1, len(leaves)))
     pods = [split, len(leaves) - split] if split < len(leaves) else [split]
     over = draw(st.sampled_from([(1.0, 1.0), (4.0, 1.0), (2.0, 7.0)]))
@@ -59,7 +81,9 @@ def cases(draw, most: int = 6):
     pp = draw(st.sampled_from([d for d in (1, 2, 4) if world % (tp * d) == 0]))
     rest = world // (tp * pp)
     cp = draw(st.sampled_from([d for d in (1, 2) if rest % d == 0]))
-    return cluster, job(cluster, tp, pp, rest // cp, cp, batch=rest // cp * draw(st.sampled_from([1, 4])))
+    return cluster, job(
+        cluster, tp, pp, rest // cp, cp, batch=rest // cp * draw(st.sampled_from([1, 4]))
+    )
 
 
 def equals_brute_force(case) -> None:
@@ -74,12 +98,18 @@ def equals_brute_force(case) -> None:
     assert heuristic.bound_s <= found.score.step_s + 1e-9, "the bound holds for the best of all"
 
 
-FULL, SLOW = pytest.mark.full, pytest.mark.slow
+FULL = pytest.mark.full
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("nodes", "examples"),
-    [(5, 40), pytest.param(6, 800, marks=FULL), pytest.param(8, 20, marks=SLOW), pytest.param(8, 200, marks=FULL)],
+    [
+        (5, 40),
+        pytest.param(6, 800, marks=FULL),
+        pytest.param(8, 20, marks=SLOW),
+        pytest.param(8, 200, marks=FULL),
+    ],
 )
 def test_equals_brute_force(nodes, examples):
     settings(max_examples=examples, deadline=None)(given(cases(most=nodes))(equals_brute_force))()
@@ -90,7 +120,10 @@ def test_equals_brute_force(nodes, examples):
 def test_names_do_not_matter(case, seed):
     cluster, (path_cache, parallel, traffic, work) = case
     again = PathCache(shuffled(cluster, seed))
-    assert place_nodes(path_cache, parallel, traffic, work).score == place_nodes(again, parallel, traffic, work).score
+    assert (
+        place_nodes(path_cache, parallel, traffic, work).score
+        == place_nodes(again, parallel, traffic, work).score
+    )
 
 
 @given(cases(most=8))
@@ -99,14 +132,20 @@ def test_symmetric_keeps_one_of_each_class(case):
     """Every ordered choice has exactly one representative: classes found by comparing patterns."""
     fabric = case[1][0].fabric
     places = min(3, fabric.block.shape[1])
-    every = {fabric.reordered(nodes).signature() for nodes in permutations(range(fabric.block.shape[1]), places)}
+    every = {
+        fabric.reordered(nodes).signature()
+        for nodes in permutations(range(fabric.block.shape[1]), places)
+    }
     kept = [fabric.reordered(nodes).signature() for nodes in distinct_node_orders(fabric, places)]
     assert set(kept) == every
 
 
 def scattered() -> Cluster:
-    """What a busy cluster leaves: 15 leaf groups, as a 64-node H100 cluster really had (marin#6950)."""
-    return ragged([1, 1, 2, 2, 2, 3, 3, 3, 5, 5, 6, 6, 6, 8, 11], [5, 5, 5], gpus=8, over=(2.0, 4.0))
+    """What a busy cluster leaves: 15 leaf groups, as a 64-node H100 cluster really had
+    (marin#6950)."""
+    return ragged(
+        [1, 1, 2, 2, 2, 3, 3, 3, 5, 5, 6, 6, 6, 8, 11], [5, 5, 5], gpus=8, over=(2.0, 4.0)
+    )
 
 
 @pytest.mark.parametrize("shape", [(8, 4, 16), (8, 2, 32), (4, 4, 24), (8, 8, 6)])
@@ -121,7 +160,9 @@ def test_fragmented_cluster_beats_the_order_it_came_in(shape):
 def test_fewer_nodes_than_free_are_taken_together():
     cluster = shuffled(ragged([2, 3, 8, 4], [2, 2], gpus=8, over=(8.0, 8.0)), 3)
     found = place_nodes(*job(cluster, 8, 2, 4, batch=8))
-    assert sum(not set(leaf).isdisjoint(found.nodes) for leaf in cluster.levels[0].switches) == 1, "one leaf has eight"
+    assert sum(not set(leaf).isdisjoint(found.nodes) for leaf in cluster.levels[0].switches) == 1, (
+        "one leaf has eight"
+    )
     assert found.gap < 0.02
 
 
@@ -134,7 +175,10 @@ def test_reorder_moves_names_and_blocks_together(case, rng):
     assert moved.node_names[:2] == [cluster.node_names[node] for node in chosen]
     assert check_cluster(moved) is None
     for a, b in zip(cluster.levels, moved.levels, strict=True):
-        names = lambda c, level: {frozenset(c.node_names[n] for n in block) for block in level.switches}  # noqa: E731
+
+        def names(c, level):
+            return {frozenset(c.node_names[n] for n in block) for block in level.switches}
+
         assert names(cluster, a) == names(moved, b)
 
 
@@ -149,7 +193,8 @@ def test_a_rack_scale_domain_is_used_whole():
 
 
 def test_a_plan_on_imported_nodes(tmp_path):
-    """From the site's file to ranks: busy leaves, a job smaller than what is free, spares behind, certified."""
+    """From the site's file to ranks: busy leaves, a job smaller than what is free, spares behind,
+    certified."""
     file = tmp_path / "topology.conf"
     leaves = ["n[0-2]", "n[3-10]", "n[11-14]"]
     lines = [f"SwitchName=l{i} Nodes={nodes}" for i, nodes in enumerate(leaves)]

@@ -1,4 +1,5 @@
-"""What a plan says of offloading: its price, its offer, what it refuses; the paper's order of techniques."""
+"""What a plan says of offloading: its price, its offer, what it refuses; the paper's order of
+techniques."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from orchestrator.planner.explain import explain
 from orchestrator.planner.memory.largest import largest, table
 from tests.planner.configs import build_plan
 
-HOST = HostSpec(memory_gib=2000, memory_gb_per_s=400, link_gb_per_s=50, disk_gib=8000, disk_gb_per_s=8, source="test")
+HOST = HostSpec(
+    memory_gib=2000,
+    memory_gb_per_s=400,
+    link_gb_per_s=50,
+    disk_gib=8000,
+    disk_gb_per_s=8,
+    source="test",
+)
 LARGE = ["cluster=h100x8", "model=llama3_70b", "parallel=tp8", "train.recompute=full"]
 
 
@@ -36,8 +44,10 @@ def test_the_price_is_what_link_memory_and_disk_take(place):
     """A naive sum over the parameters of a rank, eight of which share the node."""
     plan = build_plan(config_of(f"train.offload={place}"))
     mine = plan.memory.params / 2
-    update, disk = mine * 8 * 28 / 400e9, mine * 8 * 24 / 8e9
-    down, up = mine * 4 / 50e9, mine * 2 / 50e9
+    update = mine * 8 * 28 / 400e9
+    disk = mine * 8 * 24 / 8e9
+    down = mine * 4 / 50e9
+    up = mine * 2 / 50e9
     expected = max(update, up, down, disk) if place == "disk" else max(update, up) + down
     assert plan.time.terms["optimizer"] == pytest.approx(expected, rel=0.05)
     assert (UPDATE_BYTES, DISK_BYTES) == (28, 24)
@@ -54,7 +64,10 @@ def test_a_plan_that_does_not_fit_is_offered_the_host_and_the_disk_with_their_pr
     assert plan.memory.total > plan.memory.capacity
     found = explain(config, resolve(config.cluster), plan, most=9)
     offers = {change.words[0]: change for change in found.changes if "offload" in change.words[0]}
-    assert list(offers) == ["train.offload=host", "train.offload=disk"]  # inputs of layers alone are too little
+    assert list(offers) == [
+        "train.offload=host",
+        "train.offload=disk",
+    ]  # inputs of layers alone are too little
     for word, change in offers.items():
         other = build_plan(config_of(word))
         assert (change.step_s, change.memory) == (other.time.step_s, other.memory)
@@ -63,27 +76,46 @@ def test_a_plan_that_does_not_fit_is_offered_the_host_and_the_disk_with_their_pr
 
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_the_price_of_inputs_is_what_is_longer_than_the_work_beside_it(place):
-    """By hand: eight ranks share the disk, a GPU has its link; one input a layer and micro-batch."""
+    """By hand: eight ranks share the disk, a GPU has its link; one input a layer and
+    micro-batch."""
     slow = structs.replace(HOST, link_gb_per_s=0.5, disk_gb_per_s=2.0)
-    words = ["train.precision=bf16", "parallel=dp8_zero3", "model=llama3_8b", "train.recompute=full"]
+    words = [
+        "train.precision=bf16",
+        "parallel=dp8_zero3",
+        "model=llama3_8b",
+        "train.recompute=full",
+    ]
     plain, away = (
-        build_plan(config_of(*words, *more, host=slow)) for more in ((), (f"train.offload_activations={place}",))
+        build_plan(config_of(*words, *more, host=slow))
+        for more in ((), (f"train.offload_activations={place}",))
     )
-    par, micro = away.parallel, away.parallel.micro_batch_size * away.job.train.seq_len * away.model.hidden * 2
+    par = away.parallel
+    micro = away.parallel.micro_batch_size * away.job.train.seq_len * away.model.hidden * 2
     once = away.model.layers * micro / (0.5e9 if place == "host" else 2e9 / 8)
     later = away.time.terms["activations"]
     assert 0 < later < 2 * par.micro_batches * once
     assert away.time.step_s - plain.time.step_s == pytest.approx(later, rel=1e-6)
-    work = plain.time.step_s - plain.time.terms.get("optimizer", 0) - plain.time.exposed_comm_s["dp"]
+    work = (
+        plain.time.step_s - plain.time.terms.get("optimizer", 0) - plain.time.exposed_comm_s["dp"]
+    )
     assert later == pytest.approx(2 * par.micro_batches * once - work, rel=0.1)
     fast = build_plan(config_of(*words, "train.offload_activations=host"))
     assert "activations" not in fast.time.terms and fast.memory.total < plain.memory.total
-    kept = (fast.memory.host, 0) if place == "host" else (away.memory.disk, away.memory.disk - away.memory.host)
+    kept = (
+        (fast.memory.host, 0)
+        if place == "host"
+        else (away.memory.disk, away.memory.disk - away.memory.host)
+    )
     assert kept[0] == away.model.layers * micro and kept[1] >= 0
 
 
 def test_inputs_on_the_host_are_offered_where_they_make_it_fit():
-    long = ["train.seq_len=98304", "model.max_seq_len=98304", "train.global_batch_samples=8", "train.recompute=full"]
+    long = [
+        "train.seq_len=98304",
+        "model.max_seq_len=98304",
+        "train.global_batch_samples=8",
+        "train.recompute=full",
+    ]
     config = load(["cluster=h100x8", "model=llama3_8b", "parallel=dp8_zero3", *long])
     plan = build_plan(config)
     found = explain(config, resolve(config.cluster), plan, most=99)
@@ -111,10 +143,20 @@ def test_hosts_without_room_are_refused_at_plan_time(place, change, line):
 
 
 def test_assumed_hosts_and_slow_disks_are_said():
-    said = [line for line in build_plan(config_of("train.offload=disk", host=None)).warnings if "offload" in line]
-    assert len(said) == 1 and f"{ASSUMED.disk_bytes_per_s / 1e9:g} GB/s of disk are assumed" in said[0]
-    assert not [line for line in build_plan(config_of("train.offload=host")).warnings if "offload" in line]
-    slow = build_plan(config_of("train.offload=disk", host=structs.replace(HOST, disk_gb_per_s=0.1)))
+    said = [
+        line
+        for line in build_plan(config_of("train.offload=disk", host=None)).warnings
+        if "offload" in line
+    ]
+    assert (
+        len(said) == 1 and f"{ASSUMED.disk_bytes_per_s / 1e9:g} GB/s of disk are assumed" in said[0]
+    )
+    assert not [
+        line for line in build_plan(config_of("train.offload=host")).warnings if "offload" in line
+    ]
+    slow = build_plan(
+        config_of("train.offload=disk", host=structs.replace(HOST, disk_gb_per_s=0.1))
+    )
     assert any("of the step: a larger global batch" in line for line in slow.warnings)
 
 
@@ -123,8 +165,12 @@ def test_the_table_of_the_largest_models_is_the_published_one():
 
 
 def test_sharding_and_offloading_only_ever_raise_the_largest_model():
-    """And the papers' order: one GPU of 80 GB trains 5 billion parameters of 16 bytes, four times as many offloaded."""
+    """And the papers' order: one GPU of 80 GB trains 5 billion parameters of 16 bytes, four times
+    as many offloaded."""
     assert largest(1, "none") == 80e9 / 16 and largest(1, "zero1, host") == 4 * largest(1, "none")
     for gpus in (8, 64, 512):
-        stages = [largest(gpus, name) for name in ("none", "zero1", "zero2", "zero3", "zero3, host", "zero3, disk")]
+        stages = [
+            largest(gpus, name)
+            for name in ("none", "zero1", "zero2", "zero3", "zero3, host", "zero3, disk")
+        ]
         assert stages == sorted(stages)

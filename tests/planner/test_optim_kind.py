@@ -17,10 +17,16 @@ def plan_of(*words):
 
 
 def test_sgd_keeps_one_tensor_and_adamw_two():
-    wide = {kind: plan_of(f"optim.kind={kind}", "train.precision=fp32").memory for kind in ("adamw", "sgd", "muon")}
+    wide = {
+        kind: plan_of(f"optim.kind={kind}", "train.precision=fp32").memory
+        for kind in ("adamw", "sgd", "muon")
+    }
     assert wide["adamw"].optimizer == 2 * wide["sgd"].optimizer == 2 * wide["sgd"].params
     assert wide["muon"] == wide["adamw"]  # the most that it takes
-    narrow = {kind: plan_of(f"optim.kind={kind}", "train.precision=bf16").memory for kind in ("adamw", "sgd")}
+    narrow = {
+        kind: plan_of(f"optim.kind={kind}", "train.precision=bf16").memory
+        for kind in ("adamw", "sgd")
+    }
     assert narrow["adamw"].optimizer == 6 * narrow["adamw"].params  # a master copy and two moments
     assert narrow["sgd"].optimizer == 4 * narrow["sgd"].params
 
@@ -34,7 +40,10 @@ def test_plans_of_adamw_do_not_name_it():
     ("words", "message"),
     [
         (["optim.kind=sgd", "train.offload=host"], "optim.kind=sgd keeps its state on the device"),
-        (["optim.kind=muon", "train.offload=disk"], "optim.kind=muon keeps its state on the device"),
+        (
+            ["optim.kind=muon", "train.offload=disk"],
+            "optim.kind=muon keeps its state on the device",
+        ),
         (["optim.kind=moun"], "did you mean 'muon'"),
     ],
 )

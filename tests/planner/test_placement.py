@@ -1,4 +1,5 @@
-"""The order chosen is the best of all orders, keeps TP inside NVLink, and prefers the default on ties."""
+"""The order chosen is the best of all orders, keeps TP inside NVLink, and prefers the default on
+ties."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_every_rank_once_and_groups_partition(plan):
     assert len({(rank.node, rank.gpu) for rank in plan.ranks}) == plan.parallel.world_size
     assert plan.groups == all_groups([as_dict(rank) for rank in plan.ranks], plan.parallel.pp)
     for axis in (*AXES, "grad", "model"):
-        assert sorted(r for group in plan.groups[axis] for r in group) == list(range(plan.parallel.world_size))
+        assert sorted(r for group in plan.groups[axis] for r in group) == list(
+            range(plan.parallel.world_size)
+        )
 
 
 def test_ties_go_to_the_default_nesting():
@@ -59,14 +62,19 @@ def test_ties_go_to_the_default_nesting():
 
 
 def test_heavy_gradients_go_under_the_leaf_when_uplinks_are_thin():
-    """planning.md E2: DP before PP wins when pods are small and gradients dominate (few micro-batches)."""
+    """planning.md E2: DP before PP wins when pods are small and gradients dominate (few
+    micro-batches)."""
     spec = configs.cluster(8, 8, [("leaf", 2, 16.0), ("spine", 8, 1.0)])
     degrees = {"tp": 8, "pp": 4, "zero": 1}
-    config = configs.config(spec, shapes.llama3_70b(), degrees, global_batch_samples=8, seq_len=1024)
+    config = configs.config(
+        spec, shapes.llama3_70b(), degrees, global_batch_samples=8, seq_len=1024
+    )
     plan = build_plan(config)
     assert plan.parallel.order.index("dp") < plan.parallel.order.index("pp")
     assert plan.placement["dp"].worst_level == "leaf"
-    default = build_plan(structs.replace(config, parallel=structs.replace(config.parallel, order=list(AXES))))
+    default = build_plan(
+        structs.replace(config, parallel=structs.replace(config.parallel, order=list(AXES)))
+    )
     assert plan.time.step_s < default.time.step_s
 
 
@@ -79,7 +87,9 @@ def test_bytes_by_level_are_the_bytes_sent():
     plan = main_line()
     ranks = configs.costing(plan, plan.cluster)[2]
     for axis in AXES:
-        sent = max(sum(item.sent_bytes for item in traffic if item.axis == axis) for traffic in ranks)
+        sent = max(
+            sum(item.sent_bytes for item in traffic if item.axis == axis) for traffic in ranks
+        )
         assert math.isclose(sum(plan.placement[axis].bytes_per_step_by_level.values()), sent)
 
 

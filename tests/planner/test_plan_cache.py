@@ -1,4 +1,5 @@
-"""What was planned before is read back: equal to planning anew, never stale, and no more than a help."""
+"""What was planned before is read back: equal to planning anew, never stale, and no more than a
+help."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture
 def planned(monkeypatch):
     """Counts what the planner is asked for."""
-    asked, real = [], build.build_plan
+    asked = []
+    real = build.build_plan
     monkeypatch.setattr(build, "build_plan", lambda *what: asked.append(what) or real(*what))
     return asked
 
@@ -67,7 +69,12 @@ def test_a_damaged_file_is_planned_again(home, planned, tmp_path):
 
 def test_files_that_a_plan_was_made_of_are_looked_at(home, planned, tmp_path):
     table = tmp_path / "table.csv"
-    words = ["cluster=local", "parallel=pp2", "parallel.micro_batch_size=2", "train.global_batch_samples=8"]
+    words = [
+        "cluster=local",
+        "parallel=pp2",
+        "parallel.micro_batch_size=2",
+        "train.global_batch_samples=8",
+    ]
     config = load([*words, "cluster.gpus_per_node=2", f"parallel.schedule_file={table}"])
     found = []
     for text in ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1") * 2:
@@ -93,30 +100,37 @@ def test_measured_figures_count(home, planned):
 @pytest.mark.process
 def test_idle_threads_of_numpys_blas_take_no_processor_time_and_later_processes_are_not_told(home):
     code = (
-        "import os, sys, time\nfrom orchestrator.cli.main import main\nmain(['plan', '--json', *sys.argv[1:]])\n"
-        "print(os.environ.get('OPENBLAS_THREAD_TIMEOUT'), time.process_time() - time.thread_time())"
+        "import os, sys, time\nfrom orchestrator.cli.main import main\nmain(['plan', '--json',"
+        " *sys.argv[1:]])\nprint(os.environ.get('OPENBLAS_THREAD_TIMEOUT'), time.process_time() -"
+        " time.thread_time())"
     )
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environ["OPENBLAS_NUM_THREADS"] = "8"
     command = [sys.executable, "-c", code, *WORDS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
     told, others_s = done.stdout.splitlines()[-1].split()
-    assert told == "None" and float(others_s) < 0.003, done.stderr  # they would spin for 10 ms and more
+    assert told == "None" and float(others_s) < 0.003, (
+        done.stderr
+    )  # they would spin for 10 ms and more
 
 
 @pytest.mark.process
 def test_neither_hydra_nor_the_planner_is_imported_for_a_job_planned_before(home, tmp_path):
     code = (
-        "import sys\nfrom orchestrator.cli.main import main\ncode = main(['plan', '--json', *sys.argv[1:]])\n"
-        "watched = {'hydra', 'numpy', 'numpy.ma', 'orchestrator.planner.build', 'orchestrator.planner.search.search'}\n"
-        "watched |= {'logging', 'statistics', 'fractions', 'tempfile', 'csv', 'numpy.typing'}\n"
-        "print(code, *sorted(watched & set(sys.modules)))"
+        "import sys\nfrom orchestrator.cli.main import main\ncode = main(['plan', '--json',"
+        " *sys.argv[1:]])\nwatched = {'hydra', 'numpy', 'numpy.ma', 'orchestrator.planner.build',"
+        " 'orchestrator.planner.search.search'}\nwatched |= {'logging', 'statistics', 'fractions',"
+        " 'tempfile', 'csv', 'numpy.typing'}\nprint(code, *sorted(watched & set(sys.modules)))"
     )
     command = [sys.executable, "-c", code, *WORDS]
     done = [subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2)]
     shutil.rmtree(tmp_path / "cache" / "orch" / "plan")
     done.append(subprocess.run(command, capture_output=True, text=True, timeout=300))
-    (first, *page), (second, *again), (anew, *third) = (one.stdout.splitlines()[::-1] for one in done)
+    (first, *page), (second, *again), (anew, *third) = (
+        one.stdout.splitlines()[::-1] for one in done
+    )
     assert page == again == third and "numpy" in first.split() and second == "0", done[1].stderr
-    assert not {"numpy.ma", "orchestrator.planner.search.search"} & set(first.split()), "its degrees are given"
+    assert not {"numpy.ma", "orchestrator.planner.search.search"} & set(first.split()), (
+        "its degrees are given"
+    )
     assert anew == "0 numpy orchestrator.planner.build"

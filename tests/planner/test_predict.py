@@ -1,4 +1,5 @@
-"""Predictions of a table: every row answered, what is missing said, and a score that can be checked by hand."""
+"""Predictions of a table: every row answered, what is missing said, and a score that can be checked
+by hand."""
 
 from __future__ import annotations
 
@@ -11,20 +12,39 @@ from orchestrator.planner.predict.predict import COLUMNS, Prediction, predict
 from orchestrator.planner.predict.rows import read_row
 from orchestrator.planner.predict.score import regret, score, spearman
 
-# Narayanan et al., SC21 (arXiv 2104.04473), table 1: a fact of a public paper, as the calibration table writes it
+# Narayanan et al., SC21 (arXiv 2104.04473), table 1: a fact of a public paper, as the calibration
+# table writes it
 GPT_1_7B = {
-    **{"id": "narayanan_sc21-001", "model": "GPT-1.7B", "params_b": "1.7", "layers": "24", "hidden": "2304"},
-    **{"ffn_hidden": "9216", "heads": "24", "kv_heads": "24", "vocab": "51200", "seq_len": "2048"},
-    **{"gpu": "A100-80GB", "num_gpus": "32", "gpus_per_node": "8", "interconnect": "IB HDR 8x200Gb/s", "tp": "1"},
-    **{"sp": "0", "cp": "1", "pp": "1", "vpp": "1", "pp_schedule": "none", "dp": "32", "ep": "1", "zero_stage": "0"},
-    **{
-        "micro_batch": "16",
-        "global_batch": "512",
-        "recompute": "full",
-        "precision": "fp16",
-        "framework": "Megatron-LM",
-    },
-    **{"step_time_s": "3.5152", "status": "ok"},
+    "id": "narayanan_sc21-001",
+    "model": "GPT-1.7B",
+    "params_b": "1.7",
+    "layers": "24",
+    "hidden": "2304",
+    "ffn_hidden": "9216",
+    "heads": "24",
+    "kv_heads": "24",
+    "vocab": "51200",
+    "seq_len": "2048",
+    "gpu": "A100-80GB",
+    "num_gpus": "32",
+    "gpus_per_node": "8",
+    "interconnect": "IB HDR 8x200Gb/s",
+    "tp": "1",
+    "sp": "0",
+    "cp": "1",
+    "pp": "1",
+    "vpp": "1",
+    "pp_schedule": "none",
+    "dp": "32",
+    "ep": "1",
+    "zero_stage": "0",
+    "micro_batch": "16",
+    "global_batch": "512",
+    "recompute": "full",
+    "precision": "fp16",
+    "framework": "Megatron-LM",
+    "step_time_s": "3.5152",
+    "status": "ok",
 }
 
 
@@ -38,7 +58,9 @@ def test_a_published_row_within_a_factor_of_two():
 
 
 def test_more_than_memory_is_oom():
-    (got,) = predict([GPT_1_7B | {"micro_batch": "64", "global_batch": "2048", "recompute": "none"}])
+    (got,) = predict(
+        [GPT_1_7B | {"micro_batch": "64", "global_batch": "2048", "recompute": "none"}]
+    )
     assert got.status == "oom" and got.peak_mem_gib > 80
 
 
@@ -47,13 +69,20 @@ def test_score_by_hand():
         {"id": f"t-{i}", "tp": str(i), "step_time_s": str(s), "peak_mem_gib": "10", "status": "ok"}
         for i, s in enumerate((1, 2, 4))
     ]
-    got = [Prediction(f"t-{i}", s, 1.0, 12.0, "ok" if i else "oom", "") for i, s in enumerate((2.0, 1.0, 4.0))]
+    got = [
+        Prediction(f"t-{i}", s, 1.0, 12.0, "ok" if i else "oom", "")
+        for i, s in enumerate((2.0, 1.0, 4.0))
+    ]
     found = score(rows, got)
     assert found.time[0][:5] == ("t", 3, pytest.approx(0.5), 1.0, pytest.approx((1 - 0.5 + 0) / 3))
-    assert found.time[0].inside68 is None and found.time[-1] == found.time[0]._replace(group="mean of groups", rows=1)
+    assert found.time[0].inside68 is None and found.time[-1] == found.time[0]._replace(
+        group="mean of groups", rows=1
+    )
     assert found.memory[0].mean == pytest.approx(0.2)
     assert found.order[0][:3] == ("t", 1, 3) and found.order[0].spearman == pytest.approx(0.5)
-    assert found.order[0].regret == pytest.approx(1.0)  # it would choose the second, which took 2 s and not 1 s
+    assert found.order[0].regret == pytest.approx(
+        1.0
+    )  # it would choose the second, which took 2 s and not 1 s
     assert found.fits == {("ok", "oom"): 1, ("ok", "ok"): 2}
 
 
@@ -64,7 +93,8 @@ def test_rank_correlation_with_ties():
 
 
 def test_the_verb_writes_one_line_a_row(tmp_path, capsys):
-    table, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    table = tmp_path / "in.csv"
+    out = tmp_path / "out.csv"
     with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, GPT_1_7B)
         writer.writeheader()

@@ -28,22 +28,30 @@ def test_it_is_work_and_parameters_of_the_last_stage_alone():
     alone, ahead = (planned("parallel.stage_layers=[8,8,8,8]", depth=depth) for depth in (0, 2))
     held = [rank_parameters(plan.model, plan.parallel) for plan in (alone, ahead)]
     assert held[0][:-1] == held[1][:-1]
-    model, table = ahead.model, 128256 * 4096 // 2
+    model = ahead.model
+    table = 128256 * 4096 // 2
     block = layer_params(model, 31)
-    more = 2 * (block.attention + block.ffn) // 2 + 2 * (block.replicated + prediction_params(model)) + table
+    more = (
+        2 * (block.attention + block.ffn) // 2
+        + 2 * (block.replicated + prediction_params(model))
+        + table
+    )
     assert held[1][-1] == (held[0][-1][0] + more, 0)
     assert ahead.time.step_s > alone.time.step_s
 
 
 def test_the_last_stage_gets_fewer_layers():
-    alone, ahead = planned(depth=0), planned(depth=1)
+    alone = planned(depth=0)
+    ahead = planned(depth=1)
     assert ahead.parallel.stage_layers[-1] < alone.parallel.stage_layers[-1]
 
 
 def test_parameters_and_flops_are_those_of_a_layer_a_projection_and_the_head():
     model = planned(depth=1).model
     alone = structs.replace(model, mtp=UNSET)
-    assert parameter_count(model) - parameter_count(alone) == layer_params(model, 31).total + prediction_params(model)
+    assert parameter_count(model) - parameter_count(alone) == layer_params(
+        model, 31
+    ).total + prediction_params(model)
     weights = 2 * 4096**2 + 128256 * 4096 + 4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 14336
     more = model_flops_per_token(model, 8192) - model_flops_per_token(alone, 8192)
     assert more == pytest.approx(6 * weights + 3 * 4 * 8192 / 2 * 32 * 128)
@@ -55,5 +63,7 @@ def test_depth_0_is_no_key_of_the_plan():
 
 
 def test_the_search_is_refused():
-    with pytest.raises(OrchError, match=r"model\.mtp is not searched with: give degrees, not parallel=auto"):
+    with pytest.raises(
+        OrchError, match=r"model\.mtp is not searched with: give degrees, not parallel=auto"
+    ):
         plan_of("cluster=h100x64", "model=llama3_8b", "parallel=auto", "model.mtp={depth: 1}")

@@ -1,4 +1,5 @@
-"""A user's program is planned without a model: ranks, groups, placement, and nothing that only a model could tell."""
+"""A user's program is planned without a model: ranks, groups, placement, and nothing that only a
+model could tell."""
 
 from __future__ import annotations
 
@@ -38,14 +39,24 @@ def sizes_of(*words: str):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 8])
 def test_any_number_of_ranks_that_the_cluster_has(ranks):
     plan = plan_of(f"nproc={ranks}")
-    assert [(rank.node, rank.gpu) for rank in plan.ranks] == [(f"node-{i // 4}", i % 4) for i in range(ranks)]
+    assert [(rank.node, rank.gpu) for rank in plan.ranks] == [
+        (f"node-{i // 4}", i % 4) for i in range(ranks)
+    ]
     assert plan.groups["dp"] == [list(range(ranks))]
-    assert plan.placement["dp"].worst_level == ("self" if ranks == 1 else "nvlink" if ranks <= 4 else "host")
+    assert plan.placement["dp"].worst_level == (
+        "self" if ranks == 1 else "nvlink" if ranks <= 4 else "host"
+    )
 
 
 def test_named_axes_give_groups_and_the_innermost_the_fastest_links():
     plan = plan_of("cluster=h100x64", "parallel=tp8_pp2")
-    assert {axis: getattr(plan.parallel, axis) for axis in AXES} == {"tp": 8, "cp": 1, "ep": 1, "pp": 2, "dp": 4}
+    assert {axis: getattr(plan.parallel, axis) for axis in AXES} == {
+        "tp": 8,
+        "cp": 1,
+        "ep": 1,
+        "pp": 2,
+        "dp": 4,
+    }
     levels = {axis: plan.placement[axis].worst_level for axis in AXES}
     assert levels == {"tp": "nvlink", "cp": "self", "ep": "self", "pp": "leaf", "dp": "spine"}
     read = plan_of("parallel=tp2_zero2").parallel
@@ -68,7 +79,8 @@ def test_nothing_of_a_model_is_in_the_document_or_on_the_page():
 
 
 def test_a_plan_is_either_a_program_s_or_has_a_model():
-    """A plan of a model whose model was cut out of it is no program's plan, and the other way round."""
+    """A plan of a model whose model was cut out of it is no program's plan, and the other way
+    round."""
     plan = plan_of("parallel=tp2")
     with pytest.raises(PlanError, match="only the plan of a user's program is without a model"):
         seal(structs.replace(plan, program=False))
@@ -82,7 +94,10 @@ def test_a_plan_is_either_a_program_s_or_has_a_model():
         (["nproc=4", "parallel=dp2"], "nproc=4 is not what parallel gives: 2 ranks"),
         (["parallel=auto"], "parallel=auto needs a model"),
         (["parallel.schedule=gpipe"], "parallel.schedule means nothing without a model"),
-        (["parallel.micro_batch_size=2"], "parallel.micro_batch_size means nothing without a model"),
+        (
+            ["parallel.micro_batch_size=2"],
+            "parallel.micro_batch_size means nothing without a model",
+        ),
         (["nodes=1..2", "nproc=4"], "leave nproc and dp out"),
         (["nodes=1..3"], "cluster local has 2 nodes"),
         (["nodes=1..2", "parallel=tp3"], "no legal size"),
@@ -100,8 +115,9 @@ def test_nproc_is_refused_where_a_model_is_planned():
 
 
 def test_elastic_sizes_are_those_that_the_axes_fit_and_change_with_the_nodes():
-    """tp 4 x pp 2 is two nodes: sizes are 2 and 4. A lost node of four leaves three, so the run goes on with two; with
-    all four back it grows, where what it gains by then is more than the restart costs."""
+    """tp 4 x pp 2 is two nodes: sizes are 2 and 4. A lost node of four leaves three, so the run
+    goes on with two; with all four back it grows, where what it gains by then is more than the
+    restart costs."""
     found = sizes_of("cluster.nodes=4", "nodes=1..4", "parallel=tp4_pp2")
     assert [size.nodes for size in found.legal] == [4, 2] and set(found.refused) == {1, 3}
     plans = {size.nodes: size.plan for size in found.legal}
@@ -124,10 +140,18 @@ def test_a_spare_takes_the_place_of_a_lost_node():
 
 
 def test_one_switch_is_filled_where_the_order_of_nodes_has_no_meaning(tmp_path):
-    """Imported nodes: two ranks of nodes that lie under one switch, although the first two in the list do not."""
+    """Imported nodes: two ranks of nodes that lie under one switch, although the first two in the
+    list do not."""
     topology = tmp_path / "topology.conf"
-    topology.write_text("SwitchName=a Nodes=n0,n2\nSwitchName=b Nodes=n1,n3,n4\nSwitchName=top Switches=a,b\n")
-    words = ["cluster=h100x64", "cluster.nodes=5", f"cluster.topology_file={topology}", "parallel=tp8_dp3"]
+    topology.write_text(
+        "SwitchName=a Nodes=n0,n2\nSwitchName=b Nodes=n1,n3,n4\nSwitchName=top Switches=a,b\n"
+    )
+    words = [
+        "cluster=h100x64",
+        "cluster.nodes=5",
+        f"cluster.topology_file={topology}",
+        "parallel=tp8_dp3",
+    ]
     plan = plan_of(*words)
     assert sorted({rank.node for rank in plan.ranks}) == ["n1", "n3", "n4"]
     assert plan.placement["dp"].worst_level == "leaf"

@@ -1,4 +1,5 @@
-"""`train.recompute=budget`: fits where anything fits, repeats no more than it must, and costs what the plan says."""
+"""`train.recompute=budget`: fits where anything fits, repeats no more than it must, and costs what
+the plan says."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ GIB = 1 << 30
 
 
 def plan(gib: float | None, degrees: dict | None = None, recompute: str = "budget", model=None):
-    config = configs.config(configs.cluster(1), model or shapes.tiny(), degrees or {"tp": 2, "pp": 2})
-    train = structs.replace(config.train, recompute=recompute, recompute_budget_gib=gib, seq_len=128)
+    config = configs.config(
+        configs.cluster(1), model or shapes.tiny(), degrees or {"tp": 2, "pp": 2}
+    )
+    train = structs.replace(
+        config.train, recompute=recompute, recompute_budget_gib=gib, seq_len=128
+    )
     return build_plan(structs.replace(config, train=train))
 
 
@@ -39,7 +44,11 @@ def test_a_large_budget_repeats_nothing_and_a_tiny_one_everything():
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.95])
 @pytest.mark.parametrize(
     "degrees",
-    [{"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2, "schedule": "interleaved"}, {"pp": 2, "schedule": "dualpipe"}],
+    [
+        {"tp": 2, "pp": 2},
+        {"pp": 2, "vpp": 2, "schedule": "interleaved"},
+        {"pp": 2, "schedule": "dualpipe"},
+    ],
     ids=str,
 )
 def test_the_choice_fits_and_none_that_fits_repeats_less(degrees, share):
@@ -48,7 +57,8 @@ def test_the_choice_fits_and_none_that_fits_repeats_less(degrees, share):
     full, none = (kept(plan(None, degrees, mode, model)) for mode in ("full", "none"))
     budget = (min(full) + share * (max(none) - min(full))) / GIB
     chosen = plan(budget, degrees, model=model)
-    par, train = chosen.parallel, chosen.job.train
+    par = chosen.parallel
+    train = chosen.job.train
     context = context_of(chosen)
     one = layer_seconds(chosen.model, 0, par, train, context.rate, context.software)
     seconds = {"none": 0.0, "selective": one.selective, "full": one.forward}
@@ -59,14 +69,18 @@ def test_the_choice_fits_and_none_that_fits_repeats_less(degrees, share):
         if not fits:
             assert {train.recompute_layers[layer] for layer in layers} == {"full"}
             continue
-        if "dualpipe" in degrees.values():  # two holders: the tighter one decides, so this one may repeat more
+        if (
+            "dualpipe" in degrees.values()
+        ):  # two holders: the tighter one decides, so this one may repeat more
             continue
         for modes in itertools.product(MODES, repeat=len(layers)):
             if sum(seconds[mode] for mode in modes) < mine * (1 - 1e-12):
                 by_layer = list(train.recompute_layers)
                 for layer, mode in zip(layers, modes, strict=True):
                     by_layer[layer] = mode
-                other = activations(chosen.model, par, structs.replace(train, recompute_layers=by_layer))[rank]
+                other = activations(
+                    chosen.model, par, structs.replace(train, recompute_layers=by_layer)
+                )[rank]
                 assert other > budget * GIB
 
 
@@ -81,22 +95,30 @@ def test_the_first_stage_repeats_most_under_1f1b():
 def test_zero2_and_zero3_say_what_accumulation_costs():
     lines = {zero: plan(None, {"zero": zero}).warnings for zero in (1, 2, 3)}
     assert not [line for line in lines[1] if "Psi" in line]
-    assert [line for line in lines[2] if line.startswith("zero2 reduce-scatters") and "zero1: 2 Psi" in line]
+    assert [
+        line
+        for line in lines[2]
+        if line.startswith("zero2 reduce-scatters") and "zero1: 2 Psi" in line
+    ]
     assert [line for line in lines[3] if line.startswith("zero3 gathers weights twice")]
 
 
 def test_work_is_weighed_at_the_rates_that_were_measured():
-    """Where matrix products are slow, keeping them (selective) on many layers beats running a few layers again; where
-    memory is slow it is the other way round."""
+    """Where matrix products are slow, keeping them (selective) on many layers beats running a few
+    layers again; where memory is slow it is the other way round."""
     found = plan(None, {"pp": 2}, model=shapes.llama3_8b())
-    cluster, model, parallel = found.cluster, found.model, found.parallel
+    cluster = found.cluster
+    model = found.model
+    parallel = found.parallel
     train = structs.replace(found.job.train, recompute="budget", seq_len=8192)
     gib = activations(model, parallel, structs.replace(train, recompute="none"))[0] * 0.8 / GIB
     modes = []
     for flops, bytes_per_s in ((1e12, 1e14), (1e17, 1e9)):
         products = {name: {"bf16": flops} for name in ("matmul_flops", "attention_flops")}
         measured = Measured(source="test", memory_bytes_per_s=bytes_per_s, launch_s=0.0, **products)
-        cheapest = resolve_recompute(train, structs.replace(cluster, measured=measured), model, parallel, gib)
+        cheapest = resolve_recompute(
+            train, structs.replace(cluster, measured=measured), model, parallel, gib
+        )
         modes.append(cheapest.recompute_layers[:16])
     assert modes[0].count("full") == 0 < modes[0].count("selective")
     assert modes[1].count("full") > 0

@@ -1,4 +1,5 @@
-"""docs/reproduce.md: computed again it is the committed page, and the textbook numbers are what they are."""
+"""docs/reproduce.md: computed again it is the committed page, and the textbook numbers are what
+they are."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def sections():
 
 def ours(title: str, what: str, column: str = "") -> float:
     section = next(one for one in sections() if one.title.startswith(title))
-    return next(row.ours for row in section.rows if row.what.startswith(what) and row.column == column)
+    return next(
+        row.ours for row in section.rows if row.what.startswith(what) and row.column == column
+    )
 
 
 def test_the_committed_page_is_what_the_planner_computes():
@@ -47,19 +50,27 @@ def test_the_published_runs_are_presets():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_published_run_fits_and_takes_as_long_as_it_did(name):
     rows = {row.column: row for row in sections()[0].rows if row.what == name}
-    step, memory = rows["a step"], rows["fullest GPU, of"]
+    step = rows["a step"]
+    memory = rows["fullest GPU, of"]
     assert step.ours == pytest.approx(step.theirs, rel=0.10)
     assert memory.ours <= memory.theirs
 
 
 def test_what_this_project_counts_is_not_called_theirs():
     """Nobody published the MFU that our count of FLOPs gives for their step."""
-    counted = [row for section in sections() for row in section.rows if "MFU" in f"{row.what} {row.column}"]
+    counted = [
+        row for section in sections() for row in section.rows if "MFU" in f"{row.what} {row.column}"
+    ]
     assert len(counted) >= len(PRESETS) and not [row for row in counted if row.theirs is not None]
 
 
 def test_every_figure_is_as_near_as_its_row_says():
-    far = [(row.what, row.column, row.theirs, row.ours) for one in sections() for row in one.rows if not row.holds]
+    far = [
+        (row.what, row.column, row.theirs, row.ours)
+        for one in sections()
+        for row in one.rows
+        if not row.holds
+    ]
     assert not far
 
 
@@ -84,16 +95,21 @@ def test_textbook_numbers(title, what, column, value, near):
 
 
 def test_trends_of_the_papers():
-    """ZeRO: super-linear; the playbook: TP across nodes loses a third or more, a pipeline half of that."""
+    """ZeRO: super-linear; the playbook: TP across nodes loses a third or more, a pipeline half of
+    that."""
     assert ours("ZeRO's throughput", "60B, speed-up") > 400 / 64
     assert ours("Tensor parallelism", "lost from TP 8 to 16, %", "tokens/s a GPU") > 33
     assert ours("From one node to two", "tensor over pipeline") > 1.5
-    fits = [ours("Tensor parallelism", "TP 16", name) for name in ("without SP", "sequences that fit with SP")]
+    fits = [
+        ours("Tensor parallelism", "TP 16", name)
+        for name in ("without SP", "sequences that fit with SP")
+    ]
     assert fits[1] > 1.4 * fits[0]
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(31.40625, "31.4"), (4187.5, "4,190"), (3.14e23, "3.14e+23"), (0, "0"), (0.0312, "0.0312")]
+    ("value", "text"),
+    [(31.40625, "31.4"), (4187.5, "4,190"), (3.14e23, "3.14e+23"), (0, "0"), (0.0312, "0.0312")],
 )
 def test_numbers_have_three_digits(value, text):
     assert number(value) == text

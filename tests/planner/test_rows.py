@@ -17,37 +17,60 @@ from orchestrator.planner.predict.shapes import _size
 
 from .test_predict import GPT_1_7B
 
-# NVIDIA NeMo container 26.04.01, performance summary, Llama 3 70B on 64 GB200: layout, without what was measured
+# NVIDIA NeMo container 26.04.01, performance summary, Llama 3 70B on 64 GB200: layout, without what
+# was measured
 LLAMA_70B = {
-    **{"model": "Llama3-70B", "layers": "80", "hidden": "8192", "heads": "64", "seq_len": "8192", "gpu": "GB200"},
-    **{"num_gpus": "64", "gpus_per_node": "4", "interconnect": "NVL72 (NVLink domain 72)+400Gb/s per GPU"},
-    **{"framework": "Megatron-Bridge", "tp": "2", "pp": "4", "vpp": "5", "pp_schedule": "interleaved-1f1b"},
-    **{"zero_stage": "1", "micro_batch": "1", "global_batch": "256", "precision": "MXFP8"},
-    **{"notes": "NeMo container 26.04.01"},
+    "model": "Llama3-70B",
+    "layers": "80",
+    "hidden": "8192",
+    "heads": "64",
+    "seq_len": "8192",
+    "gpu": "GB200",
+    "num_gpus": "64",
+    "gpus_per_node": "4",
+    "interconnect": "NVL72 (NVLink domain 72)+400Gb/s per GPU",
+    "framework": "Megatron-Bridge",
+    "tp": "2",
+    "pp": "4",
+    "vpp": "5",
+    "pp_schedule": "interleaved-1f1b",
+    "zero_stage": "1",
+    "micro_batch": "1",
+    "global_batch": "256",
+    "precision": "MXFP8",
+    "notes": "NeMo container 26.04.01",
 }
 # Qi et al. (arXiv 2401.10241) table 4: 22 layers on 8 stages; virtual stages not recorded
 ZERO_BUBBLE = {
-    **{"model": "GPT-1.5B", "params_b": "1.5", "layers": "22", "hidden": "2304", "heads": "24", "seq_len": "1024"},
-    **{
-        "gpu": "A100-80GB",
-        "num_gpus": "8",
-        "framework": "Megatron-LM fork (zero bubble)",
-        "pp": "8",
-        "precision": "fp16",
-    },
-    **{"pp_schedule": "interleaved-1f1b", "micro_batch": "6", "global_batch": "144", "recompute": "none"},
+    "model": "GPT-1.5B",
+    "params_b": "1.5",
+    "layers": "22",
+    "hidden": "2304",
+    "heads": "24",
+    "seq_len": "1024",
+    "gpu": "A100-80GB",
+    "num_gpus": "8",
+    "framework": "Megatron-LM fork (zero bubble)",
+    "pp": "8",
+    "precision": "fp16",
+    "pp_schedule": "interleaved-1f1b",
+    "micro_batch": "6",
+    "global_batch": "144",
+    "recompute": "none",
 }
 # Mixtral 8x22B of MoE Parallel Folding (arXiv 2504.14960): micro-batch and interleaving not stated
 MIXTRAL = {
-    **{
-        "model": "Mixtral-8x22B",
-        "gpu": "H100-80GB",
-        "num_gpus": "128",
-        "framework": "Megatron-Core",
-        "tp": "2",
-        "pp": "8",
-    },
-    **{"dp": "8", "ep": "8", "global_batch": "256", "notes": "MCore w/ Folding; ETP 1", "seq_len": "4096"},
+    "model": "Mixtral-8x22B",
+    "gpu": "H100-80GB",
+    "num_gpus": "128",
+    "framework": "Megatron-Core",
+    "tp": "2",
+    "pp": "8",
+    "dp": "8",
+    "ep": "8",
+    "global_batch": "256",
+    "notes": "MCore w/ Folding; ETP 1",
+    "seq_len": "4096",
 }
 
 
@@ -58,7 +81,11 @@ def job_of(row: dict[str, str], **cells: str) -> Job:
 def test_a_model_by_its_name_alone():
     job = job_of({"model": "deepseek-ai/DeepSeek-V3", "num_gpus": "2048", "gpu": "H800"})
     model = job.model
-    assert model.mla.kv_lora_rank == 512 and model.moe.shared_ffn_hidden == 2048 and model.moe.first_dense_layers == 3
+    assert (
+        model.mla.kv_lora_rank == 512
+        and model.moe.shared_ffn_hidden == 2048
+        and model.moe.first_dense_layers == 3
+    )
     assert model.parameters / 1e9 == pytest.approx(671, rel=0.01) and "layers=61" in job.assumed
     assert job_of({"model": "Qwen3-30B-A3B"}).model.head_dim == 128  # hidden / heads is 64
     assert job_of({"model": "qwen-32b"}).model.heads == 40  # not Qwen3 with a size of 2b
@@ -69,11 +96,19 @@ def test_a_model_by_its_name_alone():
 
 def test_cells_win_over_the_name_and_another_width_is_another_model():
     reduced = job_of({"model": "Llama3-70B-L12", "layers": "12"}).model
-    assert (reduced.layers, reduced.hidden, reduced.ffn_hidden, reduced.kv_heads) == (12, 8192, 28672, 8)
-    assert job_of({"model": "GPT-h14400-L80", "params_b": "202.7"}).model.parameters / 1e9 == pytest.approx(
-        202.7, rel=0.05
+    assert (reduced.layers, reduced.hidden, reduced.ffn_hidden, reduced.kv_heads) == (
+        12,
+        8192,
+        28672,
+        8,
     )
-    cut = {layers: job_of({"model": "DeepSeek-V3", "layers": layers}).model.moe for layers in ("3", "4")}
+    assert job_of(
+        {"model": "GPT-h14400-L80", "params_b": "202.7"}
+    ).model.parameters / 1e9 == pytest.approx(202.7, rel=0.05)
+    cut = {
+        layers: job_of({"model": "DeepSeek-V3", "layers": layers}).model.moe
+        for layers in ("3", "4")
+    }
     assert cut["3"] is None and cut["4"].first_dense_layers == 3
     other = job_of({"model": "Qwen3-30B-A3B", "layers": "8", "hidden": "1024", "heads": "16"}).model
     assert other.head_dim == 64 and other.moe is None
@@ -98,12 +133,17 @@ def test_published_shapes_have_the_size_of_their_name():
 )
 def test_a_size_alone_is_a_usual_shape_of_that_size(cells, billions):
     model = job_of(cells).model
-    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.12) and model.heads * model.head_dim == model.hidden
+    assert (
+        model.parameters / 1e9 == pytest.approx(billions, rel=0.12)
+        and model.heads * model.head_dim == model.hidden
+    )
 
 
 def test_a_width_or_a_depth_alone_is_a_usual_shape_that_has_it():
     wide = job_of({"model": "mine", "hidden": "8192"})
-    assert wide.model.hidden == 8192 and 40 <= wide.model.layers <= 56 and "layers=48" in wide.assumed
+    assert (
+        wide.model.hidden == 8192 and 40 <= wide.model.layers <= 56 and "layers=48" in wide.assumed
+    )
     assert job_of({"model": "mine", "hidden": "128"}).model.layers < 16
     deep = job_of({"model": "mine", "layers": "80"})
     assert deep.model.layers == 80 and 11264 <= deep.model.hidden <= 13312
@@ -111,15 +151,28 @@ def test_a_width_or_a_depth_alone_is_a_usual_shape_that_has_it():
 
 def test_virtual_stages_that_a_row_does_not_record():
     parallel = job_of(ZERO_BUBBLE).parallel
-    assert (parallel.schedule, parallel.vpp) == ("interleaved", 3)  # (22 + 2) / 8: one layer a stage
+    assert (parallel.schedule, parallel.vpp) == (
+        "interleaved",
+        3,
+    )  # (22 + 2) / 8: one layer a stage
     assert parallel.stage_layers == [0, *[1] * 22, 0]  # embedding and head count as layers
     split = job_of(ZERO_BUBBLE, pp_schedule="zb-2p", vpp="1").parallel
     assert split.schedule == "zb_h2" and split.stage_layers == [2, 3, 3, 3, 3, 3, 3, 2]
     assert job_of(MIXTRAL).parallel.vpp == 7  # blank schedule, Megatron-Core: 56 layers on 8 stages
-    assert job_of(GPT_1_7B, pp="8", dp="4", pp_schedule="", vpp="").parallel.schedule == "1f1b"  # software of 2021
-    stated = {task: job_of(LLAMA_70B, pp_schedule="1f1b", vpp="", task=task).parallel.vpp for task in ("sft", "lora")}
-    assert stated == {"sft": 20, "lora": 1}  # NeMo interleaves, but for LoRA; vpp 1 would say that it does not
-    titan = job_of(LLAMA_70B, framework="torchtitan", pp_schedule="Interleaved1F1B", vpp="").parallel
+    assert (
+        job_of(GPT_1_7B, pp="8", dp="4", pp_schedule="", vpp="").parallel.schedule == "1f1b"
+    )  # software of 2021
+    stated = {
+        task: job_of(LLAMA_70B, pp_schedule="1f1b", vpp="", task=task).parallel.vpp
+        for task in ("sft", "lora")
+    }
+    assert stated == {
+        "sft": 20,
+        "lora": 1,
+    }  # NeMo interleaves, but for LoRA; vpp 1 would say that it does not
+    titan = job_of(
+        LLAMA_70B, framework="torchtitan", pp_schedule="Interleaved1F1B", vpp=""
+    ).parallel
     assert (titan.schedule, titan.vpp) == ("interleaved", 2)
 
 
@@ -127,9 +180,13 @@ def test_experts_folded_over_tensor_parallelism():
     par = job_of(MIXTRAL).parallel  # 8 whole experts over tp x dp
     assert (par.ep, par.dp, par.etp) == (4, 2, 1)
     split = job_of(MIXTRAL, notes="").parallel
-    assert (split.ep, split.etp) == (8, UNSET), "cut over tp, as Megatron-Core does where nothing is said"
+    assert (split.ep, split.etp) == (8, UNSET), (
+        "cut over tp, as Megatron-Core does where nothing is said"
+    )
     beyond = job_of(MIXTRAL, num_gpus="64", dp="4", notes="").parallel
-    assert (beyond.ep, beyond.etp, expert_mesh(beyond).ep) == (4, 1, 8), "more than dp has places: over tp"
+    assert (beyond.ep, beyond.etp, expert_mesh(beyond).ep) == (4, 1, 8), (
+        "more than dp has places: over tp"
+    )
     sequence = job_of(MIXTRAL, num_gpus="64", tp="1", cp="8", pp="8", dp="1", notes="").parallel
     assert sequence.fold_cp is True and expert_mesh(sequence) == (1, 8, 1)
     assert expert_mesh(job_of(MIXTRAL, ep="16", notes="").parallel).ep == 8  # there are 8 experts
@@ -148,11 +205,18 @@ def test_degrees_follow_from_each_other():
     assert job_of(LLAMA_70B, dp="").parallel.dp == 8
     assert job_of(LLAMA_70B, tp="", dp="8").parallel.tp == 2
     assert job_of(LLAMA_70B, num_gpus="", dp="16").parallel.world_size == 128
-    assert job_of(LLAMA_70B, num_gpus="60").parallel.world_size == 64  # tp 2 x pp 4 does not divide 60
+    assert (
+        job_of(LLAMA_70B, num_gpus="60").parallel.world_size == 64
+    )  # tp 2 x pp 4 does not divide 60
     deep = job_of(GPT_1_7B, pp="32", dp="1")
     assert deep.parallel.pp == 16 and deep.parallel.world_size == 32  # 24 layers
-    assert job_of({"model": "GPT-13B", "framework": "DeepSpeed ZeRO-2", "zero_stage": "2"}).parallel.tp == 1
-    sharded = job_of({"model": "Llama-2-70b", "framework": "PyTorch FSDP", "gpu": "A100-80GB"}).parallel
+    assert (
+        job_of({"model": "GPT-13B", "framework": "DeepSpeed ZeRO-2", "zero_stage": "2"}).parallel.tp
+        == 1
+    )
+    sharded = job_of(
+        {"model": "Llama-2-70b", "framework": "PyTorch FSDP", "gpu": "A100-80GB"}
+    ).parallel
     assert (sharded.tp, sharded.zero) == (1, 3) and sharded.world_size >= 32
     split = job_of({"model": "Llama-2-70b", "framework": "Megatron-LM", "num_gpus": "64"}).parallel
     assert split.tp * split.pp >= 8 and split.zero == 1
@@ -166,19 +230,35 @@ def test_sequences_sharded_without_tensor_parallelism():
 
 
 def test_batches():
-    assert job_of(LLAMA_70B, micro_batch="", notes="grad accumulation 16").parallel.micro_batch_size == 2
-    blank = {"model": "Qwen3-30B-A3B", "seq_len": "4096", "framework": "Megatron-Bridge", "ep": "8", "num_gpus": "8"}
-    sizes = {gpu: job_of(blank, gpu=gpu, global_batch="512").parallel.micro_batch_size for gpu in ("H100", "GB300")}
+    assert (
+        job_of(LLAMA_70B, micro_batch="", notes="grad accumulation 16").parallel.micro_batch_size
+        == 2
+    )
+    blank = {
+        "model": "Qwen3-30B-A3B",
+        "seq_len": "4096",
+        "framework": "Megatron-Bridge",
+        "ep": "8",
+        "num_gpus": "8",
+    }
+    sizes = {
+        gpu: job_of(blank, gpu=gpu, global_batch="512").parallel.micro_batch_size
+        for gpu in ("H100", "GB300")
+    }
     assert sizes == {"H100": 1, "GB300": 4}  # as memory allows
     assert job_of(blank, gpu="GB300", zero_stage="3").parallel.micro_batch_size == 1
     assert job_of(blank, framework="FSDP", micro_batch="1").parallel.micro_batches == 1
     assert job_of(blank, micro_batch="1").parallel.micro_batches == 64
-    wide = job_of(LLAMA_70B, tp="8", pp="1", vpp="1", micro_batch="", global_batch="64", seq_len="4096").parallel
+    wide = job_of(
+        LLAMA_70B, tp="8", pp="1", vpp="1", micro_batch="", global_batch="64", seq_len="4096"
+    ).parallel
     assert wide.micro_batch_size == 4
     tokens = job_of(LLAMA_70B, global_batch="4M").parallel
     assert tokens.global_batch_samples == 512
     assert job_of(LLAMA_70B, global_batch="").parallel.global_batch_samples == 256  # 2 M tokens
-    assert job_of(LLAMA_70B, global_batch="", num_gpus="1024").parallel.micro_batches == 16  # 4 a stage at least
+    assert (
+        job_of(LLAMA_70B, global_batch="", num_gpus="1024").parallel.micro_batches == 16
+    )  # 4 a stage at least
     assert job_of(LLAMA_70B, micro_batch="64", global_batch="64").parallel.micro_batch_size == 8
 
 
@@ -191,7 +271,11 @@ def test_batches():
         (LLAMA_70B | {"notes": "NeMo container 26.06"}, "nemo", {"host": "modern"}),
         (LLAMA_70B | {"notes": "max 28.29 GiB"}, "nemo", {"host": "eager"}),
         (LLAMA_70B | {"zero_stage": "3"}, "nemo", {"dp_overlap": "modern"}),
-        (GPT_1_7B | {"framework": "NeMo-Megatron", "precision": "bf16"}, "nemo", {"attention": "unfused"}),
+        (
+            GPT_1_7B | {"framework": "NeMo-Megatron", "precision": "bf16"},
+            "nemo",
+            {"attention": "unfused"},
+        ),
         (GPT_1_7B | {"framework": "DeepSpeed ZeRO-3", "zero_stage": "3"}, "deepspeed_2021", {}),
         (LLAMA_70B | {"framework": "DeepSpeed"}, "transformers", {}),
         (LLAMA_70B | {"framework": "HF PEFT"}, "transformers", {"elementwise": "modules"}),
@@ -201,17 +285,41 @@ def test_batches():
         (LLAMA_70B | {"framework": "Megatron-Core 0.8", "notes": ""}, "nemo", {"grad_bytes": None}),
         (LLAMA_70B, "nemo", {"grad_bytes": 2}),
         (LLAMA_70B | {"framework": "Megatron-Core", "notes": ""}, "nemo", {"tp_overlap": False}),
-        (LLAMA_70B | {"framework": "Megatron-Core", "notes": "TP comm overlap"}, "nemo", {"tp_overlap": True}),
-        (LLAMA_70B | {"framework": "mcore", "notes": "", "source": "Megatron-LM README"}, "nemo", {"tp_overlap": True}),
-        (LLAMA_70B | {"framework": "mcore", "notes": "", "source": "one/Megatron-LM#1"}, "nemo", {"tp_overlap": False}),
+        (
+            LLAMA_70B | {"framework": "Megatron-Core", "notes": "TP comm overlap"},
+            "nemo",
+            {"tp_overlap": True},
+        ),
+        (
+            LLAMA_70B | {"framework": "mcore", "notes": "", "source": "Megatron-LM README"},
+            "nemo",
+            {"tp_overlap": True},
+        ),
+        (
+            LLAMA_70B | {"framework": "mcore", "notes": "", "source": "one/Megatron-LM#1"},
+            "nemo",
+            {"tp_overlap": False},
+        ),
         (LLAMA_70B | {"framework": "HAI-LLM (internal)"}, "deepseek", {}),
         (GPT_1_7B | {"framework": "Megatron-Core"}, "nemo", {"attention": "flash"}),
         (LLAMA_70B | {"gpu": "V100-32GB"}, "nemo", {"attention": "unfused"}),
-        (LLAMA_70B | {"framework": "torchtitan", "notes": "compile; async TP"}, "torchtitan", {"elementwise": "fused"}),
+        (
+            LLAMA_70B | {"framework": "torchtitan", "notes": "compile; async TP"},
+            "torchtitan",
+            {"elementwise": "fused"},
+        ),
         (LLAMA_70B | {"framework": "MaxText (JAX)"}, "maxtext", {}),
-        (LLAMA_70B | {"framework": "LLM-Foundry/Composer (FSDP)", "gpu": "A100-80GB"}, "fsdp_triton", {}),
+        (
+            LLAMA_70B | {"framework": "LLM-Foundry/Composer (FSDP)", "gpu": "A100-80GB"},
+            "fsdp_triton",
+            {},
+        ),
         (LLAMA_70B | {"framework": "nobody's trainer"}, "eager", {"known": False}),
-        (LLAMA_70B | {"notes": "no communication overlap"}, "nemo", {"tp_overlap": False, "dp_overlap": "early"}),
+        (
+            LLAMA_70B | {"notes": "no communication overlap"},
+            "nemo",
+            {"tp_overlap": False, "dp_overlap": "early"},
+        ),
     ],
 )
 def test_software(row, name, traits):
@@ -294,19 +402,32 @@ def test_networks(words, per_gpu, nics, slow):
 
 
 def test_nodes_and_domains():
-    assert len(job_of(LLAMA_70B, interconnect="").cluster.nvlink_domains[0]) == 16  # GB200 comes in racks
+    assert (
+        len(job_of(LLAMA_70B, interconnect="").cluster.nvlink_domains[0]) == 16
+    )  # GB200 comes in racks
     assert job_of(LLAMA_70B, gpus_per_node="").cluster.gpus_per_node == 4
-    assert len(job_of(LLAMA_70B).cluster.nvlink_domains[0]) == 16  # 16 nodes of 4 in one domain of 72
+    assert (
+        len(job_of(LLAMA_70B).cluster.nvlink_domains[0]) == 16
+    )  # 16 nodes of 4 in one domain of 72
     pcie = job_of(LLAMA_70B, gpu="L40S", interconnect="PCIe4 + 100GbE").cluster
     assert pcie.nvlink.bytes_per_s == 32e9 and pcie.levels[0].bytes_per_s == 100e9 / 8 / 4
-    assert job_of(LLAMA_70B, gpu="A100", interconnect="no NVLink").cluster.nvlink.bytes_per_s == 32e9
+    assert (
+        job_of(LLAMA_70B, gpu="A100", interconnect="no NVLink").cluster.nvlink.bytes_per_s == 32e9
+    )
 
 
 @pytest.mark.parametrize(
     ("gpu", "gpus_per_node", "num_gpus", "interconnect", "direct", "rate"),
     [
         ("GH200", "", "256", "Slingshot", True, 450),
-        ("GH200", "4", "2", "", True, 150),  # of a node's three links to each GPU those between the two
+        (
+            "GH200",
+            "4",
+            "2",
+            "",
+            True,
+            150,
+        ),  # of a node's three links to each GPU those between the two
         ("H100", "4", "64", "NVLink", True, 450),
         ("A100 64GB", "", "64", "", True, 300),
         ("H100", "8", "64", "", False, 450),
@@ -315,7 +436,9 @@ def test_nodes_and_domains():
         ("GB200", "4", "64", "", False, 900),
     ],
 )
-def test_four_gpus_of_a_node_are_joined_without_a_switch(gpu, gpus_per_node, num_gpus, interconnect, direct, rate):
+def test_four_gpus_of_a_node_are_joined_without_a_switch(
+    gpu, gpus_per_node, num_gpus, interconnect, direct, rate
+):
     node = {"gpus_per_node": gpus_per_node, "num_gpus": num_gpus, "interconnect": interconnect}
     degrees = {"tp": "2", "pp": "1", "vpp": "1", "dp": ""}
     cluster = job_of(LLAMA_70B, gpu=gpu, **node, **degrees).cluster
@@ -333,7 +456,14 @@ def test_four_gpus_of_a_node_are_joined_without_a_switch(gpu, gpus_per_node, num
     ],
 )
 def test_buckets_of_megatron_core_grow_with_the_replicas(framework, replicas, bucket_bytes):
-    degrees = {"tp": "1", "pp": "1", "vpp": "1", "dp": "", "zero_stage": "1", "num_gpus": str(replicas)}
+    degrees = {
+        "tp": "1",
+        "pp": "1",
+        "vpp": "1",
+        "dp": "",
+        "zero_stage": "1",
+        "num_gpus": str(replicas),
+    }
     row = LLAMA_70B | {"framework": framework, "notes": ""} | degrees
     assert read_row(row).parallel.bucket_bytes == bucket_bytes
 
@@ -367,7 +497,17 @@ def test_gpus(words, name):
 
 
 @pytest.mark.parametrize(
-    "words", ["RTX PRO 6000 Blackwell", "Quadro RTX 6000", "A1000", "RTX A4000", "T400", "P1000", "P5000", "DGX 10"]
+    "words",
+    [
+        "RTX PRO 6000 Blackwell",
+        "Quadro RTX 6000",
+        "A1000",
+        "RTX A4000",
+        "T400",
+        "P1000",
+        "P5000",
+        "DGX 10",
+    ],
 )
 def test_a_gpu_that_only_begins_like_another_is_not_that_one(words):
     assert gpu_of(words) == ("H100-80GB", False)
@@ -406,7 +546,9 @@ def test_numbers(name, text, value):
 )
 def test_a_row_that_cannot_be_predicted_says_why_and_the_rest_go_on(change, said):
     first, bad, last = predict([GPT_1_7B, GPT_1_7B | change, GPT_1_7B])
-    assert bad.status.startswith("error: row 2: ") and said in bad.status and bad.step_time_s is None
+    assert (
+        bad.status.startswith("error: row 2: ") and said in bad.status and bad.step_time_s is None
+    )
     assert first.status == last.status == "ok"
 
 
@@ -414,16 +556,44 @@ TEXT = st.one_of(
     st.text(max_size=8),
     st.from_regex(r"-?[0-9]{1,7}(\.[0-9])?[kMB]?", fullmatch=True),
     st.sampled_from(
-        ["", "0", "1", "2", "3", "7", "8", "64", "1e6", "zb-v", "interleaved", "dualpipe", "gpipe", "FSDP"]
+        [
+            "",
+            "0",
+            "1",
+            "2",
+            "3",
+            "7",
+            "8",
+            "64",
+            "1e6",
+            "zb-v",
+            "interleaved",
+            "dualpipe",
+            "gpipe",
+            "FSDP",
+        ]
     ),
     st.sampled_from(
-        ["nan", "full", "selective", "Megatron-LM", "NeMo", "Qwen3-30B-A3B", "DeepSeek-V3", "NVL72", "PCIe"]
+        [
+            "nan",
+            "full",
+            "selective",
+            "Megatron-LM",
+            "NeMo",
+            "Qwen3-30B-A3B",
+            "DeepSeek-V3",
+            "NVL72",
+            "PCIe",
+        ]
     ),
 )
 
 
 @given(
-    st.dictionaries(st.sampled_from(sorted(GPT_1_7B | {"experts": "", "topk": "", "notes": ""})), TEXT), st.booleans()
+    st.dictionaries(
+        st.sampled_from(sorted(GPT_1_7B | {"experts": "", "topk": "", "notes": ""})), TEXT
+    ),
+    st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
 def test_any_text_in_any_column_is_a_prediction_or_a_reason(change, blank):

@@ -1,4 +1,5 @@
-"""The search finds what costing every layout finds, keeps what is given, and answers the same every time."""
+"""The search finds what costing every layout finds, keeps what is given, and answers the same every
+time."""
 
 from __future__ import annotations
 
@@ -45,18 +46,33 @@ def cases(draw):
     spec = configs.cluster(nodes, gpus, levels, domain_nodes=draw(st.sampled_from([1, leaf])))
     model = small_model(draw(st.booleans()), draw(st.integers(2, 5)))
     given_ = {}
-    for key, values in (("tp", [1, 2]), ("pp", [1, 2]), ("zero", [1, 3]), ("micro_batch_size", [1, 2])):
+    for key, values in (
+        ("tp", [1, 2]),
+        ("pp", [1, 2]),
+        ("zero", [1, 3]),
+        ("micro_batch_size", [1, 2]),
+    ):
         if draw(st.integers(0, 3)) == 0:
             given_[key] = draw(st.sampled_from(values))
-    for key, values in (("sp", [True, False]), ("cp_method", ["zigzag", "ring", "allgather", "ulysses"])):
+    for key, values in (
+        ("sp", [True, False]),
+        ("cp_method", ["zigzag", "ring", "allgather", "ulysses"]),
+    ):
         if draw(st.integers(0, 2)) == 0:
             given_[key] = draw(st.sampled_from(values))
     if spec.nvlink.domain_nodes == 1:
-        spec = structs.replace(spec, nvlink=structs.replace(spec.nvlink, switched=draw(st.booleans())))
+        spec = structs.replace(
+            spec, nvlink=structs.replace(spec.nvlink, switched=draw(st.booleans()))
+        )
     gib = draw(st.sampled_from([16, 24, 40, 80]))
     spec = structs.replace(spec, gpu=structs.replace(spec.gpu, memory_gib=gib))
-    train = {"seq_len": draw(st.sampled_from([1024, 4096])), "global_batch_samples": draw(st.sampled_from([4, 6, 16]))}
-    software = draw(st.sampled_from(["orch", "orch", "megatron_2021", "nemo", "torchtitan", "deepspeed_2021"]))
+    train = {
+        "seq_len": draw(st.sampled_from([1024, 4096])),
+        "global_batch_samples": draw(st.sampled_from([4, 6, 16])),
+    }
+    software = draw(
+        st.sampled_from(["orch", "orch", "megatron_2021", "nemo", "torchtitan", "deepspeed_2021"])
+    )
     found = configs.config(spec, model, {"auto": True, **given_}, **train)
     return structs.replace(found, cost=structs.replace(found.cost, software=software))
 
@@ -64,8 +80,13 @@ def cases(draw):
 @given(cases())
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_equals_costing_every_layout(config):
-    everything, answer = every_layout(config), configs.search(config, any_layout=True).run()
-    assert [one.layout for one in answer.front] == [one.layout for one in front(everything)] if everything else True
+    everything = every_layout(config)
+    answer = configs.search(config, any_layout=True).run()
+    assert (
+        [one.layout for one in answer.front] == [one.layout for one in front(everything)]
+        if everything
+        else True
+    )
     assert bool(everything) == bool(answer.front)
 
 
@@ -73,23 +94,41 @@ def test_equals_costing_every_layout(config):
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_layout_costs_less_than_its_bounds(config):
     search = configs.search(config, any_layout=True)
-    families = [(column, search.base(mesh, column.options)) for column in search.columns() for mesh in column.meshes]
+    families = [
+        (column, search.base(mesh, column.options))
+        for column in search.columns()
+        for mesh in column.meshes
+    ]
     for column, family in families:
         assert least_of_column(column.meshes, column.layers) <= family.least_seconds() * (1 + 1e-9)
-    single = [(family, fold, one) for column, family in families for fold, some in column.options for one in some]
-    for family, base in ((family, search.base(family.mesh, [(fold, [one])])) for family, fold, one in single):
+    single = [
+        (family, fold, one)
+        for column, family in families
+        for fold, some in column.options
+        for one in some
+    ]
+    for family, base in (
+        (family, search.base(family.mesh, [(fold, [one])])) for family, fold, one in single
+    ):
         assert family.least_seconds() <= base.least_seconds() * (1 + 1e-9)
         for branch in base.branches(search.space.recompute, search.space.zeros(base.mesh)):
-            least_bytes, least_s = branch.least_bytes(), branch.least_s
+            least_bytes = branch.least_bytes()
+            least_s = branch.least_s
             assert base.least_seconds() <= least_s * (1 + 1e-9)
             for pipeline, schedules in search.pipelines(branch):
                 for schedule, sharded in itertools.product(schedules, branch.sharded):
                     if not search.space.shards(base.mesh, schedule)(sharded.par.zero):
                         continue
-                    size, seconds = pipeline.bytes_of(pipeline.kept(schedule), sharded), pipeline.seconds_of(sharded)
-                    assert least_bytes <= size and max(least_s, pipeline.least_s) <= seconds * (1 + 1e-9)
-                    layout = Layout(base.mesh, branch.recompute, sharded.par.zero, schedule, pipeline.vpp)
-                    with_schedule, found = pipeline.seconds_with(schedule, sharded), search.cost(layout)
+                    size = pipeline.bytes_of(pipeline.kept(schedule), sharded)
+                    seconds = pipeline.seconds_of(sharded)
+                    assert least_bytes <= size and max(least_s, pipeline.least_s) <= seconds * (
+                        1 + 1e-9
+                    )
+                    layout = Layout(
+                        base.mesh, branch.recompute, sharded.par.zero, schedule, pipeline.vpp
+                    )
+                    with_schedule = pipeline.seconds_with(schedule, sharded)
+                    found = search.cost(layout)
                     assert seconds <= with_schedule
                     if found is not None:
                         assert size <= found.memory.total + 8 and with_schedule <= found.step_s
@@ -97,7 +136,8 @@ def test_no_layout_costs_less_than_its_bounds(config):
 
 
 def test_few_nodes_of_a_large_search_are_bounded():
-    """Of five million legal layouts. What is bounded beyond the answer's neighbours is time of whoever waits."""
+    """Of five million legal layouts. What is bounded beyond the answer's neighbours is time of
+    whoever waits."""
     config = load(["+cluster=h100x16384", "model=llama3_405b", "parallel=auto"])
     counts = configs.search(config).run(near=0.0).counts
     assert counts.legal > 5e6 and counts.costed <= 4
@@ -105,10 +145,16 @@ def test_few_nodes_of_a_large_search_are_bounded():
 
 
 def test_the_same_on_every_run_and_the_same_as_the_plan():
-    config = configs.config(configs.cluster(2, 4), shapes.llama3_8b(), {"auto": True}, global_batch_samples=32)
-    first, second = configs.search(config).run().front, configs.search(config).run().front
-    assert [(a.layout, a.step_s, a.memory) for a in first] == [(b.layout, b.step_s, b.memory) for b in second]
-    plan, best = build_plan(first[0].config), first[0]
+    config = configs.config(
+        configs.cluster(2, 4), shapes.llama3_8b(), {"auto": True}, global_batch_samples=32
+    )
+    first = configs.search(config).run().front
+    second = configs.search(config).run().front
+    assert [(a.layout, a.step_s, a.memory) for a in first] == [
+        (b.layout, b.step_s, b.memory) for b in second
+    ]
+    plan = build_plan(first[0].config)
+    best = first[0]
     assert (
         structs.replace(plan.time, sd=0.0) == best.solution.time
         and plan.time.sd > 0
@@ -123,7 +169,12 @@ def test_what_is_given_is_kept():
     config = configs.config(configs.cluster(2, 4), shapes.llama3_8b(), parallel, **train)
     for found in configs.search(config).run().front:
         mesh = found.layout.mesh
-        assert (mesh.tp, found.layout.zero, found.layout.schedule, found.layout.recompute) == (2, 1, "1f1b", "full")
+        assert (mesh.tp, found.layout.zero, found.layout.schedule, found.layout.recompute) == (
+            2,
+            1,
+            "1f1b",
+            "full",
+        )
 
 
 RAMPS = st.sampled_from([None, BatchRampSpec(start_samples=2, over_samples=64)])
@@ -143,7 +194,8 @@ def test_the_trainer_runs_what_is_chosen(config, ramp):
 
 @pytest.mark.parametrize(("matmul", "seq_len"), [("fp8_tensor", 1024), ("fp8_block", 384)])
 def test_layouts_that_a_setting_forbids_are_not_legal(matmul, seq_len):
-    """Ranks that would cut blocks, or share kv_heads: none of them is counted, and the search finds another."""
+    """Ranks that would cut blocks, or share kv_heads: none of them is counted, and the search finds
+    another."""
     spec = structs.replace(configs.cluster(1, 8), device="cpu")
     model = structs.replace(small_model(False), kv_heads=4)
     train = {"seq_len": seq_len, "global_batch_samples": 16, "matmul": matmul}
@@ -157,7 +209,9 @@ def test_layouts_that_a_setting_forbids_are_not_legal(matmul, seq_len):
 
 
 def test_nothing_fits_is_an_empty_front():
-    config = configs.config(configs.cluster(1, 2), shapes.llama3_70b(), {"auto": True}, global_batch_samples=2)
+    config = configs.config(
+        configs.cluster(1, 2), shapes.llama3_70b(), {"auto": True}, global_batch_samples=2
+    )
     assert configs.search(config).run().front == []
 
 
@@ -174,7 +228,9 @@ def test_activations_in_flight_are_those_counted_on_the_schedule(name, pp, vpp, 
         return
     counted = peak_in_flight(build(name, pp, m, vpp))
     closed = [in_flight_on_rank(name, pp, vpp, m, r) for r in range(pp)]
-    if name == "interleaved" and m % pp:  # the last round is not full: the closed form is on the safe side
+    if (
+        name == "interleaved" and m % pp
+    ):  # the last round is not full: the closed form is on the safe side
         assert all(have <= said for have, said in zip(counted, closed, strict=True))
     else:
         assert closed == list(counted)
@@ -189,11 +245,19 @@ def test_the_last_backward_of_a_rank_is_its_first_stage_s(name, pp, m):
     schedule = build(name, pp, m, vpp)
     for rank, order in enumerate(schedule.orders):
         last = max(at for at, action in enumerate(order) if action.kind is not Kind.W)
-        assert schedule.model_stage(order[last].stage) == min(map(schedule.model_stage, schedule.stages_of(rank)))
+        assert schedule.model_stage(order[last].stage) == min(
+            map(schedule.model_stage, schedule.stages_of(rank))
+        )
         assert weights_at_end(name, pp, m, vpp, rank) == len(order) - 1 - last
 
 
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 3), st.integers(1, 20), st.data())
+@given(
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 20),
+    st.data(),
+)
 @settings(max_examples=80, deadline=None)
 def test_makespan_is_the_simulation_s(name, pp, vpp, m, data):
     if illegal(name, pp, m, vpp):
@@ -213,12 +277,15 @@ def test_half_of_dualpipe_takes_as_long_as_all_of_it(half, each, data):
     seconds = st.lists(st.floats(0.1, 3), min_size=2 * half, max_size=2 * half).map(tuple)
     costs = [data.draw(seconds) for _ in range(3)]
     whole = Steps(build("dualpipe", 2 * half, 2 * each)).makespan(*costs)
-    assert Steps(build("dualpipev", half, each, 2)).makespan(*costs) == whole  # the same sums, to the last bit
+    assert (
+        Steps(build("dualpipev", half, each, 2)).makespan(*costs) == whole
+    )  # the same sums, to the last bit
 
 
 @st.composite
 def expert_cases(draw):
-    """A small model with experts on a small cluster; all keys given but the degrees and how the experts fold."""
+    """A small model with experts on a small cluster; all keys given but the degrees and how the
+    experts fold."""
     nodes, gpus = draw(st.sampled_from([(1, 4), (2, 2), (2, 4), (4, 2), (3, 4)]))
     leaf = draw(st.sampled_from([1, nodes]))
     over = draw(st.sampled_from([1.0, 8.0]))
@@ -226,35 +293,58 @@ def expert_cases(draw):
     groups = draw(st.sampled_from([1, 1, 2, 4]))
     base = small_model(True, 2)
     moe = structs.replace(
-        base.moe, groups=groups, top_groups=max(1, groups // 2), first_dense_layers=0, ffn_hidden=1024
+        base.moe,
+        groups=groups,
+        top_groups=max(1, groups // 2),
+        first_dense_layers=0,
+        ffn_hidden=1024,
     )
     if draw(st.booleans()):
         moe = structs.replace(moe, shared_ffn_hidden=1024)
     parallel = {"auto": True, "zero": draw(st.sampled_from([0, 1])), "vpp": 1, "schedule": "1f1b"}
     parallel |= {"cp_method": draw(st.sampled_from(["zigzag", "ulysses"])), "micro_batch_size": 1}
-    train = {"seq_len": 2048, "global_batch_samples": draw(st.sampled_from([12, 24])), "recompute": "none"}
+    train = {
+        "seq_len": 2048,
+        "global_batch_samples": draw(st.sampled_from([12, 24])),
+        "recompute": "none",
+    }
     return configs.config(spec, structs.replace(base, moe=moe), parallel, **train)
 
 
 @given(expert_cases())
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_plan_of_any_fold_is_faster(config):
-    """The fastest of `build_plan` over every factorisation of the ranks, every mesh of the experts in them, and both
-    ways of their tokens: none of it is the search's own enumeration."""
-    answer, times = configs.search(config).run(near=0.0), dict[tuple[object, ...], float]()
+    """The fastest of `build_plan` over every factorisation of the ranks, every mesh of the experts
+    in them, and both ways of their tokens: none of it is the search's own enumeration."""
+    answer = configs.search(config).run(near=0.0)
+    times = dict[tuple[object, ...], float]()
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
     divisors = [one for one in range(1, gpus + 1) if gpus % one == 0]
     for tp, cp, ep, pp in itertools.product(divisors, repeat=4):
         if gpus % (tp * cp * ep * pp):
             continue
         for etp, fold_cp, way in itertools.product(divisors, (None, True), (None, "hierarchical")):
-            if tp % etp or (fold_cp and cp == 1) or (way and tp // etp * ep * (cp if fold_cp else 1) == 1):
+            if (
+                tp % etp
+                or (fold_cp and cp == 1)
+                or (way and tp // etp * ep * (cp if fold_cp else 1) == 1)
+            ):
                 continue
             for sp in (True, False) if tp > 1 else (False,):
-                own = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "etp": etp, "fold_cp": fold_cp, "sp": sp}
+                own = {
+                    "tp": tp,
+                    "cp": cp,
+                    "ep": ep,
+                    "pp": pp,
+                    "etp": etp,
+                    "fold_cp": fold_cp,
+                    "sp": sp,
+                }
                 own |= {"auto": False, "expert_all_to_all": way}
                 try:
-                    plan = build_plan(structs.replace(config, parallel=structs.replace(config.parallel, **own)))
+                    plan = build_plan(
+                        structs.replace(config, parallel=structs.replace(config.parallel, **own))
+                    )
                 except OrchError:
                     continue
                 if plan.memory.total <= plan.memory.capacity and not refusal(plan):
@@ -262,4 +352,6 @@ def test_no_plan_of_any_fold_is_faster(config):
     assert bool(times) == bool(answer.front)
     if times:
         assert answer.front[0].step_s == pytest.approx(min(times.values()), rel=1e-5)
-        assert build_plan(answer.front[0].config).time.step_s == pytest.approx(answer.front[0].step_s, rel=1e-9)
+        assert build_plan(answer.front[0].config).time.step_s == pytest.approx(
+            answer.front[0].step_s, rel=1e-9
+        )

@@ -21,9 +21,18 @@ def test_whole_replicas_with_the_same_batch():
     found = sizes("parallel=tp8_pp2", "nodes=4..8")
     assert [(size.nodes, size.plan.parallel.dp) for size in found.legal] == [(8, 4), (6, 3), (4, 2)]
     assert {size.plan.parallel.global_batch_samples for size in found.legal} == {1024}
-    assert [size.plan.parallel.micro_batches for size in found.legal] == [256, 342, 512], "accumulation takes the rest"
-    assert [size.plan.parallel.replica_micro_batches for size in found.legal] == [[], [342, 341, 341], []]
-    assert all(len(size.plan.cluster.node_names) == size.nodes == size.config.cluster.nodes for size in found.legal)
+    assert [size.plan.parallel.micro_batches for size in found.legal] == [256, 342, 512], (
+        "accumulation takes the rest"
+    )
+    assert [size.plan.parallel.replica_micro_batches for size in found.legal] == [
+        [],
+        [342, 341, 341],
+        [],
+    ]
+    assert all(
+        len(size.plan.cluster.node_names) == size.nodes == size.config.cluster.nodes
+        for size in found.legal
+    )
     assert all(size.config.nodes is None for size in found.legal)
     assert "replica of 16" in found.refused[7] and list(found.refused) == [7, 5]
 
@@ -49,11 +58,17 @@ def test_auto_finds_one_layout_for_all_sizes():
 
 def test_memory_counts_unless_told_otherwise():
     words = ("model=llama3_70b", "parallel=tp8_pp2_zero1", "nodes=2..8", "train.seq_len=8192")
-    every, found = sizes(*words, any_memory=True).legal, sizes(*words)
+    every = sizes(*words, any_memory=True).legal
+    found = sizes(*words)
     fits = [s.nodes for s in every if s.plan.memory.total <= s.plan.memory.capacity]
     assert [s.nodes for s in every] == [8, 6, 4, 2] and fits == [8, 6, 4]
-    assert [s.nodes for s in found.legal] == [*fits, 3], "a deeper pipeline fits where that of the job does not"
-    assert all(s.plan.memory.total <= s.plan.memory.capacity for s in found.legal) and "GiB of" in found.refused[2]
+    assert [s.nodes for s in found.legal] == [*fits, 3], (
+        "a deeper pipeline fits where that of the job does not"
+    )
+    assert (
+        all(s.plan.memory.total <= s.plan.memory.capacity for s in found.legal)
+        and "GiB of" in found.refused[2]
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,9 +76,21 @@ def test_memory_counts_unless_told_otherwise():
     [
         (["parallel=tp8_pp2_dp2", "nodes=4..8"], Exit.USAGE, "leave dp=2 out"),
         (["parallel=tp8_pp2", "nodes=8..4"], Exit.USAGE, "smaller number comes first"),
-        (["parallel=tp8_pp8", "nodes=2..3"], Exit.CONFIG, "with 3: 24 GPUs are no multiple of a model replica of 64"),
-        (["nodes=9..10"], Exit.CONFIG, "with 10: cluster h100x64 has 8 nodes; cluster.nodes=10 gives it more"),
-        (["nodes=4..8", "+train.batch_ramp={start_samples: 64, over_samples: 4096}"], Exit.USAGE, "steps of its own"),
+        (
+            ["parallel=tp8_pp8", "nodes=2..3"],
+            Exit.CONFIG,
+            "with 3: 24 GPUs are no multiple of a model replica of 64",
+        ),
+        (
+            ["nodes=9..10"],
+            Exit.CONFIG,
+            "with 10: cluster h100x64 has 8 nodes; cluster.nodes=10 gives it more",
+        ),
+        (
+            ["nodes=4..8", "+train.batch_ramp={start_samples: 64, over_samples: 4096}"],
+            Exit.USAGE,
+            "steps of its own",
+        ),
         (["nodes=4..8", "cluster.topology_file=x.conf"], Exit.USAGE, "says which nodes there are"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Step time: pipeline algebra against the papers and against the schedule simulator; what hides what."""
+"""Step time: pipeline algebra against the papers and against the schedule simulator; what hides
+what."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ SHIPPED = shipped()
 
 
 def parallel(pp: int, m: int, vpp: int = 1, schedule: str = "1f1b"):
-    return make_plan(model=tiny_model(layers=pp * vpp), pp=pp, vpp=vpp, micro_batches=m, schedule=schedule).parallel
+    return make_plan(
+        model=tiny_model(layers=pp * vpp), pp=pp, vpp=vpp, micro_batches=m, schedule=schedule
+    ).parallel
 
 
 @given(st.integers(1, 8), st.integers(1, 32))
@@ -41,7 +44,8 @@ def test_interleaving_divides_the_bubble(pp, rounds, vpp):
 @given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=5), st.integers(1, 60))
 @settings(max_examples=60, deadline=None)
 def test_unequal_stages_are_what_the_whole_schedule_gives(stages, m):
-    """To a percent: two slow stages that are nearly equal (2.0 and 1.94) take many micro-batches to settle."""
+    """To a percent: two slow stages that are nearly equal (2.0 and 1.94) take many micro-batches to
+    settle."""
     pp = len(stages)
     span, ratio = span_seconds(parallel(pp, m), stages, [2 * s for s in stages])
     exact = simulate(build("1f1b", pp, m), Costs(tuple(stages), tuple(stages), tuple(stages)))
@@ -49,7 +53,9 @@ def test_unequal_stages_are_what_the_whole_schedule_gives(stages, m):
     assert ratio == pytest.approx(exact.bubble_ratio, rel=2e-2, abs=1.2e-2)
 
 
-@pytest.mark.parametrize(("schedule", "vpp"), [("zb_h1", 1), ("zb_h2", 1), ("zbv", 2), ("dualpipev", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "vpp"), [("zb_h1", 1), ("zb_h2", 1), ("zbv", 2), ("dualpipev", 2)]
+)
 def test_other_schedules_are_simulated_and_extended(schedule, vpp):
     stages = 4 * vpp
     full = simulate(build(schedule, 4, 96, vpp), Costs(1.0, 1.0, 1.0)).makespan
@@ -64,15 +70,19 @@ def test_v_shaped_schedules_put_the_ends_of_the_model_together():
 
 
 def test_parts_of_a_step_add_up():
-    plan, time = main_line(), main_line().time
+    plan = main_line()
+    time = main_line().time
     parts = time.compute_s + sum(time.exposed_comm_s.values())
     assert 0 <= time.step_s - parts < 0.1 * time.step_s  # the rest is the bubble
-    assert plan.tokens_per_s_per_gpu * 64 * time.step_s == pytest.approx(plan.parallel.global_batch_tokens)
+    assert plan.tokens_per_s_per_gpu * 64 * time.step_s == pytest.approx(
+        plan.parallel.global_batch_tokens
+    )
     assert 0.2 < plan.mfu < 0.803  # gemm_mamf: the best measured H100 matmul
 
 
 def test_timeline_shows_the_plan_s_own_stage_times():
-    plan, drawn = main_line(), pipeline_timeline(main_line(), 16)
+    plan = main_line()
+    drawn = pipeline_timeline(main_line(), 16)
     assert drawn.schedule.micro_batches == 16 and len(drawn.spans) == 4
     # 512 micro-batches on the slowest rank are most of the step, beside the jitter of many nodes
     busy = max(drawn.busy) / 16 * plan.parallel.micro_batches * cost_of(plan).factor
@@ -89,19 +99,28 @@ def test_more_tensor_parallelism_costs_time():
 
 
 def test_gradients_hide_behind_the_last_backward_in_buckets_that_are_not_too_small():
-    size, values = 2 * 8.03e9 * 4, SHIPPED.values  # bytes: the whole model's gradients there and back
-    sent = size / min(8 * 50e9 * values["nic"], 450e9 * values["nvlink"])  # a node's NICs, or NVLink to them
+    size = 2 * 8.03e9 * 4
+    values = SHIPPED.values  # bytes: the whole model's gradients there and back
+    sent = size / min(
+        8 * 50e9 * values["nic"], 450e9 * values["nvlink"]
+    )  # a node's NICs, or NVLink to them
     shown = values["dp.fsdp"]  # of it no compute hides
-    assert time_of(zero=0, bucket_mib=1600).exposed_comm_s["dp"] == pytest.approx(shown * sent, rel=0.1)
+    assert time_of(zero=0, bucket_mib=1600).exposed_comm_s["dp"] == pytest.approx(
+        shown * sent, rel=0.1
+    )
     # tiny buckets pay the latency of 64 ranks each time, and more than a backward can hide
     assert time_of(zero=0, bucket_mib=1).exposed_comm_s["dp"] > sent
 
 
 def test_doubling_tp_costs_more_than_doubling_pp():
-    """planning.md C3, Llama3-70B on 32 H100: TP4PP4 704 TF, TP4PP8 668 (-5 %), TP8PP4 509 (-28 %)."""
-    model, cluster = shapes.llama3_70b(), configs.cluster(4, levels=[("leaf", 4, 1.0)])
+    """planning.md C3, Llama3-70B on 32 H100: TP4PP4 704 TF, TP4PP8 668 (-5 %), TP8PP4 509 (-28
+    %)."""
+    model = shapes.llama3_70b()
+    cluster = configs.cluster(4, levels=[("leaf", 4, 1.0)])
     base, deeper, wider = (
-        planned(model, {"tp": tp, "pp": pp, "zero": 1}, cluster, global_batch_samples=128).tokens_per_s_per_gpu
+        planned(
+            model, {"tp": tp, "pp": pp, "zero": 1}, cluster, global_batch_samples=128
+        ).tokens_per_s_per_gpu
         for tp, pp in ((4, 4), (4, 8), (8, 4))
     )
     assert wider < deeper < base
@@ -112,7 +131,9 @@ def test_few_micro_batches_are_named_as_the_limit():
     assert "bubble" in plan.time.limited_by
     assert any("pipeline bubble" in warning for warning in plan.warnings)
     others = plan.time.compute_s + sum(plan.time.exposed_comm_s.values())
-    assert plan.time.bubble_ratio == pytest.approx(1 - others / plan.time.step_s)  # the one on the page, too
+    assert plan.time.bubble_ratio == pytest.approx(
+        1 - others / plan.time.step_s
+    )  # the one on the page, too
     assert plan.time.bubble_ratio == pytest.approx(7 / 15, rel=0.1)
 
 

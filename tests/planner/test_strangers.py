@@ -1,4 +1,5 @@
-"""Public runs that no parameter was fitted to (docs/strangers.md): every row is answered, near what was measured."""
+"""Public runs that no parameter was fitted to (docs/strangers.md): every row is answered, near what
+was measured."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ def test_strangers_tables_are_answered_as_well_as_docs_say():
         rows = list(csv.DictReader(file))
     got = list(predict(rows))
     assert [one.status for one in got if one.status not in ("ok", "oom")] == []
-    unread = [one.assumed for one in got if "is not known" in one.assumed or "unknown, taken" in one.assumed]
+    unread = [
+        one.assumed
+        for one in got
+        if "is not known" in one.assumed or "unknown, taken" in one.assumed
+    ]
     assert not unread, "every GPU and every software has a name that is read"
     found = score(rows, got)
     time, memory = ({one.group: one for one in errors} for errors in (found.time, found.memory))
@@ -27,5 +32,7 @@ def test_strangers_tables_are_answered_as_well_as_docs_say():
     assert sum(many for (is_, said), many in found.fits.items() if is_ != said) <= 4
     by_name = {one.group: one for one in found.order}
     alps = [one.step_time_s or 0.0 for one in got if one.id.startswith("swiss_ai")]
-    assert alps[2] < alps[1] < alps[0], "a pair of four GPUs without a switch has a third of the links"
+    assert alps[2] < alps[1] < alps[0], (
+        "a pair of four GPUs without a switch has a third of the links"
+    )
     assert by_name["flagperf_megatron"].spearman > 0.8 and by_name["flagperf_megatron"].regret == 0

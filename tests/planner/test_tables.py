@@ -35,9 +35,19 @@ def test_ways_to_write_the_same_table(content):
 
 
 def test_names_of_other_software():
-    header = "architecture,nnodes,nproc_per_node,tensor-model-parallel-size,pipeline model parallel size,iter_time (ms)"
+    header = (
+        "architecture,nnodes,nproc_per_node,tensor-model-parallel-size,pipeline model parallel"
+        " size,iter_time (ms)"
+    )
     (row,) = rows_of(f"{header},per_device_train_batch_size\ngpt2,4,8,2,1,1500,3\n")
-    wanted = {"model": "gpt2", "nodes": "4", "gpus_per_node": "8", "tp": "2", "pp": "1", "micro_batch": "3"}
+    wanted = {
+        "model": "gpt2",
+        "nodes": "4",
+        "gpus_per_node": "8",
+        "tp": "2",
+        "pp": "1",
+        "micro_batch": "3",
+    }
     assert row == wanted | {"step_time_s": "1.5"}
 
 
@@ -65,7 +75,9 @@ def test_files_that_are_not_tables(content, said):
 
 def test_lines_that_are_not_rows_are_named_and_the_rest_go_on():
     huge = "x" * 3_000_000
-    content = f"model,layers\ngpt2,12\n{huge},1\ngpt2,12,7,8\ngpt2\ngpt2,\x00\ngp\xff,12\n".encode("latin-1")
+    content = f"model,layers\ngpt2,12\n{huge},1\ngpt2,12,7,8\ngpt2\ngpt2,\x00\ngp\xff,12\n".encode(
+        "latin-1"
+    )
     rows = rows_of(content)
     assert [PROBLEM in row for row in rows] == [False, True, True, False, False, False]
     statuses = [one.status for one in predict(rows)]
@@ -83,7 +95,12 @@ def test_measured_cells_that_cannot_be_are_named_and_left_out_of_the_score(tmp_p
     times = ["1", "1000 ms", "1,0", "-1", "0", "1e9", "fast", "inf"]
     table = tmp_path / "runs.csv"
     table.write_text(
-        "".join(["id;model;gpu;num_gpus;step_time_s\n", *(f"a-{i};gpt2;A100;1;{s}\n" for i, s in enumerate(times))])
+        "".join(
+            [
+                "id;model;gpu;num_gpus;step_time_s\n",
+                *(f"a-{i};gpt2;A100;1;{s}\n" for i, s in enumerate(times)),
+            ]
+        )
     )
     assert main(["predict", "--table", str(table), "--score", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -94,7 +111,10 @@ def test_measured_cells_that_cannot_be_are_named_and_left_out_of_the_score(tmp_p
 
 
 def test_a_bad_table_ends_with_a_line_and_its_exit_code(tmp_path, capsys):
-    table, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    table = tmp_path / "in.csv"
+    out = tmp_path / "out.csv"
     table.write_text("a,b\n1,2\n")
     assert main(["predict", "--table", str(table), "--out", str(out)]) == 65
-    assert "row 1: no column says a model" in capsys.readouterr().err and not list(tmp_path.glob("*out*"))
+    assert "row 1: no column says a model" in capsys.readouterr().err and not list(
+        tmp_path.glob("*out*")
+    )

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from orchestrator.planner.search.auto import resolve_auto
-from orchestrator.planner.search.ties import EQUAL, IN_THREES, bytes_at_the_top, preferred_first, proven
+from orchestrator.planner.search.ties import (
+    EQUAL,
+    IN_THREES,
+    bytes_at_the_top,
+    preferred_first,
+    proven,
+)
 from orchestrator.verify import techniques
 
 from . import configs, shapes
@@ -27,7 +33,10 @@ def test_equal_layouts_are_as_fast_as_the_fastest_and_the_taken_one_comes_first(
 def test_auto_takes_what_tune_shows_first():
     config, found = answer(global_batch_samples=256)
     taken, _ = resolve_auto(config, configs.search(config).context.cluster)
-    assert taken.parallel == found.equal[0].config.parallel and taken.train == found.equal[0].config.train
+    assert (
+        taken.parallel == found.equal[0].config.parallel
+        and taken.train == found.equal[0].config.train
+    )
 
 
 def test_fewer_bytes_over_the_top_count_before_what_is_proven_and_time():

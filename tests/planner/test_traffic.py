@@ -21,7 +21,12 @@ from .configs import SOURCE, cluster, planned
 
 
 def every_rank(plan, model=None, **train) -> list[list[Traffic]]:
-    return step_traffic(model or plan.model, plan.parallel, structs.replace(plan.job.train, **train), SOFTWARE["orch"])
+    return step_traffic(
+        model or plan.model,
+        plan.parallel,
+        structs.replace(plan.job.train, **train),
+        SOFTWARE["orch"],
+    )
 
 
 def traffic(plan, model=None, rank=0, **train) -> list[Traffic]:
@@ -35,12 +40,14 @@ def sent(found: list[Traffic], axis: str) -> float:
 
 @pytest.mark.parametrize(("zero", "psi"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_zero_moves_two_or_three_times_the_parameters(zero, psi):
-    """ZeRO (arXiv 1910.02054, section 7): 2 Psi for stages 0 to 2, 3 Psi for stage 3, times (n-1)/n on a ring.
+    """ZeRO (arXiv 1910.02054, section 7): 2 Psi for stages 0 to 2, 3 Psi for stage 3, times (n-1)/n
+    on a ring.
 
     Tables and last norm stay gathered from forward to backward.
     """
     plan = make_plan(dp=4, zero=zero, micro_batches=1)
-    parameters, model = parameter_count(plan.model), plan.model
+    parameters = parameter_count(plan.model)
+    model = plan.model
     once = (2 * model.vocab + 1) * model.hidden if zero == 3 else 0
     assert sent(traffic(plan), "dp") == pytest.approx((psi * parameters - once) * 4 * 3 / 4)
 
@@ -55,25 +62,32 @@ def test_narrow_weights_are_gathered_narrow_and_gradients_reduced_wide():
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_tensor_parallel_sends_four_all_reduces_a_layer_and_micro_batch(sp):
-    """Megatron-LM (arXiv 1909.08053, section 3): two forward, two backward; the token table and the head have one each.
-    Sequence parallelism sends the same, and gathers inputs of column-parallel matrices again (arXiv 2205.05198, 4.2.2),
-    unless they were recomputed just before. Recomputation stops before a layer's last sum, of which
-    backward has no need.
-    For the loss two fp32 numbers a token and rank.
+    """Megatron-LM (arXiv 1909.08053, section 3): two forward, two backward; the token table and the
+    head have one each. Sequence parallelism sends the same, and gathers inputs of column-parallel
+    matrices again (arXiv 2205.05198, 4.2.2), unless they were recomputed just before. Recomputation
+    stops before a layer's last sum, of which backward has no need. For the loss two fp32 numbers a
+    token and rank.
     """
     plan = make_plan(tp=4, sp=sp, micro_batches=3, micro_batch_size=2, seq_len=16)
-    layers, hidden, loss = plan.model.layers, 2 * 16 * plan.model.hidden * 4, 2 * 16 * 2 * 4 * 4 * 3 / 4
+    layers = plan.model.layers
+    hidden = 2 * 16 * plan.model.hidden * 4
+    loss = 2 * 16 * 2 * 4 * 4 * 3 / 4
     each = hidden * 2 * 3 / 4  # of an all-reduce
     more = (2 * layers + 1) / 2 if sp else 0
     partial = sum_of_partial_gradients(plan)
-    assert sent(traffic(plan), "tp") == pytest.approx(3 * ((4 * layers + 2 + more) * each + loss) + partial)
+    assert sent(traffic(plan), "tp") == pytest.approx(
+        3 * ((4 * layers + 2 + more) * each + loss) + partial
+    )
     more = 1 / 2 if sp else 0
     again = traffic(plan, recompute="full")
-    assert sent(again, "tp") == pytest.approx(3 * (((5.5 if sp else 5) * layers + 2 + more) * each + loss) + partial)
+    assert sent(again, "tp") == pytest.approx(
+        3 * (((5.5 if sp else 5) * layers + 2 + more) * each + loss) + partial
+    )
 
 
 def sum_of_partial_gradients(plan) -> float:
-    """Bytes a step: of four ranks two hold the same of two heads of keys and values; with SP all hold the norms."""
+    """Bytes a step: of four ranks two hold the same of two heads of keys and values; with SP all
+    hold the norms."""
     m = plan.model
     heads = m.layers * 2 * m.head_dim * m.hidden * 4
     norms = (2 * m.layers + 1) * m.hidden * 4 if plan.parallel.sp else 0
@@ -81,31 +95,52 @@ def sum_of_partial_gradients(plan) -> float:
 
 
 def test_the_tiny_model_sends_what_its_ranks_were_seen_to_send():
-    """docs/placement.md: 54 all-gathers a step and rank, 4 layers and 2 micro-batches, beside those of the loss."""
+    """docs/placement.md: 54 all-gathers a step and rank, 4 layers and 2 micro-batches, beside those
+    of the loss."""
     plan = make_plan(tp=2, sp=True, dp=2, micro_batches=2, model=tiny_model(layers=4))
     found = traffic(plan)
     hidden = max(item.size for item in found if item.axis == "tp")
-    assert sum(item.count for item in found if item.operation == "all_gather" and item.size == hidden) == 54
+    assert (
+        sum(item.count for item in found if item.operation == "all_gather" and item.size == hidden)
+        == 54
+    )
 
 
 @pytest.mark.parametrize(("pp", "vpp", "ways"), [(2, 1, 1), (4, 1, 2), (2, 2, 3), (4, 2, 4)])
 def test_pipeline_sends_hidden_states_on_and_gradients_back_but_not_beyond_the_ends(pp, vpp, ways):
     """The rank that sends most: with two stages each sends one way, a stage in the middle both."""
-    plan = make_plan(model=tiny_model(layers=8), pp=pp, vpp=vpp, micro_batches=8, seq_len=16, schedule="interleaved")
+    plan = make_plan(
+        model=tiny_model(layers=8),
+        pp=pp,
+        vpp=vpp,
+        micro_batches=8,
+        seq_len=16,
+        schedule="interleaved",
+    )
     most = max(sent(rank, "pp") for rank in every_rank(plan))
     assert most == ways * 8 * 16 * plan.model.hidden * 4
 
 
 RING = 3 + 3 + 4  # keys and values, and again in backward; their gradients go all the way
-GATHER, EXCHANGE = 3 + 3 + 3, 2 * (4 + 2 * 4 + 4) / 4 * 3 / 4
+GATHER = 3 + 3 + 3
+EXCHANGE = 2 * (4 + 2 * 4 + 4) / 4 * 3 / 4
 
 
 @pytest.mark.parametrize(
-    ("method", "sends"), [("zigzag", RING), ("ring", RING), ("allgather", GATHER), ("ulysses", EXCHANGE)]
+    ("method", "sends"),
+    [("zigzag", RING), ("ring", RING), ("allgather", GATHER), ("ulysses", EXCHANGE)],
 )
 def test_ways_of_context_parallelism_pass_on_gather_or_exchange(method, sends):
-    """In keys and values of a rank: two gathers and the gradients' way back; or heads for sequence, there and back."""
-    plan = make_plan(cp=4, micro_batches=1, seq_len=16, dp=1, cp_method=method, model=tiny_model(heads=4, kv_heads=2))
+    """In keys and values of a rank: two gathers and the gradients' way back; or heads for sequence,
+    there and back."""
+    plan = make_plan(
+        cp=4,
+        micro_batches=1,
+        seq_len=16,
+        dp=1,
+        cp_method=method,
+        model=tiny_model(heads=4, kv_heads=2),
+    )
     m = plan.model
     key_values = 2 * m.kv_heads * m.head_dim * (16 / 4) * 4
     assert sent(traffic(plan), "cp") == pytest.approx(m.layers * sends * key_values)
@@ -147,11 +182,16 @@ def test_tensor_parallel_ranks_share_the_model_but_for_what_is_replicated():
 
 
 def test_hybrid_sharding_shards_among_neighbours_and_sums_shards_across_groups():
-    """7.5 B parameters over 64 ranks in groups of 8: 3 Psi inside a group, an eighth of the gradients across."""
+    """7.5 B parameters over 64 ranks in groups of 8: 3 Psi inside a group, an eighth of the
+    gradients across."""
     plan = planned(shapes.llama3_8b(), {"zero": 3}, global_batch_samples=64)
     par = structs.replace(plan.parallel, zero_group=8)
     whole, hybrid = (
-        [item for item in step_traffic(plan.model, one, plan.job.train, SOFTWARE["orch"])[0] if item.axis == "dp"]
+        [
+            item
+            for item in step_traffic(plan.model, one, plan.job.train, SOFTWARE["orch"])[0]
+            if item.axis == "dp"
+        ]
         for one in (plan.parallel, par)
     )
     assert {(item.part, item.members) for item in whole} == {("", 64)}
@@ -168,20 +208,27 @@ def test_hybrid_sharding_inside_nodes_is_faster_where_the_network_is_slow():
     plan = planned(shapes.llama3_8b(), {"zero": 3}, cluster(nic=nic), global_batch_samples=64)
     context = CostContext(plan.cluster, plan.model, plan.job.train)
     whole, hybrid = (
-        solve(context, structs.replace(plan.parallel, zero_group=group), AXES).best.cost.gradients for group in (0, 8)
+        solve(context, structs.replace(plan.parallel, zero_group=group), AXES).best.cost.gradients
+        for group in (0, 8)
     )
     assert hybrid < whole
 
 
 def test_both_ranks_of_a_stage_share_shards_and_gradients_in_a_bidirectional_pipeline():
-    """Each holds both of a pair of stages: a rank sends (n-1)/n of them with n = 2 dp, and has 1/n of the moments."""
-    one, two = (make_plan(pp=2, dp=2, zero=1, micro_batches=4, schedule=name) for name in ("1f1b", "dualpipe"))
+    """Each holds both of a pair of stages: a rank sends (n-1)/n of them with n = 2 dp, and has 1/n
+    of the moments."""
+    one, two = (
+        make_plan(pp=2, dp=2, zero=1, micro_batches=4, schedule=name)
+        for name in ("1f1b", "dualpipe")
+    )
     every, part = ([item for item in traffic(plan) if item.axis == "dp"] for plan in (two, one))
     assert {item.members for item in every} == {4} and {item.members for item in part} == {2}
     assert {item.varying for item in every} == {("cp", "ep", "dp", "pp")}
     (parameters,) = {dense for dense, _ in rank_parameters(two.model, two.parallel)}
     assert sent(traffic(two), "dp") == pytest.approx(2 * parameters * 4 * 3 / 4)
-    shares = [rank_state_bytes(1, 0, plan.parallel, plan.job.train).optimizer for plan in (one, two)]
+    shares = [
+        rank_state_bytes(1, 0, plan.parallel, plan.job.train).optimizer for plan in (one, two)
+    ]
     assert shares[0] == 2 * shares[1]
 
 
@@ -191,11 +238,19 @@ def test_a_stage_is_paired_with_the_one_at_the_other_end():
 
 @pytest.mark.parametrize(
     ("schedule", "vpp", "apart"),
-    [("1f1b", 1, True), ("interleaved", 2, True), ("zbv", 2, False), ("dualpipev", 2, False), ("dualpipe", 1, False)],
+    [
+        ("1f1b", 1, True),
+        ("interleaved", 2, True),
+        ("zbv", 2, False),
+        ("dualpipev", 2, False),
+        ("dualpipe", 1, False),
+    ],
 )
 def test_tied_tables_are_summed_only_where_two_ranks_hold_them(schedule, vpp, apart):
     """And the step's seconds charge it where it is sent."""
-    plan = make_plan(pp=2, vpp=vpp, micro_batches=4, schedule=schedule, model=tiny_model(tied_embeddings=True))
+    plan = make_plan(
+        pp=2, vpp=vpp, micro_batches=4, schedule=schedule, model=tiny_model(tied_embeddings=True)
+    )
     assert sums_table(plan.model, plan.parallel) is apart
     sent_by_all = [item for rank in every_rank(plan) for item in rank]
     reduced = [item for item in sent_by_all if (item.axis, item.operation) == ("pp", "all_reduce")]

@@ -1,4 +1,5 @@
-"""Replicas that take unequal numbers of micro-batches, and other pipeline depths: what is left when nodes are lost."""
+"""Replicas that take unequal numbers of micro-batches, and other pipeline depths: what is left when
+nodes are lost."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_shares_are_as_equal_as_can_be(replicas, many):
     shares = batch.share(many, replicas)
     assert sum(shares) == many and len(shares) == replicas and max(shares) - min(shares) <= 1
     if min(shares):  # as where they are equal: round by round
-        assert [batch.firsts(shares, replica)[0] for replica in range(replicas)] == list(range(replicas))
+        assert [batch.firsts(shares, replica)[0] for replica in range(replicas)] == list(
+            range(replicas)
+        )
 
 
 @pytest.mark.parametrize(
@@ -78,10 +81,16 @@ def test_the_slowest_replica_is_what_is_planned_for():
     ("words", "text"),
     [
         (["train.global_batch_samples=2"], "2 samples does not split"),
-        (["train.global_batch_samples=16", "parallel.micro_batch_size=3"], "16 samples does not split"),
+        (
+            ["train.global_batch_samples=16", "parallel.micro_batch_size=3"],
+            "16 samples does not split",
+        ),
         (
             [*SIXTEEN, "parallel=pp2", "cluster.nodes=6", "parallel.schedule=dualpipe"],
-            "replicas take 5 or 6 micro-batches: schedule dualpipe wants an even micro_batches, not 5",
+            (
+                "replicas take 5 or 6 micro-batches: schedule dualpipe wants an even micro_batches,"
+                " not 5"
+            ),
         ),
         (
             [*SIXTEEN, "+train.batch_ramp={start_samples: 3, over_samples: 100}"],
@@ -95,8 +104,15 @@ def test_refusals(words, text):
 
 
 def test_experts_are_exchanged_by_all_replicas_alike():
-    words = ["cluster=h100x64", "model=mixtral_8x7b", "parallel=ep8_pp2_zero1", "train.seq_len=8192"]
-    with pytest.raises(OrchError, match="ep=8: the experts' exchanges join replicas for every micro-batch"):
+    words = [
+        "cluster=h100x64",
+        "model=mixtral_8x7b",
+        "parallel=ep8_pp2_zero1",
+        "train.seq_len=8192",
+    ]
+    with pytest.raises(
+        OrchError, match="ep=8: the experts' exchanges join replicas for every micro-batch"
+    ):
         build_plan(load([*words, "train.global_batch_samples=100", "parallel.uneven=true"]))
 
 
@@ -114,24 +130,45 @@ def test_an_unequal_split_must_be_faster_than_parking_nodes():
 
 
 def test_another_pipeline_depth_comes_last():
-    found = sizes("nodes=1..4", "cluster.nodes=4", "parallel=pp4", "parallel.stage_layers=[1,1,1,1]")
+    found = sizes(
+        "nodes=1..4", "cluster.nodes=4", "parallel=pp4", "parallel.stage_layers=[1,1,1,1]"
+    )
     shape = {size.nodes: (size.plan.parallel.pp, size.plan.parallel.dp) for size in found.legal}
-    assert shape[4] == (4, 1) and all(pp * dp == nodes and pp < 4 for nodes, (pp, dp) in shape.items() if nodes < 4)
+    assert shape[4] == (4, 1) and all(
+        pp * dp == nodes and pp < 4 for nodes, (pp, dp) in shape.items() if nodes < 4
+    )
     assert sorted(shape) == [1, 2, 3, 4] and not found.refused
     for nodes in (2, 3):
         size = next(size for size in found.legal if size.nodes == nodes)
-        assert build_plan(size.config) == size.plan, "the configuration of a size is that of its plan"
-        own = sizes(f"nodes={nodes}..{nodes}", "cluster.nodes=4", f"parallel=pp{nodes}").legal[0].plan
+        assert build_plan(size.config) == size.plan, (
+            "the configuration of a size is that of its plan"
+        )
+        own = (
+            sizes(f"nodes={nodes}..{nodes}", "cluster.nodes=4", f"parallel=pp{nodes}").legal[0].plan
+        )
         assert size.plan.time.step_s <= own.time.step_s, "the fastest of them"
     two = sizes("nodes=1..4", "cluster.nodes=4", "parallel=pp2")
     assert {size.nodes: size.plan.parallel.pp for size in two.legal} == {4: 2, 2: 2, 1: 1}
-    assert "no multiple" in two.refused[3], "two nodes at the job's own depth and a spare come before another depth"
+    assert "no multiple" in two.refused[3], (
+        "two nodes at the job's own depth and a spare come before another depth"
+    )
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.sampled_from([1, 2]), st.sampled_from([1, 2, 3, 4]), st.integers(8, 40), st.sampled_from([None, 1, 2]))
-def test_every_size_trains_on_the_same_samples_with_the_same_tensor_parallelism(tp, pp, samples, micro_batch):
-    words = [f"parallel=tp{tp}_pp{pp}_zero1", f"train.global_batch_samples={samples}", "cluster.gpus_per_node=2"]
+@given(
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 3, 4]),
+    st.integers(8, 40),
+    st.sampled_from([None, 1, 2]),
+)
+def test_every_size_trains_on_the_same_samples_with_the_same_tensor_parallelism(
+    tp, pp, samples, micro_batch
+):
+    words = [
+        f"parallel=tp{tp}_pp{pp}_zero1",
+        f"train.global_batch_samples={samples}",
+        "cluster.gpus_per_node=2",
+    ]
     words += [f"parallel.micro_batch_size={micro_batch}"] if micro_batch else []
     try:
         found = sizes(*words, "cluster.nodes=5", "nodes=1..5")
@@ -141,7 +178,9 @@ def test_every_size_trains_on_the_same_samples_with_the_same_tensor_parallelism(
     own = [size.nodes for size in found.legal if size.plan.parallel.pp == pp]
     for nodes, _, plan in found.legal:
         par = plan.parallel
-        assert par.tp == tp and par.global_batch_samples == samples == par.micro_batch_size * sum(batch.taken(par))
+        assert par.tp == tp and par.global_batch_samples == samples == par.micro_batch_size * sum(
+            batch.taken(par)
+        )
         assert par.pp == pp or nodes < min(own)
         assert par.world_size == 2 * nodes and micro_batch in (None, par.micro_batch_size)
     assert {size.nodes for size in found.legal} | found.refused.keys() == set(range(1, 6))

@@ -1,4 +1,5 @@
-"""The oracle for optimizer, clipping and schedules: formulas written down plainly, one parameter at a time."""
+"""The oracle for optimizer, clipping and schedules: formulas written down plainly, one parameter at
+a time."""
 
 from __future__ import annotations
 
@@ -23,17 +24,26 @@ class AdamW:
     """Algorithm 2 of arXiv 1711.05101, with decay only on matrices."""
 
     def __init__(self, beta1: float, beta2: float, eps: float, weight_decay: float):
-        self.beta1, self.beta2, self.eps, self.weight_decay = beta1, beta2, eps, weight_decay
-        self.t, self.m, self.v = 0, {}, {}
+        self.beta1 = beta1
+        self.beta2 = beta2
+        self.eps = eps
+        self.weight_decay = weight_decay
+        self.t = 0
+        self.m = {}
+        self.v = {}
 
-    def step(self, weights: dict[str, Tensor], grads: dict[str, Tensor], lr: float) -> dict[str, Tensor]:
+    def step(
+        self, weights: dict[str, Tensor], grads: dict[str, Tensor], lr: float
+    ) -> dict[str, Tensor]:
         """New weights."""
         self.t += 1
         new = {}
         for name, w in weights.items():
             g = grads[name]
             self.m[name] = self.beta1 * self.m.get(name, torch.zeros_like(w)) + (1 - self.beta1) * g
-            self.v[name] = self.beta2 * self.v.get(name, torch.zeros_like(w)) + (1 - self.beta2) * g * g
+            self.v[name] = (
+                self.beta2 * self.v.get(name, torch.zeros_like(w)) + (1 - self.beta2) * g * g
+            )
             m_hat = self.m[name] / (1 - self.beta1**self.t)
             v_hat = self.v[name] / (1 - self.beta2**self.t)
             decay = self.weight_decay if w.dim() > 1 else 0.0

@@ -1,4 +1,5 @@
-"""Naive twin of resharding: whole parameters from the files of a checkpoint, element by element where it can be."""
+"""Naive twin of resharding: whole parameters from the files of a checkpoint, element by element
+where it can be."""
 
 from __future__ import annotations
 
@@ -11,16 +12,19 @@ from torch import Tensor
 
 
 def assemble(step: Path) -> dict[tuple[str, str], Tensor]:
-    """(kind, full name) -> the whole tensor, from nothing but the manifest's JSON and the safetensors library.
+    """(kind, full name) -> the whole tensor, from nothing but the manifest's JSON and the
+    safetensors library.
 
     Asserts that each element is there exactly once.
     """
     manifest = json.loads((step / "manifest.json").read_text())
-    whole, seen = {}, {}
+    whole = {}
+    seen = {}
     for record in manifest["files"]:
         tensors = load_file(step / record["file"])
         for part in record["slices"]:
-            name, values = part["name"], tensors[part["key"]]
+            name = part["name"]
+            values = tensors[part["key"]]
             shape = manifest["parameters"][name]
             places = torch.arange(torch.Size(shape).numel()).view(shape)
             if part["dim"] is not None:
@@ -33,4 +37,7 @@ def assemble(step: Path) -> dict[tuple[str, str], Tensor]:
                 0, places, torch.ones_like(places)
             )
     assert all(bool((count == 1).all()) for count in seen.values())
-    return {(kind, name): tensor.view(manifest["parameters"][name]) for (kind, name), tensor in whole.items()}
+    return {
+        (kind, name): tensor.view(manifest["parameters"][name])
+        for (kind, name), tensor in whole.items()
+    }

@@ -1,4 +1,5 @@
-"""Naive twin of the search: cost every legal layout one by one with `build_plan`'s own parts, and sort."""
+"""Naive twin of the search: cost every legal layout one by one with `build_plan`'s own parts, and
+sort."""
 
 from __future__ import annotations
 
@@ -11,15 +12,22 @@ from tests.planner import configs
 def every_layout(config: Config) -> list[CostedLayout]:
     """All layouts that are legal and fit, best first: by time, then memory, then plainness."""
     search = configs.search(config, any_layout=True)
-    found = [search.cost(layout) for mesh in search.space.meshes() for layout in search.space.layouts(mesh)]
+    found = [
+        search.cost(layout)
+        for mesh in search.space.meshes()
+        for layout in search.space.layouts(mesh)
+    ]
     kept = [one for one in found if one is not None]
     return sorted(kept, key=lambda one: (one.step_s, one.memory.total, preference(one.layout)))
 
 
 def front(layouts: list[CostedLayout]) -> list[CostedLayout]:
-    """What is slower than the best by at most `NEAR`, and needs less memory than everything faster."""
+    """What is slower than the best by at most `NEAR`, and needs less memory than everything
+    faster."""
     kept: list[CostedLayout] = []
     for one in layouts:
-        if one.step_s <= layouts[0].step_s * (1 + NEAR) and all(one.memory.total < k.memory.total for k in kept):
+        if one.step_s <= layouts[0].step_s * (1 + NEAR) and all(
+            one.memory.total < k.memory.total for k in kept
+        ):
             kept.append(one)
     return kept

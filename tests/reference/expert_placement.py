@@ -10,8 +10,8 @@ from tests.reference.fabric_twin import meet
 
 
 def groups_of_experts(parallel: Parallel, order) -> list[list[int]]:
-    """Ranks that hold different experts of one layer and tell each other's tokens: equal in every coordinate that does
-    not tell experts apart."""
+    """Ranks that hold different experts of one layer and tell each other's tokens: equal in every
+    coordinate that does not tell experts apart."""
     etp = parallel.etp if isinstance(parallel.etp, int) else parallel.tp
     found: dict[tuple[int, ...], list[int]] = {}
     for rank, at in enumerate(coords(order, degrees(parallel))):
@@ -21,12 +21,15 @@ def groups_of_experts(parallel: Parallel, order) -> list[list[int]]:
 
 
 def peers_by_level(cluster: Cluster, parallel: Parallel, order, nodes) -> list[Counter]:
-    """Of each rank, the number of ranks that it sends tokens to, by the name of the level on which they meet. `nodes`:
-    the node in each slot."""
-    names, per_node = ["nvlink", *(level.name for level in cluster.levels)], cluster.gpus_per_node
+    """Of each rank, the number of ranks that it sends tokens to, by the name of the level on which
+    they meet. `nodes`: the node in each slot."""
+    names = ["nvlink", *(level.name for level in cluster.levels)]
+    per_node = cluster.gpus_per_node
     result = {}
     for group in groups_of_experts(parallel, order):
         for rank in group:
             others = (nodes[other // per_node] for other in group if other != rank)
-            result[rank] = Counter(names[meet(cluster, nodes[rank // per_node], node)] for node in others)
+            result[rank] = Counter(
+                names[meet(cluster, nodes[rank // per_node], node)] for node in others
+            )
     return [result[rank] for rank in sorted(result)]

@@ -1,7 +1,9 @@
-"""Naive twin of the mixture of experts and of latent attention: token by token, expert by expert, head by head.
+"""Naive twin of the mixture of experts and of latent attention: token by token, expert by expert,
+head by head.
 
-Written from the papers (DeepSeek-V3, arXiv 2412.19437, sections 2.1.1 and 2.1.2), not from the code under test.
-Tensors are taken apart by `unbind`, once: the backward of every `x[i]` would fill a tensor as large as x with zeros.
+Written from the papers (DeepSeek-V3, arXiv 2412.19437, sections 2.1.1 and 2.1.2), not from the code
+under test. Tensors are taken apart by `unbind`, once: the backward of every `x[i]` would fill a
+tensor as large as x with zeros.
 """
 
 import cmath
@@ -26,28 +28,43 @@ def choose(scores, bias, moe):
 
 
 def mixture(x, w, name, model, terms, bias=None):
-    """x [b, s, hidden] -> the same: the sum over each token's experts of weight * expert(token), and shared experts.
+    """x [b, s, hidden] -> the same: the sum over each token's experts of weight * expert(token),
+    and shared experts.
 
-    Adds the layer's balance of each sequence and its z-loss to `terms`, as means over sequences and over tokens.
+    Adds the layer's balance of each sequence and its z-loss to `terms`, as means over sequences and
+    over tokens.
     """
     rows = []
     for sequence in x:
         rows.append(_of_sequence(sequence, w, name, model, terms, bias, len(x)))
     found = torch.stack(rows)
-    return found + dense.mlp(x, w, f"{name}.shared", model) if model.moe.shared_ffn_hidden else found
+    return (
+        found + dense.mlp(x, w, f"{name}.shared", model) if model.moe.shared_ffn_hidden else found
+    )
 
 
 def _of_sequence(x, w, name, model, terms, bias, sequences):
-    moe, rows, length = model.moe, [], len(x)
+    moe = model.moe
+    rows = []
+    length = len(x)
     ups = w[f"{name}.experts.up.weight"].unbind()
     downs = w[f"{name}.experts.down.weight"].unbind()
     gates = w[f"{name}.experts.gate.weight"].unbind() if model.mlp == "gated" else ()
-    chosen_often, mean_score = [0] * moe.experts, 0.0
+    chosen_often = [0] * moe.experts
+    mean_score = 0.0
     factor = moe.capacity_factor or math.inf
-    most = math.ceil(round(factor * moe.top_k * length / moe.experts, 9)) if factor < math.inf else length
+    most = (
+        math.ceil(round(factor * moe.top_k * length / moe.experts, 9))
+        if factor < math.inf
+        else length
+    )
     for token in x:
         logits = w[f"{name}.router.weight"] @ token
-        raw = logits.exp() / logits.exp().sum() if moe.score == "softmax" else 1 / (1 + (-logits).exp())
+        raw = (
+            logits.exp() / logits.exp().sum()
+            if moe.score == "softmax"
+            else 1 / (1 + (-logits).exp())
+        )
         chosen = choose(raw.tolist(), bias, moe)
         total = sum(raw[e] for e in chosen) if moe.norm_topk else 1.0
         out = torch.zeros_like(token)
@@ -63,20 +80,33 @@ def _of_sequence(x, w, name, model, terms, bias, sequences):
         z = moe.z_loss * logits.exp().sum().log() ** 2 / (sequences * length)
         terms["router_z"] = terms.get("router_z", 0.0) + z
     share = torch.tensor(chosen_often, dtype=x.dtype) * moe.experts / (moe.top_k * length)
-    terms["expert_balance"] = terms.get("expert_balance", 0.0) + moe.balance_loss * share @ mean_score / sequences
+    terms["expert_balance"] = (
+        terms.get("expert_balance", 0.0) + moe.balance_loss * share @ mean_score / sequences
+    )
     return torch.stack(rows)
 
 
 def turn(x, position, model):
-    """A head's rotary part [d]: dimension i with i + d/2, as YaRN stretches the angles (arXiv 2309.00071)."""
-    d, theta, yarn = x.shape[-1], model.rope_theta, model.yarn
+    """A head's rotary part [d]: dimension i with i + d/2, as YaRN stretches the angles (arXiv
+    2309.00071)."""
+    d = x.shape[-1]
+    theta = model.rope_theta
+    yarn = model.yarn
     parts = x.unbind()
     out = [None] * d
     for i in range(d // 2):
         speed = theta ** (-2 * i / d)
         if yarn:
-            edge = lambda turns: d * math.log(yarn.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))  # noqa: E731
-            low, high = max(0, math.floor(edge(yarn.beta_fast))), min(d - 1, math.ceil(edge(yarn.beta_slow)))
+
+            def edge(turns):
+                return (
+                    d
+                    * math.log(yarn.original_seq_len / (turns * 2 * math.pi))
+                    / (2 * math.log(theta))
+                )
+
+            low = max(0, math.floor(edge(yarn.beta_fast)))
+            high = min(d - 1, math.ceil(edge(yarn.beta_slow)))
             slow = min(1.0, max(0.0, (i - low) / max(high - low, 0.001)))
             speed = slow * speed / yarn.factor + (1 - slow) * speed
         z = cmath.exp(1j * position * speed)
@@ -87,10 +117,16 @@ def turn(x, position, model):
 
 def latent_attention(x, w, name, model, positions, documents):
     mla = model.mla
-    nope, rope, wide = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
+    nope = mla.qk_nope_head_dim
+    rope = mla.qk_rope_head_dim
+    wide = mla.v_head_dim
 
     def rms(y, which):
-        return y / (y.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * w[f"{name}.{which}.weight"]
+        return (
+            y
+            / (y.square().mean(-1, keepdim=True) + model.norm_eps).sqrt()
+            * w[f"{name}.{which}.weight"]
+        )
 
     down = rms(dense.project(x, w, f"{name}.q_down"), "q_norm") if mla.q_lora_rank else x
     queries = dense.project(down, w, f"{name}.wq")
@@ -102,14 +138,24 @@ def latent_attention(x, w, name, model, positions, documents):
     rows = []
     for b in range(x.shape[0]):
         places = positions[b].tolist()
-        shared = [turn(row[mla.kv_lora_rank :], place, model) for row, place in zip(both[b], places, strict=True)]
-        heads_of_queries = [row.unbind() for row in queries[b].view(len(places), model.heads, nope + rope)]
-        keys, contents = [], []  # by token, then by head
-        for row, rotary in zip(values[b].view(len(places), model.heads, nope + wide), shared, strict=True):
+        shared = [
+            turn(row[mla.kv_lora_rank :], place, model)
+            for row, place in zip(both[b], places, strict=True)
+        ]
+        heads_of_queries = [
+            row.unbind() for row in queries[b].view(len(places), model.heads, nope + rope)
+        ]
+        keys = []
+        contents = []  # by token, then by head
+        for row, rotary in zip(
+            values[b].view(len(places), model.heads, nope + wide), shared, strict=True
+        ):
             keys.append([torch.cat((head[:nope], rotary)) for head in row])
             contents.append([head[nope:] for head in row])
         for i, place in enumerate(places):
-            seen = [j for j in range(i + 1) if documents is None or documents[b, j] == documents[b, i]]
+            seen = [
+                j for j in range(i + 1) if documents is None or documents[b, j] == documents[b, i]
+            ]
             heads = []
             for h, query in enumerate(heads_of_queries[i]):
                 q = torch.cat((query[:nope], turn(query[nope:], place, model)))

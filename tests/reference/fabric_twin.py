@@ -1,4 +1,5 @@
-"""Naive twin of `orchestrator.planner.cost.fabric`: every hop and every link one by one, in plain Python.
+"""Naive twin of `orchestrator.planner.cost.fabric`: every hop and every link one by one, in plain
+Python.
 
 Also of the group algebra: groups found by comparing all pairs of ranks.
 """
@@ -14,7 +15,11 @@ def groups_by_pairs(coords: list[dict[str, int]], varying: tuple[str, ...]) -> s
     """Ranks belong together when they agree on every axis that does not vary."""
     result = set()
     for mine in coords:
-        same = [r for r, c in enumerate(coords) if all(c[a] == mine[a] for a in mine if a not in varying)]
+        same = [
+            r
+            for r, c in enumerate(coords)
+            if all(c[a] == mine[a] for a in mine if a not in varying)
+        ]
         result.add(frozenset(same))
     return result
 
@@ -25,7 +30,11 @@ def tiers(cluster: Cluster) -> list[list[list[int]]]:
 
 def meet(cluster: Cluster, a: int, b: int) -> int:
     """Lowest tier with a block that holds both nodes."""
-    return next(t for t, blocks in enumerate(tiers(cluster)) if any(a in block and b in block for block in blocks))
+    return next(
+        t
+        for t, blocks in enumerate(tiers(cluster))
+        if any(a in block and b in block for block in blocks)
+    )
 
 
 def block_of(cluster: Cluster, tier: int, node: int) -> int:
@@ -35,11 +44,15 @@ def block_of(cluster: Cluster, tier: int, node: int) -> int:
 def seconds_per_byte(
     cluster: Cluster, groups: list[list[int]], pattern: str, wrap: bool = True
 ) -> tuple[float, float, int]:
-    """(seconds on NVLink, on the network, per byte that a rank sends, worst tier) when all groups run `pattern`."""
-    rate, gpus = [cluster.nvlink.bytes_per_s, *(level.bytes_per_s for level in cluster.levels)], cluster.gpus_per_node
+    """(seconds on NVLink, on the network, per byte that a rank sends, worst tier) when all groups
+    run `pattern`."""
+    rate = [cluster.nvlink.bytes_per_s, *(level.bytes_per_s for level in cluster.levels)]
+    gpus = cluster.gpus_per_node
     own_nic = max(1.0, gpus / cluster.nics_per_node)
     load: Counter = Counter()  # (tier, block) -> bytes that leave the block upwards
-    nvlink, slowest, worst = 0.0, 0.0, 0
+    nvlink = 0.0
+    slowest = 0.0
+    worst = 0
     for group in groups:
         n = len(group)
         for i, rank in enumerate(group):
@@ -49,7 +62,8 @@ def seconds_per_byte(
                 peers = [(group[(i + 1) % n], 1.0)]
             else:
                 peers = []
-            here, outside = rank // gpus, 0.0
+            here = rank // gpus
+            outside = 0.0
             inside = 0.0
             for peer, part in peers:
                 tier = meet(cluster, here, peer // gpus)
@@ -65,11 +79,14 @@ def seconds_per_byte(
                     lanes = sum(block_of(cluster, 0, other // gpus) == home for other in group)
                 outside += part / (rate[tier] * own_nic * lanes)
             near = [part for peer, part in peers if meet(cluster, here, peer // gpus) == 0]
-            if cluster.direct_nvlink is True and near:  # a third of the links to each of three others
+            if (
+                cluster.direct_nvlink is True and near
+            ):  # a third of the links to each of three others
                 home = block_of(cluster, 0, here)
                 there = sum(block_of(cluster, 0, other // gpus) == home for other in group)
                 inside = max(near) * (gpus - 1) / (there - 1 if pattern == "ring" else 1)
-            nvlink, slowest = max(nvlink, inside / rate[0]), max(slowest, outside)
+            nvlink = max(nvlink, inside / rate[0])
+            slowest = max(slowest, outside)
     for (tier, block), size in load.items():
         over = cluster.levels[tier - 1].oversubscription if tier else 1.0
         capacity = len(tiers(cluster)[tier][block]) * gpus * rate[max(tier, 1)] / over

@@ -11,14 +11,17 @@ from orchestrator.planner.placement.axis_order import candidates, orders
 def best_step(path_cache, parallel, traffic, work, places: int) -> tuple[bool, bool, float]:
     """(tp outside NVLink, ep outside NVLink, step seconds), the smallest of all."""
     total = path_cache.fabric.block.shape[1]
-    best, seen = (True, True, float("inf")), set()
+    best = (True, True, float("inf"))
+    seen = set()
     for nodes in permutations(range(total), places):
         moved = path_cache.reordered(nodes)
         same: dict[tuple[int, int], int] = {}
         pattern = []
         for tier, blocks in enumerate(moved.fabric.block):
             for name in blocks.tolist():
-                pattern.append((same.setdefault((tier, name), len(same)), int(moved.fabric.gpus[tier][name])))
+                pattern.append(
+                    (same.setdefault((tier, name), len(same)), int(moved.fabric.gpus[tier][name]))
+                )
         if (key := tuple(pattern)) in seen:  # the same switches by other names
             continue
         seen.add(key)

@@ -1,6 +1,7 @@
 """One process that trains the whole model on the whole global batch: what every layout must equal.
 
-Made of the naive twins (decoder, AdamW, clipping) and of nothing that is under test but the initial weights.
+Made of the naive twins (decoder, AdamW, clipping) and of nothing that is under test but the initial
+weights.
 """
 
 from __future__ import annotations
@@ -25,23 +26,39 @@ def initial_weights(plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in stage.named_parameters()}
 
 
-def train(plan: Plan, steps: int, dtype: torch.dtype, packed: bool = False, empty: bool = False) -> list[Outcome]:
-    """`steps` optimizer steps from the plan's seed, the batches being the places 0, 1, 2, ... of the global order."""
-    optim, size = plan.job.optim, plan.parallel.global_batch_samples
+def train(
+    plan: Plan, steps: int, dtype: torch.dtype, packed: bool = False, empty: bool = False
+) -> list[Outcome]:
+    """`steps` optimizer steps from the plan's seed, the batches being the places 0, 1, 2, ... of
+    the global order."""
+    optim = plan.job.optim
+    size = plan.parallel.global_batch_samples
     made = [initial_weights(plan, dtype)]  # by each update so far
     late = 1 if offload_of(plan.job.train).delayed else 0  # updates that a step's weights lack
     twin = adamw.AdamW(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
     outcomes = []
     for step in range(1, steps + 1):
         batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
-        leaves = {name: weight.clone().requires_grad_() for name, weight in made[max(0, step - 1 - late)].items()}
+        leaves = {
+            name: weight.clone().requires_grad_()
+            for name, weight in made[max(0, step - 1 - late)].items()
+        }
         terms = {}
         drop = batch.serial, plan.job.train.seed
         state = transformer.states(
-            leaves, plan.model, batch.tokens, batch.positions, transformer.numbers_of(batch), drop, terms
+            leaves,
+            plan.model,
+            batch.tokens,
+            batch.positions,
+            transformer.numbers_of(batch),
+            drop,
+            terms,
         )
         valid = int((batch.targets != IGNORED).sum())
-        loss = transformer.loss_sum(transformer.scores(state, leaves, plan.model), batch.targets) / valid
+        loss = (
+            transformer.loss_sum(transformer.scores(state, leaves, plan.model), batch.targets)
+            / valid
+        )
         if plan.model.mtp:
             terms["mtp"] = prediction.loss(leaves, plan.model, state, batch, drop, terms) / valid
         found = torch.autograd.grad(sum(terms.values(), loss), list(leaves.values()))
@@ -49,5 +66,7 @@ def train(plan: Plan, steps: int, dtype: torch.dtype, packed: bool = False, empt
         clipped = adamw.clipped(grads, plan.job.train.clip_grad_norm)
         made.append(twin.step(made[-1], clipped, learning_rate(step, optim, plan.job.train.steps)))
         values = {name: value.item() for name, value in terms.items()}
-        outcomes.append(Outcome(loss.item(), adamw.norm(grads), grads, made[max(0, step - late)], values))
+        outcomes.append(
+            Outcome(loss.item(), adamw.norm(grads), grads, made[max(0, step - late)], values)
+        )
     return outcomes

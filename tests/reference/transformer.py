@@ -1,7 +1,7 @@
 """Naive twin of trainer.model: the decoder as plain functions over a dict of full weights.
 
-Written from the papers, not from the code under test: heads one by one, complex numbers for rotary positions, softmax
-spelled out. Slow on purpose.
+Written from the papers, not from the code under test: heads one by one, complex numbers for rotary
+positions, softmax spelled out. Slow on purpose.
 """
 
 import math
@@ -12,15 +12,21 @@ from . import dropout, experts
 
 
 def numbers_of(batch):
-    """[b, s], of the packed document that each token belongs to; None where samples are one text."""
+    """[b, s], of the packed document that each token belongs to; None where samples are one
+    text."""
     return None if batch.documents is None else batch.documents.numbers
 
 
 def norm(x, w, name, model):
     if model.norm == "rms":
-        return x * (x.square().mean(-1, keepdim=True) + model.norm_eps) ** -0.5 * w[f"{name}.weight"]
+        return (
+            x * (x.square().mean(-1, keepdim=True) + model.norm_eps) ** -0.5 * w[f"{name}.weight"]
+        )
     x = x - x.mean(-1, keepdim=True)
-    return x / (x.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+    return (
+        x / (x.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * w[f"{name}.weight"]
+        + w[f"{name}.bias"]
+    )
 
 
 def project(x, w, name):
@@ -44,7 +50,9 @@ def attention(x, w, name, model, positions, documents, drop):
         return experts.latent_attention(x, w, name, model, positions, documents)
     q, k, v = (project(x, w, f"{name}.{part}") for part in ("wq", "wk", "wv"))
     if model.qk_norm:
-        q, k = (head_norm(y, w[f"{name}.{part}_norm.weight"], model) for y, part in ((q, "q"), (k, "k")))
+        q, k = (
+            head_norm(y, w[f"{name}.{part}_norm.weight"], model) for y, part in ((q, "q"), (k, "k"))
+        )
     allowed = torch.ones(b, s, s, dtype=torch.bool)
     for i in range(s):
         for j in range(s):
@@ -55,13 +63,18 @@ def attention(x, w, name, model, positions, documents, drop):
     heads = []
     for h in range(model.heads):
         g = h // (model.heads // model.kv_heads)
-        qh, kh, vh = q[..., h * d : (h + 1) * d], k[..., g * d : (g + 1) * d], v[..., g * d : (g + 1) * d]
+        qh = q[..., h * d : (h + 1) * d]
+        kh = k[..., g * d : (g + 1) * d]
+        vh = v[..., g * d : (g + 1) * d]
         if model.position == "rope":
-            qh, kh = rope(qh, positions, model.rope_theta), rope(kh, positions, model.rope_theta)
+            qh = rope(qh, positions, model.rope_theta)
+            kh = rope(kh, positions, model.rope_theta)
         scores = (qh @ kh.transpose(1, 2) / math.sqrt(d)).masked_fill(~allowed, -math.inf).exp()
         weights = scores / scores.sum(-1, keepdim=True)
         if model.dropout:
-            weights = dropout.probabilities(weights, drop[0], h, drop[1], f"{name}.drop", model.dropout)
+            weights = dropout.probabilities(
+                weights, drop[0], h, drop[1], f"{name}.drop", model.dropout
+            )
         heads.append(weights @ vh)
     return output(torch.cat(heads, dim=-1), w, name, "wo")
 
@@ -84,7 +97,9 @@ def act(x, model):
 
 def mlp(x, w, name, model):
     up = project(x, w, f"{name}.up")
-    inner = act(project(x, w, f"{name}.gate"), model) * up if model.mlp == "gated" else act(up, model)
+    inner = (
+        act(project(x, w, f"{name}.gate"), model) * up if model.mlp == "gated" else act(up, model)
+    )
     return output(inner, w, name, "down")
 
 
@@ -99,7 +114,11 @@ def block(x, w, name, layer, model, positions, documents, drop, terms):
     x = x + dropped(own, f"{name}.drop_attn", model, drop)
     own = norm(x, w, f"{name}.norm2", model)
     is_moe = model.moe is not None and layer >= model.moe.first_dense_layers
-    own = experts.mixture(own, w, f"{name}.mlp", model, terms) if is_moe else mlp(own, w, f"{name}.mlp", model)
+    own = (
+        experts.mixture(own, w, f"{name}.mlp", model, terms)
+        if is_moe
+        else mlp(own, w, f"{name}.mlp", model)
+    )
     return x + dropped(own, f"{name}.drop_mlp", model, drop)
 
 
@@ -113,8 +132,8 @@ def logits(w, model, tokens, positions, documents=None, drop=None, terms=None):
 
 
 def states(w, model, tokens, positions, documents=None, drop=None, terms=None):
-    """What the output projection reads, [b, s, hidden]. `drop`: (the tokens' serials, the run's seed). What experts add
-    to the loss goes into the dict `terms`."""
+    """What the output projection reads, [b, s, hidden]. `drop`: (the tokens' serials, the run's
+    seed). What experts add to the loss goes into the dict `terms`."""
     terms = {} if terms is None else terms
     x = w["embed.weight"][tokens]
     if model.position == "learned":

@@ -1,4 +1,5 @@
-"""Any bytes in any file of a run folder: `list` and `status` say what is wrong with it, and show the others as ever."""
+"""Any bytes in any file of a run folder: `list` and `status` say what is wrong with it, and show
+the others as ever."""
 
 from __future__ import annotations
 
@@ -20,13 +21,24 @@ from tests.golden.lines import orch
 RUNS = ("local", "slurm", "kubernetes")  # written by their own backends; no scheduler is in reach
 _LIMIT_S = 60
 VALUES = [None, True, -1, 10**30, 1e308, -(2**63), "", "x\x1b[2J\n", [], {}, [[]], {"a": 1}]
-ODD = [b"", b"null", b"{", b"[" * 200_000, b'{"\xed":1}', b'{"a":' * 100_000, b"1e999", b"\x00" * 64, b"\xff\xfe"]
+ODD = [
+    b"",
+    b"null",
+    b"{",
+    b"[" * 200_000,
+    b'{"\xed":1}',
+    b'{"a":' * 100_000,
+    b"1e999",
+    b"\x00" * 64,
+    b"\xff\xfe",
+]
 KINDS = ("folder", "dangling link", "fifo")
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    before, home = dict(os.environ), tmp_path_factory.mktemp("home")
+    before = dict(os.environ)
+    home = tmp_path_factory.mktemp("home")
     os.environ.clear()
     os.environ |= environment(home)
     for name in RUNS:
@@ -40,7 +52,9 @@ def files(folder: Path) -> list[Path]:
     """All that anything reads of a run: not its copy of the code, nor its checkpoints."""
     skip = ("code", "checkpoints")
     found = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return [path for path in found if path.relative_to(folder).parts[0] not in skip] + [folder / "run.lock"]
+    return [path for path in found if path.relative_to(folder).parts[0] not in skip] + [
+        folder / "run.lock"
+    ]
 
 
 def mutated(draw, raw: bytes) -> bytes:
@@ -103,14 +117,18 @@ def test_one_damaged_run_ends_no_verb_for_the_others(home, name, data):
     whole, _ = listed()
     kept = home / "kept"
     shutil.copytree(folder, kept, symlinks=True)
-    stands_on = [folder / part for part in ("state.json", "backend.json", "request.json", "run.lock")]
+    stands_on = [
+        folder / part for part in ("state.json", "backend.json", "request.json", "run.lock")
+    ]
     path = data.draw(st.sampled_from([*files(folder), *stands_on * 4]))
     signal.alarm(_LIMIT_S)  # what waits for ever ends the test
     try:
         damage(data.draw, path)
         states, unreadable = listed()
         others = set(RUNS) - {name}
-        assert {other: states[other] for other in others} == {other: whole[other] for other in others}
+        assert {other: states[other] for other in others} == {
+            other: whole[other] for other in others
+        }
         assert set(unreadable) <= {name} and all(unreadable.values())
         page = orch(["list"])
         assert page.exit == 0 and all(other in page.out for other in others)

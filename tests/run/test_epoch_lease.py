@@ -19,7 +19,8 @@ def folder(tmp_path):
 
 
 def test_the_newest_claim_holds(folder):
-    old, new = EpochLease(folder, "node0"), EpochLease(folder, "node1")
+    old = EpochLease(folder, "node0")
+    new = EpochLease(folder, "node1")
     assert new.newest == -1
     old.take(0)
     old.check()
@@ -46,7 +47,8 @@ def test_a_claim_below_the_newest_is_worthless(folder):
 
 def _race(path, node, start):
     """Claim a hundred epochs in a row against the others; leave the list of those that were won."""
-    claims, won = EpochLease(RunFolder(path), node), []
+    claims = EpochLease(RunFolder(path), node)
+    won = []
     start.wait(300)
     for epoch in range(100):
         try:
@@ -62,11 +64,17 @@ def _race(path, node, start):
 def test_of_many_who_race_one_wins_each_epoch(folder):
     context = multiprocessing.get_context("fork")
     start = context.Barrier(4)
-    racers = [context.Process(target=_race, args=(folder.path, f"node{i}", start)) for i in range(4)]
+    racers = [
+        context.Process(target=_race, args=(folder.path, f"node{i}", start)) for i in range(4)
+    ]
     for racer in racers:
         racer.start()
     for racer in racers:
         racer.join(300)
         assert racer.exitcode == 0
-    won = [epoch for path in folder.path.glob("won-*") for epoch in msgspec.json.decode(path.read_bytes())]
+    won = [
+        epoch
+        for path in folder.path.glob("won-*")
+        for epoch in msgspec.json.decode(path.read_bytes())
+    ]
     assert sorted(won) == list(range(100))

@@ -18,7 +18,13 @@ from orchestrator.run.state import RunState, prepare_resume, read_state, true_st
 def folder(tmp_path) -> RunFolder:
     folder = RunFolder(tmp_path / "r1")
     folder.create()
-    first = {"schema": "orch.state/1", "run_id": "r1", "created_at": 1.0, "updated_at": 1.0, "writer": "backend"}
+    first = {
+        "schema": "orch.state/1",
+        "run_id": "r1",
+        "created_at": 1.0,
+        "updated_at": 1.0,
+        "writer": "backend",
+    }
     write_state(folder, RunState(**first, state="running", backend="local", plan_hash="h"))
     return folder
 
@@ -38,7 +44,9 @@ def test_a_later_request_supersedes_an_earlier_one(folder):
     ask(folder, "run", nodes=3)
     ask(folder, "end")
     last = ask(folder, "run", nodes=2)
-    assert last.number == 3 and due(folder, 0) == due(folder, 2) == last and wants_end(folder) is None
+    assert (
+        last.number == 3 and due(folder, 0) == due(folder, 2) == last and wants_end(folder) is None
+    )
     assert due(folder, 3) is None  # an attempt of that size began with it
     assert ask(folder, "run", nodes=2, began_with=3).number == 4  # again, and it is obeyed again
 
@@ -51,7 +59,9 @@ def test_a_resume_ends_no_attempt(folder):
 def test_everybody_who_asks_at_once_gets_a_number_of_their_own(folder):
     nodes = range(2, 34)
     said = []
-    all_at_once = [threading.Thread(target=lambda n=n: said.append(ask(folder, "run", nodes=n))) for n in nodes]
+    all_at_once = [
+        threading.Thread(target=lambda n=n: said.append(ask(folder, "run", nodes=n))) for n in nodes
+    ]
     for each in all_at_once:
         each.start()
     for each in all_at_once:
@@ -76,7 +86,8 @@ def test_a_resumed_run_has_obeyed_what_was_asked_before(folder):
 
 
 @pytest.mark.parametrize(
-    ("want", "nodes", "shown"), [("end", None, "stopping"), ("run", 2, "restarting"), ("run", None, "stopped")]
+    ("want", "nodes", "shown"),
+    [("end", None, "stopping"), ("run", 2, "restarting"), ("run", None, "stopped")],
 )
 def test_an_end_that_another_attempt_follows_is_not_shown_as_one(folder, want, nodes, shown):
     from orchestrator.run.state import finish
@@ -93,12 +104,16 @@ def test_a_disk_that_takes_no_request_is_said(folder, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("orchestrator.run.intent.write_private", full)
-    with pytest.raises(OrchError, match=r"the request cannot be written to .*intents: No space left") as refused:
+    with pytest.raises(
+        OrchError, match=r"the request cannot be written to .*intents: No space left"
+    ) as refused:
         ask(folder, "end")
     assert refused.value.exit == Exit.CAPACITY
 
 
-def test_a_folder_that_cannot_be_listed_asks_for_nothing_and_is_said_to_who_asks(folder, monkeypatch):
+def test_a_folder_that_cannot_be_listed_asks_for_nothing_and_is_said_to_who_asks(
+    folder, monkeypatch
+):
     ask(folder, "end")
 
     def failing(path: object) -> list[str]:

@@ -1,4 +1,5 @@
-"""What a copy lacks is listed with its size before the start, and named when the program misses it."""
+"""What a copy lacks is listed with its size before the start, and named when the program misses
+it."""
 
 from __future__ import annotations
 
@@ -30,13 +31,21 @@ def fill(root: Path, git: bool) -> Path:
         "sub/lib/x.py": 1,
         "sub/a.py": 1,
     }
-    sizes |= {".venv/pyvenv.cfg": 1, "venv/pyvenv.cfg": 9, "sub/__pycache__/t.pyc": 99, ".env": 10, "build/o": 7}
+    sizes |= {
+        ".venv/pyvenv.cfg": 1,
+        "venv/pyvenv.cfg": 9,
+        "sub/__pycache__/t.pyc": 99,
+        ".env": 10,
+        "build/o": 7,
+    }
     for name, size in sizes.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"x" * size)
     (root / "empty").mkdir()
     if git:
-        (root / ".gitignore").write_text("data/\n*.pt\n__pycache__\n.venv\nvenv\n.env\nbuild\nlib\n")
+        (root / ".gitignore").write_text(
+            "data/\n*.pt\n__pycache__\n.venv\nvenv\n.env\nbuild\nlib\n"
+        )
         subprocess.run(["git", "init", "-q"], cwd=root, check=True)
     return root
 
@@ -48,7 +57,8 @@ def test_what_git_ignores_is_listed_by_size_without_caches(tmp_path):
     assert found["data/"] == 4024
     (line,) = said_of(code)
     assert (
-        "leaves out sub/w.pt (2.00 MiB), data/ (3.93 KiB), .env (10 B), build/ (7 B)" in line and "git ignores" in line
+        "leaves out sub/w.pt (2.00 MiB), data/ (3.93 KiB), .env (10 B), build/ (7 B)" in line
+        and "git ignores" in line
     )
 
 
@@ -63,22 +73,41 @@ def test_without_git_the_names_decide(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("FileNotFoundError: [Errno 2] No such file or directory: 'data/deep/b.bin'", "git ignores it"),
-        ("FileNotFoundError: [Errno 2] No such file or directory: '{code}/data/a.bin'", "data/a.bin is not in"),
-        ("FileNotFoundError: [Errno 2] No such file or directory: './sub/../data/new.bin'", "git ignores it"),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: 'data/deep/b.bin'",
+            "git ignores it",
+        ),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: '{code}/data/a.bin'",
+            "data/a.bin is not in",
+        ),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: './sub/../data/new.bin'",
+            "git ignores it",
+        ),
         ("cat: sub/w.pt: No such file or directory", "sub/w.pt is not in the copy of {root}"),
         ("python: can't open file '{code}/build/o': [Errno 2] No such file", "build/o is not in"),
         ("ModuleNotFoundError: No module named 'sub.lib'", "sub/lib is not in"),
-        ("FileNotFoundError: [Errno 2] No such file or directory: 'empty/log.txt'", "empty/ is not in"),
-        ("FileNotFoundError: [Errno 2] No such file or directory: '../other/x'", "lies outside the folder"),
-        ("FileNotFoundError: [Errno 2] No such file or directory: 'later.txt'", "not there when the run was submitted"),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: 'empty/log.txt'",
+            "empty/ is not in",
+        ),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: '../other/x'",
+            "lies outside the folder",
+        ),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: 'later.txt'",
+            "not there when the run was submitted",
+        ),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'nowhere.txt'", None),
         ("FileNotFoundError: [Errno 2] No such file or directory: '/etc/nothing'", None),
         ("ModuleNotFoundError: No module named 'numpie'", None),
     ],
 )
 def test_a_missing_file_is_explained_where_the_copy_is_to_blame(tmp_path, line, says):
-    root, run = fill(tmp_path / "p", git=True), RunFolder(tmp_path / "run-1")
+    root = fill(tmp_path / "p", git=True)
+    run = RunFolder(tmp_path / "run-1")
     run.create()
     code = with_left_out(find_code(root, wanted=True))
     copy(code, run)
@@ -103,6 +132,10 @@ def test_a_run_says_both(home, capsys):
     wait_end(folder)
     cause = read_state(folder).cause
     assert cause and "data/a.bin is not in the copy of" in cause.tail[-1]
-    assert "git ignores it; --in-place runs it there" in orch(capsys, "status", folder.run_id)[1].replace("\n", " ")
-    code, out, _ = orch(capsys, "submit", "--snapshot", "--dry-run", "--", sys.executable, "train.py")
+    assert "git ignores it; --in-place runs it there" in orch(capsys, "status", folder.run_id)[
+        1
+    ].replace("\n", " ")
+    code, out, _ = orch(
+        capsys, "submit", "--snapshot", "--dry-run", "--", sys.executable, "train.py"
+    )
     assert code == 0 and "leaves out data/ (2.00 KiB)" in " ".join(out.split())

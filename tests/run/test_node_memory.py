@@ -1,4 +1,5 @@
-"""The user's memory of bad nodes: it expires, it can be told to forget, and nothing that happens to it is an error."""
+"""The user's memory of bad nodes: it expires, it can be told to forget, and nothing that happens to
+it is an error."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from orchestrator.run.state import finish, read_state
 
 
 def bad(node: str, at: float = 1000.0, hours: float = 1.0, cluster: str = "c") -> BadNode:
-    return BadNode(cluster=cluster, node=node, why="it fell over", run="r1", at=at, until=at + 3600 * hours)
+    return BadNode(
+        cluster=cluster, node=node, why="it fell over", run="r1", at=at, until=at + 3600 * hours
+    )
 
 
 @pytest.fixture
@@ -35,7 +38,10 @@ def test_what_is_added_is_there_until_it_expires(memory):
     assert [(one.node, one.at) for one in memory.read(2000)] == [("n1", 1500), ("n2", 2000)]
     assert [one.node for one in memory.read(2000, "d")] == ["n2"]
     assert [one.node for one in memory.read(1500 + 3600)] == ["n2"] and memory.read(1e9) == []
-    assert oct(memory.file.stat().st_mode & 0o777) == "0o600" and oct(memory.file.parent.stat().st_mode)[-3:] == "700"
+    assert (
+        oct(memory.file.stat().st_mode & 0o777) == "0o600"
+        and oct(memory.file.parent.stat().st_mode)[-3:] == "700"
+    )
 
 
 def test_runs_that_end_together_lose_nothing(memory):
@@ -53,7 +59,9 @@ def test_who_is_stopped_while_it_writes_keeps_nobody_waiting(memory, monkeypatch
     assert [one.node for one in memory.read(1000)] == ["n1", "n3"]
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"schema":"orch.nodes/9","nodes":[]}', b"\xff\xfe", b"[" * 9999])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b'{"schema":"orch.nodes/9","nodes":[]}', b"\xff\xfe", b"[" * 9999]
+)
 def test_a_damaged_file_is_an_empty_one(memory, raw):
     memory.add(bad("n1"))
     memory.file.write_bytes(raw)
@@ -64,7 +72,8 @@ def test_a_damaged_file_is_an_empty_one(memory, raw):
 
 def test_the_verb_shows_and_forgets(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
-    memory, now = NodeMemory(tmp_path / "home"), time.time()
+    memory = NodeMemory(tmp_path / "home")
+    now = time.time()
     assert main(["nodes"]) == 0 and capsys.readouterr().out == "no node is left out\n"
     for node, cluster in (("n1", "c"), ("n2", "c"), ("n3", "d")):
         memory.add(bad(node, at=now, cluster=cluster))
@@ -92,25 +101,46 @@ def test_a_submission_to_slurm_leaves_them_out_and_says_so(tmp_path, monkeypatch
     assert "orch: without n5, found bad by earlier runs (orch nodes)" in seen.err
 
 
-def test_a_resume_on_slurm_leaves_out_those_of_its_day_and_the_users_own(tmp_path, monkeypatch, capsys):
+def test_a_resume_on_slurm_leaves_out_those_of_its_day_and_the_users_own(
+    tmp_path, monkeypatch, capsys
+):
     """Not those of the day of its submission, which may have been forgotten since."""
-    home, sent = tmp_path / "home", []
+    home = tmp_path / "home"
+    sent = []
     monkeypatch.setenv("ORCH_HOME", str(home))
     monkeypatch.setattr(SlurmBackend, "_find_job", lambda *_: None)
-    monkeypatch.setattr(SlurmBackend, "state", lambda _, folder: finish(read_state(folder), "failed", 1, "it failed"))
+    monkeypatch.setattr(
+        SlurmBackend,
+        "state",
+        lambda _, folder: finish(read_state(folder), "failed", 1, "it failed"),
+    )
     monkeypatch.setattr(SlurmBackend, "_send", lambda _, folder, text, environ: sent.append(text))
     memory = NodeMemory(home)
     memory.add(bad("n5", at=time.time(), cluster="h100x64"))
-    words = ["backend.options.exclude=[n7]", "backend.options.topology=none", "cluster=h100x64", "parallel=tp8"]
-    assert main(["render", "--run-id", "r", "--in-place", "backend=slurm", *words, "--", "/bin/true"]) == 0
+    words = [
+        "backend.options.exclude=[n7]",
+        "backend.options.topology=none",
+        "cluster=h100x64",
+        "parallel=tp8",
+    ]
+    assert (
+        main(["render", "--run-id", "r", "--in-place", "backend=slurm", *words, "--", "/bin/true"])
+        == 0
+    )
     assert "#SBATCH --exclude=n[5,7]\n" in capsys.readouterr().out
     folder = RunFolder(home / "runs" / "r")
     for forgotten, found, left_out in (("n5", "n8", "n[7-8]"), ("n8", "n9", "n[7,9]")):
         assert main(["nodes", "--forget", forgotten]) == 0
         memory.add(bad(found, at=time.time(), cluster="h100x64"))
         assert main(["resume", "r"]) == 0
-        assert f"orch: without {found}, found bad by earlier runs (orch nodes)" in capsys.readouterr().err
-        assert f"#SBATCH --exclude={left_out}\n" in sent[-1] and f"\nexcluded='{left_out}'\n" in sent[-1]
+        assert (
+            f"orch: without {found}, found bad by earlier runs (orch nodes)"
+            in capsys.readouterr().err
+        )
+        assert (
+            f"#SBATCH --exclude={left_out}\n" in sent[-1]
+            and f"\nexcluded='{left_out}'\n" in sent[-1]
+        )
     (folder.path / "slurm").mkdir()
     exclude(folder, ["n1"])  # while it runs
     assert (folder.path / "slurm" / "exclude").read_text() == "n[1,7,9]\n"

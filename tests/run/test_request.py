@@ -37,7 +37,8 @@ RUNS = Path("/home/user/.orch/runs")
 
 
 def test_the_same_input_gives_the_same_bytes_and_they_survive():
-    first, second = make_bundle(PLAN, RUNS).request, make_bundle(PLAN, RUNS).request
+    first = make_bundle(PLAN, RUNS).request
+    second = make_bundle(PLAN, RUNS).request
     assert to_bytes(first) == to_bytes(second)
     assert from_bytes(to_bytes(first)) == first
 
@@ -64,7 +65,9 @@ def test_contents_are_tied_to_the_request():
         check_contents(spoiled)
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\0"), max_size=40), min_size=1, max_size=6))
+@given(
+    st.lists(st.text(st.characters(exclude_characters="\0"), max_size=40), min_size=1, max_size=6)
+)
 def test_the_users_words_arrive_byte_exact(words):
     request = from_bytes(to_bytes(make_bundle(PLAN, RUNS, command=words).request))
     assert request.worker.argv == words
@@ -76,7 +79,16 @@ def test_a_nul_byte_is_refused():
 
 
 def test_only_allowed_variables_pass_and_only_by_name():
-    shell = ["PATH", "HOME", "NCCL_DEBUG", "LC_ALL", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "EDITOR", "NCCL_AUTH_TOKEN"]
+    shell = [
+        "PATH",
+        "HOME",
+        "NCCL_DEBUG",
+        "LC_ALL",
+        "AWS_SECRET_ACCESS_KEY",
+        "HF_TOKEN",
+        "EDITOR",
+        "NCCL_AUTH_TOKEN",
+    ]
     assert passed_names(shell) == ["HOME", "LC_ALL", "NCCL_DEBUG", "PATH"]
     request = make_bundle(PLAN, RUNS, names=shell).request
     assert request.environment.names == ["HOME", "LC_ALL", "NCCL_DEBUG", "PATH"]
@@ -103,7 +115,16 @@ def test_the_composed_environment_has_pythons_folder_first_and_nothing_else():
 
 
 SECRET = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "db-password", "AUTH", "apikey"]
-SECRET += ["PGPASSWORD", "MYSQL_PWD", "GH_PAT", "ACCESSKEY", "GITHUBTOKEN", "AWSSECRETKEY", "SSHPASS", "db.pwd"]
+SECRET += [
+    "PGPASSWORD",
+    "MYSQL_PWD",
+    "GH_PAT",
+    "ACCESSKEY",
+    "GITHUBTOKEN",
+    "AWSSECRETKEY",
+    "SSHPASS",
+    "db.pwd",
+]
 HARMLESS = ["tokenizer", "global_batch_tokens", "tokens_per_s", "keep_last", "kv_heads", "author"]
 HARMLESS += ["PWD", "OLDPWD", "pattern", "path", "monkey", "patch", "max_tokens", "bypass"]
 
@@ -114,14 +135,26 @@ def test_secret_names(name):
 
 
 def test_redaction_reaches_every_depth():
-    found = redacted({"a": [{"api_key": "x", "n": 1}], "token": {"b": "y"}, "password": None, "tokens": ["p", "q"]})
+    found = redacted(
+        {
+            "a": [{"api_key": "x", "n": 1}],
+            "token": {"b": "y"},
+            "password": None,
+            "tokens": ["p", "q"],
+        }
+    )
     kept = {"token": {"b": "y"}, "password": None}
     assert found == {"a": [{"api_key": HIDDEN, "n": 1}], "tokens": [HIDDEN, HIDDEN], **kept}
 
 
 def test_credentials_in_a_url_are_redacted_and_ports_stay():
-    found = redacted({"store": "postgres://me:pw@host:80/db, http://host:80/a@b", "n": [1, "s3://bucket/a@b"]})
-    assert found == {"store": f"postgres://{HIDDEN}@host:80/db, http://host:80/a@b", "n": [1, "s3://bucket/a@b"]}
+    found = redacted(
+        {"store": "postgres://me:pw@host:80/db, http://host:80/a@b", "n": [1, "s3://bucket/a@b"]}
+    )
+    assert found == {
+        "store": f"postgres://{HIDDEN}@host:80/db, http://host:80/a@b",
+        "n": [1, "s3://bucket/a@b"],
+    }
 
 
 def test_the_frozen_configuration_is_redacted():
@@ -129,7 +162,9 @@ def test_the_frozen_configuration_is_redacted():
     assert b"hush" not in raw and b"account: me" in raw
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b'{"schema": "orch.request/9"}', b'{"\xed": 1}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{}", b"[]", b'{"schema": "orch.request/9"}', b'{"\xed": 1}', b"[" * 100_000]
+)
 def test_a_damaged_request_is_one_line(raw):
     with pytest.raises(OrchError) as refused:
         from_bytes(raw)
@@ -140,7 +175,9 @@ def test_a_gpu_cluster_is_refused_here_naming_what_is_here(monkeypatch):
     monkeypatch.setattr(local, "gpus_here", lambda: 0)
     gpus = {"device": "cuda", "cluster": "h100x64", "gpus_per_node": 8}
     request = msgspec.structs.replace(make_bundle(PLAN, RUNS).request, **gpus)
-    with pytest.raises(OrchError, match=r"h100x64 is 2 nodes of 8 GPUs; this machine has no GPU, \d+ CPUs") as refused:
+    with pytest.raises(
+        OrchError, match=r"h100x64 is 2 nodes of 8 GPUs; this machine has no GPU, \d+ CPUs"
+    ) as refused:
         LocalBackend().check(request)
     assert refused.value.exit == 76
     monkeypatch.setattr(local, "gpus_here", lambda: 8)
@@ -163,7 +200,9 @@ def test_a_program_that_cannot_run_is_refused_at_once(tmp_path, command, text):
     subprocess.run(["git", "init", "-q"], cwd=work, check=True)
     for name, content in ((".gitignore", "ignored.py\n"), ("ignored.py", ""), ("notes.txt", "")):
         (work / name).write_text(content)
-    bundle = make_bundle(PLAN, tmp_path / "runs", command=command, code=Code(kind="git", root=str(work)))
+    bundle = make_bundle(
+        PLAN, tmp_path / "runs", command=command, code=Code(kind="git", root=str(work))
+    )
     with pytest.raises(OrchError, match=text) as refused:
         LocalBackend().submit(bundle, os.environ)
     assert refused.value.exit == 64
@@ -171,16 +210,21 @@ def test_a_program_that_cannot_run_is_refused_at_once(tmp_path, command, text):
 
 
 def test_golden():
-    """The whole request of a small plan, as it was last agreed on. Delete the file to have it written anew."""
+    """The whole request of a small plan, as it was last agreed on. Delete the file to have it
+    written anew."""
     golden = Path(__file__).with_name("golden") / "request.json"
     code = Code(kind="git", root="/home/user/project", subfolder="sub", commit="c" * 40)
     plan = make_plan(tp=2, dp=2, nodes=2)
     bundle = make_bundle(plan, RUNS, run_id="tiny-1", command=["python", "my_train.py"], code=code)
     found = to_bytes(bundle.request).decode().replace(sys.executable, "/venv/bin/python")
-    found = found.replace(str(Path(sys.executable).parent), "/venv/bin").replace(plan.hash, "<plan hash>")
+    found = found.replace(str(Path(sys.executable).parent), "/venv/bin").replace(
+        plan.hash, "<plan hash>"
+    )
     for file in bundle.request.files:
         if file.sha256:
-            found = found.replace(file.sha256, f"<sha256 of {file.path}>").replace(f'"size": {file.size}', '"size": 0')
+            found = found.replace(file.sha256, f"<sha256 of {file.path}>").replace(
+                f'"size": {file.size}', '"size": 0'
+            )
     if not golden.exists():
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(found)

@@ -1,4 +1,5 @@
-"""Private folders, atomic files, names that stay where they belong, and the lock that tells who lives."""
+"""Private folders, atomic files, names that stay where they belong, and the lock that tells who
+lives."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ def made(tmp_path, name="run-1") -> RunFolder:
 def test_file_names_stay_in_their_folder_and_never_meet(a, b):
     names = file_name(a), file_name(b)
     for name in names:
-        assert "/" not in name and "\0" not in name and name not in ("", ".", "..") and not name.startswith(".")
+        assert (
+            "/" not in name
+            and "\0" not in name
+            and name not in ("", ".", "..")
+            and not name.startswith(".")
+        )
         assert len(name.encode()) < 200 and name.isascii() and name.isprintable()
     assert (names[0] == names[1]) == (a == b)
 
@@ -49,7 +55,8 @@ def test_run_ids_are_dns_labels_whatever_the_name(name, now):
 
 
 @pytest.mark.parametrize(
-    "bad", ["", "A", "a_b", "-a", "a-", "a" * 64, "../x", "a/b", "a\n", "a\nb", "$(id)", "ü", "a b", "."]
+    "bad",
+    ["", "A", "a_b", "-a", "a-", "a" * 64, "../x", "a/b", "a\n", "a\nb", "$(id)", "ü", "a b", "."],
 )
 def test_bad_run_ids_are_refused(bad):
     with pytest.raises(OrchError) as refused:
@@ -68,7 +75,9 @@ def test_a_replaced_file_is_whole_and_leaves_nothing_behind(tmp_path):
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "state.json"
     write_private(path, b"old")
-    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OSError, match="No space"):
         write_private(path, b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
@@ -125,7 +134,9 @@ def test_the_lock_lives_as_long_as_any_process_that_inherited_it(tmp_path):
     assert not folder.is_alive()
     lock = folder.take_lock()
     assert folder.take_lock(wait_s=0) is None
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock])
+    child = subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock]
+    )
     os.close(lock)
     assert folder.is_alive()
     child.kill()
@@ -134,7 +145,8 @@ def test_the_lock_lives_as_long_as_any_process_that_inherited_it(tmp_path):
 
 
 def test_runs_are_found_by_handle_id_and_prefix(tmp_path):
-    one, two = made(tmp_path, "tiny-1"), made(tmp_path, "tiny-22")
+    one = made(tmp_path, "tiny-1")
+    two = made(tmp_path, "tiny-22")
     os.utime(one.request, (1, 1))
     assert [run.run_id for run in all_runs(tmp_path)] == ["tiny-22", "tiny-1"]
     assert find_run(tmp_path, None) == two
@@ -147,7 +159,9 @@ def test_runs_are_found_by_handle_id_and_prefix(tmp_path):
         find_run(tmp_path, "tinny-1")
 
 
-@pytest.mark.parametrize("name", ["../../etc", "/etc/passwd", "..", ".", "", "\0", "local://../x", "*", "local://"])
+@pytest.mark.parametrize(
+    "name", ["../../etc", "/etc/passwd", "..", ".", "", "\0", "local://../x", "*", "local://"]
+)
 def test_a_name_is_never_a_path(tmp_path, name):
     made(tmp_path)
     (tmp_path / "x").mkdir()

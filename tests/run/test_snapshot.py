@@ -17,8 +17,17 @@ from orchestrator.run.request import Code
 
 
 def git(cwd: Path, *words: str) -> str:
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "protocol.file.allow=always"]
-    return subprocess.run(["git", *identity, *words], cwd=cwd, check=True, capture_output=True, text=True).stdout
+    identity = [
+        "-c",
+        "user.name=t",
+        "-c",
+        "user.email=t@example.org",
+        "-c",
+        "protocol.file.allow=always",
+    ]
+    return subprocess.run(
+        ["git", *identity, *words], cwd=cwd, check=True, capture_output=True, text=True
+    ).stdout
 
 
 @pytest.fixture
@@ -50,19 +59,35 @@ def folder(tmp_path):
 
 
 def contents(folder: RunFolder) -> dict[str, str]:
-    return {str(p.relative_to(folder.code)): p.read_text() for p in folder.code.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(folder.code)): p.read_text()
+        for p in folder.code.rglob("*")
+        if p.is_file()
+    }
 
 
 def test_tracked_changed_and_new_but_not_ignored(project, folder):
     code = find_code(project / "sub", wanted=True)
-    assert (code.kind, code.root, code.subfolder, code.holds_orch) == ("git", str(project), "sub", False)
+    assert (code.kind, code.root, code.subfolder, code.holds_orch) == (
+        "git",
+        str(project),
+        "sub",
+        False,
+    )
     assert code.commit == git(project, "rev-parse", "HEAD").strip()
     copy(code, folder)
     assert contents(folder) == {
-        **{"kept.py": "kept", "changed.py": "new", "added.py": "added", ".gitignore": "*.log\n"},
-        **{"sub/deep ü\n.py": "deep", "run.sh": "#!/bin/sh\n", "link": "kept"},
+        "kept.py": "kept",
+        "changed.py": "new",
+        "added.py": "added",
+        ".gitignore": "*.log\n",
+        "sub/deep ü\n.py": "deep",
+        "run.sh": "#!/bin/sh\n",
+        "link": "kept",
     }
-    assert os.access(folder.code / "run.sh", os.X_OK) and not os.access(folder.code / "kept.py", os.X_OK)
+    assert os.access(folder.code / "run.sh", os.X_OK) and not os.access(
+        folder.code / "kept.py", os.X_OK
+    )
     assert (folder.code / "link").is_symlink()
     found = json.loads(folder.snapshot.read_text())
     assert {"changed.py", "added.py", "deleted.py"} <= set(found["uncommitted"])
@@ -101,7 +126,15 @@ def test_a_repository_without_a_commit(tmp_path, folder):
 
 def test_without_git(tmp_path, folder):
     root = tmp_path / "plain"
-    for name in ("a.py", "pkg/b.py", ".hidden/c", ".secret", "__pycache__/d.pyc", "venv/pyvenv.cfg", "env2/pyvenv.cfg"):
+    for name in (
+        "a.py",
+        "pkg/b.py",
+        ".hidden/c",
+        ".secret",
+        "__pycache__/d.pyc",
+        "venv/pyvenv.cfg",
+        "env2/pyvenv.cfg",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
     code = find_code(root, wanted=True)

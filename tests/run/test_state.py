@@ -1,4 +1,5 @@
-"""What is read back of a run: its state, its numbers, its logs, its report, and the pages made of them."""
+"""What is read back of a run: its state, its numbers, its logs, its report, and the pages made of
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from orchestrator.errors import OrchError
 from orchestrator.observe import logs
 from orchestrator.observe.live import read_live
 from orchestrator.observe.logs import LogTail
-from orchestrator.observe.pages.run_page import end_lines, list_page, list_row, progress_line, request_page, run_page
+from orchestrator.observe.pages.run_page import (
+    end_lines,
+    list_page,
+    list_row,
+    progress_line,
+    request_page,
+    run_page,
+)
 from orchestrator.observe.report import make_report, read_steps
 from orchestrator.run.folder import RunFolder
 from orchestrator.run.state import (
@@ -38,10 +46,26 @@ PLAN = make_plan(dp=4, nodes=2, steps=10)
 
 
 def state(**changes) -> RunState:
-    base = {"schema": SCHEMA, "run_id": "run-1", "state": "running", "created_at": 0.0, "updated_at": 0.0, "epoch": 1}
-    nodes = {"node0": NodeState(state="running", ranks=[0, 1]), "node1": NodeState(state="running", ranks=[2, 3])}
+    base = {
+        "schema": SCHEMA,
+        "run_id": "run-1",
+        "state": "running",
+        "created_at": 0.0,
+        "updated_at": 0.0,
+        "epoch": 1,
+    }
+    nodes = {
+        "node0": NodeState(state="running", ranks=[0, 1]),
+        "node1": NodeState(state="running", ranks=[2, 3]),
+    }
     summary = {"steps": 10, "world_size": 4, "model": "tiny", "cluster": "local", "parallel": "dp4"}
-    more = {"writer": "node0", "backend": "local", "plan_hash": PLAN.hash, "nodes": nodes, "summary": summary}
+    more = {
+        "writer": "node0",
+        "backend": "local",
+        "plan_hash": PLAN.hash,
+        "nodes": nodes,
+        "summary": summary,
+    }
     return RunState(**{**base, **more, **changes})
 
 
@@ -55,7 +79,13 @@ def folder(tmp_path):
 def write_steps(folder: RunFolder, node: str, *steps: dict) -> None:
     with folder.metrics(node).open("a") as file:
         for step in steps:
-            base = {"at": 100.0 + step["step"], "kind": "step", "samples": 0, "tokens": 400, "step_s": 0.2}
+            base = {
+                "at": 100.0 + step["step"],
+                "kind": "step",
+                "samples": 0,
+                "tokens": 400,
+                "step_s": 0.2,
+            }
             print(json.dumps({**base, **step}), file=file)
 
 
@@ -66,7 +96,9 @@ def test_state_survives_the_file(folder):
     assert read_state(folder) == written
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b"null", b'{"schema":"orch.state/9"}', b'{"\xed":1}', b"\x00"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{}", b"null", b'{"schema":"orch.state/9"}', b'{"\xed":1}', b"\x00"]
+)
 def test_a_damaged_state_is_one_line(folder, raw):
     folder.state.write_bytes(raw)
     with pytest.raises(OrchError) as refused:
@@ -86,12 +118,25 @@ def test_the_truth_about_a_run_that_nobody_keeps(folder):
 
 def test_live_numbers_are_of_this_epoch_and_of_the_last_steps(folder):
     old = [{"rank": 0, "epoch": 0, "step": step, "loss": 9.0} for step in range(1, 9)]
-    new = [{"rank": 0, "epoch": 1, "step": step, "loss": 3.0 - step / 10, "mfu": step / 10} for step in (4, 5)]
-    memory = [{"rank": rank, "epoch": 1, "step": 5, "memory_bytes": {"total": 100 + rank}} for rank in (2, 3)]
+    new = [
+        {"rank": 0, "epoch": 1, "step": step, "loss": 3.0 - step / 10, "mfu": step / 10}
+        for step in (4, 5)
+    ]
+    memory = [
+        {"rank": rank, "epoch": 1, "step": 5, "memory_bytes": {"total": 100 + rank}}
+        for rank in (2, 3)
+    ]
     write_steps(folder, "node0", *old, *new)
     write_steps(folder, "node1", *memory)
     folder.metrics("node1").open("a").write('{"torn')
-    event = {"kind": "event", "rank": 0, "epoch": 0, "name": "checkpoint_saved", "step": 3, "at": 90.0}
+    event = {
+        "kind": "event",
+        "rank": 0,
+        "epoch": 0,
+        "name": "checkpoint_saved",
+        "step": 3,
+        "at": 90.0,
+    }
     folder.events("node0").write_text(json.dumps(event) + "\nnoise\n")
     live = read_live(folder, state(), now=110.0)
     assert (live.step, live.steps, live.loss, live.mfu) == (5, 10, 2.5, 0.45)
@@ -103,7 +148,14 @@ def test_live_numbers_are_of_this_epoch_and_of_the_last_steps(folder):
 
 def test_before_the_first_step_the_last_word_of_a_worker_is_shown(folder):
     fields = {"phase": "tokenise", "done": 1, "total": 4}
-    event = {"kind": "event", "rank": 0, "epoch": 1, "name": "data_progress", "fields": fields, "at": 1.0}
+    event = {
+        "kind": "event",
+        "rank": 0,
+        "epoch": 1,
+        "name": "data_progress",
+        "fields": fields,
+        "at": 1.0,
+    }
     folder.events("node0").write_text(json.dumps(event) + "\n")
     live = read_live(folder, state(), now=2.0)
     assert live.step is None and live.doing == "data progress (tokenise 25%)"
@@ -121,12 +173,31 @@ def test_a_failure_is_told_with_its_first_cause(folder):
     cause = Cause(kind="worker_exit", text="rank 3 on node1: killed by SIGKILL", **where)
     failed = state(state="failed", exit_code=1, reason=cause.text, cause=cause)
     page = run_page(failed, read_live(folder, failed, 0.0), Style())
-    lived = EpochState(epoch=0, started_at=1.0, outcome="restart", cause=cause), EpochState(epoch=1, started_at=2.0)
-    more = {"slow": {"node1": 2.5}, "excluded": {"node2": "it fell over"}, "epochs": list(lived), "reason": None}
+    lived = (
+        EpochState(epoch=0, started_at=1.0, outcome="restart", cause=cause),
+        EpochState(epoch=1, started_at=2.0),
+    )
+    more = {
+        "slow": {"node1": 2.5},
+        "excluded": {"node2": "it fell over"},
+        "epochs": list(lived),
+        "reason": None,
+    }
     again = msgspec.structs.replace(failed, state="running", exit_code=None, cause=None, **more)
     found = run_page(again, read_live(folder, again, 0.0), Style())
-    assert f"last fault  {cause.text[:40]}" in found and "node1 (2.5x its peers)" in found and "node2: it fell" in found
-    for text in ("failed", "1 (user code failed)", "First cause", "killed by SIGKILL", "logs/rank-00003.log", "  boom"):
+    assert (
+        f"last fault  {cause.text[:40]}" in found
+        and "node1 (2.5x its peers)" in found
+        and "node2: it fell" in found
+    )
+    for text in (
+        "failed",
+        "1 (user code failed)",
+        "First cause",
+        "killed by SIGKILL",
+        "logs/rank-00003.log",
+        "  boom",
+    ):
         assert text in page
     assert "boom" in "\n".join(end_lines(failed, Style()))
 
@@ -141,14 +212,34 @@ def test_progress_fits_the_terminal(folder, width):
 def test_a_request_is_shown_whole_but_for_contents(tmp_path):
     request = make_bundle(PLAN, tmp_path / "runs").request
     page = request_page(request, Style())
-    for text in (request.handle, request.run_dir, "node0 to node1", "HOME, PATH", "OMP_NUM_THREADS=1", "secret.key"):
+    for text in (
+        request.handle,
+        request.run_dir,
+        "node0 to node1",
+        "HOME, PATH",
+        "OMP_NUM_THREADS=1",
+        "secret.key",
+    ):
         assert text in page
 
 
 def test_a_replayed_step_counts_once_in_the_report(folder):
-    old = [{"rank": 0, "epoch": 0, "step": step, "loss": 9.0, "step_s": 9.0} for step in range(1, 7)]
-    write_steps(folder, "node0", *old, *({"rank": 0, "epoch": 1, "step": n, "loss": 10.0 - n} for n in range(4, 11)))
-    last = {"rank": 3, "epoch": 1, "step": 10, "memory_bytes": {"total": 7}, "comm_bytes": {"dp": 5}}
+    old = [
+        {"rank": 0, "epoch": 0, "step": step, "loss": 9.0, "step_s": 9.0} for step in range(1, 7)
+    ]
+    write_steps(
+        folder,
+        "node0",
+        *old,
+        *({"rank": 0, "epoch": 1, "step": n, "loss": 10.0 - n} for n in range(4, 11)),
+    )
+    last = {
+        "rank": 3,
+        "epoch": 1,
+        "step": 10,
+        "memory_bytes": {"total": 7},
+        "comm_bytes": {"dp": 5},
+    }
     write_steps(folder, "node1", last)
     done = state(state="done", exit_code=0, started_at=1.0, ended_at=3.5)
     report = make_report(PLAN, done, read_steps(folder, PLAN.cluster.node_names))
@@ -165,8 +256,12 @@ def test_a_replayed_step_counts_once_in_the_report(folder):
 def test_tensors_are_compared_with_tensors(folder):
     """A GPU's context is planned, and nothing that a worker measures."""
     memory = structs.replace(PLAN.memory, buffers=3 << 30, total=5 << 30)
-    plan = structs.replace(PLAN, cluster=structs.replace(PLAN.cluster, device="cuda"), memory=memory)
-    write_steps(folder, "node0", {"rank": 0, "epoch": 1, "step": 1, "memory_bytes": {"total": 3 << 30}})
+    plan = structs.replace(
+        PLAN, cluster=structs.replace(PLAN.cluster, device="cuda"), memory=memory
+    )
+    write_steps(
+        folder, "node0", {"rank": 0, "epoch": 1, "step": 1, "memory_bytes": {"total": 3 << 30}}
+    )
     found = make_report(plan, state(), read_steps(folder, plan.cluster.node_names))["memory"]
     assert found["total"]["planned"] == found["total"]["measured"] == 3 << 30
     assert (found["buffers"]["planned"], found["device context"]["planned"]) == (1 << 30, 2 << 30)
@@ -178,7 +273,9 @@ def test_a_report_of_a_run_that_never_stepped():
 
 
 @given(
-    st.lists(st.binary(max_size=12).filter(lambda b: b"\n" not in b and b"\r" not in b), max_size=30),
+    st.lists(
+        st.binary(max_size=12).filter(lambda b: b"\n" not in b and b"\r" not in b), max_size=30
+    ),
     st.integers(0, 40),
     st.booleans(),
 )
@@ -216,10 +313,12 @@ def test_a_log_of_a_million_lines_is_tailed_without_reading_it(tmp_path):
 
 @pytest.mark.parametrize("last_lines", [None, 1, 3])
 def test_a_line_without_an_end_is_read_once(tmp_path, monkeypatch, last_lines):
-    """16 MiB in 4,096 pieces: joined anew with each piece they would be copied two thousand times, a minute's work."""
+    """16 MiB in 4,096 pieces: joined anew with each piece they would be copied two thousand times,
+    a minute's work."""
     monkeypatch.setattr(logs, "_AT_ONCE", 1 << 12)
     path = tmp_path / "log"
-    began, tail = time.process_time(), LogTail(path)
+    began = time.process_time()
+    tail = LogTail(path)
     with path.open("ab", buffering=0) as file:
         for _ in range(16):
             file.write(b"x" * (1 << 20))
@@ -241,7 +340,9 @@ def test_a_pause_is_from_the_end_to_the_new_start_and_nothing_of_a_run_that_neve
     assert paused(fresh, 9.0) == []
     ended = msgspec.structs.replace(fresh, state="stopped", epoch=0, ended_at=5.0)
     assert paused(ended, 9.0) == [(5.0, 9.0)]
-    killed = msgspec.structs.replace(fresh, state="running", epoch=0, updated_at=4.0, pauses=[(1.0, 2.0)])
+    killed = msgspec.structs.replace(
+        fresh, state="running", epoch=0, updated_at=4.0, pauses=[(1.0, 2.0)]
+    )
     assert paused(killed, 9.0) == [(1.0, 2.0), (4.0, 9.0)]
     resumed = msgspec.structs.replace(killed, state="pending", pauses=[(4.0, 9.0)])
     assert paused(resumed, 20.0) == [(4.0, 9.0)], "whoever resumed it has written this one down"

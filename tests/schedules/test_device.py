@@ -1,4 +1,5 @@
-"""Programs as GPUs with NCCL run them: no schedule can deadlock there, whatever its size and its stages' times."""
+"""Programs as GPUs with NCCL run them: no schedule can deadlock there, whatever its size and its
+stages' times."""
 
 from __future__ import annotations
 
@@ -40,13 +41,19 @@ def alone(program):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_schedule_deadlocks_on_a_device(name):
-    """Every pp to 8, vpp and number of micro-batches to 20, with equal and with random times of stages."""
-    tried, generator = 0, random.Random(0)
-    for pp, vpp, micro_batches in itertools.product(range(1, 9), VPP.get(name, (1,)), (*range(1, 13), 16, 20)):
+    """Every pp to 8, vpp and number of micro-batches to 20, with equal and with random times of
+    stages."""
+    tried = 0
+    generator = random.Random(0)
+    for pp, vpp, micro_batches in itertools.product(
+        range(1, 9), VPP.get(name, (1,)), (*range(1, 13), 16, 20)
+    ):
         if illegal(name, pp, micro_batches, vpp) is not None:
             continue
         schedule = build(name, pp, micro_batches, vpp)
-        drawn = [tuple(generator.choice((0.1, 1.0, 1.0, 7.0)) for _ in range(pp * vpp)) for _ in range(3)]
+        drawn = [
+            tuple(generator.choice((0.1, 1.0, 1.0, 7.0)) for _ in range(pp * vpp)) for _ in range(3)
+        ]
         for costs in (None, Costs(*drawn, transfer=generator.choice((0.0, 0.5, 3.0)))):
             times = run_on_device(schedule, lower_to_batches(schedule, costs), costs)
             assert len(times.ends) == sum(map(len, schedule.orders))
@@ -65,7 +72,8 @@ def test_a_wrong_order_is_found():
         run_on_device(schedule, [alone(first), alone(late)])
 
     crossed = list(second)
-    at, to = crossed.index(Action(Kind.RECV_F, 1, 0)), crossed.index(Action(Kind.RECV_F, 1, 1))
+    at = crossed.index(Action(Kind.RECV_F, 1, 0))
+    to = crossed.index(Action(Kind.RECV_F, 1, 1))
     crossed[at], crossed[to] = crossed[to], crossed[at]
     with pytest.raises(ScheduleError, match=r"rank 0 sends to rank 1 in another order .*message 0"):
         run_on_device(schedule, [alone(first), alone(crossed)])
@@ -77,7 +85,8 @@ def test_a_wrong_order_is_found():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_send_behind_the_next_computation_deadlocks(name):
-    """A seeded bug in every schedule: some send is enqueued behind a receive whose data needs it."""
+    """A seeded bug in every schedule: some send is enqueued behind a receive whose data needs
+    it."""
     schedule = build(name, 4, 8, VPP.get(name, (1,))[0])
     programs = lower_to_batches(schedule)
     found = 0
@@ -86,13 +95,19 @@ def test_a_send_behind_the_next_computation_deadlocks(name):
         for at, action in enumerate(actions):
             if action.kind not in (Kind.SEND_F, Kind.SEND_B):
                 continue
-            behind = next((to for to in range(at, len(actions)) if actions[to].kind in RECEIVES), None)
+            behind = next(
+                (to for to in range(at, len(actions)) if actions[to].kind in RECEIVES), None
+            )
             if behind is None:
                 continue
             changed = [*actions[:at], *actions[at + 1 : behind + 1], action, *actions[behind + 1 :]]
             try:
                 run_on_device(
-                    schedule, [alone(changed) if other == rank else theirs for other, theirs in enumerate(programs)]
+                    schedule,
+                    [
+                        alone(changed) if other == rank else theirs
+                        for other, theirs in enumerate(programs)
+                    ],
                 )
             except ScheduleError as error:
                 found += "deadlocks on a device" in str(error)
@@ -101,20 +116,24 @@ def test_a_send_behind_the_next_computation_deadlocks(name):
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "dualpipev"])
 def test_receives_posted_early_deadlock_on_nccl(name):
-    """What is right on gloo, where tags match messages, hangs where batches of a communicator run in order: a receive
-    that is moved to the front holds up the sends behind it."""
+    """What is right on gloo, where tags match messages, hangs where batches of a communicator run
+    in order: a receive that is moved to the front holds up the sends behind it."""
     vpp = VPP.get(name, (1,))[0]
     schedule = build(name, 4, 8, vpp)
 
     def receives_first(program):
-        return (*(a for a in program if a.kind in RECEIVES), *(a for a in program if a.kind not in RECEIVES))
+        return (
+            *(a for a in program if a.kind in RECEIVES),
+            *(a for a in program if a.kind not in RECEIVES),
+        )
 
     with pytest.raises(ScheduleError, match="deadlocks on a device"):
         run_on_device(schedule, [alone(receives_first(program)) for program in lower(schedule)])
 
 
 def test_two_sends_towards_each_other_need_a_batch():
-    """Both ranks of a pair send, then receive: a deadlock if each is a batch of its own, none as one batch."""
+    """Both ranks of a pair send, then receive: a deadlock if each is a batch of its own, none as
+    one batch."""
     schedule = build("dualpipe", 2, 2)
     programs = [[tuple(sorted(batch, key=lambda action: action.kind in RECEIVES)) for batch in program]
                 for program in lower_to_batches(schedule)]  # fmt: skip
@@ -125,23 +144,29 @@ def test_two_sends_towards_each_other_need_a_batch():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_free_transfers_take_the_simulated_time(name):
-    """With transfers that take no time, a device with the actual times of its stages needs what `simulate` says, up to
-    the waits of one batch for another."""
+    """With transfers that take no time, a device with the actual times of its stages needs what
+    `simulate` says, up to the waits of one batch for another."""
     vpp = VPP.get(name, (1,))[0]
     schedule = build(name, 4, 8, vpp)
-    assert run_on_device(schedule, lower_to_batches(schedule)).makespan == pytest.approx(simulate(schedule).makespan)
+    assert run_on_device(schedule, lower_to_batches(schedule)).makespan == pytest.approx(
+        simulate(schedule).makespan
+    )
 
 
 def test_actual_times_shorten_the_step():
-    """Transfers placed for equal stages wait behind others where the head makes the last stage slower."""
+    """Transfers placed for equal stages wait behind others where the head makes the last stage
+    slower."""
     gains = []
-    for name, micro_batches in itertools.product(("1f1b", "interleaved", "zb_h1", "zbv", "dualpipev"), (8, 12)):
+    for name, micro_batches in itertools.product(
+        ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipev"), (8, 12)
+    ):
         vpp = VPP.get(name, (1,))[0]
         schedule = build(name, 4, micro_batches, vpp)
         forward = (1.0,) * (4 * vpp - 1) + (2.5,)
         costs = Costs(forward, forward, forward)
         blind, seeing = (
-            run_on_device(schedule, lower_to_batches(schedule, order), costs).makespan for order in (None, costs)
+            run_on_device(schedule, lower_to_batches(schedule, order), costs).makespan
+            for order in (None, costs)
         )
         assert seeing <= blind * (1 + 1e-9)
         gains.append(1 - seeing / blind)
@@ -158,7 +183,9 @@ def test_batches_hold_the_same_actions_as_programs():
 
 def test_costs_of_a_plan_follow_its_stages():
     plan = make_plan(pp=2, model=small(layers=3, vocab=512))
-    costs, layers, head = costs_of(plan), plan.parallel.stage_layers, 2.0 * plan.model.vocab * plan.model.hidden
+    costs = costs_of(plan)
+    layers = plan.parallel.stage_layers
+    head = 2.0 * plan.model.vocab * plan.model.hidden
     first, last = costs.forward
     assert first / layers[0] == pytest.approx((last - head) / layers[1], rel=1e-3)
     assert costs.backward_input == costs.forward == costs.backward_weight

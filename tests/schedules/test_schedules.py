@@ -1,4 +1,5 @@
-"""Every schedule, for every legal size: complete, deadlock-free, and with the bubble and memory that was published."""
+"""Every schedule, for every legal size: complete, deadlock-free, and with the bubble and memory
+that was published."""
 
 from __future__ import annotations
 
@@ -41,8 +42,12 @@ def test_complete_and_free_of_deadlock(size):
     schedule = build(*size)
     assert problem(schedule) is None
     programs = lower(schedule)
-    assert program_problem(schedule, programs) is None  # even if every send blocks until it is received
-    early = [[action for batch in receive_early(program) for action in batch] for program in programs]  # gloo's
+    assert (
+        program_problem(schedule, programs) is None
+    )  # even if every send blocks until it is received
+    early = [
+        [action for batch in receive_early(program) for action in batch] for program in programs
+    ]  # gloo's
     assert program_problem(schedule, early, rendezvous=False) is None
 
 
@@ -58,7 +63,14 @@ def test_corner_sizes(name, pp):
 
 
 def test_one_rank_is_gradient_accumulation():
-    assert [str(action) for action in build("1f1b", 1, 3).orders[0]] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
+    assert [str(action) for action in build("1f1b", 1, 3).orders[0]] == [
+        "0F0",
+        "0B0",
+        "0F1",
+        "0B1",
+        "0F2",
+        "0B2",
+    ]
     assert lower(build("1f1b", 1, 3))[0] == build("1f1b", 1, 3).orders[0]
 
 
@@ -69,15 +81,24 @@ def test_1f1b_program_in_full():
     assert second == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
 
 
-# ------------------------------------------------------------------------------------------- published figures
+# -------------------------------------------------------------------------------------------
+#     published figures
 
 
-@given(st.integers(1, 8), st.integers(1, 32), st.sampled_from(["afab", "1f1b"]), st.integers(1, 5), st.integers(1, 5))
+@given(
+    st.integers(1, 8),
+    st.integers(1, 32),
+    st.sampled_from(["afab", "1f1b"]),
+    st.integers(1, 5),
+    st.integers(1, 5),
+)
 @settings(max_examples=60, deadline=None)
 def test_bubble_of_afab_and_1f1b(pp, micro_batches, name, forward, backward):
     """(p - 1) / m, for any ratio of forward to backward: Narayanan et al. 2021, section 2.2."""
     costs = Costs(float(forward), backward / 2, backward / 2)
-    assert simulate(build(name, pp, micro_batches), costs).bubble_ratio == pytest.approx((pp - 1) / micro_batches)
+    assert simulate(build(name, pp, micro_batches), costs).bubble_ratio == pytest.approx(
+        (pp - 1) / micro_batches
+    )
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(2, 4))
@@ -102,20 +123,27 @@ def test_memory_of_afab_and_1f1b(pp, micro_batches):
     assert peak_in_flight(build("1f1b", pp, micro_batches)) == expected
 
 
-#: Seconds of forward, input gradient and weight gradient, in the range (W not above F and I) of the papers' formulas.
+#: Seconds of forward, input gradient and weight gradient, in the range (W not above F and I) of the
+#: papers' formulas.
 SPLITS = [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (2.0, 3.0, 2.0), (1.0, 1.5, 1.0)]
 
 
 @given(st.integers(1, 8), st.integers(0, 17), st.sampled_from(SPLITS))
 @settings(max_examples=60, deadline=None)
 def test_zero_bubble_h1_h2(pp, more, split):
-    """arXiv 2401.10241, section 2: ZB-H1 (p-1)(F+I-W) at p activations, ZB-H2 (p-1)(F+I-2W) at 2p-1."""
+    """arXiv 2401.10241, section 2: ZB-H1 (p-1)(F+I-W) at p activations, ZB-H2 (p-1)(F+I-2W) at
+    2p-1."""
     micro_batches = 2 * pp - 1 + more
     forward, i, w = split
     ideal = sum(split) * micro_batches
-    h1, h2 = build("zb_h1", pp, micro_batches), build("zb_h2", pp, micro_batches)
-    assert simulate(h1, Costs(*split)).own_bubble_ratio * ideal == pytest.approx((pp - 1) * (forward + i - w))
-    assert simulate(h2, Costs(*split)).own_bubble_ratio * ideal == pytest.approx((pp - 1) * (forward + i - 2 * w))
+    h1 = build("zb_h1", pp, micro_batches)
+    h2 = build("zb_h2", pp, micro_batches)
+    assert simulate(h1, Costs(*split)).own_bubble_ratio * ideal == pytest.approx(
+        (pp - 1) * (forward + i - w)
+    )
+    assert simulate(h2, Costs(*split)).own_bubble_ratio * ideal == pytest.approx(
+        (pp - 1) * (forward + i - 2 * w)
+    )
     assert peak_in_flight(h1) == (pp,) * pp
     assert peak_in_flight(h2) == (2 * pp - 1,) * pp
 
@@ -132,7 +160,8 @@ def test_zbv(pp):
 @pytest.mark.parametrize("gain", [0.0, 0.1, 1 / 6])
 @pytest.mark.parametrize("split", SPLITS)
 def test_bubble_of_dualpipe(pp, gain, split):
-    """DeepSeek-V3, table 2: (p/2 - 1)(F&B + B - 3W) on the worst rank; DualPipeV has it on half as many ranks."""
+    """DeepSeek-V3, table 2: (p/2 - 1)(F&B + B - 3W) on the worst rank; DualPipeV has it on half as
+    many ranks."""
     _, i, w = split
     together = sum(split) * (1 - gain)  # of a forward and a backward, against one after the other
     published = (pp / 2 - 1) * (together + i + w - 3 * w)
@@ -146,7 +175,9 @@ def test_memory_of_dualpipe(pp):
     """DeepSeek-V3, table 2: p + 1 activations on every rank, parameters twice."""
     schedule = build("dualpipe", pp, 4 * pp)
     assert peak_in_flight(schedule) == (pp + 1,) * pp
-    assert [schedule.stages_of(rank) for rank in range(pp)] == [(rank, 2 * pp - 1 - rank) for rank in range(pp)]
+    assert [schedule.stages_of(rank) for rank in range(pp)] == [
+        (rank, 2 * pp - 1 - rank) for rank in range(pp)
+    ]
     assert {schedule.model_stage(stage) for stage in schedule.stages_of(0)} == {0, pp - 1}
     assert peak_in_flight(build("dualpipev", pp // 2, 4 * pp, 2)) == (pp + 1,) * (pp // 2)
 
@@ -162,7 +193,8 @@ def test_uneven_stages_and_slow_links_cost_time():
 @given(sizes())
 @settings(max_examples=40, deadline=None)
 def test_timeline_is_consistent(size):
-    """Nothing overlaps on a rank, nothing starts before its inputs, and busy time is the sum of the work."""
+    """Nothing overlaps on a rank, nothing starts before its inputs, and busy time is the sum of the
+    work."""
     schedule = build(*size)
     timeline = simulate(schedule, Costs(1.0, 1.25, 0.75, 0.5))
     ends = {span.action: span.end for spans in timeline.spans for span in spans}
@@ -176,7 +208,8 @@ def test_timeline_is_consistent(size):
     assert sum(timeline.busy) == pytest.approx(3.0 * schedule.micro_batches * schedule.model_stages)
 
 
-# ------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------- what
+#     is refused
 
 
 @pytest.mark.parametrize(
@@ -203,4 +236,9 @@ def test_illegal_sizes_name_the_nearest_legal(size, words):
 def test_split_flag():
     assert not build("1f1b", 2, 4).splits_backward
     assert build("zbv", 2, 4, 2).splits_backward
-    assert {action.kind for action in build("dualpipe", 4, 8).orders[0]} == {Kind.F, Kind.B, Kind.I, Kind.W}
+    assert {action.kind for action in build("dualpipe", 4, 8).orders[0]} == {
+        Kind.F,
+        Kind.B,
+        Kind.I,
+        Kind.W,
+    }

@@ -34,15 +34,36 @@ def with_rank(schedule, rank, actions):
 BASE = build("zb_h1", 3, 4)
 MUTATIONS = {
     "a forward is lost": (lambda order: order[1:], "no forward"),
-    "a backward is lost": (lambda order: [a for a in order if a != Action(Kind.I, 1, 3)], "0 I, 1 W"),
-    "a weight gradient is lost": (lambda order: [a for a in order if a != Action(Kind.W, 1, 3)], "1 I, 0 W"),
-    "the last micro-batch is dropped": (lambda order: [a for a in order if a.micro_batch != 3], "no forward"),
+    "a backward is lost": (
+        lambda order: [a for a in order if a != Action(Kind.I, 1, 3)],
+        "0 I, 1 W",
+    ),
+    "a weight gradient is lost": (
+        lambda order: [a for a in order if a != Action(Kind.W, 1, 3)],
+        "1 I, 0 W",
+    ),
+    "the last micro-batch is dropped": (
+        lambda order: [a for a in order if a.micro_batch != 3],
+        "no forward",
+    ),
     "a backward runs twice": (lambda order: [*order, Action(Kind.I, 1, 0)], "happens twice"),
     "whole and split": (lambda order: [*order, Action(Kind.B, 1, 0)], "1 B, 1 I, 1 W"),
-    "another rank's stage": (lambda order: [*order, Action(Kind.F, 0, 0)], "the stage is on rank 0"),
-    "a micro-batch too many": (lambda order: [*order, Action(Kind.F, 1, 4)], "micro-batches are 0 to 3"),
-    "a stage that is not there": (lambda order: [*order, Action(Kind.F, 3, 0)], "does not pass that stage"),
-    "a transfer among computes": (lambda order: [*order, Action(Kind.SEND_F, 1, 0)], "not one of F, B, I, W"),
+    "another rank's stage": (
+        lambda order: [*order, Action(Kind.F, 0, 0)],
+        "the stage is on rank 0",
+    ),
+    "a micro-batch too many": (
+        lambda order: [*order, Action(Kind.F, 1, 4)],
+        "micro-batches are 0 to 3",
+    ),
+    "a stage that is not there": (
+        lambda order: [*order, Action(Kind.F, 3, 0)],
+        "does not pass that stage",
+    ),
+    "a transfer among computes": (
+        lambda order: [*order, Action(Kind.SEND_F, 1, 0)],
+        "not one of F, B, I, W",
+    ),
     "backward before forward": (lambda order: order[::-1], "deadlocks"),
 }
 
@@ -59,17 +80,24 @@ def test_crossed_orders_deadlock_and_say_where():
     first = with_rank(build("1f1b", 2, 2), 0, [*map(parse_action, ("0F0", "0B0", "0F1", "0B1"))])
     assert problem(first) is None  # slow, but it ends
     crossed = with_rank(first, 1, map(parse_action, ("1F1", "1B1", "1F0", "1B0")))
-    assert problem(crossed) == "schedule 1f1b deadlocks: rank 0 at 0B0 waits for 1B0, rank 1 at 1F1 waits for 0F1"
+    assert (
+        problem(crossed)
+        == "schedule 1f1b deadlocks: rank 0 at 0B0 waits for 1B0, rank 1 at 1F1 waits for 0F1"
+    )
 
 
 @given(st.data())
 @settings(max_examples=100, deadline=None)
 def test_swapping_two_actions_is_legal_or_named(data):
-    """The validator is the simulator's judgement: any order that it lets through can be lowered and run."""
-    schedule = build(*data.draw(st.sampled_from([("1f1b", 3, 4, 1), ("interleaved", 2, 4, 2), ("zbv", 2, 4, 2)])))
+    """The validator is the simulator's judgement: any order that it lets through can be lowered and
+    run."""
+    schedule = build(
+        *data.draw(st.sampled_from([("1f1b", 3, 4, 1), ("interleaved", 2, 4, 2), ("zbv", 2, 4, 2)]))
+    )
     rank = data.draw(st.integers(0, schedule.pp - 1))
     order = list(schedule.orders[rank])
-    a, b = data.draw(st.integers(0, len(order) - 1)), data.draw(st.integers(0, len(order) - 1))
+    a = data.draw(st.integers(0, len(order) - 1))
+    b = data.draw(st.integers(0, len(order) - 1))
     order[a], order[b] = order[b], order[a]
     changed = with_rank(schedule, rank, order)
     if problem(changed) is None:
@@ -82,12 +110,16 @@ def test_swapping_two_actions_is_legal_or_named(data):
 def test_memory_bound():
     schedule = build("afab", 2, 6)
     assert problem(schedule, max_in_flight=6) is None
-    assert problem(schedule, 5) == "schedule afab, rank 0 holds 6 stage activations at once, the bound is 5"
+    assert (
+        problem(schedule, 5)
+        == "schedule afab, rank 0 holds 6 stage activations at once, the bound is 5"
+    )
     # After I only a part is kept for W: arXiv 2401.10241, section 2, counts M_B and M_W apart.
     assert max(peak_in_flight(build("zb_h1", 4, 8), weight_share=0.5)) < 4.5
 
 
-# ------------------------------------------------------------------------------------------- lowered programs
+# -------------------------------------------------------------------------------------------
+#     lowered programs
 
 
 def flat(batches):
@@ -95,7 +127,8 @@ def flat(batches):
 
 
 def test_early_receives_would_deadlock_without_tags():
-    """Why `receive_early` is for gloo only: the validator sees that rendezvous transfers would block."""
+    """Why `receive_early` is for gloo only: the validator sees that rendezvous transfers would
+    block."""
     schedule = build("1f1b", 2, 4)
     early = tuple(flat(receive_early(program)) for program in lower(schedule))
     assert program_problem(schedule, early, rendezvous=False) is None
@@ -104,8 +137,16 @@ def test_early_receives_would_deadlock_without_tags():
 
 def test_early_receives_stand_before_the_actions_in_front():
     program = tuple(map(parse_action, ("1RECV_F0", "1F0", "1RECV_F1", "1B0", "1SEND_B0", "1F1")))
-    assert " ".join(map(str, flat(receive_early(program, by=1)))) == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1"
-    program = tuple(map(parse_action, ("0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1", "0B1")))
+    assert (
+        " ".join(map(str, flat(receive_early(program, by=1))))
+        == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1"
+    )
+    program = tuple(
+        map(
+            parse_action,
+            ("0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1", "0B1"),
+        )
+    )
     two = "0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0B1"
     assert " ".join(map(str, flat(receive_early(program, by=2)))) == two
 
@@ -130,7 +171,9 @@ def test_transfers_of_a_pair_swapped_at_one_end_are_caught():
 # ------------------------------------------------------------------------------------------- tables
 
 
-@pytest.mark.parametrize("size", [("1f1b", 3, 4), ("interleaved", 2, 4, 2), ("zbv", 2, 4, 2), ("zb_h2", 2, 3)])
+@pytest.mark.parametrize(
+    "size", [("1f1b", 3, 4), ("interleaved", 2, 4, 2), ("zbv", 2, 4, 2), ("zb_h2", 2, 3)]
+)
 def test_table_round_trip(size):
     schedule = build(*size)
     again = read_table(write_table(schedule), schedule.name)
@@ -138,11 +181,17 @@ def test_table_round_trip(size):
 
 
 def test_table_as_json_and_with_idle_slots_and_transfers():
-    rows = [["0F0", None, "0SEND_F0", "", "0RECV_B0", "0B0"], ["", "1RECV_F0", "1F0", "1B0", "1SEND_B0"]]
+    rows = [
+        ["0F0", None, "0SEND_F0", "", "0RECV_B0", "0B0"],
+        ["", "1RECV_F0", "1F0", "1B0", "1SEND_B0"],
+    ]
     expected = build("1f1b", 2, 1).orders
     assert read_table(json.dumps(rows)).orders == expected
     assert read_table(json.dumps({"rows": rows, "name": "mine"})).name == "mine"
-    assert read_table("\n".join(",".join(cell or "" for cell in row) for row in rows)).orders == expected
+    assert (
+        read_table("\n".join(",".join(cell or "" for cell in row) for row in rows)).orders
+        == expected
+    )
 
 
 def test_table_of_two_copies():

@@ -1,4 +1,5 @@
-"""One cluster a test session (and xdist worker), started when a test first asks for it, never when none does."""
+"""One cluster a test session (and xdist worker), started when a test first asks for it, never when
+none does."""
 
 from __future__ import annotations
 
@@ -13,12 +14,15 @@ from tests.beds.slurm.cluster_conf import Shape
 from tests.beds.slurm.packages import install
 from tests.beds.slurm.runs import Orch
 
-settings.register_profile("shared machine", deadline=None)  # others may have the cores at the moment
+settings.register_profile(
+    "shared machine", deadline=None
+)  # others may have the cores at the moment
 settings.load_profile("shared machine")
 
 
 def bring_up(shape: Shape) -> Cluster:
-    """A started cluster, or the test is skipped with the reason why this machine cannot have one."""
+    """A started cluster, or the test is skipped with the reason why this machine cannot have
+    one."""
     if reason := install(shape.accounting):
         pytest.skip(f"no Slurm test cluster: {reason}")
     reap_stale()

@@ -1,4 +1,5 @@
-"""With accounting (slurmdbd on MariaDB): accounts are enforced, and what the controller forgot is still known."""
+"""With accounting (slurmdbd on MariaDB): accounts are enforced, and what the controller forgot is
+still known."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def accounted() -> Iterator[Cluster]:
 
 
 def test_accounts_are_enforced_and_what_the_controller_forgot_is_known(accounted, tmp_path):
-    """One test: each worker would make a database of its own for another, which takes ten seconds."""
+    """One test: each worker would make a database of its own for another, which takes ten
+    seconds."""
     orch = Orch(accounted, tmp_path)
     a_wrong_account_is_one_line_with_the_choices(orch)
     states_come_from_squeue_when_the_database_is_away(orch, accounted)
@@ -48,17 +50,27 @@ def a_run_that_the_controller_has_forgotten(orch: Orch, accounted: Cluster) -> N
     assert run.wait("done").exit_code == 0
     failed = orch.submit(*two_nodes("backend.max_restarts=0"), worker={"DIE": "0:1:3"})
     failed.wait("failed")
-    accounted.wait(lambda: not accounted.run("squeue", "-h", "-t", "all").strip(), 120, "forgotten jobs")
+    accounted.wait(
+        lambda: not accounted.run("squeue", "-h", "-t", "all").strip(), 120, "forgotten jobs"
+    )
     jobs = Slurm(accounted.env).jobs([run.job, failed.job])
-    assert (jobs[run.job].state, jobs[run.job].exit_code, jobs[run.job].source) == ("COMPLETED", 0, "sacct")
+    assert (jobs[run.job].state, jobs[run.job].exit_code, jobs[run.job].source) == (
+        "COMPLETED",
+        0,
+        "sacct",
+    )
     assert (jobs[failed.job].state, jobs[failed.job].exit_code) == ("FAILED", 1)
     assert set(jobs[run.job].node_names) == set(run.assignment["nodes"])
     assert run.state().state == "done" and failed.state().exit_code == Exit.USER
 
 
 def states_come_from_squeue_when_the_database_is_away(orch: Orch, accounted: Cluster) -> None:
-    job = accounted.run("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap", "true").strip()
-    found = Slurm({**accounted.env, "PATH": without_sacct(orch.home, accounted.env["PATH"])}).jobs([job, "999999"])
+    job = accounted.run(
+        "sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap", "true"
+    ).strip()
+    found = Slurm({**accounted.env, "PATH": without_sacct(orch.home, accounted.env["PATH"])}).jobs(
+        [job, "999999"]
+    )
     assert job_state(found[job].state).phase == "pending" and "999999" not in found
     with pytest.raises(OrchError):
         Slurm(accounted.env).run(["sacct", "--format=NoSuchField"])
@@ -67,6 +79,8 @@ def states_come_from_squeue_when_the_database_is_away(orch: Orch, accounted: Clu
 def without_sacct(folder: Path, path: str) -> str:
     tools = folder / "bin"
     tools.mkdir()
-    (tools / "sacct").write_text("#!/bin/sh\necho 'sacct: error: Problem talking to the database' >&2\nexit 1\n")
+    (tools / "sacct").write_text(
+        "#!/bin/sh\necho 'sacct: error: Problem talking to the database' >&2\nexit 1\n"
+    )
     (tools / "sacct").chmod(0o755)
     return f"{tools}:{path}"

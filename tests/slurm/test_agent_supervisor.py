@@ -50,7 +50,9 @@ sys.exit(agent_supervisor.supervise(agent, ended.exists, 2))
 
 
 def start_supervisor(starts: Path, *words: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(starts), AGENT, *words], stdout=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(starts), AGENT, *words], stdout=subprocess.DEVNULL
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,9 @@ def start_supervisor(starts: Path, *words: str) -> subprocess.Popen:
         (("76", "0"), Exit.CAPACITY),  # it left by itself
     ],
 )
-def test_an_agent_that_was_killed_or_fenced_is_restarted_and_one_that_exited_is_not(tmp_path, words, code):
+def test_an_agent_that_was_killed_or_fenced_is_restarted_and_one_that_exited_is_not(
+    tmp_path, words, code
+):
     starts = tmp_path / "starts"
     assert start_supervisor(starts, *words).wait(300) == code
     ends = words.index(str(int(code))) + 1 if code < 128 else 3
@@ -76,23 +80,35 @@ def test_none_is_restarted_when_the_run_has_ended(tmp_path):
 
 @pytest.mark.parametrize("how", ["signal", "notice", "kill"])
 def test_the_agent_receives_the_supervisors_signal_and_does_not_outlive_it(tmp_path, how):
-    starts, received = tmp_path / "starts", tmp_path / "received"
+    starts = tmp_path / "starts"
+    received = tmp_path / "received"
     supervisor = start_supervisor(starts, "stay", "0")
     agent = int(wait_for(lambda: starts.exists() and starts.read_text(), 120, "the agent"))
     if how != "kill":
         sent = signal.SIGUSR1 if how == "signal" else NOTICE
         supervisor.send_signal(sent)
-        wait_for(lambda: received.exists() and received.read_text() == f"{sent.name}\n", 120, "the signal")
+        wait_for(
+            lambda: received.exists() and received.read_text() == f"{sent.name}\n",
+            120,
+            "the signal",
+        )
         os.kill(agent, signal.SIGKILL)
-        assert supervisor.wait(300) == 128 + 9 and len(starts.read_text().splitlines()) == 1, "no restart is wanted"
+        assert supervisor.wait(300) == 128 + 9 and len(starts.read_text().splitlines()) == 1, (
+            "no restart is wanted"
+        )
     else:
         supervisor.kill()
         supervisor.wait(300)
-        wait_for(lambda: received.exists() and received.read_text() == "the end", 120, "the end of the agent")
+        wait_for(
+            lambda: received.exists() and received.read_text() == "the end",
+            120,
+            "the end of the agent",
+        )
 
 
 def test_a_signal_from_slurm_and_from_the_supervisor_counts_once(tmp_path):
-    """Else it would kill the workers that are just saving. The next signal is somebody's impatience."""
+    """Else it would kill the workers that are just saving. The next signal is somebody's
+    impatience."""
     sent = []
 
     class Channel:
@@ -102,7 +118,8 @@ def test_a_signal_from_slurm_and_from_the_supervisor_counts_once(tmp_path):
     async def main() -> None:
         folder = make_folder(tmp_path)
         request = make_bundle(PLAN, tmp_path / "elsewhere").request
-        facts, recorder = NodeFacts("host", "127.0.0.1", 1, 2, 0), Recorder(folder, "node0", PLAN)
+        facts = NodeFacts("host", "127.0.0.1", 1, 2, 0)
+        recorder = Recorder(folder, "node0", PLAN)
         connector = FixedCoordinator(folder, "node0", b"k" * 32, 1.0)
         agent = Agent(folder, PLAN, request, "node0", facts, recorder, None, connector)
         agent._channel = Channel()

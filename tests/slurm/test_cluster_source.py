@@ -31,14 +31,18 @@ def test_all_nodes_of_an_idle_cluster(orch):
 
 def test_only_free_nodes_and_those_that_lie_together(orch):
     orch.cluster.run("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
-    job = orch.cluster.run("sbatch", "--parsable", "-w", "n2", "--output=/dev/null", "--wrap", "sleep 60").strip()
+    job = orch.cluster.run(
+        "sbatch", "--parsable", "-w", "n2", "--output=/dev/null", "--wrap", "sleep 60"
+    ).strip()
     orch.cluster.wait(lambda: orch.cluster.job_state(job) == "RUNNING", 20, "running job")
     found = plan(orch, "cluster.nodes=4")
     assert sorted(found["cluster"]["node_names"]) == ["n4", "n5", "n6", "n7"]
     refused = orch("plan", *JOB, code=Exit.CAPACITY)
     assert "8 nodes are wanted, 6 are free" in refused.stderr
     sizes = orch("plan", *JOB, "nodes=3..8").stdout
-    assert "4 nodes  dp=1" in sizes and all(f"{nodes} nodes  not legal: " in sizes for nodes in (8, 5))
+    assert "4 nodes  dp=1" in sizes and all(
+        f"{nodes} nodes  not legal: " in sizes for nodes in (8, 5)
+    )
     assert "3 nodes  pp=" in sizes, "in another pipeline"
 
 

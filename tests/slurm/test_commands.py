@@ -1,4 +1,5 @@
-"""Slurm's commands on the real test cluster: answers read, complaints turned into one line with an exit code."""
+"""Slurm's commands on the real test cluster: answers read, complaints turned into one line with an
+exit code."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def script(tmp_path):
 def test_ctrl_c_of_the_terminal_does_not_reach_a_command_in_the_middle_of_its_answer(tmp_path):
     """A job that Slurm has accepted would be nobody's: each command is in a session of its own."""
     for name in ("sbatch", "scontrol"):
-        (tmp_path / name).write_text("#!/bin/sh\ncat > /dev/null\necho $$ $(cut -d' ' -f6 /proc/$$/stat)\n")
+        (tmp_path / name).write_text(
+            "#!/bin/sh\ncat > /dev/null\necho $$ $(cut -d' ' -f6 /proc/$$/stat)\n"
+        )
         (tmp_path / name).chmod(0o755)
     slurm = Slurm({"PATH": f"{tmp_path}:/usr/bin:/bin"})
     for answer in (slurm.sbatch("job.sh"), slurm.run(["scontrol", "release", "1"])):
@@ -60,10 +63,16 @@ class TestLive:
     def test_nodes_and_topology_of_the_running_cluster(self, slurm, cluster, script):
         nodes = {node.name: node for node in parse_nodes(slurm.nodes())}
         assert sorted(nodes) == cluster.shape.names
-        assert all(n.free and n.gpus == 8 and n.gpu_type == "h100" and not n.gpus_used for n in nodes.values())
+        assert all(
+            n.free and n.gpus == 8 and n.gpu_type == "h100" and not n.gpus_used
+            for n in nodes.values()
+        )
         topology = parse_topology(slurm.topology())
         assert topology.kind == "tree"
-        assert topology.tiers[0].switches == {"leaf0": ("n0", "n1", "n2", "n3"), "leaf1": ("n4", "n5", "n6", "n7")}
+        assert topology.tiers[0].switches == {
+            "leaf0": ("n0", "n1", "n2", "n3"),
+            "leaf1": ("n4", "n5", "n6", "n7"),
+        }
         job = slurm.sbatch(script("--nodes=1 --gpus-per-node=2 --nodelist=n3"))
         cluster.wait(lambda: cluster.job_state(job) == "RUNNING", 20, "running job")
         (busy,) = [node for node in parse_nodes(slurm.nodes()) if not node.free]
@@ -84,7 +93,9 @@ class TestLive:
         assert (found.state, found.nodes, job_state(found.state).phase) == ("FAILED", 2, "failed")
         held = slurm.sbatch(script("--hold"))
         found = watcher.query([job, held])
-        assert found[held].state == "PENDING" and found[held].reason == "JobHeldUser" and job in found
+        assert (
+            found[held].state == "PENDING" and found[held].reason == "JobHeldUser" and job in found
+        )
 
     def test_start_estimate(self, slurm, cluster, script):
         """It refuses what sbatch itself would accept and keep pending with PartitionNodeLimit."""
@@ -129,11 +140,23 @@ def test_a_full_queue_is_told_at_once(tmp_path):
                 accepted.append(slurm.sbatch(str(path)))
         assert cluster.run("squeue", "-h", "-o", "%i").split() == accepted
         orch = Orch(cluster, tmp_path)
-        words = ("cluster=testbed", "cluster.nodes=1", "cluster.gpus_per_node=1", "parallel=tp1", "--run-id", "late")
-        done = orch("submit", "--config-dir", str(CONF), *words, "--", "/bin/true", code=Exit.CAPACITY)
+        words = (
+            "cluster=testbed",
+            "cluster.nodes=1",
+            "cluster.gpus_per_node=1",
+            "parallel=tp1",
+            "--run-id",
+            "late",
+        )
+        done = orch(
+            "submit", "--config-dir", str(CONF), *words, "--", "/bin/true", code=Exit.CAPACITY
+        )
         assert "full" in done.stderr and len(done.stderr.strip().splitlines()) == 1
         assert cluster.run("squeue", "-h", "-o", "%i").split() == accepted
-        assert json.loads(orch("status", "--json", "late").stdout)["state"]["exit_code"] == Exit.CAPACITY
+        assert (
+            json.loads(orch("status", "--json", "late").stdout)["state"]["exit_code"]
+            == Exit.CAPACITY
+        )
 
 
 @pytest.mark.slurm
@@ -141,8 +164,13 @@ def test_a_full_queue_is_told_at_once(tmp_path):
 def test_a_cluster_whose_owner_was_killed_is_reaped():
     bring_up(Shape(nodes=2, gpus=2, leaves=1))
     code = "import os\nfrom tests.beds.slurm.cluster import Cluster, Shape\n"
-    code += "print(Cluster(Shape(nodes=1, gpus=1, leaves=1)).__enter__().home, flush=True)\nos.kill(os.getpid(), 9)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    code += (
+        "print(Cluster(Shape(nodes=1, gpus=1, leaves=1)).__enter__().home,"
+        " flush=True)\nos.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     orphan = Cluster(home=Path(done.stdout.strip()))
     assert done.returncode == -9 and orphan.processes()
     reap_stale()
@@ -172,6 +200,7 @@ def test_first_complaint(text, line):
 
 
 def test_the_users_own_formats_do_not_reach_us():
-    ours, theirs = {"SLURM_CONF": "/x", "A": "b"}, {"SQUEUE_FORMAT": "%i", "SLURM_JOB_ID": "1", "SBATCH_PARTITION": "p"}
+    ours = {"SLURM_CONF": "/x", "A": "b"}
+    theirs = {"SQUEUE_FORMAT": "%i", "SLURM_JOB_ID": "1", "SBATCH_PARTITION": "p"}
     kept = Slurm({**theirs, **ours}).environ
     assert kept.items() >= ours.items() and not set(theirs) & set(kept)

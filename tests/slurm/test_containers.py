@@ -1,4 +1,5 @@
-"""Runs inside an image, with a real Charliecloud on the test cluster: the image's own interpreter and packages."""
+"""Runs inside an image, with a real Charliecloud on the test cluster: the image's own interpreter
+and packages."""
 
 from __future__ import annotations
 
@@ -29,10 +30,28 @@ real = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 
 def test_the_bundled_trainer_runs_under_the_agents_interpreter(monkeypatch):
     monkeypatch.setattr("sys.executable", "/opt/env/bin/python")
-    bundled = Worker(argv=["/home/u/venv/bin/python", "-P", "-m", "trainer", "--plan", "p"], cwd="/r", bundled=True)
-    assert with_own_python(bundled).argv == ["/opt/env/bin/python", "-P", str(start.FILE), "trainer", "--plan", "p"]
-    bench = structs.replace(bundled, argv=["/home/u/venv/bin/python", "-P", "-m", "trainer.bench"], bundled=False)
-    assert with_own_python(bench).argv == ["/opt/env/bin/python", "-P", str(start.FILE), "trainer.bench"]
+    bundled = Worker(
+        argv=["/home/u/venv/bin/python", "-P", "-m", "trainer", "--plan", "p"],
+        cwd="/r",
+        bundled=True,
+    )
+    assert with_own_python(bundled).argv == [
+        "/opt/env/bin/python",
+        "-P",
+        str(start.FILE),
+        "trainer",
+        "--plan",
+        "p",
+    ]
+    bench = structs.replace(
+        bundled, argv=["/home/u/venv/bin/python", "-P", "-m", "trainer.bench"], bundled=False
+    )
+    assert with_own_python(bench).argv == [
+        "/opt/env/bin/python",
+        "-P",
+        str(start.FILE),
+        "trainer.bench",
+    ]
     users = structs.replace(bundled, argv=["python", "-m", "trainer"], bundled=False)
     assert with_own_python(users) == users
 
@@ -42,12 +61,20 @@ def test_inside_an_image_nothing_of_the_submitters_leads(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.executable", "/opt/env/bin/python")
     first = request.environment.path_first[0]
     assert task.environment(request, {"PATH": "/usr/bin"})["PATH"] == f"{first}:/usr/bin"
-    assert task.environment(request, {"PATH": "/usr/bin", "ORCH_SUBMITTER": "1"})["PATH"] == "/opt/env/bin:/usr/bin"
+    assert (
+        task.environment(request, {"PATH": "/usr/bin", "ORCH_SUBMITTER": "1"})["PATH"]
+        == "/opt/env/bin:/usr/bin"
+    )
     text = script({"container": {"runtime": "apptainer", "image": "/i.sif"}})
-    assert "unset PYTHONPATH PYTHONHOME VIRTUAL_ENV\nexport PYTHONNOUSERSITE=1\n" in text and "/opt/py/bin" not in text
+    assert (
+        "unset PYTHONPATH PYTHONHOME VIRTUAL_ENV\nexport PYTHONNOUSERSITE=1\n" in text
+        and "/opt/py/bin" not in text
+    )
 
 
-def test_an_image_with_another_version_is_refused_before_ranks_are_placed(monkeypatch, tmp_path, capsys):
+def test_an_image_with_another_version_is_refused_before_ranks_are_placed(
+    monkeypatch, tmp_path, capsys
+):
     task._check_version({})
     task._check_version({"ORCH_SUBMITTER": start.code_version()})
     for file, other in (
@@ -89,54 +116,74 @@ def test_apptainer_gives_the_gpus_that_there_are(gpu, flag):
     plan = make_plan()
     cluster = structs.replace(plan.cluster, gpu=structs.replace(plan.cluster.gpu, name=gpu))
     text = script(
-        {"container": {"runtime": "apptainer", "image": "/i.sif"}}, plan=structs.replace(plan, cluster=cluster)
+        {"container": {"runtime": "apptainer", "image": "/i.sif"}},
+        plan=structs.replace(plan, cluster=cluster),
     )
     assert text.count(f"apptainer exec {flag} ") == text.count("apptainer exec ") == 3
 
 
 @pytest.mark.parametrize(
-    "python", [pytest.param("python3", marks=live), pytest.param("/opt/image/bin/python3", marks=live)]
+    "python",
+    [pytest.param("python3", marks=live), pytest.param("/opt/image/bin/python3", marks=live)],
 )
 def test_srun_may_look_for_the_program_before_there_is_a_container(full_cluster, python):
-    """Of the script's sruns it starts a program that host and image both have; the image's Python need not be here."""
+    """Of the script's sruns it starts a program that host and image both have; the image's Python
+    need not be here."""
     container = {"runtime": "pyxis", "image": "/i.sqsh", "python": python}
-    lines = [line for line in script({"container": container}).splitlines() if "--container-image" in line]
+    lines = [
+        line
+        for line in script({"container": container}).splitlines()
+        if "--container-image" in line
+    ]
     starts = [shlex.split(line.removesuffix(" &")) for line in lines]
     assert len(starts) == 3
     for words in starts:
-        program = next(word for word in words[words.index("srun") + 1 :] if not word.startswith("-"))
+        program = next(
+            word for word in words[words.index("srun") + 1 :] if not word.startswith("-")
+        )
         test = f"SLURM_TEST_EXEC=1 srun -N1 {program} true"
         assert full_cluster.run("bash", "-c", f"{test} 2>&1") == ""
         assert words[words.index(program) + 1] == python
 
 
 def test_charliecloud_mounts_what_no_other_mount_holds():
-    container = {"runtime": "charliecloud", "image": "/images/llm.sqfs", "mounts": ["/home/", "/x:/data"]}
+    container = {
+        "runtime": "charliecloud",
+        "image": "/images/llm.sqfs",
+        "mounts": ["/home/", "/x:/data"],
+    }
     text = script({"container": container}, bind=("/home/u/run", "/data/tokens", "/x/y"))
     assert (
         "ch-run --bind=/home/ --bind=/x:/data --bind=/data/tokens --bind=/x/y "
         "'--cd=/home/o'\"'\"'neil/5% runs/tiny-1' /images/llm.sqfs -- "
-        "python3 -P -m orch_start orchestrator.slurm.task place"
-    ) in text
+        "python3 -P -m orch_start orchestrator.slurm.task place" in text
+    )
     assert bash_accepts(text)
 
 
 @pytest.fixture
 def image(orch: Orch, tmp_path_factory):
-    """Words that run everything in the image, from which the submitter's virtual environment cannot be seen."""
+    """Words that run everything in the image, from which the submitter's virtual environment cannot
+    be seen."""
     if reason := provide(("ch-run",), ("charliecloud",)):
         pytest.skip(f"no Charliecloud: {reason}")
     made = tmp_path_factory.mktemp("image")
     empty = tmp_path_factory.mktemp("empty")
     mounts, hidden = make_image(made, empty)
     mounts = json.dumps([*mounts, "/tmp", *hidden])
-    return f"backend.options.container={{runtime: charliecloud, image: '{made}', mounts: {mounts}, python: {PYTHON}}}"
+    return (
+        f"backend.options.container={{runtime: charliecloud, image: '{made}', mounts: {mounts},"
+        f" python: {PYTHON}}}"
+    )
 
 
 @pytest.mark.parametrize("_", [pytest.param("", marks=real)])
 def test_it_trains_in_an_image_for_real(orch: Orch, image, _):
     """Bundled trainer and a program of the user's, both on two nodes; the loss falls."""
-    seen = 'import os, sys; open(f"seen-{os.environ[\'RANK\']}", "w").write(f"{sys.executable} {sys.path}")'
+    seen = (
+        'import os, sys; open(f"seen-{os.environ[\'RANK\']}", "w").write(f"{sys.executable}'
+        ' {sys.path}")'
+    )
     own = orch.submit(*two_nodes(image), program=("python", "-c", seen))
     words = ["train.steps=6", "train.log_every_steps=1", image]
     run = orch.submit(*two_nodes(*words), program=None)

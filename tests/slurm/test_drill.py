@@ -23,9 +23,14 @@ def test_faults_on_the_nodes_of_a_job_and_the_run_goes_on(orch):
     run = orch.submit(*JOB, ALLOWED, PATIENT, program=(sys.executable, TOGETHER))
     run.step(3)
     refused = orch("drill", run.id, "--faults", "partition", code=64)
-    assert "rights on the node; what can be: kill_worker, stop_worker, slow_worker, kill_agent" in refused.stderr
+    assert (
+        "rights on the node; what can be: kill_worker, stop_worker, slow_worker, kill_agent"
+        in refused.stderr
+    )
     words = ("--victim", "other", "--for-s", "1", "--limit-s", "300", "--json")
-    score = json.loads(orch("drill", run.id, "--faults", "slow_worker,stop_worker,kill_node", *words).stdout)
+    score = json.loads(
+        orch("drill", run.id, "--faults", "slow_worker,stop_worker,kill_node", *words).stdout
+    )
     slow, stop, kill = score["trials"]
     assert slow["ok"] and stop["ok"] and kill["ok"] and not score["stopped"]
     assert stop["noticed_s"] > 0 and kill["stepping_s"] > 0
@@ -49,5 +54,9 @@ def test_the_agent_of_one_node_is_hit_and_the_run_goes_on(orch, fault):
     kind = {"kill_worker": "worker_exit", "notice": None}.get(fault, "node_lost")
     assert (cause and cause.kind) == kind and (cause is None or cause.node == trial["node"])
     if fault == "kill_agent":  # its node lives: it comes back in the same attempt of the job
-        wait_for(lambda: run.state().nodes[trial["node"]].state in ("joined", "running"), 300, "the agent's return")
+        wait_for(
+            lambda: run.state().nodes[trial["node"]].state in ("joined", "running"),
+            300,
+            "the agent's return",
+        )
     orch("cancel", run.id)

@@ -17,12 +17,14 @@ pytestmark = [pytest.mark.slurm, pytest.mark.process, pytest.mark.slow]
 
 
 def test_lost_nodes_are_replaced(orch: Orch):
-    """One run loses a node; a second the node of its script and coordinator, where Slurm itself requeues the job."""
+    """One run loses a node; a second the node of its script and coordinator, where Slurm itself
+    requeues the job."""
     one = orch.submit(*two_nodes("backend.heartbeat_timeout_s=15"), worker=LONG)
     other = orch.submit(*two_nodes(), worker=LONG)
     one.step(3)
     other.step(3)
-    lost, first = one.assignment["nodes"][1], other.assignment["nodes"][0]
+    lost = one.assignment["nodes"][1]
+    first = other.assignment["nodes"][0]
     orch.cluster.kill_node(lost)
     orch.cluster.kill_node(first)
     for run in (one, other):
@@ -37,8 +39,8 @@ def test_lost_nodes_are_replaced(orch: Orch):
 
 
 def test_elastic_runs_outlive_their_scripts(orch: Orch):
-    """The node of the script and of the coordinator is lost: the agent that is left goes on alone. Then it is the one
-    that hears a cancel, ends the job, or brings it back for its full size.
+    """The node of the script and of the coordinator is lost: the agent that is left goes on alone.
+    Then it is the one that hears a cancel, ends the job, or brings it back for its full size.
     """
     elastic = [word for word in two_nodes() if word != "cluster.nodes=2"]
     runs = [orch.submit(*elastic, "nodes=1..2", worker=LONG) for _ in range(3)]
@@ -55,18 +57,27 @@ def test_elastic_runs_outlive_their_scripts(orch: Orch):
     orch("cancel", cancelled.id, code=None)
     assert cancelled.wait("cancelled").exit_code == Exit.RESTART and min(cancelled.saved()[:2]) > 0
     assert done.wait("done").exit_code == 0
-    assert requeued.finish().exit_code == 0 and len(requeued.assignment["nodes"]) == 2 and requeued.restarts >= 1
+    assert (
+        requeued.finish().exit_code == 0
+        and len(requeued.assignment["nodes"]) == 2
+        and requeued.restarts >= 1
+    )
     over = ("squeue", "-h", "-o", "%i")
     done.until("no job is left", lambda: not orch.cluster.run(*over).strip())
 
 
 def alone(run: Run) -> bool:
     state = run.state()
-    return state.state == "running" and state.epoch > 0 and len({rank["node"] for rank in run.plan["ranks"]}) == 1
+    return (
+        state.state == "running"
+        and state.epoch > 0
+        and len({rank["node"] for rank in run.plan["ranks"]}) == 1
+    )
 
 
 def test_a_sick_node_is_left_out(orch: Orch):
-    """A worker that leaves with 74 says that its node is unhealthy: the job comes back on others."""
+    """A worker that leaves with 74 says that its node is unhealthy: the job comes back on
+    others."""
     run = orch.submit(*two_nodes("backend.options.exclude=[n7]"), worker=LONG | {"DIE": "2:2:74:0"})
     run.requeued()
     unhealthy = json.loads((run.folder / "state.json").read_text())["cause"]["node"]
@@ -80,7 +91,9 @@ def test_the_controller_is_restarted_during_a_run(orch: Orch):
     run.step(3)
     orch.cluster.stop_controller()
     state = run.state()
-    assert state.state == "running" and "scontrol ping" in (state.reason or ""), "the run folder still answers"
+    assert state.state == "running" and "scontrol ping" in (state.reason or ""), (
+        "the run folder still answers"
+    )
     orch.cluster.start_controller()
     run.release()
     assert run.wait("done").exit_code == 0
@@ -88,7 +101,8 @@ def test_the_controller_is_restarted_during_a_run(orch: Orch):
 
 
 def test_notice_while_the_controller_is_away(orch: Orch):
-    """The agents get their notice, the run saves, and the requeue waits until the controller is back."""
+    """The agents get their notice, the run saves, and the requeue waits until the controller is
+    back."""
     run = orch.submit(*two_nodes(), worker=LONG)
     run.step(3)
     orch.cluster.stop_controller()

@@ -61,7 +61,13 @@ def test_compress_and_expand_are_inverse(found):
     assert set(expand(compress(found))) == found
 
 
-@given(st.sets(st.tuples(st.sampled_from(["n", "gpu-", "r1n"]), st.integers(0, 1200), st.sampled_from([0, 3, 4]))))
+@given(
+    st.sets(
+        st.tuples(
+            st.sampled_from(["n", "gpu-", "r1n"]), st.integers(0, 1200), st.sampled_from([0, 3, 4])
+        )
+    )
+)
 def test_numbered_names_survive(parts):
     found = {f"{prefix}{number:0{width}d}" for prefix, number, width in parts}
     again = expand(compress(found))
@@ -101,7 +107,10 @@ def test_what_slurm_is_given_has_nothing_behind_a_bracket(found):
     ("found", "want"),
     [
         (["n03d", "n04d", "n05d"], "n03d,n04d,n05d"),
-        (["n1", "n2", "n1.cluster.local", "n2.cluster.local"], "n[1-2],n1.cluster.local,n2.cluster.local"),
+        (
+            ["n1", "n2", "n1.cluster.local", "n2.cluster.local"],
+            "n[1-2],n1.cluster.local,n2.cluster.local",
+        ),
         (["gpu-1-ib", "gpu-2-ib"], "gpu-1-ib,gpu-2-ib"),
         (["r1n1", "r1n2", "x"], "r1n[1-2],x"),
         ([], ""),
@@ -116,16 +125,21 @@ SUFFIXES = ("", "d", ".cluster.local", "-ib", "a0b")
 
 def topology_of(suffix: str) -> Topology:
     """Two leaves and a spine, whose own names end as the nodes' do."""
-    leaves = {f"leaf{k}{suffix}": tuple(f"n{4 * k + i:02d}{suffix}" for i in range(4)) for k in range(2)}
+    leaves = {
+        f"leaf{k}{suffix}": tuple(f"n{4 * k + i:02d}{suffix}" for i in range(4)) for k in range(2)
+    }
     spine = {f"spine0{suffix}": tuple(node for leaf in leaves.values() for node in leaf)}
-    return Topology(kind="tree", tiers=(Tier(name="leaf", switches=leaves), Tier(name="spine", switches=spine)))
+    return Topology(
+        kind="tree", tiers=(Tier(name="leaf", switches=leaves), Tier(name="spine", switches=spine))
+    )
 
 
 @pytest.mark.slurm
 @pytest.mark.process
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_list_for_slurm_is_what_scontrol_reads(full_cluster, tmp_path, suffix):
-    """topology.conf and .yaml, block or tree; --nodelist, --exclude; the lists of the script and of a requeue."""
+    """topology.conf and .yaml, block or tree; --nodelist, --exclude; the lists of the script and of
+    a requeue."""
     topology = topology_of(suffix)
     nodes = {node for group in topology.tiers[0].switches.values() for node in group}
     texts = [slurm_conf(topology), slurm_block(topology)]
@@ -147,11 +161,15 @@ def test_every_list_for_slurm_is_what_scontrol_reads(full_cluster, tmp_path, suf
 
 @pytest.mark.slurm
 @pytest.mark.process
-@pytest.mark.parametrize("text", ["n[0-3,7]", "gpu-[001-003]", "a,b[1-2],c", "r[1-2]n[08-10]", "n[098-101]"])
+@pytest.mark.parametrize(
+    "text", ["n[0-3,7]", "gpu-[001-003]", "a,b[1-2],c", "r[1-2]n[08-10]", "n[098-101]"]
+)
 def test_agrees_with_scontrol(full_cluster, text):
     assert full_cluster.run("scontrol", "show", "hostnames", text).split() == expand(text)
     folded = slurm_list(expand(text))
-    assert sorted(full_cluster.run("scontrol", "show", "hostnames", folded).split()) == sorted(expand(text))
+    assert sorted(full_cluster.run("scontrol", "show", "hostnames", folded).split()) == sorted(
+        expand(text)
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A later Slurm (24.11, from a later Debian in its own root): block topology and --segment, for real."""
+"""A later Slurm (24.11, from a later Debian in its own root): block topology and --segment, for
+real."""
 
 from __future__ import annotations
 
@@ -48,22 +49,37 @@ def drain(cluster: Cluster, *names: str) -> None:
 def test_blocks_are_read(blocks):
     topology = parse_topology(blocks.run("scontrol", "show", "topology"))
     assert (topology.kind, topology.block_size) == ("block", 4)
-    assert topology.tiers[0].switches == {"leaf0": ("n0", "n1", "n2", "n3"), "leaf1": ("n4", "n5", "n6", "n7")}
+    assert topology.tiers[0].switches == {
+        "leaf0": ("n0", "n1", "n2", "n3"),
+        "leaf1": ("n4", "n5", "n6", "n7"),
+    }
 
 
 def test_text_and_json_say_the_same(blocks):
     drain(blocks, "n2")
     text = parse_nodes(blocks.run("scontrol", "-o", "-d", "show", "nodes"))
     json = parse_nodes(blocks.run("scontrol", "show", "nodes", "--json"))
-    assert [(n.name, n.states, n.gpus, n.free) for n in text] == [(n.name, n.states, n.gpus, n.free) for n in json]
+    assert [(n.name, n.states, n.gpus, n.free) for n in text] == [
+        (n.name, n.states, n.gpus, n.free) for n in json
+    ]
     assert [n.name for n in text if not n.free] == ["n2"]
 
 
 @pytest.mark.parametrize(
     ("degrees", "nodes", "out", "segment"),
     [
-        ({"tp": 8, "pp": 4}, 4, ("n0",), 4),  # a pipeline of four nodes: only the whole second block will do
-        ({"tp": 8, "pp": 2, "dp": 2}, 4, ("n0", "n5"), 2),  # two pipelines of two: 2 + 2, never 3 + 1
+        (
+            {"tp": 8, "pp": 4},
+            4,
+            ("n0",),
+            4,
+        ),  # a pipeline of four nodes: only the whole second block will do
+        (
+            {"tp": 8, "pp": 2, "dp": 2},
+            4,
+            ("n0", "n5"),
+            2,
+        ),  # two pipelines of two: 2 + 2, never 3 + 1
         ({"tp": 8, "pp": 2, "dp": 3}, 6, ("n0", "n1"), 2),  # 2 + 4
     ],
 )
@@ -72,26 +88,44 @@ def test_segments_from_the_plan_keep_its_parts_whole(blocks, degrees, nodes, out
     plan = make_plan(**degrees, nodes=nodes)
     topology = parse_topology(blocks.run("scontrol", "show", "topology"))
     # planned on nodes that lie in blocks of four, as the cluster's do
-    plan = replan(plan, with_nodes(plan.cluster, [f"n{i}" for i in range(8) if f"n{i}" not in out], topology))
+    plan = replan(
+        plan, with_nodes(plan.cluster, [f"n{i}" for i in range(8) if f"n{i}" not in out], topology)
+    )
     flags = network_flags(plan, SlurmOptions(topology="block", segment=None))
     assert flags == {"segment": segment}
-    printed = blocks.run("srun", f"-N{nodes}", "--exclusive", "--gpus-per-node=8", *as_argv(flags), "bash", "-c", PROBE)
+    printed = blocks.run(
+        "srun",
+        f"-N{nodes}",
+        "--exclusive",
+        "--gpus-per-node=8",
+        *as_argv(flags),
+        "bash",
+        "-c",
+        PROBE,
+    )
     places = read_probe(printed)
     per_block = Counter(address.split(".")[0] for address in places.values())
     assert all(count % segment == 0 for count in per_block.values()), per_block
     real = replan(plan, with_nodes(plan.cluster, places, from_addresses(places)))
     node = {rank.rank: rank.node for rank in real.ranks}
     for group in real.groups["pp"]:
-        assert len({places[node[rank]].split(".")[0] for rank in group}) == 1, "a pipeline stays in one block"
+        assert len({places[node[rank]].split(".")[0] for rank in group}) == 1, (
+            "a pipeline stays in one block"
+        )
 
 
 def test_arrays_and_estimates_are_told_as_before(blocks):
     held = ("--hold", "--array=0-1", "--output=/dev/null", "--wrap", "true")
     array = blocks.run("sbatch", "--parsable", *held).strip()
     found = parse_squeue(blocks.run(*squeue_argv()))
-    assert {job.id for job in found.values() if job.id.startswith(array)} == {f"{array}_0", f"{array}_1"}
+    assert {job.id for job in found.values() if job.id.startswith(array)} == {
+        f"{array}_0",
+        f"{array}_1",
+    }
     assert found[f"{array}_1"].state == "PENDING"
-    printed = blocks.run("bash", "-c", "printf '#!/bin/sh\\n#SBATCH -N8\\n' | sbatch --test-only 2>&1")
+    printed = blocks.run(
+        "bash", "-c", "printf '#!/bin/sh\\n#SBATCH -N8\\n' | sbatch --test-only 2>&1"
+    )
     assert parse_estimate(printed)
 
 
@@ -103,8 +137,8 @@ def test_a_segment_that_does_not_fit_waits(blocks):
     assert blocks.job_state(asked.strip()) == "PENDING"
 
 
-#: In place of the run's Python: notes what it is asked to do. Asked to save, its agent ends with the code that a file
-#: beside it holds.
+#: In place of the run's Python: notes what it is asked to do. Asked to save, its agent ends with
+#: the code that a file beside it holds.
 STUB = """#!/bin/bash
 echo "$5" >> "$0.asked"
 case $5 in
@@ -115,10 +149,12 @@ esac
 
 
 class Preempted:
-    """A job of one node whose agent ends with `code` when a job of higher priority wants its node."""
+    """A job of one node whose agent ends with `code` when a job of higher priority wants its
+    node."""
 
     def __init__(self, cluster: Cluster, code: int):
-        self.cluster, self.run = cluster, cluster.home / "runs" / secrets.token_hex(4)
+        self.cluster = cluster
+        self.run = cluster.home / "runs" / secrets.token_hex(4)
         inside = cluster.inside / self.run.relative_to(cluster.home)
         (self.run / "logs").mkdir(parents=True)
         (self.run / "request.json").touch()
@@ -135,14 +171,27 @@ class Preempted:
     def after(self, *kinds: str) -> list[str]:
         """Jobs that wait for it."""
         words = ("--parsable", "-N1", "--output=/dev/null", "--wrap", "true")
-        return [self.cluster.run("sbatch", f"--dependency={kind}:{self.id}", *words).strip() for kind in kinds]
+        return [
+            self.cluster.run("sbatch", f"--dependency={kind}:{self.id}", *words).strip()
+            for kind in kinds
+        ]
 
     def preempt(self) -> None:
         self.cluster.wait(lambda: "agent" in self.asked, 60, "the agent", "slurmctld")
-        self.cluster.run("sbatch", "-p", "urgent", "-N8", "--exclusive", "--output=/dev/null", "--wrap", "sleep 2")
+        self.cluster.run(
+            "sbatch",
+            "-p",
+            "urgent",
+            "-N8",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap",
+            "sleep 2",
+        )
 
     def end(self) -> list[str]:
-        """Waits for its end, without the delay after a requeue; the states that it was seen in since."""
+        """Waits for its end, without the delay after a requeue; the states that it was seen in
+        since."""
         seen: list[str] = []
 
         def ended() -> bool:
@@ -150,7 +199,9 @@ class Preempted:
             seen.append(self.cluster.job_state(self.id))
             return seen[-1] in ("COMPLETED", "FAILED", "PREEMPTED")
 
-        self.cluster.wait((self.run / "slurm" / "over").exists, 60, "the end of the run", "slurmctld")
+        self.cluster.wait(
+            (self.run / "slurm" / "over").exists, 60, "the end of the run", "slurmctld"
+        )
         self.cluster.wait(ended, 120, "the end of the job", "slurmctld")
         return list(dict.fromkeys(seen))
 
@@ -161,7 +212,9 @@ class Preempted:
 
     @property
     def restarts(self) -> int:
-        return int(self.cluster.run("scontrol", "show", "job", self.id).split("Restarts=")[1].split()[0])
+        return int(
+            self.cluster.run("scontrol", "show", "job", self.id).split("Restarts=")[1].split()[0]
+        )
 
 
 def never_starts(cluster: Cluster, job: str) -> bool:
@@ -186,13 +239,17 @@ def test_a_run_that_ends_in_its_grace_time_does_not_come_back(blocks, code, star
 
 @pytest.mark.parametrize("kind", ["afterok", "afternotok"])
 def test_it_comes_back_for_a_job_that_asks_how_it_has_ended(blocks, kind):
-    """For Slurm a job that is PREEMPTED has not ended well. So it ends as what it is, in an attempt without a step."""
+    """For Slurm a job that is PREEMPTED has not ended well. So it ends as what it is, in an attempt
+    without a step."""
     job = Preempted(blocks, 0)
     (other,) = job.after(kind)
     job.preempt()
     assert job.end()[-1] == "COMPLETED"
     assert job.restarts == 1 and job.asked == ["place", "agent", "outcome"], "one life worked"
-    assert "life 1: code 0, the run had ended before" in (job.run / "logs" / f"slurm-{job.id}.log").read_text()
+    assert (
+        "life 1: code 0, the run had ended before"
+        in (job.run / "logs" / f"slurm-{job.id}.log").read_text()
+    )
     assert never_starts(blocks, other) == (kind == "afternotok")
 
 

@@ -1,6 +1,7 @@
 """What schedulers do to runs, done for real: preemption, time limits, scancel.
 
-The workers are those of tests/beds/worker.py: on SIGTERM they save their step and exit with 75, and resume from it.
+The workers are those of tests/beds/worker.py: on SIGTERM they save their step and exit with 75, and
+resume from it.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ def test_the_number_of_requeues_is_capped(orch: Orch):
 
 
 def test_time_limits_shorter_than_the_run(orch: Orch):
-    """Partition `short` ends jobs after a minute, and the notice comes 10 to 40 s after the start: a run that is held
-    until then needs several attempts, and computes what it does in one; with max_requeues=0 it is not requeued after
-    the first. On a busy machine the notice may come before an attempt's workers have started, which saves and loses
-    nothing.
+    """Partition `short` ends jobs after a minute, and the notice comes 10 to 40 s after the start:
+    a run that is held until then needs several attempts, and computes what it does in one; with
+    max_requeues=0 it is not requeued after the first. On a busy machine the notice may come before
+    an attempt's workers have started, which saves and loses nothing.
     """
     short = two_nodes("backend.options.partition=short", "backend.options.notice_s=20")
     learning = LONG | {"STEPS": 40, "LEARN": 1}
@@ -79,7 +80,8 @@ def test_time_limits_shorter_than_the_run(orch: Orch):
 
 
 def test_scancel_saves_and_stays_cancelled(orch: Orch):
-    """A plain scancel by hand: KillWait is the time to save, and the script must not requeue the job."""
+    """A plain scancel by hand: KillWait is the time to save, and the script must not requeue the
+    job."""
     run = orch.submit(*two_nodes(), worker=LONG)
     run.step(3)
     orch.cluster.run("scancel", run.job)
@@ -91,14 +93,20 @@ def test_scancel_saves_and_stays_cancelled(orch: Orch):
 @pytest.mark.parametrize("how", ["cancel", "notice"])
 def test_a_notice_reaches_no_process_that_a_worker_needs_to_save(orch: Orch, how):
     """Its children must live until it has saved: the script tells the agents alone."""
-    run = orch.submit(*two_nodes("backend.options.max_requeues=0"), program=(sys.executable, str(WITH_HELPER)))
+    run = orch.submit(
+        *two_nodes("backend.options.max_requeues=0"), program=(sys.executable, str(WITH_HELPER))
+    )
     run.step(3)
     if how == "cancel":
         orch("cancel", run.id)
     else:  # as Slurm does before the time limit
         orch.cluster.run("scancel", "--signal=USR1", "--batch", run.job)
     state = run.wait("cancelled" if how == "cancel" else "stopped")
-    assert state.exit_code == Exit.RESTART and state.cause is None and "died" not in orch("logs", run.id).stdout
+    assert (
+        state.exit_code == Exit.RESTART
+        and state.cause is None
+        and "died" not in orch("logs", run.id).stdout
+    )
     run.release()
     orch("resume", run.id)
     assert run.wait("done").exit_code == 0
@@ -110,13 +118,15 @@ def test_a_notice_reaches_no_process_that_a_worker_needs_to_save(orch: Orch, how
 
 def test_slurms_own_end_may_end_them_and_then_nothing_is_called_saved(orch: Orch):
     """scancel by hand, as preemption, signals every process of the steps."""
-    run = orch.submit(*two_nodes("backend.options.max_requeues=0"), program=(sys.executable, str(WITH_HELPER)))
+    run = orch.submit(
+        *two_nodes("backend.options.max_requeues=0"), program=(sys.executable, str(WITH_HELPER))
+    )
     run.step(3)
     orch.cluster.run("scancel", run.job)
     state = run.wait("cancelled")
-    assert re.search(r"rank \d on n\d (was asked to save and )?failed: .*; job \d+: cancelled", state.reason), (
-        state.reason
-    )
+    assert re.search(
+        r"rank \d on n\d (was asked to save and )?failed: .*; job \d+: cancelled", state.reason
+    ), state.reason
     assert "saved, wants restart" not in orch("status", run.id).stdout
 
 
@@ -126,7 +136,11 @@ def test_the_contract_of_every_backend(orch: Orch):
     run.step(3)
 
     def saved() -> None:
-        assert min(run.saved()) >= 3 and orch.cluster.job_state(run.job) == "CANCELLED" and run.restarts == 0
+        assert (
+            min(run.saved()) >= 3
+            and orch.cluster.job_state(run.job) == "CANCELLED"
+            and run.restarts == 0
+        )
         run.release()
 
     cancel_and_resume(orch, run, saved)
@@ -148,10 +162,20 @@ def test_cancel_before_the_start_and_by_force(orch: Orch):
 
 
 def test_a_run_keeps_what_the_users_variables_of_sbatch_said(orch: Orch):
-    """It may be resumed from cron or another shell. Variables for which no option stands are not in the way."""
+    """It may be resumed from cron or another shell. Variables for which no option stands are not in
+    the way."""
     said = {"SBATCH_PARTITION": "urgent,main", "SBATCH_TIMELIMIT": "17", "SBATCH_EXPORT": "NONE"}
     said["SBATCH_NO_REQUEUE"] = "1"
-    words = ["submit", "--json", "--in-place", "--config-dir", str(CONF), *two_nodes(), "--", "/bin/false"]
+    words = [
+        "submit",
+        "--json",
+        "--in-place",
+        "--config-dir",
+        str(CONF),
+        *two_nodes(),
+        "--",
+        "/bin/false",
+    ]
     run = Run(orch, json.loads(orch(*words, env=said).stdout)["run_dir"])
     assert run.wait("failed").exit_code == 1
     for later in ({}, {"SBATCH_TIMELIMIT": "5", "SBATCH_PARTITION": "short"}):
@@ -180,7 +204,10 @@ def test_a_resume_that_slurm_refuses_changes_nothing(orch: Orch):
     finally:
         cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
     orch("resume", failed.id)
-    assert len(failed.wait("failed").pauses) == 1 and not (failed.folder / "slurm" / "exclude").exists()
+    assert (
+        len(failed.wait("failed").pauses) == 1
+        and not (failed.folder / "slurm" / "exclude").exists()
+    )
 
 
 def all_files(run: Run) -> dict[str, bytes]:
@@ -202,7 +229,9 @@ def test_a_cancel_that_the_disk_does_not_take_reaches_slurm(orch: Orch, force):
 
 def test_one_question_for_all_runs(orch: Orch, tmp_path):
     """`orch list` asks squeue once, however many runs there are."""
-    runs = [orch.submit(*two_nodes("backend.options.begin=now+1hour"), worker=LONG) for _ in range(4)]
+    runs = [
+        orch.submit(*two_nodes("backend.options.begin=now+1hour"), worker=LONG) for _ in range(4)
+    ]
     calls = tmp_path / "calls"
     tools = tmp_path / "bin"
     tools.mkdir()

@@ -24,13 +24,17 @@ PLAN = make_plan(tp=8, pp=4, dp=2, nodes=8)
 
 
 def test_real_nodes_take_the_places_of_the_planned_ones():
-    real = replan(PLAN, with_nodes(PLAN.cluster, [f"n{i}" for i in (7, 6, 5, 4, 3, 2, 1, 0)], TESTBED))
+    real = replan(
+        PLAN, with_nodes(PLAN.cluster, [f"n{i}" for i in (7, 6, 5, 4, 3, 2, 1, 0)], TESTBED)
+    )
     assert check_ranks(real) is None
     assert real.cluster.node_names == [f"n{i}" for i in range(8)]
     assert [level.name for level in real.cluster.levels] == ["leaf", "spine"]
     assert real.cluster.levels[0].switches == [[0, 1, 2, 3], [4, 5, 6, 7]]
     node = {rank.rank: rank.node for rank in real.ranks}
-    assert all(len({node[r] for r in group}) == 1 for group in real.groups["tp"]), "tensor-parallel groups are nodes"
+    assert all(len({node[r] for r in group}) == 1 for group in real.groups["tp"]), (
+        "tensor-parallel groups are nodes"
+    )
     for group in real.groups["pp"]:
         assert len({int(node[r][1]) // 4 for r in group}) == 1, "a pipeline stays under one leaf"
     assert real.hash != PLAN.hash and difference(PLAN, real).moved_ranks == 64
@@ -64,13 +68,20 @@ def test_flat_and_partial_topologies_still_make_a_cluster():
     assert [level.name for level in flat.levels] == ["fabric"]
     partial = parse_topology("SwitchName=l0 Nodes=n[0-1]\nSwitchName=l1 Nodes=n[2-3]")
     cluster = with_nodes(PLAN.cluster, ["n0", "n1", "n2", "n3", "x9"], partial)
-    assert cluster.levels[0].switches == [[0, 1], [2, 3], [4]] and cluster.levels[-1].name == "fabric"
+    assert (
+        cluster.levels[0].switches == [[0, 1], [2, 3], [4]] and cluster.levels[-1].name == "fabric"
+    )
 
 
 def test_blocks_become_nvlink_domains_on_rack_scale_systems():
-    base = msgspec.structs.replace(make_plan(tp=8, dp=8, nodes=8).cluster, nvlink_domains=[[0, 1, 2, 3], [4, 5, 6, 7]])
+    base = msgspec.structs.replace(
+        make_plan(tp=8, dp=8, nodes=8).cluster, nvlink_domains=[[0, 1, 2, 3], [4, 5, 6, 7]]
+    )
     blocks = parse_topology("BlockName=b0 Nodes=a[0-3]\nBlockName=b1 Nodes=a[4-7]\nBlockSizes=4")
-    assert with_nodes(base, ["a0", "a1", "a4", "a5", "a6", "a7"], blocks).nvlink_domains == [[0, 1], [2, 3, 4, 5]]
+    assert with_nodes(base, ["a0", "a1", "a4", "a5", "a6", "a7"], blocks).nvlink_domains == [
+        [0, 1],
+        [2, 3, 4, 5],
+    ]
 
 
 @given(st.sets(st.integers(0, 63), min_size=1), st.data())
@@ -98,8 +109,10 @@ def test_choosing_more_than_is_free_is_no_capacity():
 
 def test_five_thousand_nodes_read_chosen_and_placed():
     """benchmarks/slurm_scale.py has the seconds."""
-    text, network = big.scontrol_nodes(5000), big.scontrol_topology(5000)
-    nodes, topology = parse_nodes(text), parse_topology(network)
+    text = big.scontrol_nodes(5000)
+    network = big.scontrol_topology(5000)
+    nodes = parse_nodes(text)
+    topology = parse_topology(network)
     assert len(nodes) == 5000 and [len(tier.switches) for tier in topology.tiers] == [157, 20, 1]
     chosen = choose_nodes([n.name for n in nodes if n.free], topology, 8)
     plan = replan(PLAN, with_nodes(PLAN.cluster, chosen, topology))

@@ -1,4 +1,5 @@
-"""From a laptop to a login node by ssh, and from there into Slurm's queue: a real sshd before the real cluster."""
+"""From a laptop to a login node by ssh, and from there into Slurm's queue: a real sshd before the
+real cluster."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ while not pathlib.Path(os.environ["GO"]).exists():
 
 
 class Laptop:
-    """`orch` where no Slurm is: its commands are not on PATH, its configuration is not in the environment."""
+    """`orch` where no Slurm is: its commands are not on PATH, its configuration is not in the
+    environment."""
 
     def __init__(self, home: Path, node: sshd.LoginNode):
-        self.home, self.node = home, node
+        self.home = home
+        self.node = node
         self.folder = home / "project"
         self.folder.mkdir()
         (self.folder / "train.py").write_text(PROGRAM)
@@ -36,14 +39,21 @@ class Laptop:
         for name in ("sh", "git", "python3"):
             (tools / name).symlink_to(subprocess.check_output(["which", name], text=True).strip())
         path = f"{node.path}:{tools}"
-        self.environ = {"PATH": path, "HOME": str(home), "ORCH_HOME": str(home / "laptop"), "PYTHONPATH": str(ROOT)}
+        self.environ = {
+            "PATH": path,
+            "HOME": str(home),
+            "ORCH_HOME": str(home / "laptop"),
+            "PYTHONPATH": str(ROOT),
+        }
 
     def __call__(
         self, *words: str, code: int | None = 0, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-m", "orchestrator", *words]
         environ = self.environ | dict(env or {})
-        done = subprocess.run(argv, cwd=self.folder, env=environ, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            argv, cwd=self.folder, env=environ, capture_output=True, text=True, timeout=600
+        )
         return base.checked(done, code)
 
 
@@ -56,15 +66,23 @@ class Run(base.Run):
 def laptop(cluster: Cluster, tmp_path: Path) -> Iterator[Laptop]:
     if reason := sshd.install():
         pytest.skip(f"no sshd: {reason}")
-    environ = {"SLURM_CONF": cluster.env["SLURM_CONF"], "ORCH_HOME": str(tmp_path / "site"), "GO": str(tmp_path / "go")}
+    environ = {
+        "SLURM_CONF": cluster.env["SLURM_CONF"],
+        "ORCH_HOME": str(tmp_path / "site"),
+        "GO": str(tmp_path / "go"),
+    }
     with sshd.LoginNode(tmp_path / "sshd", environ) as node:
         yield Laptop(tmp_path, node)
 
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_a_program_waits_in_slurm_s_queue_runs_is_cancelled_and_resumed_from_a_laptop(laptop, cluster, tmp_path):
-    assert laptop("submit", "backend=slurm", "nproc=1", "--", "python", "train.py", code=76)  # no Slurm here
+def test_a_program_waits_in_slurm_s_queue_runs_is_cancelled_and_resumed_from_a_laptop(
+    laptop, cluster, tmp_path
+):
+    assert laptop(
+        "submit", "backend=slurm", "nproc=1", "--", "python", "train.py", code=76
+    )  # no Slurm here
     options = ["cluster=slurm", "backend=slurm", "nproc=4", "backend.options.partition=main"]
     words = ["submit", *options, *laptop.node.options(), "--env", "GO"]
     shown = laptop(*words, "--dry-run", "--", "python", "train.py").stdout
@@ -76,7 +94,9 @@ def test_a_program_waits_in_slurm_s_queue_runs_is_cancelled_and_resumed_from_a_l
     jobs = cluster.run("squeue", "-h", "-o", "%j").split()
     assert any(run.id in name for name in jobs)
     run.until("all ranks print", lambda: run.logs().count("of 4 on n") == 4)
-    assert {line.split(" on ")[1] for line in run.logs().splitlines() if " on n" in line} == set(run.state().nodes)
+    assert {line.split(" on ")[1] for line in run.logs().splitlines() if " on n" in line} == set(
+        run.state().nodes
+    )
     laptop("cancel", run.id)
     assert run.wait("cancelled")
     assert not cluster.run("squeue", "-h", "-t", "R", "-o", "%j").split()

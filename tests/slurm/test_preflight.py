@@ -1,4 +1,5 @@
-"""What is decided before a job is sent: whether it fits, which size starts first, which jobs it waits for. Pure."""
+"""What is decided before a job is sent: whether it fits, which size starts first, which jobs it
+waits for. Pure."""
 
 from __future__ import annotations
 
@@ -58,13 +59,19 @@ def test_a_save_that_does_not_fit_is_a_warning():
     slow = SlurmOptions(checkpoint_gb_per_s=1e-12, notice_s=60)
     assert save_seconds(PLAN, 1e-12) > 60
     found = " ".join(warnings(PLAN, slow, MAIN, 5))
-    assert "raise backend.options.notice_s" in found and "preempted job of partition main has 20 s" in found
+    assert (
+        "raise backend.options.notice_s" in found
+        and "preempted job of partition main has 20 s" in found
+    )
     assert "preempted" not in " ".join(warnings(PLAN, slow, MAIN | {"PreemptMode": "OFF"}, 5))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"time": "2", "notice_s": 180}, "it comes at once"), ({"requeue": False}, "requeue is false")],
+    [
+        ({"time": "2", "notice_s": 180}, "it comes at once"),
+        ({"requeue": False}, "requeue is false"),
+    ],
 )
 def test_other_warnings(options, text):
     assert any(text in line for line in warnings(PLAN, SlurmOptions(**options), MAIN, 30))
@@ -78,9 +85,13 @@ NOW = datetime(2026, 11, 21, 12, 0, 0)
 def starts(*waits: float | str) -> list[StartEstimate]:
     """Largest first; a text is a refusal, -1 an unknown start."""
     return [
-        StartEstimate(nodes=8 - i, refusal=wait, code=int(Exit.CAPACITY))
-        if isinstance(wait, str)
-        else StartEstimate(nodes=8 - i, at="" if wait < 0 else (NOW + timedelta(seconds=wait)).isoformat())
+        (
+            StartEstimate(nodes=8 - i, refusal=wait, code=int(Exit.CAPACITY))
+            if isinstance(wait, str)
+            else StartEstimate(
+                nodes=8 - i, at="" if wait < 0 else (NOW + timedelta(seconds=wait)).isoformat()
+            )
+        )
         for i, wait in enumerate(waits)
     ]
 
@@ -124,7 +135,9 @@ def test_the_phrase_for_people(wait, text):
     assert starts(wait)[0].text(NOW).endswith(text)
 
 
-@pytest.mark.parametrize("scontrol", [None, "exit 1", "echo 'Slurmctld(primary) at x is DOWN'", "exec sleep 600"])
+@pytest.mark.parametrize(
+    "scontrol", [None, "exit 1", "echo 'Slurmctld(primary) at x is DOWN'", "exec sleep 600"]
+)
 def test_a_plan_needs_no_slurm(scontrol, tmp_path, monkeypatch, capsys):
     """Not installed, not configured, not answering: the plan is printed without a start."""
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -154,7 +167,11 @@ def after(how: str, state: str = "running", job: str | None = "7"):
         ({}, [after("ok")], "afterok:7"),
         ({}, [after("any", job="8_3"), after("notok")], "afterany:8_3,afternotok:7"),
         ({"dependency": "singleton"}, [after("ok", "pending")], "singleton,afterok:7"),
-        ({}, [after("ok", "done"), after("any", "failed"), after("notok", "stopped")], None),  # no wait is needed
+        (
+            {},
+            [after("ok", "done"), after("any", "failed"), after("notok", "stopped")],
+            None,
+        ),  # no wait is needed
     ],
 )
 def test_dependencies(options, others, dependency):
@@ -200,9 +217,10 @@ def test_a_resumed_run_waits_for_nobody():
 )
 def test_a_run_folder_of_one_machine_is_warned_of(run_dir, warned):
     mounts = (
-        "/dev/sda1 / ext4 rw 0 0\nfs:/home /home nfs4 rw 0 0\nfs:/s /tmp/shared nfs4 rw 0 0\nx /scratch tmpfs rw 0 0\n"
-        "/dev/nvme0n1 /nvme xfs rw 0 0\npool/l /local zfs rw 0 0\n10.0.0.1@o2ib:/l /lustre lustre rw 0 0\n"
-        "/dev/sdb /export ext4 rw 0 0\npool/d /data zfs rw 0 0\n"
+        "/dev/sda1 / ext4 rw 0 0\nfs:/home /home nfs4 rw 0 0\nfs:/s /tmp/shared nfs4 rw 0 0\nx"
+        " /scratch tmpfs rw 0 0\n/dev/nvme0n1 /nvme xfs rw 0 0\npool/l /local zfs rw 0"
+        " 0\n10.0.0.1@o2ib:/l /lustre lustre rw 0 0\n/dev/sdb /export ext4 rw 0 0\npool/d /data zfs"
+        " rw 0 0\n"
     )
     exports = "# folders for nodes\n\n/export/home 10.0.0.0/8(rw,sync)\n/data\t*(rw)\n"
     assert bool(local_folder(run_dir, mounts, exports)) == warned
@@ -214,9 +232,20 @@ def test_a_run_of_another_backend_cannot_be_waited_for(monkeypatch, tmp_path, ca
     for variable, value in environment(tmp_path).items():
         monkeypatch.setenv(variable, value)
     restore(name, tmp_path)
-    words = ["backend=slurm", "cluster=h100x64", "parallel=tp8", "--after", f"any:{name}", "--", "/bin/true"]
+    words = [
+        "backend=slurm",
+        "cluster=h100x64",
+        "parallel=tp8",
+        "--after",
+        f"any:{name}",
+        "--",
+        "/bin/true",
+    ]
     for verb in (["submit"], ["submit", "--dry-run"]):
         assert main([*verb, *words]) == Exit.USAGE
         said = capsys.readouterr().err
-        assert f"--after: run {name} is of the backend {name}, not slurm" in said and len(said.splitlines()) == 1
+        assert (
+            f"--after: run {name} is of the backend {name}, not slurm" in said
+            and len(said.splitlines()) == 1
+        )
     assert [run.name for run in (tmp_path / "orch" / "runs").iterdir()] == [name]

@@ -1,4 +1,5 @@
-"""Reading what Slurm's commands say: nodes, topology, job states, queues. Pure; the live twins are in test_live.py."""
+"""Reading what Slurm's commands say: nodes, topology, job states, queues. Pure; the live twins are
+in test_live.py."""
 
 from __future__ import annotations
 
@@ -45,12 +46,15 @@ def test_indented_nodes():
     assert (first.cpus, first.memory_mib, first.state) == (16, 16000, "MIXED")
     assert first.features == {"testbed", "ib"} and first.partitions == {"main", "urgent", "short"}
     assert second.states == {"DOWN", "DRAIN", "NOT_RESPONDING"} and second.gpus == 0
-    assert second.reason.startswith("bad State=IDLE NodeName=n9"), "what an administrator writes is never a field"
+    assert second.reason.startswith("bad State=IDLE NodeName=n9"), (
+        "what an administrator writes is never a field"
+    )
     assert not first.free and not second.free and first.usable and not second.usable
 
 
 def test_text_and_json_agree():
-    text, json = parse_nodes(big.scontrol_nodes(90)), parse_nodes(big.scontrol_nodes_json(90))
+    text = parse_nodes(big.scontrol_nodes(90))
+    json = parse_nodes(big.scontrol_nodes_json(90))
     facts = attrgetter("name", "states", "gpus", "gpus_used", "gpu_type", "cpus")
     assert list(map(facts, text)) == list(map(facts, json))
     free = [big.node_name(i) for i in range(90) if big.state_of(i) in ("IDLE", "IDLE+POWERED_DOWN")]
@@ -58,7 +62,8 @@ def test_text_and_json_agree():
 
 
 def test_recorded_output_of_slurm_24_11():
-    """Real answers of 24.11.5 with topology/block; test_later.py asks a living one, where it can be installed."""
+    """Real answers of 24.11.5 with topology/block; test_later.py asks a living one, where it can be
+    installed."""
     folder = Path(__file__).parent / "recorded" / "24.11.5"
     text, json = (parse_nodes((folder / name).read_text()) for name in ("nodes.txt", "nodes.json"))
     assert text == json and len(text) == 8 and all(node.free and node.gpus == 8 for node in text)
@@ -118,16 +123,22 @@ def test_gres_as_text_and_json(gres, whole, total):
     (json,) = parse_nodes(msgspec.json.encode({"nodes": [raw]}).decode())
     assert text == json and text.gpus_used == total
     found = [(text.gpus, text.gpu_type), *((one.gpus, one.gpu) for one in text.other_gpus)]
-    assert found == (whole or [(0, "")]) and text.sliced is (total > sum(count for count, _ in whole))
+    assert found == (whole or [(0, "")]) and text.sliced is (
+        total > sum(count for count, _ in whole)
+    )
 
 
-@pytest.mark.parametrize("total", ["gres/gpu=3,gres/gpu:3090=3", "gres/gpu:3090=1,gres/gpu:a100=2", "gres/gpu=3"])
+@pytest.mark.parametrize(
+    "total", ["gres/gpu=3,gres/gpu:3090=3", "gres/gpu:3090=1,gres/gpu:a100=2", "gres/gpu=3"]
+)
 def test_allocated_gpus_without_detail(total):
     (node,) = parse_nodes(f"NodeName=x State=MIXED Gres=gpu:8 AllocTRES=cpu=4,mem=1G,{total}")
     assert node.gpus_used == 3
 
 
-@pytest.mark.parametrize("text", ["", "Nodes: none", "{}", '{"nodes": 3}', '{"nodes": []}', "NodeName=x CPUTot=1"])
+@pytest.mark.parametrize(
+    "text", ["", "Nodes: none", "{}", '{"nodes": 3}', '{"nodes": []}', "NodeName=x CPUTot=1"]
+)
 def test_not_nodes(text):
     with pytest.raises(OrchError):
         parse_nodes(text)
@@ -140,7 +151,8 @@ def test_select_by_partition_and_features():
     assert len(select(nodes, None, "[rack1|rack2]")) == 4  # left to Slurm
 
 
-# ------------------------------------------------------------------------------------------ topology
+# ------------------------------------------------------------------------------------------
+#     topology
 
 TREE_CONF = """\
 # two leaves of different size
@@ -172,21 +184,35 @@ def test_one_tree_three_spellings(text):
     found = parse_topology(text)
     assert found.kind == "tree"
     assert [t.name for t in found.tiers] == ["leaf", "spine"]
-    assert found.tiers[0].switches == {"leaf0": ("n0", "n1", "n2", "n3"), "leaf1": ("n4", "n5", "n9")}
+    assert found.tiers[0].switches == {
+        "leaf0": ("n0", "n1", "n2", "n3"),
+        "leaf1": ("n4", "n5", "n9"),
+    }
     below = {node for group in found.tiers[1].switches.values() for node in group}
     assert below == {f"n{i}" for i in (0, 1, 2, 3, 4, 5, 9)}
 
 
 def test_uneven_depth_is_levelled():
-    text = "SwitchName=a Nodes=n[0-1]\nSwitchName=b Nodes=n[2-3]\nSwitchName=m Switches=a\nSwitchName=top Switches=m,b"
+    text = (
+        "SwitchName=a Nodes=n[0-1]\nSwitchName=b Nodes=n[2-3]\nSwitchName=m"
+        " Switches=a\nSwitchName=top Switches=m,b"
+    )
     tiers = parse_topology(text).tiers
     assert len(tiers) == 3
     for tier in tiers:
-        assert sorted(n for group in tier.switches.values() for n in group) == ["n0", "n1", "n2", "n3"]
+        assert sorted(n for group in tier.switches.values() for n in group) == [
+            "n0",
+            "n1",
+            "n2",
+            "n3",
+        ]
     assert tiers[1].switches == {"m": ("n0", "n1"), "b": ("n2", "n3")}
 
 
-BLOCKS = "BlockName=b0 Nodes=n[0-3]\nBlockName=b1 Nodes=n[4-7]\nBlockName=b2 Nodes=n[8-11]\nBlockSizes=4,8\n"
+BLOCKS = (
+    "BlockName=b0 Nodes=n[0-3]\nBlockName=b1 Nodes=n[4-7]\nBlockName=b2"
+    " Nodes=n[8-11]\nBlockSizes=4,8\n"
+)
 BLOCKS_YAML = """\
 - topology: nvl
   block:
@@ -203,7 +229,9 @@ def test_blocks(text):
     assert {k: len(v) for k, v in found.tiers[1].switches.items()} == {"b0": 8, "b2": 4}
 
 
-@pytest.mark.parametrize("text", ["", "slurm_load_topo: no topology", "- topology: x\n  flat: true\n"])
+@pytest.mark.parametrize(
+    "text", ["", "slurm_load_topo: no topology", "- topology: x\n  flat: true\n"]
+)
 def test_flat(text):
     assert parse_topology(text) == FLAT
 
@@ -226,11 +254,15 @@ def test_addresses_of_the_tasks():
     assert [len(t.switches) for t in found.tiers] == [2, 1]
     assert found.tiers[0].switches["spine.leaf1"] == ("n4", "n5", "n6", "n7")
     assert from_addresses({"a": "a", "b": "b"}) == FLAT
-    assert from_addresses({"n.dots.org": "core.leaf0.n.dots.org"}).tiers[0].switches == {"core.leaf0": ("n.dots.org",)}
+    assert from_addresses({"n.dots.org": "core.leaf0.n.dots.org"}).tiers[0].switches == {
+        "core.leaf0": ("n.dots.org",)
+    }
 
 
 def test_order_keeps_neighbours_together():
-    found = parse_topology("SwitchName=l0 Nodes=n[0,2,10]\nSwitchName=l1 Nodes=n[1,3]\nSwitchName=s Switches=l0,l1")
+    found = parse_topology(
+        "SwitchName=l0 Nodes=n[0,2,10]\nSwitchName=l1 Nodes=n[1,3]\nSwitchName=s Switches=l0,l1"
+    )
     assert found.order(["n10", "n3", "n2", "n1", "n0", "x"]) == ["n0", "n2", "n10", "n1", "n3", "x"]
 
 
@@ -240,8 +272,18 @@ def test_order_keeps_neighbours_together():
 def test_every_state_has_a_meaning_and_ends_are_ends():
     ends = {word for word, what in JOB_STATES.items() if what.ended}
     assert ends == {
-        *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED"),
-        *("OUT_OF_MEMORY", "DEADLINE", "REVOKED", "RECONFIG_FAIL"),
+        "COMPLETED",
+        "FAILED",
+        "CANCELLED",
+        "TIMEOUT",
+        "PREEMPTED",
+        "NODE_FAIL",
+        "BOOT_FAIL",
+        "LAUNCH_FAILED",
+        "OUT_OF_MEMORY",
+        "DEADLINE",
+        "REVOKED",
+        "RECONFIG_FAIL",
     }
     assert all(what.text for what in JOB_STATES.values())
 
@@ -270,16 +312,35 @@ def test_reasons_are_explained():
 
 def test_squeue_and_sacct_rows():
     us = "\x1f"
-    row = ["12", "PENDING", "Resources", "2026-11-21T12:00:00", "N/A", "8", "", "main", "orch-a|b", "(null)"]
+    row = [
+        "12",
+        "PENDING",
+        "Resources",
+        "2026-11-21T12:00:00",
+        "N/A",
+        "8",
+        "",
+        "main",
+        "orch-a|b",
+        "(null)",
+    ]
     live = queue.parse_squeue(us.join(row) + "\nnoise\n")
-    assert live["12"].reason == "Resources" and live["12"].start == "2026-11-21T12:00:00" and live["12"].end == ""
+    assert (
+        live["12"].reason == "Resources"
+        and live["12"].start == "2026-11-21T12:00:00"
+        and live["12"].end == ""
+    )
     assert live["12"].name == "orch-a|b"
     rows = [["12", "FAILED", "75:0", "Unknown", "Unknown", "8", "n[0-3]", "main", "x"],
             ["13", "CANCELLED by 0", "0:15", "Unknown", "Unknown", "1", "None assigned", "main", "y"]]  # fmt: skip
     old = queue.parse_sacct("\n".join(us.join(r) for r in rows))
     assert (old["12"].exit_code, old["13"].exit_code, old["13"].node_names) == (75, -15, ())
     both = queue.merge(live, old)
-    assert both["12"].state == "PENDING" and both["12"].exit_code is None and both["13"].source == "sacct"
+    assert (
+        both["12"].state == "PENDING"
+        and both["12"].exit_code is None
+        and both["13"].source == "sacct"
+    )
 
 
 def test_one_call_for_all():

@@ -41,10 +41,22 @@ def job(word: str, **fields: object) -> Job:
         (("pending", None), "RUNNING", False, "starting", None),
         (("running", None), "RUNNING", False, "running", None),
         (("stopped", 75), "PENDING", False, "pending", None),  # requeued after a save
-        (("stopped", 75), "RUNNING", False, "restarting", None),  # the next attempt has not written its state yet
+        (
+            ("stopped", 75),
+            "RUNNING",
+            False,
+            "restarting",
+            None,
+        ),  # the next attempt has not written its state yet
         (("done", 0), "RUNNING", False, "stopping", None),  # its script has not ended yet
         (("cancelled", 75), "RUNNING", False, "stopping", None),
-        (("stopped", 75), "FAILED", False, "stopped", 75),  # saved, not requeued: the script's 75 is no failure
+        (
+            ("stopped", 75),
+            "FAILED",
+            False,
+            "stopped",
+            75,
+        ),  # saved, not requeued: the script's 75 is no failure
         (("done", 0), "COMPLETED", False, "done", 0),
         (("done", 0), "COMPLETING", False, "stopping", None),
         (("failed", 1), "FAILED", False, "failed", 1),
@@ -69,11 +81,18 @@ def test_both_together(folder, slurm, cancelled, want, code):
 @pytest.mark.parametrize("word", sorted(JOB_STATES))
 @pytest.mark.parametrize("phase", ["pending", "running", "stopped", "done", "failed", "cancelled"])
 def test_a_final_state_is_given_when_the_job_is_over_or_waits_although_the_run_is(word, phase):
-    """Slurm 24.11 requeues a job that ended well in its GraceTime: pending, but there is nothing left to do."""
+    """Slurm 24.11 requeues a job that ended well in its GraceTime: pending, but there is nothing
+    left to do."""
     code = {"done": 0, "failed": 1, "stopped": 75, "cancelled": 75}.get(phase)
     found = combined_state(state(phase, code), job(word), cancel_asked=False)
-    waits = JOB_STATES[word].phase in ("pending", "starting") and phase in ("done", "failed", "cancelled")
-    assert (found.state in FINAL) == (found.exit_code is not None) == (JOB_STATES[word].ended or waits)
+    waits = JOB_STATES[word].phase in ("pending", "starting") and phase in (
+        "done",
+        "failed",
+        "cancelled",
+    )
+    assert (
+        (found.state in FINAL) == (found.exit_code is not None) == (JOB_STATES[word].ended or waits)
+    )
     if waits:
         assert (found.state, found.exit_code) == (phase, code)
     if phase != "stopped":
@@ -88,7 +107,9 @@ def test_what_slurm_says_does_not_hide_the_runs_own_reason(word):
 
 
 def test_waiting_says_why_and_until_when():
-    found = combined_state(state("pending"), job("PENDING", reason="Resources", start="2026-11-21T14:00:00"), False)
+    found = combined_state(
+        state("pending"), job("PENDING", reason="Resources", start="2026-11-21T14:00:00"), False
+    )
     why = "waiting in the queue; Resources: waiting for nodes to become free"
     assert found.reason == f"job 7: {why}; expected to start 2026-11-21T14:00:00"
 
@@ -108,13 +129,21 @@ def test_a_script_that_has_left_is_not_pending_again():
     ("reason", "left", "said", "code", "text"),
     [
         ("RaisedSignal:53(Real-time_signal_19)", None, "", Exit.NODE, "does it see the run folder"),
-        ("NonZeroExitCode", 65, "orch: error: no node has what it needs: image", 65, "failed; orch: error: no node"),
+        (
+            "NonZeroExitCode",
+            65,
+            "orch: error: no node has what it needs: image",
+            65,
+            "failed; orch: error: no node",
+        ),
         ("NonZeroExitCode", None, "", Exit.CAPACITY, "job 7: failed"),
         ("JobLaunchFailure", None, "", Exit.NODE, "a failed prolog?"),
     ],
 )
 def test_what_failed_before_the_agents_is_told(reason, left, said, code, text):
-    found = combined_state(state("pending"), job("FAILED", reason=reason), False, left=left, said=said)
+    found = combined_state(
+        state("pending"), job("FAILED", reason=reason), False, left=left, said=said
+    )
     assert (found.state, found.exit_code) == ("failed", code)
     assert text in found.reason and found.cause.text == found.reason
 
@@ -123,7 +152,9 @@ def test_the_last_error_of_the_newest_job_log(tmp_path):
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     assert last_words(folder) == "" and left_with(folder) is None
-    (folder.logs / "slurm-7.log").write_text("Loading\nslurmstepd: error: execve(): \x1b[1mno\nbye\n\n")
+    (folder.logs / "slurm-7.log").write_text(
+        "Loading\nslurmstepd: error: execve(): \x1b[1mno\nbye\n\n"
+    )
     (folder.logs / "slurm-7-agents.log").write_text("error: not this one\n")
     assert last_words(folder) == "slurmstepd: error: execve():  [1mno"
     (tmp_path / "slurm").mkdir()
@@ -134,7 +165,10 @@ def test_the_last_error_of_the_newest_job_log(tmp_path):
 def test_a_job_that_slurm_has_forgotten():
     assert combined_state(state("done", 0), None, False).state == "done"
     lost = combined_state(state("running"), None, False)
-    assert (lost.state, lost.exit_code) == ("failed", Exit.CAPACITY) and "does not know the job" in lost.reason
+    assert (lost.state, lost.exit_code) == (
+        "failed",
+        Exit.CAPACITY,
+    ) and "does not know the job" in lost.reason
     assert combined_state(state("pending"), None, False, sent=False).state == "pending"
 
 
@@ -167,10 +201,15 @@ def test_a_job_submitted_by_hand_is_found_by_its_name():
 
 @pytest.mark.parametrize(
     ("own", "waits"),
-    [(("done", 0), False), (("running", None), True), (("stopped", 75), True)],  # a requeue may follow a 75
+    [
+        (("done", 0), False),
+        (("running", None), True),
+        (("stopped", 75), True),
+    ],  # a requeue may follow a 75
 )
 def test_a_run_that_is_done_is_not_waited_for_while_its_job_ends(tmp_path, monkeypatch, own, waits):
-    """Slurm may call the job PREEMPTED in a moment, and what waits for a good end would never start."""
+    """Slurm may call the job PREEMPTED in a moment, and what waits for a good end would never
+    start."""
     folder = RunFolder(tmp_path / "r")
     folder.create()
     write_state(folder, state(*own))
@@ -183,14 +222,21 @@ def test_a_run_that_is_done_is_not_waited_for_while_its_job_ends(tmp_path, monke
 def test_what_the_nodes_answer():
     said = "orch-node 0 n0 spine.leaf0.n0\nbanner\n\norch-node 1 n1 n1 image\n"
     assert read_probe(said) == {"n0": "spine.leaf0.n0", "n1": "n1"}
-    for text in ("orch-node 0 n0\n", "0 n0 a\n", "slurmstepd: error: x y z\n", "orch-node x n0 a\n"):
+    for text in (
+        "orch-node 0 n0\n",
+        "0 n0 a\n",
+        "slurmstepd: error: x y z\n",
+        "orch-node x n0 a\n",
+    ):
         assert read_probe(text) == {}
     with pytest.raises(Exception, match="answered twice") as refused:
         read_probe("orch-node 0 n0 a\norch-node 1 n0 a\n")
     assert refused.value.exit == Exit.NODE
 
 
-@pytest.mark.parametrize(("srun", "code", "phase"), [(143, Exit.RESTART, "stopped"), (137, Exit.CAPACITY, "failed")])
+@pytest.mark.parametrize(
+    ("srun", "code", "phase"), [(143, Exit.RESTART, "stopped"), (137, Exit.CAPACITY, "failed")]
+)
 def test_an_attempt_whose_agents_were_killed_before_they_wrote_a_state(tmp_path, srun, code, phase):
     """A notice that comes while agents start ends them; that is no fault of a node."""
     folder = RunFolder(tmp_path / "r")
@@ -200,4 +246,6 @@ def test_an_attempt_whose_agents_were_killed_before_they_wrote_a_state(tmp_path,
     found = read_state(folder)
     assert (found.state, found.exit_code, found.cause.code) == (phase, code, srun)
     write_state(folder, state("failed", 1))
-    assert task.main(["outcome", "--run-dir", str(folder.path), "--code", str(srun)]) == 1, "it stays"
+    assert task.main(["outcome", "--run-dir", str(folder.path), "--code", str(srun)]) == 1, (
+        "it stays"
+    )

@@ -56,9 +56,9 @@ CASES: dict[str, dict] = {
 def job(options: dict, **changes: object) -> JobScript:
     options = dict(options)
     fields: dict = {
-        **{"run_id": "tiny-1", "run_dir": "/home/o'neil/5% runs/tiny-1", "plan": MAIN_LINE},
-        **{"export": ("PATH", "HOME"), "bind": ("/home/o'neil/5% runs/tiny-1",), "sizes": options.pop("sizes", ())},
-        **{"python": "/opt/py/bin/python", "python_path": ("/home/o'neil/5% runs/tiny-1/code",)},
+        "run_id": "tiny-1", "run_dir": "/home/o'neil/5% runs/tiny-1", "plan": MAIN_LINE,
+        "export": ("PATH", "HOME"), "bind": ("/home/o'neil/5% runs/tiny-1",), "sizes": options.pop("sizes", ()),
+        "python": "/opt/py/bin/python", "python_path": ("/home/o'neil/5% runs/tiny-1/code",),
     }  # fmt: skip
     return JobScript(**{"options": read_options(options), **fields, **changes})
 
@@ -69,13 +69,16 @@ def script(options: dict, **changes: object) -> str:
 
 def array(**changes: object) -> str:
     """Of two runs in folders of their own."""
-    return render_array([job({}, run_dir=f"/home/o'neil/5% runs/tiny-{i}", **changes) for i in (1, 2)], "tiny-1")
+    return render_array(
+        [job({}, run_dir=f"/home/o'neil/5% runs/tiny-{i}", **changes) for i in (1, 2)], "tiny-1"
+    )
 
 
 @pytest.mark.parametrize("name", [*CASES, "array"])
 def test_golden(name):
     """Byte for byte. Delete a golden file to have it written anew, then read the difference."""
-    text, path = array() if name == "array" else script(CASES[name]), GOLDEN / f"{name}.sbatch"
+    text = array() if name == "array" else script(CASES[name])
+    path = GOLDEN / f"{name}.sbatch"
     golden = text.replace(f"ORCH_SUBMITTER={__version__}\n", "ORCH_SUBMITTER=VERSION\n")
     if not path.exists():
         path.write_text(golden)
@@ -144,7 +147,9 @@ def test_flags_follow_the_plan():
     assert (flags["nodes"], flags["gpus-per-node"], flags["ntasks-per-node"]) == (8, "8", 1)
     assert flags["export"] == "HOME" and flags["exclusive"] is True and flags["mem"] == "0"
     assert "gres" not in flags
-    assert "gpus-per-node" not in job_flags(MAIN_LINE, SlurmOptions(gpu_request="gres"), "r", "/r", [])
+    assert "gpus-per-node" not in job_flags(
+        MAIN_LINE, SlurmOptions(gpu_request="gres"), "r", "/r", []
+    )
 
 
 def test_cpus_are_repeated_on_srun():
@@ -172,9 +177,11 @@ def test_switches_are_counted_from_the_plan():
 @pytest.mark.parametrize(
     ("degrees", "nodes", "block", "want"),
     [
-        ({"tp": 8, "pp": 4, "dp": 2}, 8, 4, 4),  # a pipeline is four nodes: whole in a block of four
+        # a pipeline is four nodes: whole in a block of four
+        ({"tp": 8, "pp": 4, "dp": 2}, 8, 4, 4),
         ({"tp": 8, "pp": 4, "dp": 2}, 8, 18, 8),  # the whole job fits
-        ({"tp": 8, "pp": 4, "dp": 2}, 8, 3, 1),  # a pipeline does not fit: only the tensor-parallel group is kept
+        # a pipeline does not fit: only the tensor-parallel group is kept
+        ({"tp": 8, "pp": 4, "dp": 2}, 8, 3, 1),
         ({"tp": 8, "ep": 4, "dp": 2}, 8, 6, 4),  # expert-parallel group of four nodes
         ({"tp": 4, "pp": 2, "dp": 8}, 8, 4, 1),
     ],
@@ -199,7 +206,8 @@ def test_check_text_lets_unicode_pass():
 
 
 def test_runs_that_ask_for_different_things_are_no_array():
-    eight, four = job({}), job({}, plan=make_plan(tp=8, pp=4, nodes=4))
+    eight = job({})
+    four = job({}, plan=make_plan(tp=8, pp=4, nodes=4))
     assert common_flags([eight, job({}, run_id="tiny-2", run_dir="/runs/tiny-2")]) is not None
     assert common_flags([eight, four]) is None
     assert common_flags([eight, job({"time": "1:00:00"})]) is None
@@ -207,13 +215,22 @@ def test_runs_that_ask_for_different_things_are_no_array():
         render_array([eight, four], "x")
 
 
-# ------------------------------------------------------------------------------------------ profiles
+# ------------------------------------------------------------------------------------------
+#     profiles
 
 
 def test_the_users_variables_of_sbatch_stand_for_options_that_are_not_set():
     options = read_options({"account": "llm"})
-    assert from_environment(options, {"SLURM_CONF": "/x", "SBATCH_QOS": "", "SBATCH_ACCOUNT": "other"}) == {}
-    said = {"SBATCH_QOS": "high", "SBATCH_ACCOUNT": "llm", "SBATCH_TIMELIMIT": "1:00:00", "SBATCH_PARTITION": "a,b"}
+    assert (
+        from_environment(options, {"SLURM_CONF": "/x", "SBATCH_QOS": "", "SBATCH_ACCOUNT": "other"})
+        == {}
+    )
+    said = {
+        "SBATCH_QOS": "high",
+        "SBATCH_ACCOUNT": "llm",
+        "SBATCH_TIMELIMIT": "1:00:00",
+        "SBATCH_PARTITION": "a,b",
+    }
     assert from_environment(options, said) == {"qos": "high", "time": "1:00:00", "partition": "a,b"}
     check_environment(options, said)
 
@@ -230,7 +247,13 @@ def test_a_variable_that_cannot_be_meant_is_refused_by_name(variable):
 
 
 @pytest.mark.parametrize(
-    "variable", ["SBATCH_EXPORT=NONE", "SBATCH_NO_REQUEUE=1", "SBATCH_GET_USER_ENV=1", "SBATCH_OPEN_MODE=truncate"]
+    "variable",
+    [
+        "SBATCH_EXPORT=NONE",
+        "SBATCH_NO_REQUEUE=1",
+        "SBATCH_GET_USER_ENV=1",
+        "SBATCH_OPEN_MODE=truncate",
+    ],
 )
 def test_only_a_rendered_script_minds_the_rest_of_them(variable):
     """sbatch prefers variables to directives, but sees none of them where orch calls it."""
@@ -245,22 +268,32 @@ def test_only_a_rendered_script_minds_the_rest_of_them(variable):
     ("options", "what"),
     [
         ({"setup": ["true", "cd /nowhere", "echo late"]}, "backend.options.setup: cd /nowhere"),
-        ({"modules": ["cuda/12.4"], "setup": ["echo late"]}, "backend.options.modules: module load cuda/12.4"),
+        (
+            {"modules": ["cuda/12.4"], "setup": ["echo late"]},
+            "backend.options.modules: module load cuda/12.4",
+        ),
     ],
 )
 def test_a_line_of_the_site_that_fails_ends_the_job(tmp_path, options, what):
     text = script(options, run_dir=str(tmp_path))
     done = subprocess.run(
-        ["bash", "-c", text], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+        ["bash", "-c", text],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"},
     )
     assert done.returncode == Exit.CONFIG and what in done.stderr and "late" not in done.stdout
     assert (tmp_path / "slurm" / "over").read_text() == "65\n"
 
 
 @pytest.mark.parametrize("place", ["MODULESHOME", "LMOD_PKG"])
-def test_the_command_of_modules_is_looked_for_where_the_login_shell_has_not_made_it(tmp_path, place):
+def test_the_command_of_modules_is_looked_for_where_the_login_shell_has_not_made_it(
+    tmp_path, place
+):
     (tmp_path / "init").mkdir()
-    (tmp_path / "init" / "bash").write_text('module() { echo "$*" > "$MODULES_SEEN"; [ "$2" = cuda/12.4 ]; }\n')
+    (tmp_path / "init" / "bash").write_text(
+        'module() { echo "$*" > "$MODULES_SEEN"; [ "$2" = cuda/12.4 ]; }\n'
+    )
     environ = {
         "PATH": "/usr/bin:/bin",
         "SLURM_JOB_ID": "7",
@@ -274,9 +307,19 @@ def test_the_command_of_modules_is_looked_for_where_the_login_shell_has_not_made
 
 
 PROFILES = Path(__file__).resolve().parents[2] / "slurm"
-NAMES = {path.stem for path in (PROFILES / "backend").glob("*.yaml")} | {"dgx_superpod", "gres_modules", "apptainer"}
+NAMES = {path.stem for path in (PROFILES / "backend").glob("*.yaml")} | {
+    "dgx_superpod",
+    "gres_modules",
+    "apptainer",
+}
 NAMES |= {"nvl72_block", "preemptible"}  # one for each style of site
-LINES = {"nvl72_block": ["cluster=gb200_nvl72x8", "parallel=tp4_pp8_zero1", "train.global_batch_samples=1152"]}
+LINES = {
+    "nvl72_block": [
+        "cluster=gb200_nvl72x8",
+        "parallel=tp4_pp8_zero1",
+        "train.global_batch_samples=1152",
+    ]
+}
 MAIN = ["cluster=h100x64", "parallel=tp8_pp4_zero1"]
 
 
@@ -298,7 +341,8 @@ def test_profile(name):
     ("option", "flag"), [("gpu_type", "gpus-per-node"), ("partition", "partition"), ("qos", "qos")]
 )
 def test_a_name_may_be_a_number(option, flag):
-    """The command line and YAML read `3090` as a number, which is a GPU's, a partition's or an account's name here."""
+    """The command line and YAML read `3090` as a number, which is a GPU's, a partition's or an
+    account's name here."""
     config = load(["cluster=h100x64", "backend=slurm", f"backend.options.{option}=3090"])
     flags = job_flags(MAIN_LINE, read_options(config.backend.options), "r", "/r", [])
     assert flags[flag] == ("3090:8" if option == "gpu_type" else "3090")
@@ -307,7 +351,10 @@ def test_a_name_may_be_a_number(option, flag):
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        ({"time": 14400}, "backend.options.time"),  # YAML's reading of 4:00:00: no name, so it is not guessed
+        (
+            {"time": 14400},
+            "backend.options.time",
+        ),  # YAML's reading of 4:00:00: no name, so it is not guessed
         ({"partition": 1.5}, "backend.options.partition"),
         ({"gpu_type": True}, "backend.options.gpu_type"),
     ],

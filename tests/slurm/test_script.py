@@ -1,4 +1,5 @@
-"""The job script as bash runs it, with Slurm's commands replaced by a few lines of shell each. No Slurm."""
+"""The job script as bash runs it, with Slurm's commands replaced by a few lines of shell each. No
+Slurm."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ for name in $NODES; do
 done
 exit $worst
 """
-#: The states of jobs are the lines `id state` of a file; one that it does not have is not known any more.
+#: The states of jobs are the lines `id state` of a file; one that it does not have is not known any
+#: more.
 SQUEUE = """#!/bin/bash
 for word; do case $word in --jobs=*) asked=${word#*=} ;; esac; done
 while read -r id state; do [ "$id" != "$asked" ] || { echo "$state"; exit 0; }; done < "$HOME/jobs"
@@ -41,7 +43,9 @@ class Bed:
     """A run folder, and the folder of commands that its script finds."""
 
     def __init__(self, home: Path):
-        self.home, self.run, self.tools = home, home / "run", home / "bin"
+        self.home = home
+        self.run = home / "run"
+        self.tools = home / "bin"
         for folder in (self.run / "logs", self.run / "slurm", self.tools):
             folder.mkdir(parents=True)
         (self.run / "request.json").touch()
@@ -56,15 +60,30 @@ class Bed:
         path.write_text(text)
         path.chmod(0o755)
 
-    def start(self, options: dict | None = None, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def start(
+        self, options: dict | None = None, *words: str, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         options = dict(options or {})
-        text = script(options, run_dir=str(self.run), python=str(self.tools / "python"), python_path=())
+        text = script(
+            options, run_dir=str(self.run), python=str(self.tools / "python"), python_path=()
+        )
         environ = {"PATH": f"{self.tools}:/usr/bin:/bin", "HOME": str(self.home), "NODES": "n0 n1"}
-        environ |= {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n0", "SLURM_JOB_NUM_NODES": "2", **variables}
+        environ |= {
+            "SLURM_JOB_ID": "7",
+            "SLURMD_NODENAME": "n0",
+            "SLURM_JOB_NUM_NODES": "2",
+            **variables,
+        }
         (self.home / "script").write_text(text)
         argv = ["bash", str(self.home / "script"), *words]
         return subprocess.run(
-            argv, env=environ, capture_output=True, text=True, errors="replace", timeout=60, stdin=subprocess.DEVNULL
+            argv,
+            env=environ,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+            stdin=subprocess.DEVNULL,
         )
 
     def asked(self) -> list[str]:
@@ -96,7 +115,8 @@ def test_a_script_places_starts_agents_and_ends(bed):
      "printf '0 n0 n0\\r\\n\\v\\f\\r'", "echo 'orch-node: a b c'", "printf '\\x1b[1mhello\\n\\xff\\n'"],
 )  # fmt: skip
 def test_what_else_a_node_prints_is_no_answer(bed, banner):
-    """A TaskProlog, the shell's start file of a module system, the notice of a preloaded library."""
+    """A TaskProlog, the shell's start file of a module system, the notice of a preloaded
+    library."""
     (bed.home / "start").write_text(f"{banner}\n")
     done = bed.start({"setup": [f"export BASH_ENV={bed.home}/start"]})
     assert bed.answers() == {"n0": "n0", "n1": "n1"} and not lacking(bed.printed())
@@ -129,9 +149,15 @@ def test_a_node_whose_file_system_hangs_says_so(bed, needs, lacks):
     words = [word.format(run=bed.run) for word in needs]
     environ = {**os.environ, "SLURM_NODEID": "0", "SLURMD_NODENAME": "n0"}
     done = subprocess.run(
-        ["bash", "-c", HUNG + PROBE, "probe", *words], env=environ, capture_output=True, text=True, timeout=60
+        ["bash", "-c", HUNG + PROBE, "probe", *words],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert read_probe(done.stdout) == {"n0": "n0"} and lacking(done.stdout) == ({"n0": lacks} if lacks else {})
+    assert read_probe(done.stdout) == {"n0": "n0"} and lacking(done.stdout) == (
+        {"n0": lacks} if lacks else {}
+    )
     assert not done.stderr or "Killed" in done.stderr
 
 
@@ -147,7 +173,8 @@ def test_an_allocation_in_which_no_step_starts_comes_back(bed):
     assert done.returncode == Exit.NODE and bed.asked() == []
 
 
-# ------------------------------------------------------------------------------------------ whose folder it is
+# ------------------------------------------------------------------------------------------ whose
+#     folder it is
 
 
 def killed_before_it_had_taken_over(slurm: Path) -> None:
@@ -191,7 +218,9 @@ def no_owner(slurm: Path) -> None:
 def test_a_job_that_was_killed_while_it_took_a_folder_over_keeps_nobody_waiting(bed, before):
     before(bed.run / "slurm")
     done = bed.start()
-    assert (done.returncode, bed.asked()[:1]) == (0, ["place"]) and (bed.run / "slurm" / "owner").read_text() == "7\n"
+    assert (done.returncode, bed.asked()[:1]) == (0, ["place"]) and (
+        bed.run / "slurm" / "owner"
+    ).read_text() == "7\n"
     assert not list((bed.run / "slurm").glob("*.owner"))
 
 
@@ -215,10 +244,14 @@ def test_a_controller_that_does_not_answer_is_asked_again(bed, answers_after):
     bed.tool("sleep", '#!/bin/bash\necho x >> "$HOME/slept"\n')
     down = 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1'
     count = f'[ "$(wc -l < "$HOME/slept")" -ge {answers_after} ] || {{ {down}; }}'
-    bed.tool("squeue", SQUEUE.replace("#!/bin/bash\n", f'#!/bin/bash\ntouch "$HOME/slept"\n{count}\n'))
+    bed.tool(
+        "squeue", SQUEUE.replace("#!/bin/bash\n", f'#!/bin/bash\ntouch "$HOME/slept"\n{count}\n')
+    )
     (bed.run / "slurm" / "owner").write_text("5\n")
     done = bed.start()
-    assert (done.returncode, bed.asked()[:1]) == ((0, ["place"]) if answers_after == 3 else (Exit.FENCED, []))
+    assert (done.returncode, bed.asked()[:1]) == (
+        (0, ["place"]) if answers_after == 3 else (Exit.FENCED, [])
+    )
     assert answers_after == 3 or "Unable to contact slurm controller" in done.stderr
 
 
@@ -228,16 +261,30 @@ def test_a_controller_that_does_not_answer_is_asked_again(bed, answers_after):
         ("None", 0, 0, "", False),  # nothing would bring it back
         ("2026-11-27T10:46:13", 0, 0, "", True),
         ("None", 2, 0, "", True),  # an earlier attempt may have been preempted
-        ("2026-11-27T10:46:13", 0, 1, "afterok:7(unfulfilled)", True),  # a failure satisfies the same as a preemption
+        (
+            "2026-11-27T10:46:13",
+            0,
+            1,
+            "afterok:7(unfulfilled)",
+            True,
+        ),  # a failure satisfies the same as a preemption
         ("2026-11-27T10:46:13", 0, 0, "afterok:7(unfulfilled)", False),
         ("2026-11-27T10:46:13", 0, 0, "afterany:3(unfulfilled),afternotok:7(unfulfilled)", False),
         ("2026-11-27T10:46:13", 0, 0, "aftercorr:7_*(unfulfilled)", False),
-        ("2026-11-27T10:46:13", 0, 0, "(null)\nafterok:17(unfulfilled),afterok:71(unfulfilled)", True),
+        (
+            "2026-11-27T10:46:13",
+            0,
+            0,
+            "(null)\nafterok:17(unfulfilled),afterok:71(unfulfilled)",
+            True,
+        ),
         ("2026-11-27T10:46:13", 0, 0, "afterany:7(unfulfilled)", True),  # any end will do
         ("2026-11-27T10:46:13", 0, 0, None, False),  # Slurm does not answer
     ],
 )
-@pytest.mark.parametrize("array", [{}, {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}])
+@pytest.mark.parametrize(
+    "array", [{}, {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}]
+)
 def test_a_preempted_job_that_is_over_is_kept_out_of_the_queue(
     bed, preempted, restarts, code, waiting, stays_out, array
 ):
@@ -256,7 +303,8 @@ def test_a_preempted_job_that_is_over_is_kept_out_of_the_queue(
 
 @pytest.mark.parametrize("line", [{"setup": ["false"]}, {"modules": ["cuda/12.4"]}])
 def test_an_agent_that_takes_over_needs_no_line_of_the_site(bed, line):
-    """The lines were run on its own node already; here a requeue is decided, from a node where they may fail."""
+    """The lines were run on its own node already; here a requeue is decided, from a node where they
+    may fail."""
     (bed.home / "jobs").write_text("7 RUNNING\n")
     bed.tool("sleep", "#!/bin/bash\nkill -KILL $PPID\n")  # as a requeue does
     done = bed.start({**line, "sizes": (8, 4)}, "finish", str(int(Exit.RESTART)))

@@ -24,10 +24,13 @@ def jobs(orch: Orch) -> list[str]:
 
 @pytest.mark.slow
 def test_an_array_whose_members_live_on_their_own(orch):
-    """Three runs that ask for the same: one array. One is requeued, one cancelled, one left alone."""
+    """Three runs that ask for the same: one array. One is requeued, one cancelled, one left
+    alone."""
     requeued, cancelled, alone = sweep(orch, *two_nodes(), "optim.lr=1e-3,2e-3,3e-3", worker=LONG)
     array = requeued.job.split("_")[0]
-    assert [run.job for run in (requeued, cancelled, alone)] == [f"{array}_{index}" for index in range(3)]
+    assert [run.job for run in (requeued, cancelled, alone)] == [
+        f"{array}_{index}" for index in range(3)
+    ]
     assert [run.id[-2:] for run in (requeued, cancelled, alone)] == ["-0", "-1", "-2"]
     for run in (requeued, cancelled, alone):
         run.step(3)
@@ -38,17 +41,27 @@ def test_an_array_whose_members_live_on_their_own(orch):
     assert requeued.finish().epoch == 1 and requeued.restarts == 1
     alone.release()
     assert alone.wait("done").epoch == 0 and alone.restarts == 0
-    rows = {row["state"]["run_id"]: row["state"]["state"] for row in json.loads(orch("list", "--json").stdout)}
+    rows = {
+        row["state"]["run_id"]: row["state"]["state"]
+        for row in json.loads(orch("list", "--json").stdout)
+    }
     assert rows == {requeued.id: "done", cancelled.id: "cancelled", alone.id: "done"}
     assert "code 0" in alone.logs() and "code 0" not in cancelled.logs(), "each has its own log"
-    assert "optim.lr=3e-3" in orch("list").stdout and "optim.lr=3e-3" in orch("status", alone.id).stdout
+    assert (
+        "optim.lr=3e-3" in orch("list").stdout
+        and "optim.lr=3e-3" in orch("status", alone.id).stdout
+    )
     cancelled.release()
     orch("resume", cancelled.id)
-    assert cancelled.wait("done").epoch == 1 and "_" not in cancelled.job, "on its own it is a job of its own"
+    assert cancelled.wait("done").epoch == 1 and "_" not in cancelled.job, (
+        "on its own it is a job of its own"
+    )
 
 
 def test_runs_that_ask_for_different_things_are_one_job_each(orch):
-    small, large = sweep(orch, "cluster=testbed", "parallel=tp2_pp2", "cluster.nodes=2,4", worker={"STEPS": 2})
+    small, large = sweep(
+        orch, "cluster=testbed", "parallel=tp2_pp2", "cluster.nodes=2,4", worker={"STEPS": 2}
+    )
     assert {"_" in run.job for run in (small, large)} == {False}
     assert (small.wait("done").exit_code, large.wait("done").exit_code) == (0, 0)
     assert (len(small.assignment["nodes"]), len(large.assignment["nodes"])) == (2, 4)
@@ -58,16 +71,33 @@ def test_runs_that_ask_for_different_things_are_one_job_each(orch):
     ("words", "code", "text"),
     [
         (["parallel=tp2,tp3"], None, "parallel=tp3: "),
-        (["parallel=tp2", "backend.options.partition=main,mian"], Exit.CONFIG, "did you mean 'main'"),
+        (
+            ["parallel=tp2", "backend.options.partition=main,mian"],
+            Exit.CONFIG,
+            "did you mean 'main'",
+        ),
         (["parallel=tp2", "cluster.nodes=2,16", WIDE], Exit.CAPACITY, "partition main has 8"),
         (["parallel=tp2"], Exit.USAGE, "nothing varies"),
         (["parallel=tp2,tp1", "--follow"], Exit.USAGE, "--follow"),
     ],
 )
 def test_all_or_none(orch, words, code, text):
-    argv = ("submit", "--multirun", "--config-dir", str(CONF), "cluster=testbed", *words, "--", "/bin/true")
+    argv = (
+        "submit",
+        "--multirun",
+        "--config-dir",
+        str(CONF),
+        "cluster=testbed",
+        *words,
+        "--",
+        "/bin/true",
+    )
     done = orch(*argv, code=code)
-    refusals = [line for line in done.stderr.splitlines() if not line.startswith("orch: variables not passed on")]
+    refusals = [
+        line
+        for line in done.stderr.splitlines()
+        if not line.startswith("orch: variables not passed on")
+    ]
     assert done.returncode and text in refusals[0] and len(refusals) == 1
     assert jobs(orch) == [] and orch("list").stdout.strip() == "no runs"
 

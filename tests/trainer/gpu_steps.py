@@ -30,7 +30,8 @@ from trainer.precision import recipe
 from trainer.train import Run
 from trainer.verify.samples import micro_batch
 
-LR, TOKENS = 1e-3, 64
+LR = 1e-3
+TOKENS = 64
 
 
 def gpu_plan(layout: dict[str, Any]) -> Plan:
@@ -44,7 +45,10 @@ def gpu_plan(layout: dict[str, Any]) -> Plan:
 
 def steps(layouts: dict[str, dict[str, Any]], count: int = 3) -> dict[str, list[dict[str, Any]]]:
     """What each rank of each layout does in the last of `count` steps of its engine."""
-    return {name: fakegpu.run_ranks(_steps, _world(layout), layout, count) for name, layout in layouts.items()}
+    return {
+        name: fakegpu.run_ranks(_steps, _world(layout), layout, count)
+        for name, layout in layouts.items()
+    }
 
 
 def _world(layout: dict[str, Any]) -> int:
@@ -52,7 +56,8 @@ def _world(layout: dict[str, Any]) -> int:
 
 
 def _steps(rank: int, layout: dict[str, Any], count: int) -> dict[str, Any]:
-    plan, device = gpu_plan(layout), torch.device("cuda", rank)
+    plan = gpu_plan(layout)
+    device = torch.device("cuda", rank)
     apply_settings(plan)
     engine = Engine(plan, Mesh.from_plan(plan, rank), device, recipe(plan.job.train))
     many = samples_of_step(plan.parallel, engine.mesh.coord, 0)
@@ -78,18 +83,24 @@ def _steps(rank: int, layout: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def sent_bytes(note: fakegpu.Note) -> int:
-    """What a rank sends in this call of NCCL, as `CommCounter` counts it: by rings, which send no tensor home."""
+    """What a rank sends in this call of NCCL, as `CommCounter` counts it: by rings, which send no
+    tensor home."""
     ranks = note.a
     if note.name == "ncclAllReduce":
         return 2 * note.bytes * (ranks - 1) // ranks
-    if note.name in ("ncclReduceScatter", "ncclAllGather", "ncclAlltoAll"):  # the bytes are of one rank's part
+    if note.name in (
+        "ncclReduceScatter",
+        "ncclAllGather",
+        "ncclAlltoAll",
+    ):  # the bytes are of one rank's part
         return note.bytes * (ranks - 1)
     return note.bytes if note.name == "ncclSend" else 0
 
 
 def attention_blocks(dtype: str, sizes: list[list[int]]) -> list[list[Any]]:
     """[[q's shape, what went wrong]] of context parallelism's attention of one block to another."""
-    wrong, kind = [], getattr(torch, dtype)
+    wrong = []
+    kind = getattr(torch, dtype)
     for batch, heads, kv_heads, queries, keys, head_dim in sizes:
         shapes = [(batch, heads, queries, head_dim), *2 * [(batch, kv_heads, keys, head_dim)]]
         q, k, v = (torch.zeros(shape, device="cuda", dtype=kind) for shape in shapes)
@@ -97,26 +108,43 @@ def attention_blocks(dtype: str, sizes: list[list[int]]) -> list[list[Any]]:
         try:
             assert compat.has_flash(q)
             out, lse = compat.flash_forward(q, k, v, causal, 0.125)
-            assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, kind, q.shape[:3], torch.float32)
+            assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
+                q.shape,
+                kind,
+                q.shape[:3],
+                torch.float32,
+            )
             grads = compat.flash_backward(out, q, k, v, out, lse, causal, 0.125)
-            assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, kind) for x in (q, k, v)]
+            assert [(grad.shape, grad.dtype) for grad in grads] == [
+                (x.shape, kind) for x in (q, k, v)
+            ]
         except (AssertionError, RuntimeError) as error:
             wrong.append([list(q.shape), str(error).splitlines()[0]])
     return wrong
 
 
-FROM, UNTIL = 4, 8  # steps that are recorded: their numbers less one
+FROM = 4
+UNTIL = 8  # steps that are recorded: their numbers less one
 
 
 def loops(folder: str, layouts: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """What each worker of each layout does in steps 5 to 8 of a run, and what it has reported."""
     Run._agree = _recorded(Run._agree)
-    return {name: _loop(Path(folder) / str(at), layout) for at, (name, layout) in enumerate(layouts.items())}
+    return {
+        name: _loop(Path(folder) / str(at), layout)
+        for at, (name, layout) in enumerate(layouts.items())
+    }
 
 
 def _loop(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
-    plan = changed(job(str(folder / "tokens"), UNTIL + 2, **{"precision": "bf16"} | layout), "train", log_every_steps=2)
-    plan = changed(plan, "train", skip_non_finite_steps=100)  # the numbers of a device without arithmetic mean nothing
+    plan = changed(
+        job(str(folder / "tokens"), UNTIL + 2, **{"precision": "bf16"} | layout),
+        "train",
+        log_every_steps=2,
+    )
+    plan = changed(
+        plan, "train", skip_non_finite_steps=100
+    )  # the numbers of a device without arithmetic mean nothing
     plan = seal(structs.replace(plan, cluster=structs.replace(plan.cluster, device="cuda")))
     codes, workers = finish(plan, folder)
     assert set(codes) == {0}, workers.log(codes.index(max(codes)))
@@ -138,7 +166,9 @@ def _recorded(agree: Callable[..., Any]) -> Callable[..., Any]:
         if run.step == UNTIL:
             inside.close()
             path = Path(run.env.run_dir) / f"recorded-{run.env.rank}.json"
-            path.write_text(json.dumps({"waits": run.recorded.waits, "ahead": _ahead(run.recorded.notes)}))
+            path.write_text(
+                json.dumps({"waits": run.recorded.waits, "ahead": _ahead(run.recorded.notes)})
+            )
         return agree(run, batches)
 
     return wrapped
@@ -146,7 +176,9 @@ def _recorded(agree: Callable[..., Any]) -> Callable[..., Any]:
 
 def _ahead(notes: list[fakegpu.Note]) -> list[int]:
     """For each event that the host waits for: kernels enqueued since it was recorded."""
-    found, kernels, at = [], 0, dict[int, int]()
+    found = []
+    kernels = 0
+    at = dict[int, int]()
     for note in notes:
         kernels += note.kind == "K"
         if note.kind == "R":
@@ -158,11 +190,13 @@ def _ahead(notes: list[fakegpu.Note]) -> list[int]:
 
 def background_copy() -> dict[str, Any]:
     """What a save in the background does on the device, and what the next update then waits for."""
-    plan, device = gpu_plan({}), torch.device("cuda", 0)
+    plan = gpu_plan({})
+    device = torch.device("cuda", 0)
     engine = Engine(plan, Mesh.alone(plan), device, recipe(plan.job.train))
     one = torch.ones((), dtype=torch.float64, device=device)
     engine.update(one, LR)
-    snapshots, pieces = Snapshots(), list(engine.pieces(own=True))
+    snapshots = Snapshots()
+    pieces = list(engine.pieces(own=True))
     snapshots.take(pieces)
     with fakegpu.recording() as found:
         snapshots.take(pieces)
@@ -172,13 +206,22 @@ def background_copy() -> dict[str, Any]:
         snapshots.wait()
     notes = found.notes
     copies = [note for note in notes if note.kind == "C"]
-    (ends,) = {note.event for note in notes if note.kind == "R" and note.stream == copies[-1].stream}
-    order = [note.kind for note in notes if note.kind in "CK" or (note.kind, note.event) == ("W", ends)]
+    (ends,) = {
+        note.event for note in notes if note.kind == "R" and note.stream == copies[-1].stream
+    }
+    order = [
+        note.kind for note in notes if note.kind in "CK" or (note.kind, note.event) == ("W", ends)
+    ]
     return {
         "copies": sorted({note.name for note in copies}),
         "bytes": sum(note.bytes for note in copies) == sum(piece.data.nbytes for piece in pieces),
-        "streams": [len({note.stream for note in copies}), len({note.stream for note in notes if note.kind == "K"})],
-        "apart": {note.stream for note in copies}.isdisjoint(note.stream for note in notes if note.kind == "K"),
+        "streams": [
+            len({note.stream for note in copies}),
+            len({note.stream for note in notes if note.kind == "K"}),
+        ],
+        "apart": {note.stream for note in copies}.isdisjoint(
+            note.stream for note in notes if note.kind == "K"
+        ),
         "order": [kind for kind, _ in itertools.groupby(order)],
         "waits": found.waits,
         "reader": [name for name, _ in read.waits],
@@ -187,14 +230,20 @@ def background_copy() -> dict[str, Any]:
 
 
 def packed_attention() -> dict[str, Any]:
-    """Attention of packed documents on the device, in bf16: kernels, waits, and the largest allocation."""
+    """Attention of packed documents on the device, in bf16: kernels, waits, and the largest
+    allocation."""
     lengths = ((700, 900, 448), (2000, 48))
-    numbers = torch.stack([torch.repeat_interleave(torch.arange(len(one)), torch.tensor(one)) for one in lengths])
+    numbers = torch.stack(
+        [torch.repeat_interleave(torch.arange(len(one)), torch.tensor(one)) for one in lengths]
+    )
     device = torch.device("cuda", 0)
     documents = Documents.of(numbers).each(lambda x: x.pin_memory().to(device, non_blocking=True))
-    kernels, waits, most = dict[str, list[str]](), list[Any](), 0
+    kernels = dict[str, list[str]]()
+    waits = list[Any]()
+    most = 0
     q, k, v = (
-        torch.zeros(2, 2048, heads, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
+        torch.zeros(2, 2048, heads, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (8, 2, 2)
     )
     grad = torch.zeros_like(q)
 
@@ -205,7 +254,11 @@ def packed_attention() -> dict[str, Any]:
         rows = [x.detach()[:, 1024:].transpose(1, 2) for x in (grad, q, k, v)]
         sight = block.inside(documents, (range(1024, 2048),), (range(1024),))
         out, lse = block.forward(*rows[1:], 0.125, False, *sight)
-        assert (out.shape, lse.shape, lse.dtype) == (rows[1].shape, rows[1].shape[:3], torch.float32)
+        assert (out.shape, lse.shape, lse.dtype) == (
+            rows[1].shape,
+            rows[1].shape[:3],
+            torch.float32,
+        )
         parts = block.backward(*rows, out, lse, 0.125, False, *sight)
         assert [part.shape for part in parts] == [x.shape for x in rows[1:]]
 
@@ -215,4 +268,9 @@ def packed_attention() -> dict[str, Any]:
         kernels[name] = found.names("K")
         waits += found.waits
         most = max([most, *(note.bytes for note in found.notes if note.kind == "M")])
-    return {"kernels": kernels, "waits": waits, "most_bytes": most, "mask_bytes": 2 * 2048 * 2048 * 8}
+    return {
+        "kernels": kernels,
+        "waits": waits,
+        "most_bytes": most,
+        "mask_bytes": 2 * 2048 * 2048 * 8,
+    }

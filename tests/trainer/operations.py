@@ -1,4 +1,5 @@
-"""What torch dispatches: the order of matrix products and collectives, what kernels read and write, how large it is."""
+"""What torch dispatches: the order of matrix products and collectives, what kernels read and write,
+how large it is."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ WRITES = ("copy_", "fill_", "zero_", "normal_")
 
 
 class Kernels(DispatchMode):
-    """`seen`: names of the operators that compute or copy, `bytes` what each reads and writes, each tensor once; those
-    that make views or only allocate are free. While `muted` nothing is noted."""
+    """`seen`: names of the operators that compute or copy, `bytes` what each reads and writes, each
+    tensor once; those that make views or only allocate are free. While `muted` nothing is noted."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +48,10 @@ class Kernels(DispatchMode):
         if not (op.is_view or name in FREE or self.muted):
             given = [one for one in _flat(args[name in WRITES :])]
             given += [
-                one for key, value in kwargs.items() if key not in ("out", "grad_input") for one in _flat([value])
+                one
+                for key, value in kwargs.items()
+                if key not in ("out", "grad_input")
+                for one in _flat([value])
             ]
             self.note(name, given, _flat([out]))
         return out

@@ -1,7 +1,8 @@
-"""Which cases of a long list `make test` runs: few in which every pair of settings of the list still meets.
+"""Which cases of a long list `make test` runs: few in which every pair of settings of the list
+still meets.
 
-A fault of a layout comes from one setting or from two that meet; three at once find hardly more. This is what pairwise
-testing rests on. The other cases of a list run with `make verify`.
+A fault of a layout comes from one setting or from two that meet; three at once find hardly more.
+This is what pairwise testing rests on. The other cases of a list run with `make verify`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _PLAIN = structs.asdict(tiny_model())  # the model of a case that names none
 
 
 def covering(cases: Mapping[Any, Mapping[str, Any]]) -> set[Any]:
-    """The names of the chosen cases, arguments of `make_plan` each: cheap ones that meet many new pairs first."""
+    """The names of the chosen cases, arguments of `make_plan` each: cheap ones that meet many new
+    pairs first."""
     met = {name: _pairs(settings(case)) for name, case in cases.items()}
     cost = {name: _cost(case) for name, case in cases.items()}
     left = set[Pair]().union(*met.values())
@@ -42,11 +44,14 @@ def covering(cases: Mapping[Any, Mapping[str, Any]]) -> set[Any]:
     return set(chosen)
 
 
-def launches(cases: Mapping[tuple, Mapping[str, Any]], chosen: Collection[tuple] | None = None) -> list:
+def launches(
+    cases: Mapping[tuple, Mapping[str, Any]], chosen: Collection[tuple] | None = None
+) -> list:
     """Parameters of a test: cases by name that run one after the other on the same ranks.
 
     A key is a case's name, after the words of its group, if any: launches are of one group and one
-    number of ranks. Cases that are not `chosen`, by `covering` if nobody else, run with `make verify`.
+    number of ranks. Cases that are not `chosen`, by `covering` if nobody else, run with `make
+    verify`.
     """
     if chosen is None:
         chosen = covering(cases)
@@ -68,7 +73,9 @@ def launches(cases: Mapping[tuple, Mapping[str, Any]], chosen: Collection[tuple]
 def settings(case: Mapping[str, Any]) -> frozenset[Setting]:
     """What a fault may depend on in a case."""
     pp = case.get("pp", 1)
-    return frozenset(setting for name, value in case.items() for setting in _settings_of(name, value, pp))
+    return frozenset(
+        setting for name, value in case.items() for setting in _settings_of(name, value, pp)
+    )
 
 
 def _settings_of(name: str, value: Any, pp: int) -> list[Setting]:
@@ -106,8 +113,13 @@ def _settings_of_model(fields: Mapping[str, Any]) -> list[Setting]:
 
 
 def _options_of(part: Struct) -> list[str]:
-    """Of experts, latent attention or predictions: what is not as it is where nothing is said. Sizes always are."""
-    return [field.name for field in structs.fields(part) if not field.required and _is_given(part, field)]
+    """Of experts, latent attention or predictions: what is not as it is where nothing is said.
+    Sizes always are."""
+    return [
+        field.name
+        for field in structs.fields(part)
+        if not field.required and _is_given(part, field)
+    ]
 
 
 def _is_given(part: Struct, field: structs.FieldInfo) -> bool:
@@ -123,7 +135,9 @@ def _kind_of_count(micro_batches: int, pp: int) -> str:
 
 
 def _pairs(found: frozenset[Setting]) -> set[Pair]:
-    return {frozenset([setting]) for setting in found} | {frozenset(pair) for pair in combinations(found, 2)}
+    return {frozenset([setting]) for setting in found} | {
+        frozenset(pair) for pair in combinations(found, 2)
+    }
 
 
 def _cost(case: Mapping[str, Any]) -> float:

@@ -18,7 +18,9 @@ from trainer.precision import Recipe, recipe
 
 LLAMA = {"norm": "rms", "position": "rope", "mlp": "gated", "activation": "silu", "bias": False}
 GPT = {"norm": "layer", "position": "learned", "mlp": "plain", "activation": "gelu", "bias": True}
-MHA, GQA, MQA = {"kv_heads": 4}, {"kv_heads": 2}, {"kv_heads": 1}
+MHA = {"kv_heads": 4}
+GQA = {"kv_heads": 2}
+MQA = {"kv_heads": 1}
 
 
 def small(**changes) -> Model:
@@ -26,7 +28,14 @@ def small(**changes) -> Model:
     return tiny_model(**{"layers": 2, **changes})
 
 
-def batch(model: Model, b: int = 3, s: int = 8, seed: int = 0, documents: bool = False, ignored: float = 0.3):
+def batch(
+    model: Model,
+    b: int = 3,
+    s: int = 8,
+    seed: int = 0,
+    documents: bool = False,
+    ignored: float = 0.3,
+):
     """A micro-batch with some targets ignored; with `documents`, two packed documents a sample."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, model.vocab, (b, s + 1), generator=generator)
@@ -37,14 +46,17 @@ def batch(model: Model, b: int = 3, s: int = 8, seed: int = 0, documents: bool =
     if documents:
         positions = torch.where(ids > 0, positions - (s // 2 + 1), positions)
     apart = None if ids is None else Documents.of(ids)
-    return SimpleNamespace(tokens=tokens[:, :-1], targets=targets, positions=positions, documents=apart)
+    return SimpleNamespace(
+        tokens=tokens[:, :-1], targets=targets, positions=positions, documents=apart
+    )
 
 
 def mixture_on_meta(model: Model) -> tuple[nn.Module, LossTerms, Callable[[], None]]:
-    """(a stage with one mixture of experts as its layer 1, its terms, a function that takes tokens through it). A
-    tensor on "meta" has no values: whoever reads one fails."""
+    """(a stage with one mixture of experts as its layer 1, its terms, a function that takes tokens
+    through it). A tensor on "meta" has no values: whoever reads one fails."""
     with torch.device("meta"):
-        mixture, terms = MixtureOfExperts(model, model.moe), LossTerms()
+        mixture = MixtureOfExperts(model, model.moe)
+        terms = LossTerms()
         terms.start(torch.ones(()), 1, 1, 1, 1)
         x = torch.zeros(2, 3, model.hidden)
     stage = nn.Module()
@@ -67,4 +79,6 @@ class NoGroups:
 
 def engine_of(plan: Plan, rank: int, use: Recipe | None = None) -> Engine:
     """Of a rank that `run_ranks` has started; `use`: a precision other than the plan's."""
-    return Engine(plan, Mesh.from_plan(plan, rank), torch.device("cpu"), use or recipe(plan.job.train))
+    return Engine(
+        plan, Mesh.from_plan(plan, rank), torch.device("cpu"), use or recipe(plan.job.train)
+    )

@@ -39,7 +39,12 @@ class Recorder:
 
 
 def checkpoints(
-    folder: Path, epoch: int = 0, rank: int = 0, plan: Plan = PLAN, run: str = "run", memory: Path | None = None
+    folder: Path,
+    epoch: int = 0,
+    rank: int = 0,
+    plan: Plan = PLAN,
+    run: str = "run",
+    memory: Path | None = None,
 ) -> Checkpoints:
     return Checkpoints(folder, plan, Fence(run, epoch), rank, Recorder(), memory=memory)
 
@@ -54,7 +59,8 @@ def opened(folder: Path, *args: object, **options: object) -> Checkpoints:
 def saved_and_resumed(
     folder: Path, first: Plan, second: Plan, expected: list[Outcome], rtol: float, atol: float
 ) -> None:
-    """A step of the layout `first`, and one of `second` from its checkpoint: the weights are those of `expected`."""
+    """A step of the layout `first`, and one of `second` from its checkpoint: the weights are those
+    of `expected`."""
 
     def save(rank: int) -> None:
         engine = engine_of(first, rank, FP64)
@@ -79,7 +85,8 @@ def saved_and_resumed(
 
 
 def flip_bit(file: Path) -> None:
-    """One bit, in the middle of the data: sizes and headers stay right (torch's DCP loads this silently)."""
+    """One bit, in the middle of the data: sizes and headers stay right (torch's DCP loads this
+    silently)."""
     raw = bytearray(file.read_bytes())
     raw[len(raw) * 3 // 4] ^= 1
     file.write_bytes(raw)
@@ -97,7 +104,9 @@ def shapes() -> dict[str, tuple[int, ...]]:
 def state(seed: int, dtype: torch.dtype = torch.float32) -> list[StatePiece]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        StatePiece(kind, whole(name, shape), 0, torch.randn(shape, generator=generator).to(dtype).view(-1))
+        StatePiece(
+            kind, whole(name, shape), 0, torch.randn(shape, generator=generator).to(dtype).view(-1)
+        )
         for name, shape in shapes().items()
         for kind in KINDS
     ]
@@ -116,6 +125,9 @@ def saved(folder: Path, *steps: int, keep_last: int = 9) -> Checkpoints:
     return manager
 
 
-def resume(folder: Path, epoch: int = 1, **options: object) -> tuple[list[StatePiece], Checkpoints, object]:
-    live, manager = state(999), checkpoints(folder, epoch, **options)
+def resume(
+    folder: Path, epoch: int = 1, **options: object
+) -> tuple[list[StatePiece], Checkpoints, object]:
+    live = state(999)
+    manager = checkpoints(folder, epoch, **options)
     return live, manager, manager.resume(lambda: live)

@@ -1,4 +1,5 @@
-"""Batch-size ramp: the size of every step is a function of the samples consumed, and each step is exact."""
+"""Batch-size ramp: the size of every step is a function of the samples consumed, and each step is
+exact."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from trainer.verify.samples import micro_batch, step_batches
 
 
 def sizes(plan, steps: int) -> list[int]:
-    par, consumed, found = plan.parallel, 0, []
+    par = plan.parallel
+    consumed = 0
+    found = []
     for _ in range(steps):
         many = micro_batches_at(par, plan.job.train.batch_ramp, consumed)
         found.append(many * par.micro_batch_size * par.dp)
@@ -31,10 +34,15 @@ def sizes(plan, steps: int) -> list[int]:
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.data())
 @settings(deadline=None)
 def test_steps_grow_to_the_full_batch_in_whole_micro_batches(dp, size, many, data):
-    full, unit = dp * size * many, dp * size
-    start, over = data.draw(st.integers(unit, full)), data.draw(st.integers(1, 20 * full))
+    full = dp * size * many
+    unit = dp * size
+    start = data.draw(st.integers(unit, full))
+    over = data.draw(st.integers(1, 20 * full))
     plan = make_plan(
-        dp=dp, micro_batch_size=size, micro_batches=many, batch_ramp=BatchRamp(start_samples=start, over_samples=over)
+        dp=dp,
+        micro_batch_size=size,
+        micro_batches=many,
+        batch_ramp=BatchRamp(start_samples=start, over_samples=over),
     )
     check_supported(plan)
     found = sizes(plan, 4 * over // unit + 2)
@@ -53,14 +61,18 @@ def test_without_a_ramp_every_step_is_full():
 def run(rank: int, plan, steps: int) -> list[dict]:
     mesh = Mesh.from_plan(plan, rank) if plan.parallel.world_size > 1 else Mesh.alone(plan)
     engine = Engine(plan, mesh, torch.device("cpu"), FP64)
-    par, consumed, record = plan.parallel, 0, []
+    par = plan.parallel
+    consumed = 0
+    record = []
     for step in range(1, steps + 1):
         batches, valid = step_batches(plan, mesh.coord, consumed)
         size = len(batches) * par.micro_batch_size * par.dp
         _, norm = engine.gradients(batches, valid)
         engine.update(norm, learning_rate(step, plan.job.optim, steps))
         engine.buckets.wait_params()
-        weights = {info.name: info.valid(weight).clone() for info, weight in engine.buckets.full_params()}
+        weights = {
+            info.name: info.valid(weight).clone() for info, weight in engine.buckets.full_params()
+        }
         record.append({"norm": float(norm), "size": size, "weights": weights})
         consumed += size
     return record
@@ -82,7 +94,8 @@ RAMP = BatchRamp(start_samples=2, over_samples=10)
     ids=str,
 )
 def test_every_size_is_one_process(layout):
-    """Steps of 2, 3 (or 2), 4 and 6 samples: micro-batches come and go, the pipeline's program with them."""
+    """Steps of 2, 3 (or 2), 4 and 6 samples: micro-batches come and go, the pipeline's program with
+    them."""
     plan = make_plan(batch_ramp=RAMP, **({"micro_batches": 3} | layout))
     results = run_ranks(run, 2, plan, 5)
     sizes_run = [entry["size"] for entry in results[0]]
@@ -100,13 +113,19 @@ def test_every_size_is_one_process(layout):
         for result in results:
             assert result[step - 1]["norm"] == pytest.approx(float(norm), rel=1e-10)
             for name, weight in result[step - 1]["weights"].items():
-                assert (weight - weights[name]).abs().max() <= 1e-10 * weights[name].abs().max(), name
+                assert (weight - weights[name]).abs().max() <= 1e-10 * weights[name].abs().max(), (
+                    name
+                )
 
 
 @pytest.mark.parametrize("start", [1, 7])
 def test_a_ramp_that_does_not_fit_is_refused(start):
     with pytest.raises(LayoutError, match=r"legal: from 2 .* to the full batch of 6"):
-        check_supported(make_plan(dp=2, micro_batches=3, batch_ramp=BatchRamp(start_samples=start, over_samples=9)))
+        check_supported(
+            make_plan(
+                dp=2, micro_batches=3, batch_ramp=BatchRamp(start_samples=start, over_samples=9)
+            )
+        )
 
 
 def test_schedules_of_one_size_refuse_a_ramp():
@@ -118,8 +137,14 @@ def test_a_ramp_in_tokens_on_the_command_line_is_one_in_samples_in_the_plan():
     from orchestrator.config.compose import load
     from tests.planner.configs import build_plan
 
-    words = ["train.batch_ramp={start_tokens: 2048, over_tokens: 40960}", "train.seq_len=256", "parallel=tp4_dp2"]
-    plan = build_plan(load([*words, "train.global_batch_samples=32", "parallel.micro_batch_size=2"]))
+    words = [
+        "train.batch_ramp={start_tokens: 2048, over_tokens: 40960}",
+        "train.seq_len=256",
+        "parallel=tp4_dp2",
+    ]
+    plan = build_plan(
+        load([*words, "train.global_batch_samples=32", "parallel.micro_batch_size=2"])
+    )
     assert plan.job.train.batch_ramp == BatchRamp(start_samples=8, over_samples=160)
     check_supported(plan)
     assert sizes(plan, 6) == [8, 8, 8, 8, 12, 12], "whole micro-batches of 2 samples on 2 replicas"

@@ -40,7 +40,9 @@ def test_shards_are_equal_aligned_and_cover_each_element_once(sizes, shards, buc
         assert ranges[-1][1] == bucket.numel and (bucket.numel // shards) % SHARD_ALIGN == 0
         for index in range(shards):
             for slot, start, stop in bucket.pieces(index, shards):
-                assert ranges[index][0] <= slot.start + start < slot.start + stop <= ranges[index][1]
+                assert (
+                    ranges[index][0] <= slot.start + start < slot.start + stop <= ranges[index][1]
+                )
                 for element in range(start, stop):
                     held[slot.index][element] += 1
     assert all(set(counts) == {1} for counts in held.values())
@@ -51,7 +53,11 @@ def test_only_the_last_bucket_of_a_kind_is_smaller_than_asked(sizes, shards, buc
     layout = make_layout(items_of(sizes), shards, bucket_numel)
     for key in {bucket.key for bucket in layout}:
         for bucket in [b for b in layout if b.key == key][:-1]:
-            assert bucket.slots[-1].stop >= bucket_numel > (bucket.slots[-2].stop if len(bucket.slots) > 1 else 0)
+            assert (
+                bucket.slots[-1].stop
+                >= bucket_numel
+                > (bucket.slots[-2].stop if len(bucket.slots) > 1 else 0)
+            )
 
 
 @given(SIZES, SHARDS, BUCKET)
@@ -81,7 +87,8 @@ def test_what_is_whole_lies_in_one_shard_and_shards_are_balanced(sizes, shards, 
     items = [Item(index, numel, key, whole=True) for index, (numel, key) in enumerate(sizes)]
     held = []
     for bucket in make_layout(items, shards, bucket_numel):
-        loads, end = [], 0
+        loads = []
+        end = 0
         for index in range(shards):
             parts = bucket.pieces(index, shards)
             assert all((start, stop) == (0, slot.numel) for slot, start, stop in parts)
@@ -90,6 +97,8 @@ def test_what_is_whole_lies_in_one_shard_and_shards_are_balanced(sizes, shards, 
         for slot in bucket.slots:
             assert slot.start % ALIGN == 0 and slot.start >= end
             end = slot.stop
-        assert max(loads) <= sum(loads) / shards + max(slot.numel for slot in bucket.slots) + ALIGN * len(bucket.slots)
+        assert max(loads) <= sum(loads) / shards + max(
+            slot.numel for slot in bucket.slots
+        ) + ALIGN * len(bucket.slots)
         assert bucket.numel % (shards * SHARD_ALIGN) == 0
     assert sorted(held) == list(range(len(sizes)))

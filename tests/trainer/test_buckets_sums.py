@@ -1,4 +1,5 @@
-"""What arrives in the shards is the right sum, whatever the groups, the order of gradients and the bucket size."""
+"""What arrives in the shards is the right sum, whatever the groups, the order of gradients and the
+bucket size."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from trainer.verify.ranks import run_ranks
 F64 = torch.float64
 
 
-def bucketed(mesh: Mesh, zero: int, **sizes: tuple[int, ...]) -> tuple[GradBuckets, dict[str, Parameter]]:
+def bucketed(
+    mesh: Mesh, zero: int, **sizes: tuple[int, ...]
+) -> tuple[GradBuckets, dict[str, Parameter]]:
     params = {name: Parameter(torch.randn(shape, dtype=F64)) for name, shape in sizes.items()}
     triples = [(name, param, whole(name, tuple(param.shape))) for name, param in params.items()]
     return GradBuckets(triples, mesh, zero, F64, 512, CommCounter()), params
@@ -45,13 +48,18 @@ def test_parameters_keep_their_values_and_become_views_of_the_buckets(zero):
 def test_accumulates_in_the_reduce_dtype_and_clears_grad():
     param = Parameter(torch.zeros(4, dtype=torch.bfloat16))
     mesh = Mesh.alone(make_plan())
-    buckets = GradBuckets([("a", param, whole("a", (4,)))], mesh, 1, torch.float32, 64, CommCounter())
+    buckets = GradBuckets(
+        [("a", param, whole("a", (4,)))], mesh, 1, torch.float32, 64, CommCounter()
+    )
     buckets.expect(300)
     for _ in range(300):  # in bf16 the sum of ones would stop at 256
         param.sum().backward()
         assert param.grad is None
     buckets.finish()
-    assert buckets.grad_of(param).tolist() == [300.0] * 4 and buckets.grad_of(param).dtype == torch.float32
+    assert (
+        buckets.grad_of(param).tolist() == [300.0] * 4
+        and buckets.grad_of(param).dtype == torch.float32
+    )
 
 
 def test_a_parameter_without_gradient_counts_as_zero_and_not_as_last_steps():
@@ -64,7 +72,9 @@ def test_a_parameter_without_gradient_counts_as_zero_and_not_as_last_steps():
             assert buckets.grad_of(param).tolist() == [float(name in used)] * 3
 
 
-def launches(buckets: GradBuckets, params: dict[str, Parameter], names: list[str], passes: int = 1) -> list[int]:
+def launches(
+    buckets: GradBuckets, params: dict[str, Parameter], names: list[str], passes: int = 1
+) -> list[int]:
     """How many reductions have started after each of these parameters got a gradient of ones."""
     buckets.expect(passes)
     seen = []
@@ -75,7 +85,9 @@ def launches(buckets: GradBuckets, params: dict[str, Parameter], names: list[str
     return seen
 
 
-def step(buckets: GradBuckets, params: dict[str, Parameter], names: list[str], passes: int = 1) -> None:
+def step(
+    buckets: GradBuckets, params: dict[str, Parameter], names: list[str], passes: int = 1
+) -> None:
     """One step in which the parameters get gradients of ones in this order."""
     launches(buckets, params, names, passes)
     buckets.finish()
@@ -86,7 +98,10 @@ def test_one_gradient_too_many_is_an_error_not_a_silent_sum():
     step(buckets, params, ["a"])
     buckets.expect(1)
     params["a"].sum().backward()
-    with pytest.raises(RuntimeError, match=r"a got gradient 2 of this step after its bucket's reduction had started"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"a got gradient 2 of this step after its bucket's reduction had started",
+    ):
         params["a"].sum().backward()
 
 
@@ -98,12 +113,15 @@ def test_a_gradient_that_comes_twice_in_place_of_anothers_is_found_too():
 
 
 def test_a_parameter_used_at_both_ends_gets_two_gradients_a_pass():
-    """The tied embedding where one rank holds the first and the last stage (vpp > 1, V-shaped schedules)."""
+    """The tied embedding where one rank holds the first and the last stage (vpp > 1, V-shaped
+    schedules)."""
     buckets, params = alone(embed=(64,), head=(64,))
     for _ in range(3):
         step(buckets, params, ["head", "embed", "embed", "head", "embed", "embed"], passes=2)
         assert buckets.grad_of(params["embed"]).tolist() == [4.0] * 64
-    assert launches(buckets, params, ["head", "embed", "embed"]) == [1, 1, 2], "another number of micro-batches"
+    assert launches(buckets, params, ["head", "embed", "embed"]) == [1, 1, 2], (
+        "another number of micro-batches"
+    )
 
 
 def test_a_parameter_that_only_some_passes_use_waits_for_the_end():
@@ -147,7 +165,8 @@ def test_buckets_complete_from_the_last_layer_on():
 
 
 def test_buckets_completed_out_of_order_wait_for_their_turn():
-    """Ranks may see gradients in different orders; their collectives may not start in different orders."""
+    """Ranks may see gradients in different orders; their collectives may not start in different
+    orders."""
     buckets, params = alone(first=(64,), second=(64,))
     step(buckets, params, ["second", "first"])
     assert launches(buckets, params, ["first", "second"]) == [0, 2]
@@ -157,23 +176,31 @@ def test_buckets_completed_out_of_order_wait_for_their_turn():
 @pytest.mark.parametrize("zero", [0, 1])
 def test_ranks_that_get_gradients_in_different_orders_get_the_same_sums(zero):
     def work(rank):
-        buckets, params = bucketed(Mesh.from_plan(make_plan(dp=2), rank), zero, a=(64,), b=(64,), c=(64,))
+        buckets, params = bucketed(
+            Mesh.from_plan(make_plan(dp=2), rank), zero, a=(64,), b=(64,), c=(64,)
+        )
         for _ in range(2):
             buckets.expect(1)
             for name in "abc" if rank else "cba":
-                params[name].grad = torch.full((64,), 1.0 + rank + 10 * "abc".index(name), dtype=F64)
+                params[name].grad = torch.full(
+                    (64,), 1.0 + rank + 10 * "abc".index(name), dtype=F64
+                )
                 buckets.on_grad(params[name])
             buckets.finish()
         return {name: grad.unique() for name, grad in buckets.full_grads().items()}
 
-    assert run_ranks(work, 2) == [{"a": torch.tensor(3.0), "b": torch.tensor(23.0), "c": torch.tensor(43.0)}] * 2
+    assert (
+        run_ranks(work, 2)
+        == [{"a": torch.tensor(3.0), "b": torch.tensor(23.0), "c": torch.tensor(43.0)}] * 2
+    )
 
 
 # ------------------------------------------------------------------------------------------- norms
 
 
 def test_norm_of_many_elements_is_not_lost_in_fp32():
-    """One fp32 sum over 40 million squares was 0.3 % wrong on a CPU; ours must be good to 1e-6 at any length."""
+    """One fp32 sum over 40 million squares was 0.3 % wrong on a CPU; ours must be good to 1e-6 at
+    any length."""
     flat = torch.full((20_000_003,), 0.1)
     exact = 20_000_003 * float(flat[0]) ** 2
     assert float(squared_norm([flat])) == pytest.approx(exact, rel=1e-6)

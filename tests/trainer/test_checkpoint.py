@@ -22,7 +22,8 @@ from trainer.errors import Fenced, SaveError
 from trainer.parallel.params import ParamInfo, Shard, even_shard
 from trainer.verify.ranks import run_ranks
 
-# ---------------------------------------------------------------------------------------------- round trips
+# ----------------------------------------------------------------------------------------------
+#     round trips
 
 
 def test_an_empty_folder_is_a_fresh_start(tmp_path):
@@ -61,13 +62,18 @@ def test_files_and_folders_are_private(tmp_path):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 40), max_size=5), st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]))
+@given(
+    st.lists(st.integers(0, 40), max_size=5),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+)
 def test_own_writer_makes_what_the_library_reads(tmp_path_factory, sizes, dtype):
     path = tmp_path_factory.mktemp("w") / "x.safetensors"
     tensors = {f"näme {i}": (torch.arange(size) * 3).to(dtype) for i, size in enumerate(sizes)}
     size, digest = write_tensors(path, tensors)
     assert (size, digest) == (path.stat().st_size, sha256(path))
-    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0, "tensors begin where they can be mapped"
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0, (
+        "tensors begin where they can be mapped"
+    )
     read = load_file(path)
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[key], tensors[key]) and read[key].dtype == dtype for key in tensors)
@@ -76,18 +82,25 @@ def test_own_writer_makes_what_the_library_reads(tmp_path_factory, sizes, dtype)
 def vocabulary(rank: int) -> ParamInfo:
     """Rows of rank 0 or 1 of tp=2 over 257 rows, 129 each: the last of rank 1 is padding."""
     start, stop = (0, 129) if rank == 0 else (129, 257)
-    return ParamInfo("embed.weight", (257, 4), True, (Shard(0, start, stop, 129),), replicas=(rank,))
+    return ParamInfo(
+        "embed.weight", (257, 4), True, (Shard(0, start, stop, 129),), replicas=(rank,)
+    )
 
 
 def test_padding_rows_are_not_stored_and_stay_as_they_are(tmp_path):
-    pieces = [StatePiece("master", vocabulary(rank), 0, torch.arange(129 * 4.0) + rank) for rank in (0, 1)]
+    pieces = [
+        StatePiece("master", vocabulary(rank), 0, torch.arange(129 * 4.0) + rank) for rank in (0, 1)
+    ]
     manager = opened(tmp_path)
     manager.save(pieces, step=1, samples=0)
     stored = load_file(tmp_path / step_name(1) / rank_file(0))
     assert stored["master/embed.weight[0:129:257]@0"].numel() == 128 * 4
     live = StatePiece("master", vocabulary(1), 0, torch.zeros(129 * 4))
     checkpoints(tmp_path, 1).resume(lambda: [live])
-    assert torch.equal(live.data[: 128 * 4], pieces[1].data[: 128 * 4]) and not live.data[128 * 4 :].any()
+    assert (
+        torch.equal(live.data[: 128 * 4], pieces[1].data[: 128 * 4])
+        and not live.data[128 * 4 :].any()
+    )
 
 
 def test_a_shard_of_padding_only_is_neither_stored_nor_asked_for(tmp_path):
@@ -100,27 +113,43 @@ def test_a_shard_of_padding_only_is_neither_stored_nor_asked_for(tmp_path):
     pieces = [StatePiece("master", info, 0, torch.ones(8)) for info in infos]
     manager = opened(tmp_path)
     manager.save(pieces, step=1, samples=0)
-    assert len(load_file(tmp_path / step_name(1) / rank_file(0))) == 3 + 1, "three slices and the random state"
+    assert len(load_file(tmp_path / step_name(1) / rank_file(0))) == 3 + 1, (
+        "three slices and the random state"
+    )
     live = [StatePiece("master", info, 0, torch.zeros(8)) for info in infos]
     assert checkpoints(tmp_path, 1).resume(lambda: live).step == 1
     assert [int(piece.data.sum()) for piece in live] == [8, 8, 4, 0]
 
 
 def cut(shape: tuple[int, ...], *ways: tuple[int, int], ranges: int = 1) -> list[StatePiece]:
-    """All ranks' pieces of a parameter cut along (dimension, parts) each, and each part into flat ranges, as ZeRO does;
-    their elements are numbered, padding is -1."""
-    full, pieces = torch.arange(1.0, prod(shape) + 1).view(shape), []
+    """All ranks' pieces of a parameter cut along (dimension, parts) each, and each part into flat
+    ranges, as ZeRO does; their elements are numbered, padding is -1."""
+    full = torch.arange(1.0, prod(shape) + 1).view(shape)
+    pieces = []
     for place in itertools.product(*(range(parts) for _, parts in ways)):
-        shards = [even_shard(dim, shape[dim], at, parts) for (dim, parts), at in zip(ways, place, strict=True)]
+        shards = [
+            even_shard(dim, shape[dim], at, parts)
+            for (dim, parts), at in zip(ways, place, strict=True)
+        ]
         info = ParamInfo("experts.weight", shape, True, tuple(shards))
         local = torch.where(info.take(full) == 0, -1.0, info.take(full)).view(-1)
         edges = [local.numel() * at // ranges for at in range(ranges + 1)]
-        pieces += [StatePiece("master", info, low, local[low:high]) for low, high in itertools.pairwise(edges)]
+        pieces += [
+            StatePiece("master", info, low, local[low:high])
+            for low, high in itertools.pairwise(edges)
+        ]
     return pieces
 
 
 SEVERAL = {
-    (4, 6, 8): [((0, 2), (2, 4)), ((0, 4), (1, 3)), ((1, 2), (2, 2)), ((0, 2), (1, 3), (2, 2)), ((1, 6),), ()],
+    (4, 6, 8): [
+        ((0, 2), (2, 4)),
+        ((0, 4), (1, 3)),
+        ((1, 2), (2, 2)),
+        ((0, 2), (1, 3), (2, 2)),
+        ((1, 6),),
+        (),
+    ],
     (5, 6): [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((1, 2),), ((0, 4),), ()],  # rows are padded
 }
 
@@ -150,23 +179,30 @@ def test_a_manifest_of_one_cut_dimension_reads_as_it_always_did():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "found"), [("dropped", "nobody holds 0 to 1056"), ("twice", "more than one hold 1 to 1056")]
+    ("wrong", "found"),
+    [("dropped", "nobody holds 0 to 1056"), ("twice", "more than one hold 1 to 1056")],
 )
 def test_a_save_that_would_not_hold_everything_once_is_refused(tmp_path, wrong, found):
-    """A shard that nobody writes, or a replica that two ranks write: Megatron-LM saved such files (its PR 5077)."""
+    """A shard that nobody writes, or a replica that two ranks write: Megatron-LM saved such files
+    (its PR 5077)."""
     embed = state(1)[0]
     halves = [
         StatePiece("master", embed.info, 0, embed.data[:1056]),
         StatePiece("master", embed.info, 1056, embed.data[1056:]),
     ]
-    pieces = [halves[1]] if wrong == "dropped" else [*halves, StatePiece("master", embed.info, 1, embed.data[1:1057])]
+    pieces = (
+        [halves[1]]
+        if wrong == "dropped"
+        else [*halves, StatePiece("master", embed.info, 1, embed.data[1:1057])]
+    )
     manager = opened(tmp_path)
     with pytest.raises(SaveError, match=f"master of embed.weight: {found}"):
         manager.save(pieces, step=1, samples=0)
     assert committed(tmp_path) == [] and not list(tmp_path.glob(".tmp-*"))
 
 
-# ---------------------------------------------------------------------------------------------- many ranks
+# ----------------------------------------------------------------------------------------------
+#     many ranks
 
 
 def sharded(rank: int, world: int, seed: int) -> list[StatePiece]:
@@ -175,7 +211,8 @@ def sharded(rank: int, world: int, seed: int) -> list[StatePiece]:
     for piece in state(seed):
         size = piece.data.numel()
         edges = [size * (index**2) // world**2 for index in range(world + 1)]
-        low, high = edges[rank], edges[rank + 1]
+        low = edges[rank]
+        high = edges[rank + 1]
         if low < high:
             pieces.append(StatePiece(piece.kind, piece.info, low, piece.data[low:high]))
     return pieces
@@ -209,12 +246,17 @@ def test_all_ranks_walk_back_together_when_one_file_is_bad(tmp_path):
     flip_bit(tmp_path / step_name(2) / rank_file(2))
 
     def read(rank: int) -> list:
-        live, manager = sharded(rank, 4, seed=0), checkpoints(tmp_path, 1, rank)
+        live = sharded(rank, 4, seed=0)
+        manager = checkpoints(tmp_path, 1, rank)
         manifest = manager.resume(lambda: live)
-        problems = [event.fields["problem"] for event in manager.reporter.named("checkpoint_rejected")]
+        problems = [
+            event.fields["problem"] for event in manager.reporter.named("checkpoint_rejected")
+        ]
         return [manifest.step, equal(live, sharded(rank, 4, seed=1)), problems]
 
-    problem = "rank-00002.safetensors does not have the sha256 in the manifest: its content has changed"
+    problem = (
+        "rank-00002.safetensors does not have the sha256 in the manifest: its content has changed"
+    )
     assert run_ranks(read, 4) == [[1, True, [problem]]] + [[1, True, []]] * 3
 
 
@@ -223,7 +265,9 @@ def test_one_rank_that_cannot_write_fails_the_save_on_all(tmp_path):
     def write(rank: int) -> list:
         manager = opened(tmp_path, rank=rank)
         if rank == 2:
-            save_module.write_tensors = lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+            save_module.write_tensors = lambda *args: (_ for _ in ()).throw(
+                OSError(5, "Input/output error")
+            )
         try:
             manager.save(sharded(rank, 4, seed=1), step=1, samples=0)
         except SaveError as error:

@@ -1,7 +1,8 @@
-"""Death, power cuts and failing disks at every moment of a save: what loads afterwards is whole, and is what was saved.
+"""Death, power cuts and failing disks at every moment of a save: what loads afterwards is whole,
+and is what was saved.
 
-Three kinds of end are tried at each place where they could come: SIGKILL (what was done stays done), a power cut (what
-was not fsynced is gone) and an error from the kernel (ENOSPC, EIO, EROFS).
+Three kinds of end are tried at each place where they could come: SIGKILL (what was done stays
+done), a power cut (what was not fsynced is gone) and an error from the kernel (ENOSPC, EIO, EROFS).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from trainer.comm.control import WORLD
 from trainer.errors import SaveError
 from trainer.verify.ranks import RankError, run_ranks
 
-OLD, NEW = 1, 2
+OLD = 1
+NEW = 2
 #: Code whose every line is a place to die at.
 FILES = (str(Path(trainer.checkpoint.__file__).parent), trainer.durable.__file__, shutil.__file__)
 
@@ -52,7 +54,8 @@ WAYS = {"beside": save_beside, "now": save_now}
 
 
 def ready(folder: Path, keep_last: int = 1) -> Checkpoints:
-    """A run that has resumed from its save of step OLD and is about to save step NEW, after which OLD may go."""
+    """A run that has resumed from its save of step OLD and is about to save step NEW, after which
+    OLD may go."""
     saved(folder, OLD)
     _, manager, _ = resume(folder, epoch=1)
     manager.keep_last = manager._background.keep_last = keep_last
@@ -63,17 +66,22 @@ def loads(folder: Path) -> int:
     """The step that a new epoch resumes from; its state is compared with what was saved then."""
     live, manager, manifest = resume(folder, epoch=2)
     assert equal(live, state(manifest.step)) and manifest.samples == 10 * manifest.step
-    assert not manager.reporter.named("checkpoint_rejected"), "nothing that looks committed may be bad"
+    assert not manager.reporter.named("checkpoint_rejected"), (
+        "nothing that looks committed may be bad"
+    )
     assert not list(folder.glob(".tmp-*")) and not list(folder.glob(".trash-*"))
     return manifest.step
 
 
-# ---------------------------------------------------------------------------------------------- SIGKILL
+# ----------------------------------------------------------------------------------------------
+#     SIGKILL
 
 
 def lines(action: Callable[[], None], at: int = -1) -> int:
-    """How many lines of `FILES` an action runs, in all its threads. The process is gone before line number `at`."""
-    count, lock = 0, threading.Lock()
+    """How many lines of `FILES` an action runs, in all its threads. The process is gone before line
+    number `at`."""
+    count = 0
+    lock = threading.Lock()
 
     def trace(frame, event: str, arg: object):
         nonlocal count
@@ -107,7 +115,8 @@ def test_sigkill_at_many_moments_of_a_save(tmp_path, way, moments):
     steps = []
     for number in range(moments):
         folder = tmp_path / str(number)
-        manager, at = ready(folder), number * total // moments
+        manager = ready(folder)
+        at = number * total // moments
         pid = os.fork()
         if pid == 0:
             try:
@@ -120,15 +129,19 @@ def test_sigkill_at_many_moments_of_a_save(tmp_path, way, moments):
     assert steps[0] == OLD and steps[-1] == NEW and set(steps) == {OLD, NEW}
 
 
-# ---------------------------------------------------------------------------------------------- power cuts
+# ----------------------------------------------------------------------------------------------
+#     power cuts
 
 
 class Disk:
-    """What a disk is sure to hold of the tree under `root`: contents as of each file's last fsync, names as of each
-    folder's last fsync. `cuts` collects that state before and after every operation that could matter."""
+    """What a disk is sure to hold of the tree under `root`: contents as of each file's last fsync,
+    names as of each folder's last fsync. `cuts` collects that state before and after every
+    operation that could matter."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch):
-        self.root, self.files, self.names = root, {}, {}
+        self.root = root
+        self.files = {}
+        self.names = {}
         self.cuts: list[dict[str, bytes]] = []
         for path in [root, *root.rglob("*")]:
             self._hold(path)
@@ -138,7 +151,9 @@ class Disk:
     def _hold(self, path: Path) -> None:
         number = path.stat().st_ino
         if path.is_dir():
-            self.names[number] = {one.name: (one.stat().st_ino, one.is_dir()) for one in path.iterdir()}
+            self.names[number] = {
+                one.name: (one.stat().st_ino, one.is_dir()) for one in path.iterdir()
+            }
         else:
             self.files[number] = path.read_bytes()
 
@@ -199,14 +214,20 @@ def test_the_first_save_of_a_new_folder_survives_a_power_cut(tmp_path, monkeypat
     assert loads(tmp_path / "after" / "new" / "folder") == NEW
 
 
-# ---------------------------------------------------------------------------------------------- failing disks
+# ----------------------------------------------------------------------------------------------
+#     failing disks
 
 
 class Failing:
     """The n-th operation on files fails with an error number; with `stays`, all after it too."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, at: int = -1, stays: bool = False):
-        self.number, self.at, self.stays, self.count = number, at, stays, 0
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, number: int, at: int = -1, stays: bool = False
+    ):
+        self.number = number
+        self.at = at
+        self.stays = stays
+        self.count = 0
         for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "open", "scandir"):
             monkeypatch.setattr(os, name, self._watched(getattr(os, name)))
         monkeypatch.setattr("io.open", self._watched(open))
@@ -222,7 +243,8 @@ class Failing:
 
 
 def errors() -> list:
-    """Every two of way, error number and whether it stays meet; all three together with `make verify`."""
+    """Every two of way, error number and whether it stays meet; all three together with `make
+    verify`."""
     made = []
     for (at, way), (kind, number), stays in product(
         enumerate(WAYS), enumerate((errno.ENOSPC, errno.EIO, errno.EROFS)), (False, True)
@@ -235,7 +257,8 @@ def errors() -> list:
 
 @pytest.mark.parametrize(("way", "number", "stays"), errors())
 def test_an_error_of_the_disk_at_any_moment_of_a_save(tmp_path, way, number, stays):
-    """The save fails in one line or succeeds; training could go on; either way what is there loads."""
+    """The save fails in one line or succeeds; training could go on; either way what is there
+    loads."""
 
     def attempt(folder: Path, at: int) -> tuple[int, str]:
         """(operations, what was said)."""
@@ -295,7 +318,8 @@ def test_the_kernels_own_refusal_in_the_middle_of_a_file(tmp_path):
 
 @pytest.mark.process
 def test_a_file_system_that_is_full_and_one_that_is_read_only(tmp_path):
-    """The kernel's own: a memory file system with room for one save, in a mount namespace of a child."""
+    """The kernel's own: a memory file system with room for one save, in a mount namespace of a
+    child."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -313,18 +337,28 @@ def test_a_file_system_that_is_full_and_one_that_is_read_only(tmp_path):
 
 def on_a_small_file_system(folder: Path) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
-    new_namespace, remount, read_only, private = 0x20000, 32, 1, 0x44000
+    new_namespace = 0x20000
+    remount = 32
+    read_only = 1
+    private = 0x44000
 
     def mount(*flags_and_data: object) -> bool:
         return libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", *flags_and_data) == 0
 
-    if libc.unshare(new_namespace) or libc.mount(None, b"/", None, private, None) or not mount(0, b"size=64k"):
+    if (
+        libc.unshare(new_namespace)
+        or libc.mount(None, b"/", None, private, None)
+        or not mount(0, b"size=64k")
+    ):
         return 77
     manager = ready(folder / "run", keep_last=2)
     for way in (save_beside, save_now):
         with contextlib.suppress(SaveError):
             way(manager)
-            assert "No space left on device" in manager.reporter.named("checkpoint_failed")[0].fields["error"]
+            assert (
+                "No space left on device"
+                in manager.reporter.named("checkpoint_failed")[0].fields["error"]
+            )
         assert [step for step, _ in committed(folder / "run")] == [OLD]
     assert mount(remount, b"size=256k")
     save_beside(manager)
@@ -336,7 +370,8 @@ def on_a_small_file_system(folder: Path) -> int:
     return 0
 
 
-# ---------------------------------------------------------------------------------------------- several ranks
+# ----------------------------------------------------------------------------------------------
+#     several ranks
 
 
 def die_among_two(rank: int, folder: Path, victim: int, at: int) -> int:
@@ -346,7 +381,9 @@ def die_among_two(rank: int, folder: Path, victim: int, at: int) -> int:
     def follow() -> None:
         manager.start(pieces, NEW, 10 * NEW)
         while manager._background.contents is not None:
-            for future in filter(None, (manager._background._writing, manager._background._committing)):
+            for future in filter(
+                None, (manager._background._writing, manager._background._committing)
+            ):
                 future.exception()
             manager.advance(WORLD.sum_ints([manager.vote])[0])
 
@@ -375,4 +412,9 @@ def test_a_rank_that_dies_at_any_moment_of_a_save_of_two(tmp_path, victim):
         with pytest.raises(RankError):
             run_ranks(die_among_two, 2, folder, victim, number * total // 12)
         steps.append(loads(folder))
-    assert total > 50 and set(steps) <= {OLD, NEW} and steps[0] == OLD and loads(tmp_path / "whole") == NEW
+    assert (
+        total > 50
+        and set(steps) <= {OLD, NEW}
+        and steps[0] == OLD
+        and loads(tmp_path / "whole") == NEW
+    )

@@ -33,13 +33,26 @@ def damage_manifest_path(step: Path) -> None:
 
 
 #: A good file of another step: readable, right size, wrong content.
-SWAPPED, COPIED = "swapped", "copy of an older one"
+SWAPPED = "swapped"
+COPIED = "copy of an older one"
 #: What is done to the folder of a step, and what is then said of it.
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped bit": (lambda step: flip_bit(step / rank_file(0)), "rank-00000.safetensors does not have the sha256"),
-    "truncated": (lambda step: os.truncate(step / rank_file(0), 1000), "rank-00000.safetensors has 1000 bytes"),
-    "empty": (lambda step: (step / rank_file(0)).write_bytes(b""), "rank-00000.safetensors has 0 bytes"),
-    "missing": (lambda step: (step / rank_file(0)).unlink(), "rank-00000.safetensors: No such file"),
+    "flipped bit": (
+        lambda step: flip_bit(step / rank_file(0)),
+        "rank-00000.safetensors does not have the sha256",
+    ),
+    "truncated": (
+        lambda step: os.truncate(step / rank_file(0), 1000),
+        "rank-00000.safetensors has 1000 bytes",
+    ),
+    "empty": (
+        lambda step: (step / rank_file(0)).write_bytes(b""),
+        "rank-00000.safetensors has 0 bytes",
+    ),
+    "missing": (
+        lambda step: (step / rank_file(0)).unlink(),
+        "rank-00000.safetensors: No such file",
+    ),
     SWAPPED: (
         lambda step: shutil.copy(step.parent / step_name(1) / rank_file(0), step / rank_file(0)),
         "rank-00000.safetensors does not have the sha256",
@@ -85,7 +98,11 @@ def test_when_nothing_can_be_trusted_the_run_does_not_start_over_silently(tmp_pa
     with pytest.raises(CheckpointError) as caught:
         resume(tmp_path)
     assert caught.value.exit == Exit.CONFIG
-    assert step_name(1) in str(caught.value) and step_name(2) in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        step_name(1) in str(caught.value)
+        and step_name(2) in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
 
 
 def test_a_copy_under_a_later_name_neither_wins_nor_keeps_newer_ones_out_nor_is_exported(tmp_path):
@@ -122,12 +139,16 @@ def test_every_single_bit_of_a_small_file_matters(tmp_path, name):
 def test_a_checkpoint_of_another_model_or_precision_is_refused(tmp_path):
     saved(tmp_path, 1)
     other = [StatePiece("master", whole("norm.weight", (16,)), 0, torch.zeros(16))]
-    with pytest.raises(CheckpointError, match=r"norm.weight with shape \(8,\), the plan's model has \(16,\)"):
+    with pytest.raises(
+        CheckpointError, match=r"norm.weight with shape \(8,\), the plan's model has \(16,\)"
+    ):
         checkpoints(tmp_path, 1).resume(lambda: other)
     other = [StatePiece("master", whole("layers.9.norm.weight", (8,)), 0, torch.zeros(8))]
     with pytest.raises(CheckpointError, match=r"has no parameter layers.9.norm.weight"):
         checkpoints(tmp_path, 1).resume(lambda: other)
-    with pytest.raises(CheckpointError, match="holds master state as F32, this plan trains with F64"):
+    with pytest.raises(
+        CheckpointError, match="holds master state as F32, this plan trains with F64"
+    ):
         checkpoints(tmp_path, 1).resume(lambda: state(0, torch.float64))
 
 

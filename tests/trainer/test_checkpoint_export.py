@@ -50,15 +50,22 @@ def test_the_file_holds_the_whole_weights_to_the_bit(tmp_path, capsys):
     found = exported(capsys, tmp_path / "run", tmp_path / "out")
     tensors = load_file(found["file"])
     whole = {
-        name: tensor for (kind, name), tensor in assemble(tmp_path / "run" / step_name(3)).items() if kind == "master"
+        name: tensor
+        for (kind, name), tensor in assemble(tmp_path / "run" / step_name(3)).items()
+        if kind == "master"
     }
     assert tensors.keys() == whole.keys() and len(tensors) == found["tensors"]
     assert all(torch.equal(tensors[name], whole[name]) for name in whole)
-    assert found["parameters"] == plan.model.parameters and (found["step"], found["samples"]) == (3, 12)
+    assert found["parameters"] == plan.model.parameters and (found["step"], found["samples"]) == (
+        3,
+        12,
+    )
     assert found["sha256"] == sha256(tmp_path / "out" / "model.safetensors")
     with safe_open(found["file"], framework="pt") as file:
         assert file.metadata()["step"] == "3" and "tp2" in file.metadata()["trained_on"]
-    half = load_file(exported(capsys, tmp_path / "run", tmp_path / "half", "--dtype", "bf16")["file"])
+    half = load_file(
+        exported(capsys, tmp_path / "run", tmp_path / "half", "--dtype", "bf16")["file"]
+    )
     assert all(torch.equal(half[name], whole[name].bfloat16()) for name in whole)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
@@ -89,7 +96,9 @@ def test_the_newest_good_one_or_the_one_that_was_asked_for(tmp_path, capsys):
     saved(tmp_path / "run", 1, 2, 3)
     os.truncate(tmp_path / "run" / step_name(3) / rank_file(0), 100)
     found = exported(capsys, tmp_path / "run", tmp_path / "newest")
-    assert found["step"] == 2 and found["rejected"][0].startswith("step-00000003: rank-00000.safetensors has 100 bytes")
+    assert found["step"] == 2 and found["rejected"][0].startswith(
+        "step-00000003: rank-00000.safetensors has 100 bytes"
+    )
     assert exported(capsys, tmp_path / "run", tmp_path / "first", "--step", 1)["step"] == 1
     code, text = refused(capsys, tmp_path / "run", tmp_path / "third", "--step", 3)
     assert code == Exit.CONFIG and "step-00000003: rank-00000.safetensors has 100 bytes" in text
@@ -112,7 +121,11 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
     code, text = refused(capsys, tmp_path / "run", tmp_path / "file")
     assert code == Exit.USER and ("File exists" in text or "Not a directory" in text)
     code, text = refused(capsys, tmp_path / "run", tmp_path / "other", "--step", 9)
-    assert code == Exit.CONFIG and "manifest.json: No such file" in text and not (tmp_path / "other").exists()
+    assert (
+        code == Exit.CONFIG
+        and "manifest.json: No such file" in text
+        and not (tmp_path / "other").exists()
+    )
 
 
 @pytest.mark.process
@@ -125,8 +138,13 @@ def test_orch_export_finds_the_run_and_says_what_it_wrote(tmp_path, capsys, monk
     assert orch(["export", "mine", "--out", str(tmp_path / "out"), "--json"]) == Exit.DONE
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == 7 and found["file"] == str(tmp_path / "out" / "model.safetensors")
-    assert orch(["export", "mine", "--out", str(tmp_path / "again"), "--dtype", "fp16"]) == Exit.DONE
+    assert (
+        orch(["export", "mine", "--out", str(tmp_path / "again"), "--dtype", "fp16"]) == Exit.DONE
+    )
     assert "2,128 parameters in 3 tensors, fp16" in capsys.readouterr().out
     assert orch(["export", "mine", "--out", str(tmp_path / "out")]) == Exit.USER
     error = capsys.readouterr().err
-    assert "model.safetensors exists: remove it, or export to another folder" in error and error.count("\n") == 1
+    assert (
+        "model.safetensors exists: remove it, or export to another folder" in error
+        and error.count("\n") == 1
+    )

@@ -23,7 +23,8 @@ from trainer.checkpoint.format import step_name
 from trainer.checkpoint.retention import prune
 from trainer.errors import CheckpointError, Fenced, SaveError
 
-# ---------------------------------------------------------------------------------------------- fencing, retention
+# ----------------------------------------------------------------------------------------------
+#     fencing, retention
 
 
 def test_an_older_epoch_can_neither_claim_nor_commit(tmp_path):
@@ -54,9 +55,11 @@ def test_a_claim_during_a_save_stops_its_commit(tmp_path, monkeypatch):
 
 
 def test_who_lists_while_another_saves_finds_the_newer_one(tmp_path, monkeypatch):
-    """Between the names and the look at them the only checkpoint is replaced: there is one at every moment."""
+    """Between the names and the look at them the only checkpoint is replaced: there is one at every
+    moment."""
     saved(tmp_path, 1)
-    listed, later = Path.iterdir, [step_name(3), step_name(2)]
+    listed = Path.iterdir
+    later = [step_name(3), step_name(2)]
 
     def replaced_after(folder: Path) -> Iterator[Path]:
         names = list(listed(folder))
@@ -76,10 +79,11 @@ def test_who_lists_while_another_saves_finds_the_newer_one(tmp_path, monkeypatch
 @pytest.mark.process
 @pytest.mark.slow
 def test_of_two_epochs_that_both_live_one_writes(tmp_path):
-    """A hundred times: the older one saves as fast as it can when the newer one claims the folder. From then on
-    nothing of the older one appears, and it ends with 77."""
+    """A hundred times: the older one saves as fast as it can when the newer one claims the folder.
+    From then on nothing of the older one appears, and it ends with 77."""
     for trial in range(100):
-        folder, wanted = tmp_path / str(trial), 1 + trial % 3
+        folder = tmp_path / str(trial)
+        wanted = 1 + trial % 3
         old = saved(folder, 1)
         pid = os.fork()
         if pid == 0:
@@ -112,7 +116,9 @@ def test_a_newer_claim_on_the_run_ends_the_rights_of_an_epoch(tmp_path):
     """The coordinator has moved, and nobody of its new epoch has been at the checkpoints yet."""
     claims = tmp_path / "claims"
     env = worker_env(make_plan(), 0, run_dir=str(tmp_path), run_id="run", epoch=3)
-    assert fence.Fence.of(env) == fence.Fence("run", 3), "no epochs are claimed where a run has one size"
+    assert fence.Fence.of(env) == fence.Fence("run", 3), (
+        "no epochs are claimed where a run has one size"
+    )
     claims.mkdir()
     token = fence.Fence.of(env)
     fence.claim(tmp_path / "checkpoints", token)
@@ -128,7 +134,8 @@ def test_a_newer_claim_on_the_run_ends_the_rights_of_an_epoch(tmp_path):
 
 def test_a_removed_folder_is_said_and_the_next_save_makes_it_anew(tmp_path):
     folder = tmp_path / "checkpoints"
-    old, new = opened(folder, 0), opened(folder, 1)
+    old = opened(folder, 0)
+    new = opened(folder, 1)
     new.save(state(1), 1, 1)
     shutil.rmtree(folder)
     with pytest.raises(SaveError, match="the folder was removed while this run saved there"):
@@ -164,7 +171,11 @@ def test_only_the_newest_are_kept(tmp_path):
     assert [step for step, _ in committed(tmp_path)] == [4, 3]
 
 
-@given(st.sets(st.integers(1, 30), min_size=1, max_size=6), st.integers(-1, 7), st.none() | st.integers(1, 30))
+@given(
+    st.sets(st.integers(1, 30), min_size=1, max_size=6),
+    st.integers(-1, 7),
+    st.none() | st.integers(1, 30),
+)
 @settings(max_examples=40, deadline=None)
 def test_pruning_keeps_the_newest_and_the_protected(tmp_path_factory, steps, keep_last, protected):
     folder = tmp_path_factory.mktemp("p")

@@ -13,7 +13,8 @@ from trainer.checkpoint.geometry import BlockRange, overlaps, tiling_problem
 @st.composite
 def parts(draw, shape: tuple[int, ...]) -> BlockRange:
     """A flat range of a block that any dimensions are cut to."""
-    cuts, size = [], prod(shape)
+    cuts = []
+    size = prod(shape)
     for dim in sorted(draw(st.sets(st.integers(0, len(shape) - 1)))):
         start = draw(st.integers(0, shape[dim] - 1))
         cuts.append((dim, start, draw(st.integers(start + 1, shape[dim]))))
@@ -40,7 +41,8 @@ def elements(part: BlockRange, shape: tuple[int, ...]) -> list[int]:
 @settings(max_examples=400, deadline=None)
 def test_what_two_slices_share_is_found_once_and_in_its_place(case):
     shape, left, right = case
-    ours, theirs = elements(left, shape), elements(right, shape)
+    ours = elements(left, shape)
+    theirs = elements(right, shape)
     found = []
     for one in overlaps(left, right, shape):
         for row in range(one.rows):
@@ -53,7 +55,8 @@ def test_what_two_slices_share_is_found_once_and_in_its_place(case):
 
 @st.composite
 def tilings(draw):
-    """Blocks of some dimensions, each in ranges: what a layout writes. Every part at least one element."""
+    """Blocks of some dimensions, each in ranges: what a layout writes. Every part at least one
+    element."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     dims = sorted(draw(st.sets(st.integers(0, len(shape) - 1), max_size=2)))
     runs = [[(dim, *span) for span in itertools.pairwise(_cuts(draw, shape[dim]))] for dim in dims]
@@ -68,7 +71,11 @@ def tilings(draw):
 
 
 def _cuts(draw, size: int) -> list[int]:
-    return [0, *sorted(draw(st.sets(st.integers(1, size - 1), max_size=3)) if size > 1 else []), size]
+    return [
+        0,
+        *sorted(draw(st.sets(st.integers(1, size - 1), max_size=3)) if size > 1 else []),
+        size,
+    ]
 
 
 @given(tilings(), st.data())
@@ -77,7 +84,8 @@ def test_a_tiling_is_accepted_and_any_part_lost_doubled_or_moved_is_not(case, da
     shape, whole = case
     assert tiling_problem(whole, shape) is None
     index = data.draw(st.integers(0, len(whole) - 1))
-    one, rest = whole[index], whole[:index] + whole[index + 1 :]
+    one = whole[index]
+    rest = whole[:index] + whole[index + 1 :]
     assert tiling_problem(rest, shape) is not None
     assert tiling_problem([*whole, one], shape) is not None
     assert tiling_problem([*rest, one._replace(offset=one.offset + 1)], shape) is not None

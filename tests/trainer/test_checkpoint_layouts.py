@@ -1,4 +1,5 @@
-"""Every layout's state comes back from its files to the bit, into an engine that started from other weights."""
+"""Every layout's state comes back from its files to the bit, into an engine that started from other
+weights."""
 
 from __future__ import annotations
 
@@ -42,15 +43,32 @@ CASES: dict[str, dict] = {
     "pp2 interleaved tied": {"pp": 2, "vpp": 2, "schedule": "interleaved", "model": TIED},
     "pp2 zbv tied": {"pp": 2, "vpp": 2, "schedule": "zbv", "model": TIED},
     "pp2 dualpipe tied": {"pp": 2, "schedule": "dualpipe", "model": TIED},
-    "tp2 pp2 zbv, further predictions": {"tp": 2, "pp": 2, "vpp": 2, "schedule": "zbv", "model": AHEAD},
+    "tp2 pp2 zbv, further predictions": {
+        "tp": 2,
+        "pp": 2,
+        "vpp": 2,
+        "schedule": "zbv",
+        "model": AHEAD,
+    },
     "dp2 zero3, further predictions": {"dp": 2, "zero": 3, "model": AHEAD},
     "cp2 zero1": {"cp": 2, "zero": 1},
     "tp2 cp2 dp2 etp1 ep4 zero1": {
-        **{"tp": 2, "cp": 2, "dp": 2, "etp": 1, "fold_cp": True, "zero": 1},
+        "tp": 2,
+        "cp": 2,
+        "dp": 2,
+        "etp": 1,
+        "fold_cp": True,
+        "zero": 1,
         "model": tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=12)),
     },
     "tp2 pp2 dp2 zero1 uneven tied bf16": {
-        **{"tp": 2, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16", "stage_layers": [3, 1], "model": TIED},
+        "tp": 2,
+        "pp": 2,
+        "dp": 2,
+        "zero": 1,
+        "precision": "bf16",
+        "stage_layers": [3, 1],
+        "model": TIED,
         **SMALL_BUCKETS,
     },
 }
@@ -65,7 +83,9 @@ def advance(engine: Engine, plan: Plan, step: int) -> None:
 
 def state(engine: Engine) -> dict[str, torch.Tensor]:
     engine.buckets.wait_params()
-    result = {f"param {name}": param.detach().clone() for name, param, _ in engine.part.parameters()}
+    result = {
+        f"param {name}": param.detach().clone() for name, param, _ in engine.part.parameters()
+    }
     for piece in engine.pieces(own=False):
         result[f"{piece.kind} {piece.info.name} {piece.offset}"] = piece.data.clone()
     return result
@@ -75,7 +95,9 @@ def save_resume_compare(rank: int, plan: Plan, other: Plan, folder: Path) -> lis
     """Names of what differs after: step, save, step; against: resume into other weights, step."""
     whole = engine_of(plan, rank)
     advance(whole, plan, 1)
-    opened(folder, 0, rank, plan).save(list(whole.pieces(own=True)), step=1, samples=plan.parallel.global_batch_samples)
+    opened(folder, 0, rank, plan).save(
+        list(whole.pieces(own=True)), step=1, samples=plan.parallel.global_batch_samples
+    )
     saved = state(whole)
     advance(whole, plan, 2)
 
@@ -84,9 +106,12 @@ def save_resume_compare(rank: int, plan: Plan, other: Plan, folder: Path) -> lis
     found = checkpoints(folder, 1, rank, plan).resume(lambda: list(resumed.pieces(own=False)))
     resumed.resumed(found.step)
     loaded = state(resumed)
-    assert any(not torch.equal(fresh[key], loaded[key]) for key in fresh), "the other seed starts elsewhere"
+    assert any(not torch.equal(fresh[key], loaded[key]) for key in fresh), (
+        "the other seed starts elsewhere"
+    )
     advance(resumed, plan, 2)
-    after, expected = state(resumed), state(whole)
+    after = state(resumed)
+    expected = state(whole)
     return [
         *(f"loaded {key}" for key in saved if not torch.equal(saved[key], loaded[key])),
         *(f"next step {key}" for key in expected if not torch.equal(expected[key], after[key])),
@@ -99,7 +124,9 @@ def test_state_survives_its_files_to_the_bit(tmp_path, case):
     plan = make_plan(**CASES[case])
     train = msgspec.structs.replace(plan.job.train, seed=99)
     other = seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, train=train)))
-    assert run_ranks(save_resume_compare, plan.parallel.world_size, plan, other, tmp_path) == [[] for _ in plan.ranks]
+    assert run_ranks(save_resume_compare, plan.parallel.world_size, plan, other, tmp_path) == [
+        [] for _ in plan.ranks
+    ]
     manifest = decode((tmp_path / step_name(1) / MANIFEST).read_bytes())
     stored = sum(part.count for _, part in manifest.slices())
     assert stored == 3 * plan.model.parameters, "master and two moments of every parameter, once"
@@ -111,10 +138,13 @@ def test_another_precision_starts_from_the_same_master_weights(tmp_path, saved, 
         plan = make_plan(precision=precision, seed=seed)
         return Engine(plan, Mesh.alone(plan), torch.device("cpu"), recipe(plan.job.train))
 
-    first, second = engine(saved, 1), engine(resumed, 2)
+    first = engine(saved, 1)
+    second = engine(resumed, 2)
     advance(first, first.plan, 1)
     opened(tmp_path, plan=make_plan()).save(list(first.pieces(own=True)), 1, 2, first.scalars())
-    found = checkpoints(tmp_path, 1, plan=make_plan()).resume(lambda: list(second.pieces(own=False)))
+    found = checkpoints(tmp_path, 1, plan=make_plan()).resume(
+        lambda: list(second.pieces(own=False))
+    )
     second.resumed(found.step, found.scalars)
     pieces = zip(first.pieces(own=False), second.pieces(own=False), strict=True)
     assert all(torch.equal(one.data, other.data) for one, other in pieces)

@@ -1,4 +1,5 @@
-"""What any layout has saved, any other resumes: to the bit, and then it is the run that one process would be."""
+"""What any layout has saved, any other resumes: to the bit, and then it is the run that one process
+would be."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from trainer.verify.samples import step_batches
 
 pytestmark = pytest.mark.process
 
-BATCH, SAVED, STEPS = 4, 2, 4
-#: Biases, positions, tied embeddings and a further prediction: every kind of parameter; 257 rows of vocabulary, which
-#: tp pads.
+BATCH = 4
+SAVED = 2
+STEPS = 4
+#: Biases, positions, tied embeddings and a further prediction: every kind of parameter; 257 rows of
+#: vocabulary, which tp pads.
 MODEL = tiny_model(**GPT, tied_embeddings=True, mtp=Mtp(depth=1))
 SMALL_BUCKETS = {"bucket_bytes": 1 << 12}
 
@@ -41,14 +44,27 @@ LAYOUTS: dict[str, dict] = {
     "pp2 interleaved": {"pp": 2, "vpp": 2, "schedule": "interleaved"},
     "pp2 dualpipe": {"pp": 2, "schedule": "dualpipe"},
     "cp2 zero1": {"cp": 2, "zero": 1},
-    "tp2 pp2 dp2 zero1": {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "stage_layers": [3, 1], **SMALL_BUCKETS},
+    "tp2 pp2 dp2 zero1": {
+        "tp": 2,
+        "pp": 2,
+        "dp": 2,
+        "zero": 1,
+        "stage_layers": [3, 1],
+        **SMALL_BUCKETS,
+    },
 }
 
 
 def plan_of(name: str, seed: int = 1234) -> Plan:
     layout = LAYOUTS[name]
     return make_plan(
-        **{"steps": STEPS, "model": MODEL, "seed": seed, "micro_batches": BATCH // layout.get("dp", 1), **layout}
+        **{
+            "steps": STEPS,
+            "model": MODEL,
+            "seed": seed,
+            "micro_batches": BATCH // layout.get("dp", 1),
+            **layout,
+        }
     )
 
 
@@ -56,7 +72,8 @@ class Trained:
     """One rank's engine and checkpoints, in double precision."""
 
     def __init__(self, plan: Plan, rank: int):
-        self.plan, self.rank = plan, rank
+        self.plan = plan
+        self.rank = rank
         self.engine = engine_of(plan, rank, FP64)
 
     def advance(self, step: int) -> float | None:
@@ -68,10 +85,14 @@ class Trained:
 
     def save(self, folder: Path, epoch: int = 0) -> None:
         manager = opened(folder, epoch, self.rank, self.plan)
-        manager.save(list(self.engine.pieces(own=True)), SAVED, SAVED * BATCH, self.engine.scalars())
+        manager.save(
+            list(self.engine.pieces(own=True)), SAVED, SAVED * BATCH, self.engine.scalars()
+        )
 
     def resume(self, folder: Path, epoch: int) -> None:
-        found = checkpoints(folder, epoch, self.rank, self.plan).resume(lambda: list(self.engine.pieces(own=False)))
+        found = checkpoints(folder, epoch, self.rank, self.plan).resume(
+            lambda: list(self.engine.pieces(own=False))
+        )
         assert (found.step, found.samples) == (SAVED, SAVED * BATCH)
         self.engine.resumed(found.step, found.scalars)
 
@@ -93,7 +114,8 @@ def saves(tmp_path_factory) -> dict[str, Save]:
     """Every layout's own run, saved after two steps."""
     result = {}
     for name in LAYOUTS:
-        folder, plan = tmp_path_factory.mktemp(name.replace(" ", "-")), plan_of(name)
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        plan = plan_of(name)
         run_ranks(run_to_save, plan.parallel.world_size, plan, folder)
         result[name] = Save(folder, assemble(folder / step_name(SAVED)))
     return result
@@ -114,12 +136,17 @@ def as_stored(piece: StatePiece, save: Save) -> bool:
 
 
 def resume_each(rank: int, plan: Plan, saves: dict[str, Save], number: int, again: Path) -> dict:
-    """Into one engine of this layout, one after the other: what differs from the files, and what losses follow."""
-    run, wrong, losses = Trained(plan, rank), [], {}
+    """Into one engine of this layout, one after the other: what differs from the files, and what
+    losses follow."""
+    run = Trained(plan, rank)
+    wrong = []
+    losses = {}
     for at, (name, save) in enumerate(saves.items()):
         run.resume(save.folder, epoch=number + 1)
         pieces = list(run.engine.pieces(own=False))
-        wrong += [f"{one.kind} {one.info.name} of {name}" for one in pieces if not as_stored(one, save)]
+        wrong += [
+            f"{one.kind} {one.info.name} of {name}" for one in pieces if not as_stored(one, save)
+        ]
         if at == 1:
             run.save(again)
         if at % 4 == 1:
@@ -129,21 +156,36 @@ def resume_each(rank: int, plan: Plan, saves: dict[str, Save], number: int, agai
 
 @pytest.mark.parametrize("others", [4, pytest.param(len(LAYOUTS), marks=pytest.mark.full)])
 def test_each_layout_resumes_what_any_has_saved(others, saves, undisturbed, tmp_path):
-    """All in one test: else each worker of pytest would make all the saves. Four others: of every layout, by four."""
-    for number, name in enumerate(LAYOUTS, start=others * len(LAYOUTS)):  # the number is its epoch, which only grows
+    """All in one test: else each worker of pytest would make all the saves. Four others: of every
+    layout, by four."""
+    for number, name in enumerate(
+        LAYOUTS, start=others * len(LAYOUTS)
+    ):  # the number is its epoch, which only grows
         names = [list(saves)[(number + 5 * step) % len(saves)] for step in range(others)]
-        resumes_all(name, number, {one: saves[one] for one in names}, undisturbed, tmp_path / str(number))
+        resumes_all(
+            name, number, {one: saves[one] for one in names}, undisturbed, tmp_path / str(number)
+        )
 
 
-def resumes_all(name: str, number: int, saves: dict[str, Save], undisturbed: list[float], again: Path) -> None:
-    """The state of each save to the bit, the losses after every fourth, and its own files of that of the second."""
+def resumes_all(
+    name: str, number: int, saves: dict[str, Save], undisturbed: list[float], again: Path
+) -> None:
+    """The state of each save to the bit, the losses after every fourth, and its own files of that
+    of the second."""
     plan = plan_of(name, seed=77)
     again.mkdir()
     results = run_ranks(resume_each, plan.parallel.world_size, plan, saves, number, again)
     assert [result["wrong"] for result in results] == [[] for _ in results], name
     assert len(results[0]["losses"]) == len(saves) // 4
     for source in results[0]["losses"]:
-        losses = next(found for found in (result["losses"][source] for result in results) if found[0] is not None)
-        assert losses == pytest.approx(undisturbed[SAVED:], rel=1e-10), f"saved by {source}, resumed as {name}"
-    there, back = list(saves.values())[1].whole, assemble(again / step_name(SAVED))
+        losses = next(
+            found
+            for found in (result["losses"][source] for result in results)
+            if found[0] is not None
+        )
+        assert losses == pytest.approx(undisturbed[SAVED:], rel=1e-10), (
+            f"saved by {source}, resumed as {name}"
+        )
+    there = list(saves.values())[1].whole
+    back = assemble(again / step_name(SAVED))
     assert there.keys() == back.keys() and all(torch.equal(there[key], back[key]) for key in there)

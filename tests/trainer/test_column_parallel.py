@@ -1,4 +1,5 @@
-"""Column-parallel linears with their communication inside: equal to linears behind a region, and overlapped."""
+"""Column-parallel linears with their communication inside: equal to linears behind a region, and
+overlapped."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from trainer.parallel.column_parallel import OverlappedColumnLinears
 from trainer.parallel.tensor import Copy, Gather, Region
 from trainer.verify.ranks import run_ranks
 
-B, S, HIDDEN = 2, 6, 8
+B = 2
+S = 6
+HIDDEN = 8
 
 
 def matrices(rank: int) -> list[Linear]:
@@ -40,7 +43,9 @@ def backward(read, x: torch.Tensor, linears: list[Linear]) -> dict:
 @pytest.mark.parametrize("keep", [False, True])
 def test_equal_to_a_region_before_the_linears_and_overlapped_in_backward(sp, keep):
     def work(rank):
-        group, counter, linears = dist.group.WORLD, CommCounter(), matrices(rank)
+        group = dist.group.WORLD
+        counter = CommCounter()
+        linears = matrices(rank)
         torch.manual_seed(9 if not sp else 10 + rank)
         x = torch.randn(B, S // 2 if sp else S, HIDDEN, dtype=torch.float64)
         region = Region(Gather if sp else Copy, group, counter)
@@ -53,6 +58,9 @@ def test_equal_to_a_region_before_the_linears_and_overlapped_in_backward(sp, kee
             torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
         gather = ["c10d.broadcast"] * 2 if sp and not keep else []
         reduction = ["c10d.alltoall_base" if sp else "c10d.allreduce"]
-        # the input is on its way while its gradient is computed, that is on its way while the weights' are
+        # the input is on its way while its gradient is computed, that is on its way while the
+        # weights' are
         assert found["ours"]["order"] == [*gather, "mm", "addmm", *reduction, "mm", "mm"]
-        assert found["plain"]["order"].index(reduction[0]) == len(found["plain"]["order"]) - 1, "behind everything"
+        assert found["plain"]["order"].index(reduction[0]) == len(found["plain"]["order"]) - 1, (
+            "behind everything"
+        )

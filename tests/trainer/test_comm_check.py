@@ -1,4 +1,5 @@
-"""Wrong node, wrong plan, swapped ranks: found before step 0, by every rank, in one line with exit code 65."""
+"""Wrong node, wrong plan, swapped ranks: found before step 0, by every rank, in one line with exit
+code 65."""
 
 import msgspec
 import pytest
@@ -29,7 +30,11 @@ def test_the_plans_own_seats_agree():
         (3, {"node": "node0"}, ["rank 3", "'node0'", "rank 1's place", "'node1'"]),
         (3, {"node": "elsewhere"}, ["rank 3", "'elsewhere'", "no rank's place", "'node1'"]),
         (2, {"local_rank": 1}, ["rank 2", "local rank 1", "rank 3's place", "local rank 0"]),
-        (1, {"assigned_plan": "f" * 64}, ["rank 1 on 'node0'", "told plan ffffffffffff", PLAN.hash[:12]]),
+        (
+            1,
+            {"assigned_plan": "f" * 64},
+            ["rank 1 on 'node0'", "told plan ffffffffffff", PLAN.hash[:12]],
+        ),
         (
             2,
             {"assigned_plan": "f" * 64, "loaded_plan": "f" * 64},
@@ -105,5 +110,7 @@ def test_one_rank_with_another_plan_file_is_found_by_all():
             return str(error)
         return ""
 
-    expected = f"rank 3 on 'node1' has plan {other.hash[:12]}, rank 0 on 'node0' has {PLAN.hash[:12]}"
+    expected = (
+        f"rank 3 on 'node1' has plan {other.hash[:12]}, rank 0 on 'node0' has {PLAN.hash[:12]}"
+    )
     assert run_ranks(worker, 4) == [expected] * 4

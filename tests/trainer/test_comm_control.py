@@ -30,7 +30,9 @@ def test_every_rank_reaches_rank_0_through_leaders(world, node, fan_out):
         for at in mine:
             assert len(groups[at.name]) == at.size, "all members know of the group"
     for rank in range(1, world):
-        assert [at.index > 0 for at in levels[rank]].count(True) == 1 or levels[rank][-1].covers(world)
+        assert [at.index > 0 for at in levels[rank]].count(True) == 1 or levels[rank][-1].covers(
+            world
+        )
 
 
 def test_a_large_world_has_few_groups_and_levels():
@@ -42,7 +44,9 @@ def test_a_large_world_has_few_groups_and_levels():
 
 
 def join(rank, world, home, node, fan_out):
-    return ControlPath.join(dist.FileStore(f"{home}/store"), rank, world, node, timedelta(seconds=30), fan_out)
+    return ControlPath.join(
+        dist.FileStore(f"{home}/store"), rank, world, node, timedelta(seconds=30), fan_out
+    )
 
 
 @pytest.mark.process
@@ -61,7 +65,10 @@ def test_messages_over_a_tree(tmp_path, world, node, fan_out):
                     "most": control.maximum(float(-rank - 1)),
                     "gather": [raw.decode() for raw in control.gather_bytes(texts[rank].encode())],
                     "all": [raw.decode() for raw in control.all_gather_bytes(texts[rank].encode())],
-                    "from": [control.broadcast_bytes(f"{rank}!".encode(), src).decode() for src in range(world)],
+                    "from": [
+                        control.broadcast_bytes(f"{rank}!".encode(), src).decode()
+                        for src in range(world)
+                    ],
                     "none": control.broadcast_bytes(b"" if rank == 0 else b"x").decode(),
                     "judged": control.judge(b"bad" if rank in (2, 3) else b"", first_problem),
                 }

@@ -1,4 +1,5 @@
-"""Our gloo collectives against gloo's own: small and large, several in progress at once, in place, in bf16."""
+"""Our gloo collectives against gloo's own: small and large, several in progress at once, in place,
+in bf16."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def test_collectives_equal_gloos_own_at_any_size_and_in_place(world):
 
     def work(rank):
         torch.manual_seed(rank)
-        group, counter, checked = dist.group.WORLD, CommCounter(), 0
+        group = dist.group.WORLD
+        counter = CommCounter()
+        checked = 0
         for dtype in (torch.float32, torch.float64):
             whole = [torch.randn(world * size, dtype=dtype) for size in sizes for _ in range(3)]
             wanted = []
@@ -26,14 +29,18 @@ def test_collectives_equal_gloos_own_at_any_size_and_in_place(world):
                 total = one.clone()
                 dist.all_reduce(total)
                 wanted.append(total.chunk(world)[rank])
-            shards = [one.chunk(world)[rank] for one in whole]  # the result may lie in the buffer itself
+            shards = [
+                one.chunk(world)[rank] for one in whole
+            ]  # the result may lie in the buffer itself
             started = [
-                start_reduce_scatter(one, group, "a", counter, out=out) for one, out in zip(whole, shards, strict=True)
+                start_reduce_scatter(one, group, "a", counter, out=out)
+                for one, out in zip(whole, shards, strict=True)
             ]
             for handle, want in zip(started, wanted, strict=True):
                 assert torch.allclose(handle.wait(), want, atol=1e-5)
             started = [
-                start_all_gather(out, group, "b", counter, out=one) for one, out in zip(whole, shards, strict=True)
+                start_all_gather(out, group, "b", counter, out=one)
+                for one, out in zip(whole, shards, strict=True)
             ]
             for handle, shard in zip(started, shards, strict=True):
                 own = torch.empty_like(handle.wait())

@@ -1,4 +1,5 @@
-"""How groups come into being on NCCL: each is split from a larger one, in which all ranks do the same in step."""
+"""How groups come into being on NCCL: each is split from a larger one, in which all ranks do the
+same in step."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def splits(plan, monkeypatch):
 
         def split_group(parent, ranks, name, timeout, urgent, mine=mine, rank=rank):
             inside = tuple(range(plan.parallel.world_size)) if parent is None else parent
-            assert rank in inside and set(ranks) <= set(inside), "a group is split from one that holds it"
+            assert rank in inside and set(ranks) <= set(inside), (
+                "a group is split from one that holds it"
+            )
             mine.append((inside, name, tuple(ranks)))
             return tuple(ranks) if rank in ranks else None
 
@@ -44,7 +47,9 @@ def test_all_members_of_a_parent_split_it_together(degrees, monkeypatch):
             for other in inside:
                 same = [(one, theirs) for at, one, theirs in calls[other] if at == inside]
                 here = [(one, theirs) for at, one, theirs in mine if at == inside]
-                assert [one for one, _ in same] == [one for one, _ in here], "in one order, by each of its members"
+                assert [one for one, _ in same] == [one for one, _ in here], (
+                    "in one order, by each of its members"
+                )
             if rank in ranks:
                 assert all((inside, name, ranks) in calls[other] for other in ranks)
         assert len(mine) <= len({name for _, name, _ in mine}), "no group is made twice"
@@ -53,7 +58,9 @@ def test_all_members_of_a_parent_split_it_together(degrees, monkeypatch):
 def test_only_groups_that_the_plan_uses_are_made(monkeypatch):
     plan = make_plan(cp=2, dp=2, model=small(tied_embeddings=False))
     names = {name for _, name, _ in splits(plan, monkeypatch)[0]}
-    assert names == {"cp", "grad"}, "dp alone sums nothing here, and equal members share a communicator"
+    assert names == {"cp", "grad"}, (
+        "dp alone sums nothing here, and equal members share a communicator"
+    )
     with pytest.raises(KeyError, match=r"dp: not among the groups of this plan"):
         monkeypatch.setattr(mesh, "split_group", lambda *_: object())
         Mesh.from_plan(plan, 0, split=True).group("dp")

@@ -1,7 +1,8 @@
 """`train.compile`: blocks compiled one by one compose with every technique.
 
-Composition (graph breaks at communication, recomputation, split backward, gathered weights) is a matter of tracing and
-of autograd, so most cases stop before code generation (`aot_eager`); one of each kind goes through it.
+Composition (graph breaks at communication, recomputation, split backward, gathered weights) is a
+matter of tracing and of autograd, so most cases stop before code generation (`aot_eager`); one of
+each kind goes through it.
 """
 
 from __future__ import annotations
@@ -60,9 +61,12 @@ def compiled_rank(rank: int, plan, expected, backend: str) -> dict[str, float]:
     import torch._dynamo
 
     if backend != "inductor":
-        Block.compile = functools.partialmethod(nn.Module.compile, backend=backend)  # in this forked process alone
+        Block.compile = functools.partialmethod(
+            nn.Module.compile, backend=backend
+        )  # in this forked process alone
     torch._dynamo.utils.counters.clear()
-    notes, compute = [], DeferredWeightGrads.compute
+    notes = []
+    compute = DeferredWeightGrads.compute
     DeferredWeightGrads.compute = lambda self, owed: [notes.extend(owed), compute(self, owed)]
     worst = run_rank(rank, plan, FP64, expected)
     worst["graphs"] = float(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -73,17 +77,21 @@ BOTH = [(case, "aot_eager") for case in CASES] + [(case, "inductor") for case in
 
 
 @pytest.mark.parametrize(
-    ("case", "backend"), [pytest.param(*one, marks=[pytest.mark.full] if one in FULL else []) for one in BOTH]
+    ("case", "backend"),
+    [pytest.param(*one, marks=[pytest.mark.full] if one in FULL else []) for one in BOTH],
 )
 def test_compiled_blocks_equal_one_process(case, backend):
     import torch._dynamo  # before the fork: a second a rank otherwise
 
     plan = parity_plan(torch.float64, **{"model": TWO_LAYERS, "compile": True, **CASES[case]})
     args = plan, expected_of(plan, torch.float64), backend
-    for rank, worst in enumerate(run_ranks(compiled_rank, plan.parallel.world_size, *args, timeout=400.0)):
+    for rank, worst in enumerate(
+        run_ranks(compiled_rank, plan.parallel.world_size, *args, timeout=400.0)
+    ):
         assert worst.pop("graphs") > 0, "something must have been compiled"
-        # torch's own zero-bubble schedules refuse compiled modules (pytorch#161904). Each matrix must still leave its
-        # note for the split backward: seven a block and micro-batch, one for the head.
+        # torch's own zero-bubble schedules refuse compiled modules (pytorch#161904). Each matrix
+        # must still leave its note for the split backward: seven a block and micro-batch, one for
+        # the head.
         assert worst.pop("notes") == (STEPS * 3 * (7 + rank) if case == "zb_h1" else 0)
         assert [what for what, error in worst.items() if not error <= LIMIT[torch.float64]] == []
 
@@ -94,7 +102,12 @@ def measured_rank(rank: int, plan) -> list[tuple[dict[str, int], int]]:
     Block.compile = functools.partialmethod(nn.Module.compile, backend="aot_eager")
     engine = engine_of(plan, rank)
     registered = {"params": engine.buckets.param_tensors, "grads": engine.buckets.grad_tensors}
-    memory = StepMemory(torch.device("cpu"), registered, engine.pipeline.action_times.running, plan.job.train.compile)
+    memory = StepMemory(
+        torch.device("cpu"),
+        registered,
+        engine.pipeline.action_times.running,
+        plan.job.train.compile,
+    )
     found = []
     for step in range(3):
         held: dict[str, int] = {}
@@ -111,12 +124,18 @@ def test_measuring_memory_neither_stops_nor_repeats_compilation():
     import torch._dynamo  # noqa: F401
 
     plain, compiled = (
-        run_ranks(measured_rank, 1, make_plan(micro_batches=1, model=TWO_LAYERS, compile=on), timeout=300.0)[0]
+        run_ranks(
+            measured_rank,
+            1,
+            make_plan(micro_batches=1, model=TWO_LAYERS, compile=on),
+            timeout=300.0,
+        )[0]
         for on in (False, True)
     )
     each = [graphs for _, graphs in compiled]
     assert each == [3, 3, 3], "both blocks run one graph, the loss two, measured or not"
     assert [graphs for _, graphs in plain] == [0, 0, 0]
-    kept, seen = plain[1][0], compiled[1][0]
+    kept = plain[1][0]
+    seen = compiled[1][0]
     assert seen["params"] == kept["params"]
     assert 0.7 * kept["activations"] < seen["activations"] < 1.3 * kept["activations"]

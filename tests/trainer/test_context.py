@@ -25,17 +25,23 @@ from trainer.parallel.context.ring import RingAttention
 from trainer.parallel.context.ulysses import UlyssesAttention
 from trainer.verify.ranks import run_ranks
 
-SEQ, BATCH, HEADS, DIM = 16, 2, 4, 8
+SEQ = 16
+BATCH = 2
+HEADS = 4
+DIM = 8
 
 
 def inputs(kv_heads: int, packed: bool, dtype=torch.float64):
     make = torch.Generator().manual_seed(3)
     q, k, v = (
-        torch.randn(BATCH, SEQ, heads, DIM, dtype=dtype, generator=make) for heads in (HEADS, kv_heads, kv_heads)
+        torch.randn(BATCH, SEQ, heads, DIM, dtype=dtype, generator=make)
+        for heads in (HEADS, kv_heads, kv_heads)
     )
     grad = torch.randn(BATCH, SEQ, HEADS, DIM, dtype=dtype, generator=make)
     # borders inside chunks, on chunk edges, and a document of one token
-    documents = torch.tensor([[0] * 5 + [1] * 3 + [2] * 8, [0] + [1] * 12 + [2] * 3]) if packed else None
+    documents = (
+        torch.tensor([[0] * 5 + [1] * 3 + [2] * 8, [0] + [1] * 12 + [2] * 3]) if packed else None
+    )
     return q, k, v, grad, documents
 
 
@@ -49,7 +55,8 @@ def on_one_rank(kv_heads: int, packed: bool) -> dict[str, torch.Tensor]:
 
 
 def core_of(method: str, rank: int, size: int, counter: CommCounter):
-    group, ranks = dist.group.WORLD, tuple(range(size))
+    group = dist.group.WORLD
+    ranks = tuple(range(size))
     if method == "allgather":
         return AllGatherAttention(group, size, rank, counter)
     if method == "ulysses":
@@ -63,10 +70,18 @@ def one_rank(rank: int, method: str, size: int, kv_heads: int, packed: bool) -> 
     local = [t[:, mine].clone().requires_grad_() for t in (q, k, v)]
     counter = CommCounter()
     place = mine.expand(BATCH, -1)
-    mine_of = None if documents is None else Documents.of(documents).each(lambda numbers: numbers[:, mine])
+    mine_of = (
+        None
+        if documents is None
+        else Documents.of(documents).each(lambda numbers: numbers[:, mine])
+    )
     out = core_of(method, rank, size, counter)(*local, place, mine_of)
     out.backward(grad[:, mine])
-    return {"out": out, **dict(zip("qkv", (t.grad for t in local), strict=True)), "sent": counter.bytes["cp"]}
+    return {
+        "out": out,
+        **dict(zip("qkv", (t.grad for t in local), strict=True)),
+        "sent": counter.bytes["cp"],
+    }
 
 
 def joined(results: list[dict], key: str, method: str, size: int) -> torch.Tensor:
@@ -85,7 +100,9 @@ def test_every_method_equals_one_rank(size):
         with told(case):
             method, _, kv_heads, packed = cases[case]
             for key, expected in on_one_rank(kv_heads, packed).items():
-                torch.testing.assert_close(joined(results, key, method, size), expected, rtol=0, atol=1e-12)
+                torch.testing.assert_close(
+                    joined(results, key, method, size), expected, rtol=0, atol=1e-12
+                )
 
 
 @pytest.mark.process
@@ -98,12 +115,17 @@ def test_bytes_sent_equal_the_formulas(size):
     found = run_together(one_rank, size, cases)
     sent = {method: {result["sent"] for result in results} for method, results in found.items()}
     assert sent["zigzag"] == sent["ring"] == {hops * piece}
-    assert sent["allgather"] == {6 * (size - 1) * piece}  # k and v: gathered twice, gradients scattered once
+    assert sent["allgather"] == {
+        6 * (size - 1) * piece
+    }  # k and v: gathered twice, gradients scattered once
 
 
 def causal_pairs(method: str, length: int, size: int) -> list[int]:
     """(query, key) pairs that each rank has to compute."""
-    return [sum(position + 1 for position in positions(method, length, size, rank)) for rank in range(size)]
+    return [
+        sum(position + 1 for position in positions(method, length, size, rank))
+        for rank in range(size)
+    ]
 
 
 def computed_pairs(rank: int, method: str, size: int, length: int) -> int:
@@ -120,16 +142,22 @@ def computed_pairs(rank: int, method: str, size: int, length: int) -> int:
 
         return count
 
-    block.forward, block.backward = counting(block.forward, 0), counting(block.backward, 1)  # in this process alone
+    block.forward, block.backward = (
+        counting(block.forward, 0),
+        counting(block.backward, 1),
+    )  # in this process alone
     make = torch.Generator().manual_seed(rank)
-    q, k, v = (torch.randn(1, length // size, 1, 8, generator=make).requires_grad_() for _ in range(3))
+    q, k, v = (
+        torch.randn(1, length // size, 1, 8, generator=make).requires_grad_() for _ in range(3)
+    )
     core_of(method, rank, size, CommCounter())(q, k, v, None, None).sum().backward()
     return found
 
 
 @pytest.mark.process
 def test_zigzag_ranks_compute_equally_much():
-    """Measured on the blocks that are computed: less than 2 % apart, and as many as the formula says."""
+    """Measured on the blocks that are computed: less than 2 % apart, and as many as the formula
+    says."""
     for method in ("zigzag", "allgather", "ring"):
         found = run_ranks(computed_pairs, 4, method, 4, 512)
         assert found == [2 * pairs for pairs in causal_pairs(method, 512, 4)]
@@ -140,7 +168,9 @@ def test_zigzag_balances_causal_work_within_two_percent():
     for size in (2, 4, 8, 16):
         pairs = causal_pairs("zigzag", 8192, size)
         assert (max(pairs) - min(pairs)) / max(pairs) < 0.02
-        assert max(causal_pairs("ring", 8192, size)) / min(causal_pairs("ring", 8192, size)) > size / 2
+        assert (
+            max(causal_pairs("ring", 8192, size)) / min(causal_pairs("ring", 8192, size)) > size / 2
+        )
         for method in ("zigzag", "allgather", "ring"):
             assert sum(causal_pairs(method, 8192, size)) == 8192 * 8193 // 2
 
@@ -154,13 +184,21 @@ def test_visible_blocks_are_exactly_the_causal_mask(method, size, half):
     assert sorted(p for part in order for p in part) == list(range(seq))
     for index in range(size):
         for source in range(size):
-            mine, theirs, see = order[index], order[source], visible(method, 2 * half, index, source)
+            mine = order[index]
+            theirs = order[source]
+            see = visible(method, 2 * half, index, source)
             expected = {(i, j) for i in mine for j in theirs if j <= i}
             if see is None:
                 assert not expected
                 continue
-            rows, keys = mine[see.queries], theirs[see.keys]
-            found = {(i, j) for a, i in enumerate(rows) for b, j in enumerate(keys) if not see.causal or b <= a}
+            rows = mine[see.queries]
+            keys = theirs[see.keys]
+            found = {
+                (i, j)
+                for a, i in enumerate(rows)
+                for b, j in enumerate(keys)
+                if not see.causal or b <= a
+            }
             assert found == expected
 
 
@@ -175,8 +213,12 @@ def seen_by(way: str, queries: int, keys: int, heads: int) -> block.Sight:
 
 
 @pytest.mark.parametrize("way", ["fused", "explicit", "segments"])
-@pytest.mark.parametrize(("heads", "kv_heads", "queries", "keys"), [(8, 2, 4, 40), (6, 3, 3, 50), (8, 1, 2, 64)])
-def test_a_block_computes_with_grouped_heads_and_does_not_repeat_them(way, heads, kv_heads, queries, keys):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "keys"), [(8, 2, 4, 40), (6, 3, 3, 50), (8, 1, 2, 64)]
+)
+def test_a_block_computes_with_grouped_heads_and_does_not_repeat_them(
+    way, heads, kv_heads, queries, keys
+):
     make = torch.Generator().manual_seed(5)
     shapes = [(2, heads, queries, DIM), *2 * [(2, kv_heads, keys, DIM)], (2, heads, queries, DIM)]
     q, k, v, grad = (torch.randn(shape, dtype=torch.float64, generator=make) for shape in shapes)

@@ -29,11 +29,17 @@ def test_documents_kept_apart():
 
 def test_documents_kept_apart_without_a_border_is_plain():
     windows = torch.tensor([[1, 2, 3, 4]])
-    plain, apart = from_windows(windows), from_windows(windows, eod=EOD)
-    assert torch.equal(plain.targets, apart.targets) and torch.equal(plain.positions, apart.positions)
+    plain = from_windows(windows)
+    apart = from_windows(windows, eod=EOD)
+    assert torch.equal(plain.targets, apart.targets) and torch.equal(
+        plain.positions, apart.positions
+    )
     assert apart.documents.numbers.tolist() == [[0, 0, 0]]
 
 
 def test_moves_every_part():
     moved = from_windows(torch.tensor([[1, EOD, 2]]), eod=EOD).to(torch.device("meta"))
-    assert {t.device.type for t in (moved.tokens, moved.targets, moved.positions, moved.documents.numbers)} == {"meta"}
+    assert {
+        t.device.type
+        for t in (moved.tokens, moved.targets, moved.positions, moved.documents.numbers)
+    } == {"meta"}

@@ -33,7 +33,12 @@ def text(tmp_path) -> Path:
 
 
 def data(text: Path, **changes) -> Data:
-    fields = {"name": "test", "paths": [str(text)], "extensions": [".txt", ".md", ".jsonl"], "tokenizer": "bytes"}
+    fields = {
+        "name": "test",
+        "paths": [str(text)],
+        "extensions": [".txt", ".md", ".jsonl"],
+        "tokenizer": "bytes",
+    }
     return Data(**fields | {"seed": 1, "cache_dir": str(text.parent / "cache")} | changes)
 
 
@@ -65,20 +70,31 @@ def test_samples_cover_each_target_once(text):
 
 
 def test_a_wide_vocabulary_takes_four_bytes(text):
-    (text / "t.json").write_text(word_level().replace('"id": 7', '"id": 70000').replace(": 7}", ": 70000}"))
+    (text / "t.json").write_text(
+        word_level().replace('"id": 7', '"id": 70000').replace(": 7}", ": 70000}")
+    )
     store = open_tokens(data(text, tokenizer=str(text / "t.json")))
-    assert store.tokens.tolist() == [1, 70000, 0, 70000, 0, 70000] and store.tokens.dtype == np.dtype("<u4")
+    assert store.tokens.tolist() == [
+        1,
+        70000,
+        0,
+        70000,
+        0,
+        70000,
+    ] and store.tokens.dtype == np.dtype("<u4")
 
 
 def test_second_time_nothing_is_read(text, monkeypatch):
-    first, log = open_tokens(data(text)), Log()
+    first = open_tokens(data(text))
+    log = Log()
     monkeypatch.setattr(build, "read_pieces", None)
     monkeypatch.setattr(build, "_content_key", None)
     assert open_tokens(data(text), log).folder == first.folder and not log
 
 
 def test_moved_or_touched_files_are_not_tokenised_again(text):
-    first, log = open_tokens(data(text)), Log()
+    first = open_tokens(data(text))
+    log = Log()
     os.utime(text / "a.txt", ns=(1, 1))
     moved = text.rename(text.parent / "moved")
     assert open_tokens(data(moved), log).folder == first.folder and log.phases == {"hash"}
@@ -86,7 +102,8 @@ def test_moved_or_touched_files_are_not_tokenised_again(text):
 
 @pytest.mark.parametrize("change", ["content", "tokenizer", "new file", "kind"])
 def test_what_changes_tokens_changes_the_key(text, change):
-    first, tokenizer = open_tokens(data(text)), "bytes"
+    first = open_tokens(data(text))
+    tokenizer = "bytes"
     if change == "content":
         (text / "a.txt").write_text("hallo")
     elif change == "tokenizer":
@@ -121,7 +138,9 @@ def test_a_bad_file_leaves_nothing_behind(text):
     with pytest.raises(DataError, match=r"z.txt is not UTF-8"):
         open_tokens(data(text))
     cache = text.parent / "cache"
-    assert [entry.name for entry in cache.iterdir()] == ["seen"] and not list(cache.glob("seen/*.json"))
+    assert [entry.name for entry in cache.iterdir()] == ["seen"] and not list(
+        cache.glob("seen/*.json")
+    )
 
 
 @pytest.mark.parametrize("damage", ["truncated", "no file", "bad index", "other format"])
@@ -134,8 +153,12 @@ def test_damaged_token_files_are_refused(text, damage):
     elif damage == "bad index":
         (folder / "index.json").write_text("{")
     else:
-        (folder / "index.json").write_text((folder / "index.json").read_text().replace("tokens/2", "tokens/9"))
-    with pytest.raises(DataError, match=r"token files in .* are damaged .* delete that folder") as caught:
+        (folder / "index.json").write_text(
+            (folder / "index.json").read_text().replace("tokens/2", "tokens/9")
+        )
+    with pytest.raises(
+        DataError, match=r"token files in .* are damaged .* delete that folder"
+    ) as caught:
         open_tokens(data(text))
     assert "\n" not in str(caught.value)
 
@@ -146,14 +169,19 @@ def test_a_flipped_bit_is_found_before_anybody_trains_on_it(text, name):
     store = open_tokens(data(text))
     windows = [store.window(sample, 16).tobytes() for sample in range(store.samples(16))]
     width = store.tokens.dtype.itemsize
-    assert b"".join(window[:-width] for window in windows) == store.tokens[: len(windows) * 16].tobytes()
+    assert (
+        b"".join(window[:-width] for window in windows)
+        == store.tokens[: len(windows) * 16].tobytes()
+    )
     file = store.folder / name
     flip_bit(file)
     if name == "blocks.bin":
         with pytest.raises(DataError, match=r"are damaged \(blocks.bin does not have the sha256"):
             open_tokens(data(text))
         return
-    again, found, bad = open_tokens(data(text)), [], file.stat().st_size * 3 // 4 // BLOCK_BYTES
+    again = open_tokens(data(text))
+    found = []
+    bad = file.stat().st_size * 3 // 4 // BLOCK_BYTES
     for one in (store, again):  # open before it happened, and after
         found.clear()
         for sample in range(one.samples(16)):
@@ -190,7 +218,9 @@ def test_no_cache_dir_and_no_right_to_write(text):
     with pytest.raises(DataError, match="cache_dir is empty"):
         open_tokens(data(text, cache_dir=""))
     (text.parent / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot write token files under .*file .* choose another data.cache_dir"):
+    with pytest.raises(
+        DataError, match=r"cannot write token files under .*file .* choose another data.cache_dir"
+    ):
         open_tokens(data(text, cache_dir=str(text.parent / "file")))
 
 
@@ -220,7 +250,8 @@ def test_without_locks_the_faster_builder_wins_and_both_read_it(text, monkeypatc
     assert not list((text.parent / "cache").glob("*.tmp-*"))
 
 
-# ------------------------------------------------------------------------------------------- processes
+# -------------------------------------------------------------------------------------------
+#     processes
 
 
 def fork(work) -> int:
@@ -243,7 +274,9 @@ def test_many_processes_build_once(text):
     def work() -> None:
         log = Log()
         store = open_tokens(data(text), log)
-        (text.parent / f"out-{os.getpid()}").write_text(f"{store.index.key} {'tokenise' in log.phases}")
+        (text.parent / f"out-{os.getpid()}").write_text(
+            f"{store.index.key} {'tokenise' in log.phases}"
+        )
 
     children = [fork(work) for _ in range(6)]
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 6
@@ -269,7 +302,8 @@ def test_a_killed_builder_neither_blocks_nor_leaves_half_a_store(text):
 
 @pytest.mark.process
 def test_the_waiting_process_says_so(text):
-    started, told = text.parent / "started", text.parent / "told"
+    started = text.parent / "started"
+    told = text.parent / "told"
 
     def hold_the_lock(phase: str, *_: int) -> None:
         started.touch()
@@ -286,11 +320,13 @@ def test_the_waiting_process_says_so(text):
     assert os.waitpid(pid, 0)[1] == 0
 
 
-# ------------------------------------------------------------------------------------------- progress
+# -------------------------------------------------------------------------------------------
+#     progress
 
 
 def test_rate_limited_progress_keeps_the_first_and_last_of_each_phase():
-    now, log = [0.0], Log()
+    now = [0.0]
+    log = Log()
     call = rate_limited(log, 1.0, clock=lambda: now[0])
     for phase in ("hash", "tokenise"):
         for done in range(11):

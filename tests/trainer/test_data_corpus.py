@@ -1,4 +1,5 @@
-"""Which files make a corpus, how they become documents, and one clear line for everything that is wrong with them."""
+"""Which files make a corpus, how they become documents, and one clear line for everything that is
+wrong with them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def source(path: Path) -> Source:
 
 
 def documents(path: Path) -> list[bytes]:
-    result, open_text = [], b""
+    result = []
+    open_text = b""
     for piece in read_pieces(source(path)):
         open_text += piece.text
         if piece.ends_document:
@@ -38,7 +40,17 @@ def fill(root: Path, *names: str) -> None:
 
 
 def test_finds_by_extension_sorted_each_file_once(tmp_path):
-    fill(tmp_path, "b/z.txt", "b/a.MD", "a.py", "c.rst", "b/__pycache__/x.py", ".git/y.txt", "empty.txt", "d.jsonl")
+    fill(
+        tmp_path,
+        "b/z.txt",
+        "b/a.MD",
+        "a.py",
+        "c.rst",
+        "b/__pycache__/x.py",
+        ".git/y.txt",
+        "empty.txt",
+        "d.jsonl",
+    )
     (tmp_path / "link.txt").symlink_to(tmp_path / "b/z.txt")
     (tmp_path / "broken.txt").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe.txt")
@@ -90,10 +102,13 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         find_sources([str(tmp_path)], EXTENSIONS)
 
 
-# ------------------------------------------------------------------------------------------- documents
+# -------------------------------------------------------------------------------------------
+#     documents
 
 
-@pytest.mark.parametrize("text", ["", "one", "one\n", "one\ntwo\n\nthree", "\n", "é" * 40, "a\r\nb", "日本語\n" * 20])
+@pytest.mark.parametrize(
+    "text", ["", "one", "one\n", "one\ntwo\n\nthree", "\n", "é" * 40, "a\r\nb", "日本語\n" * 20]
+)
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7, 64, 1 << 20])
 def test_a_text_file_is_one_document_however_it_is_cut(tmp_path, monkeypatch, text, piece_bytes):
     monkeypatch.setattr(corpus, "PIECE_BYTES", piece_bytes)
@@ -103,12 +118,18 @@ def test_a_text_file_is_one_document_however_it_is_cut(tmp_path, monkeypatch, te
 
 
 def test_a_file_that_fits_is_never_cut(tmp_path):
-    """A tokenizer would see the cut: the end of the last line of every file became tokens of its own."""
+    """A tokenizer would see the cut: the end of the last line of every file became tokens of its
+    own."""
     (tmp_path / "a.txt").write_text("first line\nhello")
-    assert [piece.text for piece in read_pieces(source(tmp_path / "a.txt"))] == [b"first line\nhello"]
+    assert [piece.text for piece in read_pieces(source(tmp_path / "a.txt"))] == [
+        b"first line\nhello"
+    ]
 
 
-@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60), st.integers(1, 20))
+@given(
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60),
+    st.integers(1, 20),
+)
 def test_every_piece_is_whole_characters(tmp_path_factory, text, piece_bytes):
     path = tmp_path_factory.mktemp("pieces") / "a.txt"
     path.write_bytes(text.encode())
@@ -120,7 +141,9 @@ def test_every_piece_is_whole_characters(tmp_path_factory, text, piece_bytes):
 
 def test_jsonl_is_a_document_a_line(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "one\\ntwo", "id": 3}\n\n{"text": ""}\r\n{"id": [1], "text": "dr\\u00e9i"}')
+    path.write_text(
+        '{"text": "one\\ntwo", "id": 3}\n\n{"text": ""}\r\n{"id": [1], "text": "dr\\u00e9i"}'
+    )
     assert documents(path) == [b"one\ntwo", "dréi".encode()]
 
 

@@ -24,7 +24,11 @@ def plan_for(text, **changes):
 
 
 def rows(batches) -> list[tuple[int, ...]]:
-    return [tuple(row) for batch in batches for row in torch.cat([batch.tokens, batch.targets[:, -1:]], 1).tolist()]
+    return [
+        tuple(row)
+        for batch in batches
+        for row in torch.cat([batch.tokens, batch.targets[:, -1:]], 1).tolist()
+    ]
 
 
 def global_batch(plan, store, consumed: int) -> list[tuple[int, ...]]:
@@ -38,8 +42,18 @@ def global_batch(plan, store, consumed: int) -> list[tuple[int, ...]]:
 
 def fingerprint_of(plan, store, consumed) -> int:
     """The sum over the replicas, as a step boundary makes it."""
-    coords = [rank.coord for rank in plan.ranks if (rank.coord.tp, rank.coord.pp, rank.coord.cp) == (0, 0, 0)]
-    return signed(sum(batch.fingerprint for coord in coords for batch in Loader(plan, coord, store).step(consumed)))
+    coords = [
+        rank.coord
+        for rank in plan.ranks
+        if (rank.coord.tp, rank.coord.pp, rank.coord.cp) == (0, 0, 0)
+    ]
+    return signed(
+        sum(
+            batch.fingerprint
+            for coord in coords
+            for batch in Loader(plan, coord, store).step(consumed)
+        )
+    )
 
 
 LAYOUTS = [
@@ -70,10 +84,13 @@ def test_every_layout_sees_the_same_global_batches(text):
 def test_an_epoch_reads_every_sample_once(text):
     plan = plan_for(text, micro_batches=1)
     store = open_tokens(plan.job.data)
-    loader, count = Loader(plan, plan.ranks[0].coord, store), store.samples(16)
+    loader = Loader(plan, plan.ranks[0].coord, store)
+    count = store.samples(16)
     for epoch in range(2):
         seen = [row for step in range(count) for row in rows(loader.step(epoch * count + step))]
-        assert sorted(seen) == sorted(tuple(store.window(index, 16).tolist()) for index in range(count))
+        assert sorted(seen) == sorted(
+            tuple(store.window(index, 16).tolist()) for index in range(count)
+        )
     loader.close()
 
 
@@ -94,25 +111,37 @@ def test_shapes_and_kinds(text):
     assert len(batches) == 3
     for batch in batches:
         assert batch.tokens.shape == batch.targets.shape == batch.positions.shape == (2, 16)
-        assert batch.tokens.dtype == torch.int64 and batch.documents is None and batch.valid_tokens == 32
+        assert (
+            batch.tokens.dtype == torch.int64
+            and batch.documents is None
+            and batch.valid_tokens == 32
+        )
 
 
 def test_documents_can_be_kept_apart(text):
     (text / "b.txt").write_text("x" * 30)
     plan = make_plan(
-        data_paths=[str(text / "a.txt"), str(text / "b.txt")], cache_dir=str(text / "cache"), isolate_documents=True
+        data_paths=[str(text / "a.txt"), str(text / "b.txt")],
+        cache_dir=str(text / "cache"),
+        isolate_documents=True,
     )
     store = open_tokens(plan.job.data)
     loader = Loader(plan, plan.ranks[0].coord, store)
     batches = [batch for step in range(store.samples(16) // 2) for batch in loader.step(2 * step)]
-    assert any(int(batch.documents.numbers.max()) > 0 and batch.valid_tokens < 16 for batch in batches)
+    assert any(
+        int(batch.documents.numbers.max()) > 0 and batch.valid_tokens < 16 for batch in batches
+    )
 
 
 def test_too_small_a_corpus_or_vocabulary_is_one_line(text):
     plan = plan_for(text, seq_len=100_000)
     store = open_tokens(plan.job.data)
-    with pytest.raises(DataError, match=r"corpus has \d+ tokens, one sample needs 100001 \(train.seq_len \+ 1\)"):
+    with pytest.raises(
+        DataError, match=r"corpus has \d+ tokens, one sample needs 100001 \(train.seq_len \+ 1\)"
+    ):
         Loader(plan, plan.ranks[0].coord, store)
     plan = plan_for(text, model=tiny_model(vocab=256))
-    with pytest.raises(DataError, match=r"tokenizer 'bytes' has 257 ids, model test only 256 \(model.vocab\)"):
+    with pytest.raises(
+        DataError, match=r"tokenizer 'bytes' has 257 ids, model test only 256 \(model.vocab\)"
+    ):
         Loader(plan, plan.ranks[0].coord, store)

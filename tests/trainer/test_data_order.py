@@ -1,4 +1,5 @@
-"""The order of samples is a bijection, a pure function, well mixed, and the same for every layout."""
+"""The order of samples is a bijection, a pure function, well mixed, and the same for every
+layout."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def test_a_permutation_is_a_bijection(size, seed, epoch):
     assert sorted(permutation(index) for index in range(size)) == list(range(size))
 
 
-@given(st.integers(2**40, 2**62), SEEDS, st.lists(st.integers(0, 2**40 - 1), min_size=2, max_size=20, unique=True))
+@given(
+    st.integers(2**40, 2**62),
+    SEEDS,
+    st.lists(st.integers(0, 2**40 - 1), min_size=2, max_size=20, unique=True),
+)
 def test_a_large_permutation_stays_inside_and_apart(size, seed, indices):
     images = [Permutation(size, seed, 0)(index) for index in indices]
     assert all(0 <= image < size for image in images) and len(set(images)) == len(indices)
@@ -31,11 +36,19 @@ def test_a_large_permutation_stays_inside_and_apart(size, seed, indices):
 def test_the_order_of_today_is_the_order_of_tomorrow():
     """A changed permutation would silently change what a resumed run reads: this one is frozen."""
     assert [Permutation(10, 1234, 0)(i) for i in range(10)] == [1, 8, 4, 6, 2, 5, 3, 0, 7, 9]
-    assert [Permutation(10**9, 7, 3)(i) for i in (0, 1, 10**9 - 1)] == [630556434, 871524436, 87986755]
+    assert [Permutation(10**9, 7, 3)(i) for i in (0, 1, 10**9 - 1)] == [
+        630556434,
+        871524436,
+        87986755,
+    ]
 
 
 def test_seeds_and_epochs_give_different_orders():
-    orders = {tuple(Permutation(50, seed, epoch)(i) for i in range(50)) for seed in range(20) for epoch in range(20)}
+    orders = {
+        tuple(Permutation(50, seed, epoch)(i) for i in range(50))
+        for seed in range(20)
+        for epoch in range(20)
+    }
     assert len(orders) == 400
 
 
@@ -49,7 +62,8 @@ def test_small_permutations_are_uniform(size):
         for index in range(size):
             counts[index, permutation(index)] += 1
     expected = trials / size
-    chi2, freedom = ((counts - expected) ** 2 / expected).sum(), (size - 1) ** 2
+    chi2 = ((counts - expected) ** 2 / expected).sum()
+    freedom = (size - 1) ** 2
     assert chi2 < freedom + 5 * (2 * freedom) ** 0.5
 
 
@@ -78,7 +92,9 @@ def test_each_epoch_visits_each_sample_once(samples, seed, epochs):
 @given(st.integers(1, 60), SEEDS, st.lists(st.integers(0, 500), max_size=30))
 def test_order_has_no_memory(samples, seed, places):
     order = SampleOrder(samples, seed)
-    assert [order(place) for place in places] == [SampleOrder(samples, seed)(place) for place in places]
+    assert [order(place) for place in places] == [
+        SampleOrder(samples, seed)(place) for place in places
+    ]
 
 
 LAYOUTS = st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (2, 4), (8, 1)])
@@ -97,13 +113,21 @@ def test_a_step_reads_the_same_samples_on_every_layout(layout, accumulation, siz
     assert everything == list(range(consumed, consumed + plan.parallel.global_batch_samples))
 
 
-@given(st.lists(st.integers(1, 5), min_size=2, max_size=6), st.sampled_from([1, 2]), st.integers(0, 10_000))
+@given(
+    st.lists(st.integers(1, 5), min_size=2, max_size=6),
+    st.sampled_from([1, 2]),
+    st.integers(0, 10_000),
+)
 def test_replicas_of_unequal_shares_read_each_sample_once(counts, size, consumed):
     if len(set(counts)) == 1:
         counts[0] += 1
     par = make_plan(dp=len(counts), replica_micro_batches=counts, micro_batch_size=size).parallel
-    read = [samples_of_step(par, Coord(pp=0, dp=dp, cp=0, ep=0, tp=0), consumed) for dp in range(par.dp)]
-    assert [len(mine) for mine in read] == counts and {len(micro) for mine in read for micro in mine} == {size}
+    read = [
+        samples_of_step(par, Coord(pp=0, dp=dp, cp=0, ep=0, tp=0), consumed) for dp in range(par.dp)
+    ]
+    assert [len(mine) for mine in read] == counts and {
+        len(micro) for mine in read for micro in mine
+    } == {size}
     everything = sorted(place for mine in read for micro in mine for place in micro)
     assert everything == list(range(consumed, consumed + samples_at(par, None, consumed)))
 

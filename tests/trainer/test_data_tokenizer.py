@@ -16,21 +16,28 @@ from trainer.errors import DataError
 def word_level(end: str = "<|endoftext|>") -> str:
     """A small tokenizers JSON file: words split on white space."""
     vocab = {"[UNK]": 0, "hello": 1, "world": 2, end: 7}
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    special = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     return json.dumps(
         {
-            **{
-                "version": "1.0",
-                "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+            "version": "1.0",
+            "truncation": {
+                "direction": "Right",
+                "max_length": 2,
+                "strategy": "LongestFirst",
+                "stride": 0,
             },
             "padding": None,
             "added_tokens": [{"id": 7, "content": end, **special}],
-            **{
-                "normalizer": None,
-                "pre_tokenizer": {"type": "WhitespaceSplit"},
-                "post_processor": None,
-                "decoder": None,
-            },
+            "normalizer": None,
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "post_processor": None,
+            "decoder": None,
             "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"},
         }
     )
@@ -46,7 +53,11 @@ def test_tokenizer_file(tmp_path):
     (tmp_path / "t.json").write_text(word_level())
     tokenizer = load_tokenizer(str(tmp_path / "t.json"))
     first, second, nothing = tokenizer.encode([b"hello world hello", b"world", b""])
-    assert (first.tolist(), second.tolist(), nothing.tolist()) == ([1, 2, 1], [2], [])  # not cut at its max_length
+    assert (first.tolist(), second.tolist(), nothing.tolist()) == (
+        [1, 2, 1],
+        [2],
+        [],
+    )  # not cut at its max_length
     assert (tokenizer.eod, tokenizer.vocab_size) == (7, 8)
 
 

@@ -1,4 +1,5 @@
-"""Packed documents as runs of tokens: every pair that a mask would allow, and no other; no mask is built."""
+"""Packed documents as runs of tokens: every pair that a mask would allow, and no other; no mask is
+built."""
 
 from __future__ import annotations
 
@@ -25,11 +26,15 @@ SAMPLES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size
 def same_length(lengths):
     """Every sample filled up to the longest, and to a multiple of 8, with a last document."""
     longest = -(-max(map(sum, lengths)) // 8) * 8
-    return tuple(tuple(one) + ((longest - sum(one),) if sum(one) < longest else ()) for one in lengths), longest
+    return tuple(
+        tuple(one) + ((longest - sum(one),) if sum(one) < longest else ()) for one in lengths
+    ), longest
 
 
 def numbers_of(lengths):
-    return torch.stack([torch.repeat_interleave(torch.arange(len(one)), torch.tensor(one)) for one in lengths])
+    return torch.stack(
+        [torch.repeat_interleave(torch.arange(len(one)), torch.tensor(one)) for one in lengths]
+    )
 
 
 def allowed(runs, queries, keys):
@@ -51,7 +56,8 @@ def test_runs_are_the_mask(lengths, method, size):
             see = visible(method, length // size, index, source)
             if see is None:
                 continue
-            queries, keys = part(mine, see.queries), part(chunks(method, length, size, source), see.keys)
+            queries = part(mine, see.queries)
+            keys = part(chunks(method, length, size, source), see.keys)
             rows, columns = ([at for one in side for at in one] for side in (queries, keys))
             runs = pairs(lengths, queries, keys)
             assert sum(run[0] for run in runs) == len(lengths) * len(rows)
@@ -68,7 +74,10 @@ def test_documents_of_a_batch_are_those_of_its_text():
     assert batch.documents is not None
     assert batch.documents.lengths == ((2, 3, 1, 1), (7,))
     half = batch.each(lambda x: x[:, :4])
-    assert half.documents.lengths == batch.documents.lengths and half.documents.numbers.shape == (2, 4)
+    assert half.documents.lengths == batch.documents.lengths and half.documents.numbers.shape == (
+        2,
+        4,
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -77,13 +86,19 @@ def test_attention_of_documents_equals_the_twin_and_builds_no_mask(causal, kv_he
     lengths = ((5, 3, 8), (1, 12, 3))
     documents = Documents.of(numbers_of(lengths))
     make = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 16, h, 8, dtype=torch.float64, generator=make) for h in (4, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(2, 16, h, 8, dtype=torch.float64, generator=make)
+        for h in (4, kv_heads, kv_heads)
+    )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     twins = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, expected = SDPA(causal)(*leaves, None, documents), attention(*twins, documents.numbers, causal)
+    out = SDPA(causal)(*leaves, None, documents)
+    expected = attention(*twins, documents.numbers, causal)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
     for one, twin in zip(
-        torch.autograd.grad(out.sin().sum(), leaves), torch.autograd.grad(expected.sin().sum(), twins), strict=True
+        torch.autograd.grad(out.sin().sum(), leaves),
+        torch.autograd.grad(expected.sin().sum(), twins),
+        strict=True,
     ):
         torch.testing.assert_close(one, twin, rtol=0, atol=1e-12)
     documents = Documents.of(numbers_of(((256,) * 4,)))
@@ -94,18 +109,26 @@ def test_attention_of_documents_equals_the_twin_and_builds_no_mask(causal, kv_he
 
 
 def test_blocks_of_documents_have_the_same_output_and_gradients_as_a_mask():
-    """Queries without a key give zeros and a log-sum-exp of minus infinity, which joins as nothing."""
-    lengths, queries, keys = ((5, 3, 8), (1, 12, 3)), (range(8, 16),), (range(8),)
+    """Queries without a key give zeros and a log-sum-exp of minus infinity, which joins as
+    nothing."""
+    lengths = ((5, 3, 8), (1, 12, 3))
+    queries = (range(8, 16),)
+    keys = (range(8),)
     documents = Documents.of(numbers_of(lengths))
     make = torch.Generator().manual_seed(1)
     q, k, v, grad = (torch.randn(2, 4, 8, 8, dtype=torch.float64, generator=make) for _ in range(4))
     labels = documents.numbers[None]
-    sights = [block.inside(documents, queries, keys), block.between(labels[:, :, 8:], labels[:, :, :8], q, None)]
+    sights = [
+        block.inside(documents, queries, keys),
+        block.between(labels[:, :, 8:], labels[:, :, :8], q, None),
+    ]
     found = [block.forward(q, k, v, 0.3, False, *sight) for sight in sights]
     assert found[0][1].isinf().any() and not found[0][1].isinf().all()
     own = block.forward(q, q, q, 0.3, True, *block.inside(documents, queries, queries))
     out, lse = block.join(*own, *found[1])
-    results = [block.backward(grad, q, k, v, out, lse.contiguous(), 0.3, False, *sight) for sight in sights]
+    results = [
+        block.backward(grad, q, k, v, out, lse.contiguous(), 0.3, False, *sight) for sight in sights
+    ]
     for one, other in zip((*found[0], *results[0]), (*found[1], *results[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
@@ -119,12 +142,15 @@ def test_a_block_whose_documents_do_not_meet_is_not_computed():
 @pytest.mark.process
 @pytest.mark.skipif(bool(fakegpu.missing()), reason=fakegpu.missing() or "there are fake GPUs")
 def test_documents_take_the_flash_kernel_of_a_gpu():
-    """Forward and backward, alone and under context parallelism: its kernels, no mask, no wait for the device."""
+    """Forward and backward, alone and under context parallelism: its kernels, no mask, no wait for
+    the device."""
     found = fakegpu.call(gpu_steps.packed_attention)
     assert found["waits"] == []
     assert found["kernels"]["alone"] and found["kernels"]["blocks"]
     for names in found["kernels"].values():
-        assert any("flash_fwd" in name for name in names) and any("flash_bwd" in name for name in names)
+        assert any("flash_fwd" in name for name in names) and any(
+            "flash_bwd" in name for name in names
+        )
     assert found["most_bytes"] < found["mask_bytes"]
 
 

@@ -1,4 +1,5 @@
-"""Dropout's masks: what the twin draws, at the right rate, without patterns, and the same however they are cut."""
+"""Dropout's masks: what the twin draws, at the right rate, without patterns, and the same however
+they are cut."""
 
 from __future__ import annotations
 
@@ -38,11 +39,17 @@ def test_hidden_and_attention_masks_are_those_of_the_twin():
 def test_masks_have_their_rate_in_every_row_and_column_and_no_pattern(rate):
     serial = torch.arange(1000)[None]
     keep = seeded(Dropout(rate, 1000))(torch.ones(1, 1000, 1000), serial)[0] > 0
-    kept, deviation = keep.double(), (rate * (1 - rate)) ** 0.5
+    kept = keep.double()
+    deviation = (rate * (1 - rate)) ** 0.5
     assert abs(kept.mean() - (1 - rate)) < 5 * deviation / 1e3
     for dim in (0, 1):
         assert (kept.mean(dim) - (1 - rate)).abs().max() < 6 * deviation / 1000**0.5
-    shapes = ((kept[1:], kept[:-1]), (kept[:, 1:], kept[:, :-1]), (kept[32:], kept[:-32]), (kept, kept.T))
+    shapes = (
+        (kept[1:], kept[:-1]),
+        (kept[:, 1:], kept[:, :-1]),
+        (kept[32:], kept[:-32]),
+        (kept, kept.T),
+    )
     for one, other in shapes:  # neighbours, powers of two apart, transposed
         correlation = ((one - 1 + rate) * (other - 1 + rate)).mean() / deviation**2
         assert abs(correlation) < 6e-3
@@ -50,7 +57,11 @@ def test_masks_have_their_rate_in_every_row_and_column_and_no_pattern(rate):
 
 def test_other_seeds_names_tokens_and_heads_draw_other_masks():
     x = torch.ones(2, 48, 64)
-    masks = [seeded(Dropout(0.5, 64), seed)(x, serial) > 0 for seed in (1, 2) for serial in (SERIAL, SERIAL + 96)]
+    masks = [
+        seeded(Dropout(0.5, 64), seed)(x, serial) > 0
+        for seed in (1, 2)
+        for serial in (SERIAL, SERIAL + 96)
+    ]
     holder = nn.Module()
     holder.other = Dropout(0.5, 64)
     seed_dropout(holder, 1)
@@ -63,8 +74,10 @@ def test_other_seeds_names_tokens_and_heads_draw_other_masks():
 
 
 def test_a_shard_draws_what_the_whole_draws_for_it():
-    x, drop = torch.randn(2, 48, 16), seeded(Dropout(0.4, 16))
-    whole, mine = drop(x, SERIAL), [3, 17, 40]
+    x = torch.randn(2, 48, 16)
+    drop = seeded(Dropout(0.4, 16))
+    whole = drop(x, SERIAL)
+    mine = [3, 17, 40]
     assert torch.equal(drop(x[:, mine], SERIAL[:, mine]), whole[:, mine])
 
 
@@ -80,8 +93,10 @@ def test_a_rate_of_zero_costs_nothing_and_needs_no_seed():
 
 
 def test_dropout_takes_few_kernels():
-    """36 before; those over [b, s, h] are the product, the comparison, and on a GPU one for the rest."""
-    x, drop = torch.randn(2, 48, 16, requires_grad=True), seeded(Dropout(0.4, 16))
+    """36 before; those over [b, s, h] are the product, the comparison, and on a GPU one for the
+    rest."""
+    x = torch.randn(2, 48, 16, requires_grad=True)
+    drop = seeded(Dropout(0.4, 16))
     with Kernels() as kernels:
         drop(x, SERIAL).sum().backward()
     assert len(kernels.seen) <= 26, kernels.seen

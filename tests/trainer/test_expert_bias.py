@@ -1,6 +1,8 @@
-"""Biases and loads that routers keep: how a step moves them, alike on every layout. Biases are weights of an export.
+"""Biases and loads that routers keep: how a step moves them, alike on every layout. Biases are
+weights of an export.
 
-That they choose, and equal one process's after steps on every layout of the matrix, is shown by its "deepseek" cells.
+That they choose, and equal one process's after steps on every layout of the matrix, is shown by its
+"deepseek" cells.
 """
 
 from __future__ import annotations
@@ -28,14 +30,20 @@ from trainer.verify import alone
 from trainer.verify.samples import step_batches
 
 SPEED = 0.125  # exact in fp32
-MOE = Moe(experts=5, top_k=2, ffn_hidden=12, first_dense_layers=1, score="sigmoid", bias_update=SPEED)
+MOE = Moe(
+    experts=5, top_k=2, ffn_hidden=12, first_dense_layers=1, score="sigmoid", bias_update=SPEED
+)
 MOE = structs.replace(MOE, balance_loss=0.1, balance_over="batch")  # routers keep the load, too
 MODEL = tiny_model(layers=4, moe=MOE)
 EIGHT = tiny_model(layers=4, moe=Moe(experts=8, top_k=2, ffn_hidden=8, bias_update=SPEED))
 CASES = {
     "dp3, unequal, padded": dict(dp=3, zero=2, replica_micro_batches=[2, 1, 1]),
-    "pp3 split backward, full": dict(pp=3, schedule="zb_h1", stage_layers=[2, 1, 1], recompute="full"),
-    "tp3 without sp": dict(tp=3, sp=False, model=tiny_model(layers=2, moe=MOE, heads=3, kv_heads=3)),
+    "pp3 split backward, full": dict(
+        pp=3, schedule="zb_h1", stage_layers=[2, 1, 1], recompute="full"
+    ),
+    "tp3 without sp": dict(
+        tp=3, sp=False, model=tiny_model(layers=2, moe=MOE, heads=3, kv_heads=3)
+    ),
 }
 
 
@@ -54,19 +62,30 @@ def test_the_load_of_the_batch_is_balanced_by_what_the_step_before_chose():
     scores = torch.rand(7, 4, generator=generator, dtype=torch.float64)
     chosen = torch.tensor([[3, 1, 2, 2], [0, 0, 7, 1]])
     load = load_of(chosen)
-    assert load.dtype == torch.float32 and load.tolist() == [[1.5, 0.5, 1.0, 1.0], [0.0, 0.0, 3.5, 0.5]]
-    expected = sum(float(load[0, e]) * float(scores[token, e]) for token in range(7) for e in range(4))
+    assert load.dtype == torch.float32 and load.tolist() == [
+        [1.5, 0.5, 1.0, 1.0],
+        [0.0, 0.0, 3.5, 0.5],
+    ]
+    expected = sum(
+        float(load[0, e]) * float(scores[token, e]) for token in range(7) for e in range(4)
+    )
     found = batch_balance(Routing(chosen, scores, scores, scores), load[0])
     assert float(found) == pytest.approx(expected, rel=1e-12)
     even = scores / scores.sum(-1, keepdim=True)
-    assert float(batch_balance(Routing(chosen, even, even, even), torch.ones(4))) == pytest.approx(7), "1 a token"
+    assert float(batch_balance(Routing(chosen, even, even, even), torch.ones(4))) == pytest.approx(
+        7
+    ), "1 a token"
 
 
 def biases(rank, plan):
-    """And loads. Of every layer on this rank, after each of three steps of which the second is skipped."""
-    engine, found = engine_of(plan, rank, FP64), []
+    """And loads. Of every layer on this rank, after each of three steps of which the second is
+    skipped."""
+    engine = engine_of(plan, rank, FP64)
+    found = []
     for step in range(3):
-        _, norm = engine.gradients(*step_batches(plan, engine.mesh.coord, step * plan.parallel.global_batch_samples))
+        _, norm = engine.gradients(
+            *step_batches(plan, engine.mesh.coord, step * plan.parallel.global_batch_samples)
+        )
         engine.update(norm * (float("inf") if step == 1 else 1.0), 1e-3)
         found.append({info.name: state.tolist() for info, state in engine.part.states()})
     return found
@@ -76,7 +95,9 @@ def biases(rank, plan):
 def test_every_layout_moves_them_as_one_process_does_and_a_skipped_step_does_not():
     plans = {name: make_plan(**({"model": MODEL} | case)) for name, case in CASES.items()}
     assert {world(case) for case in CASES.values()} == {3}
-    for name, answers in run_together(biases, 3, {name: (plan,) for name, plan in plans.items()}).items():
+    for name, answers in run_together(
+        biases, 3, {name: (plan,) for name, plan in plans.items()}
+    ).items():
         with told(name):
             alone_in_one = alone.one_process(plans[name])
             first, skipped, third = biases(0, alone_in_one)
@@ -89,7 +110,9 @@ def test_every_layout_moves_them_as_one_process_does_and_a_skipped_step_does_not
 
 def test_a_bias_that_does_not_move_stays_a_part_of_the_model():
     still = tiny_model(layers=2, moe=Moe(experts=4, top_k=1, ffn_hidden=8, bias_update=0.0))
-    assert [set(map(tuple, step.values())) for step in biases(0, make_plan(model=still))] == [{(0.0,) * 4}] * 3
+    assert [set(map(tuple, step.values())) for step in biases(0, make_plan(model=still))] == [
+        {(0.0,) * 4}
+    ] * 3
     without = engine_of(make_plan(model=tiny_model(moe=Moe(experts=4, top_k=1, ffn_hidden=8))), 0)
     assert not list(without.part.states())
 
@@ -107,7 +130,9 @@ def test_moving_them_reads_nothing_from_the_device():
 def test_an_export_has_them_in_fp32(tmp_path, capsys, dtype):
     plan = make_plan(model=MODEL)
     engine = engine_of(plan, 0)
-    states = {info.name: state.copy_(torch.arange(5) / 1000) for info, state in engine.part.states()}
+    states = {
+        info.name: state.copy_(torch.arange(5) / 1000) for info, state in engine.part.states()
+    }
     opened(tmp_path / "run", 0, 0, plan).save(list(engine.pieces(own=True)), 1, 2, engine.scalars())
     assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", dtype]) == Exit.DONE
     said = json.loads(capsys.readouterr().out)

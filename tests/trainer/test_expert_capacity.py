@@ -1,4 +1,5 @@
-"""Experts that take a bounded number of tokens: which they take, what is reported, what cells of verify meet."""
+"""Experts that take a bounded number of tokens: which they take, what is reported, what cells of
+verify meet."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_an_expert_takes_the_first_of_each_sequence(data):
         data.draw(st.integers(low, high)) for low, high in ((0, 3), (1, 9), (1, 3), (3, 5), (1, 9))
     )
     seed = data.draw(st.integers(0, 1 << 20))
-    chosen = torch.rand(b, s, experts, generator=torch.Generator().manual_seed(seed)).argsort(-1)[..., :k]
+    chosen = torch.rand(b, s, experts, generator=torch.Generator().manual_seed(seed)).argsort(-1)[
+        ..., :k
+    ]
     expected = torch.zeros(b, s, k, dtype=torch.bool)
     for sequence in range(b):
         taken = [0] * experts
@@ -44,12 +47,17 @@ def test_an_expert_takes_the_first_of_each_sequence(data):
         assert torch.equal(first_choices(chosen[:, :-1], experts, capacity), expected[:, :-1])
 
 
-@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 4096), st.decimals("0.01", "16", places=2))
+@given(
+    st.integers(1, 64), st.integers(1, 8), st.integers(1, 4096), st.decimals("0.01", "16", places=2)
+)
 def test_the_bound_is_the_factor_times_an_equal_share_rounded_up(experts, top_k, seq_len, factor):
     top_k = min(top_k, experts)
-    one, exact = moe(experts, top_k, float(factor)), Fraction(factor) * top_k * seq_len / experts
+    one = moe(experts, top_k, float(factor))
+    exact = Fraction(factor) * top_k * seq_len / experts
     assert expert_capacity(one, seq_len) - 1 < exact <= expert_capacity(one, seq_len)
-    assert taken_choices(one, seq_len) == pytest.approx(min(top_k, expert_capacity(one, seq_len) * experts / seq_len))
+    assert taken_choices(one, seq_len) == pytest.approx(
+        min(top_k, expert_capacity(one, seq_len) * experts / seq_len)
+    )
 
 
 def test_without_a_factor_every_choice_is_taken():
@@ -71,12 +79,18 @@ def test_every_layout_reports_the_same_share_of_dropped_choices():
     assert {world(case) for case in CASES.values()} == {4}
     plans = {name: make_plan(model=model, **case) for name, case in CASES.items()}
     found = {}
-    for name, answers in run_together(told_by, 4, {name: (plan,) for name, plan in plans.items()}).items():
+    for name, answers in run_together(
+        told_by, 4, {name: (plan,) for name, plan in plans.items()}
+    ).items():
         with told(name):
-            found[name] = {layer: load["dropped"] for answer in answers for layer, load in answer.items()}
+            found[name] = {
+                layer: load["dropped"] for answer in answers for layer, load in answer.items()
+            }
             assert sorted(found[name]) == ["0", "1"]
     assert all(one == found["dp4"] for one in found.values())
-    assert all(0.25 <= share < 0.6 for share in found["dp4"].values()), "a factor of 0.75 drops a quarter at least"
+    assert all(0.25 <= share < 0.6 for share in found["dp4"].values()), (
+        "a factor of 0.75 drops a quarter at least"
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +98,12 @@ def test_every_layout_reports_the_same_share_of_dropped_choices():
     [
         (ONE_TAKES_ALL, lambda counts, tokens: max(counts) == tokens and sorted(counts)[-2] == 0),
         (IDLE, lambda counts, tokens: counts.count(0) >= 2),
-        (FEW_TOKENS, lambda counts, tokens: 3 * tokens // 4 < len(counts) and counts.count(0) > len(counts) // 4),
+        (
+            FEW_TOKENS,
+            lambda counts, tokens: (
+                3 * tokens // 4 < len(counts) and counts.count(0) > len(counts) // 4
+            ),
+        ),
         (ALL_CHOSEN, lambda counts, tokens: set(counts) == {tokens}),
         (CAPPED, lambda counts, tokens: max(counts) > 0.75 * sum(counts) / len(counts)),
     ],
@@ -92,11 +111,14 @@ def test_every_layout_reports_the_same_share_of_dropped_choices():
 )
 def test_the_corner_cells_of_verify_are_what_they_are_called(fields, meant, monkeypatch):
     """In the second step of each, a layer's choices of the whole batch."""
-    counts, original = [], Router.forward
+    counts = []
+    original = Router.forward
 
     def forward(self, x, serial=None):
         routing = original(self, x, serial)
-        counts.append((torch.bincount(routing.experts.flatten(), minlength=self.moe.experts).tolist(), len(x)))
+        counts.append(
+            (torch.bincount(routing.experts.flatten(), minlength=self.moe.experts).tolist(), len(x))
+        )
         return routing
 
     monkeypatch.setattr(Router, "forward", forward)

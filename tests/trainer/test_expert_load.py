@@ -1,4 +1,5 @@
-"""What routers chose, as reported by each layout, against a count in one process; and that sampling reads nothing."""
+"""What routers chose, as reported by each layout, against a count in one process; and that sampling
+reads nothing."""
 
 from __future__ import annotations
 
@@ -27,21 +28,28 @@ CASES = {
     "tp2 sp pp2": dict(tp=2, pp=2, micro_batches=3),
     "cp2 pp2, full": dict(cp=2, pp=2, recompute="full", micro_batches=3),
     "tp2 cp2, folded": dict(tp=2, cp=2, etp=1, fold_cp=True),
-    "ep2 pp2 dualpipe, full": dict(ep=2, pp=2, schedule="dualpipe", micro_batches=4, recompute="full"),
-    "pp2 dp2 interleaved zero3": dict(pp=2, vpp=2, dp=2, schedule="interleaved", micro_batches=4, zero=3),
+    "ep2 pp2 dualpipe, full": dict(
+        ep=2, pp=2, schedule="dualpipe", micro_batches=4, recompute="full"
+    ),
+    "pp2 dp2 interleaved zero3": dict(
+        pp=2, vpp=2, dp=2, schedule="interleaved", micro_batches=4, zero=3
+    ),
 }
 
 
 def told_by(rank, plan):
     """What this rank reports of a sampled step, after one that is not."""
     engine = engine_of(plan, rank, FP64)
-    meter, found = engine.part.expert_meter, []
+    meter = engine.part.expert_meter
+    found = []
     for on in (False, True):
         meter.start(on)
         loss, _ = engine.gradients(*step_batches(plan, engine.mesh.coord, 0))
         result = StepResult(engine, [loss], True, engine.expert_loads())
         result.wait()
-        found.append(meter.loads(result.table()) if result.table() and engine.tells_expert_loads else {})
+        found.append(
+            meter.loads(result.table()) if result.table() and engine.tells_expert_loads else {}
+        )
     assert found[0] == {}
     return to_builtins(found[1])
 
@@ -59,7 +67,11 @@ def counted(plan) -> dict[str, ExpertLoad]:
     found = {}
     for name, outs in seen.items():
         chosen = [expert for out in outs for row in out.experts.tolist() for expert in row]
-        shares = [torch.distributions.Categorical(probs=row).entropy() for out in outs for row in out.scores.detach()]
+        shares = [
+            torch.distributions.Categorical(probs=row).entropy()
+            for out in outs
+            for row in out.scores.detach()
+        ]
         entropy = float(torch.stack(shares).mean() / torch.tensor(4.0).log())
         found[name] = ExpertLoad([chosen.count(expert) for expert in range(4)], entropy)
     return found
@@ -69,7 +81,9 @@ def counted(plan) -> dict[str, ExpertLoad]:
 def test_every_layout_reports_the_load_that_one_process_counts():
     assert {world(case) for case in CASES.values()} == {4}
     plans = {name: make_plan(model=MODEL, **case) for name, case in CASES.items()}
-    for name, answers in run_together(told_by, 4, {name: (plan,) for name, plan in plans.items()}).items():
+    for name, answers in run_together(
+        told_by, 4, {name: (plan,) for name, plan in plans.items()}
+    ).items():
         with told(name):
             expected = counted(plans[name])
             assert list(expected) == ["1", "2", "3"]

@@ -22,7 +22,9 @@ MODEL = tiny_model(moe=Moe(experts=8, top_k=2, ffn_hidden=8))
 def test_groups_hold_each_expert_once(etp, fold_cp, order):
     degrees = {"tp": 4, "cp": 2, "ep": 2, "dp": 2, "pp": 2}
     nested = (*order, "dp", "pp")
-    plan = make_plan(**degrees, etp=etp, fold_cp=fold_cp, order=nested, zero=1, zero_group=4, model=MODEL)
+    plan = make_plan(
+        **degrees, etp=etp, fold_cp=fold_cp, order=nested, zero=1, zero_group=4, model=MODEL
+    )
     mesh = expert_mesh(plan.parallel)
     assert mesh.etp * mesh.ep * mesh.edp == 4 * 2 * 2 * 2, "a factorisation of a stage's ranks"
 
@@ -34,11 +36,19 @@ def test_groups_hold_each_expert_once(etp, fold_cp, order):
     for rank in world:
         stage, run, slice_ = held(rank)
         experts, etp_group, same, whole = (
-            members_of(plan, name, rank) for name in ("experts", "etp", "expert_grad", "expert_model")
+            members_of(plan, name, rank)
+            for name in ("experts", "etp", "expert_grad", "expert_model")
         )
-        assert [held(peer) for peer in experts] == [(stage, other, slice_) for other in range(mesh.ep)]
-        assert sorted(held(peer) for peer in etp_group) == [(stage, run, part) for part in range(etp)]
-        assert list(same) == [peer for peer in world if held(peer) == held(rank)] and len(same) == mesh.edp
+        assert [held(peer) for peer in experts] == [
+            (stage, other, slice_) for other in range(mesh.ep)
+        ]
+        assert sorted(held(peer) for peer in etp_group) == [
+            (stage, run, part) for part in range(etp)
+        ]
+        assert (
+            list(same) == [peer for peer in world if held(peer) == held(rank)]
+            and len(same) == mesh.edp
+        )
         every = sorted(product(range(2), range(mesh.ep), range(etp)))
         assert sorted(held(peer) for peer in whole) == every, "each expert once, on all stages"
         shard, replica = (members_of(plan, f"expert_{name}", rank) for name in ("shard", "replica"))
@@ -57,15 +67,22 @@ def test_groups_hold_each_expert_once(etp, fold_cp, order):
     ],
 )
 def test_domain_groups_by_their_definition(layout):
-    """Inside: same NVLink domain; across: one rank of each domain, all in the same place of theirs."""
+    """Inside: same NVLink domain; across: one rank of each domain, all in the same place of
+    theirs."""
     plan = make_plan(**layout, expert_all_to_all="hierarchical", model=MODEL)
     assert hierarchy.problem(plan) is None and hierarchy.is_hierarchical(plan)
     groups = hierarchy.expert_groups(plan)
     for rank in plan.ranks:
-        experts, inside, across = (members_of(plan, name, rank.rank) for name in ("experts", *DOMAIN_GROUPS))
+        experts, inside, across = (
+            members_of(plan, name, rank.rank) for name in ("experts", *DOMAIN_GROUPS)
+        )
         assert list(experts) in groups
         assert [one for one in experts if plan.ranks[one].node == rank.node] == list(inside)
-        assert len({plan.ranks[one].node for one in across}) == len(across) == len(experts) // len(inside)
+        assert (
+            len({plan.ranks[one].node for one in across})
+            == len(across)
+            == len(experts) // len(inside)
+        )
         assert set(inside) & set(across) == {rank.rank}
         places = [members_of(plan, "experts_inside", one).index(one) for one in across]
         assert len(set(places)) == 1 and list(across) == sorted(across)
@@ -96,7 +113,9 @@ def test_expected_landings_against_every_choice(groups, top_groups, domains):
     found = []
     for chosen in combinations(range(groups), top_groups):
         held = [expert for expert in range(8) if expert // (8 // groups) in chosen]
-        found += [len({expert // (8 // domains) for expert in pair}) for pair in combinations(held, 2)]
+        found += [
+            len({expert // (8 // domains) for expert in pair}) for pair in combinations(held, 2)
+        ]
     assert hierarchy.landings(moe, domains) == pytest.approx(sum(found) / len(found), rel=1e-12)
 
 
@@ -109,6 +128,9 @@ def test_a_plan_names_the_legal_words():
     assert refused(tp=4, etp=1) is None and refused(tp=2, cp=2, etp=1, fold_cp=True) is None
     assert refused(tp=4, etp=3) == "etp=3 does not divide tp=4; legal: 1, 2, 4"
     assert refused(ep=3) == "ep=3 does not divide 8 experts; nearest divisors: 2 and 4"
-    assert refused(tp=2, etp=1, ep=3) == "ep=6 (over tp, ep) does not divide 8 experts; nearest divisors: 4 and 8"
+    assert (
+        refused(tp=2, etp=1, ep=3)
+        == "ep=6 (over tp, ep) does not divide 8 experts; nearest divisors: 4 and 8"
+    )
     assert "needs sequence parallelism" in refused(tp=2, etp=1, sp=False)
     assert "no experts" in next(problems(make_plan(tp=2, etp=1)))

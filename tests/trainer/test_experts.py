@@ -36,7 +36,11 @@ def choices(case: str, tokens: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if case == "spread":
         return torch.stack([torch.randperm(6, generator=generator)[:2] for _ in range(tokens)])
-    return torch.tensor([[4, 5]] if case == "two experts take all" else [[0, 3]]).expand(tokens, 2).contiguous()
+    return (
+        torch.tensor([[4, 5]] if case == "two experts take all" else [[0, 3]])
+        .expand(tokens, 2)
+        .contiguous()
+    )
 
 
 def case_of(case: str, rank: int) -> tuple[torch.Tensor, Routing]:
@@ -44,7 +48,11 @@ def case_of(case: str, rank: int) -> tuple[torch.Tensor, Routing]:
     generator = torch.Generator().manual_seed(100 + rank)
     x = torch.randn(tokens, 32, dtype=torch.float64, generator=generator)
     weights = torch.rand(tokens, 2, dtype=torch.float64, generator=generator)
-    chosen = choices("spread" if case == "a rank without tokens" else case, tokens, rank) if tokens else None
+    chosen = (
+        choices("spread" if case == "a rank without tokens" else case, tokens, rank)
+        if tokens
+        else None
+    )
     chosen = torch.empty(0, 2, dtype=torch.int64) if chosen is None else chosen
     return x.requires_grad_(), Routing(chosen, weights.requires_grad_(), weights, weights)
 
@@ -55,7 +63,9 @@ def experts_of(part: slice, width: slice = slice(None)) -> Experts:
     torch.manual_seed(3)
     for name, param in experts.named_parameters():
         whole = torch.randn(param.shape, dtype=torch.float64)[part]
-        param.data = (whole[:, :, width] if name.startswith("down") else whole[:, width]).contiguous()
+        param.data = (
+            whole[:, :, width] if name.startswith("down") else whole[:, width]
+        ).contiguous()
     return experts
 
 
@@ -63,13 +73,16 @@ def run(case: str, rank: int, by: Dispatch, experts: Experts) -> dict:
     """The rank's tokens through `experts` and back, forward and backward."""
     x, routing = case_of(case, rank)
     with pytest.MonkeyPatch.context() as patch:
-        reads, tolist = list[torch.Size](), torch.Tensor.tolist
+        reads = list[torch.Size]()
+        tolist = torch.Tensor.tolist
         patch.setattr(torch.Tensor, "tolist", lambda one: (reads.append(one.shape), tolist(one))[1])
         out, _ = by(x, routing, experts, nothing)
     out.backward(torch.full_like(out, 2.0) * (1 + rank))
     grads = {name: param.grad for name, param in experts.named_parameters()}
     found = {"out": out.detach(), "x": x.grad, "weights": routing.weights.grad, "experts": grads}
-    return found | {"reads": len(reads)}  # of counts: where they are on a device, the host waits for each
+    return found | {
+        "reads": len(reads)
+    }  # of counts: where they are on a device, the host waits for each
 
 
 def compare(found: dict, expected: dict) -> None:
@@ -85,13 +98,18 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("case", ["spread", "two experts take all", "one expert a rank", "a rank without tokens"])
+@pytest.mark.parametrize(
+    "case", ["spread", "two experts take all", "one expert a rank", "a rank without tokens"]
+)
 def test_tokens_come_back_as_if_all_experts_were_here(case):
     ranks = 3
 
     def on(rank: int) -> dict:
-        experts, counter = experts_of(slice(rank * 2, rank * 2 + 2)), CommCounter()
-        levels = ["nvlink" if DOMAIN[other] == DOMAIN[rank] else "network" for other in range(ranks)]
+        experts = experts_of(slice(rank * 2, rank * 2 + 2))
+        counter = CommCounter()
+        levels = [
+            "nvlink" if DOMAIN[other] == DOMAIN[rank] else "network" for other in range(ranks)
+        ]
         found = run(case, rank, ExpertDispatch(dist.group.WORLD, None, counter, levels), experts)
         return found | {"bytes": counter.bytes["ep"], "levels": dict(counter.levels)}
 
@@ -101,11 +119,18 @@ def test_tokens_come_back_as_if_all_experts_were_here(case):
         compare(found[rank], run(case, rank, dispatch, experts))
         routing = case_of(case, rank)[1]
         away = int((routing.experts // 2 != rank).sum())
-        arrived = sum(int((case_of(case, r)[1].experts // 2 == rank).sum()) for r in range(ranks) if r != rank)
-        # there and back, forward and backward: a row of 32 each; a weight there, its gradient back; the counts
-        rows, weights, counts = 2 * 8 * 32 * (away + arrived), 8 * (away + arrived), 8 * 6 * 2 // 3
+        arrived = sum(
+            int((case_of(case, r)[1].experts // 2 == rank).sum()) for r in range(ranks) if r != rank
+        )
+        # there and back, forward and backward: a row of 32 each; a weight there, its gradient back;
+        # the counts
+        rows = 2 * 8 * 32 * (away + arrived)
+        weights = 8 * (away + arrived)
+        counts = 8 * 6 * 2 // 3
         assert found[rank]["bytes"] == rows + weights + counts
-        assert found[rank]["reads"] == 2, "of the dispatch, and of the experts that are computed one after another"
+        assert found[rank]["reads"] == 2, (
+            "of the dispatch, and of the experts that are computed one after another"
+        )
         assert sum(found[rank]["levels"].values()) == rows + weights
         outside = [other for other in range(ranks) if DOMAIN[other] != DOMAIN[rank]]
         out = sum(int((routing.experts // 2 == other).sum()) for other in outside)
@@ -117,36 +142,49 @@ def test_tokens_come_back_as_if_all_experts_were_here(case):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("case", ["spread", "two experts take all", "one expert a rank", "a rank without tokens"])
+@pytest.mark.parametrize(
+    "case", ["spread", "two experts take all", "one expert a rank", "a rank without tokens"]
+)
 @pytest.mark.parametrize(("domains", "inside"), [(2, 3), (3, 2), (3, 1)])
 def test_tokens_go_once_to_each_domain(case, domains, inside):
     ranks = domains * inside
-    each, here = 6 // ranks, 6 // domains  # experts of a rank, of a domain
+    each = 6 // ranks
+    here = 6 // domains  # experts of a rank, of a domain
 
     def on(rank: int) -> dict:
-        near = [dist.new_group([*range(d * inside, (d + 1) * inside)]) for d in range(domains)][rank // inside]
+        near = [dist.new_group([*range(d * inside, (d + 1) * inside)]) for d in range(domains)][
+            rank // inside
+        ]
         across = [dist.new_group([*range(i, ranks, inside)]) for i in range(inside)][rank % inside]
-        experts, counter = experts_of(slice(rank * each, (rank + 1) * each)), CommCounter()
+        experts = experts_of(slice(rank * each, (rank + 1) * each))
+        counter = CommCounter()
         to = ExpertDispatch(near if inside > 1 else None, None, counter, ["nvlink"] * inside)
         levels = ["nvlink" if d == rank // inside else "network" for d in range(domains)]
         found = run(case, rank, HierarchicalDispatch(across, to, counter, levels), experts)
         return found | {"levels": dict(counter.levels)}
 
-    found, experts = run_ranks(on, ranks), experts_of(slice(0, 6))
-    row, weight, label = 8 * 32, 8, 4
+    found = run_ranks(on, ranks)
+    experts = experts_of(slice(0, 6))
+    row = 8 * 32
+    weight = 8
+    label = 4
     for rank in range(ranks):
         compare(found[rank], run(case, rank, dispatch, experts))
         sent = 0
         for other in range(rank % inside, ranks, inside):  # its counterpart in each domain
             if other != rank:
                 out, into = (
-                    case_of(case, r)[1].experts // here == d // inside for r, d in ((rank, other), (other, rank))
+                    case_of(case, r)[1].experts // here == d // inside
+                    for r, d in ((rank, other), (other, rank))
                 )
-                # rows there and back, in both passes; weights there, their gradients back; labels there
+                # rows there and back, in both passes; weights there, their gradients back; labels
+                # there
                 sent += 2 * row * int(out.any(1).sum() + into.any(1).sum())
                 sent += (weight + label) * int(out.sum()) + weight * int(into.sum())
         assert found[rank]["levels"].get("network", 0) == sent
-        assert found[rank]["reads"] == 1 + (inside > 1) + 1, "between domains, inside of one, of the experts"
+        assert found[rank]["reads"] == 1 + (inside > 1) + 1, (
+            "between domains, inside of one, of the experts"
+        )
     for name, param in experts.named_parameters():
         mine = torch.cat([found[rank]["experts"][name] for rank in range(ranks)])
         assert_near(mine, param.grad)
@@ -155,16 +193,22 @@ def test_tokens_go_once_to_each_domain(case, domains, inside):
 @pytest.mark.process
 @pytest.mark.parametrize(("domains", "inside"), [(2, 3), (3, 2)])
 def test_bytes_by_level_are_those_of_the_plan(domains, inside):
-    """Of tokens that make each pair of choices equally often, as the plan takes it: exactly, beside weights, labels."""
+    """Of tokens that make each pair of choices equally often, as the plan takes it: exactly, beside
+    weights, labels."""
     ranks = domains * inside
     tokens = [pair for pair in itertools.combinations(range(6), 2) for _ in range(2)]
     routing = Routing(torch.tensor(tokens), *[torch.full((30, 2), 0.5, dtype=torch.float64)] * 3)
 
     def on(rank: int) -> dict:
-        near = [dist.new_group([*range(d * inside, (d + 1) * inside)]) for d in range(domains)][rank // inside]
+        near = [dist.new_group([*range(d * inside, (d + 1) * inside)]) for d in range(domains)][
+            rank // inside
+        ]
         across = [dist.new_group([*range(i, ranks, inside)]) for i in range(inside)][rank % inside]
-        experts, found = experts_of(slice(rank, rank + 1)), {}
-        levels = ["nvlink" if other // inside == rank // inside else "network" for other in range(ranks)]
+        experts = experts_of(slice(rank, rank + 1))
+        found = {}
+        levels = [
+            "nvlink" if other // inside == rank // inside else "network" for other in range(ranks)
+        ]
         for name in ("direct", "hierarchical"):
             counter = CommCounter()
             to = ExpertDispatch(dist.group.WORLD, None, counter, levels)
@@ -189,13 +233,20 @@ def test_bytes_by_level_are_those_of_the_plan(domains, inside):
             planned = {"nvlink": 0.0, "network": 0.0}
             for part in parts:
                 for level, of in part.share.items():
-                    planned["nvlink" if level == "nvlink" else "network"] += 2 * of * sent_bytes(operation, size, ranks)
-            away = {"nvlink": (inside - 1) / ranks, "network": (ranks - inside) / ranks}  # of the copies, by weight
+                    planned["nvlink" if level == "nvlink" else "network"] += (
+                        2 * of * sent_bytes(operation, size, ranks)
+                    )
+            away = {
+                "nvlink": (inside - 1) / ranks,
+                "network": (ranks - inside) / ranks,
+            }  # of the copies, by weight
             if name == "hierarchical":
                 away["nvlink"] = (inside - 1) / inside
             label = {"nvlink": 0, "network": 4 * (name == "hierarchical")}
             extra = {level: 60 * of * (8 + label[level]) for level, of in away.items()}
-            assert sent == pytest.approx({level: planned[level] + extra[level] for level in sent}, rel=1e-12)
+            assert sent == pytest.approx(
+                {level: planned[level] + extra[level] for level in sent}, rel=1e-12
+            )
     assert found["hierarchical"]["network"] < found["direct"]["network"]
 
 
@@ -215,11 +266,13 @@ class Order:
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["direct", "hierarchical"])
 def test_shared_experts_compute_while_tokens_are_on_their_way(kind):
-    """The dispatch of rows starts, shared experts compute, then their arrival is waited for; in backward the same."""
+    """The dispatch of rows starts, shared experts compute, then their arrival is waited for; in
+    backward the same."""
     moe = structs.replace(MOE, shared_ffn_hidden=16)
 
     def on(rank: int) -> dict:
-        mixture, order = MixtureOfExperts(small(**LLAMA, moe=moe), moe).double(), Order()
+        mixture = MixtureOfExperts(small(**LLAMA, moe=moe), moe).double()
+        order = Order()
         for param in mixture.parameters():
             torch.nn.init.normal_(param)
         local = Experts(MODEL, structs.replace(MOE, experts=3)).double()
@@ -236,18 +289,22 @@ def test_shared_experts_compute_while_tokens_are_on_their_way(kind):
         local.register_forward_pre_hook(lambda *_: order.seen.append("experts"))
         x = torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)
         out = mixture(x)
-        forward, order.seen = order.seen, []
+        forward = order.seen
+        order.seen = []
         out.sum().backward()
         return {"forward": forward, "backward": order.seen}
 
-    on_their_way = {"direct": 2, "hierarchical": 1}[kind]  # rows, with their weights where these go the same way
+    on_their_way = {"direct": 2, "hierarchical": 1}[
+        kind
+    ]  # rows, with their weights where these go the same way
     beside = ["start"] * on_their_way + ["shared"] + ["wait"] * on_their_way
     for found in run_ranks(on, 2):
         there = found["forward"][: found["forward"].index("experts")]
         assert there[-len(beside) :] == beside
         assert "shared" not in there[: -len(beside)] and there.count("start") == there.count("wait")
         at = found["backward"].index("shared")
-        first, after = at - on_their_way, at + 1 + on_their_way
+        first = at - on_their_way
+        after = at + 1 + on_their_way
         assert found["backward"][first:after] == beside
         assert found["backward"][first - 1] == "wait", "the exchange of results is over"
 
@@ -259,7 +316,8 @@ def test_experts_cut_over_tensor_parallel_ranks(case, expert_ranks):
     """2 slices of each expert; ranks (expert, slice) number slices first."""
 
     def on(rank: int) -> dict:
-        over_slices, over_experts = None, None
+        over_slices = None
+        over_experts = None
         for first in range(expert_ranks):
             group = dist.new_group([2 * first, 2 * first + 1])
             over_slices = group if rank // 2 == first else over_slices
@@ -268,9 +326,13 @@ def test_experts_cut_over_tensor_parallel_ranks(case, expert_ranks):
             over_experts = group if rank % 2 == first else over_experts
         expert, part = divmod(rank, 2)
         share = 6 // expert_ranks
-        experts = experts_of(slice(expert * share, (expert + 1) * share), slice(part * 6, part * 6 + 6))
+        experts = experts_of(
+            slice(expert * share, (expert + 1) * share), slice(part * 6, part * 6 + 6)
+        )
         levels = ["network"] * expert_ranks
-        return run(case, rank, ExpertDispatch(over_experts, over_slices, CommCounter(), levels), experts)
+        return run(
+            case, rank, ExpertDispatch(over_experts, over_slices, CommCounter(), levels), experts
+        )
 
     ranks = 2 * expert_ranks
     found = run_ranks(on, ranks)
@@ -280,5 +342,7 @@ def test_experts_cut_over_tensor_parallel_ranks(case, expert_ranks):
     for name, param in experts.named_parameters():
         dim = 2 if name.startswith("down") else 1
         parts = [found[rank]["experts"][name] for rank in range(ranks)]
-        whole = torch.cat([torch.cat(parts[2 * e : 2 * e + 2], dim=dim) for e in range(expert_ranks)])
+        whole = torch.cat(
+            [torch.cat(parts[2 * e : 2 * e + 2], dim=dim) for e in range(expert_ranks)]
+        )
         assert_near(whole, param.grad)

@@ -1,4 +1,5 @@
-"""fp16 with dynamic loss scaling: skips what overflows, finds a scale, grows again, and trains what fp32 trains."""
+"""fp16 with dynamic loss scaling: skips what overflows, finds a scale, grows again, and trains what
+fp32 trains."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from trainer.precision import recipe
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import step_batches
 
-FINITE, NOT_FINITE = torch.tensor(True), torch.tensor(False)
+FINITE = torch.tensor(True)
+NOT_FINITE = torch.tensor(False)
 
 
 def test_the_scale_halves_grows_and_stops_at_the_bottom():
@@ -34,7 +36,8 @@ def test_the_scale_halves_grows_and_stops_at_the_bottom():
 
 
 def test_state_goes_through_a_checkpoint():
-    first, second = LossScale(initial=4.0, growth_interval=3), LossScale(growth_interval=3)
+    first = LossScale(initial=4.0, growth_interval=3)
+    second = LossScale(growth_interval=3)
     first.update(FINITE), first.update(FINITE)
     second.restore(first.state())
     first.update(FINITE), second.update(FINITE)
@@ -60,7 +63,12 @@ def steps(rank: int, plan, initial: float, count: int) -> list[dict]:
         engine.buckets.wait_params()
         after = {info.name: weight.clone() for info, weight in engine.buckets.full_params()}
         moved = any(not torch.equal(before[name], after[name]) for name in after)
-        entry = {"applied": applied, "moved": moved, "scale": scale, "steps": engine.optimizer.step_count}
+        entry = {
+            "applied": applied,
+            "moved": moved,
+            "scale": scale,
+            "steps": engine.optimizer.step_count,
+        }
         record.append(entry | {"norm": float(norm), "grads": grads, "weights": after})
     for one in engine.pieces(own=False):
         if one.kind == "master":
@@ -69,15 +77,20 @@ def steps(rank: int, plan, initial: float, count: int) -> list[dict]:
 
 
 def test_overflow_skips_until_the_scale_fits_and_gradients_are_those_of_fp32():
-    plan, plain = make_plan(precision="fp16", steps=20), make_plan(steps=20)
+    plan = make_plan(precision="fp16", steps=20)
+    plain = make_plan(steps=20)
     found = steps(0, plan, initial=2.0**24, count=12)
     skipped = [entry for entry in found if not entry["applied"]]
     assert 0 < len(skipped) < 10
     for index, entry in enumerate(found):
         assert entry["applied"] == math.isfinite(entry["norm"]) == entry["moved"]
-        assert entry["steps"] == index + 1 - len([e for e in found[: index + 1] if not e["applied"]])
+        assert entry["steps"] == index + 1 - len(
+            [e for e in found[: index + 1] if not e["applied"]]
+        )
     scales = [entry["scale"] for entry in found]
-    assert scales == [2.0**24 / 2 ** len([e for e in found[:i] if not e["applied"]]) for i in range(len(found))]
+    assert scales == [
+        2.0**24 / 2 ** len([e for e in found[:i] if not e["applied"]]) for i in range(len(found))
+    ]
     fits = steps(0, plan, initial=2.0**10, count=1)[0]
     truth = steps(0, plain, 1.0, 1)[0]
     assert fits["applied"] and fits["norm"] == pytest.approx(truth["norm"], rel=5e-3)
@@ -88,16 +101,21 @@ def test_overflow_skips_until_the_scale_fits_and_gradients_are_those_of_fp32():
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_step_that_is_not_finite_leaves_no_trace(broken, zero):
-    """Nor in the padding of a bucket, which is scaled with the gradients and which no later gradient overwrites."""
+    """Nor in the padding of a bucket, which is scaled with the gradients and which no later
+    gradient overwrites."""
     plan = make_plan(precision="bf16", zero=zero)
     engine = Engine(plan, Mesh.alone(plan), torch.device("cpu"), recipe(plan.job.train))
     batches, valid = step_batches(plan, engine.mesh.coord, 0)
     _, usual = engine.gradients(batches, valid)
     for bucket in engine.buckets.buckets:
         bucket.grad_shard[0] = broken
-    before = [tensor.clone() for tensor in (*engine.optimizer.tensors(), *engine.buckets.param_tensors())]
+    before = [
+        tensor.clone() for tensor in (*engine.optimizer.tensors(), *engine.buckets.param_tensors())
+    ]
     assert not engine.update(torch.tensor(broken, dtype=torch.float64), 1e-3)
-    for old, new in zip(before, (*engine.optimizer.tensors(), *engine.buckets.param_tensors()), strict=True):
+    for old, new in zip(
+        before, (*engine.optimizer.tensors(), *engine.buckets.param_tensors()), strict=True
+    ):
         assert torch.equal(old, new)
     assert engine.optimizer.step_count == 0
     _, again = engine.gradients(batches, valid)
@@ -110,7 +128,9 @@ def test_small_gradients_survive_only_with_a_scale():
     plan = make_plan(precision="fp16")
 
     def zeros(initial: float) -> int:
-        return sum(int((grad == 0).sum()) for grad in steps(0, plan, initial, 1)[0]["grads"].values())
+        return sum(
+            int((grad == 0).sum()) for grad in steps(0, plan, initial, 1)[0]["grads"].values()
+        )
 
     assert zeros(2.0**-10) > zeros(2.0**10)
 
@@ -139,16 +159,22 @@ def test_all_ranks_skip_together(layout):
 @pytest.mark.process
 @pytest.mark.parametrize("zero", [0, 1])
 def test_bf16_follows_an_fp32_master(zero):
-    """bf16 weights round away steps smaller than their resolution; the master remembers. The master is the naive
-    optimizer's on the gradients that were reduced, the weights are its rounding, and all ranks agree to the bit."""
+    """bf16 weights round away steps smaller than their resolution; the master remembers. The master
+    is the naive optimizer's on the gradients that were reduced, the weights are its rounding, and
+    all ranks agree to the bit."""
     plan = make_plan(dp=2, zero=zero, precision="bf16")
     first, second = run_ranks(steps, 2, plan, 1.0, 2)
     optim = plan.job.optim
     optimizer = naive.AdamW(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
-    master = {name: weight.float() for name, weight in single.initial_weights(plan, torch.bfloat16).items()}
+    master = {
+        name: weight.float()
+        for name, weight in single.initial_weights(plan, torch.bfloat16).items()
+    }
     for one, other in zip(first, second, strict=True):
         assert {grad.dtype for grad in one["grads"].values()} == {torch.float32}
-        master = optimizer.step(master, naive.clipped(one["grads"], plan.job.train.clip_grad_norm), 1e-3)
+        master = optimizer.step(
+            master, naive.clipped(one["grads"], plan.job.train.clip_grad_norm), 1e-3
+        )
         for name, weight in one["weights"].items():
             assert weight.dtype == torch.bfloat16 and torch.equal(weight, other["weights"][name])
     for name, start, values in (*first[-1]["master"], *second[-1]["master"]):

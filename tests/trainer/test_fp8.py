@@ -1,4 +1,5 @@
-"""Products in 8 bits: the formats, what is rounded with which scale, and every layout against one process."""
+"""Products in 8 bits: the formats, what is rounded with which scale, and every layout against one
+process."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from orchestrator.planner.job import make_train
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer import samples
 from tests.trainer.together import assert_equal, run_together, told, world
-from trainer.model.fp8 import BLOCK, BlockOp, Shared, TensorOp, from_blocks, in_blocks, narrowed, round_to
+from trainer.model.fp8 import (
+    BLOCK,
+    BlockOp,
+    Shared,
+    TensorOp,
+    from_blocks,
+    in_blocks,
+    narrowed,
+    round_to,
+)
 from trainer.parallel import fp8
 from trainer.precision import FP64
 from trainer.verify import oracle, plain_fp8
@@ -30,7 +40,14 @@ def test_the_twin_rounds_to_the_nearest_number_of_the_format(name):
     numbers = torch.arange(256, dtype=torch.uint8).view(DTYPES[name]).double()
     numbers = numbers[numbers.isfinite()].unique()
     between = (numbers[1:] + numbers[:-1]) / 2
-    x = torch.cat((numbers, between * (1 + 1e-6), between * (1 - 1e-6), torch.tensor([0.0, 1e6, -1e6]).double()))
+    x = torch.cat(
+        (
+            numbers,
+            between * (1 + 1e-6),
+            between * (1 - 1e-6),
+            torch.tensor([0.0, 1e6, -1e6]).double(),
+        )
+    )
     nearest = numbers[(x[:, None].clamp(numbers[0], numbers[-1]) - numbers).abs().argmin(1)]
     assert torch.equal(plain_fp8.nearest(x, name), nearest)
     ties = torch.cat((x, between))
@@ -39,38 +56,57 @@ def test_the_twin_rounds_to_the_nearest_number_of_the_format(name):
 
 
 def test_fp64_is_rounded_once():
-    halfway = torch.tensor([1.0625], dtype=torch.float64)  # between 1 and 1.125, goes to the even one
-    for x, wanted in ((halfway, 1.0), (halfway * (1 + 1e-12), 1.125), (-halfway * (1 + 1e-12), -1.125)):
+    halfway = torch.tensor(
+        [1.0625], dtype=torch.float64
+    )  # between 1 and 1.125, goes to the even one
+    for x, wanted in (
+        (halfway, 1.0),
+        (halfway * (1 + 1e-12), 1.125),
+        (-halfway * (1 + 1e-12), -1.125),
+    ):
         assert narrowed(x, DTYPES["e4m3"]).double().item() == wanted
         assert plain_fp8.nearest(x, "e4m3").item() == wanted
-    assert narrowed(torch.tensor([0.0, -0.0, 448.0]).double(), DTYPES["e4m3"]).float().tolist() == [0.0, 0.0, 448.0]
+    assert narrowed(torch.tensor([0.0, -0.0, 448.0]).double(), DTYPES["e4m3"]).float().tolist() == [
+        0.0,
+        0.0,
+        448.0,
+    ]
     assert narrowed(torch.tensor([torch.nan]).double(), DTYPES["e4m3"]).isnan().all()
 
 
 def test_a_tensor_of_zeros_or_of_tiny_numbers_has_a_scale():
-    assert torch.equal(round_to(torch.zeros(3), torch.zeros(()), DTYPES["e4m3"]).codes.float(), torch.zeros(3))
+    assert torch.equal(
+        round_to(torch.zeros(3), torch.zeros(()), DTYPES["e4m3"]).codes.float(), torch.zeros(3)
+    )
     x = torch.tensor([1e-12, -5e-13])
     codes, unit = round_to(x, x.abs().max(), DTYPES["e4m3"])
     assert torch.allclose(codes.float() * unit, x, rtol=2**-4)
 
 
 def test_nan_stays():
-    assert round_to(torch.tensor([torch.nan]), torch.tensor(1.0), DTYPES["e4m3"]).codes.isnan().all()
+    assert (
+        round_to(torch.tensor([torch.nan]), torch.tensor(1.0), DTYPES["e4m3"]).codes.isnan().all()
+    )
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)])
 @pytest.mark.parametrize("shape", [(200, 300), (128, 256), (3, 5)])
 def test_blocks_have_a_scale_each(rows, columns, shape):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).double() * torch.logspace(-3, 3, shape[1])
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).double() * torch.logspace(
+        -3, 3, shape[1]
+    )
     found = in_blocks(x, rows, columns)
     assert found.unit.shape == (-(-shape[0] // rows), -(-shape[1] // columns))
     wanted = plain_fp8.by_blocks(x, rows, columns)
-    assert torch.allclose(from_blocks(found, rows, columns, torch.float64), wanted, rtol=1e-12, atol=0)
+    assert torch.allclose(
+        from_blocks(found, rows, columns, torch.float64), wanted, rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("make", [TensorOp, BlockOp])
 def test_linears_that_share_an_input_keep_one_copy(make):
-    shared, x = Shared(), torch.randn(2, 4, 8)
+    shared = Shared()
+    x = torch.randn(2, 4, 8)
     first, second = (make(shared).saved(x) for _ in range(2))
     assert first[0].data_ptr() == second[0].data_ptr() and first[0].element_size() == 1
     x.mul_(2)
@@ -78,7 +114,15 @@ def test_linears_that_share_an_input_keep_one_copy(make):
 
 
 #: Blocks of 128 lie inside of the slices of two ranks, in two pieces of the sequence each.
-WIDE = {"layers": 2, "max_seq_len": 512, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 256}
+WIDE = {
+    "layers": 2,
+    "max_seq_len": 512,
+    "hidden": 256,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "ffn_hidden": 256,
+}
 SMALL = tiny_model()
 GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
 CASES = {
@@ -109,8 +153,15 @@ WIDE_CASES = {
     "tp2 cp2 ring": dict(tp=2, cp=2, cp_method="ring", recompute="full"),
 }
 ALL = {("fp8_tensor", name): case for name, case in TENSOR_CASES.items()}
-ALL |= {("fp8_block", name): case for name, case in CASES.items() if name not in ("pp2 1f1b", "dp2 zero1")}
-ALL |= {("fp8_block", f"wide {name}"): {**case, "model": tiny_model(**WIDE)} for name, case in WIDE_CASES.items()}
+ALL |= {
+    ("fp8_block", name): case
+    for name, case in CASES.items()
+    if name not in ("pp2 1f1b", "dp2 zero1")
+}
+ALL |= {
+    ("fp8_block", f"wide {name}"): {**case, "model": tiny_model(**WIDE)}
+    for name, case in WIDE_CASES.items()
+}
 
 
 def plan_of(matmul, case):
@@ -126,7 +177,9 @@ def test_every_layout_rounds_as_one_process_does(ranks):
     for (matmul, name), case in ALL.items():
         if world(case) == ranks:
             plan = plan_of(matmul, case)
-            wide = oracle.train(seal(structs.replace(plan, job=structs.replace(plan.job, matmul=""))), 1)
+            wide = oracle.train(
+                seal(structs.replace(plan, job=structs.replace(plan.job, matmul=""))), 1
+            )
             expected = oracle.train(plan, STEPS)
             assert abs(wide[0].loss - expected[0].loss) > 1e-6, "rounding must change something"
             made[f"{matmul} {name}"] = (plan, FP64, expected)
@@ -152,7 +205,9 @@ def test_what_rounds_to_8_bits_is_not_compared_in_fp32():
 
 
 def test_compilation_is_refused_where_it_is_asked_for_and_left_out_where_not():
-    config = load(["+cluster=local", "model=tiny", "train.matmul=fp8_tensor", "train.compile=true"], None)
+    config = load(
+        ["+cluster=local", "model=tiny", "train.matmul=fp8_tensor", "train.compile=true"], None
+    )
     with pytest.raises(OrchError, match="8-bit products need"):
         make_train(config)
     gpus = structs.replace(config.cluster, device="cuda")

@@ -1,4 +1,5 @@
-"""The engine on GPUs that compute nothing: torch's own CUDA code and NCCL groups run, every call is noted."""
+"""The engine on GPUs that compute nothing: torch's own CUDA code and NCCL groups run, every call is
+noted."""
 
 from __future__ import annotations
 
@@ -12,10 +13,14 @@ pytestmark = [
     pytest.mark.skipif(bool(fakegpu.missing()), reason=fakegpu.missing() or "there are fake GPUs"),
 ]
 
-QUICK = test_twin.QUICK | {"cp2 gqa bf16": {"cp": 2, "precision": "bf16"}, "cp4 ring": {"cp": 4, "cp_method": "ring"}}
+QUICK = test_twin.QUICK | {
+    "cp2 gqa bf16": {"cp": 2, "precision": "bf16"},
+    "cp4 ring": {"cp": 4, "cp_method": "ring"},
+}
 #: Kernels that give the same bits every time: torch refuses the others by itself.
 QUICK["deterministic"] = {"deterministic": True, "isolate_documents": True}
-#: A card showed that the host waited here, for a copy of frequencies, in every stage and micro-batch.
+#: A card showed that the host waited here, for a copy of frequencies, in every stage and
+#: micro-batch.
 STRETCHED = {"factor": 4.0, "original_seq_len": 32, "mscale_all_dim": 0.0}
 QUICK["YaRN"] = {"model": test_twin.planned.LLAMA | {"yarn": STRETCHED}}
 #: Products in 8 bits are emulated, on CPUs alone.
@@ -26,10 +31,18 @@ MORE = {
     "deterministic cp2": {"deterministic": True, "cp": 2, "cp_method": "allgather"},
 }
 #: Experts and latents, whose models no JSON holds, have their twins on CPUs.
-DENSE = {name: one for name, one in test_twin.MORE.items() if not {"moe", "mla"} & one.get("model", {}).keys()}
+DENSE = {
+    name: one
+    for name, one in test_twin.MORE.items()
+    if not {"moe", "mla"} & one.get("model", {}).keys()
+}
 MORE |= {name: one for name, one in DENSE.items() if name not in QUICK and "matmul" not in one}
 #: Of MORE, those whose twin is compared too; the others with `make verify`.
-FULL = {name: layout for name, layout in MORE.items() if name in test_twin.MORE and name not in test_twin.KINDS}
+FULL = {
+    name: layout
+    for name, layout in MORE.items()
+    if name in test_twin.MORE and name not in test_twin.KINDS
+}
 MORE = {name: layout for name, layout in MORE.items() if name not in FULL}
 
 
@@ -74,9 +87,15 @@ def runs(ranks: list[dict], on_the_host: bool) -> None:
     """`on_the_host`: the optimizer is; it waits for gradients, and nothing else does."""
     for rank in ranks:
         assert rank["kernels"] > 100, "it computes on the device"
-        waits = [one for one in map(str, rank["waits"]) if not on_the_host or not any(at in one for at in OF_OFFLOAD)]
+        waits = [
+            one
+            for one in map(str, rank["waits"])
+            if not on_the_host or not any(at in one for at in OF_OFFLOAD)
+        ]
         assert waits == [], "the host enqueues a step without waiting for the device"
-        assert rank["counted"] == rank["sent"], "what the counter counts is what NCCL is given, to the byte"
+        assert rank["counted"] == rank["sent"], (
+            "what the counter counts is what NCCL is given, to the byte"
+        )
 
 
 LOOPS = {
@@ -88,11 +107,17 @@ LOOPS = {
 
 
 def test_the_training_loop_waits_for_a_step_when_the_next_one_is_enqueued(tmp_path):
-    """A steady step reads the device once, and late: the numbers of the step before. Measured every other step."""
+    """A steady step reads the device once, and late: the numbers of the step before. Measured every
+    other step."""
     for ranks in fakegpu.call(gpu_steps.loops, str(tmp_path), LOOPS).values():
         for rank in ranks:
-            assert rank["waits"] == [["cudaEventSynchronize", "train.py:_finish > metrics/step_result.py:wait"]] * 4
-            assert min(rank["ahead"][1:]) > 100, "kernels of the next step, enqueued before the host waits"
+            assert (
+                rank["waits"]
+                == [["cudaEventSynchronize", "train.py:_finish > metrics/step_result.py:wait"]] * 4
+            )
+            assert min(rank["ahead"][1:]) > 100, (
+                "kernels of the next step, enqueued before the host waits"
+            )
             steps = rank["steps"]
             assert [step["step"] for step in steps] == list(range(1, 11))
             measured = [step["step"] for step in steps if step["own_s"] is not None]
@@ -102,17 +127,21 @@ def test_the_training_loop_waits_for_a_step_when_the_next_one_is_enqueued(tmp_pa
 
 
 def test_a_background_save_copies_on_a_stream_of_its_own():
-    """Into page-locked memory; the host waits nowhere, the next update's stream does, the writer's thread too."""
+    """Into page-locked memory; the host waits nowhere, the next update's stream does, the writer's
+    thread too."""
     found = fakegpu.call(gpu_steps.background_copy)
     assert found["copies"] == ["DtoH"] and found["bytes"] and found["locked"]
     assert found["streams"][0] == 1 and found["apart"]
     assert found["waits"] == [] and found["reader"] == ["cudaEventSynchronize"]
     at = found["order"].index("W")
-    assert found["order"][:at].count("C") == 1 and "K" in found["order"][at:], "no kernel of the update before the wait"
+    assert found["order"][:at].count("C") == 1 and "K" in found["order"][at:], (
+        "no kernel of the update before the wait"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_attention_of_one_block_to_another_passes_torchs_checks(dtype):
-    blocks, dims = ((32, 32), (32, 64), (48, 16)), (8, 64, 72, 128, 256)
+    blocks = ((32, 32), (32, 64), (48, 16))
+    dims = (8, 64, 72, 128, 256)
     sizes = [[2, 4, heads, *block, dim] for heads in (4, 2, 1) for block in blocks for dim in dims]
     assert fakegpu.call(gpu_steps.attention_blocks, dtype, sizes) == []

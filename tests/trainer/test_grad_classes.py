@@ -1,7 +1,9 @@
-"""Two classes of parameters with different groups in one step: gradients, norm, clipping and updates equal one process.
+"""Two classes of parameters with different groups in one step: gradients, norm, clipping and
+updates equal one process.
 
-The toy: four data-parallel ranks, of which even ones hold expert 0 and odd ones expert 1. A rank's samples go through
-its own expert, so one process sends each sample through the expert of the rank that has it.
+The toy: four data-parallel ranks, of which even ones hold expert 0 and odd ones expert 1. A rank's
+samples go through its own expert, so one process sends each sample through the expert of the rank
+that has it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ from trainer.parallel.params import DENSE, GradGroups, even_shard, whole
 from trainer.precision import FP64
 
 EXPERT = GradGroups("expert", "expert_grad", "expert_shard", "expert_replica", "expert_model")
-HIDDEN, SAMPLES, STEPS, LR, CLIP = 6, 3, 2, 1e-2, 0.05
+HIDDEN = 6
+SAMPLES = 3
+STEPS = 2
+LR = 1e-2
+CLIP = 0.05
 
 
 class Experts(nn.Module):
@@ -45,7 +51,8 @@ class Experts(nn.Module):
 class Block(nn.Module):
     def __init__(self, experts):
         super().__init__()
-        self.dense, self.experts = nn.Linear(HIDDEN, HIDDEN), Experts(experts)
+        self.dense = nn.Linear(HIDDEN, HIDDEN)
+        self.experts = Experts(experts)
 
     def forward(self, x, expert):
         return x + self.experts(torch.tanh(self.dense(x)), expert)
@@ -81,11 +88,15 @@ def data(rank, step, micro_batch):
 
 
 def one_process(plan):
-    toy, optim = Toy(2).double(), plan.job.optim
+    toy = Toy(2).double()
+    optim = plan.job.optim
     toy.load_state_dict(full_weights())
     params = dict(toy.named_parameters())
     groups = [
-        {"params": [p for p in params.values() if (p.dim() > 1) == decay], "weight_decay": optim.weight_decay * decay}
+        {
+            "params": [p for p in params.values() if (p.dim() > 1) == decay],
+            "weight_decay": optim.weight_decay * decay,
+        }
         for decay in (True, False)
     ]
     adamw = torch.optim.AdamW(groups, lr=LR, betas=(optim.beta1, optim.beta2), eps=optim.eps)
@@ -98,19 +109,26 @@ def one_process(plan):
         grads = {name: param.grad.clone() for name, param in params.items()}
         norm = nn.utils.clip_grad_norm_(toy.parameters(), CLIP).item()
         adamw.step()
-        steps.append((grads, norm, {name: param.detach().clone() for name, param in params.items()}))
+        steps.append(
+            (grads, norm, {name: param.detach().clone() for name, param in params.items()})
+        )
     assert steps[0][1] > 2 * CLIP, "clipping must do something"
     return steps
 
 
 def mesh_with_experts(plan, rank):
-    """The plan's mesh and the groups of the class EXPERT, of two ranks that hold the same expert."""
+    """The plan's mesh and the groups of the class EXPERT, of two ranks that hold the same
+    expert."""
     mesh = Mesh.from_plan(plan, rank)
-    same, both = [(0, 2), (1, 3)], [(0, 1), (2, 3)]
+    same = [(0, 2), (1, 3)]
+    both = [(0, 1), (2, 3)]
     made = {ranks: dist.new_group(list(ranks)) for ranks in (*same, *both)}
     mine = {"expert_grad": same[rank % 2], "expert_model": both[rank // 2]}
     hybrid = plan.parallel.zero_group == 2
-    mine |= {"expert_shard": (rank,) if hybrid else same[rank % 2], "expert_replica": same[rank % 2]}
+    mine |= {
+        "expert_shard": (rank,) if hybrid else same[rank % 2],
+        "expert_replica": same[rank % 2],
+    }
     if not hybrid:
         mine["expert_replica"] = (rank,)
     groups = {name: made.get(ranks) for name, ranks in mine.items()}
@@ -122,17 +140,24 @@ def mesh_with_experts(plan, rank):
 
 
 def run_rank(rank, plan, expected):
-    mesh, counter, zero = mesh_with_experts(plan, rank), CommCounter(), plan.parallel.zero
-    toy, table = Toy(1).double(), {}
+    mesh = mesh_with_experts(plan, rank)
+    counter = CommCounter()
+    zero = plan.parallel.zero
+    toy = Toy(1).double()
+    table = {}
     full = full_weights()
     for name, param in toy.named_parameters():
         table[name] = whole(name, tuple(full[name].shape))
         if "experts" in name:
-            table[name] = replace(table[name], shards=(even_shard(0, 2, rank % 2, 2, "ep"),), groups=EXPERT)
+            table[name] = replace(
+                table[name], shards=(even_shard(0, 2, rank % 2, 2, "ep"),), groups=EXPERT
+            )
         param.data = table[name].take(full[name])
     classes = (DENSE, EXPERT)
     if zero == 3:
-        buckets = FullyShardedParameters([toy], table, mesh, FP64, counter, torch.device("cpu"), False, classes)
+        buckets = FullyShardedParameters(
+            [toy], table, mesh, FP64, counter, torch.device("cpu"), False, classes
+        )
     else:
         kind = ShardedGradBuckets if zero == 2 else GradBuckets
         triples = [(name, param, table[name]) for name, param in toy.named_parameters()]
@@ -144,13 +169,17 @@ def run_rank(rank, plan, expected):
             (toy(data(rank, step, micro_batch), 0) / 100).backward()
         buckets.finish()
         for name, grad in buckets.full_grads().items():
-            torch.testing.assert_close(grad, grads[name][table[name].global_slices], rtol=1e-11, atol=1e-13)
+            torch.testing.assert_close(
+                grad, grads[name][table[name].global_slices], rtol=1e-11, atol=1e-13
+            )
         found = grad_norm(buckets, torch.device("cpu"))
         assert found.item() == pytest.approx(norm, rel=1e-12)
         optimizer.step(LR, clip_coefficient(found, CLIP), torch.isfinite(found))
         buckets.wait_params()
         for info, param in buckets.full_params():
-            torch.testing.assert_close(param, weights[info.name][info.global_slices], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                param, weights[info.name][info.global_slices], rtol=1e-10, atol=1e-12
+            )
     pieces = [StatePiece(s.kind, s.info, s.start, s.tensor) for s in optimizer.slices() if s.writes]
     return [[piece.info.name, piece.kind, list(piece.block_range)] for piece in pieces]
 
@@ -171,20 +200,27 @@ def test_experts_and_dense_parameters_equal_one_process_with_every_zero():
         with told(case):
             for name, weight in full_weights().items():
                 for kind in ("master", "exp_avg", "exp_avg_sq"):
-                    written = [tuple(part) for rank in answers for *key, part in rank if key == [name, kind]]
+                    written = [
+                        tuple(part)
+                        for rank in answers
+                        for *key, part in rank
+                        if key == [name, kind]
+                    ]
                     parts = [BlockRange(tuple(map(tuple, cuts)), *span) for cuts, *span in written]
                     assert tiling_problem(parts, weight.shape) is None, (name, kind)
 
 
 def test_a_class_that_ranks_do_not_know_is_refused():
-    param, mesh = nn.Parameter(torch.zeros(4)), Mesh.alone(make_plan())
+    param = nn.Parameter(torch.zeros(4))
+    mesh = Mesh.alone(make_plan())
     info = replace(whole("experts.weight", (4,)), groups=EXPERT)
     with pytest.raises(ValueError, match=r"experts\.weight is of the class 'expert', not among"):
         GradBuckets([("experts.weight", param, info)], mesh, 0, torch.float32, 64, CommCounter())
 
 
 def test_zero3_refuses_a_class_without_ranks_to_shard_over():
-    toy, mesh = Toy(1), Mesh.alone(make_plan())
+    toy = Toy(1)
+    mesh = Mesh.alone(make_plan())
     table = {name: whole(name, tuple(param.shape)) for name, param in toy.named_parameters()}
     with pytest.raises(LayoutError, match="no ranks to shard parameters of the class 'dense' over"):
         FullyShardedParameters([toy], table, mesh, FP64, CommCounter(), torch.device("cpu"), False)

@@ -7,7 +7,8 @@ from trainer.verify import huge_pages
 
 def test_only_whole_huge_pages_of_private_memory_without_a_file(monkeypatch):
     maps = (
-        "7f0000100000-7f0000900000 rw-p 00000000 00:00 0 \n"  # three whole ones, without the ragged ends
+        # three whole ones, without the ragged ends
+        "7f0000100000-7f0000900000 rw-p 00000000 00:00 0 \n"
         "7f0001000000-7f0001100000 rw-p 00000000 00:00 0 \n"  # smaller than one
         "7f0002000000-7f0002400000 r--p 00000000 00:00 0 \n"
         "7f0003000000-7f0003400000 rw-p 00000000 08:01 77 /a file (deleted)\n"

@@ -1,4 +1,5 @@
-"""Noise on what routers read: its numbers, the same for a token whoever has it, and its gradient."""
+"""Noise on what routers read: its numbers, the same for a token whoever has it, and its
+gradient."""
 
 from __future__ import annotations
 
@@ -29,13 +30,16 @@ def mixed(x: int) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_numbers_are_those_of_the_definition(dtype):
-    module, serial = jitter(), torch.tensor([0, 5, 1 << 40])
+    module = jitter()
+    serial = torch.tensor([0, 5, 1 << 40])
     found = module(torch.ones(3, 64, dtype=dtype), serial)
     for row, number in enumerate(serial.tolist()):
         ahead = mixed((number * 0x9E3779B97F4A7C15 + int(module.salt)) & _ALL)
         for column in (0, 1, 63):
             one = (ahead * (mixed((column * 0x9E3779B97F4A7C15) & _ALL) | 1)) & _ALL
-            assert float(found[row, column]) == pytest.approx(0.75 + 0.5 * (one >> 40) / (1 << 24), rel=1e-6)
+            assert float(found[row, column]) == pytest.approx(
+                0.75 + 0.5 * (one >> 40) / (1 << 24), rel=1e-6
+            )
 
 
 def test_they_are_equally_distributed_around_one_and_differ():
@@ -48,13 +52,15 @@ def test_they_are_equally_distributed_around_one_and_differ():
 
 
 def test_part_of_the_tokens_get_what_they_get_among_all():
-    module, x = jitter(), torch.randn(10, 64)
+    module = jitter()
+    x = torch.randn(10, 64)
     whole = module(x, torch.arange(10) + 100)
     assert torch.equal(module(x[[7, 2]], torch.tensor([107, 102])), whole[[7, 2]])
 
 
 def test_its_gradient_is_that_of_the_product():
-    module, serial = jitter(), torch.arange(6)
+    module = jitter()
+    serial = torch.arange(6)
     x = torch.randn(6, 64, dtype=torch.float64, requires_grad=True)
     factor = module(torch.ones_like(x), serial).detach()
     (found,) = torch.autograd.grad((module(x, serial) ** 3).sum(), x)

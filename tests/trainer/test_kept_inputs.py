@@ -1,4 +1,5 @@
-"""Inputs of recomputed layers shared by tensor-parallel ranks: the same gradients, 1/tp of the bytes, few messages."""
+"""Inputs of recomputed layers shared by tensor-parallel ranks: the same gradients, 1/tp of the
+bytes, few messages."""
 
 from __future__ import annotations
 
@@ -49,9 +50,17 @@ def with_and_without(rank: int, mode: str, shape: dict) -> list[dict]:
             kept = min(live_soon(tracker) for _ in range(20))
         loss.backward()
         engine = engine_of(plan, rank)
-        batches = [micro_batch(plan, one) for one in samples_of_step(plan.parallel, engine.mesh.coord, 0)]
+        batches = [
+            micro_batch(plan, one) for one in samples_of_step(plan.parallel, engine.mesh.coord, 0)
+        ]
         engine.gradients(batches, 100)
-        found.append({"kept": kept, "sent": engine.counter.take()[0]["tp"], "grads": engine.buckets.full_grads()})
+        found.append(
+            {
+                "kept": kept,
+                "sent": engine.counter.take()[0]["tp"],
+                "grads": engine.buckets.full_grads(),
+            }
+        )
     return found
 
 
@@ -62,13 +71,16 @@ def test_half_the_inputs_and_the_same_gradients(mode, shape):
     plans = [plan_of(mode, shared, **shape) for shared in (False, True)]
     planned = [activations(plan.model, plan.parallel, plan.job.train)[0] for plan in plans]
     sent = [sum(one.sent_bytes for one in traffic(plan)) for plan in plans]
-    plan, filled = plans[0], KEPT[mode] * plans[0].model.layers * 2 * bool(shape)
+    plan = plans[0]
+    filled = KEPT[mode] * plans[0].model.layers * 2 * bool(shape)
     inputs = KEPT[mode] * plan.model.layers * plan.job.train.seq_len * plan.model.hidden * 4
     inputs *= plan.parallel.micro_batch_size
     assert planned[0] - planned[1] == sent[1] - sent[0] == inputs // 2
     for whole, shared in run_ranks(with_and_without, 2, mode, shape):
         assert all(whole["grads"][name].equal(grad) for name, grad in shared["grads"].items())
-        assert whole["kept"] - shared["kept"] == inputs // 2 - filled, "of an odd input half an element more is kept"
+        assert whole["kept"] - shared["kept"] == inputs // 2 - filled, (
+            "of an odd input half an element more is kept"
+        )
         assert shared["sent"] - whole["sent"] == inputs // 2 + filled
 
 
@@ -94,16 +106,22 @@ def test_a_stage_that_has_received_its_input_keeps_it_whole():
     ]
     once = 2 * 16 * 32 * 4 // 2
     saved = [before - after for before, after in zip(*planned, strict=True)]
-    assert saved == [2 * 2 * once, once]  # two micro-batches of two layers; of one micro-batch the second layer
+    assert saved == [
+        2 * 2 * once,
+        once,
+    ]  # two micro-batches of two layers; of one micro-batch the second layer
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_of_several_stages_each_that_has_received_its_input_keeps_it_whole(schedule):
-    """Four stages of one layer: the rank without the first has received the inputs of both that it holds."""
+    """Four stages of one layer: the rank without the first has received the inputs of both that it
+    holds."""
     pipeline = {"pp": 2, "vpp": 2, "schedule": schedule, "micro_batches": 4}
     whole, shared = (plan_of("full", way, 4, **pipeline) for way in (False, True))
     received = [rank for rank, stages in enumerate(rank_stages(whole.parallel)) if 0 not in stages]
-    before, after = (activations(plan.model, plan.parallel, plan.job.train) for plan in (whole, shared))
+    before, after = (
+        activations(plan.model, plan.parallel, plan.job.train) for plan in (whole, shared)
+    )
     assert received == [1] and before[1] == after[1] and before[0] > after[0]
 
 
@@ -117,7 +135,9 @@ def test_of_several_stages_each_that_has_received_its_input_keeps_it_whole(sched
     ],
 )
 def test_a_plan_says_where_it_changes_nothing(words, why):
-    plan = build_plan(load(["cluster=h100x8", "train.recompute=full", "train.partition_activations=true", *words]))
+    plan = build_plan(
+        load(["cluster=h100x8", "train.recompute=full", "train.partition_activations=true", *words])
+    )
     said = [line for line in plan.warnings if "partition_activations" in line]
     assert (why in said[0]) if why else not said
 

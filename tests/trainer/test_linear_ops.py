@@ -1,4 +1,5 @@
-"""One object a linear operation: what replaces it works in every layout, here a masked weight and a rounded input."""
+"""One object a linear operation: what replaces it works in every layout, here a masked weight and a
+rounded input."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ STEP = 2.0**-6  # inputs are rounded to its multiples
 
 
 class MaskedAndRounded(LinearOp):
-    """round(x) @ (weight * mask).T; keeps whole numbers of 16 bits of the input, as a low precision would."""
+    """round(x) @ (weight * mask).T; keeps whole numbers of 16 bits of the input, as a low precision
+    would."""
 
     def __init__(self, mask):
         self.mask = mask
@@ -46,7 +48,11 @@ def mask_of(name, shape):
 
 def linears(stage):
     names = {id(param): name for name, param in stage.named_parameters()}
-    return [(names[id(module.weight)], module) for module in stage.modules() if isinstance(module, Linear)]
+    return [
+        (names[id(module.weight)], module)
+        for module in stage.modules()
+        if isinstance(module, Linear)
+    ]
 
 
 def in_one_process(stage):
@@ -55,7 +61,9 @@ def in_one_process(stage):
         mask = mask_of(name, linear.weight.shape)
 
         def run(linear, x, mask=mask):
-            return F.linear(x + ((x / STEP).round() * STEP - x).detach(), linear.weight * mask, linear.bias)
+            return F.linear(
+                x + ((x / STEP).round() * STEP - x).detach(), linear.weight * mask, linear.bias
+            )
 
         linear.run = run
 
@@ -67,7 +75,8 @@ def on_a_rank(engine):
             linear.op = MaskedAndRounded(info.take(mask_of(name, info.global_shape)))
 
 
-GQA, TIED = tiny_model(), tiny_model(tied_embeddings=True)
+GQA = tiny_model()
+TIED = tiny_model(tied_embeddings=True)
 GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
 CASES = {
     "one process": dict(),
@@ -83,8 +92,12 @@ CASES = {
     "dp2 zero2": dict(dp=2, zero=2),
     "dp2 zero3": dict(dp=2, zero=3),
     "pp2 zbv": dict(pp=2, vpp=2, schedule="zbv", micro_batches=3, model=TIED),
-    "tp2 pp2 zb_h1 selective": dict(tp=2, pp=2, schedule="zb_h1", micro_batches=3, recompute="selective", model=GPT),
-    "tp2 sp pp2 dualpipe full": dict(tp=2, pp=2, schedule="dualpipe", micro_batches=4, recompute="full", model=TIED),
+    "tp2 pp2 zb_h1 selective": dict(
+        tp=2, pp=2, schedule="zb_h1", micro_batches=3, recompute="selective", model=GPT
+    ),
+    "tp2 sp pp2 dualpipe full": dict(
+        tp=2, pp=2, schedule="dualpipe", micro_batches=4, recompute="full", model=TIED
+    ),
     "tp4 sp one kv head": dict(tp=4, model=tiny_model(kv_heads=1)),
 }
 

@@ -1,4 +1,5 @@
-"""Whole workers: they train, save, resume to the bit, stop when told, and end with the code that the contract says."""
+"""Whole workers: they train, save, resume to the bit, stop when told, and end with the code that
+the contract says."""
 
 import contextlib
 import json
@@ -39,17 +40,26 @@ EIGHT = {"tp": 2, "pp": 2, "dp": 2, "zero": 1, "nodes": 2, "bucket_bytes": 1 << 
 
 
 def job(cache: str, steps: int = 6, every: int = 0, **layout: object) -> Plan:
-    options = {"steps": steps, "checkpoint_every_steps": every, "cache_dir": cache, "data_paths": [str(TEXT)]}
+    options = {
+        "steps": steps,
+        "checkpoint_every_steps": every,
+        "cache_dir": cache,
+        "data_paths": [str(TEXT)],
+    }
     return make_plan(**options | {"model": tiny_model(tied_embeddings=True)} | layout)
 
 
 def changed(plan: Plan, part: str, **values: object) -> Plan:
     """The plan with some fields of a section of its job replaced, sealed anew."""
     section = msgspec.structs.replace(getattr(plan.job, part), **values)
-    return seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, **{part: section})))
+    return seal(
+        msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, **{part: section}))
+    )
 
 
-def finish(plan: Plan, run_dir: Path, epoch: int = 0, changes: dict | None = None) -> tuple[list[int], Workers]:
+def finish(
+    plan: Plan, run_dir: Path, epoch: int = 0, changes: dict | None = None
+) -> tuple[list[int], Workers]:
     with running(plan, run_dir, epoch, changes) as workers:
         return workers.wait(), workers
 
@@ -76,18 +86,23 @@ def worker_process(plan: Plan, run_dir: Path) -> Iterator[subprocess.Popen]:
     env = worker_env(plan, 0, master_port=free_port(), plan=str(path), run_dir=str(run_dir))
     command = [sys.executable, "-m", "trainer", "--plan", str(path)]
     environment = {**os.environ, **env.variables(), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    ) as worker:
         try:
             yield worker
         finally:
             worker.kill()
 
 
-# ---------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------------
+#     training
 
 
 @pytest.mark.parametrize("layout", [ALONE, EIGHT], ids=["alone", "tp2_pp2_zero1"])
-def test_it_trains_and_a_killed_and_resumed_run_equals_an_uninterrupted_one_to_the_bit(cache, tmp_path, layout):
+def test_it_trains_and_a_killed_and_resumed_run_equals_an_uninterrupted_one_to_the_bit(
+    cache, tmp_path, layout
+):
     plan = changed(job(cache, steps=8, every=3, **layout), "optim", lr=2e-2, warmup_steps=3)
     codes, whole = finish(plan, tmp_path / "whole")
     assert codes == [0] * plan.parallel.world_size, whole.log(0)
@@ -116,10 +131,15 @@ def test_it_trains_and_a_killed_and_resumed_run_equals_an_uninterrupted_one_to_t
     codes, resumed = finish(plan, tmp_path / "cut", epoch=1)
     assert codes == [0] * len(codes), resumed.log(0)
     (event,) = resumed.events("resumed")
-    assert event.step in (3, 6) and event.fields["samples"] == event.step * plan.parallel.global_batch_samples
+    assert (
+        event.step in (3, 6)
+        and event.fields["samples"] == event.step * plan.parallel.global_batch_samples
+    )
     assert {step: losses[step] for step in resumed.losses()} == resumed.losses()
     assert max(resumed.losses()) == 8
-    assert_same_state(saved_state(tmp_path / "whole", plan, 8), saved_state(tmp_path / "cut", plan, 8))
+    assert_same_state(
+        saved_state(tmp_path / "whole", plan, 8), saved_state(tmp_path / "cut", plan, 8)
+    )
 
 
 def test_a_step_report_says_what_the_step_did(cache, tmp_path):
@@ -132,16 +152,24 @@ def test_a_step_report_says_what_the_step_did(cache, tmp_path):
     assert first.grad_norm > 0 and first.lr == plan.job.optim.lr
     parameters = plan.model.parameters
     assert parameters * 4 <= first.memory_bytes["params"] < parameters * 4 * 1.2
-    assert parameters * 4 <= first.memory_bytes["optimizer"] < parameters * 4 * 1.2, "two moments, halved by zero1"
+    assert parameters * 4 <= first.memory_bytes["optimizer"] < parameters * 4 * 1.2, (
+        "two moments, halved by zero1"
+    )
     assert first.memory_bytes["activations"] > 0
-    assert first.memory_bytes["total"] == sum(v for k, v in first.memory_bytes.items() if k != "total")
+    assert first.memory_bytes["total"] == sum(
+        v for k, v in first.memory_bytes.items() if k != "total"
+    )
     # ZeRO-1: reduce-scatter and all-gather of all parameters, (n - 1) / n of the bytes each
     assert first.comm_bytes["dp"] == pytest.approx(first.memory_bytes["params"], rel=0.01)
     assert {"data", "forward", "backward", "optimizer", "comm"} <= first.phase_s.keys()
     shares = [sum(step.phase_s.values()) / step.step_s for step in (second, *more)]
-    assert 0.5 < max(shares) <= 1, "unless the processor was taken from it between phases, in each of these steps"
+    assert 0.5 < max(shares) <= 1, (
+        "unless the processor was taken from it between phases, in each of these steps"
+    )
     rate = first.tokens / first.step_s / 2 / plan.cluster.gpu.peak_flops["fp32"]
-    assert first.mfu == pytest.approx(rate * model_flops_per_token(plan.model, plan.job.train.seq_len))
+    assert first.mfu == pytest.approx(
+        rate * model_flops_per_token(plan.model, plan.job.train.seq_len)
+    )
     assert first.hfu == first.mfu
 
 
@@ -153,7 +181,8 @@ def test_a_pipeline_reports_its_bubble(cache, tmp_path):
     assert alone.steps()[0].bubble_ratio is None
 
 
-# ---------------------------------------------------------------------------------------------- resuming
+# ----------------------------------------------------------------------------------------------
+#     resuming
 
 
 def test_bf16_resumes_to_the_bit_from_the_fp32_master(cache, tmp_path):
@@ -165,7 +194,9 @@ def test_bf16_resumes_to_the_bit_from_the_fp32_master(cache, tmp_path):
     longer = changed(plan, "optim", decay_steps=6)
     codes, _ = finish(longer, tmp_path / "cut", epoch=1)
     assert codes == [0, 0]
-    assert_same_state(saved_state(tmp_path / "whole", plan, 6), saved_state(tmp_path / "cut", plan, 6))
+    assert_same_state(
+        saved_state(tmp_path / "whole", plan, 6), saved_state(tmp_path / "cut", plan, 6)
+    )
 
 
 def test_a_finished_run_that_is_started_again_is_done_at_once(cache, tmp_path):
@@ -197,14 +228,20 @@ def test_only_damaged_checkpoints_are_refused_with_65(cache, tmp_path):
 
 def test_another_model_in_the_checkpoint_folder_is_refused_with_65(cache, tmp_path):
     finish(job(cache, steps=1), tmp_path)
-    codes, again = finish(job(cache, steps=1, model=tiny_model(ffn_hidden=64, tied_embeddings=True)), tmp_path, epoch=1)
+    codes, again = finish(
+        job(cache, steps=1, model=tiny_model(ffn_hidden=64, tied_embeddings=True)),
+        tmp_path,
+        epoch=1,
+    )
     assert codes == [Exit.CONFIG] and "shape" in again.log(0)
 
 
 def test_a_save_that_fails_on_the_way_is_reported_and_training_goes_on(cache, tmp_path):
     plan = job(cache, steps=6, every=2, dp=2)
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / f".tmp-{step_name(4)}.e0").touch()  # where step 4's folder is to be made
+    (
+        tmp_path / "checkpoints" / f".tmp-{step_name(4)}.e0"
+    ).touch()  # where step 4's folder is to be made
     codes, workers = finish(plan, tmp_path)
     assert codes == [0, 0]
     (failed,) = workers.events("checkpoint_failed")
@@ -227,19 +264,28 @@ def test_other_text_is_refused_until_it_is_allowed_and_another_plan_is_said(cach
     assert codes == [0] and not fields["same_plan"] and not fields["same_data"]
 
 
-def test_token_files_overwritten_at_the_same_size_end_the_run_and_vanished_checkpoints_do_not_start_it_over(tmp_path):
-    text, cache = tmp_path / "text.txt", tmp_path / "cache"
+def test_token_files_overwritten_at_the_same_size_end_the_run_and_vanished_checkpoints_do_not_start_it_over(
+    tmp_path,
+):
+    text = tmp_path / "text.txt"
+    cache = tmp_path / "cache"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-    run_dir, plan = tmp_path / "run", job(str(cache), steps=50_000, every=2, dp=2, data_paths=[str(text)])
+    run_dir = tmp_path / "run"
+    plan = job(str(cache), steps=50_000, every=2, dp=2, data_paths=[str(text)])
     with running(plan, run_dir) as workers:
         workers.until(0, "checkpoint_saved")
         (tokens,) = cache.glob("*/tokens.bin")
         written = tokens.read_bytes()
-        tokens.write_bytes(b"\1\0" * (len(written) // 2))  # as somebody would who prepares another corpus there
+        tokens.write_bytes(
+            b"\1\0" * (len(written) // 2)
+        )  # as somebody would who prepares another corpus there
         codes = workers.wait()
     assert Exit.CONFIG in codes and set(codes) <= {Exit.CONFIG, Exit.RESTART}
     log = workers.log(codes.index(Exit.CONFIG))
-    assert f"{tokens.parent} are damaged (tokens.bin has changed since it was written, among tokens 0 to" in log
+    assert (
+        f"{tokens.parent} are damaged (tokens.bin has changed since it was written, among tokens"
+        " 0 to" in log
+    )
     assert "Traceback" not in log
     tokens.write_bytes(written)
 
@@ -268,39 +314,60 @@ def tampered(monkeypatch, sample: int, on: str = "0") -> None:
     monkeypatch.setattr(TokenStore, "window", flipped)
 
 
-def test_a_tampered_token_is_found_by_a_replay_of_the_data_which_names_its_step(cache, tmp_path, monkeypatch):
+def test_a_tampered_token_is_found_by_a_replay_of_the_data_which_names_its_step(
+    cache, tmp_path, monkeypatch
+):
     plan = job(cache, steps=5, dp=2)
     finish(plan, tmp_path / "good")
-    (first, second), size = finished_steps(tmp_path / "good", plan), plan.parallel.global_batch_samples
+    (first, second), size = (
+        finished_steps(tmp_path / "good", plan),
+        plan.parallel.global_batch_samples,
+    )
     assert [one.fingerprint for one in first] == [one.fingerprint for one in second]
     found = replay(tmp_path / "good" / "plan.json", first)
     assert found == (5, 5, []), found.problems
     store = open_tokens(plan.job.data)
-    sample = SampleOrder(store.samples(plan.job.train.seq_len), plan.job.data.seed)(2 * size + 1)  # the third step's
+    sample = SampleOrder(store.samples(plan.job.train.seq_len), plan.job.data.seed)(
+        2 * size + 1
+    )  # the third step's
     with monkeypatch.context() as patch:
         tampered(patch, sample, on="01")
         finish(plan, tmp_path / "bad")
     found = replay(tmp_path / "bad" / "plan.json", finished_steps(tmp_path / "bad", plan)[0])
     assert (found.steps, found.equal) == (5, 4)
-    assert found.problems[0].startswith(f"step 3 of epoch 0 trained on other tokens than samples {2 * size} to")
+    assert found.problems[0].startswith(
+        f"step 3 of epoch 0 trained on other tokens than samples {2 * size} to"
+    )
 
     split = job(cache, steps=5, tp=2)
     other = SampleOrder(store.samples(split.job.train.seq_len), split.job.data.seed)(
         2 * split.parallel.global_batch_samples
     )
-    tampered(monkeypatch, other, on="1")  # the ranks of a replica read the same samples, each by itself
+    tampered(
+        monkeypatch, other, on="1"
+    )  # the ranks of a replica read the same samples, each by itself
     codes, odd = finish(split, tmp_path / "odd")
     assert codes == [Exit.CONFIG] * 2 and len(odd.steps(0)) == 2
-    assert "step 3: rank 1 on" in odd.log(0) and "has read other tokens than rank 0 on" in odd.log(1)
+    assert "step 3: rank 1 on" in odd.log(0) and "has read other tokens than rank 0 on" in odd.log(
+        1
+    )
 
 
 def finished_steps(run_dir: Path, plan: Plan) -> list[list[Step]]:
     """Each rank's steps, from its report file."""
     found = []
     for rank in range(plan.parallel.world_size):
-        lines = [json.loads(line) for line in (run_dir / f"rank-{rank}.e0.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (run_dir / f"rank-{rank}.e0.jsonl").read_text().splitlines()
+        ]
         told = [line for line in lines if line["kind"] == "step"]
-        found.append([Step(0, x["step"], 0.0, x["step_s"], 0.0, x["samples"], x["fingerprint"]) for x in told])
+        found.append(
+            [
+                Step(0, x["step"], 0.0, x["step_s"], 0.0, x["samples"], x["fingerprint"])
+                for x in told
+            ]
+        )
     return found
 
 
@@ -321,15 +388,21 @@ def test_an_epoch_fenced_while_it_trains_writes_nothing_more(cache, tmp_path):
     assert list((tmp_path / "checkpoints").glob("step-*")) == []
 
 
-# ---------------------------------------------------------------------------------------------- stopping
+# ----------------------------------------------------------------------------------------------
+#     stopping
 
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.full) for other in (signal.SIGUSR1, signal.SIGINT))],
+    [
+        signal.SIGTERM,
+        *(pytest.param(other, marks=pytest.mark.full) for other in (signal.SIGUSR1, signal.SIGINT)),
+    ],
     ids=lambda number: number.name,
 )
-def test_a_termination_signal_to_any_rank_saves_the_same_step_on_all_and_ends_with_75(cache, tmp_path, number):
+def test_a_termination_signal_to_any_rank_saves_the_same_step_on_all_and_ends_with_75(
+    cache, tmp_path, number
+):
     plan = job(cache, steps=10_000, **EIGHT)
     told = {signal.SIGTERM: 7, signal.SIGUSR1: 0, signal.SIGINT: 3}[number]
     with running(plan, tmp_path) as workers:
@@ -354,7 +427,9 @@ def test_a_termination_signal_before_the_first_step_ends_with_75(cache, tmp_path
         os.kill(workers.pids[0], signal.SIGTERM)
         assert workers.wait() == [Exit.RESTART]
     if not workers.steps():
-        assert "nothing to save yet" in workers.log(0) and not list((tmp_path / "checkpoints").glob("step-*"))
+        assert "nothing to save yet" in workers.log(0) and not list(
+            (tmp_path / "checkpoints").glob("step-*")
+        )
 
 
 def test_a_termination_signal_during_the_imports_ends_with_75(cache, tmp_path):
@@ -368,7 +443,9 @@ def test_a_termination_signal_during_the_imports_ends_with_75(cache, tmp_path):
         assert "SIGTERM before the first step: nothing to save yet" in text
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(5, marks=pytest.mark.full)])  # the last one: above
+@pytest.mark.parametrize(
+    "victim", [0, pytest.param(5, marks=pytest.mark.full)]
+)  # the last one: above
 def test_a_killed_peer_is_noticed_by_all_with_75(cache, tmp_path, victim):
     plan = job(cache, steps=10_000, **EIGHT)
     with running(plan, tmp_path) as workers:
@@ -379,7 +456,8 @@ def test_a_killed_peer_is_noticed_by_all_with_75(cache, tmp_path, victim):
     assert codes == [Exit.RESTART] * 7
 
 
-# ---------------------------------------------------------------------------------------------- refusing
+# ----------------------------------------------------------------------------------------------
+#     refusing
 
 
 def refused(plan: Plan, run_dir: Path, code: Exit, words: str, changes: dict | None = None) -> None:
@@ -387,7 +465,9 @@ def refused(plan: Plan, run_dir: Path, code: Exit, words: str, changes: dict | N
     assert codes == [code] * plan.parallel.world_size, workers.log(0)
     for rank in range(plan.parallel.world_size):
         line = workers.log(rank).strip().splitlines()
-        assert len(line) == 1 and words in line[0] and line[0].startswith(f"trainer: rank {rank} on "), line
+        assert (
+            len(line) == 1 and words in line[0] and line[0].startswith(f"trainer: rank {rank} on ")
+        ), line
         assert workers.events("failed", rank)[0].fields["exit"] == code
 
 
@@ -395,7 +475,12 @@ def refused(plan: Plan, run_dir: Path, code: Exit, words: str, changes: dict | N
     ("layout", "paths", "words", "changes"),
     [
         ({"dp": 2}, None, "was told plan 000000000000", {1: {"plan_hash": "0" * 64}}),
-        ({"dp": 2, "nodes": 2}, None, "rank 0 runs on 'node1'", {0: {"node": "node1"}, 1: {"node": "node0"}}),
+        (
+            {"dp": 2, "nodes": 2},
+            None,
+            "rank 0 runs on 'node1'",
+            {0: {"node": "node1"}, 1: {"node": "node0"}},
+        ),
         ({}, ["/nowhere/at/all"], "'/nowhere/at/all' does not exist", None),
         ({"ep": 2}, None, "ep=2, but test has no experts", None),
     ],
@@ -403,20 +488,29 @@ def refused(plan: Plan, run_dir: Path, code: Exit, words: str, changes: dict | N
 )
 def test_what_cannot_run_stops_all_workers_with_65(cache, tmp_path, layout, paths, words, changes):
     plan = job(cache, **layout)
-    refused(changed(plan, "data", paths=paths) if paths else plan, tmp_path, Exit.CONFIG, words, changes)
+    refused(
+        changed(plan, "data", paths=paths) if paths else plan, tmp_path, Exit.CONFIG, words, changes
+    )
 
 
 def test_a_gpu_that_is_not_there_is_the_nodes_fault(cache, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     plan = job(cache)
-    plan = seal(msgspec.structs.replace(plan, cluster=msgspec.structs.replace(plan.cluster, device="cuda")))
+    plan = seal(
+        msgspec.structs.replace(plan, cluster=msgspec.structs.replace(plan.cluster, device="cuda"))
+    )
     refused(plan, tmp_path, Exit.NODE, "wants GPU 0 of node0, which has 0 usable")
 
 
 def test_a_loss_that_explodes_stops_the_run_and_says_where(cache, tmp_path):
     plan = changed(job(cache, dp=2), "optim", lr=1e38, warmup_steps=0)
-    refused(plan, tmp_path, Exit.USER, "step 2: the gradient norm is nan; the loss is not finite on rank 0, 1")
+    refused(
+        plan,
+        tmp_path,
+        Exit.USER,
+        "step 2: the gradient norm is nan; the loss is not finite on rank 0, 1",
+    )
     assert list((tmp_path / "checkpoints").glob("step-*")) == [], "what has exploded is not saved"
 
 
@@ -425,7 +519,10 @@ def test_steps_that_are_not_finite_are_skipped_as_often_as_was_allowed(cache, tm
     plan = changed(job(cache, dp=2), "optim", lr=1e38, warmup_steps=0)
     plan = changed(plan, "train", skip_non_finite_steps=1)
     assert plan.parallel.global_batch_samples == 4
-    says = "step 3: the gradient norm is nan; the loss is not finite on rank 0, 1, whose samples are 8, 10; 9, 11 in"
+    says = (
+        "step 3: the gradient norm is nan; the loss is not finite on rank 0, 1, whose samples are"
+        " 8, 10; 9, 11 in"
+    )
     refused(plan, tmp_path, Exit.USER, says)
 
 
@@ -438,12 +535,15 @@ def test_a_changed_plan_file_is_refused(cache, tmp_path):
     assert workers.wait() == [Exit.CONFIG] and "does not match its content" in workers.log(0)
 
 
-# ---------------------------------------------------------------------------------------------- as a command
+# ---------------------------------------------------------------------------------------------- as
+#     a command
 
 
 def test_without_an_agents_environment_it_is_a_usage_error():
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "ORCH_PLAN")}
-    done = subprocess.run([sys.executable, "-m", "trainer"], cwd=ROOT, env=clean, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer"], cwd=ROOT, env=clean, capture_output=True, text=True
+    )
     assert done.returncode == Exit.USAGE and "environment variable RANK is not set" in done.stderr
 
 
@@ -455,10 +555,12 @@ def test_python_dash_m_trainer_runs_a_plan_and_prints_its_progress(cache, tmp_pa
 
 
 def test_a_worker_imports_the_compiler_only_where_its_plan_needs_it(tmp_path):
-    """torch._dynamo is 900 modules: a second and 100 MiB in every process, for nothing that runs uncompiled.
+    """torch._dynamo is 900 modules: a second and 100 MiB in every process, for nothing that runs
+    uncompiled.
 
-    The process that imports it forks the workers: it has one thread, and it has not asked CUDA's driver for devices,
-    which `torch.compiler.reset` does in torch 2.11 (an H200 showed it: no forked worker could use the GPU).
+    The process that imports it forks the workers: it has one thread, and it has not asked CUDA's
+    driver for devices, which `torch.compiler.reset` does in torch 2.11 (an H200 showed it: no
+    forked worker could use the GPU).
     """
     plans = {
         "plain": make_plan(dp=2, zero=1),
@@ -468,19 +570,18 @@ def test_a_worker_imports_the_compiler_only_where_its_plan_needs_it(tmp_path):
     for name, plan in plans.items():
         (tmp_path / f"{name}.json").write_bytes(to_json(plan))
     code = (
-        "import os, sys, torch; from trainer import preload; from trainer.metrics.memory import StorageTracker\n"
-        "asked = []\n"
-        "torch._C._cuda_getDeviceCount = lambda: asked.append(1) or 0\n"
-        "torch.compiler.reset = torch.cuda.is_available\n"
-        "preload.prepare(['--plan', sys.argv[1]], {})\n"
-        "with StorageTracker(): torch.zeros(3) + 1\n"
-        "before = 'torch._dynamo' in sys.modules\n"
-        "preload.prepare([], {'ORCH_PLAN': sys.argv[2]})\n"
-        "print(before, {'torch._dynamo', 'torch.distributed.fsdp'} <= sys.modules.keys())\n"
-        "preload.prepare([], {'ORCH_PLAN': sys.argv[3]})\n"
-        "print('asked', len(asked), 'threads', len(os.listdir('/proc/self/task')))"
+        "import os, sys, torch; from trainer import preload; from trainer.metrics.memory import"
+        " StorageTracker\nasked = []\ntorch._C._cuda_getDeviceCount = lambda: asked.append(1) or"
+        " 0\ntorch.compiler.reset = torch.cuda.is_available\npreload.prepare(['--plan',"
+        " sys.argv[1]], {})\nwith StorageTracker(): torch.zeros(3) + 1\nbefore = 'torch._dynamo' in"
+        " sys.modules\npreload.prepare([], {'ORCH_PLAN': sys.argv[2]})\nprint(before,"
+        " {'torch._dynamo', 'torch.distributed.fsdp'} <= sys.modules.keys())\npreload.prepare([],"
+        " {'ORCH_PLAN': sys.argv[3]})\nprint('asked', len(asked), 'threads',"
+        " len(os.listdir('/proc/self/task')))"
     )
     command = [sys.executable, "-c", code, *(tmp_path / f"{name}.json" for name in plans)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=PATIENCE_S, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=PATIENCE_S, capture_output=True, text=True
+    )
     assert done.stdout == "False True\nasked 0 threads 1\n", done.stderr

@@ -31,13 +31,27 @@ def unread(number: int) -> PlanError:
         (PlanError("x"), Exit.CONFIG),
         (OSError(28, "No space left on device"), Exit.USER),
         (MemoryError(), Exit.USER),
-        *((unread(number), Exit.USER) for number in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE)),
+        *(
+            (unread(number), Exit.USER)
+            for number in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE)
+        ),
         *((unread(number), Exit.CONFIG) for number in (errno.EACCES, errno.ENOENT, errno.EISDIR)),
         (ImportError("libc10.so: cannot open shared object file: Too many open files"), Exit.USER),
         (ImportError("libc10.so: cannot read file data: Input/output error"), Exit.USER),
-        (RuntimeError("unable to open a shared memory object: Too many open files in system (23)"), Exit.USER),
-        (ImportError("libc10.so: cannot open shared object file: No such file or directory"), Exit.INTERNAL),
-        (ImportError("libc10.so: cannot open shared object file: Permission denied"), Exit.INTERNAL),
+        (
+            RuntimeError(
+                "unable to open a shared memory object: Too many open files in system (23)"
+            ),
+            Exit.USER,
+        ),
+        (
+            ImportError("libc10.so: cannot open shared object file: No such file or directory"),
+            Exit.INTERNAL,
+        ),
+        (
+            ImportError("libc10.so: cannot open shared object file: Permission denied"),
+            Exit.INTERNAL,
+        ),
         (torch.OutOfMemoryError("CUDA out of memory"), Exit.USER),
         (torch.distributed.DistNetworkError("x"), Exit.RESTART),
         (torch.distributed.DistStoreError("x"), Exit.RESTART),
@@ -56,15 +70,23 @@ def test_every_error_has_its_exit_code(error, code):
     "text",
     [
         "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41235",
-        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete",
+        (
+            "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation"
+            " to complete"
+        ),
         "Application timeout caused pair closure",
         "[/gloo/transport/tcp/pair.cc:547] Read error [127.0.0.1]:3: Connection reset by peer",
         "Gloo connectFullMesh failed with connect: Connection refused, remote=[127.0.0.1]",
         "NCCL communicator was aborted on rank 3.",
-        "NCCL error in: ProcessGroupNCCL.cpp:93, remote process exited or there was a network error",
+        (
+            "NCCL error in: ProcessGroupNCCL.cpp:93, remote process exited or there was a network"
+            " error"
+        ),
         "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)",
     ],
 )
 def test_what_torch_says_of_a_lost_peer_is_recognised(text):
     assert errors.is_peer_loss(RuntimeError(text))
-    assert not errors.is_peer_loss(ValueError(text)), "torch raises RuntimeErrors; a ValueError is somebody's bug"
+    assert not errors.is_peer_loss(ValueError(text)), (
+        "torch raises RuntimeErrors; a ValueError is somebody's bug"
+    )

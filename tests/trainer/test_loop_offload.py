@@ -1,4 +1,5 @@
-"""Whole workers whose optimizer's state is on a disk: killed, resumed by another layout, out of room."""
+"""Whole workers whose optimizer's state is on a disk: killed, resumed by another layout, out of
+room."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def losses(workers) -> dict[int, float]:
 def test_a_killed_run_goes_on_with_the_losses_of_one_that_kept_all_in_memory(cache, tmp_path):
     _, workers = finish(job(cache, steps=8, dp=2, zero=1), tmp_path / "memory")
     expected = losses(workers)
-    with running(job(cache, steps=8, every=2, dp=2, zero=1, offload=DISK), tmp_path / "disk", held=6) as workers:
+    with running(
+        job(cache, steps=8, every=2, dp=2, zero=1, offload=DISK), tmp_path / "disk", held=6
+    ) as workers:
         workers.until(0, 4)
         for pid in workers.pids:
             os.kill(pid, signal.SIGKILL)
@@ -42,7 +45,9 @@ def test_a_killed_run_goes_on_with_the_losses_of_one_that_kept_all_in_memory(cac
     folder = tmp_path / "disk" / "offload"
     assert not list(folder.iterdir()), "a killed rank leaves no file"
     codes, workers = finish(
-        job(cache, steps=8, every=2, tp=2, micro_batches=4, offload=DISK), tmp_path / "disk", epoch=1
+        job(cache, steps=8, every=2, tp=2, micro_batches=4, offload=DISK),
+        tmp_path / "disk",
+        epoch=1,
     )
     after = losses(workers)
     assert codes == [Exit.DONE] * 2
@@ -51,7 +56,8 @@ def test_a_killed_run_goes_on_with_the_losses_of_one_that_kept_all_in_memory(cac
         assert loss == pytest.approx(expected[step], rel=1e-5)
 
 
-#: Of a node: its own disk, a home of others below it, and a local disk below that; blanks stand as octal digits.
+#: Of a node: its own disk, a home of others below it, and a local disk below that; blanks stand as
+#: octal digits.
 MOUNTS = r"""/dev/root / ext4 rw 0 0
 server:/home /home nfs4 rw 0 0
 /dev/nvme0n1 /home/own\040disk xfs rw 0 0
@@ -83,20 +89,31 @@ def test_a_folder_of_other_machines_is_known(tmp_path, folder, kind):
 
 @pytest.mark.parametrize("kind", ["nfs4", "ext4"])
 @pytest.mark.parametrize("folder", ["", "own"])
-def test_a_node_warns_once_of_state_that_would_go_over_the_network(cache, tmp_path, monkeypatch, kind, folder):
+def test_a_node_warns_once_of_state_that_would_go_over_the_network(
+    cache, tmp_path, monkeypatch, kind, folder
+):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"server:/ {tmp_path} {kind} rw 0 0\n")
-    monkeypatch.setattr("trainer.host.remote.remote_warning", partial(remote_warning, mounts=mounts))
+    monkeypatch.setattr(
+        "trainer.host.remote.remote_warning", partial(remote_warning, mounts=mounts)
+    )
     offload = structs.replace(DISK, dir=str(tmp_path / folder) if folder else "")
     codes, workers = finish(job(cache, steps=1, dp=2, zero=1, offload=offload), tmp_path)
     assert codes == [Exit.DONE] * 2
-    said = [line for rank in range(2) for line in workers.log(rank).splitlines() if "warning" in line]
+    said = [
+        line for rank in range(2) for line in workers.log(rank).splitlines() if "warning" in line
+    ]
     where = tmp_path / (folder or "offload")
-    assert len(said) == (kind == "nfs4") and all(f"goes to {where}, on nfs4" in line for line in said)
+    assert len(said) == (kind == "nfs4") and all(
+        f"goes to {where}, on nfs4" in line for line in said
+    )
 
 
-def test_a_disk_that_fills_up_ends_the_run_and_leaves_its_last_checkpoint(cache, tmp_path, monkeypatch):
-    write, calls = os.pwritev, [0]
+def test_a_disk_that_fills_up_ends_the_run_and_leaves_its_last_checkpoint(
+    cache, tmp_path, monkeypatch
+):
+    write = os.pwritev
+    calls = [0]
 
     def full(fd: int, views: list, offset: int) -> int:
         calls[0] += 1
@@ -108,7 +125,8 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_its_last_checkpoint(cache,
     with running(job(cache, steps=10_000, every=1, offload=DISK), tmp_path) as workers:
         assert workers.wait() == [Exit.USER]
         done = max(losses(workers))
-    # What fails behind a step is met when its checkpoint is written: then only the one before is committed.
+    # What fails behind a step is met when its checkpoint is written: then only the one before is
+    # committed.
     assert committed(tmp_path / "checkpoints")[0][0] in (done - 1, done)
 
 
@@ -116,12 +134,15 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_its_last_checkpoint(cache,
 CALLS = ("pwritev", "preadv", "fsync", "replace", "posix_fallocate", "unlink")
 #: All that can be on a disk.
 AWAY = Offload(optimizer="disk", weights=True, activations="disk", buffer_bytes=DISK.buffer_bytes)
-KILLS, STEPS = 50, 120
+KILLS = 50
+STEPS = 120
 
 
 def counted(monkeypatch, at: int | None = None) -> Callable[[], int]:
-    """Each rank counts its calls; at number `at` it is killed. Returned: how many the last one made."""
-    shared, parent = mmap.mmap(-1, 8), os.getpid()
+    """Each rank counts its calls; at number `at` it is killed. Returned: how many the last one
+    made."""
+    shared = mmap.mmap(-1, 8)
+    parent = os.getpid()
 
     def before(call):
         def counting(*args, **options):
@@ -142,17 +163,19 @@ def counted(monkeypatch, at: int | None = None) -> Callable[[], int]:
 
 @pytest.mark.slow
 def test_killed_at_fifty_points_it_goes_on_each_time(cache, tmp_path, monkeypatch):
-    """At the start, in updates, between reads and writes, in checkpoints: spread over the calls of a start and three
-    steps."""
+    """At the start, in updates, between reads and writes, in checkpoints: spread over the calls of
+    a start and three steps."""
     layout = {"steps": STEPS, "recompute": "full"}
     _, workers = finish(job(cache, **layout), tmp_path / "memory")
-    expected, plan = losses(workers), job(cache, every=1, offload=AWAY, **layout)
+    expected = losses(workers)
+    plan = job(cache, every=1, offload=AWAY, **layout)
     with monkeypatch.context() as patch:
         calls = counted(patch)
         with running(plan, tmp_path / "count", held=4) as workers:
             workers.until(0, "held")
             calls = calls()
-    reached, epochs = 0, iter(range(KILLS + 1))
+    reached = 0
+    epochs = iter(range(KILLS + 1))
     for kill in range(KILLS):
         with monkeypatch.context() as patch:
             counted(patch, at=1 + calls * kill // KILLS)
@@ -171,8 +194,10 @@ def test_killed_at_fifty_points_it_goes_on_each_time(cache, tmp_path, monkeypatc
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, Exit.USER), (errno.EIO, Exit.NODE)])
 def test_a_disk_that_fails_leaves_a_state_that_goes_on(cache, tmp_path, monkeypatch, number, code):
     _, workers = finish(job(cache, steps=6, dp=2, zero=1), tmp_path / "memory")
-    expected, plan = losses(workers), job(cache, steps=6, every=1, dp=2, zero=1, offload=DISK)
-    write, calls = os.pwritev, [0]
+    expected = losses(workers)
+    plan = job(cache, steps=6, every=1, dp=2, zero=1, offload=DISK)
+    write = os.pwritev
+    calls = [0]
 
     def fails(fd: int, views: list, offset: int) -> int:
         calls[0] += 1
@@ -183,7 +208,12 @@ def test_a_disk_that_fails_leaves_a_state_that_goes_on(cache, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", fails)
         codes, workers = finish(plan, tmp_path / "disk")
-    said = [line for rank in (0, 1) for line in workers.log(rank).splitlines() if "train.offload_dir" in line]
+    said = [
+        line
+        for rank in (0, 1)
+        for line in workers.log(rank).splitlines()
+        if "train.offload_dir" in line
+    ]
     assert code in codes and any(os.strerror(number) in line for line in said)
     codes, workers = finish(plan, tmp_path / "disk", epoch=1)
     assert codes == [Exit.DONE] * 2

@@ -1,4 +1,5 @@
-"""Whole workers, a node of which is lost with all that was in its memory: at most one finished step is made again."""
+"""Whole workers, a node of which is lost with all that was in its memory: at most one finished step
+is made again."""
 
 from __future__ import annotations
 
@@ -39,7 +40,11 @@ def run(tmp_path: Path):
 
 def plan_of(cache: str, nodes: list[str], **layout: object) -> Plan:
     return job(
-        cache, steps=STEPS, node_names=nodes, copy_every_steps=1, **{"micro_batches": 4 // layout["dp"], **layout}
+        cache,
+        steps=STEPS,
+        node_names=nodes,
+        copy_every_steps=1,
+        **{"micro_batches": 4 // layout["dp"], **layout},
     )
 
 
@@ -56,15 +61,21 @@ def lose(workers: Workers, node: str) -> int:
     return before
 
 
-def test_a_lost_node_costs_at_most_one_step_on_a_spare_or_on_fewer_nodes(cache, tmp_path: Path, run):
-    """No save on disk before the end. Node 0 is lost and a spare replaces it; then node 1 is, without a spare."""
+def test_a_lost_node_costs_at_most_one_step_on_a_spare_or_on_fewer_nodes(
+    cache, tmp_path: Path, run
+):
+    """No save on disk before the end. Node 0 is lost and a spare replaces it; then node 1 is,
+    without a spare."""
     layout = {"dp": 2, "tp": 2, "zero": 1, "bucket_bytes": 1 << 13}
     whole_plan = plan_of(cache, ["node0", "node1"], **layout)
     _, whole = finish(whole_plan, tmp_path / "whole")
-    assert not replica_dir(tmp_path / "whole", "node0").exists(), "a run that is done gives the memory back"
+    assert not replica_dir(tmp_path / "whole", "node0").exists(), (
+        "a run that is done gives the memory back"
+    )
 
     plans = [whole_plan, plan_of(cache, ["node7", "node1"], **layout)]
-    losses, done = {}, 0
+    losses = {}
+    done = 0
     for epoch, (plan, lost) in enumerate(zip(plans, ["node0", "node1"], strict=True)):
         with running(plan, run, epoch, held=done + 5) as workers:
             for rank in range(4):
@@ -103,7 +114,9 @@ def test_on_the_same_layout_the_run_goes_on_to_the_bit(cache, tmp_path, run):
     assert_same_state(saved_state(tmp_path / "whole", plan, STEPS), saved_state(run, plan, STEPS))
 
 
-def test_copies_that_somebody_deletes_are_made_anew_and_those_of_a_lost_node_go_with_the_others(cache, tmp_path, run):
+def test_copies_that_somebody_deletes_are_made_anew_and_those_of_a_lost_node_go_with_the_others(
+    cache, tmp_path, run
+):
     """logind deletes them where RemoveIPC=yes and the user's last session ends."""
     plan = changed(plan_of(cache, ["node0", "node1"], dp=2, zero=1), "train", steps=80)
     home = replica_dir(run, "node0").parent
@@ -111,7 +124,9 @@ def test_copies_that_somebody_deletes_are_made_anew_and_those_of_a_lost_node_go_
         for step in range(3, 60, 3):
             workers.until(0, step)
             shutil.rmtree(home, ignore_errors=True)
-        lost = replica_dir(run, "node9") / "step-00000003.e0"  # by an agent that was killed; on this machine
+        lost = (
+            replica_dir(run, "node9") / "step-00000003.e0"
+        )  # by an agent that was killed; on this machine
         lost.mkdir(parents=True)
         (lost.parent / ".lock").touch()
         workers.release()
@@ -122,7 +137,9 @@ def test_copies_that_somebody_deletes_are_made_anew_and_those_of_a_lost_node_go_
     assert not home.exists()
 
 
-def test_a_termination_signal_puts_everything_on_disk_and_gives_the_memory_back(cache, tmp_path, run):
+def test_a_termination_signal_puts_everything_on_disk_and_gives_the_memory_back(
+    cache, tmp_path, run
+):
     plan = plan_of(cache, ["node0", "node1"], dp=2, zero=1)
     with running(plan, run, held=6) as workers:
         workers.until(0, 3)
@@ -136,21 +153,29 @@ def test_a_termination_signal_puts_everything_on_disk_and_gives_the_memory_back(
     assert workers.events("resumed")[0].fields["source"] == "disk"
 
 
-# ---------------------------------------------------------------------------------------------- beside training
+# ----------------------------------------------------------------------------------------------
+#     beside training
 
 
 class Moments:
-    """In a worker: what its training thread has done, for its other thread, which makes replicas."""
+    """In a worker: what its training thread has done, for its other thread, which makes
+    replicas."""
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.computed = 0  # gradients
         self.updated = 0
-        self.waits: Callable[[], bool] = lambda: False  # the training thread, between gradients and update
+        self.waits: Callable[[], bool] = lambda: (
+            False
+        )  # the training thread, between gradients and update
         self.order: list[int] = []
-        loop, gradients, update = Run.loop, Engine.gradients, Engine.update
+        loop = Run.loop
+        gradients = Engine.gradients
+        update = Engine.update
 
         def watched_loop(run: Run) -> None:
-            self.waits = lambda: run.engine.timer.now == "checkpoint" and self.computed == self.updated + 1
+            self.waits = lambda: (
+                run.engine.timer.now == "checkpoint" and self.computed == self.updated + 1
+            )
             loop(run)
 
         def counted_gradients(engine: Engine, *args: object) -> object:
@@ -167,20 +192,26 @@ class Moments:
         patch.setattr(Engine, "update", counted_update)
 
     def hold(self, updated: int) -> None:
-        """Return when the training thread has the gradients of the next step and waits to update by them."""
-        wait_for(lambda: self.updated == updated and self.waits(), 60, f"a wait after update {updated}")
+        """Return when the training thread has the gradients of the next step and waits to update by
+        them."""
+        wait_for(
+            lambda: self.updated == updated and self.waits(), 60, f"a wait after update {updated}"
+        )
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_training_goes_on_while_a_replica_is_made_and_waits_before_an_update_alone(
     cache, tmp_path: Path, run, monkeypatch, every
 ):
-    """A rank's state is read while the next step computes, up to its update; it is sent up to the update before the
-    next replica. The threads that read and send are held until training waits for them: it never would before."""
+    """A rank's state is read while the next step computes, up to its update; it is sent up to the
+    update before the next replica. The threads that read and send are held until training waits for
+    them: it never would before."""
     plan = plan_of(cache, ["node0", "node1"], dp=2, zero=1)
     plan = changed(changed(plan, "train", steps=7), "checkpoint", memory_every_steps=every)
     finish(plan, tmp_path / "whole")
-    write, send, moments = replicate_module.write, transfer.run, Moments(monkeypatch)
+    write = replicate_module.write
+    send = transfer.run
+    moments = Moments(monkeypatch)
 
     def late_write(folder, rank, contents):
         moments.hold(contents.step)
@@ -205,8 +236,11 @@ def test_training_goes_on_while_a_replica_is_made_and_waits_before_an_update_alo
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_a_replica_that_fails_between_the_ranks_ends_no_run(cache, tmp_path: Path, run, monkeypatch, error):
-    """One rank cannot take part in an exchange any more: the others do not wait for it, and all train to the end."""
+def test_a_replica_that_fails_between_the_ranks_ends_no_run(
+    cache, tmp_path: Path, run, monkeypatch, error
+):
+    """One rank cannot take part in an exchange any more: the others do not wait for it, and all
+    train to the end."""
     plan = plan_of(cache, ["node0", "node1", "node2"], dp=3, zero=1, micro_batches=1)
     send = transfer.run
 

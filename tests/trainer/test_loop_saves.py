@@ -22,7 +22,8 @@ pytestmark = pytest.mark.process
 @pytest.fixture
 def gate(monkeypatch, tmp_path) -> Path:
     """No rank writes its file before this one exists. Workers are forked from this process."""
-    path, write = tmp_path / "gate", save_module.write_tensors
+    path = tmp_path / "gate"
+    write = save_module.write_tensors
 
     def wait_and_write(*args: object) -> object:
         wait_for(path.exists, what="the gate")
@@ -51,10 +52,17 @@ def test_training_goes_on_while_a_save_is_written_until_the_next_is_due(cache, t
         workers.until(0, 7)
         os.kill(workers.pids[0], signal.SIGTERM)
         assert workers.wait() == [Exit.RESTART] * 2
-    order, first = words(workers), saved(workers)[0]
+    order = words(workers)
+    first = saved(workers)[0]
     assert order.index(6) < order.index("checkpoint_saved") < order.index(7)
-    assert first.step == 3 and first.fields["verified"] and 0 < first.fields["stall_s"] < first.fields["seconds"]
-    assert [event.step for event in saved(workers)][:2] == [3, 6] and not workers.events("checkpoint_failed")
+    assert (
+        first.step == 3
+        and first.fields["verified"]
+        and 0 < first.fields["stall_s"] < first.fields["seconds"]
+    )
+    assert [event.step for event in saved(workers)][:2] == [3, 6] and not workers.events(
+        "checkpoint_failed"
+    )
 
 
 def test_a_termination_signal_waits_for_the_save_in_progress_and_then_saves(cache, tmp_path, gate):
@@ -67,13 +75,16 @@ def test_a_termination_signal_waits_for_the_save_in_progress_and_then_saves(cach
         assert workers.wait() == [Exit.RESTART] * 2
     first, last = saved(workers)
     assert first.step == 20 and last.step == max(step.step for step in workers.steps()) > 20
-    assert first.fields["verified"] and not last.fields["verified"], "a termination signal leaves no time to read back"
+    assert first.fields["verified"] and not last.fields["verified"], (
+        "a termination signal leaves no time to read back"
+    )
     assert [step for step, _ in committed(tmp_path / "checkpoints")] == [last.step, 20]
 
 
 @pytest.mark.slow
 def test_a_run_moves_from_layout_to_layout_and_its_losses_do_not_notice(cache, tmp_path):
-    """Eight ranks, one killed; two ranks, told to stop; three ranks of a pipeline, told to stop; one to the end."""
+    """Eight ranks, one killed; two ranks, told to stop; three ranks of a pipeline, told to stop;
+    one to the end."""
     _, whole = finish(job(cache, steps=20, micro_batches=4), tmp_path / "whole")
     moves = [
         {**EIGHT, "micro_batches": 2},
@@ -85,7 +96,9 @@ def test_a_run_moves_from_layout_to_layout_and_its_losses_do_not_notice(cache, t
     starts = []
     for epoch, layout in enumerate(moves):
         held = max(losses, default=2) + 5
-        with running(job(cache, steps=20, every=3, **layout), tmp_path / "moved", epoch, held=held) as workers:
+        with running(
+            job(cache, steps=20, every=3, **layout), tmp_path / "moved", epoch, held=held
+        ) as workers:
             if epoch == 0:
                 workers.until(0, "checkpoint_saved")
                 os.kill(workers.pids[5], signal.SIGKILL)
@@ -109,7 +122,8 @@ def test_a_run_moves_from_layout_to_layout_and_its_losses_do_not_notice(cache, t
 
 
 def test_nothing_is_left_of_a_save_in_progress(cache, tmp_path, gate):
-    """A rank dies before its file is written: the next epoch finds the save before, and sweeps up."""
+    """A rank dies before its file is written: the next epoch finds the save before, and sweeps
+    up."""
     left = tmp_path / "checkpoints"
     gate.touch()
     finish(job(cache, steps=2, dp=2), tmp_path)

@@ -1,4 +1,5 @@
-"""Whole workers with each technique: the losses of one process, and a resumed run equal to an undisturbed one."""
+"""Whole workers with each technique: the losses of one process, and a resumed run equal to an
+undisturbed one."""
 
 from __future__ import annotations
 
@@ -26,14 +27,25 @@ def alone(cache, tmp_path_factory):
 
 LAYOUTS = {
     "cp2 zero3": {"cp": 2, "zero": 3, "micro_batches": 4},
-    "dp2 zero2 budget": {"dp": 2, "zero": 2, "recompute": "budget", "recompute_layers": ["full", "none"] * 2},
-    "cp2 ulysses selective": {"cp": 2, "cp_method": "ulysses", "recompute": "selective", "micro_batches": 4},
+    "dp2 zero2 budget": {
+        "dp": 2,
+        "zero": 2,
+        "recompute": "budget",
+        "recompute_layers": ["full", "none"] * 2,
+    },
+    "cp2 ulysses selective": {
+        "cp": 2,
+        "cp_method": "ulysses",
+        "recompute": "selective",
+        "micro_batches": 4,
+    },
     "dualpipe": {"pp": 2, "schedule": "dualpipe", "micro_batches": 4},
     "zbv": {"pp": 2, "vpp": 2, "schedule": "zbv", "micro_batches": 4},
 }
 
 
-#: Attention and recomputation are proven elsewhere; here it is the whole worker, with what else it runs.
+#: Attention and recomputation are proven elsewhere; here it is the whole worker, with what else it
+#: runs.
 FULL = {"cp2 ulysses selective"}
 
 
@@ -49,7 +61,12 @@ def test_losses_are_those_of_one_process(cache, alone, tmp_path, name):
 RESUMED = {
     "fp16 zero1": {"dp": 2, "zero": 1, "precision": "fp16"},
     "zero3 bf16": {"dp": 2, "zero": 3, "precision": "bf16"},
-    "zero2 ramp": {"dp": 2, "zero": 2, "micro_batches": 4, "batch_ramp": BatchRamp(start_samples=2, over_samples=24)},
+    "zero2 ramp": {
+        "dp": 2,
+        "zero": 2,
+        "micro_batches": 4,
+        "batch_ramp": BatchRamp(start_samples=2, over_samples=24),
+    },
 }
 
 
@@ -60,20 +77,32 @@ def test_a_resumed_run_equals_an_undisturbed_one_to_the_bit(cache, tmp_path, nam
     finish(changed(plan, "train", steps=3), tmp_path / "cut")
     codes, resumed = finish(plan, tmp_path / "cut", epoch=1)
     assert codes == [0, 0], resumed.log(0)
-    assert_same_state(saved_state(tmp_path / "whole", plan, 6), saved_state(tmp_path / "cut", plan, 6))
+    assert_same_state(
+        saved_state(tmp_path / "whole", plan, 6), saved_state(tmp_path / "cut", plan, 6)
+    )
     assert {step: whole.losses()[step] for step in resumed.losses()} == resumed.losses()
-    ends = [decode((tmp_path / run / "checkpoints" / step_name(6) / MANIFEST).read_bytes()) for run in ("whole", "cut")]
+    ends = [
+        decode((tmp_path / run / "checkpoints" / step_name(6) / MANIFEST).read_bytes())
+        for run in ("whole", "cut")
+    ]
     assert ends[0].scalars == ends[1].scalars and ends[0].samples == ends[1].samples
     tokens = [report.tokens for report in whole.steps(0)]
     if "batch_ramp" in RESUMED[name]:
         assert tokens == sorted(tokens) and tokens[0] == 2 * 16 and tokens[-1] > tokens[0]
         assert sum(tokens) == ends[0].samples * 16
     if "fp16" in name:
-        kept = {"loss_scale", "loss_scale_good_steps", "optimizer_steps", "learning_rate", "train_steps"}
+        kept = {
+            "loss_scale",
+            "loss_scale_good_steps",
+            "optimizer_steps",
+            "learning_rate",
+            "train_steps",
+        }
         assert kept == set(ends[0].scalars)
 
 
-#: Another curve from the saved step on: (the schedule as saved, what the next run changes, its steps).
+#: Another curve from the saved step on: (the schedule as saved, what the next run changes, its
+#: steps).
 BREAKS = {
     "cosine to a later end": ({"schedule": "cosine"}, {}, 8),
     "cosine to an earlier end": ({"schedule": "cosine"}, {}, 5),
@@ -88,7 +117,9 @@ GOES_ON = {
 
 
 @pytest.mark.parametrize("name", [*BREAKS, *GOES_ON])
-def test_a_learning_rate_that_jumps_at_a_resume_is_said_before_the_first_step(cache, tmp_path, name):
+def test_a_learning_rate_that_jumps_at_a_resume_is_said_before_the_first_step(
+    cache, tmp_path, name
+):
     before, after, steps = (BREAKS | GOES_ON)[name]
     curve = {"lr": 1e-2, "min_lr_ratio": 0.1, "warmup_steps": 0} | before
     first = changed(job(cache, steps=6 if name == "its own plan" else 4, every=4), "optim", **curve)
@@ -106,7 +137,8 @@ def test_a_learning_rate_that_jumps_at_a_resume_is_said_before_the_first_step(ca
     assert all(one in said[0] for one in ahead), "orch submit says the same"
     if not events:
         return
-    saved, following = (learning_rate(at, first.job.optim, 4), learning_rate(at + 1, second.job.optim, steps))
+    saved = learning_rate(at, first.job.optim, 4)
+    following = learning_rate(at + 1, second.job.optim, steps)
     assert events[0].step == at and events[0].fields == {"saved": saved, "following": following}
     assert f"from {saved:.3g} at saved step 4 to {following:.3g} at step 5" in said[0]
     assert ("optim.decay_steps=4 keeps the old curve" in said[0]) == name.startswith("cosine")
@@ -116,15 +148,19 @@ def test_a_learning_rate_that_jumps_at_a_resume_is_said_before_the_first_step(ca
 
 
 def test_an_fp16_step_that_overflows_is_skipped_and_said(cache, tmp_path):
-    """The first step that is applied makes the weights explode, and all after it overflow: the scale is halved each
-    time, the steps are counted, the run goes on."""
+    """The first step that is applied makes the weights explode, and all after it overflow: the
+    scale is halved each time, the steps are counted, the run goes on."""
     plan = changed(job(cache, steps=6, precision="fp16"), "optim", lr=1e38, warmup_steps=0)
     codes, workers = finish(plan, tmp_path)
     skipped = workers.events("step_skipped")
     assert codes == [0] and len(skipped) == 5 and skipped[-1].step == 6
-    assert [event.fields["loss_scale"] for event in skipped] == [2.0 ** (15 - index) for index in range(5)]
+    assert [event.fields["loss_scale"] for event in skipped] == [
+        2.0 ** (15 - index) for index in range(5)
+    ]
     norms = {report.step: report.grad_norm for report in workers.steps(0)}
-    assert {step for step, norm in norms.items() if norm is None} == {event.step for event in skipped}
+    assert {step for step, norm in norms.items() if norm is None} == {
+        event.step for event in skipped
+    }
 
 
 def test_documents_are_kept_apart_when_the_plan_says_so(cache, tmp_path):
@@ -132,8 +168,18 @@ def test_documents_are_kept_apart_when_the_plan_says_so(cache, tmp_path):
     for index in range(40):
         (tmp_path / f"{index}.txt").write_text(f"{index} " * 3)
     found = {}
-    for name, layout in {"apart": {}, "apart cp2": {"cp": 2}, "together": {"isolate_documents": False}}.items():
-        options = {"data_paths": [str(tmp_path)], "isolate_documents": True, "steps": 2, "micro_batches": 4, **layout}
+    for name, layout in {
+        "apart": {},
+        "apart cp2": {"cp": 2},
+        "together": {"isolate_documents": False},
+    }.items():
+        options = {
+            "data_paths": [str(tmp_path)],
+            "isolate_documents": True,
+            "steps": 2,
+            "micro_batches": 4,
+            **layout,
+        }
         plan = changed(job(cache, **options), "data", extensions=[".txt"])
         codes, workers = finish(plan, tmp_path / name)
         assert set(codes) == {0}, workers.log(0)

@@ -1,4 +1,5 @@
-"""Terms that modules of any stage add to the loss: gradients and metrics equal one process in every layout."""
+"""Terms that modules of any stage add to the loss: gradients and metrics equal one process in every
+layout."""
 
 from __future__ import annotations
 
@@ -68,7 +69,10 @@ def in_one_process(stage):
     def added(valid_tokens):
         tensors = list(seen)
         seen.clear()
-        return {"square": sum(map(square, tensors)) / valid_tokens, "cube": sum(map(cube, tensors)) / DIVISOR}
+        return {
+            "square": sum(map(square, tensors)) / valid_tokens,
+            "cube": sum(map(cube, tensors)) / DIVISOR,
+        }
 
     return added
 
@@ -79,7 +83,8 @@ def on_a_rank(engine):
         put(stage, lambda: Term(engine.part.terms))
 
 
-GQA, TIED = tiny_model(), tiny_model(tied_embeddings=True)
+GQA = tiny_model()
+TIED = tiny_model(tied_embeddings=True)
 GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
 CASES = {
     "one process": dict(micro_batches=3),
@@ -99,7 +104,9 @@ CASES = {
     "pp2 interleaved": dict(pp=2, vpp=2, schedule="interleaved", micro_batches=4),
     "pp2 zb_h1": dict(pp=2, schedule="zb_h1", micro_batches=3, recompute="selective"),
     "pp2 zb_h2": dict(pp=2, schedule="zb_h2", micro_batches=3),
-    "pp2 zbv full": dict(pp=2, vpp=2, schedule="zbv", micro_batches=3, recompute="full", model=TIED),
+    "pp2 zbv full": dict(
+        pp=2, vpp=2, schedule="zbv", micro_batches=3, recompute="full", model=TIED
+    ),
     "pp2 dualpipe": dict(pp=2, schedule="dualpipe", micro_batches=4, model=TIED),
     "pp2 dualpipev": dict(pp=2, vpp=2, schedule="dualpipev", micro_batches=4),
     "tp2 sp pp2 zb_h1": dict(tp=2, pp=2, schedule="zb_h1", micro_batches=3),
@@ -111,7 +118,8 @@ CASES = {
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_terms_of_every_stage_equal_one_process_in_every_layout(ranks):
-    made, references = {}, {}
+    made = {}
+    references = {}
     for name, case in CASES.items():
         if world(case) == ranks:
             plan = make_plan(**{"model": GQA, **case})
@@ -127,8 +135,10 @@ def test_terms_of_every_stage_equal_one_process_in_every_layout(ranks):
 
 
 def test_a_scaled_loss_scales_its_terms():
-    """fp16: gradients of terms are multiplied by the loss scale like all others, and divided with them."""
-    plan, grads = make_plan(micro_batches=2), {}
+    """fp16: gradients of terms are multiplied by the loss scale like all others, and divided with
+    them."""
+    plan = make_plan(micro_batches=2)
+    grads = {}
     for scale in (1.0, 1024.0):
         engine = engine_of(plan, 0, FP64)
         engine.scaler = LossScale(initial=scale)

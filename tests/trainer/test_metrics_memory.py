@@ -41,7 +41,8 @@ def test_what_was_there_before_is_not_counted_even_when_a_view_of_it_comes_out()
 
 def test_autograd_keeps_exactly_what_its_backward_needs():
     """x @ w saves x and w, both there before; exp saves its own output; the product is freed."""
-    x, w = torch.ones(32, 32), torch.ones(32, 32, requires_grad=True)
+    x = torch.ones(32, 32)
+    w = torch.ones(32, 32, requires_grad=True)
     size = 32 * 32 * 4
     with StorageTracker() as tracker:
         y = (x @ w).exp()
@@ -63,13 +64,18 @@ def test_freed_addresses_can_be_reused():
 
 def test_a_step_by_category_sums_to_its_total():
     weight = torch.ones(64, 64, requires_grad=True)
-    memory = StepMemory(torch.device("cpu"), {"params": lambda: [weight], "grads": lambda: [], "buffers": lambda: []})
+    memory = StepMemory(
+        torch.device("cpu"),
+        {"params": lambda: [weight], "grads": lambda: [], "buffers": lambda: []},
+    )
     measured: dict[str, int] = {}
     with memory.measure(measured):
         weight.exp().exp().exp().sum().backward()
     assert measured["params"] == 64 * 64 * 4
     assert measured["activations"] == 3 * 64 * 64 * 4, "each exp keeps its result"
-    assert measured["buffers"] == 64 * 64 * 4 + 8, "the gradient on its way back; the sum and its own"
+    assert measured["buffers"] == 64 * 64 * 4 + 8, (
+        "the gradient on its way back; the sum and its own"
+    )
     assert measured["total"] == sum(value for name, value in measured.items() if name != "total")
 
 

@@ -25,7 +25,9 @@ def built(model, seed=7, dtype=torch.float64):
     with torch.no_grad():  # biases and norm weights away from their trivial values
         for index, (_, param) in enumerate(sorted(stage.named_parameters())):
             if param.dim() == 1:
-                param += 0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(index), dtype=dtype)
+                param += 0.1 * torch.randn(
+                    param.shape, generator=torch.Generator().manual_seed(index), dtype=dtype
+                )
     return stage
 
 
@@ -35,22 +37,45 @@ KINDS = {
     "llama-mha-tied": LLAMA | MHA | {"tied_embeddings": True},
     "gpt-mha-tied": GPT | MHA | {"tied_embeddings": True},
     "gpt-mqa": GPT | MQA,
-    "mixed": {"norm": "layer", "position": "none", "mlp": "gated", "activation": "gelu", "bias": True},
+    "mixed": {
+        "norm": "layer",
+        "position": "none",
+        "mlp": "gated",
+        "activation": "gelu",
+        "bias": True,
+    },
     "qk-norm": LLAMA | GQA | {"qk_norm": True},
     "experts": LLAMA | GQA | {"moe": Moe(experts=5, top_k=2, ffn_hidden=12)},
-    "all-experts": LLAMA | {"moe": Moe(experts=3, top_k=3, ffn_hidden=8, norm_topk=False), "mlp": "plain"},
+    "all-experts": LLAMA
+    | {"moe": Moe(experts=3, top_k=3, ffn_hidden=8, norm_topk=False), "mlp": "plain"},
     "deepseek": LLAMA
     | {
         "moe": Moe(
-            **{"experts": 8, "top_k": 3, "ffn_hidden": 12, "shared_ffn_hidden": 16, "first_dense_layers": 1},
-            **{"score": "sigmoid", "routed_scale": 2.5, "groups": 4, "top_groups": 2},
+            experts=8,
+            top_k=3,
+            ffn_hidden=12,
+            shared_ffn_hidden=16,
+            first_dense_layers=1,
+            score="sigmoid",
+            routed_scale=2.5,
+            groups=4,
+            top_groups=2,
         ),
         "mla": LATENT,
         "yarn": Yarn(factor=8.0, original_seq_len=4, beta_fast=4.0),
     },
     "capacity": LLAMA | GQA | {"moe": Moe(experts=4, top_k=2, ffn_hidden=12, capacity_factor=0.8)},
     "capacity-shared-experts": LLAMA
-    | {"moe": Moe(experts=4, top_k=1, ffn_hidden=12, shared_ffn_hidden=8, score="sigmoid", capacity_factor=0.5)},
+    | {
+        "moe": Moe(
+            experts=4,
+            top_k=1,
+            ffn_hidden=12,
+            shared_ffn_hidden=8,
+            score="sigmoid",
+            capacity_factor=0.5,
+        )
+    },
     "latent-without-query-rank": LLAMA | {"mla": structs.replace(LATENT, q_lora_rank=0)},
     "rms-plain-silu": {"norm": "rms", "mlp": "plain", "activation": "silu"},
 }
@@ -60,9 +85,14 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_loss_and_gradients_equal_the_naive_twin(kind, documents):
     model = small(**KINDS[kind])
-    stage, data = built(model), batch(model, documents=documents)
-    weights = {name: param.detach().clone().requires_grad_() for name, param in stage.named_parameters()}
-    expected = twin.logits(weights, model, data.tokens, data.positions, data.documents and data.documents.numbers)
+    stage = built(model)
+    data = batch(model, documents=documents)
+    weights = {
+        name: param.detach().clone().requires_grad_() for name, param in stage.named_parameters()
+    }
+    expected = twin.logits(
+        weights, model, data.tokens, data.positions, data.documents and data.documents.numbers
+    )
     twin.loss_sum(expected, data.targets).backward()
     found = stage(None, data)
     loss = cross_entropy_sum(found, data.targets)
@@ -70,7 +100,9 @@ def test_logits_loss_and_gradients_equal_the_naive_twin(kind, documents):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(loss, twin.loss_sum(expected, data.targets), rtol=1e-12, atol=0)
     for name, param in stage.named_parameters():
-        torch.testing.assert_close(param.grad, weights[name].grad, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(
+            param.grad, weights[name].grad, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: n + m
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,7 +121,8 @@ def test_parameter_count_and_global_names(kind):
 
 def test_stages_chained_equal_the_whole_model():
     model = small(layers=5, **GPT, tied_embeddings=True)
-    data, x = batch(model), None
+    data = batch(model)
+    x = None
     whole = Stage(model, range(5), **WHOLE).double()
     init_stage(whole, model, 3)
     for low, high in [(0, 2), (2, 3), (3, 5)]:
@@ -131,7 +164,8 @@ def test_loss_ignores_and_counts_once():
 
 def test_attention_never_crosses_a_document_border():
     model = small(**LLAMA)
-    stage, data = built(model), batch(model, b=1, documents=True)
+    stage = built(model)
+    data = batch(model, b=1, documents=True)
     before = stage(None, data)
     data.tokens = data.tokens.clone()
     data.tokens[0, 0] = (data.tokens[0, 0] + 1) % model.vocab  # a token of the first document
@@ -149,7 +183,8 @@ def test_a_model_that_is_not_causal_sees_the_future():
 
 
 @given(
-    shape=st.tuples(st.integers(1, 3 * ROWS), st.integers(1, 3)) | st.tuples(*[st.integers(1, 4)] * 3),
+    shape=st.tuples(st.integers(1, 3 * ROWS), st.integers(1, 3))
+    | st.tuples(*[st.integers(1, 4)] * 3),
     data=st.data(),
     name=st.sampled_from(["embed.weight", "layers.3.attn.wo.weight", "head.weight"]),
 )
@@ -170,19 +205,32 @@ def test_initial_weights_depend_on_seed_and_name_and_have_the_stated_spread():
     model = small(hidden=64, ffn_hidden=256, layers=8)
     tensors = {}
     for seed in (1, 2):
-        for name in ("layers.0.mlp.up.weight", "layers.1.mlp.up.weight", "layers.0.mlp.down.weight"):
+        for name in (
+            "layers.0.mlp.up.weight",
+            "layers.1.mlp.up.weight",
+            "layers.0.mlp.down.weight",
+        ):
             tensors[seed, name] = torch.empty(256, 64)
             fill(tensors[seed, name], name, (256, 64), (slice(0, 256), slice(0, 64)), model, seed)
     values = list(tensors.values())
     assert all(not torch.equal(a, b) for i, a in enumerate(values) for b in values[:i])
-    assert tensors[1, "layers.0.mlp.up.weight"].std().item() == pytest.approx((2 / 320) ** 0.5, rel=0.05)
-    assert tensors[1, "layers.0.mlp.down.weight"].std().item() == pytest.approx((2 / 320) ** 0.5 / 4, rel=0.05)
+    assert tensors[1, "layers.0.mlp.up.weight"].std().item() == pytest.approx(
+        (2 / 320) ** 0.5, rel=0.05
+    )
+    assert tensors[1, "layers.0.mlp.down.weight"].std().item() == pytest.approx(
+        (2 / 320) ** 0.5 / 4, rel=0.05
+    )
 
 
 def test_experts_begin_unlike_each_other_and_equal_scores_go_to_the_first():
     full = torch.empty(3, 4, 5)
     fill(
-        full, "layers.3.mlp.experts.up.weight", (3, 4, 5), tuple(slice(0, size) for size in (3, 4, 5)), small(), seed=5
+        full,
+        "layers.3.mlp.experts.up.weight",
+        (3, 4, 5),
+        tuple(slice(0, size) for size in (3, 4, 5)),
+        small(),
+        seed=5,
     )
     assert not torch.equal(full[0], full[1]) and not torch.equal(full[1], full[2])
     moe = Moe(experts=6, top_k=3, ffn_hidden=4)

@@ -1,4 +1,5 @@
-"""Training state without gradient: declared by a module, saved by any layout, resumed by any other, to the bit."""
+"""Training state without gradient: declared by a module, saved by any layout, resumed by any other,
+to the bit."""
 
 from __future__ import annotations
 
@@ -97,7 +98,10 @@ def test_what_any_layout_has_saved_any_other_resumes(tmp_path, written):
     plan = plan_of(written)
     run_ranks(save, plan.parallel.world_size, plan, tmp_path)
     manifest = decode((tmp_path / "step-00000001" / "manifest.json").read_bytes())
-    assert manifest.states["layers.3.router.amax"] == [3, 8] and manifest.states["layers.0.router.seen"] == []
+    assert (
+        manifest.states["layers.3.router.amax"] == [3, 8]
+        and manifest.states["layers.0.router.seen"] == []
+    )
     assert not any("router" in name for name in manifest.parameters), "an export has weights alone"
     for epoch, name in enumerate(LAYOUTS, start=1):
         other = plan_of(name)
@@ -125,7 +129,10 @@ def test_state_that_nobody_saved_is_an_error_that_names_it(tmp_path, monkeypatch
 def test_a_save_that_misses_a_part_of_the_state_is_refused(tmp_path):
     plan = plan_of("one process")
     engine = engine_of(plan, 0)
-    pieces = [replace(one, data=one.data[:-1]) if one.info.name == "head_amax" else one for one in engine.pieces(True)]
+    pieces = [
+        replace(one, data=one.data[:-1]) if one.info.name == "head_amax" else one
+        for one in engine.pieces(True)
+    ]
     with pytest.raises(SaveError, match="state of head_amax: nobody holds 3 to 4"):
         opened(tmp_path, 0, 0, plan).save(pieces, 1, 2, engine.scalars())
 
@@ -133,5 +140,9 @@ def test_a_save_that_misses_a_part_of_the_state_is_refused(tmp_path):
 def test_a_dimension_that_tp_does_not_divide_is_refused(monkeypatch):
     _declares(monkeypatch, "x", State((3,), tp_dim=0))
     plan = make_plan(model=MODEL, tp=2)
-    with pytest.raises(LayoutError, match=r"tp=2 does not divide dimension 0 of layers\.0\.router\.x, \[3\]"):
-        apply.allocate_states(WithState(MODEL, range(4), True, True), Mesh.alone(plan), torch.device("cpu"))
+    with pytest.raises(
+        LayoutError, match=r"tp=2 does not divide dimension 0 of layers\.0\.router\.x, \[3\]"
+    ):
+        apply.allocate_states(
+            WithState(MODEL, range(4), True, True), Mesh.alone(plan), torch.device("cpu")
+        )

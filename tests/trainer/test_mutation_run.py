@@ -35,19 +35,26 @@ def test_every_kind_of_site_is_found_and_changed():
     found = {site.what.split(" in `")[0]: after(site.number) for site in sites("x.py", SOURCE)}
     assert "if a <= 2" in found["comparison Lt"] and "if not a < 2" in found["condition negated"]
     assert "list(rest)[0]" in found["sorted left out"] and "[0] + 3" in found["operator Mult"]
-    assert "g('cp', a)" in found["group 'tp'"] and "g(a, 'tp')" in found["first two arguments swapped"]
+    assert (
+        "g('cp', a)" in found["group 'tp'"] and "g(a, 'tp')" in found["first two arguments swapped"]
+    )
     assert "h(total)" not in found["statement removed"] and "return +total" in found["sign"]
     assert "a: int=0" in found["constant 1"] and "* 4" in found["constant 3"]
 
 
 def test_messages_and_docstrings_are_left_alone():
-    assert all('f"{' not in site.what and "docstring" not in site.what for site in sites("x.py", SOURCE))
+    assert all(
+        'f"{' not in site.what and "docstring" not in site.what for site in sites("x.py", SOURCE)
+    )
     trees = {after(site.number) for site in sites("x.py", SOURCE)}
     assert len(trees) == len(sites("x.py", SOURCE)) and ast.unparse(ast.parse(SOURCE)) not in trees
 
 
 def test_a_site_knows_its_statement():
-    spans = {site.line: (site.first, site.last) for site in sites("x.py", "if a(\n    1,\n):\n    b(\n        2)\n")}
+    spans = {
+        site.line: (site.first, site.last)
+        for site in sites("x.py", "if a(\n    1,\n):\n    b(\n        2)\n")
+    }
     assert spans[2] == (1, 3) and spans[5] == (4, 5)
 
 
@@ -71,7 +78,11 @@ def test_quick_tests_of_all_files_are_asked_in_turn():
 
 def test_the_page_counts():
     one, other, third, fourth = sample(SUBJECTS["trainer"], 4, 1)
-    results = [Result(one, BY_TEST, "t", 1.0), Result(other, LIVES, "", 1.0), Result(third, ODD, "", 1.0)]
+    results = [
+        Result(one, BY_TEST, "t", 1.0),
+        Result(other, LIVES, "", 1.0),
+        Result(third, ODD, "", 1.0),
+    ]
     text = page({"trainer": [*results, Result(fourth, LIVES, UNSEEN, 0.0)]}, {"trainer": 4000}, 1)
     assert "1 of 3 noticed (33.3 %)" in text and f"- {other.path}:{other.line}" in text
     assert f"- {fourth.path}:{fourth.line}: {fourth.what} ({UNSEEN})" in text
@@ -81,9 +92,19 @@ def test_the_page_counts():
 @pytest.mark.process
 @pytest.mark.slow
 def test_changes_of_the_source_are_noticed_and_written_down(tmp_path):
-    """Recorded, judged in copies of the tree, proven without them, and published; a second run finds it all done."""
+    """Recorded, judged in copies of the tree, proven without them, and published; a second run
+    finds it all done."""
     source = "orchestrator/plan/learning_rate.py"
-    words = [sys.executable, "-m", "tests.mutations.run", "orchestrator", "--count", "3", "--only", source]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.mutations.run",
+        "orchestrator",
+        "--count",
+        "3",
+        "--only",
+        source,
+    ]
     words += ["--workers", "1", "--build", str(tmp_path), "--out", str(tmp_path / "page.md")]
     done = subprocess.run(
         [*words, "--record", "tests/planner/test_learning_rate.py"],
@@ -94,5 +115,7 @@ def test_changes_of_the_source_are_noticed_and_written_down(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if source in line]
-    assert len(lines) == 3 and all(re.search(r" s  by a test ", line) for line in lines), done.stdout
+    assert len(lines) == 3 and all(re.search(r" s  by a test ", line) for line in lines), (
+        done.stdout
+    )
     assert "**3 of 3 noticed (100.0 %)**" in (tmp_path / "page.md").read_text()

@@ -1,4 +1,5 @@
-"""Does verify see a bug? Dozens of seeded ones, each on the smallest layout that shows it; every one must be caught."""
+"""Does verify see a bug? Dozens of seeded ones, each on the smallest layout that shows it; every
+one must be caught."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ MUTATIONS = [*DATA, *MODEL, *PIPELINE, *EXPERTS, *PREDICTION, *PRECISION]
 
 def cell_of(layout: dict, name: str = "cell") -> Cell:
     options = dict(layout)
-    words = {key: options.pop(key) for key in ("packed", "empty", "cell_precision") if key in options}
+    words = {
+        key: options.pop(key) for key in ("packed", "empty", "cell_precision") if key in options
+    }
     return Cell(
         name=name,
         packed=words.get("packed", False),
@@ -38,12 +41,17 @@ def verdicts(cells: list[Cell], together: int = 1) -> list[Verdict]:
 
 #: The field's recurring bugs: always here.
 ALWAYS = (
-    *("stale bucket", "sequence parallel: norm weights", "wrong ring order", "the last micro-batch is dropped"),
+    "stale bucket",
+    "sequence parallel: norm weights",
+    "wrong ring order",
+    "the last micro-batch is dropped",
     "mean of means over micro-batches",
 )
 #: `make test` takes those and every second one, so some of every kind.
 CASES = [
-    pytest.param(one, marks=[pytest.mark.full] if at % 2 and not one.name.startswith(ALWAYS) else [])
+    pytest.param(
+        one, marks=[pytest.mark.full] if at % 2 and not one.name.startswith(ALWAYS) else []
+    )
     for at, one in enumerate(MUTATIONS)
 ]
 
@@ -68,12 +76,15 @@ def test_the_same_layouts_are_equal_without_a_bug():
 @pytest.mark.process
 @pytest.mark.parametrize("piece", PIECES, ids=[piece.name for piece in PIECES])
 def test_a_check_catches(piece, monkeypatch, tmp_path):
-    """It passes without the bug, and fails with it at the statement that was written to notice it."""
+    """It passes without the bug, and fails with it at the statement that was written to notice
+    it."""
     piece.check(tmp_path)
     piece.patch(monkeypatch)
     with pytest.raises((AssertionError, RankError)) as caught:
         piece.check(tmp_path)
-    statements = [str(entry.statement) for entry in caught.traceback if entry.path.samefile(pieces.__file__)]
+    statements = [
+        str(entry.statement) for entry in caught.traceback if entry.path.samefile(pieces.__file__)
+    ]
     assert piece.by in (statements[-1] if caught.type is AssertionError else str(caught.value))
 
 

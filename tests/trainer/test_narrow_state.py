@@ -1,4 +1,5 @@
-"""Optimizer state in 8 bits and in bf16: what is rounded to what, every layout against one process, resumed runs."""
+"""Optimizer state in 8 bits and in bf16: what is rounded to what, every layout against one process,
+resumed runs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from tests.trainer.samples import GPT, engine_of
 from tests.trainer.states import saved_and_resumed
 from tests.trainer.together import assert_equal, run_together, told, world
 from trainer.optim.adamw import AdamW
-from trainer.optim.narrow import BLOCK, Eight, NarrowShard, codebook, narrow_state, random_bits, rounded, step_narrow
+from trainer.optim.narrow import (
+    BLOCK,
+    Eight,
+    NarrowShard,
+    codebook,
+    narrow_state,
+    random_bits,
+    rounded,
+    step_narrow,
+)
 from trainer.optim.rule import Update
 from trainer.parallel.params import ParamInfo, even_shard, whole
 from trainer.precision import FP64
@@ -24,7 +34,8 @@ from trainer.verify.oracle import train
 
 #: Slices of two ranks are whole blocks.
 WIDE = dict(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=32, ffn_hidden=128)
-LLAMA, TIED = tiny_model(**WIDE), tiny_model(**WIDE, **GPT, tied_embeddings=True)
+LLAMA = tiny_model(**WIDE)
+TIED = tiny_model(**WIDE, **GPT, tied_embeddings=True)
 UPDATE = Update(1e-3, torch.tensor(1.0), torch.tensor(0.0))
 
 
@@ -36,13 +47,17 @@ def test_the_numbers_are_those_of_the_definition(signed):
 
 
 def test_what_is_kept_in_8_bits_is_nearest_and_stays():
-    x = torch.randn(8 * BLOCK, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).exp()
+    x = torch.randn(
+        8 * BLOCK, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).exp()
     for kind, value in (("exp_avg_sq", x), ("exp_avg", x * torch.randn(8 * BLOCK).sign())):
         kept = Eight(kind, value.numel(), torch.float64, torch.device("cpu"))
         assert not kept.load(0, value.numel()).any()
         kept.store(0, value, UPDATE)
         found = kept.load(0, value.numel())
-        torch.testing.assert_close(found, plain_state.narrowed(value.view(8, -1), "8bit", kind, "", 0, 1).flatten())
+        torch.testing.assert_close(
+            found, plain_state.narrowed(value.view(8, -1), "8bit", kind, "", 0, 1).flatten()
+        )
         kept.store(0, torch.zeros_like(value), Update(1e-3, torch.tensor(1.0), torch.tensor(1.0)))
         assert torch.equal(kept.load(0, value.numel()), found), "a skipped update changes nothing"
 
@@ -54,7 +69,9 @@ def test_stochastic_rounding_keeps_the_mean(dtype):
     bits = random_bits(whole("x", (256, 256)), 0, count, torch.tensor(5), torch.tensor(3.0))
     assert bits.min() >= 0 and bits.max() < 1 << 16
     for sign in (1, -1):
-        found = rounded(torch.full((count,), sign * (1 + 0.3 / 128), dtype=dtype), bits).double() * sign
+        found = (
+            rounded(torch.full((count,), sign * (1 + 0.3 / 128), dtype=dtype), bits).double() * sign
+        )
         assert sorted(found.unique().tolist()) == [1.0, 1 + 1 / 128]
         assert (found.mean().item() - 1) * 128 == pytest.approx(0.3, abs=0.01)
     exact = torch.tensor([0.0, 1.0, -0.375, 1e30], dtype=dtype).bfloat16().to(dtype)
@@ -66,28 +83,42 @@ def test_random_bits_differ_by_update_element_and_parameter():
         one = random_bits(whole("x", shape), 0, 1000, torch.tensor(5), torch.tensor(3.0))
         assert one.unique().numel() > 900
         for salt, number in ((5, 4.0), (6, 3.0)):
-            other = random_bits(whole("x", shape), 0, 1000, torch.tensor(salt), torch.tensor(number))
+            other = random_bits(
+                whole("x", shape), 0, 1000, torch.tensor(salt), torch.tensor(number)
+            )
             assert (one == other).float().mean() < 0.01
 
 
 def test_a_slice_has_the_bits_of_the_whole_parameter():
-    shape, salt = (4, 6, 8), (torch.tensor(7), torch.tensor(2.0))
+    shape = (4, 6, 8)
+    salt = (torch.tensor(7), torch.tensor(2.0))
     every = random_bits(whole("x", shape), 0, 192, *salt).view(shape)
-    for cuts in ((), (even_shard(2, 8, 1, 2),), (even_shard(0, 4, 1, 2, "ep"), even_shard(1, 6, 2, 3))):
+    for cuts in (
+        (),
+        (even_shard(2, 8, 1, 2),),
+        (even_shard(0, 4, 1, 2, "ep"), even_shard(1, 6, 2, 3)),
+    ):
         info = ParamInfo("x", shape, True, cuts)
         local = every[info.global_slices].flatten()
         assert torch.equal(random_bits(info, 5, local.numel() - 3, *salt), local[5:-3])
 
 
 def test_bytes_of_an_update_are_those_that_predictions_take():
-    count, rule = 1 << 18, AdamW(make_plan().job.optim)
+    count = 1 << 18
+    rule = AdamW(make_plan().job.optim)
     for form, planned in NARROW_STATE.items():
         piece = whole("x", (512, 512)), 0, count, 0
         state = {
-            kind: narrow_state(form, kind, [piece], count, torch.float32, torch.device("cpu"), 1) for kind in rule.kinds
+            kind: narrow_state(form, kind, [piece], count, torch.float32, torch.device("cpu"), 1)
+            for kind in rule.kinds
         }
         with Kernels() as counted:
-            step_narrow(rule, [NarrowShard(torch.zeros(count), torch.ones(count), state)], UPDATE, decay=True)
+            step_narrow(
+                rule,
+                [NarrowShard(torch.zeros(count), torch.ones(count), state)],
+                UPDATE,
+                decay=True,
+            )
         wide = 4 * 4  # what the fused update reads, as it is counted
         assert sum(counted.bytes) / count - wide == pytest.approx(planned, rel=0.05)
 
@@ -112,8 +143,12 @@ def test_every_layout_keeps_what_one_process_keeps(ranks):
     made = {}
     for state, kind in KINDS.items():
         for name, case in CASES.items():
-            if world(case) == ranks and (not kind or name in ("one process", "dp2 zero2, small buckets")):
-                plan = make_plan(**{"model": LLAMA, "optim_state": state.split()[0], **kind, **case})
+            if world(case) == ranks and (
+                not kind or name in ("one process", "dp2 zero2, small buckets")
+            ):
+                plan = make_plan(
+                    **{"model": LLAMA, "optim_state": state.split()[0], **kind, **case}
+                )
                 made[f"{state} {name}"] = (plan, FP64, train(plan, 3))
     for case, answers in run_together(run_rank, ranks, made).items():
         with told(case):
@@ -123,7 +158,11 @@ def test_every_layout_keeps_what_one_process_keeps(ranks):
 def bytes_of(rank, plan):
     engine = engine_of(plan, rank)
     every = sum(tensor.numel() for tensor in engine.buckets.param_tensors())
-    padding = every - sum(param.numel() for _, param, _ in engine.part.parameters()) if plan.parallel.zero < 3 else 0
+    padding = (
+        every - sum(param.numel() for _, param, _ in engine.part.parameters())
+        if plan.parallel.zero < 3
+        else 0
+    )
     return sum(tensor.nbytes for tensor in engine.optimizer.tensors()), padding
 
 
@@ -133,7 +172,9 @@ def test_planned_bytes_are_those_that_are_kept():
         for precision, model in (("fp32", TIED), ("bf16", LLAMA)):
             plan = make_plan(model=model, optim_state=state, precision=precision)
             recipe = recipe_of("orch", plan.job.optim)
-            (account,) = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train, recipe)
+            (account,) = memory_by_pp_rank(
+                plan.cluster, plan.model, plan.parallel, plan.job.train, recipe
+            )
             held, padding = bytes_of(0, plan)
             assert 0 <= held - account.optimizer <= 12 * padding
 

@@ -1,4 +1,5 @@
-"""Optimizer states on the host: to the bit what the device computes, in every layout, precision and after a resume."""
+"""Optimizer states on the host: to the bit what the device computes, in every layout, precision and
+after a resume."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def plan_of(layout: str, offload: Offload | None):
 def train(engine: Engine, steps: range) -> None:
     for step in steps:
         rows = samples_of_step(engine.plan.parallel, engine.mesh.coord, step)
-        engine.update(engine.gradients([micro_batch(engine.plan, row) for row in rows], 100)[1], 1e-2)
+        engine.update(
+            engine.gradients([micro_batch(engine.plan, row) for row in rows], 100)[1], 1e-2
+        )
 
 
 def state(engine: Engine) -> dict[str, torch.Tensor]:
@@ -65,20 +68,25 @@ def state(engine: Engine) -> dict[str, torch.Tensor]:
     for piece in engine.pieces(own=False):
         found.setdefault(f"{piece.kind} {piece.info.name}", []).append(piece)
     whole = {
-        name: torch.cat([one.data for one in sorted(some, key=lambda one: one.offset)]) for name, some in found.items()
+        name: torch.cat([one.data for one in sorted(some, key=lambda one: one.offset)])
+        for name, some in found.items()
     }
-    return whole | {f"weight {info.name}": tensor.clone() for info, tensor in engine.buckets.full_params()}
+    return whole | {
+        f"weight {info.name}": tensor.clone() for info, tensor in engine.buckets.full_params()
+    }
 
 
 def start_rounded(engine: Engine) -> None:
-    """Begin with the weights that others begin with, where shards are the master copy and begin unrounded."""
+    """Begin with the weights that others begin with, where shards are the master copy and begin
+    unrounded."""
     for piece in engine.pieces(own=False):
         if piece.kind == "master":
             piece.data.copy_(piece.data.to(engine.recipe.param))
 
 
 def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
-    """Three steps on the device, and three offloaded of which the last follows on a copy of the state."""
+    """Three steps on the device, and three offloaded of which the last follows on a copy of the
+    state."""
     device, away = (engine_of(plan_of(layout, way), rank) for way in (None, offload))
     if layout == "zero3":
         start_rounded(device)
@@ -91,11 +99,14 @@ def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
     resumed.resumed(2, away.scalars())
     train(device, range(2, 3))
     train(resumed, range(2, 3))
-    expected, found = state(device), state(resumed)
+    expected = state(device)
+    found = state(resumed)
     assert expected.keys() == found.keys()
     equal = {"no state elsewhere": not away.optimizer.tensors()}
     for name, wanted in expected.items():
-        equal[name] = torch.equal(found[name], wanted.to(found[name].dtype))  # shards that are masters are wide
+        equal[name] = torch.equal(
+            found[name], wanted.to(found[name].dtype)
+        )  # shards that are masters are wide
     return equal
 
 
@@ -108,12 +119,17 @@ def moved(rank: int, layout: str, offload: Offload) -> dict[str, bool]:
             for layout in LAYOUTS
             for place in (HOST, DISK)
         ),
-        *(pytest.param(layout, PAGES, id=f"{layout} weights on the disk") for layout in ("zero1", "zero2", "pp2")),
+        *(
+            pytest.param(layout, PAGES, id=f"{layout} weights on the disk")
+            for layout in ("zero1", "zero2", "pp2")
+        ),
     ],
 )
 def test_weights_and_states_are_those_of_the_device(layout, place):
     for equal in run_ranks(moved, 2, layout, place):
-        assert len(equal) > 10 and all(equal.values()), [name for name, same in equal.items() if not same]
+        assert len(equal) > 10 and all(equal.values()), [
+            name for name, same in equal.items() if not same
+        ]
 
 
 def on_the_device(rank: int, place: Offload) -> tuple[int, int, list[str]]:
@@ -134,10 +150,12 @@ def test_shards_are_as_narrow_as_what_computes_and_their_gradients_are_not(place
 
 
 def streamed(rank: int) -> list[int]:
-    """How many buckets were on their way to the host when the reduction of each began, in the second step."""
+    """How many buckets were on their way to the host when the reduction of each began, in the
+    second step."""
     engine = engine_of(plan_of("zero1", HOST), rank)
     train(engine, range(1))
-    buckets, counts = engine.buckets, list[int]()
+    buckets = engine.buckets
+    counts = list[int]()
     launch = buckets._launch
 
     def counting() -> None:
@@ -151,8 +169,10 @@ def streamed(rank: int) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_go_back_through_the_memory_of_the_gradient(dtype):
-    """Narrow ones: it is page-locked, so their copy runs beside the next update. Wide ones need no room."""
-    master, gradient = torch.arange(8.0) / 7, torch.full((8,), -1.0)
+    """Narrow ones: it is page-locked, so their copy runs beside the next update. Wide ones need no
+    room."""
+    master = torch.arange(8.0) / 7
+    gradient = torch.full((8,), -1.0)
     bucket = SimpleNamespace(param_shard=torch.zeros(8, dtype=dtype), host_grad=gradient)
     give_back(bucket, master)
     assert torch.equal(bucket.param_shard, master.to(dtype))
@@ -165,11 +185,10 @@ def test_weights_go_back_through_the_memory_of_the_gradient(dtype):
 def test_a_narrow_gradient_in_pieces_is_the_whole_one(monkeypatch, factor):
     """To the bit, and the last piece is shorter."""
     monkeypatch.setattr(sharded, "PIECE", 1 << 10)
-    gradient, weights = torch.randn(5000).bfloat16(), torch.randn(5000)
-    kind, rules = (
-        SimpleNamespace(whole=False, decay=True, narrow=False),
-        sharded.rules_of(plan_of("dp2", None).job.optim),
-    )
+    gradient = torch.randn(5000).bfloat16()
+    weights = torch.randn(5000)
+    kind = SimpleNamespace(whole=False, decay=True, narrow=False)
+    rules = sharded.rules_of(plan_of("dp2", None).job.optim)
     found = []
     for host in (None, HostMemory(torch.device("cpu"))):
         bucket = SimpleNamespace(param_shard=weights.clone(), grad_shard=gradient, kind=kind)
@@ -189,7 +208,9 @@ def test_large_arrays_of_the_host_do_not_lie_in_line():
     starts = [host.zeros(1 << 20, torch.float32).data_ptr() for _ in range(4)]
     for one, other in itertools.combinations(starts, 2):
         assert 8192 <= (one - other) % (1 << 20) <= (1 << 20) - 8192
-    assert all(tensor.nbytes == tensor.untyped_storage().nbytes() == 4 << 20 for tensor in host.tensors)
+    assert all(
+        tensor.nbytes == tensor.untyped_storage().nbytes() == 4 << 20 for tensor in host.tensors
+    )
 
 
 @pytest.mark.process
@@ -200,7 +221,8 @@ def test_gradients_leave_bucket_by_bucket_during_backward():
 
 def categories(rank: int) -> dict[str, int]:
     engine = engine_of(plan_of("zero2", HOST), rank)
-    memory, peak = StepMemory.of_engine(engine), dict[str, int]()
+    memory = StepMemory.of_engine(engine)
+    peak = dict[str, int]()
     with memory.measure(peak):
         train(engine, range(1))
     return peak | {"all": sum(tensor.nbytes for tensor in engine.host.tensors)}
@@ -223,7 +245,9 @@ def test_no_host_memory_is_one_line():
 
 def disk_run(rank: int) -> dict[str, int]:
     engine = engine_of(plan_of("zero1", DISK), rank)
-    optimizer, memory, peak = engine.optimizer, StepMemory.of_engine(engine), dict[str, int]()
+    optimizer = engine.optimizer
+    memory = StepMemory.of_engine(engine)
+    peak = dict[str, int]()
     with memory.measure(peak):
         train(engine, range(1))
     padding = sum(chunk.stride * 3 - (chunk.stop - chunk.start) * 12 for chunk in optimizer.chunks)
@@ -308,7 +332,10 @@ def test_a_state_file_has_no_name_and_holds_what_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["train.offload=disk", "checkpoint.memory_every_steps=2"], "checkpoint.memory_every_steps=0"),
+        (
+            ["train.offload=disk", "checkpoint.memory_every_steps=2"],
+            "checkpoint.memory_every_steps=0",
+        ),
         (["train.offload=disk", "train.offload_buffer_mib=0.01"], "too small: at least 0.1"),
         (["train.offload_weights=true"], "train.offload=disk"),
         (["train.offload=disk", "train.offload_weights=true"], "on a GPU"),

@@ -1,4 +1,5 @@
-"""Inputs of recomputed layers in host memory or on a disk: the same gradients to the bit, planned bytes measured."""
+"""Inputs of recomputed layers in host memory or on a disk: the same gradients to the bit, planned
+bytes measured."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ LAYOUTS = {
     "tp2, shared": {"recompute": "selective", "tp": 2, "sp": False, "partition_activations": True},
     "tp2 sp": {"recompute": "full", "tp": 2},
     "pp2": {"recompute": "full", "pp": 2, "micro_batches": 4},
-    "pp2 interleaved": {"recompute": "full", "pp": 2, "vpp": 2, "schedule": "interleaved", "micro_batches": 4},
+    "pp2 interleaved": {
+        "recompute": "full",
+        "pp": 2,
+        "vpp": 2,
+        "schedule": "interleaved",
+        "micro_batches": 4,
+    },
     "pp2 zb_h1": {"recompute": "selective", "pp": 2, "schedule": "zb_h1", "micro_batches": 4},
 }
 #: Close to the others: with `make verify`.
@@ -45,11 +52,13 @@ def plan_of(layout: str, place: str, optimizer: str = ""):
 
 
 def steps(rank: int, layout: str) -> dict[str, dict]:
-    """Of three steps with each place: the gradients, and bytes by category at their peaks and on the host."""
+    """Of three steps with each place: the gradients, and bytes by category at their peaks and on
+    the host."""
     found = {}
     for place in ("", *PLACES):
         engine = engine_of(plan_of(layout, place), rank)
-        memory, grads = StepMemory.of_engine(engine), []
+        memory = StepMemory.of_engine(engine)
+        grads = []
         for step in range(3):
             rows = samples_of_step(engine.plan.parallel, engine.mesh.coord, step)
             with memory.measure({}):
@@ -58,13 +67,19 @@ def steps(rank: int, layout: str) -> dict[str, dict]:
             engine.update(norm, 1e-3)
         most = max(point.held["activations"] for point in memory.points())
         host = sum(tensor.nbytes for tensor in engine.host.tensors) if engine.host else 0
-        found[place] = {"grads": grads, "activations": most, "host": host, "pp": engine.mesh.coord.pp}
+        found[place] = {
+            "grads": grads,
+            "activations": most,
+            "host": host,
+            "pp": engine.mesh.coord.pp,
+        }
     return found
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in LAYOUTS]
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in LAYOUTS],
 )
 def test_the_same_gradients_and_the_planned_bytes(layout):
     accounts = {}
@@ -74,18 +89,24 @@ def test_the_same_gradients_and_the_planned_bytes(layout):
     for found in run_ranks(steps, 2, layout):
         plain = found[""]
         for place in PLACES:
-            away, planned = found[place], accounts[place][found[place]["pp"]]
+            away = found[place]
+            planned = accounts[place][found[place]["pp"]]
             for one, other in zip(plain["grads"], away["grads"], strict=True):
-                assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+                assert one.keys() == other.keys() and all(
+                    torch.equal(one[name], other[name]) for name in one
+                )
             assert away["host"] == planned.host
             saved = plain["activations"] - away["activations"]
             assert (
-                saved >= 0 and abs(saved - (accounts[""][away["pp"]].activations - planned.activations)) <= 1.1 * INPUT
+                saved >= 0
+                and abs(saved - (accounts[""][away["pp"]].activations - planned.activations))
+                <= 1.1 * INPUT
             )
 
 
 def uses(rank: int) -> dict[str, int]:
-    """Of the third step: inputs that were used, and those of them that were on their way back before."""
+    """Of the third step: inputs that were used, and those of them that were on their way back
+    before."""
     engine = engine_of(plan_of("pp2", "host"), rank)
     counts = {"used": 0, "ahead": 0}
     get = ActivationStore.get
@@ -114,18 +135,24 @@ def test_each_comes_back_while_the_one_before_is_used():
 def test_beside_an_optimizer_on_the_host():
     plan = plan_of("full", "host", "host")
     (account,) = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)
-    alone = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan_of("full", "", "host").job.train)[0]
+    alone = memory_by_pp_rank(
+        plan.cluster, plan.model, plan.parallel, plan_of("full", "", "host").job.train
+    )[0]
     inputs = plan.model.layers * 128 * plan.model.hidden * 4
     assert account.host - alone.host == inputs
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_places_are_used_again_and_hold_what_was_put(tmp_path, place):
-    """Any order of use, other sizes among them, an activation that is never used, one that is used twice."""
+    """Any order of use, other sizes among them, an activation that is never used, one that is used
+    twice."""
     host = HostMemory(torch.device("cpu"))
     store = ActivationStore(host, tmp_path if place == "disk" else None)
     for step in range(4):
-        made = [torch.full((3, 100 + 7 * (at % 2)), float(step * 10 + at), dtype=torch.bfloat16) for at in range(8)]
+        made = [
+            torch.full((3, 100 + 7 * (at % 2)), float(step * 10 + at), dtype=torch.bfloat16)
+            for at in range(8)
+        ]
         entries = [store.put(tensor) for tensor in made]
         for at in (7, 3, 5, 6, 0, 0, 2) if step < 2 else (1, 2, 3, 4, 5, 6, 7, 0):
             assert torch.equal(store.get(entries[at]), made[at])

@@ -1,4 +1,5 @@
-"""Updates that end in the next step: those of the formula in every layout, also after a resume on another one."""
+"""Updates that end in the next step: those of the formula in every layout, also after a resume on
+another one."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ STEPS = 5
 
 
 def plan_of(layout: str, offload: Offload | None = DELAYED):
-    return make_plan(model=small(**LLAMA, **GQA, layers=4), steps=STEPS, offload=offload, **LAYOUTS[layout])
+    return make_plan(
+        model=small(**LLAMA, **GQA, layers=4), steps=STEPS, offload=offload, **LAYOUTS[layout]
+    )
 
 
 @pytest.mark.process
@@ -49,11 +52,15 @@ def test_steps_are_those_of_the_formula(layout):
 def test_the_formula_is_another_training_than_without_delay():
     late, plain = (single.train(plan_of("zero1", way), 3, torch.float64) for way in (DELAYED, None))
     assert [a.loss == b.loss for a, b in zip(late, plain, strict=True)] == [True, False, False]
-    assert torch.equal(late[0].weights["norm.weight"], late[1].grads["norm.weight"] * 0 + 1)  # the initial ones
+    assert torch.equal(
+        late[0].weights["norm.weight"], late[1].grads["norm.weight"] * 0 + 1
+    )  # the initial ones
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("other", [{"tp": 2, "micro_batches": 4}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}])
+@pytest.mark.parametrize(
+    "other", [{"tp": 2, "micro_batches": 4}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}]
+)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(cache, tmp_path, other):
     layout = {"dp": 2, "zero": 1, "offload": DELAYED}
     _, workers = finish(job(cache, steps=8, **layout), tmp_path / "whole")
@@ -64,7 +71,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(cache, tmp_path, other):
             os.kill(pid, signal.SIGKILL)
         workers.wait()
         before = losses(workers)
-    codes, workers = finish(job(cache, steps=8, every=2, offload=DELAYED, **other), tmp_path / "killed", epoch=1)
+    codes, workers = finish(
+        job(cache, steps=8, every=2, offload=DELAYED, **other), tmp_path / "killed", epoch=1
+    )
     after = losses(workers)
     assert codes == [Exit.DONE] * 2 and min(after) <= 6 and max(after) == 8
     for step, loss in {**before, **after}.items():
@@ -73,12 +82,15 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(cache, tmp_path, other):
 
 @pytest.mark.process
 def test_a_narrow_run_goes_on_under_another_stage_of_zero(cache, tmp_path):
-    """The weights that lack an update are as narrow under every stage, and both go on from the same."""
+    """The weights that lack an update are as narrow under every stage, and both go on from the
+    same."""
     narrow = {"dp": 2, "precision": "bf16", "offload": DELAYED}
     found = []
     for first in (3, 1):
         finish(job(cache, steps=2, zero=first, **narrow), tmp_path / f"{first}")
-        codes, workers = finish(job(cache, steps=4, zero=3, **narrow), tmp_path / f"{first}", epoch=1)
+        codes, workers = finish(
+            job(cache, steps=4, zero=3, **narrow), tmp_path / f"{first}", epoch=1
+        )
         assert codes == [Exit.DONE] * 2
         found.append(losses(workers))
     stayed, moved = found
@@ -114,10 +126,13 @@ def test_one_more_gradient_is_kept_on_the_host():
 
 def test_the_plan_says_what_it_is_and_counts_its_gradient():
     words = ["cluster=h100x8", "parallel=dp8_zero1", "model=llama3_8b", "train.offload=host"]
-    plain, late = (build_plan(load([*words, f"train.offload_delayed={on}"])) for on in ("false", "true"))
+    plain, late = (
+        build_plan(load([*words, f"train.offload_delayed={on}"])) for on in ("false", "true")
+    )
     assert any("lack the update before it" in line for line in late.warnings)
     assert not any("lack the update" in line for line in plain.warnings)
-    shards, parameters = 8, plain.memory.params / 2
+    shards = 8
+    parameters = plain.memory.params / 2
     assert late.memory.host - plain.memory.host == pytest.approx(parameters * 4 / shards, rel=1e-6)
     assert late.time.step_s < plain.time.step_s and late.hash != plain.hash
 
@@ -125,5 +140,14 @@ def test_the_plan_says_what_it_is_and_counts_its_gradient():
 @pytest.mark.parametrize("place", ["none", "disk"])
 def test_only_updates_of_the_host_are_delayed(place):
     with pytest.raises(OrchError, match=r"train\.offload=host") as error:
-        build_plan(load(["cluster=h100x8", "parallel=dp8", f"train.offload={place}", "train.offload_delayed=true"]))
+        build_plan(
+            load(
+                [
+                    "cluster=h100x8",
+                    "parallel=dp8",
+                    f"train.offload={place}",
+                    "train.offload_delayed=true",
+                ]
+            )
+        )
     assert error.value.exit == Exit.CONFIG and "\n" not in error.value.message

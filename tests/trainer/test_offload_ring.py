@@ -1,4 +1,5 @@
-"""Records that pass through a bounded buffer: a taken record is as it was given back, in any ring; failures arrive."""
+"""Records that pass through a bounded buffer: a taken record is as it was given back, in any ring;
+failures arrive."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def ring_of(folder, records: int, slots: int) -> Ring:
 
 def slow(monkeypatch) -> None:
     """Writes and reads take unequally long, so that they overtake each other where they may."""
-    write, read, chance = os.pwritev, os.preadv, random.Random(1)
+    write = os.pwritev
+    read = os.preadv
+    chance = random.Random(1)
 
     def late(call):
         def wait(*args):
@@ -39,7 +42,9 @@ def slow(monkeypatch) -> None:
     monkeypatch.setattr(os, "preadv", late(read))
 
 
-@pytest.mark.parametrize(("records", "slots"), [(1, 4), (3, 4), (4, 4), (5, 4), (6, 4), (9, 4), (5, 1)])
+@pytest.mark.parametrize(
+    ("records", "slots"), [(1, 4), (3, 4), (4, 4), (5, 4), (6, 4), (9, 4), (5, 1)]
+)
 def test_each_round_finds_what_the_round_before_left(tmp_path, monkeypatch, records, slots):
     ring = ring_of(tmp_path, records, slots)
     slow(monkeypatch)
@@ -65,7 +70,9 @@ def go_on(ring: Ring) -> None:
 
 @pytest.mark.parametrize("arrives", [go_on, Ring.settle])
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_a_request_that_fails_behind_arrives_in_the_next_round_or_in_settle(tmp_path, monkeypatch, call, arrives):
+def test_a_request_that_fails_behind_arrives_in_the_next_round_or_in_settle(
+    tmp_path, monkeypatch, call, arrives
+):
     def fail(*args):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -91,7 +98,8 @@ def test_what_was_changed_in_the_file_after_settling_is_what_comes_next(tmp_path
 def test_pages_are_read_and_written_as_their_tensor_is(tmp_path, size):
     """In several requests, from any element on, and without a copy between the two."""
     host = HostMemory(torch.device("cpu"), weights=tmp_path)
-    pages, start = host.device_zeros(size + 9, torch.uint8), 7
+    pages = host.device_zeros(size + 9, torch.uint8)
+    start = 7
     data = (torch.arange(size) % 251).to(torch.uint8)
     host.write(data, pages[start : start + size])
     assert torch.equal(pages[start : start + size], data) and not pages[:start].any()

@@ -39,7 +39,11 @@ def trained(
     triples = [(name, param, whole(name, tuple(param.shape))) for name, param in params.items()]
     buckets = GradBuckets(triples, Mesh.alone(make_plan()), 0, grad or dtype, 1, CommCounter())
     assert len(buckets.buckets) == many
-    return ShardedOptimizer(buckets, rules_of(OPTIM), F64 if dtype == F64 else torch.float32), params, buckets
+    return (
+        ShardedOptimizer(buckets, rules_of(OPTIM), F64 if dtype == F64 else torch.float32),
+        params,
+        buckets,
+    )
 
 
 def filled(buckets: GradBuckets) -> dict[str, torch.Tensor]:
@@ -62,9 +66,12 @@ def test_grouped_updates_are_those_of_the_formula(factor):
             torch.testing.assert_close(param.detach(), weights[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "grad"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    ("dtype", "grad"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
+)
 def test_an_update_of_many_tensors_takes_a_handful_of_calls(dtype, grad):
-    """Two kinds of parameters, with and without weight decay: scale, count, update, copy of the narrow weights."""
+    """Two kinds of parameters, with and without weight decay: scale, count, update, copy of the
+    narrow weights."""
     optimizer, _, buckets = trained(291, dtype, grad)
     filled(buckets)
     with Kernels() as kernels:
@@ -84,7 +91,8 @@ def test_narrow_gradients_are_widened_one_bucket_at_a_time():
 
 
 def test_the_norm_of_many_tensors_is_that_of_all_their_elements():
-    """Large, small and empty ones, more small ones than are joined at once, and the call that a GPU takes."""
+    """Large, small and empty ones, more small ones than are joined at once, and the call that a GPU
+    takes."""
     torch.manual_seed(0)
     sizes = [SMALL, 3, 0, SMALL + 1, 1, 513, *[SMALL - 1] * (TOGETHER // SMALL + 2)]
     tensors = [torch.randn(size) for size in sizes]
@@ -94,13 +102,18 @@ def test_the_norm_of_many_tensors_is_that_of_all_their_elements():
     wide = ALLOWED * rounding(sum(sizes), F64)
     assert wide < narrow < 1 / sum(sizes), "an element that is left out is seen"
     assert float(squared_norm(tensors)) == pytest.approx(exact, rel=narrow)
-    assert float(torch.stack(foreach_norms(tensors, F64)).square().sum()) == pytest.approx(exact, rel=wide)
-    assert float(squared_norm([tensor.double() for tensor in tensors])) == pytest.approx(exact, rel=wide)
+    assert float(torch.stack(foreach_norms(tensors, F64)).square().sum()) == pytest.approx(
+        exact, rel=wide
+    )
+    assert float(squared_norm([tensor.double() for tensor in tensors])) == pytest.approx(
+        exact, rel=wide
+    )
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_pieces_are_the_elements_that_they_say(shards):
-    """Parameters that a shard cuts, that end with it and that padding follows: a checkpoint stores what they hold."""
+    """Parameters that a shard cuts, that end with it and that padding follows: a checkpoint stores
+    what they hold."""
     sizes = [64, 100, 128, 7, 64]
     infos = [whole(str(at), (size,)) for at, size in enumerate(sizes)]
     values = [torch.randn(size) for size in sizes]
@@ -110,7 +123,9 @@ def test_pieces_are_the_elements_that_they_say(shards):
     for index in range(shards):
         replaced = dataclasses.replace(layout, key=Kind(torch.float32, False, False, ()))
         members = [Parameter(values[at].clone()) for at in ordered]
-        bucket = FlatBucket(replaced, members, [infos[at] for at in ordered], shards, index, torch.float32, False)
+        bucket = FlatBucket(
+            replaced, members, [infos[at] for at in ordered], shards, index, torch.float32, False
+        )
         for info, start, stop, at in pieces(bucket):
             piece = bucket.param_shard[at : at + stop - start]
             assert piece.numel() == stop - start

@@ -51,7 +51,9 @@ def test_the_orthogonal_part_has_singular_values_near_one(shape):
     matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = orthogonal(matrix)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    own = torch.einsum("ik,ij,kj->k", left, found, right)  # along the matrix's own directions, not others
+    own = torch.einsum(
+        "ik,ij,kj->k", left, found, right
+    )  # along the matrix's own directions, not others
     assert (own[values > 0.05 * values.max()] > 0.65).all() and (own < 1.25).all()
     torch.testing.assert_close((left * own) @ right, found, rtol=1e-8, atol=1e-10)
     assert not orthogonal(torch.zeros(shape)).any()

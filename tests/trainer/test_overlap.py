@@ -1,4 +1,5 @@
-"""Gradients are on their way before backward ends: the order of operations of a whole step says so."""
+"""Gradients are on their way before backward ends: the order of operations of a whole step says
+so."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from trainer.precision import FP64
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 
-REDUCTION = {0: "c10d.allreduce", 1: "c10d.alltoall_base", 2: "c10d.alltoall_base", 3: "c10d.alltoall_base"}
+REDUCTION = {
+    0: "c10d.allreduce",
+    1: "c10d.alltoall_base",
+    2: "c10d.alltoall_base",
+    3: "c10d.alltoall_base",
+}
 
 
 @pytest.mark.process
@@ -32,20 +38,27 @@ def test_reductions_start_while_backward_computes(zero):
 
     for first, seen in run_ranks(work, 2):
         if zero < 2:
-            assert "mm" not in first[first.index(REDUCTION[zero]) :], "it only counts, and reduces when all is there"
+            assert "mm" not in first[first.index(REDUCTION[zero]) :], (
+                "it only counts, and reduces when all is there"
+            )
         products = [place for place, name in enumerate(seen) if name == "mm"]
         sums = [place for place, name in enumerate(seen) if name == REDUCTION[zero]]
         before_the_end = [place for place in sums if place < products[-1]]
-        assert len(before_the_end) > 1, "several buckets are under way when backward computes its last gradient"
+        assert len(before_the_end) > 1, (
+            "several buckets are under way when backward computes its last gradient"
+        )
         second_half = products[len(products) // 2]  # the second micro-batch
         if zero < 2:
             assert before_the_end[0] > second_half, "with accumulation gradients travel once a step"
         else:
-            assert before_the_end[0] < second_half, "shards of gradients are summed every micro-batch"
+            assert before_the_end[0] < second_half, (
+                "shards of gradients are summed every micro-batch"
+            )
 
 
 def waits(engine):
-    """Notes in the returned list when a bucket's gather is waited for, and when a matrix product starts."""
+    """Notes in the returned list when a bucket's gather is waited for, and when a matrix product
+    starts."""
     seen = []
     for number, bucket in enumerate(engine.buckets.buckets):
 
@@ -69,7 +82,9 @@ def waits(engine):
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_parameters_are_waited_for_by_the_layer_that_reads_them(zero, pp):
-    plan = make_plan(dp=2, pp=pp, zero=zero, micro_batches=2, bucket_bytes=1 << 12, model=small(layers=4))
+    plan = make_plan(
+        dp=2, pp=pp, zero=zero, micro_batches=2, bucket_bytes=1 << 12, model=small(layers=4)
+    )
 
     def work(rank):
         engine = engine_of(plan, rank, FP64)
@@ -82,7 +97,12 @@ def test_parameters_are_waited_for_by_the_layer_that_reads_them(zero, pp):
         with products:
             engine.gradients(batches, 10)
         left = sum(bucket.gathering is not None for bucket in engine.buckets.buckets)
-        return {"under_way": under_way, "seen": seen, "left": left, "buckets": len(engine.buckets.buckets)}
+        return {
+            "under_way": under_way,
+            "seen": seen,
+            "left": left,
+            "buckets": len(engine.buckets.buckets),
+        }
 
     for result in run_ranks(work, 2 * pp):
         seen = result["seen"]
@@ -130,16 +150,24 @@ def test_sums_over_replicas_leave_during_backward(zero):
         products = [place for place, name in enumerate(seen) if name == "mm"]
         shards = [place for place, name in enumerate(seen) if name == REDUCTION[1]]
         replicas = [place for place, name in enumerate(seen) if name == REDUCTION[0]]
-        assert sum(place < products[-1] for place in replicas) > 1, "several before the last gradient is computed"
+        assert sum(place < products[-1] for place in replicas) > 1, (
+            "several before the last gradient is computed"
+        )
         assert replicas[0] < shards[-1], "and before the last reduction starts"
-        if zero == 3:  # a unit a message: embedding, four blocks, norm and head; behind them the gradient's norm
-            assert len(replicas) == 7 and replicas[0] > products[len(products) // 2], "of the last micro-batch alone"
+        if (
+            zero == 3
+            # a unit a message: embedding, four blocks, norm and head; behind them the gradient's norm
+        ):
+            assert len(replicas) == 7 and replicas[0] > products[len(products) // 2], (
+                "of the last micro-batch alone"
+            )
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("tp", [1, 2])
 def test_zero3_gathers_and_reduces_the_ends_of_the_model_as_units_of_their_own(tp):
-    """The head's gradient is on its way before the blocks' are computed, its weights come behind the first blocks."""
+    """The head's gradient is on its way before the blocks' are computed, its weights come behind
+    the first blocks."""
     plan = make_plan(dp=2, tp=tp, zero=3, micro_batches=1)
 
     def work(rank):
@@ -151,10 +179,13 @@ def test_zero3_gathers_and_reduces_the_ends_of_the_model_as_units_of_their_own(t
 
     for seen in run_ranks(work, 2 * tp):
         products = [place for place, name in enumerate(seen) if name == "mm"]
-        forward, backward = products[: len(products) // 3], products[len(products) // 3 :]
+        forward = products[: len(products) // 3]
+        backward = products[len(products) // 3 :]
         gathers = [place for place, name in enumerate(seen) if name == "c10d.broadcast"]
         ahead = [place for place in gathers if forward[0] < place < forward[-1]]
         assert ahead, "weights are gathered beside products of the forward"
         reductions = [place for place, name in enumerate(seen) if name == REDUCTION[3]]
-        within = [place for place in reductions if backward[2] < place < backward[len(backward) // 3]]
+        within = [
+            place for place in reductions if backward[2] < place < backward[len(backward) // 3]
+        ]
         assert within, "the head's shard of gradients leaves in the first third of backward"

@@ -1,8 +1,9 @@
 """The key proof: every layout computes what one process computes.
 
-Loss, the gradient of every parameter, the norm before clipping, and the weights after each of two optimizer steps
-equal those of tests/reference/single.py, which shares no code with the trainer but the initial weights. In float64
-(<= 1e-10, where a real bug cannot hide) and fp32 (<= 2e-5); trainer/verify/compare.py says relative to what.
+Loss, the gradient of every parameter, the norm before clipping, and the weights after each of two
+optimizer steps equal those of tests/reference/single.py, which shares no code with the trainer but
+the initial weights. In float64 (<= 1e-10, where a real bug cannot hide) and fp32 (<= 2e-5);
+trainer/verify/compare.py says relative to what.
 """
 
 from __future__ import annotations
@@ -28,14 +29,20 @@ from trainer.verify.samples import micro_batch
 
 
 @functools.cache
-def reference(model: bytes, samples: int, dtype: torch.dtype, packed: bool = False) -> list[single.Outcome]:
+def reference(
+    model: bytes, samples: int, dtype: torch.dtype, packed: bool = False
+) -> list[single.Outcome]:
     """One process on the same samples; the layout does not matter to it, so cases share it."""
     shapes = msgspec.json.decode(model, type=Model)
-    return single.train(parity_plan(dtype, model=shapes, micro_batches=samples), STEPS, dtype, packed)
+    return single.train(
+        parity_plan(dtype, model=shapes, micro_batches=samples), STEPS, dtype, packed
+    )
 
 
 def expected_of(plan: Plan, dtype: torch.dtype, packed: bool = False) -> list[single.Outcome]:
-    return reference(msgspec.json.encode(plan.model), plan.parallel.global_batch_samples, dtype, packed)
+    return reference(
+        msgspec.json.encode(plan.model), plan.parallel.global_batch_samples, dtype, packed
+    )
 
 
 def parity_plan(dtype: torch.dtype, **options: object) -> Plan:
@@ -51,9 +58,13 @@ def arguments(case: dict, dtype: torch.dtype) -> tuple:
     return plan, use, expected_of(plan, dtype, packed), packed
 
 
-CASES = {(technique, name): case for technique, some in TECHNIQUES.items() for name, case in some.items()}
+CASES = {
+    (technique, name): case for technique, some in TECHNIQUES.items() for name, case in some.items()
+}
 CASES_IN_FP32 = {
-    (technique, name): case for (technique, name), case in CASES.items() if technique == "layouts" or name in IN_FP32
+    (technique, name): case
+    for (technique, name), case in CASES.items()
+    if technique == "layouts" or name in IN_FP32
 }
 CHOSEN_IN_FP32 = [key for key in CASES_IN_FP32 if key[-1] in IN_FP32]
 
@@ -75,19 +86,29 @@ def assert_equal_to_one_process(cases: dict[str, dict], dtype: torch.dtype) -> N
     made = {name: arguments(case, dtype) for name, case in cases.items()}
     for case, answers in run_together(run_rank, ranks, made).items():
         with told(case):
-            found, expected = set().union(*answers), made[case][2]
+            found = set().union(*answers)
+            expected = made[case][2]
             assert len(expected) == STEPS
             for name in expected[0].grads:
-                assert {f"grad {name}", f"weight {name}"} <= found, "some rank must hold every parameter"
+                assert {f"grad {name}", f"weight {name}"} <= found, (
+                    "some rank must hold every parameter"
+                )
             assert {"loss", "norm"} <= found
-            bad = [(error, rank, what) for rank, worst in enumerate(answers) for what, error in worst.items()]
+            bad = [
+                (error, rank, what)
+                for rank, worst in enumerate(answers)
+                for what, error in worst.items()
+            ]
             bad = [entry for entry in bad if not entry[0] <= LIMIT[dtype]]
-            assert bad == [], "\n".join(f"{e:.2e} rank {r} {w}" for e, r, w in sorted(bad, reverse=True)[:6])
+            assert bad == [], "\n".join(
+                f"{e:.2e} rank {r} {w}" for e, r, w in sorted(bad, reverse=True)[:6]
+            )
 
 
 @pytest.mark.process
 def test_bf16_runs_in_bf16_and_stays_near_one_process_in_float32():
-    """No proof (rounding hides bugs), but every kernel and collective of tensor parallelism must take the dtype."""
+    """No proof (rounding hides bugs), but every kernel and collective of tensor parallelism must
+    take the dtype."""
     plan = make_plan(tp=2, precision="bf16", model=samples.small(**samples.LLAMA, **samples.GQA))
 
     def work(rank):
@@ -105,7 +126,8 @@ def test_bf16_runs_in_bf16_and_stays_near_one_process_in_float32():
 
 
 def test_the_comparison_notices_a_gradient_that_is_wrong_by_a_millionth():
-    """The proof itself is tested: one element of one gradient moved by 1e-6 of the largest is seen."""
+    """The proof itself is tested: one element of one gradient moved by 1e-6 of the largest is
+    seen."""
     plan, use, expected, _ = arguments({"micro_batches": 2}, torch.float64)
     name = "layers.2.mlp.down.weight"
     grads = dict(expected[0].grads)
@@ -113,4 +135,6 @@ def test_the_comparison_notices_a_gradient_that_is_wrong_by_a_millionth():
     grads[name].view(-1)[7] += 1e-6 * grads[name].abs().max()
     wrong = single.Outcome(expected[0].loss, expected[0].norm, grads, expected[0].weights)
     worst = run_rank(0, plan, use, [wrong])
-    assert [what for what, error in worst.items() if error > LIMIT[torch.float64]] == [f"grad {name}"]
+    assert [what for what, error in worst.items() if error > LIMIT[torch.float64]] == [
+        f"grad {name}"
+    ]

@@ -1,4 +1,5 @@
-"""The runtime itself: what it holds, what it records, what it refuses, and what it says when a peer is gone."""
+"""The runtime itself: what it holds, what it records, what it refuses, and what it says when a peer
+is gone."""
 
 from __future__ import annotations
 
@@ -24,18 +25,21 @@ from trainer.pipeline.runtime import Pipeline
 from trainer.pipeline.transfer import MOST_SENDS
 from trainer.verify.ranks import RankError, run_ranks
 
-WIDTH, SHAPE = 128, (1, 512, 128)
+WIDTH = 128
+SHAPE = (1, 512, 128)
 UNIT = 512 * 128 * 4  # bytes of one hidden state; a weight gradient is a quarter of it
 
 
 class Toy(nn.Module):
-    """Two matrices: holds its input and one hidden state for backward, and makes a third for its output."""
+    """Two matrices: holds its input and one hidden state for backward, and makes a third for its
+    output."""
 
     def __init__(self, seconds: float = 0.0, width: int = WIDTH):
         super().__init__()
         self.seconds = seconds
         torch.manual_seed(0)
-        self.first, self.second = Linear(WIDTH, WIDTH), Linear(WIDTH, width)
+        self.first = Linear(WIDTH, WIDTH)
+        self.second = Linear(WIDTH, width)
         for param in self.parameters():
             nn.init.normal_(param, std=WIDTH**-0.5)
 
@@ -45,10 +49,16 @@ class Toy(nn.Module):
 
 
 def pipeline(rank, schedule, toy=Toy, gloo=True, **options):
-    mesh = Mesh.from_plan(make_plan(pp=schedule.pp), rank) if schedule.pp > 1 else Mesh.alone(make_plan())
+    mesh = (
+        Mesh.from_plan(make_plan(pp=schedule.pp), rank)
+        if schedule.pp > 1
+        else Mesh.alone(make_plan())
+    )
     stages = [toy() for _ in schedule.stages_of(rank)]
     options = {"shape": SHAPE, "dtype": torch.float32} | options
-    return Pipeline(schedule, stages, lambda out, targets: out.sum(), mesh, CommCounter(gloo=gloo), **options)
+    return Pipeline(
+        schedule, stages, lambda out, targets: out.sum(), mesh, CommCounter(gloo=gloo), **options
+    )
 
 
 def batches(schedule):
@@ -60,7 +70,8 @@ def batches(schedule):
 
 def peaks(schedule):
     def rank_main(rank):
-        pipe, tracker = pipeline(rank, schedule), StorageTracker()
+        pipe = pipeline(rank, schedule)
+        tracker = StorageTracker()
         for param in (p for stage in pipe.stages.values() for p in stage.parameters()):
             param.grad = torch.zeros_like(param)  # so that gradients are not new storages
         with tracker:
@@ -71,9 +82,12 @@ def peaks(schedule):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("name", "vpp"), [("1f1b", 1), ("afab", 1), ("zb_h1", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    ("name", "vpp"), [("1f1b", 1), ("afab", 1), ("zb_h1", 1), ("interleaved", 2)]
+)
 def test_a_rank_holds_what_the_schedule_says(name, vpp):
-    """Two hidden states a micro-batch in flight (split backward: and two gradients), and a few of the moment."""
+    """Two hidden states a micro-batch in flight (split backward: and two gradients), and a few of
+    the moment."""
     schedule = build(name, 3, 12, vpp)
     kept = 4 if name == "zb_h1" else 2
     for (peak, left), in_flight in zip(peaks(schedule), peak_in_flight(schedule), strict=True):
@@ -83,12 +97,14 @@ def test_a_rank_holds_what_the_schedule_says(name, vpp):
 
 @pytest.mark.process
 def test_outputs_are_let_go_when_sent():
-    """When the first backward begins under AFAB, the first rank keeps inputs and hidden states of all micro-batches,
-    but only the latest outputs, though the graph that made them lives."""
+    """When the first backward begins under AFAB, the first rank keeps inputs and hidden states of
+    all micro-batches, but only the latest outputs, though the graph that made them lives."""
     schedule = build("afab", 2, 12)
 
     def rank_main(rank):
-        pipe, tracker, seen = pipeline(rank, schedule), StorageTracker(), []
+        pipe = pipeline(rank, schedule)
+        tracker = StorageTracker()
+        seen = []
         take = pipe.transfers.take
         pipe.transfers.take = lambda action: [take(action), seen.append(tracker.live / UNIT)][0]
         with tracker:
@@ -96,57 +112,92 @@ def test_outputs_are_let_go_when_sent():
         return seen
 
     first_backward = run_ranks(rank_main, 2)[0][0]
-    assert 24 <= first_backward <= 24 + MOST_SENDS + 3.5  # three gradients are on their way; with outputs 36
+    assert (
+        24 <= first_backward <= 24 + MOST_SENDS + 3.5
+    )  # three gradients are on their way; with outputs 36
 
 
-# ------------------------------------------------------------------------------------------- transfers on a GPU
+# -------------------------------------------------------------------------------------------
+#     transfers on a GPU
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("name", "vpp"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2), ("dualpipe", 1)])
+@pytest.mark.parametrize(
+    ("name", "vpp"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2), ("dualpipe", 1)]
+)
 def test_batches_as_on_a_gpu_give_the_same_gradients(name, vpp):
-    """All point-to-point of a moment in one call, on one group: gradients as with single messages matched by tags."""
+    """All point-to-point of a moment in one call, on one group: gradients as with single messages
+    matched by tags."""
     schedule = build(name, 2, 6, vpp)
 
     def rank_main(rank, gloo):
-        calls, real = [], dist.batch_isend_irecv
-        dist.batch_isend_irecv = lambda operations: [calls.append(len(operations)), real(operations)][1]
+        calls = []
+        real = dist.batch_isend_irecv
+        dist.batch_isend_irecv = lambda operations: [
+            calls.append(len(operations)),
+            real(operations),
+        ][1]
         pipe = pipeline(rank, schedule, gloo=gloo)
         total = pipe.run(batches(schedule))
         grads = [param.grad for stage in pipe.stages.values() for param in stage.parameters()]
-        return {"total": total, "grads": grads, "calls": calls, "batched": max(map(len, pipe.program))}
+        return {
+            "total": total,
+            "grads": grads,
+            "calls": calls,
+            "batched": max(map(len, pipe.program)),
+        }
 
     single, batched = ([*run_ranks(rank_main, 2, gloo)] for gloo in (True, False))
     for one, other in zip(single, batched, strict=True):
         torch.testing.assert_close(other["grads"], one["grads"], rtol=0, atol=0)
         assert torch.equal(one["total"], other["total"])
         assert sum(one["calls"]) == sum(other["calls"]) and set(one["calls"]) == {1}
-        assert max(other["calls"]) == other["batched"] > 1, "transfers in both directions start together"
+        assert max(other["calls"]) == other["batched"] > 1, (
+            "transfers in both directions start together"
+        )
 
 
-# ------------------------------------------------------------------------------------------- records
+# -------------------------------------------------------------------------------------------
+#     records
 
 
 SIZES = [
     *[("1f1b", pp, m, 1) for pp in (2, 4) for m in (1, 3, 4, 5, 6, 7)],
-    *[("afab", 2, 3, 1), ("afab", 4, 5, 1), ("afab", 2, 3, 2), ("interleaved", 2, 6, 2), ("interleaved", 4, 6, 2)],
-    *[("interleaved", 2, 3, 2), ("zb_h1", 2, 5, 1), ("zb_h1", 4, 3, 1), ("zb_h1", 4, 8, 1), ("zb_h2", 2, 5, 1)],
-    *[("zb_h2", 4, 8, 1), ("zbv", 2, 2, 2), ("zbv", 2, 6, 2), ("zbv", 4, 8, 2), ("dualpipe", 2, 4, 1)],
-    *[("dualpipev", 2, 6, 2), ("dualpipev", 4, 9, 2), ("dualpipev", 2, 1, 2)],
+    ("afab", 2, 3, 1),
+    ("afab", 4, 5, 1),
+    ("afab", 2, 3, 2),
+    ("interleaved", 2, 6, 2),
+    ("interleaved", 4, 6, 2),
+    ("interleaved", 2, 3, 2),
+    ("zb_h1", 2, 5, 1),
+    ("zb_h1", 4, 3, 1),
+    ("zb_h1", 4, 8, 1),
+    ("zb_h2", 2, 5, 1),
+    ("zb_h2", 4, 8, 1),
+    ("zbv", 2, 2, 2),
+    ("zbv", 2, 6, 2),
+    ("zbv", 4, 8, 2),
+    ("dualpipe", 2, 4, 1),
+    ("dualpipev", 2, 6, 2),
+    ("dualpipev", 4, 9, 2),
+    ("dualpipev", 2, 1, 2),
 ]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("pp", [2, 4])
 def test_measured_order_is_the_simulated_one_and_nothing_is_left(pp):
-    """On each rank the same order, and between ranks every action after its inputs, on one clock."""
+    """On each rank the same order, and between ranks every action after its inputs, on one
+    clock."""
     schedules = {str(size): build(*size) for size in SIZES if size[1] == pp}
 
     def rank_main(rank, schedule):
         pipe = pipeline(rank, schedule)
         pipe.run(batches(schedule))
         times = pipe.action_times.step
-        spans = [[str(a), times.began + start, times.began + end] for a, start, end in times.spans()]
+        spans = [
+            [str(a), times.began + start, times.began + end] for a, start, end in times.spans()
+        ]
         left = len(pipe._saved) + len(pipe._deferred) + len(pipe.transfers._inbox)
         return {
             "spans": spans,
@@ -155,15 +206,23 @@ def test_measured_order_is_the_simulated_one_and_nothing_is_left(pp):
             "sent": pipe.transfers.counter.bytes["pp"],
         }
 
-    for name, found in run_together(rank_main, pp, {name: (one,) for name, one in schedules.items()}).items():
+    for name, found in run_together(
+        rank_main, pp, {name: (one,) for name, one in schedules.items()}
+    ).items():
         ends = {action: end for result in found for action, _, end in result["spans"]}
         with told(name):
             for result, simulated in zip(found, simulate(schedules[name]).spans, strict=True):
-                assert [action for action, _, _ in result["spans"]] == [str(span.action) for span in simulated]
+                assert [action for action, _, _ in result["spans"]] == [
+                    str(span.action) for span in simulated
+                ]
                 for span, (_, start, _) in zip(simulated, result["spans"], strict=True):
-                    assert all(ends[str(source)] <= start for source in schedules[name].needs(span.action))
+                    assert all(
+                        ends[str(source)] <= start for source in schedules[name].needs(span.action)
+                    )
                 assert result["idle"] > 0 == result["left"]
-            if name == str(("1f1b", 4, 5, 1)):  # each border once forward and once backward, and nothing else travels
+            if name == str(
+                ("1f1b", 4, 5, 1)
+            ):  # each border once forward and once backward, and nothing else travels
                 assert [result["sent"] / UNIT for result in found] == [5, 10, 10, 5]
 
 
@@ -187,14 +246,17 @@ def test_a_slow_stage_leaves_bubbles_on_the_others():
 
 
 def test_one_rank_needs_no_process_group_and_a_table_runs():
-    """The user's own order of work: two micro-batches at a time, the second of each pair backward first."""
+    """The user's own order of work: two micro-batches at a time, the second of each pair backward
+    first."""
     schedule = read_table("0F0,0F1,0B1,0B0,0F2,0F3,0B3,0I2,0W2")
     pipe = pipeline(0, schedule)
     plain = Toy()
     total = pipe.run(batches(schedule), loss_scale=0.5)
     loss = 4 * plain(None, None).sum()
     (0.5 * loss).backward()
-    assert [str(action) for action in pipe.action_times.step.order()] == [str(action) for action in schedule.orders[0]]
+    assert [str(action) for action in pipe.action_times.step.order()] == [
+        str(action) for action in schedule.orders[0]
+    ]
     torch.testing.assert_close(total, loss.detach())
     for name, param in pipe.stages[0].named_parameters():
         torch.testing.assert_close(param.grad, dict(plain.named_parameters())[name].grad)
@@ -202,13 +264,17 @@ def test_one_rank_needs_no_process_group_and_a_table_runs():
 
 def test_loss_scale_may_be_a_tensor_of_another_dtype():
     schedule = build("1f1b", 1, 2)
-    by_number, by_tensor = pipeline(0, schedule), pipeline(0, schedule)
+    by_number = pipeline(0, schedule)
+    by_tensor = pipeline(0, schedule)
     by_number.run(batches(schedule), 0.25)
     by_tensor.run(batches(schedule), torch.tensor(0.25, dtype=torch.float64))
-    torch.testing.assert_close(by_tensor.stages[0].first.weight.grad, by_number.stages[0].first.weight.grad)
+    torch.testing.assert_close(
+        by_tensor.stages[0].first.weight.grad, by_number.stages[0].first.weight.grad
+    )
 
 
-# ------------------------------------------------------------------------------------------- refusals
+# -------------------------------------------------------------------------------------------
+#     refusals
 
 
 def test_wrong_counts_are_refused():
@@ -217,7 +283,11 @@ def test_wrong_counts_are_refused():
         pipeline(0, schedule).run(batches(schedule)[:1])
     with pytest.raises(ValueError, match=r"holds stages \[0\] in 1f1b, got 2"):
         Pipeline(
-            *(schedule, [Toy(), Toy()], None, Mesh.alone(make_plan()), CommCounter()),
+            schedule,
+            [Toy(), Toy()],
+            None,
+            Mesh.alone(make_plan()),
+            CommCounter(),
             shape=SHAPE,
             dtype=torch.float32,
         )
@@ -234,7 +304,10 @@ def test_a_hidden_state_of_another_shape_is_refused_before_it_travels():
     with pytest.raises(RankError) as caught:
         run_ranks(rank_main, 2)
     assert caught.value.rank == 0
-    message = "stage 0 wants to send [1, 512, 127] torch.float32, the plan says [1, 512, 128] torch.float32"
+    message = (
+        "stage 0 wants to send [1, 512, 127] torch.float32, the plan says [1, 512, 128]"
+        " torch.float32"
+    )
     assert LayoutError.__name__ in str(caught.value) and message in str(caught.value)
 
 
@@ -271,9 +344,17 @@ def test_orders_are_those_of_torch():
     visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
 
     def flat(action):
-        return [inner for sub in action.sub_actions for inner in flat(sub)] if action.sub_actions else [str(action)]
+        return (
+            [inner for sub in action.sub_actions for inner in flat(sub)]
+            if action.sub_actions
+            else [str(action)]
+        )
 
-    for ours, theirs in (("interleaved", "Interleaved1F1B"), ("zbv", "ZBVZeroBubble"), ("dualpipev", "DualPipeV")):
+    for ours, theirs in (
+        ("interleaved", "Interleaved1F1B"),
+        ("zbv", "ZBVZeroBubble"),
+        ("dualpipev", "DualPipeV"),
+    ):
         for pp, many in ((2, 4), (4, 8), (4, 16)):
             for rank, row in enumerate(visualizer.get_schedule_ops(theirs, pp, many, 2)):
                 texts = [text for action in row if action is not None for text in flat(action)]

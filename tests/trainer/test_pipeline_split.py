@@ -27,8 +27,11 @@ def gradients(net: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("deferred", [False, True])
 def test_equals_autograd(shape, bias, deferred):
     x = torch.randn(shape, dtype=torch.float64)
-    plain, split, told = layers(bias), layers(bias), []
-    whole, parts = x.clone().requires_grad_(), x.clone().requires_grad_()
+    plain = layers(bias)
+    split = layers(bias)
+    told = []
+    whole = x.clone().requires_grad_()
+    parts = x.clone().requires_grad_()
     plain(whole).square().sum().backward()
 
     queue = DeferredWeightGrads(told.append)
@@ -43,12 +46,17 @@ def test_equals_autograd(shape, bias, deferred):
         assert len(notes) == 2
         queue.compute(notes)
         assert not notes  # each activation is dropped as soon as it is used
-    assert [id(param) for param in told] == [id(split[3].weight), id(split[0].weight)]  # in order of backward
+    assert [id(param) for param in told] == [
+        id(split[3].weight),
+        id(split[0].weight),
+    ]  # in order of backward
     torch.testing.assert_close(gradients(split), gradients(plain), rtol=1e-12, atol=1e-12)
 
 
 def test_weight_gradients_accumulate_over_micro_batches():
-    plain, split, queue = layers(), layers(), DeferredWeightGrads()
+    plain = layers()
+    split = layers()
+    queue = DeferredWeightGrads()
     install([split], queue)
     owed = []
     for seed in range(3):
@@ -63,21 +71,27 @@ def test_weight_gradients_accumulate_over_micro_batches():
 
 
 def test_hooks_on_a_split_weight_stay_silent():
-    """torch runs a post-accumulate-grad hook even when the gradient is None: the queue alone must report a weight."""
-    net, told, hooked = layers(), [], []
+    """torch runs a post-accumulate-grad hook even when the gradient is None: the queue alone must
+    report a weight."""
+    net = layers()
+    told = []
+    hooked = []
     queue = DeferredWeightGrads(told.append)
     install([net], queue)
     for param in net.parameters():
         param.register_post_accumulate_grad_hook(lambda p: hooked.append(p))
     queue.open()
     net(torch.randn(4, 5, dtype=torch.float64)).sum().backward()
-    assert all(param.grad is not None for param in hooked) and len(hooked) == 4  # two biases, the norm's two
+    assert (
+        all(param.grad is not None for param in hooked) and len(hooked) == 4
+    )  # two biases, the norm's two
     queue.compute(queue.close())
     assert not {id(param) for param in told} & {id(param) for param in hooked} and len(told) == 2
 
 
 def test_a_shared_matrix_is_left_alone():
-    embed, head = Embedding(11, 4), Linear(4, 11)
+    embed = Embedding(11, 4)
+    head = Linear(4, 11)
     head.weight = embed.weight
     before = head.run
     install([nn.ModuleList([embed, head])], DeferredWeightGrads())
@@ -85,7 +99,8 @@ def test_a_shared_matrix_is_left_alone():
 
 
 def test_a_frozen_weight_gets_no_gradient():
-    net, told = layers(), []
+    net = layers()
+    told = []
     net[0].weight.requires_grad_(False)
     queue = DeferredWeightGrads(told.append)
     install([net], queue)
@@ -94,8 +109,11 @@ def test_a_frozen_weight_gets_no_gradient():
 
 
 def test_a_weight_gradient_sums_leading_dimensions_and_adds_in_place():
-    linear, x, grad = Linear(5, 7, bias=False), torch.randn(2, 3, 5), torch.randn(2, 3, 7)
-    queue, whole = DeferredWeightGrads(), torch.einsum("abi,abo->oi", x, grad)
+    linear = Linear(5, 7, bias=False)
+    x = torch.randn(2, 3, 5)
+    grad = torch.randn(2, 3, 7)
+    queue = DeferredWeightGrads()
+    whole = torch.einsum("abi,abo->oi", x, grad)
     queue.compute([(linear, (x,), grad)])
     torch.testing.assert_close(linear.weight.grad, whole)
     first = linear.weight.grad

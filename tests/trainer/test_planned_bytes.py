@@ -1,4 +1,5 @@
-"""Bytes that ranks send in a step, as the trainer counts them, against the plan's, by axis, in layouts with experts."""
+"""Bytes that ranks send in a step, as the trainer counts them, against the plan's, by axis, in
+layouts with experts."""
 
 from __future__ import annotations
 
@@ -24,9 +25,17 @@ from trainer.verify.samples import step_batches
 #: Parameters of 64 numbers and more, which no bucket pads.
 SHAPE = dict(hidden=64, kv_heads=4, head_dim=16, ffn_hidden=64, vocab=256)
 PLAIN = tiny_model(**SHAPE, moe=Moe(experts=4, top_k=2, ffn_hidden=16))
-SHARED = tiny_model(**SHAPE, moe=Moe(experts=4, top_k=2, ffn_hidden=16, shared_ffn_hidden=16, first_dense_layers=1))
-LATENT = Mla(q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=64, v_head_dim=16)
-MODELS = {"plain": PLAIN, "shared": SHARED, "latent": tiny_model(**SHAPE, mla=LATENT, moe=SHARED.moe)}
+SHARED = tiny_model(
+    **SHAPE, moe=Moe(experts=4, top_k=2, ffn_hidden=16, shared_ffn_hidden=16, first_dense_layers=1)
+)
+LATENT = Mla(
+    q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=64, v_head_dim=16
+)
+MODELS = {
+    "plain": PLAIN,
+    "shared": SHARED,
+    "latent": tiny_model(**SHAPE, mla=LATENT, moe=SHARED.moe),
+}
 CAPPED = tiny_model(**SHAPE, moe=structs.replace(SHARED.moe, capacity_factor=0.5))
 MODELS["further"] = tiny_model(**SHAPE, moe=PLAIN.moe, mtp=Mtp(depth=1, weight=0.3))
 DOMAINS = dict(nodes=2, expert_all_to_all="hierarchical")
@@ -36,8 +45,12 @@ CASES = {
     "tp2, full": dict(tp=2, recompute="full"),
     "tp2, selective": dict(tp=2, recompute="selective"),
     "tp2 without sp": dict(tp=2, sp=False),
-    "tp2 without sp, full, shares of inputs": dict(tp=2, sp=False, recompute="full", partition_activations=True),
-    "tp2 without sp, selective, shares": dict(tp=2, sp=False, recompute="selective", partition_activations=True),
+    "tp2 without sp, full, shares of inputs": dict(
+        tp=2, sp=False, recompute="full", partition_activations=True
+    ),
+    "tp2 without sp, selective, shares": dict(
+        tp=2, sp=False, recompute="selective", partition_activations=True
+    ),
     "ep2": dict(ep=2),
     "ep2, full": dict(ep=2, recompute="full"),
     "ep2 tp2": dict(ep=2, tp=2),
@@ -72,7 +85,9 @@ WIDE = {"ep2 tp2 pp2 zb_h1": dict(ep=2, tp=2, pp=2, schedule="zb_h1", micro_batc
 def evenly(module, args, out: Routing) -> Routing:
     """Every pair of experts as often, as the plan takes it."""
     pairs = torch.tensor(list(itertools.combinations(range(4), 2)))
-    return out._replace(experts=pairs.repeat(-(-len(out.experts) // len(pairs)), 1)[: len(out.experts)])
+    return out._replace(
+        experts=pairs.repeat(-(-len(out.experts) // len(pairs)), 1)[: len(out.experts)]
+    )
 
 
 def sent_by(rank: int, plan: Plan) -> dict:
@@ -91,13 +106,19 @@ def sent_by(rank: int, plan: Plan) -> dict:
 
 def planned(plan: Plan, rank: int) -> dict[str, float]:
     """Bytes by axis of a rank, by level where its tokens go to experts."""
-    context, par, train = CostContext(plan.cluster, plan.model, plan.job.train), plan.parallel, plan.job.train
+    context = CostContext(plan.cluster, plan.model, plan.job.train)
+    par = plan.parallel
+    train = plan.job.train
     traffic = step_traffic(plan.model, par, train, context.software)
     (one,) = candidates(context.path_cache, par, traffic, context.work(par, train), par.order)
     placed = axis_placement(one, [traffic[plan.ranks[rank].coord.pp]])
     return {axis: sum(place.bytes_per_step_by_level.values()) for axis, place in placed.items()} | {
         "nvlink": placed["ep"].bytes_per_step_by_level.get("nvlink", 0.0),
-        "network": sum(size for level, size in placed["ep"].bytes_per_step_by_level.items() if level != "nvlink"),
+        "network": sum(
+            size
+            for level, size in placed["ep"].bytes_per_step_by_level.items()
+            if level != "nvlink"
+        ),
     }
 
 
@@ -112,7 +133,9 @@ def assert_sent_as_planned(cases: dict[str, dict]) -> None:
                 expected = planned(plan, rank)
                 for axis in ("tp", "cp", "ep", "pp", "dp"):
                     found = answer["axes"].get(axis, 0)
-                    assert found == pytest.approx(expected[axis], abs=COUNTED.get(axis, 0) + 0.5), axis
+                    assert found == pytest.approx(expected[axis], abs=COUNTED.get(axis, 0) + 0.5), (
+                        axis
+                    )
                 for level in ("nvlink", "network"):
                     assert answer["levels"].get(level, 0) == pytest.approx(expected[level]), level
 
@@ -125,7 +148,11 @@ def sent(cases: dict[str, dict]) -> Iterator[tuple[str, Plan, list[dict]]]:
     yield from ((name, plan, answers[name]) for name, plan in plans.items())
 
 
-OF_MODELS = {(kind, name): {"model": model, **case} for kind, model in MODELS.items() for name, case in CASES.items()}
+OF_MODELS = {
+    (kind, name): {"model": model, **case}
+    for kind, model in MODELS.items()
+    for name, case in CASES.items()
+}
 
 
 @pytest.mark.process
@@ -147,7 +174,8 @@ SPREAD = {key: case for key, case in DROPPING.items() if "ep" in case or key == 
 @pytest.mark.process
 @pytest.mark.parametrize("cases", launches(DROPPING, covering(SPREAD)))
 def test_ranks_together_send_what_is_planned_where_experts_drop_tokens(cases):
-    """Ranks with the first tokens of a sequence send all of them, the others none: their sum is the planned one."""
+    """Ranks with the first tokens of a sequence send all of them, the others none: their sum is the
+    planned one."""
     for name, plan, answers in sent(cases):
         with told(name):
             expected = [planned(plan, rank) for rank in range(len(answers))]

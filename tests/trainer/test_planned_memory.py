@@ -1,7 +1,9 @@
-"""The planner's account of memory against the storages of the trainer's own ranks, layout by layout.
+"""The planner's account of memory against the storages of the trainer's own ranks, layout by
+layout.
 
-States to the byte, on every rank. Activations (what is kept for backward, at its peak) within 5 % of the fullest rank
-of each pipeline stage. `python -m tests.trainer.test_planned_memory` prints the table of docs/accuracy.md.
+States to the byte, on every rank. Activations (what is kept for backward, at its peak) within 5 %
+of the fullest rank of each pipeline stage. `python -m tests.trainer.test_planned_memory` prints the
+table of docs/accuracy.md.
 """
 
 from __future__ import annotations
@@ -24,8 +26,22 @@ from trainer.engine import Engine
 from trainer.metrics.memory import StepMemory
 from trainer.verify.samples import micro_batch
 
-LLAMA = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_hidden": 160, "vocab": 512, "layers": 4}
-GPT = LLAMA | {"norm": "layer", "mlp": "plain", "position": "learned", "activation": "gelu", "bias": True}
+LLAMA = {
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "ffn_hidden": 160,
+    "vocab": 512,
+    "layers": 4,
+}
+GPT = LLAMA | {
+    "norm": "layer",
+    "mlp": "plain",
+    "position": "learned",
+    "activation": "gelu",
+    "bias": True,
+}
 GPT |= {"tied_embeddings": True, "max_seq_len": 128}
 PIPE = {"pp": 2, "micro_batches": 4}
 HOST = {"optimizer": "host"}  # as JSON: test_gpu sends layouts to another process
@@ -80,13 +96,19 @@ MORE = {
     "tp2 pp2, on the host": PIPE | {"tp": 2, "offload": HOST},
     "GPT, tied, pp2": PIPE | {"model": GPT},
 }
-_LATENT = Mla(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+_LATENT = Mla(
+    q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+)
 LATENT = LLAMA | {"kv_heads": 4, "mla": _LATENT}
-UNEQUAL = LATENT | {"mla": structs.replace(_LATENT, q_lora_rank=0, v_head_dim=24)}  # values as wide as keys
+UNEQUAL = LATENT | {
+    "mla": structs.replace(_LATENT, q_lora_rank=0, v_head_dim=24)
+}  # values as wide as keys
 MIXTURE = LLAMA | {"moe": Moe(experts=8, top_k=2, ffn_hidden=48)}
 WIDE = LLAMA | {"moe": Moe(experts=4, top_k=2, ffn_hidden=128)}  # experts wider than hidden
 MANY = LLAMA | {"moe": Moe(experts=16, top_k=8, ffn_hidden=48)}
-SHARED = LLAMA | {"moe": Moe(experts=8, top_k=3, ffn_hidden=48, shared_ffn_hidden=64, first_dense_layers=1)}
+SHARED = LLAMA | {
+    "moe": Moe(experts=8, top_k=3, ffn_hidden=48, shared_ffn_hidden=64, first_dense_layers=1)
+}
 DEEPSEEK = LATENT | {"moe": SHARED["moe"]}
 AGAIN = {"recompute": "selective"}
 BY_DOMAIN = {"nodes": 2, "expert_all_to_all": "hierarchical"}
@@ -133,27 +155,35 @@ STATES = ("params", "grads", "optimizer", "host")
 
 def plan_of(layout: dict) -> Plan:
     values = dict(layout)
-    matmul, latents = values.pop("matmul", ""), values.pop("latents", UNSET)
+    matmul = values.pop("matmul", "")
+    latents = values.pop("latents", UNSET)
     plan = make_plan(model=tiny_model(**values.pop("model", LLAMA)), seq_len=128, **values)
     train = structs.replace(plan.job.train, recompute_latents=latents)
     return seal(structs.replace(plan, job=structs.replace(plan.job, matmul=matmul, train=train)))
 
 
 def measured(rank: int, plan: Plan) -> dict[str, dict[str, int] | int]:
-    """Bytes by category: states as they are between steps, the rest at its peak in a step after the first, the lowest
-    one: a thread of gloo that gets no processor lets go of what it has sent late, which an exchange of tokens makes
-    likely. Gradients that wait with their
-    matrix's input for a later W are kept for backward as well."""
+    """Bytes by category: states as they are between steps, the rest at its peak in a step after the
+    first, the lowest one: a thread of gloo that gets no processor lets go of what it has sent late,
+    which an exchange of tokens makes likely. Gradients that wait with their matrix's input for a
+    later W are kept for backward as well."""
     engine = engine_of(plan, rank)
-    found, peaks = StepMemory.of_engine(engine), list[int]()
-    batches = [micro_batch(plan, one) for one in samples_of_step(plan.parallel, engine.mesh.coord, 0)]
+    found = StepMemory.of_engine(engine)
+    peaks = list[int]()
+    batches = [
+        micro_batch(plan, one) for one in samples_of_step(plan.parallel, engine.mesh.coord, 0)
+    ]
     for _ in range(3 if expert_mesh(plan.parallel).ep == 1 else 8):
         with found.measure({}):
             engine.update(engine.gradients(batches, 1000)[1], 1e-3)
         peaks.append(max(point.held["activations"] for point in found.points()))
     held = {name: found.points()[0].held[name] for name in STATES}
     held["activations"] = min(peaks[1:])
-    return {"held": held, "pp": engine.mesh.coord.pp, "padding": _padding(engine) if plan.parallel.zero < 3 else 0}
+    return {
+        "held": held,
+        "pp": engine.mesh.coord.pp,
+        "padding": _padding(engine) if plan.parallel.zero < 3 else 0,
+    }
 
 
 def _padding(engine: Engine) -> int:
@@ -174,9 +204,12 @@ def measure(layouts: dict[str, dict]) -> dict[str, list[Row]]:
 
 
 def rows(plan: Plan, ranks: list[dict]) -> list[Row]:
-    """Of each pipeline stage: planned, measured on its fullest rank, elements of padding. Activations where ranks have
-    different experts are a mean: a plan's experts are chosen equally often, those of a test are not."""
-    accounts = memory.memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train, matmul=plan.job.matmul)
+    """Of each pipeline stage: planned, measured on its fullest rank, elements of padding.
+    Activations where ranks have different experts are a mean: a plan's experts are chosen equally
+    often, those of a test are not."""
+    accounts = memory.memory_by_pp_rank(
+        plan.cluster, plan.model, plan.parallel, plan.job.train, matmul=plan.job.matmul
+    )
     result = []
     for stage, account in enumerate(accounts):
         mine = [one for one in ranks if one["pp"] == stage]
@@ -197,19 +230,29 @@ def test_planned_is_measured(layouts):
         for planned, held, padding in found:
             with told(name):
                 # fp32: the only padded cases
-                padded = {"params": 4 * padding, "grads": 4 * padding, "optimizer": 8 * padding, "host": 0}
+                padded = {
+                    "params": 4 * padding,
+                    "grads": 4 * padding,
+                    "optimizer": 8 * padding,
+                    "host": 0,
+                }
                 assert {one: held[one] - planned[one] for one in STATES} == padded
                 assert planned["activations"] == pytest.approx(held["activations"], rel=0.05)
 
 
 def main() -> None:
-    print(f"{'layout':<28}{'stage':>6}{'states':>12}{'planned':>12}{'activations':>13}{'planned':>12}")
+    print(
+        f"{'layout':<28}{'stage':>6}{'states':>12}{'planned':>12}{'activations':>13}{'planned':>12}"
+    )
     for name, layout in LAYOUTS.items():
         for stage, (planned, held, padding) in enumerate(measure({name: layout})[name]):
             states = sum(held[one] for one in STATES) - 16 * padding
             off = planned["activations"] / held["activations"] - 1
             equal = "equal" if states == sum(planned[one] for one in STATES) else "NOT EQUAL"
-            print(f"{name:<28}{stage:>6}{states:>12,}{equal:>12}{held['activations']:>13,}{off:>+12.1%}", flush=True)
+            print(
+                f"{name:<28}{stage:>6}{states:>12,}{equal:>12}{held['activations']:>13,}{off:>+12.1%}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Multi-token prediction: which targets count, what its term reports, what checkpoints hold of it."""
+"""Multi-token prediction: which targets count, what its term reports, what checkpoints hold of
+it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ def test_targets_lie_in_the_same_document_and_in_the_sample():
     assert batch.next_tokens[0, :, 0].tolist() == [2, 3, EOD, 4, 5, 0]
     assert batch.next_targets[0, :, 0].tolist() == [3, EOD, IGNORED, IGNORED, 6, IGNORED]
     assert batch.next_tokens[0, :, 1].tolist() == [3, EOD, 4, 5, 0, 0]
-    assert batch.next_targets[0, :, 1].tolist() == [EOD, IGNORED, IGNORED, IGNORED, IGNORED, IGNORED]
+    assert batch.next_targets[0, :, 1].tolist() == [
+        EOD,
+        IGNORED,
+        IGNORED,
+        IGNORED,
+        IGNORED,
+        IGNORED,
+    ]
 
 
 def test_without_documents_only_the_end_of_the_sample_and_masks_have_no_target():
@@ -41,7 +49,8 @@ def test_without_documents_only_the_end_of_the_sample_and_masks_have_no_target()
 def test_equals_the_loop_over_tokens(packed):
     plan = make_plan(model=AHEAD)
     batch = micro_batch(plan, [0, 1, 2, 3], packed)
-    found, expected = look_ahead(batch, 3), token_by_token(batch, 3)
+    found = look_ahead(batch, 3)
+    expected = token_by_token(batch, 3)
     assert torch.equal(found.next_tokens, expected.next_tokens)
     assert torch.equal(found.next_targets, expected.next_targets)
 
@@ -60,7 +69,8 @@ def test_the_term_is_reported_beside_the_main_loss():
         losses.append((one.mean_loss(loss_sum, valid), one.loss_terms()))
     (alone, none), (beside, terms) = losses
     assert beside == alone and none == {}
-    # A new model predicts evenly: 0.4 x log(257) for each target, of which some lie behind the sample's end or a mask.
+    # A new model predicts evenly: 0.4 x log(257) for each target, of which some lie behind the
+    # sample's end or a mask.
     assert set(terms) == {"mtp"} and 0.6 < terms["mtp"] / (0.4 * alone) < 1.0
 
 
@@ -82,7 +92,11 @@ def test_every_rank_reports_the_term_of_one_process():
 def test_names_go_on_where_the_layers_end():
     one = engine(make_plan(model=AHEAD))
     names = {name for name, *_ in one.part.parameters()}
-    assert {"layers.4.project.weight", "layers.5.norm_out.weight", "layers.5.attn.wq.weight"} <= names
+    assert {
+        "layers.4.project.weight",
+        "layers.5.norm_out.weight",
+        "layers.5.attn.wq.weight",
+    } <= names
     assert sum(param.numel() for _, param, _ in one.part.parameters()) == AHEAD.parameters
 
 

@@ -19,7 +19,8 @@ from trainer.parallel.apply import build
 from trainer.parallel.recompute import apply_recompute
 from trainer.verify.ranks import run_ranks
 
-B, S = 2, 16
+B = 2
+S = 16
 MODES = ("none", "selective", "full")
 
 
@@ -36,13 +37,16 @@ def run(plan, mesh, mode: str, dtype=torch.float64) -> dict:
         loss.backward()
     grads = {name: param.grad for name, param, _ in part.parameters()}
     products = sum(
-        count for op, count in flops.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm")
+        count
+        for op, count in flops.get_flop_counts()["Global"].items()
+        if str(op) in ("aten.mm", "aten.addmm")
     )
     return {"loss": loss.item(), "grads": grads, "kept": kept, "products": products, "names": names}
 
 
 def live_soon(tracker: StorageTracker) -> int:
-    """Bytes that live a moment later: gloo's thread lets go of the last message's tensors when it comes to it."""
+    """Bytes that live a moment later: gloo's thread lets go of the last message's tensors when it
+    comes to it."""
     time.sleep(0.002)
     return tracker.live
 
@@ -62,13 +66,18 @@ def test_one_rank(kind):
 @pytest.mark.process
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
 def test_tensor_parallel(sp):
-    """Without sequence parallelism a partial sum is reduced in place: what was kept must not be that tensor."""
+    """Without sequence parallelism a partial sum is reduced in place: what was kept must not be
+    that tensor."""
     plan = make_plan(model=small(**LLAMA, **GQA), tp=2, sp=sp, micro_batch_size=B, seq_len=S)
-    results = run_ranks(lambda rank: [run(plan, Mesh.from_plan(plan, rank), mode) for mode in MODES], 2)
+    results = run_ranks(
+        lambda rank: [run(plan, Mesh.from_plan(plan, rank), mode) for mode in MODES], 2
+    )
     for plain, selective, full in results:
         for other in (selective, full):
             assert other["loss"] == plain["loss"]
-            assert all(torch.equal(other["grads"][name], grad) for name, grad in plain["grads"].items())
+            assert all(
+                torch.equal(other["grads"][name], grad) for name, grad in plain["grads"].items()
+            )
         assert full["kept"] < selective["kept"] < plain["kept"]
 
 
@@ -81,13 +90,16 @@ def test_unknown_mode_is_refused():
 
 @pytest.mark.process
 def test_sequence_parallel_inputs_are_not_kept_whole():
-    """Of each block's two inputs and the head's a rank holds its part of the sequence, the other ranks theirs."""
+    """Of each block's two inputs and the head's a rank holds its part of the sequence, the other
+    ranks theirs."""
     plan = make_plan(model=small(**LLAMA, **GQA), tp=2, micro_batch_size=B, seq_len=S)
 
     def work(rank):
         again = run(plan, Mesh.from_plan(plan, rank), "none")
         original = apply.OverlappedColumnLinears
-        apply.OverlappedColumnLinears = lambda group, counter, sp, keep=False: original(group, counter, sp, keep=True)
+        apply.OverlappedColumnLinears = lambda group, counter, sp, keep=False: original(
+            group, counter, sp, keep=True
+        )
         whole = run(plan, Mesh.from_plan(plan, rank), "none")
         return {"saved": whole["kept"] - again["kept"], "same": again["loss"] == whole["loss"]}
 

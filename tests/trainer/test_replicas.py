@@ -1,4 +1,5 @@
-"""In-memory replicas: complete or absent, restored without any one node, and never older than the disk."""
+"""In-memory replicas: complete or absent, restored without any one node, and never older than the
+disk."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from trainer.checkpoint.replicas.peers import assign_peers, nodes_of, ring_dista
 from trainer.checkpoint.replicas.store import DEAD_AFTER_S, ReplicaStore, replica_name
 from trainer.verify.ranks import RankError, run_ranks
 
-# ---------------------------------------------------------------------------------------------- peer assignment
+# ----------------------------------------------------------------------------------------------
+#     peer assignment
 
 
 @given(st.integers(1, 6), st.integers(1, 4))
@@ -41,13 +43,17 @@ def test_every_rank_has_a_peer_on_another_node_and_every_node_one_peer_node(node
     assert all(node_of[rank] != node_of[peer] for rank, peer in peer_of.items())
     pairs = {(node_of[rank], node_of[peer]) for rank, peer in peer_of.items()}
     assert len(pairs) == len({peer for _, peer in pairs}) == (nodes if nodes > 1 else 0)
-    assert len(set(peer_of.values())) == len(peer_of), "with equally many ranks a node each keeps for one"
+    assert len(set(peer_of.values())) == len(peer_of), (
+        "with equally many ranks a node each keeps for one"
+    )
 
 
 def under(plan: Plan, switches: list[list[int]]) -> Plan:
     level = msgspec.structs.replace(plan.cluster.levels[0], switches=switches)
     assert isinstance(level, SwitchLevel)
-    return msgspec.structs.replace(plan, cluster=msgspec.structs.replace(plan.cluster, levels=[level]))
+    return msgspec.structs.replace(
+        plan, cluster=msgspec.structs.replace(plan.cluster, levels=[level])
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +64,8 @@ def test_peers_are_under_other_switches_where_possible(switches, distance):
     assert ring_distance(under(make_plan(dp=4, nodes=4), switches)) == distance
 
 
-# ---------------------------------------------------------------------------------------------- a node's store
+# ---------------------------------------------------------------------------------------------- a
+#     node's store
 
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path):
@@ -81,7 +88,12 @@ def test_what_dead_runs_left_is_swept_and_living_ones_are_not(tmp_path):
         (home / name / "node").mkdir(parents=True)
         (home / name / "node" / ".lock").touch()
     long_ago = time.time() - 2 * DEAD_AFTER_S
-    for path in (home / "dead" / "node" / ".lock", home / "dead", living.folder / ".lock", home / "living"):
+    for path in (
+        home / "dead" / "node" / ".lock",
+        home / "dead",
+        living.folder / ".lock",
+        home / "living",
+    ):
         os.utime(path, (long_ago, long_ago))
     ReplicaStore(home / "mine" / "node")
     assert sorted(path.name for path in home.iterdir()) == ["fresh", "living", "mine"]
@@ -89,7 +101,8 @@ def test_what_dead_runs_left_is_swept_and_living_ones_are_not(tmp_path):
     assert not (home / "living").exists()
 
 
-# ---------------------------------------------------------------------------------------------- replicas of ranks
+# ----------------------------------------------------------------------------------------------
+#     replicas of ranks
 
 
 def shard(rank: int, world: int, seed: int) -> list[StatePiece]:
@@ -103,19 +116,29 @@ def shard(rank: int, world: int, seed: int) -> list[StatePiece]:
 
 
 def same(pieces: list[StatePiece], rank: int, world: int, seed: int) -> bool:
-    return all(torch.equal(a.data, b.data) for a, b in zip(pieces, shard(rank, world, seed), strict=True))
+    return all(
+        torch.equal(a.data, b.data) for a, b in zip(pieces, shard(rank, world, seed), strict=True)
+    )
 
 
 def test_a_run_of_the_same_name_finds_nothing_of_another(tmp_path):
     """One started at step 128, without a word, with what a killed one in another home had left."""
-    here, there = tmp_path / "a" / "runs" / "r", tmp_path / "b" / "runs" / "r"
+    here = tmp_path / "a" / "runs" / "r"
+    there = tmp_path / "b" / "runs" / "r"
     here.mkdir(parents=True), there.mkdir(parents=True)
     (tmp_path / "link").symlink_to(here)
-    assert replica_dir(here, "n") == replica_dir(str(tmp_path / "link"), "n") != replica_dir(there, "n")
+    assert (
+        replica_dir(here, "n")
+        == replica_dir(str(tmp_path / "link"), "n")
+        != replica_dir(there, "n")
+    )
     before = replica_dir(here, "n")
     here.rename(tmp_path / "old")
     here.mkdir()
-    assert replica_dir(here, "n") != before and replica_dir(here, "m").parent == replica_dir(here, "n").parent
+    assert (
+        replica_dir(here, "n") != before
+        and replica_dir(here, "m").parent == replica_dir(here, "n").parent
+    )
 
 
 FOUR = make_plan(dp=4, zero=1, nodes=4, copy_every_steps=1)
@@ -143,9 +166,12 @@ def replicated(mine: Checkpoints, *contents: object) -> bool:
     return mine.replicas.start(*contents) and mine.replicas.settle()
 
 
-def replicate(rank: int, home: Path, plan: Plan = FOUR, disk: int = 0, steps: tuple[int, ...] = (5, 6)) -> None:
+def replicate(
+    rank: int, home: Path, plan: Plan = FOUR, disk: int = 0, steps: tuple[int, ...] = (5, 6)
+) -> None:
     """Save step `disk`, then copies of steps."""
-    mine, world = manager(home, plan, rank, 0), plan.parallel.world_size
+    mine = manager(home, plan, rank, 0)
+    world = plan.parallel.world_size
     mine.resume(lambda: [])
     if disk:
         mine.save(shard(rank, world, disk), disk, 10 * disk)
@@ -156,16 +182,22 @@ def replicate(rank: int, home: Path, plan: Plan = FOUR, disk: int = 0, steps: tu
 
 def restored(rank: int, home: Path, plan: Plan = FOUR, epoch: int = 1) -> list:
     """[step, where from, whether all of it is right]."""
-    mine, world = manager(home, plan, rank, epoch), plan.parallel.world_size
+    mine = manager(home, plan, rank, epoch)
+    world = plan.parallel.world_size
     live = shard(rank, world, 99)
     found = mine.resume(lambda: live)
     sources = [event.fields["source"] for event in mine.reporter.named("resumed")]
-    right = found is not None and same(live, rank, world, found.step) and found.samples == 10 * found.step
+    right = (
+        found is not None
+        and same(live, rank, world, found.step)
+        and found.samples == 10 * found.step
+    )
     return [found and found.step, sources, right]
 
 
 def restored_while_deleted(rank: int, home: Path) -> list:
-    """As `restored`; somebody deletes node1's memory when all ranks have what they need and begin to read it."""
+    """As `restored`; somebody deletes node1's memory when all ranks have what they need and begin
+    to read it."""
 
     def restore(*arguments) -> None:
         dist.barrier()
@@ -173,7 +205,8 @@ def restored_while_deleted(rank: int, home: Path) -> list:
             shutil.rmtree(folder_of(home, "node1"))
         genuine(*arguments)
 
-    genuine, checkpoint_manager.restore = checkpoint_manager.restore, restore
+    genuine = checkpoint_manager.restore
+    checkpoint_manager.restore = restore
     try:
         return restored(rank, home)
     except OSError as error:
@@ -191,7 +224,8 @@ def one_answer(answers: list[list]) -> tuple:
 @pytest.mark.process
 @pytest.mark.parametrize("lost", [0, 1, 2, 3])
 def test_any_one_node_may_be_lost_with_its_memory(tmp_path, lost):
-    """The newest replica comes back to the bit: with an empty node in the place of the lost one, and on fewer nodes."""
+    """The newest replica comes back to the bit: with an empty node in the place of the lost one,
+    and on fewer nodes."""
     run_ranks(replicate, 4, tmp_path)
     shutil.rmtree(folder_of(tmp_path, f"node{lost}"))
     assert one_answer(run_ranks(restored, 4, tmp_path)) == (6, "memory")
@@ -212,13 +246,16 @@ def test_two_peers_lost_is_the_newest_checkpoint_on_disk(tmp_path):
 @pytest.mark.process
 @pytest.mark.parametrize("disk", [3, 0])
 def test_copies_that_are_deleted_while_they_are_read_are_no_state(tmp_path, disk):
-    """The checkpoint on disk is read over what was filled; without one no rank goes on with half a state."""
+    """The checkpoint on disk is read over what was filled; without one no rank goes on with half a
+    state."""
     run_ranks(replicate, 4, tmp_path, FOUR, disk)
     answers = run_ranks(restored_while_deleted, 4, tmp_path)
     if disk:
         assert one_answer(answers) == (3, "disk")
     else:
-        assert all("filled in part: replica of step 6 in memory: rank 1" in one[1][0] for one in answers), answers
+        assert all(
+            "filled in part: replica of step 6 in memory: rank 1" in one[1][0] for one in answers
+        ), answers
 
 
 @pytest.mark.process
@@ -255,12 +292,15 @@ def test_a_replica_is_better_than_a_damaged_checkpoint(tmp_path, older):
     os.truncate(tmp_path / "disk" / step_name(7) / rank_file(1), 100)
     assert one_answer(run_ranks(restored, 4, tmp_path)) == (6, "memory")
     run_ranks(go_on, 4, tmp_path, 2, 7)
-    assert one_answer(run_ranks(restored, 4, tmp_path, FOUR, 3)) == (7, "disk"), "step 7 was made and saved again"
+    assert one_answer(run_ranks(restored, 4, tmp_path, FOUR, 3)) == (7, "disk"), (
+        "step 7 was made and saved again"
+    )
 
 
 @pytest.mark.process
 def test_an_epoch_that_went_on_from_the_disk_is_newer_than_the_replicas_it_could_not_see(tmp_path):
-    """Two peers were away, so epoch 1 continued from step 3. When they return, their step 6 is of another past."""
+    """Two peers were away, so epoch 1 continued from step 3. When they return, their step 6 is of
+    another past."""
     run_ranks(replicate, 4, tmp_path, FOUR, 3)
     for node in ("node1", "node2"):
         folder_of(tmp_path, node).rename(tmp_path / node)
@@ -273,7 +313,9 @@ def test_an_epoch_that_went_on_from_the_disk_is_newer_than_the_replicas_it_could
 
 @pytest.mark.process
 @pytest.mark.parametrize("where", ["write", "receive", "manifest"])
-def test_a_replica_without_room_on_one_node_fails_on_all_and_the_previous_one_stays(tmp_path, where):
+def test_a_replica_without_room_on_one_node_fails_on_all_and_the_previous_one_stays(
+    tmp_path, where
+):
     def replicate_two(rank: int) -> list[str]:
         mine = manager(tmp_path, FOUR, rank, 0)
         mine.resume(lambda: [])
@@ -289,7 +331,9 @@ def test_a_replica_without_room_on_one_node_fails_on_all_and_the_previous_one_st
         return [event.fields["error"] for event in mine.reporter.named("replica_failed")]
 
     said = run_ranks(replicate_two, 4)
-    assert "rank 2" in said[0][0] and "No space left on device" in said[0][0] and said[1:] == [[]] * 3
+    assert (
+        "rank 2" in said[0][0] and "No space left on device" in said[0][0] and said[1:] == [[]] * 3
+    )
     assert one_answer(run_ranks(restored, 4, tmp_path)) == (5, "memory")
 
 
@@ -336,11 +380,13 @@ def test_random_state_comes_back_on_the_same_layout(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------- deaths
+# ----------------------------------------------------------------------------------------------
+#     deaths
 
 
 def die_in_replicate(rank: int, home: Path, plan: Plan, at: int) -> int:
-    """Keep steps 5 and 6; rank 1 is gone before its line number `at` of the second. The lines of it."""
+    """Keep steps 5 and 6; rank 1 is gone before its line number `at` of the second. The lines of
+    it."""
     home.mkdir(exist_ok=True)
     mine = manager(home, plan, rank, 0)
     mine.resume(lambda: [])
@@ -362,4 +408,6 @@ def test_a_node_that_is_lost_at_any_moment_of_a_replica(tmp_path):
             run_ranks(die_in_replicate, 2, home, plan, number * total // 15)
         shutil.rmtree(folder_of(home, "node1"))
         steps.append(one_answer(run_ranks(restored, 2, home, plan)))
-    assert total > 100 and steps[0] == (5, "memory") and set(steps) == {(5, "memory"), (6, "memory")}
+    assert (
+        total > 100 and steps[0] == (5, "memory") and set(steps) == {(5, "memory"), (6, "memory")}
+    )

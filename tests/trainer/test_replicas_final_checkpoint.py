@@ -1,4 +1,5 @@
-"""The final checkpoint: nodes that are too few to train write the newest replica to disk, or say why not."""
+"""The final checkpoint: nodes that are too few to train write the newest replica to disk, or say
+why not."""
 
 from __future__ import annotations
 
@@ -23,17 +24,26 @@ from trainer.verify.ranks import run_ranks
 pytestmark = pytest.mark.process
 
 
-def final_checkpoint(rank: int, home: Path, nodes: list[str], epoch: int = 1, full: int = -1) -> list:
+def final_checkpoint(
+    rank: int, home: Path, nodes: list[str], epoch: int = 1, full: int = -1
+) -> list:
     """[the step that was saved, the error, events]; the disk of process `full` is."""
-    reporter, memory = Recorder(), ReplicaStore(folder_of(home, nodes[rank]))
+    reporter = Recorder()
+    memory = ReplicaStore(folder_of(home, nodes[rank]))
     target = Target(home / "disk", Fence("run", epoch), FOUR, rank)
     if rank == full:
         os.fsync = no_room
     try:
-        step, error = save_newest_replica(target, len(nodes), memory, 2, reporter), ""
+        step = save_newest_replica(target, len(nodes), memory, 2, reporter)
+        error = ""
     except TrainerError as problem:
-        step, error = None, f"{type(problem).__name__}: {problem}"
-    return [step, error, [[event.name, event.step, event.fields["source"]] for event in reporter.events]]
+        step = None
+        error = f"{type(problem).__name__}: {problem}"
+    return [
+        step,
+        error,
+        [[event.name, event.step, event.fields["source"]] for event in reporter.events],
+    ]
 
 
 def steps(home: Path) -> list[int]:
@@ -41,19 +51,29 @@ def steps(home: Path) -> list[int]:
 
 
 def test_the_nodes_that_are_left_save_the_newest_state_between_them(tmp_path):
-    """node1 is lost. The others, among them a spare that holds nothing, save step 6, and three ranks go on from it."""
+    """node1 is lost. The others, among them a spare that holds nothing, save step 6, and three
+    ranks go on from it."""
     run_ranks(replicate, 4, tmp_path, FOUR, 3)
     shutil.rmtree(folder_of(tmp_path, "node1"))
     left = ["spare", "node0", "node2", "node3"]
     said = run_ranks(final_checkpoint, 4, tmp_path, left, 1, 3)
     assert {(step, error) for step, error, _ in said} == {(None, said[0][1])}
-    assert said[0][1].startswith("SaveError: checkpoint of step 6: rank-") and "No space left" in said[0][1]
-    assert steps(tmp_path) == [3] and not list((tmp_path / "disk").glob(".tmp*")), "a full disk leaves what was there"
+    assert (
+        said[0][1].startswith("SaveError: checkpoint of step 6: rank-")
+        and "No space left" in said[0][1]
+    )
+    assert steps(tmp_path) == [3] and not list((tmp_path / "disk").glob(".tmp*")), (
+        "a full disk leaves what was there"
+    )
     said = run_ranks(final_checkpoint, 4, tmp_path, left, 2)
-    assert [step for step, _, _ in said] == [6] * 4 and said[0][2] == [["checkpoint_saved", 6, "memory"]]
+    assert [step for step, _, _ in said] == [6] * 4 and said[0][2] == [
+        ["checkpoint_saved", 6, "memory"]
+    ]
     assert not any(events for _, _, events in said[1:]) and steps(tmp_path) == [6, 3]
     assert not any(folder_of(tmp_path, node).exists() for node in left), "the memory is given back"
-    fewer = make_plan(dp=3, zero=1, node_names=["spare", "node2", "node3"], micro_batches=4, copy_every_steps=1)
+    fewer = make_plan(
+        dp=3, zero=1, node_names=["spare", "node2", "node3"], micro_batches=4, copy_every_steps=1
+    )
     assert one_answer(run_ranks(restored, 3, tmp_path, fewer, 3)) == (6, "disk")
 
 
@@ -62,8 +82,13 @@ def test_what_no_node_holds_any_more_is_said_and_the_last_checkpoint_stays(tmp_p
     for node in ("node1", "node2"):  # peers
         shutil.rmtree(folder_of(tmp_path, node))
     for _, error, events in run_ranks(final_checkpoint, 2, tmp_path, ["node0", "node3"]):
-        assert error == "SaveError: replica of step 6: 1 of 4 files were lost with their nodes" and not events
-    assert steps(tmp_path) == [3] and folder_of(tmp_path, "node0").exists(), "who was cut off may be back"
+        assert (
+            error == "SaveError: replica of step 6: 1 of 4 files were lost with their nodes"
+            and not events
+        )
+    assert steps(tmp_path) == [3] and folder_of(tmp_path, "node0").exists(), (
+        "who was cut off may be back"
+    )
 
 
 def test_nothing_is_written_where_the_disk_is_as_new_or_somebody_else_writes(tmp_path):
@@ -71,5 +96,10 @@ def test_nothing_is_written_where_the_disk_is_as_new_or_somebody_else_writes(tmp
     nodes = ["node0", "node1", "node2", "node3"]
     before = (tmp_path / "disk" / step_name(6)).stat().st_mtime_ns
     assert run_ranks(final_checkpoint, 4, tmp_path, nodes, 5) == [[None, "", []]] * 4
-    assert steps(tmp_path) == [6] and (tmp_path / "disk" / step_name(6)).stat().st_mtime_ns == before
-    assert all(error.startswith("Fenced") for _, error, _ in run_ranks(final_checkpoint, 4, tmp_path, nodes, 4))
+    assert (
+        steps(tmp_path) == [6] and (tmp_path / "disk" / step_name(6)).stat().st_mtime_ns == before
+    )
+    assert all(
+        error.startswith("Fenced")
+        for _, error, _ in run_ranks(final_checkpoint, 4, tmp_path, nodes, 4)
+    )

@@ -1,4 +1,5 @@
-"""Experts computed one after another, and rows permuted, against autograd's own gradients of the plain expressions."""
+"""Experts computed one after another, and rows permuted, against autograd's own gradients of the
+plain expressions."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def plain(x, weights, gate, up, down, activation):
-    found, start = [], 0
+    found = []
+    start = 0
     for expert, count in enumerate(COUNTS):
-        rows, weight = x[start : start + count], weights[start : start + count, None]
+        rows = x[start : start + count]
+        weight = weights[start : start + count, None]
         raised = F.linear(rows, up[expert])
         act = ACTIVATIONS[activation]
         inner = act(raised) if gate is None else act(F.linear(rows, gate[expert])) * raised
@@ -29,24 +32,32 @@ def plain(x, weights, gate, up, down, activation):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(("hidden", "ffn"), [(4, 7), (7, 4)], ids=["results are narrow", "results are wide"])
+@pytest.mark.parametrize(
+    ("hidden", "ffn"), [(4, 7), (7, 4)], ids=["results are narrow", "results are wide"]
+)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_experts_one_after_another(hidden, ffn, activation, gated, frozen):
     torch.manual_seed(1)
-    experts, n = len(COUNTS), sum(COUNTS)
+    experts = len(COUNTS)
+    n = sum(COUNTS)
     given = [random(n, hidden), random(n), random(experts, ffn, hidden) if gated else None]
     given += [random(experts, ffn, hidden), random(experts, hidden, ffn)]
     given[1].data[0] = 0.0  # a choice may weigh nothing, and its weight has a gradient still
-    wanted = [one for index, one in enumerate(given) if one is not None and not (frozen and index == 3)]
+    wanted = [
+        one for index, one in enumerate(given) if one is not None and not (frozen and index == 3)
+    ]
     if frozen:
         given[3].requires_grad_(False)
     grad = torch.randn(n, hidden, dtype=torch.float64)
-    out, expected = segmented(*given[:2], COUNTS, *given[2:], activation), plain(*given, activation)
+    out = segmented(*given[:2], COUNTS, *given[2:], activation)
+    expected = plain(*given, activation)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     for found, right in zip(
-        torch.autograd.grad(out, wanted, grad), torch.autograd.grad(expected, wanted, grad), strict=True
+        torch.autograd.grad(out, wanted, grad),
+        torch.autograd.grad(expected, wanted, grad),
+        strict=True,
     ):
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
 
@@ -54,8 +65,17 @@ def test_experts_one_after_another(hidden, ffn, activation, gated, frozen):
 @pytest.mark.parametrize(("hidden", "ffn"), [(4, 7), (7, 4)])
 def test_experts_in_narrow_precision_keep_wide_weights(hidden, ffn):
     torch.manual_seed(1)
-    wide = [random(9, hidden), random(9), random(4, ffn, hidden), random(4, ffn, hidden), random(4, hidden, ffn)]
-    narrow = [one.detach().to(torch.float32 if index == 1 else torch.bfloat16) for index, one in enumerate(wide)]
+    wide = [
+        random(9, hidden),
+        random(9),
+        random(4, ffn, hidden),
+        random(4, ffn, hidden),
+        random(4, hidden, ffn),
+    ]
+    narrow = [
+        one.detach().to(torch.float32 if index == 1 else torch.bfloat16)
+        for index, one in enumerate(wide)
+    ]
     narrow = [one.requires_grad_() for one in narrow]
     out = segmented(*narrow[:2], COUNTS, *narrow[2:], "silu")
     expected = plain(*wide, "silu")
@@ -70,17 +90,27 @@ def test_experts_in_narrow_precision_keep_wide_weights(hidden, ffn):
 def test_copies_and_their_sums(n, k):
     generator = torch.Generator().manual_seed(2)
     order = torch.randperm(n * k, generator=generator)
-    source, places = order // k, inverse(order)
+    source = order // k
+    places = inverse(order)
     assert torch.equal(order[places], torch.arange(n * k))
-    x, copies, weights = random(n, 4), random(n * k, 4), random(n * k)
+    x = random(n, 4)
+    copies = random(n * k, 4)
+    weights = random(n * k)
     pairs = [
         (copied(x, source, Places(places.view(n, k))), x[source], x),
-        (summed(copies, source, Places(places.view(n, k))), copies[places].view(n, k, 4).sum(1), copies),
+        (
+            summed(copies, source, Places(places.view(n, k))),
+            copies[places].view(n, k, 4).sum(1),
+            copies,
+        ),
         (permuted(copies, order, places), copies[order], copies),
         (permuted(weights, order, places), weights[order], weights),
     ]
     for found, expected, of in pairs:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
         grad = torch.randn(found.shape, dtype=torch.float64, generator=generator)
-        (mine,), (right,) = torch.autograd.grad(found, of, grad), torch.autograd.grad(expected, of, grad)
+        (mine,), (right,) = (
+            torch.autograd.grad(found, of, grad),
+            torch.autograd.grad(expected, of, grad),
+        )
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-14)

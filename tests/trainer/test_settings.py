@@ -1,4 +1,5 @@
-"""What a worker sets before CUDA starts follows from the plan, and gives way to what the user has set."""
+"""What a worker sets before CUDA starts follows from the plan, and gives way to what the user has
+set."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_kernels_begin_in_order_only_where_no_stream_waits_for_long(layout, queu
 
 
 def test_a_deterministic_run_is_asked_for_in_words_and_changes_no_other_plan():
-    plain, asked = (build_plan(load(["cluster=h100x8", *words])) for words in ([], ["train.deterministic=true"]))
+    plain, asked = (
+        build_plan(load(["cluster=h100x8", *words])) for words in ([], ["train.deterministic=true"])
+    )
     assert asked.job.train.deterministic is True and plain.job.train.deterministic is not True
     assert settings(plain).items() < settings(asked).items()
     assert settings(asked)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -1,7 +1,8 @@
-"""The third oracle: torch's own parallelism, where it is right, on the same model, tokens and ranks.
+"""The third oracle: torch's own parallelism, where it is right, on the same model, tokens and
+ranks.
 
-torch averages gradients over ranks, so its local losses are multiplied by their number. Two steps in float64; loss,
-every gradient, norm and weights as in the other proofs.
+torch averages gradients over ranks, so its local losses are multiplied by their number. Two steps
+in float64; loss, every gradient, norm and weights as in the other proofs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from trainer.precision import FP64
 from trainer.verify.samples import step_batches
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-STEPS, LIMIT = 2, 1e-10
+STEPS = 2
+LIMIT = 1e-10
 TIED = tiny_model(tied_embeddings=True)
 
 
@@ -46,7 +48,9 @@ def adamw(plan: Plan, params: list[nn.Parameter]) -> torch.optim.AdamW:
         {"params": [p for p in params if p.dim() > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False)
+    return torch.optim.AdamW(
+        groups, lr=0.0, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False
+    )
 
 
 def set_lr(plan: Plan, optimizer: torch.optim.Optimizer, step: int) -> float:
@@ -83,9 +87,12 @@ def data_parallel(rank: int, plan: Plan, kind: str) -> dict[str, float]:
         theirs = fully_shard(model)
     else:
         theirs = nn.parallel.DistributedDataParallel(model)
-    optimizer, compared = adamw(plan, list(model.parameters())), Compared()
+    optimizer = adamw(plan, list(model.parameters()))
+    compared = Compared()
     for step in range(STEPS):
-        batches, valid = step_batches(plan, plan.ranks[rank].coord, step * plan.parallel.global_batch_samples)
+        batches, valid = step_batches(
+            plan, plan.ranks[rank].coord, step * plan.parallel.global_batch_samples
+        )
         loss_sum, norm = engine.gradients(batches, valid)
         optimizer.zero_grad()
         losses = torch.zeros((), dtype=torch.float64)
@@ -110,7 +117,11 @@ def data_parallel(rank: int, plan: Plan, kind: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.parametrize(
-    "model", [pytest.param(tiny_model(), id="untied", marks=pytest.mark.full), pytest.param(TIED, id="tied")]
+    "model",
+    [
+        pytest.param(tiny_model(), id="untied", marks=pytest.mark.full),
+        pytest.param(TIED, id="tied"),
+    ],
 )
 def test_data_parallelism_and_zero_equal_torchs(kind, model):
     options = {"dp": 2, "micro_batches": 2, "model": model, "bucket_bytes": 1 << 12}
@@ -121,11 +132,13 @@ def test_data_parallelism_and_zero_equal_torchs(kind, model):
             assert len(worst) > least and max(worst.values()) < LIMIT, (name, worst)
 
 
-# ------------------------------------------------------------------------------------------- pipelines
+# -------------------------------------------------------------------------------------------
+#     pipelines
 
 
 class Plain(nn.Module):
-    """A stage as torch's pipelines call it: tokens or hidden states in, hidden states or logits out."""
+    """A stage as torch's pipelines call it: tokens or hidden states in, hidden states or logits
+    out."""
 
     def __init__(self, stage: Stage):
         super().__init__()
@@ -142,13 +155,22 @@ def pipelined(rank: int, plan: Plan, schedule: str) -> dict[str, float]:
     from torch.distributed.pipelining import schedules as torchs
 
     engine = engine_of(plan, rank, FP64)
-    par, count = plan.parallel, plan.parallel.pp * plan.parallel.vpp
+    par = plan.parallel
+    count = plan.parallel.pp * plan.parallel.vpp
     stages = {index: new_stage(plan, index, count) for index in stage_indices(plan, rank)}
-    held = [PipelineStage(Plain(stage), index, count, torch.device("cpu")) for index, stage in stages.items()]
-    make, compared = getattr(torchs, schedule), Compared()
+    held = [
+        PipelineStage(Plain(stage), index, count, torch.device("cpu"))
+        for index, stage in stages.items()
+    ]
+    make = getattr(torchs, schedule)
+    compared = Compared()
     several = issubclass(make, torchs.PipelineScheduleMulti)
-    for step in range(STEPS):  # weights are compared elsewhere: an optimizer knows nothing of pipelines
-        batches, valid = step_batches(plan, plan.ranks[rank].coord, step * plan.parallel.global_batch_samples)
+    for step in range(
+        STEPS
+    ):  # weights are compared elsewhere: an optimizer knows nothing of pipelines
+        batches, valid = step_batches(
+            plan, plan.ranks[rank].coord, step * plan.parallel.global_batch_samples
+        )
         loss_sum, _ = engine.gradients(batches, valid)
         for stage in stages.values():
             stage.zero_grad()
@@ -158,7 +180,9 @@ def pipelined(rank: int, plan: Plan, schedule: str) -> dict[str, float]:
             loss_fn=lambda logits, targets, valid=valid: cross_entropy_sum(logits, targets) / valid,
             scale_grads=False,
         )
-        tokens, targets = (torch.cat([getattr(b, name) for b in batches]) for name in ("tokens", "targets"))
+        tokens, targets = (
+            torch.cat([getattr(b, name) for b in batches]) for name in ("tokens", "targets")
+        )
         losses: list[Tensor] = []
         more = {"target": targets, "losses": losses} if count - 1 in stages else {}
         runner.step(*([tokens] if 0 in stages else []), **more)
@@ -173,7 +197,15 @@ def pipelined(rank: int, plan: Plan, schedule: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("pp", "schedules"),
     [
-        (2, {"afab": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}),
+        (
+            2,
+            {
+                "afab": "GPipe",
+                "1f1b": "1F1B",
+                "interleaved": "Interleaved1F1B",
+                "zbv": "ZBVZeroBubble",
+            },
+        ),
         (4, {"1f1b": "1F1B"}),
     ],
 )
@@ -185,13 +217,17 @@ def test_pipelines_equal_torchs(pp, schedules):
         assert schedule_of(cases[ours][0].parallel).name == ours
     for ours, answers in run_together(pipelined, pp, cases).items():
         found = set().union(*answers)
-        assert "loss" in found and len(found) == len(dict(new_stage(make_plan(), 0, 1).named_parameters())) + 1
+        assert (
+            "loss" in found
+            and len(found) == len(dict(new_stage(make_plan(), 0, 1).named_parameters())) + 1
+        )
         worst = {what: error for answer in answers for what, error in answer.items()}
         assert max(worst.values()) < LIMIT, (ours, worst)
 
 
 def test_torch_is_asked_for_something_that_can_differ():
-    """A tenth of a percent on one weight's gradient is seen: the comparison itself is not vacuous."""
+    """A tenth of a percent on one weight's gradient is seen: the comparison itself is not
+    vacuous."""
     compared = Compared()
     compared("grad", torch.ones(3, dtype=torch.float64) * 1.001, torch.ones(3, dtype=torch.float64))
     assert compared.worst["grad"] > LIMIT and not dist.is_initialized()

@@ -1,4 +1,5 @@
-"""Pure parts of tensor parallelism: who holds what, the loss over a sharded vocabulary, what is refused."""
+"""Pure parts of tensor parallelism: who holds what, the loss over a sharded vocabulary, what is
+refused."""
 
 import dataclasses
 
@@ -32,9 +33,24 @@ def shapes(model):
     return {name: tuple(param.shape) for name, param in stage.named_parameters()}
 
 
-@given(tp=DEGREES, kv=DEGREES, vocabulary=st.integers(1, 40), sp=st.booleans(), kind=st.sampled_from([LLAMA, GPT]))
+@given(
+    tp=DEGREES,
+    kv=DEGREES,
+    vocabulary=st.integers(1, 40),
+    sp=st.booleans(),
+    kind=st.sampled_from([LLAMA, GPT]),
+)
 def test_owners_hold_every_element_once_and_replicas_agree(tp, kv, vocabulary, sp, kind):
-    model = small(**kind, layers=1, heads=8, kv_heads=kv, vocab=vocabulary, hidden=16, head_dim=4, ffn_hidden=16)
+    model = small(
+        **kind,
+        layers=1,
+        heads=8,
+        kv_heads=kv,
+        vocab=vocabulary,
+        hidden=16,
+        head_dim=4,
+        ffn_hidden=16,
+    )
     for name, shape in shapes(model).items():
         full = torch.arange(float(torch.Size(shape).numel())).view(shape) + 1
         infos = [shard(name, shape, model, tp, index, sp) for index in range(tp)]
@@ -48,7 +64,8 @@ def test_owners_hold_every_element_once_and_replicas_agree(tp, kv, vocabulary, s
             assert all(infos[other].global_slices == info.global_slices for other in info.replicas)
             if info.owner:
                 covered[info.global_slices] += 1
-            # A gradient is partial exactly where ranks see other queries (shared heads) or other tokens (SP).
+            # A gradient is partial exactly where ranks see other queries (shared heads) or other
+            # tokens (SP).
             shared_head = ".wk." in name or ".wv." in name
             expected = len(info.replicas) > 1 and (sp or shared_head)
             assert info.sums == (("kv" if shared_head else "tp",) if expected else ())
@@ -60,19 +77,22 @@ def test_registry_helpers():
     assert (info.local_shape, info.owner, info.decay, info.sums) == ((8,), True, False, ())
     assert whole("head.weight", (8, 4)).decay
     empty = dataclasses.replace(info, shards=(Shard(0, 8, 8, 3),))
-    assert empty.take(torch.ones(8)).tolist() == [0, 0, 0] and empty.valid(torch.ones(3)).numel() == 0
+    assert (
+        empty.take(torch.ones(8)).tolist() == [0, 0, 0] and empty.valid(torch.ones(3)).numel() == 0
+    )
 
 
 def test_key_value_groups_follow_the_plan():
     plan = make_plan(tp=4, dp=2, model=small(kv_heads=2))
-    assert [members_of(plan, "kv", rank) for rank in range(8)] == [(0, 1)] * 2 + [(2, 3)] * 2 + [(4, 5)] * 2 + [
-        (6, 7)
-    ] * 2
+    assert [members_of(plan, "kv", rank) for rank in range(8)] == [(0, 1)] * 2 + [(2, 3)] * 2 + [
+        (4, 5)
+    ] * 2 + [(6, 7)] * 2
     one_each = make_plan(tp=2, model=small(kv_heads=2))
     assert members_of(one_each, "kv", 1) == (1,)
 
 
-# ------------------------------------------------------------------------------------------------ vocabulary
+# ------------------------------------------------------------------------------------------------
+#     vocabulary
 
 
 def loss_of(valid, one_pass):
@@ -83,13 +103,16 @@ def loss_of(valid, one_pass):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [1, 40, 1 << 24, 0], ids=["by-row", "some-rows", "at-once", "one-pass"])
+@pytest.mark.parametrize(
+    "chunk", [1, 40, 1 << 24, 0], ids=["by-row", "some-rows", "at-once", "one-pass"]
+)
 def test_loss_without_a_group_equals_the_plain_loss(monkeypatch, dtype, chunk):
     monkeypatch.setattr(vocab, "CHUNK", chunk or vocab.CHUNK)
     logits = (4 * torch.randn(3, 5, 17, generator=torch.Generator().manual_seed(1))).to(dtype)
     targets = torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(2))
     targets[0, 1:3] = -100
-    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    ours = logits.clone().requires_grad_()
+    plain = logits.clone().requires_grad_()
     found = loss_of(17, not chunk)(ours, targets)
     expected = cross_entropy_sum(plain, targets)
     (3 * found).backward()
@@ -122,7 +145,8 @@ def test_extreme_logits_stay_finite(one_pass):
 @given(tp=st.integers(1, 5), vocabulary=st.integers(1, 30))
 def test_lookups_of_all_shards_sum_to_the_lookup(tp, vocabulary):
     model = small(vocab=vocabulary)
-    table, tokens = torch.randn(vocabulary, 4), torch.arange(vocabulary)[None]
+    table = torch.randn(vocabulary, 4)
+    tokens = torch.arange(vocabulary)[None]
     total = torch.zeros(1, vocabulary, 4)
     for index in range(tp):
         info = shard("embed.weight", (vocabulary, 4), model, tp, index, False)
@@ -130,7 +154,8 @@ def test_lookups_of_all_shards_sum_to_the_lookup(tp, vocabulary):
     assert torch.equal(total[0], table)
 
 
-# ------------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------------
+#     refusals
 
 
 MLA = Mla(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
@@ -138,11 +163,17 @@ REFUSED = {
     "tp=3 does not divide 4 attention heads$": make_plan(tp=3),
     "tp=8 does not divide 4 attention heads$": make_plan(tp=8),
     r"kv_heads=3 must divide model.heads=4": make_plan(model=tiny_model(kv_heads=3)),
-    "tp=2 neither divides 3 key-value heads nor": make_plan(tp=2, model=tiny_model(heads=6, kv_heads=3, ffn_hidden=48)),
+    "tp=2 neither divides 3 key-value heads nor": make_plan(
+        tp=2, model=tiny_model(heads=6, kv_heads=3, ffn_hidden=48)
+    ),
     "head_dim=7 must be even": make_plan(model=tiny_model(head_dim=7)),
     "18 tokens does not cut into 4 equal parts .*sequence parallelism": make_plan(tp=4, seq_len=18),
-    "train.seq_len=65, test has 64 learned positions": make_plan(seq_len=65, model=tiny_model(position="learned")),
-    "experts do not have biases": make_plan(model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16), bias=True)),
+    "train.seq_len=65, test has 64 learned positions": make_plan(
+        seq_len=65, model=tiny_model(position="learned")
+    ),
+    "experts do not have biases": make_plan(
+        model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16), bias=True)
+    ),
     "latent attention do not have biases": make_plan(model=tiny_model(mla=MLA, bias=True)),
     "no ranks to shard an expert over": make_plan(
         ep=2, zero=3, model=tiny_model(moe=Moe(experts=4, top_k=2, ffn_hidden=16))
@@ -164,7 +195,8 @@ def test_sequence_length_only_matters_to_sequence_parallelism():
     assert not list(problems(make_plan(seq_len=64, model=tiny_model(position="learned"))))
 
 
-# ------------------------------------------------------------------------------------------------ stages of a rank
+# ------------------------------------------------------------------------------------------------
+#     stages of a rank
 
 
 def parts(plan, rank, **options):
@@ -173,7 +205,8 @@ def parts(plan, rank, **options):
 
 def test_uneven_stages_and_the_tied_copy():
     plan = make_plan(pp=2, stage_layers=[3, 1], model=tiny_model(tied_embeddings=True))
-    first, last = parts(plan, 0), parts(plan, 1)
+    first = parts(plan, 0)
+    last = parts(plan, 1)
     assert [list(part.stages[0].layers) for part in (first, last)] == [["0", "1", "2"], ["3"]]
     assert first.table["embed.weight"].sums == last.table["embed.weight"].sums == ("embedding",)
     assert (first.table["embed.weight"].owner, last.table["embed.weight"].owner) == (True, False)
@@ -187,13 +220,18 @@ def test_looped_and_chosen_stages_of_a_rank():
     both_ends = parts(plan, 0, indices=(0, 3))  # the V of zero-bubble schedules
     assert both_ends.stages[1].head.weight is both_ends.stages[0].embed.weight
     names = [name for name, _, _ in both_ends.parameters()]
-    assert names.count("embed.weight") == 1 and len(names) == len(set(names)) == len(both_ends.table)
+    assert names.count("embed.weight") == 1 and len(names) == len(set(names)) == len(
+        both_ends.table
+    )
     info = both_ends.table["embed.weight"]
     assert info.owner and not info.sums, "no copy, so no gradient to exchange"
 
 
 @given(
-    tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4]), tied=st.booleans(), kind=st.sampled_from([LLAMA, GPT])
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 4]),
+    tied=st.booleans(),
+    kind=st.sampled_from([LLAMA, GPT]),
 )
 def test_owned_elements_of_all_ranks_are_the_model(tp, pp, tied, kind):
     plan = make_plan(tp=tp, pp=pp, model=tiny_model(**kind, tied_embeddings=tied))

@@ -38,13 +38,20 @@ def alive(pid: int) -> bool:
     return found is not None and is_alive(found)
 
 
-# ------------------------------------------------------------------------------------------------ harness
+# ------------------------------------------------------------------------------------------------
+#     harness
 
 
 def test_results_of_any_nesting_come_back_exactly():
     def work(rank, text):
         tensors = [torch.tensor(rank, dtype=torch.bfloat16), torch.arange(3)[::2]]
-        return {"t": tensors, "none": None, "text": text, "deep": {"x": {"y": torch.zeros(0, 2)}}, "f": 0.1 + rank}
+        return {
+            "t": tensors,
+            "none": None,
+            "text": text,
+            "deep": {"x": {"y": torch.zeros(0, 2)}},
+            "f": 0.1 + rank,
+        }
 
     results = run_ranks(work, 3, "söme\n")
     for rank, result in enumerate(results):
@@ -68,7 +75,9 @@ def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path):
 
 def test_a_killed_rank_is_named():
     with pytest.raises(RankError, match="rank 0: ended with code -9 and no result"):
-        run_ranks(lambda rank: os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else dist.barrier(), 2)
+        run_ranks(
+            lambda rank: os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else dist.barrier(), 2
+        )
 
 
 def test_a_hanging_rank_shows_where_it_stands(tmp_path):
@@ -97,7 +106,10 @@ run_ranks(work, 2)
     root = Path(__file__).resolve().parents[2]
     with subprocess.Popen([sys.executable, "-c", code], cwd=root) as parent:
         try:
-            wait_for(lambda: sum(bool(path.read_text()) for path in tmp_path.iterdir()) == 2, what="both ranks")
+            wait_for(
+                lambda: sum(bool(path.read_text()) for path in tmp_path.iterdir()) == 2,
+                what="both ranks",
+            )
             pids = [int(path.read_text()) for path in tmp_path.iterdir()]
             assert all(map(alive, pids))
         finally:
@@ -105,12 +117,17 @@ run_ranks(work, 2)
     wait_for(lambda: not any(map(alive, pids)), what="end of both ranks")
 
 
-# ------------------------------------------------------------------------------------------------ mesh
+# ------------------------------------------------------------------------------------------------
+#     mesh
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["made by members", "split from a larger group"])
 @pytest.mark.parametrize(
-    "degrees", [{"tp": 2, "pp": 2, "dp": 2}, {"pp": 4, "dp": 2}, {"dp": 4, "zero_group": 2}], ids=str
+    "split", [False, True], ids=["made by members", "split from a larger group"]
+)
+@pytest.mark.parametrize(
+    "degrees",
+    [{"tp": 2, "pp": 2, "dp": 2}, {"pp": 4, "dp": 2}, {"dp": 4, "zero_group": 2}],
+    ids=str,
 )
 def test_every_group_reaches_exactly_its_members(degrees, split):
     plan = make_plan(**degrees, zero=1, model=small(kv_heads=1, layers=4, tied_embeddings=True))
@@ -129,29 +146,44 @@ def test_every_group_reaches_exactly_its_members(degrees, split):
             members = Mesh.alone(plan, rank).ranks(name)
             assert total == sum(2**member for member in members or (rank,)), (rank, name)
             assert result["sizes"][name] == max(1, len(members))
-        assert result["sums"]["kv"] == result["sums"]["tp"], "one key/value head: all tp ranks share it"
+        assert result["sums"]["kv"] == result["sums"]["tp"], (
+            "one key/value head: all tp ranks share it"
+        )
         if plan.parallel.pp > 1:
-            assert result["own"]["pp"] != result["own"]["embedding"], "point-to-point has a group of its own"
+            assert result["own"]["pp"] != result["own"]["embedding"], (
+                "point-to-point has a group of its own"
+            )
 
 
 def test_a_middle_stage_is_in_no_embedding_group():
     plan = make_plan(pp=4)
     mesh = Mesh.alone(plan, 1)
-    assert mesh.ranks("embedding") == () and mesh.group("embedding") is None and mesh.size("embedding") == 1
+    assert (
+        mesh.ranks("embedding") == ()
+        and mesh.group("embedding") is None
+        and mesh.size("embedding") == 1
+    )
     assert Mesh.alone(plan, 3).ranks("embedding") == (0, 3) and Mesh.alone(plan, 3).index("pp") == 3
 
 
-# ------------------------------------------------------------------------------------------------ collectives
+# ------------------------------------------------------------------------------------------------
+#     collectives
 
 
 def test_collectives_are_right_and_counted_by_the_ring_formulas():
     def work(rank):
-        counter, group, n = CommCounter(), dist.group.WORLD, 4
+        counter = CommCounter()
+        group = dist.group.WORLD
+        n = 4
         out = {"sum": all_reduce(torch.full((6,), rank + 1.0), group, "a", counter)}
         out["gathered"] = all_gather(torch.tensor([[rank]]), group, "b", counter)
         out["mine"] = reduce_scatter(torch.arange(8.0) + rank, group, "c", counter)
-        to, source = (rank + 1) % n, (rank - 1) % n
-        both = Message(torch.tensor([rank]), to, False), Message(torch.empty(1, dtype=torch.int64), source, True)
+        to = (rank + 1) % n
+        source = (rank - 1) % n
+        both = (
+            Message(torch.tensor([rank]), to, False),
+            Message(torch.empty(1, dtype=torch.int64), source, True),
+        )
         out["from"] = [handle.wait() for handle in start_messages(both, group, "d", counter)][1]
         handle = start_all_reduce(torch.ones(2), group, "e", counter, op=dist.ReduceOp.MAX)
         out["late"] = handle.wait() + handle.wait()
@@ -159,17 +191,32 @@ def test_collectives_are_right_and_counted_by_the_ring_formulas():
         return {**out, "sent": sent, "seconds": seconds, "after": counter.take()}
 
     for rank, result in enumerate(run_ranks(work, 4)):
-        assert result["sum"].tolist() == [10.0] * 6 and result["gathered"].tolist() == [[0], [1], [2], [3]]
+        assert result["sum"].tolist() == [10.0] * 6 and result["gathered"].tolist() == [
+            [0],
+            [1],
+            [2],
+            [3],
+        ]
         assert result["mine"].tolist() == [4.0 * (2 * rank) + 6, 4.0 * (2 * rank + 1) + 6]
         assert result["from"].item() == (rank - 1) % 4 and result["late"].tolist() == [2.0, 2.0]
-        assert result["sent"] == {"a": 2 * 24 * 3 // 4, "b": 32 * 3 // 4, "c": 32 * 3 // 4, "d": 8, "e": 2 * 8 * 3 // 4}
-        assert result["seconds"].keys() == result["sent"].keys() and min(result["seconds"].values()) > 0
+        assert result["sent"] == {
+            "a": 2 * 24 * 3 // 4,
+            "b": 32 * 3 // 4,
+            "c": 32 * 3 // 4,
+            "d": 8,
+            "e": 2 * 8 * 3 // 4,
+        }
+        assert (
+            result["seconds"].keys() == result["sent"].keys()
+            and min(result["seconds"].values()) > 0
+        )
         assert result["after"] == [{}, {}]
         json.dumps(result["seconds"])
 
 
 def test_without_a_group_nothing_moves_and_nothing_is_counted():
-    counter, x = CommCounter(), torch.arange(4.0)
+    counter = CommCounter()
+    x = torch.arange(4.0)
     assert all_reduce(x, None, "tp", counter) is x and all_gather(x, None, "tp", counter) is x
     assert reduce_scatter(x, None, "tp", counter) is x
     out = torch.empty(4)
@@ -179,9 +226,13 @@ def test_without_a_group_nothing_moves_and_nothing_is_counted():
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_bytes_sent_are_those_of_the_formula(sp):
-    """Per layer and micro-batch 4 all-reduces, or 4 all-gathers and 4 reduce-scatters: the same bytes (2205.05198).
-    With SP 2 all-gathers more: inputs are gathered again in backward."""
-    b, s, tp, item, micro_batches = 3, 8, 4, 8, 2
+    """Per layer and micro-batch 4 all-reduces, or 4 all-gathers and 4 reduce-scatters: the same
+    bytes (2205.05198). With SP 2 all-gathers more: inputs are gathered again in backward."""
+    b = 3
+    s = 8
+    tp = 4
+    item = 8
+    micro_batches = 2
     plan = make_plan(model=small(**LLAMA), tp=tp, sp=sp, micro_batch_size=b, seq_len=s)
 
     def work(rank):
@@ -193,7 +244,9 @@ def test_bytes_sent_are_those_of_the_formula(sp):
         return counter.bytes["tp"]
 
     hidden = b * s * plan.model.hidden * item
-    pairs = 2 * plan.model.layers + 1  # attention and MLP of every block, embedding out with head in
+    pairs = (
+        2 * plan.model.layers + 1
+    )  # attention and MLP of every block, embedding out with head in
     loss = 2 * b * s * item * (tp - 1)  # one all-gather of two numbers a token and rank
     gathers = 2 * 2 * pairs + (pairs if sp else 0)
     assert run_ranks(work, tp) == [micro_batches * (gathers * hidden * (tp - 1) // tp + loss)] * tp

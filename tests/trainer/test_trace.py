@@ -20,11 +20,15 @@ def kept(running, function) -> dict[str, int]:
     """The most bytes of each category while `function` runs."""
     with StorageTracker(running=running) as tracker:
         function()
-    return {name: max((point.held[name] for point in tracker.points()), default=0) for name in CATEGORIES}
+    return {
+        name: max((point.held[name] for point in tracker.points()), default=0)
+        for name in CATEGORIES
+    }
 
 
 def test_what_outlives_its_forward_is_an_activation_and_the_rest_is_not():
-    now, alive = [(0, True)], []
+    now = [(0, True)]
+    alive = []
 
     def work():
         with torch.no_grad():  # so that autograd saves nothing
@@ -34,14 +38,19 @@ def test_what_outlives_its_forward_is_an_activation_and_the_rest_is_not():
             torch.zeros(4 * KIB, dtype=torch.uint8)
             alive.clear()
 
-    assert kept(lambda: now[0], work) == dict.fromkeys(CATEGORIES, 0) | {"activations": KIB, "buffers": 4 * KIB}
+    assert kept(lambda: now[0], work) == dict.fromkeys(CATEGORIES, 0) | {
+        "activations": KIB,
+        "buffers": 4 * KIB,
+    }
 
 
 def test_what_recomputation_makes_for_backward_is_an_activation():
     alive = []
 
     def work():
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # as recomputation has
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: x, lambda x: x
+        ):  # as recomputation has
             alive.append(torch.zeros(KIB, dtype=torch.uint8))
             torch.zeros(4 * KIB, dtype=torch.uint8)  # backward never sees it
         alive.clear()
@@ -75,14 +84,25 @@ def test_thinning_keeps_the_peak_and_the_end():
     assert points[1234] in few and few[-1] == points[-1]
 
 
-# ------------------------------------------------------------------------------------------- whole workers
+# ------------------------------------------------------------------------------------------- whole
+#     workers
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(plan, events of each rank, workers) of two recorded steps of three, on pp2 x dp2 with many buckets."""
+    """(plan, events of each rank, workers) of two recorded steps of three, on pp2 x dp2 with many
+    buckets."""
     folder = tmp_path_factory.mktemp("run")
-    plan = job(str(folder), 3, pp=2, dp=2, micro_batches=4, bucket_bytes=1 << 12, trace_steps=2, model=tiny_model())
+    plan = job(
+        str(folder),
+        3,
+        pp=2,
+        dp=2,
+        micro_batches=4,
+        bucket_bytes=1 << 12,
+        trace_steps=2,
+        model=tiny_model(),
+    )
     codes, workers = finish(plan, folder / "run")
     assert codes == [0] * 4, workers.log(0)
     files = [json.loads(trace_file(folder / "run", rank).read_bytes()) for rank in range(4)]
@@ -99,8 +119,13 @@ def test_actions_are_those_of_the_schedule_in_its_order(run):
     plan, ranks, _ = run
     schedule = schedule_of(plan.parallel)
     for rank, events in enumerate(ranks):
-        found = [(e["name"], e["args"]["stage"], e["args"]["micro_batch"]) for e in spans(events, 0)]
-        program = [(a.kind.name, a.stage, a.micro_batch) for a in schedule.orders[plan.ranks[rank].coord.pp]]
+        found = [
+            (e["name"], e["args"]["stage"], e["args"]["micro_batch"]) for e in spans(events, 0)
+        ]
+        program = [
+            (a.kind.name, a.stage, a.micro_batch)
+            for a in schedule.orders[plan.ranks[rank].coord.pp]
+        ]
         assert found == 2 * program and Kind.F.name == program[0][0]
         assert [event["name"] for event in spans(events, 2)] == ["step 1", "step 2"]
         assert spans(events, 2)[0]["ts"] == 0, "a file's time begins with its first step"
@@ -108,14 +133,17 @@ def test_actions_are_those_of_the_schedule_in_its_order(run):
 
 @pytest.mark.process
 def test_the_first_collective_of_a_step_starts_before_backward_ends(run):
-    """Overlap is what happened, not what was meant. The first step learns how many gradients there are, and waits."""
+    """Overlap is what happened, not what was meant. The first step learns how many gradients there
+    are, and waits."""
     _, ranks, _ = run
     for events in ranks:
         steps = {event["name"]: event["ts"] for event in spans(events, 2)}
         backward_end = max(e["ts"] + e["dur"] for e in spans(events, 0) if e["name"] == "B")
         sums = [e for e in events if e["ph"] == "b" and e["name"].startswith("all-reduce bucket")]
         sums = [e for e in sums if e["ts"] > steps["step 2"]]
-        assert [e["name"] for e in sums] == [f"all-reduce bucket {number}" for number in range(len(sums))]
+        assert [e["name"] for e in sums] == [
+            f"all-reduce bucket {number}" for number in range(len(sums))
+        ]
         early = [e for e in sums if e["ts"] < backward_end]
         assert len(sums) > 2 and len(early) >= len(sums) - 1, "all but the last wait for nothing"
         ends = {e["id"]: e for e in events if e["ph"] == "e"}
@@ -134,15 +162,26 @@ def test_memory_over_time_ends_where_the_step_report_does(run):
         assert {one["params"] for one in held} == {report["params"]}
         assert max(one["activations"] for one in held) > 0
         assert held[-1]["activations"] == 0, "nothing is kept between steps"
-    first, last = (max(e["args"]["activations"] for e in ranks[r] if e["ph"] == "C") for r in (0, 3))
+    first, last = (
+        max(e["args"]["activations"] for e in ranks[r] if e["ph"] == "C") for r in (0, 3)
+    )
     assert plan.ranks[0].coord.pp == 0 and first > 0 and last > 0
 
 
 @pytest.mark.process
 def test_a_rank_whose_trace_fails_runs_its_steps_in_the_order_of_its_peers(tmp_path):
-    """Where a forward and a backward run as one, their collectives start in another order: all ranks of a group run
-    them so in a step, or none, whatever happens to one rank's file."""
-    plan = job(str(tmp_path), 3, pp=2, tp=2, schedule="dualpipe", micro_batches=8, trace_steps=3, model=tiny_model())
+    """Where a forward and a backward run as one, their collectives start in another order: all
+    ranks of a group run them so in a step, or none, whatever happens to one rank's file."""
+    plan = job(
+        str(tmp_path),
+        3,
+        pp=2,
+        tp=2,
+        schedule="dualpipe",
+        micro_batches=8,
+        trace_steps=3,
+        model=tiny_model(),
+    )
     trace_file(tmp_path / "run", 1).mkdir(parents=True)
     codes, workers = finish(plan, tmp_path / "run")
     assert codes == [0] * 4, workers.log(1)

@@ -1,4 +1,5 @@
-"""A forward and a backward that run as one: they take turns at their transfers, and give what they give one by one."""
+"""A forward and a backward that run as one: they take turns at their transfers, and give what they
+give one by one."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def work(turns, seen, name, pieces):
 
 @pytest.mark.parametrize(("first", "second"), [(3, 3), (1, 4), (4, 1)])
 def test_two_take_turns_until_one_has_ended(first, second):
-    turns, seen = Turns(CPU), []
+    turns = Turns(CPU)
+    seen = []
     turns.together(work(turns, seen, "a", first), work(turns, seen, "b", second))
     expected = []
     for piece in range(max(first, second)):
@@ -65,7 +67,8 @@ def test_seconds_are_those_of_whoever_had_the_turn():
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("at", ["first", "second"])
 def test_what_one_raises_is_raised_and_the_other_ends_at_its_next_transfer(at, after):
-    turns, seen = Turns(CPU), []
+    turns = Turns(CPU)
+    seen = []
 
     def fails():
         for _ in range(after):
@@ -84,16 +87,23 @@ def test_what_one_raises_is_raised_and_the_other_ends_at_its_next_transfer(at, a
 
 def test_layouts_that_run_pairs():
     assert runs_pairs(make_plan(pp=2, tp=2, schedule="dualpipe", micro_batches=4).parallel)
-    assert not runs_pairs(make_plan(pp=2, schedule="dualpipe", micro_batches=4).parallel), "nothing to hide"
+    assert not runs_pairs(make_plan(pp=2, schedule="dualpipe", micro_batches=4).parallel), (
+        "nothing to hide"
+    )
     assert not runs_pairs(make_plan(pp=2, tp=2).parallel)
 
 
 LAYOUTS = {
     "dualpipev": dict(pp=2, tp=2, vpp=2, schedule="dualpipev", micro_batches=6),
     "dualpipe, cp": dict(pp=2, cp=2, schedule="dualpipe", micro_batches=6, seq_len=16),
-    # Terms of the loss and routers' choices, which recomputation in a backward must not count beside a forward.
+    # Terms of the loss and routers' choices, which recomputation in a backward must not count
+    # beside a forward.
     "dualpipe, ep": dict(
-        **{"pp": 2, "ep": 2, "schedule": "dualpipe", "micro_batches": 6, "recompute": "full"},
+        pp=2,
+        ep=2,
+        schedule="dualpipe",
+        micro_batches=6,
+        recompute="full",
         model=tiny_model(**DEEPSEEK),
     ),
 }
@@ -102,13 +112,15 @@ LAYOUTS = {
 @pytest.mark.process
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_pairs_give_the_same_gradients_bit_for_bit(name):
-    """On each rank the backward has begun to communicate before the forward has ended, in the same order on all ranks
-    of a group."""
+    """On each rank the backward has begun to communicate before the forward has ended, in the same
+    order on all ranks of a group."""
     plan = make_plan(**LAYOUTS[name])
     many = plan.parallel.micro_batches
 
     def run(rank, paired):
-        engine, seen, uneven = engine_of(plan, rank, FP64), [], random.Random(rank)
+        engine = engine_of(plan, rank, FP64)
+        seen = []
+        uneven = random.Random(rank)
         engine.pipeline.one_by_one = not paired
         for kind in ("forward", "backward"):
             name = f"_compute_{kind}"
@@ -118,7 +130,11 @@ def test_pairs_give_the_same_gradients_bit_for_bit(name):
         def count_sent(what, axis, *rest, **more):
             time.sleep(uneven.uniform(0.0, 0.002))  # ranks and threads are not equally fast
             if axis != "pp":
-                whose = "forward" if threading.current_thread() is threading.main_thread() else "backward"
+                whose = (
+                    "forward"
+                    if threading.current_thread() is threading.main_thread()
+                    else "backward"
+                )
                 seen.append(f"{axis} of a {whose}" if paired else axis)
             return real(what, axis, *rest, **more)
 
@@ -131,7 +147,8 @@ def test_pairs_give_the_same_gradients_bit_for_bit(name):
         return found | {"terms": engine.loss_term_totals(), "states": states}
 
     world = plan.parallel.world_size
-    plain, paired = run_ranks(run, world, False), run_ranks(run, world, True)
+    plain = run_ranks(run, world, False)
+    paired = run_ranks(run, world, True)
     for one, other in zip(plain, paired, strict=True):
         assert torch.equal(one["loss"], other["loss"])
         assert all(torch.equal(grad, other["grads"][key]) for key, grad in one["grads"].items())
@@ -159,7 +176,8 @@ def _noted(real, kind, seen):
 
 def _overlapped(seen):
     """Forwards between whose begin and end a backward begins."""
-    inside, found = False, 0
+    inside = False
+    found = 0
     for what in seen:
         if what.startswith("forward"):
             inside = not what.endswith("ended")
@@ -172,9 +190,16 @@ def _overlapped(seen):
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
 def test_transfers_around_pairs_do_not_deadlock_on_a_device(pp, name):
     for micro_batches in (2, 4, 2 * pp, 20):
-        layout = dict(pp=pp, tp=2, schedule=name, micro_batches=micro_batches, vpp=2 if name == "dualpipev" else 1)
+        layout = dict(
+            pp=pp,
+            tp=2,
+            schedule=name,
+            micro_batches=micro_batches,
+            vpp=2 if name == "dualpipev" else 1,
+        )
         plan = make_plan(**layout, model=tiny_model(layers=2 * pp))
-        schedule, costs = schedule_of(plan.parallel), costs_of(plan)
+        schedule = schedule_of(plan.parallel)
+        costs = costs_of(plan)
         programs = lower_to_batches(schedule, costs)
         assert len(run_on_device(schedule, programs, costs).ends) == sum(map(len, schedule.orders))
         on_device = [pairs_of(program) for program in programs]
@@ -186,13 +211,21 @@ def test_transfers_around_pairs_do_not_deadlock_on_a_device(pp, name):
             assert sorted(flat(program)) == sorted(late)
             for at, batch in enumerate(program):
                 if len(batch) > 1:
-                    before, after = flat(program[:at]), flat(program[at + 1 :])
+                    before = flat(program[:at])
+                    after = flat(program[at + 1 :])
                     for action in batch:
-                        forward, stage, number = action.kind is Kind.F, action.stage, action.micro_batch
+                        forward = action.kind is Kind.F
+                        stage = action.stage
+                        number = action.micro_batch
                         receive = (Kind.RECV_F if forward else Kind.RECV_B, stage, number)
                         send = (Kind.SEND_F if forward else Kind.SEND_B, stage, number)
-                        assert receive not in after and send not in before, "both receives before it, sends behind it"
-        assert program_problem(schedule, [flat(program) for program in early], rendezvous=False) is None
+                        assert receive not in after and send not in before, (
+                            "both receives before it, sends behind it"
+                        )
+        assert (
+            program_problem(schedule, [flat(program) for program in early], rendezvous=False)
+            is None
+        )
 
 
 def flat(program):
@@ -205,9 +238,15 @@ def pairs_of(program):
 
 def test_pairs_are_those_of_the_simulation_and_of_plans_whose_layers_communicate():
     layout = dict(pp=2, schedule="dualpipe", micro_batches=8)
-    for more in ({"tp": 2}, {"cp": 2, "seq_len": 16}, {"ep": 2, "model": tiny_model(**DEEPSEEK)}, {}):
+    for more in (
+        {"tp": 2},
+        {"cp": 2, "seq_len": 16},
+        {"ep": 2, "model": tiny_model(**DEEPSEEK)},
+        {},
+    ):
         plan = make_plan(**layout, **more)
-        schedule, costs = schedule_of(plan.parallel), costs_of(plan)
+        schedule = schedule_of(plan.parallel)
+        costs = costs_of(plan)
         together = [
             [(one.action, other.action) for one, other in pairwise(spans) if one[1:] == other[1:]]
             for spans in simulate(schedule, costs).spans

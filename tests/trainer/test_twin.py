@@ -1,4 +1,5 @@
-"""The digital twin of a layout against its real ranks: the same collectives and the same bytes of memory, exactly."""
+"""The digital twin of a layout against its real ranks: the same collectives and the same bytes of
+memory, exactly."""
 
 from __future__ import annotations
 
@@ -28,23 +29,29 @@ from trainer.twin.run import run_rank, run_step
 from trainer.verify.ranks import run_ranks
 from trainer.verify.samples import micro_batch
 
-#: Steps of a real rank after the first: at least, and at most while none of them is like its twin's.
-LEAST, MOST = 8, 200
+#: Steps of a real rank after the first: at least, and at most while none of them is like its
+#: twin's.
+LEAST = 8
+MOST = 200
 LAYOUTS = planned.QUICK | planned.MORE | planned.SPECIAL | planned.MORE_SPECIAL
-DROPPING = Moe(experts=8, top_k=2, ffn_hidden=48, capacity_factor=0.75, groups=4, top_groups=2, score="sigmoid")
+DROPPING = Moe(
+    experts=8, top_k=2, ffn_hidden=48, capacity_factor=0.75, groups=4, top_groups=2, score="sigmoid"
+)
 #: Two stages, four micro-batches: forwards two at a time
 ORDER = ("F0", "F1", "B0", "B1", "F2", "F3", "B2", "B3")
 ROWS = [[f"{stage}{action}" for action in ORDER] for stage in range(2)]
 
 
 def real(rank: int, plan: Plan, twin: dict | None) -> dict:
-    """What the rank of a gloo run measures of its steps after the first. gloo's threads may hold a tensor for a moment
-    after it has arrived, so memory is the least of these steps, and all their peaks are given. On a busy machine that
-    moment is long: then there are more steps, until every rank has had one without it."""
+    """What the rank of a gloo run measures of its steps after the first. gloo's threads may hold a
+    tensor for a moment after it has arrived, so memory is the least of these steps, and all their
+    peaks are given. On a busy machine that moment is long: then there are more steps, until every
+    rank has had one without it."""
     engine = engine_of(plan, rank)
     for stage in engine.part.stages:
         choose_evenly(stage)
-    memory, many = StepMemory.of_engine(engine), samples_of_step(plan.parallel, engine.mesh.coord, 0)
+    memory = StepMemory.of_engine(engine)
+    many = samples_of_step(plan.parallel, engine.mesh.coord, 0)
     serial = plan.model.dropout > 0  # as the loader has it
     batches = [micro_batch(plan, one, plan.job.data.isolate_documents) for one in many]
     batches = batches if serial else [dataclasses.replace(batch, serial=None) for batch in batches]
@@ -66,21 +73,32 @@ def facts(run: RankRun) -> dict:
     """All that does not depend on the clock; transfers one by one."""
     found = to_builtins(run)
     sequence = [found["transfers"][at] for at in found["sequence"]]
-    return {"sequence": sequence, **{name: found[name] for name in ("rank", "micro_batches", "memory", "peak")}}
+    return {
+        "sequence": sequence,
+        **{name: found[name] for name in ("rank", "micro_batches", "memory", "peak")},
+    }
 
 
-def both(layouts: dict[str, Plan], store: Path, ranks: Collection[int]) -> dict[str, list[tuple[dict, dict]]]:
+def both(
+    layouts: dict[str, Plan], store: Path, ranks: Collection[int]
+) -> dict[str, list[tuple[dict, dict]]]:
     """Of each layout, all for equally many ranks: (real, twin) of each of `ranks`.
 
-    A twin costs ten times its real rank, so the others of the real ranks have none: they only take part.
+    A twin costs ten times its real rank, so the others of the real ranks have none: they only take
+    part.
     """
     (world,) = {plan.parallel.world_size for plan in layouts.values()}
 
     def work(rank: int) -> list:
         dist.destroy_process_group()  # a twin has one of its own
-        twins = [facts(run_rank(plan, rank)) if rank in ranks else None for plan in layouts.values()]
+        twins = [
+            facts(run_rank(plan, rank)) if rank in ranks else None for plan in layouts.values()
+        ]
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-        return [(real(rank, plan, twin), twin) for plan, twin in zip(layouts.values(), twins, strict=True)]
+        return [
+            (real(rank, plan, twin), twin)
+            for plan, twin in zip(layouts.values(), twins, strict=True)
+        ]
 
     answers = run_ranks(work, world, timeout=PATIENCE_S * len(layouts))
     return {name: [answers[rank][at] for rank in ranks] for at, name in enumerate(layouts)}
@@ -103,7 +121,9 @@ MORE = {name: layout for name, layout in LAYOUTS.items() if name not in QUICK} |
     "pp2 of a table": PIPE | {"schedule": "table", "schedule_rows": ROWS},
     "dp2, unequal": {"dp": 2, "replica_micro_batches": [2, 1]},
     "dp2 zero2, unequal": {"dp": 2, "zero": 2, "replica_micro_batches": [2, 1]},
-    "pp2, budget": PIPE | {"recompute": "budget", "recompute_layers": ["full", "selective", "none", "none"]},
+    "pp2, budget": (
+        PIPE | {"recompute": "budget", "recompute_layers": ["full", "selective", "none", "none"]}
+    ),
     "tp4, no sp": {"tp": 4, "sp": False},
     "cp4 ring": {"cp": 4, "cp_method": "ring"},
     "pp4": {"pp": 4, "micro_batches": 8},
@@ -157,7 +177,9 @@ def assert_twins(layouts: dict[str, dict], ranks: Collection[int], store: Path) 
         for measured, twin in pairs:
             with told(name):
                 peaks = measured.pop("peak")
-                assert twin["peak"] in peaks and twin["peak"]["total"] == min(peak["total"] for peak in peaks)
+                assert twin["peak"] in peaks and twin["peak"]["total"] == min(
+                    peak["total"] for peak in peaks
+                )
                 assert {name: twin[name] for name in measured} == measured
 
 

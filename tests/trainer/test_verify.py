@@ -1,4 +1,5 @@
-"""`python -m trainer.verify`: its oracle against the naive twins, its verdicts, its ways to fail."""
+"""`python -m trainer.verify`: its oracle against the naive twins, its verdicts, its ways to
+fail."""
 
 from __future__ import annotations
 
@@ -35,21 +36,29 @@ GPT = tiny_model(**samples.GPT, **samples.MHA, tied_embeddings=True)
 @pytest.mark.parametrize("model", [tiny_model(), GPT], ids=["gqa", "gpt"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_oracle_equals_the_naive_twin(model, packed):
-    """Two single processes that share the initial weights and nothing else: formulas by hand, and torch's pieces."""
+    """Two single processes that share the initial weights and nothing else: formulas by hand, and
+    torch's pieces."""
     plan = make_plan(model=model, micro_batches=3, clip_grad_norm=0.5)
     twin = single.train(plan, STEPS, torch.float64, packed)
     for ours, theirs in zip(oracle.train(plan, STEPS, packed), twin, strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-12) and ours.norm == pytest.approx(theirs.norm, rel=1e-12)
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-12) and ours.norm == pytest.approx(
+            theirs.norm, rel=1e-12
+        )
         for name, grad in theirs.grads.items():
             assert (ours.grads[name] - grad).abs().max() < 1e-13
             assert (ours.weights[name] - theirs.weights[name]).abs().max() < 1e-11
 
 
 def test_a_quantity_that_nobody_compared_is_hopelessly_wrong():
-    found = summary([{"loss": 0.0, "grad a": 1e-12, "weight a": 0.0}, {"norm": 0.0, "grad a": 1e-11}], {"a"})
+    found = summary(
+        [{"loss": 0.0, "grad a": 1e-12, "weight a": 0.0}, {"norm": 0.0, "grad a": 1e-11}], {"a"}
+    )
     assert (found.grad, found.worst_grad, found.largest) == (1e-11, "a", 1e-11)
     assert summary([{"loss": 0.0, "norm": 0.0, "grad a": 0.0}], {"a"}).weight == HOPELESS
-    assert summary([{"loss": 0.0, "norm": 0.0, "grad a": 0.0, "weight a": 0.0}], {"a", "b"}).grad == HOPELESS
+    assert (
+        summary([{"loss": 0.0, "norm": 0.0, "grad a": 0.0, "weight a": 0.0}], {"a", "b"}).grad
+        == HOPELESS
+    )
 
 
 def test_a_tensor_whose_terms_cancel_may_have_their_rounding():
@@ -69,7 +78,9 @@ def test_terms_of_the_loss_and_state_are_judged_too():
 
 
 def test_infinity_survives_json():
-    found = Verdict(name="x", errors={"fp64": summary([{"loss": float("inf"), "norm": 0.0}], {"a"})})
+    found = Verdict(
+        name="x", errors={"fp64": summary([{"loss": float("inf"), "norm": 0.0}], {"a"})}
+    )
     again = msgspec.json.decode(msgspec.json.encode(found), type=Verdict)
     assert again == found and again.word == "DIFFERENT"
 
@@ -85,15 +96,19 @@ def test_cells_of_all_kinds_in_one_go():
     ]
     found = {verdict.name: verdict for verdict in judge(cells, together=2)}
     assert {name: verdict.word for name, verdict in found.items()} == {
-        **{"refused": "refused", "too many": "refused"},
-        **{"one": "equal", "dp2": "equal", "tp2": "equal"},
+        "refused": "refused",
+        "too many": "refused",
+        "one": "equal",
+        "dp2": "equal",
+        "tp2": "equal",
     }
     assert set(found["dp2"].errors) == {"fp64", "fp32"} and "64 ranks" in found["too many"].refused
 
 
 @pytest.mark.process
 def test_zero3_with_states_elsewhere_rounds_where_one_process_does():
-    """Its shards are narrow; their gradients are summed over ranks, replicas and micro-batches in fp32."""
+    """Its shards are narrow; their gradients are summed over ranks, replicas and micro-batches in
+    fp32."""
     narrow = {"zero": 3, "precision": "bf16", "micro_batches": 3}
     buffer = buffer_size(200_000, 3, 4)
     layouts = {
@@ -101,9 +116,14 @@ def test_zero3_with_states_elsewhere_rounds_where_one_process_does():
         "late": {"dp": 4, "offload": Offload(optimizer="host", delayed=True)},
         "disk": {"dp": 4, "offload": Offload(optimizer="disk", buffer_bytes=buffer)},
     }
-    cells = [Cell(name=name, plan=make_plan(**narrow, **layout), precision="bf16") for name, layout in layouts.items()]
+    cells = [
+        Cell(name=name, plan=make_plan(**narrow, **layout), precision="bf16")
+        for name, layout in layouts.items()
+    ]
     found = {verdict.name: verdict for verdict in judge(cells, [], together=3)}
-    assert {name: verdict.word for name, verdict in found.items()} == dict.fromkeys(layouts, "equal")
+    assert {name: verdict.word for name, verdict in found.items()} == dict.fromkeys(
+        layouts, "equal"
+    )
     assert all(set(verdict.errors) == {"bf16", f"bf16{ALONE}"} for verdict in found.values())
 
 
@@ -125,7 +145,8 @@ def test_a_cell_that_breaks_costs_its_neighbour_nothing(monkeypatch):
 
 @pytest.mark.process
 def test_a_key_bias_does_not_differ_where_the_eps_of_a_plan_is_below_its_rounding():
-    """Softmax ignores a key bias, so its gradient is rounding, which AdamW would make a whole step of."""
+    """Softmax ignores a key bias, so its gradient is rounding, which AdamW would make a whole step
+    of."""
     plan = make_plan(model=GPT, tp=2)
     optim = msgspec.structs.replace(plan.job.optim, eps=1e-15)
     plan = seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, optim=optim)))

@@ -1,4 +1,5 @@
-"""An optimizer that needs whole matrices equals one process: each is updated by its owner and published."""
+"""An optimizer that needs whole matrices equals one process: each is updated by its owner and
+published."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from trainer.verify.samples import micro_batch, step_batches
 
 
 class Normalised:
-    """Weights move by lr times their momentum over its Frobenius norm: no element can be updated alone."""
+    """Weights move by lr times their momentum over its Frobenius norm: no element can be updated
+    alone."""
 
     kinds = ("momentum",)
 
@@ -43,7 +45,9 @@ class Normalised:
 
 @pytest.fixture(autouse=True)
 def whole_matrices(monkeypatch):
-    monkeypatch.setattr("trainer.engine.rules_of", lambda optim, seed: Rules(AdamW(optim), Normalised()))
+    monkeypatch.setattr(
+        "trainer.engine.rules_of", lambda optim, seed: Rules(AdamW(optim), Normalised())
+    )
 
 
 def is_normalised(name, param):
@@ -54,9 +58,19 @@ def one_process(plan, steps=STEPS):
     """The rule from its formula, AdamW by torch."""
     stage = Stage(plan.model, range(plan.model.layers), True, True).double()
     init_stage(stage, plan.model, plan.job.train.seed)
-    params, optim, size = dict(stage.named_parameters()), plan.job.optim, plan.parallel.global_batch_samples
-    momenta = {name: torch.zeros_like(param) for name, param in params.items() if is_normalised(name, param)}
-    rest = [(param, optim.weight_decay * (param.dim() > 1)) for name, param in params.items() if name not in momenta]
+    params = dict(stage.named_parameters())
+    optim = plan.job.optim
+    size = plan.parallel.global_batch_samples
+    momenta = {
+        name: torch.zeros_like(param)
+        for name, param in params.items()
+        if is_normalised(name, param)
+    }
+    rest = [
+        (param, optim.weight_decay * (param.dim() > 1))
+        for name, param in params.items()
+        if name not in momenta
+    ]
     adamw = torch.optim.AdamW(
         [{"params": [param], "weight_decay": decay} for param, decay in rest],
         betas=(optim.beta1, optim.beta2),
@@ -125,7 +139,10 @@ def test_a_skipped_update_changes_nothing():
             norm = torch.tensor(torch.nan, dtype=torch.float64)
         before = [one.tensor.clone() for one in engine.optimizer.slices()]
         engine.update(norm, 1e-2)
-        same = [torch.equal(one.tensor, old) for one, old in zip(engine.optimizer.slices(), before, strict=True)]
+        same = [
+            torch.equal(one.tensor, old)
+            for one, old in zip(engine.optimizer.slices(), before, strict=True)
+        ]
         assert all(same) if nan else not any(same)
 
 
@@ -135,19 +152,28 @@ def test_each_matrix_has_one_owner_and_owners_have_alike(monkeypatch):
 
     def work(rank):
         engine = engine_of(make_plan(dp=4, zero=1, bucket_bytes=1), rank)
-        return {s.info.name: s.stop for s in engine.optimizer.slices() if s.kind == "momentum" and s.writes}
+        return {
+            s.info.name: s.stop
+            for s in engine.optimizer.slices()
+            if s.kind == "momentum" and s.writes
+        }
 
     shares = run_ranks(work, 4)
     names = [name for share in shares for name in share]
     assert len(names) == len(set(names)) == 4 * 7
-    assert max(sum(share.values()) for share in shares) <= 1.2 * sum(sum(share.values()) for share in shares) / 4
+    assert (
+        max(sum(share.values()) for share in shares)
+        <= 1.2 * sum(sum(share.values()) for share in shares) / 4
+    )
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("zero", [1, 3])
 def test_saved_by_owners_and_resumed_by_others(tmp_path, zero):
-    """Momenta follow their matrices to another owner, and parameters of the other rule have no momenta."""
-    first, second = make_plan(dp=4, zero=4 - zero, micro_batches=1), make_plan(tp=2, dp=2, zero=zero, micro_batches=2)
+    """Momenta follow their matrices to another owner, and parameters of the other rule have no
+    momenta."""
+    first = make_plan(dp=4, zero=4 - zero, micro_batches=1)
+    second = make_plan(tp=2, dp=2, zero=zero, micro_batches=2)
     expected = one_process(first)
     saved_and_resumed(tmp_path, first, second, expected, rtol=1e-10, atol=1e-12)
 
@@ -168,8 +194,13 @@ def test_ranks_share_the_work_on_whole_matrices():
         engine.update(engine.gradients(*step_batches(plan, engine.mesh.coord, 0))[1], 1e-3)
         return sorted(done)
 
-    cases = {"tp2 dp2 zero3": dict(tp=2, dp=2, zero=3), "tp4 one kv head": dict(tp=4, model=tiny_model(kv_heads=1))}
-    for name, found in run_together(work, 4, {name: (make_plan(**case),) for name, case in cases.items()}).items():
+    cases = {
+        "tp2 dp2 zero3": dict(tp=2, dp=2, zero=3),
+        "tp4 one kv head": dict(tp=4, model=tiny_model(kv_heads=1)),
+    }
+    for name, found in run_together(
+        work, 4, {name: (make_plan(**case),) for name, case in cases.items()}
+    ).items():
         with told(name):
             shapes = [[32, 32], [8, 32], [8, 32], [32, 32], [48, 32], [48, 32], [32, 48]]
             if cases[name]["tp"] == 2:

@@ -1,4 +1,5 @@
-"""The report pipe: nothing is torn, nothing blocks, what is lost is counted; progress is told while the loop hangs."""
+"""The report pipe: nothing is torn, nothing blocks, what is lost is counted; progress is told while
+the loop hangs."""
 
 import os
 import threading
@@ -30,7 +31,8 @@ def read_reports(fd: int) -> list[Report]:
 
 @pytest.fixture
 def pipe():
-    """[read end, write end]; a test that closes one takes it out of the list, since its number may be used again."""
+    """[read end, write end]; a test that closes one takes it out of the list, since its number may
+    be used again."""
     ends = list(os.pipe())
     yield ends
     for end in ends:
@@ -43,10 +45,21 @@ def test_reports_arrive_as_typed_lines(pipe):
     reporter.event("checkpoint_saved", 1, path="päth\n$(x)", seconds=0.5)
     first, second = decode(os.read(pipe[0], 65536))
     assert first == StepReport(
-        rank=3, epoch=2, step=1, samples=1, tokens=10, step_s=0.1, loss=2.5, phase_s={"forward": 0.25}
+        rank=3,
+        epoch=2,
+        step=1,
+        samples=1,
+        tokens=10,
+        step_s=0.1,
+        loss=2.5,
+        phase_s={"forward": 0.25},
     )
     assert second == EventReport(
-        rank=3, epoch=2, name="checkpoint_saved", step=1, fields={"path": "päth\n$(x)", "seconds": 0.5}
+        rank=3,
+        epoch=2,
+        name="checkpoint_saved",
+        step=1,
+        fields={"path": "päth\n$(x)", "seconds": 0.5},
     )
 
 
@@ -102,7 +115,9 @@ def test_it_tells_what_the_source_says_until_it_is_stopped(pipe):
     progress.start()
     assert read_reports(pipe[0])[0] == ProgressReport(rank=3, epoch=2, step=0, phase="start")
     progress.source = lambda: Progress(7, "forward", "all-reduce (tp)", 41)
-    wanted = ProgressReport(rank=3, epoch=2, step=7, phase="forward", waiting="all-reduce (tp)", moves=41)
+    wanted = ProgressReport(
+        rank=3, epoch=2, step=7, phase="forward", waiting="all-reduce (tp)", moves=41
+    )
     assert wanted in [report for _ in range(200) for report in read_reports(pipe[0])][-100:]
     progress.stop()
     for thread in [one for one in threading.enumerate() if one.name == "progress"]:
@@ -112,7 +127,9 @@ def test_it_tells_what_the_source_says_until_it_is_stopped(pipe):
 
 def test_a_progress_report_is_dropped_behind_others_and_tears_none(pipe):
     reporter = Reporter(pipe[1], rank=0, epoch=0)
-    reporter.event("big", text="x" * 100_000)  # more than the pipe takes: the rest is in the backlog
+    reporter.event(
+        "big", text="x" * 100_000
+    )  # more than the pipe takes: the rest is in the backlog
     held = len(reporter._backlog)
     assert held
     reporter.progress(step=1, phase="data")

@@ -1,4 +1,5 @@
-"""Many cases in one launch of ranks: their start and the pages of a first backward cost more than a case."""
+"""Many cases in one launch of ranks: their start and the pages of a first backward cost more than a
+case."""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ def told(name: str) -> Iterator[None]:
         raise
 
 
-def run_together(fn: Callable[..., Any], world: int, cases: Mapping[str, tuple]) -> dict[str, list[Any]]:
-    """Case -> [fn(rank, *arguments of the case) for each rank], one case after the other on the same ranks."""
+def run_together(
+    fn: Callable[..., Any], world: int, cases: Mapping[str, tuple]
+) -> dict[str, list[Any]]:
+    """Case -> [fn(rank, *arguments of the case) for each rank], one case after the other on the
+    same ranks."""
 
     def work(rank: int) -> list[Any]:
         found = []

@@ -1,5 +1,6 @@
-"""Real trainer workers for tests: processes forked from this one, which has torch in memory, that run
-`trainer.__main__.main` with the environment an agent would give them. What they report goes to files."""
+"""Real trainer workers for tests: processes forked from this one, which has torch in memory, that
+run `trainer.__main__.main` with the environment an agent would give them. What they report goes to
+files."""
 
 from __future__ import annotations
 
@@ -32,10 +33,20 @@ from trainer.verify.huge_pages import collapse
 def worker_env(plan: Plan, rank: int, /, **changes: object) -> WorkerEnv:
     place = plan.ranks[rank]
     values: dict = {
-        **{"rank": rank, "local_rank": place.gpu, "world_size": plan.parallel.world_size},
-        **{"local_world_size": plan.cluster.gpus_per_node, "node_rank": plan.cluster.node_names.index(place.node)},
-        **{"master_addr": "127.0.0.1", "master_port": 1, "run_id": "test", "epoch": 0, "node": place.node},
-        **{"plan": "plan.json", "plan_hash": plan.hash, "run_dir": ".", "report_fd": None},
+        "rank": rank,
+        "local_rank": place.gpu,
+        "world_size": plan.parallel.world_size,
+        "local_world_size": plan.cluster.gpus_per_node,
+        "node_rank": plan.cluster.node_names.index(place.node),
+        "master_addr": "127.0.0.1",
+        "master_port": 1,
+        "run_id": "test",
+        "epoch": 0,
+        "node": place.node,
+        "plan": "plan.json",
+        "plan_hash": plan.hash,
+        "run_dir": ".",
+        "report_fd": None,
     }
     return WorkerEnv(**(values | changes))
 
@@ -54,7 +65,9 @@ class Workers:
         changes: Mapping[int, dict] | None = None,
         held: int | None = None,
     ):
-        self.plan, self.run_dir, self.epoch = plan, run_dir, epoch
+        self.plan = plan
+        self.run_dir = run_dir
+        self.epoch = epoch
         self.held = held
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "plan.json").write_bytes(to_json(plan))
@@ -62,14 +75,18 @@ class Workers:
         port = self._store.port
         collapse()
         gc.freeze()
-        self.pids = [self._start(rank, port, (changes or {}).get(rank, {})) for rank in range(plan.parallel.world_size)]
+        self.pids = [
+            self._start(rank, port, (changes or {}).get(rank, {}))
+            for rank in range(plan.parallel.world_size)
+        ]
         gc.unfreeze()
         self.codes: dict[int, int] = {}
 
     def _start(self, rank: int, port: int, changes: dict) -> int:
         for old in (self.reports_of(rank), self.log_of(rank)):
             old.unlink(missing_ok=True)
-        parent, pid = os.getpid(), os.fork()
+        parent = os.getpid()
+        pid = os.fork()
         if pid:
             return pid
         try:
@@ -78,9 +95,15 @@ class Workers:
                 os._exit(1)
             log = os.open(self.log_of(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1), os.dup2(log, 2)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # pytest has put its own in their place
+            sys.stdout = os.fdopen(1, "w")
+            sys.stderr = os.fdopen(2, "w")  # pytest has put its own in their place
             fd = os.open(self.reports_of(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            values = {"master_port": port, "epoch": self.epoch, "report_fd": fd, "run_dir": str(self.run_dir)}
+            values = {
+                "master_port": port,
+                "epoch": self.epoch,
+                "report_fd": fd,
+                "run_dir": str(self.run_dir),
+            }
             values |= {"plan": str(self.run_dir / "plan.json"), **changes}
             os.environ.update(worker_env(self.plan, rank, **values).variables())
             torch.set_num_threads(1)
@@ -103,14 +126,17 @@ class Workers:
         return self.run_dir / f"rank-{rank}.e{self.epoch}.log"
 
     def wait(self, timeout: float = PATIENCE_S) -> list[int]:
-        """Exit codes by rank, negative for signals. Kills what is left at the end of the time, and fails."""
+        """Exit codes by rank, negative for signals. Kills what is left at the end of the time, and
+        fails."""
         deadline = time.monotonic() + timeout
         while len(self.codes) < len(self.pids) and time.monotonic() < deadline:
             self._collect()
             time.sleep(0.01)
         late = [rank for rank in range(len(self.pids)) if rank not in self.codes]
         self.end()
-        assert not late, f"ranks {late} did not end in {timeout} s; rank {late[0]} said: {self.log(late[0])}"
+        assert not late, (
+            f"ranks {late} did not end in {timeout} s; rank {late[0]} said: {self.log(late[0])}"
+        )
         return [self.codes[rank] for rank in range(len(self.pids))]
 
     def _collect(self) -> None:

@@ -16,14 +16,27 @@ def cells(*words: str) -> list[Cell | Verdict]:
 
 def test_a_list_of_words_is_a_cell_each():
     found = cells("parallel=tp2_dp1,pp2_dp2_zero1")
-    assert [(cell.name, cell.plan.parallel.world_size) for cell in found] == [("tp2_dp1", 2), ("pp2_dp2_zero1", 4)]
+    assert [(cell.name, cell.plan.parallel.world_size) for cell in found] == [
+        ("tp2_dp1", 2),
+        ("pp2_dp2_zero1", 4),
+    ]
     assert [cell.name for cell in cells("+parallel=[tp2, dp4]")] == ["tp2", "dp4"]
 
 
 def test_dp_left_out_is_what_the_cluster_leaves_of_eight():
     assert cells("parallel=tp2_pp2_zero1")[0].plan.parallel.dp == 2
-    three = ("parallel=tp3", "model.heads=9", "model.kv_heads=3", "model.hidden=144", "model.ffn_hidden=96")
-    assert cells(*three)[0].plan.parallel.world_size == cells("parallel=tp3")[0].plan.parallel.world_size == 6
+    three = (
+        "parallel=tp3",
+        "model.heads=9",
+        "model.kv_heads=3",
+        "model.hidden=144",
+        "model.ffn_hidden=96",
+    )
+    assert (
+        cells(*three)[0].plan.parallel.world_size
+        == cells("parallel=tp3")[0].plan.parallel.world_size
+        == 6
+    )
     assert cells("cluster=h100x64", "parallel=tp4")[0].plan.parallel.dp == 2
 
 
@@ -37,7 +50,9 @@ def test_the_batch_is_small_and_the_first_step_moves_weights_unless_the_user_say
 
 def test_the_model_is_tiny_unless_named():
     assert cells("cluster=h100x8", "parallel=tp2")[0].plan.model.name == "tiny"
-    small = cells("parallel=tp2", "model=gpt2", "model.layers=2", "model.hidden=96", "model.vocab=300")[0].plan.model
+    small = cells(
+        "parallel=tp2", "model=gpt2", "model.layers=2", "model.hidden=96", "model.vocab=300"
+    )[0].plan.model
     assert small.name == "gpt2" and small.layers == 2
 
 
@@ -48,19 +63,30 @@ def test_a_model_that_is_too_large_is_scaled_in_kind_and_the_note_says_so():
     assert (found.heads // found.kv_heads, found.norm, found.rope_theta) == (4, "rms", 500_000.0)
     assert "llama3_8b" in cell.note and f"hidden {found.hidden}" in cell.note
     (gpt,) = cells("cluster=h100x8", "parallel=tp4", "model=gpt2")
-    assert (gpt.plan.model.position, gpt.plan.model.bias, gpt.plan.model.tied_embeddings) == ("learned", True, True)
+    assert (gpt.plan.model.position, gpt.plan.model.bias, gpt.plan.model.tied_embeddings) == (
+        "learned",
+        True,
+        True,
+    )
 
 
 def degrees_of(cell: Cell) -> dict[str, int]:
-    return {axis: degree for axis in scale.AXES if (degree := getattr(cell.plan.parallel, axis)) > 1}
+    return {
+        axis: degree for axis in scale.AXES if (degree := getattr(cell.plan.parallel, axis)) > 1
+    }
 
 
 def test_a_layout_of_any_size_becomes_small_ones_that_have_every_technique():
     found = cells("parallel=tp8_pp4_zero1")
-    assert [degrees_of(cell) for cell in found] == [{"tp": 8, "pp": 2, "dp": 2}, {"tp": 2, "pp": 4, "dp": 2}]
+    assert [degrees_of(cell) for cell in found] == [
+        {"tp": 8, "pp": 2, "dp": 2},
+        {"tp": 2, "pp": 4, "dp": 2},
+    ]
     assert all(cell.plan.parallel.zero == 1 and "64 ranks" in cell.note for cell in found)
     huge = cells("parallel=tp8_pp16_dp128_zero1_vpp2")
-    assert {"pp": 16} in map(degrees_of, huge) and {"tp": 2, "pp": 2, "dp": 8} in map(degrees_of, huge)
+    assert {"pp": 16} in map(degrees_of, huge) and {"tp": 2, "pp": 2, "dp": 8} in map(
+        degrees_of, huge
+    )
     for cell in huge:
         par = cell.plan.parallel
         assert par.world_size <= scale.MOST_RANKS and par.vpp == 2 and "16,384 ranks" in cell.note
@@ -76,13 +102,28 @@ def test_ratios_stay():
         "key-value heads are on several ranks"
     )
     few = cells("parallel=pp16_dp8", "train.global_batch_samples=32")
-    assert all(cell.plan.parallel.micro_batches < cell.plan.parallel.pp for cell in few if cell.plan.parallel.pp > 4)
-    listed = cells("model=tiny", "model.layers=30", "parallel=pp16_dp8_vpp2", f"parallel.stage_layers=[0,{'1,' * 30}0]")
-    assert all(cell.plan.parallel.stage_layers[0] == cell.plan.parallel.stage_layers[-1] == 0 for cell in listed)
+    assert all(
+        cell.plan.parallel.micro_batches < cell.plan.parallel.pp
+        for cell in few
+        if cell.plan.parallel.pp > 4
+    )
+    listed = cells(
+        "model=tiny",
+        "model.layers=30",
+        "parallel=pp16_dp8_vpp2",
+        f"parallel.stage_layers=[0,{'1,' * 30}0]",
+    )
+    assert all(
+        cell.plan.parallel.stage_layers[0] == cell.plan.parallel.stage_layers[-1] == 0
+        for cell in listed
+    )
     dualpipe = cells("parallel=pp16_dp8", "parallel.schedule=dualpipe")
     assert {cell.plan.parallel.micro_batches % 2 for cell in dualpipe} == {0}
     ulysses = cells("parallel=cp64_tp8", "parallel.cp_method=ulysses")
-    assert all(cell.plan.model.heads % (cell.plan.parallel.tp * cell.plan.parallel.cp) == 0 for cell in ulysses)
+    assert all(
+        cell.plan.model.heads % (cell.plan.parallel.tp * cell.plan.parallel.cp) == 0
+        for cell in ulysses
+    )
 
 
 def test_an_experiment_is_verified_whatever_nvlink_reaches():
@@ -95,7 +136,12 @@ def test_an_experiment_is_verified_whatever_nvlink_reaches():
 
 
 def test_words_for_documents_dropout_and_precision():
-    words = ("data.isolate_documents=true", "model.dropout=0.1", "train.precision=bf16", "train.grad_dtype=bf16")
+    words = (
+        "data.isolate_documents=true",
+        "model.dropout=0.1",
+        "train.precision=bf16",
+        "train.grad_dtype=bf16",
+    )
     (cell,) = cells("parallel=dp2", *words)
     assert cell.packed and cell.precision == "bf16" and cell.plan.model.dropout == 0.1
     assert cell.plan.job.train.grad_dtype == "bf16"
@@ -110,7 +156,11 @@ def test_what_the_planner_refuses_is_a_verdict_with_its_line():
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [((), "a layout"), (("train.steps=3",), "a layout"), (("parallel=dp2", "parallel.auto=true"), "degrees")],
+    [
+        ((), "a layout"),
+        (("train.steps=3",), "a layout"),
+        (("parallel=dp2", "parallel.auto=true"), "degrees"),
+    ],
 )
 def test_without_a_layout_one_line_says_how(words, said):
     with pytest.raises(OrchError, match=f"needs {said}"):

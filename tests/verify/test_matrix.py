@@ -24,7 +24,9 @@ def test_every_legal_combination_is_covered(levels, strength, most_used):
     rows = cover(levels, strength, legal)
     assert all(map(legal, rows))
     used = [{(axis, choice) for axis, choice in enumerate(row) if choice} for row in rows]
-    choices = [(axis, choice) for axis, count in enumerate(levels) for choice in range(1, count + 1)]
+    choices = [
+        (axis, choice) for axis, count in enumerate(levels) for choice in range(1, count + 1)
+    ]
     for wanted in combinations(choices, strength):
         if len({axis for axis, _ in wanted}) < strength:
             continue
@@ -33,14 +35,22 @@ def test_every_legal_combination_is_covered(levels, strength, most_used):
 
 
 def test_a_covering_array_is_much_smaller_than_the_product():
-    assert len(cover([4, 4, 4, 4, 4], 2, lambda row: True)) <= 24 < 4**2 * 10 / 6  # 16 is the least possible
+    assert (
+        len(cover([4, 4, 4, 4, 4], 2, lambda row: True)) <= 24 < 4**2 * 10 / 6
+    )  # 16 is the least possible
 
 
 def techniques_of(part: str) -> list[set[str]]:
-    return [{technique.name for technique in entry.techniques} for entry in matrix.full() if entry.part == part]
+    return [
+        {technique.name for technique in entry.techniques}
+        for entry in matrix.full()
+        if entry.part == part
+    ]
 
 
-ALL = [(axis, technique) for axis, techniques in techniques.AXES.items() for technique in techniques]
+ALL = [
+    (axis, technique) for axis, techniques in techniques.AXES.items() for technique in techniques
+]
 
 
 def test_every_technique_is_there_alone():
@@ -66,8 +76,14 @@ def test_every_triple_of_deep_techniques_that_fits_is_there():
     for three in combinations(deep, 3):
         if len({axis for axis, _ in three}) == 3:
             techniques = tuple(technique for _, technique in three)
-            refused = any((one.name, other.name) in matrix.REFUSED for one, other in combinations(techniques, 2))
-            assert any({technique.name for technique in techniques} <= one for one in products) != refused
+            refused = any(
+                (one.name, other.name) in matrix.REFUSED
+                for one, other in combinations(techniques, 2)
+            )
+            assert (
+                any({technique.name for technique in techniques} <= one for one in products)
+                != refused
+            )
 
 
 def test_products_of_four_dimensions_on_eight_processes_are_there():
@@ -121,5 +137,7 @@ def test_names_are_unique_and_the_planner_takes_every_cell():
 def test_quick_holds_every_deep_technique_and_is_small():
     entries = matrix.quick()
     assert len({entry.name for entry in entries}) == len(entries) <= 30
-    assert {t.name for entry in entries for t in entry.techniques} == {t.name for _, t in ALL if t.deep}
+    assert {t.name for entry in entries for t in entry.techniques} == {
+        t.name for _, t in ALL if t.deep
+    }
     assert sum(len(entry.techniques) > 2 for entry in entries) >= 3

@@ -15,7 +15,14 @@ from orchestrator.verify.page import document, lines, summary
 
 
 def errors(**changes: float) -> Errors:
-    values = {"loss": 1e-16, "grad": 2e-15, "norm": 0.0, "weight": 3e-14, "worst_grad": "a", "worst_weight": "b"}
+    values = {
+        "loss": 1e-16,
+        "grad": 2e-15,
+        "norm": 0.0,
+        "weight": 3e-14,
+        "worst_grad": "a",
+        "worst_weight": "b",
+    }
     return Errors(**(values | changes))
 
 
@@ -33,12 +40,20 @@ def test_one_number_above_the_limit_is_different(what, value):
 
 def test_nothing_measured_is_not_equal():
     assert not Verdict(name="x").equal
-    assert Verdict(name="x", refused="why").word == "refused" and Verdict(name="x", failed="why").word == "failed"
+    assert (
+        Verdict(name="x", refused="why").word == "refused"
+        and Verdict(name="x", failed="why").word == "failed"
+    )
 
 
 def test_a_line_a_precision_with_all_four_numbers():
     text = "\n".join(lines(verdict(grad=0.5), Style()))
-    assert text.startswith("DIFFERENT dp2") and "5.0e-01" in text and "fp32" in text and "gradient of a" in text
+    assert (
+        text.startswith("DIFFERENT dp2")
+        and "5.0e-01" in text
+        and "fp32" in text
+        and "gradient of a" in text
+    )
     assert "because" in "\n".join(lines(Verdict(name="x", refused="because"), Style()))
 
 
@@ -54,11 +69,14 @@ def test_the_document_has_a_row_for_every_cell():
     page = document(entries, verdicts, "orch 1, torch 2")
     rows = [line for line in page.splitlines() if line.startswith("| ") and "fp64 loss" not in line]
     assert len(rows) == len(entries)
-    assert len({row.replace("\\|", "").count("|") for row in rows}) == 1, "every row has the same columns"
+    assert len({row.replace("\\|", "").count("|") for row in rows}) == 1, (
+        "every row has the same columns"
+    )
     assert "refused: zero=3 \\| is refused" in page and "orch 1, torch 2" in page
     assert f"{len(entries) - 1} equal, 1 refused" in page
 
 
 def test_the_page_says_what_it_was_measured_with():
-    """The distribution has another name than the package, and a whole matrix has run when this is asked."""
+    """The distribution has another name than the package, and a whole matrix has run when this is
+    asked."""
     assert _versions().startswith(f"orch {__version__}, torch ")

@@ -12,14 +12,21 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 
 
 def rows() -> list[list[str]]:
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "fp64 loss" not in line]
+    lines = [
+        line
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("| ") and "fp64 loss" not in line
+    ]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
 def test_every_cell_of_the_matrix_is_published_once():
     wanted = Counter()
     for entry in matrix.full():
-        layout = " + ".join(technique.name for technique in entry.techniques) or "one process, our engine"
+        layout = (
+            " + ".join(technique.name for technique in entry.techniques)
+            or "one process, our engine"
+        )
         wanted[layout] += 1
     assert Counter(row[0] for row in rows()) == wanted, "run `make verify` again"
 
@@ -34,4 +41,6 @@ def test_every_cell_is_equal_or_refused_for_a_reason():
 
 
 def test_what_is_refused_alone_is():
-    assert {row[0] for row in rows() if row[-1] != "equal" and row[0] in REFUSED_ALONE} == REFUSED_ALONE
+    assert {
+        row[0] for row in rows() if row[-1] != "equal" and row[0] in REFUSED_ALONE
+    } == REFUSED_ALONE

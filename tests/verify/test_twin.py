@@ -1,4 +1,5 @@
-"""`orch twin`: which ranks run, how many micro-batches are enough, and what is named as a difference."""
+"""`orch twin`: which ranks run, how many micro-batches are enough, and what is named as a
+difference."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from orchestrator.planner.cost.software import SOFTWARE
 from orchestrator.planner.cost.traffic import step_traffic
 from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
 from orchestrator.planner.memory.recipe import CONTEXT_BYTES
-from orchestrator.verify.twin import OPERATION, compare, evenly_chosen, level_of, ranks_to_run, shortened
+from orchestrator.verify.twin import (
+    OPERATION,
+    compare,
+    evenly_chosen,
+    level_of,
+    ranks_to_run,
+    shortened,
+)
 from tests.planner import configs, shapes
 
 
@@ -25,7 +33,9 @@ def plan_of(parallel: dict, **train):
 def test_a_rank_of_each_stage_and_the_outer_ones_of_equal_stages():
     plan = plan_of({"tp": 2, "pp": 8, "zero": 1}, global_batch_samples=64)
     places = [plan.ranks[rank].coord.pp for rank in ranks_to_run(plan)]
-    assert {0, 1, 6, 7} <= set(places) and places == sorted(places)  # where layers are uneven, others too
+    assert {0, 1, 6, 7} <= set(places) and places == sorted(
+        places
+    )  # where layers are uneven, others too
     assert ranks_to_run(plan_of({"tp": 8, "zero": 1}, global_batch_samples=64)) == [0]
 
 
@@ -36,7 +46,10 @@ def test_fewer_micro_batches_hold_as_much_memory(schedule):
     assert short.parallel.micro_batches < plan.parallel.micro_batches == 128
     assert short.parallel.micro_batches <= 4 * plan.parallel.pp
     totals = [
-        [account.total for account in memory_by_pp_rank(one.cluster, one.model, one.parallel, one.job.train)]
+        [
+            account.total
+            for account in memory_by_pp_rank(one.cluster, one.model, one.parallel, one.job.train)
+        ]
         for one in (plan, short)
     ]
     assert totals[0] == totals[1]
@@ -55,17 +68,30 @@ def as_planned(plan, rank: int) -> RankRun:
     pp_rank = plan.ranks[rank].coord.pp
     account = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)[pp_rank]
     names = {value: key for key, value in OPERATION.items() if key not in ("rotate", "receive")}
-    groups = {axis: next(g for g in plan.groups[name] if rank in g) for axis, name in GROUPS.items()}
+    groups = {
+        axis: next(g for g in plan.groups[name] if rank in g) for axis, name in GROUPS.items()
+    }
     groups["pp"] = groups["pp"][:2]  # its neighbour
     groups["ep"] = next(g for g in expert_groups(plan) if rank in g)
     transfers = [
-        Transfer(operation=names[item.operation], axis=item.axis, bytes=round(item.sent_bytes), ranks=groups[item.axis])
-        for item in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[pp_rank]
+        Transfer(
+            operation=names[item.operation],
+            axis=item.axis,
+            bytes=round(item.sent_bytes),
+            ranks=groups[item.axis],
+        )
+        for item in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[
+            pp_rank
+        ]
     ]
     transfers += [
-        structs.replace(one, operation="receive") for one in transfers if one.axis == "pp" and one.operation == "send"
+        structs.replace(one, operation="receive")
+        for one in transfers
+        if one.axis == "pp" and one.operation == "send"
     ]
-    held = {name: getattr(account, name) for name in ("params", "grads", "optimizer", "activations")}
+    held = {
+        name: getattr(account, name) for name in ("params", "grads", "optimizer", "activations")
+    }
     return RankRun(
         rank=rank,
         micro_batches=plan.parallel.micro_batches,
@@ -82,17 +108,27 @@ def test_what_is_as_planned_differs_in_nothing_and_more_than_5_percent_is_named(
     plan = plan_of({"tp": 2, "pp": 4, "zero": 1}, global_batch_samples=64)
     found = as_planned(plan, 0)
     assert [one.what for one in compare(plan, found) if one.differs] == []
-    more = structs.replace(found, memory=found.memory | {"activations": round(found.memory["activations"] * 1.06)})
+    more = structs.replace(
+        found, memory=found.memory | {"activations": round(found.memory["activations"] * 1.06)}
+    )
     assert [one.what for one in compare(plan, more) if one.differs] == ["memory: activations"]
-    none = structs.replace(found, sequence=[at for at in found.sequence if found.transfers[at].axis != "dp"])
+    none = structs.replace(
+        found, sequence=[at for at in found.sequence if found.transfers[at].axis != "dp"]
+    )
     assert {one.what for one in compare(plan, none) if one.differs} == {
         "dp reduce_scatter, bytes",
         "dp all_gather, bytes",
     }
-    deaf = structs.replace(found, sequence=[at for at in found.sequence if found.transfers[at].operation != "receive"])
+    deaf = structs.replace(
+        found, sequence=[at for at in found.sequence if found.transfers[at].operation != "receive"]
+    )
     assert [one.what for one in compare(plan, deaf) if one.differs] == ["pp receive, bytes"]
-    far = [structs.replace(one, ranks=[0, 16]) if one.axis == "tp" else one for one in found.transfers]
-    assert "tp, level" in {one.what for one in compare(plan, structs.replace(found, transfers=far)) if one.differs}
+    far = [
+        structs.replace(one, ranks=[0, 16]) if one.axis == "tp" else one for one in found.transfers
+    ]
+    assert "tp, level" in {
+        one.what for one in compare(plan, structs.replace(found, transfers=far)) if one.differs
+    }
 
 
 @pytest.mark.parametrize(
@@ -113,8 +149,12 @@ def test_transfers_of_another_level_than_planned_are_named(layout, axis, ranks):
     plan = plan_of(layout, global_batch_samples=64)
     found = as_planned(plan, 0)
     assert [one.what for one in compare(plan, found) if one.differs] == []
-    moved = [structs.replace(one, ranks=ranks) if one.axis == axis else one for one in found.transfers]
-    differ = [one.what for one in compare(plan, structs.replace(found, transfers=moved)) if one.differs]
+    moved = [
+        structs.replace(one, ranks=ranks) if one.axis == axis else one for one in found.transfers
+    ]
+    differ = [
+        one.what for one in compare(plan, structs.replace(found, transfers=moved)) if one.differs
+    ]
     assert differ == [f"{axis}, level"]
 
 
@@ -125,16 +165,22 @@ def test_transfers_of_another_level_than_planned_are_named(layout, axis, ranks):
         ({"ep": 4}, [0, 8]),
         ({"tp": 4, "etp": 1}, [0]),
         ({"tp": 4, "etp": 1}, [0, 31]),
-        ({"ep": 8, "order": ["tp", "dp", "ep", "cp", "pp"], "expert_all_to_all": "hierarchical"}, [0, 1]),
+        (
+            {"ep": 8, "order": ["tp", "dp", "ep", "cp", "pp"], "expert_all_to_all": "hierarchical"},
+            [0, 1],
+        ),
     ],
 )
 def test_tokens_that_go_to_experts_of_another_level_are_named(layout, ranks):
     """Folded over tp, and by domain, too."""
-    model, cluster = shapes.mixtral_8x7b(), configs.cluster(4, 8)
+    model = shapes.mixtral_8x7b()
+    cluster = configs.cluster(4, 8)
     plan = configs.planned(model, {"zero": 1} | layout, cluster, global_batch_samples=64)
     found = as_planned(plan, 0)
     assert levels_that_differ(plan, found) == []
-    moved = [structs.replace(one, ranks=ranks) if one.axis == "ep" else one for one in found.transfers]
+    moved = [
+        structs.replace(one, ranks=ranks) if one.axis == "ep" else one for one in found.transfers
+    ]
     assert levels_that_differ(plan, structs.replace(found, transfers=moved)) == ["ep, level"]
 
 
@@ -146,7 +192,8 @@ def test_a_twin_is_held_against_a_plan_whose_experts_are_chosen_equally_often():
     plan = configs.planned(shapes.mixtral_8x7b(), {"ep": 8, "zero": 1}, global_batch_samples=64)
     even = evenly_chosen(plan)
     totals = [
-        memory_by_pp_rank(one.cluster, one.model, one.parallel, one.job.train)[0].activations for one in (plan, even)
+        memory_by_pp_rank(one.cluster, one.model, one.parallel, one.job.train)[0].activations
+        for one in (plan, even)
     ]
     assert plan.parallel.expert_imbalance > 1.1 and totals[0] > 1.05 * totals[1]
     assert evenly_chosen(even) is even
@@ -185,7 +232,10 @@ LAYOUTS = (
     "model=llama32_1b parallel=pp4_dp2_zero3 train.recompute=full",
     "model=llama32_1b parallel=tp2_pp2_dp2_zero3",
     "model=tiny_moe parallel=pp2_ep2_dp2_zero3",
-    "model=llama32_1b parallel=tp8_zero1 parallel.sp=false train.recompute=full train.partition_activations=true",
+    (
+        "model=llama32_1b parallel=tp8_zero1 parallel.sp=false train.recompute=full"
+        " train.partition_activations=true"
+    ),
     "model=tiny_mla parallel=ep4_dp2_zero1",
     "model=mixtral_8x7b parallel=tp2_ep4_zero1",
     "model=qwen3_30b_a3b parallel=ep8_zero1 train.seq_len=2048",
@@ -199,8 +249,9 @@ WHOLE = [pytest.param(words, marks=pytest.mark.full) for words in LAYOUTS if "ti
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [*SHORT, *WHOLE])
 def test_every_moment_of_a_step_is_planned(words, capsys):
-    """Peaks at the loss, where backward begins, where a layer is recomputed; what ZeRO-3 gathers once and twice, and
-    what each stage of a pipeline gathers, and has of a block's and a table's gradients until they are reduced."""
+    """Peaks at the loss, where backward begins, where a layer is recomputed; what ZeRO-3 gathers
+    once and twice, and what each stage of a pipeline gathers, and has of a block's and a table's
+    gradients until they are reduced."""
     code = main(["twin", "+cluster=h100x8", *words.split()])
     assert code == 0, capsys.readouterr().out
 
@@ -208,14 +259,30 @@ def test_every_moment_of_a_step_is_planned(words, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("train.offload=disk train.offload_dir=DIR", "train.offload=disk: orch twin has no disk; legal: none, host"),
-        ("train.offload=disk train.offload_weights=true", "train.offload=disk: orch twin has no disk"),
-        ("train.offload_activations=disk train.recompute=full", "train.offload_activations=disk: orch twin has no"),
-        ("train.offload=host train.offload_delayed=true", "train.offload_delayed=true: orch twin runs one step"),
+        (
+            "train.offload=disk train.offload_dir=DIR",
+            "train.offload=disk: orch twin has no disk; legal: none, host",
+        ),
+        (
+            "train.offload=disk train.offload_weights=true",
+            "train.offload=disk: orch twin has no disk",
+        ),
+        (
+            "train.offload_activations=disk train.recompute=full",
+            "train.offload_activations=disk: orch twin has no",
+        ),
+        (
+            "train.offload=host train.offload_delayed=true",
+            "train.offload_delayed=true: orch twin runs one step",
+        ),
     ],
 )
-def test_an_offload_that_it_does_not_see_is_refused_before_it_takes_space(words, says, tmp_path, capsys):
-    assert main(["twin", "parallel=tp2", *words.replace("DIR", str(tmp_path / "own")).split()]) == 65
+def test_an_offload_that_it_does_not_see_is_refused_before_it_takes_space(
+    words, says, tmp_path, capsys
+):
+    assert (
+        main(["twin", "parallel=tp2", *words.replace("DIR", str(tmp_path / "own")).split()]) == 65
+    )
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
     assert not (tmp_path / "own").exists()
@@ -228,6 +295,11 @@ def test_what_it_cannot_run_is_refused(capsys):
 
 @pytest.mark.process
 def test_what_lies_on_the_host_is_run(capsys):
-    words = ["train.offload=host", "train.offload_activations=host", "train.recompute=full", "model.layers=2"]
+    words = [
+        "train.offload=host",
+        "train.offload_activations=host",
+        "train.recompute=full",
+        "model.layers=2",
+    ]
     code = main(["twin", "+cluster=h100x8", "model=tiny", "parallel=dp8_zero1", *words])
     assert code == 0, capsys.readouterr().out

@@ -1,1 +1,2 @@
-"""Workers that measure a cluster instead of training on it: `orch bench` starts them under the usual agents."""
+"""Workers that measure a cluster instead of training on it: `orch bench` starts them under the
+usual agents."""

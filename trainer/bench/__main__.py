@@ -1,4 +1,5 @@
-"""`python -m trainer.bench`: one worker of `orch bench`. Rank 0 reports every number as it is known."""
+"""`python -m trainer.bench`: one worker of `orch bench`. Rank 0 reports every number as it is
+known."""
 
 from __future__ import annotations
 
@@ -44,16 +45,29 @@ def bench(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None:
     tell("bench_host", **host(device, folder, plan.cluster.gpus_per_node, control))
     for case in wanted:
         made = [dist.new_group(list(ranks)) for ranks in case.groups]
-        mine = next((one for one, ranks in zip(made, case.groups, strict=True) if env.rank in ranks), None)
+        mine = next(
+            (one for one, ranks in zip(made, case.groups, strict=True) if env.rank in ranks), None
+        )
         group = mine if isinstance(mine, dist.ProcessGroup) else None
         for name in OPERATIONS:
             spent = 0.0
             for size in SIZES:
-                if spent > _TOO_LONG_S / 4:  # the next is four times as large or more; the same verdict on every rank
+                if (
+                    spent > _TOO_LONG_S / 4
+                ):  # the next is four times as large or more; the same verdict on every rank
                     tell("bench_skipped", level=case.level, operation=name, size=size)
                     continue
-                spent = seconds(operation(name, size, group, device) if group else None, device, control)
-                tell("bench_link", level=case.level, operation=name, ranks=case.ranks, size=size, seconds=spent)
+                spent = seconds(
+                    operation(name, size, group, device) if group else None, device, control
+                )
+                tell(
+                    "bench_link",
+                    level=case.level,
+                    operation=name,
+                    ranks=case.ranks,
+                    size=size,
+                    seconds=spent,
+                )
         for created in made:
             if isinstance(created, dist.ProcessGroup):
                 dist.destroy_process_group(created)
@@ -76,7 +90,9 @@ def main() -> int:
     reporter.close()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(code)  # as in trainer.__main__: after a lost peer, destructors of groups would wait for it
+    os._exit(
+        code
+    )  # as in trainer.__main__: after a lost peer, destructors of groups would wait for it
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The cases of `orch bench`: groups of ranks on one network tier, operations, message sizes. Pure."""
+"""The cases of `orch bench`: groups of ranks on one network tier, operations, message sizes.
+Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20)  # bytes of the whole tensor; p2
 class Case(Struct, frozen=True):
     """Groups that run the same operations at the same time."""
 
-    level: str  # tier that connects the group's neighbours: "nvlink" (inside one domain) or a switch level
+    # tier that connects the group's neighbours: "nvlink" (inside one domain) or a switch level
+    level: str
     groups: tuple[tuple[int, ...], ...]
 
     @property
@@ -27,15 +29,18 @@ class Case(Struct, frozen=True):
 
 
 def cases(plan: Plan) -> list[Case]:
-    """Inside NVLink domains: pairs, and all ranks. On each switch level: pairs of nodes that it connects, and one node
-    of every block below a switch; equal local ranks of those nodes at once, as they share their nodes' links.
+    """Inside NVLink domains: pairs, and all ranks. On each switch level: pairs of nodes that it
+    connects, and one node of every block below a switch; equal local ranks of those nodes at once,
+    as they share their nodes' links.
     """
     cluster = plan.cluster
     index = {name: i for i, name in enumerate(cluster.node_names)}
     by_node: list[list[int]] = [[] for _ in cluster.node_names]
     for rank in plan.ranks:
         by_node[index[rank.node]].append(rank.rank)
-    domains = [[rank for node in domain for rank in by_node[node]] for domain in cluster.nvlink_domains]
+    domains = [
+        [rank for node in domain for rank in by_node[node]] for domain in cluster.nvlink_domains
+    ]
     found = [
         Case("nvlink", tuple(pair for domain in domains for pair in list(pairwise(domain))[::2])),
         Case("nvlink", tuple(tuple(domain) for domain in domains)),
@@ -45,8 +50,12 @@ def cases(plan: Plan) -> list[Case]:
         for most in (2, len(below)):
             groups: list[tuple[int, ...]] = []
             for switch in level.switches:
-                first = [block[0] for block in below if block[0] in switch and by_node[block[0]]][:most]
-                groups += zip(*(by_node[node] for node in first), strict=False) if len(first) > 1 else []
+                first = [block[0] for block in below if block[0] in switch and by_node[block[0]]][
+                    :most
+                ]
+                groups += (
+                    zip(*(by_node[node] for node in first), strict=False) if len(first) > 1 else []
+                )
             found.append(Case(level.name, tuple(groups)))
         below = level.switches
     wanted = dict.fromkeys(case for case in found if case.groups and case.ranks > 1)

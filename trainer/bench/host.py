@@ -1,7 +1,9 @@
-"""What the host of a GPU gives to what is offloaded there: rates of an update in its memory, of the link, of a disk.
+"""What the host of a GPU gives to what is offloaded there: rates of an update in its memory, of the
+link, of a disk.
 
-All ranks measure at the same time, as they all update at the same time; what a node has is their number times the
-slowest of them. The disk moves records as the optimizer on a disk does, without computing.
+All ranks measure at the same time, as they all update at the same time; what a node has is their
+number times the slowest of them. The disk moves records as the optimizer on a disk does, without
+computing.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from .measure import seconds
 
 UPDATED = 1 << 24  # parameters of an update: beyond caches
 COPIED = 1 << 27  # bytes of a copy
-RECORD, RECORDS = 8 << 20, 32  # bytes of a record, and how many a rank moves
+RECORD = 8 << 20
+RECORDS = 32  # bytes of a record, and how many a rank moves
 ROUNDS = 3  # of the disk, the first of which writes to space that was never written
 
 
 def host(device: torch.device, folder: Path, ranks: int, control: ControlPath) -> dict[str, float]:
-    """Of a node with `ranks` ranks, in bytes and bytes a second; the disk is that of `folder`. Collective. Raises
-    DiskError where it cannot be written or has no room."""
+    """Of a node with `ranks` ranks, in bytes and bytes a second; the disk is that of `folder`.
+    Collective. Raises DiskError where it cannot be written or has no room."""
     memory = HostMemory(device)
     folder.mkdir(parents=True, exist_ok=True)
     free = os.statvfs(folder)
@@ -46,11 +49,12 @@ def host(device: torch.device, folder: Path, ranks: int, control: ControlPath) -
 def _update(control: ControlPath) -> float:
     """Bytes a second that AdamW reads and writes on one rank."""
     weights, gradient, first, second = (torch.zeros(UPDATED) for _ in range(4))
-    step, skip = torch.ones(()), torch.zeros(())
+    step = torch.ones(())
+    skip = torch.zeros(())
 
     def once() -> None:
         fused_adamw_(
-            *([weights], [gradient], [first], [second], step),
+            [weights], [gradient], [first], [second], step,
             skip=skip, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
         )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Measures seconds per operation as a training step sees it: all ranks take part, the slowest one counts."""
+"""Measures seconds per operation as a training step sees it: all ranks take part, the slowest one
+counts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from trainer.comm.collectives import CommCounter, all_gather, all_reduce, all_to_all, reduce_scatter, start_rotate
+from trainer.comm.collectives import (
+    CommCounter,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    start_rotate,
+)
 from trainer.comm.control import WORLD, ControlPath
 from trainer.precision import DTYPES
 
@@ -20,8 +28,11 @@ _BATCH_S = 0.08  # operations are repeated until a batch lasts about this long
 _MOST_REPEATS = 200
 
 
-def seconds(once: Callable[[], object] | None, device: torch.device, control: ControlPath = WORLD) -> float:
-    """Median over batches of the slowest rank's time for one call. Collective; None: this rank only waits."""
+def seconds(
+    once: Callable[[], object] | None, device: torch.device, control: ControlPath = WORLD
+) -> float:
+    """Median over batches of the slowest rank's time for one call. Collective; None: this rank only
+    waits."""
 
     def batch(repeats: int) -> float:
         control.barrier()
@@ -38,9 +49,13 @@ def seconds(once: Callable[[], object] | None, device: torch.device, control: Co
     return statistics.median(batch(repeats) for _ in range(_BATCHES))
 
 
-def operation(name: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Tensor | list]:
-    """A function that runs a collective of the trainer on `size` bytes (p2p: a message of `size` to the next rank)."""
-    n, counter = group.size(), CommCounter(gloo=device.type == "cpu")
+def operation(
+    name: str, size: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], Tensor | list]:
+    """A function that runs a collective of the trainer on `size` bytes (p2p: a message of `size` to
+    the next rank)."""
+    n = group.size()
+    counter = CommCounter(gloo=device.type == "cpu")
     whole = torch.zeros(max(size // 4 // n, 1) * n, device=device)
     if name == "all_reduce":
         return lambda: all_reduce(whole, group, "dp", counter)
@@ -53,12 +68,14 @@ def operation(name: str, size: int, group: dist.ProcessGroup, device: torch.devi
         return lambda: all_to_all(whole, group, "ep", counter)
     ranks = dist.get_process_group_ranks(group)
     here = ranks.index(dist.get_rank())
-    to, source = ranks[(here + 1) % n], ranks[here - 1]
+    to = ranks[(here + 1) % n]
+    source = ranks[here - 1]
     return lambda: start_rotate([whole], to, source, group, "cp", counter)()
 
 
 def compute(precision: str, device: torch.device) -> dict[str, float]:
-    """Speed of one rank while all compute: FLOP/s of a matrix product and of attention, bytes/s, seconds per call."""
+    """Speed of one rank while all compute: FLOP/s of a matrix product and of attention, bytes/s,
+    seconds per call."""
     dtype = DTYPES[precision]
     small = device.type == "cpu"
     side = 512 if small else 8192
@@ -66,11 +83,14 @@ def compute(precision: str, device: torch.device) -> dict[str, float]:
     matmul = 2 * side**3 / seconds(lambda: a @ b, device)
     heads, length, width = (8, 256, 32) if small else (32, 4096, 128)
     query = torch.randn(1, heads, length, width, device=device, dtype=dtype)
-    core = seconds(lambda: scaled_dot_product_attention(query, query, query, is_causal=True), device)
+    core = seconds(
+        lambda: scaled_dot_product_attention(query, query, query, is_causal=True), device
+    )
     many = (4 << 20) if small else (256 << 20)
     left, right, out = (torch.zeros(many, device=device, dtype=torch.float32) for _ in range(3))
     memory = 3 * left.nbytes / seconds(lambda: torch.add(left, right, out=out), device)
-    x, weight = torch.zeros(4, 16, device=device), torch.zeros(16, 16, device=device, requires_grad=True)
+    x = torch.zeros(4, 16, device=device)
+    weight = torch.zeros(16, 16, device=device, requires_grad=True)
     return {
         "matmul_flops": matmul,
         "attention_flops": 2 * heads * length * length * width / core,  # causal: half of 4 s^2 d

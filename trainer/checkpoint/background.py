@@ -1,13 +1,16 @@
-"""A background save: on each rank a thread writes, on rank 0 it then commits, and step boundaries coordinate.
+"""A background save: on each rank a thread writes, on rank 0 it then commits, and step boundaries
+coordinate.
 
-Threads only touch files. Ranks coordinate where they synchronise anyway: the small all-reduce at each step boundary
-also sums `vote`, and when all ranks have finished a phase, all start the next one together:
+Threads only touch files. Ranks coordinate where they synchronise anyway: the small all-reduce at
+each step boundary also sums `vote`, and when all ranks have finished a phase, all start the next
+one together:
 
-    WRITING    every rank's file is durable and read back   -> rank 0 gathers all hashes and commits in its thread
+    WRITING    every rank's file is durable and read back   -> rank 0 gathers all hashes and commits
+        in its thread
     COMMITTING rank 0's rename is durable, or has failed    -> rank 0 broadcasts the outcome
 
-So a save is complete at most two steps after its last file, no second process group is needed, and a rank that dies
-leaves only a staging folder, never one with a step's name.
+So a save is complete at most two steps after its last file, no second process group is needed, and
+a rank that dies leaves only a staging folder, never one with a step's name.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ from .save import (
 
 
 class BackgroundSave:
-    """At most one save in progress. All ranks must call the methods marked "Collective" together."""
+    """At most one save in progress. All ranks must call the methods marked "Collective"
+    together."""
 
     def __init__(self, target: Target, keep_last: int):
-        self.target, self.keep_last = target, keep_last
+        self.target = target
+        self.keep_last = keep_last
         self.contents: Contents | None = None  # of the save in progress
         self._snapshots = Snapshots()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -47,11 +52,12 @@ class BackgroundSave:
         self._protected: int | None = None
 
     def start(self, contents: Contents, protected: int | None) -> None:
-        """Copy the pieces and start to write them. No other save may be in progress. Collective. Raises Fenced,
-        SaveError."""
+        """Copy the pieces and start to write them. No other save may be in progress. Collective.
+        Raises Fenced, SaveError."""
         begin(self.target, contents.step)
         pieces: Sequence[StatePiece] = self._snapshots.take(contents.pieces)
-        self.contents, self._protected = replace(contents, pieces=pieces), protected
+        self.contents = replace(contents, pieces=pieces)
+        self._protected = protected
         self._writing = self._thread.submit(self._write, self.contents)
 
     def _write(self, contents: Contents) -> RankOutcome:
@@ -60,18 +66,21 @@ class BackgroundSave:
 
     @property
     def copied(self) -> torch.cuda.Event | None:
-        """Happens when the copies of the save in progress are complete; until then what is saved must not change."""
+        """Happens when the copies of the save in progress are complete; until then what is saved
+        must not change."""
         return self._snapshots.copied
 
     @property
     def vote(self) -> int:
-        """1 if this rank has finished the current phase, else 0; the sum over all ranks goes to `advance`."""
+        """1 if this rank has finished the current phase, else 0; the sum over all ranks goes to
+        `advance`."""
         one = self._writing or self._committing
         return int(one is not None and one.done())
 
     def advance(self, votes: int) -> int | None:
-        """Start the next phase if all ranks have finished this one. Returns the bytes of a save that is now complete,
-        else None. Collective. Raises SaveError, Fenced on every rank; the save has then ended too.
+        """Start the next phase if all ranks have finished this one. Returns the bytes of a save
+        that is now complete, else None. Collective. Raises SaveError, Fenced on every rank; the
+        save has then ended too.
         """
         if self._writing is not None:
             if votes == self.target.control.world_size:
@@ -81,14 +90,16 @@ class BackgroundSave:
         return None
 
     def settle(self) -> int | None:
-        """Wait for the save in progress; its bytes, None if there is none. Collective. Raises as `advance`."""
+        """Wait for the save in progress; its bytes, None if there is none. Collective. Raises as
+        `advance`."""
         if self._writing is not None:
             self._commit()
         return self._end() if self.contents is not None else None
 
     def _commit(self) -> None:
         assert self._writing is not None and self.contents is not None
-        mine, self._writing = self._writing.result(), None
+        mine = self._writing.result()
+        self._writing = None
         outcomes = gather(self.target.control, mine)
         if self.target.rank == 0:
             last = self.target, self.contents, outcomes, self.keep_last, self._protected
@@ -103,9 +114,9 @@ class BackgroundSave:
 class Snapshots:
     """Takes one copy after another into the same memory, allocated by the first.
 
-    Copies from a GPU go into page-locked memory, on a stream of their own: neither the host nor the computation waits.
-    `copied` is the event after them. Whoever reads the copies waits for it, and so must the stream that next writes
-    what is copied.
+    Copies from a GPU go into page-locked memory, on a stream of their own: neither the host nor the
+    computation waits. `copied` is the event after them. Whoever reads the copies waits for it, and
+    so must the stream that next writes what is copied.
     """
 
     def __init__(self) -> None:
@@ -116,7 +127,9 @@ class Snapshots:
     def take(self, pieces: Iterable[StatePiece]) -> list[StatePiece]:
         """The pieces with their data copied. Overwrites the previous copy."""
         pieces = list(pieces)
-        if [(one.dtype, one.shape) for one in self._kept] != [(one.data.dtype, one.data.shape) for one in pieces]:
+        if [(one.dtype, one.shape) for one in self._kept] != [
+            (one.data.dtype, one.data.shape) for one in pieces
+        ]:
             self._kept = [self._room(piece.data) for piece in pieces]
         device = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
         pairs = list(zip(self._kept, pieces, strict=True))
@@ -124,7 +137,9 @@ class Snapshots:
             _copy(pairs)
         else:
             self._stream = self._stream or torch.cuda.Stream(device)
-            _copy([pair for pair in pairs if pair[1].kind == "state"])  # small, and a forward may change it
+            _copy(
+                [pair for pair in pairs if pair[1].kind == "state"]
+            )  # small, and a forward may change it
             self._stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self._stream):
                 _copy([pair for pair in pairs if pair[1].kind != "state"])

@@ -1,4 +1,5 @@
-"""Exports the weights of a checkpoint, whatever layout wrote it, as one safetensors file with full names and shapes."""
+"""Exports the weights of a checkpoint, whatever layout wrote it, as one safetensors file with full
+names and shapes."""
 
 from __future__ import annotations
 
@@ -42,24 +43,33 @@ class Exported(Struct, frozen=True):
 
 
 def export(
-    found: VerifiedCheckpoint, out: Path, dtype: str | None = None, rejected: list[str] | None = None
+    found: VerifiedCheckpoint,
+    out: Path,
+    dtype: str | None = None,
+    rejected: list[str] | None = None,
 ) -> Exported:
-    """Write the weights of a verified checkpoint to `out`/model.safetensors, one parameter in memory at a time.
+    """Write the weights of a verified checkpoint to `out`/model.safetensors, one parameter in
+    memory at a time.
 
-    Without `dtype` they are the master weights to the bit, fp32 or of an fp64 run fp64; narrower ones are rounded from
-    those. Tied weights are there once. The biases by which routers choose are weights, too, and stay as they are saved:
-    they grow by less than bf16 can tell.
-    Raises SaveError if the file exists or cannot be written, CheckpointError, OSError.
+    Without `dtype` they are the master weights to the bit, fp32 or of an fp64 run fp64; narrower
+    ones are rounded from those. Tied weights are there once. The biases by which routers choose are
+    weights, too, and stay as they are saved: they grow by less than bf16 can tell. Raises SaveError
+    if the file exists or cannot be written, CheckpointError, OSError.
     """
-    manifest, path = found.manifest, out / FILE
+    manifest = found.manifest
+    path = out / FILE
     if path.exists():
         raise SaveError(f"{path} exists: remove it, or export to another folder")
     temporary = out / f".{FILE}.tmp"
     biases = {name: shape for name, shape in manifest.states.items() if name.endswith(BIAS)}
     shapes = dict(sorted((manifest.parameters | biases).items()))
     metadata = {
-        **{"format": "pt", "run_id": manifest.run_id, "step": str(manifest.step), "samples": str(manifest.samples)},
-        **{"plan_hash": manifest.plan_hash, "trained_on": str(manifest.layout)},
+        "format": "pt",
+        "run_id": manifest.run_id,
+        "step": str(manifest.step),
+        "samples": str(manifest.samples),
+        "plan_hash": manifest.plan_hash,
+        "trained_on": str(manifest.layout),
     }
     stored = StoredState(found)
     weights = {name: stored.dtype("state" if name in biases else KIND, name) for name in shapes}
@@ -81,12 +91,23 @@ def export(
     of_weights = {dtypes[name] for name in manifest.parameters}
     written = "+".join(sorted(name for name, dtype in DTYPES.items() if dtype in of_weights))
     return Exported(
-        *(str(path), size, digest, written, len(shapes), parameters),
-        *(manifest.run_id, manifest.step, manifest.samples, str(found.path), rejected or []),
+        str(path),
+        size,
+        digest,
+        written,
+        len(shapes),
+        parameters,
+        manifest.run_id,
+        manifest.step,
+        manifest.samples,
+        str(found.path),
+        rejected or [],
     )
 
 
-def _weights(stored: StoredState, shapes: dict[str, list[int]], dtypes: dict[str, torch.dtype]) -> Iterator[Tensor]:
+def _weights(
+    stored: StoredState, shapes: dict[str, list[int]], dtypes: dict[str, torch.dtype]
+) -> Iterator[Tensor]:
     for name, shape in shapes.items():
         kind: StateKind = KIND if name in stored.found.manifest.parameters else "state"
         tensor = torch.empty(torch.Size(shape).numel(), dtype=stored.dtype(kind, name))

@@ -1,9 +1,9 @@
 """Fencing: at most one plan epoch of one run may commit into a checkpoint folder.
 
-After a network split or a lost agent an old worker may resume and try to write. The newest epoch leaves its token in
-the folder; a worker with an older token notices under the folder's lock, before its rename, and exits with 77. In an
-elastic run the coordinator may have claimed a newer epoch whose workers have not reached the folder yet: that fences an
-old epoch too.
+After a network split or a lost agent an old worker may resume and try to write. The newest epoch
+leaves its token in the folder; a worker with an older token notices under the folder's lock, before
+its rename, and exits with 77. In an elastic run the coordinator may have claimed a newer epoch
+whose workers have not reached the folder yet: that fences an old epoch too.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Fence(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 def claim(folder: Path, token: Fence) -> None:
     """Become the folder's only writer and delete what killed saves left.
 
-    Raises Fenced when a newer epoch of the same run holds it. Another run's claim is taken over, since the plan gave
-    the folder to this run; the other run is fenced at its next save.
+    Raises Fenced when a newer epoch of the same run holds it. Another run's claim is taken over,
+    since the plan gave the folder to this run; the other run is fenced at its next save.
     """
     _make(folder)
     _check_claims(folder, token)
@@ -52,8 +52,9 @@ def claim(folder: Path, token: Fence) -> None:
 
 
 def hold(folder: Path, token: Fence) -> None:
-    """Be the folder's only writer still, before a save. A folder that somebody has removed is made and claimed anew,
-    also from an older epoch that was faster: what is in memory can still be saved. Raises Fenced."""
+    """Be the folder's only writer still, before a save. A folder that somebody has removed is made
+    and claimed anew, also from an older epoch that was faster: what is in memory can still be
+    saved. Raises Fenced."""
     current = read(folder)
     if current is None or (current.run_id == token.run_id and current.epoch < token.epoch):
         claim(folder, token)
@@ -62,7 +63,8 @@ def hold(folder: Path, token: Fence) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Create the folder and fsync every new parent: after a power cut the folder itself must still be there."""
+    """Create the folder and fsync every new parent: after a power cut the folder itself must still
+    be there."""
     new = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for one in new:
@@ -70,12 +72,14 @@ def _make(folder: Path) -> None:
 
 
 def check(folder: Path, token: Fence) -> None:
-    """Raises Fenced unless `token` is still the folder's newest claim, SaveError if there is none any more. Call it
-    under the folder's lock to commit."""
+    """Raises Fenced unless `token` is still the folder's newest claim, SaveError if there is none
+    any more. Call it under the folder's lock to commit."""
     current = read(folder)
     if current is None:
         what = FENCE if folder.exists() else "the folder"
-        raise SaveError(f"{folder}: {what} was removed while this run saved there; the next save makes it anew")
+        raise SaveError(
+            f"{folder}: {what} was removed while this run saved there; the next save makes it anew"
+        )
     if current != token:
         raise Fenced(_message(folder, current, token))
     _check_claims(folder, token)
@@ -93,9 +97,14 @@ def read(folder: Path) -> Fence | None:
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
-        raise CheckpointError(f"{folder / FENCE}: {error}; remove it if no run writes to this folder") from None
+        raise CheckpointError(
+            f"{folder / FENCE}: {error}; remove it if no run writes to this folder"
+        ) from None
 
 
 def _message(folder: Path, current: Fence, token: Fence) -> str:
     holder = f"epoch {current.epoch} of run {current.run_id!r}"
-    return f"{folder} belongs to {holder}, this is epoch {token.epoch} of {token.run_id!r}: nothing more is written"
+    return (
+        f"{folder} belongs to {holder}, this is epoch {token.epoch} of {token.run_id!r}: nothing"
+        " more is written"
+    )

@@ -34,9 +34,14 @@ DTYPES: dict[torch.dtype, str] = {
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
     """Write tensors as one safetensors file, durable when this returns; (bytes, sha256).
 
-    Own writer: the library's builds the whole file in memory, and the hash would take a second pass.
+    Own writer: the library's builds the whole file in memory, and the hash would take a second
+    pass.
     """
-    return write_stream(path, {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}, tensors.values())
+    return write_stream(
+        path,
+        {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()},
+        tensors.values(),
+    )
 
 
 def write_stream(
@@ -45,11 +50,13 @@ def write_stream(
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] = {},
 ) -> tuple[int, str]:
-    """`write_tensors` for tensors that are produced one by one; `entries` lists their keys and shapes in that order."""
+    """`write_tensors` for tensors that are produced one by one; `entries` lists their keys and
+    shapes in that order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for key, (dtype, shape) in entries.items():
-        begin, end = end, end + prod(shape) * dtype.itemsize
+        begin = end
+        end = end + prod(shape) * dtype.itemsize
         header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # data starts 8-byte aligned, so that it can be mapped
@@ -58,7 +65,8 @@ def write_stream(
 
 def write_parts(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """A new file of these bytes, durable when this returns; (bytes, sha256)."""
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with path.open("xb") as file:
         for part in parts:
             file.write(part)
@@ -80,11 +88,13 @@ def _parts(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryv
 class TensorFile:
     """A safetensors file of 1-D tensors, of which any range can be read alone.
 
-    Reads with pread instead of mmap: an unreadable block is then an OSError and not a SIGBUS that kills the process.
+    Reads with pread instead of mmap: an unreadable block is then an OSError and not a SIGBUS that
+    kills the process.
     """
 
     def __init__(self, file: BinaryIO, path: Path):
-        self._file, self.path = file, path
+        self._file = file
+        self.path = path
         try:
             size = int.from_bytes(file.read(8), "little")
             header = msgspec.json.decode(file.read(min(size, os.fstat(file.fileno()).st_size)))
@@ -101,23 +111,27 @@ class TensorFile:
             yield cls(file, path)
 
     def read(self, key: str, first: int, out: Tensor) -> None:
-        """Fill `out`, 1-D, contiguous and in CPU memory, with the elements of `key` from number `first` on.
+        """Fill `out`, 1-D, contiguous and in CPU memory, with the elements of `key` from number
+        `first` on.
 
-        Raises CheckpointError where the file does not hold them in that dtype, OSError where they cannot be read.
+        Raises CheckpointError where the file does not hold them in that dtype, OSError where they
+        cannot be read.
         """
         entry = self._tensors.get(key)
         if entry is None or entry["dtype"] != DTYPES[out.dtype]:
             held = entry and entry["dtype"]
             raise CheckpointError(f"{self.path}: holds {key} as {held}, wanted {DTYPES[out.dtype]}")
         begin, end = (self._data + edge for edge in entry["data_offsets"])
-        at, left = begin + first * out.itemsize, out.view(torch.uint8).numpy().data
+        at = begin + first * out.itemsize
+        left = out.view(torch.uint8).numpy().data
         if at + len(left) > end:
             raise CheckpointError(f"{self.path}: {key} is shorter than the manifest says")
         while left:
             count = os.preadv(self._file.fileno(), [left], at)
             if not count:
                 raise CheckpointError(f"{self.path}: ends in the middle of {key}")
-            left, at = left[count:], at + count
+            left = left[count:]
+            at = at + count
 
 
 def sha256(path: Path) -> str:
@@ -126,8 +140,8 @@ def sha256(path: Path) -> str:
 
 
 def sha256_from_disk(path: Path) -> str:
-    """The hash of an fsynced file as the disk holds it: its pages are first dropped from memory, where the file system
-    supports that."""
+    """The hash of an fsynced file as the disk holds it: its pages are first dropped from memory,
+    where the file system supports that."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,5 @@
-"""The format of a checkpoint: folder names, the manifest, and the pieces of state that ranks write and read.
+"""The format of a checkpoint: folder names, the manifest, and the pieces of state that ranks write
+and read.
 
     checkpoints/
         fence.json                   who may write here: the newest run and plan epoch
@@ -7,8 +8,9 @@
             rank-00000.safetensors   one file a rank: flat slices under full parameter names
         .tmp-step-00000200.e3/       staging folder of a save in progress, or left by a killed one
 
-State is stored by full names (`layers.17.attn.wq.weight`), global shapes, and where each slice lies in them, never by
-rank or stage, so that any layout can read what any other has written. Padding is not stored.
+State is stored by full names (`layers.17.attn.wq.weight`), global shapes, and where each slice lies
+in them, never by rank or stage, so that any layout can read what any other has written. Padding is
+not stored.
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ def rank_file(rank: int) -> str:
 class StatePiece:
     """A contiguous range of one rank's slice of one parameter (or of its optimizer state).
 
-    `data` is a 1-D view of live state: a save reads it, a load writes it. Its elements are `offset`, `offset + 1`, ...
-    of the flattened local tensor, whose shape `info.local_shape` includes padding.
+    `data` is a 1-D view of live state: a save reads it, a load writes it. Its elements are
+    `offset`, `offset + 1`, ... of the flattened local tensor, whose shape `info.local_shape`
+    includes padding.
     """
 
     kind: StateKind
@@ -57,14 +60,17 @@ class StatePiece:
     def unpadded(self) -> StatePiece | None:
         """This piece without the padding at the end of dimension 0; None if it holds only padding.
 
-        Only dimension 0 is ever padded (vocabulary rows), so the valid elements are a prefix of the flat tensor.
+        Only dimension 0 is ever padded (vocabulary rows), so the valid elements are a prefix of the
+        flat tensor.
         """
         info = self.info
         padded = [shard.dim for shard in info.shards if shard.stop - shard.start != shard.padded]
         if not padded:
             return self
         if padded != [0]:
-            raise CheckpointError(f"{info.name}: padding of dimension {padded[-1]} cannot be stored")
+            raise CheckpointError(
+                f"{info.name}: padding of dimension {padded[-1]} cannot be stored"
+            )
         valid = prod(part.stop - part.start for part in info.global_slices) - self.offset
         return StatePiece(self.kind, info, self.offset, self.data[:valid]) if valid > 0 else None
 
@@ -76,10 +82,11 @@ class StatePiece:
 
 
 class Slice(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Position of the flat elements [offset, offset + count) of a file's tensor in the global parameter.
+    """Position of the flat elements [offset, offset + count) of a file's tensor in the global
+    parameter.
 
-    They are consecutive elements of the block [start, stop) of dimension `dim` (None: of the whole parameter), of which
-    `more` cuts further dimensions.
+    They are consecutive elements of the block [start, stop) of dimension `dim` (None: of the whole
+    parameter), of which `more` cuts further dimensions.
     """
 
     key: str  # tensor in the file
@@ -96,7 +103,9 @@ class Slice(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     def of(cls, key: str, piece: StatePiece) -> Slice:
         cuts, offset, count = piece.block_range
         dim, start, stop = cuts[0] if cuts else (None, 0, 0)
-        return cls(key, piece.info.name, piece.kind, dim, start, stop, offset, count, list(cuts[1:]))
+        return cls(
+            key, piece.info.name, piece.kind, dim, start, stop, offset, count, list(cuts[1:])
+        )
 
     @property
     def block_range(self) -> BlockRange:
@@ -118,7 +127,8 @@ class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Layout(Struct, frozen=True, forbid_unknown_fields=True):
-    """Degrees of the plan that wrote it: for messages, and to tell a bitwise resume from one on another layout."""
+    """Degrees of the plan that wrote it: for messages, and to tell a bitwise resume from one on
+    another layout."""
 
     tp: int
     cp: int
@@ -148,7 +158,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     scalars: dict[str, float]  # small state equal on all ranks, e.g. a loss scale
     parameters: dict[str, list[int]]  # full name -> global shape
     states: dict[str, list[int]] = {}  # the same of state without gradient
-    whole: list[str] = []  # parameters with other kinds of state: updated as whole matrices, or narrow
+    whole: list[
+        str
+    ] = []  # parameters with other kinds of state: updated as whole matrices, or narrow
     files: list[FileRecord]
 
     def slices(self) -> Iterator[tuple[FileRecord, Slice]]:
@@ -156,15 +168,22 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def coverage_problem(manifest: Manifest) -> str | None:
-    """None, or the first parameter that the files do not hold exactly once for every kind of state: a shard that no
-    rank wrote, or a data-parallel replica written twice."""
+    """None, or the first parameter that the files do not hold exactly once for every kind of state:
+    a shard that no rank wrote, or a data-parallel replica written twice."""
     parts: dict[tuple[str, StateKind], list[BlockRange]] = {}
     for _, one in manifest.slices():
         parts.setdefault((one.name, one.kind), []).append(one.block_range)
     owned = set(manifest.whole)
     rule = {name: name in owned for name in manifest.parameters}
-    kinds = {which: sorted({kind for name, kind in parts if rule.get(name) is which}) for which in (False, True)}
-    wanted = [(name, shape, kind) for name, shape in manifest.parameters.items() for kind in kinds[rule[name]]]
+    kinds = {
+        which: sorted({kind for name, kind in parts if rule.get(name) is which})
+        for which in (False, True)
+    }
+    wanted = [
+        (name, shape, kind)
+        for name, shape in manifest.parameters.items()
+        for kind in kinds[rule[name]]
+    ]
     wanted += [(name, shape, "state") for name, shape in manifest.states.items()]
     for name, shape, kind in wanted:
         if problem := tiling_problem(parts.get((name, kind), []), shape):
@@ -174,7 +193,9 @@ def coverage_problem(manifest: Manifest) -> str | None:
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON, with its own hash filled in."""
-    raw = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, hash="")), indent=1)
+    raw = msgspec.json.format(
+        msgspec.json.encode(msgspec.structs.replace(manifest, hash="")), indent=1
+    )
     return raw.replace(_hash_line(""), _hash_line(hashlib.sha256(raw).hexdigest()), 1)
 
 
@@ -186,7 +207,12 @@ def decode(raw: bytes) -> Manifest:
         if schema != SCHEMA:
             raise CheckpointError(f"schema is {schema!r}, this version reads {SCHEMA!r}")
         manifest = msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+    except (
+        msgspec.DecodeError,
+        msgspec.ValidationError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(str(error)) from None
     unsealed = raw.replace(_hash_line(manifest.hash), _hash_line(""), 1)
     if hashlib.sha256(unsealed).hexdigest() != manifest.hash:

@@ -1,9 +1,10 @@
 """Overlap of two slices of one parameter: pure arithmetic, no tensors.
 
-A slice is a flat range of a block, which some dimensions of the parameter are cut to (`format.Slice`,
-`format.StatePiece`). Neighbouring dimensions that neither of two slices cuts are one dimension. A flat range of a block
-of n dimensions is at most 2n - 1 boxes: the rest of its first row, whole rows, the beginning of its last row, and the
-same again inside of the two rests. Two slices overlap where their boxes do.
+A slice is a flat range of a block, which some dimensions of the parameter are cut to
+(`format.Slice`, `format.StatePiece`). Neighbouring dimensions that neither of two slices cuts are
+one dimension. A flat range of a block of n dimensions is at most 2n - 1 boxes: the rest of its
+first row, whole rows, the beginning of its last row, and the same again inside of the two rests.
+Two slices overlap where their boxes do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Box = tuple[tuple[int, int], ...]
 
 
 class BlockRange(NamedTuple):
-    """Elements `[offset, offset + length)` of the flattened block that `cuts` leave of the parameter."""
+    """Elements `[offset, offset + length)` of the flattened block that `cuts` leave of the
+    parameter."""
 
     cuts: tuple[Cut, ...]
     offset: int
@@ -28,8 +30,9 @@ class BlockRange(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """A rectangle of elements that two ranges share. Its element (row, column) is number
-    `left + row * left_step + column` of the left one and `right + row * right_step + column` of the right one."""
+    """A rectangle of elements that two ranges share. Its element (row, column) is number `left +
+    row * left_step + column` of the left one and `right + row * right_step + column` of the right
+    one."""
 
     rows: int
     columns: int
@@ -42,7 +45,8 @@ class Overlap(NamedTuple):
 def overlaps(left: BlockRange, right: BlockRange, shape: Sequence[int]) -> list[Overlap]:
     """The rectangles that two ranges of one parameter of `shape` share, in element order."""
     cut = {dim for part in (left, right) for dim, _, _ in part.cuts}
-    one, other = _merged(left.cuts, shape, cut), _merged(right.cuts, shape, cut)
+    one = _merged(left.cuts, shape, cut)
+    other = _merged(right.cuts, shape, cut)
     found = []
     for box in _boxes(one, left.offset, left.offset + left.length):
         for other_box in _boxes(other, right.offset, right.offset + right.length):
@@ -61,7 +65,8 @@ def overlaps(left: BlockRange, right: BlockRange, shape: Sequence[int]) -> list[
 
 
 def _merged(cuts: Sequence[Cut], shape: Sequence[int], dims: set[int]) -> Box:
-    """The block that `cuts` leave, with every dimension not in `dims` joined to the one before; two at least."""
+    """The block that `cuts` leave, with every dimension not in `dims` joined to the one before; two
+    at least."""
     of = {dim: (start, stop) for dim, start, stop in cuts}
     block = list[tuple[int, int]]()
     for dim, size in enumerate(shape):
@@ -74,7 +79,8 @@ def _merged(cuts: Sequence[Cut], shape: Sequence[int], dims: set[int]) -> Box:
 
 
 def _boxes(block: Box, first: int, stop: int) -> Iterator[Box]:
-    """The elements number `first` to `stop` of a flattened block as boxes of the parameter, in order."""
+    """The elements number `first` to `stop` of a flattened block as boxes of the parameter, in
+    order."""
     if first >= stop:
         return
     (low, _), rest = block[0], block[1:]
@@ -103,17 +109,20 @@ def _number(block: Box, place: Sequence[int]) -> int:
 
 
 def tiling_problem(parts: Sequence[BlockRange], shape: Sequence[int]) -> str | None:
-    """None if the ranges hold every element of a parameter of `shape` exactly once, else what is wrong.
+    """None if the ranges hold every element of a parameter of `shape` exactly once, else what is
+    wrong.
 
-    Expects the cuts that layouts make: each dimension in consecutive runs, a block for each combination of them, and
-    each block in consecutive ranges.
+    Expects the cuts that layouts make: each dimension in consecutive runs, a block for each
+    combination of them, and each block in consecutive ranges.
     """
     if not parts:
         return "nobody holds it"
     blocks: dict[Box, list[BlockRange]] = {}
     for part in parts:
         of = {dim: (start, stop) for dim, start, stop in part.cuts}
-        blocks.setdefault(tuple(of.get(dim, (0, size)) for dim, size in enumerate(shape)), []).append(part)
+        blocks.setdefault(
+            tuple(of.get(dim, (0, size)) for dim, size in enumerate(shape)), []
+        ).append(part)
     runs = [sorted({block[dim] for block in blocks}) for dim in range(len(shape))]
     for dim, spans in enumerate(runs):
         if problem := _run_problem(spans, shape[dim], f"of dimension {dim}"):
@@ -121,13 +130,16 @@ def tiling_problem(parts: Sequence[BlockRange], shape: Sequence[int]) -> str | N
     for place in itertools.product(*runs):
         spans = sorted((part.offset, part.offset + part.length) for part in blocks.get(place, ()))
         block = ", ".join(f"{low}:{high}" for low, high in place) if len(blocks) > 1 else ""
-        if problem := _run_problem(spans, prod(b - a for a, b in place), f"of its block {block}" if block else ""):
+        if problem := _run_problem(
+            spans, prod(b - a for a, b in place), f"of its block {block}" if block else ""
+        ):
             return problem
     return None
 
 
 def _run_problem(spans: Sequence[tuple[int, int]], size: int, where: str) -> str | None:
-    """None if the half-open spans, sorted, cover 0 to `size` without gap or overlap, else the first problem."""
+    """None if the half-open spans, sorted, cover 0 to `size` without gap or overlap, else the first
+    problem."""
     at = 0
     for start, stop in [*spans, (size, size)]:
         if start != at:

@@ -1,7 +1,8 @@
-"""Chooses the newest checkpoint whose every byte is as written; reports each newer one that fails verification.
+"""Chooses the newest checkpoint whose every byte is as written; reports each newer one that fails
+verification.
 
-Ranks share the work: rank r hashes files r, r + world, ... and all ranks learn of any problem, so all choose the same
-folder.
+Ranks share the work: rank r hashes files r, r + world, ... and all ranks learn of any problem, so
+all choose the same folder.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ def newest(
     on_reject: Callable[[Path, str], None] = lambda path, why: None,
     control: ControlPath = WORLD,
 ) -> VerifiedCheckpoint | None:
-    """The newest committed checkpoint that verifies; None if there has never been one. Every rank must call it.
+    """The newest committed checkpoint that verifies; None if there has never been one. Every rank
+    must call it.
 
-    `on_reject(path, problem)` is called on every rank for each newer one that does not verify. Raises CheckpointError
-    if there are checkpoints and none of them verifies: starting over silently would throw the run away.
+    `on_reject(path, problem)` is called on every rank for each newer one that does not verify.
+    Raises CheckpointError if there are checkpoints and none of them verifies: starting over
+    silently would throw the run away.
     """
     names = [path.name for _, path in committed(folder)] if rank == 0 else []
     names = msgspec.json.decode(control.broadcast_bytes(msgspec.json.encode(names)), type=list[str])
@@ -60,8 +63,8 @@ def newest(
 
 
 def newest_committed(folder: Path, rank: int, control: ControlPath = WORLD) -> tuple[int, int]:
-    """(epoch, step) of the newest checkpoint whose manifest can be read and is of its name's step, (-1, -1) if there is
-    none; its files are not looked at. Every rank must call it."""
+    """(epoch, step) of the newest checkpoint whose manifest can be read and is of its name's step,
+    (-1, -1) if there is none; its files are not looked at. Every rank must call it."""
     found = (-1, -1)
     for _, path in committed(folder) if rank == 0 else []:
         try:
@@ -72,11 +75,14 @@ def newest_committed(folder: Path, rank: int, control: ControlPath = WORLD) -> t
             continue
         found = manifest.epoch, manifest.step
         break
-    return msgspec.json.decode(control.broadcast_bytes(msgspec.json.encode(found)), type=tuple[int, int])
+    return msgspec.json.decode(
+        control.broadcast_bytes(msgspec.json.encode(found)), type=tuple[int, int]
+    )
 
 
 def at_step(folder: Path, step: int, rank: int) -> VerifiedCheckpoint:
-    """The checkpoint of one step. Every rank must call it. Raises CheckpointError if it is not there or not whole."""
+    """The checkpoint of one step. Every rank must call it. Raises CheckpointError if it is not
+    there or not whole."""
     path = folder / step_name(step)
     manifest, problem = _verify(path, rank, WORLD)
     if manifest is None or problem is not None:
@@ -119,7 +125,9 @@ def check_file(path: Path, record: FileRecord) -> str | None:
         if size != record.bytes:
             return f"{record.file} has {size} bytes, the manifest says {record.bytes}"
         if sha256(file) != record.sha256:
-            return f"{record.file} does not have the sha256 in the manifest: its content has changed"
+            return (
+                f"{record.file} does not have the sha256 in the manifest: its content has changed"
+            )
     except OSError as error:
         return f"{record.file}: {error.strerror}"
     return None

@@ -1,4 +1,5 @@
-"""A run's checkpoints as the training loop uses them: claim, resume, background save, synchronous save."""
+"""A run's checkpoints as the training loop uses them: claim, resume, background save, synchronous
+save."""
 
 from __future__ import annotations
 
@@ -41,10 +42,12 @@ class Checkpoints:
         control: ControlPath = WORLD,
         pin: Path | None = None,
     ):
-        """`data`: key of the token files; a resume on other text than the checkpoint's is reported, not refused.
-        `memory`: this node's folder for in-memory replicas, used if the plan asks for them. `pin`: the run's
-        note of its newest checkpoint (`trainer.checkpoint.pins`); None: it keeps none."""
-        self.target, self.reporter = Target(folder, token, plan, rank, data, control), reporter
+        """`data`: key of the token files; a resume on other text than the checkpoint's is reported,
+        not refused. `memory`: this node's folder for in-memory replicas, used if the plan asks for
+        them. `pin`: the run's note of its newest checkpoint (`trainer.checkpoint.pins`); None: it
+        keeps none."""
+        self.target = Target(folder, token, plan, rank, data, control)
+        self.reporter = reporter
         self.replicas: InMemoryReplicas | None = None
         self._peers: PeerRestore | None = None
         if memory is not None and plan.job.checkpoint.memory_every_steps > 0:
@@ -55,19 +58,26 @@ class Checkpoints:
         self._torn = ""  # why a replica filled a part of the state and no more
         self.keep_last = plan.job.checkpoint.keep_last
         self.saved_step: int | None = None  # newest step that is on disk
-        self.verified_step: int | None = None  # newest step whose files were read from the disk and found as written
+        self.verified_step: int | None = (
+            None  # newest step whose files were read from the disk and found as written
+        )
         self._background = BackgroundSave(self.target, self.keep_last)
-        self._started, self._stall_s = 0.0, 0.0  # of the save in progress
+        self._started = 0.0
+        self._stall_s = 0.0  # of the save in progress
 
     def resume(self, pieces: Callable[[], Sequence[StatePiece]]) -> Manifest | None:
-        """Claim the folder for this epoch, then fill `pieces()` from the newest verified checkpoint, if there is one.
+        """Claim the folder for this epoch, then fill `pieces()` from the newest verified
+        checkpoint, if there is one.
 
-        A complete in-memory replica with a newer (epoch, step) is used instead. Newer checkpoints that fail
-        verification are reported (event `checkpoint_rejected`) and renamed.
+        A complete in-memory replica with a newer (epoch, step) is used instead. Newer checkpoints
+        that fail verification are reported (event `checkpoint_rejected`) and renamed.
 
-        Raises Fenced, CheckpointError; OSError when what fills `pieces()` is gone in the middle and nothing else can.
+        Raises Fenced, CheckpointError; OSError when what fills `pieces()` is gone in the middle and
+        nothing else can.
         """
-        folder, rank, control = self.target.folder, self.target.rank, self.target.control
+        folder = self.target.folder
+        rank = self.target.rank
+        control = self.target.control
         claim(self.target)
         start = time.perf_counter()
         replica = self._peers.newest() if self._peers is not None else None
@@ -75,7 +85,8 @@ class Checkpoints:
             if (found := self._from_memory(replica, pieces)) is not None:
                 return self._resumed(found, start, "memory")
             replica = None
-        found, problem = None, None
+        found = None
+        problem = None
         try:
             found = self._verified()
         except CheckpointError as error:
@@ -87,18 +98,23 @@ class Checkpoints:
         ):
             return self._resumed(fetched, start, "memory")
         if found is not None:
-            restore(found, pieces(), rank, layout_of(self.target.plan), self.target.plan.job.train.seed)
+            restore(
+                found, pieces(), rank, layout_of(self.target.plan), self.target.plan.job.train.seed
+            )
             return self._resumed(found, start, "disk")
         if problem is not None:
             raise problem
         if self._torn:
             raise OSError(f"the state is filled in part: {self._torn}")
-        if gone := control.judge(b"", lambda _: pins.saved_before(self._pin, folder) if self._pin else ""):
+        if gone := control.judge(
+            b"", lambda _: pins.saved_before(self._pin, folder) if self._pin else ""
+        ):
             raise CheckpointError(gone)
         return None
 
     def _remember(self, step: int) -> None:
-        """Note on rank 0 that the checkpoint of `step` is on disk. A note that cannot be written ends no run."""
+        """Note on rank 0 that the checkpoint of `step` is on disk. A note that cannot be written
+        ends no run."""
         if self._pin is None or self.target.rank != 0:
             return
         try:
@@ -120,11 +136,15 @@ class Checkpoints:
                 set_aside(path, self.target.token)
         return found
 
-    def _from_memory(self, replica: Replica, pieces: Callable[[], Sequence[StatePiece]]) -> VerifiedCheckpoint | None:
-        """Fill `pieces()` from a replica. None where any rank cannot, also when its files are deleted while it reads
-        (logind does that): what was filled until then must be filled again."""
+    def _from_memory(
+        self, replica: Replica, pieces: Callable[[], Sequence[StatePiece]]
+    ) -> VerifiedCheckpoint | None:
+        """Fill `pieces()` from a replica. None where any rank cannot, also when its files are
+        deleted while it reads (logind does that): what was filled until then must be filled
+        again."""
         assert self._peers is not None
-        plan, problem = self.target.plan, b""
+        plan = self.target.plan
+        problem = b""
         try:
             found = self._peers.fetch(replica, pieces())
         except CheckpointError as error:
@@ -145,7 +165,8 @@ class Checkpoints:
             self.reporter.event("checkpoint_rejected", path=path, problem=problem)
 
     def _resumed(self, found: VerifiedCheckpoint, start: float, source: str) -> Manifest:
-        plan, rank = self.target.plan, self.target.rank
+        plan = self.target.plan
+        rank = self.target.rank
         if source == "disk":
             self.saved_step = self.verified_step = found.manifest.step
             self._remember(found.manifest.step)
@@ -167,12 +188,21 @@ class Checkpoints:
             )
         return manifest
 
-    # ------------------------------------------------------------------------------------------- in the background
+    # ------------------------------------------------------------------------------------------- in
+    #     the background
 
-    def start(self, pieces: Sequence[StatePiece], step: int, samples: int, scalars: Mapping[str, float] = {}) -> None:
-        """Start to save `step` while training continues. Waits for a save in progress: there is memory for one copy.
+    def start(
+        self,
+        pieces: Sequence[StatePiece],
+        step: int,
+        samples: int,
+        scalars: Mapping[str, float] = {},
+    ) -> None:
+        """Start to save `step` while training continues. Waits for a save in progress: there is
+        memory for one copy.
 
-        A failed save (of this step or before) is the event `checkpoint_failed`: the next may succeed. Raises Fenced.
+        A failed save (of this step or before) is the event `checkpoint_failed`: the next may
+        succeed. Raises Fenced.
         """
         self.settle()
         if step == self.saved_step:
@@ -180,12 +210,15 @@ class Checkpoints:
         self._started = time.perf_counter()
         self._tell_removed(step)
         with self._failure_told(step):
-            self._background.start(Contents(step, samples, pieces, dict(scalars)), self.verified_step)
+            self._background.start(
+                Contents(step, samples, pieces, dict(scalars)), self.verified_step
+            )
         self._stall_s = time.perf_counter() - self._started
 
     @property
     def copied(self) -> torch.cuda.Event | None:
-        """Until this event no update may change what `start` saves; None where it has been copied already (CPU)."""
+        """Until this event no update may change what `start` saves; None where it has been copied
+        already (CPU)."""
         return self._background.copied
 
     @property
@@ -212,7 +245,8 @@ class Checkpoints:
             self.replicas.before_update(step)
 
     def _follow(self, move: Callable[[], int | None]) -> None:
-        contents, start = self._background.contents, time.perf_counter()
+        contents = self._background.contents
+        start = time.perf_counter()
         if contents is None:
             return
         with self._failure_told(contents.step):
@@ -229,7 +263,8 @@ class Checkpoints:
             if self.target.rank == 0:
                 self.reporter.event("checkpoint_failed", step, error=str(error))
 
-    # ------------------------------------------------------------------------------------------- now
+    # -------------------------------------------------------------------------------------------
+    #     now
 
     def save(
         self,
@@ -241,8 +276,9 @@ class Checkpoints:
     ) -> None:
         """Commit the checkpoint of `step` before returning, unless that step is on disk already.
 
-        Without `read_back` it is faster, for a termination signal that leaves little time; retention then also keeps
-        the newest checkpoint that was read back. Raises SaveError, Fenced.
+        Without `read_back` it is faster, for a termination signal that leaves little time;
+        retention then also keeps the newest checkpoint that was read back. Raises SaveError,
+        Fenced.
         """
         self.settle()
         if step == self.saved_step:
@@ -255,11 +291,13 @@ class Checkpoints:
         self._saved(contents, size, seconds, seconds)
 
     def _tell_removed(self, step: int) -> None:
-        """Say so if somebody has removed the folder, which this save makes anew. Never an error: a disk that fails here
-        fails in the save too, where all ranks learn of it."""
+        """Say so if somebody has removed the folder, which this save makes anew. Never an error: a
+        disk that fails here fails in the save too, where all ranks learn of it."""
         with contextlib.suppress(OSError):
             if self.target.rank == 0 and not (self.target.folder / FENCE).exists():
-                self.reporter.event("checkpoint_folder_removed", step, folder=str(self.target.folder))
+                self.reporter.event(
+                    "checkpoint_folder_removed", step, folder=str(self.target.folder)
+                )
 
     def _saved(self, contents: Contents, size: int, seconds: float, stall_s: float) -> None:
         self.saved_step = contents.step

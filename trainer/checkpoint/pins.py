@@ -1,7 +1,9 @@
-"""What a run remembers of its first start and its latest save, so that a later start cannot quietly be another run.
+"""What a run remembers of its first start and its latest save, so that a later start cannot quietly
+be another run.
 
-One JSON file each in `<run folder>/pins`: `data.json`, the tokens that the run trains on, and `saved.json`, its newest
-durable checkpoint. `orch resume --allow` removes one; the next start then writes it anew.
+One JSON file each in `<run folder>/pins`: `data.json`, the tokens that the run trains on, and
+`saved.json`, its newest durable checkpoint. `orch resume --allow` removes one; the next start then
+writes it anew.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ class SavedPin(Struct, frozen=True):
 
 
 def pin_data(path: Path, now: DataPin, where: str) -> str:
-    """ "" if the run may train on `now`, which is then its data for good; otherwise what is wrong, in one line.
+    """ "" if the run may train on `now`, which is then its data for good; otherwise what is wrong,
+    in one line.
 
-    `where`: the data as the user named it. Raises DataError where the file cannot be read; OSError where not written.
+    `where`: the data as the user named it. Raises DataError where the file cannot be read; OSError
+    where not written.
     """
     try:
         pinned = msgspec.json.decode(path.read_bytes(), type=DataPin)
@@ -40,29 +44,35 @@ def pin_data(path: Path, now: DataPin, where: str) -> str:
         _write(path, now)
         return ""
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read ({error}); it says which data the run began with") from None
+        raise DataError(
+            f"{path} cannot be read ({error}); it says which data the run began with"
+        ) from None
     if pinned.tokens == now.tokens:
         return ""
     what = "the text" if pinned.key != now.key else "the token files of the same text"
     return (
-        f"{what} in {where} is not what this run began with (key {pinned.key[:12]} then, {now.key[:12]} now); put it"
-        " back, or go on with what is there: orch resume --allow changed-data"
+        f"{what} in {where} is not what this run began with (key {pinned.key[:12]} then,"
+        f" {now.key[:12]} now); put it back, or go on with what is there: orch resume --allow"
+        " changed-data"
     )
 
 
 def saved(path: Path) -> SavedPin | None:
-    """What `remember` has written; None if the run has never saved. Raises CheckpointError where it cannot be read."""
+    """What `remember` has written; None if the run has never saved. Raises CheckpointError where it
+    cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=SavedPin)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); it says whether the run has saved before") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); it says whether the run has saved before"
+        ) from None
 
 
 def saved_before(path: Path, folder: Path) -> str:
-    """What is wrong, in one line, where a run finds no checkpoint in `folder` to start from: it has saved before, and
-    nobody said that it may start over. "" if it has not."""
+    """What is wrong, in one line, where a run finds no checkpoint in `folder` to start from: it has
+    saved before, and nobody said that it may start over. "" if it has not."""
     try:
         pinned = saved(path)
     except CheckpointError as error:
@@ -70,8 +80,8 @@ def saved_before(path: Path, folder: Path) -> str:
     if pinned is None:
         return ""
     return (
-        f"this run has saved step {pinned.step} in {pinned.folder}, and there is no checkpoint in {folder} now; put it"
-        " back, or start over from step 0: orch resume --allow fresh-start"
+        f"this run has saved step {pinned.step} in {pinned.folder}, and there is no checkpoint in"
+        f" {folder} now; put it back, or start over from step 0: orch resume --allow fresh-start"
     )
 
 

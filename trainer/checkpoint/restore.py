@@ -1,8 +1,8 @@
 """Fills live state from a verified checkpoint, whatever layout wrote it.
 
-Each rank finds its slices by parameter name and position in any of the files and reads only those bytes. Runs of
-elements are read straight into the live tensor. Of a matrix cut along its columns, rows of at least a page are read one
-by one, and shorter rows together with the bytes between them.
+Each rank finds its slices by parameter name and position in any of the files and reads only those
+bytes. Runs of elements are read straight into the live tensor. Of a matrix cut along its columns,
+rows of at least a page are read one by one, and shorter rows together with the bytes between them.
 """
 
 from __future__ import annotations
@@ -35,18 +35,22 @@ class _Read(NamedTuple):
     shared: Overlap
 
 
-def restore(found: VerifiedCheckpoint, pieces: Iterable[StatePiece], rank: int, layout: Layout, seed: int) -> None:
+def restore(
+    found: VerifiedCheckpoint, pieces: Iterable[StatePiece], rank: int, layout: Layout, seed: int
+) -> None:
     """Fill the pieces' data, bit for bit, and this rank's random state from the checkpoint.
 
-    `layout` is that of the pieces. If it wrote the checkpoint, each rank gets its random state back; on another layout
-    each rank's generator is seeded from `seed`, the step and the rank.
+    `layout` is that of the pieces. If it wrote the checkpoint, each rank gets its random state
+    back; on another layout each rank's generator is seeded from `seed`, the step and the rank.
 
-    Raises CheckpointError if an element is missing, has another dtype, or belongs to a parameter of another shape;
-    OSError, with the file's name, if a file cannot be read.
+    Raises CheckpointError if an element is missing, has another dtype, or belongs to a parameter of
+    another shape; OSError, with the file's name, if a file cannot be read.
     """
     StoredState(found).fill(pieces)
     own = rank_file(rank)
-    if found.manifest.layout == layout and any(record.file == own for record in found.manifest.files):
+    if found.manifest.layout == layout and any(
+        record.file == own for record in found.manifest.files
+    ):
         state = torch.empty_like(torch.get_rng_state())
         with TensorFile.open(found.path / own) as file:
             file.read(RNG_KEY, 0, state)
@@ -88,7 +92,8 @@ class StoredState:
                     _copy(file, part.key, piece.data, shared)
 
     def _wanted(self, pieces: Iterable[StatePiece]) -> Iterator[StatePiece]:
-        """The pieces without padding. Those that are only padding are left out, and stale weights if there are none."""
+        """The pieces without padding. Those that are only padding are left out, and stale weights
+        if there are none."""
         has_stale = any(kind == STALE for kind, _ in self._parts)
         for piece in pieces:
             wanted = piece.unpadded()
@@ -97,7 +102,8 @@ class StoredState:
 
     def _find(self, wanted: StatePiece) -> list[tuple[FileRecord, _Read]]:
         _check_shape(self.found, wanted)
-        reads, missing = [], wanted.data.numel()
+        reads = []
+        missing = wanted.data.numel()
         for record, part in self._parts.get((wanted.kind, wanted.info.name), []):
             for shared in overlaps(part.block_range, wanted.block_range, wanted.info.global_shape):
                 _check_dtype(self.found, record, wanted)
@@ -105,15 +111,16 @@ class StoredState:
                 reads.append((record, _Read(part, wanted, shared)))
         if missing:
             raise CheckpointError(
-                f"{self.found.path.name} holds {'too much' if missing < 0 else 'too little'} of {wanted.info.name}"
-                f" ({wanted.kind}): {abs(missing)} elements of this rank's part"
+                f"{self.found.path.name} holds {'too much' if missing < 0 else 'too little'} of"
+                f" {wanted.info.name} ({wanted.kind}): {abs(missing)} elements of this rank's part"
             )
         return reads
 
 
 def _copy(file: TensorFile, key: str, data: Tensor, shared: Overlap) -> None:
     """Read the rectangle `shared` of the file's tensor `key` (left) into `data` (right)."""
-    shape, step = (shared.rows, shared.columns), (shared.right_step, 1)
+    shape = (shared.rows, shared.columns)
+    step = (shared.right_step, 1)
     into = data.as_strided(shape, step, data.storage_offset() + shared.right)
     here = data.device.type == "cpu"
     if shared.columns * data.itemsize >= PAGE_BYTES or shared.rows == 1:
@@ -136,7 +143,9 @@ def _check_shape(found: VerifiedCheckpoint, piece: StatePiece) -> None:
     shape = (manifest.states if piece.kind == "state" else manifest.parameters).get(piece.info.name)
     if shape is None:
         what = "state" if piece.kind == "state" else "parameter"
-        raise CheckpointError(f"{found.path.name} has no {what} {piece.info.name}: it is of another model")
+        raise CheckpointError(
+            f"{found.path.name} has no {what} {piece.info.name}: it is of another model"
+        )
     if tuple(shape) != piece.info.global_shape:
         raise CheckpointError(
             f"{found.path.name} has {piece.info.name} with shape {tuple(shape)},"
@@ -145,8 +154,10 @@ def _check_shape(found: VerifiedCheckpoint, piece: StatePiece) -> None:
 
 
 def _check_dtype(found: VerifiedCheckpoint, record: FileRecord, piece: StatePiece) -> None:
-    stored, wanted = record.dtypes.get(dtype_key(piece.kind, piece.info.name)), DTYPES[piece.data.dtype]
+    stored = record.dtypes.get(dtype_key(piece.kind, piece.info.name))
+    wanted = DTYPES[piece.data.dtype]
     if stored != wanted:
         raise CheckpointError(
-            f"{found.path.name}: {record.file} holds {piece.kind} state as {stored}, this plan trains with {wanted}"
+            f"{found.path.name}: {record.file} holds {piece.kind} state as {stored}, this plan"
+            f" trains with {wanted}"
         )

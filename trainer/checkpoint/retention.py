@@ -17,10 +17,12 @@ from .fence import Fence
 
 
 def prune(folder: Path, keep_last: int, protected: int | None = None) -> list[int]:
-    """Delete all but the newest `keep_last` checkpoints (at least one) and the step `protected`; the deleted steps.
+    """Delete all but the newest `keep_last` checkpoints (at least one) and the step `protected`;
+    the deleted steps.
 
-    Folders that hold another step than their name says are not counted, and left to the next start to set aside.
-    `protected` is the newest step that has been read back as written; it is deleted only after a newer one has been.
+    Folders that hold another step than their name says are not counted, and left to the next start
+    to set aside. `protected` is the newest step that has been read back as written; it is deleted
+    only after a newer one has been.
     """
     listed = [(step, path) for step, path in committed(folder) if _holds(path, step)]
     old = [(step, path) for step, path in listed[max(keep_last, 1) :] if step != protected]
@@ -35,7 +37,8 @@ class _Head(Struct):
 
 
 def _holds(path: Path, step: int) -> bool:
-    """Whether the manifest is of this step, or cannot be read: a copy under a later name must not drive out others."""
+    """Whether the manifest is of this step, or cannot be read: a copy under a later name must not
+    drive out others."""
     try:
         return msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Head).step == step
     except (OSError, msgspec.MsgspecError, RecursionError):
@@ -46,11 +49,14 @@ def discard(path: Path) -> None:
     """Delete a committed folder so that a crash half-way leaves no folder that looks committed."""
     trash = path.with_name(f".trash-{path.name}-{time.time_ns()}")
     path.rename(trash)
-    sync_folder(path.parent)  # the new name first: a power cut must not find the old one with half its files
+    sync_folder(
+        path.parent
+    )  # the new name first: a power cut must not find the old one with half its files
     shutil.rmtree(trash, ignore_errors=True)
 
 
 def set_aside(path: Path, token: Fence) -> None:
-    """Rename a checkpoint that failed verification: kept for inspection, no longer listed as committed."""
+    """Rename a checkpoint that failed verification: kept for inspection, no longer listed as
+    committed."""
     with contextlib.suppress(OSError):
         path.rename(path.with_name(f"{path.name}.rejected-e{token.epoch}"))

@@ -1,9 +1,12 @@
-"""Saves a checkpoint: every rank writes one file into a staging folder, rank 0 commits by renaming the folder.
+"""Saves a checkpoint: every rank writes one file into a staging folder, rank 0 commits by renaming
+the folder.
 
-Order (reliability.md 3.4): fence -> files (fsync, read back) -> manifest (fsync) -> folder (fsync) -> fence again,
-under the lock -> rename -> parent (fsync) -> prune. A crash at any point leaves the previous checkpoints as they were.
+Order (reliability.md 3.4): fence -> files (fsync, read back) -> manifest (fsync) -> folder (fsync)
+-> fence again, under the lock -> rename -> parent (fsync) -> prune. A crash at any point leaves the
+previous checkpoints as they were.
 
-The functions here that are not collective touch files only, so a thread may call them (`background`).
+The functions here that are not collective touch files only, so a thread may call them
+(`background`).
 """
 
 from __future__ import annotations
@@ -66,8 +69,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank writes into the checkpoint of `step`. `read_back`: files are read from the disk and compared before
-    the save counts as verified; only a verified save may replace an older verified one."""
+    """What one rank writes into the checkpoint of `step`. `read_back`: files are read from the disk
+    and compared before the save counts as verified; only a verified save may replace an older
+    verified one."""
 
     step: int
     samples: int
@@ -88,7 +92,8 @@ class RankOutcome(Struct):
 
 
 class CommitOutcome(Struct):
-    """What rank 0 broadcasts after a commit: bytes of the committed folder, or the error and its exit code."""
+    """What rank 0 broadcasts after a commit: bytes of the committed folder, or the error and its
+    exit code."""
 
     bytes: int = 0
     error: str = ""
@@ -105,15 +110,17 @@ def layout_of(plan: Plan) -> Layout:
     return Layout(**{axis: getattr(plan.parallel, axis) for axis in Layout.__struct_fields__})
 
 
-# ---------------------------------------------------------------------------------------------- collective
+# ----------------------------------------------------------------------------------------------
+#     collective
 
 
 def save(target: Target, contents: Contents, keep_last: int, protected: int | None = None) -> int:
     """Write and commit a checkpoint; bytes of all its files. Collective.
 
-    The pieces are those that only this rank writes (owner of a slice, one data-parallel replica). `protected` is the
-    newest older step that is verified: pruning keeps it whatever `keep_last` is. Raises the same error on every rank:
-    SaveError if any rank could not write, Fenced if a newer epoch owns the folder.
+    The pieces are those that only this rank writes (owner of a slice, one data-parallel replica).
+    `protected` is the newest older step that is verified: pruning keeps it whatever `keep_last` is.
+    Raises the same error on every rank: SaveError if any rank could not write, Fenced if a newer
+    epoch owns the folder.
     """
     begin(target, contents.step)
     outcomes = gather(target.control, write(target.staging(contents.step), target.rank, contents))
@@ -160,14 +167,19 @@ def claim(target: Target) -> None:
     on_rank_zero(target, claim_folder)
 
 
-# ---------------------------------------------------------------------------------------------- one rank's part
+# ---------------------------------------------------------------------------------------------- one
+#     rank's part
 
 
 def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
-    """Write this rank's file into `staging`: durable on return, and read back if `contents.read_back`."""
+    """Write this rank's file into `staging`: durable on return, and read back if
+    `contents.read_back`."""
     tensors: dict[str, Tensor] = {RNG_KEY: contents.random_state}
-    slices, shapes, states = list[Slice](), dict[str, list[int]](), dict[str, list[int]]()
-    dtypes, whole = dict[str, str](), set[str]()
+    slices = list[Slice]()
+    shapes = dict[str, list[int]]()
+    states = dict[str, list[int]]()
+    dtypes = dict[str, str]()
+    whole = set[str]()
     for piece in contents.pieces:
         stored = piece.unpadded()
         if stored is None or not stored.data.numel():
@@ -177,7 +189,9 @@ def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
         tensors[key] = stored.data
         dtypes[dtype_key(stored.kind, stored.info.name)] = DTYPES[stored.data.dtype]
         whole |= {stored.info.name} if stored.info.whole or stored.info.narrow else set()
-        (states if stored.kind == "state" else shapes)[stored.info.name] = list(stored.info.global_shape)
+        (states if stored.kind == "state" else shapes)[stored.info.name] = list(
+            stored.info.global_shape
+        )
         slices.append(Slice.of(key, stored))
     name = rank_file(rank)
     path = staging / name
@@ -188,11 +202,15 @@ def write(staging: Path, rank: int, contents: Contents) -> RankOutcome:
     except OSError as error:
         return RankOutcome(record=None, error=f"{name}: {error.strerror or error}")
     return RankOutcome(
-        record=FileRecord(name, size, digest, dtypes, slices), shapes=shapes, states=states, whole=sorted(whole)
+        record=FileRecord(name, size, digest, dtypes, slices),
+        shapes=shapes,
+        states=states,
+        whole=sorted(whole),
     )
 
 
-# ---------------------------------------------------------------------------------------------- rank 0's part
+# ----------------------------------------------------------------------------------------------
+#     rank 0's part
 
 
 def outcome_of(action: Callable[[], int]) -> CommitOutcome:
@@ -202,25 +220,42 @@ def outcome_of(action: Callable[[], int]) -> CommitOutcome:
     except TrainerError as error:
         return CommitOutcome(error=str(error), exit=error.exit)
     except OSError as error:
-        return CommitOutcome(error=f"{error.filename or 'checkpoint'}: {error.strerror or error}", exit=Exit.USER)
+        return CommitOutcome(
+            error=f"{error.filename or 'checkpoint'}: {error.strerror or error}", exit=Exit.USER
+        )
 
 
 def commit(
-    target: Target, contents: Contents, outcomes: Iterable[RankOutcome], keep_last: int, protected: int | None = None
+    target: Target,
+    contents: Contents,
+    outcomes: Iterable[RankOutcome],
+    keep_last: int,
+    protected: int | None = None,
 ) -> int:
-    """Commit the files that the ranks have written; bytes of all of them. Raises SaveError, Fenced."""
+    """Commit the files that the ranks have written; bytes of all of them. Raises SaveError,
+    Fenced."""
     outcomes = list(outcomes)
-    problem = next((f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error), "")
+    problem = next(
+        (f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error),
+        "",
+    )
     manifest = manifest_of(target, contents, outcomes)
     return publish(target, manifest, problem, keep_last, contents.read_back, protected)
 
 
 def publish(
-    target: Target, manifest: Manifest, problem: str, keep_last: int, read_back: bool, protected: int | None = None
+    target: Target,
+    manifest: Manifest,
+    problem: str,
+    keep_last: int,
+    read_back: bool,
+    protected: int | None = None,
 ) -> int:
-    """Rename the staging folder to its step's name, unless there was a `problem` or the files do not hold every element
-    once; bytes of all files. Raises SaveError, Fenced; the staging folder is then deleted."""
-    staging, step = target.staging(manifest.step), manifest.step
+    """Rename the staging folder to its step's name, unless there was a `problem` or the files do
+    not hold every element once; bytes of all files. Raises SaveError, Fenced; the staging folder is
+    then deleted."""
+    staging = target.staging(manifest.step)
+    step = manifest.step
     try:
         if problem:
             raise SaveError(f"checkpoint of step {step}: {problem}")
@@ -229,7 +264,9 @@ def publish(
         _rename(target, staging, manifest, read_back)
     except (TrainerError, OSError):
         shutil.rmtree(staging, ignore_errors=True)
-        fence.check(target.folder, target.token)  # if a new owner deleted the staging folder, that is the better error
+        fence.check(
+            target.folder, target.token
+        )  # if a new owner deleted the staging folder, that is the better error
         raise
     prune(target.folder, keep_last, step if read_back else protected)
     return sum(record.bytes for record in manifest.files)
@@ -255,7 +292,9 @@ def manifest_of(target: Target, contents: Contents, outcomes: Sequence[RankOutco
 
 
 def _rename(target: Target, staging: Path, manifest: Manifest, read_back: bool) -> None:
-    write_atomic(staging / MANIFEST, encode(manifest))  # also makes the names of the ranks' files durable
+    write_atomic(
+        staging / MANIFEST, encode(manifest)
+    )  # also makes the names of the ranks' files durable
     if read_back:
         try:
             decode((staging / MANIFEST).read_bytes())

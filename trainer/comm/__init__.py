@@ -1,1 +1,2 @@
-"""Everything that talks to other ranks: process groups, collectives and what they cost, small control messages."""
+"""Everything that talks to other ranks: process groups, collectives and what they cost, small
+control messages."""

@@ -1,8 +1,10 @@
-"""Checks before step 0 that every worker has loaded the same plan and runs on the node and GPU that the plan says.
+"""Checks before step 0 that every worker has loaded the same plan and runs on the node and GPU that
+the plan says.
 
-A worker on the wrong node trains correctly but slowly (its tensor-parallel group crosses the network), and a worker
-with another plan trains wrongly; neither fails by itself. So rank 0 gathers the identities of all, checks the whole
-table with a pure function, and all raise the same error (exit code 65).
+A worker on the wrong node trains correctly but slowly (its tensor-parallel group crosses the
+network), and a worker with another plan trains wrongly; neither fails by itself. So rank 0 gathers
+the identities of all, checks the whole table with a pure function, and all raise the same error
+(exit code 65).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from .control import WORLD, ControlPath
 
 
 class WorkerIdentity(Struct, frozen=True, kw_only=True):
-    """One worker. `assigned_plan`: plan hash given by its agent; `loaded_plan`: that of the plan file it has read."""
+    """One worker. `assigned_plan`: plan hash given by its agent; `loaded_plan`: that of the plan
+    file it has read."""
 
     rank: int
     node: str
@@ -36,16 +39,23 @@ def check_env(plan: Plan, env: WorkerEnv) -> None:
     """Check this rank and world size before joining any group. Raises PlanMismatch."""
     world = plan.parallel.world_size
     if env.world_size != world:
-        raise PlanMismatch(f"rank {env.rank} was started for {env.world_size} workers, the plan has {world}")
+        raise PlanMismatch(
+            f"rank {env.rank} was started for {env.world_size} workers, the plan has {world}"
+        )
     if not 0 <= env.rank < world:
-        raise PlanMismatch(f"rank {env.rank} on {env.node!r} is outside the plan's ranks 0..{world - 1}")
+        raise PlanMismatch(
+            f"rank {env.rank} on {env.node!r} is outside the plan's ranks 0..{world - 1}"
+        )
 
 
 def check_peers(plan: Plan, env: WorkerEnv, control: ControlPath = WORLD) -> None:
-    """Gather all identities on rank 0 and check them there. Collective; all ranks raise PlanMismatch or none."""
+    """Gather all identities on rank 0 and check them there. Collective; all ranks raise
+    PlanMismatch or none."""
 
     def verdict(everyone: list[bytes]) -> str:
-        return find_mismatch(plan, [json.decode(raw, type=WorkerIdentity) for raw in everyone]) or ""
+        return (
+            find_mismatch(plan, [json.decode(raw, type=WorkerIdentity) for raw in everyone]) or ""
+        )
 
     if problem := control.judge(json.encode(identity_of(plan, env)), verdict):
         raise PlanMismatch(problem)
@@ -59,19 +69,25 @@ def find_mismatch(plan: Plan, workers: list[WorkerIdentity]) -> str | None:
         if worker.rank != index:
             return f"{who} calls itself rank {worker.rank}"
         if worker.epoch != first.epoch:
-            return f"{who} is of plan epoch {worker.epoch}, rank 0 on {first.node!r} of {first.epoch}"
+            return (
+                f"{who} is of plan epoch {worker.epoch}, rank 0 on {first.node!r} of {first.epoch}"
+            )
         if worker.assigned_plan != worker.loaded_plan:
             assigned = worker.assigned_plan[:12] or "(none)"
             return f"{who} was told plan {assigned}, its plan file is {worker.loaded_plan[:12]}"
         if worker.loaded_plan != first.loaded_plan:
-            return f"{who} has plan {worker.loaded_plan[:12]}, rank 0 on {first.node!r} has {first.loaded_plan[:12]}"
+            return (
+                f"{who} has plan {worker.loaded_plan[:12]}, rank 0 on {first.node!r} has"
+                f" {first.loaded_plan[:12]}"
+            )
     occupant = {(rank.node, rank.gpu): rank.rank for rank in plan.ranks}
     for worker, planned in zip(workers, plan.ranks, strict=True):
         if (worker.node, worker.local_rank) != (planned.node, planned.gpu):
             meant = occupant.get((worker.node, worker.local_rank))
             whose = "no rank's place" if meant is None else f"rank {meant}'s place"
             return (
-                f"rank {worker.rank} runs on {worker.node!r} as local rank {worker.local_rank}, which is {whose}:"
-                f" the plan puts it on {planned.node!r} as local rank {planned.gpu}"
+                f"rank {worker.rank} runs on {worker.node!r} as local rank {worker.local_rank},"
+                f" which is {whose}: the plan puts it on {planned.node!r} as local rank"
+                f" {planned.gpu}"
             )
     return None

@@ -1,9 +1,10 @@
 """Collectives on the hot path, with counters of bytes and exposed time.
 
-Every call names the axis it serves and the counter that records it; a group of None (one member) costs nothing and
-returns its input. Bytes are what one rank sends with ring algorithms (Patarasuk & Yuan 2009; NCCL's rings):
-all-reduce 2(n-1)/n B, reduce-scatter and all-gather (n-1)/n B with B the size of the whole buffer, point-to-point B.
-Seconds are exposed time: how long the caller's thread (CPU) or stream (CUDA) waited.
+Every call names the axis it serves and the counter that records it; a group of None (one member)
+costs nothing and returns its input. Bytes are what one rank sends with ring algorithms (Patarasuk &
+Yuan 2009; NCCL's rings): all-reduce 2(n-1)/n B, reduce-scatter and all-gather (n-1)/n B with B the
+size of the whole buffer, point-to-point B. Seconds are exposed time: how long the caller's thread
+(CPU) or stream (CUDA) waited.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class TransferTrace(Protocol):
 
     def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None: ...
 
-    def receive(self, axis: str, size: int, ranks: Sequence[int]) -> None: ...  # ranks: sender and receiver
+    def receive(
+        self, axis: str, size: int, ranks: Sequence[int]
+    ) -> None: ...  # ranks: sender and receiver
 
     def on_arrival(self, work: dist.Work | None) -> Callable[[], None]: ...
 
@@ -46,15 +49,25 @@ class CommCounter:
     started: int = 0  # transfers since the start
     waiting_in: tuple[str, str] | None = None  # (transfer, axis) that the caller's thread waits for
     last: str = ""  # the latest transfer
-    before_wait: Callable[[], None] = lambda: None  # other work of this rank may go on meanwhile (`pipeline.turns`)
+    before_wait: Callable[[], None] = lambda: (
+        None
+    )  # other work of this rank may go on meanwhile (`pipeline.turns`)
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    levels: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # bytes to experts, by level
+    levels: dict[str, int] = field(
+        default_factory=lambda: defaultdict(int)
+    )  # bytes to experts, by level
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def count_sent(
-        self, what: str, axis: str, size: int, group: dist.ProcessGroup, calls: int = 1, to: int | None = None
+        self,
+        what: str,
+        axis: str,
+        size: int,
+        group: dist.ProcessGroup,
+        calls: int = 1,
+        to: int | None = None,
     ) -> None:
         """`to`: the global rank that a message goes to; None for a collective."""
         self.bytes[axis] += size
@@ -70,13 +83,14 @@ class CommCounter:
         return self.trace.on_arrival(work) if self.trace is not None else _nothing
 
     def waiting(self, axis: str, tensor: Tensor, what: str = "") -> _Stopwatch:
-        """Context manager that times a wait for `what` (default: the latest transfer). On CUDA it records events and
-        does not block the host."""
+        """Context manager that times a wait for `what` (default: the latest transfer). On CUDA it
+        records events and does not block the host."""
         return _Stopwatch(self, axis, tensor.is_cuda, what or self.last)
 
     @contextlib.contextmanager
     def syncing(self) -> Iterator[None]:
-        """Context manager around a host wait for the device, which may itself wait for other ranks."""
+        """Context manager around a host wait for the device, which may itself wait for other
+        ranks."""
         self.waiting_in = self.last, "device"
         try:
             yield
@@ -92,7 +106,8 @@ class CommCounter:
         return closed
 
     def take(self) -> tuple[dict[str, int], dict[str, float]]:
-        """(bytes, seconds) by axis since the last call; resets both. On CUDA this waits for the recorded events."""
+        """(bytes, seconds) by axis since the last call; resets both. On CUDA this waits for the
+        recorded events."""
         closed = self.close()
         return closed.bytes, closed.seconds()
 
@@ -104,11 +119,13 @@ class CommAccount:
     bytes: dict[str, int]
     waited: dict[str, float]  # seconds of the host
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
-    levels: dict[str, int]  # of the bytes, those to experts on other ranks, by level: "nvlink", "network"
+    levels: dict[
+        str, int
+    ]  # of the bytes, those to experts on other ranks, by level: "nvlink", "network"
 
     def seconds(self) -> dict[str, float]:
-        """Exposed seconds by axis, and by level of what goes to experts. On CUDA it waits for events that have not
-        happened yet."""
+        """Exposed seconds by axis, and by level of what goes to experts. On CUDA it waits for
+        events that have not happened yet."""
         found = defaultdict(float, self.waited)
         for axis, begin, end in self.events:
             if not end.query():
@@ -127,7 +144,10 @@ class _Stopwatch:
     begin: Any  # a CUDA event, or seconds of perf_counter
 
     def __init__(self, counter: CommCounter, axis: str, cuda: bool, what: str):
-        self.counter, self.axis, self.cuda, self.what = counter, axis, cuda, what
+        self.counter = counter
+        self.axis = axis
+        self.cuda = cuda
+        self.what = what
 
     def __enter__(self) -> None:
         self.counter.waiting_in = self.what, self.axis
@@ -150,7 +170,8 @@ class _Stopwatch:
 class Handle:
     """A collective in progress. `wait` returns its result; waiting twice is harmless.
 
-    Keep it until then: torch cancels a transfer whose handle is dropped. `finish` runs once, when the data has arrived.
+    Keep it until then: torch cancels a transfer whose handle is dropped. `finish` runs once, when
+    the data has arrived.
     """
 
     __slots__ = ("_arrived", "_axis", "_counter", "_finish", "_result", "_what", "_work")
@@ -164,21 +185,28 @@ class Handle:
         finish: Callable[[], object] | None = None,
         what: str = "",
     ):
-        self._result, self._work, self._axis, self._counter, self._finish = result, work, axis, counter, finish
-        self._arrived, self._what = counter.on_arrival(work), what or counter.last
+        self._result = result
+        self._work = work
+        self._axis = axis
+        self._counter = counter
+        self._finish = finish
+        self._arrived = counter.on_arrival(work)
+        self._what = what or counter.last
 
     def done(self) -> bool:
         return self._work is None or self._work.is_completed()
 
     @property
     def work(self) -> dist.Work | None:
-        """torch's own handle, for callers that wait themselves. Raises RuntimeError if there is a `finish` to run."""
+        """torch's own handle, for callers that wait themselves. Raises RuntimeError if there is a
+        `finish` to run."""
         if self._finish is not None:
             raise RuntimeError("this collective has a finish step: use wait()")
         return self._work
 
     def pass_on(self) -> None:
-        """On CUDA: let the current stream wait, on which a transfer follows and no computation; not timed."""
+        """On CUDA: let the current stream wait, on which a transfer follows and no computation; not
+        timed."""
         if self._work is not None:
             self._work.wait()
             self._arrived()
@@ -196,11 +224,16 @@ class Handle:
         return self._result
 
 
-# ------------------------------------------------------------------------------------------- asynchronous
+# -------------------------------------------------------------------------------------------
+#     asynchronous
 
 
 def start_all_reduce(
-    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, op: Any = dist.ReduceOp.SUM
+    tensor: Tensor,
+    group: dist.ProcessGroup | None,
+    axis: str,
+    counter: CommCounter,
+    op: Any = dist.ReduceOp.SUM,
 ) -> Handle:
     """In place; any contiguous shape."""
     if group is None:
@@ -213,9 +246,14 @@ def start_all_reduce(
 
 
 def start_reduce_scatter(
-    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, out: Tensor | None = None
+    tensor: Tensor,
+    group: dist.ProcessGroup | None,
+    axis: str,
+    counter: CommCounter,
+    out: Tensor | None = None,
 ) -> Handle:
-    """[n*k, ...] -> [k, ...]: the sum over the group of this rank's slice of dimension 0 (a view without a group)."""
+    """[n*k, ...] -> [k, ...]: the sum over the group of this rank's slice of dimension 0 (a view
+    without a group)."""
     if group is None:
         return Handle(tensor if out is None else out.copy_(tensor), None, axis, counter)
     n = group.size()
@@ -224,13 +262,22 @@ def start_reduce_scatter(
     counter.count_sent("reduce-scatter", axis, tensor.nbytes * (n - 1) // n, group)
     with counter.waiting(axis, tensor):
         if not counter.gloo:
-            return Handle(out, dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True), axis, counter)
+            return Handle(
+                out,
+                dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True),
+                axis,
+                counter,
+            )
         under_way = gloo.ReduceScatter(tensor, group, out)
     return Handle(out, under_way.work, axis, counter, under_way.finish)
 
 
 def start_all_gather(
-    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, out: Tensor | None = None
+    tensor: Tensor,
+    group: dist.ProcessGroup | None,
+    axis: str,
+    counter: CommCounter,
+    out: Tensor | None = None,
 ) -> Handle:
     """[k, ...] -> [n*k, ...]: the group's tensors along dimension 0."""
     if group is None:
@@ -248,8 +295,9 @@ def start_all_gather(
 
 
 class Message(NamedTuple):
-    """A tensor to the global rank `peer`, or the memory for one from it, whose shape is known from the plan. A sent
-    tensor must not change before the wait. `tag`: equal on both sides; gloo matches messages by it, NCCL by order."""
+    """A tensor to the global rank `peer`, or the memory for one from it, whose shape is known from
+    the plan. A sent tensor must not change before the wait. `tag`: equal on both sides; gloo
+    matches messages by it, NCCL by order."""
 
     tensor: Tensor
     peer: int
@@ -260,9 +308,11 @@ class Message(NamedTuple):
 def start_messages(
     messages: Sequence[Message], group: dist.ProcessGroup, axis: str, counter: CommCounter
 ) -> list[Handle]:
-    """Start all messages together, which NCCL runs as one kernel; a handle for each, in the same order."""
+    """Start all messages together, which NCCL runs as one kernel; a handle for each, in the same
+    order."""
     operations = [
-        dist.P2POp(dist.irecv if one.receives else dist.isend, one.tensor, one.peer, group, one.tag) for one in messages
+        dist.P2POp(dist.irecv if one.receives else dist.isend, one.tensor, one.peer, group, one.tag)
+        for one in messages
     ]
     first = messages[0]
     what = f"receive from rank {first.peer}" if first.receives else "send"
@@ -280,15 +330,23 @@ def start_messages(
 
 
 def start_rotate(
-    tensors: list[Tensor], to: int, source: int, group: dist.ProcessGroup, axis: str, counter: CommCounter
+    tensors: list[Tensor],
+    to: int,
+    source: int,
+    group: dist.ProcessGroup,
+    axis: str,
+    counter: CommCounter,
 ) -> Callable[[], list[Tensor]]:
     """Send `tensors` to the global rank `to` and receive as many of the same shapes from `source`.
 
-    The returned function waits and returns the received tensors. All members of the group must call `start_rotate`. On
-    CUDA all transfers start as one batch, since NCCL may deadlock on a ring of single sends.
+    The returned function waits and returns the received tensors. All members of the group must call
+    `start_rotate`. On CUDA all transfers start as one batch, since NCCL may deadlock on a ring of
+    single sends.
     """
     arrived = [torch.empty_like(tensor) for tensor in tensors]
-    counter.count_sent("rotate", axis, sum(tensor.nbytes for tensor in tensors), group, len(tensors), to)
+    counter.count_sent(
+        "rotate", axis, sum(tensor.nbytes for tensor in tensors), group, len(tensors), to
+    )
     ended = counter.on_arrival()
     with counter.waiting(axis, tensors[0]):
         if not counter.gloo:
@@ -297,7 +355,10 @@ def start_rotate(
             works = dist.batch_isend_irecv(operations)
         else:
             ends = dist.get_group_rank(group, to), dist.get_group_rank(group, source)
-            works = [gloo.start_exchange(*pair, *ends, group) for pair in zip(tensors, arrived, strict=True)]
+            works = [
+                gloo.start_exchange(*pair, *ends, group)
+                for pair in zip(tensors, arrived, strict=True)
+            ]
 
     def wait() -> list[Tensor]:
         counter.before_wait()
@@ -310,30 +371,46 @@ def start_rotate(
     return wait
 
 
-# ------------------------------------------------------------------------------------------- synchronous
+# -------------------------------------------------------------------------------------------
+#     synchronous
 
 
 def all_reduce(
-    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, op: Any = dist.ReduceOp.SUM
+    tensor: Tensor,
+    group: dist.ProcessGroup | None,
+    axis: str,
+    counter: CommCounter,
+    op: Any = dist.ReduceOp.SUM,
 ) -> Tensor:
     """In place."""
     return start_all_reduce(tensor, group, axis, counter, op).wait()
 
 
 def reduce_scatter(
-    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, out: Tensor | None = None
+    tensor: Tensor,
+    group: dist.ProcessGroup | None,
+    axis: str,
+    counter: CommCounter,
+    out: Tensor | None = None,
 ) -> Tensor:
     return start_reduce_scatter(tensor, group, axis, counter, out).wait()
 
 
 def all_gather(
-    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter, out: Tensor | None = None
+    tensor: Tensor,
+    group: dist.ProcessGroup | None,
+    axis: str,
+    counter: CommCounter,
+    out: Tensor | None = None,
 ) -> Tensor:
     return start_all_gather(tensor, group, axis, counter, out).wait()
 
 
-def all_to_all(tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter) -> Tensor:
-    """[n, ...] -> [n, ...]: piece i goes to the i-th rank of the group, piece i of the result came from it."""
+def all_to_all(
+    tensor: Tensor, group: dist.ProcessGroup | None, axis: str, counter: CommCounter
+) -> Tensor:
+    """[n, ...] -> [n, ...]: piece i goes to the i-th rank of the group, piece i of the result came
+    from it."""
     if group is None:
         return tensor
     n = group.size()

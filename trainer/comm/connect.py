@@ -16,19 +16,22 @@ from trainer.errors import DeviceError
 
 from .control import ControlPath, Group
 
-#: A peer that is silent for this long is lost. Generous: a first step may compile, a node may read a slow disk.
+#: A peer that is silent for this long is lost. Generous: a first step may compile, a node may read
+#: a slow disk.
 TIMEOUT = timedelta(minutes=10)
 
 
 def choose_device(plan: Plan, env: WorkerEnv) -> torch.device:
-    """The device of this worker. Raises DeviceError when the plan wants a GPU that this node does not have."""
+    """The device of this worker. Raises DeviceError when the plan wants a GPU that this node does
+    not have."""
     if plan.cluster.device == "cpu":
         return torch.device("cpu")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if env.local_rank >= found:
         raise DeviceError(
             f"rank {env.rank} wants GPU {env.local_rank} of {env.node}, which has {found} usable"
-            f" (cluster {plan.cluster.name!r} is a cuda cluster; `+cluster=local` trains on the CPU)"
+            f" (cluster {plan.cluster.name!r} is a cuda cluster; `+cluster=local` trains on the"
+            " CPU)"
         )
     return torch.device("cuda", env.local_rank)
 
@@ -36,12 +39,14 @@ def choose_device(plan: Plan, env: WorkerEnv) -> torch.device:
 def connect(env: WorkerEnv, device: torch.device) -> ControlPath:
     """Create the default group, and the path of control messages, which is returned.
 
-    The default group has gloo for CPU tensors (files of replicas) and NCCL for CUDA ones: bound to the device, so that
-    `Mesh` can split its groups from it. gloo connects two ranks when they first talk: at the start a rank publishes its
-    address, one operation on the store for each group, where all connections at once would be world - 1 of each.
+    The default group has gloo for CPU tensors (files of replicas) and NCCL for CUDA ones: bound to
+    the device, so that `Mesh` can split its groups from it. gloo connects two ranks when they first
+    talk: at the start a rank publishes its address, one operation on the store for each group,
+    where all connections at once would be world - 1 of each.
 
-    Rank 0 hosts the store, on the socket that its agent has opened. Keys are prefixed by run and epoch, so that a
-    worker left over from an earlier epoch cannot join this one. Raises torch's network errors (see `trainer.errors`).
+    Rank 0 hosts the store, on the socket that its agent has opened. Keys are prefixed by run and
+    epoch, so that a worker left over from an earlier epoch cannot join this one. Raises torch's
+    network errors (see `trainer.errors`).
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch reads it from the environment only
     if device.type == "cuda":
@@ -72,15 +77,17 @@ def connect(env: WorkerEnv, device: torch.device) -> ControlPath:
 
 
 def connect_thread(name: str, node: int) -> tuple[ControlPath, Group | None]:
-    """Groups over all ranks for a thread beside training, whose own groups take one caller at a time: the path of the
-    thread's control messages, and a group for its tensors (None where there is one rank). Collective.
+    """Groups over all ranks for a thread beside training, whose own groups take one caller at a
+    time: the path of the thread's control messages, and a group for its tensors (None where there
+    is one rank). Collective.
 
-    They close when they are dropped, and every rank that waits for this one in them then gets an error. `node`: ranks
-    on a node.
+    They close when they are dropped, and every rank that waits for this one in them then gets an
+    error. `node`: ranks on a node.
     """
     if dist.group.WORLD is None:
         return ControlPath(), None
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
     control = ControlPath.join(store, rank, world, node, TIMEOUT)
     everyone = dist.ProcessGroupGloo(dist.PrefixStore("all", store), rank, world, TIMEOUT)
@@ -88,7 +95,8 @@ def connect_thread(name: str, node: int) -> tuple[ControlPath, Group | None]:
 
 
 def _listening(env: WorkerEnv) -> int:
-    """The agent's socket; without an agent one of our own. torch's would listen on all interfaces."""
+    """The agent's socket; without an agent one of our own. torch's would listen on all
+    interfaces."""
     if env.store_fd is not None:
         os.set_inheritable(env.store_fd, False)
         return env.store_fd
@@ -98,14 +106,15 @@ def _listening(env: WorkerEnv) -> int:
 
 
 def ranks_per_root(world: int) -> int:
-    """Ranks that one root of NCCL's start serves. Every rank reads the address of every root from the store, so their
-    number is kept at 64 or fewer: torch's 128 ranks a root would make the reads grow with the square of the ranks."""
+    """Ranks that one root of NCCL's start serves. Every rank reads the address of every root from
+    the store, so their number is kept at 64 or fewer: torch's 128 ranks a root would make the reads
+    grow with the square of the ranks."""
     return max(128, -(-world // 64))
 
 
 def _keep_gloo_on_loopback() -> None:
-    # gloo binds to whatever this machine's host name resolves to, such as a VPN or a stale address. Its interface can
-    # be set in the environment only.
+    # gloo binds to whatever this machine's host name resolves to, such as a VPN or a stale address.
+    # Its interface can be set in the environment only.
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -1,9 +1,9 @@
 """Small messages between all ranks of a run: checks, outcomes, manifests, step counts.
 
-They climb a tree and descend again: the ranks of a node talk to the first of them, first ranks talk in groups of
-`FAN_OUT`, and so on up to rank 0. So a rank has at most `FAN_OUT` connections a level and a message makes
-2 log(ranks) hops, where a group of all ranks would need a connection to each rank or a hop over each. Tensors are on
-the CPU, hence gloo, whatever the training groups use.
+They climb a tree and descend again: the ranks of a node talk to the first of them, first ranks talk
+in groups of `FAN_OUT`, and so on up to rank 0. So a rank has at most `FAN_OUT` connections a level
+and a message makes 2 log(ranks) hops, where a group of all ranks would need a connection to each
+rank or a hop over each. Tensors are on the CPU, hence gloo, whatever the training groups use.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Level:
-    """One rank's place in a level of the tree: `size` members, global ranks `first`, `first + stride`, ..."""
+    """One rank's place in a level of the tree: `size` members, global ranks `first`, `first +
+    stride`, ..."""
 
     first: int
     stride: int
@@ -55,34 +56,49 @@ class Level:
 
 
 def levels_of(rank: int, world: int, node: int, fan_out: int = FAN_OUT) -> list[Level]:
-    """The levels that `rank` takes part in, lowest first: it leads all but the last. Empty for a world of one rank.
+    """The levels that `rank` takes part in, lowest first: it leads all but the last. Empty for a
+    world of one rank.
 
     `node`: ranks on a node, the members of the lowest groups.
     """
-    levels, stride, fan = list[Level](), 1, max(1, node)
+    levels = list[Level]()
+    stride = 1
+    fan = max(1, node)
     while stride < world and rank % stride == 0:
         span = stride * fan
         first = rank // span * span
         size = -(-(min(first + span, world) - first) // stride)
         if size > 1:
             levels.append(Level(first, stride, size, (rank - first) // stride))
-        stride, fan = span, fan_out
+        stride = span
+        fan = fan_out
     return levels
 
 
 class ControlPath:
-    """Control messages of one rank. Every method is collective: all ranks call the same in the same order."""
+    """Control messages of one rank. Every method is collective: all ranks call the same in the same
+    order."""
 
-    def __init__(self, rank: int = 0, world: int = 1, tree: Sequence[tuple[Level, Group]] | None = None):
+    def __init__(
+        self, rank: int = 0, world: int = 1, tree: Sequence[tuple[Level, Group]] | None = None
+    ):
         """Without a `tree`: one group, torch's default one, and no messages where there is none."""
-        self._rank, self._world, self._tree = rank, world, tree
+        self._rank = rank
+        self._world = world
+        self._tree = tree
 
     @classmethod
     def join(
-        cls, store: dist.Store, rank: int, world: int, node: int, timeout: timedelta, fan_out: int = FAN_OUT
+        cls,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        node: int,
+        timeout: timedelta,
+        fan_out: int = FAN_OUT,
     ) -> ControlPath:
-        """This rank's part of the tree. Connections are made when they are first used, if gloo is told so
-        (`connect`)."""
+        """This rank's part of the tree. Connections are made when they are first used, if gloo is
+        told so (`connect`)."""
         tree = list[tuple[Level, Group]]()
         for at in levels_of(rank, world, node, fan_out):
             own = dist.PrefixStore(f"control/{at.name}", store)
@@ -107,7 +123,8 @@ class ControlPath:
         self.sum_ints([0])
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's `data`, by rank, on rank 0; an empty list on the others. Lengths may differ."""
+        """Every rank's `data`, by rank, on rank 0; an empty list on the others. Lengths may
+        differ."""
         mine = [data]  # of this rank and those below it: consecutive ranks
         for at, group in self._levels():
             packed = msgspec.msgpack.encode(mine)
@@ -173,7 +190,8 @@ class ControlPath:
     def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """`values` reduced over all ranks, in place: up to the topmost group, and down again."""
         levels = self._levels()
-        upwards, whole = dist.ReduceOptions(), dist.AllreduceOptions()
+        upwards = dist.ReduceOptions()
+        whole = dist.AllreduceOptions()
         upwards.reduceOp = whole.reduceOp = operation
         topmost = levels[-1:] if levels and levels[-1][0].covers(self.world_size) else ()
         below = levels[: len(levels) - len(topmost)]
@@ -187,7 +205,8 @@ class ControlPath:
 
 
 def first_problem(problems: list[bytes]) -> str:
-    """A verdict for `ControlPath.judge`: the problem of the lowest rank that has one, with its rank; "" for none."""
+    """A verdict for `ControlPath.judge`: the problem of the lowest rank that has one, with its
+    rank; "" for none."""
     return next((f"rank {rank}: {one.decode()}" for rank, one in enumerate(problems) if one), "")
 
 

@@ -1,7 +1,9 @@
-"""All-gather, reduce-scatter and ring exchange for gloo (CPU), built from operations that gloo does fast.
+"""All-gather, reduce-scatter and ring exchange for gloo (CPU), built from operations that gloo does
+fast.
 
-gloo's own all-gather copies through buffers of the whole size; its reduce-scatter is an all-reduce and a slice, twice
-the bytes of a ring; its sends block the caller. `python -m benchmarks.collectives` compares these with gloo's own.
+gloo's own all-gather copies through buffers of the whole size; its reduce-scatter is an all-reduce
+and a slice, twice the bytes of a ring; its sends block the caller. `python -m
+benchmarks.collectives` compares these with gloo's own.
 
 Order matters as in any collective: all members of a group start these calls in the same order.
 """
@@ -34,8 +36,8 @@ class CombinedWork(dist.Work):
 
 
 def start_all_gather(tensor: Tensor, group: dist.ProcessGroup, out: Tensor) -> dist.Work:
-    """Every rank broadcasts its piece into its slot of `out` [n*k, ...]; a `tensor` that already lies there is not
-    copied."""
+    """Every rank broadcasts its piece into its slot of `out` [n*k, ...]; a `tensor` that already
+    lies there is not copied."""
     pieces = out.view(group.size(), *tensor.shape)
     mine = pieces[group.rank()]
     if storage_key(mine.untyped_storage()) != storage_key(tensor.untyped_storage()) or (
@@ -43,37 +45,53 @@ def start_all_gather(tensor: Tensor, group: dist.ProcessGroup, out: Tensor) -> d
     ):
         mine.copy_(tensor)
     return CombinedWork(
-        [dist.broadcast(piece, group=group, group_src=i, async_op=True) for i, piece in enumerate(pieces)]
+        [
+            dist.broadcast(piece, group=group, group_src=i, async_op=True)
+            for i, piece in enumerate(pieces)
+        ]
     )
 
 
-def start_exchange(tensor: Tensor, out: Tensor, to: int, source: int, group: dist.ProcessGroup) -> dist.Work:
-    """Send `tensor` to the group's rank `to` and receive `out` from its rank `source`: an all-to-all whose other pieces
-    are empty. All members must call it.
+def start_exchange(
+    tensor: Tensor, out: Tensor, to: int, source: int, group: dist.ProcessGroup
+) -> dist.Work:
+    """Send `tensor` to the group's rank `to` and receive `out` from its rank `source`: an
+    all-to-all whose other pieces are empty. All members must call it.
     """
-    send, receive = [0] * group.size(), [0] * group.size()
+    send = [0] * group.size()
+    receive = [0] * group.size()
     send[to], receive[source] = tensor.numel(), out.numel()
-    work = dist.all_to_all_single(out.view(-1), tensor.view(-1), receive, send, group=group, async_op=True)
+    work = dist.all_to_all_single(
+        out.view(-1), tensor.view(-1), receive, send, group=group, async_op=True
+    )
     assert work is not None
     return work
 
 
 class ReduceScatter:
-    """A reduce-scatter in progress: `work` delivers the pieces [n, ...] of `tensor`, then `finish` sums into `out`.
+    """A reduce-scatter in progress: `work` delivers the pieces [n, ...] of `tensor`, then `finish`
+    sums into `out`.
 
-    Pieces are added in rank order, so the sum does not depend on arrival order; bf16 is added in fp32.
+    Pieces are added in rank order, so the sum does not depend on arrival order; bf16 is added in
+    fp32.
     """
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, out: Tensor):
-        n, me = group.size(), group.rank()
+        n = group.size()
+        me = group.rank()
         pieces = tensor.view(n, *out.shape)
         self.out = out
-        if n == 2:  # the own piece is not sent; `out` may be its memory, which is read before it is written
+        if (
+            n == 2
+        ):  # the own piece is not sent; `out` may be its memory, which is read before it is written
             self.mine: Tensor | None = pieces[me]
             self.arrived = torch.empty_like(out, memory_format=torch.contiguous_format)
-            self.work: dist.Work | None = start_exchange(pieces[1 - me], self.arrived, 1 - me, 1 - me, group)
+            self.work: dist.Work | None = start_exchange(
+                pieces[1 - me], self.arrived, 1 - me, 1 - me, group
+            )
         else:
-            self.mine, self.arrived = None, torch.empty_like(pieces)
+            self.mine = None
+            self.arrived = torch.empty_like(pieces)
             self.work = dist.all_to_all_single(self.arrived, pieces, group=group, async_op=True)
 
     def finish(self) -> None:

@@ -11,51 +11,84 @@ import torch.distributed as dist
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
-from orchestrator.plan.expert_mesh import axes, expert_mesh, nvlink_domain_of, position, spread, tensor_ranks
+from orchestrator.plan.expert_mesh import (
+    axes,
+    expert_mesh,
+    nvlink_domain_of,
+    position,
+    spread,
+    tensor_ranks,
+)
 from orchestrator.plan.hierarchy import hierarchy, is_hierarchical
 from orchestrator.plan.ranks import embeds_at_both_ends
 from orchestrator.plan.schedules import copies_of
 from trainer.compat import bound_to_device, split_group
 
-#: Order of creation, equal on every rank; a group comes behind its parent. "kv": tp ranks that share one key/value
-#: head. "shard": ranks of "grad" that together hold one copy of the ZeRO-sharded state; "replica": those of "grad" with
-#: the same shard (hybrid sharding).
-DENSE_GROUPS = ("tp", "cp", "ep", "pp", "dp", "grad", "model", "embedding", "kv", "shard", "replica")
-#: The same for experts, of which the ranks of "experts" hold different ones; those of "etp" cut the same ones.
+#: Order of creation, equal on every rank; a group comes behind its parent. "kv": tp ranks that
+#: share one key/value head. "shard": ranks of "grad" that together hold one copy of the
+#: ZeRO-sharded state; "replica": those of "grad" with the same shard (hybrid sharding).
+DENSE_GROUPS = (
+    "tp",
+    "cp",
+    "ep",
+    "pp",
+    "dp",
+    "grad",
+    "model",
+    "embedding",
+    "kv",
+    "shard",
+    "replica",
+)
+#: The same for experts, of which the ranks of "experts" hold different ones; those of "etp" cut the
+#: same ones.
 EXPERT_GROUPS = ("experts", "etp", "expert_grad", "expert_model", "expert_shard", "expert_replica")
-#: Ranks of "experts" in one NVLink domain, and those in equal places of all domains (`plan.hierarchy`).
+#: Ranks of "experts" in one NVLink domain, and those in equal places of all domains
+#: (`plan.hierarchy`).
 DOMAIN_GROUPS = ("experts_inside", "experts_across")
 GROUPS: tuple[str, ...] = (*DENSE_GROUPS, *EXPERT_GROUPS, *DOMAIN_GROUPS)
 
 #: Which group a group is split from, in place of the world: fewer ranks then take part.
 PARENTS = {"embedding": "pp", "kv": "tp", "shard": "grad", "replica": "grad"}
-PARENTS |= {"etp": "tp", "expert_grad": "grad", "expert_shard": "expert_grad", "expert_replica": "expert_grad"}
+PARENTS |= {
+    "etp": "tp",
+    "expert_grad": "grad",
+    "expert_shard": "expert_grad",
+    "expert_replica": "expert_grad",
+}
 PARENTS |= dict.fromkeys(DOMAIN_GROUPS, "experts")
-#: Groups that compute waits for at once: their kernels go before those that only have to end with the step.
+#: Groups that compute waits for at once: their kernels go before those that only have to end with
+#: the step.
 URGENT = frozenset({"tp", "cp", "ep", "kv", "pp", "experts", "etp", *DOMAIN_GROUPS})
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's coordinates and groups. A group of one member is None: every collective then does nothing."""
+    """One rank's coordinates and groups. A group of one member is None: every collective then does
+    nothing."""
 
     rank: int
     coord: Coord
-    members: Mapping[str, tuple[int, ...]]  # axis or composite -> global ranks of this rank's group, ascending
+    members: Mapping[
+        str, tuple[int, ...]
+    ]  # axis or composite -> global ranks of this rank's group, ascending
     groups: Mapping[str, dist.ProcessGroup | None]
     domains: tuple[int, ...] = ()  # the NVLink domain of each rank of the plan
 
     @classmethod
-    def from_plan(cls, plan: Plan, rank: int, timeout: timedelta | None = None, split: bool | None = None) -> Mesh:
-        """Create this rank's process groups, in the same order on all ranks of the plan. Collective.
+    def from_plan(
+        cls, plan: Plan, rank: int, timeout: timedelta | None = None, split: bool | None = None
+    ) -> Mesh:
+        """Create this rank's process groups, in the same order on all ranks of the plan.
+        Collective.
 
-        With `split` (default: if the default group is bound to a device, as NCCL's is) a group is split from a larger
-        one, which all members of that one take part in: NCCL then starts once for the world, and not for each group.
-        Otherwise only a group's members synchronise to create it. Neither connects anybody: NCCL and gloo do that when
-        a group is first used.
+        With `split` (default: if the default group is bound to a device, as NCCL's is) a group is
+        split from a larger one, which all members of that one take part in: NCCL then starts once
+        for the world, and not for each group. Otherwise only a group's members synchronise to
+        create it. Neither connects anybody: NCCL and gloo do that when a group is first used.
 
-        Groups with equal members share one communicator, except "pp": its point-to-point transfers are asynchronous
-        and must not queue behind collectives.
+        Groups with equal members share one communicator, except "pp": its point-to-point transfers
+        are asynchronous and must not queue behind collectives.
         """
         if split is None:
             split = bound_to_device()
@@ -63,8 +96,11 @@ class Mesh:
         made: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup | None] = {}
         groups: dict[str, dist.ProcessGroup | None] = {}
         for name in groups_used(plan):
-            ranks, key = members[name], (name == "pp", members[name])
-            outside = name == "embedding" and not ranks  # a middle stage: in no group, but there while it is made
+            ranks = members[name]
+            key = (name == "pp", members[name])
+            outside = (
+                name == "embedding" and not ranks
+            )  # a middle stage: in no group, but there while it is made
             if len(ranks) > 1 or outside:
                 if key not in made:
                     parent = groups.get(PARENTS.get(name, "")) if split else None
@@ -76,7 +112,8 @@ class Mesh:
 
     @classmethod
     def alone(cls, plan: Plan, rank: int = 0) -> Mesh:
-        """The same coordinates without process groups: for one process, dry runs and tests of pure code."""
+        """The same coordinates without process groups: for one process, dry runs and tests of pure
+        code."""
         members = {name: members_of(plan, name, rank) for name in GROUPS}
         found = MappingProxyType(members), MappingProxyType(dict.fromkeys(GROUPS))
         return cls(rank, plan.ranks[rank].coord, *found, tuple(nvlink_domain_of(plan)))
@@ -85,7 +122,8 @@ class Mesh:
         return max(1, len(self.members[axis]))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """None for one member. Raises KeyError for a group that the plan does not use (`groups_used`)."""
+        """None for one member. Raises KeyError for a group that the plan does not use
+        (`groups_used`)."""
         if axis not in self.groups and self.size(axis) > 1 and self.groups:
             raise KeyError(f"{axis}: not among the groups of this plan, {', '.join(self.groups)}")
         return self.groups.get(axis)
@@ -97,13 +135,17 @@ class Mesh:
         return group
 
     def ranks(self, axis: str) -> tuple[int, ...]:
-        """Global ranks of this rank's group; empty where it has none ("embedding" on a middle stage)."""
+        """Global ranks of this rank's group; empty where it has none ("embedding" on a middle
+        stage)."""
         return self.members[axis]
 
     def levels(self, axis: str) -> tuple[str, ...]:
-        """By what this rank reaches each rank of its group, itself among them: "nvlink" or "network"."""
+        """By what this rank reaches each rank of its group, itself among them: "nvlink" or
+        "network"."""
         mine = self.domains[self.rank]
-        return tuple("nvlink" if self.domains[rank] == mine else "network" for rank in self.members[axis])
+        return tuple(
+            "nvlink" if self.domains[rank] == mine else "network" for rank in self.members[axis]
+        )
 
     def index(self, axis: str) -> int:
         """This rank's position in its group."""
@@ -111,14 +153,18 @@ class Mesh:
 
 
 def groups_used(plan: Plan) -> tuple[str, ...]:
-    """The groups that ranks of this plan communicate in, in the order in which they are made. Dense weights are summed
-    over "grad", experts over "expert_grad"; "embedding" serves a table at both ends."""
-    mesh, unused = expert_mesh(plan.parallel), {"ep", "dp"}
+    """The groups that ranks of this plan communicate in, in the order in which they are made. Dense
+    weights are summed over "grad", experts over "expert_grad"; "embedding" serves a table at both
+    ends."""
+    mesh = expert_mesh(plan.parallel)
+    unused = {"ep", "dp"}
     if not is_hierarchical(plan):
         unused |= {*DOMAIN_GROUPS}
     if mesh.ep == 1:
         unused |= {*EXPERT_GROUPS}
-    elif spread(plan.parallel) == 1:  # within tp alone: experts are summed and sharded as dense weights
+    elif (
+        spread(plan.parallel) == 1
+    ):  # within tp alone: experts are summed and sharded as dense weights
         unused |= {*EXPERT_GROUPS} - {"experts", "etp"}
     if not embeds_at_both_ends(plan.model):
         unused.add("embedding")
@@ -132,9 +178,13 @@ def _make(
     """The group of `ranks`; None on a rank that is not among them but in its parent."""
     if split:
         return split_group(parent, ranks, name, timeout, name in URGENT)
-    if rank not in ranks:  # torch names a group by the number of groups created before: all must create equally many
+    if (
+        rank not in ranks
+    ):  # torch names a group by the number of groups created before: all must create equally many
         ranks = (rank,)
-    made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
+    made = dist.new_group(
+        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
+    )
     return made if isinstance(made, dist.ProcessGroup) and len(ranks) > 1 else None
 
 
@@ -145,15 +195,19 @@ def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
 def members_of(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     """Global ranks of the group of `rank` on an axis or composite; empty if it is in none.
 
-    Ascending, since torch numbers the members of a group so whatever order it is given; with dp nested inside cp, the
-    plan's own order (cp fastest) differs.
+    Ascending, since torch numbers the members of a group so whatever order it is given; with dp
+    nested inside cp, the plan's own order (cp fastest) differs.
     """
     if name == "kv":
         return _kv_replicas(plan, rank)
     if name in ("shard", "replica"):
         return _hybrid(members_of(plan, "grad", rank), plan.parallel.zero_group, name, rank)
     if name in DOMAIN_GROUPS:
-        return getattr(hierarchy(plan, rank), name.removeprefix("experts_")) if is_hierarchical(plan) else ()
+        return (
+            getattr(hierarchy(plan, rank), name.removeprefix("experts_"))
+            if is_hierarchical(plan)
+            else ()
+        )
     if name in EXPERT_GROUPS:
         return _of_experts(plan, name, rank)
     if name in ("grad", "model", "embedding") and copies_of(plan.parallel) > 1:
@@ -170,12 +224,16 @@ def _kv_replicas(plan: Plan, rank: int) -> tuple[int, ...]:
 
 
 def _of_experts(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
-    """As the dense groups, of the ranks that hold the same experts; "expert_model" has all experts once."""
-    par, mine = plan.parallel, plan.ranks[rank].coord
+    """As the dense groups, of the ranks that hold the same experts; "expert_model" has all experts
+    once."""
+    par = plan.parallel
+    mine = plan.ranks[rank].coord
     etp = tensor_ranks(par)
     if name == "etp":
         tp_ranks = members_of(plan, "tp", rank)
-        return tuple(peer for peer in tp_ranks if plan.ranks[peer].coord.tp // etp == mine.tp // etp)
+        return tuple(
+            peer for peer in tp_ranks if plan.ranks[peer].coord.tp // etp == mine.tp // etp
+        )
     if name == "experts":
         found = _along(plan, axes(par), rank)
         return tuple(peer for peer in found if plan.ranks[peer].coord.tp % etp == mine.tp % etp)
@@ -183,7 +241,9 @@ def _of_experts(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
         outside_tp = _along(plan, tuple(axis for axis in axes(par) if axis != "tp"), rank)
         return tuple(sorted(one for peer in outside_tp for one in members_of(plan, "model", peer)))
     here = position(par, mine)
-    same = tuple(p for p in members_of(plan, "grad", rank) if position(par, plan.ranks[p].coord) == here)
+    same = tuple(
+        p for p in members_of(plan, "grad", rank) if position(par, plan.ranks[p].coord) == here
+    )
     if name == "expert_grad":
         return same
     return _hybrid(same, par.zero_group // spread(par), name.removeprefix("expert_"), rank)
@@ -198,8 +258,8 @@ def _along(plan: Plan, over: tuple[str, ...], rank: int) -> tuple[int, ...]:
 
 
 def _hybrid(ranks: tuple[int, ...], size: int, name: str, rank: int) -> tuple[int, ...]:
-    """Ranks cut into runs of `size` neighbours (0: one run): a run shards, equal positions in the runs hold equal
-    shards."""
+    """Ranks cut into runs of `size` neighbours (0: one run): a run shards, equal positions in the
+    runs hold equal shards."""
     size = size or len(ranks)
     run, position = divmod(ranks.index(rank), size)
     return ranks[run * size : (run + 1) * size] if name == "shard" else ranks[position::size]
@@ -208,7 +268,8 @@ def _hybrid(ranks: tuple[int, ...], size: int, name: str, rank: int) -> tuple[in
 def _two_copies(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     """A bidirectional pipeline holds the model twice: ranks r and pp - 1 - r have the same stages.
 
-    They sum their gradients, so "grad" spans both; each half of the pipeline is one copy, so "model" is a half.
+    They sum their gradients, so "grad" spans both; each half of the pipeline is one copy, so
+    "model" is a half.
     """
     mine = plan.ranks[rank].coord.pp
     if name == "embedding":  # both ends of the model are on each outer rank: nothing to sum
@@ -216,6 +277,8 @@ def _two_copies(plan: Plan, name: str, rank: int) -> tuple[int, ...]:
     if name == "model":
         half = plan.parallel.pp // 2
         ranks = next(sorted(group) for group in plan.groups["model"] if rank in group)
-        return tuple(other for other in ranks if (plan.ranks[other].coord.pp < half) == (mine < half))
+        return tuple(
+            other for other in ranks if (plan.ranks[other].coord.pp < half) == (mine < half)
+        )
     own = next(group for group in plan.groups["grad"] if rank in group)
     return tuple(sorted(own + [members_of(plan, "pp", other)[-1 - mine] for other in own]))

@@ -1,4 +1,5 @@
-"""What CUDA, its libraries and torch read from the environment or a global switch, and only before they start.
+"""What CUDA, its libraries and torch read from the environment or a global switch, and only before
+they start.
 
 A variable that the user has set stays as it is.
 """
@@ -19,12 +20,17 @@ MANY_QUEUES = 32
 def settings(plan: Plan) -> dict[str, str]:
     """Environment variables of a worker of `plan`. Pure.
 
-    PYTORCH_CUDA_ALLOC_CONF      segments that grow: a step's blocks of many sizes leave no holes that none fits.
-    CUDA_DEVICE_MAX_CONNECTIONS  1 where the only communication beside computation is that of tensor parallelism and of
-                                 gradient buckets: kernels then begin in the order in which the host enqueues them, a
-                                 collective before the product that covers it (as in Megatron-LM). Else many: a stream
+    PYTORCH_CUDA_ALLOC_CONF      segments that grow: a step's blocks of many sizes leave no holes
+        that none fits.
+    CUDA_DEVICE_MAX_CONNECTIONS  1 where the only communication beside computation is that of tensor
+        parallelism and of
+                                 gradient buckets: kernels then begin in the order in which the host
+                                 enqueues them, a
+                                 collective before the product that covers it (as in Megatron-LM).
+                                 Else many: a stream
                                  that waits for another rank would hold up all others.
-    and for a deterministic run  one cuBLAS workspace a stream, and sums in rings and trees, whose order is fixed, but
+    and for a deterministic run  one cuBLAS workspace a stream, and sums in rings and trees, whose
+    order is fixed, but
                                  not in switches.
     """
     if plan.cluster.device == "cpu":

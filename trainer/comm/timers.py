@@ -10,24 +10,33 @@ from collections.abc import Callable, Iterator
 class PhaseTimer:
     """Accumulates seconds by phase name; `take` returns and resets them.
 
-    Phases may nest; each second is counted once, in the innermost phase, so the phases of a step never sum to more than
-    its wall time. CUDA kernels run asynchronously: `synchronize=torch.cuda.synchronize` charges them to the phase that
-    launched them, at the cost of a device synchronisation at each phase boundary.
+    Phases may nest; each second is counted once, in the innermost phase, so the phases of a step
+    never sum to more than its wall time. CUDA kernels run asynchronously:
+    `synchronize=torch.cuda.synchronize` charges them to the phase that launched them, at the cost
+    of a device synchronisation at each phase boundary.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, synchronize: Callable[[], None] | None = None):
-        self._clock, self._synchronize = clock, synchronize
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        synchronize: Callable[[], None] | None = None,
+    ):
+        self._clock = clock
+        self._synchronize = synchronize
         self._seconds: dict[str, float] = {}
         self._inner: list[float] = []  # seconds already charged to phases inside each open one
         self.now = ""  # the innermost phase that is open
         self.entered = 0  # phases since the start
-        self.spans: list[tuple[str, float, float]] | None = None  # (phase, start, end), recorded if a list
+        self.spans: list[tuple[str, float, float]] | None = (
+            None  # (phase, start, end), recorded if a list
+        )
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = self._now()
         self._inner.append(0.0)
-        outer, self.now = self.now, name
+        outer = self.now
+        self.now = name
         self.entered += 1
         try:
             yield
@@ -47,7 +56,8 @@ class PhaseTimer:
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call."""
-        seconds, self._seconds = self._seconds, {}
+        seconds = self._seconds
+        self._seconds = {}
         return seconds
 
     def _now(self) -> float:

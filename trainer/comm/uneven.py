@@ -1,4 +1,5 @@
-"""Collectives whose ranks send unequal numbers of rows, on the hot path; counted as in `collectives`."""
+"""Collectives whose ranks send unequal numbers of rows, on the hot path; counted as in
+`collectives`."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ def start_all_to_all_uneven(
     counter: CommCounter,
     levels: Sequence[str] = (),
 ) -> Callable[[], Tensor]:
-    """[sum of `sent`, ...] -> [sum of `received`, ...]: `sent[i]` rows go to the i-th rank of the group, `received[i]`
-    rows came from it. What stays on this rank is not counted as sent. `levels`: by what each rank of the group is
-    reached, "nvlink" or "network", where that is counted; the wait counts as that for the slower one. The returned
-    function waits and returns what arrived. Keep it until then."""
+    """[sum of `sent`, ...] -> [sum of `received`, ...]: `sent[i]` rows go to the i-th rank of the
+    group, `received[i]` rows came from it. What stays on this rank is not counted as sent.
+    `levels`: by what each rank of the group is reached, "nvlink" or "network", where that is
+    counted; the wait counts as that for the slower one. The returned function waits and returns
+    what arrived. Keep it until then."""
     out = rows.new_empty(sum(received), *rows.shape[1:])
-    own, row = sent[group.rank()], rows[:1].nbytes if len(rows) else 0
+    own = sent[group.rank()]
+    row = rows[:1].nbytes if len(rows) else 0
     counter.count_sent("all-to-all", axis, (len(rows) - own) * row, group)
     for rank, (count, level) in enumerate(zip(sent, levels, strict=bool(levels))):
         if rank != group.rank():
@@ -44,7 +47,9 @@ def start_all_to_all_uneven(
         counter.before_wait()
         with contextlib.ExitStack() as waits:
             for name in names:
-                waits.enter_context(counter.waiting(name, rows, what))  # `rows` live until they are sent
+                waits.enter_context(
+                    counter.waiting(name, rows, what)
+                )  # `rows` live until they are sent
             work.wait()
         ended()
         return out
@@ -55,8 +60,10 @@ def start_all_to_all_uneven(
 def all_gather_uneven(
     rows: Tensor, sizes: list[int], group: dist.ProcessGroup, axis: str, counter: CommCounter
 ) -> Tensor:
-    """[sizes[this rank], ...] -> [sum of `sizes`, ...]: the rows of all ranks of the group, in their order."""
-    here, out = group.rank(), rows.new_empty(sum(sizes), *rows.shape[1:])
+    """[sizes[this rank], ...] -> [sum of `sizes`, ...]: the rows of all ranks of the group, in
+    their order."""
+    here = group.rank()
+    out = rows.new_empty(sum(sizes), *rows.shape[1:])
     parts = list(out.split(sizes))
     parts[here].copy_(rows)
     _exchange([rows] * len(sizes), parts, group, axis, counter, "all-gather")
@@ -66,10 +73,13 @@ def all_gather_uneven(
 def reduce_scatter_uneven(
     rows: Tensor, sizes: list[int], group: dist.ProcessGroup, axis: str, counter: CommCounter
 ) -> Tensor:
-    """[sum of `sizes`, ...] -> [sizes[this rank], ...]: the sum over the group of this rank's rows, added in the order
-    of the ranks."""
-    here, parts = group.rank(), [part.contiguous() for part in rows.split(sizes)]
-    arrived = [part if index == here else torch.empty_like(parts[here]) for index, part in enumerate(parts)]
+    """[sum of `sizes`, ...] -> [sizes[this rank], ...]: the sum over the group of this rank's rows,
+    added in the order of the ranks."""
+    here = group.rank()
+    parts = [part.contiguous() for part in rows.split(sizes)]
+    arrived = [
+        part if index == here else torch.empty_like(parts[here]) for index, part in enumerate(parts)
+    ]
     _exchange(parts, arrived, group, axis, counter, "reduce-scatter")
     total = arrived[0].clone()
     for part in arrived[1:]:
@@ -78,16 +88,30 @@ def reduce_scatter_uneven(
 
 
 def _exchange(
-    to: list[Tensor], into: list[Tensor], group: dist.ProcessGroup, axis: str, counter: CommCounter, what: str
+    to: list[Tensor],
+    into: list[Tensor],
+    group: dist.ProcessGroup,
+    axis: str,
+    counter: CommCounter,
+    what: str,
 ) -> None:
-    """Send `to[i]` to the i-th rank of the group and receive `into[i]` from it, all at once; empty ones not at all."""
-    others = [(index, rank) for index, rank in enumerate(dist.get_process_group_ranks(group)) if index != group.rank()]
+    """Send `to[i]` to the i-th rank of the group and receive `into[i]` from it, all at once; empty
+    ones not at all."""
+    others = [
+        (index, rank)
+        for index, rank in enumerate(dist.get_process_group_ranks(group))
+        if index != group.rank()
+    ]
     counter.count_sent(what, axis, sum(to[index].nbytes for index, _ in others), group)
     ended = counter.on_arrival()
     with counter.waiting(axis, to[0]):
-        operations = [dist.P2POp(dist.isend, to[index].contiguous(), rank, group) for index, rank in others]
+        operations = [
+            dist.P2POp(dist.isend, to[index].contiguous(), rank, group) for index, rank in others
+        ]
         operations += [dist.P2POp(dist.irecv, into[index], rank, group) for index, rank in others]
-        works = dist.batch_isend_irecv([one for one in operations if one.tensor.numel()] or operations)
+        works = dist.batch_isend_irecv(
+            [one for one in operations if one.tensor.numel()] or operations
+        )
     counter.before_wait()
     with counter.waiting(axis, to[0]):
         for work in works:

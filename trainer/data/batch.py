@@ -16,20 +16,26 @@ IGNORED = -100  # a target that does not count, as in `torch.nn.functional.cross
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tensors [batch, sequence], int64. Every stage builds its own, since data is a pure function of the step."""
+    """Tensors [batch, sequence], int64. Every stage builds its own, since data is a pure function
+    of the step."""
 
     tokens: Tensor
     targets: Tensor  # the next token, or IGNORED
-    positions: Tensor  # from 0, within the sample or, where documents are kept apart, within the document
+    positions: (
+        Tensor  # from 0, within the sample or, where documents are kept apart, within the document
+    )
     documents: Documents | None  # None: attention sees the whole sample
-    serial: Tensor | None = None  # number of the token in the run's data order, for dropout and recorded choices
+    serial: Tensor | None = (
+        None  # number of the token in the run's data order, for dropout and recorded choices
+    )
     fingerprint: int = 0  # of its samples, as they were read (`trainer.data.fingerprint`)
     next_tokens: Tensor | None = None  # [batch, sequence, depth], further tokens: of `look_ahead`
     next_targets: Tensor | None = None  # the same, their targets
 
     @property
     def valid_tokens(self) -> int:
-        """Number of targets that count. On an accelerator this waits for the device: call it before `to`."""
+        """Number of targets that count. On an accelerator this waits for the device: call it before
+        `to`."""
         return int((self.targets != IGNORED).sum())
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -50,13 +56,15 @@ class MicroBatch:
 
 
 def from_windows(windows: Tensor, eod: int | None = None) -> MicroBatch:
-    """A micro-batch from [batch, sequence + 1] token ids: inputs are all but the last, targets all but the first.
+    """A micro-batch from [batch, sequence + 1] token ids: inputs are all but the last, targets all
+    but the first.
 
-    With `eod`, the id that ends a document, documents are isolated: attention and positions restart after each `eod`,
-    whose own target, the start of the next document, does not count (Llama 3, arXiv 2407.21783, section 3.2). Without
-    it, a sample is one text, as in GPT-2 and GPT-3.
+    With `eod`, the id that ends a document, documents are isolated: attention and positions restart
+    after each `eod`, whose own target, the start of the next document, does not count (Llama 3,
+    arXiv 2407.21783, section 3.2). Without it, a sample is one text, as in GPT-2 and GPT-3.
     """
-    tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    tokens = windows[:, :-1].contiguous()
+    targets = windows[:, 1:].contiguous()
     steps = torch.arange(tokens.shape[1]).expand_as(tokens)
     if eod is None:
         return MicroBatch(tokens, targets, steps.contiguous(), None)
@@ -76,11 +84,14 @@ def without_targets(batch: MicroBatch) -> MicroBatch:
 def look_ahead(batch: MicroBatch, depth: int) -> MicroBatch:
     """The batch, of whole sequences, with what modules read that predict further tokens.
 
-    The token at i has as its target at depth k the one after the token at i + k: that token's own target, so it counts
-    where that does (which is in the same document), if the token at i + k is in the sample and in the document of the
-    token at i. Behind the end of the sample the tokens are 0, and have no target.
+    The token at i has as its target at depth k the one after the token at i + k: that token's own
+    target, so it counts where that does (which is in the same document), if the token at i + k is
+    in the sample and in the document of the token at i. Behind the end of the sample the tokens are
+    0, and have no target.
     """
-    tokens, targets, length = list[Tensor](), list[Tensor](), batch.tokens.shape[1]
+    tokens = list[Tensor]()
+    targets = list[Tensor]()
+    length = batch.tokens.shape[1]
     for k in range(1, depth + 1):
         end = (0, min(k, length))
         tokens.append(F.pad(batch.tokens[:, k:], end))
@@ -89,11 +100,14 @@ def look_ahead(batch: MicroBatch, depth: int) -> MicroBatch:
             numbers = batch.documents.numbers
             target = target.masked_fill(numbers != F.pad(numbers[:, k:], end, value=-1), IGNORED)
         targets.append(target)
-    return replace(batch, next_tokens=torch.stack(tokens, -1), next_targets=torch.stack(targets, -1))
+    return replace(
+        batch, next_tokens=torch.stack(tokens, -1), next_targets=torch.stack(targets, -1)
+    )
 
 
 def with_serials(batch: MicroBatch, indices: Sequence[int]) -> MicroBatch:
-    """The batch with its tokens' serial numbers; `indices`: those of its samples in the run's data order."""
+    """The batch with its tokens' serial numbers; `indices`: those of its samples in the run's data
+    order."""
     length = batch.tokens.shape[1]
     serial = torch.tensor(indices)[:, None] * length + torch.arange(length)
     return replace(batch, serial=serial)

@@ -1,9 +1,11 @@
-"""Opens the token store of a plan's `data` section; the first process tokenises the corpus once for all.
+"""Opens the token store of a plan's `data` section; the first process tokenises the corpus once for
+all.
 
-Under `cache_dir`: `<key>/` holds the token files of one content and tokenizer. `seen/<state>.json` maps a set of files
-(by path, size and modification time) to its key, so that a start does not read the corpus again. `seen/<state>.lock`
-makes all processes of a node, and of a shared file system that supports locks, wait for the first. Without working
-locks two may build at once; the first rename wins, and both results are equal.
+Under `cache_dir`: `<key>/` holds the token files of one content and tokenizer. `seen/<state>.json`
+maps a set of files (by path, size and modification time) to its key, so that a start does not read
+the corpus again. `seen/<state>.lock` makes all processes of a node, and of a shared file system
+that supports locks, wait for the first. Without working locks two may build at once; the first
+rename wins, and both results are equal.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.durable import sync_folder
 from trainer.errors import DataError
 
-#: (phase, bytes done, bytes in all); phases: "hash", "tokenise", "wait" (for another process; 0 of 0).
+#: (phase, bytes done, bytes in all); phases: "hash", "tokenise", "wait" (for another process; 0 of
+#: 0).
 Progress = Callable[[str, int, int], None]
 
 BATCH_BYTES = 4 << 20  # text encoded at once: enough for a parallel tokenizer's threads
@@ -40,24 +43,30 @@ class _Seen(msgspec.Struct, frozen=True):
     key: str
 
 
-def rate_limited(progress: Progress, every_s: float, clock: Callable[[], float] = time.monotonic) -> Progress:
+def rate_limited(
+    progress: Progress, every_s: float, clock: Callable[[], float] = time.monotonic
+) -> Progress:
     """At most one call in `every_s` seconds, but the first and the last of every phase always."""
-    last_phase, last_time = "", 0.0
+    last_phase = ""
+    last_time = 0.0
 
     def call(phase: str, done: int, total: int) -> None:
         nonlocal last_phase, last_time
         finished = phase != "wait" and done >= total
         if phase != last_phase or finished or clock() - last_time >= every_s:
-            last_phase, last_time = phase, clock()
+            last_phase = phase
+            last_time = clock()
             progress(phase, done, total)
 
     return call
 
 
 def open_tokens(data: Data, progress: Progress | None = None) -> TokenStore:
-    """The token store of the corpus; builds it when there is none. Processes may call this at the same time.
+    """The token store of the corpus; builds it when there is none. Processes may call this at the
+    same time.
 
-    Raises DataError: no text, bad text (file and line or offset), bad tokenizer, no room or right to write.
+    Raises DataError: no text, bad text (file and line or offset), bad tokenizer, no room or right
+    to write.
     """
     report = progress if progress is not None else lambda *_: None
     if not data.cache_dir:
@@ -79,12 +88,20 @@ def open_tokens(data: Data, progress: Progress | None = None) -> TokenStore:
                 _build(cache, key, sources, tokenizer, report)
             if _state_of(find_sources(data.paths, data.extensions), tokenizer) != state:
                 shutil.rmtree(cache / key)  # its content may not match its key
-                raise DataError("the corpus changed while it was being read; start again when it is complete")
+                raise DataError(
+                    "the corpus changed while it was being read; start again when it is complete"
+                )
             _write_atomically(seen, msgspec.json.encode(_Seen(key)))
             return TokenStore(cache / key)
     except OSError as error:
-        what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror or error)
-        raise DataError(f"cannot write token files under {cache} ({what}); choose another data.cache_dir") from error
+        what = (
+            f"{error.strerror}: {error.filename}"
+            if error.filename
+            else str(error.strerror or error)
+        )
+        raise DataError(
+            f"cannot write token files under {cache} ({what}); choose another data.cache_dir"
+        ) from error
 
 
 def _cached_store(cache: Path, seen: Path) -> TokenStore | None:
@@ -95,20 +112,25 @@ def _cached_store(cache: Path, seen: Path) -> TokenStore | None:
     return TokenStore(cache / key) if (cache / key / "index.json").exists() else None
 
 
-# --------------------------------------------------------------------------------------------------- keys
+# ---------------------------------------------------------------------------------------------------
+#     keys
 
 
 def _state_of(sources: Sequence[Source], tokenizer: Tokenizer) -> str:
     """A digest that changes whenever a file may have changed; reads no file."""
     digest = hashlib.sha256(f"{FORMAT}\0{tokenizer.identity}\0".encode())
     for source in sources:
-        digest.update(f"{source.path}\0{source.size}\0{source.mtime_ns}\0".encode(errors="surrogateescape"))
+        digest.update(
+            f"{source.path}\0{source.size}\0{source.mtime_ns}\0".encode(errors="surrogateescape")
+        )
     return digest.hexdigest()
 
 
 def _content_key(sources: Sequence[Source], tokenizer: Tokenizer, report: Progress) -> str:
-    """A digest that is equal exactly if the token files would be: of content, order and kind, not of file names."""
-    total, done = sum(source.size for source in sources), 0
+    """A digest that is equal exactly if the token files would be: of content, order and kind, not
+    of file names."""
+    total = sum(source.size for source in sources)
+    done = 0
     digest = hashlib.sha256(f"{FORMAT}\0{tokenizer.identity}\0".encode())
     buffer = memoryview(bytearray(BATCH_BYTES))
     for source in sources:
@@ -125,10 +147,13 @@ def _content_key(sources: Sequence[Source], tokenizer: Tokenizer, report: Progre
     return digest.hexdigest()
 
 
-# --------------------------------------------------------------------------------------------------- building
+# ---------------------------------------------------------------------------------------------------
+#     building
 
 
-def _build(cache: Path, key: str, sources: Sequence[Source], tokenizer: Tokenizer, report: Progress) -> None:
+def _build(
+    cache: Path, key: str, sources: Sequence[Source], tokenizer: Tokenizer, report: Progress
+) -> None:
     """Build in a private folder, then rename it. Deletes what killed processes have left first."""
     host = socket.gethostname()
     _sweep(cache, host)
@@ -143,7 +168,9 @@ def _build(cache: Path, key: str, sources: Sequence[Source], tokenizer: Tokenize
             writer.abandon()
         try:
             folder.rename(cache / key)
-        except OSError as error:  # another process without our lock was faster, with an equal result
+        except (
+            OSError
+        ) as error:  # another process without our lock was faster, with an equal result
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
         sync_folder(cache)
@@ -151,13 +178,18 @@ def _build(cache: Path, key: str, sources: Sequence[Source], tokenizer: Tokenize
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _encode(sources: Sequence[Source], tokenizer: Tokenizer, writer: TokenWriter, report: Progress) -> None:
-    total, done = sum(source.size for source in sources), 0
+def _encode(
+    sources: Sequence[Source], tokenizer: Tokenizer, writer: TokenWriter, report: Progress
+) -> None:
+    total = sum(source.size for source in sources)
+    done = 0
     pending: list[TextPiece] = []
     size = 0
 
     def flush() -> None:
-        for piece, ids in zip(pending, tokenizer.encode([piece.text for piece in pending]), strict=True):
+        for piece, ids in zip(
+            pending, tokenizer.encode([piece.text for piece in pending]), strict=True
+        ):
             writer.add(ids, piece.ends_document)
         pending.clear()
 
@@ -168,7 +200,8 @@ def _encode(sources: Sequence[Source], tokenizer: Tokenizer, writer: TokenWriter
             if size >= BATCH_BYTES:
                 flush()
                 report("tokenise", min(done + size, total), total)
-                done, size = done + size, 0
+                done = done + size
+                size = 0
     flush()
     report("tokenise", total, total)
 
@@ -198,8 +231,8 @@ def _write_atomically(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock on a file, released by the kernel if the process dies. Polls, so that signal handlers run
-    and `waiting` can report."""
+    """Hold an exclusive lock on a file, released by the kernel if the process dies. Polls, so that
+    signal handlers run and `waiting` can report."""
     with path.open("a") as file:
         while True:
             try:

@@ -18,7 +18,9 @@ import msgspec
 from trainer.errors import DataError
 
 STDLIB = "stdlib"  # path that stands for the sources of the running Python's standard library
-PIECE_BYTES = 4 << 20  # a file is read in pieces of about this size: memory does not grow with the corpus
+PIECE_BYTES = (
+    4 << 20
+)  # a file is read in pieces of about this size: memory does not grow with the corpus
 LINE_BYTES = 64 << 20  # longest accepted line of a .jsonl file
 
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -50,12 +52,14 @@ class _Line(msgspec.Struct):
 _LINES = msgspec.json.Decoder(_Line)
 
 
-# --------------------------------------------------------------------------------------------------- files
+# ---------------------------------------------------------------------------------------------------
+#     files
 
 
 def find_sources(paths: Sequence[str], extensions: Sequence[str]) -> list[Source]:
-    """Files named in `paths`, and files with one of `extensions` anywhere under folders named in it; sorted by name
-    within each path, so that every machine with the same files sees the same order. A file is taken once.
+    """Files named in `paths`, and files with one of `extensions` anywhere under folders named in
+    it; sorted by name within each path, so that every machine with the same files sees the same
+    order. A file is taken once.
 
     Raises DataError when a path does not exist, a folder cannot be read, or nothing is found.
     """
@@ -69,8 +73,12 @@ def find_sources(paths: Sequence[str], extensions: Sequence[str]) -> list[Source
             _take(found, root.name, root.resolve(), root.stat())
             continue
         if not root.is_dir():
-            raise DataError(f"data path {path!r} is neither a file nor a folder (a pipe or a device)")
-        real = root.resolve()  # once: every rank does this at every start, and a corpus may have a million files
+            raise DataError(
+                f"data path {path!r} is neither a file nor a folder (a pipe or a device)"
+            )
+        real = (
+            root.resolve()
+        )  # once: every rank does this at every start, and a corpus may have a million files
         for file in sorted(_walk(real, path == STDLIB), key=lambda file: file.path.split(os.sep)):
             place = Path(file.path)
             if (suffix := place.suffix.lower()) not in extensions:
@@ -79,8 +87,13 @@ def find_sources(paths: Sequence[str], extensions: Sequence[str]) -> list[Source
             name = f"{path}/{place.relative_to(real).as_posix()}"
             _take(found, name, place.resolve() if file.is_symlink() else place, file.stat())
     if not found:
-        seen = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(4)) or "no files at all"
-        raise DataError(f"no {'/'.join(extensions)} files in {', '.join(map(repr, paths))} (found {seen})")
+        seen = (
+            ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(4))
+            or "no files at all"
+        )
+        raise DataError(
+            f"no {'/'.join(extensions)} files in {', '.join(map(repr, paths))} (found {seen})"
+        )
     return list(found.values())
 
 
@@ -101,27 +114,36 @@ def _walk(root: Path, is_stdlib: bool) -> Iterator[os.DirEntry[str]]:
                     elif entry.is_file():
                         yield entry
         except OSError as error:
-            raise DataError(f"cannot read data folder {error.filename!r}: {error.strerror}") from error
+            raise DataError(
+                f"cannot read data folder {error.filename!r}: {error.strerror}"
+            ) from error
 
 
-# --------------------------------------------------------------------------------------------------- documents
+# ---------------------------------------------------------------------------------------------------
+#     documents
 
 
 def read_pieces(source: Source) -> Iterator[TextPiece]:
     """The text of a file; empty documents are left out.
 
-    Raises DataError for a file that cannot be read, is not UTF-8 text, or has a line that is not a JSON object with a
-    string `text`, with its line number.
+    Raises DataError for a file that cannot be read, is not UTF-8 text, or has a line that is not a
+    JSON object with a string `text`, with its line number.
     """
     try:
         with source.path.open("rb") as file:
-            yield from _read_jsonl(file, source) if source.path.suffix.lower() == ".jsonl" else _read_text(file, source)
+            yield from (
+                _read_jsonl(file, source)
+                if source.path.suffix.lower() == ".jsonl"
+                else _read_text(file, source)
+            )
     except OSError as error:
         raise DataError(f"cannot read {source.path}: {error.strerror}") from error
 
 
 def _read_text(file: BinaryIO, source: Source) -> Iterator[TextPiece]:
-    offset, rest, chunk = 0, b"", file.read(PIECE_BYTES)
+    offset = 0
+    rest = b""
+    chunk = file.read(PIECE_BYTES)
     while chunk:
         following = file.read(PIECE_BYTES)
         text = rest + chunk
@@ -148,7 +170,9 @@ def _check_text(text: bytes, source: Source, offset: int) -> None:
         text.decode()
     except UnicodeDecodeError as error:
         where = offset + error.start
-        raise DataError(f"{source.path} is not UTF-8 text: {error.reason} at offset {where}") from None
+        raise DataError(
+            f"{source.path} is not UTF-8 text: {error.reason} at offset {where}"
+        ) from None
 
 
 def _read_jsonl(file: BinaryIO, source: Source) -> Iterator[TextPiece]:
@@ -162,6 +186,8 @@ def _read_jsonl(file: BinaryIO, source: Source) -> Iterator[TextPiece]:
         try:
             text = _LINES.decode(line).text.encode()
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise DataError(f'{source.path}:{number}: expected {{"text": "..."}}: {error}') from None
+            raise DataError(
+                f'{source.path}:{number}: expected {{"text": "..."}}: {error}'
+            ) from None
         if text:
             yield TextPiece(text, ends_document=True)

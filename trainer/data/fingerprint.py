@@ -1,4 +1,5 @@
-"""Fingerprints of samples: what a step was trained on, as one number that does not depend on who read which sample."""
+"""Fingerprints of samples: what a step was trained on, as one number that does not depend on who
+read which sample."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ _MODULUS = 1 << 64
 
 
 def fingerprint(indices: Sequence[int], windows: Sequence[np.ndarray]) -> int:
-    """The sum, modulo 2^64, of 64 bits of the sha256 of each (place in the run's order, token ids); signed, so that it
-    is an int64 whose sums wrap around the same way."""
+    """The sum, modulo 2^64, of 64 bits of the sha256 of each (place in the run's order, token ids);
+    signed, so that it is an int64 whose sums wrap around the same way."""
     total = 0
     for index, window in zip(indices, windows, strict=True):
         digest = hashlib.sha256(index.to_bytes(8, "little"))

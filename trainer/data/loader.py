@@ -1,4 +1,5 @@
-"""Loads the micro-batches of one rank step by step; reads the next step's while this one computes."""
+"""Loads the micro-batches of one rank step by step; reads the next step's while this one
+computes."""
 
 from __future__ import annotations
 
@@ -19,23 +20,32 @@ from trainer.model.dropout import draws
 
 
 class Loader:
-    """Reads the samples of `samples_of_step` from a token store. Stateless but for the read-ahead."""
+    """Reads the samples of `samples_of_step` from a token store. Stateless but for the
+    read-ahead."""
 
     def __init__(self, plan: Plan, coord: Coord, store: TokenStore, pin_memory: bool = False):
-        """`pin_memory`: use page-locked memory, from which copies to a CUDA device overlap with computation.
+        """`pin_memory`: use page-locked memory, from which copies to a CUDA device overlap with
+        computation.
 
-        Raises DataError when the corpus is shorter than one sample or has ids that the model has no row for.
+        Raises DataError when the corpus is shorter than one sample or has ids that the model has no
+        row for.
         """
-        index, self.seq_len = store.index, plan.job.train.seq_len
+        index = store.index
+        self.seq_len = plan.job.train.seq_len
         if not store.samples(self.seq_len):
             needed = self.seq_len + 1
-            raise DataError(f"the corpus has {index.tokens} tokens, one sample needs {needed} (train.seq_len + 1)")
+            raise DataError(
+                f"the corpus has {index.tokens} tokens, one sample needs {needed} (train.seq_len"
+                " + 1)"
+            )
         if index.vocab_size > plan.model.vocab:
             raise DataError(
                 f"tokenizer {plan.job.data.tokenizer!r} has {index.vocab_size} ids, "
                 f"model {plan.model.name} only {plan.model.vocab} (model.vocab)"
             )
-        self.parallel, self.coord, self.store = plan.parallel, coord, store
+        self.parallel = plan.parallel
+        self.coord = coord
+        self.store = store
         self.ramp = plan.job.train.batch_ramp
         self.numbers_tokens = draws(plan.model) or plan.job.record_choices
         self.eod = index.eod if plan.job.data.isolate_documents else None
@@ -45,7 +55,8 @@ class Loader:
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
 
     def step(self, consumed: int) -> list[MicroBatch]:
-        """The micro-batches of the step that starts when the run has consumed `consumed` samples, on the CPU."""
+        """The micro-batches of the step that starts when the run has consumed `consumed` samples,
+        on the CPU."""
         if self._ahead and self._ahead[0] == consumed:
             batches = self._ahead[1].result()
         else:
@@ -62,7 +73,10 @@ class Loader:
 
     def _read(self, consumed: int) -> list[MicroBatch]:
         many = micro_batches_at(self.parallel, self.ramp, consumed)
-        return [self._micro_batch(indices) for indices in samples_of_step(self.parallel, self.coord, consumed, many)]
+        return [
+            self._micro_batch(indices)
+            for indices in samples_of_step(self.parallel, self.coord, consumed, many)
+        ]
 
     def _micro_batch(self, indices: list[int]) -> MicroBatch:
         windows = [self.store.window(self.order(index), self.seq_len) for index in indices]

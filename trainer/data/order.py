@@ -1,9 +1,10 @@
-"""The order of samples: a pure function of (seed, number of samples consumed), the same for every layout.
+"""The order of samples: a pure function of (seed, number of samples consumed), the same for every
+layout.
 
-An epoch visits each sample once, in the order of a keyed permutation that is computed, not stored: a Feistel network
-over the smallest even number of bits that holds the index, applied until the result is in range (cycle-walking; Black &
-Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). O(1) time and memory at any index, so a resume costs
-nothing.
+An epoch visits each sample once, in the order of a keyed permutation that is computed, not stored:
+a Feistel network over the smallest even number of bits that holds the index, applied until the
+result is in range (cycle-walking; Black & Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
+2002). O(1) time and memory at any index, so a resume costs nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 from orchestrator.plan.batch import firsts, replica_of, taken
 from orchestrator.plan.document import BatchRamp, Coord, Parallel
 
-_ROUNDS = 6  # four are indistinguishable from random in theory (Luby & Rackoff 1988); two more for tiny domains
+# four are indistinguishable from random in theory (Luby & Rackoff 1988); two more for tiny domains
+_ROUNDS = 6
 _MASK64 = (1 << 64) - 1
 
 
@@ -40,9 +42,11 @@ class Permutation:
     def __call__(self, index: int) -> int:
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is outside 0..{self.size - 1}")
-        half, mask = self._half_bits, (1 << self._half_bits) - 1
+        half = self._half_bits
+        mask = (1 << self._half_bits) - 1
         while True:
-            left, right = index >> half, index & mask
+            left = index >> half
+            right = index & mask
             for key in self._keys:
                 left, right = right, left ^ (_mix(right ^ key) & mask)
             index = left << half | right
@@ -51,7 +55,8 @@ class Permutation:
 
 
 def _mix(value: int) -> int:
-    """splitmix64's finaliser (Steele, Lea & Flood, OOPSLA 2014): every input bit moves every output bit."""
+    """splitmix64's finaliser (Steele, Lea & Flood, OOPSLA 2014): every input bit moves every output
+    bit."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)
@@ -61,7 +66,8 @@ class SampleOrder:
     """Maps the n-th sample that the run consumes, over all epochs, to its number in the corpus."""
 
     def __init__(self, samples: int, seed: int):
-        self.samples, self.seed = samples, seed
+        self.samples = samples
+        self.seed = seed
         self._epoch = Permutation(samples, seed, 0)
 
     def __call__(self, consumed: int) -> int:
@@ -72,11 +78,13 @@ class SampleOrder:
 
 
 def micro_batches_at(parallel: Parallel, ramp: BatchRamp | None, consumed: int) -> int:
-    """Micro-batches per rank in the step that starts after `consumed` samples: all, or fewer during a ramp.
+    """Micro-batches per rank in the step that starts after `consumed` samples: all, or fewer during
+    a ramp.
 
-    The global batch is `start + (full - start) * consumed / over`, rounded down to whole micro-batches on every
-    replica (at least one each); DeepSeek-V3 ramps like this, arXiv 2412.19437, section 4.2. Where replicas take
-    unequal numbers, the largest; then there is no ramp.
+    The global batch is `start + (full - start) * consumed / over`, rounded down to whole
+    micro-batches on every replica (at least one each); DeepSeek-V3 ramps like this, arXiv
+    2412.19437, section 4.2. Where replicas take unequal numbers, the largest; then there is no
+    ramp.
     """
     if ramp is None or consumed >= ramp.over_samples:
         return parallel.micro_batches
@@ -87,20 +95,25 @@ def micro_batches_at(parallel: Parallel, ramp: BatchRamp | None, consumed: int) 
 
 def samples_at(parallel: Parallel, ramp: BatchRamp | None, consumed: int) -> int:
     """Samples of the step after `consumed`, over all ranks."""
-    return sum(_counts(parallel, micro_batches_at(parallel, ramp, consumed))) * parallel.micro_batch_size
+    return (
+        sum(_counts(parallel, micro_batches_at(parallel, ramp, consumed)))
+        * parallel.micro_batch_size
+    )
 
 
 def samples_of_step(
     parallel: Parallel, coord: Coord, consumed: int, micro_batches: int | None = None
 ) -> list[list[int]]:
-    """Places in the global order that a rank reads in the step that starts after `consumed` samples:
-    [micro-batches of this replica][micro_batch_size].
+    """Places in the global order that a rank reads in the step that starts after `consumed`
+    samples: [micro-batches of this replica][micro_batch_size].
 
-    A step takes the next `global_batch_samples` indices, whatever the layout: micro-batch by micro-batch, within it
-    replica by replica (dp outermost, then ep), those left out that have had all of theirs. Ranks that differ only in
-    tp, cp or pp read the same samples. `micro_batches`: of this step, if not the plan's.
+    A step takes the next `global_batch_samples` indices, whatever the layout: micro-batch by
+    micro-batch, within it replica by replica (dp outermost, then ep), those left out that have had
+    all of theirs. Ranks that differ only in tp, cp or pp read the same samples. `micro_batches`: of
+    this step, if not the plan's.
     """
-    size, counts = parallel.micro_batch_size, _counts(parallel, micro_batches)
+    size = parallel.micro_batch_size
+    counts = _counts(parallel, micro_batches)
     starts = (consumed + first * size for first in firsts(counts, replica_of(parallel, coord)))
     return [list(range(start, start + size)) for start in starts]
 

@@ -1,7 +1,9 @@
-"""`python -m trainer.data.replay PLAN`: reads the data of steps once more. `orch verify --data` starts it.
+"""`python -m trainer.data.replay PLAN`: reads the data of steps once more. `orch verify --data`
+starts it.
 
-stdin: one JSON object a line, `Told`; stdout: one `Replayed` a line. The order of samples is the same for every layout
-(`trainer.data.order`), so one process reads what all ranks of any epoch have read.
+stdin: one JSON object a line, `Told`; stdout: one `Replayed` a line. The order of samples is the
+same for every layout (`trainer.data.order`), so one process reads what all ranks of any epoch have
+read.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ def main(plan_file: str) -> int:
         job = from_json(Path(plan_file).read_bytes()).job
         store = open_tokens(job.data)
         if not store.samples(job.train.seq_len):
-            raise DataError(f"the corpus has {store.index.tokens} tokens, one sample needs {job.train.seq_len + 1}")
+            raise DataError(
+                f"the corpus has {store.index.tokens} tokens, one sample needs"
+                f" {job.train.seq_len + 1}"
+            )
     except (DataError, PlanError, OSError) as error:
         print(f"trainer.data.replay: {error}", file=sys.stderr)
         return exit_code(error)
@@ -51,7 +56,10 @@ def main(plan_file: str) -> int:
         places = range(told.first, told.last)
         try:
             windows = (store.window(order(place), job.train.seq_len) for place in places)
-            total = sum(fingerprint([place], [window]) for place, window in zip(places, windows, strict=True))
+            total = sum(
+                fingerprint([place], [window])
+                for place, window in zip(places, windows, strict=True)
+            )
             found = Replayed(told.step, as_text(total))
         except DataError as error:
             found = Replayed(told.step, problem=str(error))

@@ -1,11 +1,13 @@
 """Token files: a folder with `tokens.bin`, `documents.bin`, `blocks.bin` and `index.json`.
 
-`tokens.bin`: every document's ids followed by the end-of-document id, little-endian uint16 (uint32 above 65536 ids).
-`documents.bin`: the offset of each document, and the total, little-endian uint64. `blocks.bin`: the sha256 of each
-`BLOCK_BYTES` of `tokens.bin`. `index.json`: `Index`, which has the sha256 of `blocks.bin`.
+`tokens.bin`: every document's ids followed by the end-of-document id, little-endian uint16 (uint32
+above 65536 ids). `documents.bin`: the offset of each document, and the total, little-endian uint64.
+`blocks.bin`: the sha256 of each `BLOCK_BYTES` of `tokens.bin`. `index.json`: `Index`, which has the
+sha256 of `blocks.bin`.
 
-Opening a store hashes `blocks.bin`, and each read hashes the blocks that it touches. So nobody trains on a token that
-is not as it was written, whenever it changed, and a start does not read the whole corpus.
+Opening a store hashes `blocks.bin`, and each read hashes the blocks that it touches. So nobody
+trains on a token that is not as it was written, whenever it changed, and a start does not read the
+whole corpus.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from trainer.durable import sync_folder
 from trainer.errors import DataError, UnreadableData
 
 FORMAT = "orch.tokens/2"
-BLOCK_BYTES = 1 << 16  # a sample of 4,096 tokens costs one or two hashes of this size, in the loader's thread
+BLOCK_BYTES = (
+    1 << 16
+)  # a sample of 4,096 tokens costs one or two hashes of this size, in the loader's thread
 _DIGEST = 32  # bytes of a sha256
 
 
@@ -50,7 +54,8 @@ class BlockHasher:
 
     def __init__(self) -> None:
         self._digests = bytearray()
-        self._block, self._filled = hashlib.sha256(), 0
+        self._block = hashlib.sha256()
+        self._filled = 0
 
     def add(self, data: bytes) -> None:
         view = memoryview(data)
@@ -64,7 +69,8 @@ class BlockHasher:
 
     def _end_block(self) -> None:
         self._digests += self._block.digest()
-        self._block, self._filled = hashlib.sha256(), 0
+        self._block = hashlib.sha256()
+        self._filled = 0
 
     def close(self) -> bytes:
         """All digests; the last block may be shorter."""
@@ -74,10 +80,12 @@ class BlockHasher:
 
 
 class TokenWriter:
-    """Appends encoded text to the files of a folder. `close` makes them durable and writes the index last."""
+    """Appends encoded text to the files of a folder. `close` makes them durable and writes the
+    index last."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer):
-        self.folder, self.tokenizer = folder, tokenizer
+        self.folder = folder
+        self.tokenizer = tokenizer
         self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         self._tokens = (folder / "tokens.bin").open("wb", buffering=1 << 20)
         self._documents = (folder / "documents.bin").open("wb", buffering=1 << 16)
@@ -103,12 +111,27 @@ class TokenWriter:
 
     def close(self, key: str, source_files: int, source_bytes: int) -> None:
         """Must follow a piece that ended its document. fsync of every file and of the folder."""
-        fields: dict[str, Any] = {"key": key, "tokenizer": self.tokenizer.identity, "eod": self.tokenizer.eod}
-        fields |= {"vocab_size": self.tokenizer.vocab_size, "dtype": self.dtype, "tokens": self._count}
-        fields |= {"documents": self._ended, "source_files": source_files, "source_bytes": source_bytes}
+        fields: dict[str, Any] = {
+            "key": key,
+            "tokenizer": self.tokenizer.identity,
+            "eod": self.tokenizer.eod,
+        }
+        fields |= {
+            "vocab_size": self.tokenizer.vocab_size,
+            "dtype": self.dtype,
+            "tokens": self._count,
+        }
+        fields |= {
+            "documents": self._ended,
+            "source_files": source_files,
+            "source_bytes": source_bytes,
+        }
         digests = self._blocks.close()
         index = Index(format=FORMAT, blocks_sha256=hashlib.sha256(digests).hexdigest(), **fields)
-        with (self.folder / "blocks.bin").open("wb") as blocks, (self.folder / "index.json").open("wb") as file:
+        with (
+            (self.folder / "blocks.bin").open("wb") as blocks,
+            (self.folder / "index.json").open("wb") as file,
+        ):
             blocks.write(digests)
             file.write(msgspec.json.format(msgspec.json.encode(index)))
             for each in (self._tokens, self._documents, blocks, file):
@@ -131,11 +154,15 @@ class TokenStore:
         self.folder = folder
         try:
             raw = (folder / "index.json").read_bytes()
-            named = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get("format", msgspec.Raw(b"null"))
+            named = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get(
+                "format", msgspec.Raw(b"null")
+            )
             if (found := msgspec.json.decode(named)) != FORMAT:
                 raise _damaged(folder, f"format {found}, this version reads {FORMAT}")
             self.index = msgspec.json.decode(raw, type=Index)
-            sizes = {name: (folder / name).stat().st_size for name in ("tokens.bin", "documents.bin")}
+            sizes = {
+                name: (folder / name).stat().st_size for name in ("tokens.bin", "documents.bin")
+            }
             self._digests = (folder / "blocks.bin").read_bytes()
         except (OSError, msgspec.MsgspecError, RecursionError) as error:
             raise _damaged(folder, str(error)) from error
@@ -166,27 +193,33 @@ class TokenStore:
 
     @property
     def identity(self) -> str:
-        """Equal for equal tokens: a digest of the hashes of all of them, where `index.key` is of the text."""
+        """Equal for equal tokens: a digest of the hashes of all of them, where `index.key` is of
+        the text."""
         index = self.index
         text = f"{index.dtype} {index.tokens} {index.eod} {index.vocab_size} {index.blocks_sha256}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def samples(self, seq_len: int) -> int:
-        """Windows of `seq_len` + 1 tokens that overlap in one, so that each token but the first is a target once."""
+        """Windows of `seq_len` + 1 tokens that overlap in one, so that each token but the first is
+        a target once."""
         return max(0, (self.index.tokens - 1) // seq_len)
 
     def window(self, sample: int, seq_len: int) -> np.ndarray:
-        """[seq_len + 1] ids of one sample in the file's dtype. Raises DataError where they are not as written."""
+        """[seq_len + 1] ids of one sample in the file's dtype. Raises DataError where they are not
+        as written."""
         width = self._dtype.itemsize
-        start, stop = sample * seq_len * width, ((sample + 1) * seq_len + 1) * width
+        start = sample * seq_len * width
+        stop = ((sample + 1) * seq_len + 1) * width
         first = start // BLOCK_BYTES
         raw = self._verified(first, -(-stop // BLOCK_BYTES))
         return np.frombuffer(raw, self._dtype, seq_len + 1, start - first * BLOCK_BYTES)
 
     def _verified(self, first: int, end: int) -> bytes:
-        """The bytes of the blocks from `first` to before `end`: read once, and hashed before anybody sees them."""
+        """The bytes of the blocks from `first` to before `end`: read once, and hashed before
+        anybody sees them."""
         begin = first * BLOCK_BYTES
-        left, parts = min(end * BLOCK_BYTES, self._bytes) - begin, list[bytes]()
+        left = min(end * BLOCK_BYTES, self._bytes) - begin
+        parts = list[bytes]()
         try:
             while left and (part := os.pread(self._file, left, begin + sum(map(len, parts)))):
                 parts.append(part)
@@ -200,8 +233,14 @@ class TokenStore:
             digest = hashlib.sha256(memoryview(raw)[at : at + BLOCK_BYTES]).digest()
             if digest != self._digests[block * _DIGEST : (block + 1) * _DIGEST]:
                 width = self._dtype.itemsize
-                tokens = f"{block * BLOCK_BYTES // width} to {min((block + 1) * BLOCK_BYTES, self._bytes) // width - 1}"
-                raise _damaged(self.folder, f"tokens.bin has changed since it was written, among tokens {tokens}")
+                tokens = (
+                    f"{block * BLOCK_BYTES // width} to"
+                    f" {min((block + 1) * BLOCK_BYTES, self._bytes) // width - 1}"
+                )
+                raise _damaged(
+                    self.folder,
+                    f"tokens.bin has changed since it was written, among tokens {tokens}",
+                )
         return raw
 
 

@@ -14,11 +14,20 @@ from trainer.errors import DataError
 BYTES = "bytes"
 
 #: Names under which published tokenizers keep the token that ends a document, most specific first.
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|end▁of▁sentence|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "[SEP]",
+)
 
 
 class Tokenizer(Protocol):
-    """Encodes documents; ids are below `vocab_size`, `eod` ends a document and never comes out of text."""
+    """Encodes documents; ids are below `vocab_size`, `eod` ends a document and never comes out of
+    text."""
 
     identity: str  # equal for equal behaviour: part of the cache key
     vocab_size: int
@@ -41,15 +50,18 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizers` JSON file. Text that spells a special token is encoded as ordinary text: a corpus must not be able
-    to forge the end of a document."""
+    """A `tokenizers` JSON file. Text that spells a special token is encoded as ordinary text: a
+    corpus must not be able to forge the end of a document."""
 
     def __init__(self, path: Path):
-        """Raises DataError: no such file, not a tokenizer, no end-of-document token, package not installed."""
+        """Raises DataError: no such file, not a tokenizer, no end-of-document token, package not
+        installed."""
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError:
-            raise DataError("data.tokenizer is a file, which needs tokenizers: pip install tokenizers") from None
+            raise DataError(
+                "data.tokenizer is a file, which needs tokenizers: pip install tokenizers"
+            ) from None
         if path.exists() and not path.is_file():  # reading a pipe or a device may never end
             raise DataError(f"cannot read tokenizer {path}: not a regular file")
         try:
@@ -58,30 +70,40 @@ class FileTokenizer:
         except OSError as error:
             raise DataError(f"cannot read tokenizer {path}: {error.strerror}") from error
         except Exception as error:  # the Rust side raises bare Exception
-            raise DataError(f"{path} is not a tokenizers JSON file: {str(error).splitlines()[0]}") from None
+            raise DataError(
+                f"{path} is not a tokenizers JSON file: {str(error).splitlines()[0]}"
+            ) from None
         self._backend.encode_special_tokens = True
         self._backend.no_padding()
         self._backend.no_truncation()
         known = ((name, self._backend.token_to_id(name)) for name in END_TOKENS)
-        self._end, self.eod = next(((name, number) for name, number in known if number is not None), ("", -1))
+        self._end, self.eod = next(
+            ((name, number) for name, number in known if number is not None), ("", -1)
+        )
         if not self._end:
-            raise DataError(f"{path} has no end-of-document token; known names: {', '.join(END_TOKENS)}")
+            raise DataError(
+                f"{path} has no end-of-document token; known names: {', '.join(END_TOKENS)}"
+            )
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.identity = f"tokenizers/1 {hashlib.sha256(raw).hexdigest()}"
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         parts = [self._without_end(text.decode()) for text in texts]
-        encoded = self._backend.encode_batch([part for text in parts for part in text], add_special_tokens=False)
+        encoded = self._backend.encode_batch(
+            [part for text in parts for part in text], add_special_tokens=False
+        )
         ids = iter([np.array(entry.ids, dtype=np.uint32) for entry in encoded])
         return [np.concatenate([next(ids) for _ in text]) for text in parts]
 
     def _without_end(self, text: str) -> list[str]:
-        """The text, cut in the middle of each spelled-out end token: models whose base vocabulary holds that token
-        would find it even with `encode_special_tokens`."""
+        """The text, cut in the middle of each spelled-out end token: models whose base vocabulary
+        holds that token would find it even with `encode_special_tokens`."""
         middle = len(self._end) // 2
-        left, right = self._end[:middle], self._end[middle:]
+        left = self._end[:middle]
+        right = self._end[middle:]
         parts = text.split(self._end)
-        firsts, lasts = ["", *[right] * (len(parts) - 1)], [*[left] * (len(parts) - 1), ""]
+        firsts = ["", *[right] * (len(parts) - 1)]
+        lasts = [*[left] * (len(parts) - 1), ""]
         return [first + part + last for first, part, last in zip(firsts, parts, lasts, strict=True)]
 
 

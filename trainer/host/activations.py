@@ -1,8 +1,10 @@
-"""Activations of a rank away from its device, from forward to backward: in memory of the host, or on its disk through a
-few rooms of host memory (ZeRO-R's Pa+cpu, arXiv 1910.02054, section 6.1; ZeRO-Infinity, arXiv 2104.07857).
+"""Activations of a rank away from its device, from forward to backward: in memory of the host, or
+on its disk through a few rooms of host memory (ZeRO-R's Pa+cpu, arXiv 1910.02054, section 6.1;
+ZeRO-Infinity, arXiv 2104.07857).
 
-Backward needs them in another order than forward has put them, and a pipeline's schedule says in which. The order of a
-step is recorded, and in the next one each activation is brought back while the one before it is used.
+Backward needs them in another order than forward has put them, and a pipeline's schedule says in
+which. The order of a step is recorded, and in the next one each activation is brought back while
+the one before it is used.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ class Entry:
     __slots__ = ("__weakref__", "back", "dtype", "place", "serial", "shape", "stored")
 
     def __init__(self, serial: int, place: int, like: Tensor):
-        self.serial, self.place, self.shape, self.dtype = serial, place, like.shape, like.dtype
+        self.serial = serial
+        self.place = place
+        self.shape = like.shape
+        self.dtype = like.dtype
         self.stored: Future[None] | None = None  # on its way to the disk
         self.back: _Back | None = None
 
@@ -49,18 +54,27 @@ class ActivationStore:
 
     def __init__(self, host: HostMemory, folder: Path | None = None):
         """`folder`: of a disk; None: in memory of the host."""
-        self.host, self.folder = host, folder
-        self.on_fetch: Callable[[Tensor], None] = lambda tensor: None  # told of each tensor that comes back
+        self.host = host
+        self.folder = folder
+        self.on_fetch: Callable[[Tensor], None] = lambda tensor: (
+            None
+        )  # told of each tensor that comes back
         self._places = dict[int, _Places]()  # by size in bytes
         self._away = dict[int, weakref.ref[Entry]]()  # put and not used yet, by serial number
-        self._puts = self._start = 0  # serial numbers: the next, and the first since nothing was away
-        self._used, self._before = list[int](), list[int]()  # in the order of use, counted from `_start`: now, before
+        self._puts = self._start = (
+            0  # serial numbers: the next, and the first since nothing was away
+        )
+        self._used = list[int]()
+        self._before = list[int]()  # in the order of use, counted from `_start`: now, before
         self._alike = False  # so far the order is that of before
 
     def put(self, tensor: Tensor) -> Entry:
         """Start to copy `tensor` away. Raises DiskError, MemoryError."""
         if not self._away:  # as at the start of a step
-            self._start, self._before, self._used, self._alike = self._puts, self._used, [], True
+            self._start = self._puts
+            self._before = self._used
+            self._used = []
+            self._alike = True
         if (places := self._places.get(tensor.nbytes)) is None:
             places = self._places[tensor.nbytes] = _Places(self.host, tensor.nbytes, self.folder)
         entry = Entry(self._puts, places.take(), tensor)
@@ -76,7 +90,8 @@ class ActivationStore:
         """The activation on the device; the next one starts to come back. Raises DiskError."""
         if entry.back is None:
             self._places[entry.nbytes].fetch(entry)
-        back, entry.back = entry.back, None
+        back = entry.back
+        entry.back = None
         assert back is not None
         if self._away.pop(entry.serial, None) is not None:  # else it is recomputed a second time
             self._alike = self._alike and entry.serial == self._following()
@@ -103,13 +118,19 @@ class _Places:
     """Places for activations of `size` bytes, made as they are needed, and used again."""
 
     def __init__(self, host: HostMemory, size: int, folder: Path | None):
-        self.host, self.size, self.free, self._made = host, size, list[int](), 0
+        self.host = host
+        self.size = size
+        self.free = list[int]()
+        self._made = 0
         self._memory = list[Tensor]()  # of the host: a place each
-        self._file, self._block = None, -(-size // BLOCK) * BLOCK
+        self._file = None
+        self._block = -(-size // BLOCK) * BLOCK
         if folder is not None:
             self._file = StateFile(folder, 0, host.requests)
             self._rooms = [host.blocks(self._block) for _ in range(ROOMS)]
-            self._lanes = [ThreadPoolExecutor(1, thread_name_prefix="offload-activation") for _ in range(ROOMS)]
+            self._lanes = [
+                ThreadPoolExecutor(1, thread_name_prefix="offload-activation") for _ in range(ROOMS)
+            ]
             self._turns = 0  # of rooms, by activations that pass
 
     def take(self) -> int:
@@ -124,7 +145,8 @@ class _Places:
         return self._made - 1
 
     def store(self, entry: Entry, tensor: Tensor) -> None:
-        data, file = tensor.detach().contiguous().view(-1).view(torch.uint8), self._file
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        file = self._file
         if file is None:
             self.host.take(self._memory[entry.place], data)
             return
@@ -140,7 +162,8 @@ class _Places:
 
     def fetch(self, entry: Entry) -> None:
         """Start to bring it back."""
-        target, file = self.host.room_for(entry.shape, entry.dtype), self._file
+        target = self.host.room_for(entry.shape, entry.dtype)
+        file = self._file
         if file is None:
             entry.back = _Back(target, self.host.bring(self._memory[entry.place], target))
             return
@@ -158,5 +181,6 @@ class _Places:
 
     def _room(self) -> tuple[Tensor, ThreadPoolExecutor]:
         """The room whose turn it is, and the thread that uses it."""
-        at, self._turns = self._turns % ROOMS, self._turns + 1
+        at = self._turns % ROOMS
+        self._turns = self._turns + 1
         return self._rooms[at], self._lanes[at]

@@ -1,7 +1,8 @@
-"""A file for state that does not fit into memory: read and written in parts, several at once, past the page cache.
+"""A file for state that does not fit into memory: read and written in parts, several at once, past
+the page cache.
 
-One request at a time leaves a disk idle between two; `OUTSTANDING` of `PART` bytes each way keep it busy (measured by
-benchmarks/offload.py against a probe that does nothing else).
+One request at a time leaves a disk idle between two; `OUTSTANDING` of `PART` bytes each way keep it
+busy (measured by benchmarks/offload.py against a probe that does nothing else).
 """
 
 from __future__ import annotations
@@ -39,10 +40,14 @@ class StateFile:
 
     def __init__(self, folder: Path, size: int, requests: Requests):
         """Raises DiskError."""
-        self.folder, self.size, self._requests = folder, size, requests
+        self.folder = folder
+        self.size = size
+        self._requests = requests
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(prefix="state-", suffix=".offload", dir=folder, buffering=0) as file:
+            with tempfile.TemporaryFile(
+                prefix="state-", suffix=".offload", dir=folder, buffering=0
+            ) as file:
                 self.fd = os.dup(file.fileno())
             self.direct = self._open_direct()
             if size:
@@ -52,7 +57,8 @@ class StateFile:
 
     def grow(self, size: int) -> None:
         """Reserve space for `size` bytes in all. Raises DiskError."""
-        before, self.size = self.size, max(size, self.size)
+        before = self.size
+        self.size = max(size, self.size)
         try:
             if self.size > before:
                 os.posix_fallocate(self.fd, before, self.size - before)
@@ -60,7 +66,8 @@ class StateFile:
             raise self._failed("cannot hold what is offloaded", error) from None
 
     def _open_direct(self) -> int:
-        """A second descriptor that bypasses the page cache, or the first where the file system has no such thing."""
+        """A second descriptor that bypasses the page cache, or the first where the file system has
+        no such thing."""
         try:
             return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
@@ -70,11 +77,14 @@ class StateFile:
 
     def _failed(self, what: str, error: OSError) -> DiskError:
         needs = f"{self.size / 2**30:.2f} GiB"
-        return DiskError(f"train.offload_dir {self.folder} {what} ({needs}): {error.strerror or error}", error.errno)
+        return DiskError(
+            f"train.offload_dir {self.folder} {what} ({needs}): {error.strerror or error}",
+            error.errno,
+        )
 
     def read(self, into: Tensor, offset: int, cached: bool = False) -> None:
-        """Fill 1-D bytes. `cached`: through the page cache, as what is mapped has to be; else the bytes, their length
-        and `offset` are whole blocks. Raises DiskError."""
+        """Fill 1-D bytes. `cached`: through the page cache, as what is mapped has to be; else the
+        bytes, their length and `offset` are whole blocks. Raises DiskError."""
         self._each(into, offset, os.preadv, cached, "cannot be read", self._requests.reads)
 
     def write(self, data: Tensor, offset: int, cached: bool = False) -> None:
@@ -82,10 +92,19 @@ class StateFile:
         self._each(data, offset, os.pwritev, cached, "cannot be written", self._requests.writes)
 
     def _each(
-        self, data: Tensor, offset: int, transfer: Transfer, cached: bool, what: str, threads: ThreadPoolExecutor
+        self,
+        data: Tensor,
+        offset: int,
+        transfer: Transfer,
+        cached: bool,
+        what: str,
+        threads: ThreadPoolExecutor,
     ) -> None:
-        view, fd = data.numpy().data, self.fd if cached else self.direct
-        parts = [(view[start : start + PART], offset + start) for start in range(0, len(view), PART)]
+        view = data.numpy().data
+        fd = self.fd if cached else self.direct
+        parts = [
+            (view[start : start + PART], offset + start) for start in range(0, len(view), PART)
+        ]
         try:
             if len(parts) > 1:
                 jobs = [threads.submit(_move, transfer, fd, *part) for part in parts]
@@ -99,7 +118,8 @@ class StateFile:
             raise self._failed(what, error) from None
 
     def mapped(self) -> Tensor:
-        """The file's bytes as a 1-D tensor, in pages that the kernel may drop; released with the tensor."""
+        """The file's bytes as a 1-D tensor, in pages that the kernel may drop; released with the
+        tensor."""
         if not self.size:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(mmap.mmap(self.fd, self.size), dtype=torch.uint8)
@@ -115,4 +135,5 @@ def _move(transfer: Transfer, fd: int, view: memoryview, offset: int) -> None:
         done = transfer(fd, [view], offset)
         if not done:
             raise OSError(errno.EIO, "the file is shorter than it was made")
-        view, offset = view[done:], offset + done
+        view = view[done:]
+        offset = offset + done

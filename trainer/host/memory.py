@@ -1,7 +1,9 @@
-"""Memory of the host as a second place for what a device has no room for, and copies between the two.
+"""Memory of the host as a second place for what a device has no room for, and copies between the
+two.
 
-On CUDA it is page-locked, so that copies run beside computation, in a stream of their own. On CPUs it is the same
-memory as everything else: the same code runs, and the memory tracker counts it apart.
+On CUDA it is page-locked, so that copies run beside computation, in a stream of their own. On CPUs
+it is the same memory as everything else: the same code runs, and the memory tracker counts it
+apart.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from orchestrator.plan.offload import BLOCK
 
 from .file import Requests, StateFile
 
-#: Bytes between tensors, which nobody uses. Arrays whose distance is a power of two compete for the same lines of the
-#: caches: AdamW on four of them takes 2.3 times as long as on four that are 8 KiB further apart.
+#: Bytes between tensors, which nobody uses. Arrays whose distance is a power of two compete for the
+#: same lines of the caches: AdamW on four of them takes 2.3 times as long as on four that are 8 KiB
+#: further apart.
 APART = 64 << 10
 MANY = 1 << 20  # bytes of a tensor that is kept apart
 
@@ -26,14 +29,20 @@ MANY = 1 << 20  # bytes of a tensor that is kept apart
 class HostMemory:
     """What one rank keeps on its host. `tensors` lists all of it."""
 
-    def __init__(self, device: torch.device, takes_gradients: bool = True, weights: Path | None = None):
-        """`takes_gradients`: summed gradients go there. `weights`: the folder of a disk where weights and gradients
-        themselves are; None: on the device."""
-        self.device, self.takes_gradients, self.weights = device, takes_gradients, weights
+    def __init__(
+        self, device: torch.device, takes_gradients: bool = True, weights: Path | None = None
+    ):
+        """`takes_gradients`: summed gradients go there. `weights`: the folder of a disk where
+        weights and gradients themselves are; None: on the device."""
+        self.device = device
+        self.takes_gradients = takes_gradients
+        self.weights = weights
         self.tensors: list[Tensor] = []
         self.requests = Requests()
         self._stream: torch.cuda.Stream | None = None
-        self._files: dict[int, StateFile] = {}  # by the address of the pages that are mapped from them
+        self._files: dict[
+            int, StateFile
+        ] = {}  # by the address of the pages that are mapped from them
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A new 1-D tensor on the host. Raises MemoryError where there is no room for it."""
@@ -54,11 +63,14 @@ class HostMemory:
             return torch.zeros(start + numel, dtype=dtype, pin_memory=True)[start:]
         if numel * dtype.itemsize < MANY:
             return torch.zeros(numel, dtype=dtype)
-        pages = mmap.mmap(-1, numel * dtype.itemsize + APART, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(
+            -1, numel * dtype.itemsize + APART, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         return torch.frombuffer(pages, dtype=dtype, count=numel, offset=APART)
 
     def blocks(self, size: int) -> Tensor:
-        """`size` new bytes on the host that begin on a multiple of `BLOCK`, as transfers past the page cache need."""
+        """`size` new bytes on the host that begin on a multiple of `BLOCK`, as transfers past the
+        page cache need."""
         room = self.zeros(size + BLOCK, torch.uint8)
         start = -room.data_ptr() % BLOCK
         return room[start : start + size]
@@ -66,8 +78,8 @@ class HostMemory:
     def take(
         self, target: Tensor, source: Tensor, work: torch.distributed.Work | None = None
     ) -> torch.cuda.Event | None:
-        """Start to copy `source`, of the device, to `target`; `wait` waits for it. `work`: a collective that makes
-        `source`, in place of what computes now. Returned: when it is here."""
+        """Start to copy `source`, of the device, to `target`; `wait` waits for it. `work`: a
+        collective that makes `source`, in place of what computes now. Returned: when it is here."""
         if not source.is_cuda:
             target.copy_(source)
             return None
@@ -83,8 +95,8 @@ class HostMemory:
         return event
 
     def bring(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Start to copy bytes of the host to a tensor of the device, after all that was taken before. Returned: when it
-        is there."""
+        """Start to copy bytes of the host to a tensor of the device, after all that was taken
+        before. Returned: when it is there."""
         data = source.view(target.dtype).view(target.shape)
         if not target.is_cuda:
             target.copy_(data)
@@ -126,15 +138,17 @@ class HostMemory:
             self._stream.synchronize()
 
     def settle(self) -> None:
-        """Wait until the device has read all that was given to it: the sources may be overwritten here. `take` needs
-        no such wait, its stream does."""
+        """Wait until the device has read all that was given to it: the sources may be overwritten
+        here. `take` needs no such wait, its stream does."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    # ------------------------------------------------------------------------------ weights and gradients in pages
+    # ------------------------------------------------------------------------------ weights and
+    #     gradients in pages
 
     def device_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A new 1-D tensor for weights or gradients of the device, or in pages of the disk. Raises DiskError."""
+        """A new 1-D tensor for weights or gradients of the device, or in pages of the disk. Raises
+        DiskError."""
         if self.weights is None:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         file = StateFile(self.weights, numel * dtype.itemsize, self.requests)
@@ -148,8 +162,8 @@ class HostMemory:
         self._files.pop(address).close()
 
     def read(self, source: Tensor, into: Tensor) -> None:
-        """Copy 1-D weights or gradients to the host. Pages are read by the kernel in one call, not fault by fault.
-        Raises DiskError."""
+        """Copy 1-D weights or gradients to the host. Pages are read by the kernel in one call, not
+        fault by fault. Raises DiskError."""
         file = self._file_of(source)
         if file is None or source.dtype != into.dtype:
             into.copy_(source)
@@ -157,8 +171,8 @@ class HostMemory:
             file.read(into.view(torch.uint8), _offset(source), cached=True)
 
     def write(self, data: Tensor, target: Tensor) -> None:
-        """Copy from the host to 1-D weights or gradients. Pages that are not in memory are not read for it, as a store
-        to each would. Raises DiskError."""
+        """Copy from the host to 1-D weights or gradients. Pages that are not in memory are not read
+        for it, as a store to each would. Raises DiskError."""
         file = self._file_of(target)
         if file is None or target.dtype != data.dtype:
             target.copy_(data)

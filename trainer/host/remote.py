@@ -1,4 +1,5 @@
-"""Whether a folder lies on another machine, where state that is offloaded to a disk gains nothing."""
+"""Whether a folder lies on another machine, where state that is offloaded to a disk gains
+nothing."""
 
 from __future__ import annotations
 
@@ -13,23 +14,44 @@ from trainer.errors import warn
 MOUNTS = Path("/proc/self/mounts")
 #: Types of file systems that other machines serve, as the kernel names them.
 REMOTE = frozenset(
-    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs", "orangefs", "wekafs"}
+    {
+        "nfs",
+        "nfs4",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "smb3",
+        "9p",
+        "afs",
+        "orangefs",
+        "wekafs",
+    }
 )
 #: Those that a program serves, where it is known to ask other machines.
-REMOTE_PROGRAMS = frozenset({"fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"})
+REMOTE_PROGRAMS = frozenset(
+    {"fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.juicefs", "fuse.s3fs", "fuse.gcsfuse"}
+)
 
 
 def remote_type(folder: Path, mounts: Path = MOUNTS) -> str | None:
-    """The type of the remote file system that holds `folder`; None: it is local, or that cannot be told."""
-    folder, found, depth = folder.resolve(), "", -1
+    """The type of the remote file system that holds `folder`; None: it is local, or that cannot be
+    told."""
+    folder = folder.resolve()
+    found = ""
+    depth = -1
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
         return None
     for line in lines:
         point, kind = (_plain(word) for word in line.split(" ")[1:3])
-        if folder.is_relative_to(point) and len(Path(point).parts) >= depth:  # a later mount covers an earlier one
-            found, depth = kind, len(Path(point).parts)
+        if (
+            folder.is_relative_to(point) and len(Path(point).parts) >= depth
+        ):  # a later mount covers an earlier one
+            found = kind
+            depth = len(Path(point).parts)
     return found if found in REMOTE | REMOTE_PROGRAMS else None
 
 
@@ -44,14 +66,15 @@ def remote_warning(folder: Path, mounts: Path = MOUNTS) -> str | None:
     if kind is None:
         return None
     return (
-        f"what is offloaded goes to {folder}, on {kind}: every step waits for the network, and files may stay after a"
-        " crash; name a folder of a disk of each node, train.offload_dir=/PATH"
+        f"what is offloaded goes to {folder}, on {kind}: every step waits for the network, and"
+        " files may stay after a crash; name a folder of a disk of each node,"
+        " train.offload_dir=/PATH"
     )
 
 
 def warn_of_remote_disk(train: Train, scratch: Path, env: WorkerEnv) -> None:
-    """The first worker of a node says so on standard error where what is offloaded to a disk goes over a network.
-    `scratch`: the folder of a plan that names none."""
+    """The first worker of a node says so on standard error where what is offloaded to a disk goes
+    over a network. `scratch`: the folder of a plan that names none."""
     offload = offload_of(train)
     if env.local_rank or "disk" not in (offload.optimizer, offload.activations):
         return

@@ -1,7 +1,8 @@
-"""`python -m trainer.independent` reads an order a line, and answers each with a line; both are JSON objects.
+"""`python -m trainer.independent` reads an order a line, and answers each with a line; both are
+JSON objects.
 
-"prepare": write the checkpoint from which a harsh case starts. "judge": what is wrong with the runs of a case.
-`orch verify --against independent` starts it.
+"prepare": write the checkpoint from which a harsh case starts. "judge": what is wrong with the runs
+of a case. `orch verify --against independent` starts it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def main() -> int:
             prepare(Path(order["run"]), order["loss_scale"], order["good"])
             print("{}", flush=True)
         else:
-            print(json.dumps(answer([Path(run) for run in order["runs"]], order["start"])), flush=True)
+            print(
+                json.dumps(answer([Path(run) for run in order["runs"]], order["start"])), flush=True
+            )
     return 0
 
 
@@ -30,7 +33,10 @@ def answer(runs: list[Path], start: str) -> dict[str, Any]:
     """What `judge` has found, as JSON."""
     began = time.monotonic()
     found = judge(runs, start)
-    worst = {what: {"error": e, "bound": bound, "where": at} for what, (e, bound, at) in found.worst.items()}
+    worst = {
+        what: {"error": e, "bound": bound, "where": at}
+        for what, (e, bound, at) in found.worst.items()
+    }
     seconds = round(time.monotonic() - began, 2)
     counts = {"steps": found.steps, "skipped": found.skipped, "seconds": seconds}
     return counts | {"worst": worst, "problems": found.problems}

@@ -1,8 +1,9 @@
-"""Which experts a run's tokens chose: read from what its ranks have recorded (`job.record_choices`), and judged.
+"""Which experts a run's tokens chose: read from what its ranks have recorded
+(`job.record_choices`), and judged.
 
-The record is taken for the choices, not for their being right: the loss and all gradients are compared at them, so they
-are the ones that the run computed with, and each must be the best by the exact scores, but for as much rounding as this
-oracle measures in the run's own precision.
+The record is taken for the choices, not for their being right: the loss and all gradients are
+compared at them, so they are the ones that the run computed with, and each must be the best by the
+exact scores, but for as much rounding as this oracle measures in the run's own precision.
 """
 
 from __future__ import annotations
@@ -35,10 +36,16 @@ class Unrecorded(ValueError):
     """A token whose choice is not recorded once."""
 
 
-def read(run: Path, step: int, consumed: int, samples: int, length: int, layers: list[int], top_k: int) -> Choices:
+def read(
+    run: Path, step: int, consumed: int, samples: int, length: int, layers: list[int], top_k: int
+) -> Choices:
     """Of the step that began when the run had consumed so many samples. Raises Unrecorded."""
-    made, count = Choices({}, {}, {}), samples * length
-    parts = [load_file(path) for path in sorted((run / "choices" / f"step-{step:08d}").glob("rank-*.safetensors"))]
+    made = Choices({}, {}, {})
+    count = samples * length
+    parts = [
+        load_file(path)
+        for path in sorted((run / "choices" / f"step-{step:08d}").glob("rank-*.safetensors"))
+    ]
     for layer in layers:
         mine = [part for part in parts if f"{layer}.tokens" in part]
         if not mine:
@@ -46,8 +53,14 @@ def read(run: Path, step: int, consumed: int, samples: int, length: int, layers:
         tokens = torch.cat([part[f"{layer}.tokens"] for part in mine]) - consumed * length
         order = tokens.argsort()
         if not torch.equal(tokens[order], torch.arange(count)):
-            raise Unrecorded(f"step {step}: layer {layer} has not recorded each of {count} tokens once")
-        for name, into in (("experts", made.experts), ("logits", made.logits), ("weights", made.weights)):
+            raise Unrecorded(
+                f"step {step}: layer {layer} has not recorded each of {count} tokens once"
+            )
+        for name, into in (
+            ("experts", made.experts),
+            ("logits", made.logits),
+            ("weights", made.weights),
+        ):
             whole = torch.cat([part[f"{layer}.{name}"] for part in mine])[order]
             into[layer] = whole.view(samples, length, top_k)
         made.experts[layer] = made.experts[layer].long()
@@ -55,13 +68,15 @@ def read(run: Path, step: int, consumed: int, samples: int, length: int, layers:
 
 
 def needed_rounding(values: Tensor, chosen: Tensor, moe: dict[str, Any]) -> Tensor:
-    """values [n, experts], by which experts are chosen, chosen int64 [n, k] -> [n]: the least amount by which every
-    value must be off for this to be the choice of the highest k among the best groups; infinite where no amount is
-    enough, and where of two equal values in a group the one with the higher number was taken.
+    """values [n, experts], by which experts are chosen, chosen int64 [n, k] -> [n]: the least
+    amount by which every value must be off for this to be the choice of the highest k among the
+    best groups; infinite where no amount is enough, and where of two equal values in a group the
+    one with the higher number was taken.
 
     Sigmoid scores rank groups by the sum of their two best, soft-max ones by the best.
     """
-    groups, size = moe.get("groups", 1), moe["experts"] // moe.get("groups", 1)
+    groups = moe.get("groups", 1)
+    size = moe["experts"] // moe.get("groups", 1)
     picked = torch.zeros_like(values, dtype=torch.bool).scatter_(-1, chosen, True)
     legal = picked.sum(-1) == chosen.shape[-1]
     lowest = values.masked_fill(~picked, math.inf).amin(-1)
@@ -81,8 +96,10 @@ def needed_rounding(values: Tensor, chosen: Tensor, moe: dict[str, Any]) -> Tens
 
 
 def _wrong_among_equals(values: Tensor, picked: Tensor, size: int) -> Tensor:
-    """bool [n]: whether an expert was taken whose value equals that of one before it in its group that was not."""
-    value, taken = values.unflatten(-1, (-1, size)), picked.unflatten(-1, (-1, size))
+    """bool [n]: whether an expert was taken whose value equals that of one before it in its group
+    that was not."""
+    value = values.unflatten(-1, (-1, size))
+    taken = picked.unflatten(-1, (-1, size))
     equal = value[..., :, None] == value[..., None, :]
     before = torch.ones(size, size, dtype=torch.bool).tril(-1)  # [expert, one before it]
     return (equal & before & taken[..., :, None] & ~taken[..., None, :]).flatten(1).any(-1)

@@ -11,8 +11,8 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 #: Times its rounding, measured or of `rounding`, that a quantity may be off (docs/verify.md).
 ALLOWED = 6.0
-#: The same over all matrices of a kind together (every layer's `attn.wq`), in bf16 and fp16: so many elements that the
-#: ratio hardly varies, and a rounding too many shows.
+#: The same over all matrices of a kind together (every layer's `attn.wq`), in bf16 and fp16: so
+#: many elements that the ratio hardly varies, and a rounding too many shows.
 ALLOWED_KIND = 2.0
 
 
@@ -29,7 +29,8 @@ def rounding(terms: int, dtype: torch.dtype) -> float:
 
 @dataclass
 class Findings:
-    """The worst of each quantity as (error, bound, where), by error over bound; and what is wrong whatever the size."""
+    """The worst of each quantity as (error, bound, where), by error over bound; and what is wrong
+    whatever the size."""
 
     worst: dict[str, tuple[float, float, str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -49,12 +50,21 @@ class Findings:
             self.problems.append(problem)
 
     def mean(
-        self, what: str, found: float, exact: Tensor, rounded: Tensor, floor: float, where: str, alike: bool = False
+        self,
+        what: str,
+        found: float,
+        exact: Tensor,
+        rounded: Tensor,
+        floor: float,
+        where: str,
+        alike: bool = False,
     ) -> None:
-        """`found`: the sum of elements of which `exact` are the true ones and `rounded` one program's. Their rounding,
-        as if it were independent, is what the sum may be off; with `alike`, as if all were off the same way (equal
-        tokens have nearly equal scores). `floor`: what it may be off in any case, over the sum."""
-        total, off = float(exact.sum()), rounded.double() - exact
+        """`found`: the sum of elements of which `exact` are the true ones and `rounded` one
+        program's. Their rounding, as if it were independent, is what the sum may be off; with
+        `alike`, as if all were off the same way (equal tokens have nearly equal scores). `floor`:
+        what it may be off in any case, over the sum."""
+        total = float(exact.sum())
+        off = rounded.double() - exact
         noise = ALLOWED_KIND * float(off.abs().sum()) if alike else ALLOWED * float(off.norm())
         scale = max(abs(total), 1e-300)
         self.measure(what, abs(found - total) / scale, max(noise / scale, floor), where)
@@ -65,19 +75,23 @@ class Findings:
         over = torch.where(error > 0, error / room.clamp(min=1e-300), 0.0).flatten()
         at = int(over.argmax())
         scale = max(float(wanted.abs().max()), 1e-300)
-        self.measure(what, float(error.flatten()[at]) / scale, float(room.flatten()[at]) / scale, where)
+        self.measure(
+            what, float(error.flatten()[at]) / scale, float(room.flatten()[at]) / scale, where
+        )
 
 
 def rms(grads: Tensors) -> float:
     """Root mean square of all elements."""
     return math.sqrt(
-        sum(float(g.double().square().sum()) for g in grads.values()) / sum(g.numel() for g in grads.values())
+        sum(float(g.double().square().sum()) for g in grads.values())
+        / sum(g.numel() for g in grads.values())
     )
 
 
 def distance(found: Tensor, wanted: Tensor, overall: float, blur: float = 0.0) -> float:
-    """2-norm of the difference (and of `blur`) over that of `wanted`; a gradient that is zero but for rounding (a key
-    bias) is measured by a thousandth of the model's `overall` root mean square."""
+    """2-norm of the difference (and of `blur`) over that of `wanted`; a gradient that is zero but
+    for rounding (a key bias) is measured by a thousandth of the model's `overall` root mean
+    square."""
     scale = max(float(wanted.double().norm()), 1e-3 * overall * wanted.numel() ** 0.5)
     return (float((found.double() - wanted.double()).norm()) + blur) / scale
 

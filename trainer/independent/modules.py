@@ -1,5 +1,6 @@
-"""Modules that `transformers` does not have, or computes in fp32 whatever the weights are: the formulas, in fp32 or
-wider. Routers take choices that are given, since in narrow precisions two right programs need not choose alike."""
+"""Modules that `transformers` does not have, or computes in fp32 whatever the weights are: the
+formulas, in fp32 or wider. Routers take choices that are given, since in narrow precisions two
+right programs need not choose alike."""
 
 from __future__ import annotations
 
@@ -20,22 +21,28 @@ class RMSNorm(nn.Module):
 
     def __init__(self, weight: Tensor, eps: float):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(weight), eps
+        self.weight = nn.Parameter(weight)
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(wider(x.dtype))
-        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(x.dtype)
+        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(
+            x.dtype
+        )
 
 
 class Angles(nn.Module):
-    """cos and sin of position * base^(-2 i / d) (arXiv 2104.09864), for i and again for i + d / 2. With `yarn`
-    (arXiv 2309.00071) dimensions that turn seldom over the original length turn `factor` times slower."""
+    """cos and sin of position * base^(-2 i / d) (arXiv 2104.09864), for i and again for i + d / 2.
+    With `yarn` (arXiv 2309.00071) dimensions that turn seldom over the original length turn
+    `factor` times slower."""
 
     def __init__(self, base: float, size: int, yarn: dict[str, Any] | None):
         super().__init__()
         speeds = [base ** (-2 * i / size) for i in range(size // 2)]
         if yarn:
-            speeds = [speed * one for speed, one in zip(speeds, stretch(base, size, yarn), strict=True)]
+            speeds = [
+                speed * one for speed, one in zip(speeds, stretch(base, size, yarn), strict=True)
+            ]
         self.speeds: Tensor
         self.speeds = torch.tensor(speeds * 2, dtype=torch.float64)
 
@@ -45,11 +52,14 @@ class Angles(nn.Module):
 
 
 def stretch(base: float, size: int, yarn: dict[str, Any]) -> list[float]:
-    """By what each speed is multiplied: 1 for dimensions below the one that turns `beta_fast` times over the original
-    length, 1 / factor above the one that turns `beta_slow` times, on a straight line between."""
+    """By what each speed is multiplied: 1 for dimensions below the one that turns `beta_fast` times
+    over the original length, 1 / factor above the one that turns `beta_slow` times, on a straight
+    line between."""
 
     def turns(times: float) -> float:
-        return size / 2 * math.log(yarn["original_seq_len"] / (2 * math.pi * times)) / math.log(base)
+        return (
+            size / 2 * math.log(yarn["original_seq_len"] / (2 * math.pi * times)) / math.log(base)
+        )
 
     low = max(math.floor(turns(yarn.get("beta_fast", 32.0))), 0)
     high = min(math.ceil(turns(yarn.get("beta_slow", 1.0))), size - 1)
@@ -58,14 +68,16 @@ def stretch(base: float, size: int, yarn: dict[str, Any]) -> list[float]:
 
 
 class Router(nn.Module):
-    """[n, hidden] and the choices made of it, int64 [n, k] -> (logits, scores, weights of the choices), [n, experts]
-    and [n, k]. Soft-max over all experts (arXiv 2401.04088), or a sigmoid of each (arXiv 2412.19437, section 2.1.2)."""
+    """[n, hidden] and the choices made of it, int64 [n, k] -> (logits, scores, weights of the
+    choices), [n, experts] and [n, k]. Soft-max over all experts (arXiv 2401.04088), or a sigmoid of
+    each (arXiv 2412.19437, section 2.1.2)."""
 
     def __init__(self, moe: dict[str, Any], hidden: int):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(moe["experts"], hidden))
         self.soft = moe.get("score", "softmax") == "softmax"
-        self.normed, self.scale = moe.get("norm_topk", True), moe.get("routed_scale", 1.0)
+        self.normed = moe.get("norm_topk", True)
+        self.scale = moe.get("routed_scale", 1.0)
 
     def forward(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wide = wider(x.dtype)
@@ -78,17 +90,22 @@ class Router(nn.Module):
 
 
 class Mixture(nn.Module):
-    """In a layer's place for the MLP: experts of `transformers`, by the choices in `chosen` [b, s, k], and shared ones.
+    """In a layer's place for the MLP: experts of `transformers`, by the choices in `chosen` [b, s,
+    k], and shared ones.
 
-    Keeps what the judge compares of a forward: `scores` [b, s, experts]; `logits` and `weights` of the choices
-    [b, s, k]; the two terms of the loss, `balance` [b] (of the whole batch: [b, s]) and `z` [b, s], not yet multiplied
-    by what they count. `load` [experts]: how often the step before chose each expert, over the mean, if the term is one
-    of the whole batch.
+    Keeps what the judge compares of a forward: `scores` [b, s, experts]; `logits` and `weights` of
+    the choices [b, s, k]; the two terms of the loss, `balance` [b] (of the whole batch: [b, s]) and
+    `z` [b, s], not yet multiplied by what they count. `load` [experts]: how often the step before
+    chose each expert, over the mean, if the term is one of the whole batch.
     """
 
-    def __init__(self, moe: dict[str, Any], hidden: int, experts: nn.Module, shared: nn.Module | None):
+    def __init__(
+        self, moe: dict[str, Any], hidden: int, experts: nn.Module, shared: nn.Module | None
+    ):
         super().__init__()
-        self.router, self.experts, self.shared = Router(moe, hidden), experts, shared
+        self.router = Router(moe, hidden)
+        self.experts = experts
+        self.shared = shared
         self.moe = moe
         self.chosen: Tensor
         self.load: Tensor | None = None
@@ -99,11 +116,17 @@ class Mixture(nn.Module):
         self.z: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        flat, chosen = x.flatten(0, 1), self.chosen.flatten(0, 1)
+        flat = x.flatten(0, 1)
+        chosen = self.chosen.flatten(0, 1)
         logits, scores, weights = self.router(flat, chosen)
-        self.scores, self.weights = scores.unflatten(0, x.shape[:2]), weights.unflatten(0, x.shape[:2])
+        self.scores = scores.unflatten(0, x.shape[:2])
+        self.weights = weights.unflatten(0, x.shape[:2])
         self.logits = logits.gather(-1, chosen).view_as(self.weights)
-        self.balance = balance(self.scores, self.chosen) if self.load is None else shares(self.scores) @ self.load
+        self.balance = (
+            balance(self.scores, self.chosen)
+            if self.load is None
+            else shares(self.scores) @ self.load
+        )
         self.z = logits.logsumexp(-1).square().unflatten(0, x.shape[:2])
         taken = taken_choices(self.chosen, self.moe).flatten(0, 1)
         out = self.experts(flat, chosen, weights * taken).view_as(x)
@@ -111,8 +134,9 @@ class Mixture(nn.Module):
 
 
 def taken_choices(chosen: Tensor, moe: dict[str, Any]) -> Tensor:
-    """int64 [b, s, k] -> bool: with a capacity factor an expert takes, of the tokens of a sequence that choose it, the
-    first ones, up to the factor times an equal share of the sequence's choices, rounded up."""
+    """int64 [b, s, k] -> bool: with a capacity factor an expert takes, of the tokens of a sequence
+    that choose it, the first ones, up to the factor times an equal share of the sequence's choices,
+    rounded up."""
     taken = torch.ones_like(chosen, dtype=torch.bool)
     if "capacity_factor" not in moe:
         return taken
@@ -125,10 +149,13 @@ def taken_choices(chosen: Tensor, moe: dict[str, Any]) -> Tensor:
 
 
 def balance(scores: Tensor, chosen: Tensor) -> Tensor:
-    """[sequences]: of each the sum over experts of f * P (arXiv 2412.19437, equations 17 to 20). f: how often its
-    tokens chose the expert, over how often they would if all were equal; P: mean share of the expert in the scores."""
+    """[sequences]: of each the sum over experts of f * P (arXiv 2412.19437, equations 17 to 20). f:
+    how often its tokens chose the expert, over how often they would if all were equal; P: mean
+    share of the expert in the scores."""
     tokens, experts = scores.shape[1:]
-    often = torch.stack([(chosen == expert).sum((1, 2)) for expert in range(experts)], -1).to(scores.dtype)
+    often = torch.stack([(chosen == expert).sum((1, 2)) for expert in range(experts)], -1).to(
+        scores.dtype
+    )
     return (often * experts / (chosen.shape[-1] * tokens) * shares(scores).mean(1)).sum(-1)
 
 
@@ -138,14 +165,18 @@ def shares(scores: Tensor) -> Tensor:
 
 
 class Ahead(nn.Module):
-    """A module of multi-token prediction (arXiv 2412.19437, section 2.2): the state of the depth before and the
-    embedding of a later token, both normalised, projected together, through a decoder layer and a norm."""
+    """A module of multi-token prediction (arXiv 2412.19437, section 2.2): the state of the depth
+    before and the embedding of a later token, both normalised, projected together, through a
+    decoder layer and a norm."""
 
     def __init__(self, hidden: int, block: nn.Module, norms: list[nn.Module]):
         super().__init__()
         self.norm_token, self.norm_hidden, self.norm_out = norms
-        self.project, self.block = nn.Linear(2 * hidden, hidden, bias=False), block
+        self.project = nn.Linear(2 * hidden, hidden, bias=False)
+        self.block = block
 
     def forward(self, state: Tensor, token: Tensor, **words: Any) -> Tensor:
-        out = self.block(self.project(torch.cat([self.norm_token(token), self.norm_hidden(state)], -1)), **words)
+        out = self.block(
+            self.project(torch.cat([self.norm_token(token), self.norm_hidden(state)], -1)), **words
+        )
         return self.norm_out(out[0] if isinstance(out, tuple) else out)

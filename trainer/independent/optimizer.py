@@ -1,6 +1,8 @@
-"""Learning rate, clipping, AdamW and the loss scale of fp16, as docs/verify.md and the papers have them.
+"""Learning rate, clipping, AdamW and the loss scale of fp16, as docs/verify.md and the papers have
+them.
 
-State goes in as the run has saved it; what comes out is in double precision, without rounding in between.
+State goes in as the run has saved it; what comes out is in double precision, without rounding in
+between.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from torch import Tensor
 
 def learning_rate(step: int, optim: dict[str, Any], steps: int) -> float:
     """Of step number `step`, counted from 1, in a run of `steps`."""
-    peak, warm, length = optim["lr"], optim["warmup_steps"], optim["decay_steps"]
+    peak = optim["lr"]
+    warm = optim["warmup_steps"]
+    length = optim["decay_steps"]
     floor = peak * optim["min_lr_ratio"]
     if step < warm:
         return peak * step / warm
@@ -37,17 +41,23 @@ def decays(shape: tuple[int, ...] | list[int]) -> bool:
     return len(shape) > 1
 
 
-def updated(weight: Tensor, first: Tensor, second: Tensor, updates: int, lr: float, optim: dict[str, Any]) -> Tensor:
-    """The weight after an update, and `updates` in all, from the moments after it (arXiv 1711.05101, algorithm 2)."""
-    weight, first, second = weight.double(), first.double(), second.double()
+def updated(
+    weight: Tensor, first: Tensor, second: Tensor, updates: int, lr: float, optim: dict[str, Any]
+) -> Tensor:
+    """The weight after an update, and `updates` in all, from the moments after it (arXiv
+    1711.05101, algorithm 2)."""
+    weight = weight.double()
+    first = first.double()
+    second = second.double()
     decay = optim["weight_decay"] if decays(weight.shape) else 0.0
-    first, second = first / (1 - optim["beta1"] ** updates), second / (1 - optim["beta2"] ** updates)
+    first = first / (1 - optim["beta1"] ** updates)
+    second = second / (1 - optim["beta2"] ** updates)
     return weight * (1 - lr * decay) - lr * first / (second.sqrt() + optim["eps"])
 
 
 def rescaled(scale: float, good: int, finite: bool) -> tuple[float, int]:
-    """The loss scale after a step, and the steps since it changed (torch.amp.GradScaler: halved after an overflow,
-    doubled after 2,000 steps without; here not below 2^-14)."""
+    """The loss scale after a step, and the steps since it changed (torch.amp.GradScaler: halved
+    after an overflow, doubled after 2,000 steps without; here not below 2^-14)."""
     if not finite:
         return max(scale / 2, 2.0**-14), 0
     return (scale * 2, 0) if good + 1 == 2000 else (scale, good + 1)

@@ -1,4 +1,5 @@
-"""The parameters of a plan's model, and its state without gradient, by name and shape (docs/checkpoints.md)."""
+"""The parameters of a plan's model, and its state without gradient, by name and shape
+(docs/checkpoints.md)."""
 
 from __future__ import annotations
 
@@ -15,28 +16,39 @@ def shapes(model: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def state_shapes(model: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The same of what has no gradient: a bias for each expert, where routers have them, and the load of the step
-    before, where the whole batch is balanced."""
+    """The same of what has no gradient: a bias for each expert, where routers have them, and the
+    load of the step before, where the whole batch is balanced."""
     moe = model.get("moe") or {}
     kinds = ["bias"] * ("bias_update" in moe)
     kinds += ["load"] * (moe.get("balance_over") == "batch" and bool(moe.get("balance_loss")))
     layers = range(model["layers"] + (model.get("mtp") or {}).get("depth", 0)) if kinds else ()
     sparse = [layer for layer in layers if layer >= moe.get("first_dense_layers", 0)]
-    return {f"layers.{layer}.mlp.router.{kind}": (moe["experts"],) for layer in sparse for kind in kinds}
+    return {
+        f"layers.{layer}.mlp.router.{kind}": (moe["experts"],) for layer in sparse for kind in kinds
+    }
 
 
 def _every(model: dict[str, Any]) -> Named:
-    hidden, depth = model["hidden"], (model.get("mtp") or {}).get("depth", 0)
+    hidden = model["hidden"]
+    depth = (model.get("mtp") or {}).get("depth", 0)
     yield "embed.weight", (model["vocab"], hidden)
     if model["position"] == "learned":
         yield "embed_positions.weight", (model["max_seq_len"], hidden)
     for number in range(model["layers"] + depth):
         layer = f"layers.{number}"
         yield from _norm(f"{layer}.norm1", model)
-        yield from _latent(f"{layer}.attn", model) if model.get("mla") else _heads(f"{layer}.attn", model)
+        yield from (
+            _latent(f"{layer}.attn", model) if model.get("mla") else _heads(f"{layer}.attn", model)
+        )
         yield from _norm(f"{layer}.norm2", model)
-        dense = number < (model.get("moe") or {}).get("first_dense_layers", 0) or not model.get("moe")
-        yield from _mlp(f"{layer}.mlp", model, model["ffn_hidden"]) if dense else _experts(f"{layer}.mlp", model)
+        dense = number < (model.get("moe") or {}).get("first_dense_layers", 0) or not model.get(
+            "moe"
+        )
+        yield from (
+            _mlp(f"{layer}.mlp", model, model["ffn_hidden"])
+            if dense
+            else _experts(f"{layer}.mlp", model)
+        )
         if number >= model["layers"]:
             for name in ("norm_token", "norm_hidden", "norm_out"):
                 yield from _norm(f"{layer}.{name}", model)
@@ -59,8 +71,10 @@ def _norm(name: str, model: dict[str, Any]) -> Named:
 
 
 def _heads(name: str, model: dict[str, Any]) -> Named:
-    hidden, bias = model["hidden"], model["bias"]
-    queries, keys = model["heads"] * model["head_dim"], model["kv_heads"] * model["head_dim"]
+    hidden = model["hidden"]
+    bias = model["bias"]
+    queries = model["heads"] * model["head_dim"]
+    keys = model["kv_heads"] * model["head_dim"]
     for one, outputs in (("wq", queries), ("wk", keys), ("wv", keys)):
         yield from _linear(f"{name}.{one}", outputs, hidden, f"{name}.{one}.bias" if bias else "")
     yield from _linear(f"{name}.wo", hidden, queries, f"{name}.out_bias" if bias else "")
@@ -69,8 +83,12 @@ def _heads(name: str, model: dict[str, Any]) -> Named:
 
 
 def _latent(name: str, model: dict[str, Any]) -> Named:
-    mla, hidden, heads = model["mla"], model["hidden"], model["heads"]
-    plain, turned, rank = mla["qk_nope_head_dim"], mla["qk_rope_head_dim"], mla["q_lora_rank"]
+    mla = model["mla"]
+    hidden = model["hidden"]
+    heads = model["heads"]
+    plain = mla["qk_nope_head_dim"]
+    turned = mla["qk_rope_head_dim"]
+    rank = mla["q_lora_rank"]
     if rank:
         yield f"{name}.q_down.weight", (rank, hidden)
         yield f"{name}.q_norm.weight", (rank,)
@@ -84,12 +102,15 @@ def _latent(name: str, model: dict[str, Any]) -> Named:
 def _mlp(name: str, model: dict[str, Any], width: int) -> Named:
     bias = model["bias"]
     for one in ("gate", "up") if model["mlp"] == "gated" else ("up",):
-        yield from _linear(f"{name}.{one}", width, model["hidden"], f"{name}.{one}.bias" if bias else "")
+        yield from _linear(
+            f"{name}.{one}", width, model["hidden"], f"{name}.{one}.bias" if bias else ""
+        )
     yield from _linear(f"{name}.down", model["hidden"], width, f"{name}.out_bias" if bias else "")
 
 
 def _experts(name: str, model: dict[str, Any]) -> Named:
-    moe, hidden = model["moe"], model["hidden"]
+    moe = model["moe"]
+    hidden = model["hidden"]
     yield f"{name}.router.weight", (moe["experts"], hidden)
     for one in ("gate", "up") if model["mlp"] == "gated" else ("up",):
         yield f"{name}.experts.{one}.weight", (moe["experts"], moe["ffn_hidden"], hidden)

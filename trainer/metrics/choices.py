@@ -1,9 +1,9 @@
 """Writes which experts each token chose, by what logits and with what weights, in reported steps
 (`job.record_choices` of the plan).
 
-A token is named by its number in the run's data order, so what ranks of any layout have written adds up to one table,
-and whoever computes the model anew can take the same choices: in narrow precisions two right programs need not choose
-alike where scores are nearly equal.
+A token is named by its number in the run's data order, so what ranks of any layout have written
+adds up to one table, and whoever computes the model anew can take the same choices: in narrow
+precisions two right programs need not choose alike where scores are nearly equal.
 """
 
 from __future__ import annotations
@@ -28,11 +28,16 @@ PARTS = ("tokens", "experts", "logits", "weights")
 
 
 class ChoiceRecord:
-    """The choices of one rank's own tokens; of tensor-parallel ranks with the same tokens the first one writes."""
+    """The choices of one rank's own tokens; of tensor-parallel ranks with the same tokens the first
+    one writes."""
 
-    def __init__(self, plan: Plan, env: WorkerEnv, engine: Engine, failed: Callable[[OSError], None]):
-        """`failed` is called with the error if a file cannot be written; the record ends with it."""
-        self.env, self.failed = env, failed
+    def __init__(
+        self, plan: Plan, env: WorkerEnv, engine: Engine, failed: Callable[[OSError], None]
+    ):
+        """`failed` is called with the error if a file cannot be written; the record ends with
+        it."""
+        self.env = env
+        self.failed = failed
         own = plan.parallel.sp or engine.mesh.coord.tp == 0
         self.every = plan.job.train.log_every_steps if plan.job.record_choices and own else 0
         self._on = False
@@ -45,7 +50,8 @@ class ChoiceRecord:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around optimizer step `number`, whose file is written at the end if the step is reported."""
+        """Around optimizer step `number`, whose file is written at the end if the step is
+        reported."""
         self._on = self.every > 0 and number % self.every == 0
         yield
         if self._on and self._parts:
@@ -57,7 +63,8 @@ class ChoiceRecord:
         self._parts.clear()
 
     def _write(self, number: int) -> None:
-        path, tensors = choices_file(self.env.run_dir, number, self.env.rank), dict[str, Tensor]()
+        path = choices_file(self.env.run_dir, number, self.env.rank)
+        tensors = dict[str, Tensor]()
         for layer, parts in sorted(self._parts.items()):
             columns = zip(PARTS, zip(*parts, strict=True), strict=True)
             tensors |= {f"{layer}.{name}": torch.cat(column) for name, column in columns}

@@ -1,13 +1,15 @@
 """Measures bytes of memory by category over time, from the lifetime of every storage.
 
-`params`, `grads` and `optimizer` are storages that the trainer registers; weights that ZeRO-3 gathers temporarily are
-params too. `activations` are kept for backward: what autograd saves, what outlives the forward that made it, what
-recomputation computes again. `buffers` is everything else inside a step: temporaries, gradients not yet reduced,
-communication buffers. `total` is their sum. `host` is what was offloaded there, and no part of it.
+`params`, `grads` and `optimizer` are storages that the trainer registers; weights that ZeRO-3
+gathers temporarily are params too. `activations` are kept for backward: what autograd saves, what
+outlives the forward that made it, what recomputation computes again. `buffers` is everything else
+inside a step: temporaries, gradients not yet reduced, communication buffers. `total` is their sum.
+`host` is what was offloaded there, and no part of it.
 
-A dispatch mode tracks every storage that an operator creates until it is freed. It costs some microseconds per operator
-and runs only on measured steps. With compiled blocks it stays off, since it would be compiled too or prevent
-compilation: then only what autograd saves is counted, and temporaries are missed.
+A dispatch mode tracks every storage that an operator creates until it is freed. It costs some
+microseconds per operator and runs only on measured steps. With compiled blocks it stays off, since
+it would be compiled too or prevent compilation: then only what autograd saves is counted, and
+temporaries are missed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers", "host")
 
-#: What `torch.tensor(data)` does last: its argument has just been made and no operator has shown it yet.
+#: What `torch.tensor(data)` does last: its argument has just been made and no operator has shown it
+#: yet.
 LIFT = torch.ops.aten.lift_fresh.default
 
 #: Lists, per category, the tensors that live across steps.
@@ -58,7 +61,9 @@ class StorageLife:
 
     def __post_init__(self) -> None:
         if self.category not in CATEGORIES:
-            raise ValueError(f"unknown memory category {self.category!r}; they are {', '.join(CATEGORIES)}")
+            raise ValueError(
+                f"unknown memory category {self.category!r}; they are {', '.join(CATEGORIES)}"
+            )
 
 
 class Point(NamedTuple):
@@ -76,9 +81,10 @@ class Point(NamedTuple):
 class StorageTracker(DispatchMode):
     """Tracks registered storages and every storage that is created while the mode is on.
 
-    A storage that is neither registered nor made by an operator existed before and is not counted. `running` gives the
-    number of the current pipeline action and whether it is a forward, None between actions. `opaque`: there are
-    compiled blocks, so autograd may save storages that no operator has shown.
+    A storage that is neither registered nor made by an operator existed before and is not counted.
+    `running` gives the number of the current pipeline action and whether it is a forward, None
+    between actions. `opaque`: there are compiled blocks, so autograd may save storages that no
+    operator has shown.
     """
 
     def __init__(
@@ -90,7 +96,10 @@ class StorageTracker(DispatchMode):
     ) -> None:
         super().__init__()
         self.lives: list[StorageLife] = []
-        self._registered, self._running, self._opaque, self._clock = registered or {}, running, opaque, clock
+        self._registered = registered or {}
+        self._running = running
+        self._opaque = opaque
+        self._clock = clock
         self._known: dict[int, StorageLife | None] = {}  # by storage; None: existed before
         self._finalizers: list[weakref.finalize] = []
 
@@ -131,7 +140,8 @@ class StorageTracker(DispatchMode):
         self._note_storages(_tensors((out,)), new=True)
         return out
 
-    # ------------------------------------------------------------------------------------------- results
+    # -------------------------------------------------------------------------------------------
+    #     results
 
     @property
     def live(self) -> int:
@@ -146,8 +156,13 @@ class StorageTracker(DispatchMode):
     def points(self) -> list[Point]:
         """One point for each moment at which a storage was allocated or freed."""
         changes = [(life.born, life.size, life.category) for life in self.lives if life.size]
-        changes += [(life.died, -life.size, life.category) for life in self.lives if math.isfinite(life.died)]
-        held, found = dict.fromkeys(CATEGORIES, 0), list[Point]()
+        changes += [
+            (life.died, -life.size, life.category)
+            for life in self.lives
+            if math.isfinite(life.died)
+        ]
+        held = dict.fromkeys(CATEGORIES, 0)
+        found = list[Point]()
         for at, size, category in sorted(changes, key=lambda change: change[0]):
             held = held | {category: held[category] + size}
             if found and found[-1].at == at:
@@ -155,7 +170,8 @@ class StorageTracker(DispatchMode):
             found.append(Point(at, held))
         return found
 
-    # ------------------------------------------------------------------------------------------- events
+    # -------------------------------------------------------------------------------------------
+    #     events
 
     def _list(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         for category, tensors in self._registered.items():
@@ -172,11 +188,14 @@ class StorageTracker(DispatchMode):
         number, forward = self._running() or (None, False)
         again = self._again()
         category = "activations" if again else "buffers"
-        return StorageLife(size, category, self._clock(), forward=number if forward else None, again=again)
+        return StorageLife(
+            size, category, self._clock(), forward=number if forward else None, again=again
+        )
 
     def _again(self) -> bool:
         """Whether recomputation runs, inside a backward: it puts hooks of its own above ours."""
-        running, hook = self._running(), top_saved_tensors_hook()
+        running = self._running()
+        hook = top_saved_tensors_hook()
         return running is not None and not running[1] and hook not in (None, self._saved)
 
     def _follow(self, storage: torch.UntypedStorage, life: StorageLife | None) -> None:
@@ -192,13 +211,19 @@ class StorageTracker(DispatchMode):
         life = self._known.pop(key)
         if life is not None:
             self._classify(life)
-            if life.again and self._again():  # a temporary of the recomputation: backward never saw it
+            if (
+                life.again and self._again()
+            ):  # a temporary of the recomputation: backward never saw it
                 life.category = "buffers"
             life.died = self._clock()
 
     def _classify(self, life: StorageLife) -> None:
         """A storage that outlives the forward that made it is an activation."""
-        if life.category == "buffers" and life.forward is not None and self._running() != (life.forward, True):
+        if (
+            life.category == "buffers"
+            and life.forward is not None
+            and self._running() != (life.forward, True)
+        ):
             life.category = "activations"
 
     def keep(self, tensor: Tensor) -> None:
@@ -219,7 +244,8 @@ class StorageTracker(DispatchMode):
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """Hook: FSDP2 gathers weights into storages that it resizes."""
-        key, now = storage_key(storage), self._clock()
+        key = storage_key(storage)
+        now = self._clock()
         before = self._known.get(key)
         if before is not None:
             before.died = now
@@ -232,7 +258,8 @@ class StorageTracker(DispatchMode):
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
-    """Tensors among an operator's arguments or results; torch's own tree flattening would double a step's time."""
+    """Tensors among an operator's arguments or results; torch's own tree flattening would double a
+    step's time."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -244,13 +271,16 @@ def downsample(points: list[Point], most: int) -> list[Point]:
     """At most about `most` of the points: the largest, smallest and last of each time interval."""
     if len(points) <= most:
         return points
-    start, width = points[0].at, (points[-1].at - points[0].at) / (most // 2) or 1.0
+    start = points[0].at
+    width = (points[-1].at - points[0].at) / (most // 2) or 1.0
     bins: dict[int, list[Point]] = {}
     for point in points:
         bins.setdefault(int((point.at - start) / width), []).append(point)
     kept = []
     for some in bins.values():
-        ends = {id(point): point for point in (min(some, key=_total), max(some, key=_total), some[-1])}
+        ends = {
+            id(point): point for point in (min(some, key=_total), max(some, key=_total), some[-1])
+        }
         kept += sorted(ends.values(), key=lambda point: point.at)
     return kept
 
@@ -271,13 +301,19 @@ class StepMemory:
     ):
         unknown = set(registered) - set(CATEGORIES)
         if unknown:
-            raise ValueError(f"unknown memory category {sorted(unknown)[0]!r}; they are {', '.join(CATEGORIES)}")
-        self.device, self.registered, self.running, self.opaque = device, registered, running, opaque
+            raise ValueError(
+                f"unknown memory category {sorted(unknown)[0]!r}; they are {', '.join(CATEGORIES)}"
+            )
+        self.device = device
+        self.registered = registered
+        self.running = running
+        self.opaque = opaque
         self.tracker = StorageTracker()
 
     @classmethod
     def of_engine(cls, engine: Engine) -> StepMemory:
-        """Measures the steps of an engine. Gradients that wait for a later W are kept for backward too."""
+        """Measures the steps of an engine. Gradients that wait for a later W are kept for backward
+        too."""
 
         def optimizer() -> list[Tensor]:
             return [*engine.optimizer.tensors(), *(tensor for _, tensor in engine.part.states())]
@@ -289,7 +325,8 @@ class StepMemory:
             registered = {"host": lambda: host.tensors, **registered}
             if engine.offload.weights:  # pages of a disk
                 registered = {name: registered[name] for name in ("host", "optimizer")}
-        running, opaque = engine.pipeline.action_times.running, engine.plan.job.train.compile
+        running = engine.pipeline.action_times.running
+        opaque = engine.plan.job.train.compile
         found = cls(engine.device, registered, running, opaque)
         engine.pipeline.weight_grads.on_defer = lambda grad: found.tracker.keep(grad)
         if engine.store is not None:
@@ -302,10 +339,11 @@ class StepMemory:
 
     @contextlib.contextmanager
     def measure(self, result: dict[str, int]) -> Iterator[None]:
-        """When the block ends, fills `result` with bytes by category, and their `total`, at the step's peak.
+        """When the block ends, fills `result` with bytes by category, and their `total`, at the
+        step's peak.
 
-        On CUDA the total is the allocator's peak; the part that was not tracked (rounding, library workspaces) counts
-        as buffers.
+        On CUDA the total is the allocator's peak; the part that was not tracked (rounding, library
+        workspaces) counts as buffers.
         """
         cuda = self.device.type == "cuda"
         if cuda:

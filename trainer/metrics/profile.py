@@ -1,4 +1,5 @@
-"""Profiles steps: memory by category now and then, the timeline of the first steps, choices of experts."""
+"""Profiles steps: memory by category now and then, the timeline of the first steps, choices of
+experts."""
 
 from __future__ import annotations
 
@@ -23,18 +24,26 @@ if TYPE_CHECKING:
 class Profile:
     """Costs nothing on steps that are not profiled."""
 
-    def __init__(self, plan: Plan, env: WorkerEnv, device: torch.device, engine: Engine, reporter: Reporter):
-        self.every, self.traced = plan.job.metrics.memory_every_steps, plan.job.metrics.trace_steps
+    def __init__(
+        self, plan: Plan, env: WorkerEnv, device: torch.device, engine: Engine, reporter: Reporter
+    ):
+        self.every = plan.job.metrics.memory_every_steps
+        self.traced = plan.job.metrics.trace_steps
         self._asked = self.traced
-        self.engine, self.reporter = engine, reporter
+        self.engine = engine
+        self.reporter = reporter
         self.memory = StepMemory.of_engine(engine)
-        path, about = trace_file(env.run_dir, env.rank), {"plan": plan.hash, "epoch": env.epoch}
+        path = trace_file(env.run_dir, env.rank)
+        about = {"plan": plan.hash, "epoch": env.epoch}
         self.trace = StepTrace(path, env.rank, device, self._failed, about)
-        self.choices = ChoiceRecord(plan, env, engine, lambda error: reporter.event("record_failed", error=str(error)))
+        self.choices = ChoiceRecord(
+            plan, env, engine, lambda error: reporter.event("record_failed", error=str(error))
+        )
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[dict[str, int]]:
-        """Context manager around optimizer step `number`; afterwards its dict has bytes by category if measured."""
+        """Context manager around optimizer step `number`; afterwards its dict has bytes by category
+        if measured."""
         with self.choices.step(number), self._measure(number) as measured:
             yield measured
 
@@ -51,13 +60,16 @@ class Profile:
                 engine.counter.trace = self.trace
                 around.callback(setattr, engine.counter, "trace", None)
                 around.enter_context(
-                    self.trace.step(number, self.memory.points, engine.pipeline.action_times, engine.timer)
+                    self.trace.step(
+                        number, self.memory.points, engine.pipeline.action_times, engine.timer
+                    )
                 )
             around.enter_context(self.memory.measure(measured))
             yield measured
 
     def watches(self, number: int) -> bool:
-        """Whether step `number` is profiled, as all ranks know: also where this one's trace has failed."""
+        """Whether step `number` is profiled, as all ranks know: also where this one's trace has
+        failed."""
         return number <= self._asked or self._measures(number)
 
     def _measures(self, number: int) -> bool:

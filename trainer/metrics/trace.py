@@ -1,11 +1,12 @@
 """Writes the first steps of a run as a timeline: pipeline actions, phases, transfers and memory.
 
-One file per rank, in Chrome's trace format, shown by Perfetto and chrome://tracing; `orch report` draws its memory.
-Rows: the pipeline's actions, the host's phases, one for the transfers of each axis, and memory by category.
+One file per rank, in Chrome's trace format, shown by Perfetto and chrome://tracing; `orch report`
+draws its memory. Rows: the pipeline's actions, the host's phases, one for the transfers of each
+axis, and memory by category.
 
-A transfer starts when it is launched. It ends when its data has arrived, if that is known: on CUDA from events on the
-stream that waits for it; on gloo only an all-reduce reports it, of others only the end of the wait is known (`"end":
-"waited for"`).
+A transfer starts when it is launched. It ends when its data has arrived, if that is known: on CUDA
+from events on the stream that waits for it; on gloo only an all-reduce reports it, of others only
+the end of the wait is known (`"end": "waited for"`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from .memory import Point, downsample
 
 #: Memory points per step in the file, about.
 MOST_POINTS = 1000
-ACTIONS, PHASES, STEPS = 0, 1, 2  # rows
+ACTIONS = 0
+PHASES = 1
+STEPS = 2  # rows
 
 Mark = Any  # seconds of perf_counter, or a CUDA event
 
@@ -45,7 +48,8 @@ class Transfer:
 
     def arrived(self, at: Mark, measured: bool) -> None:
         if self.end is None:
-            self.end, self.measured = at, measured
+            self.end = at
+            self.measured = measured
 
 
 class StepTrace:
@@ -59,8 +63,11 @@ class StepTrace:
         failed: Callable[[OSError], None],
         about: Mapping[str, Any] = {},
     ):
-        """`failed` is called with the error if the file cannot be written; `about` is stored in the file."""
-        self.path, self.rank, self.failed = path, rank, failed
+        """`failed` is called with the error if the file cannot be written; `about` is stored in the
+        file."""
+        self.path = path
+        self.rank = rank
+        self.failed = failed
         self.about = {"rank": rank, "device": device.type, **about}
         self._cuda = device.type == "cuda"
         self._events: list[dict[str, Any]] = [
@@ -75,11 +82,16 @@ class StepTrace:
 
     @contextlib.contextmanager
     def step(
-        self, number: int, points: Callable[[], list[Point]], actions: ActionTimes, timer: PhaseTimer
+        self,
+        number: int,
+        points: Callable[[], list[Point]],
+        actions: ActionTimes,
+        timer: PhaseTimer,
     ) -> Iterator[None]:
-        """Record the block as step `number`; `points` gives its memory at its end. The file is also written when the
-        step fails, to show what ran out of memory."""
-        self._transfers, timer.spans = [], []
+        """Record the block as step `number`; `points` gives its memory at its end. The file is also
+        written when the step fails, to show what ran out of memory."""
+        self._transfers = []
+        timer.spans = []
         if self._cuda:
             torch.cuda.synchronize()
             self._origin = torch.cuda.Event(enable_timing=True)
@@ -94,7 +106,8 @@ class StepTrace:
             raise
         self._end(number, points, actions, timer)
 
-    # ------------------------------------------------------------------------------------------- transfers
+    # -------------------------------------------------------------------------------------------
+    #     transfers
 
     def transfer(self, name: str, axis: str, size: int, ranks: Sequence[int]) -> None:
         """Record that a transfer starts now."""
@@ -106,14 +119,16 @@ class StepTrace:
 
     def on_arrival(self, work: dist.Work | None) -> Callable[[], None]:
         """The function to call after a wait for the latest transfer."""
-        transfer, self._sent = self._sent, None
+        transfer = self._sent
+        self._sent = None
         if transfer is None:
             return lambda: None
         if work is not None and not self._cuda and transfer.name.startswith("all-reduce"):
             work.get_future().add_done_callback(lambda _: transfer.arrived(perf_counter(), True))
         return lambda: transfer.arrived(self._now(), self._cuda)
 
-    # ------------------------------------------------------------------------------------------- the file
+    # -------------------------------------------------------------------------------------------
+    #     the file
 
     def _now(self) -> Mark:
         if not self._cuda:
@@ -126,14 +141,23 @@ class StepTrace:
         """Seconds of perf_counter."""
         return self._origin_s + self._origin.elapsed_time(mark) / 1e3 if self._cuda else mark
 
-    def _end(self, number: int, points: Callable[[], list[Point]], actions: ActionTimes, timer: PhaseTimer) -> None:
+    def _end(
+        self,
+        number: int,
+        points: Callable[[], list[Point]],
+        actions: ActionTimes,
+        timer: PhaseTimer,
+    ) -> None:
         if self._cuda:
             torch.cuda.synchronize()  # its events are read now; only traced steps pay for this
-        spans, timer.spans = timer.spans, None
+        spans = timer.spans
+        timer.spans = None
         self._span(STEPS, f"step {number}", self._origin_s, perf_counter(), {})
         for (kind, stage, micro_batch), start, end in actions.step.spans():
             more = {"stage": stage, "micro_batch": micro_batch}
-            self._span(ACTIONS, kind.name, actions.step.began + start, actions.step.began + end, more)
+            self._span(
+                ACTIONS, kind.name, actions.step.began + start, actions.step.began + end, more
+            )
         for name, start, end in spans or []:
             self._span(PHASES, name, start, end, {})
         for number, transfer in enumerate(self._transfers):
@@ -158,13 +182,18 @@ class StepTrace:
 
     def _event(self, phase: str, name: str, at: float, row: int, **more: Any) -> None:
         start = _microseconds(at - (self._zero or 0.0))
-        self._events.append({"ph": phase, "name": name, "pid": self.rank, "tid": row, "ts": start, **more})
+        self._events.append(
+            {"ph": phase, "name": name, "pid": self.rank, "tid": row, "ts": start, **more}
+        )
 
 
 def write_trace(path: Path, events: list[dict[str, Any]], about: dict[str, Any]) -> None:
     """Write the file atomically, readable by its owner only."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    write_atomic(path, msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}))
+    write_atomic(
+        path,
+        msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}),
+    )
     path.chmod(0o600)
 
 

@@ -1,4 +1,5 @@
-"""Self-attention with grouped key/value heads (Ainslie et al. 2023, arXiv 2305.13245) through torch's SDPA."""
+"""Self-attention with grouped key/value heads (Ainslie et al. 2023, arXiv 2305.13245) through
+torch's SDPA."""
 
 from __future__ import annotations
 
@@ -17,22 +18,24 @@ from .linear import Linear, apply_linears
 from .norm import RMSNorm
 from .rope import Rope, rotate
 
-#: (q [b, s, heads, d], k and v [b, s, kv_heads, d], serial [b, s], packed documents or None) -> [b, s, heads, d];
-#: `serial`, the tokens' numbers in the run, may be None without dropout
+#: (q [b, s, heads, d], k and v [b, s, kv_heads, d], serial [b, s], packed documents or None) -> [b,
+#: s, heads, d]; `serial`, the tokens' numbers in the run, may be None without dropout
 Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, Documents | None], Tensor]
 
 
 class Attention(nn.Module):
-    """[b, s, hidden] -> [b, s, hidden] without the output bias, which the block adds after `attn_out`.
+    """[b, s, hidden] -> [b, s, hidden] without the output bias, which the block adds after
+    `attn_out`.
 
-    Head counts follow from the weights' shapes, so a rank with a slice of the heads runs the same code. `core` is
-    replaceable: context parallelism puts its own there.
+    Head counts follow from the weights' shapes, so a rank with a slice of the heads runs the same
+    code. `core` is replaceable: context parallelism puts its own there.
     """
 
     def __init__(self, model: Model):
         super().__init__()
         self.head_dim = model.head_dim
-        queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        queries = model.heads * model.head_dim
+        keys = model.kv_heads * model.head_dim
         self.wq = Linear(model.hidden, queries, model.bias)
         self.wk = Linear(model.hidden, keys, model.bias)
         self.wv = Linear(model.hidden, keys, model.bias)
@@ -45,33 +48,48 @@ class Attention(nn.Module):
         self.drop = AttentionDropout(model.dropout, model.heads) if model.dropout else None
         self.core: Core = SDPA(model.causal, self.drop)
 
-    def forward(self, x: Tensor, serial: Tensor | None, documents: Documents | None, rope: Rope | None) -> Tensor:
+    def forward(
+        self, x: Tensor, serial: Tensor | None, documents: Documents | None, rope: Rope | None
+    ) -> Tensor:
         q, k, v = self.apply_linears(x, (self.wq, self.wk, self.wv))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+            q = rotate(q, rope)
+            k = rotate(k, rope)
         return self.wo(self.core(q, k, v, serial, documents).flatten(-2))
 
 
 class SDPA:
-    """The whole sequence on one rank. Tokens of different packed documents do not see each other."""
+    """The whole sequence on one rank. Tokens of different packed documents do not see each
+    other."""
 
     def __init__(self, causal: bool, drop: AttentionDropout | None = None):
-        self.causal, self.drop = causal, drop
+        self.causal = causal
+        self.drop = drop
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None
+    ) -> Tensor:
         if documents is not None and self.knows_documents(q):
             flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-            return segment_attention(*flat, documents.whole(), self.causal, q.shape[-1] ** -0.5).view_as(q)
+            return segment_attention(
+                *flat, documents.whole(), self.causal, q.shape[-1] ** -0.5
+            ).view_as(q)
         mask = None if documents is None else self._mask(documents.numbers)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.drop is not None:
             assert serial is not None
             return self._dropped(q, k, v, serial, mask, self.drop).transpose(1, 2)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=self.causal and mask is None,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.transpose(1, 2)
 
@@ -80,10 +98,19 @@ class SDPA:
         return self.drop is None and has_flash(q)
 
     def _dropped(
-        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor, mask: Tensor | None, drop: AttentionDropout
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        serial: Tensor,
+        mask: Tensor | None,
+        drop: AttentionDropout,
     ) -> Tensor:
-        """Attention with explicit probabilities, since the fused kernels draw masks of their own."""
-        scores = grouped_product(q, k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+        """Attention with explicit probabilities, since the fused kernels draw masks of their
+        own."""
+        scores = grouped_product(q, k.transpose(-1, -2)).to(
+            torch.promote_types(q.dtype, torch.float32)
+        )
         scores = scores * q.shape[-1] ** -0.5
         if self.causal and mask is None:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -93,18 +120,21 @@ class SDPA:
         return grouped_product((weights * drop.scale).to(v.dtype), v)
 
     def _mask(self, documents: Tensor) -> Tensor:
-        """bool [b, 1, s, s], True where attention is allowed: the same document and, when causal, not the future. Where
-        there is no kernel for documents: with dropout, and in fp32 on a GPU."""
+        """bool [b, 1, s, s], True where attention is allowed: the same document and, when causal,
+        not the future. Where there is no kernel for documents: with dropout, and in fp32 on a
+        GPU."""
         same = documents[:, None, :, None] == documents[:, None, None, :]
         return same.tril() if self.causal else same
 
 
 def folded(x: Tensor, kv_heads: int) -> Tensor:
-    """[b, heads, s, n] -> [b, kv_heads, heads / kv_heads * s, n]: rows of the query heads that share a key head."""
+    """[b, heads, s, n] -> [b, kv_heads, heads / kv_heads * s, n]: rows of the query heads that
+    share a key head."""
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
 def grouped_product(rows: Tensor, shared: Tensor) -> Tensor:
-    """[b, heads, s, n] @ [b, kv_heads, n, m] -> [b, heads, s, m]; what query heads share is not repeated for each."""
+    """[b, heads, s, n] @ [b, kv_heads, n, m] -> [b, heads, s, m]; what query heads share is not
+    repeated for each."""
     product = folded(rows, shared.shape[1]) @ shared
     return product.unflatten(2, (-1, rows.shape[2])).flatten(1, 2)

@@ -1,8 +1,9 @@
 """One pre-norm decoder block.
 
-Attention and MLP are each a region between two modules that are identities here: `attn_in` and `attn_out`, `mlp_in` and
-`mlp_out`. Tensor parallelism replaces them: the first make the input of column-parallel linears, the second sum the
-partial results of row-parallel ones. Output biases are added after that, else tp ranks would add them tp times.
+Attention and MLP are each a region between two modules that are identities here: `attn_in` and
+`attn_out`, `mlp_in` and `mlp_out`. Tensor parallelism replaces them: the first make the input of
+column-parallel linears, the second sum the partial results of row-parallel ones. Output biases are
+added after that, else tp ranks would add them tp times.
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ from .rope import Rope
 
 
 class Block(nn.Module):
-    """[b, s, hidden] -> [b, s, hidden]; the input and output may be sequence shards, attention sees whole sequences."""
+    """[b, s, hidden] -> [b, s, hidden]; the input and output may be sequence shards, attention sees
+    whole sequences."""
 
     def __init__(self, model: Model, layer: int):
-        """`layer`: its number in the model, since the first layers of a mixture of experts may be dense."""
+        """`layer`: its number in the model, since the first layers of a mixture of experts may be
+        dense."""
         super().__init__()
         moe = layer_moe(model, layer)
-        self.norm1, self.attn = make_norm(model), LatentAttention(model, model.mla) if model.mla else Attention(model)
-        self.norm2, self.mlp = make_norm(model), MixtureOfExperts(model, moe) if moe else MLP(model, model.ffn_hidden)
+        self.norm1 = make_norm(model)
+        self.attn = LatentAttention(model, model.mla) if model.mla else Attention(model)
+        self.norm2 = make_norm(model)
+        self.mlp = MixtureOfExperts(model, moe) if moe else MLP(model, model.ffn_hidden)
         self.attn_in, self.attn_out, self.mlp_in, self.mlp_out = identities(4)
-        self.drop_attn, self.drop_mlp = Dropout(model.dropout, model.hidden), Dropout(model.dropout, model.hidden)
+        self.drop_attn = Dropout(model.dropout, model.hidden)
+        self.drop_mlp = Dropout(model.dropout, model.hidden)
 
     def forward(
         self,
@@ -43,16 +49,20 @@ class Block(nn.Module):
         rope: Rope | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """`serial` [b, s], `rows`: the numbers of the tokens that attention sees, and of those in `x`; for dropout."""
+        """`serial` [b, s], `rows`: the numbers of the tokens that attention sees, and of those in
+        `x`; for dropout."""
         # No name for attention's output: it would live as long as the MLP runs.
         x = x + self.drop_attn(
-            _biased(self.attn_out(self.attend(x, serial, documents, rope)), self.attn.out_bias), rows
+            _biased(self.attn_out(self.attend(x, serial, documents, rope)), self.attn.out_bias),
+            rows,
         )
         return x + self.drop_mlp(_biased(self.mlp_out(self.mix(x, rows)), self.mlp.out_bias), rows)
 
     # The two halves up to their partial sums are methods, so that recomputation can wrap each.
 
-    def attend(self, x: Tensor, serial: Tensor | None, documents: Documents | None, rope: Rope | None) -> Tensor:
+    def attend(
+        self, x: Tensor, serial: Tensor | None, documents: Documents | None, rope: Rope | None
+    ) -> Tensor:
         return self.attn(self.attn_in(self.norm1(x)), serial, documents, rope)
 
     def mix(self, x: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -1,8 +1,9 @@
 """Packed documents of a micro-batch, and attention that keeps them apart without a mask.
 
-Where documents begin is known on the host, where batches are made, so no length is ever read from a device. Attention
-of packed documents is that of pairs of runs, queries of one document and its keys, laid end to end (variable-length
-attention: FlashAttention, arXiv 2205.14135): work and memory follow the documents, not the square of the sequence.
+Where documents begin is known on the host, where batches are made, so no length is ever read from a
+device. Attention of packed documents is that of pairs of runs, queries of one document and its
+keys, laid end to end (variable-length attention: FlashAttention, arXiv 2205.14135): work and memory
+follow the documents, not the square of the sequence.
 """
 
 from __future__ import annotations
@@ -14,23 +15,30 @@ from torch import Tensor
 
 from trainer.compat import Segments
 
-#: Ascending ranges of positions in the whole sequence: what a block of attention has of each sample, end to end.
+#: Ascending ranges of positions in the whole sequence: what a block of attention has of each
+#: sample, end to end.
 Ranges = tuple[range, ...]
 
 
 @dataclass(frozen=True)
 class Documents:
-    """`numbers`: int64 [b, s], of the document that a token belongs to, ascending; under context parallelism those of a
-    rank's tokens. `lengths`: of each document of each sample, over the whole sequence, on the host."""
+    """`numbers`: int64 [b, s], of the document that a token belongs to, ascending; under context
+    parallelism those of a rank's tokens. `lengths`: of each document of each sample, over the whole
+    sequence, on the host."""
 
     numbers: Tensor
     lengths: tuple[tuple[int, ...], ...]
-    _segments: dict[tuple[Ranges, Ranges], Segments] = field(default_factory=dict, repr=False, compare=False)
+    _segments: dict[tuple[Ranges, Ranges], Segments] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, numbers: Tensor) -> Documents:
         """From `numbers` on the host."""
-        return cls(numbers, tuple(tuple(row.unique_consecutive(return_counts=True)[1].tolist()) for row in numbers))
+        return cls(
+            numbers,
+            tuple(tuple(row.unique_consecutive(return_counts=True)[1].tolist()) for row in numbers),
+        )
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Documents:
         """The same documents with `change` applied to the tokens' numbers."""
@@ -42,8 +50,8 @@ class Documents:
         return self.segments(everything, everything)
 
     def segments(self, queries: Ranges, keys: Ranges) -> Segments:
-        """Runs of the tokens at `queries` of all samples, and of those at `keys`, that are of one document: on the
-        device of `numbers`, made once."""
+        """Runs of the tokens at `queries` of all samples, and of those at `keys`, that are of one
+        document: on the device of `numbers`, made once."""
         if (queries, keys) not in self._segments:
             runs = tuple(pairs(self.lengths, queries, keys))
             self._segments[queries, keys] = Segments.of(runs, self.numbers.device)

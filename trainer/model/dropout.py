@@ -1,9 +1,11 @@
-"""Dropout (Srivastava et al. 2014) and jitter, alike on every layout: a counter-based generator (Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3") on (seed, name of the module, token, feature).
+"""Dropout (Srivastava et al. 2014) and jitter, alike on every layout: a counter-based generator
+(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on (seed, name of the module,
+token, feature).
 
-A token's `serial` is its number in the run's data order, different for every step, sample and position; shards of a
-sequence carry the serials of their tokens. So any rank draws the same mask for its elements as a single process, and so
-do recomputation and a resumed run. No generator has a state.
+A token's `serial` is its number in the run's data order, different for every step, sample and
+position; shards of a sequence carry the serials of their tokens. So any rank draws the same mask
+for its elements as a single process, and so do recomputation and a resumed run. No generator has a
+state.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ def _signed(value: int) -> int:
 
 
 #: The odd constants of splitmix64 and MurmurHash3's finaliser.
-_STEP, _FIRST, _SECOND = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
+_STEP, _FIRST, _SECOND = (
+    _signed(x) for x in (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+)
 
 
 def salt_of(text: str) -> int:
     """A random int64 that the text decides."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True
+    )
 
 
 def spread(x: Tensor) -> Tensor:
@@ -52,8 +58,8 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     """bool of the broadcast shape, True with probability 1 - rate; both are mixed.
 
-    Multiplicative hashing (Dietzfelbinger et al. 1997): a mixed number times an odd mixed one, of whose 64 bits the
-    highest decide. Two kernels over the broadcast shape.
+    Multiplicative hashing (Dietzfelbinger et al. 1997): a mixed number times an odd mixed one, of
+    whose 64 bits the highest decide. Two kernels over the broadcast shape.
     """
     return rows * (columns | 1) >= int(rate * 2.0**64) - (1 << 63)
 
@@ -68,9 +74,12 @@ class Seeded(nn.Module):
 
     def __init__(self, rate: float, width: int):
         super().__init__()
-        self.rate, self.width, self.scale = rate, width, 1.0 / (1.0 - rate)
+        self.rate = rate
+        self.width = width
+        self.scale = 1.0 / (1.0 - rate)
         self.salt: Tensor  # int64 scalar, set by `seed_dropout`
-        self.counters: Tensor  # int64 [width], set there too: to a compiler their products would look like indices
+        # int64 [width], set there too: to a compiler their products would look like indices
+        self.counters: Tensor
 
     def extra_repr(self) -> str:
         return f"{self.rate}"
@@ -104,14 +113,16 @@ class _Masked(torch.autograd.Function):
 
 
 class AttentionDropout(Seeded):
-    """Which attention probabilities stay. `first_head`: number, in the whole model, of the first head asked for."""
+    """Which attention probabilities stay. `first_head`: number, in the whole model, of the first
+    head asked for."""
 
     def __init__(self, rate: float, heads: int):
         super().__init__(rate, heads)
         self.first_head = 0
 
     def kept(self, queries: Tensor, keys: Tensor, heads: int) -> Tensor:
-        """Serials int64 [b, s_q] and [b, s_k] -> bool [b, heads, s_q, s_k]; what stays is scaled by `scale`."""
+        """Serials int64 [b, s_q] and [b, s_k] -> bool [b, heads, s_q, s_k]; what stays is scaled by
+        `scale`."""
         head = self.counters[self.first_head : self.first_head + heads]
         rows = mix(queries * _STEP + self.salt)[:, None, :, None]
         columns = mix(keys[:, None, :] * _STEP + head[:, None])[:, :, None, :]
@@ -119,9 +130,9 @@ class AttentionDropout(Seeded):
 
 
 class Jitter(Seeded):
-    """[n, hidden] -> the same, each number times a random one between 1 - `rate` and 1 + `rate`: what routers read, so
-    that experts of nearly equal score are tried (Switch, arXiv 2101.03961, table 11). A number a token is kept for
-    backward."""
+    """[n, hidden] -> the same, each number times a random one between 1 - `rate` and 1 + `rate`:
+    what routers read, so that experts of nearly equal score are tried (Switch, arXiv 2101.03961,
+    table 11). A number a token is kept for backward."""
 
     def forward(self, x: Tensor, serial: Tensor) -> Tensor:
         """`serial` int64 [n]: of the tokens in `x`."""
@@ -148,12 +159,14 @@ class _Jittered(torch.autograd.Function):
 
 
 def draws(model: Model) -> bool:
-    """Whether the model draws random numbers for each token, which then has to know its serial number."""
+    """Whether the model draws random numbers for each token, which then has to know its serial
+    number."""
     return model.dropout > 0 or bool(model.moe and model.moe.jitter)
 
 
 def seed_dropout(stage: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Salt every dropout in a stage by (seed, its global name): `layers.17.drop_mlp` is the same on every layout."""
+    """Salt every dropout in a stage by (seed, its global name): `layers.17.drop_mlp` is the same on
+    every layout."""
     counters: dict[int, Tensor] = {}
     for name, module in stage.named_modules():
         if isinstance(module, Seeded) and module.rate:

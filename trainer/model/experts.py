@@ -1,9 +1,11 @@
-"""The experts of one layer (a mixture of experts, Shazeer et al. 2017, arXiv 1701.06538), and the layer itself.
+"""The experts of one layer (a mixture of experts, Shazeer et al. 2017, arXiv 1701.06538), and the
+layer itself.
 
-Nothing is padded, and without `moe.capacity_factor` no token is dropped: copies of tokens are sorted by expert, each
-expert multiplies its segment (MegaBlocks, arXiv 2211.15841), and a token sums what its experts returned. The weight of
-a choice multiplies at the expert, before the last matrix: the result is the same, and the expert's outputs need not be
-kept for backward (`segments` multiplies them where they are narrower).
+Nothing is padded, and without `moe.capacity_factor` no token is dropped: copies of tokens are
+sorted by expert, each expert multiplies its segment (MegaBlocks, arXiv 2211.15841), and a token
+sums what its experts returned. The weight of a choice multiplies at the expert, before the last
+matrix: the result is the same, and the expert's outputs need not be kept for backward (`segments`
+multiplies them where they are narrower).
 """
 
 from __future__ import annotations
@@ -32,17 +34,20 @@ from .segments import segmented
 Meanwhile = Callable[[], Tensor | None]
 #: (x [n, hidden], routing, experts, meanwhile) -> [n, hidden], and what `meanwhile` returns
 Dispatch = Callable[[Tensor, Routing, "Experts", Meanwhile], tuple[Tensor, Tensor | None]]
-#: (x [b, s, hidden], routing of its tokens) -> the same of the tokens that this rank's experts shall see
+#: (x [b, s, hidden], routing of its tokens) -> the same of the tokens that this rank's experts
+#: shall see
 Enter = Callable[[Tensor, Routing], tuple[Tensor, Routing]]
-#: (rows [b, s, k] of this rank's tokens, a function of those of whole sequences) -> what it returns for this rank's
+#: (rows [b, s, k] of this rank's tokens, a function of those of whole sequences) -> what it returns
+#: for this rank's
 OfSequences = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 #: Terms of the loss.
-BALANCE, Z = "expert_balance", "router_z"
+BALANCE = "expert_balance"
+Z = "router_z"
 
 
 class GroupedLinear(nn.Module):
-    """x [n, in] in segments that end at `ends` int32 [experts] -> [n, out]: a segment times its own matrix [out, in],
-    all in one kernel of a GPU."""
+    """x [n, in] in segments that end at `ends` int32 [experts] -> [n, out]: a segment times its own
+    matrix [out, in], all in one kernel of a GPU."""
 
     def __init__(self, experts: int, inputs: int, outputs: int):
         super().__init__()
@@ -53,7 +58,8 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """Rows sorted by expert [n, hidden], `counts` int64 [experts], `weights` [n] -> weighted outputs [n, hidden]."""
+    """Rows sorted by expert [n, hidden], `counts` int64 [experts], `weights` [n] -> weighted
+    outputs [n, hidden]."""
 
     def __init__(self, model: Model, moe: Moe):
         super().__init__()
@@ -70,26 +76,37 @@ class Experts(nn.Module):
         return self.up.weight.shape[0]
 
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-        if not (self.in_one_kernel or x.is_cuda) or x.dtype != torch.bfloat16:  # what `GroupedLinear`'s kernel is for
+        if (
+            not (self.in_one_kernel or x.is_cuda) or x.dtype != torch.bfloat16
+        ):  # what `GroupedLinear`'s kernel is for
             gate = None if self.gate is None else self.gate.weight
-            return segmented(x, weights, counts.tolist(), gate, self.up.weight, self.down.weight, self.activation)
+            return segmented(
+                x, weights, counts.tolist(), gate, self.up.weight, self.down.weight, self.activation
+            )
         ends = counts.cumsum(0).to(torch.int32)
-        up, activation = self.up(x, ends), self.activation
-        inner = ACTIVATIONS[activation](up) if self.gate is None else gated(self.gate(x, ends), up, activation)
+        up = self.up(x, ends)
+        activation = self.activation
+        inner = (
+            ACTIVATIONS[activation](up)
+            if self.gate is None
+            else gated(self.gate(x, ends), up, activation)
+        )
         return self.down((inner * weights[:, None]).to(x.dtype), ends)
 
 
 class MixtureOfExperts(nn.Module):
-    """[b, s, hidden], and numbers of its tokens [b, s] -> [b, s, hidden]: stands in a block where a dense layer has its
-    MLP.
+    """[b, s, hidden], and numbers of its tokens [b, s] -> [b, s, hidden]: stands in a block where a
+    dense layer has its MLP.
 
-    `enter`, `sum_counts`, `of_sequences`, `dispatch`, `shared_in` and `shared_out` are replaceable: parallelism puts
-    its communication there. `terms`, where they are set, get the terms that balance the experts.
+    `enter`, `sum_counts`, `of_sequences`, `dispatch`, `shared_in` and `shared_out` are replaceable:
+    parallelism puts its communication there. `terms`, where they are set, get the terms that
+    balance the experts.
     """
 
     def __init__(self, model: Model, moe: Moe):
         super().__init__()
-        self.router, self.experts = Router(model, moe), Experts(model, moe)
+        self.router = Router(model, moe)
+        self.experts = Experts(model, moe)
         self.shared = MLP(model, moe.shared_ffn_hidden) if moe.shared_ffn_hidden else None
         self.out_bias = None
         self.enter: Enter = _enter
@@ -117,18 +134,29 @@ class MixtureOfExperts(nn.Module):
     def _add_terms(self, x: Tensor, routing: Routing, terms: LossTerms) -> Tensor:
         moe = self.router.moe
         if self.router.load is not None:
-            x = terms.add(BALANCE, x, moe.balance_loss * batch_balance(routing, self.router.load), divisor=terms.tokens)
+            x = terms.add(
+                BALANCE,
+                x,
+                moe.balance_loss * batch_balance(routing, self.router.load),
+                divisor=terms.tokens,
+            )
         elif moe.balance_loss:
             chosen = routing.experts.reshape(len(x), -1)
             counts = self.sum_counts(counted_by_row(chosen, moe.experts))
-            x = terms.add(BALANCE, x, moe.balance_loss * sequence_balance(routing, counts), divisor=terms.samples)
+            x = terms.add(
+                BALANCE,
+                x,
+                moe.balance_loss * sequence_balance(routing, counts),
+                divisor=terms.samples,
+            )
         if moe.z_loss:
             x = terms.add(Z, x, moe.z_loss * z_sum(routing), divisor=terms.tokens)
         return x
 
     def _drop(self, routing: Routing, sequences: int) -> Routing:
         """Each expert takes its first tokens of each sequence."""
-        moe, chosen = self.router.moe, routing.experts.view(sequences, -1, self.router.moe.top_k)
+        moe = self.router.moe
+        chosen = routing.experts.view(sequences, -1, self.router.moe.top_k)
 
         def taken(chosen: Tensor) -> Tensor:
             capacity = expert_capacity(moe, chosen.shape[1])
@@ -141,7 +169,11 @@ class MixtureOfExperts(nn.Module):
 def term_names(model: Model) -> list[str]:
     """The terms that a model's experts add to the loss."""
     moe = model.moe
-    return [name for name, weight in ((BALANCE, moe.balance_loss), (Z, moe.z_loss)) if weight] if moe else []
+    return (
+        [name for name, weight in ((BALANCE, moe.balance_loss), (Z, moe.z_loss)) if weight]
+        if moe
+        else []
+    )
 
 
 def _enter(x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
@@ -157,7 +189,8 @@ def _of_whole(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class Copies(NamedTuple):
-    """A copy of a token for each of its choices that is taken, sorted by expert; m = n * k where all are."""
+    """A copy of a token for each of its choices that is taken, sorted by expert; m = n * k where
+    all are."""
 
     rows: Tensor  # [m, hidden]
     weights: Tensor  # [m]
@@ -168,26 +201,35 @@ class Copies(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, routing: Routing, experts: int) -> Copies:
         """Of tokens [n, hidden] for a layer of so many experts."""
-        chosen, taken = routing.experts.flatten(), routing.taken
+        chosen = routing.experts.flatten()
+        taken = routing.taken
         if taken is not None:
-            chosen = chosen.masked_fill(~taken.flatten(), experts)  # dropped ones go behind the last expert
+            chosen = chosen.masked_fill(
+                ~taken.flatten(), experts
+            )  # dropped ones go behind the last expert
         order = chosen.argsort(stable=True)
         place = inverse(order)
         weights = permuted(routing.weights.flatten(), order, place)
         if taken is None:
-            places, counts = Places(place.view_as(routing.experts)), counted(chosen, experts)
+            places = Places(place.view_as(routing.experts))
+            counts = counted(chosen, experts)
         else:
-            places, counts = Places.unequal(place[taken.flatten()], taken.sum(-1)), counted(chosen, experts + 1)[:-1]
-            weights, order = weights[: len(places.of_copies)], order[: len(places.of_copies)]
+            places = Places.unequal(place[taken.flatten()], taken.sum(-1))
+            counts = counted(chosen, experts + 1)[:-1]
+            weights = weights[: len(places.of_copies)]
+            order = order[: len(places.of_copies)]
         token = order // routing.experts.shape[-1]
         return cls(copied(x, token, places), weights, counts, token, places)
 
     def summed(self, out: Tensor) -> Tensor:
-        """What experts returned for the copies, [m, hidden], summed over each token's -> [n, hidden]."""
+        """What experts returned for the copies, [m, hidden], summed over each token's -> [n,
+        hidden]."""
         return summed(out, self.token, self.places)
 
 
-def dispatch(x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile) -> tuple[Tensor, Tensor | None]:
+def dispatch(
+    x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
+) -> tuple[Tensor, Tensor | None]:
     """All experts on this rank."""
     copies = Copies.of(x, routing, experts.count)
     return copies.summed(experts(copies.rows, copies.counts, copies.weights)), meanwhile()

@@ -1,16 +1,21 @@
-"""Linear operations whose factors are rounded to 8 bits (e4m3, e5m2: Micikevicius et al., arXiv 2209.05433).
+"""Linear operations whose factors are rounded to 8 bits (e4m3, e5m2: Micikevicius et al., arXiv
+2209.05433).
 
-A factor is multiplied by a scale, rounded to float8 and divided by the scale again after the product, which is taken in
-fp32 (in fp64 where tensors are): what a device's fp8 unit computes but for the order of its sums. All three products,
-the forward one and both gradients, have rounded factors.
+A factor is multiplied by a scale, rounded to float8 and divided by the scale again after the
+product, which is taken in fp32 (in fp64 where tensors are): what a device's fp8 unit computes but
+for the order of its sums. All three products, the forward one and both gradients, have rounded
+factors.
 
-    fp8_tensor   one scale for a tensor: the largest number of the format over the tensor's largest value (current
+    fp8_tensor   one scale for a tensor: the largest number of the format over the tensor's largest
+        value (current
                  scaling); weights and inputs in e4m3, gradients in e5m2
-    fp8_block    one scale for 128 elements along the dimension that the product sums over, one for 128 x 128 of a
+    fp8_block    one scale for 128 elements along the dimension that the product sums over, one for
+        128 x 128 of a
                  weight; all in e4m3 (DeepSeek-V3, arXiv 2412.19437, section 3.3)
 
-A tensor is that of one process: inputs and gradients of a whole micro-batch, the whole weight. Where ranks hold slices,
-`largest` finds the largest value over all; blocks lie inside of slices (`orchestrator.plan.trained` refuses others).
+A tensor is that of one process: inputs and gradients of a whole micro-batch, the whole weight.
+Where ranks hold slices, `largest` finds the largest value over all; blocks lie inside of slices
+(`orchestrator.plan.trained` refuses others).
 """
 
 from __future__ import annotations
@@ -25,7 +30,8 @@ from torch import Tensor
 
 from .linear import LinearOp
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 BLOCK = 128  # elements
 #: Scales stay finite in fp32 even of a tensor of zeros.
 LEAST = 2.0**-100
@@ -53,8 +59,9 @@ def round_to(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Rounded:
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` to float8. torch goes from fp64 over fp32, so that one in a million is rounded twice: here fp32 gets an odd
-    last bit where it is not exact, which is never halfway between two numbers of float8."""
+    """`x` to float8. torch goes from fp64 over fp32, so that one in a million is rounded twice:
+    here fp32 gets an odd last bit where it is not exact, which is never halfway between two numbers
+    of float8."""
     if x.dtype == torch.float64:
         single = x.float()
         bits = single.view(torch.int32) - (single.double().abs() > x.abs()).int()  # towards zero
@@ -63,7 +70,8 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Latest:
-    """What was last made of a tensor: linears that share an input, and both gradients, round it once."""
+    """What was last made of a tensor: linears that share an input, and both gradients, round it
+    once."""
 
     def __init__(self) -> None:
         self._key: tuple[weakref.ref[Tensor], int, object] | None = None
@@ -72,7 +80,8 @@ class _Latest:
     def get(self, x: Tensor, kind: object, make: Callable[[], Rounded]) -> Rounded:
         key = self._key
         if self._made is None or key is None or key[0]() is not x or key[1:] != (x._version, kind):
-            self._made, self._key = make(), (weakref.ref(x), x._version, kind)
+            self._made = make()
+            self._key = (weakref.ref(x), x._version, kind)
         return self._made
 
 
@@ -80,7 +89,9 @@ class Shared:
     """What the ops of one stage have in common."""
 
     def __init__(self) -> None:
-        self.inputs, self.tokens, self.grads = _Latest(), _Latest(), _Latest()
+        self.inputs = _Latest()
+        self.tokens = _Latest()
+        self.grads = _Latest()
 
 
 def _same(largest: Tensor) -> Tensor:
@@ -88,10 +99,20 @@ def _same(largest: Tensor) -> Tensor:
 
 
 class TensorOp(LinearOp):
-    """One scale a tensor, from its values as they are. `of_input`, `of_weight`, `of_grad`: over which ranks."""
+    """One scale a tensor, from its values as they are. `of_input`, `of_weight`, `of_grad`: over
+    which ranks."""
 
-    def __init__(self, shared: Shared, of_input: Largest = _same, of_weight: Largest = _same, of_grad: Largest = _same):
-        self.shared, self.of_input, self.of_weight, self.of_grad = shared, of_input, of_weight, of_grad
+    def __init__(
+        self,
+        shared: Shared,
+        of_input: Largest = _same,
+        of_weight: Largest = _same,
+        of_grad: Largest = _same,
+    ):
+        self.shared = shared
+        self.of_input = of_input
+        self.of_weight = of_weight
+        self.of_grad = of_grad
 
     def _input(self, x: Tensor) -> Rounded:
         return self.shared.inputs.get(
@@ -102,7 +123,9 @@ class TensorOp(LinearOp):
         return round_to(weight.detach(), self.of_weight(weight.detach().abs().amax()), E4M3)
 
     def _grad(self, grad: Tensor) -> Rounded:
-        return self.shared.grads.get(grad, self, lambda: round_to(grad, self.of_grad(grad.abs().amax()), E5M2))
+        return self.shared.grads.get(
+            grad, self, lambda: round_to(grad, self.of_grad(grad.abs().amax()), E5M2)
+        )
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         (x8, of_x), (w8, of_w), kind = self._input(x), self._weight(weight), wide(x.dtype)
@@ -119,20 +142,29 @@ class TensorOp(LinearOp):
 
     def weight_grad(self, grad: Tensor, saved: Sequence[Tensor]) -> Tensor:
         (g8, of_g), (x8, of_x), kind = self._grad(grad), saved, wide(grad.dtype)
-        return (g8.flatten(0, -2).to(kind).T @ x8.flatten(0, -2).to(kind)).mul_(of_g * of_x).to(grad.dtype)
+        return (
+            (g8.flatten(0, -2).to(kind).T @ x8.flatten(0, -2).to(kind))
+            .mul_(of_g * of_x)
+            .to(grad.dtype)
+        )
 
 
 class BlockOp(LinearOp):
-    """One scale for every 128 elements that a product sums over. Inputs are rounded once along features, for the
-    forward product, and once along tokens, for the weight's gradient; only the latter are kept."""
+    """One scale for every 128 elements that a product sums over. Inputs are rounded once along
+    features, for the forward product, and once along tokens, for the weight's gradient; only the
+    latter are kept."""
 
     def __init__(self, shared: Shared):
         self.shared = shared
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        values = self.shared.inputs.get(x, (1, BLOCK), lambda: in_blocks(x.flatten(0, -2), 1, BLOCK))
+        values = self.shared.inputs.get(
+            x, (1, BLOCK), lambda: in_blocks(x.flatten(0, -2), 1, BLOCK)
+        )
         kind = wide(x.dtype)
-        out = F.linear(from_blocks(values, 1, BLOCK, kind).view(x.shape), _block_weight(weight, kind))
+        out = F.linear(
+            from_blocks(values, 1, BLOCK, kind).view(x.shape), _block_weight(weight, kind)
+        )
         return (out if bias is None else out + bias).to(x.dtype)
 
     def saved(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -156,7 +188,8 @@ def _block_weight(weight: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def in_blocks(x: Tensor, rows: int, columns: int) -> Rounded:
-    """[m, n] -> codes [m, n] in e4m3, and a unit [ceil(m / rows), ceil(n / columns)] for each block."""
+    """[m, n] -> codes [m, n] in e4m3, and a unit [ceil(m / rows), ceil(n / columns)] for each
+    block."""
     m, n = x.shape
     padded = F.pad(x.detach().abs(), (0, -n % columns, 0, -m % rows))
     largest = padded.view(padded.shape[0] // rows, rows, -1, columns).amax((1, 3))
@@ -171,4 +204,6 @@ def from_blocks(rounded: Rounded, rows: int, columns: int, kind: torch.dtype) ->
 
 def _spread(blocks: Tensor, shape: torch.Size, rows: int, columns: int) -> Tensor:
     """One value a block -> one an element."""
-    return blocks.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+    return blocks.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[
+        :, : shape[1]
+    ]

@@ -1,4 +1,5 @@
-"""Initial weights that depend on (seed, parameter name) and nothing else: every layout starts from the same model."""
+"""Initial weights that depend on (seed, parameter name) and nothing else: every layout starts from
+the same model."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from orchestrator.plan.document import Model
 
 from .stage import Stage
 
-#: Rows of dimension 0 drawn from one generator. A rank draws only the blocks that its rows touch, and holds one block
-#: of a full tensor at a time.
+#: Rows of dimension 0 drawn from one generator. A rank draws only the blocks that its rows touch,
+#: and holds one block of a full tensor at a time.
 ROWS = 4096
 
 
@@ -29,48 +30,73 @@ class Slice(Protocol):
 
 
 @torch.no_grad()
-def init_stage(stage: Stage, model: Model, seed: int, table: Mapping[str, Slice] | None = None) -> None:
-    """Fill every parameter in place; `table` says which slice of the full tensor a parameter holds (default: all).
+def init_stage(
+    stage: Stage, model: Model, seed: int, table: Mapping[str, Slice] | None = None
+) -> None:
+    """Fill every parameter in place; `table` says which slice of the full tensor a parameter holds
+    (default: all).
 
-    Draws are made in fp32 and then rounded, so all precisions start from the same numbers. They come from the device
-    that holds the parameter: CPU and CUDA differ.
+    Draws are made in fp32 and then rounded, so all precisions start from the same numbers. They
+    come from the device that holds the parameter: CPU and CUDA differ.
     """
     for name, param in stage.named_parameters():
         if param.is_meta:  # a dry build: shapes only
             continue
         if table is None:
-            fill(param, name, tuple(param.shape), tuple(slice(0, size) for size in param.shape), model, seed)
+            fill(
+                param,
+                name,
+                tuple(param.shape),
+                tuple(slice(0, size) for size in param.shape),
+                model,
+                seed,
+            )
         else:
             info = table[name]
             param.zero_()  # padding stays zero: its gradient is zero and weight decay keeps it zero
             fill(info.valid(param), name, info.global_shape, info.global_slices, model, seed)
 
 
-def fill(out: Tensor, name: str, shape: tuple[int, ...], where: tuple[slice, ...], model: Model, seed: int) -> None:
-    """Write full_tensor(name)[where] into `out`, drawing no more than the rows that are asked for."""
+def fill(
+    out: Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    where: tuple[slice, ...],
+    model: Model,
+    seed: int,
+) -> None:
+    """Write full_tensor(name)[where] into `out`, drawing no more than the rows that are asked
+    for."""
     if len(shape) == 1:
-        nn.init.constant_(out, 1.0 if name.endswith("weight") else 0.0)  # norms begin as identity, biases at zero
+        nn.init.constant_(
+            out, 1.0 if name.endswith("weight") else 0.0
+        )  # norms begin as identity, biases at zero
         return
     if len(shape) == 3:  # one matrix an expert, each drawn by its number
         for index in range(where[0].start, where[0].stop):
             fill(out[index - where[0].start], f"{name}/{index}", shape[1:], where[1:], model, seed)
         return
     deviation = std(name, model)
-    rows, rest = where[0], where[1:]
+    rows = where[0]
+    rest = where[1:]
     for block in range(rows.start // ROWS, -(-rows.stop // ROWS)):
-        low, high = block * ROWS, min((block + 1) * ROWS, shape[0])
-        first, stop = max(low, rows.start), min(high, rows.stop)
+        low = block * ROWS
+        high = min((block + 1) * ROWS, shape[0])
+        first = max(low, rows.start)
+        stop = min(high, rows.stop)
         if first >= stop:
             continue
         generator = torch.Generator(out.device).manual_seed(_seed(seed, name, block))
         drawn = torch.empty(high - low, *shape[1:], dtype=torch.float32, device=out.device)
         drawn.normal_(0.0, deviation, generator=generator)
-        out[first - rows.start : stop - rows.start].copy_(drawn[first - low : stop - low][(slice(None), *rest)])
+        out[first - rows.start : stop - rows.start].copy_(
+            drawn[first - low : stop - low][(slice(None), *rest)]
+        )
 
 
 def std(name: str, model: Model) -> float:
-    """sqrt(2 / 5h) (Nguyen & Salazar 2019, arXiv 1910.05895: 0.02 at h = 1000), and for matrices that write into the
-    residual stream that over sqrt(2 layers) (GPT-2, section 2.3).
+    """sqrt(2 / 5h) (Nguyen & Salazar 2019, arXiv 1910.05895: 0.02 at h = 1000), and for matrices
+    that write into the residual stream that over sqrt(2 layers) (GPT-2, section 2.3).
     """
     base = (2.0 / (5.0 * model.hidden)) ** 0.5
     writes = name.partition("/")[0].endswith((".wo.weight", ".down.weight"))

@@ -1,8 +1,9 @@
 """The two modules that hold matrices, and the arithmetic of one of them.
 
-`Linear.op` is the product and its two gradients. Low precision, adapters and offloaded weights replace it, and no more:
-plain linears, column-parallel ones and split backward all compute with it. `Linear.run` says how autograd sees the
-product; split backward replaces that. The model knows none of them.
+`Linear.op` is the product and its two gradients. Low precision, adapters and offloaded weights
+replace it, and no more: plain linears, column-parallel ones and split backward all compute with it.
+`Linear.run` says how autograd sees the product; split backward replaces that. The model knows none
+of them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 class LinearOp:
     """A product x [..., in] by a weight [out, in] and its gradients: x @ weight.T (+ bias) here.
 
-    Autograd never looks inside. A rank calls it with its own slices: column-parallel weights hold some of the outputs,
-    row-parallel ones some of the inputs. Row-parallel linears have no bias. Results are new tensors. Biases are added
-    in `forward`; their gradient, the sum of `grad`, is not the op's business.
+    Autograd never looks inside. A rank calls it with its own slices: column-parallel weights hold
+    some of the outputs, row-parallel ones some of the inputs. Row-parallel linears have no bias.
+    Results are new tensors. Biases are added in `forward`; their gradient, the sum of `grad`, is
+    not the op's business.
     """
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -28,7 +30,8 @@ class LinearOp:
         return F.linear(x, weight, bias)
 
     def saved(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What is kept of the input for the weight's gradient; low precision keeps less than `x`."""
+        """What is kept of the input for the weight's gradient; low precision keeps less than
+        `x`."""
         return (x,)
 
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
@@ -103,7 +106,8 @@ class _Product(torch.autograd.Function):
 
 
 def apply_linears(x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
-    """Outputs of linears that share an input. Replaceable too: tensor parallelism runs them as one operation."""
+    """Outputs of linears that share an input. Replaceable too: tensor parallelism runs them as one
+    operation."""
     return [linear(x) for linear in linears]
 
 

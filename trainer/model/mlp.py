@@ -15,7 +15,10 @@ from orchestrator.plan.document import Model
 from .linear import Linear, apply_linears
 
 #: gelu in GPT-2's form, the tanh approximation (Hendrycks & Gimpel 2016, arXiv 1606.08415).
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": partial(F.gelu, approximate="tanh"),
+}
 #: (gradient of the output, input, keyword grad_input: where the result goes)
 GRADIENTS: dict[str, Callable[..., Tensor]] = {
     "silu": torch.ops.aten.silu_backward.grad_input,

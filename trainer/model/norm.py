@@ -16,7 +16,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, hidden: int, eps: float):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(hidden)), eps
+        self.weight = nn.Parameter(torch.empty(hidden))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda or torch.compiler.is_compiling():  # one kernel forward, two backward
@@ -25,8 +26,9 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """On a CPU torch composes `F.rms_norm` of 20 operations that keep two tensors in fp32. This takes half the time and
-    keeps what the kernel of a GPU keeps: the input and a number for each row."""
+    """On a CPU torch composes `F.rms_norm` of 20 operations that keep two tensors in fp32. This
+    takes half the time and keeps what the kernel of a GPU keeps: the input and a number for each
+    row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,7 +40,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        normal, grad = x * inverse, grad.to(inverse.dtype)
+        normal = x * inverse
+        grad = grad.to(inverse.dtype)
         of_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
         grad = grad * weight
         share = torch.linalg.vecdot(grad, normal).unsqueeze(-1).div_(-x.shape[-1])
@@ -50,7 +53,9 @@ class LayerNorm(nn.Module):
 
     def __init__(self, hidden: int, eps: float):
         super().__init__()
-        self.weight, self.bias, self.eps = nn.Parameter(torch.empty(hidden)), nn.Parameter(torch.empty(hidden)), eps
+        self.weight = nn.Parameter(torch.empty(hidden))
+        self.bias = nn.Parameter(torch.empty(hidden))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

@@ -1,7 +1,8 @@
 """Rows copied into another order, and copies summed: each is the backward of the other.
 
-Autograd's own backward of `x[index]` adds row after row to zeros, and sorts on CUDA so as to be deterministic. Here the
-places of a row's copies are known, so backward reads each copy once and writes each sum once.
+Autograd's own backward of `x[index]` adds row after row to zeros, and sorts on CUDA so as to be
+deterministic. Here the places of a row's copies are known, so backward reads each copy once and
+writes each sum once.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def counted(numbers: Tensor, count: int) -> Tensor:
-    """int64 [count]: how often each of 0 to count - 1 is among `numbers`. `bincount` would wait for the device."""
+    """int64 [count]: how often each of 0 to count - 1 is among `numbers`. `bincount` would wait for
+    the device."""
     return counted_by_row(numbers.reshape(1, -1), count)[0]
 
 
 def counted_by_row(numbers: Tensor, count: int) -> Tensor:
     """`numbers` [n, ...] -> int64 [n, count]: how often each of 0 to count - 1 is in each row."""
     numbers = numbers.flatten(1).long()
-    return numbers.new_zeros(len(numbers), count).scatter_add_(1, numbers, numbers.new_ones(()).expand_as(numbers))
+    return numbers.new_zeros(len(numbers), count).scatter_add_(
+        1, numbers, numbers.new_ones(()).expand_as(numbers)
+    )
 
 
 class Places(NamedTuple):
@@ -47,7 +51,8 @@ def copied(x: Tensor, source: Tensor, places: Places) -> Tensor:
 
 
 def summed(copies: Tensor, source: Tensor, places: Places) -> Tensor:
-    """[m, h] -> [n, h]: the sum of the copies of each row, as `copied` made them; zeros for a row without copies."""
+    """[m, h] -> [n, h]: the sum of the copies of each row, as `copied` made them; zeros for a row
+    without copies."""
     return _Summed.apply(copies, source, *places)
 
 
@@ -58,7 +63,9 @@ def permuted(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
 
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, source: Tensor, places: Tensor, starts: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(places, starts)
         return x.index_select(0, source)
 
@@ -69,7 +76,9 @@ class _Copied(torch.autograd.Function):
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, copies: Tensor, source: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, copies: Tensor, source: Tensor, places: Tensor, starts: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(source)
         return _sum(copies, places, starts)
 
@@ -81,4 +90,6 @@ class _Summed(torch.autograd.Function):
 def _sum(copies: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:
     if starts is None and places.shape[1] == 1:
         return copies.index_select(0, places[:, 0])
-    return F.embedding_bag(places, copies, starts, mode="sum")  # gathers and adds in one pass, in the same order always
+    return F.embedding_bag(
+        places, copies, starts, mode="sum"
+    )  # gathers and adds in one pass, in the same order always

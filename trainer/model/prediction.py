@@ -1,12 +1,15 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules that each predict one more token ahead.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules that each predict
+one more token ahead.
 
-Module k (from 1) reads, at the token i, the state from which the output projection read at depth k - 1, and the
-embedding of the token i + k. Both are normalised and projected together to one state, which goes through a decoder
-block of the kind of the model's last one and through a norm; the model's own output projection reads that and predicts
-the token i + k + 1. Embedding and output projection are the model's: they have no copies.
+Module k (from 1) reads, at the token i, the state from which the output projection read at depth k
+- 1, and the embedding of the token i + k. Both are normalised and projected together to one state,
+which goes through a decoder block of the kind of the model's last one and through a norm; the
+model's own output projection reads that and predicts the token i + k + 1. Embedding and output
+projection are the model's: they have no copies.
 
-The loss is `mtp.weight` times the mean over depths of the sum over targets of -log p(target), divided once by the
-step's global number of valid tokens, those of the main loss. `trainer.data.batch.look_ahead` says which targets count.
+The loss is `mtp.weight` times the mean over depths of the sum over targets of -log p(target),
+divided once by the step's global number of valid tokens, those of the main loss.
+`trainer.data.batch.look_ahead` says which targets count.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ MTP = "mtp"
 
 
 class PredictionBlock(Block):
-    """x, token [b, s, hidden], the state of the depth before and the embedding of the next token -> [b, s, hidden].
+    """x, token [b, s, hidden], the state of the depth before and the embedding of the next token ->
+    [b, s, hidden].
 
-    Numbered on from the model's layers. Inputs and output may be sequence shards; the projection is whole on every
-    tensor-parallel rank.
+    Numbered on from the model's layers. Inputs and output may be sequence shards; the projection is
+    whole on every tensor-parallel rank.
     """
 
     def __init__(self, model: Model):
@@ -66,8 +70,8 @@ def prediction_loss(
     step: Callable[[int, Tensor], Tensor],
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """`x`: the state that the output projection reads; `targets` int64 [b, s, depth]; `step(k, state)`: the state of
-    depth k + 1; `loss(state, targets)`: the sum over its targets."""
+    """`x`: the state that the output projection reads; `targets` int64 [b, s, depth]; `step(k,
+    state)`: the state of depth k + 1; `loss(state, targets)`: the sum over its targets."""
     total: Tensor | None = None
     for k in range(mtp.depth):
         x = step(k, x)

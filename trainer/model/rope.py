@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), in the half-split layout of Hugging Face weights."""
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), in the half-split layout of Hugging
+Face weights."""
 
 from __future__ import annotations
 
@@ -14,35 +15,46 @@ Rope = tuple[Tensor, Tensor]  # cos, sin: [b, s, 1, head_dim / 2]
 
 
 def rope_tables(positions: Tensor, model: Model, dtype: torch.dtype) -> Rope:
-    """Angles of int64 positions [b, s]. Never below fp32: at position 8191 a bf16 angle is off by whole turns."""
+    """Angles of int64 positions [b, s]. Never below fp32: at position 8191 a bf16 angle is off by
+    whole turns."""
     dtype = torch.promote_types(dtype, torch.float32)
     head_dim = model.mla.qk_rope_head_dim if model.mla else model.head_dim
     steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim
     speeds = model.rope_theta**-steps
     if model.yarn:
-        speeds = speeds * _stretch(model.yarn, head_dim, model.rope_theta, positions.device).to(dtype)
+        speeds = speeds * _stretch(model.yarn, head_dim, model.rope_theta, positions.device).to(
+            dtype
+        )
     angles = positions.to(dtype)[:, :, None, None] * speeds
     return angles.cos(), angles.sin()
 
 
 def _stretch(yarn: Yarn, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """float64 [head_dim / 2]: by what YaRN multiplies each rotary frequency, from 1 (fast) to 1 / factor (slow).
+    """float64 [head_dim / 2]: by what YaRN multiplies each rotary frequency, from 1 (fast) to 1 /
+    factor (slow).
 
     It is made on the device: for a copy of it the host would wait.
     """
 
     def dimension(turns: float) -> float:
         """Index of the dimension that turns that often over the original length."""
-        return head_dim * math.log(yarn.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            head_dim
+            * math.log(yarn.original_seq_len / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     first = max(0, math.floor(dimension(yarn.beta_fast)))
     last = min(head_dim - 1, math.ceil(dimension(yarn.beta_slow)))
-    slow = (torch.arange(head_dim // 2, dtype=torch.float64, device=device) - first) / max(last - first, 0.001)
+    slow = (torch.arange(head_dim // 2, dtype=torch.float64, device=device) - first) / max(
+        last - first, 0.001
+    )
     return 1.0 + slow.clamp(0.0, 1.0) * (1.0 / yarn.factor - 1.0)
 
 
 def attention_scale(model: Model) -> float:
-    """By what YaRN multiplies attention scores (arXiv 2309.00071, section 3.4; DeepSeek-V3's released weights)."""
+    """By what YaRN multiplies attention scores (arXiv 2309.00071, section 3.4; DeepSeek-V3's
+    released weights)."""
     yarn = model.yarn
     if not yarn or yarn.factor <= 1:
         return 1.0

@@ -1,11 +1,12 @@
 """Which experts a token goes to, and with what weight.
 
-Soft-max routers (Mixtral, arXiv 2401.04088; Qwen3, arXiv 2505.09388) score by soft-max over all experts; sigmoid
-routers (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) score each expert by itself, add a balancing bias to the scores
-for the choice alone, and may limit a token to experts of few groups (nodes).
+Soft-max routers (Mixtral, arXiv 2401.04088; Qwen3, arXiv 2505.09388) score by soft-max over all
+experts; sigmoid routers (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) score each expert by itself,
+add a balancing bias to the scores for the choice alone, and may limit a token to experts of few
+groups (nodes).
 
-Scores are never below fp32: bf16 has 8 bits, and neighbours among 256 experts differ by less. Equal scores go to the
-expert with the lower number, so that every layout breaks ties alike.
+Scores are never below fp32: bf16 has 8 bits, and neighbours among 256 experts differ by less. Equal
+scores go to the expert with the lower number, so that every layout breaks ties alike.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """[n, hidden], and numbers of the tokens [n] where `jitter` needs them -> `Routing`. Without gradient, and changed
-    by each step: `bias` fp32 [experts], where the plan has it, moves the choice alone (`balance.bias_change`); `load`
-    fp32 [experts], where the load of the whole batch is balanced, is how often the step before chose each expert, over
-    the mean.
+    """[n, hidden], and numbers of the tokens [n] where `jitter` needs them -> `Routing`. Without
+    gradient, and changed by each step: `bias` fp32 [experts], where the plan has it, moves the
+    choice alone (`balance.bias_change`); `load` fp32 [experts], where the load of the whole batch
+    is balanced, is how often the step before chose each expert, over the mean.
     """
 
     def __init__(self, model: Model, moe: Moe):
@@ -58,7 +59,8 @@ class Router(nn.Module):
             add_state(self, "load", State((moe.experts,), start=1.0))
 
     def forward(self, x: Tensor, serial: Tensor | None = None) -> Routing:
-        moe, wide = self.moe, torch.promote_types(x.dtype, torch.float32)
+        moe = self.moe
+        wide = torch.promote_types(x.dtype, torch.float32)
         x = x.to(wide)
         if self.jitter is not None:
             assert serial is not None, "jitter is of a token's number"
@@ -74,7 +76,8 @@ class Router(nn.Module):
         return Routing(chosen, weights * moe.routed_scale, scores, logits)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """int64 [n, k], of scores [n, e] without gradient; a twin has its own (`trainer.twin.choices`)."""
+        """int64 [n, k], of scores [n, e] without gradient; a twin has its own
+        (`trainer.twin.choices`)."""
         return best(self._choosable(scores), self.moe.top_k)
 
     def _choosable(self, scores: Tensor) -> Tensor:
@@ -85,12 +88,18 @@ class Router(nn.Module):
         if moe.top_groups == moe.groups:
             return scores
         grouped = scores.unflatten(-1, (moe.groups, -1))
-        # DeepSeek-V3 ranks groups by their two best experts, DeepSeek-V2 (soft-max) by the best one.
-        value = grouped.topk(min(2, grouped.shape[-1]) if moe.score == "sigmoid" else 1).values.sum(-1)
-        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(-1, best(value, moe.top_groups), True)
+        # DeepSeek-V3 ranks groups by their two best experts, DeepSeek-V2 (soft-max) by the best
+        # one.
+        value = grouped.topk(min(2, grouped.shape[-1]) if moe.score == "sigmoid" else 1).values.sum(
+            -1
+        )
+        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(
+            -1, best(value, moe.top_groups), True
+        )
         return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """Indices [..., count] of the highest scores [..., e], the lower index first where they are equal."""
+    """Indices [..., count] of the highest scores [..., e], the lower index first where they are
+    equal."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()

@@ -1,7 +1,9 @@
-"""The experts of a layer one after another: everything of one is computed while its rows are in the processor's caches.
+"""The experts of a layer one after another: everything of one is computed while its rows are in the
+processor's caches.
 
-One operation for autograd, which keeps the experts' inputs and the activation's inputs and outputs. Gradients of all
-experts' matrices are written where they stay, instead of being computed one by one and stacked.
+One operation for autograd, which keeps the experts' inputs and the activation's inputs and outputs.
+Gradients of all experts' matrices are written where they stay, instead of being computed one by one
+and stacked.
 """
 
 from __future__ import annotations
@@ -16,11 +18,19 @@ from .mlp import ACTIVATIONS, GRADIENTS
 
 
 def segmented(
-    x: Tensor, weights: Tensor, counts: list[int], gate: Tensor | None, up: Tensor, down: Tensor, activation: str
+    x: Tensor,
+    weights: Tensor,
+    counts: list[int],
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    activation: str,
 ) -> Tensor:
-    """Rows sorted by expert, x [n, hidden], `counts[e]` of them for expert e -> [n, hidden]: what `Experts` computes.
+    """Rows sorted by expert, x [n, hidden], `counts[e]` of them for expert e -> [n, hidden]: what
+    `Experts` computes.
 
-    gate, up [experts, ffn, hidden], down [experts, hidden, ffn]; results are multiplied by `weights` [n].
+    gate, up [experts, ffn, hidden], down [experts, hidden, ffn]; results are multiplied by
+    `weights` [n].
     """
     return _Segmented.apply(x, weights, gate, up, down, counts, activation)
 
@@ -39,12 +49,15 @@ class _Segmented(torch.autograd.Function):
     ) -> Tensor:
         raised = x.new_empty(len(x), up.shape[1])
         gates = None if gate is None else torch.empty_like(raised)
-        out, actives = x.new_empty(len(x), down.shape[1]), []
+        out = x.new_empty(len(x), down.shape[1])
+        actives = []
         unweighted = torch.empty_like(out) if _weighs_results(down) else None
         of_rows = (x, weights[:, None], gates, raised, unweighted, out)
         rows = zip(*(_segments(one, counts) for one in of_rows), strict=True)
         matrices = zip(*(_matrices(one, counts) for one in (gate, up, down)), strict=True)
-        for (x_e, weight_e, gate_e, up_e, plain_e, out_e), (gate_m, up_m, down_m) in zip(rows, matrices, strict=True):
+        for (x_e, weight_e, gate_e, up_e, plain_e, out_e), (gate_m, up_m, down_m) in zip(
+            rows, matrices, strict=True
+        ):
             torch.mm(x_e, up_m.T, out=up_e)
             if gate_m is not None:
                 torch.mm(x_e, gate_m.T, out=gate_e)
@@ -55,21 +68,27 @@ class _Segmented(torch.autograd.Function):
             else:
                 torch.mm(inner.mul_(weight_e), down_m.T, out=out_e)
         ctx.save_for_backward(x, weights, gates, raised, unweighted, gate, up, down, *actives)
-        ctx.counts, ctx.activation = counts, activation
+        ctx.counts = counts
+        ctx.activation = activation
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, gates, raised, unweighted, gate, up, down, *actives = ctx.saved_tensors
-        counts, gradient = ctx.counts, GRADIENTS[ctx.activation]
-        of_x, of_weights = torch.empty_like(x), torch.empty_like(weights)
+        counts = ctx.counts
+        gradient = GRADIENTS[ctx.activation]
+        of_x = torch.empty_like(x)
+        of_weights = torch.empty_like(weights)
         of_gate, of_up, of_down = (
             None if one is None or not need else torch.empty_like(one)
             for one, need in zip((gate, up, down), ctx.needs_input_grad[2:5], strict=True)
         )
         of_rows = (grad, x, weights[:, None], gates, raised, unweighted, of_x, of_weights)
         rows = zip(*(_segments(one, counts) for one in of_rows), actives, strict=True)
-        matrices = zip(*(_matrices(one, counts) for one in (gate, up, down, of_gate, of_up, of_down)), strict=True)
+        matrices = zip(
+            *(_matrices(one, counts) for one in (gate, up, down, of_gate, of_up, of_down)),
+            strict=True,
+        )
         for segment, of_expert in zip(rows, matrices, strict=True):
             grad_e, x_e, weight_e, gate_e, up_e, plain_e, of_x_e, of_weights_e, active = segment
             gate_m, up_m, down_m, of_gate_m, of_up_m, of_down_m = of_expert
@@ -100,8 +119,8 @@ class _Segmented(torch.autograd.Function):
 
 
 def _weighs_results(down: Tensor) -> bool:
-    """Whether choices' weights multiply results, which are narrower here; else what comes before the last product, so
-    that no results are kept."""
+    """Whether choices' weights multiply results, which are narrower here; else what comes before
+    the last product, so that no results are kept."""
     return down.shape[1] < down.shape[2]
 
 

@@ -1,4 +1,5 @@
-"""Consecutive layers of the decoder: what one pipeline stage computes. With all layers it is the whole model."""
+"""Consecutive layers of the decoder: what one pipeline stage computes. With all layers it is the
+whole model."""
 
 from __future__ import annotations
 
@@ -21,17 +22,25 @@ from .rope import Rope, rope_tables
 
 
 class Batch(Protocol):
-    """The fields of a micro-batch that the model reads (`trainer.data.batch.MicroBatch`), int64 [b, s]."""
+    """The fields of a micro-batch that the model reads (`trainer.data.batch.MicroBatch`), int64 [b,
+    s]."""
 
     @property
     def tokens(self) -> Tensor: ...
     @property
     def positions(self) -> Tensor: ...  # counted from the start of each document
     @property
-    def documents(self) -> Documents | None: ...  # that are packed into samples, where they are kept apart
+    def documents(
+        self,
+    ) -> Documents | None: ...  # that are packed into samples, where they are kept apart
     @property
-    def serial(self) -> Tensor | None: ...  # number of the token in the data order; read where random numbers are drawn
-    # For a model that predicts further tokens, [b, s, depth]: at depth k, from 1, the token k places on and its target.
+    def serial(
+        self,
+    ) -> (
+        Tensor | None
+    ): ...  # number of the token in the data order; read where random numbers are drawn
+    # For a model that predicts further tokens, [b, s, depth]: at depth k, from 1, the token k
+    # places on and its target.
     @property
     def next_tokens(self) -> Tensor | None: ...
     @property
@@ -39,19 +48,23 @@ class Batch(Protocol):
 
 
 class Stage(nn.Module):
-    """Blocks `layers` of the model, with the embedding if `first` and the final norm and head if `last`.
+    """Blocks `layers` of the model, with the embedding if `first` and the final norm and head if
+    `last`.
 
-    Parameters carry global names (`layers.17.attn.wq.weight`), so a name means the same tensor on every layout. With
-    tied embeddings the head's weight is `embed.weight`; a last stage that is not also the first holds its own copy
-    under that name, and one that predicts further tokens does, too. Build under `torch.device("meta")` to allocate
-    nothing. `embed_out`, `positions_out` and `head_in` are replaced by tensor parallelism like those of a block; `rows`
-    selects the part of the sequence in hidden states. `before` is called with the name of each of `parts` before it
+    Parameters carry global names (`layers.17.attn.wq.weight`), so a name means the same tensor on
+    every layout. With tied embeddings the head's weight is `embed.weight`; a last stage that is not
+    also the first holds its own copy under that name, and one that predicts further tokens does,
+    too. Build under `torch.device("meta")` to allocate nothing. `embed_out`, `positions_out` and
+    `head_in` are replaced by tensor parallelism like those of a block; `rows` selects the part of
+    the sequence in hidden states. `before` is called with the name of each of `parts` before it
     computes. `terms`, where they are set, get the loss of further tokens, by `token_loss`.
     """
 
     def __init__(self, model: Model, layers: range, first: bool, last: bool):
         super().__init__()
-        self.model, self.first, self.last = model, first, last
+        self.model = model
+        self.first = first
+        self.last = last
         self.ahead = [str(number) for number in numbers(model)] if last else []
         self.embeds = first or bool(self.ahead)
         if self.embeds or (last and model.tied_embeddings):
@@ -74,25 +87,34 @@ class Stage(nn.Module):
 
     @property
     def blocks(self) -> dict[int, Block]:
-        """The blocks by their number in the model, in order; those that predict further tokens follow."""
+        """The blocks by their number in the model, in order; those that predict further tokens
+        follow."""
         return {int(name): cast(Block, block) for name, block in self.layers.items()}
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The modules whose weights each part of a forward reads, in the order in which they compute."""
+        """The modules whose weights each part of a forward reads, in the order in which they
+        compute."""
         embeddings: list[nn.Module] = [self.embed] if self.embeds else []
         if self.learned_positions:
             embeddings.append(self.embed_positions)
         blocks: dict[str, list[nn.Module]] = {name: [block] for name, block in self.layers.items()}
         ahead = {name: blocks.pop(name) for name in self.ahead}
-        return {"embed": embeddings, **blocks, "head": [self.norm, self.head] if self.last else [], **ahead}
+        return {
+            "embed": embeddings,
+            **blocks,
+            "head": [self.norm, self.head] if self.last else [],
+            **ahead,
+        }
 
     def tie(self) -> None:
-        """Make head and embedding one parameter again, after something replaced the embedding's weight."""
+        """Make head and embedding one parameter again, after something replaced the embedding's
+        weight."""
         if self.last and self.model.tied_embeddings:
             self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor | None, batch: Batch) -> Tensor:
-        """Hidden states [b, s, hidden] (None on the first stage) -> hidden states, or logits [b, s, vocab] if last."""
+        """Hidden states [b, s, hidden] (None on the first stage) -> hidden states, or logits [b, s,
+        vocab] if last."""
         serial = batch.serial if self.model.dropout else None
         rows = self.rows(batch.serial) if draws(self.model) and batch.serial is not None else None
         if self.embeds:
@@ -124,7 +146,9 @@ class Stage(nn.Module):
         self, x: Tensor, batch: Batch, serial: Tensor | None, rope: Rope | None, rows: Tensor | None
     ) -> Tensor:
         """The loss of the tokens after the next one; `x`: what the head reads."""
-        tokens, targets, mtp = batch.next_tokens, batch.next_targets, self.model.mtp
+        tokens = batch.next_tokens
+        targets = batch.next_targets
+        mtp = self.model.mtp
         assert tokens is not None and targets is not None and mtp, "the batch does not look ahead"
 
         def step(k: int, state: Tensor) -> Tensor:

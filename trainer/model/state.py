@@ -1,8 +1,9 @@
-"""Training state without gradient: a router's balancing bias, the history of a low precision's largest values.
+"""Training state without gradient: a router's balancing bias, the history of a low precision's
+largest values.
 
-A module declares it with `add_state`. It is a buffer of the module and follows the model: saved, resharded, restored,
-replicated and counted in memory like the optimizer's state. Modules keep what ranks share equal on them, and update it
-where recomputation does not run a second time.
+A module declares it with `add_state`. It is a buffer of the module and follows the model: saved,
+resharded, restored, replicated and counted in memory like the optimizer's state. Modules keep what
+ranks share equal on them, and update it where recomputation does not run a second time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ class State:
     shape: tuple[int, ...]  # in the whole model
     dtype: torch.dtype = torch.float32
     start: float = 0.0  # value of every element before the first step
-    tp_dim: int | None = None  # dimension that tensor parallelism cuts evenly; None: equal on all ranks
+    tp_dim: int | None = (
+        None  # dimension that tensor parallelism cuts evenly; None: equal on all ranks
+    )
 
 
 def add_state(module: nn.Module, name: str, state: State) -> None:

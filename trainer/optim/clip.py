@@ -1,4 +1,5 @@
-"""The global gradient norm over every axis, and clipping by it (Pascanu et al., arXiv 1211.5063)."""
+"""The global gradient norm over every axis, and clipping by it (Pascanu et al., arXiv
+1211.5063)."""
 
 from __future__ import annotations
 
@@ -11,22 +12,29 @@ from trainer.comm.collectives import all_reduce
 from trainer.compat import foreach_norms
 from trainer.parallel.data.buckets import Sharding
 
-#: Elements summed in fp32 at a time. One fp32 sum over 40 million squares is 0.3 % wrong on a CPU; rows of this length,
-#: added in fp64, are exact to 3e-7 at the same speed.
+#: Elements summed in fp32 at a time. One fp32 sum over 40 million squares is 0.3 % wrong on a CPU;
+#: rows of this length, added in fp64, are exact to 3e-7 at the same speed.
 ROW = 512
-#: A tensor with fewer elements is copied beside others, up to so many: 291 kernels take longer than the copy.
-SMALL, TOGETHER = 1 << 15, 1 << 20
+#: A tensor with fewer elements is copied beside others, up to so many: 291 kernels take longer than
+#: the copy.
+SMALL = 1 << 15
+TOGETHER = 1 << 20
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of 1-D tensors of one dtype and device, as a 0-d float64 tensor on the device."""
+    """Sum of squares of 1-D tensors of one dtype and device, as a 0-d float64 tensor on the
+    device."""
     dtype = _at_least_fp32(tensors[0].dtype)
     if tensors[0].is_cuda:  # its kernel adds no more than 128 squares in a row, in fp32
         norms = foreach_norms(list(tensors), dtype)
         return torch.stack(norms).double().square().sum()
     parts = [part for flat in _together(tensors) for part in _rows(flat)]
     norms = [torch.linalg.vector_norm(part, dim=1, dtype=dtype).double() for part in parts]
-    return torch.cat(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    return (
+        torch.cat(norms).square().sum()
+        if norms
+        else torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    )
 
 
 def _rows(flat: Tensor) -> list[Tensor]:
@@ -38,7 +46,8 @@ def _rows(flat: Tensor) -> list[Tensor]:
 
 def _together(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """The same elements in fewer tensors: small ones are joined."""
-    joined, size = list[Tensor](), 0
+    joined = list[Tensor]()
+    size = 0
     for tensor in tensors:
         if tensor.numel() >= SMALL:
             yield tensor
@@ -47,22 +56,27 @@ def _together(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         size += tensor.numel()
         if size >= TOGETHER:
             yield torch.cat(joined)
-            joined, size = [], 0
+            joined = []
+            size = 0
     if joined:
         yield joined[0] if len(joined) == 1 else torch.cat(joined)
 
 
 def grad_norm(buckets: Sharding, device: torch.device) -> Tensor:
-    """The 2-norm of the whole model's gradient after `finish`: 0-d float64 on `device`, the same on every rank, also on
-    one without parameters (a middle stage without layers).
+    """The 2-norm of the whole model's gradient after `finish`: 0-d float64 on `device`, the same on
+    every rank, also on one without parameters (a middle stage without layers).
 
-    Each element counts once: a bucket replicated over tp on its owner only, tied copies on the first stage only. Sums
-    over the shards of data-parallel ranks (ZeRO) and over the model's ranks (tp, pp), for each class of parameters over
-    its own. Does not synchronise the host.
+    Each element counts once: a bucket replicated over tp on its owner only, tied copies on the
+    first stage only. Sums over the shards of data-parallel ranks (ZeRO) and over the model's ranks
+    (tp, pp), for each class of parameters over its own. Does not synchronise the host.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups in buckets.classes:
-        owned = [bucket.grad_shard for bucket in buckets.buckets if bucket.owner and bucket.kind.groups == groups]
+        owned = [
+            bucket.grad_shard
+            for bucket in buckets.buckets
+            if bucket.owner and bucket.kind.groups == groups
+        ]
         squares = squared_norm(owned).to(device) if owned else torch.zeros_like(total)
         if buckets.zero:
             all_reduce(squares, buckets.mesh.group(groups.shard), "norm", buckets.counter)
@@ -71,10 +85,11 @@ def grad_norm(buckets: Sharding, device: torch.device) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that limits the gradients' norm to `max_norm` (0 = no clipping), finite whatever the norm is: padding
-    is multiplied by it too, and no later gradient overwrites that.
+    """The factor that limits the gradients' norm to `max_norm` (0 = no clipping), finite whatever
+    the norm is: padding is multiplied by it too, and no later gradient overwrites that.
 
-    The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`, so that torch in one process gives the same weights.
+    The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`, so that torch in one process gives the
+    same weights.
     """
     if max_norm <= 0:
         return torch.ones_like(norm)

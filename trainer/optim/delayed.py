@@ -1,11 +1,14 @@
-"""Updates on the host beside the next step's computation: ZeRO-Offload's delayed parameter update (arXiv 2101.06840,
-section 5.2). It is another training than without: each step computes with weights that lack the update before it.
+"""Updates on the host beside the next step's computation: ZeRO-Offload's delayed parameter update
+(arXiv 2101.06840, section 5.2). It is another training than without: each step computes with
+weights that lack the update before it.
 
-    step t:  gradient g(t) of the weights w(t-2);  while step t+1 computes with w(t-1):  w(t) = update(w(t-1), g(t))
+    step t:  gradient g(t) of the weights w(t-2);  while step t+1 computes with w(t-1):  w(t) =
+    update(w(t-1), g(t))
 
-The first two steps both compute with the initial weights. The gradient of the update under way is kept while backward
-fills a second buffer. What a checkpoint needs beside the states are the weights that the next step computes with: they
-are saved as state of the kind `STALE`, so that a resumed run, on any layout, goes on as this one would have.
+The first two steps both compute with the initial weights. The gradient of the update under way is
+kept while backward fills a second buffer. What a checkpoint needs beside the states are the weights
+that the next step computes with: they are saved as state of the kind `STALE`, so that a resumed
+run, on any layout, goes on as this one would have.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ class DelayedOptimizer:
     """A `ShardedOptimizer` on the host whose updates end in the next step."""
 
     def __init__(self, inner: ShardedOptimizer, host: HostMemory):
-        self.inner, self.host, self.buckets = inner, host, inner.buckets
+        self.inner = inner
+        self.host = host
+        self.buckets = inner.buckets
         self._kept: list[Tensor] = []  # by bucket: the gradient of the update under way
         for bucket in self.buckets.buckets:
             assert bucket.host_grad is not None
@@ -59,7 +64,8 @@ class DelayedOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor, finite: Tensor) -> None:
-        """Give the device the weights of the update before, and start this one. As `ShardedOptimizer.step`."""
+        """Give the device the weights of the update before, and start this one. As
+        `ShardedOptimizer.step`."""
         self.wait()
         factor, update = self.inner.decide(lr, grad_scale, finite)
         for at, bucket in enumerate(self.buckets.buckets):
@@ -68,8 +74,12 @@ class DelayedOptimizer:
             if bucket.grad_shard is bucket.host_grad:
                 bucket.grad_shard = spare
             bucket.host_grad = spare
-        for bucket, state in reversed(list(zip(self.buckets.buckets, self.inner.states, strict=True))):
-            give_back(bucket, state.master)  # through the memory of a gradient that nobody reads any more
+        for bucket, state in reversed(
+            list(zip(self.buckets.buckets, self.inner.states, strict=True))
+        ):
+            give_back(
+                bucket, state.master
+            )  # through the memory of a gradient that nobody reads any more
             self.buckets.gather(bucket)
         self.host.settle()  # what it copies is about to be changed
 
@@ -80,7 +90,8 @@ class DelayedOptimizer:
 
         self._update = self._thread.submit(run)
 
-    # ------------------------------------------------------------------------------------------- checkpoints
+    # -------------------------------------------------------------------------------------------
+    #     checkpoints
 
     def slices(self) -> Iterator[StateSlice]:
         """As `ShardedOptimizer.slices`, and the weights that the next step computes with."""
@@ -95,8 +106,8 @@ class DelayedOptimizer:
 
     @torch.no_grad()
     def publish(self, stale: bool = False) -> None:
-        """After a load into `slices`: on every rank, whole weights; `stale`: those that were loaded as such, which a
-        checkpoint of a run without delay does not have."""
+        """After a load into `slices`: on every rank, whole weights; `stale`: those that were loaded
+        as such, which a checkpoint of a run without delay does not have."""
         if not stale:
             self.inner.publish()
             return

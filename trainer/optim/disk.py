@@ -1,13 +1,15 @@
-"""Master weights and moments on a disk, of which a bounded part is in memory (ZeRO-Infinity, arXiv 2104.07857).
+"""Master weights and moments on a disk, of which a bounded part is in memory (ZeRO-Infinity, arXiv
+2104.07857).
 
-The state is one file, cut into chunks: the same elements of the master weights and of each moment, beside each other.
-An update takes chunk after chunk in the order in which the next forward needs the weights. While one is computed the
-next ones are read, those before are written (`trainer.host.ring`), and the gradient of the next one is copied:
-whatever the size of the model or of a single layer, the same few are in memory. The last chunks of an update are
-written, and the first ones of the next update read, during the forward after it.
+The state is one file, cut into chunks: the same elements of the master weights and of each moment,
+beside each other. An update takes chunk after chunk in the order in which the next forward needs
+the weights. While one is computed the next ones are read, those before are written
+(`trainer.host.ring`), and the gradient of the next one is copied: whatever the size of the model or
+of a single layer, the same few are in memory. The last chunks of an update are written, and the
+first ones of the next update read, during the forward after it.
 
-The file has no name: its space is free again however the process ends. What survives is a checkpoint, which is written
-from the file and read into it through a mapping, page by page.
+The file has no name: its space is free again however the process ends. What survives is a
+checkpoint, which is written from the file and read into it through a mapping, page by page.
 """
 
 from __future__ import annotations
@@ -49,17 +51,25 @@ class DiskOptimizer:
 
     def __init__(self, buckets: Sharding, rules: Rules, master_dtype: torch.dtype, folder: Path, buffer_bytes: int,
                  host: HostMemory):  # fmt: skip
-        """`folder`: where the file is made; `buffer_bytes`: of host memory, at most. Raises LayoutError for whole
-        matrices and for too small a buffer, DiskError if the file cannot be made as large as needed."""
+        """`folder`: where the file is made; `buffer_bytes`: of host memory, at most. Raises
+        LayoutError for whole matrices and for too small a buffer, DiskError if the file cannot be
+        made as large as needed."""
         if any(bucket.kind.whole for bucket in buckets.buckets):
-            raise LayoutError("an optimizer of whole matrices computes on the device: train.offload=none")
-        self.buckets, self.rules, self.dtype = buckets, rules, master_dtype
+            raise LayoutError(
+                "an optimizer of whole matrices computes on the device: train.offload=none"
+            )
+        self.buckets = buckets
+        self.rules = rules
+        self.dtype = master_dtype
         self.kinds: tuple[StateKind, ...] = ("master", *rules.elements.kinds)
         self.chunk = chunk_elements(buffer_bytes, len(self.kinds), master_dtype.itemsize)
         if not self.chunk:
-            raise LayoutError(f"train.offload_buffer_mib: {buffer_bytes} bytes hold no chunk of {BLOCK} bytes")
+            raise LayoutError(
+                f"train.offload_buffer_mib: {buffer_bytes} bytes hold no chunk of {BLOCK} bytes"
+            )
         self.chunks, self.bytes = self._cut()
-        self.host, width = host, self.chunk * master_dtype.itemsize
+        self.host = host
+        width = self.chunk * master_dtype.itemsize
         slots = [host.blocks(len(self.kinds) * width) for _ in range(SLOTS)]
         self._gradients = [host.blocks(width) for _ in range(GRADIENTS)]
         self.file = StateFile(folder, self.bytes, host.requests)
@@ -70,7 +80,8 @@ class DiskOptimizer:
         self._fill(slots[0])
 
     def _cut(self) -> tuple[list[Chunk], int]:
-        found, offset = list[Chunk](), 0
+        found = list[Chunk]()
+        offset = 0
         for index, bucket in reversed(list(enumerate(self.buckets.buckets))):  # in forward order
             numel = bucket.param_shard.numel()
             for start in range(0, numel, self.chunk):
@@ -101,7 +112,8 @@ class DiskOptimizer:
                 state.zero_()
             self.file.write(slot[: self._record(chunk).size], chunk.offset)
 
-    # ------------------------------------------------------------------------------------------- the update
+    # -------------------------------------------------------------------------------------------
+    #     the update
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor, finite: Tensor) -> None:
@@ -111,20 +123,29 @@ class DiskOptimizer:
         factor = float(grad_scale)
         self.step_count += 1
         update = Update(lr, torch.tensor(float(self.step_count)), torch.zeros(()))
-        copied, stored, gathered = list[Future[Tensor]](), list[Future[None]](), 0
+        copied = list[Future[Tensor]]()
+        stored = list[Future[None]]()
+        gathered = 0
         try:
             for number in range(min(GRADIENTS, len(self.chunks))):
                 copied.append(self._copier.submit(self._gradient, number))
             for number, chunk in enumerate(self.chunks):
-                slot, grad = self.ring.take(), copied[number].result()
+                slot = self.ring.take()
+                grad = copied[number].result()
                 master, *states = self._views(chunk, slot)
                 if factor != 1.0:
                     grad.mul_(factor)
-                shard = Shard(master, grad, dict(zip(self.rules.elements.kinds, states, strict=True)))
-                self.rules.elements.step([shard], update, self.buckets.buckets[chunk.bucket].kind.decay)
+                shard = Shard(
+                    master, grad, dict(zip(self.rules.elements.kinds, states, strict=True))
+                )
+                self.rules.elements.step(
+                    [shard], update, self.buckets.buckets[chunk.bucket].kind.decay
+                )
                 stored.append(self.ring.give_back(partial(self._store, chunk, master, grad)))
                 if number + GRADIENTS < len(self.chunks):
-                    copied.append(self._copier.submit(self._gradient, number + GRADIENTS, stored[-1]))
+                    copied.append(
+                        self._copier.submit(self._gradient, number + GRADIENTS, stored[-1])
+                    )
                 gathered = self._gather(stored, gathered, wait=False)
             self._gather(stored, gathered, wait=True)
         finally:
@@ -138,7 +159,9 @@ class DiskOptimizer:
         chunk = self.chunks[number]
         room = self._gradients[number % GRADIENTS].view(self.dtype)[: chunk.stop - chunk.start]
         with torch.no_grad():  # known to each thread by itself
-            self.host.read(self.buckets.buckets[chunk.bucket].grad_shard[chunk.start : chunk.stop], room)
+            self.host.read(
+                self.buckets.buckets[chunk.bucket].grad_shard[chunk.start : chunk.stop], room
+            )
         return room
 
     def _store(self, chunk: Chunk, master: Tensor, room: Tensor) -> None:
@@ -150,33 +173,45 @@ class DiskOptimizer:
             self.host.write(master, weights)
 
     def _gather(self, stored: list[Future[None]], done: int, wait: bool) -> int:
-        """Gather the buckets whose weights are back, in the same order on all ranks, if not at the same moment. `done`:
-        chunks that were seen before; returned: after this."""
+        """Gather the buckets whose weights are back, in the same order on all ranks, if not at the
+        same moment. `done`: chunks that were seen before; returned: after this."""
         for job in stored[done:]:
             if not wait and not job.done():
                 break
             job.result()
-            chunk, done = self.chunks[done], done + 1
+            chunk = self.chunks[done]
+            done = done + 1
             bucket = self.buckets.buckets[chunk.bucket]
             if chunk.stop == bucket.param_shard.numel():
                 self.buckets.gather(bucket)
         return done
 
-    # ------------------------------------------------------------------------------------------- checkpoints
+    # -------------------------------------------------------------------------------------------
+    #     checkpoints
 
     def slices(self) -> Iterator[StateSlice]:
-        """As `ShardedOptimizer.slices`, through a mapping of the file: pages come and go, nothing is copied."""
+        """As `ShardedOptimizer.slices`, through a mapping of the file: pages come and go, nothing
+        is copied."""
         self.ring.settle()
         whole = self.file.mapped()
         for chunk in self.chunks:
             bucket = self.buckets.buckets[chunk.bucket]
             first = is_first_replica(self.buckets, bucket)
             for info, start, stop, at in pieces(bucket):
-                low, high = max(at, chunk.start), min(at + stop - start, chunk.stop)
+                low = max(at, chunk.start)
+                high = min(at + stop - start, chunk.stop)
                 for number, kind in enumerate(self.kinds if low < high else ()):
-                    begin = chunk.offset + number * chunk.stride + (low - chunk.start) * self.dtype.itemsize
-                    view = whole[begin : begin + (high - low) * self.dtype.itemsize].view(self.dtype)
-                    yield StateSlice(info, kind, start + low - at, start + high - at, view, first and info.owner)
+                    begin = (
+                        chunk.offset
+                        + number * chunk.stride
+                        + (low - chunk.start) * self.dtype.itemsize
+                    )
+                    view = whole[begin : begin + (high - low) * self.dtype.itemsize].view(
+                        self.dtype
+                    )
+                    yield StateSlice(
+                        info, kind, start + low - at, start + high - at, view, first and info.owner
+                    )
 
     @torch.no_grad()
     def publish(self, stale: bool = False) -> None:
@@ -185,7 +220,9 @@ class DiskOptimizer:
         slot = self.ring.slots[0] if self.chunks else torch.empty(0)
         for chunk in self.chunks:
             self.file.read(slot[: self._record(chunk).size], chunk.offset)
-            self.host.write(self._views(chunk, slot)[0].to(self._weights(chunk).dtype), self._weights(chunk))
+            self.host.write(
+                self._views(chunk, slot)[0].to(self._weights(chunk).dtype), self._weights(chunk)
+            )
         for bucket in reversed(self.buckets.buckets):
             self.buckets.gather(bucket)
         self.buckets.wait_params()

@@ -1,10 +1,12 @@
 """Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
-Gradients below 2^-24 are zero in fp16. So the loss is multiplied by a scale before backward and the gradient divided by
-it, in fp32, before it is used. A scale too large makes infinities: that step is skipped and the scale halved; after
-`GROWTH_INTERVAL` steps without one it is doubled. The numbers are torch.amp.GradScaler's.
+Gradients below 2^-24 are zero in fp16. So the loss is multiplied by a scale before backward and the
+gradient divided by it, in fp32, before it is used. A scale too large makes infinities: that step is
+skipped and the scale halved; after `GROWTH_INTERVAL` steps without one it is doubled. The numbers
+are torch.amp.GradScaler's.
 
-The scale lives on the device, which decides about it: the host enqueues the next step without knowing it.
+The scale lives on the device, which decides about it: the host enqueues the next step without
+knowing it.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ LOWEST = 2.0**-14
 
 
 class LossScale:
-    """The scale of the coming step, and the steps since it last changed. All ranks see the same gradient norm, so all
-    hold the same scale."""
+    """The scale of the coming step, and the steps since it last changed. All ranks see the same
+    gradient norm, so all hold the same scale."""
 
     def __init__(
-        self, device: torch.device | str = "cpu", initial: float = INITIAL, growth_interval: int = GROWTH_INTERVAL
+        self,
+        device: torch.device | str = "cpu",
+        initial: float = INITIAL,
+        growth_interval: int = GROWTH_INTERVAL,
     ):
         self.growth_interval = growth_interval
         #: 0-d float64, replaced and never changed: who holds it keeps the scale of a step.
@@ -42,11 +47,14 @@ class LossScale:
         self.current = torch.full_like(self.current, value)
 
     def update(self, finite: Tensor) -> None:
-        """After a step whose gradient norm was `finite` (it was applied) or not (it was skipped): 0-d bool."""
+        """After a step whose gradient norm was `finite` (it was applied) or not (it was skipped):
+        0-d bool."""
         good = (self._good_steps + 1) * finite
         grows = good == self.growth_interval
         halved = (self.current / 2).clamp(min=LOWEST)
-        self.current = torch.where(finite, torch.where(grows, self.current * 2, self.current), halved)
+        self.current = torch.where(
+            finite, torch.where(grows, self.current * 2, self.current), halved
+        )
         self._good_steps = good * ~grows
 
     def state(self) -> dict[str, float]:
@@ -54,6 +62,7 @@ class LossScale:
         return {"loss_scale": self.scale, "loss_scale_good_steps": float(self._good_steps)}
 
     def restore(self, scalars: Mapping[str, float]) -> None:
-        """From the scalars of a checkpoint; one that was written without loss scaling leaves everything as it is."""
+        """From the scalars of a checkpoint; one that was written without loss scaling leaves
+        everything as it is."""
         self.scale = scalars.get("loss_scale", self.scale)
         self._good_steps.fill_(int(scalars.get("loss_scale_good_steps", float(self._good_steps))))

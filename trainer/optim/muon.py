@@ -1,8 +1,8 @@
 """Muon: a matrix moves along the orthogonal part of its momentum (arXiv 2502.16982, section 2).
 
-The orthogonal part comes from five Newton-Schulz steps, which bring every singular value near 1. They need the whole
-matrix: its owner makes them (`owners`), so that all get what one process gets. They are made in the master dtype: in
-bf16, as often elsewhere, layouts would differ.
+The orthogonal part comes from five Newton-Schulz steps, which bring every singular value near 1.
+They need the whole matrix: its owner makes them (`owners`), so that all get what one process gets.
+They are made in the master dtype: in bf16, as often elsewhere, layouts would differ.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from .owners import on_whole, rounds
 from .rule import Matrix, Update
 
 #: Of the quintic a x + b x^3 + c x^5 that each step applies to singular values, and how many steps.
-QUINTIC, STEPS = (3.4445, -4.7750, 2.0315), 5
-#: An update's root mean square, as AdamW's is, whatever the shape: so both take the same learning rate.
+QUINTIC = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+#: An update's root mean square, as AdamW's is, whatever the shape: so both take the same learning
+#: rate.
 RMS = 0.2
 
 
@@ -28,15 +30,20 @@ class Muon:
     kinds: tuple[StateKind, ...] = ("momentum",)
 
     def __init__(self, optim: Optim):
-        self.momentum, self.weight_decay = optim.beta1, optim.weight_decay
+        self.momentum = optim.beta1
+        self.weight_decay = optim.weight_decay
 
     def step(self, matrices: Sequence[Matrix], update: Update, counter: CommCounter) -> None:
-        """m = beta1 m + g; w = (1 - lr decay) w - lr 0.2 sqrt(longer side) orthogonal(g + beta1 m)."""
+        """m = beta1 m + g; w = (1 - lr decay) w - lr 0.2 sqrt(longer side) orthogonal(g + beta1
+        m)."""
         keep = 1 - update.lr * self.weight_decay
         for some in rounds([matrix.cuts for matrix in matrices]):
             these = [matrices[at] for at in some]
             momenta = [one.grad + self.momentum * one.state["momentum"] for one in these]
-            ahead = [one.grad + self.momentum * momentum for one, momentum in zip(these, momenta, strict=True)]
+            ahead = [
+                one.grad + self.momentum * momentum
+                for one, momentum in zip(these, momenta, strict=True)
+            ]
             directions = on_whole(ahead, [one.cuts for one in these], counter, orthogonal)
             for matrix, momentum, direction in zip(these, momenta, directions, strict=True):
                 size = update.lr * RMS * max(matrix.info.global_shape) ** 0.5
@@ -45,8 +52,8 @@ class Muon:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """U f(S) V^T of a matrix U S V^T divided by its Frobenius norm, where f brings values to between 0.7 and 1.2; zeros
-    stay zeros."""
+    """U f(S) V^T of a matrix U S V^T divided by its Frobenius norm, where f brings values to
+    between 0.7 and 1.2; zeros stay zeros."""
     tall = matrix.shape[0] > matrix.shape[1]
     value = matrix.T if tall else matrix
     value = value / (value.norm() + 1e-7)

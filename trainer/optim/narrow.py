@@ -1,14 +1,18 @@
-"""State of an optimizer in fewer bits than its master weights have: widened for an update a chunk at a time.
+"""State of an optimizer in fewer bits than its master weights have: widened for an update a chunk
+at a time.
 
-    8bit   one of 256 numbers times the largest value of a block of 64 elements of a row (Dettmers et al., arXiv
-           2110.02861, section 2). The numbers are of a dynamic exponent: 3 % apart at the upper end, and down to 10^-7
+    8bit   one of 256 numbers times the largest value of a block of 64 elements of a row (Dettmers
+    et al., arXiv
+           2110.02861, section 2). The numbers are of a dynamic exponent: 3 % apart at the upper
+               end, and down to 10^-7
            of it. Matrices alone: norms and biases keep their state wide.
-    bf16   rounded stochastically: up with the probability that keeps the mean. Else a slow average, which a step moves
+    bf16   rounded stochastically: up with the probability that keeps the mean. Else a slow average,
+        which a step moves
            by less than half of the last digit, would never move.
 
-Both are functions of the value and of its place in the parameter, so every layout and every resumed run has the same.
-Blocks are parts of rows, which `orchestrator.plan.trained` keeps whole on every rank. Random bits are a function of
-(seed, parameter, kind of state, element, update).
+Both are functions of the value and of its place in the parameter, so every layout and every resumed
+run has the same. Blocks are parts of rows, which `orchestrator.plan.trained` keeps whole on every
+rank. Random bits are a function of (seed, parameter, kind of state, element, update).
 """
 
 from __future__ import annotations
@@ -34,9 +38,11 @@ UNSIGNED = ("exp_avg_sq",)
 
 
 def codebook(signed: bool) -> Tensor:
-    """The 256 numbers in ascending order, fp64. With n zeros behind the sign comes a factor 10^-n; the bits behind the
-    first one cut (0.1, 1) into equal parts, whose middles are the numbers. 0 and 1 are there as well."""
-    numbers, bits = [0.0, 1.0], 6 if signed else 7
+    """The 256 numbers in ascending order, fp64. With n zeros behind the sign comes a factor 10^-n;
+    the bits behind the first one cut (0.1, 1) into equal parts, whose middles are the numbers. 0
+    and 1 are there as well."""
+    numbers = [0.0, 1.0]
+    bits = 6 if signed else 7
     for zeros in range(7):
         parts = 2 ** (bits - zeros)
         middles = [(0.1 + 0.9 * (part + 0.5) / parts) * 10.0**-zeros for part in range(parts)]
@@ -56,7 +62,8 @@ class NarrowState(Protocol):
     def tensors(self) -> list[Tensor]: ...
 
     def slices(self, piece: Piece) -> Iterator[tuple[StateKind, ParamInfo, int, int, Tensor]]:
-        """(kind, info, start, stop, live view) of a parameter's elements, as checkpoints take them."""
+        """(kind, info, start, stop, live view) of a parameter's elements, as checkpoints take
+        them."""
 
 
 def narrow_state(
@@ -80,7 +87,8 @@ class Eight:
     def __init__(self, kind: StateKind, numel: int, dtype: torch.dtype, device: torch.device):
         self.kind = kind
         book = codebook(signed=kind not in UNSIGNED)
-        self.book, self.between = book.to(device, dtype), ((book[1:] + book[:-1]) / 2).to(device, dtype)
+        self.book = book.to(device, dtype)
+        self.between = ((book[1:] + book[:-1]) / 2).to(device, dtype)
         zero = int((book == 0).nonzero())
         self.codes = torch.full((numel,), zero, dtype=torch.uint8, device=device)
         self.largest = torch.zeros(numel // BLOCK, dtype=dtype, device=device)
@@ -93,7 +101,9 @@ class Eight:
         blocks = value.view(-1, BLOCK)
         largest = blocks.abs().amax(1)
         scale = torch.where(largest > 0, largest, torch.ones_like(largest))
-        codes = torch.bucketize(blocks / scale[:, None], self.between, out_int32=True).to(torch.uint8)
+        codes = torch.bucketize(blocks / scale[:, None], self.between, out_int32=True).to(
+            torch.uint8
+        )
         update.set(self.codes[start : start + value.numel()], codes.view(-1))
         first = start // BLOCK
         update.set(self.largest[first : first + len(largest)], largest)
@@ -105,7 +115,8 @@ class Eight:
         info, start, stop, at = piece
         count = stop - start
         yield f"{self.kind}.8bit", info, start, stop, self.codes[at : at + count]
-        first, blocks = at // BLOCK, count // BLOCK
+        first = at // BLOCK
+        blocks = count // BLOCK
         view = self.largest[first : first + blocks]
         yield "state", of_blocks(info, self.kind), start // BLOCK, start // BLOCK + blocks, view
 
@@ -127,9 +138,17 @@ class Rounded:
     """bf16, rounded stochastically."""
 
     def __init__(
-        self, kind: StateKind, pieces: Sequence[Piece], numel: int, dtype: torch.dtype, device: torch.device, seed: int
+        self,
+        kind: StateKind,
+        pieces: Sequence[Piece],
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
     ):
-        self.kind, self.pieces, self.dtype = kind, list(pieces), dtype
+        self.kind = kind
+        self.pieces = list(pieces)
+        self.dtype = dtype
         self.values = torch.zeros(numel, dtype=torch.bfloat16, device=device)
         names = (f"{seed}/state/{kind}/{info.name}" for info, *_ in pieces)
         self.salts = [torch.tensor(salt_of(name), device=device) for name in names]
@@ -139,9 +158,12 @@ class Rounded:
 
     def store(self, start: int, value: Tensor, update: Update) -> None:
         stop = start + value.numel()
-        bits = torch.zeros(value.numel(), dtype=torch.int64, device=value.device)  # padding is zero and stays it
+        bits = torch.zeros(
+            value.numel(), dtype=torch.int64, device=value.device
+        )  # padding is zero and stays it
         for (info, first, last, at), salt in zip(self.pieces, self.salts, strict=True):
-            low, high = max(at, start), min(at + last - first, stop)
+            low = max(at, start)
+            high = min(at + last - first, stop)
             if low < high:
                 own = random_bits(info, first + low - at, first + high - at, salt, update.number)
                 bits[low - start : high - start] = own
@@ -156,30 +178,44 @@ class Rounded:
 
 
 def random_bits(info: ParamInfo, start: int, stop: int, salt: Tensor, number: Tensor) -> Tensor:
-    """16 random bits int64 [stop - start] for the elements [start, stop) of the local tensor in update `number`.
+    """16 random bits int64 [stop - start] for the elements [start, stop) of the local tensor in
+    update `number`.
 
-    Multiplicative hashing (Dietzfelbinger et al. 1997), as of dropout masks: a mixed number of the element's row in the
-    whole parameter times an odd mixed one of its column. Those of padding are of no element."""
-    (*lead, width), cuts = (info.local_shape if len(info.global_shape) > 1 else (*info.local_shape, 1)), info.shards
-    firsts, device = {cut.dim: cut.start for cut in cuts}, salt.device
-    first, last = start // width, -(-stop // width)
-    row, inner, step = torch.arange(first, last, device=device), 1, 1
+    Multiplicative hashing (Dietzfelbinger et al. 1997), as of dropout masks: a mixed number of the
+    element's row in the whole parameter times an odd mixed one of its column. Those of padding are
+    of no element."""
+    (*lead, width), cuts = (
+        (info.local_shape if len(info.global_shape) > 1 else (*info.local_shape, 1)),
+        info.shards,
+    )
+    firsts = {cut.dim: cut.start for cut in cuts}
+    device = salt.device
+    first = start // width
+    last = -(-stop // width)
+    row = torch.arange(first, last, device=device)
+    inner = 1
+    step = 1
     rows = torch.zeros_like(row)
     for dim in range(len(lead) - 1, -1, -1):
         rows += (row // inner % lead[dim] + firsts.get(dim, 0)) * step
-        inner, step = inner * lead[dim], step * info.global_shape[dim]
+        inner = inner * lead[dim]
+        step = step * info.global_shape[dim]
     columns = torch.arange(width, device=device) + firsts.get(len(lead), 0)
-    mixed = mix(spread(rows) + mix(spread(number.long()) + salt))[:, None] * (mix(spread(columns)) | 1)
+    mixed = mix(spread(rows) + mix(spread(number.long()) + salt))[:, None] * (
+        mix(spread(columns)) | 1
+    )
     return mixed.view(-1)[start - first * width : stop - first * width] >> 48 & 0xFFFF
 
 
 def rounded(value: Tensor, bits: Tensor) -> Tensor:
-    """fp32 or fp64 to bf16: of the two numbers around a value the one farther from zero with the probability of its
-    share of the distance, by 16 random `bits`. What bf16 has stays."""
+    """fp32 or fp64 to bf16: of the two numbers around a value the one farther from zero with the
+    probability of its share of the distance, by 16 random `bits`. What bf16 has stays."""
     if value.dtype == torch.float32:
         raw = value.view(torch.int32) + bits.int()
         return (raw & -(1 << 16)).view(torch.float32).bfloat16()
-    raw64 = value.view(torch.int64) + (bits << 29)  # of 52 digits bf16 has 7: the first 16 of the others decide
+    raw64 = value.view(torch.int64) + (
+        bits << 29
+    )  # of 52 digits bf16 has 7: the first 16 of the others decide
     return (raw64 & -(1 << 45)).view(torch.float64).bfloat16()
 
 
@@ -192,12 +228,16 @@ class NarrowShard:
     state: dict[StateKind, NarrowState]
 
 
-def step_narrow(rule: ElementRule, shards: Sequence[NarrowShard], update: Update, decay: bool) -> None:
+def step_narrow(
+    rule: ElementRule, shards: Sequence[NarrowShard], update: Update, decay: bool
+) -> None:
     """An update by `rule`, a chunk at a time."""
     for shard in shards:
         for start in range(0, shard.master.numel(), CHUNK):
             stop = min(start + CHUNK, shard.master.numel())
             state = {kind: one.load(start, stop) for kind, one in shard.state.items()}
-            rule.step([Shard(shard.master[start:stop], shard.grad[start:stop], state)], update, decay)
+            rule.step(
+                [Shard(shard.master[start:stop], shard.grad[start:stop], state)], update, decay
+            )
             for kind, one in shard.state.items():
                 one.store(start, state[kind], update)

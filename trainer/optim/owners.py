@@ -1,8 +1,12 @@
-"""Whole matrices from ranks that hold parts of them: each is computed by one owner, whose result goes back in parts.
+"""Whole matrices from ranks that hold parts of them: each is computed by one owner, whose result
+goes back in parts.
 
-ZeRO-3 cuts matrices into rows over the shard group, tensor parallelism into rows or columns over tp. Ranks exchange as
-many matrices at a time as there are ranks that hold parts, and each rank becomes the owner of one: an all-to-all brings
-it the parts, a second one takes the parts of its result back. So the work on whole matrices is shared; in arXiv
+ZeRO-3 cuts matrices into rows over the shard group, tensor parallelism into rows or columns over
+tp. Ranks exchange as
+many matrices at a time as there are ranks that hold parts, and each rank becomes the owner of one:
+an all-to-all brings
+it the parts, a second one takes the parts of its result back. So the work on whole matrices is
+shared; in arXiv
 2502.16982, section 2.3, every rank gathers and computes all of them.
 """
 
@@ -40,7 +44,8 @@ class Cut:
         return stop - start
 
     def given(self, rank: int) -> int:
-        """Length of what a rank gives to the owner: nothing where the rank before it holds the same."""
+        """Length of what a rank gives to the owner: nothing where the rank before it holds the
+        same."""
         return 0 if rank and self.held[rank - 1] == self.held[rank] else self.length(rank)
 
     def numel(self, length: int) -> int:
@@ -52,12 +57,14 @@ class Cut:
 
     def part(self, flat: Tensor, length: int) -> Tensor:
         """A part of this length from its elements."""
-        return flat.view(length, self.shape[1]) if self.dim == 0 else flat.view(self.shape[0], length)
+        return (
+            flat.view(length, self.shape[1]) if self.dim == 0 else flat.view(self.shape[0], length)
+        )
 
 
 def cuts_of(info: ParamInfo, mesh: Mesh, rows: Sequence[tuple[int, int]] = ()) -> tuple[Cut, ...]:
-    """How ranks hold a matrix, the outermost cut last. `rows`: of the local matrix, those of each rank of the shard
-    group, where ZeRO cuts it."""
+    """How ranks hold a matrix, the outermost cut last. `rows`: of the local matrix, those of each
+    rank of the shard group, where ZeRO cuts it."""
     found = list[Cut]()
     sharded = mesh.group(info.groups.shard)
     if rows and sharded is not None:
@@ -66,16 +73,19 @@ def cuts_of(info: ParamInfo, mesh: Mesh, rows: Sequence[tuple[int, int]] = ()) -
     tp = mesh.group("tp")
     if info.shards and tp is not None:
         (cut,) = info.shards
-        size, copies = info.global_shape[cut.dim], len(info.replicas)
+        size = info.global_shape[cut.dim]
+        copies = len(info.replicas)
         each = size * copies // tp.size()
-        held = tuple((rank // copies * each, (rank // copies + 1) * each) for rank in range(tp.size()))
+        held = tuple(
+            (rank // copies * each, (rank // copies + 1) * each) for rank in range(tp.size())
+        )
         found.append(Cut(tp, "tp", (info.global_shape[0], info.global_shape[1]), cut.dim, held))
     return tuple(found)
 
 
 def rounds(cuts: Sequence[Sequence[Cut]]) -> Iterator[list[int]]:
-    """Which of the matrices, by their cuts, ranks exchange at a time: some with the same groups, one for each of the
-    ranks; large ones first, so that those of a round are alike."""
+    """Which of the matrices, by their cuts, ranks exchange at a time: some with the same groups,
+    one for each of the ranks; large ones first, so that those of a round are alike."""
     by_groups = dict[tuple[str, ...], list[int]]()
     for at in sorted(range(len(cuts)), key=lambda at: -_work(cuts[at])):
         by_groups.setdefault(tuple(cut.axis for cut in cuts[at]), []).append(at)
@@ -89,9 +99,11 @@ def _work(cuts: Sequence[Cut]) -> int:
     return max(cuts[-1].shape) * min(cuts[-1].shape) ** 2 if cuts else 0
 
 
-def on_whole(parts: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], counter: CommCounter, of: OfWhole) -> list[Tensor]:
-    """`of` each whole matrix: this rank's part of it. `parts`: this rank's, contiguous; `cuts`: of each, of the same
-    groups. Collective over these."""
+def on_whole(
+    parts: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], counter: CommCounter, of: OfWhole
+) -> list[Tensor]:
+    """`of` each whole matrix: this rank's part of it. `parts`: this rank's, contiguous; `cuts`: of
+    each, of the same groups. Collective over these."""
     if not parts or not cuts[0]:
         return [of(part) for part in parts]
     exchange = _Exchange([one[0] for one in cuts], counter)
@@ -103,28 +115,48 @@ class _Exchange:
     """Of matrices over one group; number i belongs to rank i modulo the ranks."""
 
     def __init__(self, cuts: Sequence[Cut], counter: CommCounter):
-        self.cuts, self.counter, self.group = cuts, counter, cuts[0].group
+        self.cuts = cuts
+        self.counter = counter
+        self.group = cuts[0].group
         self.ranks, self.rank = self.group.size(), self.group.rank()
         self.owned = [range(rank, len(cuts), self.ranks) for rank in range(self.ranks)]
         self.own = self.owned[self.rank]
 
-    def _send(self, pieces: list[list[Tensor]], arriving: list[list[int]], like: Tensor) -> list[list[Tensor]]:
-        """`pieces`: to each rank; `arriving`: elements of each piece from each rank. What arrives, flat."""
-        flat = [torch.cat([like.new_empty(0), *(piece.reshape(-1) for piece in some)]) for some in pieces]
-        sent, came = [one.numel() for one in flat], [sum(sizes) for sizes in arriving]
+    def _send(
+        self, pieces: list[list[Tensor]], arriving: list[list[int]], like: Tensor
+    ) -> list[list[Tensor]]:
+        """`pieces`: to each rank; `arriving`: elements of each piece from each rank. What arrives,
+        flat."""
+        flat = [
+            torch.cat([like.new_empty(0), *(piece.reshape(-1) for piece in some)])
+            for some in pieces
+        ]
+        sent = [one.numel() for one in flat]
+        came = [sum(sizes) for sizes in arriving]
         axis = self.cuts[0].axis
-        arrived = start_all_to_all_uneven(torch.cat(flat), sent, came, self.group, axis, self.counter)()
+        arrived = start_all_to_all_uneven(
+            torch.cat(flat), sent, came, self.group, axis, self.counter
+        )()
         parts = arrived.split(came)
-        return [list(part.split(sizes)) if sizes else [] for part, sizes in zip(parts, arriving, strict=True)]
+        return [
+            list(part.split(sizes)) if sizes else []
+            for part, sizes in zip(parts, arriving, strict=True)
+        ]
 
     def to_owners(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts -> its own matrices whole."""
-        sent = [[parts[at] for at in owned if self.cuts[at].given(self.rank)] for owned in self.owned]
+        sent = [
+            [parts[at] for at in owned if self.cuts[at].given(self.rank)] for owned in self.owned
+        ]
         lengths = [[self.cuts[at].given(rank) for at in self.own] for rank in range(self.ranks)]
-        sizes = [[self.cuts[at].numel(n) for at, n in zip(self.own, row, strict=True)] for row in lengths]
-        came, whole = self._send(sent, sizes, parts[0]), list[Tensor]()
+        sizes = [
+            [self.cuts[at].numel(n) for at, n in zip(self.own, row, strict=True)] for row in lengths
+        ]
+        came = self._send(sent, sizes, parts[0])
+        whole = list[Tensor]()
         for number, at in enumerate(self.own):
-            cut, ranks = self.cuts[at], range(self.ranks)
+            cut = self.cuts[at]
+            ranks = range(self.ranks)
             pieces = [cut.part(came[rank][number], lengths[rank][number]) for rank in ranks]
             whole.append(torch.cat(pieces, cut.dim))
         return whole
@@ -133,7 +165,10 @@ class _Exchange:
         """Its own matrices whole -> this rank's parts of all."""
         own = [(one, self.cuts[at]) for one, at in zip(whole, self.own, strict=True)]
         sent = [[cut.of_rank(one, rank) for one, cut in own] for rank in range(self.ranks)]
-        sizes = [[self.cuts[at].numel(self.cuts[at].length(self.rank)) for at in owned] for owned in self.owned]
+        sizes = [
+            [self.cuts[at].numel(self.cuts[at].length(self.rank)) for at in owned]
+            for owned in self.owned
+        ]
         found = dict[int, Tensor]()
         for owned, flat in zip(self.owned, self._send(sent, sizes, like), strict=True):
             for at, one in zip(owned, flat, strict=True):

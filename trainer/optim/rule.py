@@ -1,9 +1,10 @@
-"""The interface of an optimizer: how weights change, given what one rank holds of them. `sharded` does the rest: scaled
-gradients, master copies, narrow weights, gathering, checkpoints.
+"""The interface of an optimizer: how weights change, given what one rank holds of them. `sharded`
+does the rest: scaled gradients, master copies, narrow weights, gathering, checkpoints.
 
-Most rules look at each element alone and get flat shards, cut anywhere (`ElementRule`). Rules that need a whole matrix
-(its norm, its orthogonal part) are `MatrixRule`s: under ZeRO-1 and -2 the layout gives each matrix whole to one rank of
-the shard group, balanced by size. Over what else cuts it, tensor parallelism and ZeRO-3, the rule asks `owners`.
+Most rules look at each element alone and get flat shards, cut anywhere (`ElementRule`). Rules that
+need a whole matrix (its norm, its orthogonal part) are `MatrixRule`s: under ZeRO-1 and -2 the
+layout gives each matrix whole to one rank of the shard group, balanced by size. Over what else cuts
+it, tensor parallelism and ZeRO-3, the rule asks `owners`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Update:
     skip: Tensor  # fp32 0-d, 1: nothing may change, the gradient is not finite
 
     def set(self, tensor: Tensor, value: Tensor) -> None:
-        """`tensor` becomes `value`, unless the update is skipped: for rules without a kernel that knows of `skip`."""
+        """`tensor` becomes `value`, unless the update is skipped: for rules without a kernel that
+        knows of `skip`."""
         tensor.copy_(torch.where(self.skip.bool(), tensor, value))
 
 
@@ -42,8 +44,8 @@ Piece = tuple[ParamInfo, int, int, int]
 
 @dataclass
 class Shard:
-    """Flat elements of one bucket, in the master dtype. A rule changes `master` and `state` in place; `grad` is its own
-    to overwrite."""
+    """Flat elements of one bucket, in the master dtype. A rule changes `master` and `state` in
+    place; `grad` is its own to overwrite."""
 
     master: Tensor
     grad: Tensor
@@ -83,7 +85,9 @@ class MatrixRule(Protocol):
 class Rules:
     elements: ElementRule
     matrices: MatrixRule | None = None  # of the matrices inside of blocks
-    state: Literal["", "bf16", "8bit"] = ""  # of the rules of elements, if not as wide as master weights
+    state: Literal["", "bf16", "8bit"] = (
+        ""  # of the rules of elements, if not as wide as master weights
+    )
     seed: int = 0  # of its rounding
 
     def narrows(self, info: ParamInfo) -> bool:
@@ -91,8 +95,8 @@ class Rules:
         return self.state == "bf16" or (self.state == "8bit" and len(info.global_shape) > 1)
 
     def owns(self, info: ParamInfo) -> bool:
-        """Whether the matrix rule updates a parameter: matrices but embeddings, positions and the head. Raises
-        LayoutError for one that cannot be gathered."""
+        """Whether the matrix rule updates a parameter: matrices but embeddings, positions and the
+        head. Raises LayoutError for one that cannot be gathered."""
         outside = info.name.endswith((*VOCABULARY, "embed_positions.weight"))
         if self.matrices is None or len(info.global_shape) != 2 or outside:
             return False

@@ -14,7 +14,8 @@ class Sgd:
     kinds: tuple[StateKind, ...] = ("momentum",)
 
     def __init__(self, optim: Optim):
-        self.momentum, self.weight_decay = optim.beta1, optim.weight_decay
+        self.momentum = optim.beta1
+        self.weight_decay = optim.weight_decay
 
     def step(self, shards: Sequence[Shard], update: Update, decay: bool) -> None:
         """m = beta1 m + g; w = (1 - lr decay) w - lr m."""

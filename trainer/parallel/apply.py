@@ -3,8 +3,10 @@
 1. refuse unsupported plans                           errors.check_supported
 2. build each stage whole on meta: names and shapes   model.Stage
 3. shard it over tp: the registry of parameters       tensor.shard
-4. allocate and initialise this rank's slices         model.init_stage, seed_dropout (same values on every layout)
-5. tensor-parallel communication                      tensor.Region, column_parallel, vocab.ShardedLookup
+4. allocate and initialise this rank's slices         model.init_stage, seed_dropout (same values on
+   every layout)
+5. tensor-parallel communication                      tensor.Region, column_parallel,
+   vocab.ShardedLookup
 6. products in 8 bits                                 fp8.apply_fp8
 7. experts over ranks, their terms of the loss        expert.apply_to_experts
 8. attention over a sequence shard                    context.apply_context_parallel
@@ -49,10 +51,21 @@ from .fp8 import apply_fp8
 from .kept_inputs import KeptInputs
 from .params import DENSE, EXPERT, ParamInfo, ParamTable, even_shard
 from .recompute import apply_recompute, recompute_mode
-from .tensor import EXPERT_COLUMN, EXPERT_ROW, Copy, Gather, Reduce, Region, Scatter, SequenceShard, shard
+from .tensor import (
+    EXPERT_COLUMN,
+    EXPERT_ROW,
+    Copy,
+    Gather,
+    Reduce,
+    Region,
+    Scatter,
+    SequenceShard,
+    shard,
+)
 from .vocab import ShardedLookup, VocabParallelLoss
 
-#: (logits [b, s, local vocab], targets int64 [b, s]) -> sum over valid tokens, the same on every tp rank
+#: (logits [b, s, local vocab], targets int64 [b, s]) -> sum over valid tokens, the same on every tp
+#: rank
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -62,8 +75,8 @@ NewTensor = Callable[[int, torch.dtype], Tensor]
 
 @dataclass(frozen=True)
 class ModelPart:
-    """One rank's part of the model: its stages in model order, their loss, the terms that their modules add to it, and
-    the registry of its parameters."""
+    """One rank's part of the model: its stages in model order, their loss, the terms that their
+    modules add to it, and the registry of its parameters."""
 
     stages: list[Stage]
     loss: Loss
@@ -99,8 +112,9 @@ def build(
     new: NewTensor | None = None,
     store: ActivationStore | None = None,
 ) -> ModelPart:
-    """The stages `indices` (of pp * vpp; default: the looped placement, rank r holds r, r + pp, ...) of this rank.
-    `new`: where parameters are, if not on the device; `store`: where inputs of recomputed layers are.
+    """The stages `indices` (of pp * vpp; default: the looped placement, rank r holds r, r + pp,
+    ...) of this rank. `new`: where parameters are, if not on the device; `store`: where inputs of
+    recomputed layers are.
 
     Raises LayoutError for a plan that this trainer does not run.
     """
@@ -109,12 +123,15 @@ def build(
     count = par.pp * par.vpp
     if indices is None:
         indices = range(mesh.coord.pp, count, par.pp)
-    stages, table, state_table = list[Stage](), ParamTable(), ParamTable()
+    stages = list[Stage]()
+    table = ParamTable()
+    state_table = ParamTable()
     terms = LossTerms()
     terms.declare(*term_names(plan.model))
     if plan.model.mtp:  # computed from the logits, of which tensor-parallel ranks have parts
         terms.declare(MTP, copies=par.tp if par.sp else 1)
-    meter, choices = ExpertMeter(terms), ChoiceStates(terms)
+    meter = ExpertMeter(terms)
+    choices = ChoiceStates(terms)
     if plan.job.train.compile:  # its counters would be constants to the compiler
         terms.add = torch.compiler.disable(terms.add)  # type: ignore[method-assign]
     for index in sorted(indices):
@@ -144,27 +161,36 @@ def build(
         apply_recompute(stage, plan.job.train, kept_inputs(plan, mesh, counter, store))
         if plan.job.train.compile:
             for block in stage.blocks.values():
-                # The compiler would trace into communication, and into lengths of documents, which no step has twice.
+                # The compiler would trace into communication, and into lengths of documents, which
+                # no step has twice.
                 if mesh.group("cp") is not None or plan.job.data.isolate_documents:
                     block.attn.core = torch.compiler.disable(block.attn.core)
                 if isinstance(block.mlp, MixtureOfExperts):  # its shapes depend on the tokens
                     block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # type: ignore[method-assign]
                 block.compile()
         stages.append(stage)
-        table = infos | table  # a tied copy on the last stage never replaces the first stage's entry
+        table = (
+            infos | table
+        )  # a tied copy on the last stage never replaces the first stage's entry
     if len(stages) > 1 and embeds_at_both_ends(plan.model) and stages[0].first and stages[-1].last:
-        stages[-1].embed.weight = stages[0].embed.weight  # both ends on one rank: one parameter, no copy
+        stages[-1].embed.weight = stages[
+            0
+        ].embed.weight  # both ends on one rank: one parameter, no copy
         stages[-1].tie()
         info = table["embed.weight"]
-        table["embed.weight"] = replace(info, sums=tuple(name for name in info.sums if name != "embedding"))
+        table["embed.weight"] = replace(
+            info, sums=tuple(name for name in info.sums if name != "embedding")
+        )
     loss = make_loss(plan, stages[-1], table, mesh, counter)
-    stages[-1].terms, stages[-1].token_loss = terms, loss
+    stages[-1].terms = terms
+    stages[-1].token_loss = loss
     return ModelPart(stages, loss, table, terms, state_table, meter, choices)
 
 
 def registry(plan: Plan, stage: Stage, coord: Coord) -> ParamTable:
     """ParamInfo of every parameter of a stage with global shapes, for the rank at `coord`."""
-    model, par = plan.model, plan.parallel
+    model = plan.model
+    par = plan.parallel
     table, (etp, ranks, _) = {}, expert_mesh(par)
     for name, param in stage.named_parameters():
         if ranks > 1 and name.endswith((*EXPERT_COLUMN, *EXPERT_ROW)):
@@ -182,7 +208,11 @@ def registry(plan: Plan, stage: Stage, coord: Coord) -> ParamTable:
 
 
 def materialise(
-    stage: Stage, table: ParamTable, device: torch.device, dtype: torch.dtype, new: NewTensor | None = None
+    stage: Stage,
+    table: ParamTable,
+    device: torch.device,
+    dtype: torch.dtype,
+    new: NewTensor | None = None,
 ) -> None:
     """Replace every parameter by an uninitialised one of this rank's shape."""
     for path, module in stage.named_modules():
@@ -190,36 +220,54 @@ def materialise(
             name = f"{path}.{key}" if path else key
             if name in table:  # the tied head is not: it follows the embedding
                 shape = table[name].local_shape
-                empty = torch.empty(shape, device=device, dtype=dtype) if new is None else new(prod(shape), dtype)
+                empty = (
+                    torch.empty(shape, device=device, dtype=dtype)
+                    if new is None
+                    else new(prod(shape), dtype)
+                )
                 setattr(module, key, nn.Parameter(empty.view(shape)))
     stage.tie()
 
 
 def allocate_states(stage: Stage, mesh: Mesh, device: torch.device) -> ParamTable:
-    """Replace the state without gradient by this rank's part of it, and describe that. Raises LayoutError for a
-    dimension that tensor parallelism does not divide."""
-    table, tp = ParamTable(), mesh.size("tp")
+    """Replace the state without gradient by this rank's part of it, and describe that. Raises
+    LayoutError for a dimension that tensor parallelism does not divide."""
+    table = ParamTable()
+    tp = mesh.size("tp")
     for name, module, key, state in states(stage):
-        info = ParamInfo(name, state.shape, decay=False, replicas=tuple(range(tp)), owner=mesh.coord.tp == 0)
+        info = ParamInfo(
+            name, state.shape, decay=False, replicas=tuple(range(tp)), owner=mesh.coord.tp == 0
+        )
         if state.tp_dim is not None and tp > 1:
             cut = even_shard(state.tp_dim, state.shape[state.tp_dim], mesh.coord.tp, tp)
             if state.shape[state.tp_dim] % tp:
-                raise LayoutError(f"tp={tp} does not divide dimension {cut.dim} of {name}, {list(state.shape)}")
+                raise LayoutError(
+                    f"tp={tp} does not divide dimension {cut.dim} of {name}, {list(state.shape)}"
+                )
             info = replace(info, shards=(cut,), replicas=(mesh.coord.tp,), owner=True)
-        setattr(module, key, torch.full(info.local_shape, state.start, dtype=state.dtype, device=device))
+        setattr(
+            module, key, torch.full(info.local_shape, state.start, dtype=state.dtype, device=device)
+        )
         table[name] = info
     return table
 
 
-def apply_tensor_parallel(stage: Stage, table: ParamTable, mesh: Mesh, plan: Plan, counter: CommCounter) -> None:
-    """Put tensor-parallel communication around blocks, embedding and head. Column-parallel linears contain the
-    communication of their input, which overlaps it with their gradients. If the schedule defers weight gradients, a
-    `Region` before the linears does it instead, since the deferred gradients need the whole input."""
-    group, sp, train = mesh.required_group("tp"), plan.parallel.sp, plan.job.train
+def apply_tensor_parallel(
+    stage: Stage, table: ParamTable, mesh: Mesh, plan: Plan, counter: CommCounter
+) -> None:
+    """Put tensor-parallel communication around blocks, embedding and head. Column-parallel linears
+    contain the communication of their input, which overlaps it with their gradients. If the
+    schedule defers weight gradients, a `Region` before the linears does it instead, since the
+    deferred gradients need the whole input."""
+    group = mesh.required_group("tp")
+    sp = plan.parallel.sp
+    train = plan.job.train
     into, out = (Gather, Scatter) if sp else (Copy, Reduce)
     splits = schedule_of(plan.parallel).splits_backward
     for layer, block in stage.blocks.items():
-        columns = OverlappedColumnLinears(group, counter, sp, keep=recompute_mode(train, layer) != "none")
+        columns = OverlappedColumnLinears(
+            group, counter, sp, keep=recompute_mode(train, layer) != "none"
+        )
         block.attn_out = Region(out, group, counter)
         if isinstance(block.attn, LatentAttention):  # its latents are smaller than its input
             block.attn.latents_in = Region(into, group, counter)
@@ -258,7 +306,8 @@ def kept_inputs(
 
 def set_dropout_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:
     """Tell attention dropout the number of the first head of this rank in the whole model."""
-    par, here = plan.parallel, plan.model.heads // plan.parallel.tp
+    par = plan.parallel
+    here = plan.model.heads // plan.parallel.tp
     first = mesh.index("tp") * here
     if par.cp > 1 and par.cp_method == "ulysses":
         first += mesh.index("cp") * here // par.cp
@@ -267,7 +316,9 @@ def set_dropout_heads(stage: Stage, plan: Plan, mesh: Mesh) -> None:
             block.attn.drop.first_head = first
 
 
-def make_loss(plan: Plan, stage: Stage, table: ParamTable, mesh: Mesh, counter: CommCounter) -> Loss:
+def make_loss(
+    plan: Plan, stage: Stage, table: ParamTable, mesh: Mesh, counter: CommCounter
+) -> Loss:
     if not stage.last:
         return _no_loss
     start, stop = table["embed.weight" if plan.model.tied_embeddings else "head.weight"].along(0)

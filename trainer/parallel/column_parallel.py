@@ -1,14 +1,19 @@
 """Column-parallel linears that share an input, as one operation that overlaps its communication.
 
-The regions `Copy` and `Gather` communicate before the linears; here both happen at once, as in Megatron-LM's linears
-(`mc/tensor_parallel/layers.py`; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). In backward:
+The regions `Copy` and `Gather` communicate before the linears; here both happen at once, as in
+Megatron-LM's linears (`mc/tensor_parallel/layers.py`; Korthikanti et al. 2022, arXiv 2205.05198,
+section 4.2.2). In backward:
 
-    TP         all-reduce of the input's gradient                  | while the weights' gradients are computed
-    TP + SP    all-gather of the input, of which a shard was kept  | while the input's gradient is computed
-               reduce-scatter of the input's gradient              | while the weights' gradients are computed
+    TP         all-reduce of the input's gradient                  | while the weights' gradients
+        are computed
+    TP + SP    all-gather of the input, of which a shard was kept  | while the input's gradient is
+    computed
+               reduce-scatter of the input's gradient              | while the weights' gradients
+               are computed
 
-With SP a rank keeps only its [b, s/tp, h] of the input from forward to backward, at the price of one more all-gather.
-Recomputed blocks keep the whole input (`keep`): they have just gathered it and live for one backward only.
+With SP a rank keeps only its [b, s/tp, h] of the input from forward to backward, at the price of
+one more all-gather. Recomputed blocks keep the whole input (`keep`): they have just gathered it and
+live for one backward only.
 """
 
 from __future__ import annotations
@@ -30,15 +35,23 @@ Later = Callable[[], Tensor]
 
 
 class OverlappedColumnLinears:
-    """Replaces `model.linear.apply_linears`: x [b, s or s/tp, hidden] -> [b, s, output slice] of each linear, computed
-    by its `op`."""
+    """Replaces `model.linear.apply_linears`: x [b, s or s/tp, hidden] -> [b, s, output slice] of
+    each linear, computed by its `op`."""
 
-    def __init__(self, group: dist.ProcessGroup, counter: CommCounter, sp: bool, keep: bool = False):
-        self.group, self.counter, self.sp, self.keep = group, counter, sp, keep
+    def __init__(
+        self, group: dist.ProcessGroup, counter: CommCounter, sp: bool, keep: bool = False
+    ):
+        self.group = group
+        self.counter = counter
+        self.sp = sp
+        self.keep = keep
 
     def __call__(self, x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
-        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return _OverlappedColumnLinears.apply(x, self, [linear.op for linear in linears], *weights, *biases)
+        weights = [linear.weight for linear in linears]
+        biases = [linear.bias for linear in linears]
+        return _OverlappedColumnLinears.apply(
+            x, self, [linear.op for linear in linears], *weights, *biases
+        )
 
     def run(self, linear: Linear, x: Tensor) -> Tensor:
         """A `Linear.run`, for one that shares its input with no other."""
@@ -59,22 +72,35 @@ class OverlappedColumnLinears:
 class _OverlappedColumnLinears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, columns: OverlappedColumnLinears, ops: list[LinearOp], *params: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        columns: OverlappedColumnLinears,
+        ops: list[LinearOp],
+        *params: Tensor | None,
     ) -> tuple[Tensor, ...]:
         many = len(params) // 2
-        weights, biases = cast("tuple[Tensor, ...]", params[:many]), params[many:]
+        weights = cast("tuple[Tensor, ...]", params[:many])
+        biases = params[many:]
         whole = columns.start_gather(x)()
-        ctx.columns, ctx.ops, ctx.is_whole = columns, ops, columns.keep or not columns.sp
+        ctx.columns = columns
+        ctx.ops = ops
+        ctx.is_whole = columns.keep or not columns.sp
         kept = [op.saved(whole) for op in ops] if ctx.is_whole else [(x,)]
         ctx.sizes = [len(one) for one in kept]
         ctx.save_for_backward(*weights, *(tensor for one in kept for tensor in one))
-        return tuple(op.forward(whole, weight, bias) for op, weight, bias in zip(ops, weights, biases, strict=True))
+        return tuple(
+            op.forward(whole, weight, bias)
+            for op, weight, bias in zip(ops, weights, biases, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        columns, ops, saved = ctx.columns, ctx.ops, list(ctx.saved_tensors)
+        columns = ctx.columns
+        ops = ctx.ops
+        saved = list(ctx.saved_tensors)
         many = len(ops)
-        weights, kept = saved[:many], saved[many:]
+        weights = saved[:many]
+        kept = saved[many:]
         gathered = None if ctx.is_whole else columns.start_gather(kept[0])
         flat = [grad.flatten(0, -2) for grad in grads]
         summed = None
@@ -86,7 +112,9 @@ class _OverlappedColumnLinears(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         if gathered is None:
             inputs = iter(kept)
-            of_inputs: list[Sequence[Tensor]] = [list(itertools.islice(inputs, size)) for size in ctx.sizes]
+            of_inputs: list[Sequence[Tensor]] = [
+                list(itertools.islice(inputs, size)) for size in ctx.sizes
+            ]
         else:
             whole = gathered()
             of_inputs = [op.saved(whole) for op in ops]
@@ -94,5 +122,7 @@ class _OverlappedColumnLinears(torch.autograd.Function):
             op.weight_grad(grad, one) if need else None
             for op, grad, one, need in zip(ops, flat, of_inputs, needs[:many], strict=True)
         ]
-        of_biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[many:], strict=True)]
+        of_biases = [
+            grad.sum(0) if need else None for grad, need in zip(flat, needs[many:], strict=True)
+        ]
         return (summed() if summed else None), None, None, *of_weights, *of_biases

@@ -1,7 +1,8 @@
-"""Products in 8 bits on every layout: which linears, and over which ranks the largest value of a tensor is taken.
+"""Products in 8 bits on every layout: which linears, and over which ranks the largest value of a
+tensor is taken.
 
-The rule: the linears of blocks. Embedding, head, norms, attention's own products and all sums stay wide, as in
-DeepSeek-V3 (arXiv 2412.19437, section 3.3.1).
+The rule: the linears of blocks. Embedding, head, norms, attention's own products and all sums stay
+wide, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.1).
 
     tp   a weight is cut; so is a column-parallel linear's gradient, and a row-parallel one's input
     cp   inputs and gradients are pieces of the sequence

@@ -1,11 +1,12 @@
-"""What a recomputed part of a block keeps of its input from forward to backward: under tensor parallelism a share of
-it, gathered again before the recomputation; and where, if not on the device.
+"""What a recomputed part of a block keeps of its input from forward to backward: under tensor
+parallelism a share of it, gathered again before the recomputation; and where, if not on the device.
 
-ZeRO-R's partitioned activation checkpoints, Pa (arXiv 1910.02054, section 6.1): the ranks of a tp group hold the same
-hidden states, so each keeps 1/tp. One all-gather for each recomputed part is added to the all-reduces of tensor
-parallelism: a tenth of their bytes where whole layers are recomputed, up to a quarter where both halves of each are
-(`train.recompute=selective`). Under sequence parallelism the ranks hold different rows and nothing is left to share.
-Inputs that do not divide by tp are filled up with zeros. Pa+cpu puts what is kept into memory of the host,
+ZeRO-R's partitioned activation checkpoints, Pa (arXiv 1910.02054, section 6.1): the ranks of a tp
+group hold the same hidden states, so each keeps 1/tp. One all-gather for each recomputed part is
+added to the all-reduces of tensor parallelism: a tenth of their bytes where whole layers are
+recomputed, up to a quarter where both halves of each are (`train.recompute=selective`). Under
+sequence parallelism the ranks hold different rows and nothing is left to share. Inputs that do not
+divide by tp are filled up with zeros. Pa+cpu puts what is kept into memory of the host,
 `trainer.host.activations`.
 """
 
@@ -29,11 +30,14 @@ class Kept:
     __slots__ = ("held", "shape", "shared")
 
     def __init__(self, held: Tensor | Entry, shape: torch.Size, shared: bool):
-        self.held, self.shape, self.shared = held, shape, shared
+        self.held = held
+        self.shape = shape
+        self.shared = shared
 
 
 class KeptInputs:
-    """Hooks around a recomputed function: they see the tensors that it saves of its arguments, and no others."""
+    """Hooks around a recomputed function: they see the tensors that it saves of its arguments, and
+    no others."""
 
     def __init__(
         self,
@@ -41,18 +45,26 @@ class KeptInputs:
         counter: CommCounter,
         store: ActivationStore | None = None,
     ):
-        """`group`: of ranks with equal inputs, which recompute in the same order; None: nothing is shared. `store`:
-        away from the device."""
-        self.group, self.counter, self.store = group, counter, store
+        """`group`: of ranks with equal inputs, which recompute in the same order; None: nothing is
+        shared. `store`: away from the device."""
+        self.group = group
+        self.counter = counter
+        self.store = store
 
     def around(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`function`, a recomputed one, of whose first argument this is kept; its others are kept as they are."""
+        """`function`, a recomputed one, of whose first argument this is kept; its others are kept
+        as they are."""
 
         def run(x: Tensor, *others: Any) -> Tensor:
-            address, shape = x.data_ptr(), x.shape  # autograd keeps the hooks: they must not hold `x`
+            address = x.data_ptr()
+            shape = x.shape  # autograd keeps the hooks: they must not hold `x`
 
             def pack(saved: Tensor) -> Tensor | Kept:
-                return self._pack(saved) if saved.data_ptr() == address and saved.shape == shape else saved
+                return (
+                    self._pack(saved)
+                    if saved.data_ptr() == address and saved.shape == shape
+                    else saved
+                )
 
             with saved_tensors_hooks(pack, self._unpack):
                 return function(x, *others)
@@ -60,7 +72,8 @@ class KeptInputs:
         return run
 
     def _pack(self, saved: Tensor) -> Tensor | Kept:
-        shared, held = self.group is not None, saved.detach()
+        shared = self.group is not None
+        held = saved.detach()
         if self.group is not None:
             missing = -held.numel() % self.group.size()
             held = pad(held.flatten(), (0, missing)) if missing else held

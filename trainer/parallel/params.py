@@ -10,17 +10,19 @@ from math import prod
 
 from torch import Tensor
 
-#: What is stored of a parameter: "master", its weights in the optimizer's precision, and what the optimizer's rule
-#: keeps ("exp_avg" and "exp_avg_sq", or "momentum"). "state" is what modules keep without gradient, under names of its
-#: own.
+#: What is stored of a parameter: "master", its weights in the optimizer's precision, and what the
+#: optimizer's rule keeps ("exp_avg" and "exp_avg_sq", or "momentum"). "state" is what modules keep
+#: without gradient, under names of its own.
 StateKind = str
-#: Weights that lack the last update, of a run whose updates are delayed. Other checkpoints do not have them.
+#: Weights that lack the last update, of a run whose updates are delayed. Other checkpoints do not
+#: have them.
 STALE = "stale"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One dimension of a parameter, cut over the ranks of a mesh axis. Indices count its elements."""
+    """One dimension of a parameter, cut over the ranks of a mesh axis. Indices count its
+    elements."""
 
     dim: int
     start: int  # this rank holds [start, stop) without padding; empty for padding only
@@ -31,14 +33,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class GradGroups:
-    """A class of parameters: the mesh groups of all its gradients. Experts, of which ranks of one dense group hold
-    different ones, are a class of their own."""
+    """A class of parameters: the mesh groups of all its gradients. Experts, of which ranks of one
+    dense group hold different ones, are a class of their own."""
 
     name: str
-    grad: str  # ranks that hold the same parameters and see other tokens: gradients are summed over it
+    # ranks that hold the same parameters and see other tokens: gradients are summed over it
+    grad: str
     shard: str  # those of `grad` that together hold one copy of what ZeRO shards
     replica: str  # those of `grad` with the same shard (hybrid sharding)
-    model: str  # ranks that together hold every parameter of the class once: the norm's squares are summed over it
+    # ranks that together hold every parameter of the class once: the norm's squares are summed over
+    # it
+    model: str
 
 
 DENSE = GradGroups("dense", grad="grad", shard="shard", replica="replica", model="model")
@@ -46,8 +51,8 @@ EXPERT = GradGroups("expert", "expert_grad", "expert_shard", "expert_replica", "
 
 
 def classes_of(spread: int) -> tuple[GradGroups, ...]:
-    """The classes of a plan's parameters: where no ranks of a dense group hold different experts (`spread`:
-    how many do), these are dense ones."""
+    """The classes of a plan's parameters: where no ranks of a dense group hold different experts
+    (`spread`: how many do), these are dense ones."""
     return (DENSE, EXPERT) if spread > 1 else (DENSE,)
 
 
@@ -58,12 +63,18 @@ class ParamInfo:
     name: str
     global_shape: tuple[int, ...]
     decay: bool  # weight decay applies: to matrices, not to norms and biases
-    shards: tuple[Shard, ...] = ()  # at most one for a dimension; none: every rank holds the whole tensor
-    sums: tuple[str, ...] = ()  # mesh groups whose ranks hold parts of the gradient, summed after `groups.grad`
+    shards: tuple[
+        Shard, ...
+    ] = ()  # at most one for a dimension; none: every rank holds the whole tensor
+    sums: tuple[
+        str, ...
+    ] = ()  # mesh groups whose ranks hold parts of the gradient, summed after `groups.grad`
     replicas: tuple[int, ...] = (0,)  # tp coordinates that hold this same slice
     owner: bool = True  # this rank counts it in norms and writes it to checkpoints
     groups: GradGroups = DENSE
-    whole: bool = False  # the optimizer needs the whole matrix: ZeRO gives it to one rank of `groups.shard`
+    whole: bool = (
+        False  # the optimizer needs the whole matrix: ZeRO gives it to one rank of `groups.shard`
+    )
     narrow: bool = False  # the optimizer's state is narrower than its master weights
 
     def along(self, dim: int) -> tuple[int, int]:
@@ -108,6 +119,7 @@ def whole(name: str, shape: tuple[int, ...]) -> ParamInfo:
 
 
 def even_shard(dim: int, size: int, part: int, parts: int, axis: str = "tp") -> Shard:
-    """Part number `part` of a dimension of `size` cut into `parts` of ceil(size / parts), the last ones padded."""
+    """Part number `part` of a dimension of `size` cut into `parts` of ceil(size / parts), the last
+    ones padded."""
     padded = -(-size // parts)
     return Shard(dim, min(part * padded, size), min((part + 1) * padded, size), padded, axis)

@@ -1,11 +1,16 @@
-"""Activation recomputation: backward computes activations again (Chen et al. 2016, arXiv 1604.06174).
+"""Activation recomputation: backward computes activations again (Chen et al. 2016, arXiv
+1604.06174).
 
 full       a block keeps only its input; its forward runs again, communication included.
-selective  by operator: results of matrix products and of attention are kept, everything between them (norms, rotary
-           positions, activations; with sequence parallelism the gathered sequence) is recomputed. Cheap in FLOPs, and
-           with a fused attention it drops more than recomputing the attention core would (Korthikanti et al. 2022,
+selective  by operator: results of matrix products and of attention are kept, everything between
+    them (norms, rotary
+           positions, activations; with sequence parallelism the gathered sequence) is recomputed.
+           Cheap in FLOPs, and
+           with a fused attention it drops more than recomputing the attention core would
+           (Korthikanti et al. 2022,
            arXiv 2205.05198, section 5, where the core was not fused yet).
-           `train.recompute_latents`: of latent attention only products that make latents are kept; queries, keys and
+           `train.recompute_latents`: of latent attention only products that make latents are kept;
+           queries, keys and
            values are made from these again (DeepSeek-V3, arXiv 2412.19437, section 3.2.3).
 budget     one of these per layer, as the planner chose to fit `train.recompute_budget_gib`.
 
@@ -19,7 +24,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from orchestrator.plan.document import Train
 from trainer.model.attention import SDPA
@@ -51,8 +60,9 @@ def recompute_mode(train: Train, layer: int) -> str:
 
 
 def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None) -> None:
-    """Apply the plan's mode to every block of a stage. Gradients stay bitwise equal. `inputs`: how the recomputed parts
-    keep their inputs, if not whole; not the first one's of a stage that holds its input anyway, since it received it.
+    """Apply the plan's mode to every block of a stage. Gradients stay bitwise equal. `inputs`: how
+    the recomputed parts keep their inputs, if not whole; not the first one's of a stage that holds
+    its input anyway, since it received it.
     """
 
     def kept(function: Function, received: bool) -> Function:
@@ -60,14 +70,19 @@ def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None
 
     first = next(iter(stage.blocks), None)
     for layer, block in stage.blocks.items():
-        mode, received = recompute_mode(train, layer), layer == first and not stage.first
+        mode = recompute_mode(train, layer)
+        received = layer == first and not stage.first
         if mode == "full":
             block.forward = kept(_checkpointed(block.forward), received)  # type: ignore[method-assign]
         elif mode == "selective":
             contexts = _attention_contexts(block, train.recompute_latents is True)
             block.attend = kept(_checkpointed(block.attend, contexts), received)  # type: ignore[method-assign]
-            if isinstance(block.mlp, MLP):  # experts keep all: what lies between their products is little
-                contexts = partial(_contexts, products=1 if block.mlp.gate is None else 2, keep=set())
+            if isinstance(
+                block.mlp, MLP
+            ):  # experts keep all: what lies between their products is little
+                contexts = partial(
+                    _contexts, products=1 if block.mlp.gate is None else 2, keep=set()
+                )
                 block.mix = kept(_checkpointed(block.mix, contexts), False)  # type: ignore[method-assign]
         elif mode != "none":
             raise ValueError(f"recompute={mode!r} of layer {layer}; legal: none, selective, full")
@@ -75,16 +90,23 @@ def apply_recompute(stage: Stage, train: Train, inputs: KeptInputs | None = None
 
 def _attention_contexts(block: Block, latents: bool) -> Callable[[], Any]:
     """`latents`: keep no product that is made from latents."""
-    # A context-parallel core attends block by block: keeping each partial result would cost more than it saves.
+    # A context-parallel core attends block by block: keeping each partial result would cost more
+    # than it saves.
     keep = ATTENTION if isinstance(block.attn.core, SDPA) else set()
     linears = sum(isinstance(module, Linear) for module in block.attn.children())
-    made = LatentAttention.MADE_OF_LATENTS if latents and isinstance(block.attn, LatentAttention) else 0
+    made = (
+        LatentAttention.MADE_OF_LATENTS
+        if latents and isinstance(block.attn, LatentAttention)
+        else 0
+    )
     return partial(_contexts, products=linears - 1 - made, keep=keep)
 
 
-def _checkpointed(function: Callable[..., Any], contexts: Callable[[], Any] | None = None) -> Callable[..., Any]:
-    """`function` with recomputation; keeps its inputs and what `contexts` selects. It draws no stateful random
-    numbers, so no random state is kept."""
+def _checkpointed(
+    function: Callable[..., Any], contexts: Callable[[], Any] | None = None
+) -> Callable[..., Any]:
+    """`function` with recomputation; keeps its inputs and what `contexts` selects. It draws no
+    stateful random numbers, so no random state is kept."""
     extra: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def run(*args: Any) -> Any:
@@ -96,7 +118,8 @@ def _checkpointed(function: Callable[..., Any], contexts: Callable[[], Any] | No
 def _contexts(products: int, keep: set) -> Any:
     """Keep the first `products` matrix products and all of `keep`.
 
-    The last product of each half is not kept: backward never reads it, and tensor parallelism sums into it in place.
+    The last product of each half is not kept: backward never reads it, and tensor parallelism sums
+    into it in place.
     """
     seen = {False: 0, True: 0}  # by pass: forward, recomputation
 

@@ -1,13 +1,16 @@
-"""Tensor and sequence parallelism: parameter slices, and the entries and exits of tensor-parallel regions.
+"""Tensor and sequence parallelism: parameter slices, and the entries and exits of tensor-parallel
+regions.
 
-Column-parallel matrices (wq, wk, wv, gate, up) hold a slice of their output features, row-parallel ones (wo, down) a
-slice of their input features and give partial sums (Shoeybi et al. 2019, arXiv 1909.08053, section 3). A column/row
-pair is a tensor-parallel region. Between regions activations are whole on every rank, or, with sequence parallelism,
-sharded over the sequence (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2):
+Column-parallel matrices (wq, wk, wv, gate, up) hold a slice of their output features, row-parallel
+ones (wo, down) a slice of their input features and give partial sums (Shoeybi et al. 2019, arXiv
+1909.08053, section 3). A column/row pair is a tensor-parallel region. Between regions activations
+are whole on every rank, or, with sequence parallelism, sharded over the sequence (Korthikanti et
+al. 2022, arXiv 2205.05198, section 4.2.2):
 
                into the region                            out of the region
     TP         Copy:    identity    / all-reduce          Reduce:  all-reduce     / identity
-    TP + SP    Gather:  all-gather  / reduce-scatter      Scatter: reduce-scatter / all-gather    (forward / backward)
+    TP + SP    Gather:  all-gather  / reduce-scatter      Scatter: reduce-scatter / all-gather
+    (forward / backward)
 """
 
 from __future__ import annotations
@@ -26,9 +29,15 @@ from .params import ParamInfo, even_shard
 
 AXIS = "tp"
 COLUMN = (
-    *("attn.wq.weight", "attn.wq.bias", "attn.wkv.weight"),
-    *("mlp.gate.weight", "mlp.gate.bias", "mlp.up.weight", "mlp.up.bias"),
-    *("mlp.shared.gate.weight", "mlp.shared.up.weight"),
+    "attn.wq.weight",
+    "attn.wq.bias",
+    "attn.wkv.weight",
+    "mlp.gate.weight",
+    "mlp.gate.bias",
+    "mlp.up.weight",
+    "mlp.up.bias",
+    "mlp.shared.gate.weight",
+    "mlp.shared.up.weight",
 )
 KEY_VALUE = ("attn.wk.weight", "attn.wk.bias", "attn.wv.weight", "attn.wv.bias")
 ROW = ("attn.wo.weight", "mlp.down.weight", "mlp.shared.down.weight")
@@ -40,40 +49,58 @@ EXPERT_ROW = ("mlp.experts.down.weight",)
 PARTIAL = ("attn.q_norm.weight", "attn.k_norm.weight")
 
 
-# ---------------------------------------------------------------------------------------------- slices
+# ----------------------------------------------------------------------------------------------
+#     slices
 
 
-def shard(name: str, shape: tuple[int, ...], model: Model, tp: int, index: int, sp: bool) -> ParamInfo:
-    """The slice of a parameter that tp rank `index` of `tp` holds. Pure; `check_supported` has checked the degrees."""
+def shard(
+    name: str, shape: tuple[int, ...], model: Model, tp: int, index: int, sp: bool
+) -> ParamInfo:
+    """The slice of a parameter that tp rank `index` of `tp` holds. Pure; `check_supported` has
+    checked the degrees."""
     decay = len(shape) > 1
     if tp > 1 and name.endswith(KEY_VALUE):
-        # Fewer heads than ranks: neighbours hold the same head, and each has the gradient of its own queries only.
+        # Fewer heads than ranks: neighbours hold the same head, and each has the gradient of its
+        # own queries only.
         share = max(1, tp // model.kv_heads)
         first = index // share * share
         cut = even_shard(0, shape[0], index // share, tp // share, AXIS)
-        replicas, sums = tuple(range(first, first + share)), ("kv",) if share > 1 else ()
+        replicas = tuple(range(first, first + share))
+        sums = ("kv",) if share > 1 else ()
         return ParamInfo(name, tuple(shape), decay, (cut,), sums, replicas, owner=index == first)
     if tp > 1 and name.endswith((*COLUMN, *VOCABULARY, *ROW, *EXPERT_COLUMN, *EXPERT_ROW)):
         dims = {ROW: 1, EXPERT_COLUMN: 1, EXPERT_ROW: 2}
         dim = next((dim for names, dim in dims.items() if name.endswith(names)), 0)
         cut = even_shard(dim, shape[dim], index, tp, AXIS)  # only the vocabulary may not divide
         return ParamInfo(name, tuple(shape), decay, (cut,), replicas=(index,))
-    # Norms, output biases, positions: whole everywhere. With SP each rank sees a part of the sequence, so its gradient
-    # is a part too; without SP every rank computes the same full gradient.
+    # Norms, output biases, positions: whole everywhere. With SP each rank sees a part of the
+    # sequence, so its gradient is a part too; without SP every rank computes the same full
+    # gradient.
     own_heads = name.endswith(PARTIAL) and not (model.mla is not None and ".attn." in name)
     sums = ("tp",) if tp > 1 and (sp or own_heads) else ()
-    return ParamInfo(name, tuple(shape), decay, sums=sums, replicas=tuple(range(tp)), owner=index == 0)
+    return ParamInfo(
+        name, tuple(shape), decay, sums=sums, replicas=tuple(range(tp)), owner=index == 0
+    )
 
 
-# ---------------------------------------------------------------------------------------------- regions
+# ----------------------------------------------------------------------------------------------
+#     regions
 
 
 class Region(nn.Module):
-    """Entry or exit of a tensor-parallel region: [b, s or s/tp, hidden] -> [b, s or s/tp, hidden]."""
+    """Entry or exit of a tensor-parallel region: [b, s or s/tp, hidden] -> [b, s or s/tp,
+    hidden]."""
 
-    def __init__(self, function: type[torch.autograd.Function], group: dist.ProcessGroup, counter: CommCounter):
+    def __init__(
+        self,
+        function: type[torch.autograd.Function],
+        group: dist.ProcessGroup,
+        counter: CommCounter,
+    ):
         super().__init__()
-        self.function, self.group, self.counter = function, group, counter
+        self.function = function
+        self.group = group
+        self.counter = counter
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function.apply(x, self.group, self.counter)
@@ -83,21 +110,25 @@ class Region(nn.Module):
 
 
 class Copy(torch.autograd.Function):
-    """Identity forward, all-reduce backward: every rank's column slice contributes to the input's gradient."""
+    """Identity forward, all-reduce backward: every rank's column slice contributes to the input's
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
-        ctx.group, ctx.counter = group, counter
+        ctx.group = group
+        ctx.counter = counter
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # In place: the linears behind the region have just made the gradient and nothing else holds it.
+        # In place: the linears behind the region have just made the gradient and nothing else holds
+        # it.
         return all_reduce(grad.contiguous(), ctx.group, AXIS, ctx.counter), None, None
 
 
 class Reduce(torch.autograd.Function):
-    """All-reduce forward (in place, on the partial sum of a row-parallel linear), identity backward."""
+    """All-reduce forward (in place, on the partial sum of a row-parallel linear), identity
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
@@ -115,7 +146,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
-        ctx.group, ctx.counter = group, counter
+        ctx.group = group
+        ctx.counter = counter
         return gather_sequence(x, group, counter)
 
     @staticmethod
@@ -124,11 +156,13 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """[b, s, h] partial sums -> [b, s/tp, h] sums forward, all-gather over the sequence backward."""
+    """[b, s, h] partial sums -> [b, s/tp, h] sums forward, all-gather over the sequence
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Tensor:
-        ctx.group, ctx.counter = group, counter
+        ctx.group = group
+        ctx.counter = counter
         return scatter_sequence(x, group, counter)
 
     @staticmethod
@@ -139,19 +173,22 @@ class Scatter(torch.autograd.Function):
 class SequenceShard(nn.Module):
     """[b, s, h] -> this rank's [b, s/tp, h], without communication.
 
-    For values that every rank computes alike (learned positions). Each rank has the gradient of its own shard, so the
-    gradient of the parameter behind it is partial.
+    For values that every rank computes alike (learned positions). Each rank has the gradient of its
+    own shard, so the gradient of the parameter behind it is partial.
     """
 
     def __init__(self, parts: int, index: int):
         super().__init__()
-        self.parts, self.index = parts, index
+        self.parts = parts
+        self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
         return x.chunk(self.parts, dim=1)[self.index]
 
 
-def gather_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter, axis: str = AXIS) -> Tensor:
+def gather_sequence(
+    x: Tensor, group: dist.ProcessGroup, counter: CommCounter, axis: str = AXIS
+) -> Tensor:
     """[b, s/n, h] of every rank -> [b, s, h]."""
     return start_gather_sequence(x, group, counter, axis)()
 
@@ -174,14 +211,22 @@ def start_gather_sequence(
     def wait() -> Tensor:
         if batch == 1:
             return handle.wait().view(1, -1, hidden)
-        return handle.wait().view(-1, batch, length, hidden).transpose(0, 1).reshape(batch, -1, hidden)
+        return (
+            handle.wait().view(-1, batch, length, hidden).transpose(0, 1).reshape(batch, -1, hidden)
+        )
 
     return wait
 
 
-def start_scatter_sequence(x: Tensor, group: dist.ProcessGroup, counter: CommCounter) -> Callable[[], Tensor]:
+def start_scatter_sequence(
+    x: Tensor, group: dist.ProcessGroup, counter: CommCounter
+) -> Callable[[], Tensor]:
     """Start `scatter_sequence`; the returned function waits for its result."""
     batch, _, hidden = x.shape
-    pieces = x.view(batch, group.size(), -1, hidden).transpose(0, 1).contiguous() if batch > 1 else x.contiguous()
+    pieces = (
+        x.view(batch, group.size(), -1, hidden).transpose(0, 1).contiguous()
+        if batch > 1
+        else x.contiguous()
+    )
     handle = start_reduce_scatter(pieces.view(-1, hidden), group, AXIS, counter)
     return lambda: handle.wait().view(batch, -1, hidden)

@@ -1,7 +1,8 @@
 """The vocabulary sharded over tensor-parallel ranks: embedding lookup and cross-entropy.
 
-Rank r of n holds rows [r*p, (r+1)*p) with p = ceil(vocab / n); rows past the vocabulary are padding, which no token
-looks up and no softmax counts. No rank holds full logits (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+Rank r of n holds rows [r*p, (r+1)*p) with p = ceil(vocab / n); rows past the vocabulary are
+padding, which no token looks up and no softmax counts. No rank holds full logits (Shoeybi et al.
+2019, arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from .tensor import AXIS
 #: Log-sum-exp of rows, and the gradient of logits: each one kernel.
 Passes = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]]
 
-#: Logits that are exponentiated at a time, in elements: bounds the fp32 temporaries next to bf16 logits.
+#: Logits that are exponentiated at a time, in elements: bounds the fp32 temporaries next to bf16
+#: logits.
 CHUNK = 1 << 24
 
 
 class ShardedLookup:
-    """An embedding `op`: rows of this rank's shard, zeros for other ranks' tokens. The sum over ranks is the lookup."""
+    """An embedding `op`: rows of this rank's shard, zeros for other ranks' tokens. The sum over
+    ranks is the lookup."""
 
     def __init__(self, start: int, stop: int):
-        self.start, self.stop = start, stop
+        self.start = start
+        self.stop = stop
 
     def __call__(self, tokens: Tensor, weight: Tensor) -> Tensor:
         elsewhere = (tokens < self.start) | (tokens >= self.stop)
@@ -39,22 +43,34 @@ class ShardedLookup:
 
 
 class VocabParallelLoss:
-    """Sum of -log p(target) over valid tokens, from this rank's columns of the logits; equal on every tp rank.
+    """Sum of -log p(target) over valid tokens, from this rank's columns of the logits; equal on
+    every tp rank.
 
-    logits [b, s, p], targets int64 [b, s] -> scalar in at least fp32. `valid` is the number of columns that are not
-    padding. `compiled`: one kernel each way, which reads the logits once and keeps nothing wide.
+    logits [b, s, p], targets int64 [b, s] -> scalar in at least fp32. `valid` is the number of
+    columns that are not padding. `compiled`: one kernel each way, which reads the logits once and
+    keeps nothing wide.
     """
 
     def __init__(
-        self, start: int, valid: int, group: dist.ProcessGroup | None, counter: CommCounter, compiled: bool = False
+        self,
+        start: int,
+        valid: int,
+        group: dist.ProcessGroup | None,
+        counter: CommCounter,
+        compiled: bool = False,
     ):
-        self.start, self.valid, self.group, self.counter = start, valid, group, counter
+        self.start = start
+        self.valid = valid
+        self.group = group
+        self.counter = counter
         self.passes = (torch.compile(_log_sums), torch.compile(_gradient)) if compiled else None
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.group is None and self.valid == logits.shape[-1] and self.passes is None:
             return _WholeCrossEntropy.apply(logits, targets)
-        return _CrossEntropy.apply(logits, targets, self.start, self.valid, self.group, self.counter, self.passes)
+        return _CrossEntropy.apply(
+            logits, targets, self.start, self.valid, self.group, self.counter, self.passes
+        )
 
 
 def _log_sums(logits: Tensor) -> Tensor:
@@ -63,7 +79,8 @@ def _log_sums(logits: Tensor) -> Tensor:
 
 
 def _gradient(logits: Tensor, total: Tensor, goal: Tensor, scale: Tensor, valid: int) -> Tensor:
-    """scale * (softmax - onehot(goal)) of [n, p], zero in padding; `goal` -1: in no column of these."""
+    """scale * (softmax - onehot(goal)) of [n, p], zero in padding; `goal` -1: in no column of
+    these."""
     column = torch.arange(logits.shape[1], device=logits.device)
     softmax = torch.exp(logits - total[:, None])
     grad = (softmax - (column == goal[:, None]).to(softmax.dtype)) * scale[:, None]
@@ -71,16 +88,23 @@ def _gradient(logits: Tensor, total: Tensor, goal: Tensor, scale: Tensor, valid:
 
 
 class _WholeCrossEntropy(torch.autograd.Function):
-    """The unsharded loss. torch's own keeps the log-softmax in fp32 from forward to backward; this one keeps the logits
-    as they are and recomputes their softmax in backward, into the gradient's memory."""
+    """The unsharded loss. torch's own keeps the log-softmax in fp32 from forward to backward; this
+    one keeps the logits as they are and recomputes their softmax in backward, into the gradient's
+    memory."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        flat, goal = logits.flatten(0, -2), targets.flatten()
+        flat = logits.flatten(0, -2)
+        goal = targets.flatten()
         ctx.save_for_backward(logits, goal)
         wide = torch.promote_types(logits.dtype, torch.float32)
         parts = [
-            F.nll_loss(torch.log_softmax(flat[rows], -1, dtype=wide), goal[rows], ignore_index=IGNORED, reduction="sum")
+            F.nll_loss(
+                torch.log_softmax(flat[rows], -1, dtype=wide),
+                goal[rows],
+                ignore_index=IGNORED,
+                reduction="sum",
+            )
             for rows in _chunks(flat)
         ]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
@@ -89,8 +113,10 @@ class _WholeCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """d/dlogits = softmax - onehot(target), for valid tokens; zero elsewhere."""
         logits, goal = ctx.saved_tensors
-        flat, scale = logits.flatten(0, -2), ((goal != IGNORED) * grad)[:, None]
-        column, out = goal.clamp(min=0)[:, None], torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
+        flat = logits.flatten(0, -2)
+        scale = ((goal != IGNORED) * grad)[:, None]
+        column = goal.clamp(min=0)[:, None]
+        out = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
         for rows in _chunks(flat):
             there = out[rows]
             part = there if out.dtype == grad.dtype else torch.empty_like(there, dtype=grad.dtype)
@@ -102,8 +128,8 @@ class _WholeCrossEntropy(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Each rank reduces its columns to two numbers per token, log-sum-exp and the target's logit. One all-gather of
-    those is the only communication; every rank adds them in the same order.
+    """Each rank reduces its columns to two numbers per token, log-sum-exp and the target's logit.
+    One all-gather of those is the only communication; every rank adds them in the same order.
     """
 
     @staticmethod
@@ -117,7 +143,8 @@ class _CrossEntropy(torch.autograd.Function):
         counter: CommCounter,
         passes: Passes | None,
     ) -> Tensor:
-        flat, goal = logits.flatten(0, -2), targets.flatten()
+        flat = logits.flatten(0, -2)
+        goal = targets.flatten()
         wide = torch.promote_types(logits.dtype, torch.float32)
         column = goal - start
         here = (column >= 0) & (column < valid)  # never true for IGNORED, which is negative
@@ -128,7 +155,8 @@ class _CrossEntropy(torch.autograd.Function):
         if valid and passes is not None:
             mine[0, 0] = passes[0](flat[:, :valid])
         for rows in _chunks(flat) if valid and passes is None else ():
-            # log_softmax, x - lse, is a fused kernel and logsumexp is not; the largest column gives lse most exactly.
+            # log_softmax, x - lse, is a fused kernel and logsumexp is not; the largest column gives
+            # lse most exactly.
             part = flat[rows, :valid]
             log_softmax = torch.log_softmax(part, dim=-1, dtype=wide)
             torch.sub(part.amax(-1), log_softmax.amax(-1), out=mine[0, 0, rows])
@@ -138,7 +166,8 @@ class _CrossEntropy(torch.autograd.Function):
         total = torch.logsumexp(log_sums, dim=0)
         counted = goal != IGNORED
         ctx.save_for_backward(logits, total, column, here, counted)
-        ctx.valid, ctx.passes = valid, passes
+        ctx.valid = valid
+        ctx.passes = passes
         return (total - goals.sum(0)).masked_fill(~counted, 0.0).sum()
 
     @staticmethod
@@ -149,11 +178,17 @@ class _CrossEntropy(torch.autograd.Function):
         scale = (grad * counted)[:, None]
         if ctx.passes is not None:
             goal = column.masked_fill(~here, -1)
-            return ctx.passes[1](flat, total, goal, scale[:, 0], ctx.valid).view_as(logits), *[None] * 6
+            return ctx.passes[1](flat, total, goal, scale[:, 0], ctx.valid).view_as(logits), *[
+                None
+            ] * 6
         out = torch.zeros_like(flat) if ctx.valid < flat.shape[1] else torch.empty_like(flat)
         for rows in _chunks(flat) if ctx.valid else ():
             there = out[rows, : ctx.valid]
-            part = there if out.dtype == total.dtype else there.new_empty(there.shape, dtype=total.dtype)
+            part = (
+                there
+                if out.dtype == total.dtype
+                else there.new_empty(there.shape, dtype=total.dtype)
+            )
             torch.sub(flat[rows, : ctx.valid], total[rows, None], out=part)
             part.exp_().mul_(scale[rows])
             part.scatter_add_(1, column[rows, None], scale[rows] * -here[rows, None].to(part.dtype))

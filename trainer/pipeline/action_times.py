@@ -16,12 +16,14 @@ class StepActions:
     """Start and end of each compute action of one step: seconds of perf_counter, or CUDA events."""
 
     def __init__(self, cuda: bool):
-        self._cuda, self.began = cuda, perf_counter()
+        self._cuda = cuda
+        self.began = perf_counter()
         self._origin: Any = now(cuda)
         self._marks: list[tuple[Action, Any, Any]] = []
 
     def begin(self, action: Action) -> int:
-        """The number of the action, for `end`. Two that run as one are both begun before either ends."""
+        """The number of the action, for `end`. Two that run as one are both begun before either
+        ends."""
         self._marks.append((action, now(self._cuda), None))
         return len(self._marks) - 1
 
@@ -33,11 +35,18 @@ class StepActions:
         return [action for action, _, _ in self._marks]
 
     def spans(self) -> list[Span]:
-        """Seconds since the start of the step, in order of execution. On CUDA the step must have ended there."""
+        """Seconds since the start of the step, in order of execution. On CUDA the step must have
+        ended there."""
         if not self._cuda:
-            return [Span(action, start - self.began, end - self.began) for action, start, end in self._marks]
+            return [
+                Span(action, start - self.began, end - self.began)
+                for action, start, end in self._marks
+            ]
         seconds = self._origin.elapsed_time
-        return [Span(action, seconds(start) / 1e3, seconds(end) / 1e3) for action, start, end in self._marks]
+        return [
+            Span(action, seconds(start) / 1e3, seconds(end) / 1e3)
+            for action, start, end in self._marks
+        ]
 
     def seconds_by_pass(self) -> dict[str, float]:
         """Seconds in "forward" and "backward"."""
@@ -51,7 +60,8 @@ class StepActions:
         spans = sorted(self.spans(), key=lambda span: span.start)
         if not spans:
             return 0.0
-        idle, latest = 0.0, spans[0].start
+        idle = 0.0
+        latest = spans[0].start
         for _, start, end in spans:  # two that run as one overlap
             idle += max(0.0, start - latest)
             latest = max(latest, end)
@@ -59,8 +69,8 @@ class StepActions:
 
 
 class ActionTimes:
-    """Times the compute actions, step by step. On CUDA by events, which do not block the host, and only if asked:
-    `measuring`."""
+    """Times the compute actions, step by step. On CUDA by events, which do not block the host, and
+    only if asked: `measuring`."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -71,12 +81,15 @@ class ActionTimes:
 
     def restart(self) -> None:
         """A step begins."""
-        self.step, self._done = StepActions(self._cuda and self.measuring), 0
+        self.step = StepActions(self._cuda and self.measuring)
+        self._done = 0
 
     @contextlib.contextmanager
     def timed(self, action: Action) -> Iterator[None]:
-        measured, step = self.measuring or not self._cuda, self.step
-        number, self._running = step.begin(action) if measured else 0, action
+        measured = self.measuring or not self._cuda
+        step = self.step
+        number = step.begin(action) if measured else 0
+        self._running = action
         yield
         self._running = None
         self._done += 1

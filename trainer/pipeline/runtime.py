@@ -46,9 +46,10 @@ class Batch(Protocol):
 class Pipeline:
     """Executes one schedule on one rank.
 
-    A stage is called as `stage(hidden or None, micro_batch)` and returns hidden states, or logits if it is the last.
-    Only the autograd graph holds activations from a stage's forward to its backward: outputs are freed as soon as they
-    are sent, so a rank holds what `peak_in_flight` says.
+    A stage is called as `stage(hidden or None, micro_batch)` and returns hidden states, or logits
+    if it is the last. Only the autograd graph holds activations from a stage's forward to its
+    backward: outputs are freed as soon as they are sent, so a rank holds what `peak_in_flight`
+    says.
     """
 
     def __init__(
@@ -68,26 +69,36 @@ class Pipeline:
         compiled: bool = False,
         terms: LossTerms | None = None,
     ):
-        """`stages`: those of `schedule.stages_of(pp coordinate)`, in that order. `loss(logits, targets)` is a sum.
+        """`stages`: those of `schedule.stages_of(pp coordinate)`, in that order. `loss(logits,
+        targets)` is a sum.
 
-        `shape`, `dtype`: of the hidden states between stages. `on_grad(param)` is called for each weight gradient that
-        a split backward adds to `param.grad`; all other gradients arrive through autograd and its hooks. `terms`: what
-        the stages add to the loss. `costs`: as in `lower`; where they say so, a forward and the whole backward of
-        another stage behind it run as one, each beside the other's communication (`turns`).
+        `shape`, `dtype`: of the hidden states between stages. `on_grad(param)` is called for each
+        weight gradient that a split backward adds to `param.grad`; all other gradients arrive
+        through autograd and its hooks. `terms`: what the stages add to the loss. `costs`: as in
+        `lower`; where they say so, a forward and the whole backward of another stage behind it run
+        as one, each beside the other's communication (`turns`).
         """
-        rank, device = mesh.coord.pp, torch.device(device)
+        rank = mesh.coord.pp
+        device = torch.device(device)
         mine = schedule.stages_of(rank)
         self.rank = rank
         if len(mine) != len(stages):
-            raise ValueError(f"pipeline rank {rank} holds stages {list(mine)} in {schedule.name}, got {len(stages)}")
-        self.loss, self.device, self.terms = loss, device, terms or LossTerms()
+            raise ValueError(
+                f"pipeline rank {rank} holds stages {list(mine)} in {schedule.name}, got"
+                f" {len(stages)}"
+            )
+        self.loss = loss
+        self.device = device
+        self.terms = terms or LossTerms()
         self.stages = dict(zip(mine, stages, strict=True))
         self.transfers = Transfers(schedule, mesh, counter, tuple(shape), dtype, device)
         self.action_times = ActionTimes(device)
-        self._phase, self._timer = timer.phase if timer else _no_phase, timer
+        self._phase = timer.phase if timer else _no_phase
+        self._timer = timer
         self.turns = Turns(device)
-        #: No two run as one in this step, for what watches operators or stands in for them, and sees those of one
-        #: thread. It must be the same on all ranks, which else would start collectives in other orders.
+        #: No two run as one in this step, for what watches operators or stands in for them, and
+        #: sees those of one thread. It must be the same on all ranks, which else would start
+        #: collectives in other orders.
         self.one_by_one = False
         counter.before_wait = self.turns.pass_on
         self.weight_grads = DeferredWeightGrads(on_grad)
@@ -102,10 +113,15 @@ class Pipeline:
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Use `schedule` from the next step on: the same stages and ranks, another number of micro-batches."""
-        if self.transfers.counter.gloo:  # it matches messages by tag, so receives may start early and alone
+        """Use `schedule` from the next step on: the same stages and ranks, another number of
+        micro-batches."""
+        if (
+            self.transfers.counter.gloo
+        ):  # it matches messages by tag, so receives may start early and alone
             self.program = receive_early(lower(schedule, self._costs)[self.rank], costs=self._costs)
-        else:  # NCCL needs the same order at both ends of a pair; its host thread runs ahead of the device anyway
+        else:
+            # NCCL needs the same order at both ends of a pair; its host thread runs ahead of the device
+            # anyway
             self.program = lower_to_batches(schedule, self._costs)[self.rank]
         self.schedule = self.transfers.schedule = schedule
 
@@ -125,18 +141,23 @@ class Pipeline:
         micro_batches: int | None = None,
         terms: LossTerms | None = None,
     ) -> Pipeline:
-        """The plan's schedule and shapes; `stages` are those of `stage_indices`, in its order. `micro_batches`: of a
-        step, if not the plan's.
+        """The plan's schedule and shapes; `stages` are those of `stage_indices`, in its order.
+        `micro_batches`: of a step, if not the plan's.
 
         Raises ScheduleError for a schedule that the plan's numbers do not fit.
         """
-        par, rank = plan.parallel, mesh.coord.pp
+        par = plan.parallel
+        rank = mesh.coord.pp
         schedule = schedule_of(par, micro_batches)
         held = dict(zip(stage_indices(plan, rank), stages, strict=True))
         stages = [held[schedule.model_stage(stage)] for stage in schedule.stages_of(rank)]
         sequence = plan.job.train.seq_len // par.cp // (par.tp if par.sp else 1)
         return cls(
-            *(schedule, stages, loss, mesh, counter),
+            schedule,
+            stages,
+            loss,
+            mesh,
+            counter,
             shape=(par.micro_batch_size, sequence, plan.model.hidden),
             dtype=dtype,
             device=device,
@@ -150,17 +171,24 @@ class Pipeline:
     def run(self, micro_batches: Sequence[Batch], loss_scale: float | Tensor = 1.0) -> Tensor:
         """One step: gradients of `loss_scale` times the summed loss are added to the parameters.
 
-        Returns the summed loss, unscaled, of the micro-batches whose last stage is here: a scalar on the device, zero
-        on ranks without a last stage, so that its sum over pp is the loss. Nothing here waits for the device.
+        Returns the summed loss, unscaled, of the micro-batches whose last stage is here: a scalar
+        on the device, zero on ranks without a last stage, so that its sum over pp is the loss.
+        Nothing here waits for the device.
         """
         if len(micro_batches) != self.schedule.micro_batches:
-            raise ValueError(f"{len(micro_batches)} micro-batches, the schedule is for {self.schedule.micro_batches}")
+            raise ValueError(
+                f"{len(micro_batches)} micro-batches, the schedule is for"
+                f" {self.schedule.micro_batches}"
+            )
         scalar: dict[str, Any] = {
             "dtype": torch.promote_types(self.transfers.dtype, torch.float32),
             "device": self.device,
         }
-        self._micro_batches, self._total = micro_batches, torch.zeros((), **scalar)
-        self._scale = torch.ones((), **scalar).mul_(loss_scale)  # keeps its dtype, copies nothing from the host
+        self._micro_batches = micro_batches
+        self._total = torch.zeros((), **scalar)
+        self._scale = torch.ones((), **scalar).mul_(
+            loss_scale
+        )  # keeps its dtype, copies nothing from the host
         self.action_times.restart()
         for batch in self.program:
             match [action.kind for action in batch]:
@@ -184,9 +212,11 @@ class Pipeline:
             self._forward(forward)
             self._backward(backward)
             return
-        hidden, grad = self._input_of(forward), self._grad_of(backward)
+        hidden = self._input_of(forward)
+        grad = self._grad_of(backward)
         seconds = self.turns.together(
-            lambda: self._compute_forward(forward, hidden), lambda: self._compute_backward(backward, grad)
+            lambda: self._compute_forward(forward, hidden),
+            lambda: self._compute_backward(backward, grad),
         )
         if self._timer is not None:
             for name, spent in zip(("forward", "backward"), seconds, strict=True):
@@ -224,7 +254,11 @@ class Pipeline:
 
     def _grad_of(self, action: Action) -> Tensor:
         """The gradient of a stage's output, or of the loss."""
-        return self._scale if self.schedule.is_last(action.stage) else self._wait(action._replace(kind=Kind.RECV_B))
+        return (
+            self._scale
+            if self.schedule.is_last(action.stage)
+            else self._wait(action._replace(kind=Kind.RECV_B))
+        )
 
     def _compute_backward(self, action: Action, grad: Tensor) -> None:
         kind, stage, index = action
@@ -250,7 +284,8 @@ class Pipeline:
 
 
 def stage_indices(plan: Plan, rank: int) -> list[int]:
-    """Which of the plan's `stage_layers` pipeline rank `rank` holds under the plan's schedule, ascending.
+    """Which of the plan's `stage_layers` pipeline rank `rank` holds under the plan's schedule,
+    ascending.
 
     Raises ScheduleError.
     """

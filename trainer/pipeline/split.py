@@ -1,10 +1,12 @@
-"""Split backward: the weight gradients of linears are deferred until the schedule runs them (zero-bubble, DualPipe).
+"""Split backward: the weight gradients of linears are deferred until the schedule runs them
+(zero-bubble, DualPipe).
 
-Each `Linear.run` is replaced by one whose backward computes the input's gradient at once and stores the two factors of
-the weight's, both by the linear's `op`. The weight is hidden from autograd (whose hooks would run without a gradient),
-so its gradient reaches `param.grad` and `on_grad` only from here. Nothing depends on the autograd graph, so it works
-for compiled blocks (the product is a graph break), recomputed ones and any attention mask. All other parameters (norms,
-biases, embeddings) get their gradient together with the input's.
+Each `Linear.run` is replaced by one whose backward computes the input's gradient at once and stores
+the two factors of the weight's, both by the linear's `op`. The weight is hidden from autograd
+(whose hooks would run without a gradient), so its gradient reaches `param.grad` and `on_grad` only
+from here. Nothing depends on the autograd graph, so it works for compiled blocks (the product is a
+graph break), recomputed ones and any attention mask. All other parameters (norms, biases,
+embeddings) get their gradient together with the input's.
 """
 
 from __future__ import annotations
@@ -18,26 +20,31 @@ from torch import Tensor, nn
 
 from trainer.model.linear import Linear
 
-#: Called after `param.grad` has received one more micro-batch's gradient, like a post-accumulate-grad hook.
+#: Called after `param.grad` has received one more micro-batch's gradient, like a
+#: post-accumulate-grad hook.
 OnGrad = Callable[[Tensor], None]
 #: whose weight, what its op saved of its input, the gradient of its output [..., out]
 DeferredWeightGrad = tuple[Linear, Sequence[Tensor], Tensor]
 
 
 class DeferredWeightGrads:
-    """Collects weight gradients to compute later while open; while closed, computes each at once."""
+    """Collects weight gradients to compute later while open; while closed, computes each at
+    once."""
 
     def __init__(self, on_grad: OnGrad | None = None):
         self._on_grad = on_grad
         self._notes: list[DeferredWeightGrad] | None = None
-        self.on_defer: Callable[[Tensor], None] | None = None  # called with each gradient that is kept until then
+        self.on_defer: Callable[[Tensor], None] | None = (
+            None  # called with each gradient that is kept until then
+        )
 
     def open(self) -> None:
         self._notes = []
 
     def close(self) -> list[DeferredWeightGrad]:
         """The deferred gradients since `open`, in order of backward."""
-        notes, self._notes = self._notes, None
+        notes = self._notes
+        self._notes = None
         return notes or []
 
     def add(self, linear: Linear, saved: Sequence[Tensor], grad: Tensor) -> None:
@@ -52,7 +59,8 @@ class DeferredWeightGrads:
 
     @torch.no_grad()
     def compute(self, notes: list[DeferredWeightGrad]) -> None:
-        """Compute the weight gradients; add each to its parameter, drop the activations one by one."""
+        """Compute the weight gradients; add each to its parameter, drop the activations one by
+        one."""
         notes.reverse()
         while notes:
             linear, saved, grad = notes.pop()
@@ -65,11 +73,14 @@ class DeferredWeightGrads:
                 self._on_grad(weight)
 
 
-def install(stages: Iterable[nn.Module], queue: DeferredWeightGrads, compiled: bool = False) -> None:
+def install(
+    stages: Iterable[nn.Module], queue: DeferredWeightGrads, compiled: bool = False
+) -> None:
     """Split the backward of every `Linear` in `stages`; `compiled`: the compiler must not trace it.
 
-    A weight that is used twice (a head tied to the embedding on the same rank, or one that predicts further tokens) is
-    left alone: its gradients must be summed within one backward, or two would arrive.
+    A weight that is used twice (a head tied to the embedding on the same rank, or one that predicts
+    further tokens) is left alone: its gradients must be summed within one backward, or two would
+    arrive.
     """
     modules = [module for stage in stages for module in stage.modules()]
     holders = Counter(id(param) for module in modules for param in module.parameters(recurse=False))
@@ -104,7 +115,8 @@ class _Split(torch.autograd.Function):
         linear: Linear,
         queue: DeferredWeightGrads,
     ) -> Tensor:
-        ctx.linear, ctx.queue = linear, queue
+        ctx.linear = linear
+        ctx.queue = queue
         ctx.save_for_backward(weight, *linear.op.saved(x))
         return linear.op.forward(x, weight, bias)
 

@@ -1,4 +1,5 @@
-"""Sends hidden states and their gradients between neighbouring pipeline ranks, asynchronously, in fixed shapes."""
+"""Sends hidden states and their gradients between neighbouring pipeline ranks, asynchronously, in
+fixed shapes."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from trainer.errors import LayoutError
 
 AXIS = "pp"
 
-#: Most sends in progress where completion cannot be polled (gloo reports it only to a waiter). Waiting for an older
-#: send is safe: a lowered program ends even if every send blocks until it is received.
+#: Most sends in progress where completion cannot be polled (gloo reports it only to a waiter).
+#: Waiting for an older send is safe: a lowered program ends even if every send blocks until it is
+#: received.
 MOST_SENDS = 4
 
 
 class Transfers:
-    """The sends and receives of one rank. Received tensors are stored by RECV action, also those from a stage on this
-    rank."""
+    """The sends and receives of one rank. Received tensors are stored by RECV action, also those
+    from a stage on this rank."""
 
     def __init__(
         self,
@@ -30,18 +32,22 @@ class Transfers:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.schedule, self.counter = schedule, counter
+        self.schedule = schedule
+        self.counter = counter
         self.mesh = mesh
-        self.shape, self.dtype, self.device = shape, dtype, device
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
         self._inbox: dict[Action, Handle | Tensor] = {}
         self._outbox: dict[Action, Tensor] = {}
         self._sending: list[Handle] = []
 
     def put(self, kind: Kind, stage: int, micro_batch: int, tensor: Tensor) -> None:
-        """Hand over a stage's output (SEND_F) or its input's gradient (SEND_B): at once and without a copy to a stage
-        on this rank, else when the program runs the SEND action.
+        """Hand over a stage's output (SEND_F) or its input's gradient (SEND_B): at once and without
+        a copy to a stage on this rank, else when the program runs the SEND action.
 
-        Raises LayoutError for another shape or dtype, since gloo accepts a short message into a long buffer.
+        Raises LayoutError for another shape or dtype, since gloo accepts a short message into a
+        long buffer.
         """
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise LayoutError(
@@ -51,12 +57,15 @@ class Transfers:
         forward = kind is Kind.SEND_F
         target = stage + (1 if forward else -1)
         if self.schedule.stage_rank[target] == self.schedule.stage_rank[stage]:
-            self._inbox[Action(Kind.RECV_F if forward else Kind.RECV_B, target, micro_batch)] = tensor
+            self._inbox[Action(Kind.RECV_F if forward else Kind.RECV_B, target, micro_batch)] = (
+                tensor
+            )
         else:
             self._outbox[Action(kind, stage, micro_batch)] = tensor.contiguous()
 
     def start(self, batch: Batch) -> None:
-        """Start SENDs and RECVs together, into new buffers; a tensor is freed when it has been sent."""
+        """Start SENDs and RECVs together, into new buffers; a tensor is freed when it has been
+        sent."""
         self._free_sent()
         messages = [self._message(action) for action in batch]
         handles = start_messages(messages, self.mesh.required_group(AXIS), AXIS, self.counter)
@@ -88,7 +97,8 @@ class Transfers:
         self._sending.clear()
 
     def _free_sent(self) -> None:
-        """Free what has been sent: nothing else holds it, since the graph keeps inputs and not outputs."""
+        """Free what has been sent: nothing else holds it, since the graph keeps inputs and not
+        outputs."""
         if not self.counter.gloo:
             self._sending = [handle for handle in self._sending if not handle.done()]
         else:

@@ -1,4 +1,5 @@
-"""`python -m trainer.twin PLAN --ranks 0,8`: runs these ranks one by one, prints a line of JSON for each."""
+"""`python -m trainer.twin PLAN --ranks 0,8`: runs these ranks one by one, prints a line of JSON for
+each."""
 
 from __future__ import annotations
 
@@ -12,14 +13,18 @@ from trainer.errors import TrainerError, exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m trainer.twin", description="Ranks of a plan, run without data.")
+    parser = argparse.ArgumentParser(
+        "python -m trainer.twin", description="Ranks of a plan, run without data."
+    )
     parser.add_argument("plan", help="path of plan.json")
     parser.add_argument("--ranks", required=True, help="global ranks, separated by commas")
     args = parser.parse_args(argv)
     try:
         plan = load_plan(args.plan)
 
-        from .run import run_rank  # after the plan: an invalid one is refused before seconds of imports
+        from .run import (
+            run_rank,
+        )  # after the plan: an invalid one is refused before seconds of imports
 
         for rank in map(int, args.ranks.split(",")):
             print(msgspec.json.encode(run_rank(plan, rank)).decode(), flush=True)

@@ -1,5 +1,6 @@
-"""Which experts the tokens of a twin go to: it has no values, so that is set, and all experts are chosen equally often.
-A real rank whose routers choose so, too, sends and keeps exactly what its twin does."""
+"""Which experts the tokens of a twin go to: it has no values, so that is set, and all experts are
+chosen equally often. A real rank whose routers choose so, too, sends and keeps exactly what its
+twin does."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from trainer.model.experts import MixtureOfExperts, OfSequences
 
 
 def choose_evenly(module: nn.Module) -> None:
-    """Have the routers of `module` score as ever, and choose evenly. Where experts drop tokens, they take theirs at
-    even distances. Every rank and layer does alike."""
+    """Have the routers of `module` score as ever, and choose evenly. Where experts drop tokens,
+    they take theirs at even distances. Every rank and layer does alike."""
     for mixture in module.modules():
         if isinstance(mixture, MixtureOfExperts):
             router = mixture.router
@@ -50,13 +51,16 @@ def _taken_evenly(of_sequences: OfSequences, moe: Moe) -> OfSequences:
 
 @cache
 def even_choices(moe: Moe, tokens: int) -> Tensor:
-    """int64 [tokens, top_k], with values. Each run of as many tokens as there are groups (experts, where all groups may
-    be chosen) takes the groups equally often, and each group its experts in turn. Which of them share a token is drawn,
-    as `orchestrator.plan.hierarchy.landings` expects it."""
+    """int64 [tokens, top_k], with values. Each run of as many tokens as there are groups (experts,
+    where all groups may be chosen) takes the groups equally often, and each group its experts in
+    turn. Which of them share a token is drawn, as `orchestrator.plan.hierarchy.landings` expects
+    it."""
     limited = moe.top_groups < moe.groups
     groups, each = (moe.groups, moe.experts // moe.groups) if limited else (moe.experts, 1)
     taken = moe.top_groups if limited else moe.top_k
-    draw, turn, rows = Random(0), [0] * groups, list[list[int]]()
+    draw = Random(0)
+    turn = [0] * groups
+    rows = list[list[int]]()
     for start in range(0, tokens, groups):
         order = draw.sample(range(groups), groups)
         of_groups = [place // each for place in draw.sample(range(taken * each), moe.top_k)]
@@ -73,8 +77,10 @@ def even_choices(moe: Moe, tokens: int) -> Tensor:
 
 @cache
 def even_taken(moe: Moe, tokens: int, length: int) -> Tensor:
-    """bool [tokens, top_k], with values: of `even_choices`, those that experts take of sequences of this length."""
-    share, seen = taken_choices(moe, length) / moe.top_k, Counter[int]()
+    """bool [tokens, top_k], with values: of `even_choices`, those that experts take of sequences of
+    this length."""
+    share = taken_choices(moe, length) / moe.top_k
+    seen = Counter[int]()
     flags = list[bool]()
     for expert in even_choices(moe, tokens).flatten().tolist():
         flags.append(int((seen[expert] + 1) * share) > int(seen[expert] * share))

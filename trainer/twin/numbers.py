@@ -1,8 +1,8 @@
 """Numbers in tensors without values.
 
-What is read from a fake tensor is one: a norm is finite, a loss is there. Integers that follow from a real tensor, as
-choices of experts do, are known: they are computed beside their fake tensors. So is what other ranks send of them: all
-are taken to have the same.
+What is read from a fake tensor is one: a norm is finite, a loss is there. Integers that follow from
+a real tensor, as choices of experts do, are known: they are computed beside their fake tensors. So
+is what other ranks send of them: all are taken to have the same.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainer.compat import DispatchMode, is_fake, real_tensors, tree_leaves, tree_map
 
-aten, c10d = torch.ops.aten, torch.ops.c10d
+aten = torch.ops.aten
+c10d = torch.ops.c10d
 #: Operations that make known integers of nothing.
-SOURCES = {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.zeros.default, aten.ones.default}
+SOURCES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.zeros.default,
+    aten.ones.default,
+}
 
 
 class Numbers(DispatchMode):
@@ -29,7 +36,9 @@ class Numbers(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._known = WeakTensorKeyDictionary()  # fake tensor -> real one
-        self._sources = WeakTensorKeyDictionary()  # fake tensor -> what makes the real one, if it is needed
+        self._sources = (
+            WeakTensorKeyDictionary()
+        )  # fake tensor -> what makes the real one, if it is needed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,7 +53,8 @@ class Numbers(DispatchMode):
             with real_tensors():
                 FROM_ALIKE[func](*values)
             return out
-        values, named = self._values(args), self._values(kwargs)
+        values = self._values(args)
+        named = self._values(kwargs)
         with real_tensors():
             real = func(*values, **named)
         if torch.Tag.dynamic_output_shape in func.tags:
@@ -60,7 +70,8 @@ class Numbers(DispatchMode):
         """Whether what comes of these is known, too."""
         known = [not is_fake(one) or one in self._known for one in tensors]
         return any(known) and all(
-            _whole(one) and (is_known or one in self._sources) for one, is_known in zip(tensors, known, strict=True)
+            _whole(one) and (is_known or one in self._sources)
+            for one, is_known in zip(tensors, known, strict=True)
         )
 
     def _unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -95,13 +106,20 @@ def _whole(tensor: Tensor) -> bool:
 
 
 def _without_values(value: Any) -> Any:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype) if isinstance(value, Tensor) else value
+    return (
+        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        if isinstance(value, Tensor)
+        else value
+    )
 
 
-# ------------------------------------------------ what arrives where every rank of a group sends what this one does
+# ------------------------------------------------ what arrives where every rank of a group sends
+#     what this one does
 
 
-def _all_to_all(out: Tensor, tensor: Tensor, group: Any, into: Sequence[int], sizes: Sequence[int], *_: Any) -> None:
+def _all_to_all(
+    out: Tensor, tensor: Tensor, group: Any, into: Sequence[int], sizes: Sequence[int], *_: Any
+) -> None:
     group = dist.ProcessGroup.unbox(group)
     pieces = tensor.split(list(sizes)) if sizes else tensor.chunk(group.size())
     out.copy_(torch.cat([pieces[group.rank()]] * group.size()))
@@ -112,7 +130,8 @@ def _all_gather(out: Tensor, tensor: Tensor, group: Any, *_: Any) -> None:
 
 
 def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, *_: Any) -> None:
-    """Into the place of rank `root` in a tensor with the pieces of all, as gloo gathers (`trainer.comm.gloo`)."""
+    """Into the place of rank `root` in a tensor with the pieces of all, as gloo gathers
+    (`trainer.comm.gloo`)."""
     for one in tensors:
         ahead = (dist.ProcessGroup.unbox(group).rank() - root) * one.numel()
         one.copy_(one.as_strided(one.shape, one.stride(), one.storage_offset() + ahead))

@@ -1,8 +1,10 @@
-"""Runs two steps of one rank of a plan under fake tensors and a fake process group, with the code that trains.
+"""Runs two steps of one rank of a plan under fake tensors and a fake process group, with the code
+that trains.
 
-Shapes, dtypes, storages, autograd and the pipeline's schedule are real; values are not, kernels and transfers do
-nothing. Tensors say that they lie on a CPU. What the trainer does otherwise on a GPU is put in: collectives of NCCL in
-the place of those made for gloo, and receives that start when the schedule says.
+Shapes, dtypes, storages, autograd and the pipeline's schedule are real; values are not, kernels and
+transfers do nothing. Tensors say that they lie on a CPU. What the trainer does otherwise on a GPU
+is put in: collectives of NCCL in the place of those made for gloo, and receives that start when the
+schedule says.
 """
 
 from __future__ import annotations
@@ -37,9 +39,12 @@ from .numbers import Numbers
 
 
 def run_rank(plan: Plan, rank: int) -> RankRun:
-    """The second step of `rank`, run in this process and alone. Raises LayoutError for a plan that is not trained."""
+    """The second step of `rank`, run in this process and alone. Raises LayoutError for a plan that
+    is not trained."""
     # Compiled blocks would not run under fake tensors. What they keep may differ (docs/twin.md).
-    plan = structs.replace(plan, job=structs.replace(plan.job, train=structs.replace(plan.job.train, compile=False)))
+    plan = structs.replace(
+        plan, job=structs.replace(plan.job, train=structs.replace(plan.job.train, compile=False))
+    )
     gpu = plan.cluster.device == "cuda"
     with contextlib.ExitStack() as around:
         around.enter_context(fake_world(rank, plan.parallel.world_size))
@@ -54,14 +59,18 @@ def run_rank(plan: Plan, rank: int) -> RankRun:
                 if isinstance(module, Experts):
                     module.in_one_kernel = gpu
         memory = StepMemory.of_engine(engine)
-        # The first step learns how many gradients each parameter gets, so its reductions start late.
+        # The first step learns how many gradients each parameter gets, so its reductions start
+        # late.
         return [run_step(engine, memory, fake_batches(plan, mesh.coord)) for _ in range(2)][-1]
 
 
 def run_step(engine: Engine, memory: StepMemory, batches: Sequence[MicroBatch]) -> RankRun:
     """One step of an engine, fake or real: its transfers and its memory."""
-    began, found, peak = perf_counter(), Recorder(), dict[str, int]()
-    engine.counter.trace, engine.pipeline.one_by_one = found, True  # memory, and fake tensors, see one thread
+    began = perf_counter()
+    found = Recorder()
+    peak = dict[str, int]()
+    engine.counter.trace = found
+    engine.pipeline.one_by_one = True  # memory, and fake tensors, see one thread
     with memory.measure(peak):
         _, norm = engine.gradients(batches, engine.plan.parallel.global_batch_tokens)
         float(norm)
@@ -73,7 +82,10 @@ def run_step(engine: Engine, memory: StepMemory, batches: Sequence[MicroBatch]) 
     return RankRun(
         rank=engine.mesh.rank,
         micro_batches=len(batches),
-        transfers=[Transfer(operation=one[0], axis=one[1], bytes=one[2], ranks=list(one[3])) for one in found.kinds],
+        transfers=[
+            Transfer(operation=one[0], axis=one[1], bytes=one[2], ranks=list(one[3]))
+            for one in found.kinds
+        ],
         sequence=found.sequence,
         memory=held,
         peak=peak,
@@ -93,7 +105,9 @@ def fake_batches(plan: Plan, coord: Coord) -> list[MicroBatch]:
     def batch() -> MicroBatch:
         apart = plan.job.data.isolate_documents  # how many there are is the text's business
         documents = Documents(column(), ((shape[1],),) * shape[0]) if apart else None
-        return MicroBatch(column(), column(), column(), documents, column() if draws(plan.model) else None)
+        return MicroBatch(
+            column(), column(), column(), documents, column() if draws(plan.model) else None
+        )
 
     return [batch() for _ in range(taken(par)[replica_of(par, coord)])]
 

@@ -1,8 +1,9 @@
 """The trainer itself in one process, in the precision of the layout.
 
-Rounding to 8 or 11 bits hides what float64 would show. But a layout that computes every micro-batch as one process
-does (no tensor, no context parallelism) rounds at the same places, and differs only by its sums, which are of wider
-numbers: a sum that is not, or one that misses something small, is seen.
+Rounding to 8 or 11 bits hides what float64 would show. But a layout that computes every micro-batch
+as one process does (no tensor, no context parallelism) rounds at the same places, and differs only
+by its sums, which are of wider numbers: a sum that is not, or one that misses something small, is
+seen.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .samples import step_batches
 
 
 def rounds_as_one(plan: Plan) -> bool:
-    """Whether a layout rounds where one process does. The two gradients of an embedding at both ends meet in the
-    parameter's precision where one process holds both uses."""
+    """Whether a layout rounds where one process does. The two gradients of an embedding at both
+    ends meet in the parameter's precision where one process holds both uses."""
     par = plan.parallel
     return par.tp == par.cp == 1 and not (embeds_at_both_ends(plan.model) and par.pp > 1)
 
@@ -39,15 +40,23 @@ def shards_masters(plan: Plan) -> bool:
 
 def one_process(plan: Plan) -> Plan:
     """The same job without any parallelism."""
-    par, train = plan.parallel, plan.job.train
+    par = plan.parallel
+    train = plan.job.train
     degrees = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "dp": 1}
     places = coords(par.order, degrees)
     count = par.global_batch_samples // par.micro_batch_size
     alone = structs.replace(
         par,
         **degrees,
-        **{"zero": 0, "vpp": 1, "sp": False, "zero_group": 0, "world_size": 1, "replica_micro_batches": []},
-        **{"schedule": "1f1b", "schedule_rows": [], "stage_layers": [plan.model.layers]},
+        zero=0,
+        vpp=1,
+        sp=False,
+        zero_group=0,
+        world_size=1,
+        replica_micro_batches=[],
+        schedule="1f1b",
+        schedule_rows=[],
+        stage_layers=[plan.model.layers],
         etp=UNSET,
         fold_cp=UNSET,
         expert_all_to_all=UNSET,
@@ -55,15 +64,16 @@ def one_process(plan: Plan) -> Plan:
         accumulation=count,
     )
     train = structs.replace(train, recompute="none", recompute_layers=[], compile=False)
-    job, cluster = structs.replace(plan.job, train=train), structs.replace(plan.cluster, gpus_per_node=1)
+    job = structs.replace(plan.job, train=train)
+    cluster = structs.replace(plan.cluster, gpus_per_node=1)
     cluster = structs.replace(cluster, node_names=cluster.node_names[:1], nvlink_domains=[[0]])
     changed = {"cluster": cluster, "parallel": alone, "job": job, "ranks": plan.ranks[:1]}
     return seal(structs.replace(plan, **changed, groups=all_groups(places, 1)))
 
 
 def train(plan: Plan, steps: int, packed: bool, empty: bool, use: Recipe) -> list[Outcome]:
-    """`steps` optimizer steps of the plan's job. For ZeRO-3 one, and of matrices alone: torch's hands on the gradient
-    of a norm unrounded, more exactly than one process."""
+    """`steps` optimizer steps of the plan's job. For ZeRO-3 one, and of matrices alone: torch's
+    hands on the gradient of a norm unrounded, more exactly than one process."""
     sharded = plan.parallel.zero == 3
     unrounded = shards_masters(plan)
     plan = one_process(plan)
@@ -77,25 +87,35 @@ def train(plan: Plan, steps: int, packed: bool, empty: bool, use: Recipe) -> lis
         loss_sum, norm = engine.gradients(batches, valid_tokens)
         loss = engine.mean_loss(loss_sum, valid_tokens)
         assert loss is not None, "one process has the last stage"
-        grads = {name: grad.double() / engine.loss_scale for name, grad in engine.buckets.full_grads().items()}
+        grads = {
+            name: grad.double() / engine.loss_scale
+            for name, grad in engine.buckets.full_grads().items()
+        }
         engine.update(norm, learning_rate(step, plan.job.optim, plan.job.train.steps))
         weights = {info.name: param.double() for info, param in engine.buckets.full_params()}
         if unrounded:
-            weights = {name: piece.view(weights[name].shape).double() for name, piece in _masters(engine).items()}
+            weights = {
+                name: piece.view(weights[name].shape).double()
+                for name, piece in _masters(engine).items()
+            }
         if sharded:
-            grads, weights = ({name: x for name, x in kind.items() if x.dim() > 1} for kind in (grads, weights))
+            grads, weights = (
+                {name: x for name, x in kind.items() if x.dim() > 1} for kind in (grads, weights)
+            )
         outcomes.append(Outcome(loss, float(norm), grads, weights, engine.loss_terms()))
     return outcomes
 
 
 def _masters(engine: Engine) -> dict[str, Tensor]:
     """The optimizer's own weights by parameter: flat views, whole in one process."""
-    return {piece.info.name: piece.data for piece in engine.pieces(own=False) if piece.kind == "master"}
+    return {
+        piece.info.name: piece.data for piece in engine.pieces(own=False) if piece.kind == "master"
+    }
 
 
 def _start_unrounded(engine: Engine) -> None:
-    """Begin as ZeRO-3 does without offload, whose only weights are the optimizer's, in fp32; elsewhere those are made
-    from rounded ones."""
+    """Begin as ZeRO-3 does without offload, whose only weights are the optimizer's, in fp32;
+    elsewhere those are made from rounded ones."""
     model = engine.plan.model
     stage = Stage(model, range(model.layers), first=True, last=True)
     init_stage(stage, model, engine.plan.job.train.seed)

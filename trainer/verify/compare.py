@@ -1,4 +1,5 @@
-"""Compares one rank of a layout with one process, element by element of everything that the rank holds.
+"""Compares one rank of a layout with one process, element by element of everything that the rank
+holds.
 
 Every rank compares all its tensors, so diverging replicas are found too. Errors are relative to the
 largest element of each tensor (in bf16 and fp16 both are root mean squares: single elements are
@@ -30,9 +31,10 @@ from .samples import step_batches
 
 STEPS = 2
 FP32 = Recipe(torch.float32, torch.float32, torch.float32)
-#: Of the model's largest tensor, what the error of one is relative to at least. In float64 the limit
-#: on that is 900 units in the last place; six times the rounding of a sum of 3,000 terms, as many as
-#: there are behind a value of the small models, is 330 (`trainer.independent.findings.rounding`).
+#: Of the model's largest tensor, what the error of one is relative to at least. In float64 the
+#: limit on that is 900 units in the last place; six times the rounding of a sum of 3,000 terms, as
+#: many as there are behind a value of the small models, is 330
+#: (`trainer.independent.findings.rounding`).
 LEAST = 1e-3
 #: AdamW's eps in float64, at least. A gradient that is nothing but rounding moves a weight by up to
 #: lr * rounding / eps. Six times the rounding of a sum of 3,000 terms is 4e-14 of the largest
@@ -50,7 +52,8 @@ def recipe_for(precision: str, plan: Plan) -> Recipe:
 
 
 def with_eps(plan: Plan, precision: str) -> Plan:
-    """The plan with the eps that is used to verify `precision` (a key of LIMITS); the single process uses it too."""
+    """The plan with the eps that is used to verify `precision` (a key of LIMITS); the single
+    process uses it too."""
     eps = max(plan.job.optim.eps, EPS_FP64) if precision == "fp64" else 1e-2
     optim = msgspec.structs.replace(plan.job.optim, eps=eps)
     return seal(msgspec.structs.replace(plan, job=msgspec.structs.replace(plan.job, optim=optim)))
@@ -65,9 +68,10 @@ def run_rank(
     prepare: Callable[[Engine], None] = lambda engine: None,
     empty: bool = False,
 ) -> dict[str, float]:
-    """Run a step for each of `expected`; the worst relative error of "loss", "norm", "term <name>", "grad <parameter>",
-    "weight <parameter>" and "state <name>" over all that this rank holds and `expected` has. Nan counts as infinite.
-    `prepare` may change the engine before the first step. Collective over the plan's ranks."""
+    """Run a step for each of `expected`; the worst relative error of "loss", "norm", "term <name>",
+    "grad <parameter>", "weight <parameter>" and "state <name>" over all that this rank holds and
+    `expected` has. Nan counts as infinite. `prepare` may change the engine before the first step.
+    Collective over the plan's ranks."""
     mesh = Mesh.from_plan(plan, rank)
     engine = Engine(plan, mesh, torch.device("cpu"), use)
     prepare(engine)
@@ -86,12 +90,18 @@ def run_rank(
         loss_sum, norm = engine.gradients(batches, valid_tokens)
         loss = engine.mean_loss(loss_sum, valid_tokens)
         if loss is not None:
-            compare("loss", torch.tensor(loss, dtype=torch.float64), torch.tensor(outcome.loss, dtype=torch.float64))
+            compare(
+                "loss",
+                torch.tensor(loss, dtype=torch.float64),
+                torch.tensor(outcome.loss, dtype=torch.float64),
+            )
         for name, value in engine.loss_terms().items():
             wanted = torch.tensor(outcome.terms[name], dtype=torch.float64)
             compare(f"term {name}", torch.tensor(value, dtype=torch.float64), wanted)
         compare("norm", norm, torch.tensor(outcome.norm, dtype=torch.float64))
-        grads, weights = (max(map(size, model.values())) for model in (outcome.grads, outcome.weights))
+        grads, weights = (
+            max(map(size, model.values())) for model in (outcome.grads, outcome.weights)
+        )
         for name, grad in engine.buckets.full_grads().items():
             if name not in outcome.grads:
                 continue
@@ -103,11 +113,18 @@ def run_rank(
         for info, param in engine.buckets.full_params():
             if info.name not in outcome.weights:
                 continue
-            compare(f"weight {info.name}", info.valid(param), outcome.weights[info.name][info.global_slices], weights)
+            compare(
+                f"weight {info.name}",
+                info.valid(param),
+                outcome.weights[info.name][info.global_slices],
+                weights,
+            )
         for info, state in engine.part.states():
             if info.name in outcome.states:
                 wanted = outcome.states[info.name][info.global_slices]
-                compare(f"state {info.name}", info.valid(state), wanted, 1.0)  # it may be zero as a whole
+                compare(
+                    f"state {info.name}", info.valid(state), wanted, 1.0
+                )  # it may be zero as a whole
     return worst
 
 

@@ -1,7 +1,9 @@
-"""Cheap forks: a process with its memory in 2 MiB pages copies hundreds of page table entries instead of 200,000.
+"""Cheap forks: a process with its memory in 2 MiB pages copies hundreds of page table entries
+instead of 200,000.
 
-`import torch` leaves 300 MB of private memory, a long test run 1 GB. With small pages a fork and exit cost 60 ms of
-kernel time per GB, with huge ones a quarter; the full verify matrix forks thousands of ranks.
+`import torch` leaves 300 MB of private memory, a long test run 1 GB. With small pages a fork and
+exit cost 60 ms of kernel time per GB, with huge ones a quarter; the full verify matrix forks
+thousands of ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ _WORTH = 192 << 20  # least bytes on small pages
 
 
 def collapse() -> int:
-    """Move the memory of this process into huge pages if it has enough on small ones; the bytes moved. Does nothing on
-    a system without support."""
+    """Move the memory of this process into huge pages if it has enough on small ones; the bytes
+    moved. Does nothing on a system without support."""
     if _small() < _WORTH:
         return 0
     madvise = ctypes.CDLL(None).madvise
@@ -45,6 +47,7 @@ def _anonymous() -> Iterator[tuple[int, int]]:
         span, rights, _, _, _, *path = line.split(maxsplit=5)
         if rights == "rw-p" and path in ([], ["[heap]"]):
             start, end = (int(word, 16) for word in span.split("-"))
-            start, end = -(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE
+            start = -(-start // _HUGE) * _HUGE
+            end = end // _HUGE * _HUGE
             if start < end:
                 yield start, end - start

@@ -1,5 +1,6 @@
-"""The reference: one process trains the whole model on the whole global batch with plain autograd, `clip_grad_norm_`
-and a plain optimizer. It shares only the model's forward and initial weights with the trainer.
+"""The reference: one process trains the whole model on the whole global batch with plain autograd,
+`clip_grad_norm_` and a plain optimizer. It shares only the model's forward and initial weights with
+the trainer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from .samples import micro_batch, token_by_token
 
 @dataclass
 class Outcome:
-    """One optimizer step: mean loss over valid tokens, gradient before clipping, its norm, weights after the step."""
+    """One optimizer step: mean loss over valid tokens, gradient before clipping, its norm, weights
+    after the step."""
 
     loss: float
     norm: float
@@ -41,7 +43,8 @@ class Outcome:
     states: dict[str, Tensor] = field(default_factory=dict)  # what has no gradient, after the step
 
 
-#: (the step's valid tokens) -> the terms that the modules of a stage add to the loss, after its forward
+#: (the step's valid tokens) -> the terms that the modules of a stage add to the loss, after its
+#: forward
 Added = Callable[[int], dict[str, Tensor]]
 
 
@@ -53,10 +56,11 @@ def train(
     start: torch.dtype = torch.float64,
     prepare: Callable[[Stage], Added | None] = lambda stage: None,
 ) -> list[Outcome]:
-    """`steps` optimizer steps from the plan's seed, in float64; on samples 0, 1, 2, ... of the global order. `start`:
-    the precision that initial weights are rounded to. `prepare` may change the model before the first step, and says
-    what is added to the loss."""
-    job, size = plan.job, plan.parallel.global_batch_samples
+    """`steps` optimizer steps from the plan's seed, in float64; on samples 0, 1, 2, ... of the
+    global order. `start`: the precision that initial weights are rounded to. `prepare` may change
+    the model before the first step, and says what is added to the loss."""
+    job = plan.job
+    size = plan.parallel.global_batch_samples
     stage = Stage(plan.model, range(plan.model.layers), first=True, last=True).to(start)
     init_stage(stage, plan.model, job.train.seed)
     stage.double()
@@ -77,28 +81,37 @@ def train(
     params = dict(stage.named_parameters())
     update = plain_optimizer(params, job.optim, job.train.seed)
     delayed = offload_of(job.train).delayed
-    ahead = {name: param.detach().clone() for name, param in params.items()}  # of delayed updates: the weights to be
+    ahead = {
+        name: param.detach().clone() for name, param in params.items()
+    }  # of delayed updates: the weights to be
     outcomes = []
     for step in range(1, steps + 1):
         batch = micro_batch(plan, list(range((step - 1) * size, step * size)), packed, empty)
         batch = token_by_token(batch, plan.model.mtp.depth) if plan.model.mtp else batch
         valid_tokens = batch.valid_tokens
-        one, tokens = torch.ones((), dtype=torch.float64), batch.tokens.numel()
+        one = torch.ones((), dtype=torch.float64)
+        tokens = batch.tokens.numel()
         terms_of_model.start(one, valid_tokens, taken=1, samples=len(batch.tokens), tokens=tokens)
         with terms_of_model.forward(0):
             loss = cross_entropy_sum(stage(None, batch), batch.targets) / valid_tokens
         terms = added(valid_tokens) if added is not None else {}
         stage.zero_grad()
         sum(terms.values(), loss).backward()
-        grads = {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), job.train.clip_grad_norm or math.inf)
+        grads = {
+            name: param.grad.clone() for name, param in params.items() if param.grad is not None
+        }
+        norm = torch.nn.utils.clip_grad_norm_(
+            stage.parameters(), job.train.clip_grad_norm or math.inf
+        )
         lr = learning_rate(step, job.optim, job.train.steps)
         _delayed(params, ahead, update, lr) if delayed else update(lr)
         for router in routers:
             router.move()
         weights = {name: param.detach().clone() for name, param in params.items()}
         values = {name: value.item() for name, value in terms.items()}
-        values |= {name: float(value) for name, value in terms_of_model.sums.items() if value is not None}
+        values |= {
+            name: float(value) for name, value in terms_of_model.sums.items() if value is not None
+        }
         kept = {name: getattr(module, key).clone() for name, module, key, _ in states(stage)}
         outcomes.append(Outcome(loss.item(), norm.item(), grads, weights, values, kept))
     return outcomes
@@ -106,9 +119,13 @@ def train(
 
 @torch.no_grad()
 def _delayed(
-    params: dict[str, Parameter], ahead: dict[str, Tensor], update: Callable[[float], None], lr: float
+    params: dict[str, Parameter],
+    ahead: dict[str, Tensor],
+    update: Callable[[float], None],
+    lr: float,
 ) -> None:
-    """Update the weights `ahead` with the gradients of `params`, which then get what `ahead` was before."""
+    """Update the weights `ahead` with the gradients of `params`, which then get what `ahead` was
+    before."""
     before = {name: weights.clone() for name, weights in ahead.items()}
     for name, param in params.items():
         param.copy_(ahead[name])
@@ -119,14 +136,20 @@ def _delayed(
 
 
 class _CountingRouter:
-    """Changes a router's bias and load expert by expert, by what it has chosen since the last time."""
+    """Changes a router's bias and load expert by expert, by what it has chosen since the last
+    time."""
 
     def __init__(self, router: Router):
-        self.router, self.chosen = router, list[int]()
-        router.register_forward_hook(lambda module, args, out: self.chosen.extend(out.experts.flatten().tolist()))
+        self.router = router
+        self.chosen = list[int]()
+        router.register_forward_hook(
+            lambda module, args, out: self.chosen.extend(out.experts.flatten().tolist())
+        )
 
     def move(self) -> None:
-        bias, load, moe = self.router.bias, self.router.load, self.router.moe
+        bias = self.router.bias
+        load = self.router.load
+        moe = self.router.moe
         mean = len(self.chosen) / moe.experts
         for expert in range(moe.experts):
             often = self.chosen.count(expert)

@@ -1,7 +1,9 @@
-"""Products in 8 bits as one process has them, from the formats' definition: no float8 of torch, no shared code.
+"""Products in 8 bits as one process has them, from the formats' definition: no float8 of torch, no
+shared code.
 
-A number of e4m3 has 3 bits behind its leading one, exponents from -6 and 448 as its largest; e5m2 has 2, -14 and 57344
-(arXiv 2209.05433, table 1). Micro-batch by micro-batch, each a tensor of its own.
+A number of e4m3 has 3 bits behind its leading one, exponents from -6 and 448 as its largest; e5m2
+has 2, -14 and 57344 (arXiv 2209.05433, table 1). Micro-batch by micro-batch, each a tensor of its
+own.
 """
 
 from __future__ import annotations
@@ -37,11 +39,14 @@ def scaled(x: Tensor, name: str) -> Tensor:
 
 
 def by_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
-    """`x` [m, n] rounded to e4m3 with one scale for each block; blocks at the end may be smaller."""
+    """`x` [m, n] rounded to e4m3 with one scale for each block; blocks at the end may be
+    smaller."""
     m, n = x.shape
     blocks = torch.zeros(-(-m // rows) * rows, -(-n // columns) * columns, dtype=x.dtype)
     blocks[:m, :n] = x
-    blocks = blocks.unfold(0, rows, rows).unfold(1, columns, columns)  # [blocks down, blocks across, rows, columns]
+    blocks = blocks.unfold(0, rows, rows).unfold(
+        1, columns, columns
+    )  # [blocks down, blocks across, rows, columns]
     largest = blocks.abs().amax((2, 3), keepdim=True)
     scale = FORMATS["e4m3"][2] / largest.where(largest > 0, 1.0)
     rounded = nearest(blocks * scale, "e4m3") / scale
@@ -53,14 +58,20 @@ def use(stage: Stage, matmul: Matmul, micro_batch_size: int) -> None:
     for block in stage.blocks.values():
         for module in block.modules():
             if isinstance(module, Linear):
-                module.run = lambda linear, x: _Rounded.apply(x, linear.weight, linear.bias, matmul, micro_batch_size)
+                module.run = lambda linear, x: _Rounded.apply(
+                    x, linear.weight, linear.bias, matmul, micro_batch_size
+                )
 
 
 class _Rounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, matmul: Matmul, size: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, matmul: Matmul, size: int
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.matmul, ctx.size, block = matmul, size, matmul == "fp8_block"
+        ctx.matmul = matmul
+        ctx.size = size
+        block = matmul == "fp8_block"
         weight = by_blocks(weight, SIDE, SIDE) if block else scaled(weight, "e4m3")
         parts = []
         for part in x.split(size):
@@ -74,9 +85,11 @@ class _Rounded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), block = ctx.saved_tensors, ctx.matmul == "fp8_block"
         rounded = by_blocks(weight, SIDE, SIDE) if block else scaled(weight, "e4m3")
-        of_input, of_weight = [], torch.zeros_like(weight)
+        of_input = []
+        of_weight = torch.zeros_like(weight)
         for part, inputs in zip(grad.split(ctx.size), x.split(ctx.size), strict=True):
-            g, rows = part.reshape(-1, part.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
+            g = part.reshape(-1, part.shape[-1])
+            rows = inputs.reshape(-1, inputs.shape[-1])
             across = by_blocks(g, 1, SIDE) if block else scaled(g, "e5m2")
             along = by_blocks(g, SIDE, 1) if block else scaled(g, "e5m2")
             kept = by_blocks(rows, SIDE, 1) if block else scaled(rows, "e4m3")

@@ -1,4 +1,5 @@
-"""The optimizers as one process has them: AdamW by torch, the others by their formulas, a parameter at a time."""
+"""The optimizers as one process has them: AdamW by torch, the others by their formulas, a parameter
+at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def plain_optimizer(params: Mapping[str, Tensor], optim: Optim, seed: int = 0) -
         return _by_formula(params, optim, lambda gradient, momentum: momentum, seed)
     if optim.kind != "muon":
         return _adamw(params, optim, seed)
-    inside = {name for name, param in params.items() if param.dim() == 2 and name.split(".")[0] == "layers"}
+    inside = {
+        name
+        for name, param in params.items()
+        if param.dim() == 2 and name.split(".")[0] == "layers"
+    }
     steps = (
         _by_formula({name: params[name] for name in inside}, optim, _muon(optim.beta1)),
         _adamw({name: param for name, param in params.items() if name not in inside}, optim),
@@ -37,10 +42,15 @@ def plain_optimizer(params: Mapping[str, Tensor], optim: Optim, seed: int = 0) -
 
 def _adamw(params: Mapping[str, Tensor], optim: Optim, seed: int = 0) -> Step:
     every = params.values()
-    matrices = {"params": [param for param in every if param.dim() > 1], "weight_decay": optim.weight_decay}
+    matrices = {
+        "params": [param for param in every if param.dim() > 1],
+        "weight_decay": optim.weight_decay,
+    }
     vectors = {"params": [param for param in every if param.dim() == 1], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
-    made = torch.optim.AdamW(groups, lr=0.0, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False)
+    made = torch.optim.AdamW(
+        groups, lr=0.0, betas=(optim.beta1, optim.beta2), eps=optim.eps, foreach=False
+    )
 
     def step(lr: float) -> None:
         for group in made.param_groups:
@@ -49,16 +59,22 @@ def _adamw(params: Mapping[str, Tensor], optim: Optim, seed: int = 0) -> Step:
         for name, param in params.items() if optim.state else ():
             kept = made.state[param]
             for kind in ("exp_avg", "exp_avg_sq"):
-                kept[kind].copy_(narrowed(kept[kind], str(optim.state), kind, name, seed, int(kept["step"])))
+                kept[kind].copy_(
+                    narrowed(kept[kind], str(optim.state), kind, name, seed, int(kept["step"]))
+                )
 
     return step
 
 
 def _by_formula(
-    params: Mapping[str, Tensor], optim: Optim, direction: Callable[[Tensor, Tensor], Tensor], seed: int = 0
+    params: Mapping[str, Tensor],
+    optim: Optim,
+    direction: Callable[[Tensor, Tensor], Tensor],
+    seed: int = 0,
 ) -> Step:
     """`direction` of a gradient and the momentum that it has been added to."""
-    momenta, updates = {name: torch.zeros_like(param) for name, param in params.items()}, itertools.count(1)
+    momenta = {name: torch.zeros_like(param) for name, param in params.items()}
+    updates = itertools.count(1)
 
     def step(lr: float) -> None:
         number = next(updates)
@@ -69,13 +85,16 @@ def _by_formula(
                 decay = optim.weight_decay if param.dim() > 1 else 0.0
                 param.copy_((1 - lr * decay) * param - lr * direction(gradient, momenta[name]))
                 if optim.state:
-                    momenta[name] = narrowed(momenta[name], optim.state, "momentum", name, seed, number)
+                    momenta[name] = narrowed(
+                        momenta[name], optim.state, "momentum", name, seed, number
+                    )
 
     return step
 
 
 def _muon(beta: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """By a singular value decomposition, whose values the polynomial of arXiv 2502.16982 is applied to directly."""
+    """By a singular value decomposition, whose values the polynomial of arXiv 2502.16982 is applied
+    to directly."""
 
     def direction(gradient: Tensor, momentum: Tensor) -> Tensor:
         left, values, right = torch.linalg.svd(gradient + beta * momentum, full_matrices=False)

@@ -1,4 +1,5 @@
-"""Narrow optimizer state as one process has it, number by number from its definition: no shared code."""
+"""Narrow optimizer state as one process has it, number by number from its definition: no shared
+code."""
 
 from __future__ import annotations
 
@@ -8,15 +9,22 @@ import math
 import torch
 from torch import Tensor
 
-_STEP, _FIRST, _SECOND, _ALL = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+_FIRST = 0xFF51AFD7ED558CCD
+_SECOND = 0xC4CEB9FE1A85EC53
+_ALL = (1 << 64) - 1
 
 
 def narrowed(value: Tensor, form: str, kind: str, name: str, seed: int, update: int) -> Tensor:
     """A parameter's state of one kind as it is kept after an update, in the dtype of `value`."""
     if form == "bf16":
-        salt = int.from_bytes(hashlib.blake2b(f"{seed}/state/{kind}/{name}".encode(), digest_size=8).digest(), "little")
+        salt = int.from_bytes(
+            hashlib.blake2b(f"{seed}/state/{kind}/{name}".encode(), digest_size=8).digest(),
+            "little",
+        )
         ahead = _mixed((update * _STEP + salt) & _ALL)
-        width, flat = value.shape[-1] if value.dim() > 1 else 1, list[float]()
+        width = value.shape[-1] if value.dim() > 1 else 1
+        flat = list[float]()
         for at, x in enumerate(value.flatten().tolist()):
             row, column = (
                 _mixed((number * _STEP + more) & _ALL)
@@ -34,12 +42,14 @@ def narrowed(value: Tensor, form: str, kind: str, name: str, seed: int, update: 
 
 
 def _numbers(signed: bool) -> list[float]:
-    """Every pattern of 8 bits: sign, zeros, a one, and a fraction; the two without a one are 0 and 1."""
+    """Every pattern of 8 bits: sign, zeros, a one, and a fraction; the two without a one are 0 and
+    1."""
     found = [0.0, 1.0]
     length = 7 if signed else 8
     for pattern in range(1 if signed else 2, 1 << length):  # seven zeros at most
         tail = pattern.bit_length() - 1  # bits behind the first one
-        zeros, fraction = length - 1 - tail, pattern - (1 << tail)
+        zeros = length - 1 - tail
+        fraction = pattern - (1 << tail)
         size = (0.1 + 0.9 * (fraction + 0.5) / (1 << tail)) * 10.0**-zeros
         found += [size, -size] if signed else [size]
     return sorted(found)

@@ -1,8 +1,10 @@
-"""Runs a function on N gloo ranks forked from this process: a parity test in a tenth of a second instead of twenty.
+"""Runs a function on N gloo ranks forked from this process: a parity test in a tenth of a second
+instead of twenty.
 
-Forking after `import torch` shares the time and memory of imports between ranks. The children make it safe: one thread
-before the first operation, a `file://` rendezvous (no ports), `os._exit` (no exit handlers of the parent), death with
-the parent. Results return over a pipe as JSON and safetensors, never as pickle.
+Forking after `import torch` shares the time and memory of imports between ranks. The children make
+it safe: one thread before the first operation, a `file://` rendezvous (no ports), `os._exit` (no
+exit handlers of the parent), death with the parent. Results return over a pipe as JSON and
+safetensors, never as pickle.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _BEGUN = b"!"  # what a rank's pipe begins with: it is connected and begins its 
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not finish. `rank` is the first to fail; the message carries its traceback."""
+    """A rank raised, died or did not finish. `rank` is the first to fail; the message carries its
+    traceback."""
 
     def __init__(self, rank: int, message: str):
         super().__init__(message)
@@ -52,14 +55,16 @@ class RankError(RuntimeError):
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """[fn(rank, *args) for each rank], each rank a process in a gloo group of `world`.
 
-    `fn` may be a closure. It returns any nesting of dicts (string keys), lists and tuples (which become lists) of
-    tensors and JSON values. Raises RankError with the first failing rank's traceback; `timeout` seconds after the last
-    rank has begun its work with the stacks of the ranks that still run. No process outlives the call.
+    `fn` may be a closure. It returns any nesting of dicts (string keys), lists and tuples (which
+    become lists) of tensors and JSON values. Raises RankError with the first failing rank's
+    traceback; `timeout` seconds after the last rank has begun its work with the stacks of the ranks
+    that still run. No process outlives the call.
     """
     home = Path(tempfile.mkdtemp(prefix="ranks-"))
     ranks: list[_Rank] = []
     collapse()
-    gc.freeze()  # a collection in a child would write to, and so copy, every page it shares with this process
+    # a collection in a child would write to, and so copy, every page it shares with this process
+    gc.freeze()
     try:
         for index in range(world):
             ranks.append(_start(fn, index, world, args, home, timeout))
@@ -71,7 +76,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 3
         shutil.rmtree(home, ignore_errors=True)
 
 
-# --------------------------------------------------------------------------------------------------- parent
+# ---------------------------------------------------------------------------------------------------
+#     parent
 
 
 @dataclass
@@ -80,7 +86,9 @@ class _Rank:
     pid: int
     pipe: int
     stacks: Path
-    signals: Path  # numbers of the signals that it has handled: those of stacks once they are complete
+    signals: (
+        Path  # numbers of the signals that it has handled: those of stacks once they are complete
+    )
     data: bytearray
     ended: bool = False  # the pipe is closed: `data` is complete
     status: int | None = None
@@ -109,11 +117,17 @@ class _Rank:
     def failure(self) -> str | None:
         if self.status == 0:
             return None
-        text = _decode(self.answer)["error"] if self.answer else f"ended with code {self.status} and no result"
+        text = (
+            _decode(self.answer)["error"]
+            if self.answer
+            else f"ended with code {self.status} and no result"
+        )
         return f"rank {self.index}: {text}"
 
 
-def _start(fn: Callable[..., Any], rank: int, world: int, args: tuple, home: Path, timeout: float) -> _Rank:
+def _start(
+    fn: Callable[..., Any], rank: int, world: int, args: tuple, home: Path, timeout: float
+) -> _Rank:
     read, write = os.pipe()
     parent = os.getpid()
     pid = os.fork()
@@ -138,7 +152,8 @@ def _collect(ranks: list[_Rank], timeout: float) -> list[Any]:
                 if rank.ended:
                     selector.unregister(rank.pipe)
                     if first is None and rank.failure():
-                        first, deadline = rank, min(deadline, time.monotonic() + _GRACE_S)
+                        first = rank
+                        deadline = min(deadline, time.monotonic() + _GRACE_S)
             if first is None and not begun and all(rank.data for rank in ranks):
                 deadline = time.monotonic() + timeout
                 begun = True
@@ -157,15 +172,25 @@ def _stacks(late: list[_Rank]) -> str:
     end = time.monotonic() + _STACKS_S
     while not all(rank.has_dumped for rank in late) and time.monotonic() < end:
         time.sleep(0.01)
-    texts = [f"rank {rank.index} did not finish in time:\n{rank.stacks.read_text()}" for rank in late]
+    texts = [
+        f"rank {rank.index} did not finish in time:\n{rank.stacks.read_text()}" for rank in late
+    ]
     return "\n".join(texts)
 
 
-# --------------------------------------------------------------------------------------------------- child
+# ---------------------------------------------------------------------------------------------------
+#     child
 
 
 def _child(
-    fn: Callable[..., Any], rank: int, world: int, args: tuple, home: Path, timeout: float, pipe: int, parent: int
+    fn: Callable[..., Any],
+    rank: int,
+    world: int,
+    args: tuple,
+    home: Path,
+    timeout: float,
+    pipe: int,
+    parent: int,
 ) -> None:
     """Never returns."""
     code = 1
@@ -175,18 +200,28 @@ def _child(
         stacks = (home / f"stacks-{rank}").open("w")
         signals = os.open(home / f"signals-{rank}", os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK)
         signal.set_wakeup_fd(signals)
-        signal.signal(signal.SIGUSR1, lambda *_: None)  # after the stacks: it makes Python write the signal's number
+        signal.signal(
+            signal.SIGUSR1, lambda *_: None
+        )  # after the stacks: it makes Python write the signal's number
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=True)
-        torch.set_num_threads(1)  # before the first operation: the parent's thread pool did not survive the fork
+        torch.set_num_threads(
+            1
+        )  # before the first operation: the parent's thread pool did not survive the fork
         init = f"file://{home}/store"
-        group_timeout = timedelta(seconds=_START_S + timeout)  # the parent's ends first, and tells who is late
-        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world, timeout=group_timeout)
+        group_timeout = timedelta(
+            seconds=_START_S + timeout
+        )  # the parent's ends first, and tells who is late
+        dist.init_process_group(
+            "gloo", init_method=init, rank=rank, world_size=world, timeout=group_timeout
+        )
         os.write(pipe, head)
         head = b""
-        answer, code = _encode(fn(rank, *args)), 0
+        answer = _encode(fn(rank, *args))
+        code = 0
         dist.barrier()  # a rank that leaves early closes connections that others still read
     except BaseException:
-        answer, code = _encode({"error": traceback.format_exc()}), 1
+        answer = _encode({"error": traceback.format_exc()})
+        code = 1
     try:
         view = memoryview(head + answer)
         while view:
@@ -205,7 +240,8 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-# --------------------------------------------------------------------------------------------------- results
+# ---------------------------------------------------------------------------------------------------
+#     results
 
 
 def _encode(value: Any) -> bytes:
@@ -232,7 +268,11 @@ def _decode(raw: bytes) -> Any:
 
     def full(item: Any) -> Any:
         if isinstance(item, dict):
-            return tensors[item["$tensor"]] if "$tensor" in item else {key: full(inner) for key, inner in item.items()}
+            return (
+                tensors[item["$tensor"]]
+                if "$tensor" in item
+                else {key: full(inner) for key, inner in item.items()}
+            )
         return [full(inner) for inner in item] if isinstance(item, list) else item
 
     return full(json.loads(raw[8 : 8 + size]))

@@ -1,1 +1,2 @@
-"""What a worker process exchanges with its agent: reports and progress out, termination signals in."""
+"""What a worker process exchanges with its agent: reports and progress out, termination signals
+in."""

@@ -1,9 +1,8 @@
 """Progress reports: a thread of each worker reports twice a second what the training loop does.
 
-The thread only reads values that the loop keeps anyway, so the loop pays nothing. A loop that hangs is still reported,
-with where it hangs; a process that is stopped, or whose interpreter is blocked, sends no report. The coordinator finds
-the rank at fault
-(`orchestrator.agent.faults.diagnosis`).
+The thread only reads values that the loop keeps anyway, so the loop pays nothing. A loop that hangs
+is still reported, with where it hangs; a process that is stopped, or whose interpreter is blocked,
+sends no report. The coordinator finds the rank at fault (`orchestrator.agent.faults.diagnosis`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ EVERY_S = 0.5
 
 @dataclass(frozen=True)
 class Progress:
-    """What a worker does. `step`: the one in progress, 0 before the first; `moves`: grows with every advance."""
+    """What a worker does. `step`: the one in progress, 0 before the first; `moves`: grows with
+    every advance."""
 
     step: int
     phase: str
@@ -36,7 +36,8 @@ class ProgressReporter:
 
     def __init__(self, reporter: Reporter, every_s: float = EVERY_S):
         self.source: Callable[[], Progress] = starting
-        self._reporter, self._every_s = reporter, every_s
+        self._reporter = reporter
+        self._every_s = every_s
         self._stopped = threading.Event()
 
     def start(self) -> ProgressReporter:
@@ -50,6 +51,8 @@ class ProgressReporter:
     def _run(self) -> None:
         while True:
             now = self.source()
-            self._reporter.progress(step=now.step, phase=now.phase, waiting=now.waiting, moves=now.moves)
+            self._reporter.progress(
+                step=now.step, phase=now.phase, waiting=now.waiting, moves=now.moves
+            )
             if self._stopped.wait(self._every_s):
                 return

@@ -1,8 +1,10 @@
-"""Reports from a worker to its agent: JSON lines on an inherited pipe, written without ever blocking training.
+"""Reports from a worker to its agent: JSON lines on an inherited pipe, written without ever
+blocking training.
 
-The agent reads `orchestrator.plan.worker.Report` from the file descriptor that it passed in `ORCH_REPORT_FD`. A slow
-reader costs reports, not steps: lines that do not fit the pipe wait in a bounded backlog, lines that do not fit the
-backlog are dropped and counted (`StepReport.dropped_reports`).
+The agent reads `orchestrator.plan.worker.Report` from the file descriptor that it passed in
+`ORCH_REPORT_FD`. A slow reader costs reports, not steps: lines that do not fit the pipe wait in a
+bounded backlog, lines that do not fit the backlog are dropped and counted
+(`StepReport.dropped_reports`).
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ Scalar = str | int | float | bool | None
 
 
 class Reporter:
-    """Writes reports to `fd` without blocking. Without an agent (`fd` None), rank 0 prints a short line instead."""
+    """Writes reports to `fd` without blocking. Without an agent (`fd` None), rank 0 prints a short
+    line instead."""
 
     def __init__(self, fd: int | None, rank: int, epoch: int):
-        self.fd, self.rank, self.epoch = fd, rank, epoch
+        self.fd = fd
+        self.rank = rank
+        self.epoch = epoch
         self.dropped = 0
         self._backlog = bytearray()
         self._lock = threading.Lock()  # progress reports come from their own thread
@@ -39,23 +44,32 @@ class Reporter:
 
     def event(self, name: str, step: int | None = None, /, **fields: Scalar) -> None:
         """Report an event."""
-        self._send(EventReport(rank=self.rank, epoch=self.epoch, name=name, step=step, fields=fields))
+        self._send(
+            EventReport(rank=self.rank, epoch=self.epoch, name=name, step=step, fields=fields)
+        )
 
     def step(self, **values: Any) -> None:
-        """Report one optimizer step: the fields of `StepReport` but `rank`, `epoch` and `dropped_reports`."""
-        self._send(StepReport(rank=self.rank, epoch=self.epoch, dropped_reports=self.dropped, **values))
+        """Report one optimizer step: the fields of `StepReport` but `rank`, `epoch` and
+        `dropped_reports`."""
+        self._send(
+            StepReport(rank=self.rank, epoch=self.epoch, dropped_reports=self.dropped, **values)
+        )
 
     def progress(self, **values: Any) -> None:
-        """Report progress: the fields of `ProgressReport`. Dropped if it would have to wait behind other reports."""
+        """Report progress: the fields of `ProgressReport`. Dropped if it would have to wait behind
+        other reports."""
         with self._lock:
             if self.fd is None or self._backlog:
                 self._flush()
             else:
-                self._backlog += self._line(ProgressReport(rank=self.rank, epoch=self.epoch, **values))
+                self._backlog += self._line(
+                    ProgressReport(rank=self.rank, epoch=self.epoch, **values)
+                )
                 self._flush()
 
     def close(self, wait_s: float = 2.0) -> None:
-        """Wait up to `wait_s` seconds for the agent to read the backlog: the last reports say how a run ended."""
+        """Wait up to `wait_s` seconds for the agent to read the backlog: the last reports say how a
+        run ended."""
         deadline = time.monotonic() + wait_s
         while self.fd is not None and self._backlog and (left := deadline - time.monotonic()) > 0:
             select.select([], [self.fd], [], left)
@@ -80,7 +94,8 @@ class Reporter:
         return self._encode(report) + b"\n"
 
     def _flush(self) -> None:
-        # A pipe may take part of a line; the rest stays first in the backlog, so lines are never interleaved.
+        # A pipe may take part of a line; the rest stays first in the backlog, so lines are never
+        # interleaved.
         while self.fd is not None and self._backlog:
             try:
                 written = os.write(self.fd, self._backlog)
@@ -101,7 +116,9 @@ class Reporter:
             text = f"step {report.step}{loss}{norm}  {report.tokens / report.step_s:,.0f} tokens/s"
         elif isinstance(report, EventReport):
             where = "" if report.step is None else f" (step {report.step})"
-            text = f"{report.name}{where} " + " ".join(f"{key}={value}" for key, value in report.fields.items())
+            text = f"{report.name}{where} " + " ".join(
+                f"{key}={value}" for key, value in report.fields.items()
+            )
         else:
             return
         with contextlib.suppress(OSError):

@@ -1,11 +1,13 @@
-"""Termination signals: one sets a flag; the loop then saves at a step that all ranks agree on and exits with 75."""
+"""Termination signals: one sets a flag; the loop then saves at a step that all ranks agree on and
+exits with 75."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
-#: SIGTERM: cancel, preemption, Kubernetes. SIGUSR1: Slurm's `--signal` before the time limit. SIGINT: Ctrl-C.
+#: SIGTERM: cancel, preemption, Kubernetes. SIGUSR1: Slurm's `--signal` before the time limit.
+#: SIGINT: Ctrl-C.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 

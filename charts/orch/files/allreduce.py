@@ -1,4 +1,5 @@
-"""`helm test`: two pods find each other by name and sum a tensor. Exit code 0 when both have the sum."""
+"""`helm test`: two pods find each other by name and sum a tensor. Exit code 0 when both have the
+sum."""
 
 import os
 import socket
@@ -7,7 +8,8 @@ import time
 import torch
 import torch.distributed as dist
 
-rank, host = int(os.environ["JOB_COMPLETION_INDEX"]), os.environ["MASTER_ADDR"]
+rank = int(os.environ["JOB_COMPLETION_INDEX"])
+host = os.environ["MASTER_ADDR"]
 for _ in range(120):  # a pod's name appears a moment after the pod
     try:
         socket.getaddrinfo(host, 29500)

@@ -1,8 +1,9 @@
 """Fault attribution: whether a failure is due to the data or the code, or to a node. Pure.
 
-A step that fails on different nodes does not depend on where it runs. A node that fails at different steps, while the
-others do not, does not depend on what runs. A gradient that is not finite is the same on all ranks: if it comes again
-at the same step after a restart, it was no transient error of a machine.
+A step that fails on different nodes does not depend on where it runs. A node that fails at
+different steps, while the others do not, does not depend on what runs. A gradient that is not
+finite is the same on all ranks: if it comes again at the same step after a restart, it was no
+transient error of a machine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _OF_NODE = ("worker_exit", "worker_spinning", "worker_stuck")
 
 @dataclass(frozen=True)
 class FaultHistory:
-    """`causes`: of the failures of this attempt so far, oldest first. `nodes`: of the epoch that has ended."""
+    """`causes`: of the failures of this attempt so far, oldest first. `nodes`: of the epoch that
+    has ended."""
 
     causes: tuple[Cause, ...] = ()
     nodes: int = 1
@@ -44,12 +46,20 @@ def attribute(cause: Cause, history: FaultHistory) -> Attribution:
     """What a failure is due to, by the failures before it in this attempt."""
     text = cause.text
     if _of_code(cause):
-        same = [one for one in history.causes if _of_code(one) and (one.kind, one.step) == (cause.kind, cause.step)]
+        same = [
+            one
+            for one in history.causes
+            if _of_code(one) and (one.kind, one.step) == (cause.kind, cause.step)
+        ]
         if cause.kind == "non_finite" and same:
-            return Attribution("data", f"{text}; so it was after the last restart: the data or the code")
+            return Attribution(
+                "data", f"{text}; so it was after the last restart: the data or the code"
+            )
         other = next((one for one in same if one.node != cause.node), None)
         if other:
-            return Attribution("data", f"{text}; the same step failed on {other.node} before: the data or the code")
+            return Attribution(
+                "data", f"{text}; the same step failed on {other.node} before: the data or the code"
+            )
     if history.bad_node_after and history.nodes > 1 and _of_node(cause):
         row = [cause]
         for one in reversed([one for one in history.causes if _of_node(one)]):
@@ -57,8 +67,12 @@ def attribute(cause: Cause, history: FaultHistory) -> Attribution:
                 break
             row.append(one)
         steps = {one.step for one in row}
-        if len(row) >= history.bad_node_after and len(steps) >= min(len(row), history.bad_node_after):
-            return Attribution("node", f"{text}; {len(row)} failures in a row on {cause.node}, at different steps")
+        if len(row) >= history.bad_node_after and len(steps) >= min(
+            len(row), history.bad_node_after
+        ):
+            return Attribution(
+                "node", f"{text}; {len(row)} failures in a row on {cause.node}, at different steps"
+            )
     return Attribution()
 
 

@@ -1,4 +1,5 @@
-"""Hang and straggler detector: evaluates what all agents report of a running epoch, about once a second."""
+"""Hang and straggler detector: evaluates what all agents report of a running epoch, about once a
+second."""
 
 from __future__ import annotations
 
@@ -11,10 +12,14 @@ from orchestrator.run.request import Policy
 
 from .diagnosis import Diagnosis, diagnose, gathered, peers_usual, slowdown
 
-_EVERY_S, _COMPARE_S = 0.9, 0.4  # for 16,384 ranks it takes 50 ms each
-#: Reports of an agent, one or two a second, each about the last eight steps. To name a straggler costs nothing; to
-#: replace it costs an epoch, which a machine that was busy for a moment is not worth.
-_SURE_REPORTS, _LASTING_REPORTS, _OVER_REPORTS = 2, 10, 4
+_EVERY_S = 0.9
+_COMPARE_S = 0.4  # for 16,384 ranks it takes 50 ms each
+#: Reports of an agent, one or two a second, each about the last eight steps. To name a straggler
+#: costs nothing; to replace it costs an epoch, which a machine that was busy for a moment is not
+#: worth.
+_SURE_REPORTS = 2
+_LASTING_REPORTS = 10
+_OVER_REPORTS = 4
 
 
 @dataclass
@@ -31,7 +36,9 @@ class HangDetector:
 
     def __init__(self, rules: Policy):
         self._rules = rules
-        self._seen: dict[str, Sequence[WorkerStatus]] = {}  # by node, what its agent has reported last
+        self._seen: dict[
+            str, Sequence[WorkerStatus]
+        ] = {}  # by node, what its agent has reported last
         self._peers: Mapping[tuple[str, int], float] = {}
         self._looked = self._compared = float("-inf")  # loop times
         self._urgent = False
@@ -51,12 +58,16 @@ class HangDetector:
         self._seen[node] = seen
         self._urgent = any(one.is_frozen for one in seen)
         if now - self._compared >= _COMPARE_S:
-            self._compared, self._peers = now, peers_usual(self._plan, gathered(self._seen, self._plan))
+            self._compared, self._peers = (
+                now,
+                peers_usual(self._plan, gathered(self._seen, self._plan)),
+            )
         theirs = gathered({node: seen}, self._plan)
         self._count(node, slowdown(self._plan, theirs, self._peers, self._rules.straggler_ratio))
 
     def diagnosis(self, now: float) -> Diagnosis | None:
-        """What is wrong, None for nothing. Most calls return at once, since thousands of agents report."""
+        """What is wrong, None for nothing. Most calls return at once, since thousands of agents
+        report."""
         if now - self._looked < _EVERY_S and not self._urgent:
             return None
         self._looked = now
@@ -75,13 +86,17 @@ class HangDetector:
         return self._since(_LASTING_REPORTS)
 
     def _since(self, reports: int) -> dict[str, float]:
-        return {node: slow.ratio for node, slow in sorted(self._slow.items()) if slow.reports >= reports}
+        return {
+            node: slow.ratio for node, slow in sorted(self._slow.items()) if slow.reports >= reports
+        }
 
     def _count(self, node: str, ratio: float | None) -> None:
         slow = self._slow.get(node)
         if ratio is not None:
             slow = self._slow.setdefault(node, _Slow())
-            slow.ratio, slow.reports, slow.against = ratio, slow.reports + 1, 0
+            slow.ratio = ratio
+            slow.reports = slow.reports + 1
+            slow.against = 0
         elif slow:
             slow.against += 1
             if slow.reports < _SURE_REPORTS or slow.against >= _OVER_REPORTS:

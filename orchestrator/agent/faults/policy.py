@@ -1,6 +1,7 @@
 """Decides what happens after an epoch has ended. Pure.
 
-Whether a run goes on is decided here; with which nodes an elastic run goes on is decided by the planner.
+Whether a run goes on is decided here; with which nodes an elastic run goes on is decided by the
+planner.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from orchestrator.run.state import WORKER_CAUSES, Cause
 
 from .attribution import NO_FAULTS, OUTSIDE, FaultHistory, attribute
 
-#: Saved-and-wants-restart exits in a row without one new step, after which starting again is pointless.
+#: Saved-and-wants-restart exits in a row without one new step, after which starting again is
+#: pointless.
 MOST_FRUITLESS = 5
 
-#: Codes that end the run with themselves: starting the same thing again on the same nodes cannot help.
+#: Codes that end the run with themselves: starting the same thing again on the same nodes cannot
+#: help.
 _FINAL_CODES = FATAL | {Exit.NODE, Exit.CAPACITY, Exit.FENCED}
 
 
@@ -72,7 +75,9 @@ class Budget:
     max_restarts: int
     used: int = 0  # counted restarts, of all causes
     fruitless: int = 0  # uncounted ones in a row without a new step
-    limits: Mapping[str, int] = field(default_factory=dict)  # kinds of cause that have a budget of their own
+    limits: Mapping[str, int] = field(
+        default_factory=dict
+    )  # kinds of cause that have a budget of their own
     by_cause: Mapping[str, int] = field(default_factory=dict)  # counted restarts by kind
 
     def left(self, kind: str) -> bool:
@@ -87,7 +92,11 @@ class Budget:
 
     def name(self, kind: str) -> str:
         own = kind in self.limits
-        return f"max_restarts_by_cause.{kind}={self.limits[kind]}" if own else f"max_restarts={self.max_restarts}"
+        return (
+            f"max_restarts_by_cause.{kind}={self.limits[kind]}"
+            if own
+            else f"max_restarts={self.max_restarts}"
+        )
 
 
 FinalState = Literal["done", "failed", "cancelled", "stopped"]
@@ -110,9 +119,10 @@ class Decision:
 def first_cause(ends: tuple[WorkerEnd, ...]) -> WorkerEnd | None:
     """The end that explains the others, None if no worker failed.
 
-    When one worker dies, its peers fail in their collectives and exit with 75 or an error of their own, and their
-    agents may report earlier. So workers that nobody had told to stop come first; among them a signal or an error comes
-    before a 75, which may follow from a peer's end; then the order of the reports decides.
+    When one worker dies, its peers fail in their collectives and exit with 75 or an error of their
+    own, and their agents may report earlier. So workers that nobody had told to stop come first;
+    among them a signal or an error comes before a 75, which may follow from a peer's end; then the
+    order of the reports decides.
     """
     failed = [end for end in ends if end.code != 0]
     by_themselves = [end for end in failed if not end.asked]
@@ -140,43 +150,65 @@ def cause_of(end: WorkerEnd, epoch: int) -> Cause:
 
 
 def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> Decision:
-    """What follows after an epoch: the table of docs/protocol.md, Decisions, in the order in which its rows apply."""
+    """What follows after an epoch: the table of docs/protocol.md, Decisions, in the order in which
+    its rows apply."""
     complete = len(end.ends) == end.world_size
     if complete and all(worker.code == 0 for worker in end.ends):
-        return Decision(again=False, state="done", code=0, reason="all workers are done", budget=budget)
+        return Decision(
+            again=False, state="done", code=0, reason="all workers are done", budget=budget
+        )
 
     first = first_cause(end.ends)
     cause = end.fault or (cause_of(first, end.epoch) if first else None)
 
     if end.lost and end.request is None:
         gone = end.lost[0]
-        lost = Cause(kind="node_lost", text=f"{gone.node}: {gone.text}", epoch=end.epoch, node=gone.node)
+        lost = Cause(
+            kind="node_lost", text=f"{gone.node}: {gone.text}", epoch=end.epoch, node=gone.node
+        )
         if end.elastic:
-            return Decision(again=True, state="restarting", reason=lost.text, budget=budget, cause=lost)
+            return Decision(
+                again=True, state="restarting", reason=lost.text, budget=budget, cause=lost
+            )
         return _end("failed", Exit.CAPACITY, lost.text, budget, lost)
 
     if end.request is not None:
         if first and cause and end.fault is None and not first.asked and first.code in FATAL:
             return _end("failed", first.code, cause.text, budget, cause)
-        if not end.ends or (complete and all(worker.code in (0, Exit.RESTART) for worker in end.ends)):
+        if not end.ends or (
+            complete and all(worker.code in (0, Exit.RESTART) for worker in end.ends)
+        ):
             how = "" if end.ends else "; before any worker had started"
             return _end(end.request.kind, Exit.RESTART, end.request.reason + how, budget, None)
         return _unsaved(end, end.request, budget, cause)
 
-    if end.fault is None and end.resize and (first is None or first.asked or first.code == Exit.RESTART):
+    if (
+        end.fault is None
+        and end.resize
+        and (first is None or first.asked or first.code == Exit.RESTART)
+    ):
         if end.slow:
             return _without(end.slow, end.resize, budget)
         return Decision(again=True, state="restarting", reason=end.resize, budget=budget)
 
     if cause is None:  # nobody failed, yet not all ended: only a lost node or a request does that
         text = f"{end.world_size - len(end.ends)} workers are unaccounted for"
-        return _end("failed", Exit.INTERNAL, text, budget, Cause(kind="internal", text=text, epoch=end.epoch))
+        return _end(
+            "failed",
+            Exit.INTERNAL,
+            text,
+            budget,
+            Cause(kind="internal", text=text, epoch=end.epoch),
+        )
 
-    return _after_failure(end, cause, 1 if end.fault or first is None else first.code, budget, history)
+    return _after_failure(
+        end, cause, 1 if end.fault or first is None else first.code, budget, history
+    )
 
 
 def _unsaved(end: EpochEnd, request: Request, budget: Budget, cause: Cause | None) -> Decision:
-    """The end of a run that was asked for, without a whole save: a worker that failed over it is named.
+    """The end of a run that was asked for, without a whole save: a worker that failed over it is
+    named.
 
     One that was killed, or that knows nothing of signals, has not failed.
     """
@@ -191,7 +223,9 @@ def _unsaved(end: EpochEnd, request: Request, budget: Budget, cause: Cause | Non
     return _end(request.kind, Exit.RESTART, f"{request.reason}; {how}", budget, cause)
 
 
-def _after_failure(end: EpochEnd, cause: Cause, code: int, budget: Budget, history: FaultHistory) -> Decision:
+def _after_failure(
+    end: EpochEnd, cause: Cause, code: int, budget: Budget, history: FaultHistory
+) -> Decision:
     """The rows for an epoch that ended by a failure. `code`: of the worker that failed first."""
     if code == Exit.NODE and end.elastic:
         return _without(cause, cause.text, budget)
@@ -208,7 +242,9 @@ def _after_failure(end: EpochEnd, cause: Cause, code: int, budget: Budget, histo
         if fruitless > MOST_FRUITLESS:
             text = f"{cause.text}; {MOST_FRUITLESS} restarts in a row without a new step"
             return _end("stopped", Exit.RESTART, text, budget, cause)
-        return Decision(again=True, state="restarting", reason=cause.text, budget=budget, cause=cause)
+        return Decision(
+            again=True, state="restarting", reason=cause.text, budget=budget, cause=cause
+        )
 
     found = attribute(cause, history)
     if found.at_fault == "data":
@@ -219,10 +255,18 @@ def _after_failure(end: EpochEnd, cause: Cause, code: int, budget: Budget, histo
         return _end("failed", Exit.NODE, found.text, budget, cause)
     if not budget.left(cause.kind):
         spent = f"; {budget.name(cause.kind)} used up" if budget.by_cause or budget.used else ""
-        code = Exit.CONFIG if cause.kind == "non_finite" else Exit.INTERNAL if code == Exit.INTERNAL else Exit.USER
+        code = (
+            Exit.CONFIG
+            if cause.kind == "non_finite"
+            else Exit.INTERNAL
+            if code == Exit.INTERNAL
+            else Exit.USER
+        )
         return _end("failed", code, cause.text + spent, budget, cause)
     budget = budget.spent(cause.kind)
-    return Decision(again=True, state="restarting", reason=cause.text, budget=budget, counted=True, cause=cause)
+    return Decision(
+        again=True, state="restarting", reason=cause.text, budget=budget, counted=True, cause=cause
+    )
 
 
 def _without(cause: Cause, reason: str, budget: Budget) -> Decision:
@@ -230,5 +274,9 @@ def _without(cause: Cause, reason: str, budget: Budget) -> Decision:
     return Decision(True, "restarting", reason, budget, cause=cause, exclude=cause.node)
 
 
-def _end(state: FinalState, code: int, reason: str, budget: Budget, cause: Cause | None) -> Decision:
-    return Decision(again=False, state=state, code=int(code), reason=reason, budget=budget, cause=cause)
+def _end(
+    state: FinalState, code: int, reason: str, budget: Budget, cause: Cause | None
+) -> Decision:
+    return Decision(
+        again=False, state=state, code=int(code), reason=reason, budget=budget, cause=cause
+    )

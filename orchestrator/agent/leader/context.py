@@ -1,4 +1,5 @@
-"""What the components of a coordinator share: the run, its members, and the queue of events that have come in."""
+"""What the components of a coordinator share: the run, its members, and the queue of events that
+have come in."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Event(NamedTuple):
 
 
 class Context:
-    """`plan`: the one in force. `elastic`: nodes may be lost, leave and join while the run goes on."""
+    """`plan`: the one in force. `elastic`: nodes may be lost, leave and join while the run goes
+    on."""
 
     def __init__(
         self,
@@ -44,11 +46,20 @@ class Context:
         record: StateWriter,
         elastic: bool,
     ):
-        self.folder, self.rules, self.node, self.elastic = folder, rules, node, elastic
-        self.recorder, self.record = recorder, record
-        self.plan, self.ranked = plan, used_nodes(plan)
+        self.folder = folder
+        self.rules = rules
+        self.node = node
+        self.elastic = elastic
+        self.recorder = recorder
+        self.record = record
+        self.plan = plan
+        self.ranked = used_nodes(plan)
         self.budget = policy.Budget(
-            rules.max_restarts, record.restarts, 0, rules.max_restarts_by_cause, record.restarts_by_cause
+            rules.max_restarts,
+            record.restarts,
+            0,
+            rules.max_restarts_by_cause,
+            record.restarts_by_cause,
         )
         self.end_request: policy.Request | None = None
         self._told: Intent | None = None  # what people want and the disk does not have
@@ -76,8 +87,10 @@ class Context:
         return self.record.epoch
 
     def set_plan(self, plan: Plan) -> None:
-        """Makes this the plan in force. `ranked`: its nodes that hold ranks, in the plan's order."""
-        self.plan, self.ranked = plan, used_nodes(plan)
+        """Makes this the plan in force. `ranked`: its nodes that hold ranks, in the plan's
+        order."""
+        self.plan = plan
+        self.ranked = used_nodes(plan)
 
     # ---------------------------------------------------------------------------------- events
 
@@ -85,12 +98,14 @@ class Context:
         self._queue.put_nowait(Event(self.epoch, node, what))
 
     def on_ticker_end(self, ticker: asyncio.Task[None]) -> None:
-        """Without heartbeats every node would take a healthy coordinator for lost: a bug in them is to be seen."""
+        """Without heartbeats every node would take a healthy coordinator for lost: a bug in them is
+        to be seen."""
         if not ticker.cancelled() and (error := ticker.exception()):
             self._queue.put_nowait(error)
 
     async def next_event(self, until: float | None) -> Event | None:
-        """The next event; None at loop time `until`. Raises LeaseLost once another coordinator has claimed an epoch."""
+        """The next event; None at loop time `until`. Raises LeaseLost once another coordinator has
+        claimed an epoch."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -104,7 +119,8 @@ class Context:
                 raise event.what
             if isinstance(event.what, TerminationSignal) and event.what.by_people:
                 self._told = unwritten_end(event.what.force)
-            # an answer that was still in the queue when its epoch ended must not count for the next one
+            # an answer that was still in the queue when its epoch ended must not count for the next
+            # one
             if event.epoch == self.epoch or isinstance(event.what, MemberLost | TerminationSignal):
                 return event
 
@@ -115,14 +131,24 @@ class Context:
 
     def note_epoch_end(self, decision: policy.Decision, epoch: int | None = None) -> None:
         cause = decision.cause
-        about = {"fault": cause.kind, "on": cause.node, "rank": cause.rank, "code": cause.code} if cause else {}
-        said = {"reason": decision.reason, "again": decision.again, "counted": decision.counted, **about}
+        about = (
+            {"fault": cause.kind, "on": cause.node, "rank": cause.rank, "code": cause.code}
+            if cause
+            else {}
+        )
+        said = {
+            "reason": decision.reason,
+            "again": decision.again,
+            "counted": decision.counted,
+            **about,
+        }
         self.note("epoch_ended", epoch=self.epoch if epoch is None else epoch, **said)
 
     # ---------------------------------------------------------------------------------- records
 
     async def on_disk(self, record: Callable[[], Result]) -> Result:
-        """What `record` returns, called until the disk lets it, in at most RECORD_S; heartbeats go on meanwhile.
+        """What `record` returns, called until the disk lets it, in at most RECORD_S; heartbeats go
+        on meanwhile.
 
         Raises what it has raised last, and LeaseLost.
         """
@@ -162,9 +188,12 @@ class Context:
         return self._told or due(self.folder, self.record.intent)
 
     def request_end(self, signal: TerminationSignal) -> policy.Request:
-        """Notes that somebody asked for the end of the run; the first request counts, or what people have asked."""
+        """Notes that somebody asked for the end of the run; the first request counts, or what
+        people have asked."""
         if (asked := self.asked) and (self.end_request is None or asked.want == "end"):
-            self.end_request = policy.Request("cancelled" if asked.want == "end" else "stopped", asked.text)
+            self.end_request = policy.Request(
+                "cancelled" if asked.want == "end" else "stopped", asked.text
+            )
         elif self.end_request is None:
             self.end_request = policy.Request("stopped", signal.reason)
         return self.end_request
@@ -175,7 +204,12 @@ class Context:
         return self.end(request.kind, Exit.RESTART, f"{request.reason}; nothing had started")
 
     def end(
-        self, state: policy.FinalState, code: int, text: str, kind: str = "", node: str | None = None
+        self,
+        state: policy.FinalState,
+        code: int,
+        text: str,
+        kind: str = "",
+        node: str | None = None,
     ) -> policy.Decision:
         """The decision that ends a run outside an epoch. `kind`: of the cause; "" for none."""
         cause = Cause(kind=kind, text=text, epoch=self.epoch, node=node) if kind else None

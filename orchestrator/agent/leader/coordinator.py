@@ -1,10 +1,11 @@
 """The coordinator: decides about epochs and is the only writer of the run's state.
 
-It has a connection to every agent, including the one in its own process. In a run with fixed nodes it runs on the
-plan's first node; in an elastic run it moves to another node when its own is lost (`election`). A run is: wait for the
-nodes, run epochs until the policy ends the run, save what only memories hold, finish. All events come in through one
-queue, so they have one order and no lock is needed. The work is done by components: `Membership` (who is connected),
-`Elasticity` (which nodes and plan come next), `Epoch` (one attempt of the workers), `StateWriter`, `FinalCheckpoint`.
+It has a connection to every agent, including the one in its own process. In a run with fixed nodes
+it runs on the plan's first node; in an elastic run it moves to another node when its own is lost
+(`election`). A run is: wait for the nodes, run epochs until the policy ends the run, save what only
+memories hold, finish. All events come in through one queue, so they have one order and no lock is
+needed. The work is done by components: `Membership` (who is connected), `Elasticity` (which nodes
+and plan come next), `Epoch` (one attempt of the workers), `StateWriter`, `FinalCheckpoint`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Coordinator:
     async def run(self, host: str, port: int = 0) -> policy.Decision:
         """Coordinates until the run is over; returns the decision that ended it.
 
-        Its code is Exit.FENCED if another coordinator has claimed a newer epoch: nothing was written after that.
+        Its code is Exit.FENCED if another coordinator has claimed a newer epoch: nothing was
+        written after that.
         """
         try:
             return await self._lead(host, port)
@@ -59,24 +61,34 @@ class Coordinator:
     async def _lead(self, host: str, port: int) -> policy.Decision:
         context = self._context
         connected = context.membership.connected
-        server = await asyncio.start_server(connected, host, port, limit=READ_LIMIT, backlog=BACKLOG)
+        server = await asyncio.start_server(
+            connected, host, port, limit=READ_LIMIT, backlog=BACKLOG
+        )
         ticker = asyncio.create_task(context.membership.tick(self._on_heartbeat))
         ticker.add_done_callback(context.on_ticker_end)
         try:
             bound = server.sockets[0].getsockname()
             await context.on_disk(lambda: self._announcement.begin(bound[0], bound[1]))
-            context.record.update(state="starting", reason=f"waiting for {len(context.ranked)} nodes")
+            context.record.update(
+                state="starting", reason=f"waiting for {len(context.ranked)} nodes"
+            )
             decision = await self._elasticity.wait_for_nodes()
             while decision is None or decision.again:
                 decision = await self._run_epoch()
             ended = decision
             if await context.on_disk(lambda: is_due(context.folder, context.plan, ended)):
                 told = await FinalCheckpoint(context).run()
-                decision = replace(decision, reason="; ".join(filter(None, (decision.reason, told))))
+                decision = replace(
+                    decision, reason="; ".join(filter(None, (decision.reason, told)))
+                )
             await self._finish(decision)
             return decision
         except RECORD_ERRORS as error:
-            kind = "disk_full" if isinstance(error, OSError) and error.errno in NO_ROOM else "disk_failed"
+            kind = (
+                "disk_full"
+                if isinstance(error, OSError) and error.errno in NO_ROOM
+                else "disk_failed"
+            )
             text = f"the run's state cannot be written: {error}"
             decision = context.end("stopped", Exit.RESTART, text, kind)
             await self._finish(decision)
@@ -87,10 +99,14 @@ class Coordinator:
             context.membership.close()
 
     async def _run_epoch(self) -> policy.Decision:
-        """Runs one epoch; returns what follows, with the next epoch's plan in force if there is one."""
-        context, metrics = self._context, self._context.recorder.metrics
+        """Runs one epoch; returns what follows, with the next epoch's plan in force if there is
+        one."""
+        context = self._context
+        metrics = self._context.recorder.metrics
         ended = await Epoch(context, self._detector, self._elasticity).run()
-        history = FaultHistory(tuple(context.record.causes), len(context.ranked), context.rules.bad_node_after)
+        history = FaultHistory(
+            tuple(context.record.causes), len(context.ranked), context.rules.bad_node_after
+        )
         decision = policy.decide(ended, context.budget, history)
         await self._exclude_bad_node(decision)
         decision = await self._elasticity.next_plan(decision)
@@ -104,15 +120,26 @@ class Coordinator:
         return decision
 
     async def _exclude_bad_node(self, decision: policy.Decision) -> None:
-        """Excludes a bad node from this attempt, whoever coordinates it, and from the user's next runs."""
+        """Excludes a bad node from this attempt, whoever coordinates it, and from the user's next
+        runs."""
         context = self._context
-        node = decision.exclude or (decision.cause.node if decision.code == Exit.NODE and decision.cause else None)
+        node = decision.exclude or (
+            decision.cause.node if decision.code == Exit.NODE and decision.cause else None
+        )
         if node:
             context.note("node_excluded", on=node, reason=decision.reason)
             context.membership.excluded[node] = decision.reason
             context.record.exclude(node, decision.reason)
-            told = context.folder, node, decision.reason, context.rules.remember_bad_nodes_h, time.time()
-            await asyncio.to_thread(remember, *told)  # it may wait for other runs, and heartbeats go on
+            told = (
+                context.folder,
+                node,
+                decision.reason,
+                context.rules.remember_bad_nodes_h,
+                time.time(),
+            )
+            await asyncio.to_thread(
+                remember, *told
+            )  # it may wait for other runs, and heartbeats go on
 
     async def _finish(self, decision: policy.Decision) -> None:
         context = self._context
@@ -122,7 +149,9 @@ class Coordinator:
         for member in context.members.values():
             member.channel.send(context.epoch, over)
         end = asyncio.get_running_loop().time() + context.rules.grace_s
-        while context.members and (event := await context.next_event(end)):  # an agent closes when it is done
+        while context.members and (
+            event := await context.next_event(end)
+        ):  # an agent closes when it is done
             if isinstance(event.what, MemberLost):
                 context.membership.drop(event.node, "node_left", event.what.text)
             elif isinstance(event.what, Join) and (late := context.members.get(event.node)):
@@ -131,15 +160,21 @@ class Coordinator:
             await context.on_disk(context.record.retry)  # the end may have found no room
 
     def _on_heartbeat(self) -> None:
-        """Once a heartbeat: renews the lease on the epoch, writes state that found no room before, and takes up what
-        people ask for, of which another coordinator may have been told that is dead by now."""
+        """Once a heartbeat: renews the lease on the epoch, writes state that found no room before,
+        and takes up what people ask for, of which another coordinator may have been told that is
+        dead by now."""
         context = self._context
         if (asked := context.asked) and asked.number > self._heard:
             self._heard = asked.number
-            context.put(context.node, TerminationSignal(reason=asked.text, signal="SIGTERM", force=asked.force))
+            context.put(
+                context.node,
+                TerminationSignal(reason=asked.text, signal="SIGTERM", force=asked.force),
+            )
         if context.elastic and (missed_s := self._stalls.missed_s()):
             context.note("was_away", seconds=round(missed_s, 1))
-            self._elasticity.partition_suspected = True  # nodes that have hung up meanwhile may well live
+            self._elasticity.partition_suspected = (
+                True  # nodes that have hung up meanwhile may well live
+            )
         try:
             self._announcement.renew()
         except LeaseLost as error:
@@ -156,8 +191,11 @@ class Coordinator:
         return self._context.record.is_final
 
     def agent_left(self) -> None:
-        """To be called when the agent of this process has ended: no connection tells while nodes are awaited."""
+        """To be called when the agent of this process has ended: no connection tells while nodes
+        are awaited."""
         context = self._context
         if context.membership.forming:
             reason = f"{context.node}: its agent left before all nodes had come"
-            context.put(context.node, TerminationSignal(reason=reason, signal="SIGTERM", force=False))
+            context.put(
+                context.node, TerminationSignal(reason=reason, signal="SIGTERM", force=False)
+            )

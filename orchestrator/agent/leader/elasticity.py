@@ -1,8 +1,9 @@
 """Which nodes and which plan the next epoch gets.
 
-A run with fixed nodes has one legal size: it waits for all its nodes and keeps its plan. An elastic run may lose nodes,
-be left, joined and rejoined by them: between two epochs it puts the plan in force that the planner makes for the nodes
-that are connected, and members without a rank are spares.
+A run with fixed nodes has one legal size: it waits for all its nodes and keeps its plan. An elastic
+run may lose nodes, be left, joined and rejoined by them: between two epochs it puts the plan in
+force that the planner makes for the nodes that are connected, and members without a rank are
+spares.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from importlib import import_module
 from orchestrator.agent.faults import policy
 from orchestrator.agent.protocol.messages import TerminationSignal
 from orchestrator.plan import Exit, Plan, load_plan, to_json
-from orchestrator.planner.elastic.next_plan import horizon_s, larger_plan, legal_size, next_plan, pays
+from orchestrator.planner.elastic.next_plan import (
+    horizon_s,
+    larger_plan,
+    legal_size,
+    next_plan,
+    pays,
+)
 from orchestrator.run.bad_nodes import remembered
 from orchestrator.run.epoch_lease import LeaseLost
 from orchestrator.run.folder import RunFolder, write_private
@@ -41,11 +48,14 @@ class ScaleUpPolicy:
     """When a healthy run stops to continue with more nodes."""
 
     dwell_s: float = 60.0  # not before its nodes have been the same for this long
-    cost_s: float = 10.0  # of saving, stopping and starting again, until this run has measured its own
+    cost_s: float = (
+        10.0  # of saving, stopping and starting again, until this run has measured its own
+    )
 
 
 class WorldSizes:
-    """The legal sizes of a run: node count -> plan as submitted. `nodes`: those that are started with the run."""
+    """The legal sizes of a run: node count -> plan as submitted. `nodes`: those that are started
+    with the run."""
 
     def __init__(
         self,
@@ -54,7 +64,10 @@ class WorldSizes:
         elastic: bool,
         policy: ScaleUpPolicy = ScaleUpPolicy(),
     ):
-        self.nodes, self.plans, self.elastic, self.policy = list(nodes), dict(plans), elastic, policy
+        self.nodes = list(nodes)
+        self.plans = dict(plans)
+        self.elastic = elastic
+        self.policy = policy
         self._loading: asyncio.Task | None = None
 
     @classmethod
@@ -64,7 +77,9 @@ class WorldSizes:
         return cls(nodes, {len(nodes): plan}, elastic=False)
 
     @classmethod
-    def of_request(cls, folder: RunFolder, request: LaunchRequest, policy: ScaleUpPolicy) -> WorldSizes:
+    def of_request(
+        cls, folder: RunFolder, request: LaunchRequest, policy: ScaleUpPolicy
+    ) -> WorldSizes:
         """Of an elastic run."""
         plans = {nodes: load_plan(folder.sized_plan(nodes)) for nodes in request.sizes}
         return cls([agent.node for agent in request.agents], plans, elastic=True, policy=policy)
@@ -74,7 +89,8 @@ class WorldSizes:
         return min(self.plans)
 
     async def next(self, current: Plan, healthy: Collection[str]) -> Plan | None:
-        """The plan for the healthy nodes, None if they are too few. In a thread, so that heartbeats go on."""
+        """The plan for the healthy nodes, None if they are too few. In a thread, so that heartbeats
+        go on."""
         ranked = used_nodes(current)
         if legal_size(self.plans, len(healthy)) == len(ranked) and set(ranked) <= set(healthy):
             return current
@@ -90,11 +106,16 @@ class ScaleUp:
     """Decides when a healthy run stops at a step boundary to continue with more nodes."""
 
     def __init__(self, context: Context, sizes: WorldSizes):
-        self._context, self._sizes = context, sizes
+        self._context = context
+        self._sizes = sizes
         self._time = asyncio.get_running_loop().time
-        self._began = self.changed = self._time()  # of this coordinator, of the last change of nodes
+        self._began = self.changed = (
+            self._time()
+        )  # of this coordinator, of the last change of nodes
         self._stopped_at: float | None = None
-        self._cost_s: float | None = None  # of the last restart, from the request to stop to the workers' start
+        self._cost_s: float | None = (
+            None  # of the last restart, from the request to stop to the workers' start
+        )
         self.faults = 0
         self.check_at: float | None = None  # loop time at which to consider it again
 
@@ -111,7 +132,8 @@ class ScaleUp:
 
     def consider(self, ready_nodes: int) -> Plan | None:
         """The larger plan that pays, None for none; where there is one, `check_at` is set."""
-        context, sizes = self._context, self._sizes
+        context = self._context
+        sizes = self._sizes
         self.check_at = None
         larger = larger_plan(context.plan, sizes.plans, ready_nodes)
         if larger is None:
@@ -120,11 +142,18 @@ class ScaleUp:
         stable = now - self.changed
         step = max(context.furthest_step, reported_step(context))
         left_s = (context.plan.job.train.steps - step) * context.plan.time.step_s
-        if context.plan.program:  # nobody knows its end: a program that has run for an hour is given another one
+        if (
+            context.plan.program
+        ):  # nobody knows its end: a program that has run for an hour is given another one
             left_s = now - self._began
         horizon = horizon_s(left_s, now - self._began, self.faults, stable)
         cost_s = sizes.policy.cost_s if self._cost_s is None else self._cost_s
-        times = {"stable_s": stable, "dwell_s": sizes.policy.dwell_s, "horizon_s": horizon, "cost_s": cost_s}
+        times = {
+            "stable_s": stable,
+            "dwell_s": sizes.policy.dwell_s,
+            "horizon_s": horizon,
+            "cost_s": cost_s,
+        }
         if not pays(context.plan, larger, **times):
             self.check_at = now + max(_LOOK_AGAIN_S, sizes.policy.dwell_s - stable)
             return None
@@ -135,27 +164,37 @@ class ScaleUp:
 
 class Elasticity:
     def __init__(self, context: Context, sizes: WorldSizes, announcement: Announcement):
-        self._context, self._sizes, self._announcement = context, sizes, announcement
+        self._context = context
+        self._sizes = sizes
+        self._announcement = announcement
         self.scale_up = ScaleUp(context, sizes)
         self._leaving: dict[str, str] = {}  # node -> why it will leave
         #: A node was lost that may live: perhaps this one is cut off, or was paused.
         self.partition_suspected = False
 
-    # ---------------------------------------------------------------------------------- before the first epoch
+    # ---------------------------------------------------------------------------------- before the
+    #     first epoch
 
     async def wait_for_nodes(self) -> policy.Decision | None:
-        """Waits for the nodes of the first epoch. None when they are here, else the decision that ends the run.
+        """Waits for the nodes of the first epoch. None when they are here, else the decision that
+        ends the run.
 
         After the coordinator has moved it does not wait for nodes that are gone.
         """
-        context, members, least = self._context, self._context.members, self._sizes.least
+        context = self._context
+        members = self._context.members
+        least = self._sizes.least
         known = context.record.nodes if context.elastic else {}
         moved = bool(known)
         awaited = self._awaited(known)
-        join_s, now = context.rules.join_timeout_s, asyncio.get_running_loop().time()
-        last = now + (min(max(_SETTLE_S, context.rules.heartbeat_timeout_s), join_s) if moved else join_s)
+        join_s = context.rules.join_timeout_s
+        now = asyncio.get_running_loop().time()
+        last = now + (
+            min(max(_SETTLE_S, context.rules.heartbeat_timeout_s), join_s) if moved else join_s
+        )
         end = min(last, now + _SETTLE_S) if moved else last
-        # nodes that another coordinator had lost are waited for only if the run would end without them
+        # nodes that another coordinator had lost are waited for only if the run would end without
+        # them
         while not awaited <= members.keys() or len(members) < least:
             event = await context.next_event(end)
             if event is not None:
@@ -176,7 +215,9 @@ class Elasticity:
             return None
         if not moved:
             for member in members.values():
-                member.warm = True  # all import at once: none is worth waiting for less than the others
+                member.warm = (
+                    True  # all import at once: none is worth waiting for less than the others
+                )
         for node in known.keys() & awaited - members.keys():
             context.record.lost(node)
         context.note("nodes_joined", nodes=len(members), coordinator_moved=moved)
@@ -184,7 +225,8 @@ class Elasticity:
         return None if decision.again else decision
 
     def _awaited(self, known: Mapping[str, NodeState]) -> set[str]:
-        """Nodes that may still come. `known`: what the state says of nodes, empty at the beginning of a run."""
+        """Nodes that may still come. `known`: what the state says of nodes, empty at the beginning
+        of a run."""
         context = self._context
         if not context.elastic:
             return set(self._sizes.nodes)
@@ -193,26 +235,38 @@ class Elasticity:
             gone |= context.record.take_over()
             last = context.record.last_epoch  # the end that the last coordinator could not note
             if last and last.cause and last.cause.kind == "coordinator_lost":
-                lost = policy.Decision(True, "restarting", last.cause.text, context.budget, cause=last.cause)
+                lost = policy.Decision(
+                    True, "restarting", last.cause.text, context.budget, cause=last.cause
+                )
                 context.note_epoch_end(lost, last.epoch)
         self._exclude_remembered()
-        return {*self._sizes.nodes, *known} - gone - context.membership.excluded.keys() | {context.node}
+        return {*self._sizes.nodes, *known} - gone - context.membership.excluded.keys() | {
+            context.node
+        }
 
     def _exclude_remembered(self) -> None:
         """Excludes the nodes that the user's node memory calls bad, if enough others are left."""
         context = self._context
-        bad = {node: why for node, why in remembered(context.folder, time.time()).items() if node != context.node}
+        bad = {
+            node: why
+            for node, why in remembered(context.folder, time.time()).items()
+            if node != context.node
+        }
         if not bad:
             return
         if len(set(self._sizes.nodes) - bad.keys()) < self._sizes.least:
-            context.note("bad_nodes_used", nodes=sorted(bad), reason="too few would be left without them")
+            context.note(
+                "bad_nodes_used", nodes=sorted(bad), reason="too few would be left without them"
+            )
             return
         context.membership.excluded.update(bad)
         for node, why in bad.items():
             context.dismiss(node, Exit.NODE, why)
             context.note("node_left_out", on=node, reason=why)
 
-    def _while_waiting(self, event: Event, awaited: set[str], moved: bool) -> policy.Decision | None:
+    def _while_waiting(
+        self, event: Event, awaited: set[str], moved: bool
+    ) -> policy.Decision | None:
         context, (_, node, what) = self._context, event
         match what:
             case MemberLost(text=text) if not context.elastic:
@@ -231,7 +285,8 @@ class Elasticity:
                 return context.not_started(what)
         return None
 
-    # ---------------------------------------------------------------------------------- during an epoch
+    # ---------------------------------------------------------------------------------- during an
+    #     epoch
 
     def ready_nodes(self) -> list[str]:
         """Members whose workers would start at once. If those are too few, all of them."""
@@ -239,10 +294,13 @@ class Elasticity:
         return warm if len(warm) >= self._sizes.least else list(self._context.members)
 
     def leave(self, node: str, reason: str) -> bool:
-        """Notes that a node with ranks will leave after this epoch. False: too few will stay, the run must end."""
+        """Notes that a node with ranks will leave after this epoch. False: too few will stay, the
+        run must end."""
         self._leaving[node] = reason
         staying = self._context.members.keys() - self._leaving.keys()
-        return not (set(self._context.ranked) <= self._leaving.keys() and len(staying) < self._sizes.least)
+        return not (
+            set(self._context.ranked) <= self._leaving.keys() and len(staying) < self._sizes.least
+        )
 
     def running(self) -> None:
         """All workers of the epoch have started."""
@@ -250,17 +308,20 @@ class Elasticity:
         self.scale_up.running()
         self._sizes.preload()
 
-    # ---------------------------------------------------------------------------------- between epochs
+    # ---------------------------------------------------------------------------------- between
+    #     epochs
 
     async def next_plan(self, decision: policy.Decision) -> policy.Decision:
-        """The decision, with the next epoch's plan in force, or the one that ends the run for want of nodes.
+        """The decision, with the next epoch's plan in force, or the one that ends the run for want
+        of nodes.
 
         Raises CoordinatorLeaves if this node has to leave.
         """
         context = self._context
         if not decision.again or not context.elastic:
             return decision
-        leaving, self._leaving = self._leaving, {}
+        leaving = self._leaving
+        self._leaving = {}
         for node, why in leaving.items():
             context.dismiss(node, Exit.RESTART, why)
         if decision.exclude:
@@ -274,7 +335,8 @@ class Elasticity:
         return await self._put_in_force(decision, bool(leaving))
 
     async def _put_in_force(self, decision: policy.Decision, left: bool = False) -> policy.Decision:
-        """Claims the next epoch and puts its plan in force, or ends the run. `left`: nodes were told to leave."""
+        """Claims the next epoch and puts its plan in force, or ends the run. `left`: nodes were
+        told to leave."""
         context = self._context
         healthy = len(context.members)
         plan = await self._sizes.next(context.plan, self.ready_nodes())
@@ -285,7 +347,9 @@ class Elasticity:
         if plan is None:
             return self._too_few(decision, left)
         await context.on_disk(context.record.claim)
-        await context.on_disk(self._announcement.renew)  # with the new claim: agents go only where the newest one is
+        await context.on_disk(
+            self._announcement.renew
+        )  # with the new claim: agents go only where the newest one is
         if plan.hash != context.plan.hash:  # all who read the last one are gone
             document = to_json(plan, indent=1) + b"\n"
             await context.on_disk(lambda: write_private(context.folder.plan, document))
@@ -298,20 +362,30 @@ class Elasticity:
 
     def _too_few(self, decision: policy.Decision, left: bool) -> policy.Decision:
         context = self._context
-        text = f"{len(context.members)} nodes are left, the smallest size of this run is {self._sizes.least}"
+        text = (
+            f"{len(context.members)} nodes are left, the smallest size of this run is"
+            f" {self._sizes.least}"
+        )
         reason = "; ".join(filter(None, (decision.reason, text)))
         state: policy.FinalState = "stopped" if left else "failed"
         code = Exit.RESTART if left else Exit.CAPACITY
         if request := context.end_request:
-            state, code, reason = request.kind, Exit.RESTART, f"{request.reason}; {reason}"
-        return policy.Decision(False, state, reason, context.budget, int(code), cause=decision.cause)
+            state = request.kind
+            code = Exit.RESTART
+            reason = f"{request.reason}; {reason}"
+        return policy.Decision(
+            False, state, reason, context.budget, int(code), cause=decision.cause
+        )
 
     async def _step_back(self) -> Plan | None:
-        """Too few nodes are connected, but others may live behind a partition: lets them claim the run.
+        """Too few nodes are connected, but others may live behind a partition: lets them claim the
+        run.
 
-        Raises LeaseLost if one of them has. Else the plan for the nodes that have come back, None if they are too few.
+        Raises LeaseLost if one of them has. Else the plan for the nodes that have come back, None
+        if they are too few.
         """
-        context, loop = self._context, asyncio.get_running_loop()
+        context = self._context
+        loop = asyncio.get_running_loop()
         context.note("stepped_back", nodes=len(context.members))
         self._announcement.paused = True
         turns = len(self._sizes.nodes) * TURN_TICKS * TICK_S
@@ -326,22 +400,28 @@ class Elasticity:
         return await self._sizes.next(context.plan, self.ready_nodes())
 
     async def _wait_for_capacity(self) -> Plan | None:
-        """Waits up to `min_nodes_grace_s` for nodes that may be on their way back, with the state in memory.
+        """Waits up to `min_nodes_grace_s` for nodes that may be on their way back, with the state
+        in memory.
 
         None if they do not come, or somebody asks for the end.
         """
-        context, loop = self._context, asyncio.get_running_loop()
-        held, least = context.rules.min_nodes_grace_s, self._sizes.least
+        context = self._context
+        loop = asyncio.get_running_loop()
+        held = context.rules.min_nodes_grace_s
+        least = self._sizes.least
         if not held or not context.record.nodes:  # at the beginning all have been waited for
             return None
         end = loop.time() + held
         context.note("awaits_nodes", nodes=len(context.members), least=least, seconds=held)
-        context.record.update(state="restarting", reason=f"waiting up to {held:g} s for {least} nodes to be there")
+        context.record.update(
+            state="restarting", reason=f"waiting up to {held:g} s for {least} nodes to be there"
+        )
         while len(context.members) < least:
             event = await context.next_event(end)
             if event is None:
                 return None
-            node, what = event.node, event.what
+            node = event.node
+            what = event.what
             if isinstance(what, TerminationSignal):
                 if node == context.node or context.asked:
                     context.request_end(what)
@@ -352,21 +432,28 @@ class Elasticity:
         return await self._sizes.next(context.plan, self.ready_nodes())
 
     def _note_change(self, old: Plan, new: Plan, reason: str) -> None:
-        nodes, before = used_nodes(new), used_nodes(old)
-        kind = "grow" if len(nodes) > len(before) else "shrink" if len(nodes) < len(before) else "swap"
+        nodes = used_nodes(new)
+        before = used_nodes(old)
+        kind = (
+            "grow" if len(nodes) > len(before) else "shrink" if len(nodes) < len(before) else "swap"
+        )
         self._context.recorder.metrics.add("orch_replans", 1, kind)
         par = new.parallel
         names = ("pp", "dp", "micro_batch_size", "micro_batches")
         batch = {name: getattr(par, name) for name in names}
         if par.replica_micro_batches:
             batch["replica_micro_batches"] = par.replica_micro_batches
-        self._context.note("replanned", how=kind, nodes=nodes, plan=new.hash, **batch, reason=reason)
+        self._context.note(
+            "replanned", how=kind, nodes=nodes, plan=new.hash, **batch, reason=reason
+        )
         self.scale_up.changed = asyncio.get_running_loop().time()
 
 
 def reported_step(context: Context) -> int:
     """The furthest step that any worker of the members has reported, 0 for none."""
-    return max((member.step for member in context.members.values() if member.step is not None), default=0)
+    return max(
+        (member.step for member in context.members.values() if member.step is not None), default=0
+    )
 
 
 def _listed(nodes: list[str]) -> str:

@@ -1,11 +1,12 @@
 """Leader election: how an agent of an elastic run finds its coordinator, or becomes it.
 
 There is no vote. The coordinator is the process that has claimed the newest epoch in the run folder
-(`run.epoch_lease`); while it runs it counts heartbeats in `coordinator.json`. An agent that has lost it polls that
-file. If nobody listens there any more, or the heartbeat has stood still for too long, it claims the next epoch: at once
-if it is the first in the plan's order, later the further back it stands, so that one claims and the others find it. If
-two claim, one of them makes the file; a coordinator that was only paused finds the newer claim before it writes. Agents
-count their own ticks and read no clock of another host.
+(`run.epoch_lease`); while it runs it counts heartbeats in `coordinator.json`. An agent that has
+lost it polls that file. If nobody listens there any more, or the heartbeat has stood still for too
+long, it claims the next epoch: at once if it is the first in the plan's order, later the further
+back it stands, so that one claims and the others find it. If two claim, one of them makes the file;
+a coordinator that was only paused finds the newer claim before it writes. Agents count their own
+ticks and read no clock of another host.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from orchestrator.run.state import RunState, read_state
 
 from .state_writer import StateWriter
 
-PLANNER = "orchestrator.planner.elastic.replan"  # with what it imports, half a second of processor time
+PLANNER = (  # with what it imports, half a second of processor time
+    "orchestrator.planner.elastic.replan"
+)
 TICK_S = 0.25
 TURN_TICKS = 4  # from one in the order to the next
 _CONNECT_S = 5.0
@@ -43,16 +46,20 @@ Record = TypeVar("Record")
 
 
 def turn_of(node: str, order: Sequence[str], gone: str) -> int:
-    """Whose turn it is to succeed `gone`: 0 for the first of the others; nodes that hold no rank come last."""
+    """Whose turn it is to succeed `gone`: 0 for the first of the others; nodes that hold no rank
+    come last."""
     rest = [name for name in order if name != gone]
     return rest.index(node) if node in rest else len(rest)
 
 
 class Announcement:
-    """`coordinator.json`: where the coordinator listens. With a lease it also shows that the coordinator is alive."""
+    """`coordinator.json`: where the coordinator listens. With a lease it also shows that the
+    coordinator is alive."""
 
     def __init__(self, folder: RunFolder, record: StateWriter, node: str):
-        self._folder, self._record, self._node = folder, record, node
+        self._folder = folder
+        self._record = record
+        self._node = node
         self._address: CoordinatorAddress | None = None
         self.paused = False  # others may claim the run
 
@@ -65,14 +72,19 @@ class Announcement:
             self.renew()
 
     def renew(self) -> None:
-        """Once a heartbeat, and with a new claim. Raises LeaseLost if another process has claimed a newer epoch."""
+        """Once a heartbeat, and with a new claim. Raises LeaseLost if another process has claimed a
+        newer epoch."""
         if self._record.claimed < 0:
             self._record.retry()
         elif self._address is not None and not self.paused:
             self._record.reassert()
             heartbeats = self._address.heartbeats + 1
-            self._address = msgspec.structs.replace(self._address, epoch=self._record.claimed, heartbeats=heartbeats)
-            write_private(self._folder.coordinator, msgspec.json.encode(self._address), durable=False)
+            self._address = msgspec.structs.replace(
+                self._address, epoch=self._record.claimed, heartbeats=heartbeats
+            )
+            write_private(
+                self._folder.coordinator, msgspec.json.encode(self._address), durable=False
+            )
 
 
 class CoordinatorMonitor:
@@ -83,11 +95,14 @@ class CoordinatorMonitor:
         self._seen: tuple[int, int, int] | None = None
         self._still = 0  # ticks since anything has changed
 
-    def tick(self, newest: int, seen: CoordinatorAddress | None, refused: bool, fresh: bool, turn: int) -> bool:
+    def tick(
+        self, newest: int, seen: CoordinatorAddress | None, refused: bool, fresh: bool, turn: int
+    ) -> bool:
         """Whether to claim the next epoch now.
 
-        `newest`: the newest claim. `refused`: nobody listens at `seen`. `fresh`: this attempt of the run has never had
-        a coordinator. A process that has claimed and does not listen yet gets the whole timeout to do so.
+        `newest`: the newest claim. `refused`: nobody listens at `seen`. `fresh`: this attempt of
+        the run has never had a coordinator. A process that has claimed and does not listen yet gets
+        the whole timeout to do so.
         """
         now = (newest, seen.epoch if seen else -1, seen.heartbeats if seen else -1)
         self._still = self._still + 1 if now == self._seen else 0
@@ -102,13 +117,25 @@ class LeaderElection:
 
     moves = True
 
-    def __init__(self, folder: RunFolder, node: str, key: bytes, rules: Policy, lead: Callable[[EpochLease], None]):
-        self._folder, self._node, self._key, self._rules, self._lead = folder, node, key, rules, lead
+    def __init__(
+        self,
+        folder: RunFolder,
+        node: str,
+        key: bytes,
+        rules: Policy,
+        lead: Callable[[EpochLease], None],
+    ):
+        self._folder = folder
+        self._node = node
+        self._key = key
+        self._rules = rules
+        self._lead = lead
         self._preparing: asyncio.Task | None = None
         self._told = False  # that the run folder cannot be read or written
 
     def workers_started(self, order: Sequence[str]) -> None:
-        """On the node that would lead next: imports, a little later, the modules that a coordinator plans with."""
+        """On the node that would lead next: imports, a little later, the modules that a coordinator
+        plans with."""
         if self._preparing is None or self._preparing.done():
             self._preparing = asyncio.create_task(self._prepare(order))
 
@@ -119,30 +146,40 @@ class LeaderElection:
             await asyncio.to_thread(import_module, PLANNER)
 
     async def connect(self, epoch: int, order: Sequence[str], over: asyncio.Future) -> Channel:
-        """A channel to the coordinator, wherever it is by now, possibly in this process. See `Connector`."""
-        loop, timeout_s = asyncio.get_running_loop(), max(2.0, self._rules.heartbeat_timeout_s)
+        """A channel to the coordinator, wherever it is by now, possibly in this process. See
+        `Connector`."""
+        loop = asyncio.get_running_loop()
+        timeout_s = max(2.0, self._rules.heartbeat_timeout_s)
         monitor = CoordinatorMonitor(round(timeout_s / TICK_S))
         end = loop.time() + max(self._rules.join_timeout_s, 4 * timeout_s)
-        call: asyncio.Task[Channel] | None = None  # a paused coordinator accepts the connection and never answers
+        call: asyncio.Task[Channel] | None = (
+            None  # a paused coordinator accepts the connection and never answers
+        )
         called: CoordinatorAddress | None = None
         denied: CoordinatorAddress | None = None  # who first said that this node's key is wrong
         try:
             while loop.time() < end and not over.done():
-                seen, newest = read_address(self._folder), self._try(self._newest_claim)
+                seen = read_address(self._folder)
+                newest = self._try(self._newest_claim)
                 if call is None and seen is not None and seen.epoch == newest:
-                    call, called = asyncio.create_task(self._call(seen)), seen
+                    call = asyncio.create_task(self._call(seen))
+                    called = seen
                 await asyncio.wait({over, call} if call else {over}, timeout=TICK_S)
                 refused = wrong = False
                 if call and call.done():
                     assert called is not None
                     try:
                         return call.result()
-                    except WrongKey:  # said by anybody on the port of a coordinator that is gone, so not believed yet
+                    except WrongKey:
+                        # said by anybody on the port of a coordinator that is gone, so not believed yet
                         if denied is not None and _beats_on(denied, called):
                             raise
-                        call, wrong, denied = None, True, denied if _same_place(denied, called) else called
+                        call = None
+                        wrong = True
+                        denied = denied if _same_place(denied, called) else called
                     except (OSError, Refused, TimeoutError) as error:
-                        call, refused = None, isinstance(error, ConnectionRefusedError)
+                        call = None
+                        refused = isinstance(error, ConnectionRefusedError)
                 state = self._try(self._state)
                 if state is None or newest is None:
                     continue  # whether it may claim is not known
@@ -192,11 +229,16 @@ class LeaderElection:
 
 
 def _same_place(one: CoordinatorAddress | None, other: CoordinatorAddress) -> bool:
-    return one is not None and (one.host, one.port, one.epoch) == (other.host, other.port, other.epoch)
+    return one is not None and (one.host, one.port, one.epoch) == (
+        other.host,
+        other.port,
+        other.epoch,
+    )
 
 
 def _beats_on(first: CoordinatorAddress, later: CoordinatorAddress) -> bool:
-    """Whether the coordinator lived on after it was first called, so that it was the one who answered."""
+    """Whether the coordinator lived on after it was first called, so that it was the one who
+    answered."""
     return _same_place(first, later) and later.heartbeats >= first.heartbeats + _BELIEVED_BEATS
 
 

@@ -28,36 +28,53 @@ _UNKILLABLE_S = 30.0  # after SIGKILL; a process that is still there hangs in th
 
 class Epoch:
     def __init__(self, context: Context, detector: HangDetector, elasticity: Elasticity):
-        self._context, self._detector, self._elasticity = context, detector, elasticity
-        self._rules, self._nodes, self._ranked = context.rules, context.ranked, set(context.ranked)
+        self._context = context
+        self._detector = detector
+        self._elasticity = elasticity
+        self._rules = context.rules
+        self._nodes = context.ranked
+        self._ranked = set(context.ranked)
         self._failure_grace = min(_FAILURE_GRACE_S, self._rules.grace_s)
-        self._loss_grace = min(_LOSS_GRACE_S if context.elastic else _FAILURE_GRACE_S, self._rules.grace_s)
+        self._loss_grace = min(
+            _LOSS_GRACE_S if context.elastic else _FAILURE_GRACE_S, self._rules.grace_s
+        )
         self._started: set[str] = set()
         self._stopped: set[str] = set()
         self._ends: list[policy.WorkerEnd] = []
         self._lost: list[policy.NodeLoss] = []
         self._stopping = False
         self._deadline: float | None = None  # loop time at which even killed workers must be gone
-        self._resize = ""  # why all were asked to save and stop, if the run goes on with other nodes
+        self._resize = (  # why all were asked to save and stop, if the run goes on with other nodes
+            ""
+        )
         self._straggler: Cause | None = None  # of a resize: the node to be replaced
         self._fault: Cause | None = None  # found by the detector; the workers are ended for it
 
     async def run(self) -> policy.EpochEnd:
         """Runs the epoch; returns what is known once every worker is gone."""
-        context, furthest = self._context, self._context.furthest_step
+        context = self._context
+        furthest = self._context.furthest_step
         await self._begin()
         end = asyncio.get_running_loop().time() + self._rules.join_timeout_s
-        while (late := [node for node, member in self._ranked_members() if member.ready is None]) and (
-            not self._stopping
-        ):
+        while (
+            late := [node for node, member in self._ranked_members() if member.ready is None]
+        ) and (not self._stopping):
             event = await context.next_event(end)
-            self._handle(event or Event(context.epoch, late[0], MemberLost("no answer to a new epoch")))
+            self._handle(
+                event or Event(context.epoch, late[0], MemberLost("no answer to a new epoch"))
+            )
         if not self._stopping:
             first = context.members[context.plan.ranks[0].node]
             for index, node in enumerate(self._nodes):
-                self._send(node, assignment(context.plan, node, index, first, context.members.values()))
+                self._send(
+                    node, assignment(context.plan, node, index, first, context.members.values())
+                )
         while self._busy():
-            times = [time for time in (self._deadline, self._elasticity.scale_up.check_at) if time is not None]
+            times = [
+                time
+                for time in (self._deadline, self._elasticity.scale_up.check_at)
+                if time is not None
+            ]
             event = await context.next_event(min(times, default=None))
             if event is not None:
                 self._handle(event)
@@ -77,7 +94,8 @@ class Epoch:
         )
 
     async def _begin(self) -> None:
-        context, metrics = self._context, self._context.recorder.metrics
+        context = self._context
+        metrics = self._context.recorder.metrics
         self._detector.begin_epoch(context.plan)
         await context.begin_epoch()
         context.note("epoch_began", epoch=context.epoch)
@@ -89,15 +107,22 @@ class Epoch:
 
     def _on_timeout(self) -> None:
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
-            self._handle(Event(self._context.epoch, self._busy()[0], MemberLost("its workers cannot be killed")))
+            self._handle(
+                Event(
+                    self._context.epoch, self._busy()[0], MemberLost("its workers cannot be killed")
+                )
+            )
         else:
             self._consider_scale_up()
 
     def _ranked_members(self) -> list[tuple[str, Member]]:
-        return [(node, member) for node, member in self._context.members.items() if node in self._ranked]
+        return [
+            (node, member) for node, member in self._context.members.items() if node in self._ranked
+        ]
 
     def _busy(self) -> list[str]:
-        """Nodes whose workers of this epoch may still run. One that was lost and has rejoined has none."""
+        """Nodes whose workers of this epoch may still run. One that was lost and has rejoined has
+        none."""
         over = self._stopped | {loss.node for loss in self._lost}
         return [node for node, _ in self._ranked_members() if node not in over]
 
@@ -105,13 +130,16 @@ class Epoch:
     def _all_started(self) -> bool:
         return self._started.issuperset(self._nodes)
 
-    def _send(self, node: str, message: messages.Assign | messages.Examine | messages.Prepare) -> None:
+    def _send(
+        self, node: str, message: messages.Assign | messages.Examine | messages.Prepare
+    ) -> None:
         self._context.members[node].channel.send(self._context.epoch, message)
 
     # ---------------------------------------------------------------------------------- events
 
     def _handle(self, event: Event) -> None:
-        node, what = event.node, event.what
+        node = event.node
+        what = event.what
         member = self._context.members.get(node)
         if isinstance(what, MemberLost):
             return self._on_lost(node, member, what)
@@ -134,7 +162,9 @@ class Epoch:
                 self._on_join(node, what)
             case messages.Warm():
                 self._consider_scale_up()
-            case MemberUnfit() | LeaseLost():  # only while the first nodes are awaited; raised by next_event
+            case (
+                MemberUnfit() | LeaseLost()
+            ):  # only while the first nodes are awaited; raised by next_event
                 pass
             case _:
                 assert_never(what)
@@ -176,17 +206,30 @@ class Epoch:
         about = structs.asdict(what) | {"tail": tuple(what.tail)}
         log = str(context.folder.rank_log(what.rank).relative_to(context.folder.path))
         self._ends.append(policy.WorkerEnd(node=node, order=len(self._ends), log=log, **about))
-        context.note("worker_ended", rank=what.rank, on=node, code=what.code, asked=what.asked, step=what.step)
+        context.note(
+            "worker_ended",
+            rank=what.rank,
+            on=node,
+            code=what.code,
+            asked=what.asked,
+            step=what.step,
+        )
         if what.code != 0:
-            reason = self._fault.text if self._fault else policy.cause_of(self._ends[-1], context.epoch).text
+            reason = (
+                self._fault.text
+                if self._fault
+                else policy.cause_of(self._ends[-1], context.epoch).text
+            )
             saved = what.code == Exit.RESTART  # its peers are saving too: let them
             self._stop_all(reason, self._rules.grace_s if saved else self._failure_grace)
 
     def _on_termination_signal(self, node: str, signal: messages.TerminationSignal) -> None:
-        """Ends the run; in an elastic run of which nobody asked it, it goes on without that node, if enough stay."""
+        """Ends the run; in an elastic run of which nobody asked it, it goes on without that node,
+        if enough stay."""
         context = self._context
         if not context.elastic or context.asked:
-            reason, grace_s = context.request_end(signal).reason, 0.0 if signal.force else self._rules.grace_s
+            reason = context.request_end(signal).reason
+            grace_s = 0.0 if signal.force else self._rules.grace_s
         elif node not in self._ranked:
             context.dismiss(node, Exit.RESTART, signal.reason)
             return
@@ -197,7 +240,8 @@ class Epoch:
             grace_s = self._failure_grace if signal.force else self._rules.grace_s
         self._stop_all(reason, grace_s, signal.signal, force=signal.force)
 
-    # ---------------------------------------------------------------------------------- hangs and stragglers
+    # ---------------------------------------------------------------------------------- hangs and
+    #     stragglers
 
     def _on_alive(self, node: str, what: messages.AgentAlive) -> None:
         if self._stopping or self._fault or not self._all_started:
@@ -215,10 +259,13 @@ class Epoch:
         self._replace_straggler()
 
     def _fail(self, found: Diagnosis) -> None:
-        """Ends the epoch for a fault: all workers' stacks are saved, and the one at fault is killed."""
+        """Ends the epoch for a fault: all workers' stacks are saved, and the one at fault is
+        killed."""
         context = self._context
         self._fault = found.cause(context.folder, context.epoch)
-        context.note("fault_detected", cause=found.kind, reason=found.text, on=found.node, rank=found.rank)
+        context.note(
+            "fault_detected", cause=found.kind, reason=found.text, on=found.node, rank=found.rank
+        )
         for node, _ in self._ranked_members():
             end = [found.rank] if node == found.node and found.rank is not None else []
             self._send(node, messages.Examine(reason=found.text, end=end))
@@ -229,7 +276,9 @@ class Epoch:
         """The fault, with the exit code and last log lines of its worker."""
         fault = self._fault
         end = next((end for end in self._ends if fault and end.rank == fault.rank), None)
-        return structs.replace(fault, code=end.code, tail=list(end.tail)) if fault and end else fault
+        return (
+            structs.replace(fault, code=end.code, tail=list(end.tail)) if fault and end else fault
+        )
 
     def _replace_straggler(self) -> None:
         nodes = self._detector.lastingly_slow()
@@ -237,12 +286,19 @@ class Epoch:
             return
         if len(self._elasticity.ready_nodes()) > len(self._nodes):
             slowest, ratio = max(nodes.items(), key=lambda item: item[1])
-            self._resize = f"{slowest} is slow: its own compute time is {ratio:g} times the median of its peers'"
-            epoch, step = self._context.epoch, reported_step(self._context)
-            self._straggler = Cause(kind="straggler", text=self._resize, epoch=epoch, node=slowest, step=step)
+            self._resize = (
+                f"{slowest} is slow: its own compute time is {ratio:g} times the median of its"
+                " peers'"
+            )
+            epoch = self._context.epoch
+            step = reported_step(self._context)
+            self._straggler = Cause(
+                kind="straggler", text=self._resize, epoch=epoch, node=slowest, step=step
+            )
             self._stop_all(self._resize, self._rules.grace_s)
 
-    # ---------------------------------------------------------------------------------- the end of the epoch
+    # ---------------------------------------------------------------------------------- the end of
+    #     the epoch
 
     def _consider_scale_up(self) -> None:
         if self._stopping or not self._all_started:
@@ -252,7 +308,9 @@ class Epoch:
             self._resize = f"growing from {len(self._nodes)} to {len(used_nodes(larger))} nodes"
             self._stop_all(self._resize, self._rules.grace_s)
 
-    def _stop_all(self, reason: str, grace_s: float, signal: str = "SIGTERM", force: bool = False) -> None:
+    def _stop_all(
+        self, reason: str, grace_s: float, signal: str = "SIGTERM", force: bool = False
+    ) -> None:
         """Asks every worker to end, once; `force` asks again."""
         context = self._context
         self._elasticity.scale_up.stopping(first=not self._stopping)
@@ -261,18 +319,26 @@ class Epoch:
         self._stopping = True
         self._deadline = asyncio.get_running_loop().time() + grace_s + _UNKILLABLE_S
         context.note("epoch_stops", epoch=context.epoch, reason=reason)
-        context.record.update(state="stopping" if context.end_request else "restarting", reason=reason)
+        context.record.update(
+            state="stopping" if context.end_request else "restarting", reason=reason
+        )
         for member in context.members.values():
-            member.channel.send(context.epoch, messages.Stop(reason=reason, signal=signal, grace_s=grace_s))
+            member.channel.send(
+                context.epoch, messages.Stop(reason=reason, signal=signal, grace_s=grace_s)
+            )
 
 
-def assignment(plan: Plan, node: str, index: int, first: Member, members: Iterable[Member]) -> messages.Assign:
-    """A node's share of the ranks, and where rank 0's store listens. `first`: the member of rank 0's node, which is
-    told the addresses of all `members`."""
+def assignment(
+    plan: Plan, node: str, index: int, first: Member, members: Iterable[Member]
+) -> messages.Assign:
+    """A node's share of the ranks, and where rank 0's store listens. `first`: the member of rank
+    0's node, which is told the addresses of all `members`."""
     assert first.ready is not None
     return messages.Assign(
         plan_hash=plan.hash,
-        ranks=[messages.RankAssignment(rank.rank, rank.gpu) for rank in plan.ranks if rank.node == node],
+        ranks=[
+            messages.RankAssignment(rank.rank, rank.gpu) for rank in plan.ranks if rank.node == node
+        ],
         node_rank=index,
         world_size=len(plan.ranks),
         master_address=first.join.address,
@@ -283,4 +349,9 @@ def assignment(plan: Plan, node: str, index: int, first: Member, members: Iterab
 
 def _addresses(members: Iterable[Member]) -> set[str]:
     """All addresses that the nodes may connect from, as far as they know, and as seen from here."""
-    return {one for m in members for one in (m.join.address, m.channel.address, *m.join.addresses) if one}
+    return {
+        one
+        for m in members
+        for one in (m.join.address, m.channel.address, *m.join.addresses)
+        if one
+    }

@@ -1,8 +1,9 @@
 """Writes in-memory checkpoint replicas to disk before a run ends for lack of nodes.
 
-Between checkpoints the newest state of each rank is in the memory of two nodes (trainer/checkpoint/replicas). Nodes
-that are too few to train still hold it until they are released. So they get an epoch of their own, with its own fencing
-token, in which one process per node, not one per rank, saves it (`python -m trainer --final-checkpoint`).
+Between checkpoints the newest state of each rank is in the memory of two nodes
+(trainer/checkpoint/replicas). Nodes that are too few to train still hold it until they are
+released. So they get an epoch of their own, with its own fencing token, in which one process per
+node, not one per rank, saves it (`python -m trainer --final-checkpoint`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .membership import MemberLost
 
 _KILL_S = 5.0  # for processes that are told to end at once
 
-#: Ends after which the newest state is worth keeping. Not those that are the job's own fault (64, 65, 78): who looks
-#: for it may want to go back further, and retention counts.
+#: Ends after which the newest state is worth keeping. Not those that are the job's own fault (64,
+#: 65, 78): who looks for it may want to go back further, and retention counts.
 _WORTH = (Exit.CAPACITY, Exit.NODE, Exit.USER, Exit.INTERNAL, Exit.RESTART)
 
 
@@ -59,18 +60,23 @@ class _Attempt:
 
     @property
     def error(self) -> str:
-        failed = sorted((end for end in self.ends if end.code), key=lambda end: (end.code == Exit.RESTART, end.rank))
+        failed = sorted(
+            (end for end in self.ends if end.code),
+            key=lambda end: (end.code == Exit.RESTART, end.rank),
+        )
         return next((end.error or f"exit code {end.code}" for end in failed), "")
 
 
 class FinalCheckpoint:
     def __init__(self, context: Context):
-        self._context, self._record, self._members = context, context.record, context.members
+        self._context = context
+        self._record = context.record
+        self._members = context.members
         self._end = 0.0  # loop time at which it must be done
 
     async def run(self) -> str:
-        """Saves, in at most `grace_s`; returns a clause for the reason of the run's end, "" if there was nothing to
-        save.
+        """Saves, in at most `grace_s`; returns a clause for the reason of the run's end, "" if
+        there was nothing to save.
         """
         loop = asyncio.get_running_loop()
         self._end = loop.time() + self._context.rules.grace_s
@@ -100,7 +106,9 @@ class FinalCheckpoint:
         for node in attempt.nodes:
             self._members[node].ready = None
             self._send(node, messages.Prepare())
-        while any(self._members[node].ready is None for node in attempt.nodes if node not in attempt.gone):
+        while any(
+            self._members[node].ready is None for node in attempt.nodes if node not in attempt.gone
+        ):
             if attempt.gone or not await self._handle_next(attempt, self._end):
                 return
         self._assign(attempt.nodes)
@@ -109,7 +117,9 @@ class FinalCheckpoint:
                 break
         if not attempt.over:
             for node in attempt.nodes:
-                self._send(node, messages.Stop(reason="no time is left", signal="SIGKILL", grace_s=0.0))
+                self._send(
+                    node, messages.Stop(reason="no time is left", signal="SIGKILL", grace_s=0.0)
+                )
         while not attempt.over and await self._handle_next(attempt, self._end + _KILL_S):
             pass
 
@@ -117,7 +127,11 @@ class FinalCheckpoint:
         first = self._members[nodes[0]]
         for index, node in enumerate(nodes):
             trains = assignment(self._context.plan, node, index, first, self._members.values())
-            saves = {"ranks": [messages.RankAssignment(index, 0)], "world_size": len(nodes), "final_checkpoint": True}
+            saves = {
+                "ranks": [messages.RankAssignment(index, 0)],
+                "world_size": len(nodes),
+                "final_checkpoint": True,
+            }
             self._send(node, structs.replace(trains, **saves))
 
     def _send(self, node: str, message: messages.Prepare | messages.Assign | messages.Stop) -> None:
@@ -125,11 +139,13 @@ class FinalCheckpoint:
             member.channel.send(self._record.epoch, message)
 
     async def _handle_next(self, attempt: _Attempt, until: float) -> bool:
-        """Handles one event. False at loop time `until`, or if a forced termination signal has come."""
+        """Handles one event. False at loop time `until`, or if a forced termination signal has
+        come."""
         event = await self._context.next_event(until)
         if event is None:
             return False
-        node, what = event.node, event.what
+        node = event.node
+        what = event.what
         member = self._members.get(node)
         if isinstance(what, MemberLost):
             if member is not None and what.member in (None, member):

@@ -1,7 +1,7 @@
 """The members of a run: agents that have authenticated, joined, and still send heartbeats.
 
-Their messages are passed on as one stream of (node, message), with `MemberLost` for a member that is gone. What follows
-is decided elsewhere.
+Their messages are passed on as one stream of (node, message), with `MemberLost` for a member that
+is gone. What follows is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Member:
     channel: Channel
     join: messages.Join
     warm: bool = True  # its workers would start at once
-    silent_ticks: int = 0  # since its last message; ticks, so that pauses of this process do not count
+    silent_ticks: int = (
+        0  # since its last message; ticks, so that pauses of this process do not count
+    )
     ready: messages.Ready | None = None  # its answer to the Prepare of this epoch
     step: int | None = None  # furthest step of its workers
     slowdown: float | None = None  # own compute time over its peers', where that is known
@@ -51,7 +53,8 @@ class MemberUnfit:
 
 
 class Membership:
-    """`tell(node, message)` gets the messages of members, `note(name, **fields)` writes an event."""
+    """`tell(node, message)` gets the messages of members, `note(name, **fields)` writes an
+    event."""
 
     def __init__(
         self,
@@ -68,12 +71,20 @@ class Membership:
         """`elastic`: nodes may come at any time, and nodes that the plan does not know, too."""
         self.members: dict[str, Member] = {}
         self.forming = True  # the first nodes are awaited
-        self._run, self._plan, self._key, self._expected = run, plan, key, expected
-        self._epoch, self._tell, self._note, self._silence_s = epoch, tell, note, silence_s
+        self._run = run
+        self._plan = plan
+        self._key = key
+        self._expected = expected
+        self._epoch = epoch
+        self._tell = tell
+        self._note = note
+        self._silence_s = silence_s
         self._elastic = elastic
         self.excluded: dict[str, str] = {}  # node -> why it may not come again
         self._refusals = RefusalLog(self._note_refusal)
-        self._admission = Admission(run, key, messages.FromAgent, self._refusals, max(MOST, len(expected)))
+        self._admission = Admission(
+            run, key, messages.FromAgent, self._refusals, max(MOST, len(expected))
+        )
         self._tasks: set[asyncio.Task] = set()
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -95,12 +106,15 @@ class Membership:
                 member.silent_ticks = 0
                 self._on_message(member, *received)
         except asyncio.CancelledError:
-            text = "the coordinator leaves"  # the end of this task, and asyncio's streams log any other
+            # the end of this task, and asyncio's streams log any other
+            text = "the coordinator leaves"
         except (Refused, TimeoutError) as error:
             assert channel is not None
             reason = str(error) or "no join"
             text = f"refused: {reason}"
-            self._refusals.refused(f"node {channel.peer}", str(writer.get_extra_info("peername")), reason)
+            self._refusals.refused(
+                f"node {channel.peer}", str(writer.get_extra_info("peername")), reason
+            )
         finally:
             if channel:
                 await channel.close()
@@ -111,25 +125,35 @@ class Membership:
     def _note_refusal(self, peer: str, reason: str, count: int) -> None:
         self._note("connection_refused", peer=peer, reason=reason, count=count)
 
-    def _admit(self, channel: Channel, first: tuple[int, messages.FromAgent] | None) -> Member | None:
+    def _admit(
+        self, channel: Channel, first: tuple[int, messages.FromAgent] | None
+    ) -> Member | None:
         """Makes the newcomer a member, or tells it why not."""
         epoch, join = first or (-1, None)
         if not isinstance(join, messages.Join):
             raise Refused("the first message was no join")
-        code, reason = None, ""
+        code = None
+        reason = ""
         if join.node != channel.peer:
             raise Refused(f"{channel.peer!r} joined as {join.node!r}")
         if join.node in self.excluded:
-            code, reason = Exit.NODE, f"node {join.node} is excluded: {self.excluded[join.node]}"
+            code = Exit.NODE
+            reason = f"node {join.node} is excluded: {self.excluded[join.node]}"
         elif self._elastic and join.gpus >= self._plan.cluster.gpus_per_node:
             pass  # the plan in force is read when it is assigned
         elif join.node not in self._expected and not self._elastic:
-            code, reason = Exit.CONFIG, f"the plan gives no rank to node {join.node!r}"
+            code = Exit.CONFIG
+            reason = f"the plan gives no rank to node {join.node!r}"
         elif join.plan_hash != self._plan.hash and not self._elastic:
-            code, reason = Exit.CONFIG, f"node {join.node} holds plan {join.plan_hash[:12]}, not {self._plan.hash[:12]}"
+            code = Exit.CONFIG
+            reason = (
+                f"node {join.node} holds plan {join.plan_hash[:12]}, not {self._plan.hash[:12]}"
+            )
         elif join.gpus < self._plan.cluster.gpus_per_node:
-            have, need = join.gpus, self._plan.cluster.gpus_per_node
-            code, reason = Exit.NODE, f"node {join.node} has {have} of {need} GPUs"
+            have = join.gpus
+            need = self._plan.cluster.gpus_per_node
+            code = Exit.NODE
+            reason = f"node {join.node} has {have} of {need} GPUs"
         if code is not None:
             channel.send(self._epoch(), messages.Done(code=int(code), reason=reason))
             self._note("join_refused", on=join.node, reason=reason)
@@ -156,11 +180,14 @@ class Membership:
             raise Refused(f"{node} is still here")
 
     def _on_message(self, member: Member, epoch: int, message: messages.FromAgent) -> None:
-        """Passes on messages of this epoch. Older ones may be under way until the agent has answered Ready."""
+        """Passes on messages of this epoch. Older ones may be under way until the agent has
+        answered Ready."""
         node = member.join.node
         if epoch > self._epoch() or isinstance(message, messages.Join):
             raise Refused(f"{node} spoke out of turn: {type(message).__name__} of epoch {epoch}")
-        if isinstance(message, messages.TerminationSignal | messages.Warm):  # hold for the run, whatever the epoch
+        if isinstance(
+            message, messages.TerminationSignal | messages.Warm
+        ):  # hold for the run, whatever the epoch
             member.warm = member.warm or isinstance(message, messages.Warm)
             self._tell(node, message)
         elif epoch < self._epoch():
@@ -172,7 +199,8 @@ class Membership:
             self._tell(node, message)
 
     def _fence(self, node: str, reason: str, silent: bool = False) -> None:
-        """Excludes a member, and tells it so, so that it kills its workers even if it wakes up much later."""
+        """Excludes a member, and tells it so, so that it kills its workers even if it wakes up much
+        later."""
         member = self.members[node]
         member.channel.send(self._epoch(), messages.Fenced(reason=reason))
         self._tell(node, MemberLost(reason, member, silent))
@@ -203,7 +231,9 @@ class Membership:
                 self._refusals.flush()
             for node, member in list(self.members.items()):
                 if due:
-                    member.channel.send(self._epoch(), messages.CoordinatorAlive(slowdown=member.slowdown))
+                    member.channel.send(
+                        self._epoch(), messages.CoordinatorAlive(slowdown=member.slowdown)
+                    )
                 member.silent_ticks += in_time
                 if in_time and member.silent_ticks == most:
                     self._fence(node, f"silent for {self._silence_s:g} s", silent=True)

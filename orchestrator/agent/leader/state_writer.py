@@ -16,7 +16,15 @@ from orchestrator.plan import Plan
 from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RECORD_ERRORS, RunFolder
 from orchestrator.run.registry import Discovery
-from orchestrator.run.state import Cause, EpochState, NodeState, RunState, finish, read_state, write_state
+from orchestrator.run.state import (
+    Cause,
+    EpochState,
+    NodeState,
+    RunState,
+    finish,
+    read_state,
+    write_state,
+)
 
 _MOST_EPOCHS = 64  # kept in the state; events/ has them all
 
@@ -25,9 +33,11 @@ log = logging.getLogger("orch.coordinator")
 
 
 class StateWriter:
-    """State of one run. It goes on from what an earlier attempt has left, so that epochs only ever grow.
+    """State of one run. It goes on from what an earlier attempt has left, so that epochs only ever
+    grow.
 
-    `lease`: of an elastic run, holds the newest epoch. Every write checks it, and raises LeaseLost if it is lost.
+    `lease`: of an elastic run, holds the newest epoch. Every write checks it, and raises LeaseLost
+    if it is lost.
     """
 
     def __init__(
@@ -39,8 +49,12 @@ class StateWriter:
         lease: EpochLease | None = None,
         clock: Callable[[], float] = time.time,
     ):
-        self._folder, self._plan, self._node = folder, plan, node
-        self._discovery, self._lease, self._clock = discovery, lease, clock
+        self._folder = folder
+        self._plan = plan
+        self._node = node
+        self._discovery = discovery
+        self._lease = lease
+        self._clock = clock
         self._state: RunState = read_state(folder)
         self._led_by = self._state.writer  # until now
         self._unwritten = False  # the disk did not take the newest state
@@ -71,7 +85,9 @@ class StateWriter:
     @property
     def causes(self) -> list[Cause]:
         """What went wrong in this attempt, oldest first, as far as it is kept."""
-        return [x.cause for x in self._state.epochs if x.cause and x.epoch >= self._state.first_epoch]
+        return [
+            x.cause for x in self._state.epochs if x.cause and x.epoch >= self._state.first_epoch
+        ]
 
     @property
     def excluded(self) -> dict[str, str]:
@@ -132,7 +148,8 @@ class StateWriter:
     def reassert(self) -> None:
         """Writes the state again if another process has replaced the file.
 
-        An older coordinator that was paused between its check of the lease and its rename does so once.
+        An older coordinator that was paused between its check of the lease and its rename does so
+        once.
         """
         self.check()
         self.retry()
@@ -143,9 +160,17 @@ class StateWriter:
         """Records the nodes of the next epoch, and publishes their metrics endpoints."""
         ranks: dict[str, list[int]] = {node: [] for node in joins}
         for rank in self._plan.ranks:
-            ranks.setdefault(rank.node, []).append(rank.rank)  # one may be lost, and that not yet taken notice of
+            ranks.setdefault(rank.node, []).append(
+                rank.rank
+            )  # one may be lost, and that not yet taken notice of
         nodes = {
-            node: NodeState(state="joined", host=join.host, pid=join.pid, metrics=join.metrics, ranks=ranks[node])
+            node: NodeState(
+                state="joined",
+                host=join.host,
+                pid=join.pid,
+                metrics=join.metrics,
+                ranks=ranks[node],
+            )
             for node, join in joins.items()
         }
         if self._lease:  # nodes that have left stay in the state
@@ -165,7 +190,8 @@ class StateWriter:
         self._discovery.publish({name: node.metrics for name, node in here.items() if node.metrics})
 
     def begin_epoch(self) -> None:
-        """Starts an epoch, one higher than any before. Before anybody hears of it, `retry` must have it on disk."""
+        """Starts an epoch, one higher than any before. Before anybody hears of it, `retry` must
+        have it on disk."""
         self.claim()
         number = self.claimed if self._lease else self._state.epoch + 1
         epoch = EpochState(epoch=number, started_at=self._clock())
@@ -177,7 +203,8 @@ class StateWriter:
         self.update(state="running", reason=None)
 
     def take_over(self) -> set[str]:
-        """Ends the epoch of the last coordinator, and counts its node as lost. Returns that node, if it was one."""
+        """Ends the epoch of the last coordinator, and counts its node as lost. Returns that node,
+        if it was one."""
         led = self._led_by
         text = f"{led}: the coordinator is gone"
         cause = Cause(kind="coordinator_lost", text=text, epoch=self._state.epoch, node=led)
@@ -193,7 +220,10 @@ class StateWriter:
     def replanned(self, plan: Plan) -> None:
         """Records that another plan is in force."""
         self._plan = plan
-        self.update(plan_hash=plan.hash, summary=self._state.summary | {"world_size": plan.parallel.world_size})
+        self.update(
+            plan_hash=plan.hash,
+            summary=self._state.summary | {"world_size": plan.parallel.world_size},
+        )
 
     def lost(self, node: str) -> None:
         self._gone(node, "lost")
@@ -208,10 +238,15 @@ class StateWriter:
 
     def end_epoch(self, decision: Decision) -> None:
         outcome = "restart" if decision.again else decision.state
-        self._last_epoch(ended_at=self._clock(), outcome=outcome, counted=decision.counted, cause=decision.cause)
+        self._last_epoch(
+            ended_at=self._clock(), outcome=outcome, counted=decision.counted, cause=decision.cause
+        )
         if decision.again:
             self._nodes("joined")
-            spent = {"restarts": decision.budget.used, "restarts_by_cause": dict(decision.budget.by_cause)}
+            spent = {
+                "restarts": decision.budget.used,
+                "restarts_by_cause": dict(decision.budget.by_cause),
+            }
             self.update(state="restarting", reason=decision.reason, **spent)
 
     def end_final_checkpoint(self, outcome: str) -> None:
@@ -220,11 +255,19 @@ class StateWriter:
         self.update()
 
     def finish(self, decision: Decision) -> None:
-        """Writes the report and the final state; the report first, since readers of the final state look for it."""
+        """Writes the report and the final state; the report first, since readers of the final state
+        look for it."""
         assert decision.state != "restarting"
         self._nodes("ended")
         self._discovery.withdraw()
-        ended = finish(self._state, decision.state, decision.code, decision.reason, decision.cause, at=self._clock())
+        ended = finish(
+            self._state,
+            decision.state,
+            decision.code,
+            decision.reason,
+            decision.cause,
+            at=self._clock(),
+        )
         with contextlib.suppress(*RECORD_ERRORS):  # the report is optional, the final state is not
             write_report(self._folder, self._plan, ended)
         self._state = ended
@@ -232,7 +275,8 @@ class StateWriter:
 
     def _nodes(self, state: str) -> None:
         def after(node: NodeState) -> NodeState:
-            gone, spare = node.state in ("lost", "ended"), state == "running" and not node.ranks
+            gone = node.state in ("lost", "ended")
+            spare = state == "running" and not node.ranks
             return node if gone or spare else _replace(node, state=state)
 
         nodes = {name: after(node) for name, node in self._state.nodes.items()}

@@ -1,4 +1,5 @@
-"""The agent of one node: joins the coordinator, controls its node's workers as told, and reports on them."""
+"""The agent of one node: joins the coordinator, controls its node's workers as told, and reports on
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from .progress import LOOK_S
 from .recorder import Recorder
 from .worker_control import WorkerControl
 
-_ORPHAN_GRACE_S = 10.0  # for workers whose coordinator is gone: they can no longer agree on a step to save
+_ORPHAN_GRACE_S = (
+    10.0  # for workers whose coordinator is gone: they can no longer agree on a step to save
+)
 _ELASTIC_ORPHAN_GRACE_S = 3.0  # where another coordinator waits for this node
 _FEW_NODES = 1024  # whose agents may report at each look, which is twice a heartbeat
 
@@ -41,7 +44,8 @@ class NodeFacts:
 
 
 class Agent:
-    """`metrics_address`: host:port of this node's Prometheus endpoint. `root`: of the machine's own files."""
+    """`metrics_address`: host:port of this node's Prometheus endpoint. `root`: of the machine's own
+    files."""
 
     def __init__(
         self,
@@ -55,27 +59,45 @@ class Agent:
         connector: Connector,
         root: Path = Path("/"),
     ):
-        self._rules, self._few_nodes = request.policy, len(request.agents) <= _FEW_NODES
-        self._node, self._facts, self._connector = node, facts, connector
-        self._recorder, self._metrics_address = recorder, metrics_address
-        self._control = WorkerControl(folder, plan, request, node, recorder, self._send, connector.moves, root)
+        self._rules = request.policy
+        self._few_nodes = len(request.agents) <= _FEW_NODES
+        self._node = node
+        self._facts = facts
+        self._connector = connector
+        self._recorder = recorder
+        self._metrics_address = metrics_address
+        self._control = WorkerControl(
+            folder, plan, request, node, recorder, self._send, connector.moves, root
+        )
         self._channel: Channel | None = None
         self._epoch = -1  # the last epoch it followed
         self._silent_ticks = 0
-        self._assigned: messages.Assign | None = None  # of this epoch, until its workers are told to stop
+        self._assigned: messages.Assign | None = (
+            None  # of this epoch, until its workers are told to stop
+        )
         self._result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._signalled = self._insisted = False  # told from outside that the end is wanted; by a signal
-        self._notice: messages.TerminationSignal | None = None  # what was said of it: also to the next coordinator
+        self._signalled = self._insisted = (
+            False  # told from outside that the end is wanted; by a signal
+        )
+        self._notice: messages.TerminationSignal | None = (
+            None  # what was said of it: also to the next coordinator
+        )
 
     async def run(self) -> int:
-        """Runs until the run is over; returns the exit code. Nothing that it has started is alive then."""
+        """Runs until the run is over; returns the exit code. Nothing that it has started is alive
+        then."""
         tasks: list[asyncio.Task] = []
         try:
             self._control.open()
             while True:
                 channel = await self._join()
-                tasks = [asyncio.create_task(self._listen(channel)), asyncio.create_task(self._heartbeats(channel))]
-                done, _ = await asyncio.wait([self._result, *tasks], return_when=asyncio.FIRST_COMPLETED)
+                tasks = [
+                    asyncio.create_task(self._listen(channel)),
+                    asyncio.create_task(self._heartbeats(channel)),
+                ]
+                done, _ = await asyncio.wait(
+                    [self._result, *tasks], return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in done - {self._result}:
                     task.result()  # a bug: let it be seen
                 if self._result.done() or not self._connector.moves:
@@ -123,7 +145,8 @@ class Agent:
 
     def _pass_on(self, reason: str, notice: messages.TerminationSignal) -> None:
         """`reason`: as this node says it."""
-        self._signalled, self._notice = True, notice
+        self._signalled = True
+        self._notice = notice
         log.warning("%s", reason)
         self._recorder.event("notice", reason=reason, force=notice.force)
         if self._channel is None:
@@ -134,7 +157,8 @@ class Agent:
             self._control.kill()
 
     def leave(self, code: int, reason: str) -> None:
-        """Ends this agent; the coordinator in this process is fenced, or this node must leave the run."""
+        """Ends this agent; the coordinator in this process is fenced, or this node must leave the
+        run."""
         if code == Exit.FENCED:
             self._control.kill()
         self._finish(code, reason)
@@ -145,14 +169,17 @@ class Agent:
             self._recorder.event("leaving", code=int(code), reason=reason)
             self._result.set_result(int(code))
 
-    # ---------------------------------------------------------------------------------- the connection
+    # ---------------------------------------------------------------------------------- the
+    #     connection
 
     def _send(self, message: messages.FromAgent) -> None:
         if self._channel:
             self._channel.send(self._epoch, message)
 
     async def _join(self) -> Channel:
-        channel = await self._connector.connect(self._epoch, used_nodes(self._control.plan), self._result)
+        channel = await self._connector.connect(
+            self._epoch, used_nodes(self._control.plan), self._result
+        )
         self._channel = channel
         self._send(
             messages.Join(
@@ -172,7 +199,8 @@ class Agent:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        channel, self._channel = self._channel, None
+        channel = self._channel
+        self._channel = None
         self._silent_ticks = 0
         self._assigned = None
         self._control.disconnected()
@@ -180,7 +208,8 @@ class Agent:
             await channel.close()
 
     async def _heartbeats(self, channel: Channel) -> None:
-        """Sends heartbeats, and aborts the connection when the coordinator is silent. See protocol/heartbeat.py."""
+        """Sends heartbeats, and aborts the connection when the coordinator is silent. See
+        protocol/heartbeat.py."""
         most = timeout_ticks(self._rules.heartbeat_timeout_s, LOOK_S)
         clock = asyncio.get_running_loop().time
         timer = HeartbeatTimer(LOOK_S, clock())
@@ -221,27 +250,34 @@ class Agent:
         if not self._connector.moves:
             self._finish(Exit.CAPACITY, reason)
 
-    # ---------------------------------------------------------------------------------- the coordinator's messages
+    # ---------------------------------------------------------------------------------- the
+    #     coordinator's messages
 
     def _handle(self, epoch: int, message: messages.FromCoordinator) -> None:
         if isinstance(message, messages.Fenced):
             self._control.kill()
             self._finish(Exit.FENCED, message.reason)
         elif epoch < self._epoch:
-            log.warning("ignored %s of epoch %d, this is %d", type(message).__name__, epoch, self._epoch)
+            log.warning(
+                "ignored %s of epoch %d, this is %d", type(message).__name__, epoch, self._epoch
+            )
             self._recorder.event("stale_message", message=type(message).__name__, of_epoch=epoch)
         elif isinstance(message, messages.Done):
             self._finish(message.code, message.reason)
         elif isinstance(message, messages.Prepare):
             if epoch > self._epoch:
-                self._epoch, self._assigned = epoch, None
+                self._epoch = epoch
+                self._assigned = None
                 self._control.begin_epoch(epoch)
                 self._get_ready(epoch)
-        elif epoch == self._epoch:  # else the heartbeat of a coordinator whose epoch this agent was not prepared for
+        elif (
+            epoch == self._epoch
+        ):  # else the heartbeat of a coordinator whose epoch this agent was not prepared for
             self._handle_current(message)
 
     def _handle_current(
-        self, message: messages.Assign | messages.Stop | messages.Examine | messages.CoordinatorAlive
+        self,
+        message: messages.Assign | messages.Stop | messages.Examine | messages.CoordinatorAlive,
     ) -> None:
         match message:
             case messages.Assign():
@@ -258,7 +294,8 @@ class Agent:
                 assert_never(message)
 
     def _get_ready(self, epoch: int) -> None:
-        """Says where rank 0's store would listen; while no socket can be opened, this is tried again."""
+        """Says where rank 0's store would listen; while no socket can be opened, this is tried
+        again."""
         if epoch != self._epoch or self._result.done():
             return
         try:
@@ -270,7 +307,8 @@ class Agent:
             self._send(messages.Ready(port=port))
 
     def _assign(self, order: messages.Assign, until: float) -> None:
-        """Starts the workers; while their plan cannot be read here, this is tried again until loop time `until`."""
+        """Starts the workers; while their plan cannot be read here, this is tried again until loop
+        time `until`."""
         if self._assigned is not order or self._result.done():
             return
         loop = asyncio.get_running_loop()
@@ -282,8 +320,12 @@ class Agent:
             self._connector.workers_started(used_nodes(self._control.plan))
 
     def _stop(self, order: messages.Stop) -> None:
-        examination, epoch = self._control.examination, self._epoch
+        examination = self._control.examination
+        epoch = self._epoch
         if examination is None:
             self._control.stop(order)
-        else:  # another node was faster in ending its workers: ours are ended when their stacks are saved
-            examination.add_done_callback(lambda task: None if task.cancelled() else self._handle(epoch, order))
+        else:
+            # another node was faster in ending its workers: ours are ended when their stacks are saved
+            examination.add_done_callback(
+                lambda task: None if task.cancelled() else self._handle(epoch, order)
+            )

@@ -41,7 +41,8 @@ class NoCoordinator(Exception):
 
     def __init__(self, code: Exit, reason: str):
         super().__init__(reason)
-        self.code, self.reason = code, reason
+        self.code = code
+        self.reason = reason
 
 
 class Connector(Protocol):
@@ -50,7 +51,8 @@ class Connector(Protocol):
     moves: bool
 
     async def connect(self, epoch: int, order: Sequence[str], over: asyncio.Future) -> Channel:
-        """A channel to the coordinator. `epoch`: the newest that the agent has followed; `order`: the plan's nodes.
+        """A channel to the coordinator. `epoch`: the newest that the agent has followed; `order`:
+        the plan's nodes.
 
         Raises NoCoordinator, also when `over` is done, and WrongKey.
         """
@@ -60,19 +62,25 @@ class Connector(Protocol):
 
 
 class FixedCoordinator:
-    """The coordinator of a run with fixed nodes. It may start after the agents: they try until the join timeout."""
+    """The coordinator of a run with fixed nodes. It may start after the agents: they try until the
+    join timeout."""
 
     moves = False
 
     def __init__(self, folder: RunFolder, node: str, key: bytes, join_timeout_s: float):
-        self._folder, self._node, self._key, self._join_timeout_s = folder, node, key, join_timeout_s
+        self._folder = folder
+        self._node = node
+        self._key = key
+        self._join_timeout_s = join_timeout_s
 
     async def connect(self, epoch: int, order: Sequence[str], over: asyncio.Future) -> Channel:
         end = time.monotonic() + self._join_timeout_s
         problem = "it has not said where it listens"
         while not over.done():
             try:
-                where = msgspec.json.decode(self._folder.coordinator.read_bytes(), type=CoordinatorAddress)
+                where = msgspec.json.decode(
+                    self._folder.coordinator.read_bytes(), type=CoordinatorAddress
+                )
                 arguments = self._folder.run_id, self._node, self._key, FromCoordinator
                 return await connect(where.host, where.port, *arguments)
             except WrongKey:

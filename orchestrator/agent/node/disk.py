@@ -1,4 +1,5 @@
-"""Files of the run folder, read and written beside the event loop: if their file system hangs, the agent does not."""
+"""Files of the run folder, read and written beside the event loop: if their file system hangs, the
+agent does not."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ def append(path: Path, text: str) -> None:
 
 
 class Disk:
-    """A thread that does one piece of work after the other. What takes too long counts as not done; until it has ended
-    after all, nothing else is begun."""
+    """A thread that does one piece of work after the other. What takes too long counts as not done;
+    until it has ended after all, nothing else is begun."""
 
     def __init__(self, most_s: float = _MOST_S):
         self._most_s = most_s
-        self._orders: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
         self._late = 0  # pieces of work that nobody waits for any more
 
@@ -64,8 +67,10 @@ class Disk:
         while (order := self._orders.get()) is not None:
             work, done = order
             try:
-                tell, found = done.set_result, work()
+                tell = done.set_result
+                found = work()
             except Exception as error:
-                tell, found = done.set_exception, error
+                tell = done.set_exception
+                found = error
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 done.get_loop().call_soon_threadsafe(tell, found)

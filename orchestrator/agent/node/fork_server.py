@@ -1,18 +1,21 @@
 """The fork server: imports the program once per node and forks workers that start in milliseconds.
 
-Importing torch costs seconds and hundreds of MiB a process. All workers of a node, in every epoch of the run, share one
-import and its memory, so a restart does not wait for it.
+Importing torch costs seconds and hundreds of MiB a process. All workers of a node, in every epoch
+of the run, share one import and its memory, so a restart does not wait for it.
 
-The worker supervisor starts the fork server. A worker becomes the supervisor's own child: it is forked twice, the
-process in between exits, and the kernel gives the orphan to the nearest subreaper, which is the supervisor. The worker
-waits for the supervisor's go-ahead before it runs, so the supervisor knows every worker that runs. If the fork server
-is gone, the supervisor starts workers by fork and exec.
+The worker supervisor starts the fork server. A worker becomes the supervisor's own child: it is
+forked twice, the process in between exits, and the kernel gives the orphan to the nearest
+subreaper, which is the supervisor. The worker waits for the supervisor's go-ahead before it runs,
+so the supervisor knows every worker that runs. If the fork server is gone, the supervisor starts
+workers by fork and exec.
 
-The program is a package with two modules: `<package>.preload`, imported here, whose `prepare(arguments, environment)`
-runs here before a worker is forked (more to import for this worker) and `after_fork()` first in every worker; and
-`<package>.__main__` with `main(arguments)`. Forking is safe because this process has one thread and computes nothing.
+The program is a package with two modules: `<package>.preload`, imported here, whose
+`prepare(arguments, environment)` runs here before a worker is forked (more to import for this
+worker) and `after_fork()` first in every worker; and `<package>.__main__` with `main(arguments)`.
+Forking is safe because this process has one thread and computes nothing.
 
-Agent, supervisor and fork server talk by packets: one JSON object each, over a Unix socketpair of type SEQPACKET.
+Agent, supervisor and fork server talk by packets: one JSON object each, over a Unix socketpair of
+type SEQPACKET.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from orchestrator.run.processes import die_with_parent, name_process
 LARGEST_PACKET = 1 << 17  # bytes
 REPORT_FD = 3  # where a worker finds its report pipe
 STORE_FD = 4  # where rank 0 finds the socket of its store
-#: Signals that the worker supervisor and the fork server ignore; workers get their default handlers.
+#: Signals that the worker supervisor and the fork server ignore; workers get their default
+#: handlers.
 SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -52,7 +56,8 @@ _ADOPTION_S = 10.0  # the kernel's part of it takes microseconds
 
 
 def waiting_packets(peer: socket.socket) -> Iterator[dict | None]:
-    """Packets that can be read without waiting, in order; None, always last, if the peer is gone."""
+    """Packets that can be read without waiting, in order; None, always last, if the peer is
+    gone."""
     while True:
         try:
             packet = peer.recv(LARGEST_PACKET, socket.MSG_DONTWAIT)
@@ -67,23 +72,29 @@ def waiting_packets(peer: socket.socket) -> Iterator[dict | None]:
 
 
 def settle(supervisor: int, log: int, report: int, store: int | None, cores: Sequence[int]) -> None:
-    """Sets up a new worker: own session, default signals, output to the log, report pipe on descriptor 3, and on 4 the
-    socket of rank 0's store; bound to `cores`, if there are any.
+    """Sets up a new worker: own session, default signals, output to the log, report pipe on
+    descriptor 3, and on 4 the socket of rank 0's store; bound to `cores`, if there are any.
 
     It dies with its supervisor.
     """
     os.setsid()
     if cores:
-        with contextlib.suppress(OSError):  # the job's cores have changed just now: it runs where it may
+        with contextlib.suppress(
+            OSError
+        ):  # the job's cores have changed just now: it runs where it may
             os.sched_setaffinity(0, cores)
     signal.set_wakeup_fd(-1)
     for signum in (*SIGNALS, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     die_with_parent(supervisor)
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    sources = {0: nothing, 1: log, 2: log, REPORT_FD: report} | ({} if store is None else {STORE_FD: store})
+    sources = {0: nothing, 1: log, 2: log, REPORT_FD: report} | (
+        {} if store is None else {STORE_FD: store}
+    )
     # out of the way of the numbers above
-    free = {fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, STORE_FD + 1) for fd in set(sources.values())}
+    free = {
+        fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, STORE_FD + 1) for fd in set(sources.values())
+    }
     for fd in free:
         os.close(fd)
     for number, fd in sources.items():
@@ -93,16 +104,22 @@ def settle(supervisor: int, log: int, report: int, store: int | None, cores: Seq
 
 
 class ForkServer:
-    """Serves one worker supervisor. One packet per worker: JSON, and descriptors of log, reports, go-ahead
-    pipe, and for rank 0 the socket of the store."""
+    """Serves one worker supervisor. One packet per worker: JSON, and descriptors of log, reports,
+    go-ahead pipe, and for rank 0 the socket of the store."""
 
-    def __init__(self, orders: socket.socket, supervisor: int, program: ModuleType, preload: ModuleType):
-        self._orders, self._supervisor = orders, supervisor
-        self._program, self._preload = program, preload
+    def __init__(
+        self, orders: socket.socket, supervisor: int, program: ModuleType, preload: ModuleType
+    ):
+        self._orders = orders
+        self._supervisor = supervisor
+        self._program = program
+        self._preload = preload
 
     def serve(self) -> None:
         """Forks workers on request until the supervisor is gone."""
-        with contextlib.suppress(Exception):  # as below; no worker has been asked for, its program is known
+        with contextlib.suppress(
+            Exception
+        ):  # as below; no worker has been asked for, its program is known
             self._preload.prepare([], os.environ)
         gc.collect()
         with contextlib.suppress(OSError):  # the supervisor is gone: the next packet says so
@@ -112,9 +129,13 @@ class ForkServer:
             if not packet:
                 return
             order = json.loads(packet)
-            with contextlib.suppress(Exception):  # the worker meets it again, and says so in its own log
+            with contextlib.suppress(
+                Exception
+            ):  # the worker meets it again, and says so in its own log
                 self._preload.prepare(order["arguments"], order["environment"])
-            gc.freeze()  # a collection in a worker would write to, and so copy, every page it shares with this process
+            # a collection in a worker would write to, and so copy, every page it shares with this
+            # process
+            gc.freeze()
             between = os.fork()
             if between == 0:
                 self._fork_worker(order, *descriptors)
@@ -122,7 +143,9 @@ class ForkServer:
                 os.close(descriptor)
             os.waitpid(between, 0)
 
-    def _fork_worker(self, order: dict, log: int, report: int, go_ahead: int, store: int | None = None) -> NoReturn:
+    def _fork_worker(
+        self, order: dict, log: int, report: int, go_ahead: int, store: int | None = None
+    ) -> NoReturn:
         """In the intermediate process: fork the worker, send its pid, exit."""
         try:
             pid = os.fork()
@@ -132,7 +155,9 @@ class ForkServer:
         finally:
             os._exit(0)
 
-    def _run_worker(self, order: dict, log: int, report: int, go_ahead: int, store: int | None) -> NoReturn:
+    def _run_worker(
+        self, order: dict, log: int, report: int, go_ahead: int, store: int | None
+    ) -> NoReturn:
         """In the worker."""
         code = int(Exit.FENCED)  # cancelled
         try:
@@ -168,15 +193,22 @@ class ForkServer:
 
 
 def main() -> int:
-    """`python -m orchestrator.agent.node.fork_server DESCRIPTOR PACKAGE`, started by the worker supervisor."""
-    orders, package, supervisor = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], os.getppid()
+    """`python -m orchestrator.agent.node.fork_server DESCRIPTOR PACKAGE`, started by the worker
+    supervisor."""
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    package = sys.argv[2]
+    supervisor = os.getppid()
     die_with_parent(supervisor)
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # so that no descriptor that arrives later has a number of a worker's own
+    with contextlib.suppress(
+        OSError
+    ):  # so that no descriptor that arrives later has a number of a worker's own
         while os.open(os.devnull, os.O_RDONLY) <= STORE_FD:
             pass
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of this process would be missing in its children
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # threads of this process would be missing in its children
     preload = importlib.import_module(f"{package}.preload")
     program = importlib.import_module(f"{package}.__main__")
     with orders:

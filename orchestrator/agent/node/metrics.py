@@ -1,9 +1,10 @@
 """The Prometheus endpoint of a node. Names, types and units: docs/protocol.md, Metrics.
 
-Labels are job (the run id) and node; of gauges, which hold for one epoch, also plan_epoch. Counters and histograms go
-on from one epoch to the next, so that the page does not grow with the epochs of a run. There is no rank label, since a
-job may have tens of thousands of ranks: a series is the sum or the maximum over the ranks of its node, as its help text
-says; `sum by (job)` or `max by (job)` over the nodes gives the job's value. A report costs microseconds.
+Labels are job (the run id) and node; of gauges, which hold for one epoch, also plan_epoch. Counters
+and histograms go on from one epoch to the next, so that the page does not grow with the epochs of a
+run. There is no rank label, since a job may have tens of thousands of ranks: a series is the sum or
+the maximum over the ranks of its node, as its help text says; `sum by (job)` or `max by (job)` over
+the nodes gives the job's value. A report costs microseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -27,7 +33,25 @@ from orchestrator.plan import Plan
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.worker import EventReport, StepReport
 
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
+BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    25.0,
+    60.0,
+    150.0,
+    600.0,
+)
 _LABELS = ["job", "node"]
 
 _COUNTERS = {
@@ -35,7 +59,9 @@ _COUNTERS = {
     "orch_tokens": "Tokens trained on, this node's share: sum over nodes gives the job.",
     "orch_comm_bytes": "Bytes sent by the workers of this node, by axis of parallelism.",
     "orch_expert_bytes": "Of axis ep: bytes sent to experts of other ranks, by what reaches them.",
-    "orch_expert_seconds": "Of axis ep: seconds in the exchange, by its slowest level, summed over the workers.",
+    "orch_expert_seconds": (
+        "Of axis ep: seconds in the exchange, by its slowest level, summed over the workers."
+    ),
     "orch_comm_seconds": "Seconds in communication, summed over the workers of this node.",
     "orch_wall_seconds": "Seconds of this node's agent, each in one state (docs/reliability.md).",
     "orch_faults": "Failures, by kind and by who detected them.",
@@ -49,29 +75,47 @@ _GAUGES = {
     "orch_last_step": "Last completed step.",
     "orch_last_step_timestamp_seconds": "When the last step completed.",
     "orch_loss": "Loss of the last step, mean over the tokens of the whole job.",
-    "orch_loss_term": "What a term adds to the loss of the last step, by name; not part of orch_loss.",
+    "orch_loss_term": (
+        "What a term adds to the loss of the last step, by name; not part of orch_loss."
+    ),
     "orch_grad_norm": "Norm of the last gradient of the whole job, before clipping.",
     "orch_learning_rate": "Learning rate of the last step.",
-    "orch_ettr_ratio": "Effective training time ratio: productive seconds of this node over all its seconds.",
+    "orch_ettr_ratio": (
+        "Effective training time ratio: productive seconds of this node over all its seconds."
+    ),
     "orch_tokens_per_second": "Tokens a second of the whole job over the last step.",
     "orch_mfu_ratio": "Model FLOP/s over peak FLOP/s, last step.",
     "orch_hfu_ratio": "Executed FLOP/s (recomputation counted) over peak FLOP/s, last step.",
-    "orch_pipeline_bubble_ratio": "Share of the last step that a worker of this node waited for other stages, at most.",
-    "orch_expert_load_ratio": "Tokens of a layer's expert that got most over the mean, last sampled step.",
-    "orch_expert_rank_load_ratio": "The same of the ranks that share the layer's experts: it waits for the fullest.",
-    "orch_expert_balance_ratio": "Entropy of a layer's load: 1 even, 0 all tokens chose the same experts.",
+    "orch_pipeline_bubble_ratio": (
+        "Share of the last step that a worker of this node waited for other stages, at most."
+    ),
+    "orch_expert_load_ratio": (
+        "Tokens of a layer's expert that got most over the mean, last sampled step."
+    ),
+    "orch_expert_rank_load_ratio": (
+        "The same of the ranks that share the layer's experts: it waits for the fullest."
+    ),
+    "orch_expert_balance_ratio": (
+        "Entropy of a layer's load: 1 even, 0 all tokens chose the same experts."
+    ),
     "orch_expert_dropped_ratio": "Share of a layer's choices that no expert took.",
-    "orch_router_entropy_ratio": "Entropy of a token's scores, mean over tokens: 1 if all experts score equal.",
+    "orch_router_entropy_ratio": (
+        "Entropy of a token's scores, mean over tokens: 1 if all experts score equal."
+    ),
     "orch_router_bias_range": "Highest less lowest balancing bias of a layer.",
     "orch_checkpoint_bytes": "Size of the last durable checkpoint.",
     "orch_memory_bytes": "Memory by category, of the worker of this node that uses most of it.",
-    "orch_last_durable_checkpoint_timestamp_seconds": "When the last checkpoint was safely on disk.",
+    "orch_last_durable_checkpoint_timestamp_seconds": (
+        "When the last checkpoint was safely on disk."
+    ),
     "orch_last_durable_checkpoint_step": "Step of the last checkpoint that was safely on disk.",
     "orch_workers": "Workers alive on this node.",
     "orch_healthy_nodes": "Nodes whose agents are connected.",
     "orch_wanted_nodes": "Nodes that the plan uses.",
     "orch_spare_nodes": "Connected nodes that hold no rank.",
-    "orch_node_slowdown_ratio": "Compute time of this node over the median of its peers; 1 if it is not a straggler.",
+    "orch_node_slowdown_ratio": (
+        "Compute time of this node over the median of its peers; 1 if it is not a straggler."
+    ),
     "orch_plan_info": "The plan in force, as labels.",
     "orch_build_info": "The version of orch.",
 }
@@ -119,9 +163,15 @@ class _Histogram:
 class NodeMetrics(Collector):
     """The metrics of one node, computed from the reports of its workers."""
 
-    def __init__(self, job: str, node: str, plan: Plan, clock: Callable[[], float] = time.monotonic):
-        self._job, self._node, self._clock = job, node, clock
-        self._wall = WallMeter(clock(), lambda state, seconds: self.add("orch_wall_seconds", seconds, state))
+    def __init__(
+        self, job: str, node: str, plan: Plan, clock: Callable[[], float] = time.monotonic
+    ):
+        self._job = job
+        self._node = node
+        self._clock = clock
+        self._wall = WallMeter(
+            clock(), lambda state, seconds: self.add("orch_wall_seconds", seconds, state)
+        )
         self._recoveries: dict[tuple[str, ...], _Histogram] = {}
         self._plan = plan
         self._ranks = sorted(rank.rank for rank in plan.ranks if rank.node == node)
@@ -154,7 +204,9 @@ class NodeMetrics(Collector):
         """Sets the plan in force from this epoch on."""
         self._plan = plan
         self._ranks = sorted(rank.rank for rank in plan.ranks if rank.node == self._node)
-        self._gauges = {key: value for key, value in self._gauges.items() if key[0] != "orch_plan_info"}
+        self._gauges = {
+            key: value for key, value in self._gauges.items() if key[0] != "orch_plan_info"
+        }
         self._say_plan()
 
     def _say_plan(self) -> None:
@@ -175,16 +227,23 @@ class NodeMetrics(Collector):
             self._gauges[name, labels] = value
 
     def on_step(self, report: StepReport, at: float) -> None:
-        if self._ranks and report.rank == self._ranks[0]:  # one worker speaks for the node's progress
+        if (
+            self._ranks and report.rank == self._ranks[0]
+        ):  # one worker speaks for the node's progress
             stall_s = report.phase_s.get("checkpoint", 0.0)
             back_s = self._wall.step(report.step, report.step_s, stall_s, self._clock())
             if back_s is not None:
                 self._recoveries.setdefault((), _Histogram()).observe(back_s)
             self.add("orch_step", 1)
-            self.add("orch_tokens", report.tokens * len(self._ranks) / self._plan.parallel.world_size)
+            self.add(
+                "orch_tokens", report.tokens * len(self._ranks) / self._plan.parallel.world_size
+            )
             self.set("orch_last_step", report.step)
             self.set("orch_last_step_timestamp_seconds", at)
-            self.set("orch_tokens_per_second", report.tokens / report.step_s if report.step_s > 0 else None)
+            self.set(
+                "orch_tokens_per_second",
+                report.tokens / report.step_s if report.step_s > 0 else None,
+            )
             self.set("orch_mfu_ratio", report.mfu)
             self.set("orch_hfu_ratio", report.hfu)
             for phase, seconds in {"step": report.step_s, **report.phase_s}.items():
@@ -221,7 +280,11 @@ class NodeMetrics(Collector):
             return
         for layer, load in report.experts.items():
             self.set("orch_expert_load_ratio", load.ratio, layer)
-            self.set("orch_expert_rank_load_ratio", load.rank_ratio(expert_mesh(self._plan.parallel).ep), layer)
+            self.set(
+                "orch_expert_rank_load_ratio",
+                load.rank_ratio(expert_mesh(self._plan.parallel).ep),
+                layer,
+            )
             self.set("orch_expert_balance_ratio", load.balance(moe.top_k), layer)
             self.set("orch_expert_dropped_ratio", load.dropped, layer)
             self.set("orch_router_entropy_ratio", load.entropy, layer)
@@ -233,7 +296,8 @@ class NodeMetrics(Collector):
         if report.name == "checkpoint_saved":
             self.set("orch_last_durable_checkpoint_timestamp_seconds", at)
             self.set("orch_last_durable_checkpoint_step", report.step)
-            size, seconds = report.fields.get("bytes"), report.fields.get("seconds")
+            size = report.fields.get("bytes")
+            seconds = report.fields.get("seconds")
             if isinstance(size, int | float):
                 self.set("orch_checkpoint_bytes", size)
             if isinstance(seconds, int | float):
@@ -249,37 +313,53 @@ class NodeMetrics(Collector):
                     family.add_metric([self._job, self._node, *labels], value)
             yield family
         for name, text in _GAUGES.items():
-            gauge = GaugeMetricFamily(name, text, labels=[*_LABELS, "plan_epoch", *_EXTRA.get(name, [])])
+            gauge = GaugeMetricFamily(
+                name, text, labels=[*_LABELS, "plan_epoch", *_EXTRA.get(name, [])]
+            )
             for (which, labels), value in list(self._gauges.items()):
                 if which == name:
                     gauge.add_metric([self._job, self._node, str(self._epoch), *labels], value)
             yield gauge
         text = "Duration of a step and of its phases, as reported by the node's first worker."
         yield self._histogram("orch_step_duration_seconds", text, ["phase"], self._durations)
-        text = "Duration of a save, from the first byte to durable, if a worker of this node reports it."
+        text = (
+            "Duration of a save, from the first byte to durable, if a worker of this node"
+            " reports it."
+        )
         yield self._histogram("orch_checkpoint_duration_seconds", text, [], self._saves)
 
-        text = "From the first sign of an epoch's end to the start of the next step, if steps were interrupted."
+        text = (
+            "From the first sign of an epoch's end to the start of the next step, if steps were"
+            " interrupted."
+        )
         yield self._histogram("orch_recovery_duration_seconds", text, [], self._recoveries)
 
-    def _histogram(self, name: str, text: str, extra: list[str], found: Mapping[tuple[str, ...], _Histogram]) -> Metric:
+    def _histogram(
+        self, name: str, text: str, extra: list[str], found: Mapping[tuple[str, ...], _Histogram]
+    ) -> Metric:
         family = HistogramMetricFamily(name, text, labels=[*_LABELS, *extra])
         for labels, histogram in list(found.items()):
-            family.add_metric([self._job, self._node, *labels], histogram.cumulative(), histogram.total)
+            family.add_metric(
+                [self._job, self._node, *labels], histogram.cumulative(), histogram.total
+            )
         return family
 
 
 _REQUEST_S = 5.0
 _MOST_ASKING = 64  # connections; the oldest makes room
-_ANSWER = "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\nConnection: close\r\n\r\n"
+_ANSWER = (
+    "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\nConnection:"
+    " close\r\n\r\n"
+)
 
 
 async def serve(
     metrics: NodeMetrics, host: str, port: int, fd: int | None = None, targets: Path | None = None
 ) -> asyncio.Server:
-    """GET /metrics over HTTP/1.1 on `host`:`port`; 0, or a port that is taken, gives any free one. `fd`: a socket that
-    listens already, of another network namespace perhaps; it becomes the server's. GET /targets, for Prometheus's
-    http_sd: the endpoints of all nodes, from the file of that name where this node has it (the coordinator's does).
+    """GET /metrics over HTTP/1.1 on `host`:`port`; 0, or a port that is taken, gives any free one.
+    `fd`: a socket that listens already, of another network namespace perhaps; it becomes the
+    server's. GET /targets, for Prometheus's http_sd: the endpoints of all nodes, from the file of
+    that name where this node has it (the coordinator's does).
 
     OSError: `host` is no address of this machine.
     """
@@ -299,22 +379,32 @@ async def serve(
             writer.close()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        with contextlib.suppress(
+            OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
+        ):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _REQUEST_S)
             first, *rest = head.decode("latin-1").split("\r\n")
-            headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)}
+            headers = {
+                k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)
+            }
             method, path, *_ = [*first.split(" "), "", ""]
             path = path.split("?")[0]
             if path not in ("/metrics", "/targets"):
-                status, kind, body = "404 Not Found", "text/plain", b"see /metrics and /targets\n"
+                status = "404 Not Found"
+                kind = "text/plain"
+                body = b"see /metrics and /targets\n"
             elif method != "GET":
-                status, kind, body = "405 Method Not Allowed", "text/plain", b"GET only\n"
+                status = "405 Method Not Allowed"
+                kind = "text/plain"
+                body = b"GET only\n"
             elif path == "/targets":
                 body = targets.read_bytes() if targets is not None and targets.exists() else b"[]\n"
-                status, kind = "200 OK", "application/json"
+                status = "200 OK"
+                kind = "application/json"
             else:
                 encode, kind = choose_encoder(headers.get("accept", ""))
-                status, body = "200 OK", encode(metrics.registry)
+                status = "200 OK"
+                body = encode(metrics.registry)
             writer.write(_ANSWER.format(status=status, kind=kind, size=len(body)).encode() + body)
             await asyncio.wait_for(writer.drain(), _REQUEST_S)
 

@@ -1,11 +1,12 @@
-"""Steps of a program that does not report them, read from the lines that it prints (`metrics.pattern`).
+"""Steps of a program that does not report them, read from the lines that it prints
+(`metrics.pattern`).
 
-A look reads what the workers' logs have grown by, in a thread of its own, for their file system may hang. So a step is
-seen up to half a second late, and steps between two looks share the time between them. Of a program that prints every
-tenth step the others are added, without a loss.
+A look reads what the workers' logs have grown by, in a thread of its own, for their file system may
+hang. So a step is seen up to half a second late, and steps between two looks share the time between
+them. Of a program that prints every tenth step the others are added, without a loss.
 
-Some patterns take exponential time on some lines, and the agent has other things to do: a search that takes longer than
-`_MOST_CPU_S` is cut off, and the pattern is not used any more.
+Some patterns take exponential time on some lines, and the agent has other things to do: a search
+that takes longer than `_MOST_CPU_S` is cut off, and the pattern is not used any more.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from .disk import Disk, append
 _AT_ONCE = 1 << 18  # bytes of a log in one look; of more the last, for the newest steps
 _LONGEST_LINE = 2000  # characters that are searched
 _MOST_ADDED = 1000  # steps between two that were printed
-_MOST_CPU_S = 0.5  # of this process, for what one log has grown by; a plain pattern takes a twentieth
+_MOST_CPU_S = (
+    0.5  # of this process, for what one log has grown by; a plain pattern takes a twentieth
+)
 _OURS = "--- orch:"  # the beginning of a line that an agent writes into a log
 
 
@@ -43,12 +46,19 @@ class _Log:
 
 
 class PrintedSteps:
-    """`on_step(report)`: one step of a worker of this node. `pattern`: with a group `step`, others as in `PRINTED`."""
+    """`on_step(report)`: one step of a worker of this node. `pattern`: with a group `step`, others
+    as in `PRINTED`."""
 
     def __init__(
-        self, pattern: str, on_step: Callable[[StepReport], None], disk: Disk, clock: Callable[[], float] = time.time
+        self,
+        pattern: str,
+        on_step: Callable[[StepReport], None],
+        disk: Disk,
+        clock: Callable[[], float] = time.time,
     ):
-        self._pattern, self._on_step, self._clock = re.compile(pattern), on_step, clock
+        self._pattern = re.compile(pattern)
+        self._on_step = on_step
+        self._clock = clock
         self._disk = disk
         self._looking: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # of who reads on from where the last one has stopped
@@ -104,7 +114,9 @@ class PrintedSteps:
 
     def _take(self, rank: int, log: _Log, grown: bytes, at_end: bool) -> dict[Path, str]:
         """Reports the steps in what a log has grown by. What is to be said in the logs then."""
-        lines = re.split(rb"[\r\n]", log.part + grown)  # progress bars end their lines with a carriage return
+        lines = re.split(
+            rb"[\r\n]", log.part + grown
+        )  # progress bars end their lines with a carriage return
         log.part = b"" if at_end else lines.pop()[:_LONGEST_LINE]
         found: list[dict[str, float]] = []
         said: dict[Path, str] = {}
@@ -120,7 +132,10 @@ class PrintedSteps:
     def _give_up(self) -> dict[Path, str]:
         """Every log is to say that no more steps are read."""
         self.given_up = True
-        why = f"{_OURS} metrics.pattern took over {_MOST_CPU_S:g} s on what was printed, and reads no more steps\n"
+        why = (
+            f"{_OURS} metrics.pattern took over {_MOST_CPU_S:g} s on what was printed, and reads no"
+            " more steps\n"
+        )
         said = {log.path: why for log in self._logs.values()}
         self._logs.clear()
         return said
@@ -140,8 +155,10 @@ class PrintedSteps:
         return values if values.get("step", -1) >= 0 else None
 
     def _tell(self, rank: int, log: _Log, found: list[dict[str, float]]) -> None:
-        """Reports the steps of one look. One that is not after the last, as of an evaluation, is left out."""
-        now, first = self._clock(), log.step
+        """Reports the steps of one look. One that is not after the last, as of an evaluation, is
+        left out."""
+        now = self._clock()
+        first = log.step
         later: dict[int, dict[str, float]] = {}
         for values in found:
             step = int(values["step"])
@@ -155,13 +172,18 @@ class PrintedSteps:
         reports: list[StepReport] = []
         tokens = 0
         for step in range(last, max(before, last - _MOST_ADDED), -1):
-            tokens = int(later[step].get("tokens", 0)) if step in later else tokens  # as of the next that was printed
+            tokens = (
+                int(later[step].get("tokens", 0)) if step in later else tokens
+            )  # as of the next that was printed
             reports.append(self._report(rank, step, step_s, tokens, later.get(step, {})))
         for report in reversed(reports):
             self._on_step(report)
-        log.step, log.seen_at = last, now
+        log.step = last
+        log.seen_at = now
 
-    def _report(self, rank: int, step: int, step_s: float, tokens: int, values: dict[str, float]) -> StepReport:
+    def _report(
+        self, rank: int, step: int, step_s: float, tokens: int, values: dict[str, float]
+    ) -> StepReport:
         return StepReport(
             rank=rank,
             epoch=self._epoch,
@@ -189,8 +211,8 @@ class _TookTooLong(Exception):
 
 @contextlib.contextmanager
 def _at_most(cpu_s: float) -> Iterator[None]:
-    """_TookTooLong in the body when it has taken so much processor time. Of the main thread: `re` looks for signals
-    while it searches, so it is the one that can be cut off."""
+    """_TookTooLong in the body when it has taken so much processor time. Of the main thread: `re`
+    looks for signals while it searches, so it is the one that can be cut off."""
 
     def stop(*_: object) -> None:
         raise _TookTooLong

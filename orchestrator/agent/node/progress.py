@@ -1,7 +1,9 @@
-"""Progress monitor: the status of a node's workers, from their progress reports and from the kernel.
+"""Progress monitor: the status of a node's workers, from their progress reports and from the
+kernel.
 
-It counts its examinations, not seconds, so that a pause of this agent does not count against its workers. Nothing is
-judged here: whether a worker without progress is at fault shows only against the others (`faults.diagnosis`).
+It counts its examinations, not seconds, so that a pause of this agent does not count against its
+workers. Nothing is judged here: whether a worker without progress is at fault shows only against
+the others (`faults.diagnosis`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class _Rank:
     silent: int = 0
     stopped: int = 0
     load: Load | None = None
-    used_s: deque[float] = field(default_factory=lambda: deque(maxlen=_BUSY_LOOKS))  # CPU seconds between looks
+    used_s: deque[float] = field(
+        default_factory=lambda: deque(maxlen=_BUSY_LOOKS)
+    )  # CPU seconds between looks
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_USUAL_STEPS))
     own_s: deque[float] = field(default_factory=lambda: deque(maxlen=_OWN_STEPS))
 
@@ -54,27 +58,36 @@ class ProgressMonitor:
 
     def on_progress(self, report: ProgressReport) -> None:
         one = self._ranks.setdefault(report.rank, _Rank())
-        before, one.report, one.silent = one.report, report, 0
+        before = one.report
+        one.report = report
+        one.silent = 0
         if before is None or before.step != report.step:
             one.in_step = 0
         if before is None or _position(before) != _position(report):
             one.still = 0
 
     def look(self, pids: Mapping[int, int]) -> list[WorkerStatus]:
-        """The status of the workers that are alive, to be called every LOOK_S. `pids`: by rank, 0: being started."""
+        """The status of the workers that are alive, to be called every LOOK_S. `pids`: by rank, 0:
+        being started."""
         return [self._look(rank, pid) for rank, pid in sorted(pids.items()) if pid]
 
     def _look(self, rank: int, pid: int) -> WorkerStatus:
         one = self._ranks.setdefault(rank, _Rank())
         process = identity(pid)
         if process != one.process:
-            one.process, one.load = process, None
-        before, one.load = one.load, load_of(process) if process else None
+            one.process = process
+            one.load = None
+        before = one.load
+        one.load = load_of(process) if process else None
         if before and one.load:
             one.used_s.append(one.load.cpu_s - before.cpu_s)
         stopped = one.load is not None and one.load.state == "T"
-        ran = one.silent == 0 or (before is not None and one.load is not None and one.load.cpu_s > before.cpu_s)
-        one.still, one.in_step, one.silent = one.still + 1, one.in_step + 1, one.silent + 1
+        ran = one.silent == 0 or (
+            before is not None and one.load is not None and one.load.cpu_s > before.cpu_s
+        )
+        one.still = one.still + 1
+        one.in_step = one.in_step + 1
+        one.silent = one.silent + 1
         one.stopped = (
             (1 if ran else one.stopped + 1) if stopped else 0
         )  # stopped and continued in turn: slow, not frozen

@@ -30,8 +30,11 @@ _MOST_UNREADABLE = 5  # samples kept of one epoch's garbage
 class Recorder:
     """One per node. `clock` returns Unix seconds."""
 
-    def __init__(self, folder: RunFolder, node: str, plan: Plan, clock: Callable[[], float] = time.time):
-        self.node, self.metrics = node, NodeMetrics(folder.run_id, node, plan)
+    def __init__(
+        self, folder: RunFolder, node: str, plan: Plan, clock: Callable[[], float] = time.time
+    ):
+        self.node = node
+        self.metrics = NodeMetrics(folder.run_id, node, plan)
         self._clock = clock
         self._steps = JsonLines(folder.metrics(node))
         self._events = JsonLines(folder.events(node))
@@ -58,13 +61,15 @@ class Recorder:
         return max(self.last_step.values(), default=None)
 
     def failure_of(self, rank: int) -> dict[str, str]:
-        """`cause` and `error` of a worker's failure as it has reported them; empty if it has not."""
+        """`cause` and `error` of a worker's failure as it has reported them; empty if it has
+        not."""
         fields = self._failure[rank].fields if rank in self._failure else {}
         return {name: str(fields.get(name) or "")[:_LONGEST_WORD] for name in ("cause", "error")}
 
     def on_line(self, rank: int, line: bytes) -> None:
         """One line of a worker's report pipe."""
-        report, at = parse(line, rank, self._epoch), self._clock()
+        report = parse(line, rank, self._epoch)
+        at = self._clock()
         if isinstance(report, StepReport):
             self._reporting.add(rank)
             self._on_step(report, line, at)
@@ -83,10 +88,15 @@ class Recorder:
             self._unreadable += 1
             self.metrics.add("orch_reports_unreadable", 1)
             if self._unreadable <= _MOST_UNREADABLE:
-                self.event("report_unreadable", rank=rank, line=line[:200].decode(errors="backslashreplace"))
+                self.event(
+                    "report_unreadable",
+                    rank=rank,
+                    line=line[:200].decode(errors="backslashreplace"),
+                )
 
     def on_printed(self, report: StepReport) -> None:
-        """A step that was read from what a worker printed: nothing of one that reports its steps itself."""
+        """A step that was read from what a worker printed: nothing of one that reports its steps
+        itself."""
         if report.rank not in self._reporting:
             self._on_step(report, msgspec.json.encode(report), self._clock())
 

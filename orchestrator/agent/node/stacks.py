@@ -1,4 +1,5 @@
-"""Saves the stacks of a worker into the run folder: its own (faulthandler, on SIGQUIT) and the kernel's."""
+"""Saves the stacks of a worker into the run folder: its own (faulthandler, on SIGQUIT) and the
+kernel's."""
 
 from __future__ import annotations
 
@@ -11,16 +12,28 @@ from orchestrator.run.processes import Identity, is_stopped, send_signal
 
 from .disk import Disk
 
-_WAIT_S, _LOOK_S = 1.0, 0.05  # for the worker's word
+_WAIT_S = 1.0
+_LOOK_S = 0.05  # for the worker's word
 _MOST_BYTES = 1 << 18
-_TAIL_BYTES, _TAIL_LINES, _TAIL_WIDTH = 8192, 20, 500
-_FACTS = ("State", "Threads", "VmRSS", "SigPnd", "ShdPnd", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+_TAIL_BYTES = 8192
+_TAIL_LINES = 20
+_TAIL_WIDTH = 500
+_FACTS = (
+    "State",
+    "Threads",
+    "VmRSS",
+    "SigPnd",
+    "ShdPnd",
+    "voluntary_ctxt_switches",
+    "nonvoluntary_ctxt_switches",
+)
 
 
 async def save_stack(worker: Identity, log: Path, into: Path, reason: str, disk: Disk) -> bool:
     """Write what can be learnt of a living worker to `into`; False when it could not be written.
 
-    A worker without a handler of its own is not asked: SIGQUIT would kill it. One that is stopped cannot answer.
+    A worker without a handler of its own is not asked: SIGQUIT would kill it. One that is stopped
+    cannot answer.
     """
     said = ""
     if catches(worker.pid, signal.SIGQUIT) and not is_stopped(worker):
@@ -33,7 +46,9 @@ async def save_stack(worker: Identity, log: Path, into: Path, reason: str, disk:
 
 def _write(path: Path, text: str) -> bool:
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+    )
     with open(descriptor, "w", errors="replace") as file:
         file.write(text)
     return True
@@ -42,10 +57,12 @@ def _write(path: Path, text: str) -> bool:
 async def _said(log: Path, start: int, disk: Disk) -> str:
     """What a log has grown by, when it has stopped growing."""
     loop = asyncio.get_running_loop()
-    end, size = loop.time() + _WAIT_S, start
+    end = loop.time() + _WAIT_S
+    size = start
     while loop.time() < end:
         await asyncio.sleep(_LOOK_S)
-        before, size = size, await disk.do(lambda: size_of(log), start)
+        before = size
+        size = await disk.do(lambda: size_of(log), start)
         if size == before > start:
             break
     return await disk.do(lambda: _read_from(log, start), "")
@@ -69,8 +86,13 @@ def kernel_facts(pid: int) -> str:
     lines = [f"{name}: {status[name]}" for name in _FACTS if name in status]
     for thread in sorted(_threads(pid), key=int)[:64]:
         about = f"/proc/{pid}/task/{thread}"
-        name, where, stack = _read(f"{about}/comm"), _read(f"{about}/wchan"), _read(f"{about}/stack")
-        lines.append(f"thread {thread} {name}: {where if where not in ('', '0') else 'in user space, or not told'}")
+        name = _read(f"{about}/comm")
+        where = _read(f"{about}/wchan")
+        stack = _read(f"{about}/stack")
+        lines.append(
+            f"thread {thread} {name}:"
+            f" {where if where not in ('', '0') else 'in user space, or not told'}"
+        )
         lines += [f"  {line}" for line in stack.splitlines()]
     return "\n".join(lines) + "\n"
 

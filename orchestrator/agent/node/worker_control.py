@@ -1,4 +1,5 @@
-"""Starts, examines and stops the workers of a node as the coordinator says, and reports how they end."""
+"""Starts, examines and stops the workers of a node as the coordinator says, and reports how they
+end."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from pathlib import Path
 from msgspec import structs
 
 from orchestrator import start
-from orchestrator.agent.protocol.messages import Assign, Examine, FromAgent, Started, Stop, Stopped, Warm, WorkerExit
+from orchestrator.agent.protocol.messages import (
+    Assign,
+    Examine,
+    FromAgent,
+    Started,
+    Stop,
+    Stopped,
+    Warm,
+    WorkerExit,
+)
 from orchestrator.plan import Plan, PlanError, load_plan, meaning
 from orchestrator.plan.worker import WorkerEnv
 from orchestrator.run.folder import RunFolder
@@ -35,8 +45,8 @@ log = logging.getLogger("orch.agent")
 
 
 class WorkerControl:
-    """`send`: a message of the current epoch to the coordinator. `replans`: the plan in force may change.
-    `root`: where the files of this machine's cores and GPUs are."""
+    """`send`: a message of the current epoch to the coordinator. `replans`: the plan in force may
+    change. `root`: where the files of this machine's cores and GPUs are."""
 
     def __init__(
         self,
@@ -50,10 +60,16 @@ class WorkerControl:
         root: Path = Path("/"),
     ):
         self.plan = plan
-        self._folder, self._worker, self._node = folder, with_own_python(request.worker), node
-        self._recorder, self._send, self._replans = recorder, send, replans
-        self._code, self._root = request.code, root
-        self._max_restarts, self._store_filter = request.policy.max_restarts, request.policy.store_filter
+        self._folder = folder
+        self._worker = with_own_python(request.worker)
+        self._node = node
+        self._recorder = recorder
+        self._send = send
+        self._replans = replans
+        self._code = request.code
+        self._root = root
+        self._max_restarts = request.policy.max_restarts
+        self._store_filter = request.policy.store_filter
         program = preloaded(self._worker)
         known = {"ORCH_PLAN": str(folder.plan)}
         told = self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, known
@@ -109,7 +125,8 @@ class WorkerControl:
         self._disk.close()
 
     def begin_epoch(self, epoch: int) -> None:
-        """The coordinator starts an epoch when all workers of the last one are gone; makes sure of it."""
+        """The coordinator starts an epoch when all workers of the last one are gone; makes sure of
+        it."""
         self._workers.kill()
         self._epoch = epoch
         self._assigned = False
@@ -118,7 +135,8 @@ class WorkerControl:
             self._printed.begin_epoch(epoch)
 
     def open_store(self, address: str) -> int:
-        """Opens the socket of the store that this epoch's rank 0 will have if it runs here; returns its port."""
+        """Opens the socket of the store that this epoch's rank 0 will have if it runs here; returns
+        its port."""
         self._close_store()
         self._store = StoreSocket(address, self._worker.bundled, self._store_filter)
         return self._store.port
@@ -151,19 +169,24 @@ class WorkerControl:
     # ---------------------------------------------------------------------------------- start
 
     def has_plan(self, plan_hash: str) -> bool:
-        """Whether this node has the plan that is in force, which is read here where it has changed. A shared folder may
-        not show it, or not let it be read, for a while."""
+        """Whether this node has the plan that is in force, which is read here where it has changed.
+        A shared folder may not show it, or not let it be read, for a while."""
         if self._replans and plan_hash != self.plan.hash:
             self._read_plan()
         return plan_hash == self.plan.hash or not self._replans
 
     def start(self, assign: Assign) -> str | None:
-        """Starts this node's workers, if the assignment is what this node's copy of the plan says; else why not."""
+        """Starts this node's workers, if the assignment is what this node's copy of the plan says;
+        else why not."""
         ours = sorted((rank.rank, rank.gpu) for rank in self.plan.ranks if rank.node == self._node)
         told = sorted((one.rank, one.gpu) for one in assign.ranks)
-        as_planned = assign.final_checkpoint or (told == ours and assign.world_size == len(self.plan.ranks))
+        as_planned = assign.final_checkpoint or (
+            told == ours and assign.world_size == len(self.plan.ranks)
+        )
         if assign.plan_hash != self.plan.hash or not as_planned:
-            return f"told to start ranks {told} of plan {assign.plan_hash[:12]}, the plan has {ours}"
+            return (
+                f"told to start ranks {told} of plan {assign.plan_hash[:12]}, the plan has {ours}"
+            )
         self._assigned = True
         by_gpu = sorted(assign.ranks, key=lambda one: one.gpu)
         on_gpus = self.plan.cluster.device == "cuda"
@@ -176,7 +199,11 @@ class WorkerControl:
             self._store.admit(assign.peers)
         else:
             self._close_store()
-        argv = [*self._worker.argv, "--final-checkpoint"] if assign.final_checkpoint else self._worker.argv
+        argv = (
+            [*self._worker.argv, "--final-checkpoint"]
+            if assign.final_checkpoint
+            else self._worker.argv
+        )
         for local_rank, one in enumerate(by_gpu):
             variables = self._environment(assign, one.rank, local_rank).variables() | visible
             path = self._folder.rank_log(one.rank)
@@ -186,8 +213,12 @@ class WorkerControl:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
             banner = f"--- orch: epoch {self._epoch} on {self._node}, {when} UTC\n" if start else ""
             store = self._store.fileno() if self._gives_store(one.rank) and self._store else None
-            self._workers.start(one.rank, argv, variables, self._worker.cwd, path, banner, store, cores[local_rank])
-        self._recorder.event("flush_started" if assign.final_checkpoint else "workers_started", ranks=ranks)
+            self._workers.start(
+                one.rank, argv, variables, self._worker.cwd, path, banner, store, cores[local_rank]
+            )
+        self._recorder.event(
+            "flush_started" if assign.final_checkpoint else "workers_started", ranks=ranks
+        )
         return None
 
     def _read_plan(self) -> None:
@@ -224,14 +255,18 @@ class WorkerControl:
 
     def examine(self, order: Examine) -> None:
         """Saves the stacks of all workers, then kills those in `order.end`."""
-        alive = {rank: worker for rank, pid in self.pids.items() if pid and (worker := identity(pid))}
+        alive = {
+            rank: worker for rank, pid in self.pids.items() if pid and (worker := identity(pid))
+        }
         task = asyncio.create_task(self._examine(order, self._epoch, alive))
         self._examining.add(task)
         task.add_done_callback(self._examining.discard)
 
     async def _examine(self, order: Examine, epoch: int, alive: dict[int, Identity]) -> None:
         log.error("%s", order.reason)
-        await asyncio.gather(*(self._save_stack(epoch, rank, worker, order.reason) for rank, worker in alive.items()))
+        await asyncio.gather(
+            *(self._save_stack(epoch, rank, worker, order.reason) for rank, worker in alive.items())
+        )
         for rank in alive.keys() & order.end:
             last_line = f"orch: {order.reason}: killed\n"
             await self._disk.do(partial(append, self._folder.rank_log(rank), last_line), None)
@@ -255,7 +290,8 @@ class WorkerControl:
         self._news.put_nowait(partial(self._tell_empty, self._epoch))
 
     async def _tell_news(self) -> None:
-        """In the order in which they came: the first worker that has failed is the cause, whatever its log takes."""
+        """In the order in which they came: the first worker that has failed is the cause, whatever
+        its log takes."""
         while True:
             tell = await self._news.get()
             await tell()
@@ -287,9 +323,14 @@ class WorkerControl:
 
 
 def bound_cores(
-    root: Path, ranks: Sequence[int], visible: Mapping[str, str], one_gpu_each: bool, recorder: Recorder
+    root: Path,
+    ranks: Sequence[int],
+    visible: Mapping[str, str],
+    one_gpu_each: bool,
+    recorder: Recorder,
 ) -> list[Set[int]]:
-    """The cores of each of these ranks, by local rank, none of one that stays free; what was done is recorded.
+    """The cores of each of these ranks, by local rank, none of one that stays free; what was done
+    is recorded.
 
     `visible`: variables that these workers get beside the agent's own.
     """
@@ -307,8 +348,8 @@ def bound_cores(
 
 
 def with_own_python(worker: Worker) -> Worker:
-    """The bundled trainer, or another module of it (`orch bench`), as this agent has it: in a container the submitter's
-    interpreter does not exist."""
+    """The bundled trainer, or another module of it (`orch bench`), as this agent has it: in a
+    container the submitter's interpreter does not exist."""
     if worker.argv[1:3] != ["-P", "-m"] or worker.argv[3].split(".")[0] != "trainer":
         return worker
     return structs.replace(worker, argv=[*start.command(worker.argv[3]), *worker.argv[4:]])

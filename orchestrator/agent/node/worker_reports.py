@@ -1,4 +1,5 @@
-"""Reads the reports of workers: one JSON object a line on a pipe. None is trusted; reading never blocks."""
+"""Reads the reports of workers: one JSON object a line on a pipe. None is trusted; reading never
+blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class ReportPipe:
     """Cuts the bytes of one worker's pipe into lines. A line that is too long is dropped whole."""
 
     def __init__(self, fd: int, on_line: Callable[[bytes], None]):
-        self._fd, self._on_line = fd, on_line
+        self._fd = fd
+        self._on_line = on_line
         self._part = bytearray()
         self._too_long = False
         self._open = True
@@ -79,10 +81,12 @@ def parse(line: bytes, rank: int, epoch: int) -> Report | None:
 
 
 class JsonLines:
-    """A file that grows by whole lines. A disk that fails costs lines, never the run; they are counted."""
+    """A file that grows by whole lines. A disk that fails costs lines, never the run; they are
+    counted."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._path, self._fd = path, -1
+        self._path = path
+        self._fd = -1
         self.lost = 0
         with contextlib.suppress(OSError):  # with the next line then
             self._open()

@@ -1,14 +1,17 @@
-"""The worker supervisor: a small process between an agent and its workers. It starts, signals and reaps them.
+"""The worker supervisor: a small process between an agent and its workers. It starts, signals and
+reaps them.
 
-Workers are its children, and it is a subreaper, so everything that a worker starts stays below it, forks and `setsid`
-included. When the agent goes away in whatever manner, the socket between them closes; the supervisor then kills all
-that is below it and exits. If the supervisor itself is killed, the kernel kills the workers (PR_SET_PDEATHSIG), and
-what they had started falls to the agent, which is a subreaper as well.
+Workers are its children, and it is a subreaper, so everything that a worker starts stays below it,
+forks and `setsid` included. When the agent goes away in whatever manner, the socket between them
+closes; the supervisor then kills all that is below it and exits. If the supervisor itself is
+killed, the kernel kills the workers (PR_SET_PDEATHSIG), and what they had started falls to the
+agent, which is a subreaper as well.
 
-It is single-threaded on purpose (code between fork and exec is only safe there) and imports only the standard library.
-Workers of a program that can be preloaded come from its fork server (fork_server.py), all others from fork and exec.
-Requests and answers are JSON, one a packet, over a Unix socketpair of type SEQPACKET: it keeps message borders, shows
-an end of file, and carries descriptors.
+It is single-threaded on purpose (code between fork and exec is only safe there) and imports only
+the standard library. Workers of a program that can be preloaded come from its fork server
+(fork_server.py), all others from fork and exec. Requests and answers are JSON, one a packet, over a
+Unix socketpair of type SEQPACKET: it keeps message borders, shows an end of file, and carries
+descriptors.
 """
 
 from __future__ import annotations
@@ -27,17 +30,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.plan.exits import Exit, is_of_the_machine
-from orchestrator.run.processes import StopWatch, become_subreaper, descendants, kill_descendants, reap_children
+from orchestrator.run.processes import (
+    StopWatch,
+    become_subreaper,
+    descendants,
+    kill_descendants,
+    reap_children,
+)
 
 from .fork_server import LARGEST_PACKET, SIGNALS, settle, waiting_packets
 
-_LOOK_S, _STOPPED_LOOKS = 0.5, 4  # at a fork server that owes an answer
+_LOOK_S = 0.5
+_STOPPED_LOOKS = 4  # at a fork server that owes an answer
 
 
 @dataclass
 class PendingFork:
-    """A worker that the fork server was asked for. Descriptors of its log, its reports, its go-ahead pipe, and of the
-    store's socket, which rank 0 gets."""
+    """A worker that the fork server was asked for. Descriptors of its log, its reports, its
+    go-ahead pipe, and of the store's socket, which rank 0 gets."""
 
     order: dict
     log: int
@@ -68,7 +78,9 @@ class WorkerSupervisor:
     def run(self) -> None:
         """Serve the agent until it is gone, then kill everything below."""
         become_subreaper()
-        for signum in SIGNALS:  # a Ctrl-C or a scheduler's signal to the whole group is the agent's to judge
+        for (
+            signum
+        ) in SIGNALS:  # a Ctrl-C or a scheduler's signal to the whole group is the agent's to judge
             signal.signal(signum, signal.SIG_IGN)
         wake, tick = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(tick, warn_on_full_buffer=False)
@@ -87,9 +99,13 @@ class WorkerSupervisor:
             heard.append(self._fork_server)
         readable, _, _ = select.select(heard, [], [], _LOOK_S if self._pending else None)
         if self._pending:
-            self._stops.look(self._fork_server_pid)  # one that is killed is gone: its workers start by fork and exec
+            self._stops.look(
+                self._fork_server_pid
+            )  # one that is killed is gone: its workers start by fork and exec
         if self._fork_server and self._fork_server in readable:
-            self._on_fork_server(self._fork_server)  # before reaping: a worker may just have been forked
+            self._on_fork_server(
+                self._fork_server
+            )  # before reaping: a worker may just have been forked
         if wake in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 512)
@@ -131,7 +147,9 @@ class WorkerSupervisor:
             self._agent.send(json.dumps(answer).encode())
 
     def _start(self, order: dict, report: int, store: int | None = None) -> None:
-        rank, argv, cwd = order["rank"], order["argv"], order["cwd"]
+        rank = order["rank"]
+        argv = order["argv"]
+        cwd = order["cwd"]
         environment = {**os.environ, **order["environment"]}
         problem = None
         if not os.path.isdir(cwd):
@@ -158,7 +176,9 @@ class WorkerSupervisor:
         finally:
             os.close(log)
 
-    def _exec(self, order: dict, environment: dict[str, str], log: int, report: int, store: int | None) -> None:
+    def _exec(
+        self, order: dict, environment: dict[str, str], log: int, report: int, store: int | None
+    ) -> None:
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -180,13 +200,20 @@ class WorkerSupervisor:
                 argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             ).pid
 
-    def _request_fork(self, server: socket.socket, order: dict, log: int, report: int, store: int | None) -> None:
+    def _request_fork(
+        self, server: socket.socket, order: dict, log: int, report: int, store: int | None
+    ) -> None:
         theirs, go_ahead = os.pipe2(os.O_CLOEXEC)
-        pending = PendingFork(order, os.dup(log), os.dup(report), go_ahead, None if store is None else os.dup(store))
+        pending = PendingFork(
+            order, os.dup(log), os.dup(report), go_ahead, None if store is None else os.dup(store)
+        )
         ticket = next(self._tickets)
         self._pending[ticket] = pending
         wanted = {"ticket": ticket, "name": f"orch-rank-{order['rank']}", "cwd": order["cwd"]}
-        wanted |= {"arguments": order["argv"][len(self._program) :], "environment": order["environment"]}
+        wanted |= {
+            "arguments": order["argv"][len(self._program) :],
+            "environment": order["environment"],
+        }
         wanted["cores"] = order["cores"]
         try:
             descriptors = [log, report, theirs] if store is None else [log, report, theirs, store]
@@ -207,16 +234,21 @@ class WorkerSupervisor:
             pending = self._pending.pop(answer["ticket"], None)
             if pending is not None:  # else it was cancelled, and finds its go-ahead pipe closed
                 self._worker_started(pending.order["rank"], answer["pid"])
-                with contextlib.suppress(BrokenPipeError):  # it has died already: the next reaping tells
+                with contextlib.suppress(
+                    BrokenPipeError
+                ):  # it has died already: the next reaping tells
                     os.write(pending.go_ahead, b"!")
                 pending.close()
 
     def _fork_server_lost(self, server: socket.socket) -> None:
-        """It could not import the program, or was killed: from now on workers start by fork and exec."""
+        """It could not import the program, or was killed: from now on workers start by fork and
+        exec."""
         server.close()
-        self._fork_server, self._fork_server_pid = None, 0
+        self._fork_server = None
+        self._fork_server_pid = 0
         self._tell(warm=True)  # as warm as it will ever be
-        waiting, self._pending = self._pending, {}
+        waiting = self._pending
+        self._pending = {}
         for pending in waiting.values():
             order = pending.order
             os.chdir(order["cwd"])
@@ -226,7 +258,8 @@ class WorkerSupervisor:
 
     def _cancel_pending(self, signum: int) -> None:
         """Workers that are told to end before they were forked count as ended by that signal."""
-        gone, self._pending = self._pending, {}
+        gone = self._pending
+        self._pending = {}
         for pending in gone.values():
             pending.close()
             self._tell(exit=pending.order["rank"], code=-signum)
@@ -247,16 +280,24 @@ class WorkerSupervisor:
 def _open_log(path: str) -> int:
     """A worker's log; where none can be opened, a worker without a log."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
     except OSError:
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def _become_worker(
-    supervisor: int, order: dict, environment: dict[str, str], log: int, report: int, store: int | None
+    supervisor: int,
+    order: dict,
+    environment: dict[str, str],
+    log: int,
+    report: int,
+    store: int | None,
 ) -> None:
     """In the child. Never returns."""
-    argv, code = order["argv"], Exit.USAGE
+    argv = order["argv"]
+    code = Exit.USAGE
     try:
         settle(supervisor, log, report, store, order["cores"])
         os.execvpe(argv[0], argv, environment)

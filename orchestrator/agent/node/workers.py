@@ -1,4 +1,5 @@
-"""The workers of one node, as the agent sees them. The worker supervisor starts, signals and reaps them."""
+"""The workers of one node, as the agent sees them. The worker supervisor starts, signals and reaps
+them."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ _STOPPED_LOOKS = 4  # of a worker supervisor, until it is continued
 class Workers:
     """Workers of at most one epoch at a time. Callbacks run in the event loop.
 
-    `on_exit(rank, code, asked)`: one worker has ended (negative code: by that signal; asked: it had been told to stop).
-    `on_empty()`: all have, and nothing that they started is left. `on_line(rank, line)`: one report, unread.
-    `on_started()`: all that were ordered run, or have ended. `on_warm()`: from now on workers start as fast as they
-    ever will.
+    `on_exit(rank, code, asked)`: one worker has ended (negative code: by that signal; asked: it had
+    been told to stop). `on_empty()`: all have, and nothing that they started is left.
+    `on_line(rank, line)`: one report, unread. `on_started()`: all that were ordered run, or have
+    ended. `on_warm()`: from now on workers start as fast as they ever will.
     """
 
     def __init__(
@@ -42,11 +43,18 @@ class Workers:
         environment: Mapping[str, str] = MappingProxyType({}),
         on_started: Callable[[], None] = lambda: None,
     ):
-        """`environment`: what all workers will be told alike, as far as it is known before there are any."""
+        """`environment`: what all workers will be told alike, as far as it is known before there
+        are any."""
         self._environment = dict(environment)
-        self._program = program  # a command that begins so is forked from a preloaded process (fork server.py)
-        self._on_exit, self._on_empty, self._on_line, self._on_warm = on_exit, on_empty, on_line, on_warm
-        self._on_started, self._starting = on_started, False
+        self._program = (
+            program  # a command that begins so is forked from a preloaded process (fork server.py)
+        )
+        self._on_exit = on_exit
+        self._on_empty = on_empty
+        self._on_line = on_line
+        self._on_warm = on_warm
+        self._on_started = on_started
+        self._starting = False
         self._stops = StopWatch(_STOPPED_LOOKS)
         self.warm = not program  # what they import has been imported, or is not known
         self._supervisor: subprocess.Popen | None = None
@@ -65,11 +73,16 @@ class Workers:
         return self._supervisor.pid if self._supervisor else None
 
     def open(self) -> None:
-        """Start the worker supervisor. Its environment, this process's own, is what the workers inherit."""
+        """Start the worker supervisor. Its environment, this process's own, is what the workers
+        inherit."""
         become_subreaper()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            argv = [*start.command("orchestrator.agent.node.worker_supervisor"), str(theirs.fileno()), *self._program]
+            argv = [
+                *start.command("orchestrator.agent.node.worker_supervisor"),
+                str(theirs.fileno()),
+                *self._program,
+            ]
             self.warm = not self._program
             self._supervisor = subprocess.Popen(
                 argv,
@@ -92,21 +105,32 @@ class Workers:
         store: int | None = None,
         cores: Set[int] = frozenset(),
     ) -> None:
-        """Start one worker. Its standard output and error are appended to `log`. `store`: a descriptor that it gets as
-        number STORE_FD. `cores`: it is bound to them, if there are any."""
+        """Start one worker. Its standard output and error are appended to `log`. `store`: a
+        descriptor that it gets as number STORE_FD. `cores`: it is bound to them, if there are
+        any."""
         if self._socket is None:
             self.open()
-        read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # a worker that writes faster than we read never waits
+        read, write = os.pipe2(
+            os.O_NONBLOCK | os.O_CLOEXEC
+        )  # a worker that writes faster than we read never waits
         with contextlib.suppress(OSError, AttributeError):  # a larger pipe is a courtesy
             import fcntl
 
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         pipe = ReportPipe(read, lambda line: self._on_line(rank, line))
         made = os.fstat(write)
-        known = {"ORCH_REPORT_PIPE": f"{made.st_dev}:{made.st_ino}"}  # children have the variables, not the pipe
+        known = {
+            "ORCH_REPORT_PIPE": f"{made.st_dev}:{made.st_ino}"
+        }  # children have the variables, not the pipe
         order = {
-            **{"do": "start", "rank": rank, "argv": list(argv), "environment": {**environment, **known}},
-            **{"cwd": cwd, "log": str(log), "banner": banner, "cores": sorted(cores)},
+            "do": "start",
+            "rank": rank,
+            "argv": list(argv),
+            "environment": {**environment, **known},
+            "cwd": cwd,
+            "log": str(log),
+            "banner": banner,
+            "cores": sorted(cores),
         }
         try:
             self._order(order, [write] if store is None else [write, store])
@@ -115,11 +139,14 @@ class Workers:
             raise
         finally:
             os.close(write)
-        self._alive[rank], self._pipes[rank], self._starting = 0, pipe, True
+        self._alive[rank] = 0
+        self._pipes[rank] = pipe
+        self._starting = True
 
     def watch(self) -> str:
-        """To be called every half second. A worker supervisor that somebody stopped would hide dead workers: what was
-        done about it, in words, "" for nothing. Workers die with one that has to be killed."""
+        """To be called every half second. A worker supervisor that somebody stopped would hide dead
+        workers: what was done about it, in words, "" for nothing. Workers die with one that has to
+        be killed."""
         done = self._stops.look(self._supervisor.pid) if self._supervisor and self._socket else ""
         return f"the worker supervisor was stopped by a signal: {done}" if done else ""
 
@@ -128,7 +155,8 @@ class Workers:
         self._order({"do": "signal", "signal": int(signum)})
 
     def stop(self, signum: int, grace_s: float) -> None:
-        """Ask all to end; kill what is left after `grace_s`. A second call shortens the time, never lengthens it."""
+        """Ask all to end; kill what is left after `grace_s`. A second call shortens the time, never
+        lengthens it."""
         if not self._alive:
             return
         self._asked = True
@@ -147,7 +175,8 @@ class Workers:
             self._order({"do": "kill"})
 
     def close(self) -> None:
-        """Kill everything and let the worker supervisor go. Blocks for the milliseconds that takes."""
+        """Kill everything and let the worker supervisor go. Blocks for the milliseconds that
+        takes."""
         self._cancel_timer()
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
@@ -166,7 +195,10 @@ class Workers:
             return
         packet = json.dumps(order).encode()
         if len(packet) > LARGEST_PACKET:
-            raise ValueError(f"the command and environment of a worker take {len(packet)} bytes, over {LARGEST_PACKET}")
+            raise ValueError(
+                f"the command and environment of a worker take {len(packet)} bytes, over"
+                f" {LARGEST_PACKET}"
+            )
         with contextlib.suppress(OSError):  # the worker supervisor is gone: _heard tells
             socket.send_fds(self._socket, [packet], list(descriptors))
 
@@ -206,7 +238,8 @@ class Workers:
         self._on_empty()
 
     def _supervisor_lost(self) -> None:
-        """Somebody killed the worker supervisor: the kernel has killed the workers, the rest is ours now."""
+        """Somebody killed the worker supervisor: the kernel has killed the workers, the rest is
+        ours now."""
         assert self._socket is not None and self._supervisor is not None
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()

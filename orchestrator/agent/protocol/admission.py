@@ -1,9 +1,10 @@
 """Lets peers that hold the run's key in, and bounds what all others can cost.
 
-Anybody who reaches the port may connect. A peer with the key proves it within one round trip; so a connection that has
-not is bounded in time, in number and in bytes, and a new one is never turned away for those that are there: the oldest
-of the address that has the most makes room. A refused connection is kept open for a second, without being read, so that
-a stranger who tries again and again does so once a second. What is noted about strangers is bounded as well.
+Anybody who reaches the port may connect. A peer with the key proves it within one round trip; so a
+connection that has not is bounded in time, in number and in bytes, and a new one is never turned
+away for those that are there: the oldest of the address that has the most makes room. A refused
+connection is kept open for a second, without being read, so that a stranger who tries again and
+again does so once a second. What is noted about strangers is bounded as well.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 from .channel import Channel, Refused, WrongKey, accept
 
-BACKLOG = 1024  # connections that wait in the kernel; asyncio's 100 make a peer wait for a second when it is full
+# connections that wait in the kernel; asyncio's 100 make a peer wait for a second when it is full
+BACKLOG = 1024
 MOST = 256  # connections without the key
 _HOLD_S = 1.0
 _NOTE_EVERY_S = 60.0
@@ -24,18 +26,24 @@ _LONGEST_REASON = 300  # characters
 
 
 class RefusalLog:
-    """Notes refused connections: of each kind the first at once, then at most one line a minute, with a count.
+    """Notes refused connections: of each kind the first at once, then at most one line a minute,
+    with a count.
 
-    `note(peer, reason, count)` writes it: the newest refusal, and how many there were since the last line.
+    `note(peer, reason, count)` writes it: the newest refusal, and how many there were since the
+    last line.
     """
 
-    def __init__(self, note: Callable[[str, str, int], None], clock: Callable[[], float] = time.monotonic):
-        self._note, self._clock = note, clock
+    def __init__(
+        self, note: Callable[[str, str, int], None], clock: Callable[[], float] = time.monotonic
+    ):
+        self._note = note
+        self._clock = clock
         self._noted: dict[str, float] = {}  # kind -> when its last line was written
         self._unsaid: dict[str, tuple[str, str, int]] = {}  # kind -> peer, reason, count
 
     def refused(self, kind: str, peer: str, reason: str) -> None:
-        """`kind`: what is counted together; only names from peers that hold the key, so that there are few."""
+        """`kind`: what is counted together; only names from peers that hold the key, so that there
+        are few."""
         count = self._unsaid[kind][2] if kind in self._unsaid else 0
         self._unsaid[kind] = (peer, reason[:_LONGEST_REASON], count + 1)
         self.flush()
@@ -51,15 +59,25 @@ class RefusalLog:
 
 
 class Admission:
-    """The greeting of all connections to one port. `receives`: the messages of peers; `log`: gets the refusals."""
+    """The greeting of all connections to one port. `receives`: the messages of peers; `log`: gets
+    the refusals."""
 
     def __init__(self, run: str, key: bytes, receives: Any, log: RefusalLog, most: int = MOST):
-        self._run, self._key, self._receives, self._log, self._most = run, key, receives, log, most
-        self._strangers: dict[asyncio.StreamWriter, str] = {}  # in the greeting, oldest first -> address
+        self._run = run
+        self._key = key
+        self._receives = receives
+        self._log = log
+        self._most = most
+        self._strangers: dict[
+            asyncio.StreamWriter, str
+        ] = {}  # in the greeting, oldest first -> address
         self._refused: dict[asyncio.StreamWriter, asyncio.TimerHandle] = {}  # still open
 
-    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel | None:
-        """The channel of a peer that holds the key; None for any other, whose connection will be closed."""
+    async def admit(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> Channel | None:
+        """The channel of a peer that holds the key; None for any other, whose connection will be
+        closed."""
         peer = writer.get_extra_info("peername")
         self._make_room()
         self._strangers[writer] = str(peer[0]) if peer else ""
@@ -67,8 +85,12 @@ class Admission:
             return await accept(reader, writer, self._run, self._key, self._receives)
         except (Refused, OSError) as error:
             made_room = writer not in self._strangers
-            reason = "too many connections that have not proven themselves" if made_room else str(error)
-            self._log.refused("wrong key" if isinstance(error, WrongKey) else "stranger", str(peer), reason)
+            reason = (
+                "too many connections that have not proven themselves" if made_room else str(error)
+            )
+            self._log.refused(
+                "wrong key" if isinstance(error, WrongKey) else "stranger", str(peer), reason
+            )
             self._hold(writer)
             return None
         except BaseException:  # the caller is cancelled
@@ -91,14 +113,17 @@ class Admission:
         if writer.is_closing():
             return
         writer.transport.pause_reading()  # type: ignore[attr-defined]  # typed as a transport that only writes
-        self._refused[writer] = asyncio.get_running_loop().call_later(_HOLD_S, self._release, writer)
+        self._refused[writer] = asyncio.get_running_loop().call_later(
+            _HOLD_S, self._release, writer
+        )
 
     def _release(self, writer: asyncio.StreamWriter) -> None:
         self._refused.pop(writer).cancel()
         writer.transport.abort()
 
     def close(self) -> None:
-        """Closes what was refused, and writes what was not said yet. Tasks in `admit` are the caller's to cancel."""
+        """Closes what was refused, and writes what was not said yet. Tasks in `admit` are the
+        caller's to cancel."""
         for writer in list(self._refused):
             self._release(writer)
         self._log.flush(everything=True)

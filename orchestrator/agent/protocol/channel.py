@@ -1,9 +1,12 @@
-"""The control channel: JSON lines over TCP, every line authenticated with the run's key. docs/protocol.md.
+"""The control channel: JSON lines over TCP, every line authenticated with the run's key.
+docs/protocol.md.
 
-Both sides prove that they hold the key without sending it (a nonce each, HMAC-SHA256 over the whole greeting), then
-derive one key a direction. A line is `{"mac":"<hex>","body":{"seq":n,"epoch":e,"message":{...}}}`; the mac covers the
-exact bytes of the body. So a line of another connection, direction or run, a changed, repeated, dropped or reordered
-one is refused, and a connection that sent one is closed: there is no way to go on from it. Never pickle, never eval.
+Both sides prove that they hold the key without sending it (a nonce each, HMAC-SHA256 over the whole
+greeting), then derive one key a direction. A line is
+`{"mac":"<hex>","body":{"seq":n,"epoch":e,"message":{...}}}`; the mac covers the exact bytes of the
+body. So a line of another connection, direction or run, a changed, repeated, dropped or reordered
+one is refused, and a connection that sent one is closed: there is no way to go on from it. Never
+pickle, never eval.
 """
 
 from __future__ import annotations
@@ -20,10 +23,13 @@ from orchestrator.plan.codec import UNREADABLE
 
 PROTOCOL = "orch.control/1"
 LONGEST_LINE = 1 << 20  # bytes
-READ_LIMIT = 1 << 16  # bytes that a connection may have buffered here, twice; also one that has not proven itself
+READ_LIMIT = (
+    1 << 16
+)  # bytes that a connection may have buffered here, twice; also one that has not proven itself
 _LONGEST_GREETING = 4096
 _GREETING_S = 10.0
-_REACH_S = 5.0  # for a name and a connection, as a resolver waits for one answer; a kernel tries for two minutes
+# for a name and a connection, as a resolver waits for one answer; a kernel tries for two minutes
+_REACH_S = 5.0
 _MOST_UNSENT = 8 << 20  # bytes waiting for a peer that does not read
 _CLOSE_S = 1.0
 
@@ -65,7 +71,8 @@ class _Frame(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _mac(key: bytes, label: str, content: bytes) -> bytes:
-    """HMAC-SHA256 with the purpose in front, so that no value made for one purpose serves another."""
+    """HMAC-SHA256 with the purpose in front, so that no value made for one purpose serves
+    another."""
     return hmac.digest(key, label.encode() + b"\0" + content, "sha256")
 
 
@@ -86,8 +93,10 @@ class Channel:
         peer: str,
     ):
         self.peer = peer
-        self._reader, self._writer = reader, writer
-        self._send_key, self._receive_key = send_key, receive_key
+        self._reader = reader
+        self._writer = writer
+        self._send_key = send_key
+        self._receive_key = receive_key
         self._decode = msgspec.json.Decoder(receives).decode
         self._sent = self._received = 0
 
@@ -105,7 +114,8 @@ class Channel:
             self._writer.transport.abort()
 
     async def receive(self) -> tuple[int, Any] | None:
-        """The next (epoch, message), None when the peer has closed. Refused: a line that cannot be trusted."""
+        """The next (epoch, message), None when the peer has closed. Refused: a line that cannot be
+        trusted."""
         line = await _read_line(self._reader, LONGEST_LINE)
         if line is None:
             return None
@@ -116,7 +126,10 @@ class Channel:
                 raise Refused("a line with a wrong mac")
             body = msgspec.json.decode(raw, type=_Body)
             if body.seq != self._received + 1:
-                raise Refused(f"line {body.seq} where {self._received + 1} was due (repeated, lost or reordered)")
+                raise Refused(
+                    f"line {body.seq} where {self._received + 1} was due (repeated, lost or"
+                    " reordered)"
+                )
             self._received = body.seq
             return body.epoch, self._decode(body.message)
         except UNREADABLE as error:
@@ -141,14 +154,17 @@ class Channel:
 
 
 async def _read_line(reader: asyncio.StreamReader, longest: int) -> bytes | None:
-    """One line without its end; None at the end of the stream, also inside a line (the peer died while writing)."""
+    """One line without its end; None at the end of the stream, also inside a line (the peer died
+    while writing)."""
     line = b""
     while not line.endswith(b"\n"):
         try:
             line += await reader.readuntil(b"\n")
         except asyncio.IncompleteReadError:
             return None
-        except asyncio.LimitOverrunError as error:  # longer than the reader's limit: it is read in parts
+        except (
+            asyncio.LimitOverrunError
+        ) as error:  # longer than the reader's limit: it is read in parts
             line += await reader.readexactly(error.consumed)
         except OSError:  # connection reset: the peer is gone
             return None
@@ -191,14 +207,18 @@ async def accept(
         _write(writer, _Answer(refused="wrong key"))
         raise WrongKey(f"node {proof.node[:200]!r} does not hold this run's key")
     _write(writer, _Answer(mac=_mac(key, "coordinator", said).hex()))
-    send_key, receive_key = _mac(key, "to agent", said), _mac(key, "to coordinator", said)
+    send_key = _mac(key, "to agent", said)
+    receive_key = _mac(key, "to coordinator", said)
     return Channel(reader, writer, send_key, receive_key, receives, proof.node)
 
 
 async def connect(host: str, port: int, run: str, node: str, key: bytes, receives: Any) -> Channel:
-    """The agent's side. OSError: nobody there. Refused: somebody else is. WrongKey: a coordinator with another key."""
+    """The agent's side. OSError: nobody there. Refused: somebody else is. WrongKey: a coordinator
+    with another key."""
     try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port, limit=READ_LIMIT), _REACH_S)
+        reader, writer = await asyncio.wait_for(
+            asyncio.open_connection(host, port, limit=READ_LIMIT), _REACH_S
+        )
     except TimeoutError:
         raise OSError(f"{host} could not be reached within {_REACH_S:g} s") from None
     try:
@@ -217,5 +237,10 @@ async def connect(host: str, port: int, run: str, node: str, key: bytes, receive
         writer.transport.abort()
         raise
     return Channel(
-        reader, writer, _mac(key, "to coordinator", said), _mac(key, "to agent", said), receives, "coordinator"
+        reader,
+        writer,
+        _mac(key, "to coordinator", said),
+        _mac(key, "to agent", said),
+        receives,
+        "coordinator",
     )

@@ -14,11 +14,13 @@ class _Message(Frozen, tag_field="kind"):
     pass
 
 
-# ------------------------------------------------------------------------------------------ agent -> coordinator
+# ------------------------------------------------------------------------------------------ agent
+#     -> coordinator
 
 
 class Join(_Message, tag="join"):
-    """The first message of an agent. `node`: the name that the launcher gave it, never one derived from a host name."""
+    """The first message of an agent. `node`: the name that the launcher gave it, never one derived
+    from a host name."""
 
     node: str
     host: str  # for people
@@ -29,7 +31,9 @@ class Join(_Message, tag="join"):
     plan_hash: str
     metrics: str | None  # host:port of the Prometheus endpoint
     warm: bool = True  # workers would start at once; else their program is still being imported
-    addresses: list[str] = []  # all of this node's interfaces: from any of them its workers may connect
+    addresses: list[
+        str
+    ] = []  # all of this node's interfaces: from any of them its workers may connect
 
 
 class Warm(_Message, tag="warm"):
@@ -62,7 +66,8 @@ class Stopped(_Message, tag="stopped"):
 
 
 class TerminationSignal(_Message, tag="termination_signal"):
-    """The run should end: the scheduler has sent a signal, or the supervisor is gone. In an elastic run: this node."""
+    """The run should end: the scheduler has sent a signal, or the supervisor is gone. In an elastic
+    run: this node."""
 
     reason: str
     signal: str  # name of the signal for the workers
@@ -74,7 +79,8 @@ FROZEN_AFTER_S = 2.0  # a stop and continue by whoever looks into a process is n
 
 
 class WorkerStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The status of one worker. Seconds are counted by the agent's own ticks: no clock is compared with another."""
+    """The status of one worker. Seconds are counted by the agent's own ticks: no clock is compared
+    with another."""
 
     rank: int
     step: int = 0  # under way; 0 before the first
@@ -99,7 +105,8 @@ class AgentAlive(_Message, tag="agent_alive"):
     seen: list[WorkerStatus] = []
 
 
-# ------------------------------------------------------------------------------------------ coordinator -> agent
+# ------------------------------------------------------------------------------------------
+#     coordinator -> agent
 
 
 class Prepare(_Message, tag="prepare"):
@@ -120,9 +127,8 @@ class Assign(_Message, tag="assign"):
     world_size: int
     master_address: str
     master_port: int
-    final_checkpoint: bool = (
-        False  # no training: one process a node, its rank the node's number, saves in-memory replicas
-    )
+    # no training: one process a node, its rank the node's number, saves in-memory replicas
+    final_checkpoint: bool = False
     peers: list[str] = []  # to rank 0's node: the addresses that its store answers
 
 

@@ -26,7 +26,8 @@ from .train_run_client import read, read_all, record, state_of
 
 
 def everyone(cluster: Cluster) -> list[FoundRun]:
-    """Every TrainRun that this user may see. OrchError where no cluster answers; none where it has no controller."""
+    """Every TrainRun that this user may see. OrchError where no cluster answers; none where it has
+    no controller."""
     if not cluster.has(API_VERSION):
         return []
     found = []
@@ -41,7 +42,9 @@ def _first_state(run: TrainRun) -> RunState:
     """What can be said of a run whose request was not read."""
     born = seconds_of(run.metadata.creation_timestamp) or time.time()
     words = dict(word.split("=", 1) for word in run.spec.words if "=" in word)
-    summary: dict[str, str | int] = {name: words[name] for name in ("cluster", "model", "parallel") if name in words}
+    summary: dict[str, str | int] = {
+        name: words[name] for name in ("cluster", "model", "parallel") if name in words
+    }
     return RunState(
         schema=SCHEMA, run_id=run.metadata.name, state="pending", created_at=born, updated_at=born, writer="backend",
         backend="kubernetes", plan_hash=run.status.plan_hash, summary=summary,
@@ -49,9 +52,11 @@ def _first_state(run: TrainRun) -> RunState:
 
 
 def adopt(cluster: Cluster, name: str, home: Path, backend: str) -> RunFolder | None:
-    """`name`: of a TrainRun, or `namespace/name`. None where no cluster is configured or has none of that name.
+    """`name`: of a TrainRun, or `namespace/name`. None where no cluster is configured or has none
+    of that name.
 
-    OrchError: 64 for one that several namespaces have, 65 for one that is not planned yet, 76 without an answer.
+    OrchError: 64 for one that several namespaces have, 65 for one that is not planned yet, 76
+    without an answer.
     """
     namespace, _, bare = name.rpartition("/")
     try:
@@ -59,7 +64,10 @@ def adopt(cluster: Cluster, name: str, home: Path, backend: str) -> RunFolder | 
             return None
         found = _find(cluster.within(namespace) if namespace else cluster, bare, bool(namespace))
     except OrchError as error:
-        if getattr(error, "status", None) is None and "no Kubernetes cluster is configured" in error.message:
+        if (
+            getattr(error, "status", None) is None
+            and "no Kubernetes cluster is configured" in error.message
+        ):
             return None
         raise
     if found is None:
@@ -83,7 +91,9 @@ def _bundle(space: Cluster, run: TrainRun) -> Bundle:
     if found is None:
         body = space.get("ConfigMap", f"{run.metadata.name}-plan")
         if body is None:
-            raise OrchError(f"run {run.metadata.name} is not planned yet: {run.status.reason}", Exit.CONFIG)
+            raise OrchError(
+                f"run {run.metadata.name} is not planned yet: {run.status.reason}", Exit.CONFIG
+            )
         found = msgspec.json.decode(body["data"]["planned"], type=Planned)
     return unpacked(found)
 
@@ -91,11 +101,18 @@ def _bundle(space: Cluster, run: TrainRun) -> Bundle:
 def _folder(space: Cluster, run: TrainRun, bundle: Bundle, home: Path, backend: str) -> RunFolder:
     folder = RunFolder(runs_folder(home) / run.metadata.name)
     if folder.path.exists():
-        text = f"another run {run.metadata.name} is known here already: remove it (orch rm), or use another ORCH_HOME"
+        text = (
+            f"another run {run.metadata.name} is known here already: remove it (orch rm), or use"
+            " another ORCH_HOME"
+        )
         raise OrchError(text, Exit.CONFIG)
     folder.create()
-    plan = next((one for one in bundle.plans.values() if one.hash == run.status.plan_hash), bundle.largest)
-    request = structs.replace(at_size(bundle.request, plan), run_id=run.metadata.name, run_dir=str(folder.path))
+    plan = next(
+        (one for one in bundle.plans.values() if one.hash == run.status.plan_hash), bundle.largest
+    )
+    request = structs.replace(
+        at_size(bundle.request, plan), run_id=run.metadata.name, run_dir=str(folder.path)
+    )
     write_private(folder.plan, to_json(plan, indent=1) + b"\n")
     for nodes, sized in bundle.plans.items() if len(bundle.plans) > 1 else ():
         write_private(folder.sized_plan(nodes), to_json(sized, indent=1) + b"\n")

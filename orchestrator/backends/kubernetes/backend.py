@@ -1,7 +1,8 @@
-"""The kubernetes backend: objects rendered from the plan, sent as they are, watched through the API server alone.
+"""The kubernetes backend: objects rendered from the plan, sent as they are, watched through the API
+server alone.
 
-The run folder on the submitter's machine is a cache: the key, what was sent, and what the pods have reported. The run
-itself is in the cluster, with its checkpoints on a claim.
+The run folder on the submitter's machine is a cache: the key, what was sent, and what the pods have
+reported. The run itself is in the cluster, with its checkpoints on a claim.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class KubernetesBackend(
 
     def __init__(self) -> None:
         self._clusters: dict[tuple[str | None, str | None], Cluster] = {}
-        self._ahead: tuple[float, Future[ClusterSnapshot]] | None = None  # and when it was asked for
+        self._ahead: tuple[float, Future[ClusterSnapshot]] | None = (
+            None  # and when it was asked for
+        )
         self._controlled: Future[bool] | None = None  # whether the cluster has a controller
 
     @cached_property
@@ -102,13 +105,17 @@ class KubernetesBackend(
         return to_yaml(draft_objects(request, plan))
 
     def look_ahead(self, config: Config) -> None:
-        """Ask the cluster, in the background, for what `submit` will want to know once the job is planned."""
+        """Ask the cluster, in the background, for what `submit` will want to know once the job is
+        planned."""
         with contextlib.suppress(OrchError):  # `submit` raises it
             options = read_options(config.backend.options)
             places = places_itself(options) and config.cluster.device != "cpu"
             cluster = self._cluster(options.context, options.namespace)
             self._controlled = in_background(lambda: train_runs.is_there(cluster, options))
-            self._ahead = time.monotonic(), in_background(lambda: read_snapshot(cluster, options, places))
+            self._ahead = (
+                time.monotonic(),
+                in_background(lambda: read_snapshot(cluster, options, places)),
+            )
 
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
         from .submission import draft_objects
@@ -122,18 +129,25 @@ class KubernetesBackend(
         with create_run_folder(bundle, self.name) as folder:
             if controlled:
                 cluster = self._cluster(options.context, options.namespace)
-                write_record(folder, train_runs.submit(cluster, bundle, _plans(bundle), environ), durable=True)
+                write_record(
+                    folder,
+                    train_runs.submit(cluster, bundle, _plans(bundle), environ),
+                    durable=True,
+                )
             else:
                 self._direct.start(folder, request, plan, environ, drafts)
         return request.handle
 
     def render(self, bundle: SubmissionBundle) -> str:
-        """Everything that `submit` does but the sending. A cluster need not be there; then nothing is known of it."""
+        """Everything that `submit` does but the sending. A cluster need not be there; then nothing
+        is known of it."""
         from .objects.render import render, to_yaml
         from .submission import draft_objects, manifest_of, record_of
 
-        request, options = bundle.request, read_options(bundle.request.backend_options)
-        plan, space = from_json(bundle.contents["plan.json"]), options.namespace or ""
+        request = bundle.request
+        options = read_options(bundle.request.backend_options)
+        plan = from_json(bundle.contents["plan.json"])
+        space = options.namespace or ""
         draft_objects(request, plan)
         if options.controller == "always":
             with create_run_folder(bundle, self.name) as folder:
@@ -142,20 +156,25 @@ class KubernetesBackend(
         with create_run_folder(bundle, self.name) as folder:
             manifest = manifest_of(folder, request, plan, options, os.environ, space)
             record = record_of(request, options, space)
-            write_record(folder, record, durable=True)  # so that it is found once somebody has applied it
+            write_record(
+                folder, record, durable=True
+            )  # so that it is found once somebody has applied it
             return to_yaml(render(manifest))
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
-        """The next generation of the same run: its old objects go, new ones come, on the nodes that there are now."""
+        """The next generation of the same run: its old objects go, new ones come, on the nodes that
+        there are now."""
         record = read_record(folder, KubernetesRecord)
         if self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
         self._path(record).resume(folder, request, record, environ)
         return request.handle
 
-    def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
-        """The next generation, under the plan that was submitted for that many nodes. A living run saves and leaves
-        first."""
+    def resize(
+        self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]
+    ) -> str:
+        """The next generation, under the plan that was submitted for that many nodes. A living run
+        saves and leaves first."""
         record = read_record(folder, KubernetesRecord)
         self._path(record).resize(folder, request, record, nodes, environ)
         return request.handle
@@ -173,7 +192,8 @@ class KubernetesBackend(
         return record is not None and self._path(record).is_alive(folder, record)
 
     def state(self, folder: RunFolder) -> RunState:
-        """From the cluster's objects and pod 0's status lines; while no cluster answers, from the run folder alone."""
+        """From the cluster's objects and pod 0's status lines; while no cluster answers, from the
+        run folder alone."""
         record = read_record(folder, KubernetesRecord)
         if record is None:
             return read_state(folder)
@@ -185,7 +205,11 @@ class KubernetesBackend(
             return state if state.is_final else structs.replace(state, reason=text)
 
     def exec_on_node(
-        self, folder: RunFolder, request: LaunchRequest, node: str, argv: Callable[[str, int], list[str]]
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        node: str,
+        argv: Callable[[str, int], list[str]],
     ) -> PodCommand:
         """`pods/exec` into the node's pod."""
         cluster, pod = self._pod_of(folder, node)
@@ -194,7 +218,10 @@ class KubernetesBackend(
 
     def why_not_removed(self, request: LaunchRequest) -> str:
         if read_options(request.backend_options).claim is None:
-            return "without backend.options.claim no checkpoint outlives its pods, so nothing could be resumed"
+            return (
+                "without backend.options.claim no checkpoint outlives its pods, so nothing could be"
+                " resumed"
+            )
         return ""
 
     def remove_node(self, folder: RunFolder, node: str, grace_s: int | None) -> None:
@@ -208,7 +235,10 @@ class KubernetesBackend(
     @contextlib.contextmanager
     def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:
         """The pods' logs in the run folder, once or for as long as the body runs."""
-        from .log_mirror import copy_logs, follow_logs  # imports asyncio, which `submit` does without
+        from .log_mirror import (
+            copy_logs,
+            follow_logs,
+        )  # imports asyncio, which `submit` does without
         from .observer import save_last_report
 
         record = read_record(folder, KubernetesRecord)
@@ -218,7 +248,9 @@ class KubernetesBackend(
         save_last_report(folder, self._observer.last_report(record, folder.run_id))
         cluster = self._cluster_of(record)
         if follow:
-            with follow_logs(folder, cluster, lambda: self._observer.observe(record, folder.run_id)):
+            with follow_logs(
+                folder, cluster, lambda: self._observer.observe(record, folder.run_id)
+            ):
                 yield
         else:
             copy_logs(folder, cluster, self._observer.observe(record, folder.run_id))
@@ -252,7 +284,9 @@ class KubernetesBackend(
             raise OrchError(f"run {folder.run_id} has no pods", Exit.USAGE)
         pods = self._observer.observe(record, folder.run_id).pods
         names = pod_node_names(pods)
-        found = next((pod["metadata"]["name"] for pod in pods if names[index_of(pod)] == node), None)
+        found = next(
+            (pod["metadata"]["name"] for pod in pods if names[index_of(pod)] == node), None
+        )
         if found is None:
             raise OrchError(f"node {node} of run {folder.run_id} has no pod now", Exit.CAPACITY)
         return self._cluster_of(record), found
@@ -279,12 +313,15 @@ class KubernetesBackend(
         from .direct_runs import DirectRuns
 
         return DirectRuns(
-            lambda context, namespace: self._cluster(context, namespace), lambda: self._observer, self._fresh_snapshot
+            lambda context, namespace: self._cluster(context, namespace),
+            lambda: self._observer,
+            self._fresh_snapshot,
         )
 
     def _fresh_snapshot(self) -> Future[ClusterSnapshot] | None:
         """What `look_ahead` has asked for, once, and if it is not too old."""
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
+        self._ahead = None
         self.__dict__.pop("_observer", None)  # what it has observed is of before
         return ahead[1] if ahead and time.monotonic() < ahead[0] + _FRESH_S else None
 

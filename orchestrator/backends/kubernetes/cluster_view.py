@@ -1,4 +1,5 @@
-"""The cluster as it is now: nodes for a plan, and the topology that `cluster=kubernetes` plans on."""
+"""The cluster as it is now: nodes for a plan, and the topology that `cluster=kubernetes` plans
+on."""
 
 from __future__ import annotations
 
@@ -37,9 +38,13 @@ class Reservation(Struct, frozen=True):
 
     topology: Topology | None = None
     chosen: ChosenNodes | None = None
-    excluded: tuple[str, ...] | None = None  # hostname labels of nodes that are left out; None: not known
+    excluded: tuple[str, ...] | None = (
+        None  # hostname labels of nodes that are left out; None: not known
+    )
     warnings: tuple[str, ...] = ()
-    check: Callable[[], None] = lambda: None  # before and after the Job is sent: OrchError (76) if it came too late
+    check: Callable[[], None] = lambda: (
+        None
+    )  # before and after the Job is sent: OrchError (76) if it came too late
 
 
 class NoNodes(OrchError):
@@ -56,8 +61,11 @@ class ClusterSnapshot(Struct, frozen=True):
     devices: GpuDevices | None = None  # None: nobody asks for GPUs by a claim
 
 
-def read_snapshot(cluster: Cluster, options: KubernetesOptions, used_too: bool = True) -> ClusterSnapshot:
-    """What `reserve_nodes` starts from. `used_too`: which nodes have GPUs in use; a queue looks after that itself.
+def read_snapshot(
+    cluster: Cluster, options: KubernetesOptions, used_too: bool = True
+) -> ClusterSnapshot:
+    """What `reserve_nodes` starts from. `used_too`: which nodes have GPUs in use; a queue looks
+    after that itself.
 
     OrchError (76, 78), NoNodes.
     """
@@ -66,7 +74,10 @@ def read_snapshot(cluster: Cluster, options: KubernetesOptions, used_too: bool =
     devices = in_background(lambda: read_devices(cluster)) if asks_by_claim(options) else None
     nodes = cluster.read("Node", Node, wanted, cached=True)
     if not nodes:
-        raise NoNodes(f"the cluster has no nodes{f' with the labels {wanted}' if wanted else ''}", Exit.CAPACITY)
+        raise NoNodes(
+            f"the cluster has no nodes{f' with the labels {wanted}' if wanted else ''}",
+            Exit.CAPACITY,
+        )
     used = _used(pods.result() if pods else ())
     return structs.replace(used, nodes=nodes, devices=devices.result() if devices else None)
 
@@ -81,9 +92,10 @@ def reserve_nodes(
 ) -> Iterator[Reservation]:
     """The topology, and without a queue the nodes for the plan. The body creates the Job.
 
-    All or nothing: nodes that a living run was given are not given again, and one submitter in a namespace at a time
-    chooses and creates (placement_lock.py), so no two runs ever wait for each other's nodes. `snapshot`: one that is
-    being read since before, while the plan was made. OrchError (76) when too few nodes are free.
+    All or nothing: nodes that a living run was given are not given again, and one submitter in a
+    namespace at a time chooses and creates (placement_lock.py), so no two runs ever wait for each
+    other's nodes. `snapshot`: one that is being read since before, while the plan was made.
+    OrchError (76) when too few nodes are free.
     """
     check_levels(plan, options)
     check_queue(cluster, options)
@@ -109,7 +121,10 @@ def reserve_nodes(
         yield Reservation(warnings=(text,))
         return
     excluded = {node.metadata.name for node in view.nodes if is_excluded(node, options)}
-    hosts = {node.metadata.name: node.metadata.labels.get(HOST, node.metadata.name) for node in view.nodes}
+    hosts = {
+        node.metadata.name: node.metadata.labels.get(HOST, node.metadata.name)
+        for node in view.nodes
+    }
     left_out = tuple(hosts[name] for name in sorted(excluded))
     if queue_places:
         yield Reservation(topology, excluded=left_out)
@@ -124,14 +139,18 @@ def reserve_nodes(
 
 
 def _with_claimed(view: ClusterSnapshot, gpu: str) -> ClusterSnapshot:
-    """The cluster for pods that ask for their GPUs by a claim: who has devices, and who holds some of them."""
+    """The cluster for pods that ask for their GPUs by a claim: who has devices, and who holds some
+    of them."""
     devices = view.devices or NOT_READ
     held = view.claims if devices.held is None else devices.held
-    return structs.replace(view, nodes=with_devices(view.nodes, gpu, devices), used=view.used | held)
+    return structs.replace(
+        view, nodes=with_devices(view.nodes, gpu, devices), used=view.used | held
+    )
 
 
 def _fitting(topology: Topology, view: ClusterSnapshot, needs: PodNeeds) -> Topology:
-    """Free is what the scheduler would take for a pod of the run: taints that it tolerates do not matter."""
+    """Free is what the scheduler would take for a pod of the run: taints that it tolerates do not
+    matter."""
     machines = dict(topology.machines)
     for node in view.nodes:
         name = node.metadata.name
@@ -143,22 +162,33 @@ def _fitting(topology: Topology, view: ClusterSnapshot, needs: PodNeeds) -> Topo
 
 
 def _split_warning(plan: Plan, chosen: ChosenNodes, topology: Topology) -> tuple[str, ...]:
-    """What the plan loses where pipelines do not find room under one switch, or no label says where switches are."""
+    """What the plan loses where pipelines do not find room under one switch, or no label says where
+    switches are."""
     split, units = split_units(plan, chosen.nodes, topology)
     if not split:
         return ()
     from orchestrator.cluster.nodes import with_nodes
-    from orchestrator.planner.elastic.replan import difference, replan  # numpy, which other submissions do without
+    from orchestrator.planner.elastic.replan import (
+        difference,
+        replan,
+    )  # numpy, which other submissions do without
 
-    real = replan(plan, with_nodes(plan.cluster, chosen.nodes, structs.replace(topology, machines={})))
+    real = replan(
+        plan, with_nodes(plan.cluster, chosen.nodes, structs.replace(topology, machines={}))
+    )
     if (cost := difference(plan, real).cost) < 0.0005:
         return ()
-    what = f"under one {topology.tiers[0].name}" if topology.tiers else "together: no label says what the network is"
+    what = (
+        f"under one {topology.tiers[0].name}"
+        if topology.tiers
+        else "together: no label says what the network is"
+    )
     return (f"{split} of {units} units of the plan do not lie {what}; predicted step {cost:+.1%}",)
 
 
 def check_queue(cluster: Cluster, options: KubernetesOptions) -> None:
-    """OrchError (65) for a queue or priority that the cluster does not have: Kueue would keep the run waiting for it.
+    """OrchError (65) for a queue or priority that the cluster does not have: Kueue would keep the
+    run waiting for it.
 
     Not checked where they may not be listed; then `orch status` shows what Kueue writes of the run.
     """
@@ -170,11 +200,14 @@ def check_queue(cluster: Cluster, options: KubernetesOptions) -> None:
         if known is not None and name not in known:
             where = f" in namespace {cluster.namespace}" if kind == "LocalQueue" else ""
             hint = did_you_mean(name, known) if known else "there is none"
-            raise OrchError(f"backend.options.{option}: no {kind} {name!r}{where}; {hint}", Exit.CONFIG)
+            raise OrchError(
+                f"backend.options.{option}: no {kind} {name!r}{where}; {hint}", Exit.CONFIG
+            )
 
 
 def _names(cluster: Cluster, kind: str) -> list[str] | None:
-    """Of Kueue's objects of a kind; None where they may not be listed. OrchError (65) when the cluster has no Kueue."""
+    """Of Kueue's objects of a kind; None where they may not be listed. OrchError (65) when the
+    cluster has no Kueue."""
     for version in (kind, f"Old{kind}"):
         try:
             return [body["metadata"]["name"] for body in cluster.list(version)]
@@ -188,7 +221,8 @@ def _names(cluster: Cluster, kind: str) -> list[str] | None:
 
 
 def profile(options: KubernetesOptions) -> str | Profile:
-    """Labels of the levels, if they are named, innermost first as in the plan; else a profile by its name."""
+    """Labels of the levels, if they are named, innermost first as in the plan; else a profile by
+    its name."""
     if options.levels:
         return Profile(levels={name: [label] for name, label in reversed(options.levels.items())})
     return profile_named(options.profile)
@@ -200,13 +234,16 @@ def profile_named(text: str) -> str | Profile:
 
 
 def live_topology(cluster: Cluster, profile: str | Profile = "auto") -> Topology:
-    """Nodes that pods may go to, GPUs, and what is free of them under the cluster's own switches. OrchError (65, 76,
+    """Nodes that pods may go to, GPUs, and what is free of them under the cluster's own switches.
+    OrchError (65, 76,
     78)."""
     return _topology(read_snapshot(cluster, KubernetesOptions()), profile)
 
 
 def _topology(view: ClusterSnapshot, profile: str | Profile, gpu: str = "") -> Topology:
-    return _without_used(structs.replace(from_nodes(list(view.nodes), profile, gpu), name="kubernetes"), view.used)
+    return _without_used(
+        structs.replace(from_nodes(list(view.nodes), profile, gpu), name="kubernetes"), view.used
+    )
 
 
 class _Named(Struct):
@@ -225,10 +262,12 @@ class _Pod(Struct):
 
 
 def _pods(cluster: Cluster) -> Sequence[_Pod]:
-    """Pods that have a node and have not ended, of any namespace if that may be read, else of our own.
+    """Pods that have a node and have not ended, of any namespace if that may be read, else of our
+    own.
 
-    As the API server remembers them: a list of a large cluster's pods out of its storage takes it many seconds. What
-    other runs were given is known by their Jobs (`_nodes_of_living_runs`), which are read as they are.
+    As the API server remembers them: a list of a large cluster's pods out of its storage takes it
+    many seconds. What other runs were given is known by their Jobs (`_nodes_of_living_runs`), which
+    are read as they are.
     """
     alive = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"
     try:
@@ -246,7 +285,8 @@ def _used(pods: Sequence[_Pod]) -> ClusterSnapshot:
     requests: dict[str, dict[str, float]] = {}
     for pod in pods:
         if node := pod.spec.node_name:
-            there, needs = requests.setdefault(node, {}), pod_requests(pod.spec)
+            there = requests.setdefault(node, {})
+            needs = pod_requests(pod.spec)
             for name, amount in needs.items():
                 there[name] = there.get(name, 0.0) + amount
             if any(amount and name.endswith("/gpu") for name, amount in needs.items()):
@@ -257,8 +297,8 @@ def _used(pods: Sequence[_Pod]) -> ClusterSnapshot:
 
 
 def _nodes_of_living_runs(cluster: Cluster) -> dict[str, str]:
-    """Node -> living run that was given it, whether or not its pods are there yet; of every namespace whose Jobs may
-    be listed, else of our own."""
+    """Node -> living run that was given it, whether or not its pods are there yet; of every
+    namespace whose Jobs may be listed, else of our own."""
     found: dict[str, str] = {}
     kinds = (
         lambda: cluster.list("AllJobs", selector(), absent_ok=True),

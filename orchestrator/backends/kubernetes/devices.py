@@ -1,8 +1,9 @@
-"""GPUs that pods ask for by claims (dynamic resource allocation) in place of a resource: who has them, who holds them.
+"""GPUs that pods ask for by claims (dynamic resource allocation) in place of a resource: who has
+them, who holds them.
 
 Sources: https://kubernetes.io/docs/concepts/scheduling-eviction/dynamic-resource-allocation/ ;
-kubernetes-sigs/dra-driver-nvidia-gpu, whose driver of whole GPUs and MIG slices is called gpu.nvidia.com and whose
-devices have the attributes type and productName.
+kubernetes-sigs/dra-driver-nvidia-gpu, whose driver of whole GPUs and MIG slices is called
+gpu.nvidia.com and whose devices have the attributes type and productName.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ def read_devices(cluster: Cluster) -> GpuDevices:
     for spec in ours:
         whole = [device for device in spec.devices if device.attribute("type") in ("", "gpu")]
         before = by_node.get(spec.node_name, NodeGpus(0))
-        product = next((name for device in whole if (name := device.attribute("productName"))), before.product)
+        product = next(
+            (name for device in whole if (name := device.attribute("productName"))), before.product
+        )
         by_node[spec.node_name] = NodeGpus(before.count + len(whole), product)
     held: dict[str, str] = {}
     for claim in claims or ():
@@ -137,7 +140,8 @@ def _read(cluster: Cluster, kind: str, of: type[T]) -> Sequence[T] | None:
 
 
 def gpus_of(node: Node, devices: GpuDevices) -> NodeGpus:
-    """Those that a claim may get there: that drivers publish, or if that may not be read, as many as its label says."""
+    """Those that a claim may get there: that drivers publish, or if that may not be read, as many
+    as its label says."""
     if devices.by_node is not None:
         return devices.by_node.get(node.metadata.name, NodeGpus(0))
     count = node.metadata.labels.get(CARDS, "")
@@ -148,9 +152,12 @@ def with_devices(nodes: Sequence[Node], resource: str, devices: GpuDevices) -> l
     """The nodes, as if they had their GPUs as a resource of that name."""
     found = []
     for node in nodes:
-        about, gpus = node.metadata, gpus_of(node, devices)
+        about = node.metadata
+        gpus = gpus_of(node, devices)
         product = {PRODUCT: gpus.product} if gpus.product else {}
-        status = structs.replace(node.status, allocatable=node.status.allocatable | {resource: str(gpus.count)})
+        status = structs.replace(
+            node.status, allocatable=node.status.allocatable | {resource: str(gpus.count)}
+        )
         meta = structs.replace(about, labels=product | about.labels)
         found.append(structs.replace(node, metadata=meta, status=status))
     return found

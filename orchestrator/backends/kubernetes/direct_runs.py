@@ -1,4 +1,5 @@
-"""Runs without a controller: whoever types `orch` sends their objects, looks after them, and takes them down.
+"""Runs without a controller: whoever types `orch` sends their objects, looks after them, and takes
+them down.
 
 One namespace's submitters take turns; nobody looks after a run while nobody asks for it.
 """
@@ -38,10 +39,13 @@ _BROKEN_S = 180.0  # no submission takes that long between its first object and 
 
 @contextlib.contextmanager
 def _only_command(folder: RunFolder, wait_s: float) -> Iterator[None]:
-    """Hold the run's lock. OrchError (76) while another command of this machine begins an attempt of it."""
+    """Hold the run's lock. OrchError (76) while another command of this machine begins an attempt
+    of it."""
     lock = folder.take_lock(wait_s)
     if lock is None:
-        raise OrchError(f"another command is starting run {folder.run_id}: try again", Exit.CAPACITY)
+        raise OrchError(
+            f"another command is starting run {folder.run_id}: try again", Exit.CAPACITY
+        )
     try:
         yield
     finally:
@@ -49,7 +53,8 @@ def _only_command(folder: RunFolder, wait_s: float) -> Iterator[None]:
 
 
 class DirectRuns:
-    """`cluster(context, namespace)`; `observer()`: of now; `snapshot()`: of the nodes, where one was asked for."""
+    """`cluster(context, namespace)`; `observer()`: of now; `snapshot()`: of the nodes, where one
+    was asked for."""
 
     def __init__(
         self,
@@ -57,8 +62,12 @@ class DirectRuns:
         observer: Callable[[], RunObserver],
         snapshot: Callable[[], Future[ClusterSnapshot] | None],
     ):
-        self._cluster, self._observer, self._snapshot = cluster, observer, snapshot
-        self._ended: set[str] = set()  # runs that were cancelled from here though their folders did not take it
+        self._cluster = cluster
+        self._observer = observer
+        self._snapshot = snapshot
+        self._ended: set[str] = (
+            set()
+        )  # runs that were cancelled from here though their folders did not take it
 
     def start(
         self,
@@ -87,18 +96,26 @@ class DirectRuns:
         if generation:
             request = off_bad_nodes(folder, request)
         options = read_options(request.backend_options)
-        cluster, fresh = self._cluster(options.context, options.namespace), self._snapshot()
+        cluster = self._cluster(options.context, options.namespace)
+        fresh = self._snapshot()
         submit_objects(cluster, folder, request, plan, environ, generation, drafts, fresh)
         last = due(folder, read_state(folder).intent)
         record = read_record(folder, KubernetesRecord)
         if record and last and last.want == "end":  # `cancel` found no Job yet
             delete_run_objects(self._of(record), record.kind, record.name, folder.run_id)
-            raise OrchError(f"run {folder.run_id} was asked for something else meanwhile: {last.text}")
+            raise OrchError(
+                f"run {folder.run_id} was asked for something else meanwhile: {last.text}"
+            )
 
     def resume(
-        self, folder: RunFolder, request: LaunchRequest, record: KubernetesRecord | None, environ: Mapping[str, str]
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        record: KubernetesRecord | None,
+        environ: Mapping[str, str],
     ) -> None:
-        """From here on no other command begins an attempt of the run. A size that was asked for is taken up."""
+        """From here on no other command begins an attempt of the run. A size that was asked for is
+        taken up."""
         check_variables(request, environ)
         with _only_command(folder, 0.5):
             self._observer().clear()
@@ -114,8 +131,8 @@ class DirectRuns:
         nodes: int,
         environ: Mapping[str, str],
     ) -> None:
-        """OrchError: 64 when somebody asks for something else meanwhile, 76 when the run does not end: the request
-        stays, and `resume` takes it up."""
+        """OrchError: 64 when somebody asks for something else meanwhile, 76 when the run does not
+        end: the request stays, and `resume` takes it up."""
         from .objects.pod import MARGIN_S, grace_seconds
 
         check_variables(request, environ)
@@ -123,7 +140,9 @@ class DirectRuns:
         asked = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
         grace = grace_seconds(plan, read_options(request.backend_options), request.policy.grace_s)
         with _only_command(folder, _BROKEN_S + 2.0 * grace):
-            if read_state(folder).intent < asked.number:  # else the command that was waited for has done it
+            if (
+                read_state(folder).intent < asked.number
+            ):  # else the command that was waited for has done it
                 self._begin(folder, request, environ, asked, 2.0 * grace + MARGIN_S)
 
     def _begin(
@@ -134,12 +153,15 @@ class DirectRuns:
         asked: Intent | None,
         wait_s: float = 0.0,
     ) -> None:
-        """The next generation, once nothing of the last one is left. The caller holds the run's lock."""
+        """The next generation, once nothing of the last one is left. The caller holds the run's
+        lock."""
         from .submission import delete_run_objects, draft_objects
 
         before = asked or newest(folder)
         check_newest(folder, before)
-        if record := read_record(folder, KubernetesRecord):  # a command that was waited for may have written another
+        if record := read_record(
+            folder, KubernetesRecord
+        ):  # a command that was waited for may have written another
             delete_run_objects(self._of(record), record.kind, record.name, folder.run_id, wait_s)
         check_newest(folder, before)
         request, plan = begin_attempt(folder, request, asked)
@@ -147,7 +169,8 @@ class DirectRuns:
         self._send(folder, request, plan, environ, generation, draft_objects(request, plan))
 
     def cancel(self, folder: RunFolder, record: KubernetesRecord, force: bool) -> None:
-        """A full disk keeps nobody from it: then the run's folder does not say later that it was asked for."""
+        """A full disk keeps nobody from it: then the run's folder does not say later that it was
+        asked for."""
         from .submission import delete_remains
 
         cluster = self._of(record)
@@ -172,12 +195,19 @@ class DirectRuns:
         from .observer import force_delete_stuck_pods
 
         observer = self._observer()
-        what, run = observer.status(record, folder.run_id), observer.observe(record, folder.run_id)
+        what = observer.status(record, folder.run_id)
+        run = observer.observe(record, folder.run_id)
         if done := force_delete_stuck_pods(self._of(record), run, time.time()):
             what = structs.replace(what, text=done)
             observer.clear()
         since = time.time() - record.submitted_at
-        if what.over and not record.sent and record.submission and since > _BROKEN_S and not folder.is_alive():
+        if (
+            what.over
+            and not record.sent
+            and record.submission
+            and since > _BROKEN_S
+            and not folder.is_alive()
+        ):
             what = self._broken_off(record, what)
             record = structs.replace(record, sent=True)  # nobody sends it any more
         if not (what.over and read_state(folder).is_final):
@@ -188,7 +218,9 @@ class DirectRuns:
         if state.is_final and state != known:
             state = structs.replace(state, ended_at=state.ended_at or time.time())
             with contextlib.suppress(OSError):
-                write_state(folder, state)  # the cluster forgets; this folder does not, but on a full disk
+                write_state(
+                    folder, state
+                )  # the cluster forgets; this folder does not, but on a full disk
         return state
 
     def _ask_to_end(self, folder: RunFolder, force: bool) -> None:

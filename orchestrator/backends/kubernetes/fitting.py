@@ -1,4 +1,5 @@
-"""Which nodes the scheduler would take for a pod of a run: what it asks for, what it tolerates, which GPUs it is for.
+"""Which nodes the scheduler would take for a pod of a run: what it asks for, what it tolerates,
+which GPUs it is for.
 
 A node that is chosen and then refused by the scheduler leaves the run pending for ever. Pure.
 Source: kube-scheduler's filters NodeResourcesFit and TaintToleration.
@@ -41,7 +42,9 @@ def pod_needs(plan: Plan, options: KubernetesOptions) -> PodNeeds:
     spec = pod_template("run", plan, options, 0, {}, {}, None, subdomain=False)["spec"]
     needs = pod_requests(msgspec.convert(spec, PodShape))
     cuda = plan.cluster.device == "cuda"
-    return PodNeeds(needs, spec["tolerations"], gpu_model(plan.cluster.gpu.name) if cuda else "", cuda)
+    return PodNeeds(
+        needs, spec["tolerations"], gpu_model(plan.cluster.gpu.name) if cuda else "", cuda
+    )
 
 
 def is_excluded(node: Node, options: KubernetesOptions) -> bool:
@@ -50,12 +53,16 @@ def is_excluded(node: Node, options: KubernetesOptions) -> bool:
 
 
 def why_not(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> str:
-    """Why a pod cannot go to the node, in a few words; "" when it can. `used`: requests of the pods that are there."""
-    labels, has = node.metadata.labels, node.status.allocatable
+    """Why a pod cannot go to the node, in a few words; "" when it can. `used`: requests of the pods
+    that are there."""
+    labels = node.metadata.labels
+    has = node.status.allocatable
     if not labels.get(HOST, node.metadata.name):
         return f"no label {HOST}"
     for taint in node.spec.taints:
-        if taint.effect in ("NoSchedule", "NoExecute") and not any(_tolerates(t, taint) for t in needs.tolerations):
+        if taint.effect in ("NoSchedule", "NoExecute") and not any(
+            _tolerates(t, taint) for t in needs.tolerations
+        ):
             return f"taint {taint.key}"
     if needs.cuda and (parts := why_not_whole(node)):
         return parts
@@ -78,4 +85,7 @@ def _tolerates(toleration: Mapping[str, Any], taint: Taint) -> bool:
         return False
     if toleration.get("key", taint.key) != taint.key:
         return False
-    return toleration.get("operator", "Equal") == "Exists" or toleration.get("value", "") == taint.value
+    return (
+        toleration.get("operator", "Equal") == "Exists"
+        or toleration.get("value", "") == taint.value
+    )

@@ -1,4 +1,5 @@
-"""Log mirror: the pods' logs as files of the run folder, so that `orch logs` reads them as any others."""
+"""Log mirror: the pods' logs as files of the run folder, so that `orch logs` reads them as any
+others."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _POLL_S = 2.0  # for new pods
 
 
 def copy_logs(folder: RunFolder, cluster: Cluster, run: ObservedRun) -> None:
-    """Replace the local logs by the pods' logs of now. Of a pod that is gone, what was read before stays."""
+    """Replace the local logs by the pods' logs of now. Of a pod that is gone, what was read before
+    stays."""
     names = pod_node_names(run.pods)
     for pod in run.pods:
         texts: dict[int | None, list[str]] = {}
@@ -28,12 +30,17 @@ def copy_logs(folder: RunFolder, cluster: Cluster, run: ObservedRun) -> None:
             texts.setdefault(rank, []).append(line)
         for rank, lines in texts.items():
             path = folder.agent_log(names[index_of(pod)]) if rank is None else folder.rank_log(rank)
-            write_private(path, "".join(f"{line}\n" for line in lines).encode(errors="replace"), durable=False)
+            write_private(
+                path, "".join(f"{line}\n" for line in lines).encode(errors="replace"), durable=False
+            )
 
 
 @contextlib.contextmanager
-def follow_logs(folder: RunFolder, cluster: Cluster, observe: Callable[[], ObservedRun]) -> Iterator[None]:
-    """While the body runs, local logs grow with the pods' own, those of pods that come later too."""
+def follow_logs(
+    folder: RunFolder, cluster: Cluster, observe: Callable[[], ObservedRun]
+) -> Iterator[None]:
+    """While the body runs, local logs grow with the pods' own, those of pods that come later
+    too."""
     end = threading.Event()
 
     def watch() -> None:
@@ -47,7 +54,9 @@ def follow_logs(folder: RunFolder, cluster: Cluster, observe: Callable[[], Obser
                     if name not in known and pod.get("status", {}).get("phase") != "Pending":
                         known.add(name)
                         node = names[index_of(pod)]
-                        threading.Thread(target=_append, args=(folder, cluster, pod, node), daemon=True).start()
+                        threading.Thread(
+                            target=_append, args=(folder, cluster, pod, node), daemon=True
+                        ).start()
 
     for path in folder.logs.glob("*.log"):
         path.unlink()
@@ -77,5 +86,7 @@ def _by_writer(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
 
 def pod_node_names(pods: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Index -> what the plan calls that pod's share of a node."""
-    members = [Join(index_of(pod), pod["spec"].get("nodeName") or "unplaced", "", "") for pod in pods]
+    members = [
+        Join(index_of(pod), pod["spec"].get("nodeName") or "unplaced", "", "") for pod in pods
+    ]
     return {member.index: name for member, name in zip(members, node_names(members), strict=True)}

@@ -1,6 +1,7 @@
 """`backend.options` of the kubernetes backend: what differs from cluster to cluster. Pure.
 
-Single ones are overridden as everything else: `backend.options.queue=research`. What is left out follows from the plan.
+Single ones are overridden as everything else: `backend.options.queue=research`. What is left out
+follows from the plan.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from msgspec import Meta
 from orchestrator.backends.base import decode_options
 from orchestrator.plan.document import Frozen
 
-#: Names and label keys as the API server itself takes them (DNS-1123 labels and subdomains, qualified names).
+#: Names and label keys as the API server itself takes them (DNS-1123 labels and subdomains,
+#: qualified names).
 Label = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\Z")]
 _PART = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -49,7 +51,8 @@ class Egress(Frozen):
 
 
 class Owner(Frozen):
-    """A ConfigMap whose end is the run's end: Kubernetes collects what it owns. The chart has one for each run."""
+    """A ConfigMap whose end is the run's end: Kubernetes collects what it owns. The chart has one
+    for each run."""
 
     name: Name
     uid: str = ""  # "": asked for when submitting
@@ -59,10 +62,16 @@ class KubernetesOptions(Frozen):
     """Every option with its default."""
 
     # where
-    context: Annotated[str, Meta(max_length=253)] | None = None  # of the kubeconfig; None: the current one
-    namespace: Label | None = None  # None: that of the context, or the launcher's own inside a cluster
+    context: Annotated[str, Meta(max_length=253)] | None = (
+        None  # of the kubeconfig; None: the current one
+    )
+    namespace: Label | None = (
+        None  # None: that of the context, or the launcher's own inside a cluster
+    )
     kind: Literal["job", "jobset"] = "job"
-    controller: Literal["auto", "always", "never"] = "auto"  # submit to charts/orch-controller; auto: where it is
+    controller: Literal["auto", "always", "never"] = (
+        "auto"  # submit to charts/orch-controller; auto: where it is
+    )
     # with what
     image: Image | None = None  # has this orch and torch; the Containerfile builds one
     pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
@@ -73,44 +82,74 @@ class KubernetesOptions(Frozen):
     # how much, for one pod
     cpus: Positive | None = None  # None: 8 a GPU, 1 a process on CPU clusters
     memory_gib: Positive | None = None  # without /dev/shm; None: 64 a GPU, 2 a process
-    shm_gib: Positive | None = None  # /dev/shm, counted in the memory limit; None: 4 a GPU, 0.25 a process
+    shm_gib: Positive | None = (
+        None  # /dev/shm, counted in the memory limit; None: 4 a GPU, 0.25 a process
+    )
     gpu_resource: Key = "nvidia.com/gpu"
-    rdma: dict[Key, Count] = {}  # in requests and limits, e.g. {rdma/ib: 8}; without it NCCL uses sockets
-    security: Literal["restricted", "baseline"] = "restricted"  # baseline: with IPC_LOCK, which RDMA may need
+    rdma: dict[
+        Key, Count
+    ] = {}  # in requests and limits, e.g. {rdma/ib: 8}; without it NCCL uses sockets
+    security: Literal["restricted", "baseline"] = (
+        "restricted"  # baseline: with IPC_LOCK, which RDMA may need
+    )
     # queueing
     queue: Name | None = None  # Kueue's LocalQueue; None: no Kueue
     workload_priority: Name | None = None  # Kueue's WorkloadPriorityClass
     priority_class: Name | None = None  # PriorityClass of the pods
-    # without Kueue: all pods or none by a scheduler of the cluster (objects/gang.py); auto: the first that it has
+    # without Kueue: all pods or none by a scheduler of the cluster (objects/gang.py); auto: the
+    # first that it has
     gang: Literal["none", "auto", "workload", "volcano", "kai", "coscheduling"] = "none"
     gang_queue: Name | None = None  # of Volcano or KAI
     # on which nodes
-    profile: Annotated[str, Meta(max_length=2000)] = "auto"  # of node labels: `orch topology import --profile`
+    profile: Annotated[str, Meta(max_length=2000)] = (
+        "auto"  # of node labels: `orch topology import --profile`
+    )
     levels: dict[str, Key] = {}  # level of the plan -> node label, e.g. {leaf: example.org/leaf}
-    topology: Literal["preferred", "required", "none"] = "preferred"  # how strongly the whole job stays together
-    slices: bool = True  # keep each TP/EP domain or pipeline under one switch of the innermost level
+    topology: Literal["preferred", "required", "none"] = (
+        "preferred"  # how strongly the whole job stays together
+    )
+    slices: bool = (
+        True  # keep each TP/EP domain or pipeline under one switch of the innermost level
+    )
     node_selector: dict[Key, Value] = {}
     tolerations: list[Toleration] = []
     exclude: list[Name] = []  # nodes that no pod may go to, by name or hostname label
-    bad_nodes: list[Name] = []  # nor to these, which orch fills in: those of `orch nodes` at each start
+    bad_nodes: list[
+        Name
+    ] = []  # nor to these, which orch fills in: those of `orch nodes` at each start
     # volumes
-    claim: Name | None = None  # PVC for the run folder: checkpoints, logs, history; None: gone with its pods
+    claim: Name | None = (
+        None  # PVC for the run folder: checkpoints, logs, history; None: gone with its pods
+    )
     volumes: list[Volume] = []
     # time limits, retries
     unreachable_s: Natural = 30  # after which pods leave a node that has gone silent
-    rendezvous_timeout_s: Positive = 1800.0  # a pod waits this long for all others, then gives its node back
-    grow_after_s: Natural = 60  # an elastic run takes more nodes in no sooner than its nodes have stayed this long
+    rendezvous_timeout_s: Positive = (
+        1800.0  # a pod waits this long for all others, then gives its node back
+    )
+    grow_after_s: Natural = (
+        60  # an elastic run takes more nodes in no sooner than its nodes have stayed this long
+    )
     max_pod_failures: Natural = 16  # counted ones: not disruptions, not exit 75
-    max_pod_returns: Natural = 10  # uncounted ones of a pod that has then waited for others in vain: the run ends (76)
-    checkpoint_gb_per_s: Positive = 1.0  # what one node writes to the claim; to size the grace period
-    ttl_s: Natural | None = 604800  # a finished run is removed from the cluster after this long; None: never
+    max_pod_returns: Natural = (
+        10  # uncounted ones of a pod that has then waited for others in vain: the run ends (76)
+    )
+    checkpoint_gb_per_s: Positive = (
+        1.0  # what one node writes to the claim; to size the grace period
+    )
+    ttl_s: Natural | None = (
+        604800  # a finished run is removed from the cluster after this long; None: never
+    )
     # names on everything
     labels: dict[Key, Value] = {}
     annotations: dict[Key, Annotated[str, Meta(max_length=4096)]] = {}
-    # anything else of the pod, merged as `kubectl patch` does (objects/pod_patch.py): {spec: {runtimeClassName: x}}
+    # anything else of the pod, merged as `kubectl patch` does (objects/pod_patch.py): {spec:
+    # {runtimeClassName: x}}
     pod: dict[str, Any] = {}
     network_policy: bool = False  # only its pods reach one another, and any pod their metrics
-    egress: list[Egress] | None = None  # with it: its pods reach one another, DNS and these alone; None: anybody
+    egress: list[Egress] | None = (
+        None  # with it: its pods reach one another, DNS and these alone; None: anybody
+    )
     owner: Owner | None = None
 
     @property
@@ -128,6 +167,7 @@ _RENAMED = {"gather_timeout_s": "rendezvous_timeout_s"}  # as runs and values of
 
 
 def read_options(options: Mapping[str, Any]) -> KubernetesOptions:
-    """Strict: an unknown key is refused with the nearest legal one, a wrong type with its place (exit 65)."""
+    """Strict: an unknown key is refused with the nearest legal one, a wrong type with its place
+    (exit 65)."""
     renamed = {_RENAMED.get(name, name): value for name, value in options.items()}
     return decode_options(renamed, KubernetesOptions, "kubernetes")

@@ -1,6 +1,8 @@
-"""The status of a run from its objects in the API server: its phase, why it waits, how it ended. Pure.
+"""The status of a run from its objects in the API server: its phase, why it waits, how it ended.
+Pure.
 
-Sources: batch/v1 JobStatus and pod lifecycle documentation; reasons as kubelet and scheduler spell them.
+Sources: batch/v1 JobStatus and pod lifecycle documentation; reasons as kubelet and scheduler spell
+them.
 """
 
 from __future__ import annotations
@@ -53,12 +55,17 @@ class RunStatus(Struct, frozen=True, kw_only=True):
 def status_of(run: ObservedRun, now: float) -> RunStatus:
     """The status of the run. One without a Job is over; its own state says how it ended."""
     if run.main is None:
-        return RunStatus(phase="stopped", text="its Job is gone from the cluster", exit=Exit.RESTART, over=True)
+        return RunStatus(
+            phase="stopped", text="its Job is gone from the cluster", exit=Exit.RESTART, over=True
+        )
     facts: dict[str, Any] = {"nodes": nodes_of(run.pods), "restarts": _restarts(run.job)}
     bodies = [body for body in (run.job, run.main) if body]
     if any(_condition(body, "Complete", "Completed") for body in bodies):
         return RunStatus(phase="done", text="done", exit=Exit.DONE, over=True, **facts)
-    for kind in ("Failed", "FailureTarget"):  # a Job that has failed carries both, the announcement first
+    for kind in (
+        "Failed",
+        "FailureTarget",
+    ):  # a Job that has failed carries both, the announcement first
         for body in bodies:
             if found := _condition(body, kind):
                 return _failed(run, found, facts)
@@ -104,17 +111,27 @@ def _alive(run: ObservedRun, now: float, facts: dict) -> RunStatus:
     pods = run.pods
     spec = (run.job or {}).get("spec", {})
     wanted = spec.get("completions") or len(pods)
-    running = [pod for pod in pods if _phase(pod) == "Running" and not pod["metadata"].get("deletionTimestamp")]
-    elastic = bool(spec.get("successPolicy")) and bool(running)  # it goes on: its coordinator says how
+    running = [
+        pod
+        for pod in pods
+        if _phase(pod) == "Running" and not pod["metadata"].get("deletionTimestamp")
+    ]
+    elastic = bool(spec.get("successPolicy")) and bool(
+        running
+    )  # it goes on: its coordinator says how
     text = stuck(pods, now)
     if text and not elastic:
         return RunStatus(phase="restarting", text=text, **facts)
     if len(running) >= wanted:
         return RunStatus(phase="running", text="running", **facts)
     if elastic:
-        return RunStatus(phase="running", text=text or f"{len(running)} of {wanted} pods run", **facts)
+        return RunStatus(
+            phase="running", text=text or f"{len(running)} of {wanted} pods run", **facts
+        )
     if why := waiting_reason(pods, run.events):
-        return RunStatus(phase="pending", text=f"{len(running)} of {wanted} pods run; {why}", **facts)
+        return RunStatus(
+            phase="pending", text=f"{len(running)} of {wanted} pods run; {why}", **facts
+        )
     phase: Phase = "restarting" if facts["restarts"] else "starting"
     return RunStatus(phase=phase, text=f"{len(running)} of {wanted} pods run", **facts)
 
@@ -127,23 +144,37 @@ def waiting_reason(pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[s
             waiting = status.get("state", {}).get("waiting") or {}
             if waiting.get("reason") in SETUP_FAILURES:
                 message = _short(waiting.get("message", ""), 200)
-                return f"{SETUP_FAILURES[waiting['reason']]} ({waiting['reason']}{': ' + message if message else ''})"
+                return (
+                    f"{SETUP_FAILURES[waiting['reason']]}"
+                    f" ({waiting['reason']}{': ' + message if message else ''})"
+                )
     for pod in pods:
         if _phase(pod) == "Pending":
             for found in pod["status"].get("conditions") or []:
                 if found.get("type") == "PodScheduled" and found.get("reason") == "Unschedulable":
-                    return f"no node for {_index(pod)}: {with_hint(_short(found.get('message', '')))}"
+                    return (
+                        f"no node for {_index(pod)}: {with_hint(_short(found.get('message', '')))}"
+                    )
     for event in sorted(events, key=_event_time, reverse=True):
-        if event.get("reason") in ("FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"):
+        if event.get("reason") in (
+            "FailedCreate",
+            "FailedMount",
+            "FailedAttachVolume",
+            "FailedCreatePodSandBox",
+        ):
             return f"{event['reason']}: {with_hint(_short(event.get('message', '')))}"
     return ""
 
 
 def stuck(pods: Iterable[Mapping[str, Any]], now: float) -> str:
-    """A pod that hangs in Terminating on a node that does not answer: it is never replaced, and what to do."""
+    """A pod that hangs in Terminating on a node that does not answer: it is never replaced, and
+    what to do."""
     for pod in stuck_pods(pods, now):
-        name, node = pod["metadata"]["name"], pod["spec"].get("nodeName", "?")
-        taint = f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+        name = pod["metadata"]["name"]
+        node = pod["spec"].get("nodeName", "?")
+        taint = (
+            f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+        )
         return f"pod {name} hangs on node {node}, which is gone: once the machine is off, `{taint}`"
     return ""
 
@@ -152,7 +183,9 @@ def stuck_pods(pods: Iterable[Mapping[str, Any]], now: float) -> list[Mapping[st
     """One that has ended is not stuck: its Job keeps it until another one takes its place."""
     alive = [pod for pod in pods if _phase(pod) not in ("Succeeded", "Failed")]
     return [
-        pod for pod in alive if (at := seconds_of(pod["metadata"].get("deletionTimestamp"))) and now > at + _STUCK_S
+        pod
+        for pod in alive
+        if (at := seconds_of(pod["metadata"].get("deletionTimestamp"))) and now > at + _STUCK_S
     ]
 
 
@@ -161,7 +194,9 @@ def stuck_pods(pods: Iterable[Mapping[str, Any]], now: float) -> list[Mapping[st
 
 def nodes_of(pods: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Nodes of the pods that have not ended, by completion index."""
-    alive = [pod for pod in pods if _phase(pod) in ("Pending", "Running") and pod["spec"].get("nodeName")]
+    alive = [
+        pod for pod in pods if _phase(pod) in ("Pending", "Running") and pod["spec"].get("nodeName")
+    ]
     return tuple(pod["spec"]["nodeName"] for pod in sorted(alive, key=index_of))
 
 

@@ -1,6 +1,7 @@
 """What the scheduler counts for a pod: the room that it takes on its node. Pure.
 
-Sources: k8s.io/component-helpers/resource/helpers.go (PodRequests), kube-scheduler's filter NodeResourcesFit,
+Sources: k8s.io/component-helpers/resource/helpers.go (PodRequests), kube-scheduler's filter
+NodeResourcesFit,
 https://kubernetes.io/docs/concepts/workloads/pods/sidecar-containers/#resource-sharing-within-containers
 """
 
@@ -50,8 +51,9 @@ class PodShape(Struct, frozen=True, omit_defaults=True, rename="camel"):
 def pod_requests(spec: PodShape) -> Amounts:
     """Resource -> amount, one of `pods` among them.
 
-    Containers and sidecars (init containers that stay) add up. Another init container runs alone, beside the sidecars
-    that were started before it. Resources of the whole pod take the place of what its containers ask for.
+    Containers and sidecars (init containers that stay) add up. Another init container runs alone,
+    beside the sidecars that were started before it. Resources of the whole pod take the place of
+    what its containers ask for.
     """
     sidecars: Amounts = {}
     starting: Amounts = {}
@@ -65,7 +67,9 @@ def pod_requests(spec: PodShape) -> Amounts:
         running = _sum(running, container.resources.amounts)
     found = _most(running, starting)
     if spec.resources is not None:
-        found = _numbers(spec.resources.limits or {}) | found | _numbers(spec.resources.requests or {})
+        found = (
+            _numbers(spec.resources.limits or {}) | found | _numbers(spec.resources.requests or {})
+        )
     return _sum(_sum(found, _numbers(spec.overhead)), {PODS: 1.0})
 
 

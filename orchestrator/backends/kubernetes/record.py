@@ -1,4 +1,5 @@
-"""What the run folder keeps of a run's Job, and a run's true state when file and cluster are put together."""
+"""What the run folder keeps of a run's Job, and a run's true state when file and cluster are put
+together."""
 
 from __future__ import annotations
 
@@ -27,19 +28,26 @@ class KubernetesRecord(Frozen):
     submitted_at: float
     generation: int = 0
     sent: bool = False  # the API server has taken the last of them
-    train_run: str = ""  # name of the TrainRun whose controller looks after it; "": this machine's `orch` does
+    train_run: str = (
+        ""  # name of the TrainRun whose controller looks after it; "": this machine's `orch` does
+    )
 
 
 def verdict(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool = True) -> RunState:
-    """The run's true state: the cluster says whether it is active, the last status line how its program fares.
+    """The run's true state: the cluster says whether it is active, the last status line how its
+    program fares.
 
     `state` is the coordinator's, as old as the last log that was read. Pure.
     """
     if what.over:
         return _ended(state, what, cancel_asked, sent)
     if what.phase == "running" and state.state in ("starting", "running", "restarting", "stopping"):
-        return state if state.reason or state.state == "running" else _replace(state, reason=what.text)
-    if what.phase == "running" and state.state == "done":  # the program has ended, its pods have not
+        return (
+            state if state.reason or state.state == "running" else _replace(state, reason=what.text)
+        )
+    if (
+        what.phase == "running" and state.state == "done"
+    ):  # the program has ended, its pods have not
         return _replace(state, state="stopping", exit_code=None, ended_at=None)
     phase = "starting" if what.phase == "running" else what.phase
     if phase in ("starting", "pending") and state.epoch >= 0:
@@ -59,7 +67,9 @@ def _ended(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool) -> 
 
 
 def _final(state: RunState, phase: FinalPhase, exit: Exit, text: str) -> RunState:
-    cause: Cause | None = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=int(exit))
+    cause: Cause | None = state.cause or Cause(
+        kind="scheduler", text=text, epoch=state.epoch, code=int(exit)
+    )
     cause = None if exit == Exit.DONE or phase == "cancelled" else cause
     return finish(state, phase, exit, text, cause)
 

@@ -1,7 +1,8 @@
 """Creates a run's objects in the cluster, all or none; for `submit`, `resume` and `resize`.
 
-What may refuse comes before anything is sent. Requests that do not wait for one another go out at once: a run of eight
-pods is bound a tenth of a second after its Job has arrived, so every request before that is felt.
+What may refuse comes before anything is sent. Requests that do not wait for one another go out at
+once: a run of eight pods is bound a tenth of a second after its Job has arrived, so every request
+before that is felt.
 """
 
 from __future__ import annotations
@@ -34,15 +35,31 @@ from .options import KubernetesOptions, read_options
 from .record import KubernetesRecord
 
 #: Variables of the submitting machine that mean nothing, or something else, inside a pod.
-OF_THIS_MACHINE = PASSED - {"LANG", "LANGUAGE", "TZ", "PYTHONHASHSEED", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER"}
+OF_THIS_MACHINE = PASSED - {
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "PYTHONHASHSEED",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_ORDER",
+}
 _DELETION_S = 180.0  # at least; for the pods of a run to be gone
 _TRUSTED_S = 2.0  # that names are free; others may have held the placement lock since
 
 
 def draft_objects(request: LaunchRequest, plan: Plan) -> list[dict[str, Any]]:
-    """The objects of a run without its key, nodes and topology, which are known when they are sent. OrchError (65)."""
+    """The objects of a run without its key, nodes and topology, which are known when they are sent.
+    OrchError (65)."""
     options = read_options(request.backend_options)
-    return render(Manifest(request=request, plan=plan, options=options, config=b"", namespace=options.namespace or ""))
+    return render(
+        Manifest(
+            request=request,
+            plan=plan,
+            options=options,
+            config=b"",
+            namespace=options.namespace or "",
+        )
+    )
 
 
 def submit_objects(
@@ -55,12 +72,20 @@ def submit_objects(
     drafts: Sequence[Mapping[str, Any]],
     snapshot: Future[ClusterSnapshot] | None = None,
 ) -> None:
-    """Choose nodes and send the objects. `drafts`: of `draft_objects`; `snapshot`: of `read_snapshot`, begun before.
+    """Choose nodes and send the objects. `drafts`: of `draft_objects`; `snapshot`: of
+    `read_snapshot`, begun before.
 
-    OrchError: 65 for objects of the same names or refused ones, 76 without room, 78 without a right.
+    OrchError: 65 for objects of the same names or refused ones, 76 without room, 78 without a
+    right.
     """
-    options, submission = _resolve_owner(cluster, read_options(request.backend_options), folder.run_id)
-    options = structs.replace(options, gang=resolved(options, cluster.has)) if options.gang != "none" else options
+    options, submission = _resolve_owner(
+        cluster, read_options(request.backend_options), folder.run_id
+    )
+    options = (
+        structs.replace(options, gang=resolved(options, cluster.has))
+        if options.gang != "none"
+        else options
+    )
     record = record_of(request, options, cluster.namespace, submission, generation)
     if is_sent(cluster, drafts, submission):
         write_record(folder, structs.replace(record, sent=True), durable=True)
@@ -71,7 +96,17 @@ def submit_objects(
         for line in found.warnings:
             print(f"orch: warning: {line}", file=sys.stderr)
         objects = render(
-            manifest_of(folder, request, plan, options, environ, cluster.namespace, submission, generation, found)
+            manifest_of(
+                folder,
+                request,
+                plan,
+                options,
+                environ,
+                cluster.namespace,
+                submission,
+                generation,
+                found,
+            )
         )
         if time.monotonic() > free_at + _TRUSTED_S:
             is_sent(cluster, drafts, submission)
@@ -83,10 +118,13 @@ def submit_objects(
     owned.result()
 
 
-def _resolve_owner(cluster: Cluster, options: KubernetesOptions, run_id: str) -> tuple[KubernetesOptions, str]:
+def _resolve_owner(
+    cluster: Cluster, options: KubernetesOptions, run_id: str
+) -> tuple[KubernetesOptions, str]:
     """The options with their owner's uid, and what this submission is known by.
 
-    Of an owner there is one submission, however often a launcher that lost its connection tries again.
+    Of an owner there is one submission, however often a launcher that lost its connection tries
+    again.
     """
     owner = options.owner
     if owner is None:
@@ -94,7 +132,9 @@ def _resolve_owner(cluster: Cluster, options: KubernetesOptions, run_id: str) ->
     if not owner.uid:
         found = cluster.get("ConfigMap", owner.name)
         if found is None:
-            text = f"backend.options.owner: no ConfigMap {owner.name} in namespace {cluster.namespace}"
+            text = (
+                f"backend.options.owner: no ConfigMap {owner.name} in namespace {cluster.namespace}"
+            )
             raise OrchError(text, Exit.CONFIG)
         owner = structs.replace(owner, uid=found["metadata"]["uid"])
         options = structs.replace(options, owner=owner)
@@ -114,7 +154,11 @@ def manifest_of(
 ) -> Manifest:
     """With the run's own key, and the values of variables that are passed on."""
     key = folder.key.read_text().strip() if folder.key.exists() else NO_KEY
-    passed = {n: environ[n] for n in request.environment.names if n in environ and n not in OF_THIS_MACHINE}
+    passed = {
+        n: environ[n]
+        for n in request.environment.names
+        if n in environ and n not in OF_THIS_MACHINE
+    }
     return Manifest(
         request=request,
         plan=plan,
@@ -128,12 +172,18 @@ def manifest_of(
         excluded=found.excluded if found else None,
         submission=submission,
         generation=generation,
-        sizes={size: load_plan(folder.sized_plan(size)) for size in elastic_sizes(request, options)},
+        sizes={
+            size: load_plan(folder.sized_plan(size)) for size in elastic_sizes(request, options)
+        },
     )
 
 
 def record_of(
-    request: LaunchRequest, options: KubernetesOptions, namespace: str, submission: str = "", generation: int = 0
+    request: LaunchRequest,
+    options: KubernetesOptions,
+    namespace: str,
+    submission: str = "",
+    generation: int = 0,
 ) -> KubernetesRecord:
     return KubernetesRecord(
         context=options.context,
@@ -146,11 +196,13 @@ def record_of(
     )
 
 
-# ------------------------------------------------------------------------------------------ all or nothing
+# ------------------------------------------------------------------------------------------ all or
+#     nothing
 
 
 def is_sent(cluster: Cluster, objects: Sequence[Mapping[str, Any]], submission: str) -> bool:
-    """Whether the last object of this submission is in the cluster already: sent by a try that never heard of it.
+    """Whether the last object of this submission is in the cluster already: sent by a try that
+    never heard of it.
 
     OrchError (65) when an object of one of these names is somebody else's.
     """
@@ -161,7 +213,10 @@ def is_sent(cluster: Cluster, objects: Sequence[Mapping[str, Any]], submission: 
         if found is not None and not _is_ours(found, submission):
             whose = (found["metadata"].get("labels") or {}).get(RUN)
             of = f"run {whose}" if whose else "something else"
-            text = f"{body['kind']} {body['metadata']['name']} exists already in {cluster.namespace}, of {of}"
+            text = (
+                f"{body['kind']} {body['metadata']['name']} exists already in {cluster.namespace},"
+                f" of {of}"
+            )
             raise OrchError(text, Exit.CONFIG)
     return False
 
@@ -173,12 +228,14 @@ def apply_all(
     submission: str,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Server-side apply: the Secret first, the Job last, what is between at once. What was sent goes again when the
-    rest is refused, or `check` raises, which is called before each part and after the last one. Returns the Job as the
-    server has it. To be called when `is_sent` has report no.
+    """Server-side apply: the Secret first, the Job last, what is between at once. What was sent
+    goes again when the rest is refused, or `check` raises, which is called before each part and
+    after the last one. Returns the Job as the server has it. To be called when `is_sent` has report
+    no.
 
-    Every submission is a field manager of its own: a second submitter of the same run meets a conflict at the first
-    object, the Secret with its key, before anything has started. A repetition of this one changes nothing.
+    Every submission is a field manager of its own: a second submitter of the same run meets a
+    conflict at the first object, the Secret with its key, before anything has started. A repetition
+    of this one changes nothing.
     """
     tried: list[Mapping[str, Any]] = []
     try:
@@ -190,22 +247,29 @@ def apply_all(
     except BaseException:
         for body in reversed(tried):  # the last one too: its answer may have been lost on the way
             try:
-                kind, name = kind_of(body), body["metadata"]["name"]
+                kind = kind_of(body)
+                name = body["metadata"]["name"]
                 if _is_ours(cluster.get(kind, name), submission):
                     cluster.delete(kind, name)
             except OrchError as error:
                 if getattr(error, "status", None) is None:
-                    break  # no answer: the others would be waited for as long; `cancel` and `status` clear up
+                    # no answer: the others would be waited for as long; `cancel` and `status` clear
+                    # up
+                    break
         raise
     return answers[0]
 
 
-def _apply(cluster: Cluster, body: Mapping[str, Any], run_id: str, submission: str) -> dict[str, Any]:
+def _apply(
+    cluster: Cluster, body: Mapping[str, Any], run_id: str, submission: str
+) -> dict[str, Any]:
     try:
         return cluster.apply(body, _manager(submission))
     except OrchError as error:
         if getattr(error, "status", None) == 409:
-            text = f"run {run_id} is being submitted by someone else at this moment: {error.message}"
+            text = (
+                f"run {run_id} is being submitted by someone else at this moment: {error.message}"
+            )
             raise OrchError(text, Exit.CONFIG) from None
         raise
 
@@ -215,36 +279,51 @@ def _manager(submission: str) -> str:
 
 
 def _is_ours(there: Mapping[str, Any] | None, submission: str) -> bool:
-    return there is not None and (there["metadata"].get("annotations") or {}).get(SUBMISSION) == submission
+    return (
+        there is not None
+        and (there["metadata"].get("annotations") or {}).get(SUBMISSION) == submission
+    )
 
 
-def set_owner(cluster: Cluster, objects: Sequence[Mapping[str, Any]], main: Mapping[str, Any], submission: str) -> None:
-    """Make the Job the owner of the other objects: whoever deletes it, or its time to live, removes all of them.
+def set_owner(
+    cluster: Cluster, objects: Sequence[Mapping[str, Any]], main: Mapping[str, Any], submission: str
+) -> None:
+    """Make the Job the owner of the other objects: whoever deletes it, or its time to live, removes
+    all of them.
 
-    Without the right to do so nothing is lost but tidiness: `orch` finds the objects by their label.
+    Without the right to do so nothing is lost but tidiness: `orch` finds the objects by their
+    label.
     """
     owner = {name: objects[-1][name] for name in ("apiVersion", "kind")}
     owner |= {name: main["metadata"][name] for name in ("name", "uid")}
 
     change = {"metadata": {"ownerReferences": [owner]}}
-    for body in objects[:-1]:  # over one connection: another one's handshake costs more, while pods wait for the server
+    for body in objects[
+        :-1
+    ]:  # over one connection: another one's handshake costs more, while pods wait for the server
         with contextlib.suppress(OrchError):
             cluster.merge(kind_of(body), body["metadata"]["name"], change, _manager(submission))
 
 
 def delete_remains(cluster: Cluster, record: KubernetesRecord) -> list[str]:
-    """Delete what a submission killed before its Job has left, and nothing of any other. Returns what it was."""
+    """Delete what a submission killed before its Job has left, and nothing of any other. Returns
+    what it was."""
     if record.sent or not record.submission or cluster.get(record.kind, record.name) is not None:
         return []
     gone = []
     for kind in ("Service", "NetworkPolicy", "ConfigMap", "Secret"):
-        if _is_ours(cluster.get(kind, record.name), record.submission) and cluster.delete(kind, record.name):
+        if _is_ours(cluster.get(kind, record.name), record.submission) and cluster.delete(
+            kind, record.name
+        ):
             gone.append(f"{kind} {record.name}")
     return gone
 
 
-def delete_run_objects(cluster: Cluster, kind: str, name: str, run_id: str, wait_s: float = 0.0) -> None:
-    """Delete every object of a run, and wait until its pods are gone; at least `wait_s`, for them to save.
+def delete_run_objects(
+    cluster: Cluster, kind: str, name: str, run_id: str, wait_s: float = 0.0
+) -> None:
+    """Delete every object of a run, and wait until its pods are gone; at least `wait_s`, for them
+    to save.
 
     OrchError (76) when they are not gone by then.
     """
@@ -256,6 +335,9 @@ def delete_run_objects(cluster: Cluster, kind: str, name: str, run_id: str, wait
     end = time.monotonic() + max(wait_s, _DELETION_S)
     while cluster.get(kind, name) is not None or cluster.list("Pod", f"{RUN}={run_id}"):
         if time.monotonic() > end:
-            text = f"pods of run {run_id} do not go: `kubectl get pods -l {RUN}={run_id}` shows where they hang"
+            text = (
+                f"pods of run {run_id} do not go: `kubectl get pods -l {RUN}={run_id}` shows where"
+                " they hang"
+            )
             raise OrchError(text, Exit.CAPACITY)
         time.sleep(0.5)

@@ -1,8 +1,9 @@
-"""The `TrainRun` resource: what somebody wants to have trained, and what its controller says of it. Pure.
+"""The `TrainRun` resource: what somebody wants to have trained, and what its controller says of it.
+Pure.
 
-Spec and status as values; their schema for the API server is in `charts/orch-controller/files/trainruns.yaml`, and a
-test holds the two together. What was planned elsewhere (`orch submit`) travels whole in the spec, so that one request
-makes a run or none.
+Spec and status as values; their schema for the API server is in
+`charts/orch-controller/files/trainruns.yaml`, and a test holds the two together. What was planned
+elsewhere (`orch submit`) travels whole in the spec, so that one request makes a run or none.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Meta(Struct, frozen=True, rename="camel", omit_defaults=True):
 
 
 class Planned(Struct, frozen=True):
-    """A submission that was planned where it was made: request and configuration as texts, plans packed, base64."""
+    """A submission that was planned where it was made: request and configuration as texts, plans
+    packed, base64."""
 
     request: str
     config: str
@@ -122,7 +124,9 @@ class TrainRun(Struct, frozen=True):
     def inputs(self) -> str:
         """A digest of what the plan is made from: another one is another plan of the same run."""
         spec = self.spec
-        what = msgspec.json.encode((spec.words, spec.program, spec.options, spec.planned), order="deterministic")
+        what = msgspec.json.encode(
+            (spec.words, spec.program, spec.options, spec.planned), order="deterministic"
+        )
         return hashlib.sha256(what).hexdigest()[:16]
 
     @property
@@ -131,7 +135,9 @@ class TrainRun(Struct, frozen=True):
         status = self.status
         if not status.over or status.attempt != self.spec.attempt:
             return False
-        return status.inputs in ("", self.inputs) and (status.state != "cancelled" or self.spec.stopped)
+        return status.inputs in ("", self.inputs) and (
+            status.state != "cancelled" or self.spec.stopped
+        )
 
 
 class Bundle(Struct, frozen=True):
@@ -156,7 +162,8 @@ def planned(bundle: SubmissionBundle, plans: Sequence[Plan]) -> Planned:
     size = len(msgspec.json.encode(found))
     if size > MOST_BYTES:
         text = (
-            f"the run's plans would make an object of {size} bytes, Kubernetes takes {MOST_BYTES}: ask for fewer sizes"
+            f"the run's plans would make an object of {size} bytes, Kubernetes takes {MOST_BYTES}:"
+            " ask for fewer sizes"
         )
         raise OrchError(text, Exit.CONFIG)
     return found
@@ -191,7 +198,8 @@ def body_of(
 
 def changed_fields(before: Status, after: Status) -> dict[str, Any]:
     """A merge patch from one status to another; {} for none. Fields that are gone are null."""
-    old, new = msgspec.to_builtins(before), msgspec.to_builtins(after) | {"state": after.state}
+    old = msgspec.to_builtins(before)
+    new = msgspec.to_builtins(after) | {"state": after.state}
     old |= {"state": before.state} if before.observed_generation else {}
     found = {key: value for key, value in new.items() if old.get(key) != value}
     if "run" in found:  # a merge of two documents would be neither
@@ -202,14 +210,17 @@ def changed_fields(before: Status, after: Status) -> dict[str, Any]:
 def _replacing(old: Any, new: Any) -> Any:
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
-    merged = {key: _replacing(old.get(key), value) for key, value in new.items() if old.get(key) != value}
+    merged = {
+        key: _replacing(old.get(key), value) for key, value in new.items() if old.get(key) != value
+    }
     return merged | {key: None for key in old.keys() - new.keys()}
 
 
 def with_condition(
     conditions: Sequence[Condition], kind: str, holds: bool, reason: str, message: str, now: str
 ) -> list[Condition]:
-    """The conditions with this one as it is now; its time is that of the last change between True and False."""
+    """The conditions with this one as it is now; its time is that of the last change between True
+    and False."""
     status = "True" if holds else "False"
     found = Condition(kind, status, reason, message, now)
     kept = []

@@ -1,4 +1,5 @@
-"""`orch` as a client of the controller: a submission is one object, and what is asked of a run is a change of it."""
+"""`orch` as a client of the controller: a submission is one object, and what is asked of a run is a
+change of it."""
 
 from __future__ import annotations
 
@@ -35,12 +36,16 @@ _ASK_S = 20.0  # a submission whose answer was lost is asked for this long
 
 
 def is_there(cluster: Cluster, options: KubernetesOptions) -> bool:
-    """Whether the cluster has a controller to submit to. OrchError: 65 where one is required, 76 without an answer."""
+    """Whether the cluster has a controller to submit to. OrchError: 65 where one is required, 76
+    without an answer."""
     if options.controller == "never" or options.kind == "jobset":
         return False
     there = cluster.has(API_VERSION)
     if not there and options.controller == "always":
-        text = "backend.options.controller=always: the cluster does not know TrainRuns; install charts/orch-controller"
+        text = (
+            "backend.options.controller=always: the cluster does not know TrainRuns; install"
+            " charts/orch-controller"
+        )
         raise OrchError(text, Exit.CONFIG)
     return there
 
@@ -48,10 +53,11 @@ def is_there(cluster: Cluster, options: KubernetesOptions) -> bool:
 def submit(
     cluster: Cluster, bundle: SubmissionBundle, plans: Sequence[Plan], environ: Mapping[str, str]
 ) -> KubernetesRecord:
-    """Create the TrainRun, all at once; where variables are passed on that others should not read, as a draft, which
-    becomes a run when they are there.
+    """Create the TrainRun, all at once; where variables are passed on that others should not read,
+    as a draft, which becomes a run when they are there.
 
-    OrchError: 65 when one of that name is somebody else's, 76 when it is not known whether it was made.
+    OrchError: 65 when one of that name is somebody else's, 76 when it is not known whether it was
+    made.
     """
     request = bundle.request
     options = read_options(request.backend_options)
@@ -59,7 +65,12 @@ def submit(
     body, secret = _bodies(bundle, plans, environ, cluster.namespace, submission)
     made = _create(cluster, body, submission)
     if secret:
-        owner = {"apiVersion": API_VERSION, "kind": KIND, "name": request.run_id, "uid": made["metadata"]["uid"]}
+        owner = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "name": request.run_id,
+            "uid": made["metadata"]["uid"],
+        }
         secret["metadata"]["ownerReferences"] = [owner]
         cluster.create(secret)
         cluster.change("TrainRun", request.run_id, {"spec": {"draft": None}})
@@ -87,10 +98,18 @@ def record(
 
 
 def _bodies(
-    bundle: SubmissionBundle, plans: Sequence[Plan], environ: Mapping[str, str], namespace: str, submission: str
+    bundle: SubmissionBundle,
+    plans: Sequence[Plan],
+    environ: Mapping[str, str],
+    namespace: str,
+    submission: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     request = bundle.request
-    given = {n: environ[n] for n in request.environment.names if n in environ and n not in OF_THIS_MACHINE}
+    given = {
+        n: environ[n]
+        for n in request.environment.names
+        if n in environ and n not in OF_THIS_MACHINE
+    }
     plain = {name: given[name] for name in passed_names(given)}
     hidden = {name: value for name, value in given.items() if name not in plain}
     name = f"{request.run_id}-env"
@@ -104,11 +123,18 @@ def _bodies(
     if not hidden:
         return body, {}
     about = {"name": name, "namespace": namespace, "labels": standard_labels(request.run_id)}
-    return body, {"apiVersion": "v1", "kind": "Secret", "metadata": about, "type": "Opaque", "stringData": hidden}
+    return body, {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": about,
+        "type": "Opaque",
+        "stringData": hidden,
+    }
 
 
 def _create(cluster: Cluster, body: dict[str, Any], submission: str) -> dict[str, Any]:
-    name, end = body["metadata"]["name"], time.monotonic() + _ASK_S
+    name = body["metadata"]["name"]
+    end = time.monotonic() + _ASK_S
     while True:
         try:
             made = cluster.create(body)
@@ -125,7 +151,8 @@ def _create(cluster: Cluster, body: dict[str, Any], submission: str) -> dict[str
         time.sleep(0.5)
 
 
-# ------------------------------------------------------------------------------------------ what is asked of a run
+# ------------------------------------------------------------------------------------------ what is
+#     asked of a run
 
 
 def read(cluster: Cluster, name: str) -> TrainRun | None:
@@ -156,13 +183,16 @@ def state_of(run: TrainRun | None, known: RunState) -> RunState:
         if known.is_final:
             return known
         return finish(known, "stopped", Exit.RESTART, "its TrainRun was deleted", at=time.time())
-    status, state = run.status, known
+    status = run.status
+    state = known
     if status.run:
         try:
             state = msgspec.convert(status.run, RunState)
         except UNREADABLE:
             state = known
-    state = structs.replace(state, created_at=known.created_at, summary={**known.summary, **state.summary})
+    state = structs.replace(
+        state, created_at=known.created_at, summary={**known.summary, **state.summary}
+    )
     if not status.observed_generation:
         return structs.replace(state, reason="no controller has taken it up yet")
     phase = status.state
@@ -170,7 +200,8 @@ def state_of(run: TrainRun | None, known: RunState) -> RunState:
         phase = "stopping"
     reason = status.reason or state.reason
     if status.attempt != run.spec.attempt:
-        phase, reason = "pending", "asked to go on"
+        phase = "pending"
+        reason = "asked to go on"
     code = status.exit_code if phase == status.state else None
     ended = state.ended_at if phase in ("done", "failed", "cancelled", "stopped") else None
     return structs.replace(state, state=phase, reason=reason, exit_code=code, ended_at=ended)
@@ -183,13 +214,21 @@ def change(cluster: Cluster, name: str, **spec: Any) -> None:
 
 
 class ControlledRuns:
-    """What is asked of runs that a controller looks after. `cluster(record)`; `observer()`: of now."""
+    """What is asked of runs that a controller looks after. `cluster(record)`; `observer()`: of
+    now."""
 
-    def __init__(self, cluster: Callable[[KubernetesRecord], Cluster], observer: Callable[[], RunObserver]):
-        self._cluster, self._observer = cluster, observer
+    def __init__(
+        self, cluster: Callable[[KubernetesRecord], Cluster], observer: Callable[[], RunObserver]
+    ):
+        self._cluster = cluster
+        self._observer = observer
 
     def resume(
-        self, folder: RunFolder, request: LaunchRequest, record: KubernetesRecord | None, environ: Mapping[str, str]
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        record: KubernetesRecord | None,
+        environ: Mapping[str, str],
     ) -> None:
         assert record is not None
         self._again(folder, record)
@@ -209,7 +248,8 @@ class ControlledRuns:
 
     def cancel(self, folder: RunFolder, record: KubernetesRecord, force: bool) -> None:
         """OrchError (64) when it is not running."""
-        cluster, run = self._cluster(record), self._read(record)
+        cluster = self._cluster(record)
+        run = self._read(record)
         if run is None or run.is_over:
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
         change(cluster, record.train_run, stopped=True, force=force or None)
@@ -220,8 +260,8 @@ class ControlledRuns:
         return run is not None and (not run.is_over or run.status.running_nodes > 0)
 
     def state(self, folder: RunFolder, record: KubernetesRecord) -> RunState:
-        """As the controller says it, which keeps what the coordinator last wrote; pods' logs say more, to who may read
-        them. OrchError where no cluster answers."""
+        """As the controller says it, which keeps what the coordinator last wrote; pods' logs say
+        more, to who may read them. OrchError where no cluster answers."""
         from .observer import remember_bad_nodes, save_last_report
 
         run = self._read(record)
@@ -239,7 +279,8 @@ class ControlledRuns:
         return read(self._cluster(record), record.train_run)
 
     def _again(self, folder: RunFolder, record: KubernetesRecord, nodes: int | None = None) -> None:
-        """A run that has ended starts once more, off the bad nodes of today. OrchError (64) when it is gone."""
+        """A run that has ended starts once more, off the bad nodes of today. OrchError (64) when it
+        is gone."""
         run = self._read(record)
         more: dict[str, Any] = {"nodes": nodes} if nodes is not None else {}
         if run is not None and (run.status.over or run.spec.stopped):

@@ -1,4 +1,5 @@
-"""The local backend: this machine as a cluster. A detached supervisor a run stands for the scheduler."""
+"""The local backend: this machine as a cluster. A detached supervisor a run stands for the
+scheduler."""
 
 from __future__ import annotations
 
@@ -46,18 +47,30 @@ class LocalRecord(Frozen):
     supervisor: tuple[int, int]  # pid, start time in the kernel's ticks
     agents: dict[str, int] = {}  # node -> pid
     exit_codes: dict[str, int] = {}  # node -> exit code, negative: signal
-    switches: int | None = None  # descriptor by which all of them hold the namespace of the network's switches
+    switches: int | None = (
+        None  # descriptor by which all of them hold the namespace of the network's switches
+    )
 
 
 class LocalOptions(Frozen):
     """`backend.options` of the local backend."""
 
-    network: Literal["host", "namespaces"] = "host"  # namespaces: one a node, with links of a given rate
-    link_gbit_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None  # of a node in its namespace, each way
+    network: Literal["host", "namespaces"] = (
+        "host"  # namespaces: one a node, with links of a given rate
+    )
+    link_gbit_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = (
+        None  # of a node in its namespace, each way
+    )
     # of elastic runs, nodes=A..B:
-    spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # more agents than the plan has nodes
-    restart_lost_nodes_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None  # None: they stay away
-    grow_after_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0  # not before nodes have stayed this long
+    spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=64)] = (
+        0  # more agents than the plan has nodes
+    )
+    restart_lost_nodes_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = (
+        None  # None: they stay away
+    )
+    grow_after_s: Annotated[float, msgspec.Meta(ge=0)] = (
+        60.0  # not before nodes have stayed this long
+    )
 
 
 class RunLives(OrchError):
@@ -65,7 +78,8 @@ class RunLives(OrchError):
 
 
 #: `orch cancel` to the supervisor, where the disk does not take the request.
-CANCEL, CANCEL_BY_FORCE = signal.SIGUSR1, signal.SIGUSR2
+CANCEL = signal.SIGUSR1
+CANCEL_BY_FORCE = signal.SIGUSR2
 _FORCE_S = 3.0  # for a supervisor to kill its run by itself
 _END_S = 60.0  # after the workers' grace, for agents and supervisor to go
 _ELASTIC = ("spare_nodes", "restart_lost_nodes_after_s", "grow_after_s")
@@ -75,11 +89,20 @@ def read_options(request: LaunchRequest) -> LocalOptions:
     """Raises OrchError (65) naming the option that is wrong."""
     options = decode_options(request.backend_options, LocalOptions, "the local backend")
     if options.network == "namespaces" and options.link_gbit_per_s is None:
-        raise OrchError("backend.options.link_gbit_per_s: what rate have the links of network=namespaces?", Exit.CONFIG)
+        raise OrchError(
+            "backend.options.link_gbit_per_s: what rate have the links of network=namespaces?",
+            Exit.CONFIG,
+        )
     if not request.sizes and (given := [key for key in _ELASTIC if key in request.backend_options]):
-        raise OrchError(f"backend.options.{given[0]} is for elastic runs, nodes=A..B, not for one size", Exit.CONFIG)
+        raise OrchError(
+            f"backend.options.{given[0]} is for elastic runs, nodes=A..B, not for one size",
+            Exit.CONFIG,
+        )
     if options.spare_nodes and options.network == "namespaces":
-        raise OrchError("backend.options.spare_nodes: network=namespaces has no place for spare nodes", Exit.CONFIG)
+        raise OrchError(
+            "backend.options.spare_nodes: network=namespaces has no place for spare nodes",
+            Exit.CONFIG,
+        )
     return options
 
 
@@ -99,16 +122,24 @@ class LocalBackend(Backend, Resizing):
         check_gpus(request, options.spare_nodes)
         if request.device == "cpu":
             return
-        have, need = gpus_here(), request.nodes * request.gpus_per_node
+        have = gpus_here()
+        need = request.nodes * request.gpus_per_node
         if request.nodes == 1 and need <= have:
             return
-        wanted = f"cluster {request.cluster} is {request.nodes} nodes of {request.gpus_per_node} GPUs"
-        raise OrchError(f"{wanted}; this machine has {machine()}: use cluster=local, or --dry-run", Exit.CAPACITY)
+        wanted = (
+            f"cluster {request.cluster} is {request.nodes} nodes of {request.gpus_per_node} GPUs"
+        )
+        raise OrchError(
+            f"{wanted}; this machine has {machine()}: use cluster=local, or --dry-run",
+            Exit.CAPACITY,
+        )
 
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
         request = bundle.request
         self.check(request)
-        _check_program(request, environ, Path(request.code.root or request.worker.cwd, request.code.subfolder))
+        _check_program(
+            request, environ, Path(request.code.root or request.worker.cwd, request.code.subfolder)
+        )
         with create_run_folder(bundle, self.name) as folder:
             ignored = ": git ignores it, so the copy lacks it; --in-place runs it where it is"
             _check_program(request, environ, Path(request.worker.cwd), ignored)
@@ -121,12 +152,14 @@ class LocalBackend(Backend, Resizing):
         self._start(folder, request, environ, again=True)
         return request.handle
 
-    def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
-        """Asks for another size, and waits until the next attempt has begun with it. The supervisor ends this attempt
-        and begins the next; where none lives, it is begun from here.
+    def resize(
+        self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]
+    ) -> str:
+        """Asks for another size, and waits until the next attempt has begun with it. The supervisor
+        ends this attempt and begins the next; where none lives, it is begun from here.
 
-        OrchError: 64 when the run is done by then or somebody asks for something else, 76 when it does not end: the
-        request stays.
+        OrchError: 64 when the run is done by then or somebody asks for something else, 76 when it
+        does not end: the request stays.
         """
         self.check(at_size(request, load_plan(folder.sized_plan(nodes))))
         if not self.is_alive(folder):  # a supervisor that lives has the variables
@@ -135,7 +168,8 @@ class LocalBackend(Backend, Resizing):
         self._wake(folder)
         end = time.monotonic() + request.policy.grace_s + _END_S
         while True:
-            alive, state = self.is_alive(folder), read_state(folder)
+            alive = self.is_alive(folder)
+            state = read_state(folder)
             check_newest(folder, asked)
             if state.intent >= asked.number:
                 return request.handle
@@ -145,14 +179,18 @@ class LocalBackend(Backend, Resizing):
                 with contextlib.suppress(RunLives):  # another command was faster
                     self._start(folder, request, environ, again=True, asked=asked)
             if time.monotonic() > end:
-                raise OrchError(f"run {folder.run_id} has not ended yet; the request stays", Exit.CAPACITY)
+                raise OrchError(
+                    f"run {folder.run_id} has not ended yet; the request stays", Exit.CAPACITY
+                )
             time.sleep(0.05)
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
         if not self.is_alive(folder):
             read_record(folder, LocalRecord)  # a damaged one is said first
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
-        asked, signum, of_agents = None, signal.SIGTERM, signal.SIGTERM
+        asked = None
+        signum = signal.SIGTERM
+        of_agents = signal.SIGTERM
         try:
             asked = ask(folder, "end", force=force)
         except OrchError:  # a full disk: the supervisor keeps it in mind, or the coordinator
@@ -169,10 +207,13 @@ class LocalBackend(Backend, Resizing):
                 kill_trees(holders(folder.lock))
             time.sleep(0.05)
             if time.monotonic() > 2 * _FORCE_S + end:
-                raise OrchError(f"processes of run {folder.run_id} cannot be killed: see ps", Exit.CAPACITY)
+                raise OrchError(
+                    f"processes of run {folder.run_id} cannot be killed: see ps", Exit.CAPACITY
+                )
 
     def _wake(self, folder: RunFolder, *signals: int) -> bool:
-        """Sends these signals to the supervisor, and lets it go on if it was stopped. False if it is no more."""
+        """Sends these signals to the supervisor, and lets it go on if it was stopped. False if it
+        is no more."""
         try:
             record = read_record(folder, LocalRecord)
         except OrchError:  # damaged: who holds the lock is known all the same
@@ -197,8 +238,9 @@ class LocalBackend(Backend, Resizing):
         again: bool = False,
         asked: Intent | None = None,
     ) -> None:
-        """Starts the supervisor: own session, nothing of this terminal, holding the run's lock. `again`: the run has
-        had an attempt; `asked`: what the next one obeys. RunLives (64) while something of it runs."""
+        """Starts the supervisor: own session, nothing of this terminal, holding the run's lock.
+        `again`: the run has had an attempt; `asked`: what the next one obeys. RunLives (64) while
+        something of it runs."""
         lock = folder.take_lock()
         if lock is None:
             raise RunLives(f"run {folder.run_id} is running", Exit.USAGE)
@@ -207,11 +249,24 @@ class LocalBackend(Backend, Resizing):
                 try:
                     begin_attempt(folder, request, asked)
                 except OSError as error:
-                    text = f"the next attempt of run {folder.run_id} cannot be written down: {error}; the request stays"
+                    text = (
+                        f"the next attempt of run {folder.run_id} cannot be written down: {error};"
+                        " the request stays"
+                    )
                     raise OrchError(text, Exit.CAPACITY) from None
-            roots = request.environment.python_path_first  # a copy of our own code, where the run has one
-            argv = [*start.command("orchestrator.backends.local.supervisor", roots), "--run-dir", str(folder.path)]
-            log = os.open(folder.logs / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            roots = (
+                request.environment.python_path_first
+            )  # a copy of our own code, where the run has one
+            argv = [
+                *start.command("orchestrator.backends.local.supervisor", roots),
+                "--run-dir",
+                str(folder.path),
+            ]
+            log = os.open(
+                folder.logs / "supervisor.log",
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+                0o600,
+            )
             os.set_inheritable(lock, True)
             with os.fdopen(log, "wb") as output:
                 process = subprocess.Popen(
@@ -226,16 +281,22 @@ class LocalBackend(Backend, Resizing):
                 )
             found = identity(process.pid)
             if found:
-                with contextlib.suppress(OSError):  # a full disk: it runs, and writes this itself when there is room
+                with contextlib.suppress(
+                    OSError
+                ):  # a full disk: it runs, and writes this itself when there is room
                     write_record(folder, LocalRecord(supervisor=(found.pid, found.started)))
             process.returncode = 0  # it is nobody's child from here on: no warning, no wait
         finally:
             os.close(lock)
 
 
-def _check_program(request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = "") -> None:
+def _check_program(
+    request: LaunchRequest, environ: Mapping[str, str], cwd: Path, where: str = ""
+) -> None:
     if not request.worker.bundled:
-        check_program(request.worker.argv, compose_environment(request.environment, environ), cwd, where)
+        check_program(
+            request.worker.argv, compose_environment(request.environment, environ), cwd, where
+        )
 
 
 def _stopped(folder: RunFolder) -> str | None:
@@ -246,7 +307,11 @@ def _stopped(folder: RunFolder) -> str | None:
         return None
     if record is None:
         return None
-    agents = {f"agent of {node}": identity(pid) for node, pid in record.agents.items() if node not in record.exit_codes}
+    agents = {
+        f"agent of {node}": identity(pid)
+        for node, pid in record.agents.items()
+        if node not in record.exit_codes
+    }
     return stopped_process(folder.run_id, {"supervisor": Identity(*record.supervisor), **agents})
 
 
@@ -254,4 +319,7 @@ def machine() -> str:
     """What this machine has, in words."""
     gpus = gpus_here()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{gpus or 'no'} GPU{'s' if gpus > 1 else ''}, {os.cpu_count()} CPUs, {memory:.0f} GiB of memory"
+    return (
+        f"{gpus or 'no'} GPU{'s' if gpus > 1 else ''}, {os.cpu_count()} CPUs, {memory:.0f} GiB of"
+        " memory"
+    )

@@ -18,8 +18,8 @@ def gpus_here() -> int:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Numbers or UUIDs of the GPUs that a program with these variables sees; as CUDA reads them, the list ends at the
-    first that is none."""
+    """Numbers or UUIDs of the GPUs that a program with these variables sees; as CUDA reads them,
+    the list ends at the first that is none."""
     count = gpus_here()
     if _VISIBLE not in environ:
         return [str(index) for index in range(count)]
@@ -32,24 +32,37 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_gpus(request: LaunchRequest, spare_nodes: int) -> None:
-    """OrchError (65) where simulated nodes of a program would share GPUs: each numbers its workers from 0."""
+    """OrchError (65) where simulated nodes of a program would share GPUs: each numbers its workers
+    from 0."""
     gpus = visible_gpus(os.environ | request.environment.values)
     nodes = _largest(request) + spare_nodes
-    if not gpus or nodes == 1 or not _simulates(request) or nodes * request.gpus_per_node <= len(gpus):
+    if (
+        not gpus
+        or nodes == 1
+        or not _simulates(request)
+        or nodes * request.gpus_per_node <= len(gpus)
+    ):
         return
     raise OrchError(
-        f"{nodes} simulated nodes of {request.gpus_per_node} workers on {len(gpus)} GPUs would put two workers on one"
-        f" GPU: one node (--nnodes 1, cluster.nodes=1), fewer workers, or {_VISIBLE}= for a program that uses no GPU",
+        f"{nodes} simulated nodes of {request.gpus_per_node} workers on {len(gpus)} GPUs would put"
+        " two workers on one GPU: one node (--nnodes 1, cluster.nodes=1), fewer workers, or"
+        f" {_VISIBLE}= for a program that uses no GPU",
         Exit.CONFIG,
     )
 
 
 def gpus_of_node(node: str, request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable by which a simulated node (`node-3`, `spare-0`) sees GPUs that no other one sees; {} where there is
-    one node, or no GPU."""
-    gpus, nodes = visible_gpus(environ), _largest(request)
+    """The variable by which a simulated node (`node-3`, `spare-0`) sees GPUs that no other one
+    sees; {} where there is one node, or no GPU."""
+    gpus = visible_gpus(environ)
+    nodes = _largest(request)
     name, _, number = node.rpartition("-")
-    if not gpus or not number.isdecimal() or not _simulates(request) or (nodes == 1 and name != "spare"):
+    if (
+        not gpus
+        or not number.isdecimal()
+        or not _simulates(request)
+        or (nodes == 1 and name != "spare")
+    ):
         return {}
     first = (int(number) + (nodes if name == "spare" else 0)) * request.gpus_per_node
     return {_VISIBLE: ",".join(gpus[first : first + request.gpus_per_node])}
@@ -60,5 +73,6 @@ def _largest(request: LaunchRequest) -> int:
 
 
 def _simulates(request: LaunchRequest) -> bool:
-    """Whether its nodes are parts of this machine, and its workers may use GPUs: the bundled trainer does not there."""
+    """Whether its nodes are parts of this machine, and its workers may use GPUs: the bundled
+    trainer does not there."""
     return request.device == "cpu" and not request.worker.bundled

@@ -23,19 +23,30 @@ log = logging.getLogger("orch.supervisor")
 
 
 class AgentLauncher:
-    """`lock`: a descriptor of the run's lock, which agents hold as well. `network`: of the simulated nodes, if any."""
+    """`lock`: a descriptor of the run's lock, which agents hold as well. `network`: of the
+    simulated nodes, if any."""
 
     def __init__(
-        self, folder: RunFolder, request: LaunchRequest, options: LocalOptions, lock: int, network: Network | None
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        options: LocalOptions,
+        lock: int,
+        network: Network | None,
     ):
-        self._folder, self._request, self._options = folder, request, options
-        self._lock, self._network = lock, network
+        self._folder = folder
+        self._request = request
+        self._options = options
+        self._lock = lock
+        self._network = network
 
     def commands(self) -> dict[str, list[str]]:
         """Node -> the command of its agent."""
         ours = start.command(AGENT)
         commands = {
-            agent.node: [*ours, *agent.argv[agent.argv.index(AGENT) + 1 :]] if AGENT in agent.argv else agent.argv
+            agent.node: [*ours, *agent.argv[agent.argv.index(AGENT) + 1 :]]
+            if AGENT in agent.argv
+            else agent.argv
             for agent in self._request.agents
         }
         if not self._request.sizes:
@@ -43,17 +54,22 @@ class AgentLauncher:
         first, *_ = self._request.agents
         for index in range(self._options.spare_nodes):
             spare = f"spare-{index}"
-            commands[spare] = [spare if word == first.node else word for word in commands[first.node]]
+            commands[spare] = [
+                spare if word == first.node else word for word in commands[first.node]
+            ]
         elastic = ["--elastic", "--grow-after-s", str(self._options.grow_after_s)]
         return {node: [*argv, *elastic] for node, argv in commands.items()}
 
     def start(self, node: str, argv: list[str]) -> subprocess.Popen:
         descriptor = os.open(
-            self._folder.agent_log(node), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            self._folder.agent_log(node),
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW,
+            0o600,
         )
         held = [self._lock]  # they hold the run's lock with us
         environment = os.environ | gpus_of_node(node, self._request, os.environ)
-        enter, listener = None, None
+        enter = None
+        listener = None
         if self._network:
             listener = self._listener(node)
             held.append(self._network.switches)
@@ -61,7 +77,9 @@ class AgentLauncher:
             if listener:
                 held.append(listener.fileno())
                 argv += ["--metrics-fd", str(listener.fileno())]
-            environment["GLOO_SOCKET_IFNAME"] = INTERFACE  # or it asks what the host's name resolves to
+            environment["GLOO_SOCKET_IFNAME"] = (
+                INTERFACE  # or it asks what the host's name resolves to
+            )
             enter = self._network.enter(node)
         with os.fdopen(descriptor, "wb") as output, listener or contextlib.nullcontext():
             return subprocess.Popen(
@@ -77,8 +95,8 @@ class AgentLauncher:
             )
 
     def _listener(self, node: str) -> socket.socket | None:
-        """Where the agent's metrics are read: a socket of this machine's network, into which the agent cannot reach.
-        None where none can be opened: a run needs no metrics page."""
+        """Where the agent's metrics are read: a socket of this machine's network, into which the
+        agent cannot reach. None where none can be opened: a run needs no metrics page."""
         metrics = load_plan(self._folder.plan).job.metrics
         port = metrics.port if node == self._request.agents[0].node else 0
         family = socket.AF_INET6 if ":" in metrics.host else socket.AF_INET

@@ -1,15 +1,18 @@
-"""A cluster's network on one machine: a network namespace a node, bridges for switches, links of a given rate. Linux.
+"""A cluster's network on one machine: a network namespace a node, bridges for switches, links of a
+given rate. Linux.
 
-Every node of a run gets a namespace of its own with two interfaces: `lo`, over which its ranks reach each other at the
-speed of memory, and `eth0`, whose packets leave and arrive at the rate of the link (`tbf`, a token bucket, on both
-ends). A further namespace holds the switches: one bridge for each switch of each level of the plan, joined by links of
-the rate that the plan's oversubscription leaves. So bandwidth is as on a cluster; latency is not (that would need
-`netem`, which not every kernel has).
+Every node of a run gets a namespace of its own with two interfaces: `lo`, over which its ranks
+reach each other at the speed of memory, and `eth0`, whose packets leave and arrive at the rate of
+the link (`tbf`, a token bucket, on both ends). A further namespace holds the switches: one bridge
+for each switch of each level of the plan, joined by links of the rate that the plan's
+oversubscription leaves. So bandwidth is as on a cluster; latency is not (that would need `netem`,
+which not every kernel has).
 
-Nothing here has a name that another run or the host could see: namespaces live as long as a process or a descriptor
-holds them, and take their interfaces, bridges and addresses with them. So every run uses the same addresses, and there
-is nothing to sweep, whoever was killed in whatever order. Supervisor and agents hold the namespace of the switches;
-the descriptor has the same number in each, by which `cut` and `heal` find it.
+Nothing here has a name that another run or the host could see: namespaces live as long as a process
+or a descriptor holds them, and take their interfaces, bridges and addresses with them. So every run
+uses the same addresses, and there is nothing to sweep, whoever was killed in whatever order.
+Supervisor and agents hold the namespace of the switches; the descriptor has the same number in
+each, by which `cut` and `heal` find it.
 """
 
 from __future__ import annotations
@@ -34,15 +37,18 @@ INTERFACE = "eth0"  # in every node's namespace
 _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 _FIRST_ADDRESS = IPv4Address("10.0.0.1")
 _PREFIX = 8
-_BURST_S = 4e-3  # of the rate may pass at once: a busy machine serves a link that late, and catches up
+_BURST_S = (
+    4e-3  # of the rate may pass at once: a busy machine serves a link that late, and catches up
+)
 _LEAST_BURST = 32 << 10  # bytes
 _QUEUE = 16 << 20  # bytes that wait before a link drops packets: hardly any is
-#: TCP of a node: least, first and most bytes of a connection's buffers. It sends little ahead, or acknowledgements wait
-#: behind it in the queue of the link; it takes much in, since gloo does not read while it has something to write. With
-#: both, two ways at once get what each gets alone.
+#: TCP of a node: least, first and most bytes of a connection's buffers. It sends little ahead, or
+#: acknowledgements wait behind it in the queue of the link; it takes much in, since gloo does not
+#: read while it has something to write. With both, two ways at once get what each gets alone.
 _TCP = {"tcp_wmem": "4096 16384 131072", "tcp_rmem": "4096 8388608 8388608"}
 _ENTER = (
-    "a cluster in network namespaces (cluster=local_shaped) needs root and iproute2; cluster=local runs without them"
+    "a cluster in network namespaces (cluster=local_shaped) needs root and iproute2; cluster=local"
+    " runs without them"
 )
 
 
@@ -51,8 +57,12 @@ class Wiring(Struct, frozen=True):
 
     nodes: tuple[str, ...]
     link: float  # of each node
-    levels: tuple[tuple[tuple[int, ...], ...], ...]  # innermost first: node indices under each switch
-    uplink: tuple[float, ...]  # by level: how much of its nodes' links a switch has towards the next one, 0 to 1
+    levels: tuple[
+        tuple[tuple[int, ...], ...], ...
+    ]  # innermost first: node indices under each switch
+    uplink: tuple[
+        float, ...
+    ]  # by level: how much of its nodes' links a switch has towards the next one, 0 to 1
 
     @classmethod
     def of(cls, plan: Plan, gbit_per_s: float) -> Wiring:
@@ -61,7 +71,9 @@ class Wiring(Struct, frozen=True):
         return cls(
             nodes=tuple(cluster.node_names),
             link=gbit_per_s * 1e9 / 8,
-            levels=tuple(tuple(tuple(switch) for switch in level.switches) for level in cluster.levels),
+            levels=tuple(
+                tuple(tuple(switch) for switch in level.switches) for level in cluster.levels
+            ),
             uplink=tuple(1 / level.oversubscription for level in cluster.levels),
         )
 
@@ -70,10 +82,12 @@ class Wiring(Struct, frozen=True):
 
 
 class Network:
-    """The network of one run, up from construction to `close`, and longer while a process runs in it."""
+    """The network of one run, up from construction to `close`, and longer while a process runs in
+    it."""
 
     def __init__(self, wiring: Wiring):
-        """Raises OrchError (76) when this process may not, or this kernel cannot. Single-threaded callers only."""
+        """Raises OrchError (76) when this process may not, or this kernel cannot. Single-threaded
+        callers only."""
         self.wiring = wiring
         self._made: list[int] = []
         try:
@@ -90,7 +104,8 @@ class Network:
         return lambda: _enter(descriptor)
 
     def close(self) -> None:
-        """Closes the namespaces. A process that runs on a node keeps that node's; a holder of `switches` the links."""
+        """Closes the namespaces. A process that runs on a node keeps that node's; a holder of
+        `switches` the links."""
         for descriptor in self._made:
             os.close(descriptor)
         self._made = []
@@ -102,7 +117,9 @@ class Network:
             _call("unshare", _CLONE_NEWNET)
             made = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
             self._made.append(made)
-            with contextlib.suppress(OSError):  # a container's read-only /proc: a less even network, but one
+            with contextlib.suppress(
+                OSError
+            ):  # a container's read-only /proc: a less even network, but one
                 for name, value in _TCP.items():
                     Path("/proc/sys/net/ipv4", name).write_text(value)
             _enter(here)
@@ -111,17 +128,25 @@ class Network:
             os.close(here)
 
     def _build(self) -> None:
-        wiring, inside = self.wiring, self._inside
-        links, limits = [], []  # lines for `ip -batch` and `tc -batch` outside the switches
+        wiring = self.wiring
+        inside = self._inside
+        links = []
+        limits = []  # lines for `ip -batch` and `tc -batch` outside the switches
 
         def limit(name: str, rate: float) -> str:
             burst = max(_LEAST_BURST, round(rate * _BURST_S))
-            return f"qdisc add dev {name} root tbf rate {round(rate * 8)}bit burst {burst} limit {_QUEUE}"
+            return (
+                f"qdisc add dev {name} root tbf rate {round(rate * 8)}bit burst {burst} limit"
+                f" {_QUEUE}"
+            )
 
         def plug(port: str, level: int, switch: int) -> None:
             links.append(f"link set dev {port} addrgenmode none master {_bridge(level, switch)} up")
 
-        above = [{node: s for s, members in enumerate(level) for node in members} for level in wiring.levels]
+        above = [
+            {node: s for s, members in enumerate(level) for node in members}
+            for level in wiring.levels
+        ]
         for level, switches in enumerate(wiring.levels):
             for switch, members in enumerate(switches):
                 links.append(f"link add {_bridge(level, switch)} type bridge")
@@ -129,14 +154,22 @@ class Network:
                 if not level or not members:
                     continue
                 for below in sorted({above[level - 1][node] for node in members}):
-                    up, down = f"u{level}-{below}", f"d{level}-{below}"
+                    up = f"u{level}-{below}"
+                    down = f"d{level}-{below}"
                     links.append(f"link add {up} type veth peer name {down}")
                     plug(up, level - 1, below)
                     plug(down, level, switch)
-                    rate = len(wiring.levels[level - 1][below]) * wiring.link * wiring.uplink[level - 1]
+                    rate = (
+                        len(wiring.levels[level - 1][below])
+                        * wiring.link
+                        * wiring.uplink[level - 1]
+                    )
                     limits += [limit(up, rate), limit(down, rate)]
         for index, node in enumerate(wiring.nodes):
-            links.append(f"link add {_port(index)} type veth peer name {INTERFACE} netns /proc/self/fd/{inside[node]}")
+            links.append(
+                f"link add {_port(index)} type veth peer name {INTERFACE} netns"
+                f" /proc/self/fd/{inside[node]}"
+            )
             plug(_port(index), 0, above[0][index])
             limits.append(limit(_port(index), wiring.link))
         _batch("ip", self.switches, links, list(inside.values()))
@@ -150,10 +183,11 @@ class Network:
 
 
 def cut(holders: Iterable[int], switches: int, index: int) -> None:
-    """Pull node `index`'s cable: packets to and from it are lost without a word, as when a switch port fails.
+    """Pull node `index`'s cable: packets to and from it are lost without a word, as when a switch
+    port fails.
 
-    `holders`: pids of the run's supervisor and agents; `switches`: the descriptor under which they hold that namespace.
-    Raises OrchError (76) when none of them runs.
+    `holders`: pids of the run's supervisor and agents; `switches`: the descriptor under which they
+    hold that namespace. Raises OrchError (76) when none of them runs.
     """
     _set_port(holders, switches, index, "down")
 
@@ -164,7 +198,8 @@ def heal(holders: Iterable[int], switches: int, index: int) -> None:
 
 
 def check() -> None:
-    """Try it: a network of two nodes, built and dropped by a child. Raises OrchError (76) with what is in the way."""
+    """Try it: a network of two nodes, built and dropped by a child. Raises OrchError (76) with what
+    is in the way."""
     if sys.platform != "linux":
         raise OrchError(f"{_ENTER}; this is {sys.platform}", Exit.CAPACITY)
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -214,8 +249,11 @@ def _set_port(holders: Iterable[int], switches: int, index: int, state: str) -> 
     raise OrchError("nothing of the run holds its network any more", Exit.CAPACITY)
 
 
-def _batch(tool: str, namespace: int, lines: Sequence[str], descriptors: Sequence[int] = ()) -> None:
-    """Run `tool` on many lines in a namespace, keeping `descriptors` open for it. Raises OrchError (76)."""
+def _batch(
+    tool: str, namespace: int, lines: Sequence[str], descriptors: Sequence[int] = ()
+) -> None:
+    """Run `tool` on many lines in a namespace, keeping `descriptors` open for it. Raises OrchError
+    (76)."""
     try:
         done = subprocess.run(
             [tool, "-batch", "-"],

@@ -1,9 +1,10 @@
 """`python -m orchestrator.backends.local.supervisor`: the scheduler of one local run.
 
-It starts one agent a simulated node, passes on a request to end, and waits for all. It writes the final state to
-state.json when the coordinator could not. Each agent's standard input is a pipe of which the supervisor holds the other
-end, so when the supervisor dies in any way, the agents save and end the run. If the cluster has network namespaces, it
-builds that network first and starts each agent on its node. Single-threaded, because it forks.
+It starts one agent a simulated node, passes on a request to end, and waits for all. It writes the
+final state to state.json when the coordinator could not. Each agent's standard input is a pipe of
+which the supervisor holds the other end, so when the supervisor dies in any way, the agents save
+and end the run. If the cluster has network namespaces, it builds that network first and starts each
+agent on its node. Single-threaded, because it forks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from orchestrator.plan import Exit, load_plan, meaning
 from orchestrator.run.attempt import begin_attempt
 from orchestrator.run.folder import RECORD_ERRORS, RunFolder, ending, first_read, insist
 from orchestrator.run.intent import Intent, due, unwritten_end
-from orchestrator.run.processes import become_subreaper, identity, kill_descendants, kill_other_children, reap_children
+from orchestrator.run.processes import (
+    become_subreaper,
+    identity,
+    kill_descendants,
+    kill_other_children,
+    reap_children,
+)
 from orchestrator.run.request import LaunchRequest, read_request
 from orchestrator.run.state import Cause, End, RunState, finish, read_state, write_state
 
@@ -44,7 +51,9 @@ log = logging.getLogger("orch.supervisor")
 
 class Supervisor:
     def __init__(self, folder: RunFolder, request: LaunchRequest, lock: int):
-        self._folder, self._request, self._lock = folder, request, lock
+        self._folder = folder
+        self._request = request
+        self._lock = lock
         self._agents: dict[str, subprocess.Popen] = {}
         self._codes: dict[str, int] = {}
         self._network: Network | None = None
@@ -65,12 +74,20 @@ class Supervisor:
         self._listen()
         self._folder.coordinator.unlink(missing_ok=True)  # of an earlier attempt
         options = self._options
-        if options.network == "namespaces" and options.link_gbit_per_s is not None:  # one needs the other
+        if (
+            options.network == "namespaces" and options.link_gbit_per_s is not None
+        ):  # one needs the other
             wiring = Wiring.of(load_plan(self._folder.plan), options.link_gbit_per_s)
             self._network = Network(wiring)
-            log.info("%d nodes in network namespaces, %g Gbit/s each", len(wiring.nodes), options.link_gbit_per_s)
+            log.info(
+                "%d nodes in network namespaces, %g Gbit/s each",
+                len(wiring.nodes),
+                options.link_gbit_per_s,
+            )
         try:
-            self._launcher = AgentLauncher(self._folder, self._request, options, self._lock, self._network)
+            self._launcher = AgentLauncher(
+                self._folder, self._request, options, self._lock, self._network
+            )
             for node, argv in self._launcher.commands().items():
                 self._agents[node] = self._launcher.start(node, argv)
             self._remember()
@@ -94,12 +111,15 @@ class Supervisor:
             if insist(lambda: self._begin(asked)):
                 return True
             self._last_word()
-        except RECORD_ERRORS as error:  # this attempt has ended well, and the request stays for a resume
+        except (
+            RECORD_ERRORS
+        ) as error:  # this attempt has ended well, and the request stays for a resume
             log.error("the next attempt cannot begin: %s", error)
         return False
 
     def _begin(self, asked: Intent) -> bool:
-        """Puts the next attempt in force; False where a signal to end has come while nothing of the run lives."""
+        """Puts the next attempt in force; False where a signal to end has come while nothing of the
+        run lives."""
         signals = self._signals(0.0)
         self._keep_in_mind(signals)
         if not signals:
@@ -113,8 +133,8 @@ class Supervisor:
                 self._told = unwritten_end(force=what == CANCEL_BY_FORCE)
 
     def _listen(self) -> None:
-        """Signals become bytes of a pipe. (sigtimedwait(2) of CPython gives a signal that nobody sent when the process
-        was stopped beyond its time.)"""
+        """Signals become bytes of a pipe. (sigtimedwait(2) of CPython gives a signal that nobody
+        sent when the process was stopped beyond its time.)"""
         self._wake, tick = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(tick, warn_on_full_buffer=False)
         for signum in _HEARD:
@@ -124,7 +144,11 @@ class Supervisor:
         """Those that came, SIGCHLD left out, waited for at most so long."""
         select.select([self._wake], [], [], wait_s)
         with contextlib.suppress(BlockingIOError):
-            return [signal.Signals(number) for number in os.read(self._wake, 512) if number != signal.SIGCHLD]
+            return [
+                signal.Signals(number)
+                for number in os.read(self._wake, 512)
+                if number != signal.SIGCHLD
+            ]
         return []
 
     def _hear(self, signals: list[signal.Signals]) -> None:
@@ -153,12 +177,15 @@ class Supervisor:
             self._kill()
 
     def _asked_for(self) -> Intent | None:
-        """What people want, if this attempt has to end for it; also where the disk did not take their request."""
+        """What people want, if this attempt has to end for it; also where the disk did not take
+        their request."""
         wishes = [one for one in (due(self._folder, self._began_with), self._told) if one]
         return max(wishes, key=lambda one: (one.force, one.want == "end"), default=None)
 
     def _give_up_stopped(self) -> None:
-        living = {node: agent.pid for node, agent in self._agents.items() if node not in self._codes}
+        living = {
+            node: agent.pid for node, agent in self._agents.items() if node not in self._codes
+        }
         for node, why in self._standstill.given_up(living).items():
             if node not in self._given_up:
                 log.error("%s", why)
@@ -166,7 +193,8 @@ class Supervisor:
                 os.kill(living[node], signal.SIGKILL)
 
     def _is_over(self) -> bool:
-        """Whether the coordinator has ended the run. A state that cannot be read now ends nothing."""
+        """Whether the coordinator has ended the run. A state that cannot be read now ends
+        nothing."""
         try:
             over = read_state(self._folder).is_final
         except RECORD_ERRORS as error:
@@ -178,18 +206,23 @@ class Supervisor:
         return over
 
     def _may_come_back(self, node: str, code: int) -> None:
-        """Lost, cut off, or told to leave; not one that was found bad, and not after the run's end (`_bring_back`)."""
+        """Lost, cut off, or told to leave; not one that was found bad, and not after the run's end
+        (`_bring_back`)."""
         after = self._options.restart_lost_nodes_after_s
         if after is not None and (code < 0 or code in (Exit.FENCED, Exit.CAPACITY, Exit.RESTART)):
             self._back[node] = time.monotonic() + after
 
     def _bring_back(self) -> None:
-        """Agents of lost nodes, as a machine that is up again: while the run goes on and nobody wants it to end."""
+        """Agents of lost nodes, as a machine that is up again: while the run goes on and nobody
+        wants it to end."""
         for node in [node for node, when in self._back.items() if time.monotonic() >= when]:
             if not self._asked and not self._is_over():
                 try:
                     self._agents[node] = self._launcher.start(node, self._launcher.commands()[node])
-                except (*RECORD_ERRORS, subprocess.SubprocessError) as error:  # no log, no memory, no plan: later
+                except (
+                    *RECORD_ERRORS,
+                    subprocess.SubprocessError,
+                ) as error:  # no log, no memory, no plan: later
                     log.error("node %s cannot come back yet: %s", node, error)
                     self._back[node] = time.monotonic() + _AGAIN_S
                     continue
@@ -200,8 +233,8 @@ class Supervisor:
             del self._back[node]
 
     def _end(self, reason: str) -> None:
-        """Pass a request to end on to every agent. They take the second signal for impatience, and kill; a second
-        `orch cancel` is none, and a forced one asks nobody.
+        """Pass a request to end on to every agent. They take the second signal for impatience, and
+        kill; a second `orch cancel` is none, and a forced one asks nobody.
         """
         asked = self._asked_for()
         if asked and self._asked and not asked.force:
@@ -221,8 +254,9 @@ class Supervisor:
         self._signal(signal.SIGKILL)  # worker supervisors kill the workers
 
     def _signal(self, signum: int) -> None:
-        """To all agents that have not been waited for, whose numbers are theirs still. (`Popen.send_signal` waits for
-        those that have just ended: nobody would hear of their ends.)"""
+        """To all agents that have not been waited for, whose numbers are theirs still.
+        (`Popen.send_signal` waits for those that have just ended: nobody would hear of their
+        ends.)"""
         for node, agent in self._agents.items():
             if node not in self._codes:
                 os.kill(agent.pid, signum)
@@ -239,7 +273,10 @@ class Supervisor:
         )
         try:
             write_record(self._folder, record)
-        except (OSError, OrchError) as error:  # a full or failing disk ends no healthy run: it is written later
+        except (
+            OSError,
+            OrchError,
+        ) as error:  # a full or failing disk ends no healthy run: it is written later
             if not self._unwritten:
                 log.error("backend.json cannot be written, and will be: %s", error)
             self._unwritten = True
@@ -248,37 +285,56 @@ class Supervisor:
 
     def _last_word(self) -> int:
         """The coordinator's, or ours when it was killed before it could speak."""
-        state, asked = insist(lambda: read_state(self._folder)), self._asked_for()
+        state = insist(lambda: read_state(self._folder))
+        asked = self._asked_for()
         cancelled = asked is not None and asked.want == "end"
         code, final, cause = self._judge(state.epoch)
         if state.is_final and not (asked and cancelled and state.state == "stopped"):
             return state.exit_code or 0
         if asked and state.is_final:  # it had stopped for something that was asked before
-            return self._write_end(finish(state, "cancelled", Exit.RESTART, asked.text, state.cause))
+            return self._write_end(
+                finish(state, "cancelled", Exit.RESTART, asked.text, state.cause)
+            )
         if asked:
-            code, final = int(Exit.RESTART), "cancelled" if cancelled else "stopped"
+            code = int(Exit.RESTART)
+            final = "cancelled" if cancelled else "stopped"
         reason = asked.text if asked and asked.force else cause.text
-        return self._write_end(finish(state, final, code, reason, cause, at=time.time(), writer="backend"))
+        return self._write_end(
+            finish(state, final, code, reason, cause, at=time.time(), writer="backend")
+        )
 
     def _write_end(self, end: RunState) -> int:
         with contextlib.suppress(*RECORD_ERRORS):
-            self._folder.coordinator.unlink(missing_ok=True)  # nobody listens there, and a full disk needs its room
+            self._folder.coordinator.unlink(
+                missing_ok=True
+            )  # nobody listens there, and a full disk needs its room
         with contextlib.suppress(*RECORD_ERRORS):
             insist(lambda: write_final_state(self._folder, end))
         return end.exit_code or 0
 
     def _judge(self, epoch: int) -> tuple[int, End, Cause]:
-        """From the agents' ends: a killed one is a lost node (76), any other code says what it found."""
+        """From the agents' ends: a killed one is a lost node (76), any other code says what it
+        found."""
         killed = [node for node, code in self._codes.items() if code < 0]
         failed = [node for node, code in self._codes.items() if code > 0]
         first = next(iter(killed + failed), None)
         if first is None:
-            return int(Exit.INTERNAL), "failed", Cause(kind="internal", text="agents left without a word", epoch=epoch)
+            return (
+                int(Exit.INTERNAL),
+                "failed",
+                Cause(kind="internal", text="agents left without a word", epoch=epoch),
+            )
         code = self._codes[first]
         text = self._given_up.get(first, f"agent of {first}: {meaning(code)}")
         if code < 0:
-            return int(Exit.CAPACITY), "failed", Cause(kind="node_lost", text=text, epoch=epoch, node=first, code=code)
-        cause = Cause(kind="agent_exit", text=text, epoch=epoch, node=first, code=code, log=self._log(first))
+            return (
+                int(Exit.CAPACITY),
+                "failed",
+                Cause(kind="node_lost", text=text, epoch=epoch, node=first, code=code),
+            )
+        cause = Cause(
+            kind="agent_exit", text=text, epoch=epoch, node=first, code=code, log=self._log(first)
+        )
         return code, "stopped" if code == Exit.RESTART else "failed", cause
 
     def _log(self, node: str) -> str:
@@ -291,12 +347,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lock", required=True, type=int)
     args = parser.parse_args(argv)
     os.umask(0o077)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+    )
     folder = RunFolder(args.run_dir)
     try:
         supervisor = Supervisor(folder, first_read(lambda: read_request(folder)), args.lock)
         code = supervisor.run()
-        if supervisor.begins_again():  # as a new program in this process: nothing of the last attempt is left in it
+        if (
+            supervisor.begins_again()
+        ):  # as a new program in this process: nothing of the last attempt is left in it
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         return code
     except Exception as error:

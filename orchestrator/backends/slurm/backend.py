@@ -1,4 +1,5 @@
-"""The slurm backend: one sbatch job a run, one agent a node, on a file system that every node shares."""
+"""The slurm backend: one sbatch job a run, one agent a node, on a file system that every node
+shares."""
 
 from __future__ import annotations
 
@@ -42,7 +43,13 @@ from orchestrator.run.state import RunState, read_state
 
 from .commands import Slurm
 from .live_cluster import read_cluster
-from .options import SlurmOptions, check_environment, check_rendering, from_environment, read_options
+from .options import (
+    SlurmOptions,
+    check_environment,
+    check_rendering,
+    from_environment,
+    read_options,
+)
 from .preflight import (
     StartEstimate,
     add_dependencies,
@@ -78,7 +85,9 @@ _STEP_S = 120.0  # for a further step to start; a busy controller takes its time
 _MAX_ESTIMATES = 16  # sizes, in `orch plan`
 
 
-class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering, TopologySource, NodeExec):
+class SlurmBackend(
+    Backend, Queueing, NodeExclusion, ArraySubmission, Rendering, TopologySource, NodeExec
+):
     name = "slurm"
 
     @cached_property
@@ -92,7 +101,8 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         return JobWatcher(self._slurm)
 
     def check(self, request: LaunchRequest) -> None:
-        """OrchError: 65 for bad options or variables of sbatch, 76 when Slurm's commands are not installed here."""
+        """OrchError: 65 for bad options or variables of sbatch, 76 when Slurm's commands are not
+        installed here."""
         check_environment(read_options(request.backend_options), os.environ)
         check_installed("submitit", "submitting to Slurm")
         self._slurm.run(["sbatch", "--version"])
@@ -104,7 +114,12 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
     def job_of(self, request: LaunchRequest, plan: Plan) -> JobScript:
         """The inputs of the job script. Asks Slurm only for `topology: auto`."""
         options = self._options(request)
-        work = [request.run_dir, *_outside(request), plan.job.data.cache_dir, plan.job.checkpoint.dir]
+        work = [
+            request.run_dir,
+            *_outside(request),
+            plan.job.data.cache_dir,
+            plan.job.checkpoint.dir,
+        ]
         work += [path for path in plan.job.data.paths if path.startswith("/")]
         return JobScript(
             run_id=request.run_id,
@@ -120,11 +135,13 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         )
 
     def choose(self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]) -> Choice:
-        """The size of an elastic job to submit now, by the starts that `sbatch --test-only` estimates.
+        """The size of an elastic job to submit now, by the starts that `sbatch --test-only`
+        estimates.
 
         OrchError when Slurm refuses all of several sizes; one size alone is never refused here.
         """
-        slurm, now = Slurm(environ, timeout_s=30.0), datetime.now()
+        slurm = Slurm(environ, timeout_s=30.0)
+        now = datetime.now()
         slurm.check_controller()
         within_s = read_options(bundles[0].request.backend_options).start_within_s
         starts: list[StartEstimate] = []
@@ -141,11 +158,13 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         return Choice(index, [*lines, f"taken: {starts[index].nodes} nodes, of the sizes {sizes}"])
 
     def starts(self, bundles: Iterable[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
-        """A phrase on when each bundle would start, for `orch plan`; "" beyond the first `_MAX_ESTIMATES`.
+        """A phrase on when each bundle would start, for `orch plan`; "" beyond the first
+        `_MAX_ESTIMATES`.
 
         OrchError after at most `_PLAN_TIMEOUT_S` when no Slurm answers.
         """
-        slurm, now = Slurm(environ, timeout_s=_PLAN_TIMEOUT_S), datetime.now()
+        slurm = Slurm(environ, timeout_s=_PLAN_TIMEOUT_S)
+        now = datetime.now()
         slurm.check_controller()
         return [
             self._start(bundle, slurm).text(now) if index < _MAX_ESTIMATES else ""
@@ -162,28 +181,35 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         _print_warnings(found)  # a refusal is one line
         return bundle.request.handle
 
-    def submit_all(self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]) -> list[str]:
+    def submit_all(
+        self, bundles: Sequence[SubmissionBundle], environ: Mapping[str, str]
+    ) -> list[str]:
         """Submit all runs or none: one array job where they ask for the same, else one job each."""
         from .submission import submit_all
 
         self.check(bundles[0].request)
         bundles = [_settled(bundle) for bundle in bundles]
         plans = [from_json(bundle.contents["plan.json"]) for bundle in bundles]
-        jobs = [self.job_of(bundle.request, plan) for bundle, plan in zip(bundles, plans, strict=True)]
+        jobs = [
+            self.job_of(bundle.request, plan) for bundle, plan in zip(bundles, plans, strict=True)
+        ]
         slurm = Slurm(environ)
         found: list[str] = []
         for bundle, job in zip(bundles, jobs, strict=True):
             found += _preflight(bundle.request, job.plan, self._slurm)
             slurm.check_script(render(job))
         with ExitStack() as stack:
-            folders = [stack.enter_context(create_run_folder(bundle, self.name)) for bundle in bundles]
+            folders = [
+                stack.enter_context(create_run_folder(bundle, self.name)) for bundle in bundles
+            ]
             for folder, id_ in zip(folders, submit_all(jobs, slurm, self._watcher), strict=True):
                 record_job(folder, id_)
         _print_warnings(found)
         return [bundle.request.handle for bundle in bundles]
 
     def render(self, bundle: SubmissionBundle) -> str:
-        """Prepare the run folder as `submit` does, and return the script instead of submitting it."""
+        """Prepare the run folder as `submit` does, and return the script instead of submitting
+        it."""
         check_environment(read_options(bundle.request.backend_options), os.environ)
         check_rendering(os.environ)
         bundle = _settled(bundle)
@@ -192,10 +218,11 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
             return text
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
-        """Submit a new job for the old run folder, from the plan as it was submitted; returns the handle.
+        """Submit a new job for the old run folder, from the plan as it was submitted; returns the
+        handle.
 
-        An elastic run chooses its size again. The jobs of `--after` are not waited for again. OrchError (64) while the
-        run is active.
+        An elastic run chooses its size again. The jobs of `--after` are not waited for again.
+        OrchError (64) while the run is active.
         """
         if self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
@@ -213,7 +240,8 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         return request.handle
 
     def after(self, options: Mapping[str, Any], wishes: Sequence[After]) -> dict[str, Any]:
-        """`backend.options` with the runs to wait for. OrchError (64) for a run of another backend."""
+        """`backend.options` with the runs to wait for. OrchError (64) for a run of another
+        backend."""
         others = []
         for after in wishes:
             own = read_state(after.folder)
@@ -221,15 +249,18 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
                 run = f"run {after.folder.run_id} is of the backend {own.backend}"
                 raise OrchError(f"--after: {run}, not {self.name}")
             job = self._find_job(after.folder)
-            # a run that is over needs no wait for the last processes of its job, which may end PREEMPTED
+            # a run that is over needs no wait for the last processes of its job, which may end
+            # PREEMPTED
             state = own if is_over(own, left_with(after.folder)) else self.state(after.folder)
             others.append((after, state, job.id if job else None))
         return add_dependencies(options, others)
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
-        """Signal the script, which lets the workers save; end the job at once if it has not started, or by force.
+        """Signal the script, which lets the workers save; end the job at once if it has not
+        started, or by force.
 
-        Also where the disk takes no request: the script hears by another signal that it is not to requeue the job.
+        Also where the disk takes no request: the script hears by another signal that it is not to
+        requeue the job.
         """
         job = self._find_job(folder)
         if job is None or job_state(job.state).ended or _is_stale(folder, job):
@@ -242,7 +273,9 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
             _print_warnings([f"{error.message}; Slurm is told"])
         started = job_state(job.state).phase in ("running", "stopping")
         if started and not force:
-            self._slurm.cancel(job.id, f"--signal={signal}", "--batch")  # the script forwards it, and does not requeue
+            self._slurm.cancel(
+                job.id, f"--signal={signal}", "--batch"
+            )  # the script forwards it, and does not requeue
         else:
             self._slurm.cancel(job.id)
         self._watcher.clear()
@@ -252,18 +285,28 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         return job is not None and not job_state(job.state).ended and not _is_stale(folder, job)
 
     def state(self, folder: RunFolder) -> RunState:
-        """The run's state from Slurm's answer and the run folder; from the folder alone while Slurm does not answer."""
+        """The run's state from Slurm's answer and the run folder; from the folder alone while Slurm
+        does not answer."""
         try:
             job = self._find_job(folder)
         except OrchError as error:
-            return state_without_slurm(read_state(folder), left_with(folder) is not None, error.message)
-        sent, state = read_record(folder, SlurmRecord) is not None, read_state(folder)  # the file after the scheduler
+            return state_without_slurm(
+                read_state(folder), left_with(folder) is not None, error.message
+            )
+        sent = read_record(folder, SlurmRecord) is not None
+        state = read_state(folder)  # the file after the scheduler
         untold = job is not None and job_state(job.state).ended and not state.is_final
         said = last_words(folder) if untold else ""
-        return combined_state(state, job, wants_end(folder) is not None, sent, left_with(folder), said)
+        return combined_state(
+            state, job, wants_end(folder) is not None, sent, left_with(folder), said
+        )
 
     def exec_on_node(
-        self, folder: RunFolder, request: LaunchRequest, node: str, argv: Callable[[str, int], list[str]]
+        self,
+        folder: RunFolder,
+        request: LaunchRequest,
+        node: str,
+        argv: Callable[[str, int], list[str]],
     ) -> JobStep:
         """A step of the run's job, in the container of its agents where they have one."""
         from .job.step import JobStep
@@ -278,7 +321,9 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
             raise OrchError(f"node {node} of run {folder.run_id} has no agent", Exit.CAPACITY)
         flags, python = python_beside_agents(self.job_of(request, load_plan(folder.plan)))
         slurm = Slurm({**os.environ, **environment(request, os.environ)}, timeout_s=_STEP_S)
-        return JobStep(slurm, record.job_id, node, [*flags, *python, *argv(str(folder.path), known.pid)])
+        return JobStep(
+            slurm, record.job_id, node, [*flags, *python, *argv(str(folder.path), known.pid)]
+        )
 
     def live_topology(self, which: str) -> Topology:
         """`which`: a partition, "" for all of them."""
@@ -294,21 +339,28 @@ class SlurmBackend(Backend, Queueing, NodeExclusion, ArraySubmission, Rendering,
         kind = parse_topology(self._slurm.topology()).kind
         return msgspec.structs.replace(options, topology="none" if kind == "flat" else kind)
 
-    def _plan_to_resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> Plan:
+    def _plan_to_resume(
+        self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]
+    ) -> Plan:
         """The submitted plan, of an elastic run the one of the size that starts soonest."""
         submitted = submitted_path(folder.plan)
         if not request.sizes:
             return load_plan(submitted if submitted.exists() else folder.plan)
         plans = [submitted_plan(folder, size).read_bytes() for size in request.sizes]
-        bundles = [SubmissionBundle(request=request, contents={"plan.json": plan}) for plan in plans]
+        bundles = [
+            SubmissionBundle(request=request, contents={"plan.json": plan}) for plan in plans
+        ]
         return from_json(plans[self.choose(bundles, environ).chosen])
 
     def _start(self, bundle: SubmissionBundle, slurm: Slurm) -> StartEstimate:
         plan = from_json(bundle.contents["plan.json"])
-        nodes, options = used_node_count(plan), _asked(bundle.request)
+        nodes = used_node_count(plan)
+        options = _asked(bundle.request)
         try:
             _check_partitions(plan, options, slurm)
-            return StartEstimate(nodes=nodes, at=slurm.start_estimate(self.script(bundle.request, plan)))
+            return StartEstimate(
+                nodes=nodes, at=slurm.start_estimate(self.script(bundle.request, plan))
+            )
         except OrchError as error:
             return StartEstimate(nodes=nodes, refusal=error.message, code=int(error.exit))
 
@@ -336,17 +388,23 @@ def _preflight(request: LaunchRequest, plan: Plan, slurm: Slurm) -> list[str]:
 
 def _is_stale(folder: RunFolder, job: Job) -> bool:
     """Whether the job waits to start once more although its run has ended."""
-    return job_state(job.state).phase == "pending" and is_over(read_state(folder), left_with(folder))
+    return job_state(job.state).phase == "pending" and is_over(
+        read_state(folder), left_with(folder)
+    )
 
 
 def _asked(request: LaunchRequest) -> SlurmOptions:
-    """The options of the request, and for those that it does not set this shell's variables of sbatch."""
+    """The options of the request, and for those that it does not set this shell's variables of
+    sbatch."""
     return read_options(_with_variables(request))
 
 
 def _settled(bundle: SubmissionBundle) -> SubmissionBundle:
-    """The bundle of a run that keeps what this shell's variables of sbatch say: another one resumes it."""
-    request = msgspec.structs.replace(bundle.request, backend_options=_with_variables(bundle.request))
+    """The bundle of a run that keeps what this shell's variables of sbatch say: another one resumes
+    it."""
+    request = msgspec.structs.replace(
+        bundle.request, backend_options=_with_variables(bundle.request)
+    )
     return msgspec.structs.replace(bundle, request=request)
 
 
@@ -357,7 +415,8 @@ def _with_variables(request: LaunchRequest) -> dict[str, Any]:
 
 
 def _check_partitions(plan: Plan, options: SlurmOptions, slurm: Slurm) -> dict[str, str]:
-    """Fields of the first partition of the options that can take the job. OrchError of the last one if none can."""
+    """Fields of the first partition of the options that can take the job. OrchError of the last one
+    if none can."""
     refusal: OrchError | None = None
     for name in (options.partition or "").split(","):
         partition = slurm.partition(name or None)
@@ -372,7 +431,8 @@ def _check_partitions(plan: Plan, options: SlurmOptions, slurm: Slurm) -> dict[s
 
 
 def _outside(request: LaunchRequest) -> list[str]:
-    """The folder in which the user's program runs, if it is not in the run folder (`--in-place`)."""
+    """The folder in which the user's program runs, if it is not in the run folder
+    (`--in-place`)."""
     return [] if request.worker.bundled or request.code.kind != "none" else [request.worker.cwd]
 
 

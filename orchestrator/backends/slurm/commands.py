@@ -1,6 +1,8 @@
-"""Runs Slurm's commands: argument lists, a clean environment, time limits, failures as one-line OrchErrors.
+"""Runs Slurm's commands: argument lists, a clean environment, time limits, failures as one-line
+OrchErrors.
 
-`Slurm` is one cluster, as the commands on PATH reach it. No other module here starts a Slurm command.
+`Slurm` is one cluster, as the commands on PATH reach it. No other module here starts a Slurm
+command.
 """
 
 from __future__ import annotations
@@ -22,13 +24,21 @@ from .states import job_state
 
 #: Pattern of an error message -> exit code, and where the user should look. The first match counts.
 _ERRORS: tuple[tuple[str, Exit, str], ...] = (
-    (r"invalid partition|partition.*(not (found|exist)|does not exist)", Exit.CONFIG, "backend.options.partition"),
+    (
+        r"invalid partition|partition.*(not (found|exist)|does not exist)",
+        Exit.CONFIG,
+        "backend.options.partition",
+    ),
     (r"invalid account", Exit.CONFIG, "backend.options.account"),
     (r"invalid qos", Exit.CONFIG, "backend.options.qos"),
     (r"invalid feature", Exit.CONFIG, "backend.options.constraint"),
     (r"invalid wckey", Exit.CONFIG, "backend.options.wckey"),
     (r"reservation", Exit.CONFIG, "backend.options.reservation"),
-    (r"invalid generic resource|invalid gres", Exit.CONFIG, "backend.options.gpu_request and gpu_type"),
+    (
+        r"invalid generic resource|invalid gres",
+        Exit.CONFIG,
+        "backend.options.gpu_request and gpu_type",
+    ),
     (r"time limit", Exit.CONFIG, "backend.options.time"),
     (
         r"invalid node name|node count|invalid.*segment|topology",
@@ -38,11 +48,23 @@ _ERRORS: tuple[tuple[str, Exit, str], ...] = (
     (r"dependency", Exit.CONFIG, "backend.options.dependency"),
     (r"access.*denied|permission denied|not permitted", Exit.SECURITY, "whether you may use it"),
     (r"qos policy|accounting.*policy|limit", Exit.CAPACITY, "`sacctmgr show assoc` for the limit"),
-    (r"requested node configuration|resources", Exit.CAPACITY, "`sinfo` for the nodes that there are"),
+    (
+        r"requested node configuration|resources",
+        Exit.CAPACITY,
+        "`sinfo` for the nodes that there are",
+    ),
     (r"slurmctld.* is DOWN", Exit.CAPACITY, "`scontrol ping`"),
-    (r"configuration source|configless|ClusterName", Exit.CAPACITY, "SLURM_CONF: no Slurm cluster is configured here"),
+    (
+        r"configuration source|configless|ClusterName",
+        Exit.CAPACITY,
+        "SLURM_CONF: no Slurm cluster is configured here",
+    ),
     (r"temporarily unable", Exit.CAPACITY, "again later: the queue is full (MaxJobCount)"),
-    (r"unable to contact|connection refused|timed out|no route|controller", Exit.CAPACITY, "`scontrol ping`"),
+    (
+        r"unable to contact|connection refused|timed out|no route|controller",
+        Exit.CAPACITY,
+        "`scontrol ping`",
+    ),
 )
 #: Variables of the site or the user that would change what a command prints or does: removed.
 _IGNORED_VARIABLES = re.compile(
@@ -53,16 +75,20 @@ _QUEUE_FULL = b"temporarily unable to accept job"
 
 class Slurm:
     def __init__(self, environ: Mapping[str, str] | None = None, timeout_s: float = 60.0):
-        """`environ`: what the commands get, this process's own by default. `timeout_s`: for each command."""
+        """`environ`: what the commands get, this process's own by default. `timeout_s`: for each
+        command."""
         environ = os.environ if environ is None else environ
-        self.environ = {name: value for name, value in environ.items() if not _IGNORED_VARIABLES.match(name)}
+        self.environ = {
+            name: value for name, value in environ.items() if not _IGNORED_VARIABLES.match(name)
+        }
         self.environ |= {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C.UTF-8"}
         self._timeout_s = timeout_s
 
     def run(self, argv: Sequence[str], absent_ok: bool = False) -> str:
         """Standard output of a command; "" when `absent_ok` and it is not installed.
 
-        OrchError: 76 when it is not installed or does not answer within the time limit, else as `to_error` says.
+        OrchError: 76 when it is not installed or does not answer within the time limit, else as
+        `to_error` says.
         """
         try:
             done = subprocess.run(
@@ -91,9 +117,11 @@ class Slurm:
         return out.strip().split(";")[0]
 
     def start_estimate(self, text: str, *flags: str) -> str:
-        """Estimated start of a job of this script text (`sbatch --test-only`): local ISO-8601 time, "" when unknown.
+        """Estimated start of a job of this script text (`sbatch --test-only`): local ISO-8601 time,
+        "" when unknown.
 
-        Nothing is submitted. OrchError when Slurm would refuse the job, or no nodes of today could run it (76).
+        Nothing is submitted. OrchError when Slurm would refuse the job, or no nodes of today could
+        run it (76).
         """
         code, out, err = self._communicate(["sbatch", "--test-only", *flags], text)
         start = parse_estimate(err + out)
@@ -102,7 +130,8 @@ class Slurm:
         return start
 
     def check_script(self, text: str) -> None:
-        """OrchError when Slurm would refuse this script text; a job that only has to wait for nodes passes."""
+        """OrchError when Slurm would refuse this script text; a job that only has to wait for nodes
+        passes."""
         try:
             self.start_estimate(text)
         except OrchError as error:
@@ -112,25 +141,35 @@ class Slurm:
     def start(
         self, argv: Sequence[str], errors: int | IO[bytes] = subprocess.PIPE, *, alone: bool = False
     ) -> subprocess.Popen[bytes]:
-        """Start a command and return it running, with pipes for standard input and output. OrchError (76) if absent.
+        """Start a command and return it running, with pipes for standard input and output.
+        OrchError (76) if absent.
 
-        `alone`: out of reach of this terminal's Ctrl-C, which would cut off the answer to what Slurm has done.
+        `alone`: out of reach of this terminal's Ctrl-C, which would cut off the answer to what
+        Slurm has done.
         """
         pipe = subprocess.PIPE
         try:
             return subprocess.Popen(
-                argv, env=self.environ, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=alone
+                argv,
+                env=self.environ,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=errors,
+                start_new_session=alone,
             )
         except FileNotFoundError:
             raise _not_installed(argv[0]) from None
 
     def _communicate(self, argv: Sequence[str], text: str = "") -> tuple[int, str, str]:
-        """Exit code, output and errors of sbatch with `text` as input; killed when the queue is full or time is up."""
+        """Exit code, output and errors of sbatch with `text` as input; killed when the queue is
+        full or time is up."""
         process = self.start(argv, alone=True)
         assert process.stdin and process.stdout and process.stderr
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(text.encode())
-        out, err, end = bytearray(), bytearray(), time.monotonic() + self._timeout_s
+        out = bytearray()
+        err = bytearray()
+        end = time.monotonic() + self._timeout_s
         with selectors.DefaultSelector() as selector, process.stdout, process.stderr:
             for stream, received in ((process.stdout, out), (process.stderr, err)):
                 selector.register(stream, selectors.EVENT_READ, received)
@@ -149,7 +188,8 @@ class Slurm:
         return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
 
     def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
-        """Job id -> job, of all the user's jobs that the controller still knows, and of `ids` from accounting.
+        """Job id -> job, of all the user's jobs that the controller still knows, and of `ids` from
+        accounting.
 
         At most two calls, whatever the number of ids. OrchError (76) when no controller answers.
         """
@@ -159,7 +199,8 @@ class Slurm:
         return merge(live, self._from_accounting(missing)) if missing else live
 
     def check_controller(self) -> None:
-        """OrchError (76) when no controller answers. Fails at once, where other commands retry for MessageTimeout."""
+        """OrchError (76) when no controller answers. Fails at once, where other commands retry for
+        MessageTimeout."""
         answer = self.run(["scontrol", "ping"])
         if "is UP" not in answer:
             raise self.to_error("scontrol", answer)
@@ -190,17 +231,22 @@ class Slurm:
         text = self.run(["scontrol", "--oneliner", "show", "partition"])
         for line in text.splitlines():
             fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
-            if fields.get("PartitionName") == name or (name is None and fields.get("Default") == "YES"):
+            if fields.get("PartitionName") == name or (
+                name is None and fields.get("Default") == "YES"
+            ):
                 return fields
         return {}
 
     def kill_wait_s(self) -> int | None:
         """Seconds between SIGTERM and SIGKILL of an ending job, None when not configured."""
-        found = re.search(r"^KillWait\s*=\s*([0-9]+)", self.run(["scontrol", "show", "config"]), re.M)
+        found = re.search(
+            r"^KillWait\s*=\s*([0-9]+)", self.run(["scontrol", "show", "config"]), re.M
+        )
         return int(found[1]) if found else None
 
     def to_error(self, program: str, text: str) -> OrchError:
-        """The OrchError for a failed command's output: one line that says where to look, exit code by `_ERRORS`."""
+        """The OrchError for a failed command's output: one line that says where to look, exit code
+        by `_ERRORS`."""
         line = error_line(text)
         for pattern, exit, look in _ERRORS:
             if re.search(pattern, line, re.I):
@@ -209,12 +255,20 @@ class Slurm:
         return OrchError(f"{program}: {line}", Exit.CONFIG)
 
     def _choices(self, line: str) -> str:
-        """For an unknown partition or account: the legal ones, nearest first; "" for other errors."""
+        """For an unknown partition or account: the legal ones, nearest first; "" for other
+        errors."""
         lower = line.lower()
         if "partition" in lower and "account" not in lower:
             argv = ["sinfo", "--noheader", "--format=%R"]
         elif "invalid account" in lower:
-            argv = ["sacctmgr", "-nP", "show", "assoc", f"user={os.environ.get('USER', 'root')}", "format=account"]
+            argv = [
+                "sacctmgr",
+                "-nP",
+                "show",
+                "assoc",
+                f"user={os.environ.get('USER', 'root')}",
+                "format=account",
+            ]
         else:
             return ""
         try:
@@ -236,14 +290,34 @@ def parse_estimate(text: str) -> str:
 
 def error_line(text: str) -> str:
     """The most specific line of a command's error output, without the program's name."""
-    lines = [re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in text.splitlines() if line.strip()]
-    general = [line for line in lines if re.search(r"batch job submission failed|allocation failure", line, re.I)]
-    specific = [line for line in lines if re.search(r"invalid|specified|unable|is DOWN", line, re.I)]
+    lines = [
+        re.sub(r"^\w+: (error|fatal): ", "", line.strip())
+        for line in text.splitlines()
+        if line.strip()
+    ]
+    general = [
+        line
+        for line in lines
+        if re.search(r"batch job submission failed|allocation failure", line, re.I)
+    ]
+    specific = [
+        line for line in lines if re.search(r"invalid|specified|unable|is DOWN", line, re.I)
+    ]
     chosen = (
-        specific[0] if specific else general[0] if general else lines[-1] if lines else "it failed without a message"
+        specific[0]
+        if specific
+        else general[0]
+        if general
+        else lines[-1]
+        if lines
+        else "it failed without a message"
     )
-    return re.sub(r"[\x00-\x1f\x7f]", " ", chosen)[:300].removeprefix("Batch job submission failed: ")
+    return re.sub(r"[\x00-\x1f\x7f]", " ", chosen)[:300].removeprefix(
+        "Batch job submission failed: "
+    )
 
 
 def _not_installed(program: str) -> OrchError:
-    return OrchError(f"{program} is not on PATH: is this a login node of a Slurm cluster?", Exit.CAPACITY)
+    return OrchError(
+        f"{program} is not on PATH: is this a login node of a Slurm cluster?", Exit.CAPACITY
+    )

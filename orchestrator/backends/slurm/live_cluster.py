@@ -14,7 +14,8 @@ from .commands import Slurm
 
 
 def read_cluster(partition: str | None = None, slurm: Slurm | None = None) -> Topology:
-    """Nodes, GPUs and states of the running cluster under its switches; free nodes are those a job could have now.
+    """Nodes, GPUs and states of the running cluster under its switches; free nodes are those a job
+    could have now.
 
     OrchError: 65 for an unknown partition, 76 when Slurm does not answer.
     """
@@ -22,11 +23,20 @@ def read_cluster(partition: str | None = None, slurm: Slurm | None = None) -> To
     nodes = parse_nodes(slurm.nodes())
     known = sorted({name for node in nodes for name in node.partitions})
     if partition is not None and partition not in known:
-        raise OrchError(f"cluster: no partition {partition!r}; {did_you_mean(partition, known)}", Exit.CONFIG)
+        raise OrchError(
+            f"cluster: no partition {partition!r}; {did_you_mean(partition, known)}", Exit.CONFIG
+        )
     chosen = machines(select(nodes, partition), idle=True)
     network = parse_topology(slurm.topology())
     tiers = []
     for tier in network.tiers:
-        groups = {name: tuple(node for node in group if node in chosen) for name, group in tier.switches.items()}
-        tiers.append(msgspec.structs.replace(tier, switches={name: group for name, group in groups.items() if group}))
+        groups = {
+            name: tuple(node for node in group if node in chosen)
+            for name, group in tier.switches.items()
+        }
+        tiers.append(
+            msgspec.structs.replace(
+                tier, switches={name: group for name, group in groups.items() if group}
+            )
+        )
     return msgspec.structs.replace(network, name="slurm", machines=chosen, tiers=tuple(tiers))

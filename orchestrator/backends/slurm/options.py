@@ -1,7 +1,7 @@
 """`backend.options` of the slurm backend: what differs from site to site. Pure.
 
-A site writes these once, in a profile (`slurm/backend/*.yaml`, chosen with `--config-dir slurm backend=<profile>`).
-Users override single ones: `backend.options.partition=urgent`.
+A site writes these once, in a profile (`slurm/backend/*.yaml`, chosen with `--config-dir slurm
+backend=<profile>`). Users override single ones: `backend.options.partition=urgent`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from orchestrator.plan.exits import Exit
 Word = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@+=-]{0,126}\Z")]
 #: One or several of them, of which Slurm takes the first that can start the job.
 Words = Annotated[
-    str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@+=-]{0,126}(,[A-Za-z0-9][A-Za-z0-9_.:@+=-]{0,126}){0,31}\Z")
+    str,
+    Meta(
+        pattern=(
+            r"^[A-Za-z0-9][A-Za-z0-9_.:@+=-]{0,126}(,[A-Za-z0-9][A-Za-z0-9_.:@+=-]{0,126}){0,31}\Z"
+        )
+    ),
 ]
 Flag = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{1,40}\Z")]
 Module = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./:@+=-]{0,126}\Z")]
@@ -34,14 +39,18 @@ class Container(Frozen):
     """The container in which agents, and so workers, run."""
 
     runtime: Literal["none", "pyxis", "apptainer", "charliecloud"] = "none"
-    #: pyxis: registry URI or .sqsh; apptainer: .sif or URI; charliecloud: folder or .sqfs, which has the mount points
+    #: pyxis: registry URI or .sqsh; apptainer: .sif or URI; charliecloud: folder or .sqfs, which
+    #: has the mount points
     image: Annotated[str, Meta(max_length=1000)] = ""
     mounts: list[Annotated[str, Meta(min_length=1, max_length=1000)]] = []  # SRC or SRC:DST[:FLAGS]
-    python: Annotated[str, Meta(max_length=1000)] = "python3"  # the interpreter inside, which has orch installed
+    python: Annotated[str, Meta(max_length=1000)] = (
+        "python3"  # the interpreter inside, which has orch installed
+    )
 
 
 class SlurmOptions(Frozen):
-    """Every option with its default. Times are in Slurm's form (`D-HH:MM:SS`); other units are in the names."""
+    """Every option with its default. Times are in Slurm's form (`D-HH:MM:SS`); other units are in
+    the names."""
 
     # on which machine; `orchestrator.submit` reads these two, for any backend
     ssh: str | None = None  # a login node, as ssh takes it: the job is planned and submitted there
@@ -57,26 +66,46 @@ class SlurmOptions(Frozen):
     bad_nodes: list[str] = []  # nor these, which orch fills in: those of `orch nodes` at each start
     # how much
     time: str | None = None  # limit of one attempt of the job; None: the partition's default
-    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"  # how the site counts GPUs
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = (
+        "gpus-per-node"  # how the site counts GPUs
+    )
     gpu_type: Word | None = None  # h100 in --gpus-per-node=h100:8
-    cpus_per_node: Annotated[int, Meta(ge=1)] | None = None  # None: all of an exclusive node, else Slurm's default
+    cpus_per_node: Annotated[int, Meta(ge=1)] | None = (
+        None  # None: all of an exclusive node, else Slurm's default
+    )
     memory: Annotated[str, Meta(pattern=r"^[0-9]+[KMGT]?\Z")] = "0"  # of a node; 0: all
     exclusive: bool = True
     # on which switches
-    topology: Literal["auto", "tree", "block", "none"] = "none"  # auto: ask the cluster when submitting
-    switches_wait: str = "00:05:00"  # how long to wait for the fewest switches; the site caps it (max_switch_wait)
+    topology: Literal["auto", "tree", "block", "none"] = (
+        "none"  # auto: ask the cluster when submitting
+    )
+    switches_wait: str = (
+        "00:05:00"  # how long to wait for the fewest switches; the site caps it (max_switch_wait)
+    )
     segment: Annotated[int, Meta(ge=1)] | None = None  # block topology; None: from the plan
     spread_segments: bool = False
     # lifecycle
-    notice_s: Annotated[int, Meta(ge=0, le=65535)] = 180  # --signal: save and stop this long before the time limit
-    checkpoint_gb_per_s: Annotated[float, Meta(gt=0)] = 1.0  # write speed of a node to the shared files; for warnings
+    notice_s: Annotated[int, Meta(ge=0, le=65535)] = (
+        180  # --signal: save and stop this long before the time limit
+    )
+    checkpoint_gb_per_s: Annotated[float, Meta(gt=0)] = (
+        1.0  # write speed of a node to the shared files; for warnings
+    )
     requeue: bool = True
-    max_requeues: Annotated[int, Meta(ge=0)] = 50  # for any reason: preemption, time limit, lost nodes
-    max_node_faults: Annotated[int, Meta(ge=0)] = 3  # of these, after a lost or unhealthy node (exit 74, 76)
-    no_kill: bool = False  # keep the other nodes when one is lost; without it Slurm requeues the whole job
+    max_requeues: Annotated[int, Meta(ge=0)] = (
+        50  # for any reason: preemption, time limit, lost nodes
+    )
+    max_node_faults: Annotated[int, Meta(ge=0)] = (
+        3  # of these, after a lost or unhealthy node (exit 74, 76)
+    )
+    no_kill: bool = (
+        False  # keep the other nodes when one is lost; without it Slurm requeues the whole job
+    )
     dependency: Annotated[str, Meta(max_length=500)] | None = None  # afterok:123, singleton
     begin: Annotated[str, Meta(max_length=64)] | None = None
-    start_within_s: Annotated[int, Meta(ge=0)] = 900  # nodes=A..B: try a smaller size if this one would start later
+    start_within_s: Annotated[int, Meta(ge=0)] = (
+        900  # nodes=A..B: try a smaller size if this one would start later
+    )
     # labels
     comment: Annotated[str, Meta(max_length=500)] | None = None
     wckey: Word | None = None
@@ -88,7 +117,9 @@ class SlurmOptions(Frozen):
     unset: list[Variable] = []  # environment variables to remove from the job
     container: Container = Container()
     shell: Annotated[str, Meta(max_length=255)] = "/bin/bash"
-    sbatch: dict[Flag, str | int | bool] = {}  # further sbatch flags, e.g. {gres-flags: enforce-binding}
+    sbatch: dict[
+        Flag, str | int | bool
+    ] = {}  # further sbatch flags, e.g. {gres-flags: enforce-binding}
     srun: dict[Flag, str | int | bool] = {}  # further srun flags, e.g. {cpu-bind: none, mpi: none}
 
     @property
@@ -106,11 +137,15 @@ class SlurmOptions(Frozen):
         if (self.container.runtime == "none") != (not self.container.image):
             raise OrchError("backend.options.container: runtime and image go together", Exit.CONFIG)
         if self.dependency is not None and not re.fullmatch(r"[A-Za-z0-9_:+,?]+", self.dependency):
-            raise OrchError(f"backend.options.dependency {self.dependency!r} is not a Slurm dependency", Exit.CONFIG)
+            raise OrchError(
+                f"backend.options.dependency {self.dependency!r} is not a Slurm dependency",
+                Exit.CONFIG,
+            )
 
 
 def read_options(options: Mapping[str, Any]) -> SlurmOptions:
-    """The checked options. OrchError (65) names an unknown key and the nearest legal one, or a wrong value's place."""
+    """The checked options. OrchError (65) names an unknown key and the nearest legal one, or a
+    wrong value's place."""
     return decode_options(options, SlurmOptions, "slurm")
 
 
@@ -128,8 +163,8 @@ _HONOURED = {
 
 
 def from_environment(options: SlurmOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the user's `SBATCH_*` variables say of options that are not set. OrchError (65) names a variable whose value
-    its option cannot have.
+    """What the user's `SBATCH_*` variables say of options that are not set. OrchError (65) names a
+    variable whose value its option cannot have.
     """
     found: dict[str, str] = {}
     for name, option in _HONOURED.items():
@@ -145,37 +180,51 @@ def from_environment(options: SlurmOptions, environ: Mapping[str, str]) -> dict[
 
 
 def check_environment(options: SlurmOptions, environ: Mapping[str, str]) -> None:
-    """OrchError (65) names a variable that says something else than an option that is set, that sends jobs to another
-    cluster, or whose value its option cannot have.
+    """OrchError (65) names a variable that says something else than an option that is set, that
+    sends jobs to another cluster, or whose value its option cannot have.
     """
     from_environment(options, environ)
     for name in _ELSEWHERE:
         if value := environ.get(name):
-            raise OrchError(f"{name}={value}: jobs are sent to the cluster of this login node; unset it", Exit.CONFIG)
+            raise OrchError(
+                f"{name}={value}: jobs are sent to the cluster of this login node; unset it",
+                Exit.CONFIG,
+            )
     for name, option in _HONOURED.items():
-        value, said = environ.get(name), getattr(options, option)
+        value = environ.get(name)
+        said = getattr(options, option)
         if value and said not in (None, value):
-            raise OrchError(f"{name}={value} and backend.options.{option}={said} differ: unset one", Exit.CONFIG)
+            raise OrchError(
+                f"{name}={value} and backend.options.{option}={said} differ: unset one", Exit.CONFIG
+            )
 
 
 def check_rendering(environ: Mapping[str, str]) -> None:
-    """OrchError (65) names a variable by which `sbatch` of a rendered script would make another job of it.
+    """OrchError (65) names a variable by which `sbatch` of a rendered script would make another job
+    of it.
 
     A job that orch itself sends is what the script says: `Slurm` gives sbatch none of them.
     """
     for name, value in sorted(environ.items()):
         if value and name.startswith("SBATCH_") and name not in _HONOURED:
-            raise OrchError(f"{name}={value} is set and would change the job: unset it", Exit.CONFIG)
+            raise OrchError(
+                f"{name}={value} is set and would change the job: unset it", Exit.CONFIG
+            )
 
 
-# ------------------------------------------------------------------------------------------ lengths of time, sbatch(1)
+# ------------------------------------------------------------------------------------------ lengths
+#     of time, sbatch(1)
 
-_FORMS = "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds"
+_FORMS = (
+    "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,"
+    " days-hours:minutes:seconds"
+)
 _FORM = re.compile(r"(?:([0-9]{1,6})-)?([0-9]{1,9})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?\Z")
 
 
 def parse_time(text: str) -> int | None:
-    """Seconds of a length of time as Slurm writes it, None for no limit. OrchError (65) names the legal forms."""
+    """Seconds of a length of time as Slurm writes it, None for no limit. OrchError (65) names the
+    legal forms."""
     word = text.strip()
     if word.upper() in ("UNLIMITED", "INFINITE", "-1"):
         return None

@@ -1,4 +1,5 @@
-"""Decisions before a job is sent: does it fit, which size starts first, which jobs must end before it. Pure.
+"""Decisions before a job is sent: does it fit, which size starts first, which jobs must end before
+it. Pure.
 
 The input is what Slurm's commands answered; nothing here calls them.
 """
@@ -20,71 +21,95 @@ from orchestrator.style import seconds
 
 from .options import SlurmOptions, format_time, parse_time
 
-# ------------------------------------------------------------------------------------------ the partition
+# ------------------------------------------------------------------------------------------ the
+#     partition
 
 
 def check_partition(plan: Plan, options: SlurmOptions, partition: Mapping[str, str]) -> None:
-    """Refuse a job that the partition's limits would keep pending for ever; most sites enforce them late.
+    """Refuse a job that the partition's limits would keep pending for ever; most sites enforce them
+    late.
 
-    `partition`: its fields by scontrol, empty when unknown. OrchError: 65 over a limit, 76 for too few nodes.
+    `partition`: its fields by scontrol, empty when unknown. OrchError: 65 over a limit, 76 for too
+    few nodes.
     """
     name = partition.get("PartitionName", "")
     longest = _limit_s(partition.get("MaxTime"))
     wanted = parse_time(options.time) if options.time else None
     if options.time and longest is not None and (wanted is None or wanted > longest):
         raise OrchError(
-            f"backend.options.time={options.time} is over the {format_time(longest)} that partition {name} allows",
+            f"backend.options.time={options.time} is over the {format_time(longest)} that partition"
+            f" {name} allows",
             Exit.CONFIG,
         )
-    most_nodes, need = partition.get("MaxNodes", ""), used_node_count(plan)
+    most_nodes = partition.get("MaxNodes", "")
+    need = used_node_count(plan)
     if most_nodes.isdigit() and need > int(most_nodes):
-        raise OrchError(f"the plan needs {need} nodes, partition {name} allows {most_nodes} a job", Exit.CONFIG)
+        raise OrchError(
+            f"the plan needs {need} nodes, partition {name} allows {most_nodes} a job", Exit.CONFIG
+        )
     have = partition.get("TotalNodes", "")
     if have.isdigit() and need > int(have):
         raise OrchError(f"the plan needs {need} nodes, partition {name} has {have}", Exit.CAPACITY)
 
 
-def warnings(plan: Plan, options: SlurmOptions, partition: Mapping[str, str], kill_wait_s: int | None) -> list[str]:
+def warnings(
+    plan: Plan, options: SlurmOptions, partition: Mapping[str, str], kill_wait_s: int | None
+) -> list[str]:
     """One line for each way in which the job could be ended before its state is saved.
 
     `kill_wait_s`: seconds between SIGTERM and SIGKILL, None when unknown.
     """
-    need, lines = save_seconds(plan, options.checkpoint_gb_per_s), []
+    need = save_seconds(plan, options.checkpoint_gb_per_s)
+    lines = []
     how = (
-        f"a save takes about {need:.0f} s (step {plan.time.step_s:.1f} s, {options.checkpoint_gb_per_s:g} GB/s a node)"
+        f"a save takes about {need:.0f} s (step {plan.time.step_s:.1f} s,"
+        f" {options.checkpoint_gb_per_s:g} GB/s a node)"
     )
     if need > options.notice_s:
-        lines.append(f"{how}, the notice before the time limit is {options.notice_s} s: raise backend.options.notice_s")
+        lines.append(
+            f"{how}, the notice before the time limit is {options.notice_s} s: raise"
+            " backend.options.notice_s"
+        )
     limit = parse_time(options.time) if options.time else _limit_s(partition.get("DefaultTime"))
     if limit is not None and options.notice_s >= limit:
         lines.append(
-            f"the notice ({options.notice_s} s) is not shorter than the time limit ({limit} s): it comes at once"
+            f"the notice ({options.notice_s} s) is not shorter than the time limit ({limit} s): it"
+            " comes at once"
         )
     grace = partition.get("GraceTime", "")
     if partition.get("PreemptMode", "OFF") not in ("OFF", "") and grace.isdigit():
         if need > int(grace) + (kill_wait_s or 0):
             lines.append(
-                f"{how}, a preempted job of partition {partition.get('PartitionName')} has {grace} s: save often"
+                f"{how}, a preempted job of partition {partition.get('PartitionName')} has {grace}"
+                " s: save often"
             )
         if not options.requeue:
-            lines.append("jobs of this partition may be preempted, and backend.options.requeue is false")
+            lines.append(
+                "jobs of this partition may be preempted, and backend.options.requeue is false"
+            )
     return lines
 
 
 def local_folder(run_dir: str, mounts: str, exports: str = "") -> list[str]:
-    """A warning if the run folder is one that other nodes do not see: in memory, among temporary files, or on a disk of
-    this machine, unless the machine exports it.
+    """A warning if the run folder is one that other nodes do not see: in memory, among temporary
+    files, or on a disk of this machine, unless the machine exports it.
 
-    `mounts`: text of /proc/mounts. `exports`: lines that begin with a folder which this machine exports.
+    `mounts`: text of /proc/mounts. `exports`: lines that begin with a folder which this machine
+    exports.
     """
     kinds = {words[1]: words[2] for line in mounts.splitlines() if len(words := line.split()) > 2}
     at = max((m for m in kinds if _holds(m, run_dir)), key=len, default="/")
     own = next((name for name in _OF_A_NODE if run_dir.startswith(f"{name}/")), "")
     temporary = own and not at.startswith(own)
-    exported = any(_holds(words[0], run_dir) for line in exports.splitlines() if (words := line.split()))
+    exported = any(
+        _holds(words[0], run_dir) for line in exports.splitlines() if (words := line.split())
+    )
     if not temporary and (exported or kinds.get(at) not in _OWN_DISKS):
         return []
-    return [f"the run folder {run_dir} seems to be of this machine alone: nodes must see it; set ORCH_HOME or run.dir"]
+    return [
+        f"the run folder {run_dir} seems to be of this machine alone: nodes must see it; set"
+        " ORCH_HOME or run.dir"
+    ]
 
 
 def _holds(folder: str, path: str) -> bool:
@@ -93,14 +118,27 @@ def _holds(folder: str, path: str) -> bool:
 
 _OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 #: File systems of one machine's memory and disks.
-_OWN_DISKS = ("tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "overlay")
+_OWN_DISKS = (
+    "tmpfs",
+    "ramfs",
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "btrfs",
+    "f2fs",
+    "zfs",
+    "bcachefs",
+    "overlay",
+)
 
 
 def _limit_s(text: str | None) -> int | None:
     return None if text in (None, "", "NONE", "N/A") else parse_time(text)
 
 
-# ------------------------------------------------------------------------------------------ the size that starts first
+# ------------------------------------------------------------------------------------------ the
+#     size that starts first
 
 
 class StartEstimate(Frozen):
@@ -113,7 +151,9 @@ class StartEstimate(Frozen):
 
     def wait_s(self, now: datetime) -> float | None:
         """Seconds from now, 0 for a time that has passed; None when unknown."""
-        return max(0.0, (datetime.fromisoformat(self.at) - now).total_seconds()) if self.at else None
+        return (
+            max(0.0, (datetime.fromisoformat(self.at) - now).total_seconds()) if self.at else None
+        )
 
     def text(self, now: datetime) -> str:
         """The estimate as a phrase for people."""
@@ -127,12 +167,15 @@ class StartEstimate(Frozen):
 
 
 def choose_size(starts: Sequence[StartEstimate], now: datetime, within_s: float) -> int:
-    """Index of the size to submit: the first that starts within `within_s` seconds, else the one that starts first.
+    """Index of the size to submit: the first that starts within `within_s` seconds, else the one
+    that starts first.
 
     `starts`: one a size, largest first. Without any estimate, the first size that is not refused.
     OrchError, with the exit code of the first refusal, when Slurm refuses all.
     """
-    waits = {index: wait for index, start in enumerate(starts) if (wait := start.wait_s(now)) is not None}
+    waits = {
+        index: wait for index, start in enumerate(starts) if (wait := start.wait_s(now)) is not None
+    }
     for index, wait in waits.items():
         if wait <= within_s:
             return index
@@ -142,10 +185,13 @@ def choose_size(starts: Sequence[StartEstimate], now: datetime, within_s: float)
         if not start.refusal:
             return index
     sizes = ", ".join(str(start.nodes) for start in starts)
-    raise OrchError(f"Slurm takes none of the sizes {sizes}: {starts[0].refusal}", Exit(starts[0].code))
+    raise OrchError(
+        f"Slurm takes none of the sizes {sizes}: {starts[0].refusal}", Exit(starts[0].code)
+    )
 
 
-# ------------------------------------------------------------------------------------------ `--after RUN`
+# ------------------------------------------------------------------------------------------
+#     `--after RUN`
 
 _DEPENDENCY_TYPE = {"ok": "afterok", "any": "afterany", "notok": "afternotok"}
 
@@ -155,13 +201,16 @@ def add_dependencies(
 ) -> dict[str, Any]:
     """`backend.options` with its `dependency` extended by the other runs' jobs.
 
-    `others`: what was asked, the other run's true state, its job id. A run that has ended adds nothing, because Slurm
-    forgets ended jobs and refuses to depend on them. OrchError (64) when its end can never start the new run, or when
-    it has not been submitted.
+    `others`: what was asked, the other run's true state, its job id. A run that has ended adds
+    nothing, because Slurm forgets ended jobs and refuses to depend on them. OrchError (64) when its
+    end can never start the new run, or when it has not been submitted.
     """
     parts = [str(options["dependency"])] if options.get("dependency") else []
     if any("?" in part for part in parts) and others:
-        raise OrchError(f"--after cannot be joined with backend.options.dependency={parts[0]}, which holds an `or`")
+        raise OrchError(
+            f"--after cannot be joined with backend.options.dependency={parts[0]}, which holds an"
+            " `or`"
+        )
     for after, state, job in others:
         run = after.folder.run_id
         if state.is_final:
@@ -176,7 +225,8 @@ def add_dependencies(
 
 
 def without_dependency(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`backend.options` without the jobs that the run waited for before its first attempt; `singleton` stays."""
+    """`backend.options` without the jobs that the run waited for before its first attempt;
+    `singleton` stays."""
     stays = "singleton" in re.split(r"[,?]", str(options.get("dependency") or ""))
     rest = {name: value for name, value in options.items() if name != "dependency"}
     return {**rest, "dependency": "singleton"} if stays else rest

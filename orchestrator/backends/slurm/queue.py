@@ -1,7 +1,8 @@
-"""Queries for the states of many jobs at once: argument lists of squeue and sacct, and parsers. Pure.
+"""Queries for the states of many jobs at once: argument lists of squeue and sacct, and parsers.
+Pure.
 
-One `squeue` (and one `sacct` where the site has accounting) serves all runs. Fields are separated by the ASCII unit
-separator, which no value contains.
+One `squeue` (and one `sacct` where the site has accounting) serves all runs. Fields are separated
+by the ASCII unit separator, which no value contains.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from orchestrator.cluster.hostlist import expand
 
 _SEP = "\x1f"
 _SQUEUE = ("%i", "%T", "%r", "%S", "%e", "%D", "%N", "%P", "%j", "%k")
-_SACCT = ("JobID", "State", "ExitCode", "Start", "End", "NNodes", "NodeList", "Partition", "JobName")
+_SACCT = (
+    "JobID",
+    "State",
+    "ExitCode",
+    "Start",
+    "End",
+    "NNodes",
+    "NodeList",
+    "Partition",
+    "JobName",
+)
 
 
 class Job(Struct, frozen=True, kw_only=True):
@@ -40,14 +51,29 @@ def squeue_argv(user: str | None = None) -> list[str]:
     Names no job ids: a single one that the controller has forgotten would fail the whole call.
     """
     who = [f"--user={user}"] if user else ["--me"]
-    return ["squeue", *who, "--noheader", "--array", "--states=all", f"--format={_SEP.join(_SQUEUE)}"]
+    return [
+        "squeue",
+        *who,
+        "--noheader",
+        "--array",
+        "--states=all",
+        f"--format={_SEP.join(_SQUEUE)}",
+    ]
 
 
 def sacct_argv(ids: Iterable[str]) -> list[str]:
     """Lists the last attempt of each job, whatever its age."""
     fields = ",".join(_SACCT)
     wanted = ",".join(sorted(ids, key=id_key))
-    return ["sacct", "-X", "-n", "-P", f"--delimiter={_SEP}", f"--format={fields}", f"--jobs={wanted}"]
+    return [
+        "sacct",
+        "-X",
+        "-n",
+        "-P",
+        f"--delimiter={_SEP}",
+        f"--format={fields}",
+        f"--jobs={wanted}",
+    ]
 
 
 def parse_squeue(text: str) -> dict[str, Job]:
@@ -73,16 +99,22 @@ def parse_sacct(text: str) -> dict[str, Job]:
 
 
 def merge(live: dict[str, Job], accounted: dict[str, Job]) -> dict[str, Job]:
-    """All jobs of both. squeue is fresher and wins; exit codes, and jobs it has forgotten, come from accounting."""
+    """All jobs of both. squeue is fresher and wins; exit codes, and jobs it has forgotten, come
+    from accounting."""
     result = dict(accounted)
     for id_, job in live.items():
         known = accounted.get(id_)
-        result[id_] = structs.replace(job, exit_code=known.exit_code) if known and known.state == job.state else job
+        result[id_] = (
+            structs.replace(job, exit_code=known.exit_code)
+            if known and known.state == job.state
+            else job
+        )
     return result
 
 
 def exit_code(text: str) -> int | None:
-    """The exit code in sacct's `code:signal`, minus the signal's number for a killed job, None when unknown."""
+    """The exit code in sacct's `code:signal`, minus the signal's number for a killed job, None when
+    unknown."""
     code, _, number = text.partition(":")
     if not code.isdigit():
         return None

@@ -1,4 +1,5 @@
-"""The Slurm job's record in the run folder, and the run's state from the folder and Slurm's answer together."""
+"""The Slurm job's record in the run folder, and the run's state from the folder and Slurm's answer
+together."""
 
 from __future__ import annotations
 
@@ -28,15 +29,19 @@ REQUEUED_EXITS = (int(Exit.RESTART), int(Exit.NODE), int(Exit.CAPACITY))
 
 
 class SlurmRecord(Frozen):
-    """backend.json: the job of the run. Written when submitting, and by the job itself when an attempt starts."""
+    """backend.json: the job of the run. Written when submitting, and by the job itself when an
+    attempt starts."""
 
     job_id: str
     submitted_at: float
-    attempt: int = msgspec.field(default=0, name="life")  # SLURM_RESTART_COUNT: starts by Slurm before this one
+    attempt: int = msgspec.field(
+        default=0, name="life"
+    )  # SLURM_RESTART_COUNT: starts by Slurm before this one
 
 
 def record_job(folder: RunFolder, job_id: str) -> None:
-    """Write backend.json and slurm/owner: only this job may write in the folder. Another one's script leaves (77)."""
+    """Write backend.json and slurm/owner: only this job may write in the folder. Another one's
+    script leaves (77)."""
     write_record(folder, SlurmRecord(job_id=job_id, submitted_at=time.time()))
     slurm = Path(folder.path, "slurm")
     slurm.mkdir(mode=0o700, exist_ok=True)
@@ -44,7 +49,8 @@ def record_job(folder: RunFolder, job_id: str) -> None:
 
 
 def submitted_request(folder: RunFolder) -> LaunchRequest:
-    """The request as it was submitted, with all sizes of an elastic run; request.json has those of this attempt."""
+    """The request as it was submitted, with all sizes of an elastic run; request.json has those of
+    this attempt."""
     path = submitted_path(folder.request)
     return from_bytes(path.read_bytes()) if path.exists() else read_request(folder)
 
@@ -56,7 +62,8 @@ def submitted_plan(folder: RunFolder, size: int) -> Path:
 
 
 def submitted_path(path: Path) -> Path:
-    """Where the submitted version of a file is kept, once node assignment has rewritten the file itself."""
+    """Where the submitted version of a file is kept, once node assignment has rewritten the file
+    itself."""
     return path.with_suffix(f".submitted{path.suffix}")
 
 
@@ -65,7 +72,8 @@ def job_name(run_id: str) -> str:
 
 
 def find_job(run_id: str, record: SlurmRecord | None, jobs: dict[str, Job]) -> Job | None:
-    """The run's job, None if Slurm does not know it. Without a record (script submitted by hand) found by its name."""
+    """The run's job, None if Slurm does not know it. Without a record (script submitted by hand)
+    found by its name."""
     if record is not None:
         return jobs.get(record.job_id)
     named = [job for job in jobs.values() if job.name == job_name(run_id)]
@@ -73,19 +81,25 @@ def find_job(run_id: str, record: SlurmRecord | None, jobs: dict[str, Job]) -> J
 
 
 def exclude(folder: RunFolder, nodes: Iterable[str]) -> None:
-    """Add nodes to slurm/exclude, which the script reads on requeue; it starts from the user's own excluded nodes and
-    those of `orch nodes`."""
-    path, new = Path(folder.path, "slurm", "exclude"), list(nodes)
+    """Add nodes to slurm/exclude, which the script reads on requeue; it starts from the user's own
+    excluded nodes and those of `orch nodes`."""
+    path = Path(folder.path, "slurm", "exclude")
+    new = list(nodes)
     if not new:
         return
-    known = [name for text in read_options(read_request(folder).backend_options).exclude for name in expand(text)]
+    known = [
+        name
+        for text in read_options(read_request(folder).backend_options).exclude
+        for name in expand(text)
+    ]
     known += remembered(folder, time.time())
     known += expand(path.read_text()) if path.exists() else []
     write_private(path, slurm_list(list(dict.fromkeys([*known, *new]))).encode() + b"\n")
 
 
 def left_with(folder: RunFolder) -> int | None:
-    """The exit code with which the job's script left for good, -1 if it is unknown; None: it may be requeued."""
+    """The exit code with which the job's script left for good, -1 if it is unknown; None: it may be
+    requeued."""
     try:
         text = Path(folder.path, "slurm", "over").read_text().strip()
     except OSError:
@@ -103,7 +117,11 @@ def last_words(folder: RunFolder, logs: str = "slurm-*.log") -> str:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 8192))
             text = file.read().decode(errors="replace")
-        lines = [re.sub(r"[\x00-\x1f\x7f]", " ", line).strip() for line in text.split("\n") if line.strip()]
+        lines = [
+            re.sub(r"[\x00-\x1f\x7f]", " ", line).strip()
+            for line in text.split("\n")
+            if line.strip()
+        ]
         errors = [line for line in lines if _ERROR.search(line)]
         if lines:
             return (errors or lines)[-1][:300]
@@ -112,16 +130,24 @@ def last_words(folder: RunFolder, logs: str = "slurm-*.log") -> str:
 
 def is_over(state: RunState, left: int | None) -> bool:
     """Whether the run folder alone says that no attempt follows. `left`: of `left_with`."""
-    return state.is_final and (left is not None or state.state == "cancelled" or state.exit_code not in REQUEUED_EXITS)
+    return state.is_final and (
+        left is not None or state.state == "cancelled" or state.exit_code not in REQUEUED_EXITS
+    )
 
 
 def combined_state(
-    state: RunState, job: Job | None, cancel_asked: bool, sent: bool = True, left: int | None = None, said: str = ""
+    state: RunState,
+    job: Job | None,
+    cancel_asked: bool,
+    sent: bool = True,
+    left: int | None = None,
+    said: str = "",
 ) -> RunState:
-    """The run's state: Slurm knows whether the job is active, `state` (the run folder's) how the program fares. Pure.
+    """The run's state: Slurm knows whether the job is active, `state` (the run folder's) how the
+    program fares. Pure.
 
-    `sent`: a job of the run is on record. `left`, `said`: of `left_with` and `last_words`. The result is never written
-    back: it is as old as Slurm's answer.
+    `sent`: a job of the run is on record. `left`, `said`: of `left_with` and `last_words`. The
+    result is never written back: it is as old as Slurm's answer.
     """
     if job is None:
         if state.is_final:
@@ -136,32 +162,44 @@ def combined_state(
         return _ended(state, job, cancel_asked, left, said)
     over = is_over(state, left)
     if over and what.phase in ("pending", "starting"):
-        return state  # Slurm requeues some jobs whose run has ended (docs/slurm.md); that attempt leaves at once
+        # Slurm requeues some jobs whose run has ended (docs/slurm.md); that attempt leaves at once
+        return state
     if what.phase == "running":
         if over:
             text = f"{state.reason or state.state}; job {job.id} is about to end"
             return _replace(state, state="stopping", exit_code=None, reason=text)
         if state.is_final:  # of the previous attempt; this one has not written its state yet
-            return _replace(state, state="restarting", exit_code=None, reason=f"job {job.id}: {what.text}")
+            return _replace(
+                state, state="restarting", exit_code=None, reason=f"job {job.id}: {what.text}"
+            )
         if state.state != "pending":
             return state
         return _replace(state, state="starting", reason=f"job {job.id}: {what.text}")
     start = f"expected to start {job.start}" if job.start and what.phase == "pending" else ""
     why = [what.text, explain_reason(job.reason), start]
-    return _replace(state, state=what.phase, exit_code=None, reason=f"job {job.id}: {'; '.join(filter(None, why))}")
+    return _replace(
+        state,
+        state=what.phase,
+        exit_code=None,
+        reason=f"job {job.id}: {'; '.join(filter(None, why))}",
+    )
 
 
 def state_without_slurm(state: RunState, no_requeue: bool, why: str) -> RunState:
     """The run's state while Slurm does not answer, from the run folder's `state` alone. Pure.
 
-    `no_requeue`: the job's script has decided that there is no further attempt. Otherwise an attempt that ended with an
-    exit code in REQUEUED_EXITS may not be the end of the run, which then is `restarting`. `why`: Slurm's error.
+    `no_requeue`: the job's script has decided that there is no further attempt. Otherwise an
+    attempt that ended with an exit code in REQUEUED_EXITS may not be the end of the run, which then
+    is `restarting`. `why`: Slurm's error.
     """
     if not state.is_final:
         return _replace(state, reason=why)
     if no_requeue or state.state == "cancelled" or state.exit_code not in REQUEUED_EXITS:
         return state
-    text = f"{why}; the last attempt ended {state.state} ({state.reason}), and may be followed by another"
+    text = (
+        f"{why}; the last attempt ended {state.state} ({state.reason}), and may be followed by"
+        " another"
+    )
     return _replace(state, state="restarting", exit_code=None, reason=text)
 
 
@@ -181,12 +219,16 @@ def _ended(state: RunState, job: Job, cancel_asked: bool, left: int | None, said
         code = left if left is not None and left >= 0 else Exit.CAPACITY
     code = int(code)
     own = state.reason if state.is_final else ""  # the run knows more of its end than Slurm
-    text = "; ".join(filter(None, [own, f"job {job.id}: {what.text}", explain_reason(job.reason), said]))
+    text = "; ".join(
+        filter(None, [own, f"job {job.id}: {what.text}", explain_reason(job.reason), said])
+    )
     if what.phase == "done":  # the script succeeded, though the coordinator wrote no final state
         return finish(state, "done", Exit.DONE, text, state.cause)
     cause = state.cause or Cause(kind="scheduler", text=text, epoch=state.epoch, code=job.exit_code)
     return finish(state, cast("FinalPhase", what.phase), code, text, cause)
 
 
-_ERROR = re.compile(r"error|orch:|not found|no such file|cannot|denied|unable|invalid|refused", re.I)
+_ERROR = re.compile(
+    r"error|orch:|not found|no such file|cannot|denied|unable|invalid|refused", re.I
+)
 _replace = msgspec.structs.replace

@@ -1,7 +1,7 @@
 """The table of Slurm job states and what each means for a run. Pure.
 
-Sources: squeue(1) and sacct(1), "JOB STATE CODES"; `src/common/slurm_protocol_defs.c` of 22.05 to 25.11 for the states
-that the manuals leave out.
+Sources: squeue(1) and sacct(1), "JOB STATE CODES"; `src/common/slurm_protocol_defs.c` of 22.05 to
+25.11 for the states that the manuals leave out.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ class JobState(Struct, frozen=True):
 
     phase: Phase
     text: str  # one phrase for people
-    exit: Exit | None = None  # the run's exit code if the job ends so; None: the state alone does not determine it
+    exit: Exit | None = (
+        None  # the run's exit code if the job ends so; None: the state alone does not determine it
+    )
     ended: bool = False  # no process is left, and Slurm will not start the job again
 
 
-#: Slurm's word -> meaning. A "stopped" run may be started again (`orch resume`); "failed" is the program's fault.
+#: Slurm's word -> meaning. A "stopped" run may be started again (`orch resume`); "failed" is the
+#: program's fault.
 JOB_STATES: dict[str, JobState] = {
     # waiting
     "PENDING": JobState("pending", "waiting in the queue"),
@@ -31,7 +34,9 @@ JOB_STATES: dict[str, JobState] = {
     "REQUEUED": JobState("pending", "requeued, waiting to start again"),
     "REQUEUE_FED": JobState("pending", "requeued in the federation"),
     "REQUEUE_HOLD": JobState("pending", "requeued and held: `scontrol release` lets it start"),
-    "SPECIAL_EXIT": JobState("pending", "requeued and held for its exit code: `scontrol release` lets it start"),
+    "SPECIAL_EXIT": JobState(
+        "pending", "requeued and held for its exit code: `scontrol release` lets it start"
+    ),
     "RESV_DEL_HOLD": JobState("pending", "held: its reservation was deleted"),
     "EXPEDITING": JobState("pending", "requeued with priority"),
     "POWER_UP_NODE": JobState("starting", "nodes are being switched on"),
@@ -49,32 +54,65 @@ JOB_STATES: dict[str, JobState] = {
     "FAILED": JobState("failed", "failed", None, ended=True),
     "CANCELLED": JobState("cancelled", "cancelled", Exit.RESTART, ended=True),
     "TIMEOUT": JobState("stopped", "reached its time limit", Exit.RESTART, ended=True),
-    "PREEMPTED": JobState("stopped", "preempted by a job of higher priority", Exit.RESTART, ended=True),
+    "PREEMPTED": JobState(
+        "stopped", "preempted by a job of higher priority", Exit.RESTART, ended=True
+    ),
     "NODE_FAIL": JobState("stopped", "lost a node", Exit.NODE, ended=True),
     "BOOT_FAIL": JobState("stopped", "a node did not boot", Exit.NODE, ended=True),
-    "LAUNCH_FAILED": JobState("stopped", "a node could not launch it (prolog or slurmd)", Exit.NODE, ended=True),
-    "OUT_OF_MEMORY": JobState("failed", "used more memory than it had asked for", Exit.USER, ended=True),
+    "LAUNCH_FAILED": JobState(
+        "stopped", "a node could not launch it (prolog or slurmd)", Exit.NODE, ended=True
+    ),
+    "OUT_OF_MEMORY": JobState(
+        "failed", "used more memory than it had asked for", Exit.USER, ended=True
+    ),
     "DEADLINE": JobState("stopped", "could not end before its deadline", Exit.CAPACITY, ended=True),
-    "REVOKED": JobState("stopped", "started on a sibling cluster of the federation", None, ended=True),
+    "REVOKED": JobState(
+        "stopped", "started on a sibling cluster of the federation", None, ended=True
+    ),
     "RECONFIG_FAIL": JobState("stopped", "a node failed to be reconfigured", Exit.NODE, ended=True),
 }
 
 #: squeue's two-letter forms (`%t`) and spellings of older or newer versions.
 _ALIASES = {
-    **{"PD": "PENDING", "CF": "CONFIGURING", "RQ": "REQUEUED", "RF": "REQUEUE_FED", "RH": "REQUEUE_HOLD"},
-    **{"SE": "SPECIAL_EXIT", "RD": "RESV_DEL_HOLD", "R": "RUNNING", "RS": "RESIZING", "SI": "SIGNALING"},
-    **{"S": "SUSPENDED", "ST": "STOPPED", "CG": "COMPLETING", "SO": "STAGE_OUT", "CD": "COMPLETED", "F": "FAILED"},
-    **{"CA": "CANCELLED", "TO": "TIMEOUT", "PR": "PREEMPTED", "NF": "NODE_FAIL", "BF": "BOOT_FAIL"},
-    **{"OOM": "OUT_OF_MEMORY", "DL": "DEADLINE", "RV": "REVOKED", "EX": "EXPEDITING", "LF": "LAUNCH_FAILED"},
-    **{"REQUEUE": "REQUEUED", "CANCELED": "CANCELLED", "OUT_OF_ME": "OUT_OF_MEMORY", "OUT_OF_ME+": "OUT_OF_MEMORY"},
+    "PD": "PENDING",
+    "CF": "CONFIGURING",
+    "RQ": "REQUEUED",
+    "RF": "REQUEUE_FED",
+    "RH": "REQUEUE_HOLD",
+    "SE": "SPECIAL_EXIT",
+    "RD": "RESV_DEL_HOLD",
+    "R": "RUNNING",
+    "RS": "RESIZING",
+    "SI": "SIGNALING",
+    "S": "SUSPENDED",
+    "ST": "STOPPED",
+    "CG": "COMPLETING",
+    "SO": "STAGE_OUT",
+    "CD": "COMPLETED",
+    "F": "FAILED",
+    "CA": "CANCELLED",
+    "TO": "TIMEOUT",
+    "PR": "PREEMPTED",
+    "NF": "NODE_FAIL",
+    "BF": "BOOT_FAIL",
+    "OOM": "OUT_OF_MEMORY",
+    "DL": "DEADLINE",
+    "RV": "REVOKED",
+    "EX": "EXPEDITING",
+    "LF": "LAUNCH_FAILED",
+    "REQUEUE": "REQUEUED",
+    "CANCELED": "CANCELLED",
+    "OUT_OF_ME": "OUT_OF_MEMORY",
+    "OUT_OF_ME+": "OUT_OF_MEMORY",
 }
 
 
 def job_state(state: str) -> JobState:
-    """The meaning of a state as Slurm writes it: `RUNNING`, `CANCELLED by 1000`, `PD`, `COMPLETING+CANCELLED`.
+    """The meaning of a state as Slurm writes it: `RUNNING`, `CANCELLED by 1000`, `PD`,
+    `COMPLETING+CANCELLED`.
 
-    Of several words joined by + the first known one decides. An unknown state (of a newer Slurm) counts as running,
-    never as ended.
+    Of several words joined by + the first known one decides. An unknown state (of a newer Slurm)
+    counts as running, never as ended.
     """
     words = [word for word in state.split(" by ")[0].strip().upper().split("+") if word]
     for word in words:
@@ -84,10 +122,12 @@ def job_state(state: str) -> JobState:
     return JobState("running", f"in the Slurm state {state.strip() or 'unknown'}")
 
 
-#: Reasons of a job that its first node could not start: slurmd found no folder for the log, or ended it with 53.
+#: Reasons of a job that its first node could not start: slurmd found no folder for the log, or
+#: ended it with 53.
 NOT_LAUNCHED = ("JobLaunchFailure", "RaisedSignal:53")
 
-#: squeue's reason why a job does not run -> a phrase for people. Other reasons are shown as they are.
+#: squeue's reason why a job does not run -> a phrase for people. Other reasons are shown as they
+#: are.
 REASONS: dict[str, str] = {
     "None": "",
     "Priority": "jobs of higher priority are before it",
@@ -110,14 +150,20 @@ REASONS: dict[str, str] = {
     "QOSMaxGRESPerUser": "the user has the QOS's share of GPUs in use",
     "BadConstraints": "no node of the cluster can satisfy it",
     "Cleaning": "its previous attempt is being cleaned up",
-    "launch failed requeued held": "could not be launched (prolog, slurmd), requeued and held: `scontrol release`",
+    "launch failed requeued held": (
+        "could not be launched (prolog, slurmd), requeued and held: `scontrol release`"
+    ),
     "NonZeroExitCode": "",  # the job's state says so
-    **dict.fromkeys(NOT_LAUNCHED, "its first node could not start it: does it see the run folder? a failed prolog?"),
+    **dict.fromkeys(
+        NOT_LAUNCHED,
+        "its first node could not start it: does it see the run folder? a failed prolog?",
+    ),
 }
 
 
 def explain_reason(reason: str) -> str:
-    """squeue's reason with its phrase, e.g. `Resources: waiting for nodes to become free`; "" for none."""
+    """squeue's reason with its phrase, e.g. `Resources: waiting for nodes to become free`; "" for
+    none."""
     word = reason.strip().strip("()")
     if word == "null":
         return ""

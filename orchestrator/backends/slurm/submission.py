@@ -1,9 +1,12 @@
-"""Submits and tracks jobs through submitit: its executor, job objects, and watcher that asks once for many jobs.
+"""Submits and tracks jobs through submitit: its executor, job objects, and watcher that asks once
+for many jobs.
 
 Replaced, and why:
-- the script's text: rendered from the plan (`script/render.py`), golden-tested, quoted in one place;
+- the script's text: rendered from the plan (`script/render.py`), golden-tested, quoted in one
+  place;
 - pickles: a job reads its request and plan as JSON from the run folder;
-- the watcher's source: submitit asks sacct alone and may answer 600 s late; `JobWatcher` asks squeue first, sacct for
+- the watcher's source: submitit asks sacct alone and may answer 600 s late; `JobWatcher` asks
+  squeue first, sacct for
   the rest, and is at most two seconds late;
 - the wait for a full queue: sbatch would retry for two minutes; here it is refused at once.
 """
@@ -31,7 +34,8 @@ MAX_AGE_S = 2
 
 
 class JobWatcher(InfoWatcher):
-    """Knows the states of all of the user's jobs, with or without accounting. `delay_s`: maximal age of an answer."""
+    """Knows the states of all of the user's jobs, with or without accounting. `delay_s`: maximal
+    age of an answer."""
 
     def __init__(self, slurm: Slurm, delay_s: int = MAX_AGE_S) -> None:
         super().__init__(delay_s=delay_s)
@@ -41,10 +45,14 @@ class JobWatcher(InfoWatcher):
     def update(self) -> None:
         self._num_calls += 1
         self.jobs = self._slurm.jobs(sorted(self._registered))
-        self._info_dict.update({id_: {"JobID": id_, "State": job.state} for id_, job in self.jobs.items()})
+        self._info_dict.update(
+            {id_: {"JobID": id_, "State": job.state} for id_, job in self.jobs.items()}
+        )
         self._last_status_check = time.time()
         self._finished |= {
-            id_ for id_ in self._registered if id_ in self.jobs and job_state(self.jobs[id_].state).ended
+            id_
+            for id_ in self._registered
+            if id_ in self.jobs and job_state(self.jobs[id_].state).ended
         }
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
@@ -53,7 +61,8 @@ class JobWatcher(InfoWatcher):
     def query(self, ids: list[str]) -> dict[str, Job]:
         """Job id -> job, for `ids` and all other jobs of the user, at most `delay_s` old.
 
-        squeue names every job of the user, so a job that the last answer named needs no call of its own.
+        squeue names every job of the user, so a job that the last answer named needs no call of its
+        own.
         """
         fresh = time.time() - self._last_status_check < self._delay_s
         self._registered.update(ids)
@@ -63,7 +72,8 @@ class JobWatcher(InfoWatcher):
 
 
 class RunJob(SlurmJob[Any]):
-    """A submitted run as submitit's job object, without pickled results: they are in the run folder."""
+    """A submitted run as submitit's job object, without pickled results: they are in the run
+    folder."""
 
     def __init__(self, folder: Path, job_id: str, watcher: JobWatcher):
         self.watcher = watcher  # type: ignore[assignment]  # submitit declares its own watcher's class
@@ -75,7 +85,9 @@ class ScriptExecutor(SlurmExecutor):
 
     def __init__(self, folder: Path, script: str, slurm: Slurm, name: str = "job.sbatch"):
         super().__init__(folder=folder)
-        self._script, self._slurm, self._name = script, slurm, name
+        self._script = script
+        self._slurm = slurm
+        self._name = name
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._script
@@ -92,20 +104,24 @@ class ScriptExecutor(SlurmExecutor):
 
 
 def submit_all(jobs: Sequence[JobScript], slurm: Slurm, watcher: JobWatcher) -> list[str]:
-    """Submit the runs, whose folders exist, and return their job ids: one array if they ask for the same, else one job
-    each. When one is refused (OrchError), none stays in the queue.
+    """Submit the runs, whose folders exist, and return their job ids: one array if they ask for the
+    same, else one job each. When one is refused (OrchError), none stays in the queue.
     """
     executors = [ScriptExecutor(Path(job.run_dir, "slurm"), render(job), slurm) for job in jobs]
     for executor in executors:
         executor.write()
     if common_flags(jobs) is not None:
         text = render_array(jobs, jobs[0].run_id)
-        array = ScriptExecutor(Path(jobs[0].run_dir, "slurm"), text, slurm, "array.sbatch").launch(watcher)
+        array = ScriptExecutor(Path(jobs[0].run_dir, "slurm"), text, slurm, "array.sbatch").launch(
+            watcher
+        )
         return [f"{array.job_id}_{index}" for index in range(len(jobs))]
     ids: list[str] = []
     try:
         for executor in executors:
-            ids.append(executor.launch(watcher, "--hold").job_id)  # none starts before the last is accepted
+            ids.append(
+                executor.launch(watcher, "--hold").job_id
+            )  # none starts before the last is accepted
         slurm.run(["scontrol", "release", ",".join(ids)])
     except BaseException:
         for id_ in ids:

@@ -1,5 +1,5 @@
-"""The backend of runs on another host. Their folder here is a mirror of what matters of the one there; everything that
-reads runs reads it as any other's."""
+"""The backend of runs on another host. Their folder here is a mirror of what matters of the one
+there; everything that reads runs reads it as any other's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from orchestrator.backends.base import Backend, Elsewhere, LogMirroring, Rendering, Resizing, read_record, write_record
+from orchestrator.backends.base import (
+    Backend,
+    Elsewhere,
+    LogMirroring,
+    Rendering,
+    Resizing,
+    read_record,
+    write_record,
+)
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Frozen
@@ -50,17 +58,23 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
     name = "ssh"
     shares_folders = False
 
-    def __init__(self, session: Session | None = None, prepared: wire.Prepared | None = None) -> None:
-        self._prepared_in, self._prepared = session, prepared
+    def __init__(
+        self, session: Session | None = None, prepared: wire.Prepared | None = None
+    ) -> None:
+        self._prepared_in = session
+        self._prepared = prepared
         self._sessions: dict[tuple[str, str], Session] = {}
         self._seen: dict[str, _Seen] = {}
         self._with_logs: set[str] = set()
 
-    # ---------------------------------------------------------------------------------- a job that was prepared there
+    # ---------------------------------------------------------------------------------- a job that
+    #     was prepared there
 
     def check(self, request: LaunchRequest) -> None:
         if self._prepared is None:
-            raise OrchError("the backend ssh is not chosen by its name: backend.options.ssh=HOST", Exit.USAGE)
+            raise OrchError(
+                "the backend ssh is not chosen by its name: backend.options.ssh=HOST", Exit.USAGE
+            )
         if self._prepared.refusal:
             raise OrchError(self._prepared.refusal, Exit.CAPACITY)
 
@@ -68,7 +82,9 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         return self._prepared.script if self._prepared else ""
 
     def render(self, bundle: SubmissionBundle) -> str:
-        raise OrchError("a script is rendered on the host itself: log in and use orch render there", Exit.USAGE)
+        raise OrchError(
+            "a script is rendered on the host itself: log in and use orch render there", Exit.USAGE
+        )
 
     def folder_of(self, request: LaunchRequest, home: Path) -> RunFolder:
         return RunFolder(runs_folder(home) / request.run_id)
@@ -79,7 +95,9 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         session = self._prepared_in
         folder = self.folder_of(bundle.request, home_folder(environ))
         if folder.path.exists():
-            raise OrchError(f"run {folder.run_id} exists already in {folder.path.parent}", Exit.CONFIG)
+            raise OrchError(
+                f"run {folder.run_id} exists already in {folder.path.parent}", Exit.CONFIG
+            )
         record = SshRecord(host=session.host, python=session.python, run_dir=bundle.request.run_dir)
         with HeldSignals(), disk_refusals(folder):
             folder.create()
@@ -89,7 +107,10 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
                 write_state(folder, accepted(bundle.request, self.name))
                 session.ask(wire.Send())  # last: a run that is started there is known here
             except ConnectionLost as error:
-                look = f"{error.message}; run {folder.run_id} may have been started there: orch status {folder.run_id}"
+                look = (
+                    f"{error.message}; run {folder.run_id} may have been started there: orch status"
+                    f" {folder.run_id}"
+                )
                 raise OrchError(look, Exit.CAPACITY) from None
             except BaseException:
                 shutil.rmtree(folder.path, ignore_errors=True)
@@ -104,7 +125,9 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
         return self.resume_there(folder, ())
 
-    def resize(self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]) -> str:
+    def resize(
+        self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]
+    ) -> str:
         return self._start_again(folder, wire.Resize(run=folder.run_id, nodes=nodes))
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
@@ -122,7 +145,8 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         return self._look(folder).alive
 
     def state(self, folder: RunFolder) -> RunState:
-        """As the host has it; as it was last seen where the host does not answer, which the reason says."""
+        """As the host has it; as it was last seen where the host does not answer, which the reason
+        says."""
         try:
             return self._look(folder).state
         except OrchError as error:
@@ -176,18 +200,22 @@ class SshBackend(Backend, Elsewhere, LogMirroring, Rendering, Resizing):
         return seen
 
     def _not_there(self, folder: RunFolder, says: str) -> _Seen:
-        """The host knows no such run: it never came to be there, or was removed there. Not written down: the host may
-        be about to make its folder."""
+        """The host knows no such run: it never came to be there, or was removed there. Not written
+        down: the host may be about to make its folder."""
         state = read_state(folder)
         if not state.is_final:
             state = finish(state, "failed", Exit.CAPACITY, f"not there: {says}", at=time.time())
-        seen = self._seen[folder.run_id] = _Seen(time.monotonic(), alive=False, state=state, there=False)
+        seen = self._seen[folder.run_id] = _Seen(
+            time.monotonic(), alive=False, state=state, there=False
+        )
         return seen
 
     def _ask(self, folder: RunFolder, question: wire.Question) -> tuple[wire.Answer, bytes]:
         record = read_record(folder, SshRecord)
         if record is None:
-            raise OrchError(f"run {folder.run_id} was not sent: there is no {folder.backend.name}", Exit.CONFIG)
+            raise OrchError(
+                f"run {folder.run_id} was not sent: there is no {folder.backend.name}", Exit.CONFIG
+            )
         key = record.host, record.python
         if key not in self._sessions:
             self._sessions[key] = Session(*key)

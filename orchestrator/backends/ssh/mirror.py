@@ -1,4 +1,5 @@
-"""What of a run's folder on another host is copied into its folder here: its state, and what only grows."""
+"""What of a run's folder on another host is copied into its folder here: its state, and what only
+grows."""
 
 from __future__ import annotations
 
@@ -23,12 +24,19 @@ _AT_ONCE = 16 << 20  # bytes of an answer
 
 def known(folder: RunFolder) -> dict[str, int]:
     """Bytes of what this machine has of the files that grow."""
-    return {name: path.stat().st_size for name, path in _files(folder) if not _WHOLE.fullmatch(name)}
+    return {
+        name: path.stat().st_size for name, path in _files(folder) if not _WHOLE.fullmatch(name)
+    }
 
 
-def parts_of(folder: RunFolder, has: Mapping[str, int], logs: bool) -> tuple[list[Part], bytes, bool]:
-    """What the other side lacks, with the bytes of all parts, and whether that is not all of it yet."""
-    parts, payload, left = list[Part](), bytearray(), _AT_ONCE
+def parts_of(
+    folder: RunFolder, has: Mapping[str, int], logs: bool
+) -> tuple[list[Part], bytes, bool]:
+    """What the other side lacks, with the bytes of all parts, and whether that is not all of it
+    yet."""
+    parts = list[Part]()
+    payload = bytearray()
+    left = _AT_ONCE
     for name, path in _files(folder):
         whole = _WHOLE.fullmatch(name) is not None
         if not whole and not (_GROWS.fullmatch(name) or (logs and _LOGS.fullmatch(name))):
@@ -49,19 +57,23 @@ def parts_of(folder: RunFolder, has: Mapping[str, int], logs: bool) -> tuple[lis
 
 
 def write_parts(folder: RunFolder, parts: list[Part], payload: bytes) -> None:
-    """Puts them into the folder of this machine. OrchError (78) for a file that no run folder has."""
+    """Puts them into the folder of this machine. OrchError (78) for a file that no run folder
+    has."""
     at = 0
     for part in parts:
         if not any(kind.fullmatch(part.path) for kind in (_WHOLE, _GROWS, _LOGS)) or part.size < 0:
             raise OrchError(f"run {folder.run_id}: the host sent {part.path!r}", Exit.SECURITY)
-        data, path = payload[at : at + part.size], folder.path / part.path
+        data = payload[at : at + part.size]
+        path = folder.path / part.path
         at += part.size
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if part.offset == 0:
             write_private(path, data, durable=False)
             continue
         with path.open("r+b") as file:
-            if file.seek(0, 2) != part.offset:  # another command of this machine has just written it
+            if (
+                file.seek(0, 2) != part.offset
+            ):  # another command of this machine has just written it
                 continue
             file.write(data)
 

@@ -1,4 +1,5 @@
-"""A connection to the orch of another host: one process of the system's ssh for as long as this command runs."""
+"""A connection to the orch of another host: one process of the system's ssh for as long as this
+command runs."""
 
 from __future__ import annotations
 
@@ -20,11 +21,19 @@ HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]{0,254}")
 #: The interpreter there that has orch, from the home folder on: no word needs quoting for a shell.
 PYTHON = re.compile(r"(~/)?[A-Za-z0-9_./+-]{1,400}")
 _NOISE = 1 << 20  # bytes that a login shell may print before orch answers
-_KEPT_ALIVE = ("-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+_KEPT_ALIVE = (
+    "-o",
+    "ConnectTimeout=20",
+    "-o",
+    "ServerAliveInterval=15",
+    "-o",
+    "ServerAliveCountMax=4",
+)
 
 
 def _leave_ctrl_c_to_us() -> None:
-    """In ssh's process: a terminal sends Ctrl-C to it as well, in the middle of an answer. It ends with our pipe."""
+    """In ssh's process: a terminal sends Ctrl-C to it as well, in the middle of an answer. It ends
+    with our pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -33,19 +42,24 @@ class ConnectionLost(OrchError):
 
 
 class Session:
-    """`ask` starts it where it is not there. OrchError (65) for a host or interpreter that is no such name."""
+    """`ask` starts it where it is not there. OrchError (65) for a host or interpreter that is no
+    such name."""
 
     def __init__(self, host: str, python: str):
         if not HOST.fullmatch(host):
             raise OrchError(f"backend.options.ssh={host!r} is no host as ssh takes it", Exit.CONFIG)
         if not PYTHON.fullmatch(python) or ".." in python.split("/"):
-            raise OrchError(f"backend.options.ssh_python={python!r} is no path of an interpreter", Exit.CONFIG)
-        self.host, self.python = host, python
+            raise OrchError(
+                f"backend.options.ssh_python={python!r} is no path of an interpreter", Exit.CONFIG
+            )
+        self.host = host
+        self.python = python
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: wire.Question, payload: bytes = b"") -> tuple[wire.Answer, bytes]:
-        """The answer with its payload. OrchError: what the other side refuses, with its exit code; 76 when the host
-        does not answer, as ConnectionLost (76) when it may have heard the question."""
+        """The answer with its payload. OrchError: what the other side refuses, with its exit code;
+        76 when the host does not answer, as ConnectionLost (76) when it may have heard the
+        question."""
         process = self._process or self._start()
         assert process.stdin and process.stdout
         try:
@@ -53,12 +67,18 @@ class Session:
             found = wire.read_answer(process.stdout)  # type: ignore[arg-type]
         except (OSError, ValueError) as error:
             self.close()
-            raise ConnectionLost(f"ssh {self.host}: the connection was lost ({error})", Exit.CAPACITY) from None
+            raise ConnectionLost(
+                f"ssh {self.host}: the connection was lost ({error})", Exit.CAPACITY
+            ) from None
         if found is None:
-            raise ConnectionLost(f"ssh {self.host}: the connection was lost ({self._ended()})", Exit.CAPACITY)
+            raise ConnectionLost(
+                f"ssh {self.host}: the connection was lost ({self._ended()})", Exit.CAPACITY
+            )
         if isinstance(found[0], wire.Refused):
             codes = {int(code): code for code in Exit}
-            raise OrchError(f"{self.host}: {found[0].message}", codes.get(found[0].exit, Exit.INTERNAL))
+            raise OrchError(
+                f"{self.host}: {found[0].message}", codes.get(found[0].exit, Exit.INTERNAL)
+            )
         return found
 
     def close(self) -> None:
@@ -76,7 +96,8 @@ class Session:
             process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # A login shell, because PATH and modules of a site are set there. Nothing of a user's is in this line.
+        # A login shell, because PATH and modules of a site are set there. Nothing of a user's is in
+        # this line.
         line = f"exec sh -lc 'exec {self.python} -P {' '.join(BY_NAME)} {wire.MODULE}'"
         argv = ["ssh", "-T", *_KEPT_ALIVE, "--", self.host, line]
         try:
@@ -98,7 +119,9 @@ class Session:
         if code.endswith(" 255"):  # ssh's own, which has said why
             raise OrchError(f"ssh {self.host} found no way there ({code})", Exit.CAPACITY)
         how = "install it there as here, or say where: backend.options.ssh_python=PATH"
-        raise OrchError(f"{self.host} has no orch under {self.python} ({code}): {how}", Exit.CAPACITY)
+        raise OrchError(
+            f"{self.host} has no orch under {self.python} ({code}): {how}", Exit.CAPACITY
+        )
 
     def _greeted(self, line: bytes, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
         said = line.removeprefix(wire.GREETING).decode(errors="replace").split()
@@ -106,7 +129,10 @@ class Session:
             return process
         self.close()
         theirs = said[1] if len(said) > 1 else "another version"
-        raise OrchError(f"{self.host} has orch {theirs}, this is {__version__}: install the same there", Exit.CAPACITY)
+        raise OrchError(
+            f"{self.host} has orch {theirs}, this is {__version__}: install the same there",
+            Exit.CAPACITY,
+        )
 
     def _ended(self) -> str:
         process = self._process

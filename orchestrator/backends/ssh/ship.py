@@ -13,11 +13,13 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.code_snapshot import listed
 from orchestrator.run.request import Code
 
-CODE, CONF = "code", "conf"
+CODE = "code"
+CONF = "conf"
 
 
 def pack(code: Code, conf: Path | None) -> tuple[bytes, int, int]:
-    """A compressed tar of the folder's code and of group files; how many files of code, and their bytes.
+    """A compressed tar of the folder's code and of group files; how many files of code, and their
+    bytes.
 
     OrchError (65) when the code is too much to copy.
     """
@@ -26,7 +28,12 @@ def pack(code: Code, conf: Path | None) -> tuple[bytes, int, int]:
     with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as tar:
         _add(tar, CODE, Path(code.root), files)
         if conf is not None:
-            _add(tar, CONF, conf, [str(path.relative_to(conf)) for path in sorted(conf.rglob("*.yaml"))])
+            _add(
+                tar,
+                CONF,
+                conf,
+                [str(path.relative_to(conf)) for path in sorted(conf.rglob("*.yaml"))],
+            )
     return out.getvalue(), len(files), size
 
 
@@ -43,7 +50,8 @@ def _add(tar: tarfile.TarFile, prefix: str, root: Path, names: Iterable[str]) ->
 
 
 def unpack(payload: bytes, into: Path) -> None:
-    """Regular files and links of such a tar, each inside `into`. OrchError (78) for any other name."""
+    """Regular files and links of such a tar, each inside `into`. OrchError (78) for any other
+    name."""
     with tarfile.open(fileobj=io.BytesIO(payload), mode="r:gz") as tar:
         for member in tar:
             path = PurePosixPath(member.name)
@@ -51,12 +59,16 @@ def unpack(payload: bytes, into: Path) -> None:
                 raise OrchError(f"the code that was shipped holds {member.name!r}", Exit.SECURITY)
             target = into / path
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not target.parent.resolve().is_relative_to(into.resolve()):  # through a link that came before
+            if not target.parent.resolve().is_relative_to(
+                into.resolve()
+            ):  # through a link that came before
                 raise OrchError(f"the code that was shipped holds {member.name!r}", Exit.SECURITY)
             if member.issym():
                 target.symlink_to(member.linkname)
             elif (source := tar.extractfile(member)) is not None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-                with os.fdopen(os.open(target, flags, 0o700 if member.mode & 0o100 else 0o600), "wb") as file:
+                with os.fdopen(
+                    os.open(target, flags, 0o700 if member.mode & 0o100 else 0o600), "wb"
+                ) as file:
                     while chunk := source.read(1 << 20):
                         file.write(chunk)

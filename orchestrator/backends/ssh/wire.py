@@ -1,6 +1,8 @@
-"""What this machine and the orch of another host say to each other, over the standard streams of ssh.
+"""What this machine and the orch of another host say to each other, over the standard streams of
+ssh.
 
-A message is a JSON object, then as many bytes as its `payload` says. This side asks, the other answers each question.
+A message is a JSON object, then as many bytes as its `payload` says. This side asks, the other
+answers each question.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ class Handle(Frozen, tag=True):
 
 
 class Part(Frozen):
-    """Bytes of a file of a run folder, from an offset on; they lie in the payload, in the order of the parts."""
+    """Bytes of a file of a run folder, from an offset on; they lie in the payload, in the order of
+    the parts."""
 
     path: str
     offset: int
@@ -137,5 +140,6 @@ def _read(stream: BinaryIO) -> tuple[bytes, bytes] | None:
     long, payload = _LENGTH.unpack(head)
     if long > _MOST_JSON or payload > 1 << 31:
         raise ValueError(f"a message of {long} and {payload} bytes")
-    raw, rest = stream.read(long), stream.read(payload)
+    raw = stream.read(long)
+    rest = stream.read(payload)
     return (raw, rest) if len(raw) == long and len(rest) == payload else None

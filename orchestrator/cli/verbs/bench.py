@@ -1,4 +1,5 @@
-"""`orch bench`: measures links and GPUs of a cluster. Later plans of that cluster use the result."""
+"""`orch bench`: measures links and GPUs of a cluster. Later plans of that cluster use the
+result."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-keep", action="store_true", help="show what was found, change no plan")
+    parser.add_argument(
+        "--no-keep", action="store_true", help="show what was found, change no plan"
+    )
     parser.add_argument("--run-id", metavar="ID", help="instead of bench-<cluster>-<time>-<random>")
 
 
@@ -35,13 +38,18 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     config = bench.config_of(load(overrides, args.config_dir))
     run_id = args.run_id or new_run_id(f"bench-{config.cluster.name}", time.time())
-    options = from_here(command=(sys.executable, "-P", "-m", bench.PROGRAM), in_place=True, run_id=run_id)
+    options = from_here(
+        command=(sys.executable, "-P", "-m", bench.PROGRAM), in_place=True, run_id=run_id
+    )
     backend, [(config, plan, bundle)] = prepare(config, options)
-    out, look = (sys.stderr if args.json else sys.stdout), style()
+    out = sys.stderr if args.json else sys.stdout
+    look = style()
     with HeldSignals():
         handle = send(bundle, backend, options)
         announce(handle, out)
-    events = bench.watch(RunFolder(Path(bundle.request.run_dir)), plan, backend, _Progress(out, look))
+    events = bench.watch(
+        RunFolder(Path(bundle.request.run_dir)), plan, backend, _Progress(out, look)
+    )
     record = bench.record_of(config, handle, events)
     where = None if args.no_keep else bench.keep(config, record, options.home)
     if args.json:
@@ -57,7 +65,9 @@ class _Progress:
     """A bar that is overwritten on a terminal, one line a tenth elsewhere."""
 
     def __init__(self, out: TextIO, look: Style):
-        self._out, self._look, self._tenth = out, look, -1
+        self._out = out
+        self._look = look
+        self._tenth = -1
 
     def __call__(self, done: int, total: int, what: str) -> None:
         from orchestrator.style import GREEN
@@ -75,9 +85,13 @@ def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
     """The page of a measurement: measured against assumed rates, and seconds by message size."""
     from orchestrator.style import seconds, si
 
-    described = {"nvlink": plan.cluster.nvlink} | {level.name: level for level in plan.cluster.levels}
+    described = {"nvlink": plan.cluster.nvlink} | {
+        level.name: level for level in plan.cluster.levels
+    }
     lines = ["", look.title("Links, one GPU's share")]
-    lines.append(f"{'tier':<10}{'rate':>12}{'described':>14}{'latency':>10}{'described':>14}{'off by':>8}")
+    lines.append(
+        f"{'tier':<10}{'rate':>12}{'described':>14}{'latency':>10}{'described':>14}{'off by':>8}"
+    )
     for name, found in record.links.items():
         known = described[name]
         lines.append(
@@ -89,17 +103,23 @@ def page(plan: Plan, record: Record, where: str | None, look: Style) -> str:
     for row in record.compute:
         name = f"{row['precision']:<10}"
         lines.append(
-            f"{name}{si(row['matmul_flops'], 'FLOP/s')} matmul, {si(row['attention_flops'], 'FLOP/s')} attention"
+            f"{name}{si(row['matmul_flops'], 'FLOP/s')} matmul,"
+            f" {si(row['attention_flops'], 'FLOP/s')} attention"
         )
-    memory, launch = record.measured.memory_bytes_per_s, record.measured.launch_s
+    memory = record.measured.memory_bytes_per_s
+    launch = record.measured.launch_s
     lines.append(f"{'memory':<10}{si(memory, 'B/s')}, {seconds(launch)} a small operator")
     if host := record.host:
         lines += ["", look.title("A node's host, for what is offloaded")]
         lines.append(
-            f"{'memory':<10}{si(host.memory_bytes_per_s, 'B/s')} of AdamW, {host.memory_bytes / 2**30:,.0f} GiB"
+            f"{'memory':<10}{si(host.memory_bytes_per_s, 'B/s')} of AdamW,"
+            f" {host.memory_bytes / 2**30:,.0f} GiB"
         )
         lines.append(f"{'link':<10}{si(host.link_bytes_per_s, 'B/s')} between a GPU and the host")
-        lines.append(f"{'disk':<10}{si(host.disk_bytes_per_s, 'B/s')}, {host.disk_bytes / 2**30:,.0f} GiB free")
+        lines.append(
+            f"{'disk':<10}{si(host.disk_bytes_per_s, 'B/s')}, {host.disk_bytes / 2**30:,.0f} GiB"
+            " free"
+        )
     lines.append("")
     if where:
         lines.append(f"kept in {where}")
@@ -115,7 +135,9 @@ def _table(record: Record) -> str:
     sizes = sorted({row.size for row in record.rows})
     lines = [f"{'':<34}" + "".join(f"{size / 1024:>9,.0f}K" for size in sizes)]
     cells = {(row.level, row.operation, row.ranks, row.size): row.seconds for row in record.rows}
-    for level, operation, ranks in dict.fromkeys((row.level, row.operation, row.ranks) for row in record.rows):
+    for level, operation, ranks in dict.fromkeys(
+        (row.level, row.operation, row.ranks) for row in record.rows
+    ):
         found = (cells.get((level, operation, ranks, size)) for size in sizes)
         text = "".join(f"{seconds(value) if value is not None else '-':>10}" for value in found)
         lines.append(f"{level:<10}{operation:<16}{ranks:>3} ranks{text}")

@@ -1,4 +1,5 @@
-"""`orch calibrate`: the cost model's parameters from a table of runs, a run of this site, or `orch bench`."""
+"""`orch calibrate`: the cost model's parameters from a table of runs, a run of this site, or `orch
+bench`."""
 
 from __future__ import annotations
 
@@ -23,11 +24,23 @@ BENCH = "bench"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--table", metavar="FILE.csv", type=Path, help="fit a new profile to these runs; needs --out")
-    about = "update the site's profile by a run's measured steps, or by orch bench of the cluster that is given"
+    parser.add_argument(
+        "--table",
+        metavar="FILE.csv",
+        type=Path,
+        help="fit a new profile to these runs; needs --out",
+    )
+    about = (
+        "update the site's profile by a run's measured steps, or by orch bench of the cluster that"
+        " is given"
+    )
     parser.add_argument("--from", metavar="RUN|bench", dest="source", help=about)
-    parser.add_argument("--profile", metavar="FILE", type=Path, help="update this one, not the site's own")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the profile here, not to the site's own")
+    parser.add_argument(
+        "--profile", metavar="FILE", type=Path, help="update this one, not the site's own"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write the profile here, not to the site's own"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -40,7 +53,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     return _bench(args, overrides) if args.source == BENCH else _run(args)
 
 
-# ---------------------------------------------------------------------------------------------- a table
+# ---------------------------------------------------------------------------------------------- a
+#     table
 
 
 def _table(args: argparse.Namespace) -> int:
@@ -49,14 +63,25 @@ def _table(args: argparse.Namespace) -> int:
     from orchestrator.planner.calibrate.table import fit_table
 
     if args.out is None or args.profile is not None:
-        raise OrchError("orch calibrate --table needs --out FILE, and starts from no --profile", Exit.USAGE)
+        raise OrchError(
+            "orch calibrate --table needs --out FILE, and starts from no --profile", Exit.USAGE
+        )
     try:
-        profile, refused = fit_table(read_table(args.table), args.out.stem, digest(args.table), _today(), tell)
+        profile, refused = fit_table(
+            read_table(args.table), args.out.stem, digest(args.table), _today(), tell
+        )
     except OrchError as error:
         raise OrchError(f"--table {args.table}: {error.message}", error.exit) from None
     _write(profile, args.out)
     if args.json:
-        print_json({"file": str(args.out), "profile": profile.label, "left_out": profile.left_out, "refused": refused})
+        print_json(
+            {
+                "file": str(args.out),
+                "profile": profile.label,
+                "left_out": profile.left_out,
+                "refused": refused,
+            }
+        )
         return Exit.DONE
     print(f"{'source':<26}{'rows':>6}{'prior':>9}{'fitted':>9}{'left out':>9}")
     for one in profile.left_out:
@@ -64,15 +89,21 @@ def _table(args: argparse.Namespace) -> int:
         print(f"{one.source:<26}{one.rows:>6}{one.prior:>9.1%}{one.fitted:>9.1%}{unseen:>9}")
     sources = profile.left_out
     if len(sources) > 1:
-        means = [sum(getattr(one, name) for one in sources) / len(sources) for name in ("prior", "fitted", "left_out")]
-        print(f"{'mean of sources':<26}{len(sources):>6}" + "".join(f"{mean:>9.1%}" for mean in means))
+        means = [
+            sum(getattr(one, name) for one in sources) / len(sources)
+            for name in ("prior", "fitted", "left_out")
+        ]
+        print(
+            f"{'mean of sources':<26}{len(sources):>6}" + "".join(f"{mean:>9.1%}" for mean in means)
+        )
     for line in refused:
         print(f"left out: {line}")
     print(f"{profile.label}: {args.out}; orch predict --profile and cost.profile take it")
     return Exit.DONE
 
 
-# ---------------------------------------------------------------------------------------------- this site
+# ----------------------------------------------------------------------------------------------
+#     this site
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -87,13 +118,16 @@ def _run(args: argparse.Namespace) -> int:
     from orchestrator.planner.plan_cost import context_of, step_of
 
     folder, backend = open_run(args.source)
-    plan, state = plan_of_run(folder), backend.state(folder)
+    plan = plan_of_run(folder)
+    state = backend.state(folder)
     lines = read_steps(folder, nodes_of(plan, state))
     measured = make_report(plan, state, lines)["step_s"]["measured"]
     if measured is None:
         raise OrchError(f"run {folder.run_id} has measured no step", Exit.CONFIG)
     try:
-        spec = msgspec.convert(msgspec.yaml.decode(folder.config.read_bytes())["cluster"], ClusterSpec)
+        spec = msgspec.convert(
+            msgspec.yaml.decode(folder.config.read_bytes())["cluster"], ClusterSpec
+        )
     except (OSError, LookupError, TypeError, msgspec.MsgspecError) as error:
         raise OrchError(f"run {folder.run_id}: config.yaml: {error}", Exit.CONFIG) from None
     base = _base(args, spec)
@@ -104,7 +138,9 @@ def _run(args: argparse.Namespace) -> int:
     cluster = with_measured(plan.cluster, record) if record is not None else plan.cluster
     context = context_of(plan, base, cluster)
     loads = _loads(base, plan, lines)
-    known = base if loads is None else site_profile(base, loads, "run", folder.run_id, "", base.name)
+    known = (
+        base if loads is None else site_profile(base, loads, "run", folder.run_id, "", base.name)
+    )
     change, _ = update_with_step(known, step_of(plan, context), measured)
     change = change if loads is None else then(loads, change)
     after = float(step_of(plan, context)(change.values(base)))  # type: ignore[arg-type]
@@ -123,7 +159,9 @@ def _loads(base: Profile, plan: Plan, lines: Sequence[StepLine]) -> Update | Non
     if not loads or plan.model.moe is None:
         return None
     fullest = rank_load(plan, loads).get("measured") or 1.0
-    return update_with_loads(base, plan.model, expert_mesh(plan.parallel).ep, fullest, load_spread(loads))
+    return update_with_loads(
+        base, plan.model, expert_mesh(plan.parallel).ep, fullest, load_spread(loads)
+    )
 
 
 def _bench(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -138,13 +176,17 @@ def _bench(args: argparse.Namespace, overrides: list[str]) -> int:
     spec = load(overrides, args.config_dir).cluster
     record = read(spec, home())
     if record is None:
-        raise OrchError(f"orch bench has measured nothing on cluster {spec.name}: run it first", Exit.USAGE)
+        raise OrchError(
+            f"orch bench has measured nothing on cluster {spec.name}: run it first", Exit.USAGE
+        )
     base = _base(args, spec)
     source = f"bench {record.at}"
     if source in base.fitted_on.runs:
         raise OrchError(f"{source} is part of profile {base.label} already", Exit.USAGE)
     described = ClusterResolver(home())(structs.replace(spec, measured=False))
-    return _keep(args, spec, base, update_with_bench(base, described, record), ("bench", source), {})
+    return _keep(
+        args, spec, base, update_with_bench(base, described, record), ("bench", source), {}
+    )
 
 
 def _base(args: argparse.Namespace, spec: ClusterSpec) -> Profile:
@@ -176,19 +218,38 @@ def _keep(
     _write(profile, path, private=args.out is None)
     moved = changed(base, profile)
     if args.json:
-        parameters = {one.parameter: {"before": one.assumed, "after": one.found, "unit": one.unit} for one in moved}
-        print_json({"file": str(path), "profile": profile.label, "base": base.label, **facts, "parameters": parameters})
+        parameters = {
+            one.parameter: {"before": one.assumed, "after": one.found, "unit": one.unit}
+            for one in moved
+        }
+        print_json(
+            {
+                "file": str(path),
+                "profile": profile.label,
+                "base": base.label,
+                **facts,
+                "parameters": parameters,
+            }
+        )
         return Exit.DONE
     if facts:
         from orchestrator.style import seconds
 
-        before, measured, after = (seconds(facts[name]) for name in ("before_s", "measured_s", "after_s"))
-        print(f"step of {source[1]}: {before} predicted, {measured} measured, {after} predicted from now on")
+        before, measured, after = (
+            seconds(facts[name]) for name in ("before_s", "measured_s", "after_s")
+        )
+        print(
+            f"step of {source[1]}: {before} predicted, {measured} measured, {after} predicted from"
+            " now on"
+        )
     for one in moved[:8]:
         print(f"  {one.text}")
     print(f"{profile.label}, from {base.label}: {path}")
     if args.out is None:
-        print(f"plans of cluster {spec.name} use it; cost.profile=FILE takes another, deleting it goes back")
+        print(
+            f"plans of cluster {spec.name} use it; cost.profile=FILE takes another, deleting it"
+            " goes back"
+        )
     return Exit.DONE
 
 

@@ -1,4 +1,5 @@
-"""`orch completion bash|zsh|fish`: verbs, flags, groups, file names, keys, run ids. Directory listings, no Hydra."""
+"""`orch completion bash|zsh|fish`: verbs, flags, groups, file names, keys, run ids. Directory
+listings, no Hydra."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ ONE_RUN = ("status", "logs", "cancel", "resume", "resize", "rm", "paths")  # ver
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", nargs="?", choices=sorted(SCRIPTS), help="the shell to write the script for")
+    parser.add_argument(
+        "shell", nargs="?", choices=sorted(SCRIPTS), help="the shell to write the script for"
+    )
     parser.add_argument("--line", help="answer one completion: the command line up to the cursor")
 
 
@@ -60,7 +63,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def complete(line: str) -> list[str]:
-    """What may replace the last word of a command line (empty after a space), sorted as a person would read it."""
+    """What may replace the last word of a command line (empty after a space), sorted as a person
+    would read it."""
     *before, word = line.split(" ")
     before = [part for part in before if part]
     if len(before) <= 1:
@@ -99,7 +103,9 @@ def _flags(verb: str) -> list[str]:
 def _runs() -> list[str]:
     home = Path(os.environ.get("ORCH_HOME") or Path.home() / ".orch")
     try:
-        return sorted((path.name for path in (home / "runs").iterdir() if path.is_dir()), reverse=True)
+        return sorted(
+            (path.name for path in (home / "runs").iterdir() if path.is_dir()), reverse=True
+        )
     except OSError:
         return []
 
@@ -135,7 +141,8 @@ def _parts() -> list[str]:
 
 
 def _keys(key: str) -> list[str]:
-    """The sibling keys of a dotted one, ready to continue typing: `train.steps=`, `cluster.gpu.`."""
+    """The sibling keys of a dotted one, ready to continue typing: `train.steps=`,
+    `cluster.gpu.`."""
     from orchestrator.config.config_errors import annotation_at
     from orchestrator.config.structured import fields, struct_of
 
@@ -143,7 +150,10 @@ def _keys(key: str) -> list[str]:
     struct = struct_of(annotation_at(parent.split(".")))
     if struct is None:
         return []
-    return [f"{parent}.{name}{'.' if struct_of(field.type) else '='}" for name, field in fields(struct).items()]
+    return [
+        f"{parent}.{name}{'.' if struct_of(field.type) else '='}"
+        for name, field in fields(struct).items()
+    ]
 
 
 def _values(key: str) -> list[str]:

@@ -50,7 +50,10 @@ def _choices(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.choices not in (ALL, *groups):
         raise OrchError(f"unknown group {args.choices!r}; {did_you_mean(args.choices, groups)}")
     groups = groups if args.choices == ALL else [args.choices]
-    found = {group: {name: _about(library, group, name) for name in library.files(group)} for group in groups}
+    found = {
+        group: {name: _about(library, group, name) for name in library.files(group)}
+        for group in groups
+    }
     if args.json:
         print(json.dumps({"groups": found, "parallel_words": RULE}))
         return Exit.DONE

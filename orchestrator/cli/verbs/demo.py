@@ -1,4 +1,5 @@
-"""`orch demo`: the main job on this machine, watched, scraped and explained. What `make demo` runs."""
+"""`orch demo`: the main job on this machine, watched, scraped and explained. What `make demo`
+runs."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ SHOWN = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, metavar="N", help="train for N steps instead of the default")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="train for N steps instead of the default"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -45,7 +48,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.steps is not None and args.steps < 2:
         raise OrchError(f"--steps {args.steps}: at least 2, to see the loss fall", Exit.USAGE)
     words = [*LINE, *([f"train.steps={args.steps}"] if args.steps else [])]
-    out, look = (sys.stderr if args.json else sys.stdout), style()
+    out = sys.stderr if args.json else sys.stdout
+    look = style()
     options = from_here()
     submission = prepare(load(words, None), options)
     check(submission, options)
@@ -64,21 +68,41 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.json:
         import json
 
-        facts = {"handle": handle, "state": state.state, "exit": state.exit_code, "losses": losses, "loss_fell": fell}
-        print(json.dumps({**facts, "run_dir": str(folder.path), "metrics": scraper.address, "metrics_page": pages}))
+        facts = {
+            "handle": handle,
+            "state": state.state,
+            "exit": state.exit_code,
+            "losses": losses,
+            "loss_fell": fell,
+        }
+        print(
+            json.dumps(
+                {
+                    **facts,
+                    "run_dir": str(folder.path),
+                    "metrics": scraper.address,
+                    "metrics_page": pages,
+                }
+            )
+        )
     else:
         print(summary(folder, handle, losses, scraper.address, pages, look))
     if state.exit_code == Exit.DONE and not (fell and pages):
-        problem = "its metrics were never there to scrape" if fell else f"the loss did not fall: {losses}"
+        problem = (
+            "its metrics were never there to scrape" if fell else f"the loss did not fall: {losses}"
+        )
         raise OrchError(f"the run ended well but {problem}", Exit.INTERNAL)
     return state.exit_code or 0
 
 
 class Scraper:
-    """Reads the first node's Prometheus endpoint over HTTP during the run, as a Prometheus server would."""
+    """Reads the first node's Prometheus endpoint over HTTP during the run, as a Prometheus server
+    would."""
 
     def __init__(self, folder: RunFolder):
-        self.folder, self.address, self._page = folder, None, ""
+        self.folder = folder
+        self.address = None
+        self._page = ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -99,7 +123,8 @@ class Scraper:
         except (OSError, ValueError, LookupError):  # not there yet, or not there any more
             return
         if "orch_loss" in page:
-            self.address, self._page = address, page
+            self.address = address
+            self._page = page
 
     def stop(self) -> list[str]:
         """Lines of the last page that was read, those that `SHOWN` names."""
@@ -113,18 +138,35 @@ def read_losses(folder: RunFolder) -> list[tuple[int, float]]:
     from orchestrator.observe.timeline import read_steps
 
     nodes = sorted(path.stem for path in folder.path.glob("metrics/*.jsonl"))
-    return sorted({line.step: line.loss for line in read_steps(folder, nodes) if line.loss is not None}.items())
+    return sorted(
+        {
+            line.step: line.loss for line in read_steps(folder, nodes) if line.loss is not None
+        }.items()
+    )
 
 
 def summary(
-    folder: RunFolder, handle: str, losses: list[tuple[int, float]], address: str | None, page: list[str], look: Style
+    folder: RunFolder,
+    handle: str,
+    losses: list[tuple[int, float]],
+    address: str | None,
+    page: list[str],
+    look: Style,
 ) -> str:
     chosen = losses[:: max(1, len(losses) // 8)]
     if losses and chosen[-1] != losses[-1]:
         chosen.append(losses[-1])
     top = max((loss for _, loss in losses), default=1.0)
-    curve = [f"  step {step:>5}  {loss:6.3f}  {'#' * round(40 * loss / top)}" for step, loss in chosen]
-    lines = ["", "Loss", *curve, "", f"Prometheus, scraped from http://{address}/metrics while it ran"]
+    curve = [
+        f"  step {step:>5}  {loss:6.3f}  {'#' * round(40 * loss / top)}" for step, loss in chosen
+    ]
+    lines = [
+        "",
+        "Loss",
+        *curve,
+        "",
+        f"Prometheus, scraped from http://{address}/metrics while it ran",
+    ]
     lines += [f"  {line}" for line in page[:16]]
     lines += ["", "Where to look next"]
     lines += [f"  orch status {handle}        the same numbers, live while a run lasts"]

@@ -11,20 +11,39 @@ from orchestrator.plan.exits import Exit
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from orchestrator.drill.faults import KINDS, POSITIONS
 
-    parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
+    parser.add_argument(
+        "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
+    )
     known = "; ".join(f"{name}: {kind.help}" for name, kind in KINDS.items())
     parser.add_argument("--faults", metavar="A,B", default="kill_worker", help=known)
     parser.add_argument(
-        "--victim", metavar="WHO", default="any", help=f"{', '.join(POSITIONS)}, or a node's name (default: any)"
+        "--victim",
+        metavar="WHO",
+        default="any",
+        help=f"{', '.join(POSITIONS)}, or a node's name (default: any)",
     )
-    parser.add_argument("--trials", type=int, default=1, metavar="N", help="of each fault; with --random altogether")
-    parser.add_argument("--random", action="store_true", help="faults in random order, drawn by --seed")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of victims and random order (default: 0)")
-    parser.add_argument("--every-s", type=float, default=0.0, metavar="S", help="at least, from fault to fault")
     parser.add_argument(
-        "--for-s", type=float, default=5.0, metavar="S", help="how long a fault lasts, or the notice is (default: 5)"
+        "--trials", type=int, default=1, metavar="N", help="of each fault; with --random altogether"
     )
-    parser.add_argument("--limit-s", type=float, default=120.0, metavar="S", help="for the run to step again")
+    parser.add_argument(
+        "--random", action="store_true", help="faults in random order, drawn by --seed"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of victims and random order (default: 0)"
+    )
+    parser.add_argument(
+        "--every-s", type=float, default=0.0, metavar="S", help="at least, from fault to fault"
+    )
+    parser.add_argument(
+        "--for-s",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="how long a fault lasts, or the notice is (default: 5)",
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=120.0, metavar="S", help="for the run to step again"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -37,20 +56,30 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.drill.session import open_drill, session
 
     if args.trials < 1 or args.for_s < 0 or args.limit_s <= 0:
-        raise OrchError("`orch drill`: --trials is at least 1, --for-s not negative, --limit-s positive", Exit.USAGE)
+        raise OrchError(
+            "`orch drill`: --trials is at least 1, --for-s not negative, --limit-s positive",
+            Exit.USAGE,
+        )
     faults = check_kinds([name for name in args.faults.split(",") if name])
     if not faults:
         raise OrchError("`orch drill --faults` names no fault", Exit.USAGE)
     folder = find_run(args.run)
     drilled, targets = open_drill(folder, faults, args.victim, args.limit_s)
     plan = plan_injections(faults, args.victim, args.trials, args.seed, args.random)
-    say, look = partial(print, file=sys.stderr if args.json else sys.stdout), style()
+    say = partial(print, file=sys.stderr if args.json else sys.stdout)
+    look = style()
     trials, stopped = session(drilled, targets, plan, args.for_s, args.every_s, say, look)
     from orchestrator.drill.trial import score
 
     rows = score(trials)
     if args.json:
-        found = {"run": folder.run_id, "seed": args.seed, "trials": trials, "score": rows, "stopped": stopped}
+        found = {
+            "run": folder.run_id,
+            "seed": args.seed,
+            "trials": trials,
+            "score": rows,
+            "stopped": stopped,
+        }
         print_json(found)
     else:
         from orchestrator.observe.pages.drill_page import table

@@ -1,4 +1,5 @@
-"""`orch export [run] --out DIR`: the weights of a run's checkpoint as one safetensors file with full names."""
+"""`orch export [run] --out DIR`: the weights of a run's checkpoint as one safetensors file with
+full names."""
 
 from __future__ import annotations
 
@@ -9,11 +10,19 @@ from orchestrator.plan.exits import Exit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for model.safetensors")
-    parser.add_argument("--step", type=int, metavar="N", help="of this step; without it the newest that verifies")
+    parser.add_argument(
+        "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, required=True, help="folder for model.safetensors"
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of this step; without it the newest that verifies"
+    )
     widths = ("fp64", "fp32", "bf16", "fp16")
-    parser.add_argument("--dtype", choices=widths, help="default: as saved, to the bit (fp32; fp64 of an fp64 run)")
+    parser.add_argument(
+        "--dtype", choices=widths, help="default: as saved, to the bit (fp32; fp64 of an fp64 run)"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -36,7 +45,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     for problem in found["rejected"]:
         print(f"warning: passed over {problem}", file=sys.stderr)
     print(
-        f"{found['file']}: {found['parameters']:,} parameters in {found['tensors']} tensors, {found['dtype']},"
-        f" {found['bytes']:,} bytes, step {found['step']} of {found['run_id']}"
+        f"{found['file']}: {found['parameters']:,} parameters in {found['tensors']} tensors,"
+        f" {found['dtype']}, {found['bytes']:,} bytes, step {found['step']} of {found['run_id']}"
     )
     return Exit.DONE

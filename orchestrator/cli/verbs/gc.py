@@ -12,9 +12,19 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--older-than", metavar="AGE", help="ended so long ago: 12h, 30d, 4w; without --size: 30d")
-    parser.add_argument("--size", metavar="SIZE", help="until all runs together take at most this: 500M, 20G")
-    parser.add_argument("--keep", metavar="N", type=int, default=10, help="the newest ended runs, always (default 10)")
+    parser.add_argument(
+        "--older-than", metavar="AGE", help="ended so long ago: 12h, 30d, 4w; without --size: 30d"
+    )
+    parser.add_argument(
+        "--size", metavar="SIZE", help="until all runs together take at most this: 500M, 20G"
+    )
+    parser.add_argument(
+        "--keep",
+        metavar="N",
+        type=int,
+        default=10,
+        help="the newest ended runs, always (default 10)",
+    )
     best = "of each model or program the N ended runs of the lowest last loss, always"
     parser.add_argument("--keep-best", metavar="N", type=int, default=0, help=best)
     parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
@@ -33,15 +43,23 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     for flag, number in (("--keep", args.keep), ("--keep-best", args.keep_best)):
         if number < 0:
             raise OrchError(f"{flag} must not be negative", Exit.USAGE)
-    least_age = seconds(args.older_than or "30d") if args.older_than or not args.size else float("-inf")
+    least_age = (
+        seconds(args.older_than or "30d") if args.older_than or not args.size else float("-inf")
+    )
     most = byte_count(args.size) if args.size else None
-    found, now = all_runs(home()), time.time()
+    found = all_runs(home())
+    now = time.time()
     ended = _ended(found)
     best = _best([folder for folder, _ in ended], args.keep_best)
     sizes = {folder.run_id: size_of(folder) for folder in found} if most is not None else {}
-    left, going = sum(sizes.values()), []
+    left = sum(sizes.values())
+    going = []
     for folder, ended_at in reversed(ended[args.keep :]):
-        if folder.run_id in best or now - ended_at < least_age or (most is not None and left <= most):
+        if (
+            folder.run_id in best
+            or now - ended_at < least_age
+            or (most is not None and left <= most)
+        ):
             continue
         size = sizes[folder.run_id] if most is not None else size_of(folder)
         going.append((folder, size))
@@ -52,11 +70,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _ended(found: list[RunFolder]) -> list[tuple[RunFolder, float]]:
-    """The runs that have ended, as far as their backends know, with the time of their end; the newest first. One that
-    cannot be read, or whose scheduler does not answer, is left alone."""
+    """The runs that have ended, as far as their backends know, with the time of their end; the
+    newest first. One that cannot be read, or whose scheduler does not answer, is left alone."""
     from orchestrator.cli.session import Backends
 
-    backends, ended = Backends(), []
+    backends = Backends()
+    ended = []
     for folder in found:
         try:
             backend = backends.of(folder)
@@ -69,8 +88,8 @@ def _ended(found: list[RunFolder]) -> list[tuple[RunFolder, float]]:
 
 
 def _best(ended: list[RunFolder], most: int) -> set[str]:
-    """Ids of the runs with the lowest last loss, so many of each model or program: losses of others say nothing. A run
-    whose report holds no loss is none of them."""
+    """Ids of the runs with the lowest last loss, so many of each model or program: losses of others
+    say nothing. A run whose report holds no loss is none of them."""
     import contextlib
     import json
 
@@ -82,5 +101,7 @@ def _best(ended: list[RunFolder], most: int) -> set[str]:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OrchError):
             loss = float(json.loads(folder.report.read_bytes())["loss"]["last"])
             about = read_request(folder).summary
-            losses.setdefault(str(about.get("model") or about.get("program")), []).append((loss, folder.run_id))
+            losses.setdefault(str(about.get("model") or about.get("program")), []).append(
+                (loss, folder.run_id)
+            )
     return {run_id for found in losses.values() for _, run_id in sorted(found)[:most]}

@@ -19,9 +19,15 @@ class Template(NamedTuple):
 
 
 TEMPLATES = {
-    "slurm": Template("slurm", "slurm", "orch submit --config-dir {folder} backend=PROFILE cluster=... parallel=..."),
+    "slurm": Template(
+        "slurm",
+        "slurm",
+        "orch submit --config-dir {folder} backend=PROFILE cluster=... parallel=...",
+    ),
     "kubernetes": Template(
-        "charts/orch", "chart", "helm install NAME {folder} --set image.repository=...,cluster=...,parallel=..."
+        "charts/orch",
+        "chart",
+        "helm install NAME {folder} --set image.repository=...,cluster=...,parallel=...",
     ),
 }
 
@@ -29,14 +35,21 @@ _NOT_FOR_SITES = ("README.md", "testbed.yaml")  # about this repository
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=sorted(TEMPLATES), help="what to write: profiles of sites, or the Helm chart")
-    parser.add_argument("folder", nargs="?", type=Path, help="where: ./slurm or ./chart if left out")
+    parser.add_argument(
+        "what",
+        choices=sorted(TEMPLATES),
+        help="what to write: profiles of sites, or the Helm chart",
+    )
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help="where: ./slurm or ./chart if left out"
+    )
     parser.add_argument("--force", action="store_true", help="also over files that are there")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     template = TEMPLATES[args.what]
-    source, folder = _source(template), args.folder or Path(template.folder)
+    source = _source(template)
+    folder = args.folder or Path(template.folder)
     names = sorted(
         str(path.relative_to(source))
         for path in source.rglob("*")
@@ -45,7 +58,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     there = [name for name in names if os.path.lexists(folder / name)]
     if there and not args.force:
         more = f" and {len(there) - 1} more" if len(there) > 1 else ""
-        raise OrchError(f"{folder / there[0]}{more} would be overwritten: --force does it", Exit.USAGE)
+        raise OrchError(
+            f"{folder / there[0]}{more} would be overwritten: --force does it", Exit.USAGE
+        )
     try:
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -65,14 +80,20 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _source(template: Template) -> Path:
-    """In a checkout its own folder; else what was installed under the prefix (`data-files` in pyproject.toml)."""
+    """In a checkout its own folder; else what was installed under the prefix (`data-files` in
+    pyproject.toml)."""
     from orchestrator import start
 
     beside, *_ = parents = start.FILE.parents
     roots = (
-        [beside] if (beside / "pyproject.toml").is_file() else [p / "share" / "orch" for p in (*parents[3:4], beside)]
+        [beside]
+        if (beside / "pyproject.toml").is_file()
+        else [p / "share" / "orch" for p in (*parents[3:4], beside)]
     )
     for root in roots:
         if (root / template.source).is_dir():
             return root / template.source
-    raise OrchError(f"this installation has no {template.source}: it is in {roots[0]} of a whole one", Exit.CONFIG)
+    raise OrchError(
+        f"this installation has no {template.source}: it is in {roots[0]} of a whole one",
+        Exit.CONFIG,
+    )

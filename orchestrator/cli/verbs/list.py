@@ -1,4 +1,5 @@
-"""`orch list`: the runs of this user on this machine, newest first; with --everyone those of a cluster, too."""
+"""`orch list`: the runs of this user on this machine, newest first; with --everyone those of a
+cluster, too."""
 
 from __future__ import annotations
 
@@ -22,11 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--everyone", action="store_true", help=everyone)
     parser.add_argument("--active", action="store_true", help="only those that have not ended")
     parser.add_argument(
-        "--state", metavar="STATE", help="only those in this state, or in one of several: failed,stopped"
+        "--state",
+        metavar="STATE",
+        help="only those in this state, or in one of several: failed,stopped",
     )
-    parser.add_argument("--name", metavar="TEXT", help="only those whose id holds this; with * and ?: whose id is it")
+    parser.add_argument(
+        "--name",
+        metavar="TEXT",
+        help="only those whose id holds this; with * and ?: whose id is it",
+    )
     parser.add_argument("--backend", metavar="NAME", help="only those of this backend")
-    parser.add_argument("--newer-than", metavar="AGE", help="only those submitted since: 90m, 12h, 30d, 4w")
+    parser.add_argument(
+        "--newer-than", metavar="AGE", help="only those submitted since: 90m, 12h, 30d, 4w"
+    )
     parser.add_argument("--older-than", metavar="AGE", help="only those submitted before that")
 
 
@@ -48,7 +57,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     table: list[tuple[str, ...]] = []
     unreadable: dict[str, str] = {}
     backends = Backends()
-    found, hidden = all_runs(home()), 0
+    found = all_runs(home())
+    hidden = 0
     others = {one.state.run_id: one for one in _others()} if args.everyone else {}
     found = [folder for folder in found if folder.run_id not in others]
     most = None if args.all or args.active else _SHOWN
@@ -63,7 +73,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
                 hidden += 1
                 continue
             live = read_live(folder, state, now)
-            raw = msgspec.Raw(msgspec.json.encode({"state": state, "live": live}) if args.json else b"")
+            raw = msgspec.Raw(
+                msgspec.json.encode({"state": state, "live": live}) if args.json else b""
+            )
             table.append(list_row(state, live, now))
             rows.append(raw)
         except Exception as error:  # whatever lies in the folder of one run, the others are listed
@@ -71,9 +83,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     for one in others.values():
         if wanted is None or wanted(one.state):
             table.append(list_row(one.state, one.live, now))
-            rows.append(msgspec.Raw(msgspec.json.encode({"state": one.state, "live": one.live, "where": one.where})))
+            rows.append(
+                msgspec.Raw(
+                    msgspec.json.encode({"state": one.state, "live": one.live, "where": one.where})
+                )
+            )
     if args.json:
-        print_json([*rows, *({"run_id": run_id, "unreadable": why} for run_id, why in unreadable.items())])
+        print_json(
+            [*rows, *({"run_id": run_id, "unreadable": why} for run_id, why in unreadable.items())]
+        )
         return Exit.DONE
     if table or not unreadable:
         none = "no active runs" if args.active else "no runs" if wanted is None else "no such runs"
@@ -90,11 +108,14 @@ def _others() -> list[FoundRun]:
     from orchestrator.backends.base import BUILT_IN, RunDiscovery, get_backend
 
     backends = [one for one in map(get_backend, BUILT_IN) if isinstance(one, RunDiscovery)]
-    return sorted((run for one in backends for run in one.everyone()), key=lambda run: -run.state.created_at)
+    return sorted(
+        (run for one in backends for run in one.everyone()), key=lambda run: -run.state.created_at
+    )
 
 
 def _filter(args: argparse.Namespace, now: float) -> Callable[[RunState], bool] | None:
-    """Whether a run is asked for; None: every run is. OrchError (64) for a state or backend that there is not."""
+    """Whether a run is asked for; None: every run is. OrchError (64) for a state or backend that
+    there is not."""
     from fnmatch import fnmatchcase
     from typing import get_args
 

@@ -14,11 +14,17 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
+    parser.add_argument(
+        "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
+    )
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the run has ended")
-    parser.add_argument("--rank", type=int, metavar="N", action="append", help="only this rank; repeatable")
+    parser.add_argument(
+        "--rank", type=int, metavar="N", action="append", help="only this rank; repeatable"
+    )
     parser.add_argument("--node", metavar="NAME", help="only the ranks of this node")
-    parser.add_argument("--agents", action="store_true", help="the agents' logs in place of the workers'")
+    parser.add_argument(
+        "--agents", action="store_true", help="the agents' logs in place of the workers'"
+    )
     parser.add_argument("--tail", type=int, metavar="N", help="only the last N lines of each log")
 
 
@@ -27,7 +33,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     if args.tail is not None and args.tail < 0:
         raise OrchError(f"--tail {args.tail}: a number of lines, 0 or more")
-    found, sources = Run.find(args.run), dict[str, Path]()
+    found = Run.find(args.run)
+    sources = dict[str, Path]()
 
     def logs() -> dict[str, Path]:
         sources.update(_sources(args, found.folder))
@@ -48,32 +55,46 @@ def _say(name: str, line: str, alone: bool, as_json: bool) -> None:
 
 
 def _sources(args: argparse.Namespace, folder: RunFolder) -> list[tuple[str, Path]]:
-    """(name, file) of every log that was asked for. OrchError (64) for a rank or node that the run does not have."""
+    """(name, file) of every log that was asked for. OrchError (64) for a rank or node that the run
+    does not have."""
     from orchestrator.errors import did_you_mean
     from orchestrator.run.state import read_state
 
     ranks = _nodes_of_ranks(folder)
     nodes = list(dict.fromkeys(ranks.values()))
     if args.node is not None and args.node not in nodes:
-        raise OrchError(f"run {folder.run_id} has no node {args.node!r}; {did_you_mean(args.node, nodes)}")
+        raise OrchError(
+            f"run {folder.run_id} has no node {args.node!r}; {did_you_mean(args.node, nodes)}"
+        )
     for rank in args.rank or ():
         if not 0 <= rank < len(ranks):
             raise OrchError(f"run {folder.run_id} has no rank {rank}: 0 to {len(ranks) - 1}")
     if args.agents:
-        found = [(f"agent {node}", folder.agent_log(node)) for node in nodes if args.node in (None, node)]
+        found = [
+            (f"agent {node}", folder.agent_log(node)) for node in nodes if args.node in (None, node)
+        ]
         local = folder.logs / "supervisor.log"
         return found if args.node or not local.exists() else [("supervisor", local), *found]
-    if not args.rank and not any(folder.rank_log(rank).exists() for rank in ranks):  # none has started
-        jobs = sorted(path for path in folder.logs.glob("*.log") if not path.name.startswith("agent-"))
+    if not args.rank and not any(
+        folder.rank_log(rank).exists() for rank in ranks
+    ):  # none has started
+        jobs = sorted(
+            path for path in folder.logs.glob("*.log") if not path.name.startswith("agent-")
+        )
         if jobs and read_state(folder).state in ("pending", "failed"):
             return [(path.stem, path) for path in jobs]
-    wanted = [r for r, node in ranks.items() if args.node in (None, node) and (not args.rank or r in args.rank)]
+    wanted = [
+        r
+        for r, node in ranks.items()
+        if args.node in (None, node) and (not args.rank or r in args.rank)
+    ]
     width = len(str(len(ranks) - 1))
     return [(f"rank {rank:>{width}}", folder.rank_log(rank)) for rank in wanted]
 
 
 def _nodes_of_ranks(folder: RunFolder) -> dict[int, str]:
-    """Rank -> node: where the workers really are, and before they have started where the plan puts them."""
+    """Rank -> node: where the workers really are, and before they have started where the plan puts
+    them."""
     from orchestrator.cli.session import plan_of_run
     from orchestrator.run.state import read_state
 

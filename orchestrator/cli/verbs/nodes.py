@@ -1,4 +1,5 @@
-"""`orch nodes`: nodes that runs have excluded. Later runs leave them out until they expire or are forgotten."""
+"""`orch nodes`: nodes that runs have excluded. Later runs leave them out until they expire or are
+forgotten."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from orchestrator.plan.exits import Exit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="NAME", help="only of this cluster")
-    parser.add_argument("--forget", metavar="NODE", action="append", default=[], help="use it again; repeatable")
+    parser.add_argument(
+        "--forget", metavar="NODE", action="append", default=[], help="use it again; repeatable"
+    )
     parser.add_argument("--forget-all", action="store_true", help="use all of them again")
 
 
@@ -23,7 +26,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.observe.pages.run_page import nodes_page
     from orchestrator.run.bad_nodes import NodeMemory
 
-    memory, now = NodeMemory(home()), time.time()
+    memory = NodeMemory(home())
+    now = time.time()
     if args.forget or args.forget_all:
         known = {one.node for one in memory.read(now, args.cluster)}
         names = known if args.forget_all else {_known_name(name, known) for name in args.forget}
@@ -37,7 +41,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _known_name(name: str, known: Collection[str]) -> str:
-    """The node on the list, of which the name or its first part is given, or which is the first part of the given one.
+    """The node on the list, of which the name or its first part is given, or which is the first
+    part of the given one.
 
     OrchError (64) for none and for several.
     """
@@ -47,7 +52,11 @@ def _known_name(name: str, known: Collection[str]) -> str:
         return name
     alike = [one for one in sorted(known) if one.split(".")[0] == name or name.split(".")[0] == one]
     if len(alike) > 1:
-        raise OrchError(f"node {name!r} may be any of {', '.join(alike)}: give its whole name", Exit.USAGE)
+        raise OrchError(
+            f"node {name!r} may be any of {', '.join(alike)}: give its whole name", Exit.USAGE
+        )
     if not alike:
-        raise OrchError(f"no node {name!r} is on the list of bad nodes; {did_you_mean(name, known)}", Exit.USAGE)
+        raise OrchError(
+            f"no node {name!r} is on the list of bad nodes; {did_you_mean(name, known)}", Exit.USAGE
+        )
     return alike[0]

@@ -1,4 +1,5 @@
-"""`orch paths [run]`: every folder and file that orch reads or writes, of this user or of one run."""
+"""`orch paths [run]`: every folder and file that orch reads or writes, of this user or of one
+run."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from orchestrator.plan.exits import Exit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; left out: those of no one run")
+    parser.add_argument(
+        "run", nargs="?", help="handle, id, or the beginning of one; left out: those of no one run"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:

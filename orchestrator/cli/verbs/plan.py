@@ -19,9 +19,18 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from orchestrator.cli.parser import add_any
 
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the plan as JSON; what a run would be given")
-    parser.add_argument("--explain", action="store_true", help="what limits it, why it does not fit, what to change")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw placement, memory, pipeline: .png .svg .html")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write the plan as JSON; what a run would be given"
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="what limits it, why it does not fit, what to change"
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="draw placement, memory, pipeline: .png .svg .html",
+    )
     add_any(parser)
 
 
@@ -62,7 +71,8 @@ _REASONS = 8  # why a size is refused, before the page gets long
 
 
 def _print_sizes(sizes: Sizes, config: Config) -> None:
-    """The sizes of `nodes=A..B`, and when the scheduler would start each, where there is one within reach."""
+    """The sizes of `nodes=A..B`, and when the scheduler would start each, where there is one within
+    reach."""
     starts = _starts(sizes, config)
     if not sizes.refused and len(sizes.legal) == 1:
         if starts:
@@ -76,7 +86,8 @@ def _print_sizes(sizes: Sizes, config: Config) -> None:
     print(f"\n{style().title('Sizes')}")
     usual = sizes.legal[0].plan.parallel.pp
     for index, size in enumerate(sizes.legal):
-        par, when = size.plan.parallel, f"  {starts[index]}" if starts else ""
+        par = size.plan.parallel
+        when = f"  {starts[index]}" if starts else ""
         shape = f"dp={par.dp}" if par.pp == usual else f"pp={par.pp} dp={par.dp}"
         step = f"step {seconds(size.plan.time.step_s)}{plus_minus(size.plan.time.sd)}"
         print(f"{size.nodes:>4} nodes  {shape}, {batch.text(par)}  {step}{when}")
@@ -87,7 +98,8 @@ def _print_sizes(sizes: Sizes, config: Config) -> None:
 
 
 def _starts(sizes: Sizes, config: Config) -> list[str]:
-    """What the scheduler says of the start of each size; nothing where it is not here. Never an error, and quick."""
+    """What the scheduler says of the start of each size; nothing where it is not here. Never an
+    error, and quick."""
     import os
 
     folders = os.environ.get("PATH", "").split(os.pathsep)
@@ -121,13 +133,18 @@ def _explained(config: Config, cluster: Cluster, plan: Plan) -> str:
     changes = [change._asdict() for change in found.changes]
     terms = {term.name: term.seconds for term in found.terms}
     low, high = interval(plan.time.step_s, plan.time.sd)
-    whole = found._asdict() | {"terms": terms, "changes": changes, "categories": dict(found.categories)}
+    whole = found._asdict() | {
+        "terms": terms,
+        "changes": changes,
+        "categories": dict(found.categories),
+    }
     whole |= {"step_s": plan.time.step_s, "step_low_s": low, "step_high_s": high}
     return msgspec.json.encode(whole).decode()
 
 
 def show(plan: Plan, as_json: bool) -> None:
-    """The plan on stdout: the JSON document itself, or the page in the terminal's width and colours."""
+    """The plan on stdout: the JSON document itself, or the page in the terminal's width and
+    colours."""
     if as_json:
         from orchestrator.plan import to_json
 

@@ -1,4 +1,5 @@
-"""`orch predict`: step time, throughput and memory for every row of a table, and how far off they are."""
+"""`orch predict`: step time, throughput and memory for every row of a table, and how far off they
+are."""
 
 from __future__ import annotations
 
@@ -17,28 +18,52 @@ if TYPE_CHECKING:
 
 #: Rows between two lines of progress on a terminal.
 PROGRESS = 1000
-#: Rows of which a score keeps all columns, to fit and to update; of longer tables it compares predictions alone.
+#: Rows of which a score keeps all columns, to fit and to update; of longer tables it compares
+#: predictions alone.
 MOST_KEPT = 20_000
 #: Measured cells that cannot be, which are named one by one.
 MOST_REFUSED = 5
 #: What `--into` replaces of a page.
-BEGIN, END = "<!-- orch predict --score: begin -->", "<!-- orch predict --score: end -->"
+BEGIN = "<!-- orch predict --score: begin -->"
+END = "<!-- orch predict --score: end -->"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--table", metavar="FILE.csv", type=Path, required=True, help="columns as in docs/accuracy.md")
+    parser.add_argument(
+        "--table",
+        metavar="FILE.csv",
+        type=Path,
+        required=True,
+        help="columns as in docs/accuracy.md",
+    )
     parser.add_argument("--out", metavar="FILE.csv", type=Path, help="write predictions here")
     parser.add_argument(
-        "--profile", metavar="FILE", type=Path, help="orch calibrate's parameters, not the shipped ones"
+        "--profile",
+        metavar="FILE",
+        type=Path,
+        help="orch calibrate's parameters, not the shipped ones",
     )
-    parser.add_argument("--after", metavar="ROW_ID", help="predict as if this row had been measured on these machines")
-    parser.add_argument("--score", action="store_true", help="errors by group where the table has measured columns")
-    parser.add_argument("--terms", action="store_true", help="score the model without each of its terms too; minutes")
-    parser.add_argument("--into", metavar="FILE.md", type=Path, help="write the score into this page's marks")
+    parser.add_argument(
+        "--after",
+        metavar="ROW_ID",
+        help="predict as if this row had been measured on these machines",
+    )
+    parser.add_argument(
+        "--score", action="store_true", help="errors by group where the table has measured columns"
+    )
+    parser.add_argument(
+        "--terms",
+        action="store_true",
+        help="score the model without each of its terms too; minutes",
+    )
+    parser.add_argument(
+        "--into", metavar="FILE.md", type=Path, help="write the score into this page's marks"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Rows are read, predicted and written one at a time; a score keeps of each what it compares."""
+    """Rows are read, predicted and written one at a time; a score keeps of each what it
+    compares."""
     from orchestrator.cli.terminal import write_file
     from orchestrator.plan.exits import Exit
     from orchestrator.planner.cost.profile import read_profile, shipped
@@ -56,7 +81,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         for row in read_table(args.table):
             if scored:
                 whole = len(measured) < MOST_KEPT
-                measured.append(row if whole else {name: row[name] for name in COMPARED if name in row})
+                measured.append(
+                    row if whole else {name: row[name] for name in COMPARED if name in row}
+                )
             yield row
 
     def lines() -> Iterator[str]:
@@ -80,7 +107,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _score(
-    args: argparse.Namespace, rows: list[dict[str, str]], predictions: list[Prediction], profile: Profile
+    args: argparse.Namespace,
+    rows: list[dict[str, str]],
+    predictions: list[Prediction],
+    profile: Profile,
 ) -> None:
     from orchestrator.cli.terminal import tell
     from orchestrator.observe.pages.accuracy_page import as_json, page
@@ -88,14 +118,17 @@ def _score(
     from orchestrator.planner.predict.score import score, unread
 
     for line in (refused := unread(rows))[:MOST_REFUSED]:
-        print(f"orch: warning: --table {args.table}: {line}; left out of the score", file=sys.stderr)
+        print(
+            f"orch: warning: --table {args.table}: {line}; left out of the score", file=sys.stderr
+        )
     if len(refused) > MOST_REFUSED:
         print(f"orch: warning: and {len(refused) - MOST_REFUSED:,} more", file=sys.stderr)
     found: Score
     terms: list[Ablation] = []
     if args.after is not None:
         others = [at for at, row in enumerate(rows) if row_id(row) != args.after]
-        rows, predictions = [rows[at] for at in others], [predictions[at] for at in others]
+        rows = [rows[at] for at in others]
+        predictions = [predictions[at] for at in others]
     if len(rows) > MOST_KEPT or args.after is not None:
         found = score(rows, predictions)
     else:
@@ -119,7 +152,8 @@ def _score(
 
 
 def write_into(path: Path, text: str) -> None:
-    """Replace what stands between the marks of a page. OrchError (64) where it cannot be read or has none."""
+    """Replace what stands between the marks of a page. OrchError (64) where it cannot be read or
+    has none."""
     from orchestrator.cli.terminal import write_file
     from orchestrator.errors import OrchError
 
@@ -180,7 +214,8 @@ def progress(predictions: Iterable[Prediction]) -> Iterator[Prediction]:
 
 
 def read_table(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of a file, one at a time. Raises OrchError (64, 65) with what makes it unreadable."""
+    """The rows of a file, one at a time. Raises OrchError (64, 65) with what makes it
+    unreadable."""
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
     from orchestrator.planner.predict.table import TableError, read_rows

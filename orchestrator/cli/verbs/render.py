@@ -1,6 +1,8 @@
-"""`orch render`: the run's folder, and the script that its scheduler takes, on standard output; nothing is submitted.
+"""`orch render`: the run's folder, and the script that its scheduler takes, on standard output;
+nothing is submitted.
 
-`orch render backend=slurm ... > job.sbatch && sbatch job.sbatch` gives the same run as `orch submit`.
+`orch render backend=slurm ... > job.sbatch && sbatch job.sbatch` gives the same run as `orch
+submit`.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.run.left_out import said_of
     from orchestrator.submit.submission import check, choose, prepare, render
 
-    options = submit_options(args, True, overrides)  # a scheduler's refusal is not ours: nothing is sent to it
+    options = submit_options(
+        args, True, overrides
+    )  # a scheduler's refusal is not ours: nothing is sent to it
     submission = prepare(load(overrides, args.config_dir, ranges=True), options)
     backend, candidates = submission
     if not isinstance(backend, Rendering):
-        raise OrchError(f"backend {backend.name} has no script to render: use orch submit", Exit.USAGE)
+        raise OrchError(
+            f"backend {backend.name} has no script to render: use orch submit", Exit.USAGE
+        )
     check(submission, options)
     candidate, said = choose(submission, options) if len(candidates) > 1 else (candidates[0], [])
     bundle = candidate.bundle
@@ -44,5 +50,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     print(text, end="")
     for line in said:
         print(f"orch: {line}", file=sys.stderr)
-    print(f"run folder {bundle.request.run_dir}; follow it: orch status {bundle.request.run_id}", file=sys.stderr)
+    print(
+        f"run folder {bundle.request.run_dir}; follow it: orch status {bundle.request.run_id}",
+        file=sys.stderr,
+    )
     return Exit.DONE

@@ -1,4 +1,5 @@
-"""`orch report [run]`: what was planned against what was measured, and the memory of the first steps as a picture."""
+"""`orch report [run]`: what was planned against what was measured, and the memory of the first
+steps as a picture."""
 
 from __future__ import annotations
 
@@ -17,10 +18,24 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
-    parser.add_argument("--rank", type=int, metavar="N", help="whose memory over time (default: the fullest planned)")
-    parser.add_argument("--experts", metavar="FILE", type=Path, help="draw load by expert over steps: .png .svg .html")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw that memory over time: .png .svg .html")
+    parser.add_argument(
+        "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        metavar="N",
+        help="whose memory over time (default: the fullest planned)",
+    )
+    parser.add_argument(
+        "--experts",
+        metavar="FILE",
+        type=Path,
+        help="draw load by expert over steps: .png .svg .html",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", type=Path, help="draw that memory over time: .png .svg .html"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -33,13 +48,17 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
             ending(path, name)  # before the work, not after it
     found = Run.find(args.run)
-    plan, folder = found.plan(), found.folder
+    plan = found.plan()
+    folder = found.folder
     lines = found.steps()
-    report, loads = found.report(lines), loads_of(lines)
+    report = found.report(lines)
+    loads = loads_of(lines)
     if args.experts:
         _plot_experts(args.experts, folder.run_id, plan, loads)
     _add_drift(report, plan, folder.run_id)
-    timeline = _timeline(folder, plan, args.rank, needed=args.rank is not None or args.plot is not None)
+    timeline = _timeline(
+        folder, plan, args.rank, needed=args.rank is not None or args.plot is not None
+    )
     if args.plot and timeline is not None:
         _plot(args.plot, folder.run_id, plan, timeline)
     if args.json:
@@ -53,7 +72,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _add_drift(report: dict[str, Any], plan: Plan, run_id: str) -> None:
-    """What explains the difference of a measured step from its prediction, where it is more than chance."""
+    """What explains the difference of a measured step from its prediction, where it is more than
+    chance."""
     step = report["step_s"]
     if step.get("z") is None or abs(step["z"]) <= 1.0:
         return
@@ -71,7 +91,9 @@ def _timeline(folder: RunFolder, plan: Plan, rank: int | None, needed: bool) -> 
     from orchestrator.plan.worker import trace_file
 
     if rank is not None and not 0 <= rank < len(plan.ranks):
-        raise OrchError(f"run {folder.run_id} has no rank {rank}: 0 to {len(plan.ranks) - 1}", Exit.USAGE)
+        raise OrchError(
+            f"run {folder.run_id} has no rank {rank}: 0 to {len(plan.ranks) - 1}", Exit.USAGE
+        )
     known = recorded_ranks(trace_file(folder.path, 0).parent)
     if rank is None:
         if not known and not needed:
@@ -100,7 +122,9 @@ def _plot(path: Path, run_id: str, plan: Plan, timeline: Timeline) -> None:
     from orchestrator.observe.plots.plan_picture import write
 
     title = f"{plan.model.name or 'program'} on {plan.cluster.name}: {run_id}"
-    notes = [f"{step.name}: peak {sum(timeline.peak(step).values()):,} bytes" for step in timeline.steps]
+    notes = [
+        f"{step.name}: peak {sum(timeline.peak(step).values()):,} bytes" for step in timeline.steps
+    ]
     write(figure(timeline, title), path, title, notes)
 
 
@@ -109,7 +133,11 @@ def _plot_experts(path: Path, run_id: str, plan: Plan, loads: Loads) -> None:
     from orchestrator.observe.plots.plan_picture import write
 
     if not loads:
-        why = "its model has none" if plan.model.moe is None else "no step was sampled yet (train.log_every_steps)"
+        why = (
+            "its model has none"
+            if plan.model.moe is None
+            else "no step was sampled yet (train.log_every_steps)"
+        )
         raise OrchError(f"--experts {path}: run {run_id} has no load of experts: {why}", Exit.USAGE)
     title = f"load by expert: {run_id}"
     notes = [f"layer {layer}: {len(steps)} steps" for layer, steps in loads.items()]

@@ -1,4 +1,5 @@
-"""`orch reproduce`: the headline results of the papers, published figures beside the planner's, as a page."""
+"""`orch reproduce`: the headline results of the papers, published figures beside the planner's, as
+a page."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return Exit.DONE
     rows = [row for section in sections for row in section.rows]
     far = [f"{row.what} {row.column}".strip() for row in rows if not row.holds]
-    print(f"{out}: {len(rows)} figures in {len(sections)} sections, {len(far)} further from the published than allowed")
+    print(
+        f"{out}: {len(rows)} figures in {len(sections)} sections, {len(far)} further from the"
+        " published than allowed"
+    )
     for what in far:
         print(f"  {what}")
     return Exit.DONE

@@ -10,7 +10,9 @@ from orchestrator.plan.exits import Exit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="handle, id, or the beginning of one")
-    parser.add_argument("nodes", type=int, help="one of the sizes that `orch plan nodes=A..B` shows")
+    parser.add_argument(
+        "nodes", type=int, help="one of the sizes that `orch plan nodes=A..B` shows"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -22,14 +24,19 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     folder, backend = open_run(args.run)
     if not isinstance(backend, Resizing):
-        text = f"{backend.name} has no resize by hand: there an elastic run (nodes=A..B) follows its nodes by itself"
+        text = (
+            f"{backend.name} has no resize by hand: there an elastic run (nodes=A..B) follows its"
+            " nodes by itself"
+        )
         raise OrchError(text, Exit.USAGE)
     if backend.state(folder).state == "done":
         raise OrchError(f"run {folder.run_id} is done: there is nothing left to do")
     request = request_of_run(folder)
     if args.nodes not in request.sizes:
         legal = ", ".join(map(str, sorted(request.sizes)))
-        why = f"legal are {legal}" if legal else "it was submitted for one size, not with nodes=A..B"
+        why = (
+            f"legal are {legal}" if legal else "it was submitted for one size, not with nodes=A..B"
+        )
         raise OrchError(f"run {folder.run_id} cannot have {args.nodes} nodes: {why}", Exit.CONFIG)
     with private_umask():
         handle = backend.resize(folder, request, args.nodes, os.environ)

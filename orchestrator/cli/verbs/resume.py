@@ -1,4 +1,5 @@
-"""`orch resume <run>`: start an ended run once more, in its folder, from its last checkpoint, as the next epoch."""
+"""`orch resume <run>`: start an ended run once more, in its folder, from its last checkpoint, as
+the next epoch."""
 
 from __future__ import annotations
 
@@ -17,10 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=tuple(PINS),
         default=[],
-        help="changed-data: go on with another text than the run began with; fresh-start: from step 0, if all its"
-        " checkpoints are gone",
+        help=(
+            "changed-data: go on with another text than the run began with; fresh-start: from step"
+            " 0, if all its checkpoints are gone"
+        ),
     )
-    parser.add_argument("--follow", "-f", action="store_true", help="watch it; ends with the run's exit code")
+    parser.add_argument(
+        "--follow", "-f", action="store_true", help="watch it; ends with the run's exit code"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -39,6 +44,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         if args.json:
             import json
 
-            handle = json.dumps({"handle": handle, "run_id": found.id, "run_dir": str(found.folder.path)})
+            handle = json.dumps(
+                {"handle": handle, "run_id": found.id, "run_dir": str(found.folder.path)}
+            )
         announce(handle, sys.stdout)
     return Exit.DONE

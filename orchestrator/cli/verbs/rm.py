@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="run", help="handle, id, or the beginning of one")
+    parser.add_argument(
+        "runs", nargs="+", metavar="run", help="handle, id, or the beginning of one"
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
 
 
@@ -27,13 +29,19 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         folder, backend = open_run(name)
         state = backend.state(folder)
         if not state.is_final or backend.is_alive(folder):
-            raise OrchError(f"run {folder.run_id} is {state.state}: cancel it first, or wait for its end", Exit.USAGE)
+            raise OrchError(
+                f"run {folder.run_id} is {state.state}: cancel it first, or wait for its end",
+                Exit.USAGE,
+            )
         folders[folder.run_id] = folder
-    return remove_all([(folder, size_of(folder)) for folder in folders.values()], args.dry_run, args.json)
+    return remove_all(
+        [(folder, size_of(folder)) for folder in folders.values()], args.dry_run, args.json
+    )
 
 
 def remove_all(going: Sequence[tuple[RunFolder, int]], dry_run: bool, as_json: bool) -> int:
-    """Removes these runs, each with its bytes, and says so; where one cannot go, the others are gone all the same."""
+    """Removes these runs, each with its bytes, and says so; where one cannot go, the others are
+    gone all the same."""
     import sys
 
     from orchestrator.backends.base import Elsewhere
@@ -47,7 +55,11 @@ def remove_all(going: Sequence[tuple[RunFolder, int]], dry_run: bool, as_json: b
     backends = Backends()
     for index, (folder, size) in enumerate(going):
         tell(index, len(going), folder.run_id)
-        row: dict[str, Any] = {"run_id": folder.run_id, "run_dir": str(folder.path.resolve()), "bytes": size}
+        row: dict[str, Any] = {
+            "run_id": folder.run_id,
+            "run_dir": str(folder.path.resolve()),
+            "bytes": size,
+        }
         try:
             if not dry_run:
                 backend = backends.of(folder)
@@ -62,7 +74,10 @@ def remove_all(going: Sequence[tuple[RunFolder, int]], dry_run: bool, as_json: b
         print_json([{**row, "removed": not dry_run} for row in rows])
     else:
         for row in rows:
-            print(f"{'would remove' if dry_run else 'removed'}  {row['run_id']}  {binary(row['bytes'])}")
+            print(
+                f"{'would remove' if dry_run else 'removed'}  {row['run_id']} "
+                f" {binary(row['bytes'])}"
+            )
         total = binary(sum(row["bytes"] for row in rows))
         print(f"{len(rows)} run{'s' * (len(rows) != 1)}, {total}")
     for problem in problems[:-1]:

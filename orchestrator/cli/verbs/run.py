@@ -1,7 +1,8 @@
-"""`orch run`: torchrun's command line, placed, elastic, watched: `orch run --nnodes 2:4 --nproc-per-node 8 train.py`.
+"""`orch run`: torchrun's command line, placed, elastic, watched: `orch run --nnodes 2:4
+--nproc-per-node 8 train.py`.
 
-Flags that say how torchrun's agents find each other are not needed, which is said; those that ask for what is not there
-are refused by name.
+Flags that say how torchrun's agents find each other are not needed, which is said; those that ask
+for what is not there are refused by name.
 """
 
 from __future__ import annotations
@@ -52,21 +53,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         words = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
         parser.add_argument(*words, default=default, **how)  # type: ignore[arg-type]
 
-    add("nnodes", metavar="N|MIN:MAX", default="1", help="nodes; of a range the run goes on with those that are left")
-    add("nproc-per-node", metavar="N", default="1", help="workers on a node: a number, gpu, cpu or auto")
-    add("max-restarts", metavar="N", help=f"after failures (default 0; {_ELASTIC_RESTARTS} with a range of nodes)")
+    add(
+        "nnodes",
+        metavar="N|MIN:MAX",
+        default="1",
+        help="nodes; of a range the run goes on with those that are left",
+    )
+    add(
+        "nproc-per-node",
+        metavar="N",
+        default="1",
+        help="workers on a node: a number, gpu, cpu or auto",
+    )
+    add(
+        "max-restarts",
+        metavar="N",
+        help=f"after failures (default 0; {_ELASTIC_RESTARTS} with a range of nodes)",
+    )
     add("node-rank", default="0", help=argparse.SUPPRESS)
     add("role", default="default", help=argparse.SUPPRESS)
     for name in (*_IGNORED, *_REFUSED, "numa-binding"):
-        lone = {"action": "store_const", "const": ""} if name in ("run-path", "virtual-local-rank") else {}
+        lone = (
+            {"action": "store_const", "const": ""}
+            if name in ("run-path", "virtual-local-rank")
+            else {}
+        )
         add(name, help=argparse.SUPPRESS, **lone)
     parser.add_argument("-r", dest="redirects", help=argparse.SUPPRESS)
     parser.add_argument("-t", dest="tee", help=argparse.SUPPRESS)
     parser.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as of python -m")
-    parser.add_argument("--no-python", "--no_python", action="store_true", help="the script is a program of its own")
-    parser.add_argument("--dry-run", action="store_true", help="show plan and request, start and write nothing")
-    parser.add_argument("--detach", "-d", action="store_true", help="print the handle and do not watch the run")
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="the script is a module, as of python -m"
+    )
+    parser.add_argument(
+        "--no-python", "--no_python", action="store_true", help="the script is a program of its own"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show plan and request, start and write nothing"
+    )
+    parser.add_argument(
+        "--detach", "-d", action="store_true", help="print the handle and do not watch the run"
+    )
     add_request_arguments(parser)
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="[key=value ...] script [args]")
 
@@ -89,7 +116,11 @@ def _differences(args: argparse.Namespace) -> list[str]:
     """What the program may miss here that it has under torchrun, or in this shell: a line each."""
     from orchestrator.submit.this_machine import other_python
 
-    found = ["standard input is not passed on: the program reads nothing from it"] if _is_piped_in() else []
+    found = (
+        ["standard input is not passed on: the program reads nothing from it"]
+        if _is_piped_in()
+        else []
+    )
     if args.no_python or "PYTHON_EXEC" in os.environ:
         return found
     way = "PYTHON_EXEC=PATH takes another one"
@@ -97,7 +128,8 @@ def _differences(args: argparse.Namespace) -> list[str]:
 
 
 def _is_piped_in() -> bool:
-    """Whether somebody feeds standard input by a pipe or a file, which under torchrun the workers would read."""
+    """Whether somebody feeds standard input by a pipe or a file, which under torchrun the workers
+    would read."""
     try:
         found = os.fstat(0).st_mode
     except OSError:  # closed
@@ -108,7 +140,9 @@ def _is_piped_in() -> bool:
 def is_override(word: str) -> bool:
     """Whether a word before the script is `key=value`, and no script of such a name."""
     name, equals, _ = word.partition("=")
-    return bool(equals) and not word.startswith("-") and "/" not in name and not os.path.exists(word)
+    return (
+        bool(equals) and not word.startswith("-") and "/" not in name and not os.path.exists(word)
+    )
 
 
 def _command(args: argparse.Namespace, rest: list[str]) -> list[str]:
@@ -125,7 +159,9 @@ def _words(args: argparse.Namespace) -> list[str]:
     first, last = _nodes(args.nnodes)
     words = [f"cluster.nodes={last}", f"cluster.gpus_per_node={_per_node(args.nproc_per_node)}"]
     words += [f"nodes={first}..{last}"] if first < last else []
-    restarts = args.max_restarts if args.max_restarts is not None else _ELASTIC_RESTARTS * (first < last)
+    restarts = (
+        args.max_restarts if args.max_restarts is not None else _ELASTIC_RESTARTS * (first < last)
+    )
     return [*words, f"backend.max_restarts={_number('--max-restarts', str(restarts), 0)}"]
 
 
@@ -141,9 +177,12 @@ def _nodes(text: str) -> tuple[int, int]:
 def _per_node(text: str) -> int:
     from orchestrator.backends.local.gpus import visible_gpus
 
-    gpus, cpus = len(visible_gpus(os.environ)), len(os.sched_getaffinity(0))
+    gpus = len(visible_gpus(os.environ))
+    cpus = len(os.sched_getaffinity(0))
     if text == "gpu" and not gpus:
-        raise OrchError("--nproc-per-node gpu: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides all")
+        raise OrchError(
+            "--nproc-per-node gpu: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides all"
+        )
     known = {"gpu": gpus, "cpu": cpus, "auto": gpus or cpus}
     return known[text] if text in known else _number("--nproc-per-node", text, 1)
 
@@ -162,11 +201,14 @@ def _say_ignored(args: argparse.Namespace) -> None:
             raise OrchError(f"torchrun's --{name} is not for orch run: {why}")
     if args.numa_binding not in (None, "node"):
         raise OrchError(
-            f"--numa-binding {args.numa_binding!r} is not for orch run: it knows node alone, its default (the cores of"
-            " the NUMA domain of a worker's GPU; backend.numa_binding=false: all)"
+            f"--numa-binding {args.numa_binding!r} is not for orch run: it knows node alone, its"
+            " default (the cores of the NUMA domain of a worker's GPU; backend.numa_binding=false:"
+            " all)"
         )
     if args.node_rank != "0":
-        raise OrchError("torchrun's --node-rank is not for orch run: called once, it starts all nodes")
+        raise OrchError(
+            "torchrun's --node-rank is not for orch run: called once, it starts all nodes"
+        )
     if args.role != "default":
         raise OrchError("torchrun's --role is not for orch run: all workers have the role default")
     for name, why in _IGNORED.items():

@@ -1,4 +1,5 @@
-"""`orch status [run]`: the current state of a run. Exit code 0 whatever that is; `--json` has the run's own."""
+"""`orch status [run]`: the current state of a run. Exit code 0 whatever that is; `--json` has the
+run's own."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ _LOOK_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", help="handle, id, or the beginning of one; without it the newest")
+    parser.add_argument(
+        "run", nargs="?", help="handle, id, or the beginning of one; without it the newest"
+    )
     parser.add_argument("--watch", "-w", action="store_true", help="until the run has ended")
 
 
@@ -20,12 +23,25 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from orchestrator.api import Run
     from orchestrator.cli.terminal import print_json, style
 
-    found, look = Run.find(args.run), style()
+    found = Run.find(args.run)
+    look = style()
     while True:
         state, live, spent = found.status()
         if args.json:
-            goodput = {"wall_s": spent.wall_s, "ettr": spent.ettr, "seconds": spent.seconds, "faults": spent.faults}
-            print_json({"state": state, "live": live, "goodput": goodput, "run_dir": str(found.folder.path)})
+            goodput = {
+                "wall_s": spent.wall_s,
+                "ettr": spent.ettr,
+                "seconds": spent.seconds,
+                "faults": spent.faults,
+            }
+            print_json(
+                {
+                    "state": state,
+                    "live": live,
+                    "goodput": goodput,
+                    "run_dir": str(found.folder.path),
+                }
+            )
         else:
             from orchestrator.observe.pages.run_page import run_page
 

@@ -1,4 +1,5 @@
-"""`orch submit`: plan a job, render its launch request, send it. `--dry-run` shows that request and sends nothing."""
+"""`orch submit`: plan a job, render its launch request, send it. `--dry-run` shows that request and
+sends nothing."""
 
 from __future__ import annotations
 
@@ -22,13 +23,20 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="show plan and request, start and write nothing")
-    parser.add_argument("--follow", "-f", action="store_true", help="watch it; ends with the run's exit code")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show plan and request, start and write nothing"
+    )
+    parser.add_argument(
+        "--follow", "-f", action="store_true", help="watch it; ends with the run's exit code"
+    )
     parser.add_argument(
         "--multirun",
         "-m",
         action="store_true",
-        help="a run for every combination of key=a,b; a value with commas stands in quotes: key='a,b',c",
+        help=(
+            "a run for every combination of key=a,b; a value with commas stands in quotes:"
+            " key='a,b',c"
+        ),
     )
     parser.set_defaults(owned=False)
     add_request_arguments(parser)
@@ -45,7 +53,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.multirun:
         return _sweep(args, overrides, options)
     job = prepare_job(overrides, options, args.config_dir)
-    bundle, backend = job.candidate.bundle, job.backend
+    bundle = job.candidate.bundle
+    backend = job.backend
     said = [*job.said, *vars(args).get("said", [])]  # those of orch run
     if args.dry_run:
         return _show(bundle, job.candidate.plan, backend, args.json, said)
@@ -60,11 +69,16 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
             return follow_run(sent.handle, sent.folder, backend, args.json, signals, args.owned)
         found = {"handle": sent.handle, "run_id": sent.id, "run_dir": str(sent.folder.path)}
-        announce(json.format(json.encode(found), indent=0).decode() if args.json else sent.handle, sys.stdout)
+        announce(
+            json.format(json.encode(found), indent=0).decode() if args.json else sent.handle,
+            sys.stdout,
+        )
     return Exit.DONE
 
 
-def _show(bundle: SubmissionBundle, plan: Plan, backend: Backend, as_json: bool, said: Sequence[str] = ()) -> int:
+def _show(
+    bundle: SubmissionBundle, plan: Plan, backend: Backend, as_json: bool, said: Sequence[str] = ()
+) -> int:
     from orchestrator.backends.base import Rendering
     from orchestrator.run.request import to_bytes
 
@@ -92,7 +106,8 @@ def _show(bundle: SubmissionBundle, plan: Plan, backend: Backend, as_json: bool,
 
 
 def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOptions) -> int:
-    """A scheduler gets all runs together. This machine has no queue: they follow one another, watched."""
+    """A scheduler gets all runs together. This machine has no queue: they follow one another,
+    watched."""
     from orchestrator.config.sweep import members
     from orchestrator.run.held_signals import HeldSignals
     from orchestrator.run.left_out import said_of
@@ -100,8 +115,12 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
     from orchestrator.submit.this_machine import load_job
 
     if args.follow:
-        raise OrchError("--follow watches one run; see those of a sweep with orch list and orch status")
-    backend, runs = prepare_sweep(members(overrides), lambda words: load_job(words, options, args.config_dir), options)
+        raise OrchError(
+            "--follow watches one run; see those of a sweep with orch list and orch status"
+        )
+    backend, runs = prepare_sweep(
+        members(overrides), lambda words: load_job(words, options, args.config_dir), options
+    )
     if args.dry_run:
         return _show_sweep(backend, runs, args.json)
     said = [line for run in runs for line in run.said]
@@ -116,12 +135,22 @@ def _sweep(args: argparse.Namespace, overrides: list[str], options: SubmitOption
 
             requests = [(run.bundle.request, run.label) for run in runs]
             about = [
-                {"handle": request.handle, "run_id": request.run_id, "run_dir": request.run_dir, "sweep": label}
+                {
+                    "handle": request.handle,
+                    "run_id": request.run_id,
+                    "run_dir": request.run_dir,
+                    "sweep": label,
+                }
                 for request, label in requests
             ]
             announce(json.dumps(about), sys.stdout)
         else:
-            announce("\n".join(f"{handle}  {one.label}" for handle, one in zip(handles, runs, strict=True)), sys.stdout)
+            announce(
+                "\n".join(
+                    f"{handle}  {one.label}" for handle, one in zip(handles, runs, strict=True)
+                ),
+                sys.stdout,
+            )
     return Exit.DONE
 
 
@@ -129,7 +158,9 @@ def _show_sweep(backend: Backend, runs: Sequence[SweepRun], as_json: bool) -> in
     if as_json:
         from orchestrator.run.request import to_bytes
 
-        print("[" + ",\n".join(to_bytes(run.bundle.request).decode().rstrip() for run in runs) + "]")
+        print(
+            "[" + ",\n".join(to_bytes(run.bundle.request).decode().rstrip() for run in runs) + "]"
+        )
         return Exit.DONE
     for run in runs:
         print(f"==> {run.label}")
@@ -137,8 +168,11 @@ def _show_sweep(backend: Backend, runs: Sequence[SweepRun], as_json: bool) -> in
     return Exit.DONE
 
 
-def _one_after_another(backend: Backend, runs: Sequence[SweepRun], options: SubmitOptions, as_json: bool) -> int:
-    """Each run watched to its end before the next starts; the exit code of the first that failed."""
+def _one_after_another(
+    backend: Backend, runs: Sequence[SweepRun], options: SubmitOptions, as_json: bool
+) -> int:
+    """Each run watched to its end before the next starts; the exit code of the first that
+    failed."""
     from orchestrator.cli.terminal import follow_run
     from orchestrator.run.folder import RunFolder
     from orchestrator.run.held_signals import HeldSignals

@@ -17,18 +17,31 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("show", "import", "diff"))
     files = (
-        "Slurm topology.conf or .yaml, `scontrol show topology` or `nodes`, `kubectl get nodes -o json`, ibnetdiscover"
+        "Slurm topology.conf or .yaml, `scontrol show topology` or `nodes`, `kubectl get nodes -o"
+        " json`, ibnetdiscover"
     )
     files += ", or our own; several files describe one cluster (diff: exactly two)"
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=files)
-    parser.add_argument("--format", metavar="NAME", help="of the files, where it cannot be recognised")
     parser.add_argument(
-        "--name", metavar="NAME", help="which topology of a file that holds several; its name on import"
+        "--format", metavar="NAME", help="of the files, where it cannot be recognised"
     )
-    parser.add_argument("--profile", metavar="NAME", default="auto", help="family of Kubernetes labels")
-    parser.add_argument("--levels", metavar="T=LABEL,...", help="your own Kubernetes labels, coarse to fine")
-    parser.add_argument("--to", metavar="FORMAT", help="conf, yaml, block (Slurm), orch, svg or text")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write there instead of standard output")
+    parser.add_argument(
+        "--name",
+        metavar="NAME",
+        help="which topology of a file that holds several; its name on import",
+    )
+    parser.add_argument(
+        "--profile", metavar="NAME", default="auto", help="family of Kubernetes labels"
+    )
+    parser.add_argument(
+        "--levels", metavar="T=LABEL,...", help="your own Kubernetes labels, coarse to fine"
+    )
+    parser.add_argument(
+        "--to", metavar="FORMAT", help="conf, yaml, block (Slurm), orch, svg or text"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write there instead of standard output"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -72,7 +85,9 @@ def _read(args: argparse.Namespace, path: Path) -> Topology:
     from orchestrator.cluster.importers.kubernetes import profile_of
     from orchestrator.cluster.read import read
 
-    return read(path, args.format, args.name, profile_of(args.levels) if args.levels else args.profile)
+    return read(
+        path, args.format, args.name, profile_of(args.levels) if args.levels else args.profile
+    )
 
 
 def summary(topology: Topology) -> str:
@@ -86,7 +101,9 @@ def summary(topology: Topology) -> str:
         over = f", {tier.oversubscription:g}:1" if tier.oversubscription else ""
         parts.append(f"{tier.name}: {len(tier.switches)} of {span} nodes{rate}{over}")
     machines = topology.machines.values()
-    gpus = {machine.gpus for machine in machines} | {one.gpus for machine in machines for one in machine.other_gpus}
+    gpus = {machine.gpus for machine in machines} | {
+        one.gpus for machine in machines for one in machine.other_gpus
+    }
     gpus.discard(0)
     if gpus:
         parts.append(f"{'/'.join(map(str, sorted(gpus)))} GPUs a node")
@@ -105,7 +122,9 @@ def _not_free(topology: Topology) -> list[str]:
 def _as_json(topology: Topology) -> str:
     import msgspec
 
-    return msgspec.json.encode({"topology": topology, "nodes": topology.nodes, "free": topology.free}).decode()
+    return msgspec.json.encode(
+        {"topology": topology, "nodes": topology.nodes, "free": topology.free}
+    ).decode()
 
 
 def _write(args: argparse.Namespace, text: str) -> None:

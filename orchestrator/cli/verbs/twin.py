@@ -1,4 +1,5 @@
-"""`orch twin`: run ranks of a plan at full size without data, GPUs or peers, and hold them against the plan."""
+"""`orch twin`: run ranks of a plan at full size without data, GPUs or peers, and hold them against
+the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="every figure, not only those that differ")
+    parser.add_argument(
+        "--all", action="store_true", help="every figure, not only those that differ"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -35,20 +38,38 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if problem := refusal(plan):
         raise OrchError(problem, Exit.CONFIG)
     offload = offload_of(plan.job.train)
-    for key, where in (("offload", offload.optimizer), ("offload_activations", offload.activations)):
+    for key, where in (
+        ("offload", offload.optimizer),
+        ("offload_activations", offload.activations),
+    ):
         if where == "disk":
-            raise OrchError(f"train.{key}=disk: orch twin has no disk; legal: none, host", Exit.CONFIG)
+            raise OrchError(
+                f"train.{key}=disk: orch twin has no disk; legal: none, host", Exit.CONFIG
+            )
     if offload.delayed:
-        raise OrchError("train.offload_delayed=true: orch twin runs one step, with no update beside it", Exit.CONFIG)
-    whole, plan = plan.parallel.micro_batches, shortened(evenly_chosen(plan))
-    ranks, runs, figures = ranks_to_run(plan), list[RankRun](), list[list[Compared]]()
+        raise OrchError(
+            "train.offload_delayed=true: orch twin runs one step, with no update beside it",
+            Exit.CONFIG,
+        )
+    whole = plan.parallel.micro_batches
+    plan = shortened(evenly_chosen(plan))
+    ranks = ranks_to_run(plan)
+    runs = list[RankRun]()
+    figures = list[list[Compared]]()
     for found in run_twin(plan, ranks):
         runs.append(found)
         figures.append(compare(plan, found))
         if sys.stderr.isatty():
-            print(f"rank {found.rank}: {len(runs)} of {len(ranks)}, {found.seconds:.0f} s", file=sys.stderr)
+            print(
+                f"rank {found.rank}: {len(runs)} of {len(ranks)}, {found.seconds:.0f} s",
+                file=sys.stderr,
+            )
     differing = [one for rank in figures for one in rank if one.differs]
-    print(_json(plan, whole, runs, figures) if args.json else _page(plan, whole, runs, figures, args.all))
+    print(
+        _json(plan, whole, runs, figures)
+        if args.json
+        else _page(plan, whole, runs, figures, args.all)
+    )
     return Exit.CONFIG if differing else Exit.DONE
 
 
@@ -66,25 +87,30 @@ def _json(plan: Plan, whole: int, runs: list[RankRun], figures: list[list[Compar
     return msgspec.json.encode({**ran, "ranks": rows}).decode()
 
 
-def _page(plan: Plan, whole: int, runs: list[RankRun], figures: list[list[Compared]], everything: bool) -> str:
+def _page(
+    plan: Plan, whole: int, runs: list[RankRun], figures: list[list[Compared]], everything: bool
+) -> str:
     from orchestrator.style import si
 
     lines = []
     for run, rank in zip(runs, figures, strict=True):
         coord = plan.ranks[run.rank].coord
         lines.append(
-            f"rank {run.rank} (pipeline rank {coord.pp} of {plan.parallel.pp}): {len(run.sequence):,} transfers,"
-            f" peak {run.peak['total'] / 2**30:.1f} GiB; run in {run.seconds:.1f} s and"
-            f" {run.process_bytes / 2**30:.1f} GiB"
+            f"rank {run.rank} (pipeline rank {coord.pp} of {plan.parallel.pp}):"
+            f" {len(run.sequence):,} transfers, peak {run.peak['total'] / 2**30:.1f} GiB; run in"
+            f" {run.seconds:.1f} s and {run.process_bytes / 2**30:.1f} GiB"
         )
         for one in rank:
             if one.differs or everything:
                 planned, found = (
-                    value if isinstance(value, str) else si(value, "B") for value in (one.planned, one.found)
+                    value if isinstance(value, str) else si(value, "B")
+                    for value in (one.planned, one.found)
                 )
                 mark = "!" if one.differs else " "
                 off = f"{one.off:+.1%}" if one.off not in (0.0, float("inf")) else ""
-                lines.append(f"  {mark} {one.what:<28} planned {planned:>10}  found {found:>10}  {off}")
+                lines.append(
+                    f"  {mark} {one.what:<28} planned {planned:>10}  found {found:>10}  {off}"
+                )
     count = sum(one.judged for rank in figures for one in rank)
     bad = sum(one.differs for rank in figures for one in rank)
     lines.append(
@@ -96,7 +122,7 @@ def _page(plan: Plan, whole: int, runs: list[RankRun], figures: list[list[Compar
         lines.append("all experts are chosen equally often, here and in what is planned")
     if plan.parallel.micro_batches < whole:
         lines.append(
-            f"run with {plan.parallel.micro_batches} of {whole} micro-batches a step: more of them hold no more memory,"
-            " and repeat the same transfers"
+            f"run with {plan.parallel.micro_batches} of {whole} micro-batches a step: more of them"
+            " hold no more memory, and repeat the same transfers"
         )
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""`orch verify`: compares a layout's training arithmetic with that of one process, by running both."""
+"""`orch verify`: compares a layout's training arithmetic with that of one process, by running
+both."""
 
 from __future__ import annotations
 
@@ -20,29 +21,45 @@ TOGETHER = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--matrix", choices=("quick", "full"), help="the techniques' matrix instead of one layout")
+    parser.add_argument(
+        "--matrix", choices=("quick", "full"), help="the techniques' matrix instead of one layout"
+    )
     parser.add_argument(
         "--against",
         choices=("one", "independent"),
         default="one",
-        help="one process of this trainer, or an oracle that shares nothing with it and judges whole runs",
+        help=(
+            "one process of this trainer, or an oracle that shares nothing with it and judges whole"
+            " runs"
+        ),
     )
     parser.add_argument(
-        "--data", metavar="RUN", help="read the data of a run's steps once more, and compare with what it trained on"
+        "--data",
+        metavar="RUN",
+        help="read the data of a run's steps once more, and compare with what it trained on",
     )
-    parser.add_argument("--precision", metavar="P,P", help="with --against independent, of fp64, fp32, bf16, fp16")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the matrix as a page (docs/parity.md)")
+    parser.add_argument(
+        "--precision", metavar="P,P", help="with --against independent, of fp64, fp32, bf16, fp16"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write the matrix as a page (docs/parity.md)"
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.data is not None:
         if overrides or args.matrix or args.precision or args.out or args.against != "one":
-            raise OrchError("--data RUN takes neither layouts nor other options: the run says what there is")
+            raise OrchError(
+                "--data RUN takes neither layouts nor other options: the run says what there is"
+            )
         return _data(args)
     if args.out and not args.matrix:
         raise OrchError("--out is for --matrix: the page of a whole matrix")
     if args.matrix and overrides:
-        raise OrchError(f"--matrix brings its own layouts and models: {overrides[0]!r} cannot be combined with it")
+        raise OrchError(
+            f"--matrix brings its own layouts and models: {overrides[0]!r} cannot be combined"
+            " with it"
+        )
     if args.against == "independent":
         return _independent(args, overrides)
     if args.precision:
@@ -65,7 +82,14 @@ def _data(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"run_id": folder.run_id, **found._asdict()})
     else:
-        print("\n".join([*found.problems, f"{found.equal} of {found.steps} steps trained on what is there now"]))
+        print(
+            "\n".join(
+                [
+                    *found.problems,
+                    f"{found.equal} of {found.steps} steps trained on what is there now",
+                ]
+            )
+        )
     return Exit.CONFIG if found.problems else Exit.DONE
 
 

@@ -1,4 +1,5 @@
-"""`orch version`: what is installed, without importing any of it, and which formats it reads and writes."""
+"""`orch version`: what is installed, without importing any of it, and which formats it reads and
+writes."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ import argparse
 import json
 import platform
 
-STANDS_ON = ("torch", "hydra-core", "omegaconf", "msgspec", "numpy", "safetensors", "prometheus-client")
+STANDS_ON = (
+    "torch",
+    "hydra-core",
+    "omegaconf",
+    "msgspec",
+    "numpy",
+    "safetensors",
+    "prometheus-client",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,4 +51,10 @@ def formats() -> dict[str, str]:
     from orchestrator.run.state import SCHEMA as STATE
 
     run = f"{REQUEST} {STATE}"
-    return {"plan": PLAN, "run folder": run, "checkpoint": CHECKPOINT, "report": REPORT, "topology": TOPOLOGY}
+    return {
+        "plan": PLAN,
+        "run folder": run,
+        "checkpoint": CHECKPOINT,
+        "report": REPORT,
+        "topology": TOPOLOGY,
+    }

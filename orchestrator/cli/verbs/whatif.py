@@ -24,7 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is different in a further column; repeatable",
     )
     add_any(parser)
-    parser.add_argument("--tokens", metavar="N", type=float, help="token target, like 15e12; else train.steps decides")
+    parser.add_argument(
+        "--tokens",
+        metavar="N",
+        type=float,
+        help="token target, like 15e12; else train.steps decides",
+    )
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -39,7 +44,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
     if args.tokens is not None and not 1 <= args.tokens <= 1e18:
         raise OrchError(f"--tokens {args.tokens:g}: from 1 to 1e18", Exit.USAGE)
-    plans, resolve = [], ClusterResolver(home())
+    plans = []
+    resolve = ClusterResolver(home())
     for case in ["", *args.case]:
         try:
             words = shlex.split(case)
@@ -62,21 +68,32 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def column(name: str, plan: Plan, tokens: float | None) -> dict[str, Any]:
     """One plan in plain values: seconds, bytes, tokens, hours."""
-    par, train = plan.parallel, plan.job.train
+    par = plan.parallel
+    train = plan.job.train
     target = tokens or float(train.steps) * par.global_batch_tokens
     seconds = target / par.global_batch_tokens * plan.time.step_s
-    degrees = [f"{axis}{getattr(par, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp") if getattr(par, axis) > 1]
+    degrees = [
+        f"{axis}{getattr(par, axis)}"
+        for axis in ("tp", "cp", "ep", "pp", "dp")
+        if getattr(par, axis) > 1
+    ]
     return {
         "case": name,
         "cluster": plan.cluster.name,
         "gpus": par.world_size,
         "layout": "_".join([*degrees, f"zero{par.zero}"]),
-        "pipeline": f"{par.schedule} x {par.micro_batches} of {par.micro_batch_size}, vpp {par.vpp}",
+        "pipeline": (
+            f"{par.schedule} x {par.micro_batches} of {par.micro_batch_size}, vpp {par.vpp}"
+        ),
         "recompute": train.recompute,
         "seq_len": train.seq_len,
         "batch_tokens": par.global_batch_tokens,
         "step_s": plan.time.step_s,
-        **dict(zip(("step_low_s", "step_high_s"), interval(plan.time.step_s, plan.time.sd), strict=True)),
+        **dict(
+            zip(
+                ("step_low_s", "step_high_s"), interval(plan.time.step_s, plan.time.sd), strict=True
+            )
+        ),
         "step_sd": plan.time.sd,
         "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
         "mfu": plan.mfu,
@@ -93,23 +110,35 @@ def column(name: str, plan: Plan, tokens: float | None) -> dict[str, Any]:
 def page(columns: list[dict[str, Any]], width: int = 80) -> str:
     rows = [[label, *(show(column) for column in columns)] for label, show in ROWS]
     base = columns[0]
-    for key, label in (("step_s", "step against the first"), ("gpu_hours", "GPU-hours against the first")):
+    for key, label in (
+        ("step_s", "step against the first"),
+        ("gpu_hours", "GPU-hours against the first"),
+    ):
         if len(columns) > 1:
-            rows.append([label, *("" if c is base else f"{c[key] / base[key] - 1:+.1%}" for c in columns)])
+            rows.append(
+                [label, *("" if c is base else f"{c[key] / base[key] - 1:+.1%}" for c in columns)]
+            )
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
-    blocks, left = [[0]], width - widths[0]
+    blocks = [[0]]
+    left = width - widths[0]
     for index, wide in enumerate(widths[1:], start=1):  # as many side by side as fit
         if left < wide + 2 and len(blocks[-1]) > 1:
             blocks.append([0])
             left = width - widths[0]
         blocks[-1].append(index)
         left -= wide + 2
-    texts = ["\n".join("  ".join(row[i].ljust(widths[i]) for i in block).rstrip() for row in rows) for block in blocks]
+    texts = [
+        "\n".join("  ".join(row[i].ljust(widths[i]) for i in block).rstrip() for row in rows)
+        for block in blocks
+    ]
     return "\n\n".join(texts)
 
 
 def _memory(c: dict[str, Any]) -> str:
-    return f"{c['memory_bytes'] / GIB:.3g} GiB{plus_minus(c['memory_sd'])}{'' if c['fits'] else ', DOES NOT FIT'}"
+    return (
+        f"{c['memory_bytes'] / GIB:.3g}"
+        f" GiB{plus_minus(c['memory_sd'])}{'' if c['fits'] else ', DOES NOT FIT'}"
+    )
 
 
 ROWS = (

@@ -1,9 +1,10 @@
 """`ibnetdiscover` text -> topology. Pure.
 
-The text lists every switch and channel adapter with its links. Height is a switch's distance to the nearest adapter.
-Switches of height 0 that serve mostly the same nodes are one leaf group (on a rail-optimised fabric there is one leaf a
-rail, so eight switches make one group). Leaf groups that hang together through switches of height at most 1 are a pod,
-and so on. So any fat tree, its missing links included, becomes tiers that nest.
+The text lists every switch and channel adapter with its links. Height is a switch's distance to the
+nearest adapter. Switches of height 0 that serve mostly the same nodes are one leaf group (on a
+rail-optimised fabric there is one leaf a rail, so eight switches make one group). Leaf groups that
+hang together through switches of height at most 1 are a pod, and so on. So any fat tree, its
+missing links included, becomes tiers that nest.
 """
 
 from __future__ import annotations
@@ -18,25 +19,42 @@ from orchestrator.cluster.model import FLAT, MAX_DEPTH, Machine, Tier, Topology,
 
 WHERE = "ibnetdiscover"
 _HEAD = re.compile(r'(Switch|Ca|Hca|Rt)\s+[0-9]+\s+"([SHR]-[0-9a-f]+)"\s*#\s*"([^"]*)"')
-_LINK = re.compile(r'\[[0-9]+\](?:\([0-9a-f]+\))?\s+"([SHR]-[0-9a-f]+)"\[[0-9]+\](?:\([0-9a-f]+\))?(?:\s*#\s*(.*))?\Z')
+_LINK = re.compile(
+    r'\[[0-9]+\](?:\([0-9a-f]+\))?\s+"([SHR]-[0-9a-f]+)"\[[0-9]+\](?:\([0-9a-f]+\))?(?:\s*#\s*(.*))?\Z'
+)
 _SPEED = re.compile(r"\b(1|2|4|8|12)x(SDR|DDR|QDR|FDR10|FDR|EDR|HDR|NDR|XDR)\b")
 #: Gb/s of one lane (InfiniBand Architecture Specification; data rate).
-_LANE = {"SDR": 2, "DDR": 4, "QDR": 8, "FDR10": 10, "FDR": 13.64, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
+_LANE = {
+    "SDR": 2,
+    "DDR": 4,
+    "QDR": 8,
+    "FDR10": 10,
+    "FDR": 13.64,
+    "EDR": 25,
+    "HDR": 50,
+    "NDR": 100,
+    "XDR": 200,
+}
 _SYSTEM = re.compile(r"sysimgguid=0x([0-9a-f]+)")
 #: What a driver calls an adapter, behind the host's name: mlx5_0, mthca0, hfi1_0, HCA-1, ibp23s0.
 _DEVICE = re.compile(r"(?:mlx|mthca|hfi|qib|ipath|ehca|bnxt|ib|roce|rdma|hca)[\w-]*\d\Z", re.I)
 #: Words of a description that an adapter has from its maker.
-_MAKER = re.compile(r"^MT\d+|mellanox|technologies|infinihost|connectx|nvidia|qlogic|voltaire", re.I)
+_MAKER = re.compile(
+    r"^MT\d+|mellanox|technologies|infinihost|connectx|nvidia|qlogic|voltaire", re.I
+)
 _NO_HOST = re.compile(r"aggregation node|sharp", re.I)  # an adapter inside a switch
 
 
 def parse_ibnetdiscover(text: str) -> Topology:
-    """The tiers of a fabric, with rates and oversubscription where the links tell. OrchError (65) names the line.
+    """The tiers of a fabric, with rates and oversubscription where the links tell. OrchError (65)
+    names the line.
 
-    A node is the first word of its adapters' descriptions (`node7 mlx5_0`). Systems whose adapters name no host, or the
-    same host as those of other systems, stand for a node each, which is called by the system's GUID.
+    A node is the first word of its adapters' descriptions (`node7 mlx5_0`). Systems whose adapters
+    name no host, or the same host as those of other systems, stand for a node each, which is called
+    by the system's GUID.
     """
-    system, systems = "", {}  # adapter -> GUID of its system
+    system = ""
+    systems = {}  # adapter -> GUID of its system
     label: dict[str, str] = {}  # switch or adapter -> description
     links: dict[str, list[tuple[str, float]]] = {}
     at = ""
@@ -53,7 +71,9 @@ def parse_ibnetdiscover(text: str) -> Topology:
             found = _LINK.match(line.rstrip())
             if not found or not at:
                 raise bad(
-                    WHERE, f"line {number}: {line[:60]!r} is not a link" + ("" if at else " of a switch or adapter")
+                    WHERE,
+                    f"line {number}: {line[:60]!r} is not a link"
+                    + ("" if at else " of a switch or adapter"),
                 )
             speed = _SPEED.search(found[2] or "")
             links[at].append((found[1], int(speed[1]) * _LANE[speed[2]] if speed else 0.0))
@@ -63,12 +83,15 @@ def parse_ibnetdiscover(text: str) -> Topology:
         for other, _ in ends:
             if other not in links:
                 raise bad(WHERE, f"{name} has a link to {other}, which is not in the text")
-    adapters = {name: text for name, text in label.items() if name[0] == "H" and not _NO_HOST.search(text)}
+    adapters = {
+        name: text for name, text in label.items() if name[0] == "H" and not _NO_HOST.search(text)
+    }
     return _tiers(label, links, _hosts(adapters, systems))
 
 
 def _hosts(adapters: dict[str, str], systems: dict[str, str]) -> dict[str, str]:
-    """Adapter -> its node. Raises OrchError (65) where several hosts have one name and several adapters each."""
+    """Adapter -> its node. Raises OrchError (65) where several hosts have one name and several
+    adapters each."""
     named: dict[str, list[str]] = {}
     for name, text in adapters.items():
         of_maker = _MAKER.search(text) and not _device(text)
@@ -86,8 +109,9 @@ def _hosts(adapters: dict[str, str], systems: dict[str, str]) -> dict[str, str]:
             device, found = max(of_device.items(), key=lambda item: len(item[1]))
             raise bad(
                 WHERE,
-                f"{len(found)} adapters are described as '{host} {device}', and their hosts have further adapters:"
-                " nobody can say which belong together; set the hosts' node descriptions (rdma-ndd does)",
+                f"{len(found)} adapters are described as '{host} {device}', and their hosts have"
+                " further adapters: nobody can say which belong together; set the hosts' node"
+                " descriptions (rdma-ndd does)",
             )
         else:
             result.update({name: systems[name] for name in group})
@@ -100,14 +124,18 @@ def _device(description: str) -> str:
     return words[1] if len(words) > 1 and _DEVICE.match(words[1]) else ""
 
 
-def _tiers(label: dict[str, str], links: dict[str, list[tuple[str, float]]], hosts: dict[str, str]) -> Topology:
+def _tiers(
+    label: dict[str, str], links: dict[str, list[tuple[str, float]]], hosts: dict[str, str]
+) -> Topology:
     height = _heights(links, hosts)
     if not height:
         return FLAT
     top = max(height.values())
     if top > MAX_DEPTH:
         raise bad(WHERE, f"a chain of {top} switches is no fabric")
-    adapters = Counter(host for name, host in hosts.items() if any(end in height for end, _ in links[name]))
+    adapters = Counter(
+        host for name, host in hosts.items() if any(end in height for end, _ in links[name])
+    )
     leaves = [switch for switch, at in height.items() if at == 0]
     parent: dict[str, str] = {}
     _join_leaves(parent, links, leaves, hosts)
@@ -119,7 +147,8 @@ def _tiers(label: dict[str, str], links: dict[str, list[tuple[str, float]]], hos
             for other, _ in links[name]:
                 if height.get(other, level + 1) <= level:
                     _join(parent, name, other)
-        before, groups = len(groups), _groups(parent, adapters)
+        before = len(groups)
+        groups = _groups(parent, adapters)
         if level > 0:
             switches = _named(groups, parent, label, (s for s, h in height.items() if h == level))
             found.append((switches, *_figures(links, height, hosts, level)))
@@ -134,10 +163,14 @@ def _tiers(label: dict[str, str], links: dict[str, list[tuple[str, float]]], hos
 
 
 def _join_leaves(
-    parent: dict[str, str], links: dict[str, list[tuple[str, float]]], leaves: list[str], hosts: dict[str, str]
+    parent: dict[str, str],
+    links: dict[str, list[tuple[str, float]]],
+    leaves: list[str],
+    hosts: dict[str, str],
 ) -> None:
-    """Leaf groups: leaves that share more than half of the nodes of the one that has fewer, and each node in the group
-    that most of its links go to. A node with links to two groups does not make them one."""
+    """Leaf groups: leaves that share more than half of the nodes of the one that has fewer, and
+    each node in the group that most of its links go to. A node with links to two groups does not
+    make them one."""
     ends: dict[str, Counter[str]] = {}  # node -> leaf -> links
     for name, host in hosts.items():
         ends.setdefault(host, Counter()).update(end for end, _ in links[name] if end[0] == "S")
@@ -197,15 +230,22 @@ def _join(parent: dict[str, str], a: str, b: str) -> None:
 
 
 def _named(
-    groups: dict[str, list[str]], parent: dict[str, str], label: dict[str, str], switches: Iterable[str]
+    groups: dict[str, list[str]],
+    parent: dict[str, str],
+    label: dict[str, str],
+    switches: Iterable[str],
 ) -> dict[str, tuple[str, ...]]:
-    """Each group by the first of its switches on this level: its description's first word where that is unique."""
+    """Each group by the first of its switches on this level: its description's first word where
+    that is unique."""
     first: dict[str, str] = {}
     for switch in switches:
         root = _root(parent, switch)
         first[root] = min(first.get(root, switch), switch, key=lambda s: (natural_key(label[s]), s))
     # a managed switch describes itself as "MF0;leaf-01:MQM9700/U1"
-    short = {root: _first_word(label[switch].split(";")[-1].split(":")[0]) or switch for root, switch in first.items()}
+    short = {
+        root: _first_word(label[switch].split(";")[-1].split(":")[0]) or switch
+        for root, switch in first.items()
+    }
     count = Counter(short.values())
     result = {}
     for root, nodes in groups.items():
@@ -215,10 +255,16 @@ def _named(
 
 
 def _figures(
-    links: dict[str, list[tuple[str, float]]], height: dict[str, int], hosts: dict[str, str], level: int
+    links: dict[str, list[tuple[str, float]]],
+    height: dict[str, int],
+    hosts: dict[str, str],
+    level: int,
 ) -> tuple[float, float]:
-    """(Gb/s of the slowest link below this level's switches, bandwidth below / bandwidth upwards over the level)."""
-    down, up, slowest = 0.0, 0.0, 0.0
+    """(Gb/s of the slowest link below this level's switches, bandwidth below / bandwidth upwards
+    over the level)."""
+    down = 0.0
+    up = 0.0
+    slowest = 0.0
     for switch, its in height.items():
         if its != level:
             continue

@@ -1,7 +1,8 @@
-"""Kubernetes nodes -> topology, through profiles of labels. Pure; `kubectl get nodes -o json` is the input.
+"""Kubernetes nodes -> topology, through profiles of labels. Pure; `kubectl get nodes -o json` is
+the input.
 
-Profiles are data (`profiles.yaml` in this folder, or an ordered list of labels from the command line): vendors rename
-their labels, so none of them is known to the code.
+Profiles are data (`profiles.yaml` in this folder, or an ordered list of labels from the command
+line): vendors rename their labels, so none of them is known to the code.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from orchestrator.errors import did_you_mean
 from orchestrator.plan.codec import UNREADABLE
 
 WHERE = "Kubernetes nodes"
-GPU, NICS = "nvidia.com/gpu", ("rdma/ib", "rdma/hca_shared_devices_a", "nvidia.com/mlnxnics", "vpc.amazonaws.com/efa")
+GPU = "nvidia.com/gpu"
+NICS = ("rdma/ib", "rdma/hca_shared_devices_a", "nvidia.com/mlnxnics", "vpc.amazonaws.com/efa")
 PRODUCT = "nvidia.com/gpu.product"
 CARDS = "nvidia.com/gpu.count"
-#: Labels that say how a GPU is shared -> values with which it is not.
-#: Sources: NVIDIA/k8s-device-plugin docs/gpu-feature-discovery ; GKE "Share GPUs with multiple workloads".
+#: Labels that say how a GPU is shared -> values with which it is not. Sources:
+#: NVIDIA/k8s-device-plugin docs/gpu-feature-discovery ; GKE "Share GPUs with multiple workloads".
 _SHARING = {
     "nvidia.com/gpu.replicas": ("0", "1"),
     "nvidia.com/gpu.sharing-strategy": ("none",),
@@ -31,7 +33,11 @@ _SHARING = {
     "cloud.google.com/gke-max-shared-clients-per-gpu": ("0", "1"),
 }
 #: Labels that only nodes carry whose GPUs are cut into MIG slices.
-_SLICING = ("nvidia.com/gpu.slices.gi", "nvidia.com/gpu.slices.ci", "cloud.google.com/gke-gpu-partition-size")
+_SLICING = (
+    "nvidia.com/gpu.slices.gi",
+    "nvidia.com/gpu.slices.ci",
+    "cloud.google.com/gke-gpu-partition-size",
+)
 
 
 class Profile(Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,20 +101,24 @@ def _yaml(text: str) -> dict[str, Profile]:
 
 
 def profile_of(levels: str) -> Profile:
-    """A profile from the command line: `zone=topology.kubernetes.io/zone,rack=example.org/rack`, coarse to fine."""
+    """A profile from the command line: `zone=topology.kubernetes.io/zone,rack=example.org/rack`,
+    coarse to fine."""
     found: dict[str, list[str]] = {}
     for part in levels.split(","):
         name, equals, label = part.partition("=")
         if not equals or not name or not label or name in found:
             raise bad(
-                "--levels", f"{part!r} is not NAME=LABEL with a new name; coarse to fine, as zone=LABEL,rack=LABEL"
+                "--levels",
+                f"{part!r} is not NAME=LABEL with a new name; coarse to fine, as"
+                " zone=LABEL,rack=LABEL",
             )
         found[name] = [label]
     return Profile(levels=found, domain=["nvidia.com/gpu.clique"])
 
 
 def parse_nodes(text: str, profile: str | Profile = "auto") -> Topology:
-    """`kubectl get nodes -o json` through a profile: a name, one of your own, or `auto` = the one that says most.
+    """`kubectl get nodes -o json` through a profile: a name, one of your own, or `auto` = the one
+    that says most.
 
     Raises OrchError (65) naming the node where labels contradict each other.
     """
@@ -120,12 +130,14 @@ def parse_nodes(text: str, profile: str | Profile = "auto") -> Topology:
 
 
 def gpu_nodes(nodes: Sequence[Node], gpu: str = "") -> list[Node]:
-    """Those that have the resource `gpu` ("": any that is called `.../gpu`); all of them where none has it."""
+    """Those that have the resource `gpu` ("": any that is called `.../gpu`); all of them where none
+    has it."""
     return [node for node in nodes if _gpus(node, gpu)] or list(nodes)
 
 
 def pick_profile(nodes: Sequence[Node], profile: str | Profile = "auto") -> Profile:
-    """The profile of that name; of `auto` the one that says most of these nodes. OrchError (65) for an unknown name."""
+    """The profile of that name; of `auto` the one that says most of these nodes. OrchError (65) for
+    an unknown name."""
     if not isinstance(profile, str):
         return profile
     shipped = profiles()
@@ -135,7 +147,8 @@ def pick_profile(nodes: Sequence[Node], profile: str | Profile = "auto") -> Prof
 
 
 def tier_labels(nodes: Sequence[Node], profile: Profile) -> dict[str, str]:
-    """Level -> the label by which pods can ask for its switches: one that all nodes that know the level carry.
+    """Level -> the label by which pods can ask for its switches: one that all nodes that know the
+    level carry.
 
     Regions and zones are no switches: whoever is kept in one may go anywhere.
     """
@@ -152,7 +165,8 @@ def tier_labels(nodes: Sequence[Node], profile: Profile) -> dict[str, str]:
 
 
 def from_nodes(nodes: list[Node], profile: str | Profile = "auto", gpu: str = "") -> Topology:
-    """As `parse_nodes`, of nodes that have been read. Only those with GPUs stand under switches, if any has some.
+    """As `parse_nodes`, of nodes that have been read. Only those with GPUs stand under switches, if
+    any has some.
 
     A node that does not know its switch stands alone: nobody can say who is beside it.
     """
@@ -168,10 +182,17 @@ def from_nodes(nodes: list[Node], profile: str | Profile = "auto", gpu: str = ""
     machines = {node.metadata.name: _machine(node, gpu) for node in nodes}
     if any(machine.gpus for machine in machines.values()):
         no_gpus = {"free": False, "reason": "no GPUs"}
-        machines = {n: m if m.gpus or m.reason else structs.replace(m, **no_gpus) for n, m in machines.items()}
+        machines = {
+            n: m if m.gpus or m.reason else structs.replace(m, **no_gpus)
+            for n, m in machines.items()
+        }
     if profile.annotation:
         return _annotated(workers, profile.annotation, machines)
-    used = {name: keys for name, keys in profile.levels.items() if any(_value(node, keys) for node in workers)}
+    used = {
+        name: keys
+        for name, keys in profile.levels.items()
+        if any(_value(node, keys) for node in workers)
+    }
     paths = _paths(workers, list(used.values()), profile.domain)
     domains: dict[str, list[str]] = {}
     for node in nodes:
@@ -183,13 +204,18 @@ def from_nodes(nodes: list[Node], profile: str | Profile = "auto", gpu: str = ""
     return check(Topology(kind if tiers else "flat", tiers, domains=kept, machines=machines), WHERE)
 
 
-def _paths(nodes: Sequence[Node], levels: Sequence[list[str]], domain: list[str]) -> dict[str, tuple[str, ...]]:
+def _paths(
+    nodes: Sequence[Node], levels: Sequence[list[str]], domain: list[str]
+) -> dict[str, tuple[str, ...]]:
     """Each node's switches, coarse to fine; nodes without any label have none.
 
-    A switch that a node does not name is the one above its own next finer switch, or above its NVLink domain, as other
-    nodes know it. Else it is called by what is below it, with a `/`, which no label's value has.
+    A switch that a node does not name is the one above its own next finer switch, or above its
+    NVLink domain, as other nodes know it. Else it is called by what is below it, with a `/`, which
+    no label's value has.
     """
-    found = {node.metadata.name: [_value(node, keys) for keys in (*levels, domain)] for node in nodes}
+    found = {
+        node.metadata.name: [_value(node, keys) for keys in (*levels, domain)] for node in nodes
+    }
     for depth in range(len(levels) - 1, -1, -1):
         above: dict[str, set[str]] = {}
         for path in found.values():
@@ -209,8 +235,9 @@ def _paths(nodes: Sequence[Node], levels: Sequence[list[str]], domain: list[str]
 
 
 def _best(nodes: Sequence[Node]) -> str:
-    """The profile that says most: labels of a network before NVLink domains, and these before zones, which every cloud
-    has; then the one on most nodes, then the one with more levels; ties go to the earlier one."""
+    """The profile that says most: labels of a network before NVLink domains, and these before
+    zones, which every cloud has; then the one on most nodes, then the one with more levels; ties go
+    to the earlier one."""
 
     def score(item: tuple[str, Profile]) -> tuple[int, int, int]:
         name, profile = item
@@ -234,13 +261,16 @@ def _value(node: Node, keys: list[str]) -> str:
 
 
 def _annotated(nodes: list[Node], key: str, machines: dict[str, Machine]) -> Topology:
-    """Slinky's annotation: `topology:switch[:switch...]`, several separated by commas. A tree, else blocks."""
+    """Slinky's annotation: `topology:switch[:switch...]`, several separated by commas. A tree, else
+    blocks."""
     found: dict[str, dict[str, tuple[str, ...]]] = {}
     for node in nodes:
         for part in filter(None, node.metadata.annotations.get(key, "").split(",")):
             name, *path = part.strip().split(":")
             if not name or not path or not all(path):
-                raise bad(WHERE, f"node {node.metadata.name}: {key}={part!r} is not TOPOLOGY:SWITCH")
+                raise bad(
+                    WHERE, f"node {node.metadata.name}: {key}={part!r} is not TOPOLOGY:SWITCH"
+                )
             found.setdefault(name, {})[node.metadata.name] = tuple(path)
     tiers: list[Tier] = []
     for name, paths in sorted(found.items(), key=lambda item: -max(map(len, item[1].values()))):
@@ -256,11 +286,14 @@ def _gpus(node: Node, gpu: str) -> int:
     amounts = node.status.allocatable
     if gpu:
         return _count(amounts.get(gpu))
-    return max((_count(amount) for name, amount in amounts.items() if name.endswith("/gpu")), default=0)
+    return max(
+        (_count(amount) for name, amount in amounts.items() if name.endswith("/gpu")), default=0
+    )
 
 
 def why_not_whole(node: Node) -> str:
-    """Why what the node advertises as GPUs are not whole ones; "" when they are, or nobody says otherwise.
+    """Why what the node advertises as GPUs are not whole ones; "" when they are, or nobody says
+    otherwise.
 
     Two ranks on one card end in NCCL's "duplicate GPU", or in half the speed and memory.
     """
@@ -269,28 +302,42 @@ def why_not_whole(node: Node) -> str:
     if "-MIG-" in product or any(labels.get(key) for key in _SLICING):
         return MIG
     shared = any(labels.get(key, "") not in ("", *whole) for key, whole in _SHARING.items())
-    shared = shared or any(name.endswith("/gpu.shared") and _count(n) for name, n in node.status.allocatable.items())
-    cards, advertised = _count(labels.get(CARDS)), _count(node.status.allocatable.get(GPU))
+    shared = shared or any(
+        name.endswith("/gpu.shared") and _count(n) for name, n in node.status.allocatable.items()
+    )
+    cards = _count(labels.get(CARDS))
+    advertised = _count(node.status.allocatable.get(GPU))
     return SHARED if shared or product.endswith("-SHARED") or 0 < cards < advertised else ""
 
 
 def _cards(node: Node, gpu: str) -> int:
     """GPUs of a node as it advertises them, and no more than it has."""
-    advertised, cards = _gpus(node, gpu), _count(node.metadata.labels.get(CARDS))
+    advertised = _gpus(node, gpu)
+    cards = _count(node.metadata.labels.get(CARDS))
     return min(advertised, cards) if cards and why_not_whole(node) else advertised
 
 
 def _machine(node: Node, gpu: str) -> Machine:
-    spec, status = node.spec, node.status
+    spec = node.spec
+    status = node.status
     ready = next((c.status for c in status.conditions if c.type == "Ready"), "True")
-    gpu_taints = {gpu} if gpu else {name for name in status.allocatable if name.endswith("/gpu")} | {GPU}
-    taints = [t.key for t in spec.taints if t.effect in ("NoSchedule", "NoExecute") and t.key not in gpu_taints]
+    gpu_taints = (
+        {gpu} if gpu else {name for name in status.allocatable if name.endswith("/gpu")} | {GPU}
+    )
+    taints = [
+        t.key
+        for t in spec.taints
+        if t.effect in ("NoSchedule", "NoExecute") and t.key not in gpu_taints
+    ]
     reason = "cordoned" if spec.unschedulable else "" if ready == "True" else "not ready"
     reason = reason or why_not_whole(node)
     return Machine(
         gpus=_cards(node, gpu),
         gpu=node.metadata.labels.get(PRODUCT, ""),
-        nics=max([_count(status.allocatable[name]) for name in NICS if name in status.allocatable], default=0),
+        nics=max(
+            [_count(status.allocatable[name]) for name in NICS if name in status.allocatable],
+            default=0,
+        ),
         free=not reason and not taints,
         reason=reason or (f"taint {taints[0]}" if taints else ""),
     )

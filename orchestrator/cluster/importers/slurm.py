@@ -1,7 +1,7 @@
 """Slurm's network topology, from any of its file formats. Pure.
 
-Read: `scontrol show topology` (live), `topology.conf` (tree: SwitchName, block: BlockName, BlockSizes, ring: RingName)
-and `topology.yaml` (Slurm 25.05 and later).
+Read: `scontrol show topology` (live), `topology.conf` (tree: SwitchName, block: BlockName,
+BlockSizes, ring: RingName) and `topology.yaml` (Slurm 25.05 and later).
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ from orchestrator.config import bounded_yaml
 from orchestrator.errors import OrchError
 
 WHERE = "Slurm topology"
-_SWITCH, _BLOCK, _RING = "SwitchName", "BlockName", "RingName"
+_SWITCH = "SwitchName"
+_BLOCK = "BlockName"
+_RING = "RingName"
 #: Keys are case-insensitive in topology.conf; the names used here are Slurm's own.
-_KEYS = {key.lower(): key for key in (_SWITCH, "Switches", "Nodes", _BLOCK, "BlockSizes", "BlockSize", _RING)}
+_KEYS = {
+    key.lower(): key
+    for key in (_SWITCH, "Switches", "Nodes", _BLOCK, "BlockSizes", "BlockSize", _RING)
+}
 
 
 def parse_topology(text: str, name: str | None = None) -> Topology:
@@ -29,13 +34,17 @@ def parse_topology(text: str, name: str | None = None) -> Topology:
     if re.search(r"^\s*-?\s*(topology|tree|block|flat)\s*:", text, re.M):
         return parse_yaml(text, name)
     found: dict[str, dict[str, tuple[int, dict[str, str]]]] = {_SWITCH: {}, _BLOCK: {}, _RING: {}}
-    sizes, names = "", 0
+    sizes = ""
+    names = 0
     for line, record in _records(text):
         sizes = sizes or record.get("BlockSizes", "") or record.get("BlockSize", "")
         for kind, named in found.items():
             if kind in record:
                 if record[kind] in named:
-                    raise _bad(f"line {line}: {kind}={record[kind]} stands on line {named[record[kind]][0]} already")
+                    raise _bad(
+                        f"line {line}: {kind}={record[kind]} stands on line"
+                        f" {named[record[kind]][0]} already"
+                    )
                 named[record[kind]] = line, record
     used = [kind for kind, named in found.items() if named]
     if len(used) > 1:
@@ -55,7 +64,9 @@ def parse_topology(text: str, name: str | None = None) -> Topology:
     if used[0] == _SWITCH:
         return tree(lists, WHERE)
     blocks = {key: nodes for key, (_, nodes) in lists.items()}
-    return _blocks(blocks, [int(s) for s in re.findall(r"[0-9]{1,9}", sizes)] if used[0] == _BLOCK else [])
+    return _blocks(
+        blocks, [int(s) for s in re.findall(r"[0-9]{1,9}", sizes)] if used[0] == _BLOCK else []
+    )
 
 
 def parse_yaml(text: str, name: str | None = None) -> Topology:
@@ -68,15 +79,24 @@ def parse_yaml(text: str, name: str | None = None) -> Topology:
         raise _bad(f"topology.yaml: {error.message}") from None
     except yaml.YAMLError as error:
         raise _bad(f"it is not YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries) or not entries:
+    if (
+        not isinstance(entries, list)
+        or not all(isinstance(e, dict) for e in entries)
+        or not entries
+    ):
         raise _bad("topology.yaml is a list of topologies")
     named = {str(entry.get("topology", index)): entry for index, entry in enumerate(entries)}
     if name is not None and name not in named:
         raise _bad(f"it has no topology {name!r}, only {', '.join(named)}")
-    chosen = named[name] if name else next((e for e in entries if e.get("cluster_default")), entries[0])
+    chosen = (
+        named[name] if name else next((e for e in entries if e.get("cluster_default")), entries[0])
+    )
     if "tree" in chosen:
         rows = _rows(chosen["tree"], "switches", "switch")
-        return tree({name: (_hosts(row, "children"), _hosts(row, "nodes")) for name, row in rows.items()}, WHERE)
+        return tree(
+            {name: (_hosts(row, "children"), _hosts(row, "nodes")) for name, row in rows.items()},
+            WHERE,
+        )
     if "block" in chosen:
         rows = _rows(chosen["block"], "blocks", "block")
         sizes = chosen["block"].get("block_sizes", [])
@@ -87,12 +107,16 @@ def parse_yaml(text: str, name: str | None = None) -> Topology:
 
 
 def from_addresses(addresses: Mapping[str, str]) -> Topology:
-    """From each node's own SLURM_TOPOLOGY_ADDR (`spine.leaf0.n2`, top first): what tasks know without scontrol.
+    """From each node's own SLURM_TOPOLOGY_ADDR (`spine.leaf0.n2`, top first): what tasks know
+    without scontrol.
 
-    A node whose address is its bare name stands alone. Several names at one place (`leafA,leafB`, multi-path trees)
-    are one switch of that compound name.
+    A node whose address is its bare name stands alone. Several names at one place (`leafA,leafB`,
+    multi-path trees) are one switch of that compound name.
     """
-    paths = {node: address.split(".")[:-1] if address != node else [] for node, address in addresses.items()}
+    paths = {
+        node: address.split(".")[:-1] if address != node else []
+        for node, address in addresses.items()
+    }
     # A node name may hold dots itself: the address ends with it.
     for node, address in addresses.items():
         if address.endswith("." + node):
@@ -110,7 +134,8 @@ def from_addresses(addresses: Mapping[str, str]) -> Topology:
 
 
 def _blocks(blocks: Mapping[str, list[str]], sizes: list[int]) -> Topology:
-    """Base blocks, and one tier for each further size of BlockSizes: that many nodes' worth of consecutive blocks."""
+    """Base blocks, and one tier for each further size of BlockSizes: that many nodes' worth of
+    consecutive blocks."""
     owner: dict[str, str] = {}
     for name, nodes in blocks.items():
         for node in nodes:
@@ -127,12 +152,18 @@ def _blocks(blocks: Mapping[str, list[str]], sizes: list[int]) -> Topology:
         if step < 2 or step & (step - 1) or size % base:
             raise _bad(f"BlockSizes {sizes}: {size} is not {base} times a power of two")
         groups = [names[i : i + step] for i in range(0, len(names), step)]
-        tiers.append(Tier(f"{BLOCK}{size}", {g[0]: tuple(n for name in g for n in blocks[name]) for g in groups}))
+        tiers.append(
+            Tier(
+                f"{BLOCK}{size}",
+                {g[0]: tuple(n for name in g for n in blocks[name]) for g in groups},
+            )
+        )
     return Topology("block", tuple(tiers), base) if blocks else FLAT
 
 
 def _records(text: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, `Key=value` words) of each line; a value has no blanks. Comments and continuations as in slurm.conf."""
+    """(line, `Key=value` words) of each line; a value has no blanks. Comments and continuations as
+    in slurm.conf."""
     lines = iter(enumerate(text.splitlines(), 1))
     for number, line in lines:
         while line.endswith("\\"):

@@ -1,7 +1,8 @@
 """What `scontrol show nodes` says of each node, and which nodes are really free. Pure.
 
-Text (`scontrol -o show nodes -d`, every Slurm since 22.05) and JSON (`scontrol show nodes --json`, 23.02 and later)
-give the same values; the text form is the one asked for, because the JSON form changes between versions.
+Text (`scontrol -o show nodes -d`, every Slurm since 22.05) and JSON (`scontrol show nodes --json`,
+23.02 and later) give the same values; the text form is the one asked for, because the JSON form
+changes between versions.
 """
 
 from __future__ import annotations
@@ -30,17 +31,41 @@ _MARKS = {
     "-": "PLANNED",
 }
 #: Words that mean the same in different versions and in `sinfo`'s lower case.
-_SYNONYMS = {"MIX": "MIXED", "ALLOC": "ALLOCATED", "NO_RESPOND": "NOT_RESPONDING", "MAINT": "MAINTENANCE"}
-_SYNONYMS |= {"COMP": "COMPLETING", "UNK": "UNKNOWN", "RESV": "RESERVED", "DRAINING": "DRAIN", "DRAINED": "DRAIN"}
-#: Flags that do not stop a new job: a planned node is free until the job that it waits for starts, and a node that
-#: power saving switched off is switched on for a job.
-_HARMLESS = frozenset({"PLANNED", "CLOUD", "DYNAMIC_NORM", "DYNAMIC_FUTURE", "POWERED_DOWN", "POWERING_UP", "IDLE"})
+_SYNONYMS = {
+    "MIX": "MIXED",
+    "ALLOC": "ALLOCATED",
+    "NO_RESPOND": "NOT_RESPONDING",
+    "MAINT": "MAINTENANCE",
+}
+_SYNONYMS |= {
+    "COMP": "COMPLETING",
+    "UNK": "UNKNOWN",
+    "RESV": "RESERVED",
+    "DRAINING": "DRAIN",
+    "DRAINED": "DRAIN",
+}
+#: Flags that do not stop a new job: a planned node is free until the job that it waits for starts,
+#: and a node that power saving switched off is switched on for a job.
+_HARMLESS = frozenset(
+    {"PLANNED", "CLOUD", "DYNAMIC_NORM", "DYNAMIC_FUTURE", "POWERED_DOWN", "POWERING_UP", "IDLE"}
+)
 
-#: A type, or the end of one, that is a slice of a GPU: `1g.5gb`, `h100_1g.10gb`, `1c.3g.20gb`, `1g.10gb.me`.
+#: A type, or the end of one, that is a slice of a GPU: `1g.5gb`, `h100_1g.10gb`, `1c.3g.20gb`,
+#: `1g.10gb.me`.
 _SLICE = re.compile(r"(?:^|[^a-z0-9])(?:\d+c\.)?\d+g[._]?\d+gb(?:[+._-][a-z.+-]+)?$", re.IGNORECASE)
 _IN_BRACKETS = re.compile(r"\([^)]*\)")
 _WANTED = frozenset(
-    {"NodeName", "State", "Gres", "GresUsed", "AllocTRES", "CPUEfctv", "CPUTot", "RealMemory", "ActiveFeatures"}
+    {
+        "NodeName",
+        "State",
+        "Gres",
+        "GresUsed",
+        "AllocTRES",
+        "CPUEfctv",
+        "CPUTot",
+        "RealMemory",
+        "ActiveFeatures",
+    }
     | {"Partitions"}
 )
 _AFTER_REASON = re.compile(r" (?:Comment|Extra)=")
@@ -79,7 +104,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machines(nodes: Iterable[Node], idle: bool = False) -> dict[str, Machine]:
-    """What is known of the nodes. Free is one that is not out of service, with `idle` one that is idle as a whole.
+    """What is known of the nodes. Free is one that is not out of service, with `idle` one that is
+    idle as a whole.
 
     Where some nodes have whole GPUs, those without any are not for a job.
     """
@@ -95,7 +121,13 @@ def _machine(node: Node, idle: bool, some_have_gpus: bool) -> Machine:
         reason = ONLY_SLICES
     else:
         reason = NO_GPUS if some_have_gpus and not node.gpus else ""
-    return Machine(gpus=node.gpus, gpu=node.gpu_type, other_gpus=node.other_gpus, free=not reason, reason=reason)
+    return Machine(
+        gpus=node.gpus,
+        gpu=node.gpu_type,
+        other_gpus=node.other_gpus,
+        free=not reason,
+        reason=reason,
+    )
 
 
 def parse_state(text: str) -> frozenset[str]:
@@ -115,21 +147,31 @@ def parse_nodes(text: str) -> list[Node]:
     Raises OrchError (65) when not one node is found, or when a node lacks its name or state.
     """
     stripped = text.lstrip()
-    nodes = _from_json(stripped) if stripped.startswith("{") else [_from_text(block) for block in _blocks(stripped)]
+    nodes = (
+        _from_json(stripped)
+        if stripped.startswith("{")
+        else [_from_text(block) for block in _blocks(stripped)]
+    )
     if not nodes:
         raise OrchError("`scontrol show nodes` names no node", Exit.CONFIG)
     return nodes
 
 
-def select(nodes: Iterable[Node], partition: str | None = None, constraint: str | None = None) -> list[Node]:
+def select(
+    nodes: Iterable[Node], partition: str | None = None, constraint: str | None = None
+) -> list[Node]:
     """Nodes of a partition that have all features of a plain `a&b` constraint.
 
     A constraint with other operators is left to Slurm: it does not narrow the list here.
     """
     wanted = (
-        frozenset(constraint.split("&")) if constraint and not re.search(r"[|\[\]()*!]", constraint) else frozenset()
+        frozenset(constraint.split("&"))
+        if constraint and not re.search(r"[|\[\]()*!]", constraint)
+        else frozenset()
     )
-    return [n for n in nodes if (not partition or partition in n.partitions) and wanted <= n.features]
+    return [
+        n for n in nodes if (not partition or partition in n.partitions) and wanted <= n.features
+    ]
 
 
 def _blocks(text: str) -> Iterable[str]:
@@ -140,7 +182,8 @@ def _blocks(text: str) -> Iterable[str]:
 
 
 def _fields(block: str) -> dict[str, str]:
-    """The wanted `Key=value` pairs. None of their values holds a blank; Reason, which is last, may hold anything."""
+    """The wanted `Key=value` pairs. None of their values holds a blank; Reason, which is last, may
+    hold anything."""
     block, _, reason = block.partition(" Reason=")
     fields = {"Reason": _AFTER_REASON.split(reason, 1)[0].strip()}
     for word in block.split():
@@ -170,7 +213,8 @@ def _from_text(block: str) -> Node:
 
 
 class _JsonNode(msgspec.Struct):
-    """The keys that all versions with `--json` share; lists became lists in 23.11, so both spellings are taken."""
+    """The keys that all versions with `--json` share; lists became lists in 23.11, so both
+    spellings are taken."""
 
     name: str
     state: list[str] | str
@@ -214,9 +258,11 @@ def _from_json(text: str) -> list[Node]:
 
 
 def parse_gres(gres: str) -> dict[str, int]:
-    """`gpu:h100:8(S:0-1),gpu:3090:2,nic:2` -> {"h100": 8, "3090": 2}; "" is the type of GPUs without one.
+    """`gpu:h100:8(S:0-1),gpu:3090:2,nic:2` -> {"h100": 8, "3090": 2}; "" is the type of GPUs
+    without one.
 
-    A GRES is name[:type][:no_consume][:count][(...)]. The last number is the count, so a type may be a number, too.
+    A GRES is name[:type][:no_consume][:count][(...)]. The last number is the count, so a type may
+    be a number, too.
     """
     found: dict[str, int] = {}
     for entry in _IN_BRACKETS.sub("", gres).split(","):
@@ -234,7 +280,9 @@ def _node(gpus: dict[str, int], **values: Any) -> Node:
     whole = [GpuCount(count, kind) for kind, count in gpus.items() if not _SLICE.search(kind)]
     first = whole[0] if whole else GpuCount(0, "")
     sliced = len(whole) < len(gpus)
-    return Node(gpus=first.gpus, gpu_type=first.gpu, other_gpus=tuple(whole[1:]), sliced=sliced, **values)
+    return Node(
+        gpus=first.gpus, gpu_type=first.gpu, other_gpus=tuple(whole[1:]), sliced=sliced, **values
+    )
 
 
 def _total(gpus: dict[str, int]) -> int:
@@ -242,9 +290,14 @@ def _total(gpus: dict[str, int]) -> int:
 
 
 def _tres_gpus(tres: str) -> int:
-    """GPUs in use by `AllocTRES`: the total, else the sum over the types, as sites track the one or the other."""
+    """GPUs in use by `AllocTRES`: the total, else the sum over the types, as sites track the one or
+    the other."""
     found = re.search(r"(?:^|,)gres/gpu=([0-9]+)", tres)
-    return int(found[1]) if found else sum(map(int, re.findall(r"(?:^|,)gres/gpu:[^=,]+=([0-9]+)", tres)))
+    return (
+        int(found[1])
+        if found
+        else sum(map(int, re.findall(r"(?:^|,)gres/gpu:[^=,]+=([0-9]+)", tres)))
+    )
 
 
 def _number(text: str | None) -> int:

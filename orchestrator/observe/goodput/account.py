@@ -1,7 +1,7 @@
 """A run's time and faults, counted from its time line. Pure.
 
-What each state begins and ends with is in docs/reliability.md. Times of different nodes are those nodes' clocks: a skew
-moves a border between two states, and never makes a second count twice.
+What each state begins and ends with is in docs/reliability.md. Times of different nodes are those
+nodes' clocks: a skew moves a border between two states, and never makes a second count twice.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from orchestrator.observe.timeline import Step
 from .intervals import Interval, WallState, partition, totals
 from .run_timeline import RunTimeline
 
-#: A step that takes longer than this many usual ones, and a second more, hangs for what is beyond one usual step.
-HANG_FACTOR, HANG_S = 5.0, 1.0
+#: A step that takes longer than this many usual ones, and a second more, hangs for what is beyond
+#: one usual step.
+HANG_FACTOR = 5.0
+HANG_S = 1.0
 _ENOUGH = 3  # steps of an epoch that tell what is usual in it
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """An epoch that ended before the run did. Seconds; None: it has not happened, or nobody can know."""
+    """An epoch that ended before the run did. Seconds; None: it has not happened, or nobody can
+    know."""
 
     epoch: int
     at: float  # Unix seconds: last step before it, or the start of an epoch that had none
@@ -41,19 +44,23 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 class Account(msgspec.Struct, frozen=True):
     wall_s: float
-    seconds: dict[WallState, float]  # by state; they sum to wall_s; empty where steps are not reported
+    seconds: dict[
+        WallState, float
+    ]  # by state; they sum to wall_s; empty where steps are not reported
     ettr: float | None  # productive / wall
     intervals: list[Interval]
     faults: list[Fault]
 
 
 def account(run: RunTimeline, now: float) -> Account:
-    """`now`: where a run that goes on is cut off. Of a program that reports no steps, nobody knows what its time went
-    into: no ETTR and no seconds by state, but its faults."""
+    """`now`: where a run that goes on is cut off. Of a program that reports no steps, nobody knows
+    what its time went into: no ETTR and no seconds by state, but its faults."""
     end = run.ended if run.ended is not None else max(now, run.created)
     steps = _by_epoch(run.steps)
     over = _ends(run, steps)
-    intervals = partition(run.created, end, _moments(run, steps, over), _pieces(run, steps, over, end))
+    intervals = partition(
+        run.created, end, _moments(run, steps, over), _pieces(run, steps, over, end)
+    )
     seconds = totals(intervals)
     wall = end - run.created
     if not run.reports_steps:
@@ -73,14 +80,18 @@ def _by_epoch(steps: list[Step]) -> dict[int, list[Step]]:
 
 def _usual(steps: dict[int, list[Step]]) -> dict[int, float]:
     """Epoch -> a usual step's seconds in it; empty while no epoch has enough."""
-    medians = {e: statistics.median(s.step_s for s in found) for e, found in steps.items() if len(found) >= _ENOUGH}
+    medians = {
+        e: statistics.median(s.step_s for s in found)
+        for e, found in steps.items()
+        if len(found) >= _ENOUGH
+    }
     slowest = max(medians.values(), default=None)
     return {} if slowest is None else {epoch: medians.get(epoch, slowest) for epoch in steps}
 
 
 def _ends(run: RunTimeline, steps: dict[int, list[Step]]) -> dict[int, float | None]:
-    """Epoch -> the first sign of its end; None for the current one. If nothing recorded the end (all were killed), the
-    beginning of the next epoch."""
+    """Epoch -> the first sign of its end; None for the current one. If nothing recorded the end
+    (all were killed), the beginning of the next epoch."""
     spans = {span.epoch: span for span in run.epochs}
     epochs = sorted(spans.keys() | steps.keys())
     borders = [stopped for stopped, _ in run.pauses] + [span.began for span in run.epochs]
@@ -99,14 +110,17 @@ def _moments(
 ) -> Iterator[tuple[float, WallState]]:
     """When which state begins, where no step and no save is under way."""
     for begin in [run.created, *(resumed for _, resumed in run.pauses)]:
-        came = [at for at in run.arrivals if at >= begin] + [span.began for span in run.epochs if span.began >= begin]
+        came = [at for at in run.arrivals if at >= begin] + [
+            span.began for span in run.epochs if span.began >= begin
+        ]
         if came:
             yield min(came), "rendezvous"
     for span in run.epochs:
         yield span.began, "rendezvous"
         if span.running is not None:
             yield span.running, "startup"
-        end, last = over[span.epoch], steps[span.epoch][-1].at if span.epoch in steps else None
+        end = over[span.epoch]
+        last = steps[span.epoch][-1].at if span.epoch in steps else None
         if last is not None and (end is None or (span.cause is not None and end > last)):
             yield last, "hang"  # where `_pieces` puts no step that was under way
         if end is not None:
@@ -146,7 +160,9 @@ def _pieces(
         if ended is None:  # still running: a step is under way
             under_way = end - before if end - before <= longest else typical
             yield Interval(before, before + under_way, "productive")
-        elif epoch in faults and typical < math.inf:  # the step that the fault broke off was for nothing
+        elif (
+            epoch in faults and typical < math.inf
+        ):  # the step that the fault broke off was for nothing
             yield Interval(before, min(before + typical, ended), "replay")
         for at, stall, of in run.saves:
             if of == epoch and at > before:
@@ -156,17 +172,26 @@ def _pieces(
             yield Interval(at - stall, at, "checkpoint_stall")
 
 
-# --------------------------------------------------------------------------------------------------------- faults
+# ---------------------------------------------------------------------------------------------------------
+#     faults
 
 
 def _faults(
-    run: RunTimeline, steps: dict[int, list[Step]], over: dict[int, float | None], intervals: list[Interval]
+    run: RunTimeline,
+    steps: dict[int, list[Step]],
+    over: dict[int, float | None],
+    intervals: list[Interval],
 ) -> list[Fault]:
     broken = [span for span in run.epochs if span.cause is not None or span.outcome == "restart"]
-    starts = [steps[span.epoch][-1].at if span.epoch in steps else span.running or span.began for span in broken]
+    starts = [
+        steps[span.epoch][-1].at if span.epoch in steps else span.running or span.began
+        for span in broken
+    ]
     result = []
     for span, start, cost in zip(broken, starts, _costs(starts, intervals), strict=True):
-        cause, end, mine = span.cause, over[span.epoch], steps.get(span.epoch)
+        cause = span.cause
+        end = over[span.epoch]
+        mine = steps.get(span.epoch)
         after = next((steps[epoch][0] for epoch in sorted(steps) if epoch > span.epoch), None)
         about = {name: getattr(cause, name) if cause else None for name in ("node", "rank", "code")}
         result.append(
@@ -178,8 +203,12 @@ def _faults(
                 text=(cause.text if cause else "") or span.reason,
                 **about,
                 noticed_s=max(0.0, end - start) if end is not None and cause else None,
-                back_s=max(0.0, after.at - after.step_s - end) if after and end is not None else None,
-                lost_steps=(max(0, mine[-1].step - (after.step - 1)) if mine else 0) if after else None,
+                back_s=(
+                    max(0.0, after.at - after.step_s - end) if after and end is not None else None
+                ),
+                lost_steps=(
+                    (max(0, mine[-1].step - (after.step - 1)) if mine else 0) if after else None
+                ),
                 lost_s=cost,
             )
         )

@@ -1,7 +1,9 @@
-"""Interval partition: a stretch of time cut into states, without a gap and without an overlap. Pure.
+"""Interval partition: a stretch of time cut into states, without a gap and without an overlap.
+Pure.
 
-The states follow the table of effective training time that ETTR is taken from (Kokolis et al., arXiv 2410.21680,
-section 3: productive over available wall time), with what is lost split by who could win it back.
+The states follow the table of effective training time that ETTR is taken from (Kokolis et al.,
+arXiv 2410.21680, section 3: productive over available wall time), with what is lost split by who
+could win it back.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
-WallState = Literal["productive", "replay", "startup", "checkpoint_stall", "rendezvous", "waiting", "hang"]
+WallState = Literal[
+    "productive", "replay", "startup", "checkpoint_stall", "rendezvous", "waiting", "hang"
+]
 STATES: tuple[WallState, ...] = get_args(WallState)
 
 MEANING: dict[WallState, str] = {
@@ -40,14 +44,16 @@ def partition(
 ) -> list[Interval]:
     """[start, end) as intervals that touch and never overlap, neighbours of one state joined.
 
-    `moments`: from then on that state holds, until the next one; `first` before all of them. `pieces` lie over that; of
-    two that overlap the one that begins earlier keeps what it has. Whatever lies outside is cut off, so clocks that
-    disagree can misplace a second, but never lose or double one.
+    `moments`: from then on that state holds, until the next one; `first` before all of them.
+    `pieces` lie over that; of two that overlap the one that begins earlier keeps what it has.
+    Whatever lies outside is cut off, so clocks that disagree can misplace a second, but never lose
+    or double one.
     """
     if end <= start:
         return []
     base: list[Interval] = []
-    at, state = start, first
+    at = start
+    state = first
     for when, then in sorted(moments, key=lambda moment: moment[0]):
         when = min(max(when, start), end)
         if when > at:
@@ -57,7 +63,8 @@ def partition(
     base.append(Interval(at, end, state))
     result: list[Interval] = []
     under = iter(base)
-    below, at = next(under), start
+    below = next(under)
+    at = start
 
     def fill(until: float) -> None:
         """The base, from where we are."""
@@ -70,7 +77,8 @@ def partition(
             at = stop
 
     for piece in sorted(pieces, key=lambda one: one.start):
-        left, right = max(piece.start, at), min(piece.end, end)
+        left = max(piece.start, at)
+        right = min(piece.end, end)
         if right > left:
             fill(left)
             _put(result, Interval(left, right, piece.state))

@@ -1,8 +1,10 @@
-"""Sample ledger: the samples that each step trained on, and whether the whole run has each exactly once.
+"""Sample ledger: the samples that each step trained on, and whether the whole run has each exactly
+once.
 
-Every step report says how many samples the run has consumed after it, so a step is the range of places in the data
-order between two such numbers (which sample lies at a place is a pure function, trainer/data/order.py). What an epoch
-did beyond the step from which the next one went on was undone with its weights; the rest is the ledger.
+Every step report says how many samples the run has consumed after it, so a step is the range of
+places in the data order between two such numbers (which sample lies at a place is a pure function,
+trainer/data/order.py). What an epoch did beyond the step from which the next one went on was undone
+with its weights; the rest is the ledger.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ class Entry(NamedTuple):
     epoch: int
     first: int
     last: int
-    fingerprint: str = ""  # of those samples' tokens; "" where a report between is missing, or it has none
+    fingerprint: str = (
+        ""  # of those samples' tokens; "" where a report between is missing, or it has none
+    )
 
 
 class Ledger(NamedTuple):
@@ -36,12 +40,13 @@ class Ledger(NamedTuple):
 def ledger(steps: Iterable[Step]) -> Ledger:
     """From a run's reports, each step of each epoch once (`timeline.lead_steps`). Pure.
 
-    An epoch goes on from the step before its first one, and replaces what earlier epochs had done from there on. A
-    report that nobody has made is a gap in the record: inside an epoch the entry after it spans both steps; between two
-    epochs nobody can know, and it is a problem.
+    An epoch goes on from the step before its first one, and replaces what earlier epochs had done
+    from there on. A report that nobody has made is a gap in the record: inside an epoch the entry
+    after it spans both steps; between two epochs nobody can know, and it is a problem.
     """
     kept: list[Step] = []
-    undone, problems = 0, []
+    undone = 0
+    problems = []
     ordered = sorted(steps, key=lambda one: (one.epoch, one.step, one.at))
     epoch: int | None = None
     for step in ordered:
@@ -52,27 +57,40 @@ def ledger(steps: Iterable[Step]) -> Ledger:
                 undone += 1
             done = kept[-1].step if kept else 0
             if step.step != done + 1:
-                problems.append(f"epoch {epoch} begins with step {step.step}, and step {done} is the last known before")
+                problems.append(
+                    f"epoch {epoch} begins with step {step.step}, and step {done} is the last known"
+                    " before"
+                )
         elif kept and step.step <= kept[-1].step:
             problems.append(f"epoch {epoch} reports step {step.step} twice")
             continue
         kept.append(step)
-    entries, before, previous = [], 0, 0
+    entries = []
+    before = 0
+    previous = 0
     for step in kept:
         if step.samples <= before:
-            problems.append(f"step {step.step} of epoch {step.epoch} ends at sample {step.samples}, not after {before}")
+            problems.append(
+                f"step {step.step} of epoch {step.epoch} ends at sample {step.samples}, not after"
+                f" {before}"
+            )
         alone = step.fingerprint if step.step == previous + 1 else ""
         entries.append(Entry(step.step, step.epoch, before, step.samples, alone))
-        before, previous = step.samples, step.step
+        before = step.samples
+        previous = step.step
     return Ledger(entries, undone, problems)
 
 
 def uneven(entries: Iterable[Entry], batch: int) -> list[str]:
     """Steps that took another number of samples than the global batch, where that is constant."""
-    previous, found = 0, []
+    previous = 0
+    found = []
     for entry in entries:
         steps = entry.step - previous
         if entry.last - entry.first != batch * steps:
-            found.append(f"step {entry.step} of epoch {entry.epoch} took samples {entry.first} to {entry.last - 1}")
+            found.append(
+                f"step {entry.step} of epoch {entry.epoch} took samples {entry.first} to"
+                f" {entry.last - 1}"
+            )
         previous = entry.step
     return found

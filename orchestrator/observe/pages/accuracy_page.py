@@ -17,28 +17,48 @@ MEMORY = {name: TIME[name] for name in ("mean", "p90", "bias", "in 68%", "in 95%
 
 
 def page(found: Score, terms: Sequence[Ablation] = ()) -> str:
-    """Step time, memory, order of layouts, fits; and the terms of the model, where they were left out one by one."""
+    """Step time, memory, order of layouts, fits; and the terms of the model, where they were left
+    out one by one."""
     parts = []
     if found.time:
         fitted = any(one.fitted is not None for one in found.time)
-        parts.append(_errors("step time", found.time, {**({"fitted": "fitted"} if fitted else {}), **TIME}))
+        parts.append(
+            _errors("step time", found.time, {**({"fitted": "fitted"} if fitted else {}), **TIME})
+        )
     if found.memory:
         parts.append(_errors("peak memory", found.memory, MEMORY))
     if found.order:
         rows = [
-            (one.group, one.layouts, one.sweeps, f"{one.spearman:.2f}", one.regret, one.worst) for one in found.order
+            (one.group, one.layouts, one.sweeps, f"{one.spearman:.2f}", one.regret, one.worst)
+            for one in found.order
         ]
-        parts.append(_table("order of layouts", ("layouts", "sweeps", "Spearman", "regret", "worst"), rows))
+        parts.append(
+            _table("order of layouts", ("layouts", "sweeps", "Spearman", "regret", "worst"), rows)
+        )
     if found.fits:
-        counts = [[found.fits.get((kind, other), 0) for other in ("ok", "oom")] for kind in ("ok", "oom")]
-        parts.append(_table("measured / predicted", ("fits", "oom"), [("fits", *counts[0]), ("oom", *counts[1])]))
+        counts = [
+            [found.fits.get((kind, other), 0) for other in ("ok", "oom")] for kind in ("ok", "oom")
+        ]
+        parts.append(
+            _table(
+                "measured / predicted", ("fits", "oom"), [("fits", *counts[0]), ("oom", *counts[1])]
+            )
+        )
     if terms:
-        parts.append(_table("terms", ("fitted", "left out"), [(one.term, one.fitted, one.left_out) for one in terms]))
+        parts.append(
+            _table(
+                "terms",
+                ("fitted", "left out"),
+                [(one.term, one.fitted, one.left_out) for one in terms],
+            )
+        )
     return "\n\n".join(parts) or NOTHING
 
 
 def _errors(title: str, rows: Sequence[Errors], columns: dict[str, str]) -> str:
-    lines = [(one.group, one.rows, *(getattr(one, field) for field in columns.values())) for one in rows]
+    lines = [
+        (one.group, one.rows, *(getattr(one, field) for field in columns.values())) for one in rows
+    ]
     return _table(title, ("rows", *columns), lines, signed=1 + 1 + list(columns).index("bias"))
 
 
@@ -61,7 +81,10 @@ def _cell(value: Any, signed: bool) -> str:
 
 def as_json(found: Score, terms: Sequence[Ablation] = ()) -> dict[str, Any]:
     """The same as plain values."""
-    lists = {name: [row._asdict() for row in getattr(found, name)] for name in ("time", "memory", "order")}
+    lists = {
+        name: [row._asdict() for row in getattr(found, name)]
+        for name in ("time", "memory", "order")
+    }
     fits = [
         {"measured": measured, "predicted": predicted, "rows": rows}
         for (measured, predicted), rows in sorted(found.fits.items())

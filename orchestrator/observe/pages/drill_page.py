@@ -12,13 +12,15 @@ def table(rows: Sequence[Mapping[str, Any]], style: Style) -> str:
     """Success, p50 and p95 of each fault and position."""
     lines = [style.title("Drill")]
     head = (
-        f"{'fault':<13}{'victim':<13}{'goes on':>9}{'noticed p50':>13}{'p95':>9}{'steps p50':>11}{'p95':>9}{'lost':>6}"
+        f"{'fault':<13}{'victim':<13}{'goes on':>9}{'noticed p50':>13}{'p95':>9}"
+        f"{'steps p50':>11}{'p95':>9}{'lost':>6}"
     )
     lines.append(style.paint(head, GRAY))
     for row in rows:
         share = f"{row['recovered']}/{row['trials']}"
         colour = GREEN if row["recovered"] == row["trials"] else RED
-        noticed, steps = row["noticed_s"], row["stepping_s"]
+        noticed = row["noticed_s"]
+        steps = row["stepping_s"]
         most = row["lost_steps"]["max"]
         lines.append(
             f"{row['fault']:<13}{row['position']:<13}{style.paint(f'{share:>9}', colour)}"

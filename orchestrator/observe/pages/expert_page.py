@@ -8,7 +8,8 @@ from orchestrator.plan.expert_load import ExpertLoad
 from orchestrator.style import GRAY, Style, fold, three
 
 _STEPS = 10
-_HEIGHTS, _LETTERS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
+_HEIGHTS = " ▁▂▃▄▅▆▇█"
+_LETTERS = " .:-=+*#@"
 
 
 def render(plan: Plan, loads: Loads, style: Style) -> str:
@@ -27,10 +28,20 @@ def render(plan: Plan, loads: Loads, style: Style) -> str:
             f"{layer:<8}{balance:>16}{ratios}{found['router_entropy']:>9.2f}{found['dropped']:>9.1%}{bias:>18}"
         )
     if ranks := rank_load(plan, loads):
-        told = f"fullest rank: {ranks['measured']:.3f} times the mean load, {ranks['planned']:.3f} was planned"
-        lines += fold(f"{told} (cost.expert_imbalance; orch calibrate --from RUN learns it)", style.width, 2)
+        told = (
+            f"fullest rank: {ranks['measured']:.3f} times the mean load, {ranks['planned']:.3f} was"
+            " planned"
+        )
+        lines += fold(
+            f"{told} (cost.expert_imbalance; orch calibrate --from RUN learns it)", style.width, 2
+        )
     worst = min(numbers, key=lambda layer: numbers[layer]["balance"]["last"])
-    lines += ["", style.paint(f"tokens by expert over steps, layer {worst}: full height is twice the mean", GRAY)]
+    lines += [
+        "",
+        style.paint(
+            f"tokens by expert over steps, layer {worst}: full height is twice the mean", GRAY
+        ),
+    ]
     return "\n".join(lines + _picture(loads[int(worst)], style))
 
 
@@ -45,6 +56,9 @@ def _picture(steps: list[tuple[int, ExpertLoad]], style: Style) -> list[str]:
         runs = [load.tokens[at : at + each] for at in range(0, len(load.tokens), each)]
         mean = sum(load.tokens) / len(load.tokens) or 1.0
         cells = (min(1.0, sum(run) / len(run) / mean / 2) for run in runs)
-        drawn = "".join(ramp[min(len(ramp) - 1, -(-round(cell * 1000) * (len(ramp) - 1) // 1000))] for cell in cells)
+        drawn = "".join(
+            ramp[min(len(ramp) - 1, -(-round(cell * 1000) * (len(ramp) - 1) // 1000))]
+            for cell in cells
+        )
         lines.append(f"step {step:<8} |{drawn}| {three(load.ratio)}x")
     return lines

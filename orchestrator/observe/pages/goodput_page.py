@@ -26,10 +26,17 @@ _MOST_FAULTS = 20
 def goodput(report: Mapping[str, Any], style: Style) -> str:
     """The section of `orch report`."""
     found = report["goodput"]
-    head = "Goodput" if found["ettr"] is None else f"Goodput: ETTR {found['ettr']:.1%} of {seconds(found['wall_s'])}"
+    head = (
+        "Goodput"
+        if found["ettr"] is None
+        else f"Goodput: ETTR {found['ettr']:.1%} of {seconds(found['wall_s'])}"
+    )
     lines = [style.title(head)]
     if found["intervals"]:
-        lines += [strip(found["intervals"], found["wall_s"], style, style.width), *_scale(found["wall_s"], style)]
+        lines += [
+            strip(found["intervals"], found["wall_s"], style, style.width),
+            *_scale(found["wall_s"], style),
+        ]
     if not found["seconds"]:
         lines.append("unknown: the program reports no steps")
     wall = found["wall_s"] or 1.0
@@ -38,23 +45,35 @@ def goodput(report: Mapping[str, Any], style: Style) -> str:
         if spent > 0:
             name = f"{LETTER[state]} {state.replace('_', ' ')}"
             bar = style.bar(spent / wall, 30, COLOUR[state])
-            lines.append(f"{style.paint(f'{name:<22}', COLOUR[state])}{seconds(spent):>14}{spent / wall:>8.1%}  {bar}")
+            lines.append(
+                f"{style.paint(f'{name:<22}', COLOUR[state])}{seconds(spent):>14}{spent / wall:>8.1%}"
+                f"  {bar}"
+            )
     samples = report["samples"]
     if samples["consumed"]:
-        undone = f", {samples['undone_steps']} steps were undone and done again" if samples["undone_steps"] else ""
-        lines.append(f"{samples['consumed']:,} samples, each once{undone}" if not samples["problems"] else "")
+        undone = (
+            f", {samples['undone_steps']} steps were undone and done again"
+            if samples["undone_steps"]
+            else ""
+        )
+        lines.append(
+            f"{samples['consumed']:,} samples, each once{undone}" if not samples["problems"] else ""
+        )
         lines += [style.paint(f"samples: {problem}", RED) for problem in samples["problems"][:5]]
     lines = [line for line in lines if line]
     return "\n".join(lines + (["", *_faults(report["faults"], style)] if report["faults"] else []))
 
 
 def strip(intervals: Sequence[Sequence[Any]], wall_s: float, style: Style, cells: int) -> str:
-    """Time from left to right; a cell shows what took most of it, but never hides a stop of a fifth of it."""
+    """Time from left to right; a cell shows what took most of it, but never hides a stop of a fifth
+    of it."""
     if wall_s <= 0:
         return ""
-    text, at = [], 0
+    text = []
+    at = 0
     for cell in range(cells):
-        left, right = wall_s * cell / cells, wall_s * (cell + 1) / cells
+        left = wall_s * cell / cells
+        right = wall_s * (cell + 1) / cells
         inside = dict.fromkeys(STATES, 0.0)
         while at < len(intervals) - 1 and intervals[at][1] <= left:
             at += 1
@@ -64,8 +83,12 @@ def strip(intervals: Sequence[Sequence[Any]], wall_s: float, style: Style, cells
             inside[state] += max(0.0, min(end, right) - max(start, left))
         lost = {state: spent for state, spent in inside.items() if state != "productive"}
         worst = max(lost, key=lost.__getitem__)
-        shown = worst if lost[worst] >= _SHOWN * (right - left) else max(inside, key=inside.__getitem__)
-        text.append(style.paint("█" if style.colour and style.unicode else LETTER[shown], COLOUR[shown]))
+        shown = (
+            worst if lost[worst] >= _SHOWN * (right - left) else max(inside, key=inside.__getitem__)
+        )
+        text.append(
+            style.paint("█" if style.colour and style.unicode else LETTER[shown], COLOUR[shown])
+        )
     return "".join(text)
 
 
@@ -84,15 +107,28 @@ def _faults(faults: Sequence[Mapping[str, Any]], style: Style) -> list[str]:
     steps = sum(fault["lost_steps"] or 0 for fault in faults)
     lost = sum(fault["lost_s"] for fault in faults)
     lines = [style.title(f"{many}: {steps} step{'s' * (steps != 1)} and {seconds(lost)} lost")]
-    lines.append(style.paint(f"{'epoch':>5}  {'noticed':>8} {'back':>8} {'steps':>5} {'lost':>8}  first cause", GRAY))
+    lines.append(
+        style.paint(
+            f"{'epoch':>5}  {'noticed':>8} {'back':>8} {'steps':>5} {'lost':>8}  first cause", GRAY
+        )
+    )
     for fault in faults[-_MOST_FAULTS:]:
         cells = [_seconds(fault[name]) for name in ("noticed_s", "back_s")]
         again = "-" if fault["lost_steps"] is None else str(fault["lost_steps"])
-        row = f"{fault['epoch']:>5}  {cells[0]:>8} {cells[1]:>8} {again:>5} {_seconds(fault['lost_s']):>8}  "
-        first, *more = textwrap.wrap(fault["text"] or fault["kind"], max(30, style.width - len(row))) or [""]
+        row = (
+            f"{fault['epoch']:>5}  {cells[0]:>8} {cells[1]:>8} {again:>5}"
+            f" {_seconds(fault['lost_s']):>8}  "
+        )
+        first, *more = textwrap.wrap(
+            fault["text"] or fault["kind"], max(30, style.width - len(row))
+        ) or [""]
         lines.append(row + style.paint(first, None if fault["planned"] else RED))
-        lines += [" " * len(row) + style.paint(line, None if fault["planned"] else RED) for line in more]
-    return lines + ([f"... and {len(faults) - _MOST_FAULTS} before"] if len(faults) > _MOST_FAULTS else [])
+        lines += [
+            " " * len(row) + style.paint(line, None if fault["planned"] else RED) for line in more
+        ]
+    return lines + (
+        [f"... and {len(faults) - _MOST_FAULTS} before"] if len(faults) > _MOST_FAULTS else []
+    )
 
 
 def _seconds(value: float | None) -> str:

@@ -1,6 +1,8 @@
-"""The placement grid: nodes by GPUs, each cell a rank, coloured by data-parallel replica, labelled by coordinate.
+"""The placement grid: nodes by GPUs, each cell a rank, coloured by data-parallel replica, labelled
+by coordinate.
 
-Nodes that look alike are folded into one line, so 2,048 nodes take a few lines and no information is lost.
+Nodes that look alike are folded into one line, so 2,048 nodes take a few lines and no information
+is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ def label_axes(plan: Plan) -> list[str]:
 
 
 def grid(plan: Plan, style: Style) -> list[str]:
-    """Lines of the grid. Folds runs of nodes under one switch when there are more than `MOST_LINES` nodes."""
+    """Lines of the grid. Folds runs of nodes under one switch when there are more than `MOST_LINES`
+    nodes."""
     by_node: dict[str, list[Coord]] = {}
     for rank in plan.ranks:
         by_node.setdefault(rank.node, []).append(rank.coord)
@@ -45,7 +48,9 @@ def grid(plan: Plan, style: Style) -> list[str]:
 
 def _colour_axis(plan: Plan) -> str | None:
     """Replicas differ in colour; with one replica, pipeline stages."""
-    return next((axis for axis in ("dp", "pp", "ep", "cp", "tp") if getattr(plan.parallel, axis) > 1), None)
+    return next(
+        (axis for axis in ("dp", "pp", "ep", "cp", "tp") if getattr(plan.parallel, axis) > 1), None
+    )
 
 
 def _cell(coord: Coord, axes: Sequence[str]) -> str:
@@ -53,7 +58,12 @@ def _cell(coord: Coord, axes: Sequence[str]) -> str:
 
 
 def _node_line(
-    name: str, coords: list[Coord], axes: Sequence[str], colour_axis: str | None, cell: int, style: Style
+    name: str,
+    coords: list[Coord],
+    axes: Sequence[str],
+    colour_axis: str | None,
+    cell: int,
+    style: Style,
 ) -> list[str]:
     """One node; its GPUs wrap when the terminal is narrow."""
     room = max(1, (style.width - len(name) - 3) // (cell + 1))
@@ -62,7 +72,9 @@ def _node_line(
         cells = []
         for coord in coords[start : start + room]:
             text = _cell(coord, axes).center(cell)
-            code = REPLICA[getattr(coord, colour_axis) % len(REPLICA)] if colour_axis else REPLICA[0]
+            code = (
+                REPLICA[getattr(coord, colour_axis) % len(REPLICA)] if colour_axis else REPLICA[0]
+            )
             cells.append(style.fill(text, code))
         lead = name if start == 0 else " " * len(name)
         lines.append(f"  {lead} {' '.join(cells)}")
@@ -70,7 +82,8 @@ def _node_line(
 
 
 def _under_switches(plan: Plan, names: list[str]) -> list[tuple[str, list[str]]]:
-    """Nodes by the innermost switch level that has several switches; ("", all) when there is none."""
+    """Nodes by the innermost switch level that has several switches; ("", all) when there is
+    none."""
     for level in plan.cluster.levels:
         if len(level.switches) > 1:
             index = {name: i for i, name in enumerate(plan.cluster.node_names)}
@@ -90,7 +103,8 @@ def _folded(
     colour_axis: str | None,
     style: Style,
 ) -> list[str]:
-    """Runs of nodes as ranges of coordinates: one line a replica, or a group of replicas when there are many."""
+    """Runs of nodes as ranges of coordinates: one line a replica, or a group of replicas when there
+    are many."""
     level, switches = _coarse_level(plan)
     index = {name: i for i, name in enumerate(plan.cluster.node_names)}
     owner = {node: number for number, nodes in enumerate(switches) for node in nodes}
@@ -107,15 +121,24 @@ def _folded(
         lines.append(style.paint(f"{level} {number}: {len(run)} nodes", GRAY))
         for part in _pieces(run, by_node, colour_axis, max(1, MOST_FOLDED // len(runs))):
             coords = [coord for name in part for coord in by_node[name]]
-            ranges = "  ".join(f"{axis} {_range([getattr(c, axis) for c in coords])}" for axis in axes)
+            ranges = "  ".join(
+                f"{axis} {_range([getattr(c, axis) for c in coords])}" for axis in axes
+            )
             span = part[0] if len(part) == 1 else f"{part[0]} .. {part[-1]}"
-            code = REPLICA[getattr(coords[0], colour_axis) % len(REPLICA)] if colour_axis else REPLICA[0]
+            code = (
+                REPLICA[getattr(coords[0], colour_axis) % len(REPLICA)]
+                if colour_axis
+                else REPLICA[0]
+            )
             lines.append(f"  {style.fill(' ', code) if style.colour else '-'} {span}  {ranges}")
     return lines
 
 
-def _pieces(run: list[str], by_node: dict[str, list[Coord]], axis: str | None, most: int) -> list[list[str]]:
-    """At most `most` + 1 parts of a run, cut where the coordinate on `axis` changes, joined until few enough."""
+def _pieces(
+    run: list[str], by_node: dict[str, list[Coord]], axis: str | None, most: int
+) -> list[list[str]]:
+    """At most `most` + 1 parts of a run, cut where the coordinate on `axis` changes, joined until
+    few enough."""
     parts: list[list[str]] = []
     last: object = None
     for name in run:
@@ -127,7 +150,9 @@ def _pieces(run: list[str], by_node: dict[str, list[Coord]], axis: str | None, m
     if len(parts) <= most:
         return parts
     step = -(-len(parts) // most)
-    return [[name for part in parts[i : i + step] for name in part] for i in range(0, len(parts), step)]
+    return [
+        [name for part in parts[i : i + step] for name in part] for i in range(0, len(parts), step)
+    ]
 
 
 def _coarse_level(plan: Plan) -> tuple[str, list[list[int]]]:

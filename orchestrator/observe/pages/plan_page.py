@@ -1,6 +1,8 @@
-"""A plan as a readable page: what it is, where the ranks are, what fits, where the time goes, what to watch.
+"""A plan as a readable page: what it is, where the ranks are, what fits, where the time goes, what
+to watch.
 
-`render(plan, style)` is pure text; colour and width come from the caller. Works at 80 columns and without colour.
+`render(plan, style)` is pure text; colour and width come from the caller. Works at 80 columns and
+without colour.
 """
 
 from __future__ import annotations
@@ -51,7 +53,12 @@ def render(plan: Plan, style: Style | None = None) -> str:
     if plan.program:
         parts = [_program_header(plan, style), _placement(plan, style)]
     else:
-        parts = [_header(plan, style), _placement(plan, style), _memory(plan, style), _time(plan, style)]
+        parts = [
+            _header(plan, style),
+            _placement(plan, style),
+            _memory(plan, style),
+            _time(plan, style),
+        ]
     if plan.warnings:
         parts.append(_warnings(plan, style))
     return "\n\n".join(parts)
@@ -64,7 +71,10 @@ def _program_header(plan: Plan, style: Style) -> str:
         ("cluster", _cluster(plan)),
         (
             "ranks",
-            f"{par.world_size}: {_degrees(plan) or 'one process'}{f'  zero={par.zero}' * bool(par.zero)}{nesting}",
+            (
+                f"{par.world_size}:"
+                f" {_degrees(plan) or 'one process'}{f'  zero={par.zero}' * bool(par.zero)}{nesting}"
+            ),
         ),
         ("plan", plan.hash[:16]),
     ]
@@ -74,36 +84,67 @@ def _program_header(plan: Plan, style: Style) -> str:
 def _cluster(plan: Plan) -> str:
     cluster = plan.cluster
     spare = len(cluster.node_names) - -(-plan.parallel.world_size // cluster.gpus_per_node)
-    nodes = f"{cluster.name}: {len(cluster.node_names)} nodes x {cluster.gpus_per_node} {cluster.gpu.name}"
+    nodes = (
+        f"{cluster.name}: {len(cluster.node_names)} nodes x {cluster.gpus_per_node}"
+        f" {cluster.gpu.name}"
+    )
     return nodes + (f", {spare} of them spare" if spare else "")
 
 
 def _degrees(plan: Plan) -> str:
-    return "  ".join(f"{axis}={getattr(plan.parallel, axis)}" for axis in AXES if getattr(plan.parallel, axis) > 1)
+    return "  ".join(
+        f"{axis}={getattr(plan.parallel, axis)}"
+        for axis in AXES
+        if getattr(plan.parallel, axis) > 1
+    )
 
 
 def _header(plan: Plan, style: Style) -> str:
-    par, model, cluster, train = plan.parallel, plan.model, plan.cluster, plan.job.train
+    par = plan.parallel
+    model = plan.model
+    cluster = plan.cluster
+    train = plan.job.train
     word = _degrees(plan) or "one GPU"
-    extra = [f"zero={par.zero}"] + ([f"vpp={par.vpp}"] if par.vpp > 1 else []) + (["sp"] if par.sp else [])
+    extra = (
+        [f"zero={par.zero}"]
+        + ([f"vpp={par.vpp}"] if par.vpp > 1 else [])
+        + (["sp"] if par.sp else [])
+    )
     if axes(par) != ("ep",):
         extra.append("experts etp={} ep={} edp={}".format(*expert_mesh(par)))
     extra += ["all-to-all by domain"] if par.expert_all_to_all == "hierarchical" else []
     rows = [
-        ("model", f"{model.name}, {si(model.parameters)} parameters, {model.layers} layers, hidden {model.hidden}"),
+        (
+            "model",
+            (
+                f"{model.name}, {si(model.parameters)} parameters, {model.layers} layers, hidden"
+                f" {model.hidden}"
+            ),
+        ),
         ("cluster", _cluster(plan)),
-        *([("links", f"{cluster.measured.source} (cluster.measured=false: as described)")] if cluster.measured else []),
-        ("parallel", f"{word}  {'  '.join(extra)}  ({par.schedule}, nesting {' < '.join(_moving(plan))})"),
+        *(
+            [("links", f"{cluster.measured.source} (cluster.measured=false: as described)")]
+            if cluster.measured
+            else []
+        ),
+        (
+            "parallel",
+            f"{word}  {'  '.join(extra)}  ({par.schedule}, nesting {' < '.join(_moving(plan))})",
+        ),
         (
             "batch",
-            f"{par.global_batch_samples} samples = {si(par.global_batch_tokens)} tokens a step:"
-            f" {_shares(plan)}, sequences of {train.seq_len}",
+            (
+                f"{par.global_batch_samples} samples = {si(par.global_batch_tokens)} tokens a step:"
+                f" {_shares(plan)}, sequences of {train.seq_len}"
+            ),
         ),
         (
             "train",
-            f"{train.precision}, gradients {train.grad_dtype}, recompute {train.recompute},"
-            f" {train.steps} steps = {si(train.steps * par.global_batch_tokens)} tokens"
-            f" in {_days(train.steps * plan.time.step_s)}",
+            (
+                f"{train.precision}, gradients {train.grad_dtype}, recompute {train.recompute},"
+                f" {train.steps} steps = {si(train.steps * par.global_batch_tokens)} tokens"
+                f" in {_days(train.steps * plan.time.step_s)}"
+            ),
         ),
         ("plan", plan.hash[:16]),
     ]
@@ -138,17 +179,22 @@ def _days(value: float) -> str:
 
 def _placement(plan: Plan, style: Style) -> str:
     lines = [style.title("Placement"), *grid(plan, style), ""]
-    folded = [] if plan.program or plan.parallel.ep > 1 or expert_mesh(plan.parallel).ep == 1 else ["ep"]
+    folded = (
+        [] if plan.program or plan.parallel.ep > 1 or expert_mesh(plan.parallel).ep == 1 else ["ep"]
+    )
     for axis in [*_moving(plan), *folded]:
         if axis == "-":
             lines.append("one rank: nothing to communicate")
             break
         where = plan.placement[axis]
-        count, size = len(plan.groups[axis]), getattr(plan.parallel, axis)
+        count = len(plan.groups[axis])
+        size = getattr(plan.parallel, axis)
         if axis == "ep" and not plan.program:
             size = expert_mesh(plan.parallel).ep
             count = plan.parallel.world_size // size
-        sent = ", ".join(f"{si(many, 'B')} on {level}" for level, many in where.bytes_per_step_by_level.items())
+        sent = ", ".join(
+            f"{si(many, 'B')} on {level}" for level, many in where.bytes_per_step_by_level.items()
+        )
         groups = f"{count} group{'s' * (count > 1)} of {size}"
         text = f"{MEANING[axis]}: {groups}, within {where.worst_level}"
         text += "" if plan.program else f"; {sent or 'nothing'} a step and rank"
@@ -165,7 +211,8 @@ def _certificate(found: Certificate) -> str:
 
 
 def _memory(plan: Plan, style: Style) -> str:
-    memory, cells = plan.memory, max(10, min(40, style.width - 40))
+    memory = plan.memory
+    cells = max(10, min(40, style.width - 40))
     coord = plan.ranks[memory.worst_rank].coord
     unit, scale = ("GiB", 1 << 30) if memory.total >= 1 << 30 else ("MiB", 1 << 20)
     stage = f", pipeline stage {coord.pp}" if plan.parallel.pp > 1 else ""
@@ -173,14 +220,26 @@ def _memory(plan: Plan, style: Style) -> str:
     for name in CATEGORIES:
         size = getattr(memory, name)
         bar = style.bar(size / memory.capacity, cells, CATEGORY_COLOUR[name])
-        lines.append(f"{name:<12} {three(size / scale):>8}  {bar} {percent(size / memory.capacity):>4}")
+        lines.append(
+            f"{name:<12} {three(size / scale):>8}  {bar} {percent(size / memory.capacity):>4}"
+        )
     fits = memory.total <= memory.capacity
-    verdict = style.paint("fits", GREEN, bold=True) if fits else style.paint("DOES NOT FIT", RED, bold=True)
+    verdict = (
+        style.paint("fits", GREEN, bold=True)
+        if fits
+        else style.paint("DOES NOT FIT", RED, bold=True)
+    )
     bar = style.bar(memory.total / memory.capacity, cells, GREEN if fits else RED)
     share = f"{memory.total / memory.capacity:>4.0%}"
     end = f"of {three(memory.capacity / scale)}{plus_minus(memory.sd)}: "
-    fits_here = 24 + cells + len(share) + len(end) + len("fits" if fits else "DOES NOT FIT") + 1 <= style.width
-    lines.append(f"{'total':<12} {three(memory.total / scale):>8}  {bar} {share}" + f" {end}{verdict}" * fits_here)
+    fits_here = (
+        24 + cells + len(share) + len(end) + len("fits" if fits else "DOES NOT FIT") + 1
+        <= style.width
+    )
+    lines.append(
+        f"{'total':<12} {three(memory.total / scale):>8}  {bar} {share}"
+        + f" {end}{verdict}" * fits_here
+    )
     if not fits_here:
         lines.append(f"{'':<13}{end}{verdict}")
     for name, size in (("on the host", memory.host), ("on the disk", memory.disk)):
@@ -190,9 +249,14 @@ def _memory(plan: Plan, style: Style) -> str:
 
 
 def _time(plan: Plan, style: Style) -> str:
-    time, cells = plan.time, max(10, min(40, style.width - 40))
-    lines = [style.title(f"Time of one step: {seconds(time.step_s)}{plus_minus(time.sd)} (predicted)")]
-    exposed = {f"{axis} communication": value for axis, value in time.exposed_comm_s.items() if value > 0}
+    time = plan.time
+    cells = max(10, min(40, style.width - 40))
+    lines = [
+        style.title(f"Time of one step: {seconds(time.step_s)}{plus_minus(time.sd)} (predicted)")
+    ]
+    exposed = {
+        f"{axis} communication": value for axis, value in time.exposed_comm_s.items() if value > 0
+    }
     rest = max(0.0, time.step_s - time.compute_s - sum(exposed.values()))
     colours = {"compute": COMPUTE, "pipeline bubble": IDLE}
     for name, value in {"compute": time.compute_s, **exposed, "pipeline bubble": rest}.items():
@@ -202,7 +266,9 @@ def _time(plan: Plan, style: Style) -> str:
         lines.append(f"{name:<16} {seconds(value):>9} {bar} {percent(value / time.step_s):>4}")
     lines.append("")
     rates = f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {plan.mfu:.1%},"
-    lines += textwrap.wrap(f"{rates} pipeline bubble {time.bubble_ratio:.1%} of the step", style.width)
+    lines += textwrap.wrap(
+        f"{rates} pipeline bubble {time.bubble_ratio:.1%} of the step", style.width
+    )
     label = "limited by "
     lines += textwrap.wrap(label + time.limited_by, style.width, subsequent_indent=" " * len(label))
     if time.profile:
@@ -222,22 +288,31 @@ def _warnings(plan: Plan, style: Style) -> str:
 
 
 def explanation(found: Explanation, step_s: float, sd: float = 0.0, width: int = 80) -> str:
-    """The part of `orch plan --explain`: what the step is made of, why it does not fit, what to change."""
+    """The part of `orch plan --explain`: what the step is made of, why it does not fit, what to
+    change."""
     lines = ["Why", f"the step, {seconds(step_s)}{plus_minus(sd)}, is:"]
-    lines += [f"  {term.seconds:>9.4g} s  {term.seconds / step_s:>6.1%}  {term.name}" for term in found.terms]
+    lines += [
+        f"  {term.seconds:>9.4g} s  {term.seconds / step_s:>6.1%}  {term.name}"
+        for term in found.terms
+    ]
     lines += fold(f"limited by {found.limited_by}", width, len("limited by "))
     if (load := found.experts) is not None:
-        how = {"bias": "by moved biases", "loss": "by the loss", "none": "by nothing"}[load.balanced_by]
+        how = {"bias": "by moved biases", "loss": "by the loss", "none": "by nothing"}[
+            load.balanced_by
+        ]
         between = f" ({load.low:.2f} to {load.high:.2f})" if load.factor > 1 else ""
         text = (
-            f"experts: the fullest rank is planned with {load.factor:.2f} times the mean load{between}, balanced {how}:"
-            f" {seconds(load.costs_s)} of the step"
+            f"experts: the fullest rank is planned with {load.factor:.2f} times the mean"
+            f" load{between}, balanced {how}: {seconds(load.costs_s)} of the step"
         )
         lines += fold(text, width, len("experts: "))
     for text in found.not_counted:
         lines += fold(f"not counted: {text}", width, len("not counted: "))
     if found.over_bytes:
-        lines += ["", f"It does not fit: the fullest rank lacks {found.over_bytes / GIB:.2f} GiB. It holds:"]
+        lines += [
+            "",
+            f"It does not fit: the fullest rank lacks {found.over_bytes / GIB:.2f} GiB. It holds:",
+        ]
         for name, size in found.categories:
             alone = "  (without it the plan would fit)" if size >= found.over_bytes else ""
             lines.append(f"  {size / GIB:>9.2f} GiB  {name}{alone}")
@@ -249,9 +324,17 @@ def explanation(found: Explanation, step_s: float, sd: float = 0.0, width: int =
         memory = f"{change.memory.total / GIB:.1f} GiB ({-change.frees_bytes / GIB:+.1f})"
         words = f"  {' '.join(change.words):<30}"
         one = f"{words}  {faster:<24}  {memory}"
-        lines += [one] if len(one) <= width else [*fold(words.rstrip(), width, 4), f"{'':<34}{faster:<24}  {memory}"]
+        lines += (
+            [one]
+            if len(one) <= width
+            else [*fold(words.rstrip(), width, 4), f"{'':<34}{faster:<24}  {memory}"]
+        )
     if not found.changes:
-        lines.append("  none: nothing fits these GPUs" if found.over_bytes else "  none: no single change is faster")
+        lines.append(
+            "  none: nothing fits these GPUs"
+            if found.over_bytes
+            else "  none: no single change is faster"
+        )
     if found.warnings:
         lines += ["", "Warnings, each with its price:"]
         lines += [part for line in found.warnings for part in fold(f"  {line}", width, 4)]

@@ -1,6 +1,8 @@
-"""A run as a readable page: what was planned against what was measured, and how each ratio is counted.
+"""A run as a readable page: what was planned against what was measured, and how each ratio is
+counted.
 
-`render` takes the report of `orchestrator.observe.report.make_report`. Pure text; colour and width come with the style.
+`render` takes the report of `orchestrator.observe.report.make_report`. Pure text; colour and width
+come with the style.
 """
 
 from __future__ import annotations
@@ -12,21 +14,42 @@ from typing import Any
 from orchestrator.observe.expert_loads import Loads
 from orchestrator.observe.rank_trace import Timeline
 from orchestrator.plan import Plan
-from orchestrator.plan.flops import attention_core_flops, hardware_flops_per_token, model_flops_per_token
-from orchestrator.style import CATEGORY_COLOUR, COMPUTE, GRAY, YELLOW, Style, binary, percent, seconds, si, three
+from orchestrator.plan.flops import (
+    attention_core_flops,
+    hardware_flops_per_token,
+    model_flops_per_token,
+)
+from orchestrator.style import (
+    CATEGORY_COLOUR,
+    COMPUTE,
+    GRAY,
+    YELLOW,
+    Style,
+    binary,
+    percent,
+    seconds,
+    si,
+    three,
+)
 
 from . import expert_page
 from .goodput_page import goodput
 from .plan_page import CATEGORIES
 
-Pair = Mapping[str, float | None]  # "planned" and "measured"; of some also "low", "high", "inside", "z"
+Pair = Mapping[
+    str, float | None
+]  # "planned" and "measured"; of some also "low", "high", "inside", "z"
 
 
 def render(
-    report: dict[str, Any], plan: Plan, style: Style, timeline: Timeline | None = None, loads: Loads | None = None
+    report: dict[str, Any],
+    plan: Plan,
+    style: Style,
+    timeline: Timeline | None = None,
+    loads: Loads | None = None,
 ) -> str:
-    """The page, without a final newline. `timeline`: of a rank's first steps, if it was recorded; `loads`: of experts,
-    if steps were sampled."""
+    """The page, without a final newline. `timeline`: of a rank's first steps, if it was recorded;
+    `loads`: of experts, if steps were sampled."""
     parts = [_run(report, style), goodput(report, style)]
     if report["step_s"]["measured"] is not None or not plan.program:
         parts.append(_speed(report, style))
@@ -45,25 +68,41 @@ def render(
 
 
 def _run(report: dict[str, Any], style: Style) -> str:
-    steps, loss = report["steps"], report["loss"]
+    steps = report["steps"]
+    loss = report["loss"]
     replayed = f", {steps['replayed']} run twice after a restart" if steps["replayed"] else ""
     rows = [
-        ("run", f"{report['run_id']}: {report['state']}" + (f", {report['reason']}" if report["reason"] else "")),
+        (
+            "run",
+            f"{report['run_id']}: {report['state']}"
+            + (f", {report['reason']}" if report["reason"] else ""),
+        ),
         ("plan", report["plan_hash"][:16]),
         ("steps", _steps(steps) + replayed),
     ]
     if report["wall_s"] is not None:
         epochs = len(report["epochs"])
-        rows.append(("wall time", f"{seconds(report['wall_s'])} in {epochs} epoch{'s' * (epochs > 1)}"))
+        rows.append(
+            ("wall time", f"{seconds(report['wall_s'])} in {epochs} epoch{'s' * (epochs > 1)}")
+        )
     if loss["last"] is not None:
         rows.append(("loss", f"{loss['first']:.4f} at first, {loss['last']:.4f} at last"))
-    return "\n".join([style.title("Report"), *(f"{style.paint(f'{name:<10}', GRAY)} {text}" for name, text in rows)])
+    return "\n".join(
+        [
+            style.title("Report"),
+            *(f"{style.paint(f'{name:<10}', GRAY)} {text}" for name, text in rows),
+        ]
+    )
 
 
 def _steps(steps: Mapping[str, Any]) -> str:
     if steps["planned"] is not None:
         return f"{steps['completed']} of {steps['planned']}, {si(steps['tokens'])} tokens"
-    return f"{steps['completed']}, {si(steps['tokens'])} tokens" if steps["completed"] else "none reported"
+    return (
+        f"{steps['completed']}, {si(steps['tokens'])} tokens"
+        if steps["completed"]
+        else "none reported"
+    )
 
 
 def _speed(report: dict[str, Any], style: Style) -> str:
@@ -84,7 +123,10 @@ def _speed(report: dict[str, Any], style: Style) -> str:
     if spent:
         longest = max(value for _, value in spent)
         lines += ["", style.paint("phases of the first rank", GRAY)]
-        lines += [f"{name:<22}{seconds(value):>14}  {style.bar(value / longest, 30, COMPUTE)}" for name, value in spent]
+        lines += [
+            f"{name:<22}{seconds(value):>14}  {style.bar(value / longest, 30, COMPUTE)}"
+            for name, value in spent
+        ]
     return "\n".join(lines)
 
 
@@ -113,8 +155,13 @@ def _first_steps(timeline: Timeline, style: Style) -> str:
     lines = [style.title(f"First steps of rank {timeline.rank}: memory at the peak")]
     for step, found in peaks:
         bar = "".join(
-            style.paint((name[0].upper() if not style.colour else "█") * round(found[name] / most * cells), code)
-            for name, code in ((name, CATEGORY_COLOUR[name]) for name in CATEGORIES if name in found)
+            style.paint(
+                (name[0].upper() if not style.colour else "█") * round(found[name] / most * cells),
+                code,
+            )
+            for name, code in (
+                (name, CATEGORY_COLOUR[name]) for name in CATEGORIES if name in found
+            )
         )
         total = sum(found.values())
         lines.append(f"{step.name:<8}{seconds(step.end - step.start):>9}{binary(total):>10}  {bar}")
@@ -123,8 +170,13 @@ def _first_steps(timeline: Timeline, style: Style) -> str:
 
 
 def _communication(report: dict[str, Any], style: Style) -> str:
-    lines = [style.title("Communication of a step: bytes that the busiest rank sends"), _head(style)]
-    used = [(axis, pair) for axis, pair in report["comm_bytes_per_step"].items() if any(pair.values())]
+    lines = [
+        style.title("Communication of a step: bytes that the busiest rank sends"),
+        _head(style),
+    ]
+    used = [
+        (axis, pair) for axis, pair in report["comm_bytes_per_step"].items() if any(pair.values())
+    ]
     lines += [_row(axis, pair, binary) for axis, pair in used]
     waits = {axis: value for axis, value in report["comm_s_per_step"]["measured"].items() if value}
     if waits:
@@ -144,19 +196,31 @@ def formulas(report: dict[str, Any], plan: Plan) -> list[str]:
     """How MFU and HFU of this run are counted, in numbers."""
     if plan.program:
         return []
-    train, gpu = plan.job.train, plan.cluster.gpu
+    train = plan.job.train
+    gpu = plan.cluster.gpu
     shape = plan.model, train.seq_len
-    model, attention = model_flops_per_token(*shape), 3 * attention_core_flops(*shape)
-    again, latents = (train.recompute, train.recompute_layers), bool(train.recompute_latents)
+    model = model_flops_per_token(*shape)
+    attention = 3 * attention_core_flops(*shape)
+    again = (train.recompute, train.recompute_layers)
+    latents = bool(train.recompute_latents)
     hardware = hardware_flops_per_token(*shape, *again, latents)
     peak = gpu.peak_flops.get(train.precision)
-    known = f"{si(peak, 'FLOP/s')} ({gpu.name}, {train.precision})" if peak else f"not known in {train.precision}"
+    known = (
+        f"{si(peak, 'FLOP/s')} ({gpu.name}, {train.precision})"
+        if peak
+        else f"not known in {train.precision}"
+    )
     return [
         f"MFU = tokens/s a GPU x {si(model, 'FLOP')} a token / peak; the peak is {known}",
-        f"a token: 6 x {si((model - attention) / 6)} weights that multiply it, and {si(attention, 'FLOP')} for"
-        " attention scores (3 x 4 x seq_len/2 x heads x head_dim a layer: causal, so half of seq_len)",
-        f"HFU = the same with {si(hardware, 'FLOP')} a token: recompute {train.recompute} runs"
-        f" {si(hardware - model, 'FLOP')} again",
+        (
+            f"a token: 6 x {si((model - attention) / 6)} weights that multiply it, and"
+            f" {si(attention, 'FLOP')} for attention scores (3 x 4 x seq_len/2 x heads x head_dim a"
+            " layer: causal, so half of seq_len)"
+        ),
+        (
+            f"HFU = the same with {si(hardware, 'FLOP')} a token: recompute {train.recompute} runs"
+            f" {si(hardware - model, 'FLOP')} again"
+        ),
     ]
 
 
@@ -172,7 +236,8 @@ def _head(style: Style) -> str:
 
 
 def _row(name: str, pair: Pair, show: Callable[[float], str]) -> str:
-    planned, measured = pair.get("planned"), pair.get("measured")
+    planned = pair.get("planned")
+    measured = pair.get("measured")
     cells = [show(value) if value is not None else "-" for value in (planned, measured)]
     apart = f"{measured / planned - 1:+.0%}" if planned and measured is not None else ""
     return f"{name:<22}{cells[0]:>14}{cells[1]:>14}{apart:>12}".rstrip()

@@ -1,4 +1,5 @@
-"""Pages for people: a request, a run, a list of runs. Pure text; colour and width come with the style."""
+"""Pages for people: a request, a run, a list of runs. Pure text; colour and width come with the
+style."""
 
 from __future__ import annotations
 
@@ -31,9 +32,12 @@ COLOUR = {
 
 def request_page(request: LaunchRequest, style: Style) -> str:
     """What submitting sends, for reading. The whole of it is `--dry-run --json`."""
-    env, code = request.environment, request.code
+    env = request.environment
+    code = request.code
     source = {
-        "git": f"{code.root} at {(code.commit or 'no commit')[:12]}, tracked and uncommitted, copied",
+        "git": (
+            f"{code.root} at {(code.commit or 'no commit')[:12]}, tracked and uncommitted, copied"
+        ),
         "folder": f"{code.root}, copied",
         "none": "as installed, nothing is copied",
     }[code.kind]
@@ -44,14 +48,21 @@ def request_page(request: LaunchRequest, style: Style) -> str:
         ("plan", request.plan_hash[:16]),
         ("code", source),
         *[("", line) for line in said_of(code)],
-        ("agents", f"{request.nodes}, one a node, from {first.node}" + (f" to {others[-1].node}" if others else "")),
+        (
+            "agents",
+            f"{request.nodes}, one a node, from {first.node}"
+            + (f" to {others[-1].node}" if others else ""),
+        ),
         ("", shlex.join(first.argv)),
         ("workers", f"{request.summary['world_size']}, one a rank"),
         ("", shlex.join(request.worker.argv)),
         ("", f"in {request.worker.cwd}"),
         ("variables", ", ".join(env.names) or "none of this shell's"),
         *[("", f"{name}={value}") for name, value in sorted((env.defaults | env.values).items())],
-        ("restarts", f"{request.policy.max_restarts} after failures; {request.policy.grace_s:g} s to save"),
+        (
+            "restarts",
+            f"{request.policy.max_restarts} after failures; {request.policy.grace_s:g} s to save",
+        ),
         ("files", ", ".join(f"{file.path} ({si(file.size, 'B')})" for file in request.files)),
     ]
     return "\n".join([style.title("Request"), *_table(rows, style)])
@@ -62,11 +73,17 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
     s = state.summary
     what = s.get("model") or s.get("program")
     layout = str(s.get("parallel") or ("one GPU" if "model" in s else ""))
-    where = ", ".join(filter(None, (f"{what} on {s.get('cluster')}", layout, f"{s.get('world_size')} workers")))
+    where = ", ".join(
+        filter(None, (f"{what} on {s.get('cluster')}", layout, f"{s.get('world_size')} workers"))
+    )
     where += f" on {len(state.nodes)} nodes" if len(state.nodes) > 1 else ""
     head = style.paint(state.state, COLOUR.get(state.state), bold=True)
     reason = state.reason if state.reason and state.state != "done" else None
-    rows: list[tuple[str, str]] = [("run", f"{state.backend}://{state.run_id}"), ("job", where), ("state", head)]
+    rows: list[tuple[str, str]] = [
+        ("run", f"{state.backend}://{state.run_id}"),
+        ("job", where),
+        ("state", head),
+    ]
     if sweep := s.get("sweep"):
         rows.insert(2, ("of a sweep", str(sweep)))
     if state.exit_code:
@@ -76,9 +93,16 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
     elif (last := state.epochs[-2:-1]) and last[0].cause and not state.is_final:
         rows.append(("last fault", last[0].cause.text))
     if state.slow and not state.is_final:
-        rows.append(("slow", ", ".join(f"{node} ({ratio:g}x its peers)" for node, ratio in state.slow.items())))
+        rows.append(
+            (
+                "slow",
+                ", ".join(f"{node} ({ratio:g}x its peers)" for node, ratio in state.slow.items()),
+            )
+        )
     if state.excluded:
-        rows.append(("left out", "; ".join(f"{node}: {why}" for node, why in state.excluded.items())))
+        rows.append(
+            ("left out", "; ".join(f"{node}: {why}" for node, why in state.excluded.items()))
+        )
     if live.step is not None and live.steps:
         bar = style.bar(live.step / live.steps, 30, GREEN)
         left = f", {seconds(live.left_s)} left" if live.left_s and state.state == "running" else ""
@@ -86,27 +110,47 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
     elif live.step is not None:
         rows.append(("step", ", ".join(filter(None, (str(live.step), str(s.get("progress", "")))))))
     elif "model" not in s and state.state in ("running", "done"):
-        why = "metrics.pattern has found no step in what is printed" if "progress" in s else "the program reports none"
+        why = (
+            "metrics.pattern has found no step in what is printed"
+            if "progress" in s
+            else "the program reports none"
+        )
         rows.append(("progress", f"unknown: {why} (docs/programs.md)"))
     elif live.doing and not state.is_final:
         rows.append(("doing", live.doing))
     if live.loss is not None:
-        rows.append(("loss", "  ".join([f"{live.loss:.4g}", *_known(norm=live.grad_norm, lr=live.lr)])))
+        rows.append(
+            ("loss", "  ".join([f"{live.loss:.4g}", *_known(norm=live.grad_norm, lr=live.lr)]))
+        )
     if live.tokens_per_s:
         rows.append(("speed", speed_of(live)))
     if live.phase_s:
-        rows.append(("phases", "  ".join(f"{name} {seconds(value)}" for name, value in live.phase_s.items() if value)))
+        rows.append(
+            (
+                "phases",
+                "  ".join(
+                    f"{name} {seconds(value)}" for name, value in live.phase_s.items() if value
+                ),
+            )
+        )
     if live.saved:
         age = f", {seconds(live.saved.age_s)} ago" if not state.is_final else ""
         rows.append(("saved", f"step {live.saved.step}{age}"))
     if spent and spent.ettr is not None:
         lost = sum(fault.lost_steps or 0 for fault in spent.faults)
         faults = sum(not fault.planned for fault in spent.faults)
-        many = f"; {faults} fault{'s' * (faults != 1)}, {lost} step{'s' * (lost != 1)} done again" if faults else ""
+        many = (
+            f"; {faults} fault{'s' * (faults != 1)}, {lost} step{'s' * (lost != 1)} done again"
+            if faults
+            else ""
+        )
         rows.append(("goodput", f"ETTR {spent.ettr:.1%} of {seconds(spent.wall_s)}{many}"))
         from .goodput_page import strip
 
-        since = [(start - state.created_at, end - state.created_at, what) for start, end, what in spent.intervals]
+        since = [
+            (start - state.created_at, end - state.created_at, what)
+            for start, end, what in spent.intervals
+        ]
         rows.append(("", strip(since, spent.wall_s, style, max(20, style.width - 12))))
     rows.append(("epoch", f"{state.epoch}; {state.restarts} of {state.max_restarts} restarts used"))
     lines = [style.title("Run"), *_table(rows, style)]
@@ -136,7 +180,11 @@ def progress_line(state: RunState, live: Live, style: Style) -> str:
         return f"{name}  {live.doing or state.reason or ''}"
     width = 20 if style.width >= 100 else 10
     bar = style.bar(live.step / live.steps, width, GREEN) if live.steps else ""
-    parts = [f"step {live.step}/{live.steps}" if live.steps else f"step {live.step}", bar, *_known(loss=live.loss)]
+    parts = [
+        f"step {live.step}/{live.steps}" if live.steps else f"step {live.step}",
+        bar,
+        *_known(loss=live.loss),
+    ]
     if live.tokens_per_s:
         parts.append(f"{three(live.tokens_per_s)} tok/s")
     if live.mfu is not None and style.width >= 100:
@@ -147,15 +195,24 @@ def progress_line(state: RunState, live: Live, style: Style) -> str:
 
 
 def _meaning(state: RunState, code: int) -> str:
-    """Of an exit code. A run that has saved has no cause: one with a cause wants a restart without a whole save."""
+    """Of an exit code. A run that has saved has no cause: one with a cause wants a restart without
+    a whole save."""
     return "wants restart" if code == Exit.RESTART and state.cause else meaning(code)
 
 
 def end_lines(state: RunState, style: Style) -> list[str]:
     """What is said when a run has ended."""
-    code = f", exit code {state.exit_code} ({_meaning(state, state.exit_code)})" if state.exit_code else ""
+    code = (
+        f", exit code {state.exit_code} ({_meaning(state, state.exit_code)})"
+        if state.exit_code
+        else ""
+    )
     first, *more = fold(f"{state.state}: {state.reason}{code}", style.width, 2)
-    lines = [style.paint(state.state, COLOUR.get(state.state), bold=True) + first.removeprefix(state.state), *more]
+    lines = [
+        style.paint(state.state, COLOUR.get(state.state), bold=True)
+        + first.removeprefix(state.state),
+        *more,
+    ]
     return lines + (_cause("First cause", state.cause, style, tail=12) if state.cause else [])
 
 
@@ -163,7 +220,14 @@ def list_row(state: RunState, live: Live, now: float) -> tuple[str, ...]:
     """One run of `list_page`. `now`: Unix seconds."""
     s = state.summary
     job = " ".join(
-        filter(None, (str(s.get("model") or _short(s)), str(s.get("parallel", "")), f"on {s.get('cluster')}"))
+        filter(
+            None,
+            (
+                str(s.get("model") or _short(s)),
+                str(s.get("parallel", "")),
+                f"on {s.get('cluster')}",
+            ),
+        )
     )
     job += f", {sweep}" if (sweep := state.summary.get("sweep")) else ""
     total = f"/{live.steps or '?'}" if "model" in state.summary or live.steps else ""
@@ -200,7 +264,9 @@ def nodes_page(nodes: list[BadNode], now: float, style: Style) -> str:
     table = [("node", "cluster", "left out for", "run", "why")]
     table += [(one.node, one.cluster, seconds(one.until - now), one.run, one.why) for one in nodes]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
+    ]
     return "\n".join([style.paint(lines[0], GRAY), *lines[1:]])
 
 
@@ -216,11 +282,17 @@ def _nodes(state: RunState, live: Live, style: Style) -> list[str]:
         now = live.nodes.get(name) or NodeLive()
         total = now.memory_bytes.get("total")
         metrics = f"http://{node.metrics}/metrics" if node.metrics and not state.is_final else "-"
-        ranks = f"{node.ranks[0]}-{node.ranks[-1]}" if len(node.ranks) > 1 else "".join(map(str, node.ranks))
+        ranks = (
+            f"{node.ranks[0]}-{node.ranks[-1]}"
+            if len(node.ranks) > 1
+            else "".join(map(str, node.ranks))
+        )
         step = "-" if now.step is None else str(now.step)
         table.append((name, node.state, ranks, step, si(total, "B") if total else "-", metrics))
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
+    ]
     more = [f"... {len(state.nodes) - 64} more"] if len(state.nodes) > 64 else []
     return [style.paint(lines[0], GRAY), *lines[1:], *more]
 

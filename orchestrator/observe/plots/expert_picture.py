@@ -1,4 +1,5 @@
-"""Load by expert over steps as a picture: a panel a layer, steps from left to right, experts from top to bottom."""
+"""Load by expert over steps as a picture: a panel a layer, steps from left to right, experts from
+top to bottom."""
 
 from __future__ import annotations
 
@@ -28,9 +29,14 @@ def figure(loads: Loads, title: str) -> Figure:
         drawn = None
         for place, (layer, steps) in enumerate(loads.items(), start=1):
             ax = result.add_subplot(rows, columns, place)
-            cells = [[count * len(x.tokens) / max(1, sum(x.tokens)) for count in x.tokens] for _, x in steps]
+            cells = [
+                [count * len(x.tokens) / max(1, sum(x.tokens)) for count in x.tokens]
+                for _, x in steps
+            ]
             shape = [list(column) for column in zip(*cells, strict=True)]
-            drawn = ax.imshow(shape, aspect="auto", vmin=0.0, vmax=_MOST, cmap="viridis", interpolation="nearest")
+            drawn = ax.imshow(
+                shape, aspect="auto", vmin=0.0, vmax=_MOST, cmap="viridis", interpolation="nearest"
+            )
             ax.set_title(f"layer {layer}")
             ax.set_xticks([0, len(steps) - 1], [str(steps[0][0]), str(steps[-1][0])])
             ax.set_xlabel("step", color=MUTED)

@@ -1,4 +1,5 @@
-"""The memory of a rank's first steps as a stacked timeline (Ultra-Scale Playbook, "Memory usage in Transformers")."""
+"""The memory of a rank's first steps as a stacked timeline (Ultra-Scale Playbook, "Memory usage in
+Transformers")."""
 
 from __future__ import annotations
 
@@ -52,13 +53,26 @@ def _subtitle(timeline: Timeline) -> str:
 def _memory(ax: Axes, timeline: Timeline) -> None:
     times = [held.at * 1e3 for held in timeline.memory]
     most = max((sum(held.bytes.values()) for held in timeline.memory), default=1)
-    unit, scale = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20) if most >= 1 << 20 else ("KiB", 1 << 10)
+    unit, scale = (
+        ("GiB", 1 << 30)
+        if most >= 1 << 30
+        else ("MiB", 1 << 20)
+        if most >= 1 << 20
+        else ("KiB", 1 << 10)
+    )
     layers = [[held.bytes[name] / scale for held in timeline.memory] for name in CATEGORIES]
     colours = [CATEGORY[name] for name in CATEGORIES]
     labels = [NAMES[name] for name in CATEGORIES]
     ax.stackplot(times, layers, step="post", colors=colours, labels=labels, linewidth=0)
     handles, names = ax.get_legend_handles_labels()
-    ax.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, borderaxespad=0)
+    ax.legend(
+        handles[::-1],
+        names[::-1],
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.0),
+        frameon=False,
+        borderaxespad=0,
+    )
     ax.set_ylabel(unit)
     ax.set_ylim(0, 1.1 * most / scale)
     ax.margins(x=0)
@@ -83,4 +97,10 @@ def _actions(ax: Axes, timeline: Timeline) -> None:
     ax.set_ylim(0, 1)
     ax.set_xlabel("milliseconds")
     ax.spines["left"].set_visible(False)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 2.6), frameon=False, borderaxespad=0, handlelength=1.4)
+    ax.legend(
+        loc="upper left",
+        bbox_to_anchor=(1.01, 2.6),
+        frameon=False,
+        borderaxespad=0,
+        handlelength=1.4,
+    )

@@ -20,7 +20,9 @@ from orchestrator.style import hex_of, seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MUTED, LINE, INK = "#6b7280", "#d1d5db", "#1f2937"
+MUTED = "#6b7280"
+LINE = "#d1d5db"
+INK = "#1f2937"
 STROKE = (0.12, 0.16, 0.22, 0.45)  # of patterns, over any colour
 REPLICA = tuple(map(hex_of, style.REPLICA))
 #: Of the replicas beyond those, one a round of the colours.
@@ -64,17 +66,34 @@ def shade(colour: str, amount: float) -> tuple[float, float, float]:
 
 def time_unit(longest_s: float) -> tuple[float, str]:
     """The one unit of a time axis, as seconds and by name."""
-    return next(((s, name) for s, name in ((1.0, "seconds"), (1e-3, "milliseconds")) if longest_s >= s), (1e-6, "µs"))
+    return next(
+        ((s, name) for s, name in ((1.0, "seconds"), (1e-3, "milliseconds")) if longest_s >= s),
+        (1e-6, "µs"),
+    )
 
 
 def legend(ax: Axes, **where: Any) -> None:
     """One line of colours and words above a panel."""
-    small = {"frameon": False, "fontsize": 8, "borderaxespad": 0.0, "handlelength": 1.4, "handleheight": 1}
-    ax.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.98), columnspacing=1.2, handletextpad=0.5, **small, **where)
+    small = {
+        "frameon": False,
+        "fontsize": 8,
+        "borderaxespad": 0.0,
+        "handlelength": 1.4,
+        "handleheight": 1,
+    }
+    ax.legend(
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 0.98),
+        columnspacing=1.2,
+        handletextpad=0.5,
+        **small,
+        **where,
+    )
 
 
 class Topology:
-    """Nodes as columns of GPUs, under the switches they hang on; colour, pattern = replica, tint = pipeline stage."""
+    """Nodes as columns of GPUs, under the switches they hang on; colour, pattern = replica, tint =
+    pipeline stage."""
 
     MOST_LABELLED = 40  # nodes drawn with a label a GPU
 
@@ -83,7 +102,9 @@ class Topology:
         self.nodes = len({rank.node for rank in plan.ranks})
         self.gpus = plan.cluster.gpus_per_node
         self.labelled = self.nodes <= self.MOST_LABELLED
-        self.switches = [level for level in plan.cluster.levels if 1 < len(level.switches) < self.nodes]
+        self.switches = [
+            level for level in plan.cluster.levels if 1 < len(level.switches) < self.nodes
+        ]
         self.switches = [level for level in self.switches if len(level.switches) <= 64]
         tops = [level for level in plan.cluster.levels if len(level.switches) == 1]
         self.tiers = self.switches + tops[:1]  # innermost first
@@ -93,9 +114,11 @@ class Topology:
         place = self._columns()
         if self.labelled:
             self._cells(ax, place)
-            unit, bottom = 1.0, -self.gpus - 0.7
+            unit = 1.0
+            bottom = -self.gpus - 0.7
         else:
-            unit, bottom = 1.35, -6.6
+            unit = 1.35
+            bottom = -6.6
             self._strips(ax, place, bottom + 1.6)
         top = (0.75 + len(self.tiers) * 1.4 - 0.5) * unit
         ax.set_xlim(-0.2, max(place.values()) + 1.1)
@@ -110,8 +133,12 @@ class Topology:
 
         box = ax.get_window_extent()
         (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
-        stretch = (high - low) / box.height / ((right - left) / box.width)  # so that corners are round
-        feet = {node: (x + 0.45, 0.0) for node, x in place.items()}  # where a node's wire upwards starts
+        stretch = (
+            (high - low) / box.height / ((right - left) / box.width)
+        )  # so that corners are round
+        feet = {
+            node: (x + 0.45, 0.0) for node, x in place.items()
+        }  # where a node's wire upwards starts
         for tier, level in enumerate(self.tiers):
             y = (0.75 + tier * 1.4) * unit
             for number, members in enumerate(level.switches):
@@ -119,10 +146,13 @@ class Topology:
                 if not members:
                     continue
                 xs = [place[node] for node in members]
-                start, width = min(xs), max(xs) - min(xs) + 0.9
+                start = min(xs)
+                width = max(xs) - min(xs) + 0.9
                 middle = start + width / 2
                 # too many nodes to wire one by one: one wire a box
-                ends = {feet[node] for node in members} if self.labelled or tier else {(middle, 0.0)}
+                ends = (
+                    {feet[node] for node in members} if self.labelled or tier else {(middle, 0.0)}
+                )
                 for x, foot in ends:
                     ax.plot([x, x], [foot, y], color="#9ca3af", linewidth=0.8, zorder=1)
                 style = f"round,pad=0,rounding_size={0.1 * unit / stretch}"
@@ -140,14 +170,17 @@ class Topology:
                     )
                 )
                 name = f"{level.name} {number}" if len(level.switches) > 1 else level.name
-                ax.text(middle, y + 0.3 * unit, name, ha="center", va="center", fontsize=8.5, zorder=4)
+                ax.text(
+                    middle, y + 0.3 * unit, name, ha="center", va="center", fontsize=8.5, zorder=4
+                )
                 feet.update(dict.fromkeys(members, (middle, y + 0.62 * unit)))
 
     def _columns(self) -> dict[int, float]:
         """Left edge of each node's column; a gap between switches."""
         blocks = self.switches[0].switches if self.switches else [list(range(self.nodes))]
         gap = 0.35 if self.labelled else max(1.0, self.nodes / 150)
-        place, x = {}, 0.0
+        place = {}
+        x = 0.0
         for block in blocks:
             for node in block:
                 if node < self.nodes:
@@ -173,19 +206,45 @@ class Topology:
         small = len(place) > 20 or len(axes) > 3
         for rank in self.plan.ranks:
             node = index[rank.node]
-            x, y = place[node], -(rank.gpu + 1)
-            colour, pattern = self._colour(rank.coord), self._pattern(replica_of(self.plan.parallel, rank.coord))
-            how: dict[str, Any] = {"facecolor": colour, "edgecolor": STROKE, "linewidth": 0, "hatch": pattern}
+            x = place[node]
+            y = -(rank.gpu + 1)
+            colour = self._colour(rank.coord)
+            pattern = self._pattern(replica_of(self.plan.parallel, rank.coord))
+            how: dict[str, Any] = {
+                "facecolor": colour,
+                "edgecolor": STROKE,
+                "linewidth": 0,
+                "hatch": pattern,
+            }
             ax.add_patch(Rectangle((x + 0.03, y + 0.06), 0.86, 0.88, **how))
             text = ".".join(str(getattr(rank.coord, axis)) for axis in axes) or "0"
-            plain = {"facecolor": colour, "edgecolor": "none", "pad": 1.2} if pattern else None  # no stroke in a text
-            ax.text(x + 0.46, y + 0.5, text, ha="center", va="center", fontsize=6 if small else 7.5, bbox=plain)
+            plain = (
+                {"facecolor": colour, "edgecolor": "none", "pad": 1.2} if pattern else None
+            )  # no stroke in a text
+            ax.text(
+                x + 0.46,
+                y + 0.5,
+                text,
+                ha="center",
+                va="center",
+                fontsize=6 if small else 7.5,
+                bbox=plain,
+            )
         for node, x in place.items():
             name = self.plan.cluster.node_names[node]
-            ax.text(x + 0.46, -self.gpus - 0.12, name, ha="center", va="top", fontsize=6.5 if small else 8, color=MUTED)
+            ax.text(
+                x + 0.46,
+                -self.gpus - 0.12,
+                name,
+                ha="center",
+                va="top",
+                fontsize=6.5 if small else 8,
+                color=MUTED,
+            )
 
     def _strips(self, ax: Axes, place: dict[int, float], bottom: float) -> None:
-        """Too many nodes for a label a GPU: an image a switch, a column a node, a row a GPU; its replicas below."""
+        """Too many nodes for a label a GPU: an image a switch, a column a node, a row a GPU; its
+        replicas below."""
         import numpy as np
 
         index = {name: i for i, name in enumerate(self.plan.cluster.node_names)}
@@ -198,34 +257,78 @@ class Topology:
             members = [node for node in block if node in place]
             if not members:
                 continue
-            image = np.array([[colour.get((node, gpu), (1, 1, 1)) for node in members] for gpu in range(self.gpus)])
-            left, right = place[members[0]], place[members[-1]] + 1
-            ax.imshow(image, extent=(left, right, bottom, 0), aspect="auto", interpolation="nearest", zorder=2)
+            image = np.array(
+                [
+                    [colour.get((node, gpu), (1, 1, 1)) for node in members]
+                    for gpu in range(self.gpus)
+                ]
+            )
+            left = place[members[0]]
+            right = place[members[-1]] + 1
+            ax.imshow(
+                image,
+                extent=(left, right, bottom, 0),
+                aspect="auto",
+                interpolation="nearest",
+                zorder=2,
+            )
             if many:
                 self._patterns(ax, members, replica, left, -bottom / self.gpus)
             held = sorted(
-                {replica[node, gpu] for node in members for gpu in range(self.gpus) if (node, gpu) in replica}
+                {
+                    replica[node, gpu]
+                    for node in members
+                    for gpu in range(self.gpus)
+                    if (node, gpu) in replica
+                }
             )
-            label = f"{len(members)} nodes" + (f"\nreplica {ranges(held)}" if len(blocks) <= 16 else "")
-            ax.text((left + right) / 2, bottom - 0.15, label, ha="center", va="top", fontsize=8, color=MUTED)
+            label = f"{len(members)} nodes" + (
+                f"\nreplica {ranges(held)}" if len(blocks) <= 16 else ""
+            )
+            ax.text(
+                (left + right) / 2,
+                bottom - 0.15,
+                label,
+                ha="center",
+                va="top",
+                fontsize=8,
+                color=MUTED,
+            )
 
     def _patterns(
-        self, ax: Axes, members: list[int], replica: dict[tuple[int, int], int], left: float, height: float
+        self,
+        ax: Axes,
+        members: list[int],
+        replica: dict[tuple[int, int], int],
+        left: float,
+        height: float,
     ) -> None:
-        """Patterns over one image: a rectangle for each run of nodes that hold one replica in a row of GPUs."""
+        """Patterns over one image: a rectangle for each run of nodes that hold one replica in a row
+        of GPUs."""
         from matplotlib.patches import Rectangle
 
         for gpu in range(self.gpus):
             runs = itertools.groupby(enumerate(members), key=lambda one: replica.get((one[1], gpu)))
             for number, run in runs:
-                pattern, cells = "" if number is None else self._pattern(number), list(run)
+                pattern = "" if number is None else self._pattern(number)
+                cells = list(run)
                 if pattern:
-                    how: dict[str, Any] = {"facecolor": "none", "edgecolor": STROKE, "linewidth": 0, "zorder": 3}
+                    how: dict[str, Any] = {
+                        "facecolor": "none",
+                        "edgecolor": STROKE,
+                        "linewidth": 0,
+                        "zorder": 3,
+                    }
                     start = left + cells[0][0]
-                    ax.add_patch(Rectangle((start, -(gpu + 1) * height), len(cells), height, hatch=pattern, **how))
+                    ax.add_patch(
+                        Rectangle(
+                            (start, -(gpu + 1) * height), len(cells), height, hatch=pattern, **how
+                        )
+                    )
 
     def _legend(self) -> str:
-        par, axes = self.plan.parallel, label_axes(self.plan)
+        par = self.plan.parallel
+        axes = label_axes(self.plan)
         parts = []
         if par.dp * par.ep > 1:
             replicas = par.dp * par.ep
@@ -236,7 +339,9 @@ class Topology:
         if self.labelled and axes:
             parts.append(f"label: {'.'.join(axes)}")
         parts += [
-            f"{level.name} uplinks {level.oversubscription:g}:1" for level in self.tiers if level.oversubscription > 1
+            f"{level.name} uplinks {level.oversubscription:g}:1"
+            for level in self.tiers
+            if level.oversubscription > 1
         ]
         return f"[{', '.join(parts)}]" if parts else ""
 
@@ -244,7 +349,9 @@ class Topology:
 def memory(ax: Axes, plan: Plan) -> None:
     """Stacked bytes of each pipeline stage against the GPU's capacity."""
     recipe = recipe_of(plan.time.software or "orch", plan.job.optim)
-    stages = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train, recipe, plan.job.matmul)
+    stages = memory_by_pp_rank(
+        plan.cluster, plan.model, plan.parallel, plan.job.train, recipe, plan.job.matmul
+    )
     left = [0.0] * len(stages)
     rows = list(range(len(stages)))
     for name, colour in CATEGORY.items():
@@ -258,7 +365,15 @@ def memory(ax: Axes, plan: Plan) -> None:
     for row, total in zip(rows, left, strict=True):
         if len(rows) <= 16:  # beyond the line of the capacity, which strikes none of them
             weight = "bold" if total > capacity else "normal"
-            ax.text(most * 1.13, row, f"{total:.1f}", ha="right", va="center", fontsize=8, fontweight=weight)
+            ax.text(
+                most * 1.13,
+                row,
+                f"{total:.1f}",
+                ha="right",
+                va="center",
+                fontsize=8,
+                fontweight=weight,
+            )
     ax.set_ylim(max(len(rows), 3) - 0.4, -0.6)
     step = max(1, math.ceil(len(rows) / 16))
     ax.set_yticks(rows[::step], [f"pp {row}" for row in rows[::step]])
@@ -273,7 +388,9 @@ def time(ax: Axes, plan: Plan) -> None:
     value = plan.time
     rows = [("compute", value.compute_s, hex_of(style.COMPUTE))]
     sent = hex_of(style.COMMUNICATION)
-    rows += [(f"{axis} comm.", cost, sent) for axis, cost in value.exposed_comm_s.items() if cost > 0]
+    rows += [
+        (f"{axis} comm.", cost, sent) for axis, cost in value.exposed_comm_s.items() if cost > 0
+    ]
     if plan.parallel.pp > 1:
         bubble = value.step_s - value.compute_s - sum(value.exposed_comm_s.values())
         rows.append(("bubble", max(0.0, bubble), hex_of(style.IDLE)))
@@ -285,7 +402,12 @@ def time(ax: Axes, plan: Plan) -> None:
     ax.errorbar(value.step_s / scale, len(rows) - 1, xerr=spread, color=INK, capsize=4)
     for row, (name, cost, colour) in enumerate(rows):
         ax.barh(
-            row, cost / scale, color=colour, height=0.62, linewidth=0.8, edgecolor=MUTED if name == "step" else colour
+            row,
+            cost / scale,
+            color=colour,
+            height=0.62,
+            linewidth=0.8,
+            edgecolor=MUTED if name == "step" else colour,
         )
         end = high if name == "step" else cost
         ax.text(
@@ -332,31 +454,48 @@ def pipeline(ax: Axes, plan: Plan) -> None:
     colours: dict[str, list[Any]] = {name: [] for name in ACTION}
     for rank, spans in enumerate(drawn.spans):
         for span in spans:
-            a, b, low, high = span.start / scale, span.end / scale, rank - 0.42, rank + 0.42
+            a = span.start / scale
+            b = span.end / scale
+            low = rank - 0.42
+            high = rank + 0.42
             kind = span.action.kind.name
             boxes[kind].append([(a, low), (b, low), (b, high), (a, high)])
             chunk = drawn.schedule.model_stage(span.action.stage) // plan.parallel.pp
             colour, pattern, _ = ACTION[kind]
             colours[kind].append(shade(colour, 0.5 * chunk / max(1, chunks - 1)))
             text = str(span.action.micro_batch)
-            if (span.end - span.start) / drawn.makespan > 0.006 * (1 + len(text)) and plan.parallel.pp <= 16:
-                plain = {"facecolor": colours[kind][-1], "edgecolor": "none", "pad": 0.5} if pattern else None
+            if (span.end - span.start) / drawn.makespan > 0.006 * (
+                1 + len(text)
+            ) and plan.parallel.pp <= 16:
+                plain = (
+                    {"facecolor": colours[kind][-1], "edgecolor": "none", "pad": 0.5}
+                    if pattern
+                    else None
+                )
                 ax.text((a + b) / 2, rank, text, ha="center", va="center", fontsize=6.5, bbox=plain)
     handles = []
     for kind, (colour, pattern, words) in ACTION.items():
         if boxes[kind]:
             how: dict[str, Any] = {"edgecolors": STROKE, "linewidths": 0, "hatch": pattern}
             ax.add_collection(PolyCollection(boxes[kind], facecolors=colours[kind], **how))
-            ax.add_collection(PolyCollection(boxes[kind], facecolors="none", edgecolors="white", linewidths=0.5))
-            handles.append(Patch(facecolor=colour, hatch=pattern, edgecolor=STROKE, linewidth=0, label=words))
+            ax.add_collection(
+                PolyCollection(boxes[kind], facecolors="none", edgecolors="white", linewidths=0.5)
+            )
+            handles.append(
+                Patch(facecolor=colour, hatch=pattern, edgecolor=STROKE, linewidth=0, label=words)
+            )
     ax.set_xlim(0, drawn.makespan * 1.002 / scale)
     ax.set_ylim(plan.parallel.pp - 0.4, -0.6)
     step = max(1, math.ceil(plan.parallel.pp / 16))
-    ax.set_yticks(range(0, plan.parallel.pp, step), [f"pp {r}" for r in range(0, plan.parallel.pp, step)])
+    ax.set_yticks(
+        range(0, plan.parallel.pp, step), [f"pp {r}" for r in range(0, plan.parallel.pp, step)]
+    )
     ax.set_xlabel(unit)
     shown = drawn.schedule.micro_batches
     which = (
-        f"all {shown}" if shown == plan.parallel.micro_batches else f"first {shown} of {plan.parallel.micro_batches}"
+        f"all {shown}"
+        if shown == plan.parallel.micro_batches
+        else f"first {shown} of {plan.parallel.micro_batches}"
     )
     legend(ax, handles=handles, ncols=len(handles))
     ax.set_title(f"Pipeline timeline, {plan.parallel.schedule}   [{which} micro-batches]", pad=24)

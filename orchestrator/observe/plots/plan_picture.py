@@ -1,6 +1,8 @@
-"""A plan as one picture: placement on the topology, memory against capacity, the pipeline's timeline.
+"""A plan as one picture: placement on the topology, memory against capacity, the pipeline's
+timeline.
 
-`save(plan, path)` writes .png, .svg, .pdf or .html (one file that holds its picture). matplotlib is imported here only.
+`save(plan, path)` writes .png, .svg, .pdf or .html (one file that holds its picture). matplotlib is
+imported here only.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".pdf", ".html")
 CSS = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;color:#222}"
-    "svg{width:100%;height:auto}"
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0"
+    " 1em;color:#222}svg{width:100%;height:auto}"
 )
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Write the picture. Raises OrchError for an unknown ending (64), a missing matplotlib (65), a bad path (64)."""
+    """Write the picture. Raises OrchError for an unknown ending (64), a missing matplotlib (65), a
+    bad path (64)."""
     ending(path)
     write(
         figure(plan),
@@ -47,7 +50,9 @@ def ending(path: Path, option: str = "--plot") -> str:
     return found
 
 
-def write(drawn: Figure, path: Path, title: str, notes: Sequence[str], option: str = "--plot") -> None:
+def write(
+    drawn: Figure, path: Path, title: str, notes: Sequence[str], option: str = "--plot"
+) -> None:
     """The picture in the format of its name; a page has a title and a list of notes as well."""
     kind = ending(path, option)
     data = _html(drawn, title, notes) if kind == ".html" else _image(drawn, kind[1:])
@@ -63,7 +68,9 @@ def figure(plan: Plan) -> Figure:
         from matplotlib.figure import Figure
 
         topology = panels.Topology(plan)
-        heights = [topology.inches, 2.6] + ([panels.timeline_inches(plan)] if plan.parallel.pp > 1 else [])
+        heights = [topology.inches, 2.6] + (
+            [panels.timeline_inches(plan)] if plan.parallel.pp > 1 else []
+        )
         gap = 1.25  # inches between rows: an axis label and a title
         total = sum(heights) + gap * (len(heights) - 1) + 1.9
         result = Figure(figsize=(12, total))
@@ -79,8 +86,12 @@ def figure(plan: Plan) -> Figure:
             top=1 - 1.3 / total,
             bottom=0.6 / total,
         )
-        result.text(0.06, 1 - 0.3 / total, _title(plan), fontsize=15, fontweight="bold", va="center")
-        result.text(0.06, 1 - 0.56 / total, _subtitle(plan), fontsize=10, color=panels.MUTED, va="center")
+        result.text(
+            0.06, 1 - 0.3 / total, _title(plan), fontsize=15, fontweight="bold", va="center"
+        )
+        result.text(
+            0.06, 1 - 0.56 / total, _subtitle(plan), fontsize=10, color=panels.MUTED, va="center"
+        )
         topology.draw(result.add_subplot(spec[0, :]))
         panels.memory(result.add_subplot(spec[1, 0]), plan)
         panels.time(result.add_subplot(spec[1, 1]), plan)
@@ -95,7 +106,9 @@ def _title(plan: Plan) -> str:
 
 def _subtitle(plan: Plan) -> str:
     par = plan.parallel
-    degrees = "  ".join(f"{a}={getattr(par, a)}" for a in par.order if getattr(par, a) > 1) or "one GPU"
+    degrees = (
+        "  ".join(f"{a}={getattr(par, a)}" for a in par.order if getattr(par, a) > 1) or "one GPU"
+    )
     return (
         f"{degrees}  zero={par.zero}  |  {si(par.global_batch_tokens)} tokens a step  |  "
         f"predicted {seconds(plan.time.step_s)}{plus_minus(plan.time.sd)} a step,"
@@ -117,7 +130,11 @@ def _image(drawn: Figure, kind: str) -> bytes:
     buffer = io.BytesIO()
     # no date and fixed ids: the same plan gives the same bytes
     with matplotlib().rc_context({**panels.RC, "svg.hashsalt": "orch"}):
-        when = {"svg": {"Date": None}, "png": {"Software": None}, "pdf": {"CreationDate": None, "Producer": None}}
+        when = {
+            "svg": {"Date": None},
+            "png": {"Software": None},
+            "pdf": {"CreationDate": None, "Producer": None},
+        }
         drawn.savefig(buffer, format=kind, dpi=160, metadata=when[kind])
     return buffer.getvalue()
 
@@ -126,5 +143,7 @@ def _html(drawn: Figure, title: str, notes: Sequence[str]) -> bytes:
     svg = _image(drawn, "svg").decode()
     svg = svg[svg.index("<svg") :]
     rows = "".join(f"<li>{html.escape(line)}</li>" for line in notes)
-    page = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
+    page = (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
+    )
     return f"{page}<style>{CSS}</style><body>{svg}<ul>{rows}</ul></body></html>\n".encode()

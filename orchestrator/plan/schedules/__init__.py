@@ -1,6 +1,8 @@
-"""Pipeline schedules: pure data. Built by name, checked, simulated, lowered; drawn by the planner, run by the trainer.
+"""Pipeline schedules: pure data. Built by name, checked, simulated, lowered; drawn by the planner,
+run by the trainer.
 
-One technique a file, each a function from (rank, pp, micro_batches, vpp) to that rank's order of compute actions.
+One technique a file, each a function from (rank, pp, micro_batches, vpp) to that rank's order of
+compute actions.
 """
 
 from orchestrator.plan.document import TABLE

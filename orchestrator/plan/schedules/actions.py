@@ -1,7 +1,8 @@
 """The instruction set of a pipeline: what one rank does, in order.
 
-An action names the stage that acts and the micro-batch: `3F0` is the forward of micro-batch 0 through stage 3,
-`3RECV_B0` receives the gradient of stage 3's output. The text form is the one that torch's pipelining tables use.
+An action names the stage that acts and the micro-batch: `3F0` is the forward of micro-batch 0
+through stage 3, `3RECV_B0` receives the gradient of stage 3's output. The text form is the one that
+torch's pipelining tables use.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be built or run. One line: which schedule, what is wrong, what would be legal."""
+    """A schedule that cannot be built or run. One line: which schedule, what is wrong, what would
+    be legal."""
 
 
 class Kind(StrEnum):
@@ -47,5 +49,7 @@ def parse_action(text: str) -> Action:
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         kinds = ", ".join(Kind)
-        raise ScheduleError(f"{text!r} is not an action: want <stage><kind><micro-batch>, kind one of {kinds}")
+        raise ScheduleError(
+            f"{text!r} is not an action: want <stage><kind><micro-batch>, kind one of {kinds}"
+        )
     return Action(Kind(match[2]), int(match[1]), int(match[3]))

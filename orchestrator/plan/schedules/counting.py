@@ -1,4 +1,5 @@
-"""Turn a script such as "F0 F1 I1 W1" into actions by counting: the n-th F0 is micro-batch n of the rank's chunk 0."""
+"""Turn a script such as "F0 F1 I1 W1" into actions by counting: the n-th F0 is micro-batch n of the
+rank's chunk 0."""
 
 from __future__ import annotations
 
@@ -7,18 +8,27 @@ from collections.abc import Iterable, Iterator
 
 from .actions import Action, Kind
 
-Step = tuple[Kind, int]  # (kind, chunk); a W takes the chunk and micro-batch of the oldest I that has none yet
+Step = tuple[
+    Kind, int
+]  # (kind, chunk); a W takes the chunk and micro-batch of the oldest I that has none yet
 
 
-def count(script: Iterable[Step], stages: tuple[int, int], firsts: tuple[int, int], each: int) -> Iterator[Action]:
-    """Actions of one rank whose chunk c is stage `stages[c]` and sees micro-batches `firsts[c]` ... + `each`.
+def count(
+    script: Iterable[Step], stages: tuple[int, int], firsts: tuple[int, int], each: int
+) -> Iterator[Action]:
+    """Actions of one rank whose chunk c is stage `stages[c]` and sees micro-batches `firsts[c]` ...
+    + `each`.
 
-    Steps beyond the last micro-batch are left out: a script written for a full pipeline then also serves fewer
-    micro-batches, and stays valid, because leaving out whole micro-batches removes constraints and adds none.
+    Steps beyond the last micro-batch are left out: a script written for a full pipeline then also
+    serves fewer micro-batches, and stays valid, because leaving out whole micro-batches removes
+    constraints and adds none.
     """
-    forward, weight, split = Kind.F, Kind.W, Kind.I  # read once: attributes of an enumeration are slow
+    forward = Kind.F
+    weight = Kind.W
+    split = Kind.I  # read once: attributes of an enumeration are slow
     make = tuple.__new__  # a third of the time of `Action(...)`
-    forwards, backwards = [0, 0], [0, 0]  # B and I of a chunk count together
+    forwards = [0, 0]
+    backwards = [0, 0]  # B and I of a chunk count together
     owed: deque[tuple[int, int]] = deque()
     for kind, chunk in script:
         if kind is weight:

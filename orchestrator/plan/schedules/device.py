@@ -1,9 +1,11 @@
-"""Lowered programs as GPUs with NCCL run them: two queues a rank, one of kernels and one of batches of transfers.
+"""Lowered programs as GPUs with NCCL run them: two queues a rank, one of kernels and one of batches
+of transfers.
 
-A batch is a group call on one communicator: its transfers run together, the next batch begins when all of them have
-ended. It begins when all that was enqueued before it has been computed, as torch's streams wait. A transfer ends only
-if the other rank's batch has begun too (rendezvous); the n-th send of a rank to another meets the n-th receive there,
-whatever they were meant for. Kernels run in order; the first that needs a message waits for that message's batch.
+A batch is a group call on one communicator: its transfers run together, the next batch begins when
+all of them have ended. It begins when all that was enqueued before it has been computed, as torch's
+streams wait. A transfer ends only if the other rank's batch has begun too (rendezvous); the n-th
+send of a rank to another meets the n-th receive there, whatever they were meant for. Kernels run in
+order; the first that needs a message waits for that message's batch.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ class DeviceTimes(NamedTuple):
     """Seconds (or units of the costs) of a step, from its first kernel."""
 
     makespan: float
-    exposed: tuple[float, ...]  # rank -> time in which its kernels wait between the first and the last of them
+    exposed: tuple[
+        float, ...
+    ]  # rank -> time in which its kernels wait between the first and the last of them
     ends: dict[Action, float]  # of every kernel
 
 
@@ -30,7 +34,9 @@ class _Rank:
     """The queues of one rank, and how far they have come."""
 
     def __init__(self, batches: Sequence[Batch]):
-        self.kernels = [batch for batch in batches if batch[0].kind in COMPUTE]  # two that run as one are one
+        self.kernels = [
+            batch for batch in batches if batch[0].kind in COMPUTE
+        ]  # two that run as one are one
         self.batches: list[Batch] = []
         self.before: list[int] = []  # kernels that are enqueued before each batch
         kernels = 0
@@ -46,18 +52,24 @@ class _Rank:
         self.waited = 0.0  # between kernels
 
     def done(self) -> bool:
-        return len(self.computed) == len(self.kernels) and len(self.transferred) == len(self.batches)
+        return len(self.computed) == len(self.kernels) and len(self.transferred) == len(
+            self.batches
+        )
 
 
-def run_on_device(schedule: Schedule, programs: Sequence[Sequence[Batch]], costs: Costs | None = None) -> DeviceTimes:
-    """Run the programs of all ranks (`lower_to_batches`). Raises ScheduleError if they wait for ever, or if a receive
-    would get another message than its own."""
+def run_on_device(
+    schedule: Schedule, programs: Sequence[Sequence[Batch]], costs: Costs | None = None
+) -> DeviceTimes:
+    """Run the programs of all ranks (`lower_to_batches`). Raises ScheduleError if they wait for
+    ever, or if a receive would get another message than its own."""
     costs = costs or Costs()
     _check_pairs(schedule, programs)
     ranks = [_Rank(program) for program in programs]
     place: dict[Action, tuple[int, int]] = {}  # transfer -> (rank, its batch)
     for number, one in enumerate(ranks):
-        place.update((action, (number, at)) for at, batch in enumerate(one.batches) for action in batch)
+        place.update(
+            (action, (number, at)) for at, batch in enumerate(one.batches) for action in batch
+        )
     ends: dict[Action, float] = {}
     moved = True
     while moved:
@@ -79,14 +91,20 @@ def run_on_device(schedule: Schedule, programs: Sequence[Sequence[Batch]], costs
 
 def _start_batch(rank: _Rank) -> bool:
     at = len(rank.started)
-    if at == len(rank.batches) or len(rank.transferred) < at or len(rank.computed) < rank.before[at]:
+    if (
+        at == len(rank.batches)
+        or len(rank.transferred) < at
+        or len(rank.computed) < rank.before[at]
+    ):
         return False
     behind = rank.transferred[-1] if at else 0.0
     rank.started.append(max(behind, rank.computed[rank.before[at] - 1] if rank.before[at] else 0.0))
     return True
 
 
-def _end_batch(rank: _Rank, ranks: list[_Rank], place: dict[Action, tuple[int, int]], costs: Costs) -> bool:
+def _end_batch(
+    rank: _Rank, ranks: list[_Rank], place: dict[Action, tuple[int, int]], costs: Costs
+) -> bool:
     at = len(rank.transferred)
     if at == len(rank.started):
         return False
@@ -95,7 +113,9 @@ def _end_batch(rank: _Rank, ranks: list[_Rank], place: dict[Action, tuple[int, i
         peer, batch = place[other_half(action)]
         if batch >= len(ranks[peer].started):
             return False
-        end = max(end, ranks[peer].started[batch] + costs.transfer, rank.started[at] + costs.transfer)
+        end = max(
+            end, ranks[peer].started[batch] + costs.transfer, rank.started[at] + costs.transfer
+        )
     rank.transferred.append(end)
     return True
 
@@ -129,24 +149,34 @@ def _compute(
 
 
 def _check_pairs(schedule: Schedule, programs: Sequence[Sequence[Batch]]) -> None:
-    """Raise ScheduleError unless the n-th send of each rank to another is what that one's n-th receive is for."""
+    """Raise ScheduleError unless the n-th send of each rank to another is what that one's n-th
+    receive is for."""
     sends: dict[tuple[int, int], list[Action]] = {}
     receives: dict[tuple[int, int], list[Action]] = {}
     for rank, batches in enumerate(programs):
-        for action in (action for batch in batches for action in batch if action.kind not in COMPUTE):
+        for action in (
+            action for batch in batches for action in batch if action.kind not in COMPUTE
+        ):
             peer = peer_of(schedule, action)
             if action.kind in RECEIVES:
                 receives.setdefault((peer, rank), []).append(action)
             else:
                 sends.setdefault((rank, peer), []).append(other_half(action))
     for pair in sends.keys() | receives.keys():
-        sent, received = sends.get(pair, []), receives.get(pair, [])
+        sent = sends.get(pair, [])
+        received = receives.get(pair, [])
         if sent != received:
-            wrong = next((at for at, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b), None)
-            what = f"message {wrong}" if wrong is not None else f"{len(sent)} sends, {len(received)} receives"
+            wrong = next(
+                (at for at, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b), None
+            )
+            what = (
+                f"message {wrong}"
+                if wrong is not None
+                else f"{len(sent)} sends, {len(received)} receives"
+            )
             raise ScheduleError(
-                f"schedule {schedule.name}: rank {pair[0]} sends to rank {pair[1]} in another order than that receives"
-                f" ({what})"
+                f"schedule {schedule.name}: rank {pair[0]} sends to rank {pair[1]} in another order"
+                f" than that receives ({what})"
             )
     twice = Counter(action for batches in programs for batch in batches for action in batch)
     if again := next((action for action, times in twice.items() if times > 1), None):
@@ -157,5 +187,9 @@ def _at(rank: _Rank) -> str:
     left = rank.kernels[len(rank.computed) :]
     kernel = " ".join(map(str, left[0])) if left else "its end"
     transfer = len(rank.transferred)
-    waiting = " ".join(map(str, rank.batches[transfer])) if transfer < len(rank.batches) else "no transfer"
+    waiting = (
+        " ".join(map(str, rank.batches[transfer]))
+        if transfer < len(rank.batches)
+        else "no transfer"
+    )
     return f"{kernel} with {waiting}"

@@ -1,8 +1,9 @@
 """The order that DualPipe and DualPipeV share, as a script over a rank's two chunks.
 
-Written after the eight steps of DeepSeek's reference implementation (github.com/deepseek-ai/DualPipe, MIT). `depth` is
-the distance from the ends of the pipeline (0 there), `half` the number of depths. A forward that directly precedes a
-backward of the other chunk is the pair whose communication and compute DeepSeek overlaps.
+Written after the eight steps of DeepSeek's reference implementation
+(github.com/deepseek-ai/DualPipe, MIT). `depth` is the distance from the ends of the pipeline (0
+there), `half` the number of depths. A forward that directly precedes a backward of the other chunk
+is the pair whose communication and compute DeepSeek overlaps.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from collections.abc import Iterator
 from .actions import Kind
 from .counting import Step
 
-F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
+F = Kind.F
+B = Kind.B
+I = Kind.I
+W = Kind.W
 
 
 def script(depth: int, half: int, each: int) -> Iterator[Step]:

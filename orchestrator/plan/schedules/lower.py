@@ -1,9 +1,9 @@
 """From compute orders to full programs: sends and receives in an order that cannot deadlock.
 
-Both halves of a transfer are placed at one moment of one global order: when the producer ends, in a simulation with
-the stages' costs. Every rank's program is a sub-sequence of that order, so the programs finish even if each send blocks
-until its receive runs (rendezvous), and any two ranks name their mutual transfers in the same order, which NCCL asks
-for.
+Both halves of a transfer are placed at one moment of one global order: when the producer ends, in a
+simulation with the stages' costs. Every rank's program is a sub-sequence of that order, so the
+programs finish even if each send blocks until its receive runs (rendezvous), and any two ranks name
+their mutual transfers in the same order, which NCCL asks for.
 """
 
 from __future__ import annotations
@@ -20,20 +20,26 @@ Batch = tuple[Action, ...]
 
 
 def lower(schedule: Schedule, costs: Costs | None = None) -> tuple[Program, ...]:
-    """Program of every rank. Neighbouring stages on one rank hand over in memory, without SEND and RECV.
+    """Program of every rank. Neighbouring stages on one rank hand over in memory, without SEND and
+    RECV.
 
-    `costs`, above zero and equal on all ranks, decide where transfers stand between computations: with those of the
-    real stages a transfer does not wait behind one that comes later. Any costs give programs that end.
+    `costs`, above zero and equal on all ranks, decide where transfers stand between computations:
+    with those of the real stages a transfer does not wait behind one that comes later. Any costs
+    give programs that end.
 
     Raises ScheduleError if the compute orders deadlock.
     """
-    events: list[tuple[float, bool, int, Action, Action | None]] = []  # (time, is compute, rank, action, receive)
+    events: list[
+        tuple[float, bool, int, Action, Action | None]
+    ] = []  # (time, is compute, rank, action, receive)
     for rank, spans in enumerate(simulate(schedule, costs).spans):
         for action, start, end in spans:
             events.append((start, True, rank, action, None))
             if (receive := receive_of(schedule, action)) is not None:
                 events.append((end, False, rank, action, receive))
-    events.sort(key=itemgetter(0, 1))  # at one time transfers come first; what is still equal stays in order of rank
+    events.sort(
+        key=itemgetter(0, 1)
+    )  # at one time transfers come first; what is still equal stays in order of rank
     programs: list[list[Action]] = [[] for _ in range(schedule.pp)]
     for *_, rank, action, receive in events:
         if receive is None:
@@ -75,12 +81,16 @@ def other_half(action: Action) -> Action:
     return Action(Kind.SEND_B, stage + 1, micro_batch)
 
 
-def lower_to_batches(schedule: Schedule, costs: Costs | None = None) -> tuple[tuple[Batch, ...], ...]:
-    """Program of every rank for NCCL, which runs a batch as one kernel and batches in order: computations, and between
-    them batches of the transfers that begin at one moment of the simulation.
+def lower_to_batches(
+    schedule: Schedule, costs: Costs | None = None
+) -> tuple[tuple[Batch, ...], ...]:
+    """Program of every rank for NCCL, which runs a batch as one kernel and batches in order:
+    computations, and between them batches of the transfers that begin at one moment of the
+    simulation.
 
-    A batch stands behind the computations that have ended by then, and before one that is running: whatever its data
-    needs has ended too, so nothing that it waits for comes after it. Raises ScheduleError as `lower`.
+    A batch stands behind the computations that have ended by then, and before one that is running:
+    whatever its data needs has ended too, so nothing that it waits for comes after it. Raises
+    ScheduleError as `lower`.
     """
     spans = simulate(schedule, costs).spans
     starting: list[dict[float, list[Action]]] = [{} for _ in spans]
@@ -91,7 +101,8 @@ def lower_to_batches(schedule: Schedule, costs: Costs | None = None) -> tuple[tu
                 starting[schedule.stage_rank[receive.stage]].setdefault(end, []).append(receive)
     programs = []
     for mine, batches in zip(spans, starting, strict=True):
-        times, program = sorted(batches, reverse=True), list[Batch]()
+        times = sorted(batches, reverse=True)
+        program = list[Batch]()
         ends = {action: end for action, _, end in mine}
         for group in groups([action for action, _, _ in mine], costs):
             while times and times[-1] < ends[group[0]]:
@@ -102,10 +113,12 @@ def lower_to_batches(schedule: Schedule, costs: Costs | None = None) -> tuple[tu
 
 
 def receive_early(program: Program, by: int = 2, costs: Costs | None = None) -> tuple[Batch, ...]:
-    """Post every receive `by` computations earlier: the transfer then overlaps with them, and the sender, who finds
-    its receive posted, sends at once instead of asking first. `costs`: those of `lower`; each transfer stands alone.
+    """Post every receive `by` computations earlier: the transfer then overlaps with them, and the
+    sender, who finds its receive posted, sends at once instead of asking first. `costs`: those of
+    `lower`; each transfer stands alone.
 
-    Only for transports that match messages by tag (gloo): it gives up the common order of a pair's transfers.
+    Only for transports that match messages by tag (gloo): it gives up the common order of a pair's
+    transfers.
     """
     segments: list[list[Batch]] = [[]]  # each computation with its sends
     receives: list[list[Batch]] = [[]]  # posted behind each segment
@@ -117,4 +130,6 @@ def receive_early(program: Program, by: int = 2, costs: Costs | None = None) -> 
             segments.append([])
             receives.append([])
         segments[-1].append(batch)
-    return tuple(batch for pair in zip(segments, receives, strict=True) for part in pair for batch in part)
+    return tuple(
+        batch for pair in zip(segments, receives, strict=True) for part in pair for batch in part
+    )

@@ -1,7 +1,7 @@
 """How long a schedule takes, and nothing else: `simulate` for those who ask a thousand times.
 
-The order in which actions wait for each other does not depend on their durations. `Steps` finds it once; a makespan is
-then one pass over plain numbers.
+The order in which actions wait for each other does not depend on their durations. `Steps` finds it
+once; a makespan is then one pass over plain numbers.
 """
 
 from __future__ import annotations
@@ -19,42 +19,63 @@ class Steps:
 
     def __init__(self, schedule: Schedule):
         """Raises ScheduleError if ranks wait for each other for ever."""
-        self.stages, self._model_stages = len(schedule.stage_rank), schedule.model_stages
+        self.stages = len(schedule.stage_rank)
+        self._model_stages = schedule.model_stages
         orders = [self._read(order, schedule.micro_batches) for order in schedule.orders]
         total = sum(map(len, orders))
-        done = [-1] * (3 * self.stages * schedule.micro_batches) + [total]  # slot -> step; the last slot: no input
-        #: (duration's index, step before it on its rank, inputs); the step `total` stands for "nothing to wait for"
+        done = [-1] * (3 * self.stages * schedule.micro_batches) + [
+            total
+        ]  # slot -> step; the last slot: no input
+        #: (duration's index, step before it on its rank, inputs); the step `total` stands for
+        #: "nothing to wait for"
         self.steps: list[tuple[int, int, int, int]] = []
-        add, count, moved = self.steps.append, 0, True
+        add = self.steps.append
+        count = 0
+        moved = True
         Read = tuple[int, int, int, int]
         # (what is left, last step, what it stopped at) of each rank
-        waiting: list[tuple[Iterator[Read], int, Read | None]] = [(iter(order), total, None) for order in orders]
+        waiting: list[tuple[Iterator[Read], int, Read | None]] = [
+            (iter(order), total, None) for order in orders
+        ]
         while moved:
             moved = False
             for rank, (left, before, stopped) in enumerate(waiting):
                 action = stopped or next(left, None)
                 while action is not None:
                     slot, duration, first, second = action
-                    first, second = done[first], done[second]
+                    first = done[first]
+                    second = done[second]
                     if first < 0 or second < 0:
                         break
                     add((duration, before, first, second))
                     done[slot] = before = count
-                    count, moved = count + 1, True
+                    count = count + 1
+                    moved = True
                     action = next(left, None)
                 waiting[rank] = left, before, action
         if count < total:
             raise ScheduleError(f"schedule {schedule.name} deadlocks")
 
     def _read(self, order: Sequence[Action], batches: int) -> list[tuple[int, int, int, int]]:
-        """(slot of its result, duration's index, slots of its inputs; -1: none) of each action. A B and an I give the
-        same result."""
-        forward, weight, whole = Kind.F, Kind.W, Kind.B  # read once: attributes of an enumeration are slow
-        stages, model_stages, read = self.stages, self._model_stages, []
+        """(slot of its result, duration's index, slots of its inputs; -1: none) of each action. A B
+        and an I give the same result."""
+        forward = Kind.F
+        weight = Kind.W
+        whole = Kind.B  # read once: attributes of an enumeration are slow
+        stages = self.stages
+        model_stages = self._model_stages
+        read = []
         for kind, stage, micro_batch in order:
             slot = 3 * (stage * batches + micro_batch)
             if kind is forward:
-                read.append((slot, FORWARD * stages + stage, slot - 3 * batches if stage % model_stages else -1, -1))
+                read.append(
+                    (
+                        slot,
+                        FORWARD * stages + stage,
+                        slot - 3 * batches if stage % model_stages else -1,
+                        -1,
+                    )
+                )
             elif kind is weight:
                 read.append((slot + 2, WEIGHT * stages + stage, slot + 1, -1))
             else:
@@ -64,12 +85,20 @@ class Steps:
         return read
 
     def makespan(
-        self, forward: Sequence[float], backward_input: Sequence[float], backward_weight: Sequence[float]
+        self,
+        forward: Sequence[float],
+        backward_input: Sequence[float],
+        backward_weight: Sequence[float],
     ) -> float:
-        """Seconds from the first start to the last end. One number a model stage each, as `simulate.Costs`."""
+        """Seconds from the first start to the last end. One number a model stage each, as
+        `simulate.Costs`."""
         copies = self.stages // self._model_stages
         both = [i + w for i, w in zip(backward_input, backward_weight, strict=True)]
-        durations = [seconds for row in (forward, both, backward_input, backward_weight) for seconds in [*row] * copies]
+        durations = [
+            seconds
+            for row in (forward, both, backward_input, backward_weight)
+            for seconds in [*row] * copies
+        ]
         ends = [0.0] * (len(self.steps) + 1)
         for index, (duration, before, first, second) in enumerate(self.steps):
             start = ends[before]

@@ -31,12 +31,15 @@ def schedule_of(parallel: Parallel, micro_batches: int | None = None) -> Schedul
     found = schedule.pp, schedule.vpp, schedule.micro_batches
     for what, have, want in zip(("pp", "vpp", "micro_batches"), found, wanted, strict=True):
         if have != want:
-            raise ScheduleError(f"the schedule table is for {what}={have}, the plan has {what}={want}")
+            raise ScheduleError(
+                f"the schedule table is for {what}={have}, the plan has {what}={want}"
+            )
     return schedule
 
 
 def copies_of(parallel: Parallel) -> int:
-    """How many copies of the model one pipeline holds: 2 for a bidirectional schedule. Builds no schedule."""
+    """How many copies of the model one pipeline holds: 2 for a bidirectional schedule. Builds no
+    schedule."""
     return copies(parallel.schedule, parallel.pp, parallel.vpp)
 
 
@@ -47,19 +50,24 @@ def copies(schedule: str, pp: int, vpp: int) -> int:
 
 
 def runs_pairs(parallel: Parallel) -> bool:
-    """Whether a forward and the backward behind it run as one, each beside the other's communication: DualPipe, where
-    layers communicate."""
+    """Whether a forward and the backward behind it run as one, each beside the other's
+    communication: DualPipe, where layers communicate."""
     inside = parallel.tp > 1 or parallel.cp > 1 or expert_mesh(parallel).ep > 1
     return parallel.schedule in ("dualpipe", "dualpipev") and inside
 
 
 def costs_of(plan: Plan) -> Costs:
-    """What the plan's stages compute, in FLOPs a token: their layers, the head on the last, and what recompute repeats.
-    For the order of transfers, for which only the ratios matter."""
-    model, train = plan.model, plan.job.train
+    """What the plan's stages compute, in FLOPs a token: their layers, the head on the last, and
+    what recompute repeats. For the order of transfers, for which only the ratios matter."""
+    model = plan.model
+    train = plan.job.train
     core = attention_core_flops(model, train.seq_len) / model.layers
-    layers = [2.0 * (attention_weights(model) + mlp_weights(model, at)) + core for at in range(model.layers)]
-    forward, first = list[float](), 0
+    layers = [
+        2.0 * (attention_weights(model) + mlp_weights(model, at)) + core
+        for at in range(model.layers)
+    ]
+    forward = list[float]()
+    first = 0
     for count in plan.parallel.stage_layers:
         forward.append(sum(layers[first : first + count]) + 1.0)  # never zero
         first += count
@@ -70,5 +78,7 @@ def costs_of(plan: Plan) -> Costs:
     inputs = tuple(one + repeated for one, repeated in zip(forward, again, strict=True))
     together = None
     if runs_pairs(plan.parallel):
-        together = max(forward) + max(one + weight for one, weight in zip(inputs, forward, strict=True))
+        together = max(forward) + max(
+            one + weight for one, weight in zip(inputs, forward, strict=True)
+        )
     return Costs(tuple(forward), inputs, tuple(forward), together=together)

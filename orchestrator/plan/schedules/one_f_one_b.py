@@ -1,7 +1,9 @@
-"""1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503; Megatron-LM 2104.04473, section 2.2).
+"""1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503; Megatron-LM 2104.04473, section
+2.2).
 
-Rank r runs p - 1 - r forwards ahead, then one forward and one backward in turn. Bubble (p - 1) / m as AFAB, but rank r
-never holds more than p - r micro-batches. With one rank this is plain gradient accumulation.
+Rank r runs p - 1 - r forwards ahead, then one forward and one backward in turn. Bubble (p - 1) / m
+as AFAB, but rank r never holds more than p - r micro-batches. With one rank this is plain gradient
+accumulation.
 """
 
 from __future__ import annotations

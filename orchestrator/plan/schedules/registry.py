@@ -55,19 +55,26 @@ def illegal(name: str, pp: int, micro_batches: int, vpp: int) -> str | None:
     if not low <= vpp <= (high or vpp):
         want = f"exactly {low}" if low == high else f"at least {low}"
         other = " (vpp=1 is 1f1b)" if name == "interleaved" else ""
-        return f"schedule {name} wants {want} virtual stages a rank, vpp is {vpp}{other}; nearest: vpp={low}"
+        return (
+            f"schedule {name} wants {want} virtual stages a rank, vpp is {vpp}{other}; nearest:"
+            f" vpp={low}"
+        )
     for what, value in (("pp", pp), ("micro_batches", micro_batches)):
         if entry.even and value % 2:
             nearest = [number for number in (value - 1, value + 1) if number]
-            return f"schedule {name} wants an even {what}, not {value}; nearest: {' or '.join(map(str, nearest))}"
+            return (
+                f"schedule {name} wants an even {what}, not {value}; nearest:"
+                f" {' or '.join(map(str, nearest))}"
+            )
     return None
 
 
 def build(name: str, pp: int, micro_batches: int, vpp: int = 1) -> Schedule:
-    """The named schedule for `pp` ranks of `vpp` stages each. Raises ScheduleError with the line of `illegal`.
+    """The named schedule for `pp` ranks of `vpp` stages each. Raises ScheduleError with the line of
+    `illegal`.
 
-    Any number of micro-batches runs, also fewer than ranks; bubbles are as published from the number on that each
-    schedule's module names.
+    Any number of micro-batches runs, also fewer than ranks; bubbles are as published from the
+    number on that each schedule's module names.
     """
     problem = illegal(name, pp, micro_batches, vpp)
     if problem:

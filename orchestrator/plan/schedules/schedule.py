@@ -12,9 +12,10 @@ from .actions import Action, Kind
 class Schedule:
     """Compute orders of all ranks of one pipeline. `lower` adds the sends and receives.
 
-    Stages count through the model: stage s feeds stage s + 1. A bidirectional schedule (DualPipe) holds the model
-    twice: stages [0, S) are the first copy, [S, 2S) the second, and stage S + s has the layers of stage s. The first
-    half of the micro-batches runs through the first copy, the second half through the second.
+    Stages count through the model: stage s feeds stage s + 1. A bidirectional schedule (DualPipe)
+    holds the model twice: stages [0, S) are the first copy, [S, 2S) the second, and stage S + s has
+    the layers of stage s. The first half of the micro-batches runs through the first copy, the
+    second half through the second.
     """
 
     name: str
@@ -58,7 +59,8 @@ class Schedule:
         return self.model_stage(stage) == self.model_stages - 1
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Compute actions whose result this one reads. Its own stage's part is kept by program order as well."""
+        """Compute actions whose result this one reads. Its own stage's part is kept by program
+        order as well."""
         kind, stage, micro_batch = action
         if kind is Kind.F:
             return () if self.is_first(stage) else (Action(Kind.F, stage - 1, micro_batch),)
@@ -74,11 +76,14 @@ class Schedule:
 
     @cached_property
     def _split(self) -> frozenset[tuple[int, int]]:
-        return frozenset((a.stage, a.micro_batch) for order in self.orders for a in order if a.kind is Kind.I)
+        return frozenset(
+            (a.stage, a.micro_batch) for order in self.orders for a in order if a.kind is Kind.I
+        )
 
 
 def loop_placement(pp: int, vpp: int) -> tuple[int, ...]:
-    """Stage s on rank s % pp: each rank holds every pp-th stage (Narayanan et al. 2021, section 2.2)."""
+    """Stage s on rank s % pp: each rank holds every pp-th stage (Narayanan et al. 2021, section
+    2.2)."""
     return tuple(range(pp)) * vpp
 
 
@@ -88,5 +93,6 @@ def v_placement(pp: int) -> tuple[int, ...]:
 
 
 def mirror_placement(pp: int) -> tuple[int, ...]:
-    """Two model copies in opposite directions: rank r holds stage r of the first, stage pp - 1 - r of the second."""
+    """Two model copies in opposite directions: rank r holds stage r of the first, stage pp - 1 - r
+    of the second."""
     return (*range(pp), *reversed(range(pp)))

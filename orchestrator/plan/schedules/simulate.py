@@ -12,17 +12,22 @@ from .schedule import Schedule
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any unit) of one micro-batch through one stage; a tuple gives one number a model stage.
+    """Seconds (or any unit) of one micro-batch through one stage; a tuple gives one number a model
+    stage.
 
-    The defaults are the usual ones: input and weight gradient cost as much as the forward, and B costs both.
+    The defaults are the usual ones: input and weight gradient cost as much as the forward, and B
+    costs both.
     """
 
     forward: float | tuple[float, ...] = 1.0
     backward_input: float | tuple[float, ...] = 1.0
     backward_weight: float | tuple[float, ...] = 1.0
-    transfer: float = 0.0  # between two ranks, from the end of the producer to the start of the consumer
-    #: A forward and the whole backward right behind it, run as one (DualPipe's F&B, where the communication of each
-    #: hides behind the compute of the other): both start together and end after this long. None: one after the other.
+    transfer: float = (
+        0.0  # between two ranks, from the end of the producer to the start of the consumer
+    )
+    #: A forward and the whole backward right behind it, run as one (DualPipe's F&B, where the
+    #: communication of each hides behind the compute of the other): both start together and end
+    #: after this long. None: one after the other.
     together: float | None = None
 
     def of(self, kind: Kind, model_stage: int) -> float:
@@ -62,7 +67,8 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle time of all ranks over their busy time: (p - 1) / m for AFAB and 1F1B with equal stages."""
+        """Idle time of all ranks over their busy time: (p - 1) / m for AFAB and 1F1B with equal
+        stages."""
         total = sum(self.busy)
         return (len(self.spans) * self.makespan - total) / total if total else 0.0
 
@@ -70,8 +76,9 @@ class Timeline:
     def own_bubble_ratio(self) -> float:
         """Idle over busy time of the worst rank between its own first start and last end.
 
-        The measure of the zero-bubble papers: it is what recurs step after step when the ranks are not brought into
-        line between two steps, and is 0 for ZB-H2 where ranks only start and end one after another.
+        The measure of the zero-bubble papers: it is what recurs step after step when the ranks are
+        not brought into line between two steps, and is 0 for ZB-H2 where ranks only start and end
+        one after another.
         """
         ratios = [
             (spans[-1].end - spans[0].start) / busy - 1
@@ -107,7 +114,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     todo = list(range(schedule.pp))
     while todo:
         rank = todo.pop()
-        order, mine = schedule.orders[rank], spans[rank]
+        order = schedule.orders[rank]
+        mine = spans[rank]
         free = mine[-1].end if mine else 0.0
         while len(mine) < len(order):
             group = group_at(order, len(mine), costs)
@@ -127,23 +135,32 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                     todo.append(waiting.pop(action))
     stuck = [rank for rank in range(schedule.pp) if len(spans[rank]) < len(schedule.orders[rank])]
     if stuck:
-        raise ScheduleError(f"schedule {schedule.name} deadlocks: {_first_blocked(schedule, spans, ended, stuck)}")
+        raise ScheduleError(
+            f"schedule {schedule.name} deadlocks: {_first_blocked(schedule, spans, ended, stuck)}"
+        )
     return Timeline(schedule, tuple(map(tuple, spans)))
 
 
 def group_at(order: Sequence[Action], index: int, costs: Costs | None) -> tuple[Action, ...]:
-    """The action at `index`, and the next if the two run as one (`Costs.together`): a forward and the whole backward
-    of another stage."""
+    """The action at `index`, and the next if the two run as one (`Costs.together`): a forward and
+    the whole backward of another stage."""
     first, *rest = order[index : index + 2]
     paired = costs is not None and costs.together is not None
-    if paired and rest and first.kind is Kind.F and rest[0].kind is Kind.B and first.stage != rest[0].stage:
+    if (
+        paired
+        and rest
+        and first.kind is Kind.F
+        and rest[0].kind is Kind.B
+        and first.stage != rest[0].stage
+    ):
         return first, rest[0]
     return (first,)
 
 
 def groups(order: Sequence[Action], costs: Costs | None) -> list[tuple[Action, ...]]:
     """All actions in their order, those that run as one together."""
-    found, index = list[tuple[Action, ...]](), 0
+    found = list[tuple[Action, ...]]()
+    index = 0
     while index < len(order):
         found.append(group_at(order, index, costs))
         index += len(found[-1])
@@ -163,7 +180,9 @@ def _arrival(
     return latest, None
 
 
-def _first_blocked(schedule: Schedule, spans: list[list[Span]], ended: Mapping[Action, float], stuck: list[int]) -> str:
+def _first_blocked(
+    schedule: Schedule, spans: list[list[Span]], ended: Mapping[Action, float], stuck: list[int]
+) -> str:
     parts = []
     for rank in stuck[:4]:
         action = schedule.orders[rank][len(spans[rank])]
@@ -173,11 +192,12 @@ def _first_blocked(schedule: Schedule, spans: list[list[Span]], ended: Mapping[A
 
 
 def peak_in_flight(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:
-    """Most stage activations that each rank holds at once, in units of one micro-batch through one stage.
+    """Most stage activations that each rank holds at once, in units of one micro-batch through one
+    stage.
 
-    An activation is held from its F to the end of its B or W. `weight_share` is the part of it that W alone still
-    needs after I (M_W / M_B in arXiv 2401.10241); 1 is the safe bound. With v stages a rank, v units are what 1F1B
-    would count as one micro-batch.
+    An activation is held from its F to the end of its B or W. `weight_share` is the part of it that
+    W alone still needs after I (M_W / M_B in arXiv 2401.10241); 1 is the safe bound. With v stages
+    a rank, v units are what 1F1B would count as one micro-batch.
     """
     peaks = []
     for order in schedule.orders:

@@ -1,4 +1,5 @@
-"""What ZB-H1 and ZB-H2 share: one forward, one input gradient, and weight gradients `behind` micro-batches later."""
+"""What ZB-H1 and ZB-H2 share: one forward, one input gradient, and weight gradients `behind`
+micro-batches later."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from .actions import Action, Kind
 
 
 def postponed(stage: int, micro_batches: int, ahead: int, behind: int) -> Iterator[Action]:
-    ahead, behind = min(ahead, micro_batches), min(behind, micro_batches)
+    ahead = min(ahead, micro_batches)
+    behind = min(behind, micro_batches)
     yield from (Action(Kind.F, stage, index) for index in range(ahead))
     for index in range(micro_batches):
         if index + ahead < micro_batches:
@@ -16,4 +18,6 @@ def postponed(stage: int, micro_batches: int, ahead: int, behind: int) -> Iterat
         yield Action(Kind.I, stage, index)
         if index >= behind:
             yield Action(Kind.W, stage, index - behind)
-    yield from (Action(Kind.W, stage, index) for index in range(micro_batches - behind, micro_batches))
+    yield from (
+        Action(Kind.W, stage, index) for index in range(micro_batches - behind, micro_batches)
+    )

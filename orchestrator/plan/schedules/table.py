@@ -1,8 +1,9 @@
 """A user's own schedule as text: one row a rank, one action a cell.
 
-CSV as torch's pipelining writes it (`0F0,0F1,,0B0`; empty cells are idle slots and carry no meaning), or JSON: a list
-of such lists, or an object `{"rows": [...], "name": ..., "copies": 2}`. The placement of stages follows from the rows.
-Sends and receives may stand in the table and are left out: `lower` derives them.
+CSV as torch's pipelining writes it (`0F0,0F1,,0B0`; empty cells are idle slots and carry no
+meaning), or JSON: a list of such lists, or an object `{"rows": [...], "name": ..., "copies": 2}`.
+The placement of stages follows from the rows. Sends and receives may stand in the table and are
+left out: `lower` derives them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def read_table(text: str, name: str = "table", max_in_flight: float | None = Non
         except ValueError as error:
             raise ScheduleError(f"schedule {name}: not JSON: {error}") from None
         if isinstance(rows, dict):
-            name, copies, rows = rows.get("name", name), rows.get("copies", 1), rows.get("rows")
+            name = rows.get("name", name)
+            copies = rows.get("copies", 1)
+            rows = rows.get("rows")
     else:
         rows = list(csv.reader(io.StringIO(text.strip())))
     if not isinstance(name, str) or copies not in (1, 2):
@@ -33,7 +36,9 @@ def read_table(text: str, name: str = "table", max_in_flight: float | None = Non
     return read_rows(rows, name, copies, max_in_flight)
 
 
-def read_rows(rows: object, name: str = "table", copies: int = 1, max_in_flight: float | None = None) -> Schedule:
+def read_rows(
+    rows: object, name: str = "table", copies: int = 1, max_in_flight: float | None = None
+) -> Schedule:
     """Prove one list of action texts a rank. Raises ScheduleError like `read_table`."""
     if not (isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)):
         raise ScheduleError(f"schedule {name}: want one row of actions a rank")
@@ -69,12 +74,18 @@ def _assemble(name: str, copies: int, orders: list[tuple[Action, ...]]) -> Sched
         for action in order:
             if owner.setdefault(action.stage, rank) != rank:
                 raise ScheduleError(
-                    f"schedule {name}: stage {action.stage} is on ranks {owner[action.stage]} and {rank}"
+                    f"schedule {name}: stage {action.stage} is on ranks {owner[action.stage]} and"
+                    f" {rank}"
                 )
-    ranks, stages = len(orders), len(owner)
+    ranks = len(orders)
+    stages = len(owner)
     if sorted(owner) != list(range(stages)) or not stages or stages % (ranks * copies):
         want = f"0 to a multiple of {ranks * copies} less one"
-        raise ScheduleError(f"schedule {name}: {ranks} rows name stages {sorted(owner)}; want {want}")
+        raise ScheduleError(
+            f"schedule {name}: {ranks} rows name stages {sorted(owner)}; want {want}"
+        )
     micro_batches = 1 + max(action.micro_batch for order in orders for action in order)
     placement = tuple(owner[stage] for stage in range(stages))
-    return Schedule(name, ranks, stages // (ranks * copies), micro_batches, placement, tuple(orders))
+    return Schedule(
+        name, ranks, stages // (ranks * copies), micro_batches, placement, tuple(orders)
+    )

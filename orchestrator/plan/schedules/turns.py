@@ -1,9 +1,10 @@
 """How long schedules take in which every rank goes through the same turns, without building them.
 
-In turn j a rank runs its forward number j + ahead, its backward number j and, where backward is cut in two, the weight
-gradient number j - behind; what does not exist is left out. 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2 differ in `ahead`
-and `behind` alone (see their modules). If rank r is at turn t + r, everything that it waits for has happened at a
-smaller t, or on a rank before it: one pass over t and r is enough, on plain numbers.
+In turn j a rank runs its forward number j + ahead, its backward number j and, where backward is cut
+in two, the weight gradient number j - behind; what does not exist is left out. 1F1B, interleaved
+1F1B, ZB-H1 and ZB-H2 differ in `ahead` and `behind` alone (see their modules). If rank r is at turn
+t + r, everything that it waits for has happened at a smaller t, or on a rank before it: one pass
+over t and r is enough, on plain numbers.
 """
 
 from __future__ import annotations
@@ -34,28 +35,50 @@ def makespan(
     backward_input: Sequence[float],
     backward_weight: Sequence[float],
 ) -> float:
-    """Seconds from the first start to the last end, as `simulate`, to the last bit. One number a model stage each.
+    """Seconds from the first start to the last end, as `simulate`, to the last bit. One number a
+    model stage each.
 
     shape: ranks, micro-batches, stages a rank. `name`: one of `TURNS`.
     """
     pp, _, vpp = shape
-    rule, units = TURNS[name], _units(*shape)
+    rule = TURNS[name]
+    units = _units(*shape)
     total = len(units[0])
     ahead = [rule.ahead(rank, pp, vpp) for rank in range(pp)]
     behind = None if rule.behind is None else [rule.behind(rank, pp, vpp) for rank in range(pp)]
-    backward = backward_input if behind else [i + w for i, w in zip(backward_input, backward_weight, strict=True)]
-    forwards, backwards = ([[0.0] * total for _ in range(pp)] for _ in range(2))  # when each unit is done
+    backward = (
+        backward_input
+        if behind
+        else [i + w for i, w in zip(backward_input, backward_weight, strict=True)]
+    )
+    forwards, backwards = (
+        [[0.0] * total for _ in range(pp)] for _ in range(2)
+    )  # when each unit is done
     forward_chunk, backward_chunk = units
-    free, lines = [0.0] * pp, []
-    for rank in range(pp):  # what a rank reads again and again; `shift`: where a micro-batch goes on to another chunk
-        near, far = (forwards[rank - 1], 0 if rank else pp), (backwards[(rank + 1) % pp], 0 if rank < pp - 1 else pp)
+    free = [0.0] * pp
+    lines = []
+    for rank in range(
+        pp
+    ):  # what a rank reads again and again; `shift`: where a micro-batch goes on to another chunk
+        near = (forwards[rank - 1], 0 if rank else pp)
+        far = (backwards[(rank + 1) % pp], 0 if rank < pp - 1 else pp)
         stages = slice(rank, None, pp)
         lines.append(
-            (rank, ahead[rank], forwards[rank], *near, backwards[rank], *far, forward[stages], backward[stages])
+            (
+                rank,
+                ahead[rank],
+                forwards[rank],
+                *near,
+                backwards[rank],
+                *far,
+                forward[stages],
+                backward[stages],
+            )
         )
     for turn in range(-ahead[0], total + (behind[-1] - pp + 1 if behind else 0)):
         for rank, early, done, come, shift, back, gone, skip, seconds, again in lines:
-            unit, now = turn + rank, free[rank]
+            unit = turn + rank
+            now = free[rank]
             first = unit + early
             if 0 <= first < total and (chunk := forward_chunk[first]) >= 0:
                 if (not shift or chunk) and come[first - shift] > now:
@@ -72,13 +95,16 @@ def makespan(
 
 
 def _units(pp: int, micro_batches: int, vpp: int) -> tuple[list[int], list[int]]:
-    """Which of a rank's stages each forward, and each backward, goes through. -1: its micro-batch does not exist.
+    """Which of a rank's stages each forward, and each backward, goes through. -1: its micro-batch
+    does not exist.
 
-    Micro-batches go in groups of `pp` through all stages of a rank where it has several (`interleaved`).
+    Micro-batches go in groups of `pp` through all stages of a rank where it has several
+    (`interleaved`).
     """
     if vpp == 1:
         return [0] * micro_batches, [0] * micro_batches
-    first, last = [], []
+    first = []
+    last = []
     for group in range(0, micro_batches, pp):
         for chunk in range(vpp):
             there = [micro_batch < micro_batches for micro_batch in range(group, group + pp)]

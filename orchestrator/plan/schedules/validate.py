@@ -1,4 +1,5 @@
-"""Prove that a schedule or a lowered program is complete, legal and free of deadlock, or say why not."""
+"""Prove that a schedule or a lowered program is complete, legal and free of deadlock, or say why
+not."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from .simulate import peak_in_flight, simulate
 def problem(schedule: Schedule, max_in_flight: float | None = None) -> str | None:
     """None, or one line naming the first thing wrong with a schedule's compute orders.
 
-    Every micro-batch passes each stage of its route exactly once forward and once backward (B, or I then W), on the
-    rank that holds the stage; the ranks finish; no rank holds more than `max_in_flight` stage activations.
+    Every micro-batch passes each stage of its route exactly once forward and once backward (B, or I
+    then W), on the rank that holds the stage; the ranks finish; no rank holds more than
+    `max_in_flight` stage activations.
     """
     found: Counter[Action] = Counter()
     for rank, order in enumerate(schedule.orders):
@@ -22,17 +24,28 @@ def problem(schedule: Schedule, max_in_flight: float | None = None) -> str | Non
             if action.kind not in COMPUTE:
                 return f"{_at(schedule, rank)}: {action} is not one of F, B, I, W"
             if not 0 <= action.micro_batch < schedule.micro_batches:
-                return f"{_at(schedule, rank)}: {action}, but micro-batches are 0 to {schedule.micro_batches - 1}"
+                return (
+                    f"{_at(schedule, rank)}: {action}, but micro-batches are 0 to"
+                    f" {schedule.micro_batches - 1}"
+                )
             if action.stage not in schedule.route(action.micro_batch):
-                return f"{_at(schedule, rank)}: {action}, but that micro-batch does not pass that stage"
+                return (
+                    f"{_at(schedule, rank)}: {action}, but that micro-batch does not pass that"
+                    " stage"
+                )
             if schedule.stage_rank[action.stage] != rank:
-                return f"{_at(schedule, rank)}: {action}, but the stage is on rank {schedule.stage_rank[action.stage]}"
+                return (
+                    f"{_at(schedule, rank)}: {action}, but the stage is on rank"
+                    f" {schedule.stage_rank[action.stage]}"
+                )
             found[action] += 1
             if found[action] > 1:
                 return f"{_at(schedule, rank)}: {action} happens twice"
     for micro_batch in range(schedule.micro_batches):
         for stage in schedule.route(micro_batch):
-            whole, i, w = (found[Action(kind, stage, micro_batch)] for kind in (Kind.B, Kind.I, Kind.W))
+            whole, i, w = (
+                found[Action(kind, stage, micro_batch)] for kind in (Kind.B, Kind.I, Kind.W)
+            )
             where = f"schedule {schedule.name}: micro-batch {micro_batch} of stage {stage}"
             if not found[Action(Kind.F, stage, micro_batch)]:
                 return f"{where} has no forward"
@@ -45,26 +58,42 @@ def problem(schedule: Schedule, max_in_flight: float | None = None) -> str | Non
     if max_in_flight is not None:
         for rank, peak in enumerate(peak_in_flight(schedule)):
             if peak > max_in_flight:
-                return f"{_at(schedule, rank)} holds {peak:g} stage activations at once, the bound is {max_in_flight:g}"
+                return (
+                    f"{_at(schedule, rank)} holds {peak:g} stage activations at once, the bound is"
+                    f" {max_in_flight:g}"
+                )
     return None
 
 
-def program_problem(schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool = True) -> str | None:
+def program_problem(
+    schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool = True
+) -> str | None:
     """None, or one line naming the first thing wrong with lowered programs.
 
-    Each result that another rank needs is sent once and received once, before its use. With `rendezvous` the programs
-    must finish although every send and receive blocks until its other half runs, and two ranks must name their mutual
-    transfers in the same order; without, a receive waits only when its value is used, and a send until the receive of
-    the same message has been posted.
+    Each result that another rank needs is sent once and received once, before its use. With
+    `rendezvous` the programs must finish although every send and receive blocks until its other
+    half runs, and two ranks must name their mutual transfers in the same order; without, a receive
+    waits only when its value is used, and a send until the receive of the same message has been
+    posted.
     """
     for rank, program in enumerate(programs):
         if tuple(action for action in program if action.kind in COMPUTE) != schedule.orders[rank]:
             return f"{_at(schedule, rank)}: the program computes in another order than the schedule"
-    wanted = {receive for order in schedule.orders for action in order if (receive := receive_of(schedule, action))}
-    received = Counter(action for program in programs for action in program if action.kind in RECEIVES)
+    wanted = {
+        receive
+        for order in schedule.orders
+        for action in order
+        if (receive := receive_of(schedule, action))
+    }
+    received = Counter(
+        action for program in programs for action in program if action.kind in RECEIVES
+    )
     if received != Counter(wanted):
         wrong = next(iter((received - Counter(wanted)) or (Counter(wanted) - received)))
-        return f"schedule {schedule.name}: {wrong} happens {received[wrong]} times, want {int(wrong in wanted)}"
+        return (
+            f"schedule {schedule.name}: {wrong} happens {received[wrong]} times, want"
+            f" {int(wrong in wanted)}"
+        )
     return _run(schedule, programs, rendezvous)
 
 
@@ -108,7 +137,9 @@ def _run(schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool) ->
     return f"schedule {schedule.name} deadlocks: {where}"
 
 
-def _ready(schedule: Schedule, action: Action, rank: int, done: set[Action], arrived: set[Action]) -> bool:
+def _ready(
+    schedule: Schedule, action: Action, rank: int, done: set[Action], arrived: set[Action]
+) -> bool:
     for source in schedule.needs(action):
         if schedule.stage_rank[source.stage] == rank:
             if source not in done:

@@ -1,8 +1,9 @@
-"""ZB-V: two stages a rank in a V, split backward, 1F1B's memory (Qi et al., arXiv 2401.10241, section 6; 2405.15362).
+"""ZB-V: two stages a rank in a V, split backward, 1F1B's memory (Qi et al., arXiv 2401.10241,
+section 6; 2405.15362).
 
-Rank r holds stages r and 2p - 1 - r, so the first rank also has the loss and a micro-batch's backward starts where its
-forward ended. No bubble when F = I = W and m >= 2p - 1; every rank holds 2p half-size stage activations, as much as
-1F1B's first rank, evenly spread.
+Rank r holds stages r and 2p - 1 - r, so the first rank also has the loss and a micro-batch's
+backward starts where its forward ended. No bubble when F = I = W and m >= 2p - 1; every rank holds
+2p half-size stage activations, as much as 1F1B's first rank, evenly spread.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Iterator
 from .actions import Action, Kind
 from .counting import Step, count
 
-F, I, W = Kind.F, Kind.I, Kind.W
+F = Kind.F
+I = Kind.I
+W = Kind.W
 
 
 def order(rank: int, pp: int, micro_batches: int, vpp: int) -> Iterator[Action]:

@@ -1,4 +1,5 @@
-"""How far predictions are off on sources that the profile has not seen, and after one of their rows was measured."""
+"""How far predictions are off on sources that the profile has not seen, and after one of their rows
+was measured."""
 
 from __future__ import annotations
 
@@ -23,13 +24,20 @@ class Unseen(NamedTuple):
     at: list[int]  # indices of its observations
     residuals: Floats  # ln(predicted / measured)
     sd: Floats  # of it
-    after_one: float | None  # mean error after one row, over every choice of the row; None of a single row
+    after_one: (
+        float | None
+    )  # mean error after one row, over every choice of the row; None of a single row
 
 
 def accuracy(
-    rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction], profile: Profile, seen: bool, tell: Tell
+    rows: Sequence[Mapping[str, str]],
+    predictions: Sequence[Prediction],
+    profile: Profile,
+    seen: bool,
+    tell: Tell,
 ) -> Score:
-    """The score of a table. `seen`: the profile was fitted to it, so each source is predicted by a fit to the others.
+    """The score of a table. `seen`: the profile was fitted to it, so each source is predicted by a
+    fit to the others.
 
     `predictions`: of all rows, by `profile`.
     """
@@ -40,7 +48,9 @@ def accuracy(
     if seen and len({one.source for one in found}) > 1:
         between = np.diag([between_sd(name) ** 2 for name in profile.values])
         unseen = {
-            left.source: _unseen(left.at, left.residuals, left.jacobian, left.fitted.covariance + between)
+            left.source: _unseen(
+                left.at, left.residuals, left.jacobian, left.fitted.covariance + between
+            )
             for left in leave_one_source_out(found, profile.values, tell=tell)
         }
     else:
@@ -59,7 +69,10 @@ def accuracy(
     result = score(rows, changed)
     before = {one.group: one.mean for one in fitted.time} if seen else {}
     after = {source: one.after_one for source, one in unseen.items()}
-    time = [one._replace(fitted=before.get(one.group), after_one=after.get(one.group)) for one in result.time]
+    time = [
+        one._replace(fitted=before.get(one.group), after_one=after.get(one.group))
+        for one in result.time
+    ]
     groups = [one for one in time if one.group not in (ALL, MEAN)]
     everything = [one._replace(after_one=_mean_of_rows(groups)) for one in time if one.group == ALL]
     return result._replace(time=[*groups, *everything, mean_of_groups(groups)])
@@ -78,7 +91,8 @@ def _unseen(at: list[int], residuals: Floats, jacobian: Floats, uncertainty: Flo
 
 
 def _after_one(residuals: Floats, shared: Floats) -> float | None:
-    """Mean error of the other rows after `update` by one row: over every choice of it. shared: J S J', [rows, rows]."""
+    """Mean error of the other rows after `update` by one row: over every choice of it. shared: J S
+    J', [rows, rows]."""
     count = len(residuals)
     if count < 2:
         return None

@@ -1,4 +1,5 @@
-"""What a measured step says about a plan's prediction: inside the interval or not, and which parameters explain it."""
+"""What a measured step says about a plan's prediction: inside the interval or not, and which
+parameters explain it."""
 
 from __future__ import annotations
 
@@ -53,8 +54,16 @@ SUBJECTS = {
     "family.": "the whole step with this software ({}) takes",
 }
 UNITS = {"of peak": "of the peak", "of HBM": "of HBM's rate", "of memory": "of the memory's rate"}
-UNITS |= {"of bytes": "times their bytes", "of attention": "times attention's time", "of the step": "times the rest"}
-UNITS |= {"of forward": "of forward's time", "of the product": "times its product", "s/byte over HBM's": "times HBM's"}
+UNITS |= {
+    "of bytes": "times their bytes",
+    "of attention": "times attention's time",
+    "of the step": "times the rest",
+}
+UNITS |= {
+    "of forward": "of forward's time",
+    "of the product": "times its product",
+    "s/byte over HBM's": "times HBM's",
+}
 
 
 class Attribution(NamedTuple):
@@ -75,10 +84,12 @@ class Drift(NamedTuple):
 
 
 def drift(plan: Plan, measured_s: float, most: int = 3) -> Drift:
-    """What a run's median step says of its plan, whose own parameters and shipped uncertainty are the prior."""
+    """What a run's median step says of its plan, whose own parameters and shipped uncertainty are
+    the prior."""
     profile = with_values(plan.time.parameters)
     change, jacobian = update_with_step(profile, step_of(plan), measured_s)
-    values, total = change.values(profile), float(change.log_change @ jacobian) or 1.0
+    values = change.values(profile)
+    total = float(change.log_change @ jacobian) or 1.0
     parts = [
         _attribution(name, profile.values[name], values[name], part / total)
         for name, part in attribution(change, jacobian, most)
@@ -88,16 +99,23 @@ def drift(plan: Plan, measured_s: float, most: int = 3) -> Drift:
 
 
 def changed(before: Profile, after: Profile) -> list[Attribution]:
-    """Parameters that an update moved by more than 2 %, the most moved first; `share` is of the largest change."""
+    """Parameters that an update moved by more than 2 %, the most moved first; `share` is of the
+    largest change."""
     moves = {name: abs(log(after.values[name] / before.values[name])) for name in INDEX}
     most = max(moves.values()) or 1.0
     names = sorted((name for name in INDEX if moves[name] > 0.02), key=lambda name: -moves[name])
-    return [_attribution(name, before.values[name], after.values[name], moves[name] / most) for name in names]
+    return [
+        _attribution(name, before.values[name], after.values[name], moves[name] / most)
+        for name in names
+    ]
 
 
 def _attribution(name: str, assumed: float, found: float, share: float) -> Attribution:
     unit = PRIOR[INDEX[name]].unit
-    stem = max((stem for stem in SUBJECTS if f"{name}.".startswith((stem.rstrip(".") + ".", f"{stem}_"))), key=len)
+    stem = max(
+        (stem for stem in SUBJECTS if f"{name}.".startswith((stem.rstrip(".") + ".", f"{stem}_"))),
+        key=len,
+    )
     subject = SUBJECTS[stem].format(name.removeprefix(stem).replace("_", " ").replace(".", ", "))
     if unit == "s":
         text = f"{subject} {seconds(found)}, {seconds(assumed)} was assumed"

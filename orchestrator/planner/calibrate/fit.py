@@ -1,8 +1,10 @@
-"""Parameters that explain measured step times best, starting from priors: a robust maximum-a-posteriori fit.
+"""Parameters that explain measured step times best, starting from priors: a robust
+maximum-a-posteriori fit.
 
-The cost model gives ln t and its derivatives in the logarithms of the parameters (`cost.dual`), so each iteration is a
-linear least-squares problem (Gauss-Newton). Residuals are down-weighted beyond `HUBER` (Huber 1964): a table holds rows
-that nobody can explain. A source counts as at most `MOST_ROWS` rows, or long vendor tables would drown layout sweeps.
+The cost model gives ln t and its derivatives in the logarithms of the parameters (`cost.dual`), so
+each iteration is a linear least-squares problem (Gauss-Newton). Residuals are down-weighted beyond
+`HUBER` (Huber 1964): a table holds rows that nobody can explain. A source counts as at most
+`MOST_ROWS` rows, or long vendor tables would drown layout sweeps.
 """
 
 from __future__ import annotations
@@ -39,10 +41,13 @@ class Fitted(NamedTuple):
     residuals: Floats  # ln(predicted / measured) of each observation
 
 
-def linearised(observations: Sequence[Observation], values: Mapping[str, float]) -> tuple[Floats, Floats]:
+def linearised(
+    observations: Sequence[Observation], values: Mapping[str, float]
+) -> tuple[Floats, Floats]:
     """(ln(predicted / measured), its Jacobian in ln parameters) of all observations."""
     numbers = duals(values)
-    residuals, jacobian = np.empty(len(observations)), np.zeros((len(observations), len(NAMES)))
+    residuals = np.empty(len(observations))
+    jacobian = np.zeros((len(observations), len(NAMES)))
     for index, one in enumerate(observations):
         step = one.step_s(numbers)
         residuals[index] = np.log(value_of(step) / one.measured_s)
@@ -56,10 +61,11 @@ def fit(
     fixed: Mapping[str, float] = MappingProxyType({}),
     first: tuple[Floats, Floats] | None = None,
 ) -> Fitted:
-    """The most probable parameters. Repeatable: the same observations give the same bits on one machine.
+    """The most probable parameters. Repeatable: the same observations give the same bits on one
+    machine.
 
-    `fixed`: parameters that keep these values, as 1e-9 for a term that is left out. `first`: the observations
-    linearised at `start`, where that is known.
+    `fixed`: parameters that keep these values, as 1e-9 for a term that is left out. `first`: the
+    observations linearised at `start`, where that is known.
     """
     mean = np.log([fixed.get(one.name, one.value) for one in PRIOR])
     precision = np.array([1e-6 if one.name in fixed else one.sd for one in PRIOR]) ** -2.0
@@ -111,7 +117,8 @@ def leave_one_source_out(
 ) -> Iterator[LeftOutSource]:
     """Each source in turn. `start`: values of the fit to all; `tell`: (done, of how many, source).
 
-    The start has seen the source, so each fit goes on until its values move no more and nothing is left of it.
+    The start has seen the source, so each fit goes on until its values move no more and nothing is
+    left of it.
     """
     at_start = linearised(observations, {**start, **fixed})
     sources = by_source(observations)

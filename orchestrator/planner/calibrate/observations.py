@@ -16,8 +16,11 @@ from .fit import Observation, linearised
 from .update import site_profile, update
 
 
-def observations(rows: Iterable[Mapping[str, str]], refused: list[str] | None = None) -> list[Observation]:
-    """Of the rows that have a step time and can be read. `refused`: gets a line for each other row that has one."""
+def observations(
+    rows: Iterable[Mapping[str, str]], refused: list[str] | None = None
+) -> list[Observation]:
+    """Of the rows that have a step time and can be read. `refused`: gets a line for each other row
+    that has one."""
     paths: dict[int, PathCache] = {}
     found = []
     for number, cells in enumerate(rows, 1):
@@ -36,7 +39,9 @@ def _observation(
     name: str, cells: Mapping[str, str], measured: float, paths: dict[int, PathCache], at: int = 0
 ) -> Observation:
     job = read_row(cells)
-    return Observation(name, group_of(cells), measured, step_of(job, job_memory(job).train, paths), at)
+    return Observation(
+        name, group_of(cells), measured, step_of(job, job_memory(job).train, paths), at
+    )
 
 
 def measured_s(cells: Mapping[str, str]) -> float | None:
@@ -45,10 +50,13 @@ def measured_s(cells: Mapping[str, str]) -> float | None:
 
 
 def after_row(profile: Profile, cells: Mapping[str, str]) -> Profile:
-    """The profile of the machines of one row, after its step was measured. RowError where it has none."""
+    """The profile of the machines of one row, after its step was measured. RowError where it has
+    none."""
     measured = measured_s(cells)
     if measured is None:
         raise RowError("step_time_s is empty: nothing was measured")
     name = row_id(cells) or "1"
     residuals, jacobian = linearised([_observation(name, cells, measured, {})], profile.values)
-    return site_profile(profile, update(profile, residuals, jacobian), "row", name, "", profile.name)
+    return site_profile(
+        profile, update(profile, residuals, jacobian), "row", name, "", profile.name
+    )

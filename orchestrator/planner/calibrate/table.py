@@ -1,4 +1,5 @@
-"""A profile from a table of measured runs, and how well it predicts the sources that it has not seen."""
+"""A profile from a table of measured runs, and how well it predicts the sources that it has not
+seen."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class TableFit(NamedTuple):
     refused: list[str]  # rows that were left out, and why
 
 
-def fit_table(rows: Iterable[Mapping[str, str]], name: str, sha256: str, date: str, tell: Tell) -> TableFit:
+def fit_table(
+    rows: Iterable[Mapping[str, str]], name: str, sha256: str, date: str, tell: Tell
+) -> TableFit:
     """The profile that explains a table's step times best. `tell`: progress.
 
     Raises OrchError (65) naming the row where the table cannot be used.
@@ -38,7 +41,10 @@ def fit_table(rows: Iterable[Mapping[str, str]], name: str, sha256: str, date: s
         why = f": {refused[0]}" if refused else ""
         raise OrchError(f"no rows with a step_time_s to fit{why}", Exit.CONFIG)
     if len(refused) > len(found):
-        raise OrchError(f"{len(refused)} of {len(refused) + len(found)} rows cannot be used; {refused[0]}", Exit.CONFIG)
+        raise OrchError(
+            f"{len(refused)} of {len(refused) + len(found)} rows cannot be used; {refused[0]}",
+            Exit.CONFIG,
+        )
     tell(0, 1, f"{len(found)} rows")
     fitted = fit(found)
     unseen = np.empty(len(found))
@@ -54,8 +60,12 @@ def fit_table(rows: Iterable[Mapping[str, str]], name: str, sha256: str, date: s
         means = {kind: float(values[at].mean()) for kind, values in errors.items()}
         shown = {kind: round(mean, 4) for kind, mean in means.items() if np.isfinite(mean)}
         left_out.append(LeftOut(source=source, rows=len(at), **({"left_out": -1.0} | shown)))
-    fitted_on = FittedOn(what="table", sha256=sha256, date=date, rows={one.source: one.rows for one in left_out})
-    return TableFit(make_profile(name, fitted.values, fitted.covariance, fitted_on, left_out), refused)
+    fitted_on = FittedOn(
+        what="table", sha256=sha256, date=date, rows={one.source: one.rows for one in left_out}
+    )
+    return TableFit(
+        make_profile(name, fitted.values, fitted.covariance, fitted_on, left_out), refused
+    )
 
 
 def error(residuals: Floats) -> Floats:
@@ -67,13 +77,16 @@ def _limited(rows: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
     kept: list[Mapping[str, str]] = []
     for row in rows:
         if len(kept) == MOST_ROWS:
-            raise OrchError(f"row {MOST_ROWS + 1}: a fit takes at most {MOST_ROWS:,} rows", Exit.CONFIG)
+            raise OrchError(
+                f"row {MOST_ROWS + 1}: a fit takes at most {MOST_ROWS:,} rows", Exit.CONFIG
+            )
         kept.append(row)
     return kept
 
 
 def _plausible(found: list[Observation], refused: list[str]) -> tuple[list[Observation], Floats]:
-    """(rows within a factor of `UNIT` of what the prior predicts, ln(predicted / measured) of them)."""
+    """(rows within a factor of `UNIT` of what the prior predicts, ln(predicted / measured) of
+    them)."""
     residuals, _ = linearised(found, PRIOR_VALUES)
     kept = []
     for index, (one, miss) in enumerate(zip(found, residuals, strict=True)):
@@ -81,14 +94,18 @@ def _plausible(found: list[Observation], refused: list[str]) -> tuple[list[Obser
             kept.append(index)
             continue
         times = float(np.exp(abs(miss)))
-        what = f"{times:,.0f} times {'less' if miss > 0 else 'more'} than predicted; seconds a step?"
+        what = (
+            f"{times:,.0f} times {'less' if miss > 0 else 'more'} than predicted; seconds a step?"
+        )
         refused.append(f"row {one.name}: step_time_s={one.measured_s:g} is {what}")
     return [found[index] for index in kept], residuals[kept]
 
 
-# ---------------------------------------------------------------------------------------------- terms
+# ----------------------------------------------------------------------------------------------
+#     terms
 
-#: What the cost model is made of, and the parameters without which a term is not there: 1e-9, or 1 for a factor.
+#: What the cost model is made of, and the parameters without which a term is not there: 1e-9, or 1
+#: for a factor.
 TERMS: dict[str, tuple[tuple[str, ...], float]] = {
     "bytes of matrix products": (("gemm_bytes",), 1e-9),
     "memory-bound kernels": (("elementwise.",), 1e-9),
@@ -112,7 +129,8 @@ TERMS: dict[str, tuple[tuple[str, ...], float]] = {
 
 
 class Ablation(NamedTuple):
-    """Mean over sources of the mean absolute error without one term; everything else fitted again."""
+    """Mean over sources of the mean absolute error without one term; everything else fitted
+    again."""
 
     term: str
     fitted: float
@@ -134,7 +152,9 @@ def ablate(found: list[Observation], tell: Tell) -> list[Ablation]:
     return [results[0], *sorted(results[1:], key=lambda one: -one.left_out), nothing]
 
 
-def _ablation(term: str, found: list[Observation], start: Mapping[str, float], fixed: Mapping[str, float]) -> Ablation:
+def _ablation(
+    term: str, found: list[Observation], start: Mapping[str, float], fixed: Mapping[str, float]
+) -> Ablation:
     fitted = fit(found, start, fixed)
     unseen = np.empty(len(found))
     for left in leave_one_source_out(found, fitted.values, fixed):

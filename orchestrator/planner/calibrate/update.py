@@ -1,9 +1,9 @@
 """Parameters after more measurements: a Bayesian update that moves the terms that caused the miss.
 
-For measured steps with z = ln(predicted / measured) and d ln t / d ln parameter = J, the posterior of a linear model
-with covariance S and noise s is theta - S J' (J S J' + s^2)^-1 z (Kalman 1960). A miss of a table's row is cut, so that
-one odd row cannot turn the model around (accuracy.md section 4). The prediction moves with the parameters, others with
-theirs.
+For measured steps with z = ln(predicted / measured) and d ln t / d ln parameter = J, the posterior
+of a linear model with covariance S and noise s is theta - S J' (J S J' + s^2)^-1 z (Kalman 1960). A
+miss of a table's row is cut, so that one odd row cannot turn the model around (accuracy.md section
+4). The prediction moves with the parameters, others with theirs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ from orchestrator.planner.numpy_import import np
 
 ROW_NOISE = 0.10  # standard deviation of ln t of one measured row
 MOST_MISS = 0.3
-#: The same of the median step of a run, of a rate that `orch bench` found, and of a link whose load in a step is other.
-RUN_NOISE, RATE_NOISE, LINK_NOISE = 0.03, 0.08, 0.15
+#: The same of the median step of a run, of a rate that `orch bench` found, and of a link whose load
+#: in a step is other.
+RUN_NOISE = 0.03
+RATE_NOISE = 0.08
+LINK_NOISE = 0.15
 LOAD_NOISE = 0.15  # of the spread of experts' loads, which goes on changing as a router learns
-IN_STEP = 0.7  # rate of NVLink's collectives inside a step / alone (accuracy.md section 2; comm-0364)
+IN_STEP = (
+    0.7  # rate of NVLink's collectives inside a step / alone (accuracy.md section 2; comm-0364)
+)
 ROUNDS = 5
 LEAST_PART = 0.01  # of a round's way
 
@@ -36,11 +41,17 @@ class Update(NamedTuple):
     covariance: Floats
 
     def values(self, profile: Profile) -> dict[str, float]:
-        return {name: profile.values[name] * float(np.exp(self.log_change[at])) for at, name in enumerate(NAMES)}
+        return {
+            name: profile.values[name] * float(np.exp(self.log_change[at]))
+            for at, name in enumerate(NAMES)
+        }
 
 
-def update(profile: Profile, misses: Sequence[float] | Floats, jacobian: Floats, noise: float = ROW_NOISE) -> Update:
-    """misses: ln(predicted / measured) of each measurement; jacobian: float [measurements, parameters]."""
+def update(
+    profile: Profile, misses: Sequence[float] | Floats, jacobian: Floats, noise: float = ROW_NOISE
+) -> Update:
+    """misses: ln(predicted / measured) of each measurement; jacobian: float [measurements,
+    parameters]."""
     clipped = np.clip(np.asarray(misses, dtype=float), -MOST_MISS, MOST_MISS)
     return _posterior(profile, clipped, jacobian, np.full(len(clipped), noise))
 
@@ -62,10 +73,10 @@ def update_with_step(
 ) -> tuple[Update, Floats]:
     """(update, derivatives at the profile's values) by one measured step, however far off it is.
 
-    `step_s` predicts the step from parameter values. The model is not linear in what moves far, so it is linearised
-    again where the last round ended, with the same prior (Bell and Cathey 1993, the iterated Kalman filter). A round
-    that would end at something less likely goes a part of its way: where a term has all but vanished its derivative
-    has, too, and whole steps would run away.
+    `step_s` predicts the step from parameter values. The model is not linear in what moves far, so
+    it is linearised again where the last round ended, with the same prior (Bell and Cathey 1993,
+    the iterated Kalman filter). A round that would end at something less likely goes a part of its
+    way: where a term has all but vanished its derivative has, too, and whole steps would run away.
     """
     likely = np.linalg.pinv(profile.uncertainty)
 
@@ -82,8 +93,12 @@ def update_with_step(
     miss, jacobian = at(moved)
     first = jacobian
     for _ in range(rounds):
-        found = _posterior(profile, np.array([miss - jacobian @ moved]), jacobian[None], np.array([noise]))
-        way, part, before = found.log_change - moved, 1.0, cost(miss, moved)
+        found = _posterior(
+            profile, np.array([miss - jacobian @ moved]), jacobian[None], np.array([noise])
+        )
+        way = found.log_change - moved
+        part = 1.0
+        before = cost(miss, moved)
         miss, jacobian = at(moved + way)
         while cost(miss, moved + part * way) > before and part > LEAST_PART:
             part /= 2
@@ -94,13 +109,16 @@ def update_with_step(
     return Update(moved, found.covariance), first
 
 
-def update_with_loads(profile: Profile, model: Model, ranks: int, fullest: float, spread: float | None) -> Update:
-    """By the loads of a run's experts: of the `fullest` of `ranks` ranks that share them, over the mean; of one rank,
-    whose load is always even, by the `spread` of single experts."""
+def update_with_loads(
+    profile: Profile, model: Model, ranks: int, fullest: float, spread: float | None
+) -> Update:
+    """By the loads of a run's experts: of the `fullest` of `ranks` ranks that share them, over the
+    mean; of one rank, whose load is always even, by the `spread` of single experts."""
     assert model.moe is not None
     if ranks > 1:
         spread = spread_of(fullest, model.moe.experts, ranks)
-    name, jacobian = spread_name(model.moe), np.zeros((1, len(NAMES)))
+    name = spread_name(model.moe)
+    jacobian = np.zeros((1, len(NAMES)))
     jacobian[0, INDEX[name]] = 1.0
     miss = np.log(profile.values[name] / max(LEAST_SPREAD, spread or 0.0))
     return _posterior(profile, np.array([miss]), jacobian, np.array([LOAD_NOISE]))
@@ -112,9 +130,11 @@ def then(first: Update, second: Update) -> Update:
 
 
 def update_with_bench(profile: Profile, described: Cluster, record: Record) -> Update:
-    """By the rates that `orch bench` found, each a direct observation of a parameter. `described`: as in data sheets.
+    """By the rates that `orch bench` found, each a direct observation of a parameter. `described`:
+    as in data sheets.
 
-    What is measured alone on a GPU stands for the same kernels in a step; NVLink is slower there (`IN_STEP`).
+    What is measured alone on a GPU stands for the same kernels in a step; NVLink is slower there
+    (`IN_STEP`).
     """
     found = list(_observed(described, record))
     jacobian = np.zeros((len(found), len(NAMES)))
@@ -126,13 +146,20 @@ def update_with_bench(profile: Profile, described: Cluster, record: Record) -> U
 
 def _observed(cluster: Cluster, record: Record) -> list[tuple[str, float, float]]:
     """(parameter, its value, noise) of everything that was measured."""
-    gpu, own, generation = cluster.gpu, record.measured, generation_of(cluster.gpu.name, cluster.device)
+    gpu = cluster.gpu
+    own = record.measured
+    generation = generation_of(cluster.gpu.name, cluster.device)
     cpu = generation == "cpu"
-    found = [("hbm.cpu" if cpu else "hbm", own.memory_bytes_per_s / gpu.hbm_bytes_per_s, RATE_NOISE)]
+    found = [
+        ("hbm.cpu" if cpu else "hbm", own.memory_bytes_per_s / gpu.hbm_bytes_per_s, RATE_NOISE)
+    ]
     wide = next((name for name in ("bf16", "fp16", "fp32") if name in own.matmul_flops), None)
     flash = f"attention.flash.{generation}"
     attention = "attention.cpu" if cpu else flash if flash in INDEX else f"attention.{generation}"
-    rates = [("gemm.cpu" if cpu else f"gemm.{generation}.16", own.matmul_flops), (attention, own.attention_flops)]
+    rates = [
+        ("gemm.cpu" if cpu else f"gemm.{generation}.16", own.matmul_flops),
+        (attention, own.attention_flops),
+    ]
     for name, flops in rates:
         if wide in flops and wide in gpu.peak_flops and name in INDEX:
             found.append((name, flops[wide] / gpu.peak_flops[wide], RATE_NOISE))
@@ -150,18 +177,25 @@ def _observed(cluster: Cluster, record: Record) -> list[tuple[str, float, float]
     return [one for one in found if one[1] > 0]
 
 
-def site_profile(base: Profile, change: Update, what: str, source: str, date: str, name: str) -> Profile:
-    """`base` after an update, as a file. `source`: the run, or what else was measured; `name`: the cluster's."""
+def site_profile(
+    base: Profile, change: Update, what: str, source: str, date: str, name: str
+) -> Profile:
+    """`base` after an update, as a file. `source`: the run, or what else was measured; `name`: the
+    cluster's."""
     past = base.fitted_on
     own = bool(past.base)
     fitted_on = FittedOn(
-        what=what, date=date, base=past.base if own else base.label, runs=[*(past.runs if own else []), source]
+        what=what,
+        date=date,
+        base=past.base if own else base.label,
+        runs=[*(past.runs if own else []), source],
     )
     return make_profile(name, change.values(base), change.covariance, fitted_on)
 
 
 def attribution(change: Update, jacobian: Floats, most: int = 3) -> list[tuple[str, float]]:
-    """(parameter, its part of the change of ln t), the largest first. jacobian: float [parameters]."""
+    """(parameter, its part of the change of ln t), the largest first. jacobian: float
+    [parameters]."""
     parts = change.log_change * jacobian
     order = sorted(range(len(parts)), key=lambda at: -abs(parts[at]))
     return [(NAMES[at], float(parts[at])) for at in order[:most] if parts[at]]

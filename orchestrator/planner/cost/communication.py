@@ -1,4 +1,5 @@
-"""Seconds of one micro-batch's communication, of transfers between stages, and of gradients, that no compute hides."""
+"""Seconds of one micro-batch's communication, of transfers between stages, and of gradients, that
+no compute hides."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def tensor_seconds(
     """`ahead`: further predictions, each of which looks tokens up and has a loss."""
     if par.tp == 1:
         return TensorSeconds(0.0, 0.0, 0.0, 0.0)
-    path, shown = paths[("tp",), "ring"], rate.tp_exposed
+    path = paths[("tp",), "ring"]
+    shown = rate.tp_exposed
     links = rate.tensor_outside if path.fabric_s else rate.tensor
     known = dict[tuple[Operation, float, int], Number]()
 
@@ -77,19 +79,28 @@ def tensor_seconds(
         return result
 
     tokens = micro_batch_tokens(par, train)
-    loss = collective.seconds("all_gather", tokens * 2 * 4 * par.tp, par.tp, path, links)  # two numbers a token
+    loss = collective.seconds(
+        "all_gather", tokens * 2 * 4 * par.tp, par.tp, path, links
+    )  # two numbers a token
     ends = ((1, 0), (ahead, 1 + ahead))
     first, last = (total(vocabulary_operations(model, par, train, *one)) for one in ends)
     load = value_of(imbalance(par, rate))
     dense, moe = (
-        total(tensor_operations(model, par, train, share, bool(kind), load)) if layer is not None else 0.0
+        total(tensor_operations(model, par, train, share, bool(kind), load))
+        if layer is not None
+        else 0.0
         for kind, layer in enumerate(sample_layers(model))
     )
     return TensorSeconds(dense, moe, first, last + (1 + ahead) * exposed(loss))
 
 
 def context_seconds(
-    model: Model, par: Parallel, train: Train, share: RecomputedShare, rate: Rates, paths: Mapping[PathKey, Path]
+    model: Model,
+    par: Parallel,
+    train: Train,
+    share: RecomputedShare,
+    rate: Rates,
+    paths: Mapping[PathKey, Path],
 ) -> Number:
     """Exposed context-parallel communication of a layer and micro-batch, forward and backward."""
     total: Number = 0.0
@@ -101,14 +112,24 @@ def context_seconds(
 
 
 def expert_seconds(
-    model: Model, par: Parallel, train: Train, share: RecomputedShare, rate: Rates, paths: Mapping[PathKey, Path]
+    model: Model,
+    par: Parallel,
+    train: Train,
+    share: RecomputedShare,
+    rate: Rates,
+    paths: Mapping[PathKey, Path],
 ) -> Number:
     """Exposed all-to-all of an MoE layer and micro-batch, forward and backward."""
     total: Number = 0.0
-    ranks, load = expert_mesh(par).ep, imbalance(par, rate)
+    ranks = expert_mesh(par).ep
+    load = imbalance(par, rate)
     for operation, size, count in expert_operations(model, par, train, share) if ranks > 1 else ():
         for path in phases(paths[axes(par), collective.PATTERN[operation]], model, par):
-            total += count * collective.seconds(operation, size * load, ranks, path, rate.ring) * rate.ep_exposed
+            total += (
+                count
+                * collective.seconds(operation, size * load, ranks, path, rate.ring)
+                * rate.ep_exposed
+            )
     return total
 
 
@@ -126,15 +147,21 @@ def gradient_seconds(
     paths: Mapping[PathKey, Path],
     outside: int = 0,
 ) -> Number:
-    """Seconds of all communication of gradients and weights of a rank. held, outside: as in `gradient_traffic`."""
+    """Seconds of all communication of gradients and weights of a rank. held, outside: as in
+    `gradient_traffic`."""
     total: Number = 0.0
     for one in gradient_traffic(held, par, train, software, outside):
-        total += one.count * collective.seconds(one.operation, one.size, one.members, paths[one.key], rate.ring)
+        total += one.count * collective.seconds(
+            one.operation, one.size, one.members, paths[one.key], rate.ring
+        )
     return total
 
 
-def exposed_gradients(total: Number, par: Parallel, rate: Rates, software: Software, micro_batch: Number) -> Number:
-    """Seconds that gradient communication of `total` seconds shows. `micro_batch`: seconds of one on the rank."""
+def exposed_gradients(
+    total: Number, par: Parallel, rate: Rates, software: Software, micro_batch: Number
+) -> Number:
+    """Seconds that gradient communication of `total` seconds shows. `micro_batch`: seconds of one
+    on the rank."""
     shown, windows = gradient_overlap(par, rate, software)
     if not windows:
         return shown * total
@@ -142,10 +169,12 @@ def exposed_gradients(total: Number, par: Parallel, rate: Rates, software: Softw
 
 
 def gradient_overlap(par: Parallel, rate: Rates, software: Software) -> tuple[Number, int]:
-    """(share of gradient communication that always shows, micro-batches that may hide the rest; 0: it is hidden)."""
+    """(share of gradient communication that always shows, micro-batches that may hide the rest; 0:
+    it is hidden)."""
     overlap = software.dp_overlap
     if par.zero == 3 and overlap in ("modern", "early"):
-        overlap, shown = "fsdp", rate.dp_sharded
+        overlap = "fsdp"
+        shown = rate.dp_sharded
     else:
         shown = rate.dp_exposed
     if overlap in ("early", "zero_2021"):

@@ -1,9 +1,11 @@
-"""Seconds that one GPU computes, by term, for one micro-batch of one decoder layer, of the loss, of the optimizer.
+"""Seconds that one GPU computes, by term, for one micro-batch of one decoder layer, of the loss, of
+the optimizer.
 
-Matrix products follow an additive roofline: FLOPs at the rate of a large product plus bytes at that of memory, which is
-the efficiency curve of small shapes. Attention, memory-bound kernels and casts to 8 bits are terms of their own. Where
-the CPU needs longer to launch a layer than the GPU to run it, the layer takes the CPU's time: the fourth-power mean
-joins the two smoothly. Terms, constants and their sources: `parameters`, accuracy.md section 2.
+Matrix products follow an additive roofline: FLOPs at the rate of a large product plus bytes at that
+of memory, which is the efficiency curve of small shapes. Attention, memory-bound kernels and casts
+to 8 bits are terms of their own. Where the CPU needs longer to launch a layer than the GPU to run
+it, the layer takes the CPU's time: the fourth-power mean joins the two smoothly. Terms, constants
+and their sources: `parameters`, accuracy.md section 2.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ TERMS = ("gemm", "attention", "elementwise", "cast", "experts", "recompute", "he
 
 
 class LayerSeconds(NamedTuple):
-    """Seconds of one micro-batch through one layer on one GPU, without communication and recomputation."""
+    """Seconds of one micro-batch through one layer on one GPU, without communication and
+    recomputation."""
 
     forward: Number
     backward: Number
     core: Number  # of forward: attention scores and weighted values
     selective: Number  # what selective recomputation computes again in backward
     full: Number  # what full recomputation does
-    column_matmuls: tuple[Number, Number]  # column-parallel products of attention, of the feed-forward
+    column_matmuls: tuple[
+        Number, Number
+    ]  # column-parallel products of attention, of the feed-forward
     terms: dict[str, Number]  # forward and backward by term
 
     def recompute_s(self, mode: str) -> Number:
@@ -68,11 +73,14 @@ class Matrix(NamedTuple):
     @property
     def bytes(self) -> Number:
         """Read and written in 16 bits."""
-        return 2.0 * (self.rows * (self.inputs + self.outputs) + self.weights * self.inputs * self.outputs)
+        return 2.0 * (
+            self.rows * (self.inputs + self.outputs) + self.weights * self.inputs * self.outputs
+        )
 
 
 def attention_matrices(model: Model, tokens: float, tp: int) -> list[Matrix]:
-    h, heads = model.hidden, model.heads / tp
+    h = model.hidden
+    heads = model.heads / tp
     if (m := model.mla) is not None:
         key = m.qk_nope_head_dim + m.qk_rope_head_dim
         down = Matrix(tokens, h, m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim)
@@ -84,11 +92,19 @@ def attention_matrices(model: Model, tokens: float, tp: int) -> list[Matrix]:
 
 
 def mlp_matrices(
-    model: Model, layer: int, tokens: float, tp: int, ep: int, etp: int, seq_len: int, load: Number = 1.0
+    model: Model,
+    layer: int,
+    tokens: float,
+    tp: int,
+    ep: int,
+    etp: int,
+    seq_len: int,
+    load: Number = 1.0,
 ) -> Iterator[Matrix]:
-    """Of a dense layer, or of the shared and the routed experts, `tokens` being those of all tp ranks; `ep`, `etp`: of
-    the expert mesh; `load`: of the rank over the mean."""
-    h, gate = model.hidden, 2 if model.mlp == "gated" else 1
+    """Of a dense layer, or of the shared and the routed experts, `tokens` being those of all tp
+    ranks; `ep`, `etp`: of the expert mesh; `load`: of the rank over the mean."""
+    h = model.hidden
+    gate = 2 if model.mlp == "gated" else 1
     moe = flops.layer_moe(model, layer)
     if moe is None:
         yield from _mlp(h, model.ffn_hidden / tp, tokens, gate, 1.0)
@@ -111,13 +127,21 @@ def layer_seconds(
     tp, (etp, ep, _) = parallel.tp, expert_mesh(parallel)
     tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
     rows = tp if parallel.sp else 1
-    moe, load = flops.layer_moe(model, layer), imbalance(parallel, rate)
+    moe = flops.layer_moe(model, layer)
+    load = imbalance(parallel, rate)
     attention = attention_matrices(model, tokens, tp)
     mlp = list(mlp_matrices(model, layer, tokens, tp, ep, etp, train.seq_len, load))
-    column = [one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in (attention[0], mlp[0])]
+    column = [
+        one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in (attention[0], mlp[0])
+    ]
     matrices = attention + mlp
-    gemm = sum(one.flops for one in matrices) * rate.gemm_s + sum(one.bytes for one in matrices) * rate.gemm_byte_s
-    lost = [sum(one.reduced[way] for one in matrices) * rate.wave_s for way in (0, 1)]  # the last, partly filled wave
+    gemm = (
+        sum(one.flops for one in matrices) * rate.gemm_s
+        + sum(one.bytes for one in matrices) * rate.gemm_byte_s
+    )
+    lost = [
+        sum(one.reduced[way] for one in matrices) * rate.wave_s for way in (0, 1)
+    ]  # the last, partly filled wave
     if moe is not None:
         gemm += 2.0 * tokens / rows * model.hidden * moe.experts * rate.gemm16_s  # the router
 
@@ -125,7 +149,8 @@ def layer_seconds(
     ffn: Number = model.ffn_hidden
     if moe is not None:
         ffn = taken_choices(moe, train.seq_len) * moe.ffn_hidden * load + moe.shared_ffn_hidden
-    row, gated = 20 * model.hidden / rows, 6 if model.mlp == "gated" else 4
+    row = 20 * model.hidden / rows
+    gated = 6 if model.mlp == "gated" else 4
     columns: Number = gated * ffn / tp
     if model.position == "rope":
         columns += 4 * (model.heads + model.kv_heads) * model.head_dim / tp
@@ -149,10 +174,14 @@ def layer_seconds(
     }
     gpu = sum(terms.values())
     host = rate.host_moe_s if moe is not None else rate.host_dense_s
-    slower = (gpu**4 + host**4) ** 0.25 / gpu  # the CPU launches kernels of forward and backward alike
+    slower = (
+        gpu**4 + host**4
+    ) ** 0.25 / gpu  # the CPU launches kernels of forward and backward alike
     slower = slower + rate.host_gap_s / gpu
     terms["host"] = gpu * (slower - 1.0)
-    selective = _selective(software, rate, gemm, core, elementwise, columns / (row + columns), forward, parallel)
+    selective = _selective(
+        software, rate, gemm, core, elementwise, columns / (row + columns), forward, parallel
+    )
     if model.mla is not None and train.recompute_latents is True and software.selective == "orch":
         _, *made, _ = attention  # queries, keys and values of latents
         selective += sum(one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in made)
@@ -167,10 +196,14 @@ def layer_seconds(
     )
 
 
-def _core(model: Model, parallel: Parallel, train: Train, tokens: float, rate: Rates) -> tuple[Number, Number]:
+def _core(
+    model: Model, parallel: Parallel, train: Train, tokens: float, rate: Rates
+) -> tuple[Number, Number]:
     """(forward, backward) seconds of attention scores and weighted values."""
     done = flops.attention_core_flops(model, train.seq_len) / model.layers * tokens / parallel.tp
-    if not isinstance(rate.scores_bytes, float) or rate.scores_bytes:  # unfused: the whole square is computed
+    if (
+        not isinstance(rate.scores_bytes, float) or rate.scores_bytes
+    ):  # unfused: the whole square is computed
         square = done * (2 if model.causal else 1) * (8 if model.head_dim % 8 else 1)
         scores = tokens * train.seq_len * model.heads / parallel.tp
         forward = square * rate.attention_s + scores * rate.scores_bytes * rate.byte_s
@@ -184,8 +217,8 @@ def _core(model: Model, parallel: Parallel, train: Train, tokens: float, rate: R
 def _slowest_core(model: Model, parallel: Parallel) -> float:
     """Attention FLOPs of the busiest context-parallel rank over the mean.
 
-    With contiguous parts the rank of the last part attends to all tokens before it; with parts from both ends of the
-    sequence (zig-zag) all ranks do the same work.
+    With contiguous parts the rank of the last part attends to all tokens before it; with parts from
+    both ends of the sequence (zig-zag) all ranks do the same work.
     """
     return 2 - 1 / parallel.cp if model.causal and parallel.cp_method == "ring" else 1.0
 
@@ -200,7 +233,8 @@ def _selective(
     forward: Number,
     parallel: Parallel,
 ) -> Number:
-    """Seconds that selective recomputation repeats. `columns`: share of the memory-bound bytes beside hidden states."""
+    """Seconds that selective recomputation repeats. `columns`: share of the memory-bound bytes
+    beside hidden states."""
     if software.selective == "core":
         return core
     if software.selective == "ops":
@@ -225,10 +259,16 @@ def layer_seconds_by_kind(
 def overlap_seconds(
     model: Model, parallel: Parallel, train: Train, rate: Rates, kinds: Sequence[LayerSeconds]
 ) -> dict[str, Number]:
-    """Seconds of the matrix products that communication overlaps with; of two kinds of layers the shorter one."""
+    """Seconds of the matrix products that communication overlaps with; of two kinds of layers the
+    shorter one."""
     there = [kind.column_matmuls for kind in kinds if kind is not NO_LAYER]
     attention, mlp = (min(pair[index] for pair in there) for index in (0, 1))
-    return {"": 0.0, "attention": attention, "mlp": mlp, "head": _head_seconds(model, parallel, train, rate)}
+    return {
+        "": 0.0,
+        "attention": attention,
+        "mlp": mlp,
+        "head": _head_seconds(model, parallel, train, rate),
+    }
 
 
 def _head_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Number:
@@ -236,10 +276,13 @@ def _head_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -
     return head_flops(model) * tokens / parallel.tp * rate.gemm16_s * rate.head
 
 
-def loss_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> tuple[Number, Number]:
-    """(forward, backward) seconds of output projection and loss for one micro-batch, and of what further predictions
-    have beside their blocks."""
-    tokens, ahead = parallel.micro_batch_size * train.seq_len / parallel.cp, flops.prediction_blocks(model)
+def loss_seconds(
+    model: Model, parallel: Parallel, train: Train, rate: Rates
+) -> tuple[Number, Number]:
+    """(forward, backward) seconds of output projection and loss for one micro-batch, and of what
+    further predictions have beside their blocks."""
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    ahead = flops.prediction_blocks(model)
     loss = (1 + ahead) * tokens * model.vocab / parallel.tp * rate.logits_bytes * rate.byte_s
     head = (1 + ahead) * _head_seconds(model, parallel, train, rate)
     if ahead:  # the projection, whole on every tensor-parallel rank
@@ -256,20 +299,27 @@ class Compute(NamedTuple):
     overlap_s: dict[str, Number]  # seconds of the matrix product that one operation overlaps with
 
 
-def micro_batch_compute(model: Model, parallel: Parallel, train: Train, rate: Rates, software: Software) -> Compute:
+def micro_batch_compute(
+    model: Model, parallel: Parallel, train: Train, rate: Rates, software: Software
+) -> Compute:
     kinds = layer_seconds_by_kind(model, parallel, train, rate, software)
     loss = loss_seconds(model, parallel, train, rate)
     return Compute(kinds, loss, overlap_seconds(model, parallel, train, rate, kinds))
 
 
-#: Bytes a parameter that narrow moments (`Optim.state`) add to an update: they are widened and narrowed again by
-#: operators of torch, one after the other, whose bytes a test counts.
+#: Bytes a parameter that narrow moments (`Optim.state`) add to an update: they are widened and
+#: narrowed again by operators of torch, one after the other, whose bytes a test counts.
 NARROW_STATE = {"8bit": 128.0, "bf16": 238.0}
 
 
 def optimizer_seconds(parameters: float, shards: int, rate: Rates) -> Number:
-    """Seconds of AdamW on `parameters / shards` parameters, bound by memory bandwidth, and of the CPU around it.
+    """Seconds of AdamW on `parameters / shards` parameters, bound by memory bandwidth, and of the
+    CPU around it.
 
-    It reads gradient, master weight and both moments, and writes the last three and the weight: 30 bytes a parameter.
+    It reads gradient, master weight and both moments, and writes the last three and the weight: 30
+    bytes a parameter.
     """
-    return parameters / shards * rate.optimizer_bytes * rate.byte_s * rate.weight_gradients + rate.step_host_s
+    return (
+        parameters / shards * rate.optimizer_bytes * rate.byte_s * rate.weight_gradients
+        + rate.step_host_s
+    )

@@ -1,7 +1,9 @@
-"""Numbers that carry their derivatives, so that one cost model serves plans (floats) and fits (derivatives).
+"""Numbers that carry their derivatives, so that one cost model serves plans (floats) and fits
+(derivatives).
 
-A `Dual` is a value and its gradient in the logarithms of the profile's parameters (forward-mode automatic
-differentiation). Every cost formula works on floats and on duals alike; the search uses floats.
+A `Dual` is a value and its gradient in the logarithms of the profile's parameters (forward-mode
+automatic differentiation). Every cost formula works on floats and on duals alike; the search uses
+floats.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class Dual:
     __slots__ = ("grad", "value")
 
     def __init__(self, value: float, grad: NDArray[np.float64]):
-        self.value, self.grad = value, grad
+        self.value = value
+        self.grad = grad
 
     def __add__(self, other: Number) -> Dual:
         if isinstance(other, Dual):
@@ -93,7 +96,8 @@ def smaller(a: Number, b: Number) -> Number:
 
 
 def log_gradient(number: Number) -> NDArray[np.float64]:
-    """d ln(number) / d ln(parameter), float [parameters]; of a number that carries its derivatives."""
+    """d ln(number) / d ln(parameter), float [parameters]; of a number that carries its
+    derivatives."""
     assert isinstance(number, Dual)
     return number.grad / number.value
 
@@ -101,7 +105,9 @@ def log_gradient(number: Number) -> NDArray[np.float64]:
 def scaled_like(value: float, number: Number) -> Number:
     """`value` with the relative gradient of `number`: for results that are proportional to it."""
     if isinstance(number, Dual):
-        return Dual(value, number.grad * (value / number.value) if number.value else number.grad * 0.0)
+        return Dual(
+            value, number.grad * (value / number.value) if number.value else number.grad * 0.0
+        )
     return value
 
 

@@ -1,8 +1,10 @@
-"""What the hierarchical all-to-all (`orchestrator.plan.hierarchy`) changes: less on the network, more inside a domain.
+"""What the hierarchical all-to-all (`orchestrator.plan.hierarchy`) changes: less on the network,
+more inside a domain.
 
-Directly, a rank sends each copy of a token to its expert's rank: of n - 1 others L - 1 are in its NVLink domain. By
-domain, it sends each token once to every domain that holds some of its experts, and all copies that land in a domain
-are spread over its L ranks. Choices are taken to be equally likely.
+Directly, a rank sends each copy of a token to its expert's rank: of n - 1 others L - 1 are in its
+NVLink domain. By domain, it sends each token once to every domain that holds some of its experts,
+and all copies that land in a domain are spread over its L ranks. Choices are taken to be equally
+likely.
 """
 
 from __future__ import annotations
@@ -19,23 +21,27 @@ from .layer_traffic import Carried
 
 
 def phases(path: Path, model: Model, parallel: Parallel, carried: Carried = "rows") -> list[Path]:
-    """One after the other: the whole exchange, or what goes between domains and then inside them. Their `share` is that
-    of the bytes that the direct one sends."""
+    """One after the other: the whole exchange, or what goes between domains and then inside them.
+    Their `share` is that of the bytes that the direct one sends."""
     factors = level_factors(path, model, parallel)
     if factors is None:
         return [] if carried == "names" else [path]
     nvlink, network = factors
     if carried != "rows":  # each copy has its own
-        nvlink, network = nvlink if carried == "copies" else 0.0, 1.0
+        nvlink = nvlink if carried == "copies" else 0.0
+        network = 1.0
     spread = {level: part * network for level, part in path.share.items() if level != NVLINK}
     between = structs.replace(path, nvlink_s=0.0, fabric_s=path.fabric_s * network, share=spread)
     within = {NVLINK: path.share.get(NVLINK, 0.0) * nvlink}
-    inside = structs.replace(path, fabric_s=0.0, nvlink_s=path.nvlink_s * nvlink, share=within, stretch={})
+    inside = structs.replace(
+        path, fabric_s=0.0, nvlink_s=path.nvlink_s * nvlink, share=within, stretch={}
+    )
     return [between, inside] if path.nvlink_s else [between]
 
 
 def level_factors(path: Path, model: Model, parallel: Parallel) -> tuple[float, float] | None:
-    """By what (NVLink's, the network's) bytes of the direct exchange are multiplied; None where it is direct."""
+    """By what (NVLink's, the network's) bytes of the direct exchange are multiplied; None where it
+    is direct."""
     if parallel.expert_all_to_all != "hierarchical" or model.moe is None:
         return None
     ranks = expert_mesh(parallel).ep

@@ -1,7 +1,9 @@
-"""Communication of one layer and micro-batch over tensor- and expert-parallel ranks, and of the model's ends.
+"""Communication of one layer and micro-batch over tensor- and expert-parallel ranks, and of the
+model's ends.
 
-Sources: Megatron-LM (arXiv 1909.08053, section 3) and Korthikanti et al. (arXiv 2205.05198, section 4.2) for tensor and
-sequence parallel; Lepikhin et al. (GShard, arXiv 2006.16668) for expert all-to-all.
+Sources: Megatron-LM (arXiv 1909.08053, section 3) and Korthikanti et al. (arXiv 2205.05198, section
+4.2) for tensor and sequence parallel; Lepikhin et al. (GShard, arXiv 2006.16668) for expert
+all-to-all.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from orchestrator.planner.model.stages import splits_backward
 
 from .recomputed import RecomputedShare
 
-#: Matrix product that a single operation overlaps with: query-key-value, gate and up projections, output projection.
-#: The trainer sums an input's gradient while it computes the weights' gradient, and gathers the input again while it
-#: computes the input's gradient (`trainer/parallel/column_parallel.py`).
+#: Matrix product that a single operation overlaps with: query-key-value, gate and up projections,
+#: output projection. The trainer sums an input's gradient while it computes the weights' gradient,
+#: and gathers the input again while it computes the input's gradient
+#: (`trainer/parallel/column_parallel.py`).
 Overlap = Literal["", "attention", "mlp", "head"]
 
-#: What an all-to-all to experts carries: rows of tokens, numbers that each copy of a token has, and names of copies,
-#: which the exchange by domain alone needs.
+#: What an all-to-all to experts carries: rows of tokens, numbers that each copy of a token has, and
+#: names of copies, which the exchange by domain alone needs.
 Carried = Literal["rows", "copies", "names"]
 
 
@@ -56,24 +59,34 @@ def micro_batch_tokens(parallel: Parallel, train: Train) -> float:
 
 
 def tensor_operations(
-    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare, moe: bool, load: float = 1.0
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    recomputed: RecomputedShare,
+    moe: bool,
+    load: float = 1.0,
 ) -> list[TensorOperation]:
-    """Over tp of one layer and micro-batch, forward and backward. `moe`: of a layer with experts; `load`: what a rank
-    that shares them gets, over the mean.
+    """Over tp of one layer and micro-batch, forward and backward. `moe`: of a layer with experts;
+    `load`: what a rank that shares them gets, over the mean.
 
-    Attention and feed-forward each begin and end with an all-reduce; with SP, with an all-gather and a reduce-scatter.
-    With a split backward there is no weight gradient to overlap with, and inputs are kept whole.
+    Attention and feed-forward each begin and end with an all-reduce; with SP, with an all-gather
+    and a reduce-scatter. With a split backward there is no weight gradient to overlap with, and
+    inputs are kept whole.
     """
     if parallel.tp == 1:
         return []
-    hidden, plain = hidden_bytes(model, parallel, train), splits_backward(parallel)
-    entry, inner = hidden, model.mla
+    hidden = hidden_bytes(model, parallel, train)
+    plain = splits_backward(parallel)
+    entry = hidden
+    inner = model.mla
     if inner is not None:  # latents are gathered, not the input that they are made of
         entry = hidden / model.hidden * ((inner.q_lora_rank or model.hidden) + inner.kv_lora_rank)
         entry += hidden / model.hidden * inner.qk_rope_head_dim
     overlap: Overlap = "" if plain or inner is not None else "attention"
     again = 0.0 if plain or inner is not None else 1.0 - recomputed.gather
-    found = list(_region(parallel, entry, hidden, overlap, recomputed.gather, recomputed.layer, again))
+    found = list(
+        _region(parallel, entry, hidden, overlap, recomputed.gather, recomputed.layer, again)
+    )
     if recomputed.inputs:
         found.append(TensorOperation("all_gather", "", hidden, recomputed.inputs, parallel.tp))
     if moe:
@@ -81,15 +94,24 @@ def tensor_operations(
     if recomputed.mlp_inputs:
         found.append(TensorOperation("all_gather", "", hidden, recomputed.mlp_inputs, parallel.tp))
     again = 0.0 if plain else 1.0 - recomputed.gather
-    ends = _region(parallel, hidden, hidden, "" if plain else "mlp", recomputed.gather, recomputed.end, again)
+    ends = _region(
+        parallel, hidden, hidden, "" if plain else "mlp", recomputed.gather, recomputed.end, again
+    )
     return [*found, *ends]
 
 
 def _region(
-    parallel: Parallel, entry: float, end: float, overlap: Overlap, gathers: float, sums: float, again: float
+    parallel: Parallel,
+    entry: float,
+    end: float,
+    overlap: Overlap,
+    gathers: float,
+    sums: float,
+    again: float,
 ) -> Iterator[TensorOperation]:
-    """A tensor-parallel region: `entry` bytes go in, `end` come out. gathers, sums: how often recomputation repeats its
-    first and its last operation; again: how often backward gathers the input that forward did not keep."""
+    """A tensor-parallel region: `entry` bytes go in, `end` come out. gathers, sums: how often
+    recomputation repeats its first and its last operation; again: how often backward gathers the
+    input that forward did not keep."""
     tp = parallel.tp
     if not parallel.sp:
         yield TensorOperation("all_reduce", "", end, 1 + sums, tp)
@@ -108,10 +130,12 @@ def _mixture(
 ) -> Iterator[TensorOperation]:
     """The same for the experts of a layer, none of it behind a product.
 
-    Tokens of all tp ranks meet before the experts where these are all here, or where the ranks hold the same tokens.
-    Else each rank sends its own tokens away, and those that cut an expert share what has arrived: `top_k` rows a token.
+    Tokens of all tp ranks meet before the experts where these are all here, or where the ranks hold
+    the same tokens. Else each rank sends its own tokens away, and those that cut an expert share
+    what has arrived: `top_k` rows a token.
     """
-    hidden, moe = hidden_bytes(model, parallel, train), model.moe
+    hidden = hidden_bytes(model, parallel, train)
+    moe = model.moe
     assert moe is not None
     etp, ranks, _ = expert_mesh(parallel)
     if not parallel.sp or ranks == 1:
@@ -128,16 +152,26 @@ def _mixture(
 def routing_operations(
     model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
 ) -> list[TensorOperation]:
-    """As `tensor_operations`, of a layer's choices of experts and their weights. They count among the bytes; beside the
-    rows they take no time."""
+    """As `tensor_operations`, of a layer's choices of experts and their weights. They count among
+    the bytes; beside the rows they take no time."""
     if parallel.tp == 1 or model.moe is None:
         return []
     etp, ranks, _ = expert_mesh(parallel)
-    moe, tokens, weight = model.moe, micro_batch_tokens(parallel, train), weight_bytes(train)
+    moe = model.moe
+    tokens = micro_batch_tokens(parallel, train)
+    weight = weight_bytes(train)
     if not parallel.sp:
         return [TensorOperation("all_reduce", "", tokens * moe.top_k * weight, 1.0, parallel.tp)]
     dropped = moe.capacity_factor is not UNSET
-    told = [TensorOperation("all_gather", "", told_choices(model, parallel, train), 1 + recomputed.layer, parallel.tp)]
+    told = [
+        TensorOperation(
+            "all_gather",
+            "",
+            told_choices(model, parallel, train),
+            1 + recomputed.layer,
+            parallel.tp,
+        )
+    ]
     if ranks == 1:
         choices = tokens * moe.top_k
         size = choices * (8 + weight + dropped)
@@ -152,8 +186,9 @@ def routing_operations(
 
 
 def told_choices(model: Model, parallel: Parallel, train: Train) -> float:
-    """Bytes of the choices of a micro-batch's tokens on a cp rank, which the ranks that share a sequence tell each
-    other where experts drop some (`trainer/parallel/expert/capacity.py`); 0 where none does."""
+    """Bytes of the choices of a micro-batch's tokens on a cp rank, which the ranks that share a
+    sequence tell each other where experts drop some (`trainer/parallel/expert/capacity.py`); 0
+    where none does."""
     if model.moe is None or model.moe.capacity_factor is UNSET:
         return 0.0
     return micro_batch_tokens(parallel, train) * model.moe.top_k * 4
@@ -167,7 +202,8 @@ def weight_bytes(train: Train) -> int:
 def expert_operations(
     model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
 ) -> list[tuple[Operation, float, float]]:
-    """(operation, bytes, count) of one MoE layer and micro-batch: dispatch and combine, forward and backward."""
+    """(operation, bytes, count) of one MoE layer and micro-batch: dispatch and combine, forward and
+    backward."""
     if model.moe is None:
         return []
     copies = _sent_tokens(parallel, train) * taken_choices(model.moe, train.seq_len)
@@ -178,12 +214,15 @@ def expert_operations(
 def label_operations(
     model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
 ) -> list[tuple[Carried, float, float]]:
-    """(what, bytes, count) of all-to-alls beside those of rows: the weight of each copy, there and its gradient back;
-    by domain, four bytes that name the copy. They count among the bytes; beside the rows they take no time."""
+    """(what, bytes, count) of all-to-alls beside those of rows: the weight of each copy, there and
+    its gradient back; by domain, four bytes that name the copy. They count among the bytes; beside
+    the rows they take no time."""
     if model.moe is None:
         return []
     copies = _sent_tokens(parallel, train) * taken_choices(model.moe, train.seq_len)
-    found: list[tuple[Carried, float, float]] = [("copies", copies * weight_bytes(train), 2 + recomputed.layer)]
+    found: list[tuple[Carried, float, float]] = [
+        ("copies", copies * weight_bytes(train), 2 + recomputed.layer)
+    ]
     if parallel.expert_all_to_all == "hierarchical":
         found.append(("names", copies * 4, 1 + recomputed.layer))
     return found
@@ -197,21 +236,33 @@ def _sent_tokens(parallel: Parallel, train: Train) -> float:
 def vocabulary_operations(
     model: Model, parallel: Parallel, train: Train, first: float, last: float
 ) -> list[TensorOperation]:
-    """As `tensor_operations`, for token table and output projection. first, last: see `end_shares`."""
+    """As `tensor_operations`, for token table and output projection. first, last: see
+    `end_shares`."""
     overlap: Overlap = "" if splits_backward(parallel) else "head"
-    hidden, tp = hidden_bytes(model, parallel, train), parallel.tp
-    counts: list[tuple[Operation, Overlap, float]] = [("all_reduce", "", first), ("all_reduce", overlap, last)]
+    hidden = hidden_bytes(model, parallel, train)
+    tp = parallel.tp
+    counts: list[tuple[Operation, Overlap, float]] = [
+        ("all_reduce", "", first),
+        ("all_reduce", overlap, last),
+    ]
     if parallel.sp:
-        counts = [("reduce_scatter", "", first), ("all_gather", "", first + last), ("reduce_scatter", overlap, last)]
+        counts = [
+            ("reduce_scatter", "", first),
+            ("all_gather", "", first + last),
+            ("reduce_scatter", overlap, last),
+        ]
         counts += [] if splits_backward(parallel) else [("all_gather", overlap, last)]
-    return [TensorOperation(operation, behind, hidden, count, tp) for operation, behind, count in counts]
+    return [
+        TensorOperation(operation, behind, hidden, count, tp) for operation, behind, count in counts
+    ]
 
 
 def prediction_operations(
     model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare, ahead: float
 ) -> list[TensorOperation]:
-    """Of `ahead` modules that predict further tokens, beside those of their layer, table and projection: recomputation
-    repeats a module with the norm behind its layer, so the layer's last operation too."""
+    """Of `ahead` modules that predict further tokens, beside those of their layer, table and
+    projection: recomputation repeats a module with the norm behind its layer, so the layer's last
+    operation too."""
     if model.moe is not None and parallel.sp and expert_mesh(parallel).ep > 1:
         return []  # results of experts come back by all-to-all
     operation: Operation = "reduce_scatter" if parallel.sp else "all_reduce"

@@ -24,13 +24,25 @@ def limited_by(
     parallel: Parallel,
     outside: Container[str],
 ) -> str:
-    """The largest term that is not compute and what reduces it; compute itself when no other term reaches 5 %."""
+    """The largest term that is not compute and what reduces it; compute itself when no other term
+    reaches 5 %."""
     terms = {**exposed, "bubble": bubble}
     worst = max(terms, key=lambda name: terms[name])
     share = terms[worst] / step
     if share < 0.05:
         return f"compute ({compute / step:.0%} of the step)"
-    if worst == "bubble" and parallel.pp > 1 and parallel.micro_batches * parallel.vpp < parallel.pp:
-        return f"the pipeline bubble ({share:.0%} of the step): fewer micro-batches than stages; raise the global batch"
-    inside = ", so that its groups stay inside one NVLink domain" if worst in ("tp", "ep") and worst in outside else ""
+    if (
+        worst == "bubble"
+        and parallel.pp > 1
+        and parallel.micro_batches * parallel.vpp < parallel.pp
+    ):
+        return (
+            f"the pipeline bubble ({share:.0%} of the step): fewer micro-batches than stages; raise"
+            " the global batch"
+        )
+    inside = (
+        ", so that its groups stay inside one NVLink domain"
+        if worst in ("tp", "ep") and worst in outside
+        else ""
+    )
     return f"{ADVICE[worst]}{inside} ({share:.0%} of the step)"

@@ -1,7 +1,8 @@
 """Pipeline schedules: seconds that a step spans, and micro-batches in flight on each rank.
 
-Schedules and their simulator live in `orchestrator.plan.schedules`; the trainer executes the same data. Exact closed
-forms are used where there are any (Narayanan et al. 2021, arXiv 2104.04473, section 2.2); the rest is simulated.
+Schedules and their simulator live in `orchestrator.plan.schedules`; the trainer executes the same
+data. Exact closed forms are used where there are any (Narayanan et al. 2021, arXiv 2104.04473,
+section 2.2); the rest is simulated.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from functools import lru_cache
 from itertools import takewhile
 
 from orchestrator.plan.document import Parallel
-from orchestrator.plan.schedules import SCHEDULES, TABLE, Costs, Kind, build, peak_in_flight, schedule_of, simulate
+from orchestrator.plan.schedules import (
+    SCHEDULES,
+    TABLE,
+    Costs,
+    Kind,
+    build,
+    peak_in_flight,
+    schedule_of,
+    simulate,
+)
 from orchestrator.plan.schedules.makespan import Steps
 from orchestrator.plan.schedules.turns import TURNS, makespan
 from orchestrator.planner.model.stages import rank_stages
@@ -39,13 +49,17 @@ def rank_seconds(parallel: Parallel, stages: Sequence[Number]) -> list[Number]:
     return [sum(stages[stage] for stage in own) / copies for own in held]
 
 
-def span_seconds(parallel: Parallel, forward: Sequence[float], backward: Sequence[float]) -> tuple[float, float]:
+def span_seconds(
+    parallel: Parallel, forward: Sequence[float], backward: Sequence[float]
+) -> tuple[float, float]:
     """(seconds from the first forward to the last backward, idle / busy time over all ranks).
 
-    forward, backward: seconds of one micro-batch through each model stage, communication inside the stage included.
+    forward, backward: seconds of one micro-batch through each model stage, communication inside the
+    stage included.
 
-    With equal stages 1F1B, interleaved 1F1B and all-forward-all-backward idle (p-1)/(v*m) of the busy time. Everything
-    else is simulated for a few rounds of p micro-batches; each further round takes as long as the last one.
+    With equal stages 1F1B, interleaved 1F1B and all-forward-all-backward idle (p-1)/(v*m) of the
+    busy time. Everything else is simulated for a few rounds of p micro-batches; each further round
+    takes as long as the last one.
     """
     both = [f + b for f, b in zip(forward, backward, strict=True)]
     work = [value_of(seconds) for seconds in rank_seconds(parallel, both)]
@@ -89,7 +103,8 @@ def _simulated_span(
 
 @lru_cache(maxsize=4096)
 def weights_at_end(name: str, pp: int, micro_batches: int, vpp: int, rank: int) -> int:
-    """Weight gradients after the last backward of a rank, which is that of its first stage; of a schedule by name.
+    """Weight gradients after the last backward of a rank, which is that of its first stage; of a
+    schedule by name.
 
     Cached: behind a full pipeline, further micro-batches change nothing.
     """
@@ -99,19 +114,25 @@ def weights_at_end(name: str, pp: int, micro_batches: int, vpp: int, rank: int) 
 
 
 def in_flight(parallel: Parallel) -> list[int]:
-    """Peak number of micro-batches (each through one virtual stage) whose activations a rank holds, for every rank."""
+    """Peak number of micro-batches (each through one virtual stage) whose activations a rank holds,
+    for every rank."""
     if parallel.schedule == TABLE:
         return [int(count) for count in peak_in_flight(schedule_of(parallel))]
-    p, v, m = parallel.pp, parallel.vpp, parallel.micro_batches
+    p = parallel.pp
+    v = parallel.vpp
+    m = parallel.micro_batches
     return [in_flight_on_rank(parallel.schedule, p, v, m, rank) for rank in range(p)]
 
 
 def in_flight_on_rank(schedule: str, p: int, v: int, m: int, rank: int) -> int:
     """`in_flight` of one rank in closed form; a test compares it with the schedule itself.
 
-    1F1B: p - r; interleaved: its warm-up of 2(p-r-1) + (v-1)p and one more (arXiv 2104.04473, section 2.2); ZB-H1: p,
-    ZB-H2: 2p - 1, ZB-V: 2p half stages (arXiv 2401.10241); DualPipe: p + 1, DualPipeV: 2p + 1 half stages (arXiv
-    2412.19437), all of them limited by the micro-batches there are; all-forward-all-backward: all micro-batches.
+    1F1B: p - r; interleaved: its warm-up of 2(p-r-1) + (v-1)p and one more (arXiv 2104.04473,
+    section 2.2); ZB-H1: p,
+    ZB-H2: 2p - 1, ZB-V: 2p half stages (arXiv 2401.10241); DualPipe: p + 1, DualPipeV: 2p + 1 half
+    stages (arXiv
+    2412.19437), all of them limited by the micro-batches there are; all-forward-all-backward: all
+        micro-batches.
     """
     if schedule == "afab":
         return m * v

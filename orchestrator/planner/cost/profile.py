@@ -1,8 +1,9 @@
 """Profiles: values of the cost model's parameters after a fit, with covariance and provenance.
 
-`shipped.json` beside this file is the profile that orch comes with; `orch calibrate --table` writes such a file. A site
-profile has the same form and holds only what its own measurements made of another one. Predictions take their error
-from it: the parameters' covariance, what differs between tables measured by different people, and noise within a table.
+`shipped.json` beside this file is the profile that orch comes with; `orch calibrate --table` writes
+such a file. A site profile has the same form and holds only what its own measurements made of
+another one. Predictions take their error from it: the parameters' covariance, what differs between
+tables measured by different people, and noise within a table.
 """
 
 from __future__ import annotations
@@ -31,14 +32,26 @@ if TYPE_CHECKING:  # imported where it is used: a plan that is read from the cac
 SCHEMA = "orch.profile/1"
 SHIPPED_FILE = Path(__file__).with_name("shipped.json")
 NOISE = 0.06  # standard deviation of ln t within a table (accuracy.md section 4)
-#: Standard deviation of a parameter between tables: what a machine or a release differs by. By the longest prefix.
+#: Standard deviation of a parameter between tables: what a machine or a release differs by. By the
+#: longest prefix.
 BETWEEN: dict[str, float] = {
     "": 0.3,
     **dict.fromkeys(("gemm", "family"), 0.06),
     **dict.fromkeys(("gemm.hopper.fp8", "gemm.blackwell.fp8", "gemm.blackwell_ultra.fp8"), 0.08),
     **dict.fromkeys(("gemm.blackwell.nvfp4", "gemm.blackwell_ultra.nvfp4", "head"), 0.1),
     **dict.fromkeys(("family.eager", "family.orch", "family.transformers", "nvlink"), 0.15),
-    **dict.fromkeys(("gemm_bytes", "gemm_wave", "gemm.other", "attention", "elementwise", "accumulate", "logits"), 0.2),
+    **dict.fromkeys(
+        (
+            "gemm_bytes",
+            "gemm_wave",
+            "gemm.other",
+            "attention",
+            "elementwise",
+            "accumulate",
+            "logits",
+        ),
+        0.2,
+    ),
     **dict.fromkeys(("optimizer", "nic"), 0.2),
     **dict.fromkeys(("moe", "host", "pp", "ep", "dp", "nodes"), 0.4),
     **dict.fromkeys(("latency", "link", "attention.cpu"), 0.5),
@@ -58,7 +71,8 @@ class FittedParameter(Frozen):
 
 
 class LeftOut(Frozen):
-    """Mean absolute error of a source's step times: before the fit, in it, and when the source is left out of it."""
+    """Mean absolute error of a source's step times: before the fit, in it, and when the source is
+    left out of it."""
 
     source: str
     rows: int
@@ -74,8 +88,11 @@ class FittedOn(Frozen):
     sha256: str = ""  # of the table
     date: str = ""
     rows: dict[str, int] = {}  # by source
-    base: str = ""  # label of the profile that was updated; of the first one, where several updates followed
-    runs: list[str] = []  # ids of the runs, and "bench <when>", whose measurements it was updated with, in order
+    # label of the profile that was updated; of the first one, where several updates followed
+    base: str = ""
+    runs: list[
+        str
+    ] = []  # ids of the runs, and "bench <when>", whose measurements it was updated with, in order
 
 
 class Profile(Frozen, dict=True):
@@ -88,7 +105,8 @@ class Profile(Frozen, dict=True):
 
     @cached_property
     def values(self) -> dict[str, float]:
-        """By name, in the order of `NAMES`; parameters that the file does not know have their prior."""
+        """By name, in the order of `NAMES`; parameters that the file does not know have their
+        prior."""
         known = {one.name: one.value for one in self.parameters}
         return {name: known.get(name, value) for name, value in PRIOR_VALUES.items()}
 
@@ -117,7 +135,8 @@ class Profile(Frozen, dict=True):
 
     @cached_property
     def between(self) -> NDArray[np.float64]:
-        """Variances between tables; nothing for a site's own profile, whose machines are those that run."""
+        """Variances between tables; nothing for a site's own profile, whose machines are those that
+        run."""
         from orchestrator.planner.numpy_import import np
 
         if self.fitted_on.base:
@@ -138,13 +157,18 @@ def between_sd(name: str) -> float:
 
 def relative_sd(jacobian: NDArray[np.float64], profile: Profile) -> float:
     """Standard deviation of ln t. jacobian: d ln t / d ln(parameter), float [len(NAMES)]."""
-    # in six digits, and without BLAS, whose sums depend on the number of threads: plans are hashed with it
+    # in six digits, and without BLAS, whose sums depend on the number of threads: plans are hashed
+    # with it
     variance = float((jacobian[:, None] * profile.uncertainty * jacobian).sum()) + NOISE**2
     return _digits(variance**0.5, 6)
 
 
 def make_profile(
-    name: str, values: Mapping[str, float], covariance: NDArray[np.float64], fitted_on: FittedOn, left_out: Any = ()
+    name: str,
+    values: Mapping[str, float],
+    covariance: NDArray[np.float64],
+    fitted_on: FittedOn,
+    left_out: Any = (),
 ) -> Profile:
     """A profile in the form of its file: values rounded to six digits, covariances to four."""
     from orchestrator.planner.numpy_import import np
@@ -161,7 +185,8 @@ def make_profile(
         for at, one in enumerate(PRIOR)
     ]
     triangle = [
-        [_digits(float(x), 4) if abs(x) > 1e-7 else 0.0 for x in covariance[at, : at + 1]] for at in range(len(PRIOR))
+        [_digits(float(x), 4) if abs(x) > 1e-7 else 0.0 for x in covariance[at, : at + 1]]
+        for at in range(len(PRIOR))
     ]
     return Profile(
         schema=SCHEMA,
@@ -181,7 +206,9 @@ def prior_profile() -> Profile:
     """What is believed before any run was seen."""
     from orchestrator.planner.numpy_import import np
 
-    return make_profile("prior", PRIOR_VALUES, np.diag([one.sd**2 for one in PRIOR]), FittedOn(what="prior"))
+    return make_profile(
+        "prior", PRIOR_VALUES, np.diag([one.sd**2 for one in PRIOR]), FittedOn(what="prior")
+    )
 
 
 def read_profile(path: Path) -> Profile:
@@ -191,7 +218,9 @@ def read_profile(path: Path) -> Profile:
     except OSError as error:
         raise OrchError(f"profile {path}: {error.strerror}", Exit.CONFIG) from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise OrchError(f"profile {path}: {error}; orch calibrate writes one", Exit.CONFIG) from None
+        raise OrchError(
+            f"profile {path}: {error}; orch calibrate writes one", Exit.CONFIG
+        ) from None
     problem = _problem(profile)
     if problem:
         raise OrchError(f"profile {path}: {problem}", Exit.CONFIG)
@@ -225,11 +254,15 @@ def differing(profile: Profile) -> dict[str, float]:
 
 
 def with_values(values: Mapping[str, float]) -> Profile:
-    """The shipped profile with some values of a site's: what a plan was made with, by what it carries."""
+    """The shipped profile with some values of a site's: what a plan was made with, by what it
+    carries."""
     if not values:
         return shipped()
-    known = [structs.replace(one, value=values.get(one.name, one.value)) for one in shipped().parameters]
-    triangle, names = list(shipped().covariance), {one.name for one in known}
+    known = [
+        structs.replace(one, value=values.get(one.name, one.value)) for one in shipped().parameters
+    ]
+    triangle = list(shipped().covariance)
+    names = {one.name for one in known}
     for one in PRIOR:  # those that the shipped file does not know yet
         if one.name in values and one.name not in names:
             same = {name: getattr(one, name) for name in ("name", "sd", "unit", "source")}

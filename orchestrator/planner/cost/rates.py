@@ -1,4 +1,5 @@
-"""What one GPU, its links and the software reach: the profile's parameters, chosen for one cluster and job."""
+"""What one GPU, its links and the software reach: the profile's parameters, chosen for one cluster
+and job."""
 
 from __future__ import annotations
 
@@ -15,10 +16,13 @@ from .dual import Number
 from .parameters import generation_of
 from .software import Software
 
-CPU_LAUNCHES = 14  # operators of a layer's forward on a CPU: 4 to 7 products, norms, rotary, activation, sums
+CPU_LAUNCHES = (
+    14  # operators of a layer's forward on a CPU: 4 to 7 products, norms, rotary, activation, sums
+)
 
 
-#: Elements of a product that all multiprocessors of a GPU compute at a time, in tiles of 128 x 256 (V100: 128 x 128).
+#: Elements of a product that all multiprocessors of a GPU compute at a time, in tiles of 128 x 256
+#: (V100: 128 x 128).
 WAVE = {"v100": 80 * 128 * 128, "a100": 108 * 32768, "hopper": 132 * 32768, "cpu": 0}
 WAVE |= dict.fromkeys(("blackwell", "blackwell_ultra"), 148 * 32768)
 
@@ -55,7 +59,9 @@ class Rates(Struct, frozen=True):
     recompute_ops: Number
     optimizer_bytes: Number
     step_host_s: Number
-    weight_gradients: Number  # of weight-gradient products that are computed: 1; LoRA: a small share
+    weight_gradients: (
+        Number  # of weight-gradient products that are computed: 1; LoRA: a small share
+    )
     cp_attention: Number
     tensor: Links
     tensor_outside: Links  # tensor parallelism across NVLink domains
@@ -70,11 +76,14 @@ class Rates(Struct, frozen=True):
     nodes: Number
     family: Number
     full_recompute: Number  # of a forward, that full recomputation repeats
-    expert_spread: Number = 1.0  # of experts' loads, over what the plan's `expert_imbalance` was made of
+    expert_spread: Number = (
+        1.0  # of experts' loads, over what the plan's `expert_imbalance` was made of
+    )
 
 
 def _fp64_of(peak_flops: Mapping[str, float]) -> str:
-    """The word that gives a GPU a rate for fp64, which all compute in and few entries name: half of the widest."""
+    """The word that gives a GPU a rate for fp64, which all compute in and few entries name: half of
+    the widest."""
     return f"cluster.gpu.peak_tflops.fp64={min(peak_flops.values()) / 2e12:g}"
 
 
@@ -88,13 +97,21 @@ def rates(
     slow_fabric: bool = False,
     expert_spread: Number = 1.0,
 ) -> Rates:
-    """`values`: of the parameters, by name. Raises OrchError (65) for a precision in which the GPU does not compute."""
-    gpu, measured = cluster.gpu, cluster.measured
+    """`values`: of the parameters, by name. Raises OrchError (65) for a precision in which the GPU
+    does not compute."""
+    gpu = cluster.gpu
+    measured = cluster.measured
     peak = gpu.peak_flops.get(precision)
     if peak is None:
         known = ", ".join(gpu.peak_flops)
-        rate = f"; to verify in fp64, {_fp64_of(gpu.peak_flops)} train.grad_dtype=fp64" if precision == "fp64" else ""
-        raise OrchError(f"train.precision {precision}: GPU {gpu.name} computes in {known}{rate}", Exit.CONFIG)
+        rate = (
+            f"; to verify in fp64, {_fp64_of(gpu.peak_flops)} train.grad_dtype=fp64"
+            if precision == "fp64"
+            else ""
+        )
+        raise OrchError(
+            f"train.precision {precision}: GPU {gpu.name} computes in {known}{rate}", Exit.CONFIG
+        )
     generation = generation_of(gpu.name, cluster.device)
     if cluster.device == "cpu":
         values = _on_a_cpu(values, measured)
@@ -103,11 +120,15 @@ def rates(
     narrow = matmul and cluster.device != "cpu"  # where it is an emulation by wide ones
     gemm = _narrow_gemm(cluster, values, generation, matmul) if narrow else gemm16
     reached = measured.attention_flops.get(precision) if measured else None
-    attention: Number = 1.0 / reached if reached else 1.0 / (peak * _attention(values, generation, software))
+    attention: Number = (
+        1.0 / reached if reached else 1.0 / (peak * _attention(values, generation, software))
+    )
     if task != "pretrain":
         attention = attention * values["attention.packed"]
     memory = gpu.hbm_bytes_per_s
-    byte_s: Number = 1.0 / measured.memory_bytes_per_s if measured else 1.0 / (memory * values["hbm"])
+    byte_s: Number = (
+        1.0 / measured.memory_bytes_per_s if measured else 1.0 / (memory * values["hbm"])
+    )
     one_by_one = software.elementwise != "fused" or software.dp_overlap in ("early", "zero_2021")
     unfused = software.attention == "unfused"
     wave = values["gemm_wave.old" if generation in ("v100", "a100") else "gemm_wave"]
@@ -163,17 +184,31 @@ def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mappin
     )
     ones += ("pp.exposed_overlap", "cp.exposed", "ep.exposed", "ep.exposed_overlap", "attention.cp")
     own: dict[str, Number] = dict.fromkeys(ones, 1.0)
-    own |= {"hbm": values["hbm.cpu"], "host.gap": 0.0, "nodes": 0.0, "gemm_bytes": 1.0, "gemm_wave": 0.0}
-    own |= dict.fromkeys(("host.dense", "host.modules"), 3 * CPU_LAUNCHES * launch) | {"host.step": 2 * launch}
+    own |= {
+        "hbm": values["hbm.cpu"],
+        "host.gap": 0.0,
+        "nodes": 0.0,
+        "gemm_bytes": 1.0,
+        "gemm_wave": 0.0,
+    }
+    own |= dict.fromkeys(("host.dense", "host.modules"), 3 * CPU_LAUNCHES * launch) | {
+        "host.step": 2 * launch
+    }
     return {**values, **own}
 
 
-def _narrow_gemm(cluster: Cluster, values: Mapping[str, Number], generation: str, matmul: Matmul) -> Number:
-    """Seconds of a FLOP of matrix products in 8 or 4 bits. Raises OrchError (65) where the GPU has none."""
+def _narrow_gemm(
+    cluster: Cluster, values: Mapping[str, Number], generation: str, matmul: Matmul
+) -> Number:
+    """Seconds of a FLOP of matrix products in 8 or 4 bits. Raises OrchError (65) where the GPU has
+    none."""
     peaks = cluster.gpu.peak_flops
     fp8 = peaks.get("fp8")
     if fp8 is None:
-        text = f"train.matmul={matmul}: GPU {cluster.gpu.name} has no rate for fp8 in cluster.gpu.peak_tflops"
+        text = (
+            f"train.matmul={matmul}: GPU {cluster.gpu.name} has no rate for fp8 in"
+            " cluster.gpu.peak_tflops"
+        )
         raise OrchError(text, Exit.CONFIG)
     if matmul == "nvfp4":
         return 1.0 / (peaks.get("fp4", 2 * fp8) * _gemm(values, generation, "nvfp4"))
@@ -183,7 +218,11 @@ def _narrow_gemm(cluster: Cluster, values: Mapping[str, Number], generation: str
 def _gemm(values: Mapping[str, Number], generation: str, kind: str) -> Number:
     if generation == "cpu":
         return values["gemm.cpu"]
-    return values.get(f"gemm.{generation}.{kind}") or values.get(f"gemm.other.{kind}") or values["gemm.other.fp8"]
+    return (
+        values.get(f"gemm.{generation}.{kind}")
+        or values.get(f"gemm.other.{kind}")
+        or values["gemm.other.fp8"]
+    )
 
 
 def _attention(values: Mapping[str, Number], generation: str, software: Software) -> Number:
@@ -201,7 +240,9 @@ def _attention(values: Mapping[str, Number], generation: str, software: Software
 
 
 def _links(values: Mapping[str, Number], cluster: Cluster) -> dict[str, Links]:
-    if cluster.measured or cluster.device == "cpu":  # measured with collectives, under the load of all ranks
+    if (
+        cluster.measured or cluster.device == "cpu"
+    ):  # measured with collectives, under the load of all ranks
         share: Number = 1.0 if cluster.measured else values["link.cpu"]
         same = Links(share, share, 1.0, 0.0)
         return {"tensor": same, "tensor_outside": same, "ring": same}

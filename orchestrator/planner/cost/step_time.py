@@ -1,8 +1,9 @@
-"""Seconds of one optimizer step: every pipeline rank's compute and communication, the schedule, gradients, optimizer.
+"""Seconds of one optimizer step: every pipeline rank's compute and communication, the schedule,
+gradients, optimizer.
 
-step = (span of the schedule + exposed transfers + exposed gradients + optimizer) * jitter * family. Each pipeline rank
-is costed by itself: its layers of each kind with their own communication, its share of token table and head, its own
-gradients. The schedule finds the slowest.
+step = (span of the schedule + exposed transfers + exposed gradients + optimizer) * jitter * family.
+Each pipeline rank is costed by itself: its layers of each kind with their own communication, its
+share of token table and head, its own gradients. The schedule finds the slowest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from orchestrator.plan.schedules import copies_of
 from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.planner.memory.offloaded_inputs import input_bytes, stage_inputs
 from orchestrator.planner.model.layers import layer_groups, params_outside_layers
-from orchestrator.planner.model.stages import held_layers, rank_parameters, rank_stages, splits_backward
+from orchestrator.planner.model.stages import (
+    held_layers,
+    rank_parameters,
+    rank_stages,
+    splits_backward,
+)
 
 from . import collective
 from .communication import (
@@ -50,17 +56,22 @@ from .traffic import (
 
 INNER = ("tp", "cp", "ep")  # axes whose communication is part of a stage
 
-#: Schedules without idle time where a step may begin before the last one has ended on all ranks (arXiv 2401.10241).
+#: Schedules without idle time where a step may begin before the last one has ended on all ranks
+#: (arXiv 2401.10241).
 NO_BUBBLE = ("zb_h2", "zbv")
 
 
 class Stage(NamedTuple):
     """What a virtual stage holds."""
 
-    layers: tuple[tuple[int, str, int], ...]  # (kind as in `sample_layers`, recomputation mode, number)
+    layers: tuple[
+        tuple[int, str, int], ...
+    ]  # (kind as in `sample_layers`, recomputation mode, number)
     first: bool
     last: bool
-    away: float = 0.0  # bytes of a micro-batch that leave the device in forward and come back in backward
+    away: float = (
+        0.0  # bytes of a micro-batch that leave the device in forward and come back in backward
+    )
 
 
 class Work(NamedTuple):
@@ -90,8 +101,8 @@ def step_work(
     cluster: Cluster | None = None,
     state: str = "",
 ) -> Work:
-    """The compute of one step, from the cost model's rates. `compute`: of its micro-batches, where it is known.
-    `cluster`: for an update on its hosts, where the plan asks for one."""
+    """The compute of one step, from the cost model's rates. `compute`: of its micro-batches, where
+    it is known. `cluster`: for an update on its hosts, where the plan asks for one."""
     last = len(parallel.stage_layers) - 1
     held = [held_layers(model, parallel, stage) for stage in range(last + 1)]
     stages = [
@@ -122,12 +133,17 @@ class StepCost:
     """Seconds of one step with the ranks in one nesting order."""
 
     def __init__(self, work: Work, paths: Mapping[PathKey, Path]):
-        self.work, self.paths = work, paths
+        self.work = work
+        self.paths = paths
         self.parallel = work.parallel
-        par, train, rate = work.parallel, work.train, work.rate
+        par = work.parallel
+        train = work.train
+        rate = work.rate
         share = recomputed_share(par, train, work.software)
         same = rate, work.software, work.compute, paths
-        self.tensor = tensor_seconds(work.model, par, train, share, *same, prediction_blocks(work.model))
+        self.tensor = tensor_seconds(
+            work.model, par, train, share, *same, prediction_blocks(work.model)
+        )
         context = context_seconds(work.model, par, train, share, rate, paths)
         experts = expert_seconds(work.model, par, train, share, rate, paths)
         #: exposed communication of a dense and of an MoE layer, forward and backward, by axis
@@ -135,7 +151,8 @@ class StepCost:
             {"tp": self.tensor.dense, "cp": context, "ep": 0.0},
             {"tp": self.tensor.moe, "cp": context, "ep": experts},
         ]
-        #: seconds of a micro-batch by which putting activations away and bringing them back is longer than its work
+        #: seconds of a micro-batch by which putting activations away and bringing them back is
+        #: longer than its work
         self.late: dict[Stage, Number] = {}
         known: dict[Stage, tuple[Number, Number]] = {}
         for stage in work.stages:
@@ -149,11 +166,13 @@ class StepCost:
     # ---------------------------------------------------------------------------------- one stage
 
     def _stage(self, stage: Stage) -> tuple[Number, Number]:
-        """(forward, backward) seconds of one micro-batch, communication inside the stage and recomputation included."""
+        """(forward, backward) seconds of one micro-batch, communication inside the stage and
+        recomputation included."""
         forward: Number = 0.0
         backward: Number = 0.0
         for kind, mode, count in stage.layers:
-            layer, inner = self.work.compute.kinds[kind], sum(self.inner[kind].values()) / 2
+            layer = self.work.compute.kinds[kind]
+            inner = sum(self.inner[kind].values()) / 2
             forward += count * (layer.forward + inner)
             backward += count * (layer.backward + layer.recompute_s(mode) + inner)
         if stage.first:
@@ -173,7 +192,8 @@ class StepCost:
     @cached_property
     def transfers(self) -> Number:
         """Exposed seconds of transfers between stages."""
-        par, work = self.parallel, self.work
+        par = self.parallel
+        work = self.work
         if par.pp == 1:
             return 0.0
         size = boundary_bytes(work.model, par, work.train)
@@ -182,8 +202,10 @@ class StepCost:
 
     @cached_property
     def _sent(self) -> list[Number]:
-        """Seconds of gradients and of weights that are gathered, hidden or not, of each pipeline rank."""
-        work, found = self.work, dict[tuple[int, int], Number]()
+        """Seconds of gradients and of weights that are gathered, hidden or not, of each pipeline
+        rank."""
+        work = self.work
+        found = dict[tuple[int, int], Number]()
         same = self.parallel, work.train, work.rate, work.software, self.paths
         outside = params_outside_layers(work.model, self.parallel.tp)
         for held in work.held:
@@ -193,27 +215,39 @@ class StepCost:
 
     @cached_property
     def gradients(self) -> Number:
-        """Exposed seconds of them, of the rank that waits longest; with tied embeddings both ends sum the table's."""
-        work, par, found = self.work, self.parallel, dict[tuple[float, float], Number]()
+        """Exposed seconds of them, of the rank that waits longest; with tied embeddings both ends
+        sum the table's."""
+        work = self.work
+        par = self.parallel
+        found = dict[tuple[float, float], Number]()
         for sent, seconds in zip(self._sent, self.ranks, strict=True):
             key = value_of(sent), value_of(seconds)
             if key not in found:
                 found[key] = exposed_gradients(sent, par, work.rate, work.software, seconds)
-        shown, model = max(found.values(), key=value_of), work.model
+        shown = max(found.values(), key=value_of)
+        model = work.model
         if sums_table(model, par) and (("pp",), "ring") in self.paths:
             size = table_gradient_bytes(model, par, work.train, work.software)
-            shown += collective.seconds("all_reduce", size, 2, self.paths[("pp",), "ring"], work.rate.ring)
+            shown += collective.seconds(
+                "all_reduce", size, 2, self.paths[("pp",), "ring"], work.rate.ring
+            )
         return shown
 
     @cached_property
     def constant(self) -> Number:
         """Seconds of optimizer and network that are the same wherever the ranks are."""
-        par, work, most = self.parallel, self.work, max(map(sum, self.work.held))
+        par = self.parallel
+        work = self.work
+        most = max(map(sum, self.work.held))
         if work.offload is None or not offload_of(work.train).optimizer:
-            narrow = NARROW_STATE.get(work.state, 0.0) * most / (shard_ranks(par) if par.zero else 1)
+            narrow = (
+                NARROW_STATE.get(work.state, 0.0) * most / (shard_ranks(par) if par.zero else 1)
+            )
             return constant_seconds(par, work.rate, most, work.nodes) + narrow * work.rate.byte_s
         beside = par.micro_batches * self.ranks[self.slowest]
-        away = offload_seconds(most, shard_ranks(par), work.train, work.offload, work.rate.byte_s, beside)
+        away = offload_seconds(
+            most, shard_ranks(par), work.train, work.offload, work.rate.byte_s, beside
+        )
         return constant_seconds(par, work.rate, 0.0, work.nodes) + away
 
     @cached_property
@@ -231,7 +265,8 @@ class StepCost:
 
     @cached_property
     def span(self) -> tuple[Number, float]:
-        """(seconds from the first forward to the last backward, idle / busy). May simulate the schedule."""
+        """(seconds from the first forward to the last backward, idle / busy). May simulate the
+        schedule."""
         par = self.parallel
         if self.never_idle:
             return par.micro_batches * self.ranks[self.slowest], 0.0
@@ -248,17 +283,23 @@ class StepCost:
     def _ends(self) -> list[float]:
         """Seconds that the schedule takes at least for the sake of each pipeline rank.
 
-        It waits until a micro-batch has come through the stages ahead of it, then does all of its work; where backward
-        is whole, the last gradient goes back through those stages.
+        It waits until a micro-batch has come through the stages ahead of it, then does all of its
+        work; where backward is whole, the last gradient goes back through those stages.
         """
-        ahead, total, whole = [0.0], 0.0, not splits_backward(self.parallel)
+        ahead = [0.0]
+        total = 0.0
+        whole = not splits_backward(self.parallel)
         if self.never_idle:
             return [self.parallel.micro_batches * value_of(seconds) for seconds in self.ranks]
         for forward, backward in self.stages:
             total += value_of(forward) + (value_of(backward) if whole else 0.0)
             ahead.append(total)
-        firsts, m = map(min, rank_stages(self.parallel)), self.parallel.micro_batches
-        return [ahead[first] + m * value_of(seconds) for first, seconds in zip(firsts, self.ranks, strict=True)]
+        firsts = map(min, rank_stages(self.parallel))
+        m = self.parallel.micro_batches
+        return [
+            ahead[first] + m * value_of(seconds)
+            for first, seconds in zip(firsts, self.ranks, strict=True)
+        ]
 
     @cached_property
     def lower_bound_s(self) -> float:
@@ -267,16 +308,19 @@ class StepCost:
 
     @property
     def _chain(self) -> float:
-        """Seconds of one micro-batch through all stages and back; of a split backward, its first half."""
+        """Seconds of one micro-batch through all stages and back; of a split backward, its first
+        half."""
         if self.never_idle:
             return 0.0
         back = 0.5 if splits_backward(self.parallel) else 1.0
-        return sum(value_of(forward) + back * value_of(backward) for forward, backward in self.stages)
+        return sum(
+            value_of(forward) + back * value_of(backward) for forward, backward in self.stages
+        )
 
     @property
     def _way_back(self) -> float:
-        """Seconds until the last gradient of the rank with most stages ahead of it has gone back through them, where
-        backward is split. While it does, the rank has weight gradients left."""
+        """Seconds until the last gradient of the rank with most stages ahead of it has gone back
+        through them, where backward is split. While it does, the rank has weight gradients left."""
         par = self.parallel
         if self.never_idle or par.schedule not in SPLIT_BACKWARD:
             return 0.0
@@ -284,15 +328,23 @@ class StepCost:
         rank = max(range(par.pp), key=lambda rank: min(held[rank]))
         half = [value_of(backward) / 2 for _, backward in self.stages]
         left = weights_at_end(par.schedule, par.pp, par.micro_batches, par.vpp, rank)
-        return self._ends[rank] + sum(half[: min(held[rank])]) - left * max(half[stage] for stage in held[rank])
+        return (
+            self._ends[rank]
+            + sum(half[: min(held[rank])])
+            - left * max(half[stage] for stage in held[rank])
+        )
 
     def bound_over(self, inner_known: bool) -> float:
         """Lower bound of the step with any paths that are no cheaper than these.
 
-        A rank that takes longer hides more of its gradients; but where it takes longer than `span`, the step does too.
-        inner_known: the paths of communication inside a stage are these, so no rank takes longer.
+        A rank that takes longer hides more of its gradients; but where it takes longer than `span`,
+        the step does too. inner_known: the paths of communication inside a stage are these, so no
+        rank takes longer.
         """
-        work, par, span, longest = self.work, self.parallel, value_of(self.span[0]), 0.0
+        work = self.work
+        par = self.parallel
+        span = value_of(self.span[0])
+        longest = 0.0
         for sent, end, seconds in zip(self._sent, self._ends, self.ranks, strict=True):
             slack = 0.0 if inner_known else max(0.0, span - end) / par.micro_batches
             shown = exposed_gradients(sent, par, work.rate, work.software, seconds + slack)
@@ -305,8 +357,10 @@ class StepCost:
 
     @cached_property
     def exposed(self) -> dict[str, Number]:
-        """Communication that no compute hides, by axis, in seconds per step, of the slowest rank."""
-        par, m = self.parallel, self.parallel.micro_batches
+        """Communication that no compute hides, by axis, in seconds per step, of the slowest
+        rank."""
+        par = self.parallel
+        m = self.parallel.micro_batches
         result: dict[str, Number] = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
         for stage in rank_stages(par)[self.slowest]:
             held = self.work.stages[stage]
@@ -320,7 +374,9 @@ class StepCost:
 
     def terms(self) -> dict[str, Number]:
         """Seconds of the step by term; they sum to `step_s`."""
-        par, m, work = self.parallel, self.parallel.micro_batches, self.work
+        par = self.parallel
+        m = self.parallel.micro_batches
+        work = self.work
         result: dict[str, Number] = {}
 
         def add(name: str, seconds: Number) -> None:
@@ -345,7 +401,8 @@ class StepCost:
 
 
 def constant_seconds(par: Parallel, rate: Rates, parameters: float, nodes: int) -> Number:
-    """Seconds of the optimizer on the fullest rank, which holds `parameters`, and of a slow network."""
+    """Seconds of the optimizer on the fullest rank, which holds `parameters`, and of a slow
+    network."""
     replicas = par.dp * par.ep * par.cp
     total = optimizer_seconds(parameters, replicas if par.zero else 1, rate)
     return total + rate.slow_fabric_s * sqrt(replicas) if nodes > 1 else total
@@ -357,13 +414,17 @@ def step_factor(rate: Rates, nodes: int) -> Number:
 
 
 def predict(cost: StepCost, profile: str = "", outside: Container[str] = ()) -> Time:
-    """The plan's `time`. `outside`: axes whose groups leave their NVLink domain, for the advice in `limited_by`."""
-    work, par = cost.work, cost.parallel
+    """The plan's `time`. `outside`: axes whose groups leave their NVLink domain, for the advice in
+    `limited_by`."""
+    work = cost.work
+    par = cost.parallel
     step = value_of(cost.step_s)
     exposed = {axis: value_of(seconds) for axis, seconds in cost.exposed.items()}
     terms = {name: value_of(seconds) for name, seconds in cost.terms().items()}
     bubble = max(0.0, terms.get("bubble", 0.0))
-    compute = sum(seconds for name, seconds in terms.items() if name not in exposed and name != "bubble")
+    compute = sum(
+        seconds for name, seconds in terms.items() if name not in exposed and name != "bubble"
+    )
     return Time(
         step_s=step,
         compute_s=compute,

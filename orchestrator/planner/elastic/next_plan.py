@@ -1,10 +1,12 @@
-"""The next plan of an elastic run whose nodes changed: which healthy nodes it uses, and in which size. Pure.
+"""The next plan of an elastic run whose nodes changed: which healthy nodes it uses, and in which
+size. Pure.
 
-The sizes are those that `sizes.plan_sizes` found legal at submission, each with its plan: same global batch, tensor and
-context parallelism; other data parallelism, accumulation, shares of replicas, and for the fewest nodes another
-pipeline depth. The smallest change is taken (reliability.md 4): a spare replaces a lost node, and every other rank
-stays where it is; else the largest size that the healthy nodes can hold, with the others as spares; below the smallest
-size, none.
+The sizes are those that `sizes.plan_sizes` found legal at submission, each with its plan: same
+global batch, tensor and context parallelism; other data parallelism, accumulation, shares of
+replicas, and for the fewest nodes another pipeline depth. The smallest change is taken
+(reliability.md 4): a spare replaces a lost node, and every other rank stays where it is; else the
+largest size that the healthy nodes can hold, with the others as spares; below the smallest size,
+none.
 """
 
 from __future__ import annotations
@@ -25,12 +27,17 @@ def legal_size(sizes: Collection[int], nodes: int) -> int | None:
 
 
 def next_plan(current: Plan, sizes: Mapping[int, Plan], healthy: Collection[str]) -> Plan | None:
-    """The plan of the next epoch on `healthy` nodes; `current` where nothing changes, None where no size fits.
+    """The plan of the next epoch on `healthy` nodes; `current` where nothing changes, None where no
+    size fits.
 
-    `sizes`: node count -> plan as submitted. `healthy` may hold nodes that no plan knows, as spares. All sizes have the
-    same tensor-parallel degree, so no change takes tensor-parallel groups across nodes.
+    `sizes`: node count -> plan as submitted. `healthy` may hold nodes that no plan knows, as
+    spares. All sizes have the same tensor-parallel degree, so no change takes tensor-parallel
+    groups across nodes.
     """
-    from .replan import replace_nodes, replan  # here, because agents ask this module for sizes without needing numpy
+    from .replan import (
+        replace_nodes,
+        replan,
+    )  # here, because agents ask this module for sizes without needing numpy
 
     size = legal_size(sizes, len(healthy))
     if size is None:
@@ -39,7 +46,10 @@ def next_plan(current: Plan, sizes: Mapping[int, Plan], healthy: Collection[str]
     kept = [node for node in held if node in healthy]
     whole = sizes[max(sizes)].cluster
     if size != len(held):
-        return replan(sizes[size], restrict(whole, in_cluster_order(whole, _chosen(whole, kept, healthy, size))))
+        return replan(
+            sizes[size],
+            restrict(whole, in_cluster_order(whole, _chosen(whole, kept, healthy, size))),
+        )
     if len(kept) == len(held):
         return current
     spares = in_cluster_order(whole, set(healthy) - set(kept))
@@ -53,18 +63,23 @@ def next_plan(current: Plan, sizes: Mapping[int, Plan], healthy: Collection[str]
 
 
 def larger_plan(current: Plan, sizes: Mapping[int, Plan], nodes: int) -> Plan | None:
-    """The plan, as submitted, that the run could grow to on `nodes` nodes; None when no larger size is legal."""
+    """The plan, as submitted, that the run could grow to on `nodes` nodes; None when no larger size
+    is legal."""
     size = legal_size(sizes, nodes)
     return sizes[size] if size is not None and size > len(used_nodes(current)) else None
 
 
-def pays(current: Plan, larger: Plan, *, stable_s: float, dwell_s: float, cost_s: float, horizon_s: float) -> bool:
+def pays(
+    current: Plan, larger: Plan, *, stable_s: float, dwell_s: float, cost_s: float, horizon_s: float
+) -> bool:
     """Whether a healthy run should stop at a step boundary and continue with more nodes.
 
-    The run must have been stable for `dwell_s`, and the faster steps must save more in `horizon_s` than the `cost_s` of
-    saving, stopping and starting. All in seconds.
+    The run must have been stable for `dwell_s`, and the faster steps must save more in `horizon_s`
+    than the `cost_s` of saving, stopping and starting. All in seconds.
     """
-    faster = current.parallel.world_size / larger.parallel.world_size  # of a program's steps nothing else is known
+    faster = (
+        current.parallel.world_size / larger.parallel.world_size
+    )  # of a program's steps nothing else is known
     if not larger.program:
         faster = larger.time.step_s / current.time.step_s
     saved = horizon_s * (1 - faster)
@@ -74,16 +89,19 @@ def pays(current: Plan, larger: Plan, *, stable_s: float, dwell_s: float, cost_s
 def horizon_s(left_s: float, watched_s: float, faults: int, stable_s: float) -> float:
     """Seconds until the run's end or the next expected fault.
 
-    A fault is expected after the mean time between faults, or after `stable_s` where that is longer.
+    A fault is expected after the mean time between faults, or after `stable_s` where that is
+    longer.
     """
     return min(left_s, max(watched_s / faults, stable_s)) if faults else left_s
 
 
-# ---------------------------------------------------------------------------------------------- nodes
+# ----------------------------------------------------------------------------------------------
+#     nodes
 
 
 def restrict(whole: Cluster, nodes: Sequence[str]) -> Cluster:
-    """`whole` with exactly these nodes, in this order. Unknown nodes are under a switch of their own."""
+    """`whole` with exactly these nodes, in this order. Unknown nodes are under a switch of their
+    own."""
     at = {node: index for index, node in enumerate(nodes)}
     old = {index: at[node] for index, node in enumerate(whole.node_names) if node in at}
     strange = [at[node] for node in nodes if node not in whole.node_names]
@@ -124,7 +142,8 @@ def _apart(whole: Cluster, node: str, others: Sequence[str]) -> int:
 
 
 def _distance(whole: Cluster, a: str, b: str) -> int:
-    """Lowest tier on which two nodes share a block: 0 is an NVLink domain. Unknown nodes are above all tiers."""
+    """Lowest tier on which two nodes share a block: 0 is an NVLink domain. Unknown nodes are above
+    all tiers."""
     tiers = [whole.nvlink_domains, *(level.switches for level in whole.levels)]
     index = {node: i for i, node in enumerate(whole.node_names)}
     if a in index and b in index:

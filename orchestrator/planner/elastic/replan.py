@@ -1,4 +1,5 @@
-"""The same job on other nodes: degrees, model and batch stay; rank map and predictions are computed again. Pure."""
+"""The same job on other nodes: degrees, model and batch stay; rank map and predictions are computed
+again. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
     if cluster.gpus_per_node != plan.cluster.gpus_per_node or world > gpus:
         have = f"{len(cluster.node_names)} nodes of {cluster.gpus_per_node} GPUs"
         raise OrchError(
-            f"the plan needs {world} GPUs, {plan.cluster.gpus_per_node} a node; given: {have}", Exit.CAPACITY
+            f"the plan needs {world} GPUs, {plan.cluster.gpus_per_node} a node; given: {have}",
+            Exit.CAPACITY,
         )
     context, certificate = place_job(context_of(plan, cluster=cluster), plan.parallel)
     return _placed(plan, context, certificate)
@@ -42,8 +44,8 @@ def replan(plan: Plan, cluster: Cluster) -> Plan:
 def replace_nodes(plan: Plan, cluster: Cluster) -> Plan:
     """`plan` with some nodes replaced, sealed; the nesting order stays.
 
-    `cluster` has each new node at the index of the node that it replaces, so all other ranks stay on their nodes, with
-    their caches and the state in their memory.
+    `cluster` has each new node at the index of the node that it replaces, so all other ranks stay
+    on their nodes, with their caches and the state in their memory.
     """
     if plan.program:
         return place_program(plan, cluster)
@@ -53,13 +55,18 @@ def replace_nodes(plan: Plan, cluster: Cluster) -> Plan:
     return _placed(plan, context, certificate, order)
 
 
-def _placed(plan: Plan, context: CostContext, certificate: Certificate, only: Sequence[Axis] | None = None) -> Plan:
-    """`plan` with rank map and predictions for the context's nodes, in the best nesting order or the order `only`."""
+def _placed(
+    plan: Plan, context: CostContext, certificate: Certificate, only: Sequence[Axis] | None = None
+) -> Plan:
+    """`plan` with rank map and predictions for the context's nodes, in the best nesting order or
+    the order `only`."""
     cluster = context.cluster
     parallel, best, traffic, time = solve(context, plan.parallel, only)
     coordinates = coords(parallel.order, degrees(parallel))
     recipe = recipe_of(plan.time.software or "orch", plan.job.optim)
-    accounts = memory.memory_by_pp_rank(cluster, plan.model, parallel, plan.job.train, recipe, plan.job.matmul)
+    accounts = memory.memory_by_pp_rank(
+        cluster, plan.model, parallel, plan.job.train, recipe, plan.job.matmul
+    )
     worst = max(accounts, key=lambda account: account.total)
     faster = plan.time.step_s / time.step_s
     same = {"sd": plan.time.sd, "profile": plan.time.profile, "parameters": plan.time.parameters}
@@ -73,7 +80,11 @@ def _placed(plan: Plan, context: CostContext, certificate: Certificate, only: Se
             placement=axis_placement(best, traffic),
             memory=structs.replace(
                 worst,
-                worst_rank=next(rank for rank, coord in enumerate(coordinates) if coord["pp"] == worst.worst_rank),
+                worst_rank=next(
+                    rank
+                    for rank, coord in enumerate(coordinates)
+                    if coord["pp"] == worst.worst_rank
+                ),
             ),
             time=structs.replace(time, **same),
             mfu=plan.mfu * faster,
@@ -96,22 +107,34 @@ class Difference(Struct, frozen=True, kw_only=True):
     @property
     def cost(self) -> float:
         """Predicted slow-down: 0.05 is 5 % slower than planned."""
-        return self.step_s[1] / self.step_s[0] - 1 if self.step_s[0] else 0.0  # nothing is predicted of a program
+        return (
+            self.step_s[1] / self.step_s[0] - 1 if self.step_s[0] else 0.0
+        )  # nothing is predicted of a program
 
     @property
     def text(self) -> str:
         """One line of text."""
         if self.same_nodes and not self.moved_ranks:
             return "placed as planned"
-        levels = [f"{axis} crosses {real} instead of {want}" for axis, (want, real) in self.worst_levels.items()]
-        change = "no predicted cost" if abs(self.cost) < 0.0005 else f"predicted step {self.cost:+.1%}"
-        where = f"on {compress(self.nodes)}" if not self.same_nodes else f"{self.moved_ranks} ranks moved"
+        levels = [
+            f"{axis} crosses {real} instead of {want}"
+            for axis, (want, real) in self.worst_levels.items()
+        ]
+        change = (
+            "no predicted cost" if abs(self.cost) < 0.0005 else f"predicted step {self.cost:+.1%}"
+        )
+        where = (
+            f"on {compress(self.nodes)}"
+            if not self.same_nodes
+            else f"{self.moved_ranks} ranks moved"
+        )
         said = f"{where}: {', '.join(levels) or 'every axis on the level that was planned'}"
         return f"{said}; {change}" if self.step_s[0] else said
 
 
 def difference(planned: Plan, real: Plan) -> Difference:
-    """Difference of two plans of a job. Node names count as a set, because the planner chooses their order."""
+    """Difference of two plans of a job. Node names count as a set, because the planner chooses
+    their order."""
     pairs = list(zip(planned.ranks, real.ranks, strict=True))
     levels = {
         axis: [planned.placement[axis].worst_level, real.placement[axis].worst_level]

@@ -1,9 +1,11 @@
-"""Elastic world sizes: the numbers of nodes in `nodes=A..B` that a job can run on, with a plan for each.
+"""Elastic world sizes: the numbers of nodes in `nodes=A..B` that a job can run on, with a plan for
+each.
 
-Sizes differ in data parallelism and accumulation, never in the global batch, so every size computes the same steps and
-continues the checkpoints of the others. Tried in this order (reliability.md 4): equal replicas, with another
-micro-batch size where the job leaves it open; replicas that take unequal numbers of micro-batches, where that is faster
-than the next smaller size with the other nodes as spares; for fewer nodes than any of these, another pipeline depth.
+Sizes differ in data parallelism and accumulation, never in the global batch, so every size computes
+the same steps and continues the checkpoints of the others. Tried in this order (reliability.md 4):
+equal replicas, with another micro-batch size where the job leaves it open; replicas that take
+unequal numbers of micro-batches, where that is faster than the next smaller size with the other
+nodes as spares; for fewer nodes than any of these, another pipeline depth.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from orchestrator.planner.cost.profile import SHIPPED_FILE, Profile
 
 MAX_SIZES = 256  # most sizes of one range
 
-Resolve = Callable[[ClusterSpec], Cluster]  # a cluster entry, with the nodes of one size -> the cluster of that size
+Resolve = Callable[
+    [ClusterSpec], Cluster
+]  # a cluster entry, with the nodes of one size -> the cluster of that size
 
 
 class Size(NamedTuple):
@@ -51,8 +55,11 @@ class _Site(NamedTuple):
     profile: Profile | None
 
 
-def plan_of(config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None) -> Plan:
-    """`build_plan` by way of the cache, without importing numpy for a plan made before. OrchError (65) as there."""
+def plan_of(
+    config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
+) -> Plan:
+    """`build_plan` by way of the cache, without importing numpy for a plan made before. OrchError
+    (65) as there."""
 
     def compute() -> Plan:
         from orchestrator.planner import build
@@ -65,8 +72,11 @@ def plan_of(config: Config, cluster: Cluster, any_layout: bool = False, profile:
     return plan
 
 
-def _inputs(config: Config, cluster: Cluster, any_layout: bool, profile: Profile | None) -> Iterator[bytes]:
-    """Everything that a plan depends on: its arguments, the files that stand behind them, and the code."""
+def _inputs(
+    config: Config, cluster: Cluster, any_layout: bool, profile: Profile | None
+) -> Iterator[bytes]:
+    """Everything that a plan depends on: its arguments, the files that stand behind them, and the
+    code."""
     yield msgspec.json.encode(config)
     yield msgspec.json.encode(cluster)
     yield b"any" if any_layout else b""
@@ -89,56 +99,84 @@ def plan_sizes(
     profile: Profile | None = None,
     program: bool = False,
 ) -> Sizes:
-    """Every legal size of `config.nodes`, largest first; the one plan of the cluster where no range was given.
+    """Every legal size of `config.nodes`, largest first; the one plan of the cluster where no range
+    was given.
 
-    `any_memory`: sizes whose plan does not fit the memory count too. `any_layout`: for a program of the user's
-    (`build_plan`). `profile`: of all sizes, as there. `program`: no model was named for that program.
-    Raises OrchError (65) when no size is legal, telling what is wrong with the largest; (64) when the range contradicts
-    another key.
+    `any_memory`: sizes whose plan does not fit the memory count too. `any_layout`: for a program of
+    the user's (`build_plan`). `profile`: of all sizes, as there. `program`: no model was named for
+    that program. Raises OrchError (65) when no size is legal, telling what is wrong with the
+    largest; (64) when the range contradicts another key.
     """
     if program:
         return _program_sizes(config, resolve)
     if config.nproc is not None:
-        text = f"nproc={config.nproc} is for a program of your own, without a model: orch submit nproc=N -- program"
+        text = (
+            f"nproc={config.nproc} is for a program of your own, without a model: orch submit"
+            " nproc=N -- program"
+        )
         raise OrchError(text, Exit.USAGE)
     if config.nodes is None:
         plan = plan_of(config, resolve(config.cluster), any_layout, profile)
         return Sizes([Size(config.cluster.nodes, config, plan)], {})
     first, last = node_range(config.nodes)
     if config.parallel.dp is not None:
-        raise OrchError(f"nodes={config.nodes} changes dp with the size: leave dp={config.parallel.dp} out", Exit.USAGE)
+        raise OrchError(
+            f"nodes={config.nodes} changes dp with the size: leave dp={config.parallel.dp} out",
+            Exit.USAGE,
+        )
     if config.train.batch_ramp is not None:
-        text = "a ramp grows in whole micro-batches on every replica, so each size would make steps of its own"
-        raise OrchError(f"nodes={config.nodes} with train.batch_ramp: {text}; leave one of them out", Exit.USAGE)
+        text = (
+            "a ramp grows in whole micro-batches on every replica, so each size would make steps of"
+            " its own"
+        )
+        raise OrchError(
+            f"nodes={config.nodes} with train.batch_ramp: {text}; leave one of them out", Exit.USAGE
+        )
     file = config.cluster.topology_file
     if file is not None and not file.startswith(LIVE):
-        raise OrchError(f"nodes={config.nodes}: cluster.topology_file={file} says which nodes there are", Exit.USAGE)
-    if config.parallel.auto:  # one layout for all sizes, or a checkpoint of one would be of no use to another
+        raise OrchError(
+            f"nodes={config.nodes}: cluster.topology_file={file} says which nodes there are",
+            Exit.USAGE,
+        )
+    if (
+        config.parallel.auto
+    ):  # one layout for all sizes, or a checkpoint of one would be of no use to another
         from orchestrator.planner.search.auto import settled
 
         largest = _at(config, last)
-        config = _with_layout(config, settled(largest, resolve(largest.cluster), any_layout, profile))
+        config = _with_layout(
+            config, settled(largest, resolve(largest.cluster), any_layout, profile)
+        )
     found: dict[int, Size] = {}
     refused: dict[int, str] = {}
     site = _Site(resolve, profile)
     for nodes in range(first, last + 1):
         try:
             size = _replicas(config, site, nodes, any_memory, found[max(found)] if found else None)
-            if size.nodes >= first:  # of several clusters that hold a size the largest, which knows most spares
+            if (
+                size.nodes >= first
+            ):  # of several clusters that hold a size the largest, which knows most spares
                 found[size.nodes] = size
                 refused.pop(size.nodes, None)
             if size.nodes < nodes:
-                refused[nodes] = f"groups that stay in their NVLink domain use {size.nodes} of these nodes"
+                refused[nodes] = (
+                    f"groups that stay in their NVLink domain use {size.nodes} of these nodes"
+                )
         except OrchError as error:
             refused[nodes] = error.message
     if not found:
-        raise OrchError(f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG)
+        raise OrchError(
+            f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG
+        )
     for nodes in range(first, min(found)):
         other = _other_pipeline(config, site, nodes, any_memory)
         if other is not None and other.nodes == nodes:
             found[nodes] = other
             del refused[nodes]
-    return Sizes([found[nodes] for nodes in sorted(found, reverse=True)], dict(sorted(refused.items(), reverse=True)))
+    return Sizes(
+        [found[nodes] for nodes in sorted(found, reverse=True)],
+        dict(sorted(refused.items(), reverse=True)),
+    )
 
 
 def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
@@ -146,12 +184,18 @@ def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
     from orchestrator.planner.program import plan_program
 
     if config.nodes is None:
-        return Sizes([Size(config.cluster.nodes, config, plan_program(config, resolve(config.cluster)))], {})
+        return Sizes(
+            [Size(config.cluster.nodes, config, plan_program(config, resolve(config.cluster)))], {}
+        )
     first, last = node_range(config.nodes)
     if config.nproc is not None or config.parallel.dp is not None:
-        raise OrchError(f"nodes={config.nodes} changes the ranks with the size: leave nproc and dp out", Exit.USAGE)
+        raise OrchError(
+            f"nodes={config.nodes} changes the ranks with the size: leave nproc and dp out",
+            Exit.USAGE,
+        )
     _check_has(config, last)
-    found, refused = [], {}
+    found = []
+    refused = {}
     for nodes in range(last, first - 1, -1):
         at = _at(config, nodes)
         try:
@@ -161,11 +205,15 @@ def _program_sizes(config: Config, resolve: Resolve) -> Sizes:
             if used == nodes:
                 found.append(Size(nodes, at, plan))
             else:
-                refused[nodes] = f"groups that stay in their NVLink domain use {used} of these nodes"
+                refused[nodes] = (
+                    f"groups that stay in their NVLink domain use {used} of these nodes"
+                )
         except OrchError as error:
             refused[nodes] = error.message
     if not found:
-        raise OrchError(f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG)
+        raise OrchError(
+            f"nodes={config.nodes}: no legal size; with {last}: {refused[last]}", Exit.CONFIG
+        )
     return Sizes(found, refused)
 
 
@@ -175,16 +223,23 @@ def node_range(text: str) -> tuple[int, int]:
     if first > last:
         raise OrchError(f"nodes={text} is empty: the smaller number comes first", Exit.USAGE)
     if last - first >= MAX_SIZES:
-        raise OrchError(f"nodes={text} holds {last - first + 1} sizes, at most {MAX_SIZES} are planned", Exit.USAGE)
+        raise OrchError(
+            f"nodes={text} holds {last - first + 1} sizes, at most {MAX_SIZES} are planned",
+            Exit.USAGE,
+        )
     return first, last
 
 
 def _at(config: Config, nodes: int) -> Config:
-    """The configuration with exactly `nodes` nodes: the cluster's first ones, where its switches are ragged."""
+    """The configuration with exactly `nodes` nodes: the cluster's first ones, where its switches
+    are ragged."""
     levels = [
-        structs.replace(level, nodes_per_switch=_cut(level.nodes_per_switch, nodes)) for level in config.cluster.levels
+        structs.replace(level, nodes_per_switch=_cut(level.nodes_per_switch, nodes))
+        for level in config.cluster.levels
     ]
-    return structs.replace(config, nodes=None, cluster=structs.replace(config.cluster, nodes=nodes, levels=levels))
+    return structs.replace(
+        config, nodes=None, cluster=structs.replace(config.cluster, nodes=nodes, levels=levels)
+    )
 
 
 def _cut(per_switch: int | list[int], nodes: int) -> int | list[int]:
@@ -197,48 +252,76 @@ def _cut(per_switch: int | list[int], nodes: int) -> int | list[int]:
 
 
 def _with_layout(config: Config, found: Config) -> Config:
-    parallel = structs.replace(found.parallel, dp=None, micro_batch_size=config.parallel.micro_batch_size)
+    parallel = structs.replace(
+        found.parallel, dp=None, micro_batch_size=config.parallel.micro_batch_size
+    )
     return structs.replace(config, parallel=parallel, train=found.train)
 
 
 def _check_has(config: Config, nodes: int) -> None:
     """Raises OrchError (65) for more nodes than a described cluster has."""
     if nodes > (have := config.cluster.nodes) and config.cluster.topology_file is None:
-        text = f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
+        text = (
+            f"cluster {config.cluster.name} has {have} nodes; cluster.nodes={nodes} gives it more"
+        )
         raise OrchError(text, Exit.CONFIG)
 
 
-def _replicas(config: Config, site: _Site, nodes: int, any_memory: bool, smaller: Size | None) -> Size:
-    """The size with equal replicas, else with unequal ones if faster than the next smaller size. Raises OrchError."""
-    from orchestrator.planner.degrees import global_batch  # numpy with it, which a plan made before does not need
+def _replicas(
+    config: Config, site: _Site, nodes: int, any_memory: bool, smaller: Size | None
+) -> Size:
+    """The size with equal replicas, else with unequal ones if faster than the next smaller size.
+    Raises OrchError."""
+    from orchestrator.planner.degrees import (
+        global_batch,
+    )  # numpy with it, which a plan made before does not need
 
     _check_has(config, nodes)
-    par, gpus = config.parallel, _filled(config, site.resolve(_at(config, nodes).cluster))
+    par = config.parallel
+    gpus = _filled(config, site.resolve(_at(config, nodes).cluster))
     replicas = max(1, gpus // prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "pp")))
     if global_batch(config) % ((par.micro_batch_size or 1) * replicas) == 0:
         return _size(config, site, nodes, any_memory)
-    size = _size(structs.replace(config, parallel=structs.replace(par, uneven=True)), site, nodes, any_memory)
+    size = _size(
+        structs.replace(config, parallel=structs.replace(par, uneven=True)), site, nodes, any_memory
+    )
     if smaller is not None and size.plan.time.step_s >= smaller.plan.time.step_s:
         counts = " or ".join(map(str, sorted(set(taken(size.plan.parallel)))))
-        text = f"replicas would take {counts} micro-batches, which is no faster than {smaller.nodes} nodes"
+        text = (
+            f"replicas would take {counts} micro-batches, which is no faster than {smaller.nodes}"
+            " nodes"
+        )
         raise OrchError(text, Exit.CONFIG)
     return size
 
 
 def _other_pipeline(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size | None:
-    """The fastest plan with another number of pipeline stages, where no whole replica of the job fits; None if none is.
+    """The fastest plan with another number of pipeline stages, where no whole replica of the job
+    fits; None if none is.
 
-    The schedule stays where it is legal. `stage_layers` is dropped: it was given for the job's own stages.
+    The schedule stays where it is legal. `stage_layers` is dropped: it was given for the job's own
+    stages.
     """
-    par, found = config.parallel, []
-    stages, rest = divmod(nodes * config.cluster.gpus_per_node, prod(getattr(par, a) or 1 for a in ("tp", "cp", "ep")))
+    par = config.parallel
+    found = []
+    stages, rest = divmod(
+        nodes * config.cluster.gpus_per_node, prod(getattr(par, a) or 1 for a in ("tp", "cp", "ep"))
+    )
     if rest or par.schedule_file is not None:
         return None
-    for pp in (pp for pp in range(1, min(stages, config.model.layers) + 1) if stages % pp == 0 and pp != (par.pp or 1)):
+    for pp in (
+        pp
+        for pp in range(1, min(stages, config.model.layers) + 1)
+        if stages % pp == 0 and pp != (par.pp or 1)
+    ):
         for vpp, schedule in dict.fromkeys([(par.vpp, par.schedule), (1, None)]):
             other = structs.replace(par, pp=pp, vpp=vpp, schedule=schedule, stage_layers=None)
             try:
-                found.append(_replicas(structs.replace(config, parallel=other), site, nodes, any_memory, None))
+                found.append(
+                    _replicas(
+                        structs.replace(config, parallel=other), site, nodes, any_memory, None
+                    )
+                )
             except OrchError:
                 continue
             break
@@ -246,7 +329,8 @@ def _other_pipeline(config: Config, site: _Site, nodes: int, any_memory: bool) -
 
 
 def _size(config: Config, site: _Site, nodes: int, any_memory: bool) -> Size:
-    par, gpus = config.parallel, nodes * config.cluster.gpus_per_node
+    par = config.parallel
+    gpus = nodes * config.cluster.gpus_per_node
     replica = prod(getattr(par, axis) or 1 for axis in ("tp", "cp", "ep", "pp"))
     at = _at(config, nodes)
     cluster = site.resolve(at.cluster)

@@ -1,7 +1,9 @@
-"""The largest model by technique: parameters whose states fit the GPUs, their hosts and their disks.
+"""The largest model by technique: parameters whose states fit the GPUs, their hosts and their
+disks.
 
-`python -m orchestrator.planner.memory.largest` prints the table of docs/offload.md. States alone, as in ZeRO's table 2
-(arXiv 1910.02054): no activations, no context. Of the hosts, those that predictions assume where none is described.
+`python -m orchestrator.planner.memory.largest` prints the table of docs/offload.md. States alone,
+as in ZeRO's table 2 (arXiv 1910.02054): no activations, no context. Of the hosts, those that
+predictions assume where none is described.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from orchestrator.planner.cost.offload import ASSUMED
 
 from .rank_memory import param_state_bytes
 
-GPU_BYTES, GPUS_PER_NODE = 80e9, 8
+GPU_BYTES = 80e9
+GPUS_PER_NODE = 8
 #: name -> (ZeRO stage, where the optimizer is)
 TECHNIQUES: dict[str, tuple[Literal[0, 1, 2, 3], Literal["", "host", "disk"]]] = {
     "none": (0, ""),
@@ -30,7 +33,8 @@ TECHNIQUES: dict[str, tuple[Literal[0, 1, 2, 3], Literal["", "host", "disk"]]] =
 
 
 def largest(gpus: int, technique: str) -> float:
-    """Parameters of the largest model in bf16 on `gpus` GPUs of 80 GB, without tensor or pipeline parallelism."""
+    """Parameters of the largest model in bf16 on `gpus` GPUs of 80 GB, without tensor or pipeline
+    parallelism."""
     zero, place = TECHNIQUES[technique]
     train = structs.replace(_TRAIN, offload=Offload(optimizer=place))
     states = param_state_bytes(gpus, structs.replace(_PARALLEL, zero=zero, dp=gpus), train)
@@ -41,7 +45,9 @@ def largest(gpus: int, technique: str) -> float:
     return min(most)
 
 
-_ONES: dict[str, Any] = {name: 1 for name in ("tp", "cp", "ep", "pp", "dp", "vpp", "world_size", "bucket_bytes")}
+_ONES: dict[str, Any] = {
+    name: 1 for name in ("tp", "cp", "ep", "pp", "dp", "vpp", "world_size", "bucket_bytes")
+}
 _ONES |= {name: 1 for name in ("micro_batch_size", "micro_batches", "accumulation")}
 _ONES |= {name: 1 for name in ("global_batch_samples", "global_batch_tokens")}
 _PARALLEL = Parallel(**_ONES, zero=0, sp=False, order=[], schedule="1f1b", stage_layers=[1])
@@ -60,7 +66,10 @@ COUNTS = (1, 8, 64, 512)
 
 def table() -> str:
     """Lines of a Markdown table, billions of parameters."""
-    lines = ["| GPUs of 80 GB | " + " | ".join(TECHNIQUES) + " |", "|---" * (len(TECHNIQUES) + 1) + "|"]
+    lines = [
+        "| GPUs of 80 GB | " + " | ".join(TECHNIQUES) + " |",
+        "|---" * (len(TECHNIQUES) + 1) + "|",
+    ]
     for gpus in COUNTS:
         values = (largest(gpus, technique) / 1e9 for technique in TECHNIQUES)
         lines.append(f"| {gpus} | " + " | ".join(f"{value:,.1f}" for value in values) + " |")

@@ -1,4 +1,5 @@
-"""Inputs of recomputed layers that are away from the device from forward to backward (`train.offload_activations`)."""
+"""Inputs of recomputed layers that are away from the device from forward to backward
+(`train.offload_activations`)."""
 
 from __future__ import annotations
 
@@ -21,18 +22,22 @@ BACK = 2
 
 def input_bytes(model: Model, parallel: Parallel, train: Train) -> float:
     """What a rank keeps of one input."""
-    return boundary_bytes(model, parallel, train) / (parallel.tp if shares_inputs(parallel, train) else 1)
+    return boundary_bytes(model, parallel, train) / (
+        parallel.tp if shares_inputs(parallel, train) else 1
+    )
 
 
 def inputs_of(model: Model, layer: int, train: Train, mode: str) -> int:
-    """Inputs of a layer that are away: of a recomputed layer, or of its halves. Experts keep all, and no input."""
+    """Inputs of a layer that are away: of a recomputed layer, or of its halves. Experts keep all,
+    and no input."""
     if not offload_of(train).activations or mode == "none":
         return 0
     return 1 if mode == "full" or layer_moe(model, layer) is not None else 2
 
 
 def received(parallel: Parallel, train: Train, index: int) -> bool:
-    """Whether a stage holds the input of its first recomputed layer anyway, since it has received it."""
+    """Whether a stage holds the input of its first recomputed layer anyway, since it has received
+    it."""
     layers = stage_range(parallel, index)
     modes = train.recompute_layers if train.recompute == "budget" else [train.recompute]
     return bool(layers) and layers.start > 0 and modes[min(layers.start, len(modes) - 1)] != "none"
@@ -42,7 +47,8 @@ def stage_inputs(model: Model, parallel: Parallel, train: Train, index: int) -> 
     """Inputs of a micro-batch in one stage that are away."""
     if not offload_of(train).activations:
         return 0  # asked for each stage of each layout that is costed
-    kinds, count = sample_layers(model), 0
+    kinds = sample_layers(model)
+    count = 0
     for kind, mode, many in layer_groups(model, train, [held_layers(model, parallel, index)]):
         layer = kinds[kind]
         assert layer is not None or not many
@@ -60,7 +66,8 @@ def back_bytes(model: Model, parallel: Parallel, train: Train, stages: Sequence[
 
 def offloaded_inputs(model: Model, parallel: Parallel, train: Train) -> list[tuple[float, float]]:
     """(bytes of host memory, bytes of disk) of each pipeline rank at the peak of a step."""
-    place, size = offload_of(train).activations, input_bytes(model, parallel, train)
+    place = offload_of(train).activations
+    size = input_bytes(model, parallel, train)
     if not place:
         return [(0.0, 0.0)] * parallel.pp
     schedule = (

@@ -1,8 +1,9 @@
-"""`train.recompute=budget`: a mode (none, selective, full) for each layer, with the least recomputation that fits.
+"""`train.recompute=budget`: a mode (none, selective, full) for each layer, with the least
+recomputation that fits.
 
-All layers of a pipeline rank are equal, so only the number of layers in each mode matters: every pair of counts is
-tried, with the memory model that the plan prints. Micro-batches in flight differ by rank (with 1F1B the first rank has
-most), and so do the modes.
+All layers of a pipeline rank are equal, so only the number of layers in each mode matters: every
+pair of counts is tried, with the memory model that the plan prints. Micro-batches in flight differ
+by rank (with 1F1B the first rank has most), and so do the modes.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ def resolve_recompute(
     recipe: Recipe = ORCH,
     matmul: str = "",
 ) -> Train:
-    """`train` with `recompute_layers` filled in where it asks for a budget. `budget_gib` None: all free memory.
+    """`train` with `recompute_layers` filled in where it asks for a budget. `budget_gib` None: all
+    free memory.
 
-    Where nothing fits, every layer of that rank is fully recomputed, and the plan says that it does not fit.
+    Where nothing fits, every layer of that rank is fully recomputed, and the plan says that it does
+    not fit.
     """
     if train.recompute != "budget":
         return train
@@ -46,17 +49,29 @@ def resolve_recompute(
     modes = dict.fromkeys(range(model.layers), 0)
     for pp_rank, stages in enumerate(rank_stages(parallel)):
         layers = [layer for stage in stages for layer in stage_range(parallel, stage)]
-        states = rank_state_bytes(*rank_parameters(model, parallel)[pp_rank], parallel, train, recipe)
-        loss = loss_bytes(model, parallel, train, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
+        states = rank_state_bytes(
+            *rank_parameters(model, parallel)[pp_rank], parallel, train, recipe
+        )
+        loss = (
+            loss_bytes(model, parallel, train, kernels)
+            if len(parallel.stage_layers) - 1 in stages
+            else 0.0
+        )
         loss = max(loss, backward_bytes(model, parallel, train, kernels))
         left = recipe.tensor_bytes(recipe.capacity(cluster)) - buffer_bytes - loss
         left -= states.on_device
         budget = left if budget_gib is None else budget_gib * GIB
         for layer, mode in zip(
-            layers, _cheapest(train, cluster, model, parallel, pp_rank, layers, budget, kernels), strict=True
+            layers,
+            _cheapest(train, cluster, model, parallel, pp_rank, layers, budget, kernels),
+            strict=True,
         ):
-            modes[layer] = max(modes[layer], mode)  # in a bidirectional pipeline two ranks hold it: the tighter decides
-    return structs.replace(train, recompute_layers=[MODES[modes[layer]] for layer in range(model.layers)])
+            modes[layer] = max(
+                modes[layer], mode
+            )  # in a bidirectional pipeline two ranks hold it: the tighter decides
+    return structs.replace(
+        train, recompute_layers=[MODES[modes[layer]] for layer in range(model.layers)]
+    )
 
 
 def _cheapest(
@@ -82,13 +97,23 @@ def _cheapest(
     )
     for _, full, selective in choices:
         found = [2] * full + [1] * selective + [0] * (many - full - selective)
-        if _bytes(train, model, parallel, pp_rank, dict(zip(layers, found, strict=True)), kernels) <= budget:
+        if (
+            _bytes(train, model, parallel, pp_rank, dict(zip(layers, found, strict=True)), kernels)
+            <= budget
+        ):
             return found
     return [2] * many
 
 
 def _bytes(
-    train: Train, model: Model, parallel: Parallel, pp_rank: int, modes: dict[int, int], kernels: Kernels
+    train: Train,
+    model: Model,
+    parallel: Parallel,
+    pp_rank: int,
+    modes: dict[int, int],
+    kernels: Kernels,
 ) -> float:
     by_layer = [MODES[modes.get(layer, 0)] for layer in range(model.layers)]
-    return activations(model, parallel, structs.replace(train, recompute_layers=by_layer), kernels)[pp_rank]
+    return activations(model, parallel, structs.replace(train, recompute_layers=by_layer), kernels)[
+        pp_rank
+    ]

@@ -1,4 +1,5 @@
-"""Bytes of a layer that other training software recomputes, or keeps while it recomputes the rest."""
+"""Bytes of a layer that other training software recomputes, or keeps while it recomputes the
+rest."""
 
 from __future__ import annotations
 
@@ -18,12 +19,16 @@ def repeated_modules(
     product: float,
     tensors: dict[str, float],
 ) -> float:
-    """Bytes of what Megatron-Core's `layernorm`, `mla_up_proj` and `moe_act` make again, as DeepSeek-V3 did.
+    """Bytes of what Megatron-Core's `layernorm`, `mla_up_proj` and `moe_act` make again, as
+    DeepSeek-V3 did.
 
-    Outputs of norms, queries, keys and values made from their latents, and outputs of the experts' activations (arXiv
-    2412.19437, section 3.2.3). tensors: as `layer_activations` has them; product: bytes of a matrix product's input.
+    Outputs of norms, queries, keys and values made from their latents, and outputs of the experts'
+    activations (arXiv
+    2412.19437, section 3.2.3). tensors: as `layer_activations` has them; product: bytes of a matrix
+        product's input.
     """
-    width, moe = DTYPE_BYTES[train.precision], layer_moe(model, layer)
+    width = DTYPE_BYTES[train.precision]
+    moe = layer_moe(model, layer)
     dropped = tensors["matmul inputs"]
     if model.mla is not None:
         latents = 2 * (model.mla.q_lora_rank + model.mla.kv_lora_rank) * width * tokens
@@ -34,11 +39,17 @@ def repeated_modules(
     return dropped
 
 
-def every_second_product(model: Model, layer: int, tokens: float, parallel: Parallel, train: Train) -> float:
-    """Outputs of the first, third, ... matrix product of a layer: of queries, values, MLP's first and, gated, last."""
-    tp, heads = parallel.tp, model.heads * model.head_dim + max(parallel.tp, model.kv_heads) * model.head_dim
+def every_second_product(
+    model: Model, layer: int, tokens: float, parallel: Parallel, train: Train
+) -> float:
+    """Outputs of the first, third, ... matrix product of a layer: of queries, values, MLP's first
+    and, gated, last."""
+    tp = parallel.tp
+    heads = model.heads * model.head_dim + max(parallel.tp, model.kv_heads) * model.head_dim
     if model.mla is not None:
-        heads = model.heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim)
+        heads = model.heads * (
+            model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim
+        )
     ffn = mlp_width(model, layer_moe(model, layer), train.seq_len, fullest(parallel))
     rows = tp if parallel.sp else 1
     last = model.hidden / rows if model.mlp == "gated" else 0

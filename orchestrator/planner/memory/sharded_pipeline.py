@@ -58,11 +58,16 @@ def kept_of_rank(
     model: Model, parallel: Parallel, train: Train, kernels: Kernels, rank: int, most: float
 ) -> RankActivations:
     """Activation bytes of a pipeline rank without a split backward. `most`: as in `activations`."""
-    of, stages = bytes_of_layers(model, parallel, train, kernels), rank_stages(parallel)[rank]
+    of = bytes_of_layers(model, parallel, train, kernels)
+    stages = rank_stages(parallel)[rank]
     held = [held_layers(model, parallel, stage) for stage in stages]
     groups = [(n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, held) if n]
     again = max((one.recomputing for _, one in groups), default=0.0)
-    loss = head_bytes(model, parallel, train, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
+    loss = (
+        head_bytes(model, parallel, train, kernels)
+        if len(parallel.stage_layers) - 1 in stages
+        else 0.0
+    )
     return RankActivations(
         most=most,
         in_backward=most - max(0.0, loss - again),
@@ -83,8 +88,10 @@ def peak_of_sharded_rank(
     grads: float,
     ends: tuple[bool, bool],
 ) -> Peak:
-    """`grads`: bytes of gradients between steps. `ends`: whether the rank has the model's first stage, its last one."""
-    highest, found = -1.0, Peak(0.0, 0.0)
+    """`grads`: bytes of gradients between steps. `ends`: whether the rank has the model's first
+    stage, its last one."""
+    highest = -1.0
+    found = Peak(0.0, 0.0)
     for moment in _moments(model, parallel, train, kept, temporaries, ends):
         late = max(0.0, grads - moment.summed) if kept.first_only else 0.0
         cases = [(moment.activations, late)]
@@ -93,7 +100,8 @@ def peak_of_sharded_rank(
         for activations, missing in cases:
             total = activations + moment.buffers - missing
             if total > highest:
-                highest, found = total, Peak(moment.buffers, kept.most - activations + missing)
+                highest = total
+                found = Peak(moment.buffers, kept.most - activations + missing)
     return found
 
 
@@ -105,13 +113,17 @@ def _moments(
     temporaries: Temporaries,
     ends: tuple[bool, bool],
 ) -> Iterator[Moment]:
-    """In the order of a backward: at the loss, of the head, of the last two layers, of the embedding."""
-    weight, gradient = DTYPE_BYTES[train.precision], DTYPE_BYTES[train.grad_dtype]
-    hidden, shards = boundary_bytes(model, parallel, train), _shards(parallel)
+    """In the order of a backward: at the loss, of the head, of the last two layers, of the
+    embedding."""
+    weight = DTYPE_BYTES[train.precision]
+    gradient = DTYPE_BYTES[train.grad_dtype]
+    hidden = boundary_bytes(model, parallel, train)
+    shards = _shards(parallel)
     (first, last), (table, positions) = ends, embedding_params(model)
     table = -(-table // parallel.tp)
     without_layer = kept.in_backward - kept.again - kept.layer
-    sent, waiting = 0.0, 0.0  # of the head: copied as it is summed, as made
+    sent = 0.0
+    waiting = 0.0  # of the head: copied as it is summed, as made
     if last:
         yield Moment(kept.most, temporaries.loss)
         if model.tied_embeddings or prediction_blocks(model):  # of the unit of the whole stage
@@ -123,7 +135,8 @@ def _moments(
             yield Moment(kept.in_backward - kept.again, table * weight + sent + hidden)
     layer = temporaries.layer + _last_matrix(model, parallel) * weight + waiting
     yield Moment(kept.in_backward, layer + sent)
-    experts, whole = _experts(model, parallel), whole_layer(model, parallel)
+    experts = _experts(model, parallel)
+    whole = whole_layer(model, parallel)
     unit = whole - experts if spread(parallel) > 1 else whole  # the block's own
     for many in (unit, whole - unit):  # as made, and copied; then the copy and the sum
         yield Moment(without_layer, waiting + many * (weight + gradient) + 2 * hidden)
@@ -134,23 +147,37 @@ def _moments(
     if first:
         ends_with = kept.in_backward - kept.again - kept.micro_batch
         many = table + positions
-        yield Moment(ends_with, many * weight + max(unit * gradient + hidden, many * gradient) + hidden)
-        yield Moment(ends_with, many * gradient * (1 + 1 / shards) + hidden, many * gradient / shards)
+        yield Moment(
+            ends_with, many * weight + max(unit * gradient + hidden, many * gradient) + hidden
+        )
+        yield Moment(
+            ends_with, many * gradient * (1 + 1 / shards) + hidden, many * gradient / shards
+        )
 
 
 def _last_matrix(model: Model, parallel: Parallel) -> float:
     """Elements of the matrix, or of all experts' ones, whose gradient is a layer's first."""
     moe = model.moe
-    dense = model.hidden * model.ffn_hidden / parallel.tp if sample_layers(model)[0] is not None else 0.0
+    dense = (
+        model.hidden * model.ffn_hidden / parallel.tp
+        if sample_layers(model)[0] is not None
+        else 0.0
+    )
     if moe is None:
         return dense
-    return max(dense, moe.experts * model.hidden * moe.ffn_hidden / (parallel.tp * spread(parallel)))
+    return max(
+        dense, moe.experts * model.hidden * moe.ffn_hidden / (parallel.tp * spread(parallel))
+    )
 
 
 def _experts(model: Model, parallel: Parallel) -> float:
     """Parameters of a layer's experts on a rank before data-parallel sharding."""
     layer = sample_layers(model)[1]
-    return 0.0 if layer is None else layer_params(model, layer).experts / (parallel.tp * spread(parallel))
+    return (
+        0.0
+        if layer is None
+        else layer_params(model, layer).experts / (parallel.tp * spread(parallel))
+    )
 
 
 def _shards(parallel: Parallel) -> int:

@@ -1,7 +1,9 @@
-"""Peak activation bytes of a pipeline rank whose stages keep unequally much, such as an end of the model and a middle.
+"""Peak activation bytes of a pipeline rank whose stages keep unequally much, such as an end of the
+model and a middle.
 
-A schedule says how many micro-batches each stage of a rank holds when a backward begins: DualPipe's first rank holds up
-to p of the first stage and one of the last. Where stages are alike their sum is enough (`cost.pipeline.in_flight`).
+A schedule says how many micro-batches each stage of a rank holds when a backward begins: DualPipe's
+first rank holds up to p of the first stage and one of the last. Where stages are alike their sum is
+enough (`cost.pipeline.in_flight`).
 """
 
 from __future__ import annotations
@@ -37,18 +39,23 @@ class Points(NamedTuple):
 
 
 def unequal_peak(
-    schedule: Schedule | tuple[str, int, int, int], rank: int, held: tuple[int, ...], stages: Sequence[StageBytes]
+    schedule: Schedule | tuple[str, int, int, int],
+    rank: int,
+    held: tuple[int, ...],
+    stages: Sequence[StageBytes],
 ) -> float:
     """Peak activation bytes of pipeline rank `rank`.
 
-    schedule: a table, or (name, pp, micro-batches, vpp); held: model stages of the rank; stages: their bytes.
+    schedule: a table, or (name, pp, micro-batches, vpp); held: model stages of the rank; stages:
+    their bytes.
     """
     if isinstance(schedule, tuple):
         points = _counted(*schedule, rank, held)
     else:
         points = _points(schedule.orders[rank], held, schedule.model_stages)
     stored, head, during, deferred, in_head, head_deferred, in_last = np.array(stages).T
-    active, split = points.active, points.split
+    active = points.active
+    split = points.split
     kept = points.full @ (stored + head) + points.deferred @ deferred
     in_layers = head_deferred[active] * split - head[active] + during[active]
     in_last_layer = np.where(split > 0, (deferred + in_last - stored - head)[active], -np.inf)
@@ -58,14 +65,15 @@ def unequal_peak(
 
 @lru_cache(maxsize=1024)
 def _counted(name: str, p: int, m: int, v: int, rank: int, held: tuple[int, ...]) -> Points:
-    """Cached. After a few rounds of micro-batches further ones add no new points, but where all come before the first
-    backward."""
+    """Cached. After a few rounds of micro-batches further ones add no new points, but where all
+    come before the first backward."""
     m = m if name == "afab" else min(m, 3 * p if m % p == 0 else 2 * p + 2 + m % 2)
     return _points(SCHEDULES[name].order(rank, p, m, v), held, p * v)
 
 
 def _points(order: Iterable[Action], held: tuple[int, ...], model_stages: int) -> Points:
-    full, deferred = [0] * len(held), [0] * len(held)
+    full = [0] * len(held)
+    deferred = [0] * len(held)
     found: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], None] = {}
     for kind, stage, _ in order:
         at = held.index(stage % model_stages)
@@ -78,4 +86,6 @@ def _points(order: Iterable[Action], held: tuple[int, ...], model_stages: int) -
             full[at] -= 1
             deferred[at] += kind is Kind.I
     before, after, active, split = zip(*found, strict=True)
-    return Points(np.array(before, float), np.array(after, float), np.array(active), np.array(split, float))
+    return Points(
+        np.array(before, float), np.array(after, float), np.array(active), np.array(split, float)
+    )

@@ -1,9 +1,11 @@
 """Parameters and FLOPs of a transformer's layers, from the model's shapes.
 
-Parameters are exact integers. The FLOP conventions live in `orchestrator.plan.flops`, which the trainer's MFU shares.
+Parameters are exact integers. The FLOP conventions live in `orchestrator.plan.flops`, which the
+trainer's MFU shares.
 
-Sources: Narayanan et al. 2021 (arXiv 2104.04473) equations 2 and 3; Korthikanti et al. 2022 (arXiv 2205.05198)
-appendix A; Shazeer 2019 (arXiv 1911.02150) for shared key-value heads; DeepSeek-V3 (arXiv 2412.19437) for MLA and MoE.
+Sources: Narayanan et al. 2021 (arXiv 2104.04473) equations 2 and 3; Korthikanti et al. 2022 (arXiv
+2205.05198) appendix A; Shazeer 2019 (arXiv 1911.02150) for shared key-value heads; DeepSeek-V3
+(arXiv 2412.19437) for MLA and MoE.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from orchestrator.plan.flops import layer_moe, prediction_blocks
 
 
 def resolve(spec: ModelSpec) -> Model:
-    """The plan's model: derived shapes filled in (`kv_heads`, `head_dim`) and the parameters counted."""
+    """The plan's model: derived shapes filled in (`kv_heads`, `head_dim`) and the parameters
+    counted."""
     shape = structs.asdict(spec) | {
         "kv_heads": spec.kv_heads or spec.heads,
         "head_dim": spec.head_dim or spec.hidden // spec.heads,
@@ -56,7 +59,8 @@ class LayerParams(Struct, frozen=True):
 
 
 def _mlp(hidden: int, width: int, gated: bool, bias: bool) -> tuple[int, int]:
-    """(tp-divided, replicated) parameters of one MLP: gate and up are columns, down is rows and owns a whole bias."""
+    """(tp-divided, replicated) parameters of one MLP: gate and up are columns, down is rows and
+    owns a whole bias."""
     columns = 2 if gated else 1
     return (columns + 1) * hidden * width + (columns * width if bias else 0), hidden if bias else 0
 
@@ -68,15 +72,19 @@ def _attention(model: Model) -> tuple[int, int]:
         m = model.mla
         query_key = m.qk_nope_head_dim + m.qk_rope_head_dim
         up = model.heads * (m.kv_lora_rank * (m.qk_nope_head_dim + m.v_head_dim) + m.v_head_dim * h)
-        down = h * (m.kv_lora_rank + m.qk_rope_head_dim) + m.kv_lora_rank  # and the norm of the latent
+        down = (
+            h * (m.kv_lora_rank + m.qk_rope_head_dim) + m.kv_lora_rank
+        )  # and the norm of the latent
         if m.q_lora_rank:
             up += m.q_lora_rank * model.heads * query_key
             down += h * m.q_lora_rank + m.q_lora_rank
         else:
             up += h * model.heads * query_key
         return up, down
-    queries, key_values = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-    split, whole = h * (queries + key_values) + queries * h, 2 * model.head_dim * bool(model.qk_norm)
+    queries = model.heads * model.head_dim
+    key_values = 2 * model.kv_heads * model.head_dim
+    split = h * (queries + key_values) + queries * h
+    whole = 2 * model.head_dim * bool(model.qk_norm)
     return (split + queries + key_values, h + whole) if model.bias else (split, whole)
 
 
@@ -86,18 +94,21 @@ def norm_params(model: Model) -> int:
 
 
 def dense_and_moe(model: Model, start: int, stop: int) -> tuple[int, int]:
-    """(dense layers, MoE layers) among the layers [start, stop). All layers of a kind are equal; behind the last one
-    stand blocks of its kind that predict further tokens."""
+    """(dense layers, MoE layers) among the layers [start, stop). All layers of a kind are equal;
+    behind the last one stand blocks of its kind that predict further tokens."""
     moe = model.moe
     if moe is None and stop >= start:
         return stop - start, 0  # asked a hundred times a layout
-    first = stop if moe is None or moe.first_dense_layers >= model.layers else moe.first_dense_layers
+    first = (
+        stop if moe is None or moe.first_dense_layers >= model.layers else moe.first_dense_layers
+    )
     dense = max(0, min(stop, first) - start)
     return dense, stop - start - dense
 
 
 def sample_layers(model: Model) -> tuple[int | None, int | None]:
-    """Index of (a dense layer, an MoE layer) that stands for all of its kind; None where the model has none."""
+    """Index of (a dense layer, an MoE layer) that stands for all of its kind; None where the model
+    has none."""
     dense, moe = dense_and_moe(model, 0, model.layers)
     return (0 if dense else None), (model.layers - 1 if moe else None)
 
@@ -111,7 +122,11 @@ def layer_params(model: Model, layer: int) -> LayerParams:
         ffn, row_bias = _mlp(model.hidden, model.ffn_hidden, gated, model.bias)
         return LayerParams(attention, ffn, 0, replicated + row_bias)
     expert = sum(_mlp(model.hidden, moe.ffn_hidden, gated, model.bias))
-    shared, row_bias = _mlp(model.hidden, moe.shared_ffn_hidden, gated, model.bias) if moe.shared_ffn_hidden else (0, 0)
+    shared, row_bias = (
+        _mlp(model.hidden, moe.shared_ffn_hidden, gated, model.bias)
+        if moe.shared_ffn_hidden
+        else (0, 0)
+    )
     router = model.hidden * moe.experts
     return LayerParams(attention, shared, moe.experts * expert, replicated + router + row_bias)
 
@@ -137,7 +152,11 @@ def vectors_on_rank(model: Model, layer: int, tp: int) -> int:
     elif model.qk_norm:
         found += 2 * model.head_dim
     if model.bias and model.mla is None:
-        found += model.heads * model.head_dim // tp + 2 * max(1, model.kv_heads // tp) * model.head_dim + model.hidden
+        found += (
+            model.heads * model.head_dim // tp
+            + 2 * max(1, model.kv_heads // tp) * model.head_dim
+            + model.hidden
+        )
     if model.bias and layer_moe(model, layer) is None:
         found += (2 if model.mlp == "gated" else 1) * model.ffn_hidden // tp + model.hidden
     return found
@@ -146,27 +165,39 @@ def vectors_on_rank(model: Model, layer: int, tp: int) -> int:
 def expert_params(model: Model) -> int:
     """Parameters of all routed experts."""
     _, moe = sample_layers(model)
-    return 0 if moe is None else dense_and_moe(model, 0, model.layers)[1] * layer_params(model, moe).experts
+    return (
+        0
+        if moe is None
+        else dense_and_moe(model, 0, model.layers)[1] * layer_params(model, moe).experts
+    )
 
 
 def embedding_params(model: Model) -> tuple[int, int]:
-    """(token table, position table): the first is divided by tp along the vocabulary, the second replicated."""
-    return model.vocab * model.hidden, model.max_seq_len * model.hidden if model.position == "learned" else 0
+    """(token table, position table): the first is divided by tp along the vocabulary, the second
+    replicated."""
+    return (
+        model.vocab * model.hidden,
+        model.max_seq_len * model.hidden if model.position == "learned" else 0,
+    )
 
 
 def params_outside_layers(model: Model, tp: int) -> int:
-    """Parameters in no layer of a rank that holds the whole model: tables, padded for tp, and last norm."""
-    table, positions = -(-model.vocab // tp) * model.hidden, embedding_params(model)[1]
+    """Parameters in no layer of a rank that holds the whole model: tables, padded for tp, and last
+    norm."""
+    table = -(-model.vocab // tp) * model.hidden
+    positions = embedding_params(model)[1]
     return table * (1 if model.tied_embeddings else 2) + positions + norm_params(model)
 
 
 def prediction_params(model: Model) -> int:
-    """Parameters of one module that predicts a further token, beside its block: three norms, a projection."""
+    """Parameters of one module that predicts a further token, beside its block: three norms, a
+    projection."""
     return 3 * norm_params(model) + 2 * model.hidden**2
 
 
 def parameter_count(model: Model | ModelSpec) -> int:
-    """All parameters, as published figures count them: layers, embeddings, final norm, head, `extra_params`.
+    """All parameters, as published figures count them: layers, embeddings, final norm, head,
+    `extra_params`.
 
     For GPT-style models this is N = h*V + L*(12 h^2 + 13 h) + 2h (+ s_max*h), planning.md C1.
     """
@@ -175,13 +206,16 @@ def parameter_count(model: Model | ModelSpec) -> int:
     table, positions = embedding_params(model)
     head = 0 if model.tied_embeddings else table
     counts = zip(dense_and_moe(model, 0, model.layers), sample_layers(model), strict=True)
-    layers = sum(many * layer_params(model, layer).total for many, layer in counts if layer is not None)
+    layers = sum(
+        many * layer_params(model, layer).total for many, layer in counts if layer is not None
+    )
     if ahead := prediction_blocks(model):
         layers += ahead * (layer_params(model, model.layers - 1).total + prediction_params(model))
     return table + positions + layers + norm_params(model) + head + sum(model.extra_params.values())
 
 
-# ---------------------------------------------------------------------------------------------- FLOPs
+# ----------------------------------------------------------------------------------------------
+#     FLOPs
 
 
 class LayerFlops(Struct, frozen=True):
@@ -199,7 +233,9 @@ class LayerFlops(Struct, frozen=True):
 def layer_flops(model: Model, layer: int, seq_len: int) -> LayerFlops:
     """Forward FLOPs per token of decoder layer `layer` (0-based) at sequence length `seq_len`."""
     core = flops.attention_core_flops(model, seq_len) / model.layers
-    return LayerFlops(2.0 * flops.attention_weights(model), core, 2.0 * flops.mlp_weights(model, layer))
+    return LayerFlops(
+        2.0 * flops.attention_weights(model), core, 2.0 * flops.mlp_weights(model, layer)
+    )
 
 
 def head_flops(model: Model) -> float:
@@ -208,11 +244,14 @@ def head_flops(model: Model) -> float:
 
 
 def layer_groups(model: Model, train: Train, ranges: Sequence[range]) -> list[tuple[int, str, int]]:
-    """(kind as index into `sample_layers`, recomputation mode, number) of the layers in `ranges`."""
+    """(kind as index into `sample_layers`, recomputation mode, number) of the layers in
+    `ranges`."""
     if train.recompute != "budget":
         counts = zip(*(dense_and_moe(model, r.start, r.stop) for r in ranges), strict=True)
         return [(kind, train.recompute, sum(numbers)) for kind, numbers in enumerate(counts)]
-    modes = train.recompute_layers or ["full"] * model.layers  # not resolved yet: assume the most recomputation
+    modes = (
+        train.recompute_layers or ["full"] * model.layers
+    )  # not resolved yet: assume the most recomputation
     layers = [min(layer, model.layers - 1) for r in ranges for layer in r]
     found = Counter((int(layer_moe(model, layer) is not None), modes[layer]) for layer in layers)
     return [(kind, mode, n) for (kind, mode), n in found.items()]

@@ -28,17 +28,22 @@ from .layers import (
 
 
 def balance_stages(model: Model, stages: int, seq_len: int, tolerance: float = 0.03) -> list[int]:
-    """Decoder layers of each stage, in model order, such that the slowest stage is as fast as possible.
+    """Decoder layers of each stage, in model order, such that the slowest stage is as fast as
+    possible.
 
-    Head and further predictions count as work of the last stage; of equal stages the first gets fewer layers, as it
-    holds the token table. For 126 layers in 16 stages that gives the 7, 8, ..., 8, 7 of Llama 3 (arXiv 2407.21783,
-    section 3.3.2). An even split is taken where it is within `tolerance` of the best, because equal stages interleave
-    better. Two stages more than layers: embedding and head stand alone.
+    Head and further predictions count as work of the last stage; of equal stages the first gets
+    fewer layers, as it holds the token table. For 126 layers in 16 stages that gives the 7, 8, ...,
+    8, 7 of Llama 3 (arXiv 2407.21783, section 3.3.2). An even split is taken where it is within
+    `tolerance` of the best, because equal stages interleave better. Two stages more than layers:
+    embedding and head stand alone.
     """
     if stages == model.layers + 2:
         return [0] + [1] * model.layers + [0]
-    layer, ahead = layer_flops(model, model.layers - 1, seq_len).total, prediction_blocks(model)
-    head = (head_flops(model) + ahead * 2.0 * prediction_weights(model)) / layer + ahead  # in layers
+    layer = layer_flops(model, model.layers - 1, seq_len).total
+    ahead = prediction_blocks(model)
+    head = (
+        head_flops(model) + ahead * 2.0 * prediction_weights(model)
+    ) / layer + ahead  # in layers
     return list(_balance(model.layers, stages, head, tolerance))
 
 
@@ -49,8 +54,8 @@ def _balance(layers: int, stages: int, head: float, tolerance: float) -> tuple[i
     extra = [0.0] * stages
     extra[-1] += head
     counts = [1] * stages
-    # the next layer goes to the stage with the least work; ties: middle stages first, then the last stage, the first
-    # stage last
+    # the next layer goes to the stage with the least work; ties: middle stages first, then the last
+    # stage, the first stage last
     least = [(2 + extra[s], s == 0, s == stages - 1, s) for s in range(stages)]
     heapify(least)
     for _ in range(layers - stages):
@@ -73,7 +78,8 @@ def splits_backward(parallel: Parallel) -> bool:
 
 
 def rank_stages(parallel: Parallel) -> list[tuple[int, ...]]:
-    """Model stages of each pipeline rank, in model order. With DualPipe a rank holds a stage of each direction."""
+    """Model stages of each pipeline rank, in model order. With DualPipe a rank holds a stage of
+    each direction."""
     if parallel.schedule == TABLE:
         return _held(parallel.pp, parallel.pp * parallel.vpp, schedule_of(parallel).stage_rank)
     return list(_placed(parallel.schedule, parallel.pp, parallel.vpp))
@@ -93,7 +99,8 @@ def _held(pp: int, stages: int, ranks: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def held_layers(model: Model, parallel: Parallel, stage: int) -> range:
-    """Decoder layers of a virtual stage, and on the last one the blocks that predict further tokens."""
+    """Decoder layers of a virtual stage, and on the last one the blocks that predict further
+    tokens."""
     found = stage_range(parallel, stage)
     last = stage == len(parallel.stage_layers) - 1
     return range(found.start, found.stop + prediction_blocks(model) * last)
@@ -107,8 +114,13 @@ def stage_range(parallel: Parallel, stage: int) -> range:
 
 def rank_vectors(model: Model, parallel: Parallel, stages: Sequence[int]) -> int:
     """Parameters in norms and biases of a rank that holds `stages`."""
-    kinds = [0 if layer is None else vectors_on_rank(model, layer, parallel.tp) for layer in sample_layers(model)]
-    found, last, ahead = 0, len(parallel.stage_layers) - 1, prediction_blocks(model)
+    kinds = [
+        0 if layer is None else vectors_on_rank(model, layer, parallel.tp)
+        for layer in sample_layers(model)
+    ]
+    found = 0
+    last = len(parallel.stage_layers) - 1
+    ahead = prediction_blocks(model)
     for stage in stages:
         held = held_layers(model, parallel, stage)
         numbers = dense_and_moe(model, held.start, held.stop)
@@ -120,14 +132,17 @@ def rank_vectors(model: Model, parallel: Parallel, stages: Sequence[int]) -> int
 def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
     """(dense, expert) parameters on one rank of each pipeline rank, over all of its virtual stages.
 
-    With pp > 1 the last stage holds a copy of a tied table as its head, and one to predict further tokens.
+    With pp > 1 the last stage holds a copy of a tied table as its head, and one to predict further
+    tokens.
     """
     kinds = []
     for layer in sample_layers(model):
         if layer is None:
             kinds.append((0, 0))
         else:
-            experts = layer_params(model, layer).experts // (parallel.tp * expert_mesh.spread(parallel))
+            experts = layer_params(model, layer).experts // (
+                parallel.tp * expert_mesh.spread(parallel)
+            )
             kinds.append((dense_on_rank(model, layer, parallel.tp), experts))
     (dense, dense_experts), (moe, moe_experts) = kinds
     stages = []
@@ -138,7 +153,8 @@ def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:
     table, positions = embedding_params(model)
     table = -(-model.vocab // parallel.tp) * model.hidden  # padded to a multiple of tp
     stages[0][0] += table + positions
-    last, ahead = len(stages) - 1, prediction_blocks(model)
+    last = len(stages) - 1
+    ahead = prediction_blocks(model)
     stages[-1][0] += norm_params(model) + ahead * prediction_params(model)
     stages[-1][0] += 0 if model.tied_embeddings else table
     shared = table if embeds_at_both_ends(model) and last else 0  # both ends on one rank: one table

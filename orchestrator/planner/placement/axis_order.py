@@ -1,11 +1,14 @@
-"""Nesting order of the axes: every order is costed, none is sampled. Also the cost of degrees in their best order.
+"""Nesting order of the axes: every order is costed, none is sampled. Also the cost of degrees in
+their best order.
 
-Rank r is GPU r % gpus_per_node of node r // gpus_per_node, nodes in topology order. A nesting order gives each rank its
-coordinates: the innermost axis varies fastest, so its groups are the closest together.
+Rank r is GPU r % gpus_per_node of node r // gpus_per_node, nodes in topology order. A nesting order
+gives each rank its coordinates: the innermost axis varies fastest, so its groups are the closest
+together.
 
-Objective, lexicographic (planning.md E2): tensor-parallel groups inside an NVLink domain, then expert-parallel groups
-inside one, then the predicted step time. Orders within 0.5 % of the best are ties; of those the one that stays on the
-lowest levels is taken, then the one nearest the default (TP, CP, EP, PP, DP).
+Objective, lexicographic (planning.md E2): tensor-parallel groups inside an NVLink domain, then
+expert-parallel groups inside one, then the predicted step time. Orders within 0.5 % of the best are
+ties; of those the one that stays on the lowest levels is taken, then the one nearest the default
+(TP, CP, EP, PP, DP).
 """
 
 from __future__ import annotations
@@ -20,7 +23,17 @@ from typing import Any, Literal, NamedTuple
 from msgspec import UNSET, structs
 
 from orchestrator.plan.cluster import NVLINK, SELF
-from orchestrator.plan.document import AXES, Axis, AxisPlacement, Cluster, Matmul, Model, Parallel, Time, Train
+from orchestrator.plan.document import (
+    AXES,
+    Axis,
+    AxisPlacement,
+    Cluster,
+    Matmul,
+    Model,
+    Parallel,
+    Time,
+    Train,
+)
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.expert_mesh import axes, expert_mesh
 from orchestrator.plan.ranks import degrees
@@ -63,9 +76,13 @@ class Candidate:
         nodes: tuple[int, ...] = (),
         legal: bool = True,
     ):
-        """`nodes`: the node in each slot; empty: the cluster's first nodes in their order. `legal`: tokens can go by
-        domain, where the plan asks for that."""
-        self.order, self.paths, self.work, self.nodes, self.legal = order, paths, work, nodes, legal
+        """`nodes`: the node in each slot; empty: the cluster's first nodes in their order. `legal`:
+        tokens can go by domain, where the plan asks for that."""
+        self.order = order
+        self.paths = paths
+        self.work = work
+        self.nodes = nodes
+        self.legal = legal
 
     @cached_property
     def cost(self) -> StepCost:
@@ -109,9 +126,12 @@ def candidates(
     sizes = degrees(parallel)
     # only virtual stages send from the last rank to the first
     wanted = {key: key != (("pp",), "chain") or parallel.vpp > 1 for key in path_keys(traffic)}
-    wanted |= {((axis,), "ring"): True for axis in AXES}  # axes that send nothing have a worst level too
+    wanted |= {
+        ((axis,), "ring"): True for axis in AXES
+    }  # axes that send nothing have a worst level too
     wanted |= {(axes(parallel), "exchange"): True} if expert_mesh(parallel).ep > 1 else {}
-    cuts, by_domain = Cuts.of(parallel), parallel.expert_all_to_all == "hierarchical" and expert_mesh(parallel).ep > 1
+    cuts = Cuts.of(parallel)
+    by_domain = parallel.expert_all_to_all == "hierarchical" and expert_mesh(parallel).ep > 1
     asked = work.model.moe if by_domain else None
     return [
         Candidate(
@@ -138,13 +158,18 @@ def choose(rest: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
             break
         fastest = min(fastest, candidate.step_s)
     near = fastest * (1 + TIE)
-    rest = [candidate for candidate in rest if candidate.lower_bound_s <= near and candidate.step_s <= near]
+    rest = [
+        candidate
+        for candidate in rest
+        if candidate.lower_bound_s <= near and candidate.step_s <= near
+    ]
     return min(rest, key=height)  # the first of equals: nearest to the default
 
 
 def preferred(found: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates that no other precedes whatever the time of a step: all are legal, or none is, and tensor-parallel and
-    expert-parallel groups leave their NVLink domain in all of them, or in none."""
+    """Candidates that no other precedes whatever the time of a step: all are legal, or none is, and
+    tensor-parallel and expert-parallel groups leave their NVLink domain in all of them, or in
+    none."""
     rest = [candidate for candidate in found if candidate.legal] or list(found)
     for axis in ("tp", "ep"):
         least = min(candidate.outside_nvlink(axis) for candidate in rest)
@@ -152,8 +177,11 @@ def preferred(found: Sequence[Candidate]) -> list[Candidate]:
     return rest
 
 
-def axis_placement(candidate: Candidate, traffic: Sequence[Sequence[Traffic]]) -> dict[str, AxisPlacement]:
-    """By axis: the worst level that its groups cross, and bytes per step that its busiest rank sends, by level.
+def axis_placement(
+    candidate: Candidate, traffic: Sequence[Sequence[Traffic]]
+) -> dict[str, AxisPlacement]:
+    """By axis: the worst level that its groups cross, and bytes per step that its busiest rank
+    sends, by level.
 
     "dp" is the gradient synchronisation, whose groups also span cp and ep (plan.groups["grad"]).
     """
@@ -168,12 +196,15 @@ def axis_placement(candidate: Candidate, traffic: Sequence[Sequence[Traffic]]) -
                         for level, share in path.share.items():
                             by_level[level] = by_level.get(level, 0.0) + item.sent_bytes * share
             busiest = max(busiest, by_level, key=lambda levels: sum(levels.values()))
-        result[axis] = AxisPlacement(worst_level=candidate.worst_level(axis), bytes_per_step_by_level=busiest)
+        result[axis] = AxisPlacement(
+            worst_level=candidate.worst_level(axis), bytes_per_step_by_level=busiest
+        )
     return result
 
 
 def _phases(candidate: Candidate, item: Traffic) -> list[Path]:
-    path, work = candidate.paths[item.key], candidate.work
+    path = candidate.paths[item.key]
+    work = candidate.work
     return phases(path, work.model, work.parallel, item.carried) if item.axis == "ep" else [path]
 
 
@@ -195,19 +226,28 @@ class CostContext:
         state: str = "",
         **job: Any,
     ):
-        """`path_cache`: the cluster's, if there is one already. `job`: task and slow_fabric, as `rates` takes them.
-        imbalance: of experts' ranks, where it is given; assumed: values of the profile that a plan's was made of, where
-        they are not this one's."""
-        self.cluster, self.model, self.train, self.software = cluster, model, train, software
-        self.matmul, self.profile, self.job, self.imbalance = matmul, profile or shipped(), job, imbalance
-        self.assumed, self.state = assumed or self.profile.values, state
+        """`path_cache`: the cluster's, if there is one already. `job`: task and slow_fabric, as
+        `rates` takes them. imbalance: of experts' ranks, where it is given; assumed: values of the
+        profile that a plan's was made of, where they are not this one's."""
+        self.cluster = cluster
+        self.model = model
+        self.train = train
+        self.software = software
+        self.matmul = matmul
+        self.profile = profile or shipped()
+        self.job = job
+        self.imbalance = imbalance
+        self.assumed = assumed or self.profile.values
+        self.state = state
         self.path_cache = path_cache or PathCache(cluster)
         self.level_names = [level.name for level in cluster.levels]
         self._parts: dict[tuple[int, int], list[PathCache]] = {}
         self._placed = False
         self._compute: dict[tuple[object, ...], Compute] = {}
         #: the training keys with each recomputation mode
-        self.trains = {mode: structs.replace(train, recompute=mode) for mode in ("none", "selective", "full")}
+        self.trains = {
+            mode: structs.replace(train, recompute=mode) for mode in ("none", "selective", "full")
+        }
 
     @cached_property
     def rate(self) -> Rates:
@@ -217,19 +257,29 @@ class CostContext:
         name = self.model.moe and spread_name(self.model.moe)
         spread = values[name] / self.assumed[name] if name else 1.0
         options: dict[str, Any] = {"expert_spread": spread, **self.job}
-        return rates(self.cluster, values, self.train.precision, self.software, self.matmul, **options)
+        return rates(
+            self.cluster, values, self.train.precision, self.software, self.matmul, **options
+        )
 
     def balanced(self, parallel: Parallel) -> Parallel:
         """`parallel` with the load of its fullest expert rank, as given or as the profile says."""
         moe = self.model.moe
         if moe is None or expert_mesh(parallel).ep == 1:
             return parallel
-        factor = self.imbalance or load_factor(self.model, parallel, self.profile.values[spread_name(moe)])
-        return structs.replace(parallel, expert_imbalance=UNSET if factor == 1 else float(f"{factor:.4g}"))
+        factor = self.imbalance or load_factor(
+            self.model, parallel, self.profile.values[spread_name(moe)]
+        )
+        return structs.replace(
+            parallel, expert_imbalance=UNSET if factor == 1 else float(f"{factor:.4g}")
+        )
 
     def on(self, cluster: Cluster, path_cache: PathCache | None = None) -> CostContext:
         """The same job on another cluster."""
-        options: dict[str, Any] = {"matmul": self.matmul, "software": self.software, "profile": self.profile}
+        options: dict[str, Any] = {
+            "matmul": self.matmul,
+            "software": self.software,
+            "profile": self.profile,
+        }
         options |= {"imbalance": self.imbalance, "assumed": self.assumed, "state": self.state}
         return CostContext(cluster, self.model, self.train, path_cache, **options, **self.job)
 
@@ -243,16 +293,33 @@ class CostContext:
         per_node = self.cluster.gpus_per_node
         compute = None if rate else self.compute(parallel)
         return step_work(
-            self.model, parallel, train, rate or self.rate, self.software, per_node, compute, self.cluster, self.state
+            self.model,
+            parallel,
+            train,
+            rate or self.rate,
+            self.software,
+            per_node,
+            compute,
+            self.cluster,
+            self.state,
         )
 
     def compute(self, parallel: Parallel) -> Compute:
         """Compute of a micro-batch, once for all layouts that give a GPU equal shards of it."""
-        tokens, ring = parallel.micro_batch_size / parallel.cp, parallel.cp_method == "ring"
+        tokens = parallel.micro_batch_size / parallel.cp
+        ring = parallel.cp_method == "ring"
         experts = *expert_mesh(parallel)[:2], parallel.expert_imbalance
-        key = parallel.tp, experts, parallel.sp, tokens, parallel.cp if ring else min(parallel.cp, 2)
+        key = (
+            parallel.tp,
+            experts,
+            parallel.sp,
+            tokens,
+            parallel.cp if ring else min(parallel.cp, 2),
+        )
         if key not in self._compute:
-            self._compute[key] = micro_batch_compute(self.model, parallel, self.train, self.rate, self.software)
+            self._compute[key] = micro_batch_compute(
+                self.model, parallel, self.train, self.rate, self.software
+            )
         return self._compute[key]
 
     def placed(self) -> CostContext:
@@ -262,11 +329,14 @@ class CostContext:
         return other
 
     def parts(self, parallel: Parallel) -> list[PathCache]:
-        """The parts of the cluster's NVLink domains that a job may take; one where it takes all nodes."""
+        """The parts of the cluster's NVLink domains that a job may take; one where it takes all
+        nodes."""
         slots = -(-parallel.world_size // self.cluster.gpus_per_node)
         if self._placed or slots >= len(self.cluster.node_names):
             return [self.path_cache]
-        group = domains_of(self.cluster).inner_group(parallel.tp, parallel.cp, parallel.ep, parallel.pp)
+        group = domains_of(self.cluster).inner_group(
+            parallel.tp, parallel.cp, parallel.ep, parallel.pp
+        )
         if (key := (group, slots)) not in self._parts:
             nodes = domain_node_orders(self.path_cache.fabric, group, slots)
             self._parts[key] = [self.path_cache.reordered(chosen) for chosen in nodes]
@@ -286,13 +356,19 @@ class Nestings:
     """Degrees in every nesting order that they may take, on the best part of the NVLink domains."""
 
     def __init__(
-        self, context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None, train: Train | None = None
+        self,
+        context: CostContext,
+        parallel: Parallel,
+        only: Sequence[Axis] | None = None,
+        train: Train | None = None,
     ):
         """`only`: the order that is given. `train`: where its recompute is not the context's."""
         train = train or context.train
-        self.context, self.parallel = context, parallel
+        self.context = context
+        self.parallel = parallel
         self.traffic = step_traffic(context.model, parallel, train, context.software)
-        work, parts = context.work(parallel, train), context.parts(parallel)
+        work = context.work(parallel, train)
+        parts = context.parts(parallel)
         self.candidates = preferred(
             [one for part in parts for one in candidates(part, parallel, self.traffic, work, only)]
         )
@@ -321,5 +397,6 @@ class Nestings:
 
 
 def solve(context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None) -> Solution:
-    """`parallel` in its best nesting order (or the order `only`), on the best part of the NVLink domains."""
+    """`parallel` in its best nesting order (or the order `only`), on the best part of the NVLink
+    domains."""
     return Nestings(context, parallel, only).solve()

@@ -1,4 +1,5 @@
-"""Node orders worth costing: few nodes in all orders up to symmetry, many with whole groups under switches."""
+"""Node orders worth costing: few nodes in all orders up to symmetry, many with whole groups under
+switches."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ from orchestrator.planner.numpy_import import np
 
 
 def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]]:
-    """Every ordered choice of `slots` nodes, one for each class of choices with equivalent nodes and switches.
+    """Every ordered choice of `slots` nodes, one for each class of choices with equivalent nodes
+    and switches.
 
-    Two nodes are equivalent when the paths above them differ only in unused switches of the same shape.
+    Two nodes are equivalent when the paths above them differ only in unused switches of the same
+    shape.
     """
-    block, total = fabric.block, fabric.block.shape[1]
+    block = fabric.block
+    total = fabric.block.shape[1]
     tiers = range(block.shape[0] - 1, -1, -1)
     shapes = _shapes(fabric)
     path = [[(tier, int(block[tier][node])) for tier in tiers] for node in range(total)]
@@ -52,7 +56,8 @@ def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]
 
 
 def _shapes(fabric: Fabric) -> dict[tuple[int, int], int]:
-    """(tier, block) -> a number, equal for blocks of equal shape: size, capacity and the shapes below.
+    """(tier, block) -> a number, equal for blocks of equal shape: size, capacity and the shapes
+    below.
 
     Numbers follow the order of the shapes, so they do not depend on names.
     """
@@ -78,13 +83,14 @@ def packed_node_orders(
 ) -> Iterator[tuple[int, ...]]:
     """Node orders that keep whole groups under one switch, for the groups of every nesting order.
 
-    A group is a run of consecutive slots: the inner axes of an order. Each switch gets as many whole groups as fit; the
-    nodes that are left over form groups one tier higher.
+    A group is a run of consecutive slots: the inner axes of an order. Each switch gets as many
+    whole groups as fit; the nodes that are left over form groups one tier higher.
     """
     shapes = _shapes(fabric)
     seen: set[tuple[int, ...]] = set()
     for order in orders:
-        groups, reach = [], 1
+        groups = []
+        reach = 1
         for axis in order:
             reach *= sizes[axis]
             count = reach // fabric.gpus_per_node
@@ -98,17 +104,24 @@ def packed_node_orders(
 
 
 def domain_node_orders(fabric: Fabric, group: int, slots: int) -> list[tuple[int, ...]]:
-    """Node orders of a job that leaves nodes idle: of each NVLink domain as many as groups of some size fill.
+    """Node orders of a job that leaves nodes idle: of each NVLink domain as many as groups of some
+    size fill.
 
-    One order for each size that is a multiple of `group` ranks and leaves `slots` nodes; fullest domains first. The
-    first nodes where there is none.
+    One order for each size that is a multiple of `group` ranks and leaves `slots` nodes; fullest
+    domains first. The first nodes where there is none.
     """
     of = fabric.block[0]
-    domains = [np.flatnonzero(of == of[first]).tolist() for first in np.sort(np.unique(of, return_index=True)[1])]
-    largest, step = max(map(len, domains)), math.lcm(group, fabric.gpus_per_node) // fabric.gpus_per_node
+    domains = [
+        np.flatnonzero(of == of[first]).tolist()
+        for first in np.sort(np.unique(of, return_index=True)[1])
+    ]
+    largest = max(map(len, domains))
+    step = math.lcm(group, fabric.gpus_per_node) // fabric.gpus_per_node
     found: dict[tuple[int, ...], None] = {}
     for unit in range(step, largest + 1, step):
-        kept = sorted((nodes[: len(nodes) // unit * unit] for nodes in domains), key=len, reverse=True)
+        kept = sorted(
+            (nodes[: len(nodes) // unit * unit] for nodes in domains), key=len, reverse=True
+        )
         chosen = [node for nodes in kept for node in nodes][:slots]
         if len(chosen) == slots:
             found[tuple(chosen)] = None
@@ -118,7 +131,8 @@ def domain_node_orders(fabric: Fabric, group: int, slots: int) -> list[tuple[int
 def _packed(
     fabric: Fabric, shapes: Mapping[tuple[int, int], int], groups: Sequence[int], slots: int
 ) -> tuple[int, ...]:
-    """Nodes in an order that keeps groups of all sizes in `groups` together, each made of groups of the size before."""
+    """Nodes in an order that keeps groups of all sizes in `groups` together, each made of groups of
+    the size before."""
     block = fabric.block
     total = block.shape[1]
     # lexsort: the last key is the most important one. Fuller switches first, so that few are used
@@ -139,7 +153,8 @@ def _packed(
 
 
 def _joined(block: Ints, runs: Sequence[tuple[int, ...]], width: int) -> list[tuple[int, ...]]:
-    """Runs joined in sets of `width`: first inside one domain, then under one switch, tier by tier."""
+    """Runs joined in sets of `width`: first inside one domain, then under one switch, tier by
+    tier."""
     result: list[tuple[int, ...]] = []
     rest = list(runs)
     for tier in range(block.shape[0]):
@@ -157,7 +172,8 @@ def _joined(block: Ints, runs: Sequence[tuple[int, ...]], width: int) -> list[tu
 
 
 def _tightest(block: Ints, runs: Sequence[tuple[int, ...]], slots: int) -> list[int]:
-    """Nodes of the runs; where there are more than needed, of those under the smallest sufficient switch."""
+    """Nodes of the runs; where there are more than needed, of those under the smallest sufficient
+    switch."""
     have = sum(map(len, runs))
     if have > slots:
         for tier in range(block.shape[0]):

@@ -1,10 +1,11 @@
 """Lower bound of a step on a network over all node placements. Pure.
 
-For every axis: its groups need a certain number of nodes each; where not all of them fit under switches of a tier, at
-least one crosses the next tier and pays its rate and latency. Congestion counts only at the nodes' own NICs, whose load
-does not depend on the placement. A bound path has no more seconds on NVLink and none more on the network than any real
-one; where a group may lie on either, its seconds are NVLink's, or fewer where the network were faster. So
-the bound holds whatever share of either link the software reaches.
+For every axis: its groups need a certain number of nodes each; where not all of them fit under
+switches of a tier, at least one crosses the next tier and pays its rate and latency. Congestion
+counts only at the nodes' own NICs, whose load does not depend on the placement. A bound path has no
+more seconds on NVLink and none more on the network than any real one; where a group may lie on
+either, its seconds are NVLink's, or fewer where the network were faster. So the bound holds
+whatever share of either link the software reaches.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ from .path_cache import Cuts, communicating
 def placement_lower_bound(
     fabric: Fabric, order: Sequence[Axis], parallel: Parallel, keys: Iterable[PathKey], work: Work
 ) -> float:
-    """Lower bound of the step in seconds, for this nesting order and any placement. `keys`: of the paths it needs."""
-    sizes, ratio, cuts = degrees(parallel), nvlink_over_fabric(work.rate), Cuts.of(parallel)
-    paths, known = {}, True
+    """Lower bound of the step in seconds, for this nesting order and any placement. `keys`: of the
+    paths it needs."""
+    sizes = degrees(parallel)
+    ratio = nvlink_over_fabric(work.rate)
+    cuts = Cuts.of(parallel)
+    paths = {}
+    known = True
     for key in keys:
         wrap = key != (("pp",), "chain") or parallel.vpp > 1
         members, pattern = communicating(order, sizes, key, cuts)
@@ -41,12 +46,15 @@ def placement_lower_bound(
 
 
 def nvlink_over_fabric(rate: Rates) -> float:
-    """The least by which the share that is reached of NVLink exceeds that of the network, for any collective."""
+    """The least by which the share that is reached of NVLink exceeds that of the network, for any
+    collective."""
     links = (rate.tensor, rate.tensor_outside, rate.ring)
     return min(value_of(one.nvlink) / value_of(one.nic) for one in links)
 
 
-def path_lower_bound(fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool, ratio: float = 1.0) -> Path:
+def path_lower_bound(
+    fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool, ratio: float = 1.0
+) -> Path:
     """A path that costs no more than `fabric.path` of the same groups under any placement.
 
     `ratio`: see `nvlink_over_fabric`.
@@ -57,7 +65,8 @@ def path_lower_bound(fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool
     slot = members // fabric.gpus_per_node
     row = np.sort(slot, axis=1)
     spans = 1 + (row[:, 1:] != row[:, :-1]).sum(axis=1)  # nodes of each group
-    nodes, inside = int(spans.min()), 1.0 / float(fabric.rate[0])
+    nodes = int(spans.min())
+    inside = 1.0 / float(fabric.rate[0])
     if nodes == 1:
         hop = float(fabric.latency.min())
         turn = hop * (n if wrap and pattern != "exchange" else n - 1)
@@ -73,25 +82,40 @@ def path_lower_bound(fabric: Fabric, members: Ints, pattern: Pattern, wrap: bool
     even = bool((spans == nodes).all()) and count * nodes == int(row.max()) + 1 - int(row.min())
     level = _least_level(fabric, nodes, count if even else 1)
     if level == 0:
-        # inside one domain, or, where no two neighbours share a node, wholly outside: then all `u` GPUs of a domain
-        # that the job uses send out of it, a ring over at most `u` GPUs' NICs
-        alone = {"ring": nic * nics / math.sqrt(domain * nics), "chain": nic, "exchange": nic / 2}[pattern]
-        near = inside if pattern != "exchange" and not crossing.all() else min(inside, alone * ratio)
+        # inside one domain, or, where no two neighbours share a node, wholly outside: then all `u`
+        # GPUs of a domain that the job uses send out of it, a ring over at most `u` GPUs' NICs
+        alone = {"ring": nic * nics / math.sqrt(domain * nics), "chain": nic, "exchange": nic / 2}[
+            pattern
+        ]
+        near = (
+            inside if pattern != "exchange" and not crossing.all() else min(inside, alone * ratio)
+        )
         return Path(near, 0.0, float(fabric.latency.min()), 0.0, fabric.names[0], {})
-    rate, latency = float(fabric.rate[level:].max()), float(fabric.latency[level:].min())
+    rate = float(fabric.rate[level:].max())
+    latency = float(fabric.latency[level:].min())
     if pattern == "exchange":
         outside = max(0, n - domain) / (n - 1) * nic
-        inside = (min(n, domain) - 1) / (n - 1)  # at most; by domain, fewer domains get fewer rows of a token
-        return Path(0.0, outside, latency, latency * (n - 1), fabric.names[level], {fabric.names[0]: inside})
+        inside = (min(n, domain) - 1) / (
+            n - 1
+        )  # at most; by domain, fewer domains get fewer rows of a token
+        return Path(
+            0.0, outside, latency, latency * (n - 1), fabric.names[level], {fabric.names[0]: inside}
+        )
     nvlink = 0.0 if crossing.all() else inside  # two neighbours on one node
     least = int(crossing.sum(axis=1).min())  # hops between nodes; two hops of a ring reach `level`
     far = min(2 if wrap else 1, least)
     near = float(fabric.latency[0 if domain > fabric.gpus_per_node else 1 :].min())
-    hops = (crossing.shape[1] - least) * float(fabric.latency.min()) + (least - far) * near + far * latency
+    hops = (
+        (crossing.shape[1] - least) * float(fabric.latency.min())
+        + (least - far) * near
+        + far * latency
+    )
     seconds = 1.0 / ((min(n, domain) if pattern == "ring" else 1) * rate * nics)
     if domain == fabric.gpus_per_node:  # what leaves a node does not depend on where the node is
         load = np.bincount(source[crossing])
-        seconds = max(seconds, float(load.max()) / (fabric.gpus_per_node * float(fabric.rate[1:].max())))
+        seconds = max(
+            seconds, float(load.max()) / (fabric.gpus_per_node * float(fabric.rate[1:].max()))
+        )
         if pattern == "ring" and even and n % nodes == 0:
             seconds = max(seconds, nodes / (n * rate * nics))
     return Path(nvlink, seconds, latency, hops, fabric.names[level], {})

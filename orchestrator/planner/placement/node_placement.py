@@ -1,13 +1,16 @@
-"""Node placement: which node stands in which node slot of the job, and how far that is from optimal.
+"""Node placement: which node stands in which node slot of the job, and how far that is from
+optimal.
 
-Ranks fill node slots 0, 1, 2, ...; a placement assigns a node to each slot. It matters where switches are ragged or
-fragmented, or where there are more nodes than needed. Objective, lexicographic (planning.md E2): tensor-parallel groups
-inside an NVLink domain, then expert-parallel groups, then the predicted step (which includes the load of shared
-uplinks), then all communication seconds, hidden or not, then the switch levels that the axes cross.
+Ranks fill node slots 0, 1, 2, ...; a placement assigns a node to each slot. It matters where
+switches are ragged or fragmented, or where there are more nodes than needed. Objective,
+lexicographic (planning.md E2): tensor-parallel groups inside an NVLink domain, then expert-parallel
+groups, then the predicted step (which includes the load of shared uplinks), then all communication
+seconds, hidden or not, then the switch levels that the axes cross.
 
-Few nodes are placed exactly: every placement up to symmetry is costed. Many are placed by packing whole groups under
-switches, for every nesting order, then by swaps. The scheduler's own order is always a candidate, so the result is
-never worse. `bound_s` holds for every placement, so the gap to it limits what a better one could gain.
+Few nodes are placed exactly: every placement up to symmetry is costed. Many are placed by packing
+whole groups under switches, for every nesting order, then by swaps. The scheduler's own order is
+always a candidate, so the result is never worse. `bound_s` holds for every placement, so the gap to
+it limits what a better one could gain.
 """
 
 from __future__ import annotations
@@ -64,13 +67,15 @@ class NodePlacement(NamedTuple):
     nodes: tuple[int, ...]  # index of the node in each slot
     candidate: Candidate
     score: PlacementScore
-    bound_s: float  # lower bound of the step over all placements and nesting orders that keep tp and ep inside
+    # lower bound of the step over all placements and nesting orders that keep tp and ep inside
+    bound_s: float
     exact: bool  # every placement was costed
     given: PlacementScore  # of the nodes in the order in which they were given
 
     @property
     def gap(self) -> float:
-        """Share of the step that a better placement could save at most: 0.03 is 3 %; 0 when this one is optimal."""
+        """Share of the step that a better placement could save at most: 0.03 is 3 %; 0 when this
+        one is optimal."""
         return 0.0 if self.exact else max(0.0, self.score.step_s / self.bound_s - 1)
 
 
@@ -85,7 +90,10 @@ class PlacementCosts:
         work: Work,
         only: Sequence[Axis] | None,
     ):
-        self.path_cache, self.parallel, self.traffic, self.work = path_cache, parallel, traffic, work
+        self.path_cache = path_cache
+        self.parallel = parallel
+        self.traffic = traffic
+        self.work = work
         fabric = path_cache.fabric
         self.slots = -(-parallel.world_size // fabric.gpus_per_node)
         self.total = fabric.block.shape[1]
@@ -101,7 +109,8 @@ class PlacementCosts:
         fabric = self.path_cache.fabric
         if fabric.gpus[0].max() > fabric.gpus_per_node:
             return
-        sizes, groups = degrees(self.parallel), [("tp",), axes(self.parallel)]
+        sizes = degrees(self.parallel)
+        groups = [("tp",), axes(self.parallel)]
         for varying in groups:
 
             def outside(order: tuple[Axis, ...], varying: tuple[Axis, ...] = varying) -> bool:
@@ -128,18 +137,24 @@ class PlacementCosts:
         return self._by_signature[pattern]
 
     def _score(self, found: Candidate, index: int) -> PlacementScore:
-        names, busy = self.path_cache.fabric.names, 0.0
+        names = self.path_cache.fabric.names
+        busy = 0.0
         for rank in {id(items): items for items in self.traffic}.values():
             total = 0.0
             for item in rank:
                 path = found.paths[item.key]
-                once = collective.seconds(item.operation, item.size, item.members, path, self.work.rate.ring)
+                once = collective.seconds(
+                    item.operation, item.size, item.members, path, self.work.rate.ring
+                )
                 total += item.count * value_of(once)
             busy = max(busy, total)
         levels = [found.worst_level(axis) for axis in AXES]
         height = sum(names.index(level) + 1 for level in levels if level in names)
-        tp, ep = found.outside_nvlink("tp"), found.outside_nvlink("ep")
-        return PlacementScore(not found.legal, tp, ep, _round(found.step_s), _round(busy), height, index)
+        tp = found.outside_nvlink("tp")
+        ep = found.outside_nvlink("ep")
+        return PlacementScore(
+            not found.legal, tp, ep, _round(found.step_s), _round(busy), height, index
+        )
 
     def bound(self) -> float:
         """Lower bound of the step in seconds, for any placement and nesting order."""
@@ -158,10 +173,11 @@ def place_nodes(
     only: Sequence[Axis] | None = None,
     exact: bool | None = None,
 ) -> NodePlacement:
-    """The best placement found, never worse than the given node order. `exact` None: cost all where nodes are few.
+    """The best placement found, never worse than the given node order. `exact` None: cost all where
+    nodes are few.
 
-    O(nodes log nodes) for many nodes. The result depends on the network's shape, not on names or their order, except
-    that the given order wins ties.
+    O(nodes log nodes) for many nodes. The result depends on the network's shape, not on names or
+    their order, except that the given order wins ties.
     """
     costs = PlacementCosts(path_cache, parallel, traffic, work, only)
     given = tuple(range(costs.slots))
@@ -175,14 +191,25 @@ def place_nodes(
     few = costs.total <= EXACT_NODES if exact is None else exact
     if (
         few
-        and (placements := _up_to(EXACT_PLACEMENTS, distinct_node_orders(path_cache.fabric, costs.slots))) is not None
+        and (
+            placements := _up_to(
+                EXACT_PLACEMENTS, distinct_node_orders(path_cache.fabric, costs.slots)
+            )
+        )
+        is not None
     ):
         for nodes in placements:
             best = min(best, (*costs.cost(nodes), nodes), key=lambda found: found[0])
-        return NodePlacement(best[2], best[1], best[0], min(bound, best[0].step_s), True, given_score)
+        return NodePlacement(
+            best[2], best[1], best[0], min(bound, best[0].step_s), True, given_score
+        )
     sizes = degrees(parallel)
     packed = packed_node_orders(path_cache.fabric, costs.orders, sizes, costs.slots)
-    by_domain = [] if costs.slots == costs.total else domain_node_orders(path_cache.fabric, parallel.tp, costs.slots)
+    by_domain = (
+        []
+        if costs.slots == costs.total
+        else domain_node_orders(path_cache.fabric, parallel.tp, costs.slots)
+    )
     for nodes in itertools.chain(packed, by_domain):
         best = min(best, (*costs.cost(nodes), nodes), key=lambda found: found[0])
     if not done() and costs.total <= MAX_SWAP_NODES:
@@ -198,7 +225,8 @@ def _up_to(limit: int, found: Iterator[tuple[int, ...]]) -> list[tuple[int, ...]
 def _improve_by_swaps(
     costs: PlacementCosts, best: tuple[PlacementScore, Candidate, tuple[int, ...]]
 ) -> tuple[PlacementScore, Candidate, tuple[int, ...]]:
-    """Swap the nodes of two slots, or a used and a free node, while that helps; at most `MAX_SWAPS` tries."""
+    """Swap the nodes of two slots, or a used and a free node, while that helps; at most `MAX_SWAPS`
+    tries."""
     left = MAX_SWAPS
     improved = True
     while improved:
@@ -214,7 +242,8 @@ def _improve_by_swaps(
             left -= 1
             scored = costs.cost(other)
             if _is_worth_swapping(scored[0], best[0]):
-                best, improved = (*scored, other), True
+                best = (*scored, other)
+                improved = True
                 break
     return best
 
@@ -231,7 +260,8 @@ def _swapped(nodes: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
 
 
 def reorder(cluster: Cluster, nodes: Sequence[int]) -> Cluster:
-    """`cluster` with `nodes` first, in this order, and then all others in their old order, as spares."""
+    """`cluster` with `nodes` first, in this order, and then all others in their old order, as
+    spares."""
     chosen = set(nodes)
     order = [*nodes, *(node for node in range(len(cluster.node_names)) if node not in chosen)]
     at = np.empty(len(order), dtype=np.int64)
@@ -254,10 +284,11 @@ def _round(seconds: float) -> float:
 
 
 def cluster_to_fill(config: Config, pool: Cluster) -> Cluster:
-    """Nodes of `pool`, as many as the degrees need, for the legality rules; placement chooses among all.
+    """Nodes of `pool`, as many as the degrees need, for the legality rules; placement chooses among
+    all.
 
-    A described cluster is filled, but for what `plan.domains` leaves idle. An imported one may be larger; with dp left
-    out the job takes all of it.
+    A described cluster is filled, but for what `plan.domains` leaves idle. An imported one may be
+    larger; with dp left out the job takes all of it.
     """
     par = with_defaults(config.parallel)
     if config.cluster.topology_file is None or par.dp is None:
@@ -266,15 +297,22 @@ def cluster_to_fill(config: Config, pool: Cluster) -> Cluster:
     nodes = -(-math.prod(sizes.values()) // pool.gpus_per_node)
     if nodes >= len(pool.node_names):
         return pool
-    usable = usable_nodes(pool, domains_of(pool).inner_group(sizes["tp"], sizes["cp"], sizes["ep"], sizes["pp"]))
+    usable = usable_nodes(
+        pool, domains_of(pool).inner_group(sizes["tp"], sizes["cp"], sizes["ep"], sizes["pp"])
+    )
     return cut(pool, usable[:nodes] if len(usable) >= nodes else range(nodes))
 
 
 def make_context(
-    config: Config, cluster: Cluster, profile: Profile | None = None, path_cache: PathCache | None = None
+    config: Config,
+    cluster: Cluster,
+    profile: Profile | None = None,
+    path_cache: PathCache | None = None,
 ) -> CostContext:
-    """What all layouts of a configuration share. `path_cache`: the cluster's, if there is one already."""
-    software, matmul = software_named(config.cost.software), config.train.matmul
+    """What all layouts of a configuration share. `path_cache`: the cluster's, if there is one
+    already."""
+    software = software_named(config.cost.software)
+    matmul = config.train.matmul
     same: dict[str, Any] = {"matmul": matmul, "software": software, "profile": profile}
     same |= {"imbalance": config.cost.expert_imbalance, "state": config.optim.state}
     return CostContext(cluster, resolve(config.model), make_train(config), path_cache, **same)
@@ -283,7 +321,8 @@ def make_context(
 def place_job(
     context: CostContext, parallel: Parallel, only: Sequence[Axis] | None = None, move: bool = True
 ) -> tuple[CostContext, Certificate]:
-    """(context with its nodes in the order of the best placement, spares last; certificate of that placement).
+    """(context with its nodes in the order of the best placement, spares last; certificate of that
+    placement).
 
     Without `move` the nodes keep their order, but for those that stay idle, and are only certified.
     """
@@ -297,7 +336,9 @@ def place_job(
         return context, Certificate(bound_s=bound, gap=0.0, exact=False, given_step_s=0.0)
     found = place_nodes(context.path_cache, parallel, traffic, work, only)
     given = found.given.step_s
-    certificate = Certificate(bound_s=found.bound_s, gap=found.gap, exact=found.exact, given_step_s=given)
+    certificate = Certificate(
+        bound_s=found.bound_s, gap=found.gap, exact=found.exact, given_step_s=given
+    )
     return _moved(context, found.nodes), certificate
 
 
@@ -312,4 +353,6 @@ def certified(certificate: Certificate, step_s: float) -> Certificate:
     """The certificate with its gap to the predicted step, which also limits its bound."""
     bound = min(certificate.bound_s, step_s)
     gap = 0.0 if certificate.exact else step_s / bound - 1
-    return structs.replace(certificate, bound_s=bound, gap=gap, given_step_s=certificate.given_step_s or step_s)
+    return structs.replace(
+        certificate, bound_s=bound, gap=gap, given_step_s=certificate.given_step_s or step_s
+    )

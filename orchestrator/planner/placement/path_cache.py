@@ -1,4 +1,5 @@
-"""The groups of ranks that communicate in a nesting order, and their paths on a cluster, each computed once."""
+"""The groups of ranks that communicate in a nesting order, and their paths on a cluster, each
+computed once."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from orchestrator.planner.numpy_import import np
 def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Sequence[str]) -> Ints:
     """Ranks of every group in which only the `varying` axes vary: int array [groups, members].
 
-    Members are sorted by those coordinates, the last of `varying` slowest, as in `orchestrator.plan.ranks.groups`.
+    Members are sorted by those coordinates, the last of `varying` slowest, as in
+    `orchestrator.plan.ranks.groups`.
     """
     outer_first = list(reversed(order))
     grid = np.arange(np.prod([degrees[axis] for axis in outer_first], dtype=int))
@@ -31,8 +33,8 @@ def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Seq
 
 
 def mirrored(members: Ints, pp: int) -> Ints:
-    """Of int [groups, pp * n] over all stages: the n ranks of stage r together with those of stage pp - 1 - r, which
-    hold the same layers in a bidirectional pipeline."""
+    """Of int [groups, pp * n] over all stages: the n ranks of stage r together with those of stage
+    pp - 1 - r, which hold the same layers in a bidirectional pipeline."""
     stages = members.reshape(len(members), pp, -1)
     pairs = np.concatenate([stages[:, : pp // 2], stages[:, : pp // 2 - 1 - pp : -1]], axis=2)
     return pairs.reshape(-1, pairs.shape[2])
@@ -57,8 +59,11 @@ def communicating(
 ) -> tuple[Ints, Pattern]:
     """int [groups, n]: the groups that a key of `Traffic` means, and how they communicate."""
     varying, pattern = key
-    members, zero_group = group_members(order, sizes, varying), cuts.zero_group
-    if pattern == "exchange" and "tp" in varying and cuts.etp > 1:  # with those that hold the same part of experts
+    members = group_members(order, sizes, varying)
+    zero_group = cuts.zero_group
+    if (
+        pattern == "exchange" and "tp" in varying and cuts.etp > 1
+    ):  # with those that hold the same part of experts
         apart = members.reshape(len(members), -1, sizes["tp"] // cuts.etp, cuts.etp)
         members = np.moveaxis(apart, 3, 1).reshape(len(members) * cuts.etp, -1)
     if "pp" in varying and len(varying) > 1:
@@ -71,33 +76,47 @@ def communicating(
 
 
 def split_groups(members: Ints, part: str, zero_group: int) -> Ints:
-    """Of int [groups, n]: "shard", neighbours that share one copy; "replica", the holders of the same shard."""
+    """Of int [groups, n]: "shard", neighbours that share one copy; "replica", the holders of the
+    same shard."""
     split = members.reshape(len(members), -1, zero_group)
     split = split if part == "shard" else split.swapaxes(1, 2)
     return split.reshape(-1, split.shape[2])
 
 
 class PathCache:
-    """Paths on one cluster, each computed once: axes with equal strides and sizes have equal groups."""
+    """Paths on one cluster, each computed once: axes with equal strides and sizes have equal
+    groups."""
 
     def __init__(self, cluster: Cluster):
         self.fabric = Fabric(cluster)
         self._seen: dict[tuple[object, ...], Path] = {}
         self._goes: dict[tuple[object, ...], bool] = {}
-        self.nodes: tuple[int, ...] = ()  # the node in each slot, where that is not the cluster's order
+        self.nodes: tuple[
+            int, ...
+        ] = ()  # the node in each slot, where that is not the cluster's order
 
     def reordered(self, nodes: Sequence[int]) -> PathCache:
         """An empty cache for the same network with `nodes` in this order."""
         other = copy.copy(self)
-        other.fabric, other._seen, other._goes, other.nodes = self.fabric.reordered(nodes), {}, {}, tuple(nodes)
+        other.fabric = self.fabric.reordered(nodes)
+        other._seen = {}
+        other._goes = {}
+        other.nodes = tuple(nodes)
         return other
 
     def path(
-        self, order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, wrap: bool = True, cuts: Cuts = NO_CUTS
+        self,
+        order: Sequence[Axis],
+        sizes: Mapping[str, int],
+        key: PathKey,
+        wrap: bool = True,
+        cuts: Cuts = NO_CUTS,
     ) -> Path:
         """Path of a pattern over all groups in which the axes of `key` vary, nested in `order`."""
         varying, pattern = key
-        shape = tuple((_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1)
+        shape = tuple(
+            (_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1
+        )
         if not shape:
             return NO_PATH
         both = "pp" in varying and len(varying) > 1  # two stages that are the same one
@@ -105,42 +124,64 @@ class PathCache:
         slot = (shape, pattern, both, wrap, math.prod(sizes.values()), cuts)
         if slot not in self._seen:
             members, way = communicating(order, sizes, key, cuts)
-            members = self.fabric.standing_for_all(members, max(stride * size for stride, size in shape))
+            members = self.fabric.standing_for_all(
+                members, max(stride * size for stride, size in shape)
+            )
             self._seen[slot] = self.fabric.path(members, way, wrap)
         return self._seen[slot]
 
-    def spans_domains(self, order: Sequence[Axis], sizes: Mapping[str, int], varying: Sequence[Axis]) -> bool:
-        """Whether the first and the last member of a group are farther apart than an NVLink domain is long: known
-        without a path. Also False where domains are not alike."""
+    def spans_domains(
+        self, order: Sequence[Axis], sizes: Mapping[str, int], varying: Sequence[Axis]
+    ) -> bool:
+        """Whether the first and the last member of a group are farther apart than an NVLink domain
+        is long: known without a path. Also False where domains are not alike."""
         last = sum(_stride(order, sizes, axis) * (sizes[axis] - 1) for axis in varying)
         return last >= self.fabric.domain_gpus
 
     def by_domain(self, order: Sequence[Axis], parallel: Parallel, moe: Moe) -> bool:
         """Whether tokens of ranks nested in `order` can go by domain (`plan.hierarchy`)."""
-        sizes, varying, cuts = degrees(parallel), axes(parallel), Cuts.of(parallel)
-        shape = tuple((_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1)
+        sizes = degrees(parallel)
+        varying = axes(parallel)
+        cuts = Cuts.of(parallel)
+        shape = tuple(
+            (_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1
+        )
         slot = (shape, cuts.etp, parallel.world_size)
         if slot not in self._goes:
             members, _ = communicating(order, sizes, (varying, "exchange"), cuts)
-            members = self.fabric.standing_for_all(members, max(stride * size for stride, size in shape))
+            members = self.fabric.standing_for_all(
+                members, max(stride * size for stride, size in shape)
+            )
             domains = self.fabric.block[0][np.sort(members, axis=1) // self.fabric.gpus_per_node]
             self._goes[slot] = hierarchy.problem_of(moe, domains.tolist()) is None
         return self._goes[slot]
 
 
 class Paths(Mapping[PathKey, Path]):
-    """Paths of a nesting order, each found when it is asked for: most orders are out by the path of their tp groups."""
+    """Paths of a nesting order, each found when it is asked for: most orders are out by the path of
+    their tp groups."""
 
     def __init__(
-        self, cache: PathCache, order: Sequence[Axis], sizes: Mapping[str, int], wanted: dict[PathKey, bool], cuts: Cuts
+        self,
+        cache: PathCache,
+        order: Sequence[Axis],
+        sizes: Mapping[str, int],
+        wanted: dict[PathKey, bool],
+        cuts: Cuts,
     ):
         """`wanted`: keys, and whether the last member of a group sends to the first."""
-        self.cache, self.order, self.sizes, self.wanted, self.cuts = cache, order, sizes, wanted, cuts
+        self.cache = cache
+        self.order = order
+        self.sizes = sizes
+        self.wanted = wanted
+        self.cuts = cuts
         self._found: dict[PathKey, Path] = {}
 
     def __getitem__(self, key: PathKey) -> Path:
         if key not in self._found:
-            self._found[key] = self.cache.path(self.order, self.sizes, key, self.wanted[key], self.cuts)
+            self._found[key] = self.cache.path(
+                self.order, self.sizes, key, self.wanted[key], self.cuts
+            )
         return self._found[key]
 
     def spans_domains(self, varying: Sequence[Axis]) -> bool:

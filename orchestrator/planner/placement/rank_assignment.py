@@ -1,4 +1,5 @@
-"""Rank assignment of a plan and what schedulers ask of it. Pure, without numpy: pods and submitters import it."""
+"""Rank assignment of a plan and what schedulers ask of it. Pure, without numpy: pods and submitters
+import it."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from orchestrator.plan.document import Cluster, Coord, Plan, Rank
 
 
 def assign_ranks(cluster: Cluster, all_coords: Sequence[Mapping[str, int]]) -> list[Rank]:
-    """Ranks with node, GPU and the NIC that serves that GPU. all_coords: coordinates of each rank by axis."""
-    gpus, nics = cluster.gpus_per_node, cluster.nics_per_node
+    """Ranks with node, GPU and the NIC that serves that GPU. all_coords: coordinates of each rank
+    by axis."""
+    gpus = cluster.gpus_per_node
+    nics = cluster.nics_per_node
     return [
         Rank(
             rank=rank,
@@ -45,7 +48,8 @@ def leaf_switches(plan: Plan) -> int:
 def block_size(plan: Plan) -> int:
     """Nodes of a block: of an NVLink domain where domains span nodes, else of an innermost switch.
 
-    The largest block counts: a block of which some nodes are in use looks smaller in the plan than to the scheduler.
+    The largest block counts: a block of which some nodes are in use looks smaller in the plan than
+    to the scheduler.
     """
     domain = max(len(nodes) for nodes in plan.cluster.nvlink_domains)
     if domain > 1 or not plan.cluster.levels:
@@ -54,21 +58,26 @@ def block_size(plan: Plan) -> int:
 
 
 def whole_unit(plan: Plan, block: int) -> int:
-    """Nodes of the largest unit of the job that fits into a block of `block` nodes and divides the job.
+    """Nodes of the largest unit of the job that fits into a block of `block` nodes and divides the
+    job.
 
-    A unit spans the innermost k axes, whose ranks should stay together: the tensor-parallel group, then with its
-    context, expert and pipeline neighbours, and so on. Where the job uses equal parts of NVLink domains and leaves the
-    rest of them idle (`plan.domains`), such a part is the unit. Slurm's --segment and Kueue's slices keep it inside one
-    block.
+    A unit spans the innermost k axes, whose ranks should stay together: the tensor-parallel group,
+    then with its context, expert and pipeline neighbours, and so on. Where the job uses equal parts
+    of NVLink domains and leaves the rest of them idle (`plan.domains`), such a part is the unit.
+    Slurm's --segment and Kueue's slices keep it inside one block.
     """
-    nodes, gpus, best = used_node_count(plan), plan.cluster.gpus_per_node, 1
+    nodes = used_node_count(plan)
+    gpus = plan.cluster.gpus_per_node
+    best = 1
     order = plan.parallel.order
     for count in range(1, len(order) + 1):
         ranks = prod(getattr(plan.parallel, axis) for axis in order[:count])
         size, rest = divmod(ranks, gpus)
         if not rest and size and size <= block and nodes % size == 0:
             best = size
-    busy = [sum(node < nodes for node in domain) for domain in plan.cluster.nvlink_domains]  # ranks fill the first
+    busy = [
+        sum(node < nodes for node in domain) for domain in plan.cluster.nvlink_domains
+    ]  # ranks fill the first
     part = max(busy)
     equal = {*busy} <= {0, part} and part < max(map(len, plan.cluster.nvlink_domains))
     return part if equal and part <= block and part % best == 0 else best
@@ -77,8 +86,8 @@ def whole_unit(plan: Plan, block: int) -> int:
 def save_seconds(plan: Plan, gb_per_s_per_node: float) -> float:
     """Upper bound of the seconds of a save after a termination signal, for grace periods.
 
-    The current step ends, then each node writes the states of its ranks. Every rank is counted like the fullest one,
-    and states that replicas share are counted on each.
+    The current step ends, then each node writes the states of its ranks. Every rank is counted like
+    the fullest one, and states that replicas share are counted on each.
     """
     ranks = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
     stored = (plan.memory.params + plan.memory.optimizer) * ranks

@@ -7,7 +7,24 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 #: What tables write where they have no number.
-BLANK = frozenset(("", "-", "--", "—", "?", "n/a", "na", "nan", "null", "none", "unknown", "not stated", "tbd", "auto"))
+BLANK = frozenset(
+    (
+        "",
+        "-",
+        "--",
+        "—",
+        "?",
+        "n/a",
+        "na",
+        "nan",
+        "null",
+        "none",
+        "unknown",
+        "not stated",
+        "tbd",
+        "auto",
+    )
+)
 #: What tables write where they have no word; "none" is a word.
 _NO_WORD = BLANK - {"none", "auto"}
 MOST_GPUS = 1 << 20
@@ -28,7 +45,14 @@ _SCALES = {"": 0, "k": 1, "m": 2, "b": 3, "t": 4}
 #: Units of measured cells, in the column's own.
 _MEASURED: dict[str, dict[str, float]] = {
     "step_time_s": {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0},
-    "peak_mem_gib": {"gib": 1.0, "gb": 1.0, "g": 1.0, "mib": 2.0**-10, "mb": 2.0**-10, "bytes": 2.0**-30},
+    "peak_mem_gib": {
+        "gib": 1.0,
+        "gb": 1.0,
+        "g": 1.0,
+        "mib": 2.0**-10,
+        "mb": 2.0**-10,
+        "bytes": 2.0**-30,
+    },
 }
 _UNITS = "x|×|gpus?|gpu|layers?|heads?|tokens?|tok|samples?|sequences?|seqs?|ranks?|experts?|stages?|gb|gib|devices?"
 _NUMBER = re.compile(
@@ -44,7 +68,8 @@ class RowError(ValueError):
 
 @lru_cache(maxsize=8192)
 def number_of(name: str, text: str) -> float | None:
-    """The number in a cell of column `name`: "1,024", "8x", "128k", "2x8". None where blank; RowError."""
+    """The number in a cell of column `name`: "1,024", "8x", "128k", "2x8". None where blank;
+    RowError."""
     short = text[:40]
     lower = text.strip().lower()
     if lower in BLANK:
@@ -80,7 +105,8 @@ class Row:
         return "" if text.lower() in _NO_WORD else text
 
     def whole(self, name: str, least: int = 1) -> int | None:
-        """A whole number of at least `least`, None where blank. RowError, also above what is plausible."""
+        """A whole number of at least `least`, None where blank. RowError, also above what is
+        plausible."""
         text = self.cells.get(name) or ""
         if not text:
             return None
@@ -90,7 +116,9 @@ class Row:
         if value < least:
             raise RowError(f"{name}={text[:40]!r} must be at least {least}")
         if value > MOST[name]:
-            raise RowError(f"{name}={text[:40]!r} is above {MOST[name]:,}, the most that is plausible")
+            raise RowError(
+                f"{name}={text[:40]!r} is above {MOST[name]:,}, the most that is plausible"
+            )
         if value != int(value):
             raise RowError(f"{name}={text[:40]!r} is not a whole number")
         return int(value)

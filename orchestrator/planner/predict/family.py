@@ -1,4 +1,5 @@
-"""Which software ran a row: its `framework`, with what `notes`, GPU, precision and shape say of its age and kernels."""
+"""Which software ran a row: its `framework`, with what `notes`, GPU, precision and shape say of its
+age and kernels."""
 
 from __future__ import annotations
 
@@ -33,32 +34,47 @@ _FAMILIES: tuple[tuple[str, str], ...] = (
     (r"maxtext|pax|\bjax\b|t5x|levanter|easylm|\bxla\b|praxis|axlearn", "maxtext"),
     (r"nanotron|picotron", "nanotron"),
     (r"megatron.?deepspeed|gpt.?neox|bigscience", "megatron_deepspeed"),
-    (r"nemo|megatron.?bridge|megatron.?core|mcore|mlperf|megascale|megatron.?hub|pai.?megatron", "nemo"),
+    (
+        r"nemo|megatron.?bridge|megatron.?core|mcore|mlperf|megascale|megatron.?hub|pai.?megatron",
+        "nemo",
+    ),
     (r"megatron|primus|zero.?bubble|simumax|flagscale|internevo|paddle|mindspeed", "megatron"),
     (r"sagemaker|\bmics\b", "fsdp"),
     (r"deepspeed|zero-?[123]|\bzero\b", "deepspeed"),
-    (r"\bhf\b|hugging|transformers|accelerate|\btrl\b|peft|axolotl|factory|swift|fastchat", "transformers"),
+    (
+        r"\bhf\b|hugging|transformers|accelerate|\btrl\b|peft|axolotl|factory|swift|fastchat",
+        "transformers",
+    ),
     (r"fsdp|torch|fairscale|metaseq|lightning|lit-?gpt", "fsdp"),
-    (r"unsloth|fairseq|\bddp\b|vescale|\bfms\b|oumi|nanogpt|open_?lm|olmo|llm\.c\b|prime-?rl|verl\b", "fsdp"),
+    (
+        r"unsloth|fairseq|\bddp\b|vescale|\bfms\b|oumi|nanogpt|open_?lm|olmo|llm\.c\b|prime-?rl|verl\b",
+        "fsdp",
+    ),
     (r"colossal|alpa|oneflow|merak|bmtrain|galvatron|hetu|mindspore|hivemind|slapo", "fsdp"),
 )
 #: "container 25.09", "v24.11.1", "NeMo 24.07"; not "28.29 GiB".
-_RELEASE = re.compile(r"(?:container|nemo|framework|bridge|release|ngc|image|tag|\bv)[ :=]*(2[3-9])\.(\d{2})(?!\d)")
+_RELEASE = re.compile(
+    r"(?:container|nemo|framework|bridge|release|ngc|image|tag|\bv)[ :=]*(2[3-9])\.(\d{2})(?!\d)"
+)
 #: Fused attention, years, and software that did not exist before.
-_SINCE_2023 = re.compile(r"flash|\bfa-?[23]\b|fused attention|202[3-9]|megatron.?core|mcore|bridge|megascale|titan")
+_SINCE_2023 = re.compile(
+    r"flash|\bfa-?[23]\b|fused attention|202[3-9]|megatron.?core|mcore|bridge|megascale|titan"
+)
 #: The first container whose MoE layers launch without waiting for the CPU.
 _MODERN_RELEASE = (26, 6)
 #: The first container whose recipes dispatch tokens with DeepEP or HybridEP.
 _DISPATCHER_RELEASE = (26, 4)
-#: Sources of Megatron-LM's own benchmarks, which ran with `--tp-comm-overlap` (README of r0.8, "Training Speed and
-#: Scalability"); whoever starts it without that option overlaps no tensor parallelism.
+#: Sources of Megatron-LM's own benchmarks, which ran with `--tp-comm-overlap` (README of r0.8,
+#: "Training Speed and Scalability"); whoever starts it without that option overlaps no tensor
+#: parallelism.
 _OWN_BENCHMARKS = re.compile(r"(nvidia )?megatron-lm (readme|examples)")
 _HOPPER = ("H", "GH", "B", "GB")
 _OLD = ("V100", "A100", "A800")
 
 
 _NAMED = re.compile(
-    r"megatron.?(?:deepspeed|bridge|core)|mcore|megatron|foundry|nemo|torch ?titan|maxtext|nanotron|fsdp|deepspeed",
+    r"megatron.?(?:deepspeed|bridge|core)|mcore|megatron|foundry|nemo|torch"
+    r" ?titan|maxtext|nanotron|fsdp|deepspeed",
     re.I,
 )
 
@@ -75,15 +91,23 @@ def software_of(facts: Facts) -> tuple[Software, str]:
     framework = facts.framework.lower()
     name = next((family for pattern, family in _FAMILIES if re.search(pattern, framework)), "")
     if not name:
-        said = f"framework={facts.framework[:40]!r}: unknown, taken as PyTorch's kernels" if framework else ""
+        said = (
+            f"framework={facts.framework[:40]!r}: unknown, taken as PyTorch's kernels"
+            if framework
+            else ""
+        )
         return SOFTWARE["eager"], said or "framework: taken as PyTorch's kernels"
     words = f"{framework}; {facts.notes.lower()}"
     hopper = facts.gpu.startswith(_HOPPER)
     old = _before_2023(facts, words)
-    base, said, own_memory = name, "", dict[str, object]()
+    base = name
+    said = ""
+    own_memory = dict[str, object]()
     if name == "deepspeed":
         sharded = facts.zero == 3
-        base = ("deepspeed_2021" if sharded else "megatron_2021") if old else "transformers"  # it has no models itself
+        base = (
+            ("deepspeed_2021" if sharded else "megatron_2021") if old else "transformers"
+        )  # it has no models itself
         own_memory = {"memory": "deepspeed"} if old else {}
     elif name == "megatron":
         base = "megatron_2021" if old else "megatron"
@@ -94,7 +118,8 @@ def software_of(facts: Facts) -> tuple[Software, str]:
     software = SOFTWARE[base]
     traits = own_memory
     if name == "fsdp" and old:
-        traits, said = {"attention": "unfused"}, "software of 2022: attention is not fused"
+        traits = {"attention": "unfused"}
+        said = "software of 2022: attention is not fused"
     if name in ("nemo", "megatron") and base != "megatron_2021":
         if old:
             traits |= {"attention": "unfused", "tp_overlap": False, "pp_overlap": False}
@@ -117,7 +142,8 @@ def software_of(facts: Facts) -> tuple[Software, str]:
 
 
 def _before_2023(facts: Facts, words: str) -> bool:
-    """Whether a row is of the time before fused attention: GPT-like models of short samples on V100 or A100."""
+    """Whether a row is of the time before fused attention: GPT-like models of short samples on V100
+    or A100."""
     if _SINCE_2023.search(words) or _RELEASE.search(words):
         return False
     if re.search(r"20(19|20|21|22)\b", words):
@@ -140,20 +166,33 @@ def _stated(words: str, software: Software, hopper: bool) -> dict[str, object]:
         traits["elementwise"] = "eager"
     elif "compile" in words or "liger" in words:
         traits["elementwise"] = "fused"
-    if "hybridep" in words or re.search(r"deepep|ep overlap on|overlap.{0,12}(all-?to-?all|a2a|ep\b)", words):
+    if "hybridep" in words or re.search(
+        r"deepep|ep overlap on|overlap.{0,12}(all-?to-?all|a2a|ep\b)", words
+    ):
         traits["ep_overlap"] = True
-    dropping = re.search(r"(?<!no )(?:token[ -]?drop|capacity factor|drop and pad|padded to capacity)", words)
-    graphs = dropping or "hybridep" in words or re.search(r"(?<!no )(?<!without )(?<!w/o )cuda.?graph", words)
+    dropping = re.search(
+        r"(?<!no )(?:token[ -]?drop|capacity factor|drop and pad|padded to capacity)", words
+    )
+    graphs = (
+        dropping
+        or "hybridep" in words
+        or re.search(r"(?<!no )(?<!without )(?<!w/o )cuda.?graph", words)
+    )
     release = _RELEASE.search(words)
     if release and (int(release[1]), int(release[2])) >= _DISPATCHER_RELEASE:
         traits["ep_overlap"] = True
     if graphs or (release and (int(release[1]), int(release[2])) >= _MODERN_RELEASE):
         traits["host"] = "modern"
-    if re.search(r"no (communication |comm |tp |tensor.parallel )?overlap|overlap: none|without overlap", words):
+    if re.search(
+        r"no (communication |comm |tp |tensor.parallel )?overlap|overlap: none|without overlap",
+        words,
+    ):
         traits |= {"tp_overlap": False, "pp_overlap": False, "dp_overlap": "early"}
     elif re.search(r"async.?tp|tp.?(comm)?.?overlap|user.?buffers|overlap tp", words):
         traits["tp_overlap"] = True
-    if re.search(r"pure mixed|(bf16|16-bit) (grad|reduc)|grads? (in )?(bf16|fp16)|bf16 params\+reduce", words):
+    if re.search(
+        r"pure mixed|(bf16|16-bit) (grad|reduc)|grads? (in )?(bf16|fp16)|bf16 params\+reduce", words
+    ):
         traits["grad_bytes"] = 2
     elif re.search(r"(fp32|32-bit) (grad|reduc)|grads? (in )?fp32|; amp$|reduce in fp32", words):
         traits["grad_bytes"] = 4

@@ -1,4 +1,5 @@
-"""Clusters from a table's names of GPUs and networks. What a name does not say is assumed, and reported as such."""
+"""Clusters from a table's names of GPUs and networks. What a name does not say is assumed, and
+reported as such."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ class GpuData(NamedTuple):
     half_tflops: float  # bf16 and fp16
     fp8_tflops: float
     hbm_gb_per_s: float
-    link_gb_per_s: float  # one way, of one GPU to the others of its node: NVLink, Infinity Fabric or PCIe
+    link_gb_per_s: (
+        float  # one way, of one GPU to the others of its node: NVLink, Infinity Fabric or PCIe
+    )
     nic_gbit: float  # of the reference system, a GPU
     per_node: int = 8
     fp4_tflops: float = 0.0
@@ -71,44 +74,97 @@ GPUS: dict[str, GpuData] = {
     "Gaudi2": GpuData(96, 432, 865, 2450, 262, 300),
     "Gaudi3": GpuData(128, 1835, 1835, 3700, 525, 600),
     "Ascend910B": GpuData(64, 376, 376, 1600, 196, 200),
-    "TPUv3": GpuData(32, 123, 123, 900, 164, 164, 4),  # of TPUs, links are those of the torus, all in one domain
+    "TPUv3": GpuData(
+        32, 123, 123, 900, 164, 164, 4
+    ),  # of TPUs, links are those of the torus, all in one domain
     "TPUv4": GpuData(32, 275, 275, 1228, 150, 150, 4),
     "TPUv5e": GpuData(16, 197, 197, 819, 100, 100, 4),
     "TPUv5p": GpuData(95, 459, 459, 2765, 300, 300, 4),
     "TPUv6e": GpuData(32, 918, 918, 1640, 224, 224, 4),
 }
-#: GPUs that stand by fours without NVSwitch: each pair has a third of their links (HGX A100 and H100 of four GPUs; the
-#: quad GH200 of Alps and JUPITER, arXiv 2408.11556, section II).
-_DIRECT = ("V100-16GB", "V100-32GB", "A100-40GB", "A100-64GB", "A100-80GB", "H100-80GB", "H200", "GH200")
+#: GPUs that stand by fours without NVSwitch: each pair has a third of their links (HGX A100 and
+#: H100 of four GPUs; the quad GH200 of Alps and JUPITER, arXiv 2408.11556, section II).
+_DIRECT = (
+    "V100-16GB",
+    "V100-32GB",
+    "A100-40GB",
+    "A100-64GB",
+    "A100-80GB",
+    "H100-80GB",
+    "H200",
+    "GH200",
+)
 SOURCE = "data sheets"
 #: What may stand before a GPU's name without a space.
 _BEFORE = r"(?:\d+X|NVIDIA|TESLA|AMD|INSTINCT|GEFORCE|QUADRO|RTX|DGX|HGX|INTEL|ASCEND|GOOGLE|CLOUD|TPU|MI)"
-#: Patterns of names in upper case, words apart by one space, before the GPU they mean. The first match counts: names
-#: of GPUs, then of systems and clouds' machines, then of generations.
+#: Patterns of names in upper case, words apart by one space, before the GPU they mean. The first
+#: match counts: names of GPUs, then of systems and clouds' machines, then of generations.
 _NAMES: tuple[tuple[str, str], ...] = (
-    *((name, name) for name in ("GB300", "GB200", "B300", "B200", "GH200", "H200", "H800", "A10G", "L40S")),
-    *(("H100.*(HBM2E|500 ?W)", "H100-96GB-HBM2e"), ("H100.*(PCIE|PCI E)", "H100-PCIe")),
-    *(("H100.*(NVL(?!INK)|94)", "H100-NVL"), ("H100", "H100-80GB"), ("H20", "H20"), ("A800", "A800-80GB")),
-    *(("A100.*80.*PCIE|A100.*PCIE.*80", "A100-80GB-PCIe"), ("A100.*PCIE", "A100-40GB-PCIe")),
-    *(("A100.*64", "A100-64GB"), ("A100.*40(?!0)", "A100-40GB"), ("A100", "A100-80GB"), ("P100", "P100")),
-    *(("V100.*16 ?G", "V100-16GB"), ("V100", "V100-32GB"), ("T4", "T4")),
-    *(("A6000", "A6000"), ("6000 ?ADA|ADA ?6000", "RTX6000-Ada"), ("3090", "RTX3090"), ("4090", "RTX4090")),
-    *(("5090", "RTX5090"), ("A40", "A40"), ("A30", "A30"), ("A10", "A10"), ("L40", "L40"), ("L4", "L4")),
-    *(("MI210", "MI210"), ("MI250", "MI250X"), ("MI300", "MI300X"), ("MI325", "MI325X"), (r"MI35\d", "MI355X")),
-    *(("GAUDI ?3", "Gaudi3"), ("GAUDI ?2|HPU", "Gaudi2"), (r"910 ?B\d?", "Ascend910B")),
-    *(("TPU ?V3", "TPUv3"), ("TPU ?V4", "TPUv4"), ("TPU ?V5 ?P", "TPUv5p"), ("TPU ?V5", "TPUv5e")),
-    *(("TPU ?V6|TRILLIUM", "TPUv6e"), ("DGX 1", "V100-16GB"), ("DGX 2", "V100-32GB")),
-    *((r"P4DE|ND\d+AMSR|A2 ULTRA", "A100-80GB"), (r"P4D|ND\d+ASR|A2 HIGH", "A100-40GB"), ("P3DN", "V100-32GB")),
-    *((r"P3\b", "V100-16GB"), ("P5E|A3 ULTRA", "H200"), ("P5|A3 (HIGH|MEGA|EDGE)", "H100-80GB"), ("P6", "B200")),
-    *(("G5", "A10G"), ("G6E", "L40S"), ("G6", "L4"), ("VOLTA", "V100-32GB"), ("AMPERE", "A100-80GB")),
-    *(("HOPPER", "H100-80GB"), ("BLACKWELL", "B200")),
+    *(
+        (name, name)
+        for name in ("GB300", "GB200", "B300", "B200", "GH200", "H200", "H800", "A10G", "L40S")
+    ),
+    ("H100.*(HBM2E|500 ?W)", "H100-96GB-HBM2e"),
+    ("H100.*(PCIE|PCI E)", "H100-PCIe"),
+    ("H100.*(NVL(?!INK)|94)", "H100-NVL"),
+    ("H100", "H100-80GB"),
+    ("H20", "H20"),
+    ("A800", "A800-80GB"),
+    ("A100.*80.*PCIE|A100.*PCIE.*80", "A100-80GB-PCIe"),
+    ("A100.*PCIE", "A100-40GB-PCIe"),
+    ("A100.*64", "A100-64GB"),
+    ("A100.*40(?!0)", "A100-40GB"),
+    ("A100", "A100-80GB"),
+    ("P100", "P100"),
+    ("V100.*16 ?G", "V100-16GB"),
+    ("V100", "V100-32GB"),
+    ("T4", "T4"),
+    ("A6000", "A6000"),
+    ("6000 ?ADA|ADA ?6000", "RTX6000-Ada"),
+    ("3090", "RTX3090"),
+    ("4090", "RTX4090"),
+    ("5090", "RTX5090"),
+    ("A40", "A40"),
+    ("A30", "A30"),
+    ("A10", "A10"),
+    ("L40", "L40"),
+    ("L4", "L4"),
+    ("MI210", "MI210"),
+    ("MI250", "MI250X"),
+    ("MI300", "MI300X"),
+    ("MI325", "MI325X"),
+    (r"MI35\d", "MI355X"),
+    ("GAUDI ?3", "Gaudi3"),
+    ("GAUDI ?2|HPU", "Gaudi2"),
+    (r"910 ?B\d?", "Ascend910B"),
+    ("TPU ?V3", "TPUv3"),
+    ("TPU ?V4", "TPUv4"),
+    ("TPU ?V5 ?P", "TPUv5p"),
+    ("TPU ?V5", "TPUv5e"),
+    ("TPU ?V6|TRILLIUM", "TPUv6e"),
+    ("DGX 1", "V100-16GB"),
+    ("DGX 2", "V100-32GB"),
+    (r"P4DE|ND\d+AMSR|A2 ULTRA", "A100-80GB"),
+    (r"P4D|ND\d+ASR|A2 HIGH", "A100-40GB"),
+    ("P3DN", "V100-32GB"),
+    (r"P3\b", "V100-16GB"),
+    ("P5E|A3 ULTRA", "H200"),
+    ("P5|A3 (HIGH|MEGA|EDGE)", "H100-80GB"),
+    ("P6", "B200"),
+    ("G5", "A10G"),
+    ("G6E", "L40S"),
+    ("G6", "L4"),
+    ("VOLTA", "V100-32GB"),
+    ("AMPERE", "A100-80GB"),
+    ("HOPPER", "H100-80GB"),
+    ("BLACKWELL", "B200"),
 )
 
 
 @lru_cache(maxsize=1024)
 def gpu_of(name: str) -> tuple[str, bool]:
-    """(the GPU that `name` means, True), or an H100 and False: of workstation GPUs too that bear the number of another
-    or the name of their generation (Quadro RTX, RTX PRO)."""
+    """(the GPU that `name` means, True), or an H100 and False: of workstation GPUs too that bear
+    the number of another or the name of their generation (Quadro RTX, RTX PRO)."""
     if gpu_model(name).startswith(("quadro", "pro")):
         return "H100-80GB", False
     words = re.sub(r"[\s_\-/,]+", " ", name[:80].upper())
@@ -135,12 +191,26 @@ _ONE = re.compile(
     re.I,
 )
 _NICS = re.compile(r"(\d+)\s*(?:x\s*)?(?:nics?|hcas?|ports?|rails?)", re.I)
-_CLASSES = re.compile(r"(\d+)\s*[x×]\s*(?:ib\s*|infiniband\s*|mellanox\s*)?(?:[ehnxf]dr|connectx|cx-?\d)", re.I)
-_WHOLE_NODE = re.compile(r"ethernet|\d\s*g(?:b?e|ige)\b|efa|tcp|gigabit", re.I)  # a rate without "per" is the node's
-_CLASS = {"edr": 100, "hdr100": 100, "hdr": 200, "ndr200": 200, "ndr": 400, "xdr": 800, "fdr": 56, "slingshot-10": 100}
+_CLASSES = re.compile(
+    r"(\d+)\s*[x×]\s*(?:ib\s*|infiniband\s*|mellanox\s*)?(?:[ehnxf]dr|connectx|cx-?\d)", re.I
+)
+_WHOLE_NODE = re.compile(
+    r"ethernet|\d\s*g(?:b?e|ige)\b|efa|tcp|gigabit", re.I
+)  # a rate without "per" is the node's
+_CLASS = {
+    "edr": 100,
+    "hdr100": 100,
+    "hdr": 200,
+    "ndr200": 200,
+    "ndr": 400,
+    "xdr": 800,
+    "fdr": 56,
+    "slingshot-10": 100,
+}
 _CLASS |= {"slingshot": 200, "omni": 100}
 _SLOW = re.compile(
-    r"\befa\b|roce|ethernet|gigabit|\d\s*g(?:b?e|ige)\b|tcp|cloud|not stated|unknown|\baws\b|\bgcp\b|azure|\boci\b",
+    r"\befa\b|roce|ethernet|gigabit|\d\s*g(?:b?e|ige)\b|tcp|cloud|not"
+    r" stated|unknown|\baws\b|\bgcp\b|azure|\boci\b",
     re.I,
 )
 _FAST = re.compile(r"infiniband|\bib\b|[ehnx]dr\b|omni|slingshot|quantum|nvl ?\d{2}|dgx", re.I)
@@ -159,7 +229,9 @@ def network_of(words: str, gpus_per_node: int) -> Network:
     by_class = _CLASSES.search(lower)
     if by_class and nics is None:
         nics = int(by_class[1])
-    outside = re.sub(r"(?:nv(?:link|switch)|pcie)[^+,;/]*", "", lower)  # the rate of NVLink is its generation's
+    outside = re.sub(
+        r"(?:nv(?:link|switch)|pcie)[^+,;/]*", "", lower
+    )  # the rate of NVLink is its generation's
     gbit = None
     if several := _SEVERAL.search(outside):
         nics = int(several[1])
@@ -168,10 +240,13 @@ def network_of(words: str, gpus_per_node: int) -> Network:
         nics = int(bare[1])
         gbit = nics * float(bare[2]) / size
     elif one := _ONE.search(outside):
-        rate, unit = _gbit(one[1], one[2]), one[4] or ""
+        rate = _gbit(one[1], one[2])
+        unit = one[4] or ""
         if unit in ("nic", "port", "") and nics:
             gbit = rate * nics / size
-        elif unit in ("node", "host", "server") or (not unit and (rate > 800 or _WHOLE_NODE.search(lower))):
+        elif unit in ("node", "host", "server") or (
+            not unit and (rate > 800 or _WHOLE_NODE.search(lower))
+        ):
             gbit = rate / size
         else:
             gbit = rate
@@ -190,7 +265,9 @@ def network_of(words: str, gpus_per_node: int) -> Network:
         linked = False
     elif "nvlink" in lower or "nvswitch" in lower or domain:
         linked = True
-    slow = bool(_SLOW.search(lower)) or (gbit is not None and gbit < 100 and not _FAST.search(lower))
+    slow = bool(_SLOW.search(lower)) or (
+        gbit is not None and gbit < 100 and not _FAST.search(lower)
+    )
     return Network(gbit, nics, linked, int(domain[1]) if domain else None, per_node, slow)
 
 
@@ -202,20 +279,31 @@ def _gbit(number: str, letter: str) -> float:
 def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) -> Cluster:
     """A cluster with one switch level over all nodes: tables say nothing about switches.
 
-    Where nothing is said of the network it is that of the GPU's reference system. `gpus_per_node`: of a whole node, of
-    which a small job takes some.
+    Where nothing is said of the network it is that of the GPU's reference system. `gpus_per_node`:
+    of a whole node, of which a small job takes some.
     """
-    data, node_gpus = GPUS[gpu], gpus_per_node
+    data = GPUS[gpu]
+    node_gpus = gpus_per_node
     gpus_per_node = min(node_gpus, num_gpus)
-    direct = gpu in _DIRECT and node_gpus == 4 and network.nvlink is not False and not network.domain_gpus
+    direct = (
+        gpu in _DIRECT
+        and node_gpus == 4
+        and network.nvlink is not False
+        and not network.domain_gpus
+    )
     nodes = -(-num_gpus // gpus_per_node)
     most = max(1, (network.domain_gpus or gpus_per_node) // gpus_per_node)
-    # of larger domains than the job needs it has equal parts: 512 GPUs are 64 of each of eight NVL72 racks
+    # of larger domains than the job needs it has equal parts: 512 GPUs are 64 of each of eight
+    # NVL72 racks
     per_domain = next((part for part in range(most, most // 2, -1) if nodes % part == 0), most)
     half = data.half_tflops * 1e12
     peaks = {"fp32": half / 8, "bf16": half, "fp16": half, "fp8": data.fp8_tflops * 1e12}
     peaks["nvfp4"] = max(data.fp4_tflops, data.fp8_tflops) * 1e12
-    link = min(data.link_gb_per_s, 64.0 if GPUS[gpu].half_tflops > 700 else 32.0) if network.nvlink is False else 0.0
+    link = (
+        min(data.link_gb_per_s, 64.0 if GPUS[gpu].half_tflops > 700 else 32.0)
+        if network.nvlink is False
+        else 0.0
+    )
     rate = (link or data.link_gb_per_s) * 1e9
     if direct:  # of the node's links those between the job's GPUs
         rate *= max(1, gpus_per_node - 1) / (node_gpus - 1)
@@ -232,7 +320,9 @@ def cluster_of(gpu: str, num_gpus: int, gpus_per_node: int, network: Network) ->
             hbm_bytes_per_s=data.hbm_gb_per_s * 1e9,
             source=SOURCE,
         ),
-        nvlink_domains=[list(range(at, min(at + per_domain, nodes))) for at in range(0, nodes, per_domain)],
+        nvlink_domains=[
+            list(range(at, min(at + per_domain, nodes))) for at in range(0, nodes, per_domain)
+        ],
         nvlink=Link(bytes_per_s=rate, latency_s=3.4e-6, source=SOURCE),
         nics_per_node=nics,
         rails=nics,

@@ -1,4 +1,5 @@
-"""Memory of a row's job: by the recipe of its software, in the terms in which the row's memory was measured."""
+"""Memory of a row's job: by the recipe of its software, in the terms in which the row's memory was
+measured."""
 
 from __future__ import annotations
 
@@ -25,37 +26,51 @@ class JobMemory(NamedTuple):
 
 
 def job_memory(job: Job) -> JobMemory:
-    """The memory of a row's job, and what had to be assumed for it beyond what the row's reader says."""
-    recipe, assumed = job_recipe(job), list[str]()
+    """The memory of a row's job, and what had to be assumed for it beyond what the row's reader
+    says."""
+    recipe = job_recipe(job)
+    assumed = list[str]()
     kind, said = measured_kind(job.mem_kind, recipe)
     if job.mem_kind and not said:
         assumed.append(f"peak_mem_gib: {kind}")
-    cluster, model, par = job.cluster, job.model, job.parallel
+    cluster = job.cluster
+    model = job.model
+    par = job.parallel
     offloaded = False
     if job.recompute is None:
         train, how, offloaded = _least(job, recipe)
         assumed.append(how)
     else:
         train = recomputed(
-            job.train, job.recompute, job.recompute_share, job.software.selective == "alternate", model.layers
+            job.train,
+            job.recompute,
+            job.recompute_share,
+            job.software.selective == "alternate",
+            model.layers,
         )
     accounts = memory_by_pp_rank(cluster, model, par, train, recipe, job.matmul)
     worst = max(accounts, key=lambda account: account.total)
     if offloaded:
         moved = min(worst.activations, worst.total - worst.capacity)
-        worst = structs.replace(worst, activations=worst.activations - moved, total=worst.total - moved)
+        worst = structs.replace(
+            worst, activations=worst.activations - moved, total=worst.total - moved
+        )
     return JobMemory(train, worst, as_measured(worst, kind, recipe), assumed)
 
 
-#: GPUs beside a CPU whose memory they reach fast enough for activations: recipes offload there instead of recomputing.
+#: GPUs beside a CPU whose memory they reach fast enough for activations: recipes offload there
+#: instead of recomputing.
 _OFFLOADS = ("GB200", "GB300", "GH200")
 
 
 def _least(job: Job, recipe: Recipe) -> tuple[Train, str, bool]:
-    """(`train` with full recomputation in as few layers as fit; what was assumed; whether activations offload)."""
+    """(`train` with full recomputation in as few layers as fit; what was assumed; whether
+    activations offload)."""
 
     def worst(train: Train) -> Memory:
-        accounts = memory_by_pp_rank(job.cluster, job.model, job.parallel, train, recipe, job.matmul)
+        accounts = memory_by_pp_rank(
+            job.cluster, job.model, job.parallel, train, recipe, job.matmul
+        )
         return max(accounts, key=lambda account: account.total)
 
     plain = structs.replace(job.train, recompute="none")
@@ -66,7 +81,9 @@ def _least(job: Job, recipe: Recipe) -> tuple[Train, str, bool]:
         return plain, "recompute=none: activations in the CPU's memory", True
     layers = job.model.layers
     full = worst(structs.replace(job.train, recompute="full"))
-    count = min(layers, -(-layers * (need.total - need.capacity) // max(1, need.total - full.total)))
+    count = min(
+        layers, -(-layers * (need.total - need.capacity) // max(1, need.total - full.total))
+    )
     step = max(1, layers // 16)
     while True:  # the fullest rank may hold more than its share of the layers that do not recompute
         train = recomputed(job.train, "full", count / layers, False, layers)
@@ -79,14 +96,21 @@ def job_recipe(job: Job) -> Recipe:
     """The recipe of a row's software, with what selective recomputation means there."""
     recipe = recipe_for(job.software)
     if recipe.kernels is not None:
-        recipe = structs.replace(recipe, kernels=structs.replace(recipe.kernels, selective=job.software.selective))
+        recipe = structs.replace(
+            recipe, kernels=structs.replace(recipe.kernels, selective=job.software.selective)
+        )
     return adapters_only(recipe) if job.task == "lora" else recipe
 
 
-def recomputed(train: Train, mode: Recompute, share: float, whole_layers: bool, layers: int) -> Train:
-    """`train` with a mode in a share of the layers, spread evenly. `whole_layers`: selective means whole layers."""
+def recomputed(
+    train: Train, mode: Recompute, share: float, whole_layers: bool, layers: int
+) -> Train:
+    """`train` with a mode in a share of the layers, spread evenly. `whole_layers`: selective means
+    whole layers."""
     if mode == "none" or (share >= 1.0 and not (whole_layers and mode == "selective")):
         return structs.replace(train, recompute=mode)
     chosen: Recompute = "full" if whole_layers else mode
-    modes: list[Recompute] = [chosen if int((i + 1) * share) > int(i * share) else "none" for i in range(layers)]
+    modes: list[Recompute] = [
+        chosen if int((i + 1) * share) > int(i * share) else "none" for i in range(layers)
+    ]
     return structs.replace(train, recompute="budget", recompute_layers=modes)

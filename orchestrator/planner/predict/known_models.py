@@ -1,9 +1,10 @@
 """Shapes of published models by name: what a row's `model` says where its columns do not.
 
-One line a model: the pattern of its family's name and its sizes, then layers, hidden, heads, key-value heads, head
-dimension (0: hidden/heads), width of the MLP, vocabulary, and the positions it was trained on. Sources: each model's
-paper or published configuration, named above its lines. Cells of a row win over these; a row whose hidden size differs
-is another model. `conf/model` holds the shapes that plans use; this table is only for rows of tables.
+One line a model: the pattern of its family's name and its sizes, then layers, hidden, heads,
+key-value heads, head dimension (0: hidden/heads), width of the MLP, vocabulary, and the positions
+it was trained on. Sources: each model's paper or published configuration, named above its lines.
+Cells of a row win over these; a row whose hidden size differs is another model. `conf/model` holds
+the shapes that plans use; this table is only for rows of tables.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -39,22 +40,38 @@ _GPT = {"gated": False, "tied": True, "position": "learned"}
 _GPT_ROPE = {"gated": False, "tied": False, "position": "rope"}
 _ALIBI = {"gated": False, "tied": True, "position": "none"}
 _TIED = {"tied": True}
-_MLA_V2 = Mla(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-_MLA_LITE = Mla(q_lora_rank=0, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+_MLA_V2 = Mla(
+    q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+)
+_MLA_LITE = Mla(
+    q_lora_rank=0, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+)
 
 
 def _moe(experts: int, top_k: int, width: int, shared: int = 0, dense: int = 0) -> dict[str, Moe]:
-    moe = Moe(experts=experts, top_k=top_k, ffn_hidden=width, shared_ffn_hidden=shared, first_dense_layers=dense)
+    moe = Moe(
+        experts=experts,
+        top_k=top_k,
+        ffn_hidden=width,
+        shared_ffn_hidden=shared,
+        first_dense_layers=dense,
+    )
     return {"moe": moe}
 
 
-#: (family, its sizes in billions, the eight numbers, what differs from a gated MLP with rotary positions and a head of
-#: its own). The first match counts: the family's pattern in the name without its size, and a size within 3 %; "?"
-#: also stands for a name without a size.
+#: (family, its sizes in billions, the eight numbers, what differs from a gated MLP with rotary
+#: positions and a head of its own). The first match counts: the family's pattern in the name
+#: without its size, and a size within 3 %; "?" also stands for a name without a size.
 _LISTED: list[tuple[str, str, tuple[int, ...], Mapping[str, object]]] = [
-    # Llama 4 (model card): Maverick has experts in every second layer, here as half of its layers dense
+    # Llama 4 (model card): Maverick has experts in every second layer, here as half of its layers
+    # dense
     (r"llama-?4", "109 17 ?", (48, 5120, 40, 8, 128, 16384, 202048, 8192), _moe(16, 1, 8192, 8192)),
-    (r"llama-?4.*maverick|llama-?4", "400", (48, 5120, 40, 8, 128, 16384, 202048, 8192), _moe(128, 1, 8192, 8192, 24)),
+    (
+        r"llama-?4.*maverick|llama-?4",
+        "400",
+        (48, 5120, 40, 8, 128, 16384, 202048, 8192),
+        _moe(128, 1, 8192, 8192, 24),
+    ),
     # Llama 3.x (arXiv 2407.21783 table 3; model cards)
     (r"llama-?3", "405", (126, 16384, 128, 8, 0, 53248, 128256, 8192), {}),
     (r"llama-?3", "70", (80, 8192, 64, 8, 0, 28672, 128256, 8192), {}),
@@ -81,7 +98,12 @@ _LISTED: list[tuple[str, str, tuple[int, ...], Mapping[str, object]]] = [
     (r"mistral", "22 24", (40, 5120, 32, 8, 128, 32768, 131072, 8192), {}),
     (r"mistral", "7 7.24 ?", (32, 4096, 32, 8, 0, 14336, 32000, 8192), {}),
     # Qwen3 (arXiv 2505.09388)
-    (r"qwen-?3.*next|qwen-?3", "80", (48, 2048, 16, 2, 256, 5120, 151936, 4096), _moe(512, 10, 512, 512)),
+    (
+        r"qwen-?3.*next|qwen-?3",
+        "80",
+        (48, 2048, 16, 2, 256, 5120, 151936, 4096),
+        _moe(512, 10, 512, 512),
+    ),
     (r"qwen-?3", "480", (62, 6144, 96, 8, 128, 8192, 151936, 4096), _moe(160, 8, 2560)),
     (r"qwen-?3", "235", (94, 4096, 64, 4, 128, 12288, 151936, 4096), _moe(128, 8, 1536)),
     (r"qwen-?3", "30", (48, 2048, 32, 4, 128, 6144, 151936, 4096), _moe(128, 8, 768)),
@@ -116,7 +138,8 @@ _LISTED: list[tuple[str, str, tuple[int, ...], Mapping[str, object]]] = [
     (r"gemma-?2-", "2 2.6", (26, 2304, 8, 4, 256, 9216, 256000, 8192), _TIED),
     (r"gemma", "7 8.5", (28, 3072, 16, 16, 256, 24576, 256000, 8192), _TIED),
     (r"gemma", "2 2.5", (18, 2048, 8, 1, 256, 16384, 256000, 8192), _TIED),
-    # DeepSeek (arXiv 2401.02954, 2401.06066, 2405.04434, 2412.19437), Moonlight and Kimi K2 (model cards)
+    # DeepSeek (arXiv 2401.02954, 2401.06066, 2405.04434, 2412.19437), Moonlight and Kimi K2 (model
+    # cards)
     (
         r"deepseek(?!.*v2)",
         "671 685 ?",
@@ -150,14 +173,25 @@ _LISTED: list[tuple[str, str, tuple[int, ...], Mapping[str, object]]] = [
         (27, 2048, 16, 16, 192, 11264, 163840, 8192),
         {**_moe(64, 6, 1408, 2816, 1), "mla": _MLA_LITE},
     ),
-    # other mixtures of experts (model cards): Grok-1, DBRX, Phi-3.5-MoE, gpt-oss, GLM-4.5, OLMoE, Arctic
+    # other mixtures of experts (model cards): Grok-1, DBRX, Phi-3.5-MoE, gpt-oss, GLM-4.5, OLMoE,
+    # Arctic
     (r"grok", "314 ?", (64, 6144, 48, 8, 128, 32768, 131072, 8192), _moe(8, 2, 32768)),
     (r"dbrx", "132 ?", (40, 6144, 48, 8, 0, 10752, 100352, 4096), _moe(16, 4, 10752)),
     (r"phi-?3[.]5-?moe", "42 ?", (32, 4096, 32, 8, 0, 6400, 32064, 4096), _moe(16, 2, 6400)),
     (r"gpt-?oss", "120", (36, 2880, 64, 8, 64, 2880, 201088, 4096), _moe(128, 4, 2880)),
     (r"gpt-?oss", "20 21 ?", (24, 2880, 64, 8, 64, 2880, 201088, 4096), _moe(32, 4, 2880)),
-    (r"glm-?4\.5.*air|glm", "106", (46, 4096, 96, 8, 128, 10944, 151552, 4096), _moe(128, 8, 1408, 1408, 1)),
-    (r"glm-?4\.5|glm", "355", (92, 5120, 96, 8, 128, 12288, 151552, 4096), _moe(160, 8, 1536, 1536, 3)),
+    (
+        r"glm-?4\.5.*air|glm",
+        "106",
+        (46, 4096, 96, 8, 128, 10944, 151552, 4096),
+        _moe(128, 8, 1408, 1408, 1),
+    ),
+    (
+        r"glm-?4\.5|glm",
+        "355",
+        (92, 5120, 96, 8, 128, 12288, 151552, 4096),
+        _moe(160, 8, 1536, 1536, 3),
+    ),
     (r"olmoe", "7 ?", (16, 2048, 16, 16, 0, 1024, 50304, 4096), _moe(64, 8, 1024)),
     (r"arctic", "480 ?", (35, 7168, 56, 8, 0, 4864, 32000, 4096), _moe(128, 2, 4864, 4864)),
     # Phi (arXiv 2309.05463, 2404.14219, 2412.08905)
@@ -227,7 +261,8 @@ _LISTED: list[tuple[str, str, tuple[int, ...], Mapping[str, object]]] = [
     (r"palm", "8", (32, 4096, 16, 1, 256, 16384, 256000, 2048), _TIED),
     (r"gopher", "280 ?", (80, 16384, 128, 128, 0, 65536, 32000, 2048), _GPT),
     (r"chinchilla", "70 ?", (80, 8192, 64, 64, 0, 32768, 32000, 2048), _GPT),
-    # GPT-2, GPT-3, Megatron's and NeMo's GPTs (arXiv 1909.08053, 2005.14165, 2104.04473, 2205.05198), MT-NLG, BERT
+    # GPT-2, GPT-3, Megatron's and NeMo's GPTs (arXiv 1909.08053, 2005.14165, 2104.04473,
+    # 2205.05198), MT-NLG, BERT
     (r"bert.*large", "0.34 ?", (24, 1024, 16, 16, 0, 4096, 30522, 512), _GPT),
     (r"gpt-?2-xl|gpt-?2", "1.5", (48, 1600, 25, 25, 0, 6400, 50257, 1024), _GPT),
     (r"gpt-?2", "0.774", (36, 1280, 20, 20, 0, 5120, 50257, 1024), _GPT),
@@ -266,7 +301,8 @@ PLAIN = re.compile(
 )
 
 
-#: A size in a name: the 70b of llama-3-70b, not the 22b of 8x22b nor the 3b of 30b-a3b, which is the active part.
+#: A size in a name: the 70b of llama-3-70b, not the 22b of 8x22b nor the 3b of 30b-a3b, which is
+#: the active part.
 _SIZE = re.compile(r"(?<![\dx.])(?<!-a)(\d+(?:\.\d+)?)(t|b|m)(?![a-z])")
 _BILLIONS = {"t": 1e3, "b": 1.0, "m": 1e-3}
 _NEAR = 0.03  # sizes are rounded: 175B is 174.6B
@@ -279,17 +315,19 @@ def size_in(name: str) -> float | None:
 
 
 def canonical(name: str) -> str:
-    """Lower case, "-" for every space, slash and underscore; without the publisher before a slash."""
+    """Lower case, "-" for every space, slash and underscore; without the publisher before a
+    slash."""
     return re.sub(r"[\s_/:]+", "-", name.strip().lower().rsplit("/", 1)[-1])
 
 
 @lru_cache(maxsize=1)
 def _compiled() -> list[tuple[re.Pattern[str], list[str], Shape]]:
     names = Shape.__struct_fields__
-    return [
-        (re.compile(family), sizes.split(), Shape(**dict(zip(names, numbers, strict=False)), **other))  # type: ignore[arg-type]
-        for family, sizes, numbers, other in _LISTED
-    ]
+    compiled = []
+    for family, sizes, numbers, other in _LISTED:
+        fields: dict[str, Any] = dict(zip(names, numbers, strict=False)) | dict(other)
+        compiled.append((re.compile(family), sizes.split(), Shape(**fields)))
+    return compiled
 
 
 @lru_cache(maxsize=4096)
@@ -297,7 +335,8 @@ def known_shape(name: str) -> Shape | None:
     """The published shape of a model's name; None for a name that is not listed."""
     if not name:
         return None
-    size, family = size_in(name), _SIZE.sub("", canonical(name[:120]))
+    size = size_in(name)
+    family = _SIZE.sub("", canonical(name[:120]))
     for pattern, sizes, shape in _compiled():
         if size is None:
             near = "?" in sizes

@@ -1,4 +1,5 @@
-"""Predictions for the rows of a table, by the planner's cost model, with axes nested in the default order."""
+"""Predictions for the rows of a table, by the planner's cost model, with axes nested in the default
+order."""
 
 from __future__ import annotations
 
@@ -20,11 +21,20 @@ from .rows import Job, read_row, row_id
 GIB = 1 << 30
 MOST_CLUSTERS = 1024  # whose paths are kept; a table of a million rows may name as many
 INTERVALS = ("step_time_low_s", "step_time_high_s", "peak_mem_low_gib", "peak_mem_high_gib")  # 95 %
-COLUMNS = ("id", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib", "status", "assumed", *INTERVALS)
+COLUMNS = (
+    "id",
+    "step_time_s",
+    "tokens_per_s_per_gpu",
+    "peak_mem_gib",
+    "status",
+    "assumed",
+    *INTERVALS,
+)
 
 
 class Prediction(NamedTuple):
-    """One row of the result. `status`: ok, oom, or "error: row <number>: <column and why>", the numbers left empty."""
+    """One row of the result. `status`: ok, oom, or "error: row <number>: <column and why>", the
+    numbers left empty."""
 
     id: str
     step_time_s: float | None
@@ -36,13 +46,23 @@ class Prediction(NamedTuple):
     mem_sd: float = 0.0
 
     def cells(self) -> list[str]:
-        step = interval(self.step_time_s, self.step_sd) if self.step_time_s and self.step_sd else (None, None)
-        peak = interval(self.peak_mem_gib, self.mem_sd) if self.peak_mem_gib and self.mem_sd else (None, None)
+        step = (
+            interval(self.step_time_s, self.step_sd)
+            if self.step_time_s and self.step_sd
+            else (None, None)
+        )
+        peak = (
+            interval(self.peak_mem_gib, self.mem_sd)
+            if self.peak_mem_gib and self.mem_sd
+            else (None, None)
+        )
         cells = (*self[:6], *step, *peak)
         return [f"{value:.6g}" if isinstance(value, float) else (value or "") for value in cells]
 
 
-def predict(rows: Iterable[Mapping[str, str]], profile: Profile | None = None) -> Iterator[Prediction]:
+def predict(
+    rows: Iterable[Mapping[str, str]], profile: Profile | None = None
+) -> Iterator[Prediction]:
     """A prediction for each row, in order. Rows on the same hardware share its paths."""
     paths: dict[int, PathCache] = {}
     profile = profile or shipped()
@@ -57,21 +77,32 @@ def predict(rows: Iterable[Mapping[str, str]], profile: Profile | None = None) -
 
 
 def _one(
-    name: str, job: Job, paths: dict[int, PathCache], profile: Profile, numbers: Mapping[str, Number]
+    name: str,
+    job: Job,
+    paths: dict[int, PathCache],
+    profile: Profile,
+    numbers: Mapping[str, Number],
 ) -> Prediction:
-    par, held = job.parallel, job_memory(job)
+    par = job.parallel
+    held = job_memory(job)
     step = step_of(job, held.train, paths)(numbers)
-    step_s, sd = value_of(step), relative_sd(log_gradient(step), profile)
+    step_s = value_of(step)
+    sd = relative_sd(log_gradient(step), profile)
     tokens = par.global_batch_tokens / step_s / par.world_size
     assumed = "; ".join([*job.assumed, *held.assumed])
     status = "ok" if held.fits else "oom"
-    return Prediction(name, step_s, tokens, held.peak_bytes / GIB, status, assumed, sd, held.worst.sd)
+    return Prediction(
+        name, step_s, tokens, held.peak_bytes / GIB, status, assumed, sd, held.worst.sd
+    )
 
 
-def step_of(job: Job, train: Train, paths: dict[int, PathCache]) -> Callable[[Mapping[str, Number]], Number]:
-    """A function from values of the cost model's parameters to the row's step in seconds. `train`: with the
-    recomputation that `job_memory` found."""
-    context, par = context_of(job, paths), job.parallel
+def step_of(
+    job: Job, train: Train, paths: dict[int, PathCache]
+) -> Callable[[Mapping[str, Number]], Number]:
+    """A function from values of the cost model's parameters to the row's step in seconds. `train`:
+    with the recomputation that `job_memory` found."""
+    context = context_of(job, paths)
+    par = job.parallel
     traffic = step_traffic(job.model, par, train, job.software)
 
     def step_s(values: Mapping[str, Number]) -> Number:
@@ -81,7 +112,9 @@ def step_of(job: Job, train: Train, paths: dict[int, PathCache]) -> Callable[[Ma
     return step_s
 
 
-def context_of(job: Job, paths: dict[int, PathCache], profile: Profile | None = None) -> CostContext:
+def context_of(
+    job: Job, paths: dict[int, PathCache], profile: Profile | None = None
+) -> CostContext:
     """The cost context of a row. Clusters are shared between rows, and so are the paths on them."""
     cache = paths.get(id(job.cluster))
     if cache is None:

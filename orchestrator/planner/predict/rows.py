@@ -1,4 +1,5 @@
-"""One row of a table -> model, cluster, degrees, software. Missing values are assumed, and each assumption is said."""
+"""One row of a table -> model, cluster, degrees, software. Missing values are assumed, and each
+assumption is said."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def read_row(cells: Mapping[str, str]) -> Job:
 
 
 def _framework_of(row: Row) -> str:
-    """Software of a row that names none: what its other words name, else what its parallelism is usual with."""
+    """Software of a row that names none: what its other words name, else what its parallelism is
+    usual with."""
     found = named_in(" ".join((row.text("notes"), row.text("source"), row.text("id"))))
     if not found:
         tp, pp, vpp = (row.degree(name) or 1 for name in ("tp", "pp", "vpp"))
@@ -143,16 +145,28 @@ def _hardware(row: Row) -> tuple[str, Network, int]:
 
 
 #: Words of an interconnect that belong to one generation of GPUs.
-_GENERATIONS = (("nvl72", "GB200"), ("nvlink5|xdr", "B200"), ("nvlink4|ndr", "H100"), ("nvlink3|hdr|selene", "A100"))
+_GENERATIONS = (
+    ("nvl72", "GB200"),
+    ("nvlink5|xdr", "B200"),
+    ("nvlink4|ndr", "H100"),
+    ("nvlink3|hdr|selene", "A100"),
+)
 
 
 def _gpu_of_network(interconnect: str) -> str:
     """The GPU whose generation an interconnect's words name; empty where they name none."""
     word = interconnect.lower().replace(" ", "")
-    return next((gpu for pattern, gpu in _GENERATIONS if re.search(pattern, word)), "V100" if "dgx-2" in word else "")
+    return next(
+        (gpu for pattern, gpu in _GENERATIONS if re.search(pattern, word)),
+        "V100" if "dgx-2" in word else "",
+    )
 
 
-_WIDE: tuple[tuple[str, Precision], ...] = (("bf16|bfloat", "bf16"), ("fp16|float16|half|f16", "fp16"), ("32", "fp32"))
+_WIDE: tuple[tuple[str, Precision], ...] = (
+    ("bf16|bfloat", "bf16"),
+    ("fp16|float16|half|f16", "fp16"),
+    ("32", "fp32"),
+)
 
 
 def _precision(row: Row, gpu: str) -> tuple[Matmul, Precision]:
@@ -183,9 +197,11 @@ def _precision_words(word: str, gpu: str) -> tuple[Matmul, Precision, str]:
         if GPUS[gpu].fp8_tflops == GPUS[gpu].half_tflops:
             return "", usual, f"precision={usual}: {gpu} has no 8-bit products"
         if matmul == "nvfp4" and not GPUS[gpu].fp4_tflops:
-            matmul, said = "fp8_tensor", f"precision=fp8: {gpu} has no 4-bit products"
+            matmul = "fp8_tensor"
+            said = f"precision=fp8: {gpu} has no 4-bit products"
         if matmul == "mxfp8" and not GPUS[gpu].fp4_tflops:
-            matmul, said = "fp8_block", f"precision=fp8 in blocks: {gpu} has no microscaling"
+            matmul = "fp8_block"
+            said = f"precision=fp8 in blocks: {gpu} has no microscaling"
         return matmul, "bf16", said
     for pattern, wide in _WIDE:
         if re.search(pattern, word):
@@ -217,7 +233,8 @@ def _task(row: Row) -> Task:
 
 
 def _recompute(row: Row, software: Software) -> tuple[Recompute | None, float, Selective]:
-    """(mode, None where the row does not say; share of the layers; what selective means to this software)."""
+    """(mode, None where the row does not say; share of the layers; what selective means to this
+    software)."""
     selective: Selective = "core"
     if not software.memory.startswith(("megatron", "deepspeed")):
         words = f"{row.text('framework')}; {row.text('notes')}".lower()
@@ -243,7 +260,9 @@ def _recompute_words(word: str) -> tuple[Recompute | None, float, str]:
         share = 1 / max(1, int(next(filter(None, found.groups()))))
     elif percent := re.search(r"(\d{1,3})\s*%", word):
         share = min(100, int(percent[1])) / 100
-    if re.search(r"selective|core|attn|attention|mlp|\bops?\b|partial|moe_act|layernorm|\bsel\b", word):
+    if re.search(
+        r"selective|core|attn|attention|mlp|\bops?\b|partial|moe_act|layernorm|\bsel\b", word
+    ):
         return "selective", share, ""
     if re.search(r"full|^(yes|true|on|1|y|ac|gc)\b|block|uniform|checkpoint|layer|all|remat", word):
         return "full", share, ""

@@ -1,4 +1,5 @@
-"""Errors of predictions against a table's measurements: by group, in the order of layouts, and fits or OOM."""
+"""Errors of predictions against a table's measurements: by group, in the order of layouts, and fits
+or OOM."""
 
 from __future__ import annotations
 
@@ -14,9 +15,33 @@ from .predict import Prediction
 from .rows import group_of, row_id
 
 #: Rows that agree in these differ in layout only.
-SWEEP = ("model", "layers", "hidden", "seq_len", "gpu", "num_gpus", "global_batch", "precision", "framework", "task")
-#: A row's layout. Of rows that agree in it too, the mean counts: releases and repetitions are no layouts.
-LAYOUT = ("tp", "sp", "cp", "pp", "vpp", "pp_schedule", "dp", "ep", "zero_stage", "micro_batch", "recompute")
+SWEEP = (
+    "model",
+    "layers",
+    "hidden",
+    "seq_len",
+    "gpu",
+    "num_gpus",
+    "global_batch",
+    "precision",
+    "framework",
+    "task",
+)
+#: A row's layout. Of rows that agree in it too, the mean counts: releases and repetitions are no
+#: layouts.
+LAYOUT = (
+    "tp",
+    "sp",
+    "cp",
+    "pp",
+    "vpp",
+    "pp_schedule",
+    "dp",
+    "ep",
+    "zero_stage",
+    "micro_batch",
+    "recompute",
+)
 #: What a score reads of a row.
 COMPARED = (*SWEEP, *LAYOUT, "id", "step_time_s", "peak_mem_gib", "status")
 #: Measured column -> what can be.
@@ -34,10 +59,14 @@ class Errors(NamedTuple):
     mean: float  # of the absolute error
     p90: float
     bias: float  # mean with its sign
-    inside68: float | None = None  # share of the measurements inside that interval; None without intervals
+    inside68: float | None = (
+        None  # share of the measurements inside that interval; None without intervals
+    )
     inside95: float | None = None
     fitted: float | None = None  # mean, in a fit that has seen these rows
-    after_one: float | None = None  # mean after one row of the group was measured: over every choice of the row
+    after_one: float | None = (
+        None  # mean after one row of the group was measured: over every choice of the row
+    )
 
 
 class Order(NamedTuple):
@@ -63,7 +92,8 @@ class Miss(NamedTuple):
     z: float | None  # ln(predicted / measured) / standard deviation, None without an interval
 
 
-ALL, MEAN = "all", "mean of groups"
+ALL = "all"
+MEAN = "mean of groups"
 
 
 def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) -> Score:
@@ -75,10 +105,14 @@ def score(rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]) 
     for row, got in zip(rows, predictions, strict=True):
         if got.step_time_s is None or got.peak_mem_gib is None:
             continue
-        group, measured, peak = group_of(row), _number(row, "step_time_s"), _number(row, "peak_mem_gib")
+        group = group_of(row)
+        measured = _number(row, "step_time_s")
+        peak = _number(row, "peak_mem_gib")
         if measured:
             time[group].append(miss(got.step_time_s, measured, got.step_sd))
-            sweep, layout = (tuple(row.get(name, "") for name in names) for names in (SWEEP, LAYOUT))
+            sweep, layout = (
+                tuple(row.get(name, "") for name in names) for names in (SWEEP, LAYOUT)
+            )
             sweeps[group, *sweep][layout].append((measured, got.step_time_s))
         if peak:
             memory[group].append(miss(got.peak_mem_gib, peak, got.mem_sd))
@@ -92,7 +126,8 @@ def miss(predicted: float, measured: float, sd: float) -> Miss:
 
 
 def unread(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """A line for each measured cell that cannot be: no number, not above 0, of another unit. A score leaves it out."""
+    """A line for each measured cell that cannot be: no number, not above 0, of another unit. A
+    score leaves it out."""
     found = []
     for number, row in enumerate(rows, 1):
         for name in MEASURED:
@@ -142,23 +177,38 @@ def _summary(group: str, misses: Sequence[Miss]) -> Errors:
     sizes = sorted(abs(one.error) for one in misses)
     p90 = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
     bias = sum(one.error for one in misses) / len(misses)
-    inside = [_mean([abs(one.z) <= sigmas for one in misses if one.z is not None]) for sigmas in (1.0, SIGMAS)]
+    inside = [
+        _mean([abs(one.z) <= sigmas for one in misses if one.z is not None])
+        for sigmas in (1.0, SIGMAS)
+    ]
     return Errors(group, len(misses), sum(sizes) / len(sizes), p90, bias, *inside)
 
 
-def _orders(sweeps: Mapping[tuple[str, ...], Mapping[tuple[str, ...], list[tuple[float, float]]]]) -> list[Order]:
+def _orders(
+    sweeps: Mapping[tuple[str, ...], Mapping[tuple[str, ...], list[tuple[float, float]]]],
+) -> list[Order]:
     by_group: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
     for key, layouts in sweeps.items():
-        points = [(_mean([m for m, _ in runs]), _mean([p for _, p in runs])) for runs in layouts.values()]
+        points = [
+            (_mean([m for m, _ in runs]), _mean([p for _, p in runs])) for runs in layouts.values()
+        ]
         if len(points) >= 3 and len({measured for measured, _ in points}) > 1:
             by_group[key[0]].append(points)
     result = []
     for group, found in sorted(by_group.items()):
-        ranks, regrets = [spearman(points) for points in found], [regret(points) for points in found]
-        result.append(Order(group, len(found), sum(map(len, found)), _mean(ranks), _mean(regrets), max(regrets)))
+        ranks = [spearman(points) for points in found]
+        regrets = [regret(points) for points in found]
+        result.append(
+            Order(
+                group, len(found), sum(map(len, found)), _mean(ranks), _mean(regrets), max(regrets)
+            )
+        )
     if result:
-        order, lost = (_mean([getattr(one, name) for one in result]) for name in ("spearman", "regret"))
-        count, worst = sum(one.layouts for one in result), max(one.worst for one in result)
+        order, lost = (
+            _mean([getattr(one, name) for one in result]) for name in ("spearman", "regret")
+        )
+        count = sum(one.layouts for one in result)
+        worst = max(one.worst for one in result)
         result.append(Order(MEAN, len(result), count, order, lost, worst))
     return result
 

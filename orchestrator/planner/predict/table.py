@@ -1,4 +1,5 @@
-"""Rows of a CSV file, one at a time: separators, names of columns, and lines that are not rows of the table."""
+"""Rows of a CSV file, one at a time: separators, names of columns, and lines that are not rows of
+the table."""
 
 from __future__ import annotations
 
@@ -16,37 +17,98 @@ MOST_LINE = 1 << 20
 SEPARATORS = ",;\t|"
 #: Columns that predictions read, and what is measured.
 COLUMNS = (
-    *("id", "model", "params_b", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "experts", "topk"),
-    *("moe_ffn", "seq_len", "gpu", "nodes", "num_gpus", "gpus_per_node", "interconnect", "framework", "task"),
-    *("tp", "sp", "cp", "pp", "vpp", "pp_schedule", "dp", "ep", "zero_stage", "micro_batch", "global_batch"),
-    *("recompute", "precision"),
-    *("mem_kind", "notes", "source", "step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib", "status"),
+    "id",
+    "model",
+    "params_b",
+    "layers",
+    "hidden",
+    "ffn_hidden",
+    "heads",
+    "kv_heads",
+    "vocab",
+    "experts",
+    "topk",
+    "moe_ffn",
+    "seq_len",
+    "gpu",
+    "nodes",
+    "num_gpus",
+    "gpus_per_node",
+    "interconnect",
+    "framework",
+    "task",
+    "tp",
+    "sp",
+    "cp",
+    "pp",
+    "vpp",
+    "pp_schedule",
+    "dp",
+    "ep",
+    "zero_stage",
+    "micro_batch",
+    "global_batch",
+    "recompute",
+    "precision",
+    "mem_kind",
+    "notes",
+    "source",
+    "step_time_s",
+    "tokens_per_s_per_gpu",
+    "peak_mem_gib",
+    "status",
 )
 #: Other names of these columns, without units.
 _ALIASES: dict[str, str] = {
-    **dict.fromkeys(("params", "parameters", "params_billion", "size_b", "model_size", "n_params"), "params_b"),
+    **dict.fromkeys(
+        ("params", "parameters", "params_billion", "size_b", "model_size", "n_params"), "params_b"
+    ),
     **dict.fromkeys(("model_name", "architecture"), "model"),
     **dict.fromkeys(("num_layers", "n_layers", "n_layer", "depth", "num_hidden_layers"), "layers"),
     **dict.fromkeys(("hidden_size", "d_model", "hidden_dim", "h", "n_embd"), "hidden"),
-    **dict.fromkeys(("ffn", "d_ff", "ffn_size", "intermediate_size", "ffn_hidden_size", "ffn_dim"), "ffn_hidden"),
-    **dict.fromkeys(("num_heads", "n_heads", "n_head", "attention_heads", "num_attention_heads"), "heads"),
-    **dict.fromkeys(("num_kv_heads", "n_kv_heads", "num_key_value_heads", "query_groups"), "kv_heads"),
+    **dict.fromkeys(
+        ("ffn", "d_ff", "ffn_size", "intermediate_size", "ffn_hidden_size", "ffn_dim"), "ffn_hidden"
+    ),
+    **dict.fromkeys(
+        ("num_heads", "n_heads", "n_head", "attention_heads", "num_attention_heads"), "heads"
+    ),
+    **dict.fromkeys(
+        ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "query_groups"), "kv_heads"
+    ),
     **dict.fromkeys(("vocab_size", "vocabulary"), "vocab"),
     **dict.fromkeys(("num_experts", "n_experts"), "experts"),
     **dict.fromkeys(("top_k", "experts_per_token", "num_experts_per_tok"), "topk"),
     **dict.fromkeys(("moe_ffn_hidden", "expert_ffn", "moe_intermediate_size"), "moe_ffn"),
-    **dict.fromkeys(("seq", "sequence_length", "seq_length", "context", "context_length", "seqlen"), "seq_len"),
-    **dict.fromkeys(("gpu_type", "gpu_name", "gpu_model", "accelerator", "device", "hardware"), "gpu"),
-    **dict.fromkeys(("gpus", "n_gpus", "n_gpu", "ngpus", "world_size", "num_devices", "gpu_count"), "num_gpus"),
+    **dict.fromkeys(
+        ("seq", "sequence_length", "seq_length", "context", "context_length", "seqlen"), "seq_len"
+    ),
+    **dict.fromkeys(
+        ("gpu_type", "gpu_name", "gpu_model", "accelerator", "device", "hardware"), "gpu"
+    ),
+    **dict.fromkeys(
+        ("gpus", "n_gpus", "n_gpu", "ngpus", "world_size", "num_devices", "gpu_count"), "num_gpus"
+    ),
     **dict.fromkeys(("num_nodes", "n_nodes", "nnodes", "node_count"), "nodes"),
-    **dict.fromkeys(("gpus/node", "gpus_a_node", "num_gpus_per_node", "nproc_per_node"), "gpus_per_node"),
+    **dict.fromkeys(
+        ("gpus/node", "gpus_a_node", "num_gpus_per_node", "nproc_per_node"), "gpus_per_node"
+    ),
     **dict.fromkeys(("network", "fabric"), "interconnect"),
     **dict.fromkeys(("software", "trainer"), "framework"),
-    **dict.fromkeys(("tensor_parallel", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"), "tp"),
-    **dict.fromkeys(("context_parallel", "cp_size", "context_parallel_size", "context_model_parallel_size"), "cp"),
-    **dict.fromkeys(("pipeline_parallel", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size"), "pp"),
+    **dict.fromkeys(
+        ("tensor_parallel", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"), "tp"
+    ),
+    **dict.fromkeys(
+        ("context_parallel", "cp_size", "context_parallel_size", "context_model_parallel_size"),
+        "cp",
+    ),
+    **dict.fromkeys(
+        ("pipeline_parallel", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size"),
+        "pp",
+    ),
     **dict.fromkeys(("data_parallel", "dp_size"), "dp"),
-    **dict.fromkeys(("expert_parallel", "ep_size", "expert_parallel_size", "expert_model_parallel_size"), "ep"),
+    **dict.fromkeys(
+        ("expert_parallel", "ep_size", "expert_parallel_size", "expert_model_parallel_size"), "ep"
+    ),
     **dict.fromkeys(("sequence_parallel",), "sp"),
     **dict.fromkeys(("vp", "virtual_stages", "virtual_pipeline", "interleave"), "vpp"),
     **dict.fromkeys(("schedule", "pipeline_schedule"), "pp_schedule"),
@@ -54,16 +116,26 @@ _ALIASES: dict[str, str] = {
     **dict.fromkeys(("mbs", "micro_batch_size", "microbatch", "batch_per_gpu"), "micro_batch"),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_batch_size"), "micro_batch"),
     **dict.fromkeys(("gbs", "global_batch_size", "batch_size", "batch"), "global_batch"),
-    **dict.fromkeys(("recomputation", "activation_checkpointing", "checkpointing", "ac"), "recompute"),
+    **dict.fromkeys(
+        ("recomputation", "activation_checkpointing", "checkpointing", "ac"), "recompute"
+    ),
     **dict.fromkeys(("dtype", "data_type"), "precision"),
     **dict.fromkeys(("comment", "comments", "note", "remarks"), "notes"),
-    **dict.fromkeys(("step_time", "iteration_time", "iter_time", "step_seconds", "time_per_step"), "step_time_s"),
+    **dict.fromkeys(
+        ("step_time", "iteration_time", "iter_time", "step_seconds", "time_per_step"), "step_time_s"
+    ),
     **dict.fromkeys(("peak_mem", "peak_memory", "memory"), "peak_mem_gib"),
-    **dict.fromkeys(("tokens_per_gpu_per_s", "tokens_per_second_per_gpu", "tok_s_gpu"), "tokens_per_s_per_gpu"),
+    **dict.fromkeys(
+        ("tokens_per_gpu_per_s", "tokens_per_second_per_gpu", "tok_s_gpu"), "tokens_per_s_per_gpu"
+    ),
 }
 #: Measured columns in other units: factor to the column's own.
 _UNITS = {("step_time_s", "ms"): 1e-3, ("step_time_s", "us"): 1e-6, ("step_time_s", "min"): 60.0}
-_UNITS |= {("peak_mem_gib", "mib"): 1 / 1024, ("peak_mem_gib", "mb"): 1 / 1024, ("peak_mem_gib", "bytes"): 2.0**-30}
+_UNITS |= {
+    ("peak_mem_gib", "mib"): 1 / 1024,
+    ("peak_mem_gib", "mb"): 1 / 1024,
+    ("peak_mem_gib", "bytes"): 2.0**-30,
+}
 
 
 class TableError(ValueError):
@@ -71,7 +143,8 @@ class TableError(ValueError):
 
 
 def read_rows(file: BinaryIO) -> Iterator[dict[str, str]]:
-    """The rows below the first line, by column. TableError at once where the first line names no columns.
+    """The rows below the first line, by column. TableError at once where the first line names no
+    columns.
 
     A line that is not a row has `PROBLEM`. Bytes that are not UTF-8 become replacement characters.
     """
@@ -80,7 +153,9 @@ def read_rows(file: BinaryIO) -> Iterator[dict[str, str]]:
     while first.startswith("#"):
         first = text.readline(MOST_LINE)
     if not first.strip():
-        raise TableError("row 1 is empty: it must name the columns" if first else "the file is empty")
+        raise TableError(
+            "row 1 is empty: it must name the columns" if first else "the file is empty"
+        )
     if "\0" in first or first.startswith(("PK\x03\x04", "PAR1", "\x1f")):
         raise TableError("not a text file")
     separator = max(SEPARATORS, key=first.count)
@@ -100,7 +175,8 @@ def _decoded(file: BinaryIO) -> TextIO:
 
 
 def _lines(first: str, text: TextIO) -> Iterator[str]:
-    """Lines of at most MOST_LINE characters; what is longer is cut, which its reader refuses as a cell."""
+    """Lines of at most MOST_LINE characters; what is longer is cut, which its reader refuses as a
+    cell."""
     yield first
     while line := text.readline(MOST_LINE):
         yield line
@@ -109,19 +185,27 @@ def _lines(first: str, text: TextIO) -> Iterator[str]:
 
 
 def columns_of(header: list[str]) -> list[tuple[str, float]]:
-    """(column, factor of its unit) of each cell of the first line; an empty name where it is not read. TableError."""
+    """(column, factor of its unit) of each cell of the first line; an empty name where it is not
+    read. TableError."""
     exact = [re.sub(r"[\s\-]+", "_", cell.strip().lower()) for cell in header]
     found = [_column(name) for name in exact]
     for index, (column, _) in enumerate(found):  # a column's own name wins over its other names
         if column and column != exact[index] and column in exact:
             found[index] = ("", 1.0)
-    twice = [name for name, count in Counter(column for column, _ in found if column).items() if count > 1]
+    twice = [
+        name
+        for name, count in Counter(column for column, _ in found if column).items()
+        if count > 1
+    ]
     if twice:
         raise TableError(f"row 1: column {twice[0]!r} stands there twice")
     names = {column for column, _ in found}
     if not ({"layers", "hidden"} <= names or names & {"model", "params_b"}):
         shown = ", ".join(cell.strip()[:20] for cell in header[:4])
-        raise TableError(f"row 1: no column says a model: want layers and hidden, model, or params_b; it has {shown!r}")
+        raise TableError(
+            "row 1: no column says a model: want layers and hidden, model, or params_b; it has"
+            f" {shown!r}"
+        )
     return found
 
 
@@ -141,7 +225,9 @@ def _column(name: str) -> tuple[str, float]:
     return column, _UNITS.get((column, unit), 1.0)
 
 
-def _rows(lines: Iterator[list[str]], columns: list[tuple[str, float]], width: int) -> Iterator[dict[str, str]]:
+def _rows(
+    lines: Iterator[list[str]], columns: list[tuple[str, float]], width: int
+) -> Iterator[dict[str, str]]:
     scaled = [(column, factor) for column, factor in columns if factor != 1.0]
     names = [column for column, _ in columns]
     read = [index for index, name in enumerate(names) if name]
@@ -154,7 +240,9 @@ def _rows(lines: Iterator[list[str]], columns: list[tuple[str, float]], width: i
             why = f"a cell of more than {MOST_CELL:,} characters, or a quote that is not closed"
             yield {PROBLEM: why if "field larger" in str(error) else str(error)}
             continue
-        if not "".join(cells).strip(" |:-"):  # an empty line, or the rule below a Markdown table's first
+        if not "".join(cells).strip(
+            " |:-"
+        ):  # an empty line, or the rule below a Markdown table's first
             continue
         if len(cells) < width and "\n" in cells[-1]:
             row = {PROBLEM: f"a quote that is not closed: {cells[-1][:20]!r}..."}

@@ -1,1 +1,2 @@
-"""The headline results of the papers that this project stands on, computed by the planner and put beside theirs."""
+"""The headline results of the papers that this project stands on, computed by the planner and put
+beside theirs."""

@@ -18,7 +18,8 @@ standard deviation of a prediction for machines that nobody has measured, from t
 
 
 def reproduce(load: Load, experiments: Sequence[str]) -> list[Section]:
-    """Every section, in the page's order. `load` composes a configuration; `experiments`: names of the presets."""
+    """Every section, in the page's order. `load` composes a configuration; `experiments`: names of
+    the presets."""
     plans = Plans(load)
     return [*runs.sections(plans, experiments), *zero.sections(plans), *playbook.sections(plans)]
 
@@ -65,11 +66,23 @@ def _section(section: Section) -> str:
 def _list(rows: Sequence[Row]) -> str:
     lines = ["| | theirs | ours | difference | at most |", "|---|---|---|---|---|"]
     for row in rows:
-        theirs = "-" if row.theirs is None else f"{BOUND[row.bound]}{number(row.theirs)} {row.unit}".strip()
+        theirs = (
+            "-"
+            if row.theirs is None
+            else f"{BOUND[row.bound]}{number(row.theirs)} {row.unit}".strip()
+        )
         ours = f"{_ours(row)} {row.unit}".strip()
         off = "-" if row.off is None else f"{row.off:+.1%}"
-        held = "" if row.within is None else f"{row.within:.2g}" if row.within < 1e-3 else f"{row.within:.1%}"
-        lines.append(f"| {row.what} | {theirs} | {ours if row.holds else f'**{ours}**'} | {off} | {held} |")
+        held = (
+            ""
+            if row.within is None
+            else f"{row.within:.2g}"
+            if row.within < 1e-3
+            else f"{row.within:.1%}"
+        )
+        lines.append(
+            f"| {row.what} | {theirs} | {ours if row.holds else f'**{ours}**'} | {off} | {held} |"
+        )
     return "\n".join(lines)
 
 
@@ -77,7 +90,8 @@ BOUND = {"": "", "more": "more than ", "less": "less than "}
 
 
 def _grid(rows: Sequence[Row]) -> str:
-    columns, down = list(dict.fromkeys(row.column for row in rows)), list(dict.fromkeys(row.what for row in rows))
+    columns = list(dict.fromkeys(row.column for row in rows))
+    down = list(dict.fromkeys(row.what for row in rows))
     cells = {(row.what, row.column): row for row in rows}
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for what in down:

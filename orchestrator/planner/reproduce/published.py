@@ -1,4 +1,5 @@
-"""What others have published, each number once, with its source. Nothing here is used by a prediction."""
+"""What others have published, each number once, with its source. Nothing here is used by a
+prediction."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ ZERO_STATES: dict[str, dict[int, tuple[float, ...]]] = {
         1024: (4011, 2013, 15.6),
     },
 }
-#: ZeRO table 2, theoretical: largest model in billions by model parallelism, 64 replicas of 32 GB GPUs.
-#: MP -> (baseline, P_os, P_os+g, P_os+g+p).
+#: ZeRO table 2, theoretical: largest model in billions by model parallelism, 64 replicas of 32 GB
+#: GPUs. MP -> (baseline, P_os, P_os+g, P_os+g+p).
 ZERO_LARGEST: dict[int, tuple[float, ...]] = {
     1: (2, 7.6, 14.4, 128),
     2: (4, 15.2, 28.8, 256),
@@ -50,20 +51,29 @@ ZERO_SUPER_LINEAR = 400 / 64  # more than this, section 10.3 and figure 3
 ZERO_TRAFFIC = {0: 2.0, 1: 2.0, 2: 2.0, 3: 3.0}  # of Psi a step, section 7
 
 BERT_SOURCE = (
-    "DeepSpeed, fastest BERT training (Microsoft, 2020); batches and steps: NVIDIA's recipe of LAMB (arXiv 1904.00962)"
+    "DeepSpeed, fastest BERT training (Microsoft, 2020); batches and steps: NVIDIA's recipe of LAMB"
+    " (arXiv 1904.00962)"
 )
 BERT_MINUTES = 44.0  # 1,024 V100
 BERT_SAMPLES_PER_S = {128: 272.0, 512: 52.0}  # a V100, by sequence length
 BERT_PHASES = {128: (65536, 7038), 512: (32768, 1563)}  # sequence length -> samples a step, steps
 
-#: Playbook, "Memory usage in Transformers": GB of parameters, gradients and Adam's state in mixed precision, without
-#: and with fp32 gradients. Billions -> (without, with).
+#: Playbook, "Memory usage in Transformers": GB of parameters, gradients and Adam's state in mixed
+#: precision, without and with fp32 gradients. Billions -> (without, with).
 PLAYBOOK_STATES = {1: (16, 20), 7: (112, 140), 70: (1120, 1400), 405: (6480, 8100)}
-#: Playbook: tokens/s a GPU of a 3B model at 4,096 tokens, by tensor parallelism, with the micro-batch that fits.
-PLAYBOOK_TP = {2: (3, 14167.2), 4: (9, 13460.2), 8: (18, 10888.5), 16: (40, 6159.3), 32: (90, 3609.7)}
+#: Playbook: tokens/s a GPU of a 3B model at 4,096 tokens, by tensor parallelism, with the
+#: micro-batch that fits.
+PLAYBOOK_TP = {
+    2: (3, 14167.2),
+    4: (9, 13460.2),
+    8: (18, 10888.5),
+    16: (40, 6159.3),
+    32: (90, 3609.7),
+}
 PLAYBOOK_PP_LOSS = 0.14  # of throughput, from one node of pipeline stages to two, m = 32
 
-#: Bus bandwidth of an all-reduce of 256 MiB and 1 GiB, GB/s: nodes of 8 H100 with 8 x 400 Gb/s -> values.
+#: Bus bandwidth of an all-reduce of 256 MiB and 1 GiB, GB/s: nodes of 8 H100 with 8 x 400 Gb/s ->
+#: values.
 ALL_REDUCE = {
     1: (422, 466),
     4: (314, 352),
@@ -76,7 +86,10 @@ ALL_REDUCE = {
     512: (223, 297),
     1024: (219, 306),
 }
-ALL_REDUCE_SOURCE = "one node: NVIDIA dgxc-benchmarking nccl/README.md; more: NVIDIA GTC24 session 62129, a chart, +-2"
+ALL_REDUCE_SOURCE = (
+    "one node: NVIDIA dgxc-benchmarking nccl/README.md; more: NVIDIA GTC24 session 62129, a"
+    " chart, +-2"
+)
 PLAYBOOK_ALL_REDUCE = {1: 436, 4: 160, 8: 90, 64: 39}
 
 #: Training FLOPs: model -> (FLOPs, parameters in billions, tokens in billions, source).

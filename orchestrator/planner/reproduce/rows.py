@@ -1,4 +1,5 @@
-"""A section of the page: published figures beside the planner's, and the plans that these are read from."""
+"""A section of the page: published figures beside the planner's, and the plans that these are read
+from."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Section(Struct, frozen=True):
 
 
 class Plans:
-    """Plans of jobs: words are composed once, then some keys are replaced. Clusters are as their files say."""
+    """Plans of jobs: words are composed once, then some keys are replaced. Clusters are as their
+    files say."""
 
     def __init__(self, load: Load):
         self._load = load
@@ -70,7 +72,9 @@ class Plans:
         cluster = config.cluster
         if nodes is not None:
             level = structs.replace(cluster.levels[0], nodes_per_switch=nodes)
-            cluster = structs.replace(cluster, nodes=nodes, levels=[level], name=f"{cluster.name}x{nodes}")
+            cluster = structs.replace(
+                cluster, nodes=nodes, levels=[level], name=f"{cluster.name}x{nodes}"
+            )
         return structs.replace(
             config,
             cluster=cluster,

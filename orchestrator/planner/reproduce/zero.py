@@ -1,4 +1,5 @@
-"""ZeRO (arXiv 1910.02054) and DeepSpeed's BERT: memory, the largest models, traffic and throughput on V100."""
+"""ZeRO (arXiv 1910.02054) and DeepSpeed's BERT: memory, the largest models, traffic and throughput
+on V100."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from .rows import Plans, Row, Section
 
 STAGES = ("P_os", "P_os+g", "P_os+g+p")
 V100 = "cluster=v100x400 train=pretrain_fp16 train.grad_dtype=fp16 cost.software"
-MEGATRON, ZERO, ZERO_3 = (f"{V100}={name}" for name in ("megatron_2021", "deepspeed_2020", "deepspeed_2021"))
+MEGATRON, ZERO, ZERO_3 = (
+    f"{V100}={name}" for name in ("megatron_2021", "deepspeed_2020", "deepspeed_2021")
+)
 
 
 def sections(plans: Plans) -> Iterator[Section]:
@@ -33,8 +36,8 @@ def sections(plans: Plans) -> Iterator[Section]:
             for n, values in by_ranks.items()
             for name, theirs, each in zip(STAGES, values, per_parameter[n][1:], strict=True)
         ],
-        "Parameters, gradients and optimizer state of a plan with dp = N_d, fp16 weights and gradients, per parameter"
-        " of the model, times the paper's number of parameters.",
+        "Parameters, gradients and optimizer state of a plan with dp = N_d, fp16 weights and"
+        " gradients, per parameter of the model, times the paper's number of parameters.",
         "The paper truncates some digits.",
     )
     yield Section(
@@ -43,7 +46,9 @@ def sections(plans: Plans) -> Iterator[Section]:
         [
             Row(f"model parallelism {mp}, {64 * mp} GPUs", 32 * mp / each, theirs, "B", name, 0.03)
             for mp, values in pub.ZERO_LARGEST.items()
-            for name, theirs, each in zip(("baseline", *STAGES), values, per_parameter[64], strict=True)
+            for name, theirs, each in zip(
+                ("baseline", *STAGES), values, per_parameter[64], strict=True
+            )
         ],
         "32 GB times model parallelism over the bytes a parameter of the table above.",
         "The paper writes 1T for 1,024 and 2T for 2,048 billion.",
@@ -56,9 +61,10 @@ def sections(plans: Plans) -> Iterator[Section]:
             for mp, values in pub.ZERO_LARGEST_MEASURED.items()
             for name, theirs, zero in zip(("baseline", "P_os"), values, (0, 1), strict=True)
         ],
-        "Layers are added (hidden 1,920 to 8,192 as in the paper's runs) until the plan of a micro-batch of one, all"
-        " activations recomputed, no longer fits.",
-        "The paper's batches are larger than one, and it grew hidden sizes and layers in steps of its own.",
+        "Layers are added (hidden 1,920 to 8,192 as in the paper's runs) until the plan of a"
+        " micro-batch of one, all activations recomputed, no longer fits.",
+        "The paper's batches are larger than one, and it grew hidden sizes and layers in steps of"
+        " its own.",
     )
     yield _traffic(plans)
     yield _throughput(plans)
@@ -90,14 +96,22 @@ def _largest(plans: Plans, mp: int, zero: int) -> float:
     def fits(layers: int) -> Plan | None:
         plan = plans.plan(
             ZERO if zero else MEGATRON,
-            parallel={"tp": mp, "pp": 1, "dp": 64, "zero": zero, "sp": False, "micro_batch_size": 1},
+            parallel={
+                "tp": mp,
+                "pp": 1,
+                "dp": 64,
+                "zero": zero,
+                "sp": False,
+                "micro_batch_size": 1,
+            },
             train={"global_batch_samples": 64},
             model=plans.gpt(layers, hidden, heads),
             nodes=4 * mp,
         )
         return plan if plan.memory.total <= plan.memory.capacity else None
 
-    low, high = 1, 512
+    low = 1
+    high = 512
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -122,10 +136,11 @@ def _traffic(plans: Plans) -> Section:
         "Communication of a step: multiples of Psi, the model's size",
         f"{pub.ZERO}, section 7",
         rows,
-        "Bytes that the busiest rank sends in a plan (`placement.dp`), over those of one ring pass over all weights,"
-        " 2 Psi (n - 1) / n bytes in 16 bits. The trainer's own counter gives the same to the byte:"
-        " tests/trainer/test_zero_formulas.py.",
-        "With ZeRO-3 embedding, last norm and head stay gathered from forward to backward: 2 Psi of those.",
+        "Bytes that the busiest rank sends in a plan (`placement.dp`), over those of one ring pass"
+        " over all weights, 2 Psi (n - 1) / n bytes in 16 bits. The trainer's own counter gives the"
+        " same to the byte: tests/trainer/test_zero_formulas.py.",
+        "With ZeRO-3 embedding, last norm and head stay gathered from forward to backward: 2 Psi of"
+        " those.",
     )
 
 
@@ -140,17 +155,27 @@ def _throughput(plans: Plans) -> Section:
         model=plans.gpt(50, 8192, 32),
         nodes=2,
     )
-    across = outside.tokens_per_s_per_gpu * hardware_flops_per_token(outside.model, 1024, "full") / 1e12
+    across = (
+        outside.tokens_per_s_per_gpu * hardware_flops_per_token(outside.model, 1024, "full") / 1e12
+    )
     small, large = (_sixty(plans, nodes) for nodes in (4, 25))
     speed_up = large.tokens_per_s_per_gpu * 400 / (small.tokens_per_s_per_gpu * 64)
     sizes = (
-        f"micro-batches of {small.parallel.micro_batch_size} on 64 and {large.parallel.micro_batch_size} on 400 GPUs"
+        f"micro-batches of {small.parallel.micro_batch_size} on 64 and"
+        f" {large.parallel.micro_batch_size} on 400 GPUs"
     )
     return Section(
         "ZeRO's throughput",
         f"{pub.ZERO}, sections 1 and 10",
         [
-            Row("100B on 400 V100, a GPU", tflops, pub.ZERO_100B_TFLOPS, "TFLOP/s", within=0.10, sd=plan.time.sd),
+            Row(
+                "100B on 400 V100, a GPU",
+                tflops,
+                pub.ZERO_100B_TFLOPS,
+                "TFLOP/s",
+                within=0.10,
+                sd=plan.time.sd,
+            ),
             Row(
                 "100B on 400 V100, together",
                 tflops * 0.4,
@@ -166,48 +191,75 @@ def _throughput(plans: Plans) -> Section:
                 "TFLOP/s",
                 sd=outside.time.sd,
             ),
-            Row("60B, speed-up from 64 to 400 GPUs", speed_up, pub.ZERO_SUPER_LINEAR, "x", bound="more"),
+            Row(
+                "60B, speed-up from 64 to 400 GPUs",
+                speed_up,
+                pub.ZERO_SUPER_LINEAR,
+                "x",
+                bound="more",
+            ),
         ],
-        "The preset `zero_100b`; 60B as 75 layers of hidden 8,192, tensor parallel in a node, with the largest"
-        f" power-of-two micro-batch that fits: {sizes}. More replicas shard the states further, which leaves room for"
-        " larger micro-batches: super-linear.",
-        "Whether 38 TFLOP/s count recomputation is not said; model FLOPs are assumed. Eight NICs of 100 Gb/s"
-        " could carry far more than 5 TFLOP/s need; how the collectives of that time used them is not said.",
+        "The preset `zero_100b`; 60B as 75 layers of hidden 8,192, tensor parallel in a node, with"
+        f" the largest power-of-two micro-batch that fits: {sizes}. More replicas shard the states"
+        " further, which leaves room for larger micro-batches: super-linear.",
+        "Whether 38 TFLOP/s count recomputation is not said; model FLOPs are assumed. Eight NICs of"
+        " 100 Gb/s could carry far more than 5 TFLOP/s need; how the collectives of that time used"
+        " them is not said.",
     )
 
 
 def _sixty(plans: Plans, nodes: int) -> Plan:
     """60B with the largest micro-batch that fits."""
-    best, size = None, 1
+    best = None
+    size = 1
     while True:
         plan = plans.plan(
             ZERO,
-            parallel={"tp": 16, "pp": 1, "dp": nodes, "zero": 2, "sp": False, "micro_batch_size": size},
+            parallel={
+                "tp": 16,
+                "pp": 1,
+                "dp": nodes,
+                "zero": 2,
+                "sp": False,
+                "micro_batch_size": size,
+            },
             train={"global_batch_samples": size * nodes},
             model=plans.gpt(75, 8192, 32),
             nodes=nodes,
         )
         if best is not None and plan.memory.total > plan.memory.capacity:
             return best
-        best, size = plan, size * 2
+        best = plan
+        size = size * 2
 
 
 def _bert(plans: Plans) -> Section:
-    rows, total = [], 0.0
+    rows = []
+    total = 0.0
     for seq_len, (batch, steps) in pub.BERT_PHASES.items():
         plan = _bert_phase(plans, seq_len, batch)
         total += steps * plan.time.step_s
         samples = plan.tokens_per_s_per_gpu / seq_len
         rows.append(
-            Row(f"samples/s a V100, {seq_len} tokens", samples, pub.BERT_SAMPLES_PER_S[seq_len], "/s", sd=plan.time.sd)
+            Row(
+                f"samples/s a V100, {seq_len} tokens",
+                samples,
+                pub.BERT_SAMPLES_PER_S[seq_len],
+                "/s",
+                sd=plan.time.sd,
+            )
         )
-    rows.append(Row("pre-training on 1,024 V100", total / 60, pub.BERT_MINUTES, "min", sd=plan.time.sd))
+    rows.append(
+        Row("pre-training on 1,024 V100", total / 60, pub.BERT_MINUTES, "min", sd=plan.time.sd)
+    )
     return Section(
         "BERT-large in 44 minutes on 1,024 V100",
         pub.BERT_SOURCE,
         rows,
-        "64 DGX-2, data parallel; batches of 65,536 for 7,038 steps at 128 tokens, then 32,768 for 1,563 at 512.",
-        "Theirs are hand-fused kernels and logits of the masked tokens alone; ours computes logits of every token.",
+        "64 DGX-2, data parallel; batches of 65,536 for 7,038 steps at 128 tokens, then 32,768 for"
+        " 1,563 at 512.",
+        "Theirs are hand-fused kernels and logits of the masked tokens alone; ours computes logits"
+        " of every token.",
     )
 
 
@@ -215,7 +267,13 @@ def _bert_phase(plans: Plans, seq_len: int, batch: int) -> Plan:
     largest = max(size for size in (16, 32, 64) if size * seq_len <= 8192)
     return plans.plan(
         f"{MEGATRON} model=bert_large",
-        parallel={"tp": 1, "pp": 1, "dp": 1024, "zero": 1, "micro_batch_size": min(largest, batch // 1024)},
+        parallel={
+            "tp": 1,
+            "pp": 1,
+            "dp": 1024,
+            "zero": 1,
+            "micro_batch_size": min(largest, batch // 1024),
+        },
         train={"seq_len": seq_len, "global_batch_samples": batch, "recompute": "none"},
         nodes=64,
     )

@@ -18,17 +18,34 @@ from .ties import bytes_at_the_top
 GIB = 1 << 30
 #: Keys that the search keeps where they are given.
 GIVEN = (
-    *("tp", "cp", "ep", "etp", "fold_cp", "expert_all_to_all", "pp", "dp", "zero", "vpp", "sp", "cp_method"),
-    *("schedule", "micro_batch_size"),
+    "tp",
+    "cp",
+    "ep",
+    "etp",
+    "fold_cp",
+    "expert_all_to_all",
+    "pp",
+    "dp",
+    "zero",
+    "vpp",
+    "sp",
+    "cp_method",
+    "schedule",
+    "micro_batch_size",
 )
 
 
 def search(
-    config: Config, cluster: Cluster, near: float = NEAR, any_layout: bool = False, profile: Profile | None = None
+    config: Config,
+    cluster: Cluster,
+    near: float = NEAR,
+    any_layout: bool = False,
+    profile: Profile | None = None,
 ) -> SearchResult:
     """The fastest layout that fits, and slower ones (by up to `near`) that need less memory.
 
-    `any_layout`: also layouts that the bundled trainer does not run. Raises OrchError (65) when nothing fits.
+    `any_layout`: also layouts that the bundled trainer does not run. Raises OrchError (65) when
+    nothing fits.
     """
     seeker = Search(config, cluster, any_layout, profile)
     answer = _run(seeker, near)
@@ -39,25 +56,31 @@ def search(
 
 
 def _with_interval(found: CostedLayout, context: CostContext) -> CostedLayout:
-    """With what only a reader needs: the error of the prediction, bytes over the top of the network."""
+    """With what only a reader needs: the error of the prediction, bytes over the top of the
+    network."""
     parallel, best, _, time = found.solution
     train = structs.replace(context.train, recompute=found.layout.recompute)
     sd = relative_sd(jacobian(context, best, parallel, train), context.profile)
     solution = found.solution._replace(time=structs.replace(time, sd=sd))
-    return found._replace(solution=solution, spine_bytes=bytes_at_the_top(found, context.level_names[-1]))
+    return found._replace(
+        solution=solution, spine_bytes=bytes_at_the_top(found, context.level_names[-1])
+    )
 
 
 def resolve_auto(
     config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
 ) -> tuple[Config, CostContext | None]:
-    """(configuration with every degree filled in, cost context of the search or None when nothing was open)."""
+    """(configuration with every degree filled in, cost context of the search or None when nothing
+    was open)."""
     if not config.parallel.auto:
         return config, None
     seeker = Search(config, cluster, any_layout, profile)
     return _run(seeker, near=0.0).equal[0].config, seeker.context
 
 
-def settled(config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None) -> Config:
+def settled(
+    config: Config, cluster: Cluster, any_layout: bool = False, profile: Profile | None = None
+) -> Config:
     """The configuration with every degree filled in."""
     return resolve_auto(config, cluster, any_layout, profile)[0]
 
@@ -67,17 +90,22 @@ def _run(seeker: Search, near: float) -> SearchResult:
     answer = seeker.run(near)
     if answer.front:
         return answer
-    given = [f"{name}={getattr(config.parallel, name)}" for name in GIVEN if getattr(config.parallel, name) is not None]
+    given = [
+        f"{name}={getattr(config.parallel, name)}"
+        for name in GIVEN
+        if getattr(config.parallel, name) is not None
+    ]
     with_what = f" with {', '.join(given)}" if given else ""
     if not answer.counts.legal:
         raise OrchError(
-            f"parallel=auto: no layout of {seeker.space.gpus} GPUs{with_what} is legal for {config.model.name} and a"
-            f" global batch of {seeker.space.samples} samples; change the batch, or give fewer degrees",
+            f"parallel=auto: no layout of {seeker.space.gpus} GPUs{with_what} is legal for"
+            f" {config.model.name} and a global batch of {seeker.space.samples} samples; change the"
+            " batch, or give fewer degrees",
             Exit.CONFIG,
         )
     raise OrchError(
-        f"parallel=auto: none of the {answer.counts.legal:,} legal layouts of {seeker.space.gpus} GPUs{with_what} fits"
-        f" {seeker.capacity / GIB:.1f} GiB a GPU for {config.model.name}; use more GPUs, shorter sequences"
-        " (train.seq_len) or train.grad_dtype=bf16",
+        f"parallel=auto: none of the {answer.counts.legal:,} legal layouts of {seeker.space.gpus}"
+        f" GPUs{with_what} fits {seeker.capacity / GIB:.1f} GiB a GPU for {config.model.name}; use"
+        " more GPUs, shorter sequences (train.seq_len) or train.grad_dtype=bf16",
         Exit.CONFIG,
     )

@@ -1,8 +1,9 @@
-"""Cost of one layer on one GPU, computed once for all meshes that give it equal shards and micro-batches.
+"""Cost of one layer on one GPU, computed once for all meshes that give it equal shards and
+micro-batches.
 
-Every number is the cost model's own (`cost.compute`, `cost.communication`, `memory`), with the cheapest path that an
-axis can have. Methods of context parallelism that divide attention evenly differ only in communication: they share a
-`LayerCost`.
+Every number is the cost model's own (`cost.compute`, `cost.communication`, `memory`), with the
+cheapest path that an axis can have. Methods of context parallelism that divide attention evenly
+differ only in communication: they share a `LayerCost`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ Pair = tuple[float, float]  # of a dense layer, of an MoE layer
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of one micro-batch through the parts of a stage, communication and recomputation included."""
+    """Seconds of one micro-batch through the parts of a stage, communication and recomputation
+    included."""
 
     forward: Pair
     backward: Pair
@@ -67,7 +69,8 @@ NO_ACTIVATIONS = activations.ActivationBytes(0.0, 0.0)
 
 
 class ShardParams(NamedTuple):
-    """Parameters on one rank for given tp and expert mesh, as `stages.rank_parameters` counts them."""
+    """Parameters on one rank for given tp and expert mesh, as `stages.rank_parameters` counts
+    them."""
 
     dense: tuple[int, int]  # of a dense layer, and of an MoE layer without its routed experts
     experts: int  # of an MoE layer
@@ -93,12 +96,17 @@ def shard_params(model: Model, tp: int, experts: tuple[int, int]) -> ShardParams
 
 
 class Kept:
-    """Activation bytes of the parts of a stage for one micro-batch, with a schedule like `schedule`."""
+    """Activation bytes of the parts of a stage for one micro-batch, with a schedule like
+    `schedule`."""
 
     def __init__(self, cost: LayerCost, schedule: str):
-        model, train = cost.context.model, cost.context.train
-        self.cost, self.par = cost, structs.replace(cost.par, schedule=schedule)
-        self.kernels = kernels_of(cost.recipe, cost.context.cluster, model, self.par, cost.context.matmul)
+        model = cost.context.model
+        train = cost.context.train
+        self.cost = cost
+        self.par = structs.replace(cost.par, schedule=schedule)
+        self.kernels = kernels_of(
+            cost.recipe, cost.context.cluster, model, self.par, cost.context.matmul
+        )
         self.head = activations.head_bytes(model, self.par, train, self.kernels)
         self.stage = activations.stage_bytes(model, self.par, train, self.kernels)
         self.loss = activations.loss_bytes(model, self.par, train, self.kernels)
@@ -109,10 +117,12 @@ class Kept:
     def layers(self, recompute: str) -> list[activations.ActivationBytes]:
         """Bytes of a dense layer and of an MoE layer with this recomputation mode."""
         if recompute not in self._layers:
-            cost, of = self.cost, activations.layer_activation_bytes
+            cost = self.cost
+            of = activations.layer_activation_bytes
             same = cost.tokens, self.par, cost.context.trains[recompute], self.kernels, recompute
             self._layers[recompute] = [
-                NO_ACTIVATIONS if layer is None else of(cost.context.model, layer, *same) for layer in cost.kinds
+                NO_ACTIVATIONS if layer is None else of(cost.context.model, layer, *same)
+                for layer in cost.kinds
             ]
         return self._layers[recompute]
 
@@ -121,7 +131,8 @@ class Kept:
         return [(many, kind, one.stored, one.recomputing) for kind, (many, one) in kinds if many]
 
     def stored(self, recompute: str, stage: StageShape) -> float:
-        """Bytes of one micro-batch in a stage until backward, without output projection and loss."""
+        """Bytes of one micro-batch in a stage until backward, without output projection and
+        loss."""
         dense, moe = self.layers(recompute)
         return stage.dense * dense.stored + stage.moe * moe.stored + self.stage[stage.last]
 
@@ -132,14 +143,20 @@ class Kept:
             self._one_stage[recompute] = activations.kept_of_one_stage(*job)
         return self._one_stage[recompute]
 
-    def stage_bytes(self, recompute: str, stage: StageShape, deferred: DeferredGradients | None) -> StageBytes:
+    def stage_bytes(
+        self, recompute: str, stage: StageShape, deferred: DeferredGradients | None
+    ) -> StageBytes:
         """Of one micro-batch in one of a rank's several stages."""
-        layers, stored = self.stage_layers(recompute, stage.dense, stage.moe), self.stored(recompute, stage)
+        layers = self.stage_layers(recompute, stage.dense, stage.moe)
+        stored = self.stored(recompute, stage)
         return bytes_of_stage(layers, stored, self.head if stage.last else 0.0, deferred)
 
 
 def _remembered(
-    known: dict[tuple[object, ...], Any], key: tuple[object, ...], make: Callable[..., Any], *args: Any
+    known: dict[tuple[object, ...], Any],
+    key: tuple[object, ...],
+    make: Callable[..., Any],
+    *args: Any,
 ) -> Any:
     if key not in known:
         known[key] = make(*args)
@@ -147,7 +164,8 @@ def _remembered(
 
 
 class LeastWork(NamedTuple):
-    """Seconds of one micro-batch that no fold of the experts is below, communication and recomputation included."""
+    """Seconds of one micro-batch that no fold of the experts is below, communication and
+    recomputation included."""
 
     forwards: float  # through the whole model
     backwards: float  # and back
@@ -162,7 +180,8 @@ def least_work(
 
     def least() -> LeastWork:
         every = [one.least(recompute, cp_methods, sp_open) for one in costs]
-        many, first = (costs[0].dense, costs[0].moe), min(one.first for one in every)
+        many = (costs[0].dense, costs[0].moe)
+        first = min(one.first for one in every)
         forward, backward, last = (
             [min(kind) for kind in zip(*parts, strict=True)]
             for parts in zip(*((one.forward, one.backward, one.last) for one in every), strict=True)
@@ -181,7 +200,8 @@ def least_work(
 
 
 class LayerCost:
-    """Seconds, parameters and bytes of one layer of each kind (dense, MoE) for one micro-batch on one GPU."""
+    """Seconds, parameters and bytes of one layer of each kind (dense, MoE) for one micro-batch on
+    one GPU."""
 
     def __init__(
         self,
@@ -194,14 +214,22 @@ class LayerCost:
         shared: dict[tuple[object, ...], Any],
         all_to_alls: tuple[AllToAll, ...] = ("direct",),
     ):
-        """`par`: of any layout of the mesh; only tp, cp, ep, etp, fold_cp, sp, cp_method and micro_batch_size are read.
-        `shared`: parts that several have in common. `all_to_alls`: ways of tokens to experts that are open."""
-        model, train = context.model, context.train
+        """`par`: of any layout of the mesh; only tp, cp, ep, etp, fold_cp, sp, cp_method and
+        micro_batch_size are read. `shared`: parts that several have in common. `all_to_alls`: ways
+        of tokens to experts that are open."""
+        model = context.model
+        train = context.train
         par = structs.replace(par, schedule="1f1b", expert_all_to_all=UNSET)
-        self.par, self.context, self.params, self.recipe = par, context, params, recipe
-        self.best, self.shared, self.all_to_alls = best, shared, all_to_alls
+        self.par = par
+        self.context = context
+        self.params = params
+        self.recipe = recipe
+        self.best = best
+        self.shared = shared
+        self.all_to_alls = all_to_alls
         self.experts = expert_mesh(par)
-        self.kinds, self.trains = sample_layers(model), context.trains
+        self.kinds = sample_layers(model)
+        self.trains = context.trains
         self.tokens = par.micro_batch_size * train.seq_len / par.cp
         self.compute = context.compute(par)
         self.paths = best.paths(mesh, False)
@@ -211,61 +239,98 @@ class LayerCost:
         self.boundary = boundary_bytes(model, par, train)
         self.known: dict[tuple[object, ...], Any] = {}
         #: dense parameters of a layer of either kind, at least
-        self.least_params = min(size for size, layer in zip(params.dense, self.kinds, strict=True) if layer is not None)
+        self.least_params = min(
+            size for size, layer in zip(params.dense, self.kinds, strict=True) if layer is not None
+        )
         self._pipeline_params: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
 
     def in_mesh(self, mesh: Mesh) -> Parallel:
         """The `parallel` of an arbitrary layout of a mesh."""
         world = mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp
-        same = {"pp": mesh.pp, "dp": mesh.dp, "micro_batches": mesh.micro_batches, "world_size": world}
+        same = {
+            "pp": mesh.pp,
+            "dp": mesh.dp,
+            "micro_batches": mesh.micro_batches,
+            "world_size": world,
+        }
         return structs.replace(self.par, **same)
 
-    def stage_seconds(self, recompute: str, split: bool, cp_methods: tuple[CpMethod, ...]) -> StageSeconds:
+    def stage_seconds(
+        self, recompute: str, split: bool, cp_methods: tuple[CpMethod, ...]
+    ) -> StageSeconds:
         """With the method that sends least; `split`: backward is."""
         key = recompute, split, cp_methods
-        found: StageSeconds = self._once(key, self._seconds, recompute, (split,), cp_methods, self.par.sp)
+        found: StageSeconds = self._once(
+            key, self._seconds, recompute, (split,), cp_methods, self.par.sp
+        )
         return found
 
-    def least(self, recompute: str, cp_methods: tuple[CpMethod, ...], sp_open: bool) -> StageSeconds:
-        """With backward split or not. `sp_open`: also without sequence parallelism, which computes no less."""
+    def least(
+        self, recompute: str, cp_methods: tuple[CpMethod, ...], sp_open: bool
+    ) -> StageSeconds:
+        """With backward split or not. `sp_open`: also without sequence parallelism, which computes
+        no less."""
         along = (True, False) if sp_open else (self.par.sp,)
         key = recompute, cp_methods, along
-        found: StageSeconds = self._once(key, self._seconds, recompute, (False, True), cp_methods, *along)
+        found: StageSeconds = self._once(
+            key, self._seconds, recompute, (False, True), cp_methods, *along
+        )
         return found
 
     def _seconds(
-        self, recompute: str, splits: tuple[bool, ...], cp_methods: tuple[CpMethod, ...], *along: bool
+        self,
+        recompute: str,
+        splits: tuple[bool, ...],
+        cp_methods: tuple[CpMethod, ...],
+        *along: bool,
     ) -> StageSeconds:
-        par, cut, size = self.par, (self.par.tp, self.tokens), self.par.micro_batch_size
+        par = self.par
+        cut = (self.par.tp, self.tokens)
+        size = self.par.micro_batch_size
         tensors = [
-            self.share((*cut, self.experts[:2], recompute, split, sp), self._tensor, recompute, split, sp)
+            self.share(
+                (*cut, self.experts[:2], recompute, split, sp), self._tensor, recompute, split, sp
+            )
             for split in splits
             for sp in along
         ]
-        *own, table, last = (value_of(min(parts, key=value_of)) for parts in zip(*tensors, strict=True))
+        *own, table, last = (
+            value_of(min(parts, key=value_of)) for parts in zip(*tensors, strict=True)
+        )
         rings = {"ring" if one == "zigzag" else one for one in cp_methods}  # both send the same
         context = min(
-            self.share((par.tp, par.cp, size, recompute, one), self._context, recompute, one) for one in rings
+            self.share((par.tp, par.cp, size, recompute, one), self._context, recompute, one)
+            for one in rings
         )
-        forward, backward = [], []
+        forward = []
+        backward = []
         for kind, layer in enumerate(self.compute.kinds):
             inner = own[kind] + context
             if kind == 1 and layer is not NO_LAYER:
                 inner += min(
-                    self.share((*cut, self.experts[:2], recompute, sp), self._expert, recompute, sp) for sp in along
+                    self.share((*cut, self.experts[:2], recompute, sp), self._expert, recompute, sp)
+                    for sp in along
                 )
             forward.append(value_of(layer.forward) + inner / 2)
-            backward.append(value_of(layer.backward) + value_of(layer.recompute_s(recompute)) + inner / 2)
+            backward.append(
+                value_of(layer.backward) + value_of(layer.recompute_s(recompute)) + inner / 2
+            )
         loss = [value_of(seconds) + last / 2 for seconds in self.compute.loss]
-        return StageSeconds((forward[0], forward[1]), (backward[0], backward[1]), table, (loss[0], loss[1]))
+        return StageSeconds(
+            (forward[0], forward[1]), (backward[0], backward[1]), table, (loss[0], loss[1])
+        )
 
     def chain(self, one: StageSeconds, back: float) -> float:
-        """Seconds of one micro-batch through all stages, and through the share `back` of their backward."""
+        """Seconds of one micro-batch through all stages, and through the share `back` of their
+        backward."""
         forward = self.dense * one.forward[0] + self.moe * one.forward[1] + one.first + one.last[0]
-        return forward + back * (self.dense * one.backward[0] + self.moe * one.backward[1] + one.last[1])
+        return forward + back * (
+            self.dense * one.backward[0] + self.moe * one.backward[1] + one.last[1]
+        )
 
     def _tensor(self, recompute: str, split: bool, sp: bool) -> TensorSeconds:
-        par, context = self.par, self.context
+        par = self.par
+        context = self.context
         if split or sp != par.sp:
             par = structs.replace(par, schedule="zb_h1" if split else "1f1b", sp=sp)
         share = recomputed_share(par, self.trains[recompute], context.software)
@@ -273,21 +338,32 @@ class LayerCost:
         return tensor_seconds(context.model, par, self.trains[recompute], share, *same)
 
     def _context(self, recompute: str, method: CpMethod) -> float:
-        par, context, train = structs.replace(self.par, cp_method=method), self.context, self.trains[recompute]
+        par = structs.replace(self.par, cp_method=method)
+        context = self.context
+        train = self.trains[recompute]
         share = recomputed_share(par, train, context.software)
         return value_of(context_seconds(context.model, par, train, share, context.rate, self.paths))
 
     def _expert(self, recompute: str, sp: bool) -> float:
         """With the way of tokens to experts that takes least."""
-        context, train = self.context, self.trains[recompute]
+        context = self.context
+        train = self.trains[recompute]
         over: PathKey = axes(self.par), "exchange"
         share = recomputed_share(self.par, train, context.software)
         found, moe, (etp, ep, _) = list[float](), context.model.moe, self.experts
         for way in self.all_to_alls if ep > 1 else ("direct",):
-            by_domain = self.best.by_domain(ep, etp, moe) if way == "hierarchical" and moe is not None else None
-            par = structs.replace(self.par, sp=sp, expert_all_to_all=UNSET if by_domain is None else way)
+            by_domain = (
+                self.best.by_domain(ep, etp, moe)
+                if way == "hierarchical" and moe is not None
+                else None
+            )
+            par = structs.replace(
+                self.par, sp=sp, expert_all_to_all=UNSET if by_domain is None else way
+            )
             for path in [self.paths[over]] if by_domain is None else by_domain:
-                seconds = expert_seconds(context.model, par, train, share, context.rate, {over: path})
+                seconds = expert_seconds(
+                    context.model, par, train, share, context.rate, {over: path}
+                )
                 found.append(value_of(seconds))
         return min(found, default=inf)  # no number of domains in which they may go
 
@@ -305,12 +381,15 @@ class LayerCost:
         found: Kept = self._once((alike,), Kept, self, alike)
         return found
 
-    # -------------------------------------------------------------------------------------- parameters
+    # --------------------------------------------------------------------------------------
+    #     parameters
 
     def average_params(self, pp: int) -> tuple[float, float]:
         """(dense, expert) parameters of an average pipeline rank."""
         layers = self.dense * self.params.dense[0] + self.moe * self.params.dense[1]
-        ends = self.params.first + self.params.single_last  # of tied embeddings one copy: both ends may share a rank
+        ends = (
+            self.params.first + self.params.single_last
+        )  # of tied embeddings one copy: both ends may share a rank
         return (layers + ends) / pp, self.moe * self.params.experts / pp
 
     def fewest_params(self, layers: float) -> tuple[float, float]:
@@ -318,14 +397,21 @@ class LayerCost:
         return layers * self.least_params, 0.0 if self.dense else layers * self.params.experts
 
     def pipeline_params(self, shape: PipelineShape) -> list[tuple[int, int]]:
-        """(dense, expert) parameters of each rank of a shape, the same for all schedules, ZeRO stages and batches."""
+        """(dense, expert) parameters of each rank of a shape, the same for all schedules, ZeRO
+        stages and batches."""
         found = self._pipeline_params.get(shape.key)
         if found is None:
-            found = self._pipeline_params[shape.key] = [self._held(rank, shape.single) for rank in shape.ranks]
+            found = self._pipeline_params[shape.key] = [
+                self._held(rank, shape.single) for rank in shape.ranks
+            ]
         return found
 
     def _held(self, rank: RankShape, single: bool) -> tuple[int, int]:
         """(dense, expert) parameters of a pipeline rank, as `stages.rank_parameters`."""
-        dense = rank.dense * self.params.dense[0] + rank.moe * self.params.dense[1] + rank.table * self.params.first
+        dense = (
+            rank.dense * self.params.dense[0]
+            + rank.moe * self.params.dense[1]
+            + rank.table * self.params.first
+        )
         last = self.params.single_last if single or (rank.head and rank.table) else self.params.last
         return dense + rank.head * last, rank.moe * self.params.experts

@@ -1,7 +1,7 @@
 """Lower bounds of a mesh with a recomputation mode and an assignment of stages to ranks (`bound`).
 
-What is left are the schedule's name (micro-batches in flight) and the ZeRO stage, with which `bytes_of` and
-`seconds_of` bound a complete layout.
+What is left are the schedule's name (micro-batches in flight) and the ZeRO stage, with which
+`bytes_of` and `seconds_of` bound a complete layout.
 """
 
 from __future__ import annotations
@@ -26,25 +26,40 @@ class PipelineBound:
     """A branch with stages on ranks (`shape`) and backward in one piece or two (`split`)."""
 
     def __init__(
-        self, branch: RecomputeBound, shape: PipelineShape, split: bool, vpp: int, cp_methods: Sequence[CpMethod]
+        self,
+        branch: RecomputeBound,
+        shape: PipelineShape,
+        split: bool,
+        vpp: int,
+        cp_methods: Sequence[CpMethod],
     ):
-        self.branch, self.shape, self.split, self.vpp, self.cp_methods = branch, shape, split, vpp, tuple(cp_methods)
+        self.branch = branch
+        self.shape = shape
+        self.split = split
+        self.vpp = vpp
+        self.cp_methods = tuple(cp_methods)
         self.held = vpp * shape.copies  # stages of a rank
-        cost, mesh, base = branch.cost, branch.mesh, branch.base
+        cost = branch.cost
+        mesh = branch.mesh
+        base = branch.base
         self.params = cost.pipeline_params(shape)
         one = self.one = cost.stage_seconds(branch.recompute, split, self.cp_methods)
-        #: by rank of the shape: seconds (that the schedule takes at least for its sake, of one micro-batch)
+        #: by rank of the shape: seconds (that the schedule takes at least for its sake, of one
+        #: micro-batch)
         self.ranks = [self._rank(rank, one) for rank in shape.ranks]
         sends = mesh.micro_batches * shape.sends + 2 * (mesh.pp - 1)
         self.transfers = [once * sends for once in base.transfers]
         chain = 0.0 if split and base.overlapped else cost.chain(one, 0.5 if split else 1.0)
         self.longest = max(chain, *(end for end, _ in self.ranks))
         self.most_params = max(map(sum, self.params))
-        constant = branch.sharded[-1].constant(self.most_params)  # the more is sharded, the less there is to do
+        constant = branch.sharded[-1].constant(
+            self.most_params
+        )  # the more is sharded, the less there is to do
         #: whatever the ZeRO stage; no less than what holds for all pipelines
         self.least_s = max(
             branch.least_s,
-            (self.longest + self._gradients() + min(self.transfers) + constant) * base.degrees.factor,
+            (self.longest + self._gradients() + min(self.transfers) + constant)
+            * base.degrees.factor,
         )
         self._seconds: dict[int, float] = {}
 
@@ -60,11 +75,15 @@ class PipelineBound:
         dense_s, experts_s = self.branch.base.degrees.byte_s
         return max(
             self.branch.base.exposed(plain * dense_s + experts * experts_s, hiding)
-            for (plain, experts), hiding in zip(self.params, self._hiding(self.longest), strict=True)
+            for (plain, experts), hiding in zip(
+                self.params, self._hiding(self.longest), strict=True
+            )
         )
 
     def _rank(self, rank: RankShape, one: StageSeconds) -> tuple[float, float]:
-        stages, dense, moe = (0, 0, 0) if self.split and self.branch.base.overlapped else rank.before
+        stages, dense, moe = (
+            (0, 0, 0) if self.split and self.branch.base.overlapped else rank.before
+        )
         (forward, of_moe), (backward, back_of_moe), first, last = one
         ahead = dense * forward + moe * of_moe + (first if stages else 0.0)
         if not self.split:
@@ -74,24 +93,42 @@ class PipelineBound:
         own /= self.shape.copies
         return ahead + self.branch.mesh.micro_batches * own, own
 
-    # ---------------------------------------------------------------------------------- of one schedule and ZeRO
+    # ---------------------------------------------------------------------------------- of one
+    #     schedule and ZeRO
 
     def kept(self, schedule: str, exact: bool = False) -> list[float]:
         """Lower bound of the activation bytes of each rank of the shape.
 
-        exact: also of ranks with unequal stages; otherwise as if all were like the smallest, which is quick.
+        exact: also of ranks with unequal stages; otherwise as if all were like the smallest, which
+        is quick.
         """
-        cost, mesh, deferred = self.branch.cost, self.branch.mesh, None
+        cost = self.branch.cost
+        mesh = self.branch.mesh
+        deferred = None
         if self.split and not cost.kept(schedule).kernels.fills_limit:
-            names = {"schedule": schedule, "pp": mesh.pp, "vpp": self.vpp, "micro_batches": mesh.micro_batches}
-            deferred = DeferredGradients(cost.context.model, structs.replace(cost.par, **names), cost.context.train)
+            names = {
+                "schedule": schedule,
+                "pp": mesh.pp,
+                "vpp": self.vpp,
+                "micro_batches": mesh.micro_batches,
+            }
+            deferred = DeferredGradients(
+                cost.context.model, structs.replace(cost.par, **names), cost.context.train
+            )
         return [self._kept(rank, schedule, deferred, exact) for rank in self.shape.ranks]
 
-    def _kept(self, rank: RankShape, schedule: str, deferred: DeferredGradients | None, exact: bool) -> float:
-        mesh, cost = self.branch.mesh, self.branch.cost
-        keeps, m, recompute = cost.kept(schedule), mesh.micro_batches, self.branch.recompute
+    def _kept(
+        self, rank: RankShape, schedule: str, deferred: DeferredGradients | None, exact: bool
+    ) -> float:
+        mesh = self.branch.mesh
+        cost = self.branch.cost
+        keeps = cost.kept(schedule)
+        m = mesh.micro_batches
+        recompute = self.branch.recompute
         message = cost.boundary if mesh.pp > 1 and keeps.kernels.holds_messages else 0.0
-        sent = (1 if rank.head and self.held == 1 else 2) * message  # the last stage receives no gradient
+        sent = (
+            1 if rank.head and self.held == 1 else 2
+        ) * message  # the last stage receives no gradient
         temporary = max(keeps.loss if rank.head else 0.0, keeps.backward)
         rest = sent + temporary
 
@@ -102,7 +139,9 @@ class PipelineBound:
 
         if exact and len(rank.unlike) > 1:
             parts = [keeps.stage_bytes(recompute, one, deferred) for one in rank.stages]
-            return rest + unequal_peak((schedule, mesh.pp, m, self.vpp), rank.rank, rank.held, parts)
+            return rest + unequal_peak(
+                (schedule, mesh.pp, m, self.vpp), rank.rank, rank.held, parts
+            )
         stored = min(keeps.stored(recompute, one) for one in rank.unlike)
         if len(rank.unlike) > 1:
             return rest + stored * in_flight(rank.rank)
@@ -115,7 +154,9 @@ class PipelineBound:
             )
         recomputing = max((more for *_, more in layers), default=0.0)
         if rank.head:
-            recomputing = max(recomputing, keeps.head) + (logits_in_flight(schedule, m) - 1) * keeps.head
+            recomputing = (
+                max(recomputing, keeps.head) + (logits_in_flight(schedule, m) - 1) * keeps.head
+            )
         more = recomputing + sent if keeps.kernels.keep_sent else max(recomputing + message, sent)
         return temporary + stored * in_flight(rank.rank) + more
 
@@ -132,9 +173,12 @@ class PipelineBound:
 
     def _sharded_pipeline(self, kept: list[float], sharded: ZeroStage) -> float:
         """Bytes of a rank that has what it keeps at the loss, or in its first layer's backward."""
-        keeps, fullest = self.branch.cost.kept("1f1b"), 0.0
+        keeps = self.branch.cost.kept("1f1b")
+        fullest = 0.0
         for (plain, experts), most, rank in zip(self.params, kept, self.shape.ranks, strict=True):
-            later = max(0.0, keeps.backward - keeps.loss) if rank.head else 0.0  # than what the loss keeps
+            later = (
+                max(0.0, keeps.backward - keeps.loss) if rank.head else 0.0
+            )  # than what the loss keeps
             states = plain * sharded.dense_bytes + experts * sharded.expert_bytes
             fullest = max(fullest, states + most - later)
         return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes)
@@ -144,35 +188,52 @@ class PipelineBound:
         cost, ((plain, experts),) = self.branch.cost, self.params
         keeps, (dense, expert) = cost.kept("1f1b"), sharded.states(1)
         of_stage = keeps.one_stage(self.branch.recompute)
-        grads, backward = plain * dense.grads + experts * expert.grads, keeps.backward + sharded.bucket_bytes
+        grads = plain * dense.grads + experts * expert.grads
+        backward = keeps.backward + sharded.bucket_bytes
         train = cost.trains[self.branch.recompute]
-        peak = peak_of_one_stage(cost.context.model, sharded.par, train, of_stage, grads, keeps.loss, backward)
-        states = plain * (dense.params + dense.optimizer) + experts * (expert.params + expert.optimizer) + grads
+        peak = peak_of_one_stage(
+            cost.context.model, sharded.par, train, of_stage, grads, keeps.loss, backward
+        )
+        states = (
+            plain * (dense.params + dense.optimizer)
+            + experts * (expert.params + expert.optimizer)
+            + grads
+        )
         tensors = states + of_stage.most + sharded.buffer_bytes
         return cost.recipe.process_bytes(tensors + peak.buffers - peak.apart)
 
     def seconds_of(self, sharded: ZeroStage) -> float:
-        """Lower bound of the step in seconds, for any nesting order; the same for all schedules of the pipeline."""
+        """Lower bound of the step in seconds, for any nesting order; the same for all schedules of
+        the pipeline."""
         zero = sharded.par.zero
         if zero not in self._seconds:
             self._seconds[zero] = self._seconds_of(sharded, self.longest)
         return self._seconds[zero]
 
     def seconds_with(self, schedule: str, sharded: ZeroStage) -> float:
-        """With one schedule: where backward is split, the last gradient of the rank with most stages ahead of it goes
-        back through them, while the rank has few weight gradients left (`StepCost`)."""
+        """With one schedule: where backward is split, the last gradient of the rank with most
+        stages ahead of it goes back through them, while the rank has few weight gradients left
+        (`StepCost`)."""
         if not self.split or self.branch.base.overlapped:
             return self.seconds_of(sharded)
-        (end, _), rank = max(zip(self.ranks, self.shape.ranks, strict=True), key=lambda both: both[1].before)
+        (end, _), rank = max(
+            zip(self.ranks, self.shape.ranks, strict=True), key=lambda both: both[1].before
+        )
         (stages, dense, moe), (of_dense, of_moe) = rank.before, self.one.backward
-        mesh, back = self.branch.mesh, dense * of_dense + moe * of_moe
-        most = max(one.dense * of_dense + one.moe * of_moe + one.last * self.one.last[1] for one in rank.unlike)
+        mesh = self.branch.mesh
+        back = dense * of_dense + moe * of_moe
+        most = max(
+            one.dense * of_dense + one.moe * of_moe + one.last * self.one.last[1]
+            for one in rank.unlike
+        )
         left = weights_at_end(schedule, mesh.pp, mesh.micro_batches, self.vpp, stages)
         return self._seconds_of(sharded, max(self.longest, end + (back - left * most) / 2))
 
     def _seconds_of(self, sharded: ZeroStage, longest: float) -> float:
         base = self.branch.base
-        sent = zip(*(sharded.sent(held, self.shape.copies) for held in self.params), strict=True)  # by nesting
+        sent = zip(
+            *(sharded.sent(held, self.shape.copies) for held in self.params), strict=True
+        )  # by nesting
         hiding = self._hiding(longest)
         least = min(  # with gradients and weights as `StepCost` bounds them
             longest + sharded.exposed(each, hiding) + transfers

@@ -1,4 +1,5 @@
-"""How many layers of each kind every pipeline rank holds, computed once for all meshes with the same pipeline."""
+"""How many layers of each kind every pipeline rank holds, computed once for all meshes with the
+same pipeline."""
 
 from __future__ import annotations
 
@@ -27,8 +28,12 @@ class RankShape(NamedTuple):
     head: int  # copies of the last stage
     table: int  # copies of the first stage
     rank: int  # first of the ranks that hold the same: it has the most micro-batches in flight
-    before: tuple[int, int, int]  # stages, dense layers, MoE layers ahead of the last of these ranks
-    inner: int  # of these ranks the one farthest from both ends: it defers the most weight gradients
+    before: tuple[
+        int, int, int
+    ]  # stages, dense layers, MoE layers ahead of the last of these ranks
+    inner: (
+        int  # of these ranks the one farthest from both ends: it defers the most weight gradients
+    )
     held: tuple[int, ...]  # model stages of `rank`
     stages: tuple[StageShape, ...]  # of `rank`
     unlike: tuple[StageShape, ...]  # of `stages` each once: several keep unequally much
@@ -56,12 +61,14 @@ class PipelineShapes(NamedTuple):
     """Bounds over all shapes of a pipeline."""
 
     least: float  # fewest layers of any rank, per copy of the model
-    heaviest: float  # layers of the rank that holds most, per copy of the model, in the shape where it holds fewest
+    # layers of the rank that holds most, per copy of the model, in the shape where it holds fewest
+    heaviest: float
     latest_ranks: list[LatestRank]
 
 
 def pipeline_shape(place: str, model: Model, parallel: Parallel) -> PipelineShape:
-    """The shape of `parallel`'s pipeline. `place`: name of the stage placement, the first part of its key."""
+    """The shape of `parallel`'s pipeline. `place`: name of the stage placement, the first part of
+    its key."""
     held = rank_stages(parallel)
     stages = len(parallel.stage_layers)
     starts = [0]
@@ -75,11 +82,14 @@ def pipeline_shape(place: str, model: Model, parallel: Parallel) -> PipelineShap
         alike = own.count(0), *sorted(each)
         dense, moe, head = (sum(column) for column in zip(*each, strict=True))
         unlike = tuple(set(each))
-        first = found.get(alike) or RankShape(dense, moe, head, own.count(0), rank, ahead, rank, own, each, unlike)
+        first = found.get(alike) or RankShape(
+            dense, moe, head, own.count(0), rank, ahead, rank, own, each, unlike
+        )
         inner = max(first.inner, rank, key=lambda one: min(one, len(held) - 1 - one))
         found[alike] = first._replace(before=max(first.before, ahead), inner=inner)
     ranks = list(found.values())
-    copies, key = sum(map(len, held)) // stages, (place, parallel.pp, parallel.vpp)
+    copies = sum(map(len, held)) // stages
+    key = (place, parallel.pp, parallel.vpp)
     unequal = any(len(rank.unlike) > 1 for rank in ranks)
     return PipelineShape(key, copies, ranks, sends_per_micro_batch(parallel), stages == 1, unequal)
 
@@ -87,20 +97,33 @@ def pipeline_shape(place: str, model: Model, parallel: Parallel) -> PipelineShap
 def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
     """Bounds that hold for all of `shapes`: (shape, whether backward is split)."""
     least = heaviest = float("inf")
-    groups: dict[tuple[bool, int], LatestRank] = {}  # by magnitude of vpp: more virtual stages idle less and send more
+    groups: dict[
+        tuple[bool, int], LatestRank
+    ] = {}  # by magnitude of vpp: more virtual stages idle less and send more
     for shape, split in shapes:
         layers = [rank.dense + rank.moe for rank in shape.ranks]
-        least, heaviest = min(least, min(layers) / shape.copies), min(heaviest, max(layers) / shape.copies)
+        least = min(least, min(layers) / shape.copies)
+        heaviest = min(heaviest, max(layers) / shape.copies)
         last = max(range(len(layers)), key=lambda index: shape.ranks[index].before)
         before = sum(shape.ranks[last].before[1:])
         latest = LatestRank(before, layers[last] / shape.copies, shape.sends, split)
         key = split, shape.key[2].bit_length()
         other = groups.get(key, latest)
-        least_of = (min(latest.before, other.before), min(latest.own, other.own), min(latest.sends, other.sends))
+        least_of = (
+            min(latest.before, other.before),
+            min(latest.own, other.own),
+            min(latest.sends, other.sends),
+        )
         groups[key] = LatestRank(*least_of, split)
     latest_ranks = list(groups.values())
     return PipelineShapes(
-        least, heaviest, [latest for latest in latest_ranks if not any(_under(other, latest) for other in latest_ranks)]
+        least,
+        heaviest,
+        [
+            latest
+            for latest in latest_ranks
+            if not any(_under(other, latest) for other in latest_ranks)
+        ],
     )
 
 

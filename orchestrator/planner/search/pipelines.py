@@ -11,14 +11,16 @@ from .pipeline_shapes import PipelineShape, PipelineShapes, pipeline_shape, summ
 from .space import Mesh, Space
 
 LOOPED = ("afab", "1f1b", "interleaved", "zb_h1", "zb_h2")  # stage s on rank s % pp
-#: (stage placement, whether backward is split, virtual stages) -> schedules that have these in common.
+#: (stage placement, whether backward is split, virtual stages) -> schedules that have these in
+#: common.
 Alike = dict[tuple[str, bool, int], list[str]]
 
 
 class PipelinesOfMeshes:
     def __init__(self, space: Space, par: Parallel):
         """`par`: of any layout."""
-        self.space, self.par = space, par
+        self.space = space
+        self.par = par
         self._alike: dict[tuple[int, int], Alike] = {}  # of pp and micro-batches
         self._shapes: dict[tuple[str, int, int], PipelineShape] = {}
         self._summaries: dict[tuple[object, ...], PipelineShapes] = {}
@@ -38,7 +40,9 @@ class PipelinesOfMeshes:
         key = place, pp, vpp
         if key not in self._shapes:
             layers = self.space.stage_layers(pp * vpp)
-            piped = structs.replace(self.par, schedule=schedule, pp=pp, vpp=vpp, stage_layers=layers)
+            piped = structs.replace(
+                self.par, schedule=schedule, pp=pp, vpp=vpp, stage_layers=layers
+            )
             self._shapes[key] = pipeline_shape(place, self.space.context.model, piped)
         return self._shapes[key]
 
@@ -48,7 +52,8 @@ class PipelinesOfMeshes:
         key = mesh.pp, *alike
         if key not in self._summaries:
             shapes = (
-                (self.shape(place, names[0], mesh.pp, vpp), split) for (place, split, vpp), names in alike.items()
+                (self.shape(place, names[0], mesh.pp, vpp), split)
+                for (place, split, vpp), names in alike.items()
             )
             self._summaries[key] = summarize(shapes)
         return self._summaries[key]

@@ -1,10 +1,11 @@
-"""Best-first branch and bound over all legal layouts: the result is that of costing every layout exactly.
+"""Best-first branch and bound over all legal layouts: the result is that of costing every layout
+exactly.
 
-Nodes of the search tree wait in a heap, ordered by a lower bound of their step time (`bound`). A column opens into
-families whose layers cost the same, a family into its meshes, a mesh into recomputation modes, then pipeline shapes,
-then layouts, and a layout is costed by `solve`. A costed layout that is cheaper than every bound left in the heap is
-the answer. Ties are the same on every run: equal times go to less memory, equal memory to the layout that
-`preference` puts first.
+Nodes of the search tree wait in a heap, ordered by a lower bound of their step time (`bound`). A
+column opens into families whose layers cost the same, a family into its meshes, a mesh into
+recomputation modes, then pipeline shapes, then layouts, and a layout is costed by `solve`. A costed
+layout that is cheaper than every bound left in the heap is the answer. Ties are the same on every
+run: equal times go to less memory, equal memory to the layout that `preference` puts first.
 """
 
 from __future__ import annotations
@@ -37,16 +38,22 @@ from .space import Fold, Layout, Mesh, Space, Variant
 from .ties import EQUAL, MOST_EQUAL, preference, preferred_first
 
 #: Kinds of nodes of the search tree; of equal bounds the coarser node is opened first.
-COLUMN, FAMILY, MESH, RECOMPUTE, PIPELINE, SENDING, CP_METHOD, LAYOUT, SCHEDULED, PLACED, COSTED = range(11)
+COLUMN, FAMILY, MESH, RECOMPUTE, PIPELINE, SENDING, CP_METHOD, LAYOUT, SCHEDULED, PLACED, COSTED = (
+    range(11)
+)
 WORTH = 1e-6  # of the step, that a less simple way must save
 Option = tuple[Fold, list[Variant]]  # of a family: how experts fold, variants of equal work
-Node = tuple[float, int, tuple[object, ...], Any]  # (lower bound in seconds, kind, tie-breaker, item)
-#: Layouts that take up to this much longer than the fastest are reported too where they need less memory.
+Node = tuple[
+    float, int, tuple[object, ...], Any
+]  # (lower bound in seconds, kind, tie-breaker, item)
+#: Layouts that take up to this much longer than the fastest are reported too where they need less
+#: memory.
 NEAR = 0.05
 
 
 class Column(NamedTuple):
-    """Families whose layers cost the same: they differ in stages and replicas, and so in micro-batches."""
+    """Families whose layers cost the same: they differ in stages and replicas, and so in
+    micro-batches."""
 
     meshes: list[Mesh]  # the first of each family
     options: list[Option]
@@ -61,7 +68,9 @@ class CostedLayout(NamedTuple):
     memory: doc.Memory  # of the fullest pipeline rank
     config: Config  # with every key that the search chose filled in
     fills: bool  # dp is what is taken where it is left out
-    spine_bytes: float = 0.0  # a step, over the highest switch level, by the busiest rank of each axis
+    spine_bytes: float = (
+        0.0  # a step, over the highest switch level, by the busiest rank of each axis
+    )
 
     @property
     def step_s(self) -> float:
@@ -69,10 +78,14 @@ class CostedLayout(NamedTuple):
 
     @property
     def overrides(self) -> list[str]:
-        """The command-line overrides that give this layout: a parallelism spec, and the keys that it cannot hold."""
-        par, mesh = self.config.parallel, self.layout.mesh
+        """The command-line overrides that give this layout: a parallelism spec, and the keys that
+        it cannot hold."""
+        par = self.config.parallel
+        mesh = self.layout.mesh
         degrees: dict[str, int | bool] = {
-            name: getattr(par, name) for name in ("tp", "pp", "cp", "ep", "vpp") if getattr(par, name) > 1
+            name: getattr(par, name)
+            for name in ("tp", "pp", "cp", "ep", "vpp")
+            if getattr(par, name) > 1
         }
         folds: dict[str, int | bool] = {"etp": par.etp} if par.etp else {}
         folds |= {"fold_cp": True} if par.fold_cp else {}
@@ -81,9 +94,20 @@ class CostedLayout(NamedTuple):
         degrees |= {} if self.fills else {"dp": mesh.dp}
         degrees |= {"zero": par.zero} if par.zero else {}
         degrees |= {"sp": False} if mesh.tp > 1 and not mesh.sp else {}
-        found = [f"parallel={canonical(degrees)}", f"parallel.micro_batch_size={par.micro_batch_size}"]
-        found += [] if word else [f"parallel.{name}={str(value).lower()}" for name, value in folds.items()]
-        found += ["parallel.expert_all_to_all=hierarchical"] if par.expert_all_to_all == "hierarchical" else []
+        found = [
+            f"parallel={canonical(degrees)}",
+            f"parallel.micro_batch_size={par.micro_batch_size}",
+        ]
+        found += (
+            []
+            if word
+            else [f"parallel.{name}={str(value).lower()}" for name, value in folds.items()]
+        )
+        found += (
+            ["parallel.expert_all_to_all=hierarchical"]
+            if par.expert_all_to_all == "hierarchical"
+            else []
+        )
         if par.schedule not in ("1f1b", "interleaved"):
             found.append(f"parallel.schedule={par.schedule}")
         if mesh.cp > 1 and mesh.cp_method != "zigzag":
@@ -121,25 +145,38 @@ class SearchCounts(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """`front`: the fastest layout, then each slower one (by up to `NEAR`) that needs less memory than all before it."""
+    """`front`: the fastest layout, then each slower one (by up to `NEAR`) that needs less memory
+    than all before it."""
 
     front: list[CostedLayout]
     counts: SearchCounts
-    equal: list[CostedLayout]  # as fast as the fastest, as far as predictions can tell: the one to take, then by time
+    equal: list[
+        CostedLayout
+    ]  # as fast as the fastest, as far as predictions can tell: the one to take, then by time
 
 
 class Search:
-    def __init__(self, config: Config, cluster: doc.Cluster, any_layout: bool = False, profile: Profile | None = None):
-        """`any_layout`: also what the bundled trainer does not run. Raises OrchError (65) where nothing is left."""
+    def __init__(
+        self,
+        config: Config,
+        cluster: doc.Cluster,
+        any_layout: bool = False,
+        profile: Profile | None = None,
+    ):
+        """`any_layout`: also what the bundled trainer does not run. Raises OrchError (65) where
+        nothing is left."""
         self.context = make_context(config, cluster, profile)
         self.space = Space(config, self.context, any_layout)
         confined = not config.parallel.allow_tp_across_nvlink
         self.best = BestPaths(self.context.path_cache.fabric, self.context.rate, confined)
         self.recipe = recipe_of(config.cost.software, config.optim)
         self.capacity = self.recipe.capacity(cluster)
-        given, domains = config.parallel.expert_all_to_all, cluster.nvlink_domains
+        given = config.parallel.expert_all_to_all
+        domains = cluster.nvlink_domains
         #: ways of tokens to experts that are open; in one NVLink domain there is nothing to choose
-        self.all_to_alls: tuple[doc.AllToAll, ...] = ("direct", "hierarchical") if len(domains) > 1 else ("direct",)
+        self.all_to_alls: tuple[doc.AllToAll, ...] = (
+            ("direct", "hierarchical") if len(domains) > 1 else ("direct",)
+        )
         self.all_to_alls = (given,) if given else self.all_to_alls
         self._layer_costs: dict[tuple[object, ...], LayerCost] = {}
         self._shared: dict[tuple[object, ...], Any] = {}
@@ -153,21 +190,31 @@ class Search:
         Raises OrchError (65) where the configuration contradicts itself.
         """
         columns = enumerate(self.columns())
-        heap: list[Node] = [(least_of_column(one.meshes, one.layers), COLUMN, (n,), one) for n, one in columns]
+        heap: list[Node] = [
+            (least_of_column(one.meshes, one.layers), COLUMN, (n,), one) for n, one in columns
+        ]
         heapq.heapify(heap)
-        serial, front, equal = len(heap), list[CostedLayout](), list[CostedLayout]()
+        serial = len(heap)
+        front = list[CostedLayout]()
+        equal = list[CostedLayout]()
 
         def level(seconds: float) -> bool:
-            """Whether a layout of so many seconds would be equal to the fastest, and one of those to compare."""
-            return not equal or (len(equal) < MOST_EQUAL and seconds <= equal[0].step_s * (1 + EQUAL))
+            """Whether a layout of so many seconds would be equal to the fastest, and one of those
+            to compare."""
+            return not equal or (
+                len(equal) < MOST_EQUAL and seconds <= equal[0].step_s * (1 + EQUAL)
+            )
 
-        while heap and (not front or level(heap[0][0]) or heap[0][0] <= front[0].step_s * (1 + near)):
+        while heap and (
+            not front or level(heap[0][0]) or heap[0][0] <= front[0].step_s * (1 + near)
+        ):
             least, state, _, item = heapq.heappop(heap)
             if state == COSTED:  # costed, and nothing left can be faster
                 if level(item.step_s):
                     equal.append(item)
                 if not front or (
-                    item.memory.total < front[-1].memory.total and item.step_s <= front[0].step_s * (1 + near)
+                    item.memory.total < front[-1].memory.total
+                    and item.step_s <= front[0].step_s * (1 + near)
                 ):
                     front.append(item)
                 continue
@@ -198,8 +245,8 @@ class Search:
             yield Column(meshes, options, self._layers(meshes[0], options))
 
     def base(self, mesh: Mesh, options: list[Option]) -> MeshBound:
-        """Bound of a mesh in any of `options`, whose first has the least work and keeps the fewest bytes, but for
-        how the experts fold."""
+        """Bound of a mesh in any of `options`, whose first has the least work and keeps the fewest
+        bytes, but for how the experts fold."""
         return self._base(mesh, self._layers(mesh, options))
 
     def _base(self, mesh: Mesh, layers: Layers) -> MeshBound:
@@ -209,10 +256,16 @@ class Search:
 
     def _layers(self, mesh: Mesh, options: list[Option]) -> Layers:
         fold, (variant, *_) = options[0]
-        (sp, method), cp_methods = variant, tuple(dict.fromkeys(one for _, equal in options for _, one in equal))
+        (sp, method), cp_methods = (
+            variant,
+            tuple(dict.fromkeys(one for _, equal in options for _, one in equal)),
+        )
         sp_open = any(equal[0][0] != sp for _, equal in options)
         first = mesh._replace(sp=sp, cp_method=method)
-        folds = [first._replace(etp=own[0], fold_cp=own[1]) for own in dict.fromkeys(fold for fold, _ in options)]
+        folds = [
+            first._replace(etp=own[0], fold_cp=own[1])
+            for own in dict.fromkeys(fold for fold, _ in options)
+        ]
         return Layers(fold, variant, cp_methods, sp_open, [self._layer_cost(one) for one in folds])
 
     def _open(self, state: int, item: Any, most: int) -> Iterator[Node]:
@@ -244,7 +297,9 @@ class Search:
                 yield from self._layouts(pipeline, fitting, most)
             elif fitting:  # all methods of context parallelism need the same memory
                 for method in pipeline.cp_methods:
-                    one = PipelineBound(pipeline.branch, pipeline.shape, pipeline.split, pipeline.vpp, [method])
+                    one = PipelineBound(
+                        pipeline.branch, pipeline.shape, pipeline.split, pipeline.vpp, [method]
+                    )
                     least = min(one.seconds_of(sharded) for _, sharded, _ in fitting)
                     yield least, CP_METHOD, (), (one, fitting)
         elif state == CP_METHOD:
@@ -275,15 +330,20 @@ class Search:
 
     def pipelines(self, branch: RecomputeBound) -> Iterator[tuple[PipelineBound, list[str]]]:
         """Every assignment of stages to ranks, with the schedules that use it."""
-        mesh, cp_methods = branch.mesh, branch.base.cp_methods
+        mesh = branch.mesh
+        cp_methods = branch.base.cp_methods
         for (place, split, vpp), names in self.shapes.alike(mesh).items():
             shape = self.shapes.shape(place, names[0], mesh.pp, vpp)
             yield PipelineBound(branch, shape, split, vpp, cp_methods), names
 
-    def _fitting(self, pipeline: PipelineBound, names: list[str], most: int) -> Iterator[tuple[str, ZeroStage, float]]:
-        """(schedule, ZeRO stage, lower bound in bytes) of what may need no more than `most` bytes."""
+    def _fitting(
+        self, pipeline: PipelineBound, names: list[str], most: int
+    ) -> Iterator[tuple[str, ZeroStage, float]]:
+        """(schedule, ZeRO stage, lower bound in bytes) of what may need no more than `most`
+        bytes."""
         for schedule in names:
-            kept, shards = pipeline.kept(schedule), self.space.shards(pipeline.branch.mesh, schedule)
+            kept = pipeline.kept(schedule)
+            shards = self.space.shards(pipeline.branch.mesh, schedule)
             for sharded in pipeline.branch.sharded:
                 if shards(sharded.par.zero) and (size := pipeline.bytes_of(kept, sharded)) <= most:
                     yield schedule, sharded, size
@@ -294,7 +354,9 @@ class Search:
         mesh = pipeline.branch.mesh._replace(cp_method=pipeline.cp_methods[0])
         for schedule, sharded, size in fitting:
             if size <= most:
-                layout = Layout(mesh, pipeline.branch.recompute, sharded.par.zero, schedule, pipeline.vpp)
+                layout = Layout(
+                    mesh, pipeline.branch.recompute, sharded.par.zero, schedule, pipeline.vpp
+                )
                 yield pipeline.seconds_of(sharded), LAYOUT, (), (layout, size, pipeline, sharded)
 
     @cached_property
@@ -303,7 +365,8 @@ class Search:
 
     @cached_property
     def par(self) -> doc.Parallel:
-        """The `parallel` of an arbitrary layout; bounds read from it only what all layouts share."""
+        """The `parallel` of an arbitrary layout; bounds read from it only what all layouts
+        share."""
         mesh = next(mesh for mesh in self.space.meshes() if self.space.count(mesh))
         config = self.space.fixed(next(iter(self.space.layouts(mesh))))
         return make_parallel(config, self._case(config))
@@ -320,15 +383,25 @@ class Search:
             if cut not in self._params:
                 self._params[cut] = shard_params(self.context.model, *cut)
             names = ("tp", "cp", "ep", "etp", "fold_cp", "sp", "micro_batch_size", "cp_method")
-            par = self.context.balanced(structs.replace(self.par, **{name: getattr(mesh, name) for name in names}))
-            same = self.context, self.best, self._params[cut], self.recipe, self._shared, self.all_to_alls
+            par = self.context.balanced(
+                structs.replace(self.par, **{name: getattr(mesh, name) for name in names})
+            )
+            same = (
+                self.context,
+                self.best,
+                self._params[cut],
+                self.recipe,
+                self._shared,
+                self.all_to_alls,
+            )
             found = self._layer_costs[key] = LayerCost(par, mesh, *same)
         return found
 
     # -------------------------------------------------------------------------------------- costs
 
     def cost(self, layout: Layout) -> CostedLayout | None:
-        """A layout costed exactly as `build_plan` does; None when it breaks a rule or does not fit the memory."""
+        """A layout costed exactly as `build_plan` does; None when it breaks a rule or does not fit
+        the memory."""
         placed = self._place(layout)
         return None if placed is None else self._cost(placed)
 
@@ -347,7 +420,8 @@ class Search:
         return PlacedLayout(layout, config, parallel, train, nestings, fills)
 
     def _nestings(self, parallel: doc.Parallel, config: Config, train: doc.Train) -> list[Nestings]:
-        """With each open way of tokens to experts; none where no order allows the one that is given."""
+        """With each open way of tokens to experts; none where no order allows the one that is
+        given."""
         found: list[Nestings] = []
         for way in self.all_to_alls:
             if way == "hierarchical":
@@ -366,7 +440,8 @@ class Search:
         worst = max(accounts, key=lambda account: account.total)
         if worst.total > min(worst.capacity, most):
             return None
-        solution, config = placed.solve(), placed.config
+        solution = placed.solve()
+        config = placed.config
         if solution.best.outside_nvlink("tp") and not config.parallel.allow_tp_across_nvlink:
             return None  # `parallel.order` puts tensor-parallel groups across nodes
         if solution.parallel.expert_all_to_all == "hierarchical":
@@ -376,7 +451,8 @@ class Search:
 
 
 def worthwhile(variants: list[Variant]) -> list[list[Variant]]:
-    """Variants that may be best, grouped by equal work (a contiguous ring gives its last rank more than the others).
+    """Variants that may be best, grouped by equal work (a contiguous ring gives its last rank more
+    than the others).
 
     Where zig-zag can run, a contiguous ring is left out: it sends the same bytes and takes longer.
     """

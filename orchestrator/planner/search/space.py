@@ -1,9 +1,10 @@
 """The search space of `parallel=auto`: every legal layout of a configuration.
 
-A `Mesh` is the device mesh with the split of the batch: tp, cp, ep, pp, dp, how experts fold over tp and cp, and the
-micro-batch size. A `Layout` adds what a mesh leaves open: recomputation, ZeRO stage, pipeline schedule and virtual
-stages. Keys that the configuration gives are kept. Meshes that differ only in `Fold` and `Variant` are a family. Where
-tokens of experts may go by domain, `Search.cost` tries both ways, as it does every nesting order.
+A `Mesh` is the device mesh with the split of the batch: tp, cp, ep, pp, dp, how experts fold over
+tp and cp, and the micro-batch size. A `Layout` adds what a mesh leaves open: recomputation, ZeRO
+stage, pipeline schedule and virtual stages. Keys that the configuration gives are kept. Meshes that
+differ only in `Fold` and `Variant` are a family. Where tokens of experts may go by domain,
+`Search.cost` tries both ways, as it does every nesting order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ TP_RULES = ("heads", "kv_heads", "ffn", "nvlink")
 
 
 Variant = tuple[bool, CpMethod]  # (sequence parallelism, method of context parallelism)
-#: How experts fold: (ranks of tp that cut each, whether ranks of cp hold different ones). Both unset: they do not.
+#: How experts fold: (ranks of tp that cut each, whether ranks of cp hold different ones). Both
+#: unset: they do not.
 Fold = tuple[int | UnsetType, bool | UnsetType]
 NO_FOLD: Fold = (UNSET, UNSET)
 
@@ -80,33 +82,47 @@ class Space:
     """
 
     def __init__(self, config: Config, context: CostContext, any_layout: bool = False):
-        par, ramp = config.parallel, config.train.batch_ramp
+        par = config.parallel
+        ramp = config.train.batch_ramp
         if par.schedule_file is not None:
-            raise OrchError("parallel.schedule_file is for one pp, vpp and batch: not with parallel=auto", Exit.CONFIG)
-        if context.model.mtp:
-            raise OrchError("model.mtp is not searched with: give degrees, not parallel=auto", Exit.CONFIG)
-        if config.train.recompute not in (None, *RECOMPUTE_MODES):
             raise OrchError(
-                f"train.recompute={config.train.recompute} is not searched; with parallel=auto leave it out, or give"
-                f" one of {', '.join(RECOMPUTE_MODES)}",
+                "parallel.schedule_file is for one pp, vpp and batch: not with parallel=auto",
                 Exit.CONFIG,
             )
-        self.config, self.context, self.par = config, context, par
+        if context.model.mtp:
+            raise OrchError(
+                "model.mtp is not searched with: give degrees, not parallel=auto", Exit.CONFIG
+            )
+        if config.train.recompute not in (None, *RECOMPUTE_MODES):
+            raise OrchError(
+                f"train.recompute={config.train.recompute} is not searched; with parallel=auto"
+                f" leave it out, or give one of {', '.join(RECOMPUTE_MODES)}",
+                Exit.CONFIG,
+            )
+        self.config = config
+        self.context = context
+        self.par = par
         self.samples = global_batch(config)
         self.gpus = len(context.cluster.node_names) * context.cluster.gpus_per_node
         self.variants, self.schedules = cache(self._variants), cache(self._legal_schedules)
         self.folded = cache(self._folded)
         self._zeros: dict[tuple[str, int, int, tuple[int, bool]], int] = {}
         self._counts: dict[tuple[int, int, int, tuple[int, bool]], int] = {}
-        domains, across = domains_of(context.cluster), par.allow_tp_across_nvlink
-        #: GPUs in use, all of them first; then what groups leave that do not divide their NVLink domain
-        units = {domains.usable(nodes * domains.gpus_per_node) for nodes in range(1, domains.largest + 1)}
+        domains = domains_of(context.cluster)
+        across = par.allow_tp_across_nvlink
+        #: GPUs in use, all of them first; then what groups leave that do not divide their NVLink
+        #: domain
+        units = {
+            domains.usable(nodes * domains.gpus_per_node) for nodes in range(1, domains.largest + 1)
+        }
         self.worlds = sorted(units, reverse=True)
         self.parts = cache(lambda tp, cp, ep, pp, dp: domains.parts(tp, cp, ep, pp, dp, across))
         self.filled = cache(lambda tp, cp, ep, pp: domains.filled(tp, cp, ep, pp, across))
         given = config.train.recompute
         self.recompute = RECOMPUTE_MODES if given is None else (given,)
-        ones: dict[str, Any] = dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "vpp", "micro_batch_size"), 1)
+        ones: dict[str, Any] = dict.fromkeys(
+            ("tp", "cp", "ep", "pp", "dp", "vpp", "micro_batch_size"), 1
+        )
         self.base = Case(
             **ones | {"zero": 0, "sp": False, "schedule": None},
             zero_group=par.zero_group,
@@ -122,8 +138,13 @@ class Space:
             cluster=context.cluster,
         )
         self.rules = LAYOUT if any_layout else {**LAYOUT, **TRAINER}
-        if not any_layout and (found := broken(self.base, TRAINER)):  # degrees only add to what is wrong
-            raise OrchError(f"parallel=auto: {found[1]}; --any searches layouts for another program", Exit.CONFIG)
+        if not any_layout and (
+            found := broken(self.base, TRAINER)
+        ):  # degrees only add to what is wrong
+            raise OrchError(
+                f"parallel=auto: {found[1]}; --any searches layouts for another program",
+                Exit.CONFIG,
+            )
 
     # -------------------------------------------------------------------------------------- meshes
 
@@ -136,7 +157,9 @@ class Space:
 
     def families(self) -> Iterator[Mesh]:
         """The first mesh of each family."""
-        moe, layers, heads = self.context.model.moe, self.context.model.layers, self.context.model.heads
+        moe = self.context.model.moe
+        layers = self.context.model.layers
+        heads = self.context.model.heads
         tensor = ((world, tp) for world in self.worlds for tp in self._degrees("tp", world, heads))
         for world, tp in tensor:
             for cp in self._degrees("cp", world // tp, self.config.train.seq_len):
@@ -151,7 +174,11 @@ class Space:
         """Legal degrees of an axis that divide `gpus`, the GPUs that the axes before it leave."""
         given = getattr(self.par, axis)
         if given is not None:
-            return [given] if gpus % given == 0 and (axis == "pp" or self._keeps({axis: given})) else []
+            return (
+                [given]
+                if gpus % given == 0 and (axis == "pp" or self._keeps({axis: given}))
+                else []
+            )
         found = [degree for degree in divisors(gpus) if degree <= most]
         return [degree for degree in found if axis == "pp" or self._keeps({axis: degree})]
 
@@ -162,7 +189,9 @@ class Space:
         if not (folded := self.folded(tp, cp, ep)):
             return
         (etp, fold_cp), variants = folded[0]
-        sizes = divisors(share) if self.par.micro_batch_size is None else [self.par.micro_batch_size]
+        sizes = (
+            divisors(share) if self.par.micro_batch_size is None else [self.par.micro_batch_size]
+        )
         case = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp": dp}
         if share % sizes[0] or not self._keeps(case | {"micro_batch_size": sizes[0]}):
             return
@@ -178,7 +207,11 @@ class Space:
     def _variants(self, tp: int, cp: int) -> list[Variant]:
         """Legal variants, simplest first."""
         along = [False] if tp == 1 else [True, False] if self.par.sp is None else [self.par.sp]
-        methods = CP_METHODS if self.par.cp_method is None and cp > 1 else [self.par.cp_method or "zigzag"]
+        methods = (
+            CP_METHODS
+            if self.par.cp_method is None and cp > 1
+            else [self.par.cp_method or "zigzag"]
+        )
         return [
             (sp, method)
             for sp, method in product(along, methods)
@@ -191,17 +224,20 @@ class Space:
 
     def _folded(self, tp: int, cp: int, ep: int) -> list[tuple[Fold, list[Variant]]]:
         """Legal folds of the experts with the variants that each goes with, the simplest first."""
-        every, found = self.variants(tp, cp), list[tuple[Fold, list[Variant]]]()
+        every = self.variants(tp, cp)
+        found = list[tuple[Fold, list[Variant]]]()
         for fold in self._folds(tp, cp):
             mesh = structs.replace(self.base, tp=tp, cp=cp, ep=ep, etp=fold[0], fold_cp=fold[1])
-            legal = {sp: LAYOUT["experts"](structs.replace(mesh, sp=sp)) is None for sp in (True, False)}
+            legal = {
+                sp: LAYOUT["experts"](structs.replace(mesh, sp=sp)) is None for sp in (True, False)
+            }
             if variants := [one for one in every if legal[one[0]]]:
                 found.append((fold, variants))
         return found
 
     def _folds(self, tp: int, cp: int) -> Iterator[Fold]:
-        """Without folding `etp` stays unset, unless it is given. A word of degrees can say what folds over cp where it
-        says etp, too."""
+        """Without folding `etp` stays unset, unless it is given. A word of degrees can say what
+        folds over cp where it says etp, too."""
         par = self.par
         if self.context.model.moe is None:
             yield (UNSET if par.etp is None else par.etp), (True if par.fold_cp else UNSET)
@@ -213,16 +249,20 @@ class Space:
             yield (UNSET if unset else etp), (True if fold_cp else UNSET)
 
     def _keeps(self, degrees: dict[str, int]) -> bool:
-        """Whether the degrees keep every rule that applies to them (one axis alone need not fill the cluster)."""
+        """Whether the degrees keep every rule that applies to them (one axis alone need not fill
+        the cluster)."""
         case = structs.replace(self.base, **degrees)
-        skip: tuple[str, ...] = LAYOUT_RULES if degrees.keys() == {"tp"} else (*LAYOUT_RULES, *TP_RULES)
+        skip: tuple[str, ...] = (
+            LAYOUT_RULES if degrees.keys() == {"tp"} else (*LAYOUT_RULES, *TP_RULES)
+        )
         skip += ("gpus", "batch", "batch_ramp") if len(degrees) == 1 else ()
         return not any(rule(case) for name, rule in self.rules.items() if name not in skip)
 
     # -------------------------------------------------------------------------------------- layouts
 
     def _legal_schedules(self, pp: int, micro_batches: int | None = None) -> dict[str, list[int]]:
-        """Schedule -> legal numbers of virtual stages. `micro_batches` None: legal for some number of micro-batches.
+        """Schedule -> legal numbers of virtual stages. `micro_batches` None: legal for some number
+        of micro-batches.
 
         A single stage has one schedule, 1f1b.
         """
@@ -237,8 +277,13 @@ class Space:
             low, high = SCHEDULES[name].vpp if name in SCHEDULES else (1, 0)
             most = self.context.model.layers // pp
             among = range(low, (most if high is None else min(high, most)) + 1)
-            vpps = [vpp for vpp in among if self.par.vpp in (None, vpp) and not self._other_stages(pp * vpp)]
-            # legality of pp and micro-batches does not depend on the virtual stages; 2 * pp is legal for every schedule
+            vpps = [
+                vpp
+                for vpp in among
+                if self.par.vpp in (None, vpp) and not self._other_stages(pp * vpp)
+            ]
+            # legality of pp and micro-batches does not depend on the virtual stages; 2 * pp is
+            # legal for every schedule
             many = 2 * pp if micro_batches is None else micro_batches
             if vpps and illegal(name, pp, many, vpps[0]) is None:
                 found[name] = vpps
@@ -267,7 +312,8 @@ class Space:
     def shards(self, mesh: Mesh, schedule: str) -> Callable[[int], bool]:
         """Predicate: whether a ZeRO stage is legal with a schedule."""
         fewest = SCHEDULES[schedule].vpp[0] if schedule in SCHEDULES else 1
-        replicas, many = mesh.dp * mesh.cp * mesh.ep, copies(schedule, mesh.pp, fewest)
+        replicas = mesh.dp * mesh.cp * mesh.ep
+        many = copies(schedule, mesh.pp, fewest)
         group = self.par.zero_group
         own = spread(mesh), group, expert_mesh(mesh).edp
         experts = own if "expert_parallel" in self.rules else (1, group, 0)
@@ -281,10 +327,16 @@ class Space:
 
     def count(self, mesh: Mesh) -> int:
         replicas = mesh.dp * mesh.cp * mesh.ep
-        key = mesh.pp, mesh.micro_batches, replicas if self.par.zero_group else min(replicas, 2), self._experts(mesh)
+        key = (
+            mesh.pp,
+            mesh.micro_batches,
+            replicas if self.par.zero_group else min(replicas, 2),
+            self._experts(mesh),
+        )
         if key not in self._counts:
             self._counts[key] = len(self.recompute) * sum(
-                len(vpps) * self._sharded(mesh, schedule, key[2]) for schedule, vpps in self.schedules(*key[:2]).items()
+                len(vpps) * self._sharded(mesh, schedule, key[2])
+                for schedule, vpps in self.schedules(*key[:2]).items()
             )
         return self._counts[key]
 
@@ -306,7 +358,11 @@ class Space:
         parallel: ParallelSpec = structs.replace(
             self.par,
             auto=False,
-            **{name: getattr(mesh, name) for name in Mesh._fields if name not in ("micro_batches", "etp", "fold_cp")},
+            **{
+                name: getattr(mesh, name)
+                for name in Mesh._fields
+                if name not in ("micro_batches", "etp", "fold_cp")
+            },
             etp=None if mesh.etp is UNSET else mesh.etp,
             fold_cp=None if mesh.fold_cp is UNSET else mesh.fold_cp,
             **{name: getattr(layout, name) for name in ("zero", "schedule", "vpp")},

@@ -1,8 +1,10 @@
-"""Layouts whose predicted steps differ by less than predictions can tell, and which of them to take.
+"""Layouts whose predicted steps differ by less than predictions can tell, and which of them to
+take.
 
-Two predictions on the same machines share most of their error. That what is left is `EQUAL` of the step is assumed, for
-all layouts alike. Of equal layouts the one that moves fewer bytes over the highest level of the network is
-taken, then one that `orch verify` proves, then the one with fewer techniques.
+Two predictions on the same machines share most of their error. That what is left is `EQUAL` of the
+step is assumed, for all layouts alike. Of equal layouts the one that moves fewer bytes over the
+highest level of the network is taken, then one that `orch verify` proves, then the one with fewer
+techniques.
 """
 
 from __future__ import annotations
@@ -21,26 +23,40 @@ if TYPE_CHECKING:
 
 EQUAL = 0.02  # of the step
 MOST_EQUAL = 4  # equal layouts that are compared, the fastest ones
-#: Pipeline schedules that `orch verify` combines in threes (`orchestrator/verify/matrix.py`; a test compares them).
+#: Pipeline schedules that `orch verify` combines in threes (`orchestrator/verify/matrix.py`; a test
+#: compares them).
 IN_THREES = frozenset({"1f1b", "interleaved", "zb_h1", "dualpipe"})
 
 
 def preference(layout: Layout) -> tuple[object, ...]:
-    """Sort key among layouts of equal time and memory: the one with fewer techniques comes first."""
+    """Sort key among layouts of equal time and memory: the one with fewer techniques comes
+    first."""
     names = list(SCHEDULES)
     rank = names.index(layout.schedule) if layout.schedule in names else len(names)
     order = names.index("1f1b") if "1f1b" in names else 0
     mesh = layout.mesh
     return (
-        *(RECOMPUTE_MODES.index(layout.recompute) if layout.recompute in RECOMPUTE_MODES else 9, layout.zero),
-        *(rank != order, layout.vpp, rank, mesh.ep, mesh.cp, mesh.tp, mesh.pp, mesh.micro_batch_size),
-        *(mesh.tp > 1 and not mesh.sp, CP_METHODS.index(mesh.cp_method)),
-        *(mesh.fold != NO_FOLD, mesh.fold_cp is True, mesh.tp - tensor_ranks(mesh)),
+        RECOMPUTE_MODES.index(layout.recompute) if layout.recompute in RECOMPUTE_MODES else 9,
+        layout.zero,
+        rank != order,
+        layout.vpp,
+        rank,
+        mesh.ep,
+        mesh.cp,
+        mesh.tp,
+        mesh.pp,
+        mesh.micro_batch_size,
+        mesh.tp > 1 and not mesh.sp,
+        CP_METHODS.index(mesh.cp_method),
+        mesh.fold != NO_FOLD,
+        mesh.fold_cp is True,
+        mesh.tp - tensor_ranks(mesh),
     )
 
 
 def proven(layout: Layout) -> bool:
-    """Whether `orch verify` proves all techniques of a layout together: up to two, or three of the main ones."""
+    """Whether `orch verify` proves all techniques of a layout together: up to two, or three of the
+    main ones."""
     mesh = layout.mesh
     used = [
         layout.zero > 0 or mesh.dp > 1,

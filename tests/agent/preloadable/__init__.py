@@ -1,1 +1,2 @@
-"""A small program that a fork server can preload; tests of orchestrator/agent/node/fork_server.py run it."""
+"""A small program that a fork server can preload; tests of orchestrator/agent/node/fork_server.py
+run it."""

@@ -1,9 +1,11 @@
-"""GPUs that compute nothing: torch's own CUDA, cuBLAS and NCCL code runs on a machine without a GPU, every call noted.
+"""GPUs that compute nothing: torch's own CUDA, cuBLAS and NCCL code runs on a machine without a
+GPU, every call noted.
 
-The library in this folder stands in for libcudart, libcuda, cuBLAS and NCCL (`fakegpu.h`). What runs above it is real:
-the host side of every operator with its checks of shapes and dtypes, the caching allocator, streams and events, and the
-process groups, whose ranks must agree on every split and every collective. What is below does nothing, so numbers on
-the device are zeros or what the host has put there.
+The library in this folder stands in for libcudart, libcuda, cuBLAS and NCCL (`fakegpu.h`). What
+runs above it is real: the host side of every operator with its checks of shapes and dtypes, the
+caching allocator, streams and events, and the process groups, whose ranks must agree on every split
+and every collective. What is below does nothing, so numbers on the device are zeros or what the
+host has put there.
 
 A process must be started with the library: `call` runs a function in one.
 """
@@ -29,13 +31,24 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 _TRAINER = f"{ROOT / 'trainer'}{os.sep}"
 KINDS = {
-    **{"K": "kernel", "C": "copy", "S": "host waits", "R": "event recorded", "W": "stream waits", "N": "NCCL"},
-    **{"I": "communicator", "T": "stream", "E": "event", "M": "allocation", "F": "free", "H": "host function"},
+    "K": "kernel",
+    "C": "copy",
+    "S": "host waits",
+    "R": "event recorded",
+    "W": "stream waits",
+    "N": "NCCL",
+    "I": "communicator",
+    "T": "stream",
+    "E": "event",
+    "M": "allocation",
+    "F": "free",
+    "H": "host function",
 }
 
 
 class Note(NamedTuple):
-    """One call. `stream` and `event` are handles; `bytes` of copies, allocations and messages, m·n·k of products."""
+    """One call. `stream` and `event` are handles; `bytes` of copies, allocations and messages,
+    m·n·k of products."""
 
     kind: str  # see KINDS
     name: str
@@ -74,14 +87,19 @@ def _headers() -> Path | None:
     import torch
 
     packages = Path(torch.__file__).parents[1]
-    return next((found.parent for found in sorted(packages.glob("nvidia/*/include/cuda_runtime_api.h"))), None)
+    return next(
+        (found.parent for found in sorted(packages.glob("nvidia/*/include/cuda_runtime_api.h"))),
+        None,
+    )
 
 
 @functools.cache
 def library() -> Path:
     """The compiled library; compiled anew when its source changes."""
     sources = sorted([*HERE.glob("*.c"), *HERE.glob("*.h"), *HERE.glob("crt/*.h")])
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources) + bytes(_headers() or ""))
+    digest = hashlib.sha256(
+        b"".join(path.read_bytes() for path in sources) + bytes(_headers() or "")
+    )
     folder = Path(tempfile.gettempdir()) / f"fakegpu-{os.getuid()}-{digest.hexdigest()[:16]}"
     found = folder / "libfakegpu.so"
     if not found.exists():
@@ -90,14 +108,18 @@ def library() -> Path:
         words = [_compiler(), "-O1", "-w", "-fPIC", "-shared", f"-I{HERE}", f"-I{_headers()}"]
         subprocess.run([*words, *HERE.glob("*.c"), "-o", made, "-lpthread"], check=True)
         made.rename(found)
-        for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # torch opens the driver and NVML by these names
+        for name in (
+            "libcuda.so.1",
+            "libnvidia-ml.so.1",
+        ):  # torch opens the driver and NVML by these names
             (folder / name).unlink(missing_ok=True)
             (folder / name).symlink_to(found.name)
     return found
 
 
 def environment(devices: int = 8) -> dict[str, str]:
-    """Variables with which a process sees `devices` fake GPUs. There is no cuDNN, so attention is torch's own."""
+    """Variables with which a process sees `devices` fake GPUs. There is no cuDNN, so attention is
+    torch's own."""
     path = os.environ.get("LD_LIBRARY_PATH", "")
     return os.environ | {
         "LD_PRELOAD": str(library()),
@@ -108,23 +130,40 @@ def environment(devices: int = 8) -> dict[str, str]:
 
 
 def call(function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> Any:
-    """function(*args) in a process with fake GPUs. A function of a module; arguments and result are JSON values.
+    """function(*args) in a process with fake GPUs. A function of a module; arguments and result are
+    JSON values.
 
     Raises AssertionError with what the process said if it fails.
     """
-    words = [sys.executable, "-m", "tests.beds.fakegpu", function.__module__, function.__qualname__, json.dumps(args)]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.beds.fakegpu",
+        function.__module__,
+        function.__qualname__,
+        json.dumps(args),
+    ]
     with tempfile.TemporaryFile() as said:
         run = subprocess.run(
-            words, env=environment(), cwd=ROOT, timeout=timeout, stdout=subprocess.PIPE, stderr=said, text=True
+            words,
+            env=environment(),
+            cwd=ROOT,
+            timeout=timeout,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
         )
         said.seek(0)
         text = said.read().decode(errors="replace")
-    assert run.returncode == 0, f"{function.__qualname__} ended with {run.returncode}: {text[:6000]}"
+    assert run.returncode == 0, (
+        f"{function.__qualname__} ended with {run.returncode}: {text[:6000]}"
+    )
     return json.loads(run.stdout.splitlines()[-1])
 
 
 class Record:
-    """What has been called, and where the host waited for the device: (call, places in our code)."""
+    """What has been called, and where the host waited for the device: (call, places in our
+    code)."""
 
     def __init__(self) -> None:
         self.notes: list[Note] = []
@@ -136,13 +175,17 @@ class Record:
 
 @contextmanager
 def recording() -> Iterator[Record]:
-    """Records every call of this process into the library inside the block; complete when the block ends."""
-    fake, found = ctypes.CDLL(None), Record()
+    """Records every call of this process into the library inside the block; complete when the block
+    ends."""
+    fake = ctypes.CDLL(None)
+    found = Record()
     fake.fakegpu_notes.restype = ctypes.POINTER(_Note)
     fake.fakegpu_count.restype = ctypes.c_long
 
     def waited(name: bytes) -> None:
-        frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(_TRAINER)]
+        frames = [
+            frame for frame in traceback.extract_stack() if frame.filename.startswith(_TRAINER)
+        ]
         places = [f"{frame.filename.removeprefix(_TRAINER)}:{frame.name}" for frame in frames[-2:]]
         found.waits.append((name.decode(), " > ".join(places)))
 
@@ -166,7 +209,8 @@ def events_pending(state: bool) -> None:
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """[function(rank, *args) for each rank], each a process with the GPU of its number, in a group of gloo and NCCL.
+    """[function(rank, *args) for each rank], each a process with the GPU of its number, in a group
+    of gloo and NCCL.
 
     Call it in a process with fake GPUs that has not used them yet.
     """
@@ -185,6 +229,10 @@ def _on_gpu(rank: int, function: Callable[..., Any], store: str, world: int, *ar
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)  # bound to it, as in a run: groups are split from the world
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl", store=dist.FileStore(store, world), rank=rank, world_size=world, device_id=device
+        "cpu:gloo,cuda:nccl",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        device_id=device,
     )
     return function(rank, *args)

@@ -1,8 +1,10 @@
-"""Holds the bundled trainer before steps, so that what a test does to a run comes before the run's end.
+"""Holds the bundled trainer before steps, so that what a test does to a run comes before the run's
+end.
 
-ORCH_TEST_HOLD="20 40": before step 20 every rank reports the event `held` and waits until the run folder has a file
-`go-20`, or a termination signal arrives; before step 40 likewise. Python runs this file in each process that has its
-folder on PYTHONPATH: so the trainer is held that agents start and fork as they do without it.
+ORCH_TEST_HOLD="20 40": before step 20 every rank reports the event `held` and waits until the run
+folder has a file `go-20`, or a termination signal arrives; before step 40 likewise. Python runs
+this file in each process that has its folder on PYTHONPATH: so the trainer is held that agents
+start and fork as they do without it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def release(run_dir: Path, step: int) -> None:
 
 
 def held(agree: Callable) -> Callable:
-    """The training loop's agreement at a step boundary, which waits before the steps that are to be held."""
+    """The training loop's agreement at a step boundary, which waits before the steps that are to be
+    held."""
 
     def agree_when_released(run: Any, batches: list) -> tuple[int, bool]:
         step = run.step + 1
@@ -49,7 +52,9 @@ def held(agree: Callable) -> Callable:
 class HoldingFinder(MetaPathFinder):
     """Finds the training loop and changes its agreement once it is imported."""
 
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != TRAINING_LOOP:
             return None
         spec = PathFinder.find_spec(name, path)

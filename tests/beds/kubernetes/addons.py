@@ -1,4 +1,5 @@
-"""What may be added to a bed: simulated nodes, Kueue, JobSet. Controllers run as processes of the bed."""
+"""What may be added to a bed: simulated nodes, Kueue, JobSet. Controllers run as processes of the
+bed."""
 
 from __future__ import annotations
 
@@ -22,13 +23,21 @@ _WATCHED = {"jobs", "jobsets", "clusterqueues", "resourceflavors", "workloads", 
 
 
 def simulated(bed: Bed) -> None:
-    """`bed.shape.simulated` nodes of 8 GPUs, four under a leaf, sixteen leaves under a spine, and who plays kubelet."""
-    argv, env = [sys.executable, "-m", "tests.beds.kubernetes.simulate"], {"PYTHONPATH": str(ROOT)}
+    """`bed.shape.simulated` nodes of 8 GPUs, four under a leaf, sixteen leaves under a spine, and
+    who plays kubelet."""
+    argv = [sys.executable, "-m", "tests.beds.kubernetes.simulate"]
+    env = {"PYTHONPATH": str(ROOT)}
     bed.run(*argv, "make", str(bed.shape.simulated), env=env, timeout=300)
     bed.daemon("simulate", argv[0], *argv[1:], "serve", env=env)
-    # Each comes with the taint of one that is not ready, which the controllers take away, one after the other.
+    # Each comes with the taint of one that is not ready, which the controllers take away, one after
+    # the other.
     taints = ("get", "nodes", "-o", "jsonpath={.items[*].spec.taints[*].key}")
-    bed.wait(lambda: not bed.kubectl(*taints).strip(), 300, "nodes without taints", "kube-controller-manager")
+    bed.wait(
+        lambda: not bed.kubectl(*taints).strip(),
+        300,
+        "nodes without taints",
+        "kube-controller-manager",
+    )
 
 
 # ------------------------------------------------------------------------------------------ Kueue
@@ -42,12 +51,18 @@ def kueue(bed: Bed) -> None:
         (overlay / part).mkdir(parents=True, exist_ok=True)
     layers = f"lowerdir=/etc,upperdir={overlay}/upper,workdir={overlay}/work"
     bed.run("mount", "-t", "overlay", "overlay", "-o", layers, "/etc")  # of the bed alone
-    copy = f"mkdir -p /etc/kueue/metrics/certs && cp {bed.home}/kueue-certs/* /etc/kueue/metrics/certs/"
+    copy = (
+        f"mkdir -p /etc/kueue/metrics/certs && cp {bed.home}/kueue-certs/*"
+        " /etc/kueue/metrics/certs/"
+    )
     bed.run("sh", "-c", copy)
     crds = _crds("kueue")
     for crd in crds:
         if crd["spec"]["names"]["plural"] in _CONVERTED:
-            hook = {"clientConfig": _client(bed, "kueue", 9443, "/convert"), "conversionReviewVersions": ["v1"]}
+            hook = {
+                "clientConfig": _client(bed, "kueue", 9443, "/convert"),
+                "conversionReviewVersions": ["v1"],
+            }
             crd["spec"]["conversion"] = {"strategy": "Webhook", "webhook": hook}
     if not bed.shape.jobset:
         crds += _crds("jobset")
@@ -58,7 +73,8 @@ def kueue(bed: Bed) -> None:
 
 
 def start_kueue(bed: Bed, own_rates: bool = False) -> None:
-    """Its process. `own_rates`: it asks the API server as often as in the configuration that it is shipped with."""
+    """Its process. `own_rates`: it asks the API server as often as in the configuration that it is
+    shipped with."""
     path = _write_configuration(
         bed, "kueue", "kueue.x-k8s.io/v1beta2", 9443, 8081, namespace="kueue-system",
         clientConnection={"qps": 50, "burst": 100} if own_rates else {"qps": 500, "burst": 1000},
@@ -95,7 +111,9 @@ def jobset(bed: Bed) -> None:
     certificate(bed, "jobset")
     _make_crds(bed, _crds("jobset"))
     metrics = {"bindAddress": "0", "certDir": f"{bed.home}/jobset-certs"}
-    path = _write_configuration(bed, "jobset", "jobset.x-k8s.io/v1alpha1", 9543, 8082, metrics=metrics)
+    path = _write_configuration(
+        bed, "jobset", "jobset.x-k8s.io/v1alpha1", 9543, 8082, metrics=metrics
+    )
     bed.daemon("jobset", program("jobset"), f"--config={path}")
     _await_port(bed, 9543, "jobset")
     _hooks(bed, "jobset", 9543, config / "webhook" / "manifests.yaml", {"jobsets"})
@@ -107,8 +125,26 @@ def jobset(bed: Bed) -> None:
 def certificate(bed: Bed, name: str) -> None:
     folder = bed.home / f"{name}-certs"
     folder.mkdir()
-    argv = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", "/CN=127.0.0.1"]
-    argv += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", f"{folder}/tls.key", "-out", f"{folder}/tls.crt"]
+    argv = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "30",
+        "-subj",
+        "/CN=127.0.0.1",
+    ]
+    argv += [
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        f"{folder}/tls.key",
+        "-out",
+        f"{folder}/tls.crt",
+    ]
     bed.run(*argv)
 
 
@@ -117,7 +153,9 @@ def _client(bed: Bed, name: str, port: int, path: str) -> dict[str, str]:
     return {"url": f"https://127.0.0.1:{port}{path}", "caBundle": bundle}
 
 
-def _write_configuration(bed: Bed, tool: str, api: str, port: int, health: int, **more: object) -> Path:
+def _write_configuration(
+    bed: Bed, tool: str, api: str, port: int, health: int, **more: object
+) -> Path:
     """Of a controller with webhooks on `port`."""
     settings = {
         "apiVersion": f"config.{api}",
@@ -135,7 +173,9 @@ def _write_configuration(bed: Bed, tool: str, api: str, port: int, health: int, 
 def _documents(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # Kueue's kinds take the other one ten seconds
+    loader = getattr(
+        yaml, "CSafeLoader", yaml.SafeLoader
+    )  # Kueue's kinds take the other one ten seconds
     for path in sorted(paths):
         yield from filter(None, yaml.load_all(path.read_text(), loader))
 
@@ -145,19 +185,29 @@ def _make_crds(bed: Bed, crds: list[dict[str, Any]]) -> None:
     names = [f"crd/{crd['metadata']['name']}" for crd in crds]
     wait = (str(program("kubectl")), "wait", "--for=condition=Established", "--timeout=60s", *names)
     # kubectl does not wait for conditions to begin with: it fails on a kind that has none yet
-    bed.wait(lambda: bed.run(*wait, check=False, timeout=90).returncode == 0, 180, "kinds", "kube-apiserver")
+    bed.wait(
+        lambda: bed.run(*wait, check=False, timeout=90).returncode == 0,
+        180,
+        "kinds",
+        "kube-apiserver",
+    )
 
 
 def _hooks(bed: Bed, name: str, port: int, manifest: Path, resources: set[str]) -> None:
-    """Webhooks by URL, and only for what these tests use: a hook on all pods would slow every one of them."""
+    """Webhooks by URL, and only for what these tests use: a hook on all pods would slow every one
+    of them."""
     found = []
     for body in _documents([manifest]):
         hooks = [
-            hook for hook in body["webhooks"] if {r for rule in hook["rules"] for r in rule["resources"]} & resources
+            hook
+            for hook in body["webhooks"]
+            if {r for rule in hook["rules"] for r in rule["resources"]} & resources
         ]
         for hook in hooks:
             hook["clientConfig"] = _client(bed, name, port, hook["clientConfig"]["service"]["path"])
-        found.append({**body, "metadata": {"name": f"{name}-{body['metadata']['name']}"}, "webhooks": hooks})
+        found.append(
+            {**body, "metadata": {"name": f"{name}-{body['metadata']['name']}"}, "webhooks": hooks}
+        )
     bed.apply(*found)
 
 
@@ -177,13 +227,18 @@ def queues(
     name: str = "main",
     namespace: str = "default",
 ) -> None:
-    """A topology (none without levels), a flavor over the selected nodes, a ClusterQueue with this quota that preempts,
-    a LocalQueue."""
+    """A topology (none without levels), a flavor over the selected nodes, a ClusterQueue with this
+    quota that preempts, a LocalQueue."""
     kueue_api = {"apiVersion": "kueue.x-k8s.io/v1beta2"}
     resources = [{"name": key, "nominalQuota": amount} for key, amount in quota.items()]
     group = {"coveredResources": list(quota), "flavors": [{"name": name, "resources": resources}]}
     named = [{"nodeLabel": level} for level in levels]
-    topology = {**kueue_api, "kind": "Topology", "metadata": {"name": name}, "spec": {"levels": named}}
+    topology = {
+        **kueue_api,
+        "kind": "Topology",
+        "metadata": {"name": name},
+        "spec": {"levels": named},
+    }
     bed.apply(
         *([topology] if named else ()),
         {**kueue_api, "kind": "ResourceFlavor", "metadata": {"name": name},
@@ -197,12 +252,13 @@ def queues(
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------ network policies
+# ------------------------------------------------------------------------------------------ network
+#     policies
 
 
 def network_policies(bed: Bed) -> None:
-    """Enforces them, by the reference implementation of SIG Network. Pods are on one bridge, whose packets the kernel
-    shows to its filters where it is told to."""
+    """Enforces them, by the reference implementation of SIG Network. Pods are on one bridge, whose
+    packets the kernel shows to its filters where it is told to."""
     account = "/run/secrets/kubernetes.io/serviceaccount"
     bed.run("sh", "-c", f"mkdir -p {account} && printf %s {conf.TOKENS['admin']} > {account}/token && "
             f"printf default > {account}/namespace && cp {bed.home}/pki/apiserver.crt {account}/ca.crt && "

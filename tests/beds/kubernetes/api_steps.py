@@ -1,4 +1,5 @@
-"""`python -m tests.beds.kubernetes.api_steps STEP`, inside a bed: what only works where the API server is reached.
+"""`python -m tests.beds.kubernetes.api_steps STEP`, inside a bed: what only works where the API
+server is reached.
 
 Prints one JSON value; an OrchError becomes {"error": message, "exit": code}.
 """
@@ -27,18 +28,26 @@ SMALL_KINDS = ("Secret", "ConfigMap", "Service")
 
 def objects(name: str, submission: str = "", **options: object) -> list[dict]:
     words = ["cluster=h100x64", "model=llama3_8b"]
-    return render(structs.replace(manifest(request_of(words, name), options), submission=submission))
+    return render(
+        structs.replace(manifest(request_of(words, name), options), submission=submission)
+    )
 
 
 def put(cluster: Cluster, bodies: list[dict], submission: str) -> None:
     """Send them as `submit_objects` does."""
     if not is_sent(cluster, bodies, submission):
-        set_owner(cluster, bodies, apply_all(cluster, bodies, bodies[0]["metadata"]["name"], submission), submission)
+        set_owner(
+            cluster,
+            bodies,
+            apply_all(cluster, bodies, bodies[0]["metadata"]["name"], submission),
+            submission,
+        )
 
 
 def dry_run() -> dict[str, list[str]]:
     """Every golden case through the server's own validation, unknown fields refused."""
-    cluster, found = Cluster(), {}
+    cluster = Cluster()
+    found = {}
     for name, options in CASES.items():
         if options.get("kind", "job") == "job":  # the API server has no JobSets
             bodies = objects("dry-1", **{**options, "namespace": "default"})
@@ -62,15 +71,26 @@ def twice() -> dict[str, object]:
     put(cluster, objects("twice-1", "mine"), "mine")
     again = cluster.get("Job", "twice-1")["metadata"]
     other = complaint(lambda: put(cluster, objects("twice-1", "theirs"), "theirs"))
-    owners = [cluster.get(kind, "twice-1")["metadata"]["ownerReferences"][0]["uid"] for kind in SMALL_KINDS]
-    return {"same": first["uid"] == again["uid"], "other": other, "owned": set(owners) == {first["uid"]}}
+    owners = [
+        cluster.get(kind, "twice-1")["metadata"]["ownerReferences"][0]["uid"]
+        for kind in SMALL_KINDS
+    ]
+    return {
+        "same": first["uid"] == again["uid"],
+        "other": other,
+        "owned": set(owners) == {first["uid"]},
+    }
 
 
 def refused() -> dict[str, object]:
-    cluster, bodies = Cluster(), objects("refused-1", "mine")
+    cluster = Cluster()
+    bodies = objects("refused-1", "mine")
     bodies[-1]["spec"]["backoffLimit"] = -1
     said = complaint(lambda: put(cluster, bodies, "mine"))
-    return {"said": said, "left": [kind for kind in (*SMALL_KINDS, "Job") if cluster.get(kind, "refused-1")]}
+    return {
+        "said": said,
+        "left": [kind for kind in (*SMALL_KINDS, "Job") if cluster.get(kind, "refused-1")],
+    }
 
 
 def nodes() -> dict[str, object]:
@@ -81,11 +101,18 @@ def nodes() -> dict[str, object]:
     devices = [{"name": f"gpu-{index}", "attributes": texts} for index in range(8)]
     pool = {"name": "gpus-1", "generation": 1, "resourceSliceCount": 1}
     spec = {"driver": "gpu.nvidia.com", "nodeName": "gpus-1", "pool": pool, "devices": devices}
-    about = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": "gpus-1"}}
+    about = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceSlice",
+        "metadata": {"name": "gpus-1"},
+    }
     cluster.create({**about, "spec": spec})
     claims = {"spec": {"resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "eight"}]}}
     found = read_snapshot(cluster, read_options({"image": "x", "pod": claims}))
-    return {"nodes": [node.metadata.name for node in found.nodes], "devices": msgspec.to_builtins(found.devices)}
+    return {
+        "nodes": [node.metadata.name for node in found.nodes],
+        "devices": msgspec.to_builtins(found.devices),
+    }
 
 
 def look() -> dict[str, object]:
@@ -94,19 +121,26 @@ def look() -> dict[str, object]:
         Cluster().list("Job")
         return {"error": ""}
     except OrchError as error:
-        return {"error": error.message, "exit": int(error.exit), "seconds": time.monotonic() - started}
+        return {
+            "error": error.message,
+            "exit": int(error.exit),
+            "seconds": time.monotonic() - started,
+        }
 
 
 def lease() -> dict[str, object]:
     """A holder that stood still is overtaken, and does not take the other's Lease with it."""
-    cluster, kinds = Cluster(), []
+    cluster = Cluster()
+    kinds = []
     with placement_lock(cluster, "still", lease_s=1) as check:
         said = complaint(lambda: placement_lock(cluster, "hasty", wait_s=0.1).__enter__())
         with placement_lock(cluster, "next"):
             pass
         late = complaint(check)
         with placement_lock(cluster, "last"):
-            kinds.append(cluster.delete("Lease", NAME, only=("00000000-0000-0000-0000-000000000000", "1")))
+            kinds.append(
+                cluster.delete("Lease", NAME, only=("00000000-0000-0000-0000-000000000000", "1"))
+            )
             kinds.append(cluster.get("Lease", NAME)["spec"]["holderIdentity"].startswith("last-"))
     return {"said": said, "late": late, "kept": kinds, "left": cluster.get("Lease", NAME)}
 

@@ -1,7 +1,9 @@
-"""A real Kubernetes on this machine: control plane, DNS, real nodes with containers, simulated nodes, Kueue, JobSet.
+"""A real Kubernetes on this machine: control plane, DNS, real nodes with containers, simulated
+nodes, Kueue, JobSet.
 
-A bed lives in network, mount and process name spaces of its own, so several never meet, and ending their first process
-ends everything in them. `python -m tests.beds.kubernetes.bed start` leaves one up to play with, `stop` ends it.
+A bed lives in network, mount and process name spaces of its own, so several never meet, and ending
+their first process ends everything in them. `python -m tests.beds.kubernetes.bed start` leaves one
+up to play with, `stop` ends it.
 """
 
 from __future__ import annotations
@@ -45,22 +47,45 @@ class Shape:
         more = ("kubelet", "kube-proxy", "coredns") if self.nodes else ()
         if self.api_only:
             return ("kube-apiserver", "kubectl")
-        return (*CORE, *more, *(("kueue",) if self.kueue else ()), *(("jobset",) if self.jobset else ()))
+        return (
+            *CORE,
+            *more,
+            *(("kueue",) if self.kueue else ()),
+            *(("jobset",) if self.jobset else ()),
+        )
 
 
 def refusal(shape: Shape) -> str | None:
-    """None, or one line that says what this machine lacks beside the programs: rights in the kernel, an image, CRDs."""
+    """None, or one line that says what this machine lacks beside the programs: rights in the
+    kernel, an image, CRDs."""
     from . import image
 
     script = "mount -t tmpfs tmpfs /run && ip link add cni0 type bridge"
     if shape.nodes:
-        script += " && iptables -t nat -S >/dev/null && cd /sys/fs/cgroup && if [ -d cpu ]; then cd cpu; fi"
+        script += (
+            " && iptables -t nat -S >/dev/null && cd /sys/fs/cgroup && if [ -d cpu ]; then cd"
+            " cpu; fi"
+        )
         script += ' && made=$(mktemp -d orch-XXXX) && rmdir "$made"'
-    argv = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--propagation", "private", "sh", "-ec"]
+    argv = [
+        "unshare",
+        "--net",
+        "--mount",
+        "--pid",
+        "--fork",
+        "--mount-proc",
+        "--propagation",
+        "private",
+        "sh",
+        "-ec",
+    ]
     env = {**os.environ, "PATH": f"{os.environ['PATH']}:{SBIN}"}
     done = subprocess.run([*argv, script], capture_output=True, text=True, env=env, timeout=60)
     if done.returncode:
-        return f"this root may not do what it takes ({(done.stderr.strip().splitlines() or ['no message'])[-1]})"
+        return (
+            "this root may not do what it takes"
+            f" ({(done.stderr.strip().splitlines() or ['no message'])[-1]})"
+        )
     try:
         if shape.nodes:
             image.base()
@@ -81,7 +106,8 @@ class Bed(base.Bed):
         self.first = 0  # pid, outside, of the first process of the bed's name spaces
         self._of_thread = threading.local()
 
-    # ------------------------------------------------------------------------------------------ life
+    # ------------------------------------------------------------------------------------------
+    #     life
 
     def start(self) -> None:
         if reason := build(self.shape.programs):
@@ -90,7 +116,9 @@ class Bed(base.Bed):
         self._write_files()
         self._control_plane()
         if self.shape.nodes:
-            self.daemon("coredns", program("coredns"), "-conf", str(self.home / "Corefile"), "-dns.port=53")
+            self.daemon(
+                "coredns", program("coredns"), "-conf", str(self.home / "Corefile"), "-dns.port=53"
+            )
             self.daemon("kube-proxy", program("kube-proxy"), f"--config={self.home}/proxy.yaml")
         from . import addons, nodes
 
@@ -106,7 +134,8 @@ class Bed(base.Bed):
             nodes.wait_ready(self, f"node-{index}")
 
     def stop(self) -> None:
-        """The name spaces' first process; with it the kernel ends all others, their network and their mounts."""
+        """The name spaces' first process; with it the kernel ends all others, their network and
+        their mounts."""
         if self.first:
             with suppress(ProcessLookupError):
                 os.kill(self.first, signal.SIGKILL)
@@ -117,7 +146,8 @@ class Bed(base.Bed):
         wait(lambda: shutil.rmtree(self.home, ignore_errors=True) or not self.home.exists(), 5)
         _remove_cgroups()
 
-    # ------------------------------------------------------------------------------------------ acting inside
+    # ------------------------------------------------------------------------------------------
+    #     acting inside
 
     @property
     def enter(self) -> list[str]:
@@ -126,7 +156,11 @@ class Bed(base.Bed):
     @property
     def env(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("KUBE")}
-        return {**kept, "KUBECONFIG": str(self.home / "admin.kubeconfig"), "PATH": f"{os.environ['PATH']}:{SBIN}"}
+        return {
+            **kept,
+            "KUBECONFIG": str(self.home / "admin.kubeconfig"),
+            "PATH": f"{os.environ['PATH']}:{SBIN}",
+        }
 
     def run(
         self,
@@ -142,7 +176,10 @@ class Bed(base.Bed):
             input=input, cwd=cwd or self.home,
         )  # fmt: skip
         if check and done.returncode:
-            raise BedError(f"{' '.join(argv)}: exit {done.returncode}: {(done.stderr or done.stdout).strip()[-2000:]}")
+            raise BedError(
+                f"{' '.join(argv)}: exit {done.returncode}:"
+                f" {(done.stderr or done.stdout).strip()[-2000:]}"
+            )
         return done
 
     @property
@@ -154,17 +191,30 @@ class Bed(base.Bed):
         return self._of_thread.commands
 
     def kubectl(self, *argv: str, check: bool = True, timeout: float = 60, input: str = "") -> str:
-        return self.run(str(program("kubectl")), *argv, check=check, timeout=timeout, input=input).stdout
+        return self.run(
+            str(program("kubectl")), *argv, check=check, timeout=timeout, input=input
+        ).stdout
 
     def get(self, *argv: str) -> dict:
         return json.loads(self.kubectl("get", *argv, "-o", "json"))
 
     def apply(self, *objects: Mapping) -> None:
         bodies = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
-        self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=json.dumps(bodies), timeout=120)
+        self.kubectl(
+            "apply",
+            "--server-side",
+            "--force-conflicts",
+            "-f",
+            "-",
+            input=json.dumps(bodies),
+            timeout=120,
+        )
 
-    def daemon(self, name: str, path: Path | str, *argv: str, env: Mapping[str, str] | None = None) -> None:
-        """Started in the bed, in the background; its output in log/<name>.log. It ends with the bed, or by `end`."""
+    def daemon(
+        self, name: str, path: Path | str, *argv: str, env: Mapping[str, str] | None = None
+    ) -> None:
+        """Started in the bed, in the background; its output in log/<name>.log. It ends with the
+        bed, or by `end`."""
         self.popen(name, str(path), *argv, env=env)
 
     def end(self, marker: str, how: signal.Signals = signal.SIGTERM, seconds: float = 15) -> None:
@@ -183,7 +233,8 @@ class Bed(base.Bed):
                     found.append(pid)
         return found
 
-    # ------------------------------------------------------------------------------------------ parts
+    # ------------------------------------------------------------------------------------------
+    #     parts
 
     def _open(self) -> None:
         self.home.mkdir(mode=0o755)
@@ -203,8 +254,9 @@ class Bed(base.Bed):
         self._space = os.readlink(f"/proc/{self.first}/ns/mnt")
         self.record(first=self.first)
         script = (
-            "mount -t tmpfs tmpfs /run && mkdir -p /run/lock && ip link set lo up && ip link add cni0 type bridge && "
-            f"ip addr add {conf.HOST}/16 dev cni0 && ip link set cni0 up && sysctl -qw net.ipv4.ip_forward=1"
+            "mount -t tmpfs tmpfs /run && mkdir -p /run/lock && ip link set lo up && ip link add"
+            f" cni0 type bridge && ip addr add {conf.HOST}/16 dev cni0 && ip link set cni0 up &&"
+            " sysctl -qw net.ipv4.ip_forward=1"
         )
         wait(lambda: self.run("sh", "-c", "test -d /proc/1/ns", check=False).returncode == 0, 5)
         self.run("sh", "-c", script)
@@ -222,12 +274,20 @@ class Bed(base.Bed):
             (self.home / name).chmod(0o600 if name.startswith(("tokens", "admin")) else 0o644)
         pki = self.home / "pki"
         self.run("openssl", "genrsa", "-out", str(pki / "sa.key"), "2048")
-        self.run("openssl", "rsa", "-in", str(pki / "sa.key"), "-pubout", "-out", str(pki / "sa.pub"))
+        self.run(
+            "openssl", "rsa", "-in", str(pki / "sa.key"), "-pubout", "-out", str(pki / "sa.pub")
+        )
 
     def _control_plane(self) -> None:
         etcd = find("etcd") or "etcd"
-        flags = ["--data-dir", str(self.home / "etcd"), "--unsafe-no-fsync", "--quota-backend-bytes=4294967296"]
-        # Else a cache of objects that do not change stays behind what others write, and refuses to be read.
+        flags = [
+            "--data-dir",
+            str(self.home / "etcd"),
+            "--unsafe-no-fsync",
+            "--quota-backend-bytes=4294967296",
+        ]
+        # Else a cache of objects that do not change stays behind what others write, and refuses to
+        # be read.
         flags.append("--experimental-watch-progress-notify-interval=1s")
         self.daemon("etcd", etcd, *flags, "--log-level=warn")
         self.start_apiserver()
@@ -235,22 +295,32 @@ class Bed(base.Bed):
             return
         self.start_controllers()
         ready = ("get", "serviceaccount", "default", "--request-timeout=5s")
-        self.wait(lambda: self.kubectl(*ready, check=False), 90, "service account", "kube-controller-manager")
+        self.wait(
+            lambda: self.kubectl(*ready, check=False),
+            90,
+            "service account",
+            "kube-controller-manager",
+        )
 
     def start_controllers(self, own_rates: bool = False) -> None:
-        """And the scheduler. `own_rates`: neither asks the API server more often than Kubernetes lets it by default."""
+        """And the scheduler. `own_rates`: neither asks the API server more often than Kubernetes
+        lets it by default."""
         flags = conf.manager_flags(self.home, not self.shape.simulated, own_rates)
         self.daemon("kube-controller-manager", program("kube-controller-manager"), *flags)
         (self.home / "scheduler.yaml").write_text(conf.scheduler_yaml(self.home, own_rates))
         flags = [f"--config={self.home}/scheduler.yaml", "--secure-port=0"]
-        flags += ["--feature-gates=GenericWorkload=true,GangScheduling=true"] if self.shape.gangs else []
+        flags += (
+            ["--feature-gates=GenericWorkload=true,GangScheduling=true"] if self.shape.gangs else []
+        )
         self.daemon("kube-scheduler", program("kube-scheduler"), *flags)
 
     def start_apiserver(self) -> None:
         flags = conf.apiserver_flags(self.home, self.shape.gangs)
         self.daemon("kube-apiserver", program("kube-apiserver"), *flags)
         ready = ("get", "--raw", "/readyz", "--request-timeout=5s")
-        self.wait(lambda: self.kubectl(*ready, check=False) == "ok", 120, "API server", "kube-apiserver")
+        self.wait(
+            lambda: self.kubectl(*ready, check=False) == "ok", 120, "API server", "kube-apiserver"
+        )
 
 
 def _inside(first: int, space: str) -> list[int]:
@@ -265,7 +335,8 @@ def _inside(first: int, space: str) -> list[int]:
 
 
 def _remove_cgroups() -> None:
-    """Empty ones that containers have left. The last bed takes them all: one that stays needs its weight (nodes)."""
+    """Empty ones that containers have left. The last bed takes them all: one that stays needs its
+    weight (nodes)."""
     if list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         return
     for group in Path("/sys/fs/cgroup").glob("*/k8s.io"):
@@ -299,7 +370,9 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) != ["start"]:
         print("start or stop", file=sys.stderr)
         return 64
-    if reason := build():  # what the tests use beside it, too: from now on `make test` has a cluster
+    if (
+        reason := build()
+    ):  # what the tests use beside it, too: from now on `make test` has a cluster
         print(reason, file=sys.stderr)
         return 1
     bed = Bed(Shape(nodes=2, kueue=True, jobset=True), home)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-HOST = "10.77.0.1"  # the bed's bridge: API server, DNS, kubelets; a name space of its own keeps beds apart
-PODS, SERVICES, DNS_DOMAIN = "10.77.0.0/16", "10.96.0.0/16", "cluster.local"
+# the bed's bridge: API server, DNS, kubelets; a name space of its own keeps beds apart
+HOST = "10.77.0.1"
+PODS = "10.77.0.0/16"
+SERVICES = "10.96.0.0/16"
+DNS_DOMAIN = "cluster.local"
 API = f"https://{HOST}:6443"
 TOKENS = {"admin": "admin-token", "user": "user-token"}
 
@@ -66,11 +69,32 @@ state = "{node}/run"
 
 def cni_conflist(node: Path, index: int) -> str:
     """One bridge for all nodes of the bed; each node gives out addresses of its own range."""
-    ranges = [[{"subnet": PODS, "rangeStart": f"10.77.{index + 1}.2", "rangeEnd": f"10.77.{index + 1}.250"}]]
+    ranges = [
+        [
+            {
+                "subnet": PODS,
+                "rangeStart": f"10.77.{index + 1}.2",
+                "rangeEnd": f"10.77.{index + 1}.250",
+            }
+        ]
+    ]
     ranges[0][0]["gateway"] = HOST
-    ipam = {"type": "host-local", "ranges": ranges, "routes": [{"dst": "0.0.0.0/0"}], "dataDir": str(node / "ipam")}
-    bridge = {"type": "bridge", "bridge": "cni0", "isGateway": False, "ipMasq": False, "hairpinMode": True}
-    return json.dumps({"cniVersion": "0.4.0", "name": "bed", "plugins": [{**bridge, "ipam": ipam}]}, indent=1)
+    ipam = {
+        "type": "host-local",
+        "ranges": ranges,
+        "routes": [{"dst": "0.0.0.0/0"}],
+        "dataDir": str(node / "ipam"),
+    }
+    bridge = {
+        "type": "bridge",
+        "bridge": "cni0",
+        "isGateway": False,
+        "ipMasq": False,
+        "hairpinMode": True,
+    }
+    return json.dumps(
+        {"cniVersion": "0.4.0", "name": "bed", "plugins": [{**bridge, "ipam": ipam}]}, indent=1
+    )
 
 
 def kubelet_yaml(node: Path, index: int) -> str:
@@ -111,7 +135,10 @@ def proxy_yaml(home: Path) -> str:
 def apiserver_flags(home: Path, gangs: bool = False) -> list[str]:
     """`gangs`: with the Workload API, which is alpha."""
     pki = home / "pki"
-    alpha = ["--feature-gates=GenericWorkload=true", "--runtime-config=scheduling.k8s.io/v1alpha1=true"]
+    alpha = [
+        "--feature-gates=GenericWorkload=true",
+        "--runtime-config=scheduling.k8s.io/v1alpha1=true",
+    ]
     return [
         *(alpha if gangs else ()),
         "--etcd-servers=http://127.0.0.1:2379", f"--cert-dir={pki}", f"--bind-address={HOST}", "--secure-port=6443",
@@ -123,9 +150,14 @@ def apiserver_flags(home: Path, gangs: bool = False) -> list[str]:
     ]  # fmt: skip
 
 
-def manager_flags(home: Path, nodes_have_kubelets: bool = True, own_rates: bool = False) -> list[str]:
-    """`own_rates`: requests a second as where nobody has raised Kubernetes' own limit, 20 for each controller."""
-    silence = "50s" if nodes_have_kubelets else "24h"  # after which a node is given up; busy ones are late
+def manager_flags(
+    home: Path, nodes_have_kubelets: bool = True, own_rates: bool = False
+) -> list[str]:
+    """`own_rates`: requests a second as where nobody has raised Kubernetes' own limit, 20 for each
+    controller."""
+    silence = (
+        "50s" if nodes_have_kubelets else "24h"
+    )  # after which a node is given up; busy ones are late
     return [
         f"--kubeconfig={home}/admin.kubeconfig", f"--service-account-private-key-file={home}/pki/sa.key",
         f"--root-ca-file={home}/pki/apiserver.crt", "--controllers=*,-nodeipam,-cloud-node-lifecycle",

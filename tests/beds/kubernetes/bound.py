@@ -1,8 +1,10 @@
-"""`python -m tests.beds.kubernetes.bound SELECTOR COUNT [NAMESPACE]`, inside a bed: says when COUNT pods have a node.
+"""`python -m tests.beds.kubernetes.bound SELECTOR COUNT [NAMESPACE]`, inside a bed: says when COUNT
+pods have a node.
 
-Prints `watching` when it begins to see what happens, pods and their Job (again, after a watch that broke off), then the
-monotonic clock's seconds when the Job was there (nan: none was seen), and at that moment. Told by the API server:
-nothing is polled, and both kinds of run are seen by the same eye.
+Prints `watching` when it begins to see what happens, pods and their Job (again, after a watch that
+broke off), then the monotonic clock's seconds when the Job was there (nan: none was seen), and at
+that moment. Told by the API server: nothing is polled, and both kinds of run are seen by the same
+eye.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Spec(Struct):
 
 
 class Pod(Struct):
-    """What is looked at of one. They come by the hundred while their cluster is timed: nothing else is unpacked."""
+    """What is looked at of one. They come by the hundred while their cluster is timed: nothing else
+    is unpacked."""
 
     metadata: Meta
     spec: Spec
@@ -60,13 +63,17 @@ def main(selector: str, count: int, namespace: str = "default") -> None:
     ready = threading.Event()
 
     def await_job() -> None:
-        for _ in watched(f"/apis/batch/v1/namespaces/{namespace}/jobs", query, ready.set, kind=_Job):
+        for _ in watched(
+            f"/apis/batch/v1/namespaces/{namespace}/jobs", query, ready.set, kind=_Job
+        ):
             jobs.append(time.monotonic())
 
     threading.Thread(target=await_job, daemon=True).start()
     ready.wait()
     while len(nodes) < count:
-        for pod in watched(f"/api/v1/namespaces/{namespace}/pods", query, lambda: print("watching", flush=True)):
+        for pod in watched(
+            f"/api/v1/namespaces/{namespace}/pods", query, lambda: print("watching", flush=True)
+        ):
             if pod.spec.node:
                 nodes[pod.metadata.name] = pod.spec.node
             if len(nodes) == count:
@@ -83,18 +90,23 @@ def watched(
     seconds: int = 3600,
     kind: type[T] = Pod,
 ) -> Iterator[T]:
-    """Objects, mostly pods, that are there, then each that comes or changes, until the server ends it, at the latest
-    after `seconds`.
+    """Objects, mostly pods, that are there, then each that comes or changes, until the server ends
+    it, at the latest after `seconds`.
 
-    From what its cache holds (version 0): a watch that asks for the newest is refused while that cache waits for a sign
-    of life, and is told so only after some seconds.
+    From what its cache holds (version 0): a watch that asks for the newest is refused while that
+    cache waits for a sign of life, and is told so only after some seconds.
     """
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    tls.check_hostname = False
+    tls.verify_mode = ssl.CERT_NONE
     server = http.client.HTTPSConnection(conf.HOST, 6443, context=tls, timeout=seconds + 60)
     query = {"watch": "1", "resourceVersion": "0", "timeoutSeconds": str(seconds), **query}
     with contextlib.closing(server):
-        server.request("GET", f"{path}?{urlencode(query)}", headers={"Authorization": f"Bearer {conf.TOKENS['admin']}"})
+        server.request(
+            "GET",
+            f"{path}?{urlencode(query)}",
+            headers={"Authorization": f"Bearer {conf.TOKENS['admin']}"},
+        )
         answer = server.getresponse()
         if answer.status != 200:
             raise OSError(answer.read().decode())

@@ -1,7 +1,9 @@
-"""The programs of the test cluster: built once from pinned Go modules into a cache folder, else said plainly.
+"""The programs of the test cluster: built once from pinned Go modules into a cache folder, else
+said plainly.
 
-`tools/<tool>/go.mod` pins one program each, so that their dependencies never meet. First build: about twenty minutes on
-two cores and 11 GB, Go's own caches included; `python -m tests.beds.kubernetes.building` builds ahead.
+`tools/<tool>/go.mod` pins one program each, so that their dependencies never meet. First build:
+about twenty minutes on two cores and 11 GB, Go's own caches included; `python -m
+tests.beds.kubernetes.building` builds ahead.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ _STAMP = " ".join(
 PROGRAMS: dict[str, tuple[str, str]] = {
     **{
         name: ("kubernetes", f"k8s.io/kubernetes/cmd/{name}")
-        for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl")
+        for name in (
+            "kube-apiserver",
+            "kube-controller-manager",
+            "kube-scheduler",
+            "kubelet",
+            "kube-proxy",
+            "kubectl",
+        )
     },
     "coredns": ("coredns", "github.com/coredns/coredns"),
     "helm": ("helm", "helm.sh/helm/v4/cmd/helm"),
@@ -39,7 +48,15 @@ ON_DEMAND: dict[str, tuple[str, str]] = {
     "kube-network-policies": ("policies", "sigs.k8s.io/kube-network-policies/cmd"),
 }
 DEBIAN_PROGRAMS = ("etcd", "containerd", "runc", "busybox", "iptables", "ip")
-DEBIAN = ("etcd-server", "containerd", "runc", "containernetworking-plugins", "busybox-static", "iptables", "iproute2")
+DEBIAN = (
+    "etcd-server",
+    "containerd",
+    "runc",
+    "containernetworking-plugins",
+    "busybox-static",
+    "iptables",
+    "iproute2",
+)
 
 
 def cache() -> Path:
@@ -48,8 +65,8 @@ def cache() -> Path:
 
 
 def program(name: str) -> Path:
-    """Where the program of this tree's module files is, built or not. Any kubectl will do: this machine's, if it has
-    one."""
+    """Where the program of this tree's module files is, built or not. Any kubectl will do: this
+    machine's, if it has one."""
     if name == "kubectl" and (found := find("kubectl")):
         return Path(found)
     folder, package = (PROGRAMS | ON_DEMAND)[name]
@@ -63,7 +80,9 @@ def module_folder(tool: str, module: str) -> Path:
     """The sources of a module as Go keeps them: CRDs and stages are read from there."""
     argv = ["go", "list", "-m", "-f", "{{.Dir}}", module]
     env = {**os.environ, "GOFLAGS": "-mod=readonly"}
-    done = subprocess.run(argv, cwd=TOOLS / tool, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        argv, cwd=TOOLS / tool, env=env, capture_output=True, text=True, timeout=300
+    )
     if done.returncode or not done.stdout.strip():
         raise RuntimeError(f"go list -m {module}: {done.stderr.strip()[-300:]}")
     return Path(done.stdout.strip())
@@ -73,11 +92,17 @@ def missing(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if not program(name).exists()]
 
 
-def build(names: tuple[str, ...] = tuple(PROGRAMS), allowed: bool = True, seconds: float = 3600) -> str | None:
-    """Makes these programs present, each within `seconds`. None, or one line: why it cannot. Unless it is `allowed`,
-    nothing is built; and where something would have to be, nothing is installed either."""
+def build(
+    names: tuple[str, ...] = tuple(PROGRAMS), allowed: bool = True, seconds: float = 3600
+) -> str | None:
+    """Makes these programs present, each within `seconds`. None, or one line: why it cannot. Unless
+    it is `allowed`, nothing is built; and where something would have to be, nothing is installed
+    either."""
     if missing(names) and not allowed:
-        how = "`make test-kubernetes` and `make testbed-kubernetes` build all of them, and they are kept"
+        how = (
+            "`make test-kubernetes` and `make testbed-kubernetes` build all of them, and they are"
+            " kept"
+        )
         return f"{', '.join(missing(names))} not built yet; {how}"
     if failed := provide(DEBIAN_PROGRAMS, DEBIAN):
         return failed
@@ -102,9 +127,14 @@ def _build(name: str, seconds: float) -> str | None:
     argv = ["go", "build", "-trimpath", "-ldflags", flags, "-o", str(part), package]
     env = {**os.environ, "GOFLAGS": "-mod=readonly -buildvcs=false", "CGO_ENABLED": "0"}
     try:
-        done = subprocess.run(argv, cwd=TOOLS / folder, env=env, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(
+            argv, cwd=TOOLS / folder, env=env, capture_output=True, text=True, timeout=seconds
+        )
     except subprocess.TimeoutExpired:
-        return f"go build {package}: not done after {seconds:.0f} s; Go keeps what is done, so try again"
+        return (
+            f"go build {package}: not done after {seconds:.0f} s; Go keeps what is done, so try"
+            " again"
+        )
     if done.returncode:
         return f"go build {package}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}"
     part.rename(target)

@@ -1,4 +1,5 @@
-"""The controller in a bed: processes of this machine, so that they can be killed, paused and started at any moment."""
+"""The controller in a bed: processes of this machine, so that they can be killed, paused and
+started at any moment."""
 
 from __future__ import annotations
 
@@ -23,20 +24,36 @@ _PORTS = itertools.count(19404)
 
 def install(bed: Bed) -> None:
     """The kind TrainRun, and the controller's namespace."""
-    bed.kubectl("apply", "--server-side", "-f", str(ROOT / "charts/orch-controller/files/trainruns.yaml"))
+    bed.kubectl(
+        "apply", "--server-side", "-f", str(ROOT / "charts/orch-controller/files/trainruns.yaml")
+    )
     bed.kubectl("create", "namespace", SPACE, check=False)
     known = ("get", "--raw", "/apis/orch.dev/v1alpha1")
-    bed.wait(lambda: "trainruns" in bed.kubectl(*known, check=False), 60, "TrainRuns", "kube-apiserver")
+    bed.wait(
+        lambda: "trainruns" in bed.kubectl(*known, check=False), 60, "TrainRuns", "kube-apiserver"
+    )
 
 
 class Replica:
     """One process of the controller."""
 
     def __init__(self, bed: Bed, name: str, lease_s: float = 6.0):
-        self.bed, self.name, self.port = bed, name, next(_PORTS)
-        argv = [sys.executable, "-m", "orchestrator.kubernetes.controller", "--namespace", SPACE, "--identity", name]
+        self.bed = bed
+        self.name = name
+        self.port = next(_PORTS)
+        argv = [
+            sys.executable,
+            "-m",
+            "orchestrator.kubernetes.controller",
+            "--namespace",
+            SPACE,
+            "--identity",
+            name,
+        ]
         argv += ["--metrics-port", str(self.port), "--home", str(bed.home / f"controller-{name}")]
-        self._process = bed.popen(name, *argv, f"--lease-s={lease_s}", env={"PYTHONPATH": str(ROOT)})
+        self._process = bed.popen(
+            name, *argv, f"--lease-s={lease_s}", env={"PYTHONPATH": str(ROOT)}
+        )
         self.pid = 0
 
     @property
@@ -82,7 +99,8 @@ class Replica:
 
 @contextlib.contextmanager
 def controller(bed: Bed, name: str, lease_s: float = 20.0) -> Iterator[Replica]:
-    """One that leads until the body ends. It gives its lease back, so that the next one leads at once."""
+    """One that leads until the body ends. It gives its lease back, so that the next one leads at
+    once."""
     one = Replica(bed, name, lease_s)
     try:
         if not wait(lambda: one.leads or not one.alive, PATIENCE_S):

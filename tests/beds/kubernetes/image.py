@@ -1,7 +1,8 @@
 """Images without a registry: docker archives made from folders, for containerd to import.
 
-The base is a minimal Debian with Python, made once by debootstrap and kept in the cache; on top of it this tree's orch.
-Torch is too large for an image store a node: pods mount the site-packages of the tests' own Python from a volume.
+The base is a minimal Debian with Python, made once by debootstrap and kept in the cache; on top of
+it this tree's orch. Torch is too large for an image store a node: pods mount the site-packages of
+the tests' own Python from a volume.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from tests.beds.base import ROOT
 from .building import cache
 
 SUITE = "bookworm"  # has the Python 3.11 that torch's wheels in the tests' environment are for
-NAME, PAUSE = "orch.test/orch:1", "orch.test/pause:1"
+NAME = "orch.test/orch:1"
+PAUSE = "orch.test/pause:1"
 SITE = "/opt/site"  # where pods mount the site-packages
 HELD = "opt/held"  # where the image has what holds the trainer, if a variable says so
 _PACKAGES = ("python3-minimal", "python3-venv", "libstdc++6", "libgomp1", "busybox-static")
@@ -42,19 +44,24 @@ def base() -> Path:
 def site_packages() -> Path:
     """Of this Python, whose version must be the image's."""
     if sys.version_info[:2] != (3, 11):
-        raise RuntimeError(f"the image has Python 3.11, these tests run on {sys.version.split()[0]}")
+        raise RuntimeError(
+            f"the image has Python 3.11, these tests run on {sys.version.split()[0]}"
+        )
     return Path(sysconfig.get_paths()["purelib"])
 
 
 def layer() -> Path:
     """The cached root as one file. RuntimeError as `base`."""
-    root, whole = base(), cache() / f"layer-{SUITE}.tar"
+    root = base()
+    whole = cache() / f"layer-{SUITE}.tar"
     with whole.with_suffix(".lock").open("w") as lock:  # another clone may be at it
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not whole.exists():
             part = whole.with_suffix(".part")
             without = ("--exclude=./var/lib/apt/lists/*", "--exclude=./var/cache/apt/*")
-            subprocess.run(["tar", "-C", str(root), *without, "-cf", str(part), "."], check=True, timeout=300)
+            subprocess.run(
+                ["tar", "-C", str(root), *without, "-cf", str(part), "."], check=True, timeout=300
+            )
             part.rename(whole)
     return whole
 

@@ -1,4 +1,5 @@
-"""Real nodes of the bed: a containerd and a kubelet each, with folders, sockets and ports of their own."""
+"""Real nodes of the bed: a containerd and a kubelet each, with folders, sockets and ports of their
+own."""
 
 from __future__ import annotations
 
@@ -40,27 +41,49 @@ def start(bed: Bed, index: int, again: bool = False) -> None:
     """`again`: after `kill`, with the folder as it was left."""
     node = conf.node_folder(bed.home, index)
     if not again:
-        for folder in (node / "cni", node / "pod-logs", node / "kubelet", node / "opt", node / "containerd"):
+        for folder in (
+            node / "cni",
+            node / "pod-logs",
+            node / "kubelet",
+            node / "opt",
+            node / "containerd",
+        ):
             folder.mkdir(parents=True)
         # Images in memory, 0.4 GB a node: nothing waits for the disk, nor deletes their files.
         bed.run("mount", "-t", "tmpfs", "tmpfs", str(node / "containerd"))
         (node / "containerd.toml").write_text(conf.containerd_toml(node))
         (node / "cni" / "10-bed.conflist").write_text(conf.cni_conflist(node, index))
         (node / "kubelet.yaml").write_text(conf.kubelet_yaml(node, index))
-    bed.daemon(f"containerd-{index}", find("containerd") or "containerd", "--config", str(node / "containerd.toml"))
-    bed.wait(lambda: _ctr(bed, node, "version", check=False), 30, "containerd", f"containerd-{index}")
+    bed.daemon(
+        f"containerd-{index}",
+        find("containerd") or "containerd",
+        "--config",
+        str(node / "containerd.toml"),
+    )
+    bed.wait(
+        lambda: _ctr(bed, node, "version", check=False), 30, "containerd", f"containerd-{index}"
+    )
     if not again:
         _load(bed, node)
     _weigh()
     given = ",".join(f"{key}={value}" for key, value in labels(index).items())
     kubelet = node / "kubelet"
-    flags = [f"--config={node}/kubelet.yaml", f"--kubeconfig={bed.home}/admin.kubeconfig", f"--root-dir={kubelet}"]
-    flags += [f"--cert-dir={kubelet}/pki", f"--hostname-override=node-{index}", f"--node-ip={conf.HOST}"]
+    flags = [
+        f"--config={node}/kubelet.yaml",
+        f"--kubeconfig={bed.home}/admin.kubeconfig",
+        f"--root-dir={kubelet}",
+    ]
+    flags += [
+        f"--cert-dir={kubelet}/pki",
+        f"--hostname-override=node-{index}",
+        f"--node-ip={conf.HOST}",
+    ]
     bed.daemon(f"kubelet-{index}", program("kubelet"), *flags, f"--node-labels={given}")
 
 
 def _weigh() -> None:
-    """All containers of a machine share one cgroup, which by itself weighs as much as one process outside of it."""
+    """All containers of a machine share one cgroup, which by itself weighs as much as one process
+    outside of it."""
     group = Path("/sys/fs/cgroup/cpu/k8s.io")
     with suppress(OSError):  # cgroup v2 has another way, and other beds may be taking theirs down
         if (group.parent / "cpu.shares").exists():
@@ -74,13 +97,21 @@ def wait_ready(bed: Bed, name: str, ready: bool = True, seconds: float = 300) ->
         text = bed.kubectl("get", "node", name, "-o", path, check=False)
         return (text == "True") == ready and text != ""
 
-    bed.wait(found, seconds, f"{'ready' if ready else 'dead'} node {name}", f"kubelet-{name.removeprefix('node-')}")
+    bed.wait(
+        found,
+        seconds,
+        f"{'ready' if ready else 'dead'} node {name}",
+        f"kubelet-{name.removeprefix('node-')}",
+    )
 
 
 def kill(bed: Bed, index: int) -> None:
-    """The node vanishes, as when its power is cut: kubelet, containerd, shims and every container, at once."""
+    """The node vanishes, as when its power is cut: kubelet, containerd, shims and every container,
+    at once."""
     node = str(conf.node_folder(bed.home, index)) + "/"
-    everything = list(dict.fromkeys(pid for root in bed.pids(node) for pid in (root, *descendants(root))))
+    everything = list(
+        dict.fromkeys(pid for root in bed.pids(node) for pid in (root, *descendants(root)))
+    )
     for how in (signal.SIGSTOP, signal.SIGKILL):
         for pid in everything:
             with suppress(ProcessLookupError):
@@ -95,7 +126,12 @@ def _load(bed: Bed, node: Path) -> None:
 
 def _ctr(bed: Bed, node: Path, *argv: str, check: bool = True) -> bool:
     ctr = find("ctr") or "ctr"
-    return bed.run(ctr, "--address", f"{node}/containerd.sock", *argv, check=check, timeout=300).returncode == 0
+    return (
+        bed.run(
+            ctr, "--address", f"{node}/containerd.sock", *argv, check=check, timeout=300
+        ).returncode
+        == 0
+    )
 
 
 # ------------------------------------------------------------------------------------------ volumes
@@ -104,8 +140,10 @@ def _ctr(bed: Bed, node: Path, *argv: str, check: bool = True) -> bool:
 def volume(bed: Bed, name: str, path: Path, read_only: bool, namespace: str = "default") -> None:
     """A claim `name` bound to a folder of this machine, which all nodes share."""
     mode = "ReadOnlyMany" if read_only else "ReadWriteMany"
-    common, size = {"accessModes": [mode], "storageClassName": ""}, {"storage": "10Gi"}
-    about, whole = {"namespace": namespace, "name": name}, f"{namespace}-{name}"
+    common = {"accessModes": [mode], "storageClassName": ""}
+    size = {"storage": "10Gi"}
+    about = {"namespace": namespace, "name": name}
+    whole = f"{namespace}-{name}"
     bed.apply(
         {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": whole},
          "spec": {**common, "capacity": size, "hostPath": {"path": str(path)}, "claimRef": about,

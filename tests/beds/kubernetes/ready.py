@@ -1,9 +1,10 @@
-"""`python -m tests.beds.kubernetes.ready`: makes the test cluster's programs present, or prints why it cannot.
+"""`python -m tests.beds.kubernetes.ready`: makes the test cluster's programs present, or prints why
+it cannot.
 
-With ORCH_TEST_KUBERNETES=1, which `.ci/run` and `make test-kubernetes` set, what is missing is built, beside whatever
-else `make test` runs, with a line on stderr for each program. Where that is not asked for or cannot be, the reason is
-printed, with which the tier's tests are skipped; so `make test` on a new machine takes minutes. ORCH_TEST_KUBERNETES=0
-turns the whole tier off.
+With ORCH_TEST_KUBERNETES=1, which `.ci/run` and `make test-kubernetes` set, what is missing is
+built, beside whatever else `make test` runs, with a line on stderr for each program. Where that is
+not asked for or cannot be, the reason is printed, with which the tier's tests are skipped; so `make
+test` on a new machine takes minutes. ORCH_TEST_KUBERNETES=0 turns the whole tier off.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from tests.beds.debian import find, provide
 from . import building
 from .bed import Shape, refusal
 
-SWITCH, WHY = "ORCH_TEST_KUBERNETES", "ORCH_TEST_KUBERNETES_WHY_NOT"
-#: For all programs together: a machine whose other tiers take as long has no time to lose by giving up.
+SWITCH = "ORCH_TEST_KUBERNETES"
+WHY = "ORCH_TEST_KUBERNETES_WHY_NOT"
+#: For all programs together: a machine whose other tiers take as long has no time to lose by giving
+#: up.
 MOST_S = 5400.0
 DISK_GB = 12  # Go's module and build caches, and the programs: 11.2 GB
 
@@ -39,7 +42,10 @@ def why_not(environ: Mapping[str, str]) -> str | None:
         return None
     what = f"{', '.join(missing)} not built"
     if not environ.get(SWITCH):
-        return f"{what}: that takes long, so only `.ci/run` and `make test-kubernetes` do it, once for all"
+        return (
+            f"{what}: that takes long, so only `.ci/run` and `make test-kubernetes` do it, once"
+            " for all"
+        )
     if os.geteuid() != 0:
         return f"{what}, and only root may have name spaces with a network of their own"
     if find("go") is None:

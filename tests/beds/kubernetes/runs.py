@@ -1,4 +1,5 @@
-"""Driving `orch` against a bed, as a user would: the command line, and what the API server shows."""
+"""Driving `orch` against a bed, as a user would: the command line, and what the API server
+shows."""
 
 from __future__ import annotations
 
@@ -24,13 +25,26 @@ _NUMBER = itertools.count()
 USER = 10001
 LAST = 60  # step of the runs below
 #: tp inside a pod, pp and dp across pods; two pods a node.
-TINY = ("cluster=local", "cluster.nodes=4", "cluster.gpus_per_node=2", "parallel=tp2_pp2", f"train.steps={LAST}")
+TINY = (
+    "cluster=local",
+    "cluster.nodes=4",
+    "cluster.gpus_per_node=2",
+    "parallel=tp2_pp2",
+    f"train.steps={LAST}",
+)
 SHORT = ("train.seq_len=64", "train.global_batch_samples=8", "checkpoint.every_steps=20", "train.log_every_steps=1",
          "optim.schedule=constant")  # fmt: skip
 #: Options of every run on real nodes: little of everything, torch from a volume.
 SMALL = {
-    **{"image": image.NAME, "pull_policy": "Never", "claim": "runs", "user": USER},
-    **{"cpus": 0.8, "memory_gib": 3, "shm_gib": 0.25, "unreachable_s": 5, "rendezvous_timeout_s": 600},
+    "image": image.NAME,
+    "pull_policy": "Never",
+    "claim": "runs",
+    "user": USER,
+    "cpus": 0.8,
+    "memory_gib": 3,
+    "shm_gib": 0.25,
+    "unreachable_s": 5,
+    "rendezvous_timeout_s": 600,
     "volumes": [{"claim": "site", "path": image.SITE}],
 }
 
@@ -55,14 +69,19 @@ class Orch:
     """One user's home, and a namespace of their own under the restricted profile."""
 
     def __init__(self, bed: Bed, home: Path, namespace: str, options: Mapping[str, object] = SMALL):
-        self.bed, self.home, self.namespace, self.options = bed, home, namespace, options
+        self.bed = bed
+        self.home = home
+        self.namespace = namespace
+        self.options = options
 
     @classmethod
     @contextlib.contextmanager
     def in_new_namespace(cls, bed: Bed, home: Path) -> Iterator[Orch]:
         name = f"t{next(_NUMBER)}"
         enforce = {"pod-security.kubernetes.io/enforce": "restricted"}
-        bed.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": enforce}})
+        bed.apply(
+            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": enforce}}
+        )
         runs = bed.home / "pv" / name
         runs.mkdir()
         os.chown(runs, USER, USER)
@@ -73,56 +92,88 @@ class Orch:
         finally:
             bed.kubectl("delete", "namespace", name, "--wait=false", check=False, timeout=300)
             gone = ("-n", name, "delete", "jobs,pods", "--all", "--grace-period=1", "--timeout=60s")
-            bed.kubectl(*gone, check=False, timeout=300)  # kubectl keeps to its minute, a machine that stands still not
+            bed.kubectl(
+                *gone, check=False, timeout=300
+            )  # kubectl keeps to its minute, a machine that stands still not
 
     @property
     def claim(self) -> Path:
         return self.bed.home / "pv" / self.namespace
 
     def __call__(
-        self, *words: str, code: int | None = 0, env: Mapping[str, str] | None = None, timeout: float = 600
+        self,
+        *words: str,
+        code: int | None = 0,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 600,
     ) -> subprocess.CompletedProcess[str]:
         environ = self.bed.env | self._environ(env)
         # A program runs in pods where it is submitted from, and that folder must be in their image.
         done = self.bed.commands.run(words, environ, self.home, timeout, cwd=Path("/"))
         return base.checked(done, code)
 
-    def alone(self, *words: str, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    def alone(
+        self, *words: str, env: Mapping[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[str]:
         """In a process of its own, as a user has it: for who takes its time."""
         argv = [sys.executable, "-m", "orchestrator.cli.main", *words]
         return self.bed.run(*argv, env=self._environ(env), timeout=timeout, cwd=self.home)
 
     def _environ(self, env: Mapping[str, str] | None) -> dict[str, str]:
-        return {"ORCH_HOME": str(self.home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+        return {
+            "ORCH_HOME": str(self.home),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+        }
 
-    def submit(self, *words: str, options: Mapping[str, object] | None = None, code: int = 0) -> Run:
+    def submit(
+        self, *words: str, options: Mapping[str, object] | None = None, code: int = 0
+    ) -> Run:
         done = self(*self.submission(options), *words, code=code)
         return Run(self, json.loads(done.stdout)["run_dir"])
 
     def submit_held(self, *words: str, options: Mapping[str, object] | None = None) -> Run:
-        """A run of the trainer that waits before its last step until it is released: what a test does to it comes
-        before its end, however slow the machine is."""
+        """A run of the trainer that waits before its last step until it is released: what a test
+        does to it comes before its end, however slow the machine is."""
         return self.submit(*words, NEVER_HANGS, options={**held_before(LAST), **(options or {})})
 
     def submission(self, options: Mapping[str, object] | None = None) -> list[str]:
-        """The words of `orch submit` to this bed, with these options; several at once have files of their own."""
+        """The words of `orch submit` to this bed, with these options; several at once have files of
+        their own."""
         merged = {**self.options, "namespace": self.namespace, **(options or {})}
         conf = self.home / f"conf-{next(_NUMBER)}" / "backend"
         conf.mkdir(parents=True)
-        text = "# @package _global_\ndefaults:\n  - kubernetes\n  - _self_\nbackend:\n  grace_s: 20\n"
-        (conf / "bed.yaml").write_text(f"{text}  heartbeat_timeout_s: 10\n  options: {json.dumps(merged)}\n")
+        text = (
+            "# @package _global_\ndefaults:\n  - kubernetes\n  - _self_\nbackend:\n  grace_s: 20\n"
+        )
+        (conf / "bed.yaml").write_text(
+            f"{text}  heartbeat_timeout_s: 10\n  options: {json.dumps(merged)}\n"
+        )
         return ["submit", "--json", "--in-place", "--config-dir", str(conf.parent), "backend=bed"]
 
     def bound(self, run_id: str, count: int, seconds: float = 600) -> list[dict]:
-        """The run's pods by completion index, once the scheduler has given every one a node. Thousands of looks at
-        hundreds of pods would be most of what the cluster has to do: a watch tells."""
-        argv = ["-m", "tests.beds.kubernetes.bound", f"orch.dev/run={run_id}", str(count), self.namespace]
+        """The run's pods by completion index, once the scheduler has given every one a node.
+        Thousands of looks at hundreds of pods would be most of what the cluster has to do: a watch
+        tells."""
+        argv = [
+            "-m",
+            "tests.beds.kubernetes.bound",
+            f"orch.dev/run={run_id}",
+            str(count),
+            self.namespace,
+        ]
         self.bed.run(sys.executable, *argv, env={"PYTHONPATH": str(ROOT)}, timeout=seconds)
         return self.pods(run_id)
 
     def pods(self, run_id: str) -> list[dict]:
         found = self.bed.get("pods", "-n", self.namespace, "-l", f"orch.dev/run={run_id}")["items"]
-        return sorted(found, key=lambda pod: int(pod["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]))
+        return sorted(
+            found,
+            key=lambda pod: int(
+                pod["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]
+            ),
+        )
 
 
 class Run(base.Run):
@@ -134,7 +185,8 @@ class Run(base.Run):
         return self.orch.claim / self.id
 
     def steps(self, since_epoch: int = 0) -> dict[int, float]:
-        """Step -> loss, the last time that it was made, from the agents' own records on the claim."""
+        """Step -> loss, the last time that it was made, from the agents' own records on the
+        claim."""
         found: dict[int, float] = {}
         for report in reports(self.inside / "metrics"):
             if report.get("loss") is not None and report["epoch"] >= since_epoch:
@@ -150,15 +202,24 @@ class Run(base.Run):
 
     def saved(self) -> list[int]:
         """Steps of the checkpoints on the claim."""
-        return [int(path.name.removeprefix("step-")) for path in (self.inside / "checkpoints").glob("step-*")]
+        return [
+            int(path.name.removeprefix("step-"))
+            for path in (self.inside / "checkpoints").glob("step-*")
+        ]
 
     def logs(self) -> str:
         """Of the first pods, and what the namespace's events say."""
-        bed, space = self.orch.bed, self.orch.namespace
+        bed = self.orch.bed
+        space = self.orch.namespace
         with contextlib.suppress(Exception):
             names = [pod["metadata"]["name"] for pod in self.orch.pods(self.id)][:8]
-            texts = [f"--- {n}\n{bed.kubectl('logs', '-n', space, n, '--tail=15', check=False)[-3000:]}" for n in names]
-            return "\n".join([*texts, bed.kubectl("get", "events", "-n", space, check=False)[-3000:]])
+            texts = [
+                f"--- {n}\n{bed.kubectl('logs', '-n', space, n, '--tail=15', check=False)[-3000:]}"
+                for n in names
+            ]
+            return "\n".join(
+                [*texts, bed.kubectl("get", "events", "-n", space, check=False)[-3000:]]
+            )
         return "no logs"
 
 
@@ -166,10 +227,15 @@ class Helm:
     """`helm` in one namespace of a bed."""
 
     def __init__(self, bed: Bed, namespace: str):
-        self.bed, self.namespace = bed, namespace
+        self.bed = bed
+        self.namespace = namespace
 
     def __call__(
-        self, *argv: str | Path, values: dict | None = None, timeout: float = 120, check: bool = True
+        self,
+        *argv: str | Path,
+        values: dict | None = None,
+        timeout: float = 120,
+        check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         more = () if values is None else ("--values", "-")
         argv = (str(program("helm")), "--namespace", self.namespace, *map(str, argv), *more)
@@ -177,7 +243,8 @@ class Helm:
 
 
 def check_rank_map(orch: Orch, run: Run) -> None:
-    """Every rank sits where the API server says that its pod lies, tensor-parallel groups inside one pod."""
+    """Every rank sits where the API server says that its pod lies, tensor-parallel groups inside
+    one pod."""
     placement = json.loads((run.inside / "kubernetes" / "placement.json").read_text())
     pods = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in orch.pods(run.id)}
     assert set(placement["pods"]) == set(pods)

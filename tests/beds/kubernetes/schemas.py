@@ -1,7 +1,8 @@
-"""JSON schemas for kubeconform: Kubernetes' own kinds from a version's OpenAPI document, custom ones from their CRDs.
+"""JSON schemas for kubeconform: Kubernetes' own kinds from a version's OpenAPI document, custom
+ones from their CRDs.
 
-Both are parts of Go modules, pinned here by their checksums; `api/openapi-spec/swagger.json` of k8s.io/kubernetes is
-what that version's API server serves. Made once into the cache folder.
+Both are parts of Go modules, pinned here by their checksums; `api/openapi-spec/swagger.json` of
+k8s.io/kubernetes is what that version's API server serves. Made once into the cache folder.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 from .building import cache
 
-#: Oldest with podFailurePolicy in batch/v1 for good, one in between, the test cluster's, the newest.
+#: Oldest with podFailurePolicy in batch/v1 for good, one in between, the test cluster's, the
+#: newest.
 KUBERNETES = {
     "v1.31.14": "h1:UtjLfqvXLuSVDdJ4+NpQCIfFkKkLnAAVmxAEMsnkhjk=",
     "v1.33.7": "h1:Qhp1gwCPSOqt3du6A0uTGrrTcZDtShdSCIR5IZag16Y=",
@@ -26,29 +28,33 @@ KUBERNETES = {
 #: module -> (version, checksum, its CRDs, the kinds that we render)
 CUSTOM = {
     "sigs.k8s.io/jobset": (
-        *("v0.11.0", "h1:1r2uTNQmylnqG/WCSSDADgNkHryvyUaCNCOgvSPWpN8="),
+        "v0.11.0", "h1:1r2uTNQmylnqG/WCSSDADgNkHryvyUaCNCOgvSPWpN8=",
         "config/components/crd/bases/jobset.x-k8s.io_{}.yaml", ["jobsets"],
     ),
     "sigs.k8s.io/kueue": (
-        *("v0.15.0", "h1:9Khzc2ne6/eWuZx5o+R4KlVBzh3kZkTIMzpPC2e8Spg="),
+        "v0.15.0", "h1:9Khzc2ne6/eWuZx5o+R4KlVBzh3kZkTIMzpPC2e8Spg=",
         "config/components/crd/bases/kueue.x-k8s.io_{}.yaml",
         ["topologies", "resourceflavors", "clusterqueues", "localqueues"],
     ),
     "github.com/prometheus-operator/prometheus-operator": (
-        *("v0.85.0", "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s="),
+        "v0.85.0", "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=",
         "example/prometheus-operator-crd/monitoring.coreos.com_{}.yaml", ["podmonitors", "prometheusrules"],
     ),
 }  # fmt: skip
 #: Where kubeconform looks, below `folder()`.
 LOCATIONS = (
-    "{{ .NormalizedKubernetesVersion }}/{{ .Group }}_{{ .ResourceAPIVersion }}_{{ .ResourceKind }}.json",
+    (
+        "{{ .NormalizedKubernetesVersion }}/{{ .Group }}_{{ .ResourceAPIVersion }}_{{ .ResourceKind"
+        " }}.json"
+    ),
     "custom/{{ .Group }}_{{ .ResourceAPIVersion }}_{{ .ResourceKind }}.json",
 )
 _PREFIX = "#/definitions/"
 
 
 def folder() -> Path:
-    """The folder of all schemas, made if it is not there yet. RuntimeError when Go cannot give the modules."""
+    """The folder of all schemas, made if it is not there yet. RuntimeError when Go cannot give the
+    modules."""
     said = json.dumps([KUBERNETES, CUSTOM]).encode() + Path(__file__).read_bytes()
     target = cache() / f"schemas-{hashlib.sha256(said).hexdigest()[:12]}"
     if target.is_dir():
@@ -57,7 +63,12 @@ def folder() -> Path:
     with tempfile.TemporaryDirectory(dir=cache(), prefix="schemas-part-") as part:
         made = Path(part, "made")
         for version, checksum in KUBERNETES.items():
-            swagger = module("k8s.io/kubernetes", version, checksum) / "api" / "openapi-spec" / "swagger.json"
+            swagger = (
+                module("k8s.io/kubernetes", version, checksum)
+                / "api"
+                / "openapi-spec"
+                / "swagger.json"
+            )
             write(made / version, of_swagger(json.loads(swagger.read_bytes())))
         for name, (version, checksum, crd, kinds) in CUSTOM.items():
             source = module(name, version, checksum)
@@ -69,10 +80,15 @@ def folder() -> Path:
 def module(name: str, version: str, checksum: str) -> Path:
     """Where Go keeps it, downloaded if need be."""
     argv = ["go", "mod", "download", "-json", f"{name}@{version}"]
-    done = subprocess.run(argv, cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        argv, cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=600
+    )
     said = json.loads(done.stdout or "{}")
     if done.returncode or said.get("Sum") != checksum:
-        raise RuntimeError(f"{name}@{version}: {said.get('Error') or said.get('Sum') or done.stderr.strip()[-300:]}")
+        raise RuntimeError(
+            f"{name}@{version}:"
+            f" {said.get('Error') or said.get('Sum') or done.stderr.strip()[-300:]}"
+        )
     return Path(said["Dir"])
 
 
@@ -90,7 +106,8 @@ def of_swagger(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
     known = {name: strict(body) for name, body in document["definitions"].items()}
     for name, body in document["definitions"].items():
         for at in body.get("x-kubernetes-group-version-kind", ()):
-            group, kind = at["group"] or at["version"], at["kind"].lower()  # as kubeconform calls the core group
+            group = at["group"] or at["version"]
+            kind = at["kind"].lower()  # as kubeconform calls the core group
             needed: dict[str, Any] = {}
             _gather(known[name], known, needed)
             yield f"{group}_{at['version']}_{kind}", {**known[name], "definitions": needed}
@@ -108,7 +125,8 @@ def of_crds(paths: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def strict(schema: Any) -> Any:
-    """The same, taking no field that it does not name; numbers where Kubernetes takes numbers and text."""
+    """The same, taking no field that it does not name; numbers where Kubernetes takes numbers and
+    text."""
     if isinstance(schema, list):
         return [strict(part) for part in schema]
     if not isinstance(schema, dict):
@@ -117,7 +135,11 @@ def strict(schema: Any) -> Any:
         return {"anyOf": [{"type": "integer"}, {"type": "string"}]}
     found = {key: strict(value) for key, value in schema.items() if key != "format"}
     named = isinstance(schema.get("properties"), dict) and schema.get("type", "object") == "object"
-    if named and "additionalProperties" not in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+    if (
+        named
+        and "additionalProperties" not in schema
+        and not schema.get("x-kubernetes-preserve-unknown-fields")
+    ):
         found["additionalProperties"] = False
     return found
 

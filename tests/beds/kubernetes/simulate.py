@@ -1,8 +1,9 @@
-"""`python -m tests.beds.kubernetes.simulate make COUNT | serve`, inside a bed: nodes by the thousand, without machines.
+"""`python -m tests.beds.kubernetes.simulate make COUNT | serve`, inside a bed: nodes by the
+thousand, without machines.
 
-Nodes are objects; scheduler, quota and queues take them as any others. `serve` plays all their kubelets: pods bound to
-them run as soon as real ones would, end well some seconds later when their annotation says so, and go when they are
-deleted.
+Nodes are objects; scheduler, quota and queues take them as any others. `serve` plays all their
+kubelets: pods bound to them run as soon as real ones would, end well some seconds later when their
+annotation says so, and go when they are deleted.
 """
 
 from __future__ import annotations
@@ -23,27 +24,48 @@ from orchestrator.errors import OrchError
 
 from .bound import Pod, watched
 
-NODES_PER_LEAF, LEAVES_PER_SPINE = 4, 16
-LEVELS = {"leaf": "orch.test/leaf", "spine": "orch.test/spine"}  # level of a plan -> label of the nodes
+NODES_PER_LEAF = 4
+LEAVES_PER_SPINE = 16
+LEVELS = {
+    "leaf": "orch.test/leaf",
+    "spine": "orch.test/spine",
+}  # level of a plan -> label of the nodes
 POOL = 24  # of the last nodes are a pool of their own: room for three runs of eight
 FINISHES = "orch.test/finishes"  # annotation of pods that end well
 LIFE_S = 4.0
-START_S = 1.5  # from a pod's binding until it is said to run: 1.1 to 1.9 s on the real nodes, their image at hand
+# from a pod's binding until it is said to run: 1.1 to 1.9 s on the real nodes, their image at hand
+START_S = 1.5
 
 
 def node(index: int, count: int) -> dict[str, Any]:
     leaf = index // NODES_PER_LEAF
     name = f"sim-{index}"
-    amounts = {"cpu": "128", "memory": "2Ti", "ephemeral-storage": "4Ti", "pods": "110", "nvidia.com/gpu": "8"}
+    amounts = {
+        "cpu": "128",
+        "memory": "2Ti",
+        "ephemeral-storage": "4Ti",
+        "pods": "110",
+        "nvidia.com/gpu": "8",
+    }
     pool = "small" if index >= count - POOL else "large"
     labels = {
-        **{"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"},
-        **{"orch.test/kind": "simulated", "orch.test/pool": pool, "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"},
-        **{LEVELS["leaf"]: f"leaf-{leaf}", LEVELS["spine"]: f"spine-{leaf // LEAVES_PER_SPINE}"},
+        "kubernetes.io/hostname": name,
+        "kubernetes.io/os": "linux",
+        "kubernetes.io/arch": "amd64",
+        "orch.test/kind": "simulated",
+        "orch.test/pool": pool,
+        "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
+        LEVELS["leaf"]: f"leaf-{leaf}",
+        LEVELS["spine"]: f"spine-{leaf // LEAVES_PER_SPINE}",
     }
     ready = {"type": "Ready", "status": "True", "reason": "Simulated"}
     status = {"capacity": amounts, "allocatable": amounts, "conditions": [ready]}
-    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}, "status": status}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": labels},
+        "status": status,
+    }
 
 
 def make(cluster: Cluster, count: int) -> None:
@@ -61,11 +83,13 @@ def _create(cluster: Cluster, body: dict[str, Any]) -> None:
     cluster.create(body)
 
 
-# ------------------------------------------------------------------------------------------ kubelets
+# ------------------------------------------------------------------------------------------
+#     kubelets
 
 
 def serve() -> None:
-    """Whatever happens to pods is looked at; every half minute all of them are, for what has failed."""
+    """Whatever happens to pods is looked at; every half minute all of them are, for what has
+    failed."""
     kubelets = Kubelets()
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
@@ -77,17 +101,24 @@ def serve() -> None:
 
 class Kubelets:
     def __init__(self) -> None:
-        self._pool, self._clusters, self._ending = ThreadPoolExecutor(8), {}, set()
-        self._starting: queue.SimpleQueue[tuple[float, Pod]] = queue.SimpleQueue()  # in the order that they are due
+        self._pool = ThreadPoolExecutor(8)
+        self._clusters = {}
+        self._ending = set()
+        self._starting: queue.SimpleQueue[tuple[float, Pod]] = (
+            queue.SimpleQueue()
+        )  # in the order that they are due
         threading.Thread(target=self._start, daemon=True).start()
 
     def hear(self, pod: Pod) -> None:
-        uid, phase = pod.metadata.uid, pod.status.phase
+        uid = pod.metadata.uid
+        phase = pod.status.phase
         if pod.metadata.leaving:
             self._pool.submit(self._attend, self._delete, pod)
         elif phase == "Pending":
             self._starting.put((time.monotonic() + START_S, pod))
-        elif phase == "Running" and FINISHES in pod.metadata.annotations and uid not in self._ending:
+        elif (
+            phase == "Running" and FINISHES in pod.metadata.annotations and uid not in self._ending
+        ):
             self._ending.add(uid)
             threading.Timer(LIFE_S, self._pool.submit, (self._attend, self._finish, pod)).start()
 
@@ -98,13 +129,18 @@ class Kubelets:
             self._pool.submit(self._attend, self._run, pod)
 
     def _attend(self, deed: Callable[[Cluster, str, Pod], None], pod: Pod) -> None:
-        space, name = pod.metadata.namespace, pod.metadata.name
+        space = pod.metadata.namespace
+        name = pod.metadata.name
         here = self._clusters.setdefault(space, Cluster(None, space))
         for pause in (0.5, 2.0, 0.0):
             try:
                 return deed(here, name, pod)
             except OrchError as error:
-                if getattr(error, "status", None) in (404, 409, 422):  # deleted, changed or ended in between
+                if getattr(error, "status", None) in (
+                    404,
+                    409,
+                    422,
+                ):  # deleted, changed or ended in between
                     return None
                 time.sleep(pause)
 
@@ -116,13 +152,22 @@ class Kubelets:
 
     def _delete(self, here: Cluster, name: str, pod: Pod) -> None:
         if pod.status.phase in ("Pending", "Running"):
-            here.patch_status("Pod", name, _status(pod, "Failed", {"terminated": {"exitCode": 143}}))
+            here.patch_status(
+                "Pod", name, _status(pod, "Failed", {"terminated": {"exitCode": 143}})
+            )
         here.delete("Pod", name, grace_s=0)
 
 
 def _status(pod: Pod, phase: str, state: dict[str, Any]) -> dict[str, Any]:
     ready = phase == "Running"
-    container = {"restartCount": 0, "image": "none", "imageID": "", "ready": ready, "started": ready, "state": state}
+    container = {
+        "restartCount": 0,
+        "image": "none",
+        "imageID": "",
+        "ready": ready,
+        "started": ready,
+        "state": state,
+    }
     return {
         "phase": phase,
         "conditions": [{"type": "Ready", "status": str(ready), "lastTransitionTime": _now()}],

@@ -1,8 +1,10 @@
-"""DDP on a small model: saves each step and goes on from what is saved. Knows nothing of what has started it.
+"""DDP on a small model: saves each step and goes on from what is saved. Knows nothing of what has
+started it.
 
-Arguments: steps, folder, seconds a step. `steps.txt` there gets a line a step of rank 0: time, step, ranks, loss. The
-losses are the same on any number of ranks, because they share one batch. The line of a step is written before the step
-is saved: a step that is ended in between has two lines and never none.
+Arguments: steps, folder, seconds a step. `steps.txt` there gets a line a step of rank 0: time,
+step, ranks, loss. The losses are the same on any number of ranks, because they share one batch. The
+line of a step is written before the step is saved: a step that is ended in between has two lines
+and never none.
 """
 
 import json
@@ -18,10 +20,13 @@ BATCH = 8
 
 
 def main() -> None:
-    steps, folder, step_s = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+    steps = int(sys.argv[1])
+    folder = Path(sys.argv[2])
+    step_s = float(sys.argv[3])
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     model = torch.nn.Linear(4, 1)
     saved = folder / "saved.json"
     first = 0

@@ -1,7 +1,8 @@
-"""FSDP2 and tensor parallelism over the plan's mesh: a small MLP on seeded data, its loss after each step.
+"""FSDP2 and tensor parallelism over the plan's mesh: a small MLP on seeded data, its loss after
+each step.
 
-The losses are those of one process whatever the mesh, since every data-parallel rank takes its share of one batch.
-Arguments: steps. Runs under orch, and under torchrun as one axis dp.
+The losses are those of one process whatever the mesh, since every data-parallel rank takes its
+share of one batch. Arguments: steps. Runs under orch, and under torchrun as one axis dp.
 """
 
 import os
@@ -26,7 +27,8 @@ def main() -> None:
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.Generator().manual_seed(1)
-    dp, at = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    dp = mesh["dp"].size()
+    at = mesh["dp"].get_local_rank()
     for step in range(1, int(sys.argv[1]) + 1):
         batch = torch.randn(8, 16, generator=data)
         mine = batch.chunk(dp)[at]

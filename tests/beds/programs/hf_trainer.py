@@ -1,4 +1,5 @@
-"""The Trainer of transformers on a small model, with our callback. Arguments: steps, output folder, seconds a step."""
+"""The Trainer of transformers on a small model, with our callback. Arguments: steps, output folder,
+seconds a step."""
 
 import os
 import sys
@@ -35,7 +36,9 @@ def main() -> None:
         sys.argv[2], max_steps=int(sys.argv[1]), per_device_train_batch_size=4, logging_steps=2, save_strategy="no",
         use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=0.05, ddp_backend=backend,
     )  # fmt: skip
-    trainer = Trainer(Line(), args, train_dataset=data, callbacks=[orch_report.hf_callback(), Slow()])
+    trainer = Trainer(
+        Line(), args, train_dataset=data, callbacks=[orch_report.hf_callback(), Slow()]
+    )
     last = get_last_checkpoint(sys.argv[2])
     print("starts from", last, flush=True)
     trainer.train(resume_from_checkpoint=last)

@@ -1,4 +1,5 @@
-"""Lightning's Trainer on a small model, with orch's callback. Arguments: steps, folder, seconds a step."""
+"""Lightning's Trainer on a small model, with orch's callback. Arguments: steps, folder, seconds a
+step."""
 
 import os
 import sys
@@ -27,7 +28,9 @@ class Line(pl.LightningModule):
 
 def main() -> None:
     torch.manual_seed(0)
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(512, 4)), batch_size=4)
+    data = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(512, 4)), batch_size=4
+    )
     world = int(os.environ.get("WORLD_SIZE", 1))
     trainer = pl.Trainer(
         max_steps=int(sys.argv[1]), max_epochs=-1, accelerator="cpu", devices=world, strategy="ddp",

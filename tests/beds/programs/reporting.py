@@ -1,4 +1,5 @@
-"""A user's program that reports: it saves its step when it is asked to, and goes on from there. No torch, no orch.
+"""A user's program that reports: it saves its step when it is asked to, and goes on from there. No
+torch, no orch.
 
 Arguments: steps, seconds of a step; if given, seconds of a step as it tells them.
 """
@@ -8,7 +9,8 @@ import time
 
 import orch_report
 
-steps, step_s = int(sys.argv[1]), float(sys.argv[2])
+steps = int(sys.argv[1])
+step_s = float(sys.argv[2])
 told = {"step_s": float(sys.argv[3])} if len(sys.argv) > 3 else {}
 state = orch_report.checkpoint_dir() / f"rank-{orch_report._worker.rank}"
 first = int(state.read_text()) if state.exists() else 0

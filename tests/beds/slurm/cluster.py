@@ -1,7 +1,9 @@
-"""A real Slurm cluster on this machine: one slurmctld, one slurmd a node, its own munged, optional accounting.
+"""A real Slurm cluster on this machine: one slurmctld, one slurmd a node, its own munged, optional
+accounting.
 
-Every daemon is started in the foreground by us and ended by its pid. Several clusters run at once: each has its own
-folder, ports and munge socket. `python -m tests.beds.slurm.cluster start` leaves one up to play with, `stop` ends it.
+Every daemon is started in the foreground by us and ended by its pid. Several clusters run at once:
+each has its own folder, ports and munge socket. `python -m tests.beds.slurm.cluster start` leaves
+one up to play with, `stop` ends it.
 """
 
 from __future__ import annotations
@@ -41,17 +43,25 @@ class Cluster(base.Bed):
 
     patience = 5
 
-    def __init__(self, shape: Shape | None = None, home: Path | None = None, root: Path | None = None) -> None:
-        """`root`: the file system that holds Slurm, when it is not this machine's own (a later Debian)."""
+    def __init__(
+        self, shape: Shape | None = None, home: Path | None = None, root: Path | None = None
+    ) -> None:
+        """`root`: the file system that holds Slurm, when it is not this machine's own (a later
+        Debian)."""
         self.shape = shape or Shape()
         self.root = root
-        self.home = home or Path(root or "/", tempfile.gettempdir().lstrip("/"), PREFIX + secrets.token_hex(4))
-        self.inside = Path("/", self.home.relative_to(root)) if root else self.home  # as the daemons see it
+        self.home = home or Path(
+            root or "/", tempfile.gettempdir().lstrip("/"), PREFIX + secrets.token_hex(4)
+        )
+        self.inside = (
+            Path("/", self.home.relative_to(root)) if root else self.home
+        )  # as the daemons see it
         self.host = socket.gethostname().split(".")[0]
         self.pids: dict[str, int] = {}
         self.ports = _free_ports(self.shape.nodes)
 
-    # ------------------------------------------------------------------------------------------ lifecycle
+    # ------------------------------------------------------------------------------------------
+    #     lifecycle
 
     def start(self) -> None:
         self._write_files()
@@ -62,18 +72,43 @@ class Cluster(base.Bed):
         if self.shape.accounting:
             user = ["user", "root", "DefaultAccount=orch"]
             self.run("sacctmgr", "-i", "add", "account", "orch")
-            self.run("sacctmgr", "-i", "modify", "user", "root", "set", "DefaultAccount=orch", check=False)
+            self.run(
+                "sacctmgr",
+                "-i",
+                "modify",
+                "user",
+                "root",
+                "set",
+                "DefaultAccount=orch",
+                check=False,
+            )
             self.run("sacctmgr", "-i", "add", *user, check=False)
         for name in self.shape.names:
             self.start_node(name)
-        self.wait(lambda: self.idle() == self.shape.nodes, 30, f"{self.shape.nodes} idle nodes", "slurmctld")
+        self.wait(
+            lambda: self.idle() == self.shape.nodes,
+            30,
+            f"{self.shape.nodes} idle nodes",
+            "slurmctld",
+        )
 
     def stop(self) -> None:
-        """Jobs, nodes, controller, database, munge; then whatever still carries our SLURM_CONF; then the folder."""
+        """Jobs, nodes, controller, database, munge; then whatever still carries our SLURM_CONF;
+        then the folder."""
         if "slurmctld" in self.pids:
-            with suppress(subprocess.TimeoutExpired):  # a controller that never came up must not keep the rest alive
-                self.run("scancel", "--full", "--signal=KILL", "--user=root", check=False, timeout=10)
-        order = [*(f"slurmd-{n}" for n in self.shape.names), "slurmctld", "slurmdbd", "mariadbd", "munged"]
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # a controller that never came up must not keep the rest alive
+                self.run(
+                    "scancel", "--full", "--signal=KILL", "--user=root", check=False, timeout=10
+                )
+        order = [
+            *(f"slurmd-{n}" for n in self.shape.names),
+            "slurmctld",
+            "slurmdbd",
+            "mariadbd",
+            "munged",
+        ]
         for name in order:
             self._end(name, signal.SIGKILL if name.startswith("slurmd-") else signal.SIGTERM)
         # again and again: one may have forked in this moment
@@ -81,22 +116,32 @@ class Cluster(base.Bed):
         shutil.rmtree(self.home, ignore_errors=True)
 
     def start_controller(self, clean: bool = False) -> None:
-        self._daemon("slurmctld", *(["-c"] if clean else ["-R"]), "-D", "-f", str(self.inside / "slurm.conf"))
-        self.wait(lambda: self.run("scontrol", "ping", check=False).count("is UP"), 20, "slurmctld", "slurmctld")
+        self._daemon(
+            "slurmctld", *(["-c"] if clean else ["-R"]), "-D", "-f", str(self.inside / "slurm.conf")
+        )
+        self.wait(
+            lambda: self.run("scontrol", "ping", check=False).count("is UP"),
+            20,
+            "slurmctld",
+            "slurmctld",
+        )
 
     def stop_controller(self) -> None:
         self._end("slurmctld", signal.SIGTERM)
 
     def start_node(self, name: str, blind_to: Path | None = None, hangs: bool = False) -> None:
-        """`blind_to`: a folder that the node sees empty, as when its mount is lost. `hangs`: its mount is dead."""
+        """`blind_to`: a folder that the node sees empty, as when its mount is lost. `hangs`: its
+        mount is dead."""
         argv = ["slurmd", "-D", "-N", name, "-f", str(self.inside / "slurm.conf")]
         if blind_to:
             argv[0] = find("slurmd") or "slurmd"
             mount = 'mount -t tmpfs none "$0" && exec "$@"'
             if hangs:  # a file system whose server never says a word
                 mount = (
-                    'exec 9<>/dev/fuse && mount -i -t fuse -o fd=9,rootmode=40000,user_id=0,group_id=0 dead "$0"'
-                    ' && { tail --pid=$$ -f /dev/null & } && exec "$@"'  # it keeps 9 open, which slurmd closes
+                    "exec 9<>/dev/fuse && mount -i -t fuse -o"
+                    ' fd=9,rootmode=40000,user_id=0,group_id=0 dead "$0"'
+                    # it keeps 9 open, which slurmd closes
+                    ' && { tail --pid=$$ -f /dev/null & } && exec "$@"'
                 )
             argv = ["unshare", "--mount", "sh", "-c", mount, str(blind_to), *argv]
         self._daemon(*argv, key=f"slurmd-{name}")
@@ -109,15 +154,19 @@ class Cluster(base.Bed):
         self.run("srun", f"--nodelist={name}", "--chdir=/", "true")  # the scheduler knows it too
 
     def kill_node(self, name: str) -> None:
-        """The node vanishes, as when its power is cut: slurmd, step managers and job processes, none can say goodbye.
+        """The node vanishes, as when its power is cut: slurmd, step managers and job processes,
+        none can say goodbye.
 
-        All are stopped before the first is killed, and the job's processes die first, children before their parents:
-        those of a stopped group that lose their parent would be woken by a SIGHUP. Pids do not tell who that is: they
-        begin anew at the largest. A step manager is known as the parent of a process of its job.
+        All are stopped before the first is killed, and the job's processes die first, children
+        before their parents: those of a stopped group that lose their parent would be woken by a
+        SIGHUP. Pids do not tell who that is: they begin anew at the largest. A step manager is
+        known as the parent of a process of its job.
         """
         mine = sorted(self.processes(b"SLURMD_NODENAME=" + name.encode() + b"\0"), key=_depth)
         parents = [parent for pid in mine if (parent := _of(pid, psutil.Process.parent))]
-        managers = {parent.pid for parent in parents if _of(parent.pid, psutil.Process.name) == "slurmstepd"}
+        managers = {
+            parent.pid for parent in parents if _of(parent.pid, psutil.Process.name) == "slurmstepd"
+        }
         everything = [self.pids[f"slurmd-{name}"], *managers, *mine]
         for pid in everything:
             _signal(pid, signal.SIGSTOP)
@@ -135,38 +184,62 @@ class Cluster(base.Bed):
             if f"slurmd-{name}" not in self.pids:
                 self.start_node(name)
         if self.idle() != self.shape.nodes:
-            self.run("scontrol", "update", f"NodeName={','.join(self.shape.names)}", "State=RESUME", check=False)
+            self.run(
+                "scontrol",
+                "update",
+                f"NodeName={','.join(self.shape.names)}",
+                "State=RESUME",
+                check=False,
+            )
         self.wait(lambda: self.idle() == self.shape.nodes, 40, "empty cluster", "slurmctld")
 
-    # ------------------------------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------------------------------
+    #     questions
 
     @property
     def env(self) -> dict[str, str]:
         """This process's environment without Slurm's variables, pointed at the cluster."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SALLOC", "SQUEUE"))}
-        return {**kept, "SLURM_CONF": str(self.inside / "slurm.conf"), "PATH": f"{os.environ['PATH']}:{SBIN}"}
+        kept = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("SLURM", "SBATCH", "SALLOC", "SQUEUE"))
+        }
+        return {
+            **kept,
+            "SLURM_CONF": str(self.inside / "slurm.conf"),
+            "PATH": f"{os.environ['PATH']}:{SBIN}",
+        }
 
     def run(self, *argv: str, check: bool = True, timeout: float = 120) -> str:
         argv = (*self.enter, *argv)
-        done = subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=timeout, cwd=self.home)
+        done = subprocess.run(
+            argv, env=self.env, capture_output=True, text=True, timeout=timeout, cwd=self.home
+        )
         if check and done.returncode:
             raise BedError(f"{' '.join(argv)}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout
 
     @property
     def enter(self) -> list[str]:
-        """What comes before every program: nothing, or the way into the other root with a /proc of its own.
+        """What comes before every program: nothing, or the way into the other root with a /proc of
+        its own.
 
         The mounts live in a name space of the program alone, so that nothing has to be taken down.
         """
         if self.root is None:
             return []
-        script = 'mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
+        script = (
+            'mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
+        )
         return ["unshare", "--mount", "sh", "-c", script, str(self.root)]
 
     def idle(self) -> int:
         """Nodes that are idle and answer: `idle*` does not."""
-        return self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).split().count("idle")
+        return (
+            self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False)
+            .split()
+            .count("idle")
+        )
 
     def job_state(self, job: str) -> str:
         """squeue's word for a job; empty when the controller has forgotten it."""
@@ -189,7 +262,8 @@ class Cluster(base.Bed):
         return "\n".join(["--- Slurm", shown, nodes, *lines[-30:]])
 
     def processes(self, variable: bytes = b"") -> list[int]:
-        """Pids whose environment names this cluster (and holds `variable`): daemons, job steps and their children."""
+        """Pids whose environment names this cluster (and holds `variable`): daemons, job steps and
+        their children."""
         ours = f"SLURM_CONF={self.inside}/slurm.conf".encode() + b"\0"
         found = []
         for pid in psutil.pids():
@@ -198,7 +272,8 @@ class Cluster(base.Bed):
                 found += [pid] if pid != os.getpid() and ours in env and variable in env else []
         return found
 
-    # ------------------------------------------------------------------------------------------ parts
+    # ------------------------------------------------------------------------------------------
+    #     parts
 
     def _write_files(self) -> None:
         self.home.mkdir(mode=0o755)
@@ -210,7 +285,9 @@ class Cluster(base.Bed):
             "slurm.conf": conf.slurm_conf(self.shape, self.inside, self.host, self.ports),
             "gres.conf": conf.gres_conf(self.shape, self.inside),
             "topology.conf": conf.topology_conf(self.shape),
-            "cgroup.conf": conf.cgroup_conf(v1=Path("/sys/fs/cgroup/freezer").is_dir(), later=self.root is not None),
+            "cgroup.conf": conf.cgroup_conf(
+                v1=Path("/sys/fs/cgroup/freezer").is_dir(), later=self.root is not None
+            ),
         }
         if self.shape.accounting:
             files["slurmdbd.conf"] = conf.slurmdbd_conf(self.inside, self.ports)
@@ -222,25 +299,53 @@ class Cluster(base.Bed):
 
     def _start_munge(self) -> None:
         munge = self.home / "munge"
-        options = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
+        options = {
+            "key-file": "key",
+            "socket": "socket",
+            "pid-file": "pid",
+            "seed-file": "seed",
+            "log-file": "log",
+        }
         self._daemon(
-            "munged", "-F", "--force", *(f"--{flag}={self.inside / 'munge' / name}" for flag, name in options.items())
+            "munged",
+            "-F",
+            "--force",
+            *(f"--{flag}={self.inside / 'munge' / name}" for flag, name in options.items()),
         )
         self.wait((munge / "socket").exists, 10, "munge socket", "munged")
 
     def _start_accounting(self) -> None:
-        db, sock = self.home / "db", self.home / "run" / "mariadb.sock"
+        db = self.home / "db"
+        sock = self.home / "run" / "mariadb.sock"
         # a MariaDB that starts clears its temporary folder, also of other MariaDBs' tables
-        common = ["--no-defaults", f"--datadir={db}", f"--tmpdir={self.home / 'run'}", "--user=root"]
+        common = [
+            "--no-defaults",
+            f"--datadir={db}",
+            f"--tmpdir={self.home / 'run'}",
+            "--user=root",
+        ]
         installer = find("mariadb-install-db") or "mariadb-install-db"
-        self.run(installer, *common, "--auth-root-authentication-method=normal", "--skip-test-db", timeout=120)
-        options = [f"--socket={sock}", "--skip-networking", "--innodb-buffer-pool-size=32M", f"--pid-file={db}/pid"]
+        self.run(
+            installer,
+            *common,
+            "--auth-root-authentication-method=normal",
+            "--skip-test-db",
+            timeout=120,
+        )
+        options = [
+            f"--socket={sock}",
+            "--skip-networking",
+            "--innodb-buffer-pool-size=32M",
+            f"--pid-file={db}/pid",
+        ]
         self._daemon("mariadbd", *common, *options)
         self.wait(sock.exists, 60, "database socket", "mariadbd")
         self._daemon("slurmdbd", "-D", extra={"MYSQL_UNIX_PORT": str(sock)})
         self.wait(lambda: _listening(self.ports.dbd), 60, "slurmdbd", "slurmdbd")
 
-    def _daemon(self, program: str, *argv: str, key: str = "", extra: dict[str, str] | None = None) -> None:
+    def _daemon(
+        self, program: str, *argv: str, key: str = "", extra: dict[str, str] | None = None
+    ) -> None:
         key = key or program
         path = program if self.root else find(program)
         if path is None:
@@ -292,7 +397,8 @@ def _gone(pid: int, seconds: float) -> bool:
 
 
 def _free_ports(nodes: int) -> conf.Ports:
-    """Free ports below the kernel's ephemeral range, so that no outgoing connection takes one before its daemon."""
+    """Free ports below the kernel's ephemeral range, so that no outgoing connection takes one
+    before its daemon."""
     with ExitStack() as stack:
         found: list[int] = []
         while len(found) < nodes + 2:
@@ -329,7 +435,10 @@ def main(argv: list[str]) -> int:
         _adopt(Path(argv[1])).stop()
         return 0
     if argv[:1] != ["start"] or not all(a.isdigit() for a in argv[1:]) or len(argv) not in (1, 3):
-        print("usage: python -m tests.beds.slurm.cluster start [NODES GPUS_PER_NODE] | stop FOLDER", file=sys.stderr)
+        print(
+            "usage: python -m tests.beds.slurm.cluster start [NODES GPUS_PER_NODE] | stop FOLDER",
+            file=sys.stderr,
+        )
         return 64
     shape = Shape(nodes=int(argv[1]), gpus=int(argv[2])) if len(argv) == 3 else Shape()
     if reason := install():
@@ -339,7 +448,10 @@ def main(argv: list[str]) -> int:
     cluster.record(owner=0, pids=cluster.pids)
     print(cluster.run("sinfo"), end="")
     print(f"\nuse it:  export SLURM_CONF={cluster.home}/slurm.conf")
-    print("try it:  .venv/bin/orch submit --config-dir slurm cluster=testbed parallel=tp2_pp2_zero1 --follow")
+    print(
+        "try it:  .venv/bin/orch submit --config-dir slurm cluster=testbed parallel=tp2_pp2_zero1"
+        " --follow"
+    )
     print(f"end it:  {sys.executable} -m {__spec__.name} stop {cluster.home}")
     return 0
 

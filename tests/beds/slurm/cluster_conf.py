@@ -8,7 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Shape:
-    """What the cluster looks like. Leaves are consecutive: 8 nodes in 2 leaves are leaf0 = n[0-3], leaf1 = n[4-7]."""
+    """What the cluster looks like. Leaves are consecutive: 8 nodes in 2 leaves are leaf0 = n[0-3],
+    leaf1 = n[4-7]."""
 
     nodes: int = 8
     gpus: int = 8
@@ -104,7 +105,9 @@ def gres_conf(shape: Shape, home: Path) -> str:
 def topology_conf(shape: Shape) -> str:
     leaves = [f"leaf{i}" for i in range(shape.leaves)]
     if shape.topology == "block":
-        lines = [f"BlockName={leaf} Nodes={','.join(shape.leaf(i))}" for i, leaf in enumerate(leaves)]
+        lines = [
+            f"BlockName={leaf} Nodes={','.join(shape.leaf(i))}" for i, leaf in enumerate(leaves)
+        ]
         return "\n".join([*lines, f"BlockSizes={shape.nodes // shape.leaves}"]) + "\n"
     lines = [f"SwitchName={leaf} Nodes={','.join(shape.leaf(i))}" for i, leaf in enumerate(leaves)]
     return "\n".join([*lines, f"SwitchName=spine Switches={','.join(leaves)}"]) + "\n"

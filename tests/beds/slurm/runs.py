@@ -1,4 +1,5 @@
-"""Driving `orch` against a test cluster, as a user would: the command line, and what it leaves in the run folder."""
+"""Driving `orch` against a test cluster, as a user would: the command line, and what it leaves in
+the run folder."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.beds.held.sitecustomize import environment
 
 from .cluster import Cluster
 
-#: Held before its last step until it is released: never over before it was interrupted, and at once afterwards.
+#: Held before its last step until it is released: never over before it was interrupted, and at once
+#: afterwards.
 LONG = {"STEPS": 12, "STEP_S": 0.1, "SAVE": 1, "HOLD": 1}
 CONF = ROOT / "slurm"
 #: No torch; speaks the report protocol and misbehaves on request.
@@ -32,16 +34,31 @@ class Orch:
     _server: base.CommandServer | None = None  # of all homes of this test process
 
     def __init__(self, cluster: Cluster, home: Path):
-        self.cluster, self.home = cluster, home
-        self._worker_variables: dict[str, str] = {}  # passed on at submission, so a resume needs them as well
+        self.cluster = cluster
+        self.home = home
+        self._worker_variables: dict[
+            str, str
+        ] = {}  # passed on at submission, so a resume needs them as well
 
     def __call__(
-        self, *words: str, code: int | None = 0, env: Mapping[str, str] | None = None, timeout: float = 300
+        self,
+        *words: str,
+        code: int | None = 0,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         """Run `orch`; its exit code must be `code` (None: any)."""
         again = self._worker_variables if words[0] == "resume" else {}
-        environ = {**self.cluster.env, "ORCH_HOME": str(self.home), "PYTHONPATH": str(ROOT), **again, **(env or {})}
-        return base.checked(self._serve().run(words, environ, self.home, timeout, cwd=self.home), code)
+        environ = {
+            **self.cluster.env,
+            "ORCH_HOME": str(self.home),
+            "PYTHONPATH": str(ROOT),
+            **again,
+            **(env or {}),
+        }
+        return base.checked(
+            self._serve().run(words, environ, self.home, timeout, cwd=self.home), code
+        )
 
     @classmethod
     def _serve(cls) -> base.CommandServer:
@@ -63,8 +80,8 @@ class Orch:
         held: int | None = None,
         code: int = 0,
     ) -> Any:
-        """What `orch submit --json` prints. `program`: None is the bundled trainer; `worker`: ORCH_TEST_ variables;
-        `held`: the trainer waits before this step until it is released."""
+        """What `orch submit --json` prints. `program`: None is the bundled trainer; `worker`:
+        ORCH_TEST_ variables; `held`: the trainer waits before this step until it is released."""
         environ = {f"ORCH_TEST_{name}": str(value) for name, value in (worker or {}).items()}
         if held:
             environ |= environment(held)
@@ -72,19 +89,25 @@ class Orch:
         self._worker_variables |= environ
         passed = [word for name in environ for word in ("--env", name)]
         argv = [verb, "--json", "--in-place", *passed, "--config-dir", str(CONF), *words]
-        return json.loads(self(*argv, *(["--", *program] if program else []), env=environ, code=code).stdout)
+        return json.loads(
+            self(*argv, *(["--", *program] if program else []), env=environ, code=code).stdout
+        )
 
 
 class Run(base.Run):
     orch: Orch
-    #: Every wait looks for its condition, so on a busy machine nothing but time is lost. A question to Slurm costs more
-    #: processor time than the answer is worth.
-    patience_s, ask_s, look_s = 300.0, 1.0, 0.2
+    #: Every wait looks for its condition, so on a busy machine nothing but time is lost. A question
+    #: to Slurm costs more processor time than the answer is worth.
+    patience_s = 300.0
+    ask_s = 1.0
+    look_s = 0.2
 
     def __init__(self, orch: Orch, folder: str, script: str = ""):
         super().__init__(orch, folder)
         self.script = script
-        self._requeued_since: float | None = None  # monotonic seconds; the last attempt has left the nodes
+        self._requeued_since: float | None = (
+            None  # monotonic seconds; the last attempt has left the nodes
+        )
 
     @property
     def job(self) -> str:
@@ -112,7 +135,8 @@ class Run(base.Run):
         (self.folder / "go").touch()
 
     def start_next_attempt(self) -> None:
-        """Until its next attempt, without the requeue delay, has its nodes assigned; workers no longer hold."""
+        """Until its next attempt, without the requeue delay, has its nodes assigned; workers no
+        longer hold."""
         before = self.attempt
         self.requeued()
         self.release()
@@ -126,13 +150,18 @@ class Run(base.Run):
     def skip_requeue_delay(self) -> None:
         """Skip the two minutes that a requeued job waits, once its last attempt has left the nodes.
 
-        They have a reason: a node refuses a credential of the second in which it has revoked the last one of that job
-        ("Job credential revoked"), and Slurm 22.05 takes that for a failure of the job.
+        They have a reason: a node refuses a credential of the second in which it has revoked the
+        last one of that job ("Job credential revoked"), and Slurm 22.05 takes that for a failure of
+        the job.
         """
         cluster = self.orch.cluster
         state = cluster.job_state(self.job)
-        assert state not in ("FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED"), f"{state}\n{self.logs()}"
-        waits = state == "PENDING" and "completing" not in cluster.run("sinfo", "-h", "-p", "main", "-o", "%T")
+        assert state not in ("FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED"), (
+            f"{state}\n{self.logs()}"
+        )
+        waits = state == "PENDING" and "completing" not in cluster.run(
+            "sinfo", "-h", "-p", "main", "-o", "%T"
+        )
         self._requeued_since = (self._requeued_since or time.monotonic()) if waits else None
         if waits and time.monotonic() - self._requeued_since > 2:
             cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now", check=False)
@@ -140,8 +169,8 @@ class Run(base.Run):
     def finish(self) -> RunState:
         """Wait for the end of the run, skipping the delay after every requeue.
 
-        Slurm 22.05 may need one requeue more than the fault did: it miscounts the GPUs of a job that is requeued while
-        one of its nodes goes down, and the next attempt cannot start a step.
+        Slurm 22.05 may need one requeue more than the fault did: it miscounts the GPUs of a job
+        that is requeued while one of its nodes goes down, and the next attempt cannot start a step.
         """
 
         self.release()
@@ -182,14 +211,22 @@ class Run(base.Run):
         return int(re.findall(r"starts after step (\d+)", text)[epoch])
 
     def losses(self) -> dict[int, float]:
-        """Step -> loss, as the run's metrics hold them; a step done twice must have had the same."""
+        """Step -> loss, as the run's metrics hold them; a step done twice must have had the
+        same."""
         found: dict[int, float] = {}
         for line in reports(self.folder / "metrics"):
             if line.get("loss") is not None:
-                assert found.setdefault(line["step"], line["loss"]) == line["loss"], f"step {line['step']}"
+                assert found.setdefault(line["step"], line["loss"]) == line["loss"], (
+                    f"step {line['step']}"
+                )
         return found
 
     def logs(self) -> str:
-        parts = [*sorted((self.folder / "logs").glob("slurm-*")), *sorted((self.folder / "logs").glob("agent-*"))[:1]]
-        ours = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in parts)
+        parts = [
+            *sorted((self.folder / "logs").glob("slurm-*")),
+            *sorted((self.folder / "logs").glob("agent-*"))[:1],
+        ]
+        ours = "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in parts
+        )
         return f"{ours}\n{self.orch.cluster.job_details(self.job)}"

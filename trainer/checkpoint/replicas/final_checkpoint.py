@@ -1,8 +1,10 @@
-"""The final checkpoint: what is left of a run writes the newest in-memory replica to disk before the run ends.
+"""The final checkpoint: what is left of a run writes the newest in-memory replica to disk before
+the run ends.
 
-`python -m trainer --final-checkpoint` runs one process per node, on whichever nodes are left: no rank of the plan, no
-model, no GPU. The newest replica of which every file is left on some node becomes a checkpoint like any other, under
-this epoch: same files, same hashes, same fence, same commit.
+`python -m trainer --final-checkpoint` runs one process per node, on whichever nodes are left: no
+rank of the plan, no model, no GPU. The newest replica of which every file is left on some node
+becomes a checkpoint like any other, under this epoch: same files, same hashes, same fence, same
+commit.
 """
 
 from __future__ import annotations
@@ -38,14 +40,16 @@ _CHUNK = 16 << 20
 def run_final_checkpoint(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None:
     """Save the newest state that these nodes' memories hold together, if no checkpoint has it.
 
-    `env` counts nodes: rank and world size are those of the saving processes, one per node. Raises SaveError, Fenced,
-    and torch's network errors when another node is lost.
+    `env` counts nodes: rank and world size are those of the saving processes, one per node. Raises
+    SaveError, Fenced, and torch's network errors when another node is lost.
     """
     control = connect(env, torch.device("cpu"))
     folder = checkpoint_dir(plan.job.checkpoint.dir, env.run_dir)
     target = Target(folder, Fence.of(env), plan, env.rank, control=control)
     store = open_replica_store(replica_dir(env.run_dir, env.node), reporter)
-    step = save_newest_replica(target, env.world_size, store, plan.job.checkpoint.keep_last, reporter)
+    step = save_newest_replica(
+        target, env.world_size, store, plan.job.checkpoint.keep_last, reporter
+    )
     if step is not None and env.rank == 0:
         with contextlib.suppress(OSError):  # the next start notes what it finds
             remember(pin_file(env.run_dir, PINS["fresh-start"]), folder, step)
@@ -56,11 +60,13 @@ def run_final_checkpoint(plan: Plan, env: WorkerEnv, reporter: Reporter) -> None
 def save_newest_replica(
     target: Target, world: int, store: ReplicaStore | None, keep_last: int, reporter: Reporter
 ) -> int | None:
-    """Save the newest complete replica if it is newer than all checkpoints; its step, None if there was no need.
+    """Save the newest complete replica if it is newer than all checkpoints; its step, None if there
+    was no need.
 
-    Collective over `world` processes, one per node; `target.rank` is this one's number. Frees the nodes' memory once
-    its content is on disk. Raises SaveError on every rank if a replica is newer than the disk but cannot be saved
-    (some files were only on lost nodes, the disk is full), Fenced.
+    Collective over `world` processes, one per node; `target.rank` is this one's number. Frees the
+    nodes' memory once its content is on disk. Raises SaveError on every rank if a replica is newer
+    than the disk but cannot be saved (some files were only on lost nodes, the disk is full),
+    Fenced.
     """
     start = time.perf_counter()
     claim(target)
@@ -74,10 +80,16 @@ def save_newest_replica(
         if store is not None and not any(store.replicas()):  # a spare node's, created by opening it
             store.remove()
         return None
-    manifest = structs.replace(inventory.manifest(replica), epoch=target.token.epoch, created=time.time())
+    manifest = structs.replace(
+        inventory.manifest(replica), epoch=target.token.epoch, created=time.time()
+    )
     begin(target, replica.step)
     source = store.folder / replica.name if store is not None else Path()
-    mine = [record for at, record in enumerate(manifest.files) if _carrier(replica, record, at) == target.rank]
+    mine = [
+        record
+        for at, record in enumerate(manifest.files)
+        if _carrier(replica, record, at) == target.rank
+    ]
     problem = _write(source, target.staging(replica.step), mine)
     outcomes = gather(target.control, RankOutcome(record=None, error=problem))
 
@@ -120,7 +132,8 @@ def _write(source: Path, staging: Path, records: list[FileRecord]) -> str:
 
 
 def _carry(source: Path, to: Path, record: FileRecord) -> None:
-    """Copy one file from memory to disk: durable and read back on return. Raises OSError, SaveError."""
+    """Copy one file from memory to disk: durable and read back on return. Raises OSError,
+    SaveError."""
     with source.open("rb") as file:
         _, digest = write_parts(to, iter(partial(file.read, _CHUNK), b""))
     if digest != record.sha256:

@@ -1,4 +1,5 @@
-"""Peer restore: finds the newest replica of which every file is left on some node, and sends nodes what they need."""
+"""Peer restore: finds the newest replica of which every file is left on some node, and sends nodes
+what they need."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class Survey(NamedTuple):
 
 
 class ReplicaInventory:
-    """The replicas that nodes hold. `nodes`: the ranks on each, ascending. Every method is collective."""
+    """The replicas that nodes hold. `nodes`: the ranks on each, ascending. Every method is
+    collective."""
 
     def __init__(
         self,
@@ -77,7 +79,11 @@ class ReplicaInventory:
         store: ReplicaStore | None,
         control: ControlPath = WORLD,
     ):
-        self.nodes, self.rank, self.run_id, self.store, self.control = nodes, rank, run_id, store, control
+        self.nodes = nodes
+        self.rank = rank
+        self.run_id = run_id
+        self.store = store
+        self.control = control
         self.node_of = {rank: node for node, ranks in nodes.items() for rank in ranks}
         self.leader_of = {rank: nodes[node][0] for rank, node in self.node_of.items()}
 
@@ -90,27 +96,38 @@ class ReplicaInventory:
         raw = self.control.all_gather_bytes(msgspec.json.encode(self._held()))
         found: dict[tuple[int, int, str], dict[str, set[int]]] = {}
         about: dict[tuple[int, int, str], tuple[_NodeReplica, int]] = {}
-        for rank, held in enumerate(msgspec.json.decode(one, type=list[_NodeReplica]) for one in raw):
+        for rank, held in enumerate(
+            msgspec.json.decode(one, type=list[_NodeReplica]) for one in raw
+        ):
             for one in held:
                 key = one.epoch, one.step, one.hash
                 about.setdefault(key, (one, rank))
                 for file in one.good:
                     found.setdefault(key, {}).setdefault(file, set()).add(self.leader_of[rank])
-        whole = max((key for key, (one, _) in about.items() if len(found.get(key, {})) == one.files), default=None)
+        whole = max(
+            (key for key, (one, _) in about.items() if len(found.get(key, {})) == one.files),
+            default=None,
+        )
         incomplete = None
         if about and (newest := max(about)) != whole:
             one, _ = about[newest]
             missing = one.files - len(found.get(newest, {}))
-            text = f"replica of step {one.step}: {missing} of {one.files} files were lost with their nodes"
+            text = (
+                f"replica of step {one.step}: {missing} of {one.files} files were lost with their"
+                " nodes"
+            )
             incomplete = IncompleteReplica(newest[:2], text)
         if whole is None:
             return Survey(None, incomplete)
         one, source = about[whole]
         holders = {file: sorted(leaders) for file, leaders in found[whole].items()}
-        return Survey(Replica(one.name, one.epoch, one.step, holders, self.leader_of[source]), incomplete)
+        return Survey(
+            Replica(one.name, one.epoch, one.step, holders, self.leader_of[source]), incomplete
+        )
 
     def _held(self) -> list[_NodeReplica]:
-        """This rank's share of the replicas on its node: the ranks of a node divide the hashing of its files."""
+        """This rank's share of the replicas on its node: the ranks of a node divide the hashing of
+        its files."""
         mates = self.nodes[self.node_of[self.rank]]
         held = []
         for path in sorted(self.store.replicas()) if self.store is not None else []:
@@ -120,9 +137,20 @@ class ReplicaInventory:
                 continue  # not finished, or damaged: other nodes may have it
             if manifest.run_id == self.run_id:
                 mine = manifest.files[mates.index(self.rank) :: len(mates)]
-                good = [one.file for one in mine if (path / one.file).exists() and check_file(path, one) is None]
+                good = [
+                    one.file
+                    for one in mine
+                    if (path / one.file).exists() and check_file(path, one) is None
+                ]
                 held.append(
-                    _NodeReplica(path.name, manifest.hash, manifest.epoch, manifest.step, len(manifest.files), good)
+                    _NodeReplica(
+                        path.name,
+                        manifest.hash,
+                        manifest.epoch,
+                        manifest.step,
+                        len(manifest.files),
+                        good,
+                    )
                 )
         return held
 
@@ -135,16 +163,27 @@ class ReplicaInventory:
 
 
 class PeerRestore(ReplicaInventory):
-    """Restores the ranks of a plan from replicas that its nodes still hold. Every method is collective."""
+    """Restores the ranks of a plan from replicas that its nodes still hold. Every method is
+    collective."""
 
-    def __init__(self, plan: Plan, rank: int, run_id: str, store: ReplicaStore | None, control: ControlPath = WORLD):
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        run_id: str,
+        store: ReplicaStore | None,
+        control: ControlPath = WORLD,
+    ):
         super().__init__(nodes_of(plan), rank, run_id, store, control)
         self.plan = plan
 
     def fetch(self, replica: Replica, pieces: Iterable[StatePiece]) -> VerifiedCheckpoint:
-        """The replica on this node, completed by all files that hold this rank's pieces, and on an unchanged layout its
-        random state. Raises CheckpointError on every rank if any rank cannot get its files."""
-        manifest, folder, problems = self.manifest(replica), Path(), list[str]()
+        """The replica on this node, completed by all files that hold this rank's pieces, and on an
+        unchanged layout its random state. Raises CheckpointError on every rank if any rank cannot
+        get its files."""
+        manifest = self.manifest(replica)
+        folder = Path()
+        problems = list[str]()
         needed: set[str] = set()
         try:
             folder = self._replica_folder(replica)
@@ -160,7 +199,9 @@ class PeerRestore(ReplicaInventory):
         missing: dict[int, set[str]] = {}
         for rank, files in enumerate(wants):
             leader = self.leader_of[rank]
-            missing.setdefault(leader, set()).update(f for f in files if leader not in replica.holders[f])
+            missing.setdefault(leader, set()).update(
+                f for f in files if leader not in replica.holders[f]
+            )
         sizes = {record.file: record.bytes for record in manifest.files}
         for leader in sorted(missing):
             for file in sorted(missing[leader]):
@@ -168,7 +209,9 @@ class PeerRestore(ReplicaInventory):
                 if self.rank == source:
                     problems += transfer.run([transfer.Sending(folder / file, sizes[file], leader)])
                 elif self.rank == leader:
-                    problems += transfer.run([transfer.Receiving(folder / file, sizes[file], source)])
+                    problems += transfer.run(
+                        [transfer.Receiving(folder / file, sizes[file], source)]
+                    )
         if self.rank in missing:
             records = (record for record in manifest.files if record.file in missing[self.rank])
             problems += [problem for record in records if (problem := check_file(folder, record))]

@@ -1,4 +1,5 @@
-"""Peer assignment: which rank keeps whose replica. Pure functions of the plan, equal on every rank."""
+"""Peer assignment: which rank keeps whose replica. Pure functions of the plan, equal on every
+rank."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ def nodes_of(plan: Plan) -> dict[str, list[int]]:
 
 
 def ring_distance(plan: Plan) -> int:
-    """A node's peer is this many nodes further in a ring: the smallest distance at which no node shares an innermost
-    switch with its peer, 1 if there is none."""
+    """A node's peer is this many nodes further in a ring: the smallest distance at which no node
+    shares an innermost switch with its peer, 1 if there is none."""
     names = list(nodes_of(plan))
     index = {name: at for at, name in enumerate(plan.cluster.node_names)}
     switch = {
         plan.cluster.node_names[node]: number
-        for number, members in enumerate(plan.cluster.levels[0].switches if plan.cluster.levels else [])
+        for number, members in enumerate(
+            plan.cluster.levels[0].switches if plan.cluster.levels else []
+        )
         for node in members
     }
     places = [switch.get(name, index[name]) for name in names]
@@ -33,8 +36,8 @@ def ring_distance(plan: Plan) -> int:
 def assign_peers(plan: Plan) -> dict[int, int]:
     """Rank -> the rank on another node that keeps its replica; empty with a single node.
 
-    The ranks of a node are dealt in turn to the ranks of its peer node, so with unequal nodes a rank may keep several
-    replicas or none.
+    The ranks of a node are dealt in turn to the ranks of its peer node, so with unequal nodes a
+    rank may keep several replicas or none.
     """
     nodes = list(nodes_of(plan).values())
     if len(nodes) < 2:

@@ -1,13 +1,14 @@
-"""Replicates each rank's state into the memory of its own node and of its peer's, on all nodes or on none.
+"""Replicates each rank's state into the memory of its own node and of its peer's, on all nodes or
+on none.
 
-A replica is a checkpoint (same files, same manifest) spread over the nodes. All ranks make it together and delete the
-previous one only after all have succeeded. So one complete replica exists at any moment, and it survives the loss of
-any node, or of several nodes of which no two are peers.
+A replica is a checkpoint (same files, same manifest) spread over the nodes. All ranks make it
+together and delete the previous one only after all have succeeded. So one complete replica exists
+at any moment, and it survives the loss of any node, or of several nodes of which no two are peers.
 
-On each rank a thread makes it while training goes on, over groups of its own. State in the memory of a GPU is first
-copied to page-locked memory, on a stream of its own; state in host memory is read where it is. Training waits only
-before an update: until what it changes has been read, or, where the next replica is due after that step, until this
-one is complete.
+On each rank a thread makes it while training goes on, over groups of its own. State in the memory
+of a GPU is first copied to page-locked memory, on a stream of its own; state in host memory is read
+where it is. Training waits only before an update: until what it changes has been read, or, where
+the next replica is due after that step, until this one is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from torch.distributed import Work
 
 from orchestrator.plan.worker import MANIFEST
 from trainer.checkpoint.background import Snapshots
-from trainer.checkpoint.format import Manifest, StatePiece, coverage_problem, decode, encode, rank_file
+from trainer.checkpoint.format import (
+    Manifest,
+    StatePiece,
+    coverage_problem,
+    decode,
+    encode,
+    rank_file,
+)
 from trainer.checkpoint.save import Contents, RankOutcome, Target, gather, manifest_of, write
 from trainer.comm.connect import connect_thread
 from trainer.comm.control import ControlPath, Group, first_problem
@@ -40,7 +48,9 @@ def open_replica_store(folder: Path, reporter: Reporter) -> ReplicaStore | None:
     try:
         return ReplicaStore(folder)
     except OSError as error:
-        reporter.event("replica_failed", error=f"{error.filename or folder}: {error.strerror or error}")
+        reporter.event(
+            "replica_failed", error=f"{error.filename or folder}: {error.strerror or error}"
+        )
         return None
 
 
@@ -48,12 +58,16 @@ class InMemoryReplicas:
     """At most one replica is being made. Every method but `before_update` is collective."""
 
     def __init__(self, target: Target, store: ReplicaStore | None, reporter: Reporter):
-        """`target`: that of the durable checkpoints, which says who writes. If `store` is None on any node, there are
-        no replicas on any."""
-        self.target, self.store, self.reporter = target, store, reporter
+        """`target`: that of the durable checkpoints, which says who writes. If `store` is None on
+        any node, there are no replicas on any."""
+        self.target = target
+        self.store = store
+        self.reporter = reporter
         self.peer_of = assign_peers(target.plan)
         node = target.plan.ranks[target.rank].node
-        self.leader = nodes_of(target.plan)[node][0] == target.rank  # one rank per node writes what a node has once
+        self.leader = (
+            nodes_of(target.plan)[node][0] == target.rank
+        )  # one rank per node writes what a node has once
         self.possible = target.control.sum_ints([int(store is None)]) == [0]
         self._control: ControlPath | None = None
         self._group: Group | None = None
@@ -63,14 +77,19 @@ class InMemoryReplicas:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replica")
         self._step = 0  # of the replica that is being made
         self._read: Future[Any] | None = None  # done when the state may change
-        self._made: Future[str] | None = None  # what is wrong with the replica that is being made, "" if nothing
+        self._made: Future[str] | None = (
+            None  # what is wrong with the replica that is being made, "" if nothing
+        )
 
     def _connect(self) -> None:
-        """Make every connection that replicas use: who closes one is noticed by the other end, but who is gone before
-        the first use is waited for."""
-        self._control, self._group = connect_thread("replicas", self.target.plan.cluster.gpus_per_node)
+        """Make every connection that replicas use: who closes one is noticed by the other end, but
+        who is gone before the first use is waited for."""
+        self._control, self._group = connect_thread(
+            "replicas", self.target.plan.cluster.gpus_per_node
+        )
         self._control.judge(b"", first_problem)
-        mine, works = self.target.rank, list[Work]()
+        mine = self.target.rank
+        works = list[Work]()
         words = {rank: torch.zeros(1) for rank in self.peer_of}
         for rank, peer in self.peer_of.items():
             assert self._group is not None
@@ -81,9 +100,15 @@ class InMemoryReplicas:
         for work in works:
             work.wait()
 
-    def start(self, pieces: Sequence[StatePiece], step: int, samples: int, scalars: Mapping[str, float] = {}) -> bool:
-        """Begin to replicate the state after `step`, which must not change until `before_update` has returned. Waits
-        for the replica that is being made. False if there are no replicas."""
+    def start(
+        self,
+        pieces: Sequence[StatePiece],
+        step: int,
+        samples: int,
+        scalars: Mapping[str, float] = {},
+    ) -> bool:
+        """Begin to replicate the state after `step`, which must not change until `before_update`
+        has returned. Waits for the replica that is being made. False if there are no replicas."""
         self.settle()
         if not self.possible:
             return False
@@ -99,18 +124,20 @@ class InMemoryReplicas:
         return True
 
     def before_update(self, step: int) -> None:
-        """Wait until the replica that is being made has read the state, which the update of `step` changes; where the
-        next one is due after it, until this one is complete."""
+        """Wait until the replica that is being made has read the state, which the update of `step`
+        changes; where the next one is due after it, until this one is complete."""
         if step % self.target.plan.job.checkpoint.memory_every_steps == 0:
             self.settle()
         elif self._read is not None:
             wait([self._read])
 
     def settle(self) -> bool:
-        """Wait for the replica that is being made. False, with the event `replica_failed`, if any rank could not."""
+        """Wait for the replica that is being made. False, with the event `replica_failed`, if any
+        rank could not."""
         if self._made is None:
             return True
-        failed, self._made = self._made.result(), None
+        failed = self._made.result()
+        self._made = None
         if failed and (self.target.rank == 0 or not self.possible):
             self.reporter.event("replica_failed", self._step, error=failed)
         return not failed
@@ -125,7 +152,9 @@ class InMemoryReplicas:
         folder = self._folder(contents)
         try:
             if self.store.renew() and self.leader:
-                self.reporter.event("replicas_deleted", contents.step, folder=str(self.store.folder))
+                self.reporter.event(
+                    "replicas_deleted", contents.step, folder=str(self.store.folder)
+                )
             folder.mkdir(mode=0o700, exist_ok=True)
             (folder / rank_file(self.target.rank)).unlink(missing_ok=True)
             return write(folder, self.target.rank, contents)
@@ -135,8 +164,9 @@ class InMemoryReplicas:
     def _share(self, contents: Contents, written: Future[RankOutcome]) -> str:
         """Make the ranks' files a replica; what is wrong, "" if nothing.
 
-        Where this rank cannot even say so to the others (a connection has failed, there is no memory for a message), it
-        closes the groups of replicas: the others, which would wait for it, fail too, and training goes on without.
+        Where this rank cannot even say so to the others (a connection has failed, there is no
+        memory for a message), it closes the groups of replicas: the others, which would wait for
+        it, fail too, and training goes on without.
         """
         try:
             return self._complete(contents, written.result())
@@ -149,7 +179,8 @@ class InMemoryReplicas:
     def _complete(self, contents: Contents, mine: RankOutcome) -> str:
         assert self.store is not None and self._control is not None
         folder = self._folder(contents)
-        # listed before the ranks synchronise: after that, another rank of this node may have begun the next replica
+        # listed before the ranks synchronise: after that, another rank of this node may have begun
+        # the next replica
         older = [path for path in self.store.replicas() if path != folder]
         problem = self._exchange(folder, contents, mine)
         failed = self._control.judge(problem.encode(), first_problem)
@@ -176,9 +207,14 @@ class InMemoryReplicas:
     def _manifest(self, mine: RankOutcome, contents: Contents) -> tuple[Manifest | None, str]:
         """(manifest of all ranks' files, equal on each, "") or (None, why there is none)."""
         assert self._control is not None
-        outcomes, raw = gather(self._control, mine), b""
+        outcomes = gather(self._control, mine)
+        raw = b""
         if self.target.rank == 0:
-            failed = [f"rank {rank} wrote nothing: {one.error}" for rank, one in enumerate(outcomes) if one.error]
+            failed = [
+                f"rank {rank} wrote nothing: {one.error}"
+                for rank, one in enumerate(outcomes)
+                if one.error
+            ]
             if not failed:
                 manifest = manifest_of(self.target, contents, outcomes)
                 failed = [problem for problem in [coverage_problem(manifest)] if problem]
@@ -191,8 +227,11 @@ class InMemoryReplicas:
         except TrainerError as error:
             return None, str(error)
 
-    def _transfers(self, folder: Path, manifest: Manifest) -> list[transfer.Sending | transfer.Receiving]:
-        sizes, mine = {record.file: record.bytes for record in manifest.files}, self.target.rank
+    def _transfers(
+        self, folder: Path, manifest: Manifest
+    ) -> list[transfer.Sending | transfer.Receiving]:
+        sizes = {record.file: record.bytes for record in manifest.files}
+        mine = self.target.rank
         todo: list[transfer.Sending | transfer.Receiving] = []
         for rank, peer in sorted(self.peer_of.items()):
             name = rank_file(rank)
@@ -210,8 +249,8 @@ class InMemoryReplicas:
 
 
 def _is_copied_first(piece: StatePiece) -> bool:
-    """Whether a replica is made of a copy: state on a device, and what is no optimizer's, which a forward may change
-    and which is small."""
+    """Whether a replica is made of a copy: state on a device, and what is no optimizer's, which a
+    forward may change and which is small."""
     return piece.data.is_cuda or piece.kind == "state"
 
 

@@ -1,9 +1,11 @@
-"""A node's replicas: files in its memory (tmpfs), which outlive workers and epochs but not the node.
+"""A node's replicas: files in its memory (tmpfs), which outlive workers and epochs but not the
+node.
 
-    /dev/shm/orch-<uid>/<run id>/<node>/step-00000120.e3/    0700; manifest.json and some of its files
+    /dev/shm/orch-<uid>/<run id>/<node>/step-00000120.e3/    0700; manifest.json and some of its
+    files
 
-A folder that belongs to another user or is open to others is refused. The next run of the same user on this node
-deletes what long-dead runs have left.
+A folder that belongs to another user or is open to others is refused. The next run of the same user
+on this node deletes what long-dead runs have left.
 """
 
 from __future__ import annotations
@@ -28,24 +30,27 @@ def replica_name(step: int, epoch: int) -> str:
 
 
 class ReplicaStore:
-    """One node's folder for one run, held (shared lock) by the run's workers on this node while they live."""
+    """One node's folder for one run, held (shared lock) by the run's workers on this node while
+    they live."""
 
     def __init__(self, folder: Path):
-        """`folder`: `orchestrator.plan.worker.replica_dir`. Raises OSError when it cannot be made or is not private."""
+        """`folder`: `orchestrator.plan.worker.replica_dir`. Raises OSError when it cannot be made
+        or is not private."""
         self.folder = folder
         self._hold()
         _sweep(folder.parent.parent, keep=folder.parent)
 
     def renew(self) -> bool:
-        """Make and hold the folder anew if somebody has deleted it (logind's RemoveIPC does when its user logs out);
-        whether that was so. Raises OSError as the constructor."""
+        """Make and hold the folder anew if somebody has deleted it (logind's RemoveIPC does when
+        its user logs out); whether that was so. Raises OSError as the constructor."""
         if os.fstat(self._lock.fileno()).st_nlink:
             return False
         self._hold()
         return True
 
     def _hold(self) -> None:
-        folder, home = self.folder, self.folder.parent.parent
+        folder = self.folder
+        home = self.folder.parent.parent
         home.mkdir(mode=0o700, exist_ok=True)
         found = home.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -61,15 +66,19 @@ class ReplicaStore:
             yield from [path for path in self.folder.iterdir() if REPLICA.fullmatch(path.name)]
 
     def remove(self) -> None:
-        """Free the memory: the run has ended, or its state is on disk. Of other nodes on this machine, only what no
-        process holds: those that the run has lost."""
+        """Free the memory: the run has ended, or its state is on disk. Of other nodes on this
+        machine, only what no process holds: those that the run has lost."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):  # another node on this machine does the same at once
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # another node on this machine does the same at once
             for lock in self.folder.parent.glob("*/.lock"):
                 with contextlib.suppress(OSError):
                     if not _is_held(lock):
                         shutil.rmtree(lock.parent, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another node of a run on one machine may still be there
+        with contextlib.suppress(
+            OSError
+        ):  # another node of a run on one machine may still be there
             self.folder.parent.rmdir()
 
 
@@ -80,7 +89,10 @@ def _sweep(home: Path, keep: Path) -> None:
             continue
         with contextlib.suppress(OSError):
             locks = list(run.glob("*/.lock"))
-            if all(_is_dead(lock) for lock in locks) and time.time() - run.stat().st_mtime > DEAD_AFTER_S:
+            if (
+                all(_is_dead(lock) for lock in locks)
+                and time.time() - run.stat().st_mtime > DEAD_AFTER_S
+            ):
                 shutil.rmtree(run, ignore_errors=True)
 
 

@@ -16,34 +16,45 @@ CHUNK = 256 << 20
 
 
 class Sending:
-    """A file to send: its bytes, or as many zeros if it cannot be read (the receiver's hash check then fails)."""
+    """A file to send: its bytes, or as many zeros if it cannot be read (the receiver's hash check
+    then fails)."""
 
     def __init__(self, path: Path, size: int, to: int):
-        self.to, self.problem = to, ""
+        self.to = to
+        self.problem = ""
         try:
             self.data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
-            self.data, self.problem = torch.zeros(size, dtype=torch.uint8), f"{path.name}: {error}".splitlines()[0]
+            self.data = torch.zeros(size, dtype=torch.uint8)
+            self.problem = f"{path.name}: {error}".splitlines()[0]
 
     def start(self, offset: int, group: Group) -> dist.Work:
         return group.send([self.data[offset : offset + CHUNK]], self.to, 0)
 
 
 class Receiving:
-    """A file to receive, directly into the memory that keeps it; discarded if there is no room for it."""
+    """A file to receive, directly into the memory that keeps it; discarded if there is no room for
+    it."""
 
     def __init__(self, path: Path, size: int, source: int):
-        self.source, self.problem = source, ""
-        self.path, self._temporary = path, path.with_name(f".{path.name}.tmp")
+        self.source = source
+        self.problem = ""
+        self.path = path
+        self._temporary = path.with_name(f".{path.name}.tmp")
         try:
             self._temporary.unlink(missing_ok=True)
             with self._temporary.open("xb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # without it, writing to the mapping would raise SIGBUS
-            self.data: Tensor = torch.from_file(str(self._temporary), shared=True, size=size, dtype=torch.uint8)
+                os.posix_fallocate(
+                    file.fileno(), 0, size
+                )  # without it, writing to the mapping would raise SIGBUS
+            self.data: Tensor = torch.from_file(
+                str(self._temporary), shared=True, size=size, dtype=torch.uint8
+            )
         except (OSError, RuntimeError) as error:  # torch's, where somebody has deleted the file
             self._temporary.unlink(missing_ok=True)
             text = (getattr(error, "strerror", "") or str(error)).splitlines()[0]
-            self.data, self.problem = torch.empty(size, dtype=torch.uint8), f"{path.name}: {text}"
+            self.data = torch.empty(size, dtype=torch.uint8)
+            self.problem = f"{path.name}: {text}"
 
     def start(self, offset: int, group: Group) -> dist.Work:
         return group.recv([self.data[offset : offset + CHUNK]], self.source, 0)
@@ -62,7 +73,8 @@ def run(transfers: list[Sending | Receiving], group: Group | None = None) -> lis
     Peers must list shared transfers in the same order.
     """
     group = group or dist.group.WORLD
-    offset, most = 0, max((one.data.numel() for one in transfers), default=0)
+    offset = 0
+    most = max((one.data.numel() for one in transfers), default=0)
     while offset < most:
         assert group is not None
         for work in [one.start(offset, group) for one in transfers if offset < one.data.numel()]:

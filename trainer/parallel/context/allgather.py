@@ -1,8 +1,8 @@
 """Context parallelism by gathering keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
 
-Simple but not overlapped: one all-gather before attention, one reduce-scatter of their gradients after it. With
-grouped-query attention keys and values are much smaller than the queries, which are not sent. Shards are zig-zag, for
-balance.
+Simple but not overlapped: one all-gather before attention, one reduce-scatter of their gradients
+after it. With grouped-query attention keys and values are much smaller than the queries, which are
+not sent. Shards are zig-zag, for balance.
 """
 
 from __future__ import annotations
@@ -31,12 +31,20 @@ class AllGatherAttention:
         counter: CommCounter,
         drop: AttentionDropout | None = None,
     ):
-        self.group, self.size, self.index, self.counter, self.drop = group, size, index, counter, drop
+        self.group = group
+        self.size = size
+        self.index = index
+        self.counter = counter
+        self.drop = drop
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None
+    ) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         labels = block.labels(documents, serial, self.drop, q)
-        return _AllGather.apply(q, k, v, labels, documents, q.shape[-1] ** -0.5, self).transpose(1, 2)
+        return _AllGather.apply(q, k, v, labels, documents, q.shape[-1] ** -0.5, self).transpose(
+            1, 2
+        )
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """[..., s / cp, ...] -> [..., s, ...] in sequence order."""
@@ -47,27 +55,35 @@ class AllGatherAttention:
     def scatter(self, full: Tensor, dim: int) -> Tensor:
         """The sum over the group of this rank's shard of `full`."""
         halves = full.chunk(2 * self.size, dim=dim)
-        laid = full.new_empty(self.size, *full.shape[:dim], full.shape[dim] // self.size, *full.shape[dim + 1 :])
+        laid = full.new_empty(
+            self.size, *full.shape[:dim], full.shape[dim] // self.size, *full.shape[dim + 1 :]
+        )
         slots = [half for rank in laid.unbind(0) for half in rank.chunk(2, dim=dim)]
         for half, place in zip(halves, self._places(), strict=True):
             slots[place].copy_(half)
         return reduce_scatter(laid, self.group, "cp", self.counter)[0]
 
     def _places(self) -> list[int]:
-        """Position of the n-th of 2 cp chunks of the sequence when the ranks' pairs are concatenated."""
+        """Position of the n-th of 2 cp chunks of the sequence when the ranks' pairs are
+        concatenated."""
         return natural_order("allgather", 2 * self.size, self.size)
 
     def blocks(
-        self, q: Tensor, labels: Tensor | None, all_labels: Tensor | None, documents: Documents | None
+        self,
+        q: Tensor,
+        labels: Tensor | None,
+        all_labels: Tensor | None,
+        documents: Documents | None,
     ) -> Iterator[tuple[slice, slice, bool, block.Sight]]:
-        """(local queries, keys, whether on the diagonal, what they see) of each chunk: everything before it, then its
-        own causal square."""
+        """(local queries, keys, whether on the diagonal, what they see) of each chunk: everything
+        before it, then its own causal square."""
         begin = 0
         for chunk in chunks("allgather", q.shape[2] * self.size, self.size, self.index):
             rows = slice(begin, begin + len(chunk))
             begin += len(chunk)
             for keys, diagonal in ((range(chunk.start), False), (chunk, True)):
-                there, sight = slice(keys.start, keys.stop), block.Sight()
+                there = slice(keys.start, keys.stop)
+                sight = block.Sight()
                 if labels is not None and all_labels is not None:
                     sight = block.between(labels[:, :, rows], all_labels[:, :, there], q, self.drop)
                 elif documents is not None:
@@ -86,7 +102,9 @@ class _AllGather(torch.autograd.Function):
         all_labels = None if labels is None else core.gather(labels, 2)
         before = None
         for rows, keys, causal, sight in core.blocks(q, labels, all_labels, documents):
-            part = block.forward(q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys], scale, causal, *sight)
+            part = block.forward(
+                q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys], scale, causal, *sight
+            )
             if before is not None:
                 part = block.join(before[0].to(wide), before[1].to(wide), *part)
             before = None if causal else part
@@ -94,13 +112,17 @@ class _AllGather(torch.autograd.Function):
                 out[:, :, rows], lse[:, :, rows] = part
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, labels, out, lse)
-        ctx.scale, ctx.core, ctx.documents = scale, core, documents
+        ctx.scale = scale
+        ctx.core = core
+        ctx.documents = documents
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, labels, out, lse = ctx.saved_tensors
-        core, grad, wide = ctx.core, grad.contiguous(), block.accumulation_dtype(q.dtype)
+        core = ctx.core
+        grad = grad.contiguous()
+        wide = block.accumulation_dtype(q.dtype)
         # Gathered again, not kept: context parallelism must not hold the whole sequence.
         all_k, all_v = core.gather(torch.stack([k, v]), 3)
         all_labels = None if labels is None else core.gather(labels, 2)
@@ -108,8 +130,14 @@ class _AllGather(torch.autograd.Function):
         dkv = torch.zeros(2, *all_k.shape, dtype=wide, device=q.device)
         for rows, keys, causal, sight in core.blocks(q, labels, all_labels, ctx.documents):
             parts = block.backward(
-                *(grad[:, :, rows], q[:, :, rows], all_k[:, :, keys], all_v[:, :, keys]),
-                *(out[:, :, rows], lse[:, :, rows].contiguous(), ctx.scale, causal),
+                grad[:, :, rows],
+                q[:, :, rows],
+                all_k[:, :, keys],
+                all_v[:, :, keys],
+                out[:, :, rows],
+                lse[:, :, rows].contiguous(),
+                ctx.scale,
+                causal,
                 *sight,
             )
             dq[:, :, rows] += parts[0]

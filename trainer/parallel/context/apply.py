@@ -1,4 +1,5 @@
-"""Applies context parallelism to a model (its attention cores) and to batches (the tokens that a rank keeps)."""
+"""Applies context parallelism to a model (its attention cores) and to batches (the tokens that a
+rank keeps)."""
 
 from __future__ import annotations
 
@@ -23,8 +24,12 @@ def apply_context_parallel(stage: Stage, method: str, mesh: Mesh, counter: CommC
         block.attn.core = attention_core(method, mesh, counter, block.attn.drop)
 
 
-def attention_core(method: str, mesh: Mesh, counter: CommCounter, drop: AttentionDropout | None = None) -> Core:
-    group, size, index = mesh.required_group("cp"), mesh.size("cp"), mesh.index("cp")
+def attention_core(
+    method: str, mesh: Mesh, counter: CommCounter, drop: AttentionDropout | None = None
+) -> Core:
+    group = mesh.required_group("cp")
+    size = mesh.size("cp")
+    index = mesh.index("cp")
     if method == "allgather":
         return AllGatherAttention(group, size, index, counter, drop)
     if method == "ulysses":
@@ -33,11 +38,16 @@ def attention_core(method: str, mesh: Mesh, counter: CommCounter, drop: Attentio
 
 
 def shard_batch(batch: MicroBatch, method: str, size: int, index: int) -> MicroBatch:
-    """The columns of a micro-batch [b, s] that cp rank `index` of `size` keeps, [b, s / size] on the same device.
+    """The columns of a micro-batch [b, s] that cp rank `index` of `size` keeps, [b, s / size] on
+    the same device.
 
     Positions, serials and document numbers stay those of the whole sequence.
     """
     if size == 1:
         return batch
-    mine = chunks(method, batch.tokens.shape[1], size, index)  # slices: an index tensor would have to be sent there
-    return batch.each(lambda part: torch.cat([part[:, one.start : one.stop] for one in mine], dim=1))
+    mine = chunks(
+        method, batch.tokens.shape[1], size, index
+    )  # slices: an index tensor would have to be sent there
+    return batch.each(
+        lambda part: torch.cat([part[:, one.start : one.stop] for one in mine], dim=1)
+    )

@@ -1,8 +1,10 @@
-"""Attention of a block of queries to a block of keys; returns output and log-sum-exp, from which blocks are joined.
+"""Attention of a block of queries to a block of keys; returns output and log-sum-exp, from which
+blocks are joined.
 
-Shapes: q [b, h, s_q, d]; k, v [b, h_kv, s_k, d] with h_kv dividing h; out like q; lse [b, h, s_q] (fp32, or fp64).
-Joining follows FlashAttention (arXiv 2205.14135, section 3.1) and Ring Attention (arXiv 2310.01889): given the joined
-output and log-sum-exp, the gradient of each block can be computed alone.
+Shapes: q [b, h, s_q, d]; k, v [b, h_kv, s_k, d] with h_kv dividing h; out like q; lse [b, h, s_q]
+(fp32, or fp64). Joining follows FlashAttention (arXiv 2205.14135, section 3.1) and Ring Attention
+(arXiv 2310.01889): given the joined output and log-sum-exp, the gradient of each block can be
+computed alone.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ class Sight(NamedTuple):
     """What a block's queries see of its keys, on top of causality (top-left aligned)."""
 
     mask: Tensor | None = None  # bool [b, s_q, s_k], True where a query may see a key
-    factors: Tensor | None = None  # [b, h, s_q, s_k], of the probabilities, which are not normalised again: dropout
-    segments: Segments | None = None  # in place of a mask: runs of tokens of one document, the samples end to end
+    factors: Tensor | None = (
+        None  # [b, h, s_q, s_k], of the probabilities, which are not normalised again: dropout
+    )
+    segments: Segments | None = (
+        None  # in place of a mask: runs of tokens of one document, the samples end to end
+    )
 
     @property
     def nothing(self) -> bool:
@@ -45,7 +51,9 @@ def forward(
     if segments is not None:
         flat = _end_to_end(q), _end_to_end(k), _end_to_end(v)
         out, lse = compat.segments_forward(*flat, segments, causal, scale)
-        return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2), lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
+        return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2), lse.unflatten(
+            1, (q.shape[0], -1)
+        ).transpose(0, 1)
     if mask is None and factors is None and compat.has_flash(q):
         return compat.flash_forward(q, k, v, causal, scale)
     scores = _scores(q, k, scale, causal, mask)
@@ -68,11 +76,15 @@ def backward(
     factors: Tensor | None = None,
     segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this block, given the gradient, output and log-sum-exp of the *joined* attention."""
+    """(dq, dk, dv) of this block, given the gradient, output and log-sum-exp of the *joined*
+    attention."""
     if segments is not None:
-        of_rows, of_keys = (_end_to_end(grad), _end_to_end(q)), (_end_to_end(k), _end_to_end(v))
+        of_rows = (_end_to_end(grad), _end_to_end(q))
+        of_keys = (_end_to_end(k), _end_to_end(v))
         sums = lse.transpose(0, 1).flatten(1).contiguous()
-        parts = compat.segments_backward(*of_rows, *of_keys, _end_to_end(out), sums, segments, causal, scale)
+        parts = compat.segments_backward(
+            *of_rows, *of_keys, _end_to_end(out), sums, segments, causal, scale
+        )
         of_q, of_k, of_v = (part.unflatten(0, (q.shape[0], -1)).transpose(1, 2) for part in parts)
         return of_q, of_k, of_v
     if mask is None and factors is None and compat.has_flash(q):
@@ -90,33 +102,47 @@ def backward(
 
 
 def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over the keys of both. A side that saw no key has lse = -inf and weighs nothing.
+    """The attention over the keys of both. A side that saw no key has lse = -inf and weighs
+    nothing.
 
-    With the weights e^lse and e^more_lse the mean is out + sigmoid(more_lse - lse) (more - out): one pass over both.
+    With the weights e^lse and e^more_lse the mean is out + sigmoid(more_lse - lse) (more - out):
+    one pass over both.
     """
-    weight = torch.sigmoid(more_lse - lse).nan_to_num(0.0)  # nan: neither saw a key, and both are zero
-    return torch.lerp(out, more.to(out.dtype), weight[..., None].to(out.dtype)), torch.logaddexp(lse, more_lse)
+    weight = torch.sigmoid(more_lse - lse).nan_to_num(
+        0.0
+    )  # nan: neither saw a key, and both are zero
+    return torch.lerp(out, more.to(out.dtype), weight[..., None].to(out.dtype)), torch.logaddexp(
+        lse, more_lse
+    )
 
 
 def labels(
     documents: Documents | None, serial: Tensor | None, drop: AttentionDropout | None, q: Tensor
 ) -> Tensor | None:
-    """Labels of tokens that attention of `q` needs of other ranks, as one message: document and, for dropout, serial
-    number; int64 [1 or 2, b, s], or None if it needs none."""
+    """Labels of tokens that attention of `q` needs of other ranks, as one message: document and,
+    for dropout, serial number; int64 [1 or 2, b, s], or None if it needs none."""
     if drop is None:
         return None if documents is None or compat.has_flash(q) else documents.numbers[None]
     assert serial is not None
-    return torch.stack([torch.zeros_like(serial) if documents is None else documents.numbers, serial])
+    return torch.stack(
+        [torch.zeros_like(serial) if documents is None else documents.numbers, serial]
+    )
 
 
-def between(queries: Tensor | None, keys: Tensor | None, q: Tensor, drop: AttentionDropout | None) -> Sight:
-    """What a block of `q` sees, from both sides' labels: a token never attends to another packed document."""
+def between(
+    queries: Tensor | None, keys: Tensor | None, q: Tensor, drop: AttentionDropout | None
+) -> Sight:
+    """What a block of `q` sees, from both sides' labels: a token never attends to another packed
+    document."""
     if queries is None or keys is None:
         return Sight()
     mask = queries[0][:, :, None] == keys[0][:, None, :]
     if drop is None:
         return Sight(mask)
-    return Sight(mask, drop.kept(queries[1], keys[1], q.shape[1]).to(accumulation_dtype(q.dtype)) * drop.scale)
+    return Sight(
+        mask,
+        drop.kept(queries[1], keys[1], q.shape[1]).to(accumulation_dtype(q.dtype)) * drop.scale,
+    )
 
 
 def inside(documents: Documents, queries: Ranges, keys: Ranges) -> Sight:

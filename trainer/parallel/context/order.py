@@ -1,9 +1,11 @@
-"""Sequence positions that each context-parallel rank holds, and the blocks that it may attend to. Pure.
+"""Sequence positions that each context-parallel rank holds, and the blocks that it may attend to.
+Pure.
 
-Methods: "zigzag" (ring over balanced shards), "ring" (ring over contiguous shards), "allgather" (keys and values
-gathered, balanced shards), "ulysses" (contiguous shards, heads exchanged for sequence; arXiv 2309.14509).
-Zig-zag: the sequence is cut into 2n chunks and rank i holds chunks i and 2n-1-i, so that every rank has the same number
-of causal pairs (Ultra-Scale Playbook, "Zig-Zag Ring Attention"; Llama 3, section 3.3.2).
+Methods: "zigzag" (ring over balanced shards), "ring" (ring over contiguous shards), "allgather"
+(keys and values gathered, balanced shards), "ulysses" (contiguous shards, heads exchanged for
+sequence; arXiv 2309.14509). Zig-zag: the sequence is cut into 2n chunks and rank i holds chunks i
+and 2n-1-i, so that every rank has the same number of causal pairs (Ultra-Scale Playbook, "Zig-Zag
+Ring Attention"; Llama 3, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def chunks(method: str, seq_len: int, size: int, index: int) -> list[range]:
     """
     parts = 2 * size if method in BALANCED else size
     if seq_len % parts:
-        raise ValueError(f"cp={size} with {method!r} needs a sequence length divisible by {parts}, got {seq_len}")
+        raise ValueError(
+            f"cp={size} with {method!r} needs a sequence length divisible by {parts}, got {seq_len}"
+        )
     length = seq_len // parts
     mine = (index, parts - 1 - index) if method in BALANCED else (index,)
     return [range(part * length, (part + 1) * length) for part in mine]
@@ -34,7 +38,8 @@ def positions(method: str, seq_len: int, size: int, index: int) -> list[int]:
 
 
 def part(ranges: Sequence[range], rows: slice) -> tuple[range, ...]:
-    """The positions of the tokens `rows` of a rank with these `ranges`, equally long; `rows` cuts none of them."""
+    """The positions of the tokens `rows` of a rank with these `ranges`, equally long; `rows` cuts
+    none of them."""
     length = len(ranges[0])
     begin, end, _ = rows.indices(length * len(ranges))
     return tuple(ranges[begin // length : end // length])
@@ -42,7 +47,9 @@ def part(ranges: Sequence[range], rows: slice) -> tuple[range, ...]:
 
 def natural_order(method: str, seq_len: int, size: int) -> list[int]:
     """Permutation that puts the concatenated shards of all ranks back into sequence order."""
-    laid = [position for index in range(size) for position in positions(method, seq_len, size, index)]
+    laid = [
+        position for index in range(size) for position in positions(method, seq_len, size, index)
+    ]
     order = [0] * seq_len
     for index, position in enumerate(laid):
         order[position] = index
@@ -51,7 +58,8 @@ def natural_order(method: str, seq_len: int, size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Visible:
-    """Slices of the local queries and of another rank's keys that attend, and whether causally (on the diagonal)."""
+    """Slices of the local queries and of another rank's keys that attend, and whether causally (on
+    the diagonal)."""
 
     queries: slice
     keys: slice
@@ -62,10 +70,12 @@ ALL = slice(None)
 
 
 def visible(method: str, local_len: int, index: int, source: int) -> Visible | None:
-    """The part of rank `source`'s keys that rank `index` attends to under a causal mask; None for no part.
+    """The part of rank `source`'s keys that rank `index` attends to under a causal mask; None for
+    no part.
 
-    Shards are ascending, so a rank's own keys are one causal square. In zig-zag, keys from an earlier rank are seen by
-    all queries but only in their first half; keys from a later rank are seen whole, by the second half of the queries.
+    Shards are ascending, so a rank's own keys are one causal square. In zig-zag, keys from an
+    earlier rank are seen by all queries but only in their first half; keys from a later rank are
+    seen whole, by the second half of the queries.
     """
     if source == index:
         return Visible(ALL, ALL, True)

@@ -1,7 +1,9 @@
-"""Ring attention (arXiv 2310.01889), contiguous or zig-zag: queries stay, keys and values rotate round the group.
+"""Ring attention (arXiv 2310.01889), contiguous or zig-zag: queries stay, keys and values rotate
+round the group.
 
-Step t of n on rank i computes with the keys of rank i - t while those of rank i - t - 1 are in transit. Backward
-rotates again; the key and value gradients of each block rotate with it and are back on their rank after n hops.
+Step t of n on rank i computes with the keys of rank i - t while those of rank i - t - 1 are in
+transit. Backward rotates again; the key and value gradients of each block rotate with it and are
+back on their rank after n hops.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from trainer.parallel.context.order import ALL, Visible, chunks, part, visible
 class RingAttention:
     """An attention core for one rank: q, k, v [b, s / cp, heads, d] -> [b, s / cp, heads, d].
 
-    Bytes sent: forward 2 (n-1) |k|, backward 2 (n-1) |k| + 2 n |dk|, with |k| = b * kv_heads * s/n * d elements.
+    Bytes sent: forward 2 (n-1) |k|, backward 2 (n-1) |k| + 2 n |dk|, with |k| = b * kv_heads * s/n
+    * d elements.
     """
 
     def __init__(
@@ -34,10 +37,16 @@ class RingAttention:
         counter: CommCounter,
         drop: AttentionDropout | None = None,
     ):
-        self.method, self.group, self.ranks, self.index, self.counter = method, group, ranks, index, counter
+        self.method = method
+        self.group = group
+        self.ranks = ranks
+        self.index = index
+        self.counter = counter
         self.drop = drop
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None
+    ) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         labels = block.labels(documents, serial, self.drop, q)
         return _Ring.apply(q, k, v, labels, documents, q.shape[-1] ** -0.5, self).transpose(1, 2)
@@ -47,23 +56,35 @@ class RingAttention:
         return len(self.ranks)
 
     def rotate(self, tensors: list[Tensor]):
-        """Send to the next rank, receive from the previous one; returns a function that waits for what came."""
-        to, source = self.ranks[(self.index + 1) % self.size], self.ranks[(self.index - 1) % self.size]
+        """Send to the next rank, receive from the previous one; returns a function that waits for
+        what came."""
+        to = self.ranks[(self.index + 1) % self.size]
+        source = self.ranks[(self.index - 1) % self.size]
         return start_rotate(tensors, to, source, self.group, "cp", self.counter)
 
     def sees(
-        self, step: int, q: Tensor, labels: Tensor | None, travelling: list[Tensor], documents: Documents | None
+        self,
+        step: int,
+        q: Tensor,
+        labels: Tensor | None,
+        travelling: list[Tensor],
+        documents: Documents | None,
     ) -> tuple[Visible | None, block.Sight]:
         """Which queries see which of the keys that are here in `step`, and how."""
-        local, source = q.shape[-2], (self.index - step) % self.size
+        local = q.shape[-2]
+        source = (self.index - step) % self.size
         see = visible(self.method, local, self.index, source)
         if see is None:
             return None, block.Sight()
         if labels is not None:
-            return see, block.between(labels[:, :, see.queries], travelling[1][:, :, see.keys], q, self.drop)
+            return see, block.between(
+                labels[:, :, see.queries], travelling[1][:, :, see.keys], q, self.drop
+            )
         if documents is None:
             return see, block.Sight()
-        mine, theirs = (chunks(self.method, local * self.size, self.size, rank) for rank in (self.index, source))
+        mine, theirs = (
+            chunks(self.method, local * self.size, self.size, rank) for rank in (self.index, source)
+        )
         sight = block.inside(documents, part(mine, see.queries), part(theirs, see.keys))
         return (None if sight.nothing else see), sight
 
@@ -80,22 +101,28 @@ class _Ring(torch.autograd.Function):
                 rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
                 found = block.forward(q[:, :, rows], keys, values, scale, see.causal, *sight)
                 if step == 0:  # the rank's own keys, which all its queries see
-                    out, lse = found[0].to(wide), found[1].to(wide)
+                    out = found[0].to(wide)
+                    lse = found[1].to(wide)
                 elif rows == ALL:
                     out, lse = block.join(out, lse, *found)
                 else:
-                    out[:, :, rows], lse[:, :, rows] = block.join(out[:, :, rows], lse[:, :, rows], *found)
+                    out[:, :, rows], lse[:, :, rows] = block.join(
+                        out[:, :, rows], lse[:, :, rows], *found
+                    )
             if arrived is not None:
                 travelling = arrived()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, labels, out, lse)
-        ctx.scale, ctx.ring, ctx.documents = scale, ring, documents
+        ctx.scale = scale
+        ctx.ring = ring
+        ctx.documents = documents
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, labels, out, lse = ctx.saved_tensors
-        ring, grad = ctx.ring, grad.contiguous()
+        ring = ctx.ring
+        grad = grad.contiguous()
         wide = block.accumulation_dtype(q.dtype)
         travelling = _pack(k, v, labels)
         gradients_arrived: Callable[[], list[Tensor]] = list  # replaced in each step
@@ -105,14 +132,21 @@ class _Ring(torch.autograd.Function):
             if see is not None:
                 rows, (keys, values) = see.queries, travelling[0][:, :, :, see.keys]
                 parts = block.backward(
-                    *(grad[:, :, rows], q[:, :, rows], keys, values),
-                    *(out[:, :, rows], lse[:, :, rows].contiguous(), ctx.scale, see.causal),
+                    grad[:, :, rows],
+                    q[:, :, rows],
+                    keys,
+                    values,
+                    out[:, :, rows],
+                    lse[:, :, rows].contiguous(),
+                    ctx.scale,
+                    see.causal,
                     *sight,
                 )
             if step > 0:
                 (dkv,) = gradients_arrived()  # sent by the previous rank during our computation
             if see is not None and step == 0:  # the rank's own keys
-                dq, dkv = parts[0].to(wide), torch.stack([parts[1].to(wide), parts[2].to(wide)])
+                dq = parts[0].to(wide)
+                dkv = torch.stack([parts[1].to(wide), parts[2].to(wide)])
             elif see is not None:
                 dq[:, :, rows] += parts[0]
                 dkv[0][:, :, see.keys] += parts[1]
@@ -126,5 +160,6 @@ class _Ring(torch.autograd.Function):
 
 
 def _pack(k: Tensor, v: Tensor, labels: Tensor | None) -> list[Tensor]:
-    """The rotating tensors: keys and values [2, b, h, s, d] as one message, and the tokens' labels if any."""
+    """The rotating tensors: keys and values [2, b, h, s, d] as one message, and the tokens' labels
+    if any."""
     return [torch.stack([k, v])] + ([labels.contiguous()] if labels is not None else [])

@@ -23,18 +23,27 @@ class UlyssesAttention:
     """
 
     def __init__(self, core: SDPA, group: dist.ProcessGroup, size: int, counter: CommCounter):
-        self.core, self.group, self.size, self.counter = core, group, size, counter
+        self.core = core
+        self.group = group
+        self.size = size
+        self.counter = counter
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, serial: Tensor | None, documents: Documents | None
+    ) -> Tensor:
         if q.shape[2] % self.size:
-            raise ValueError(f"ulysses needs heads divisible by cp={self.size}, a rank has {q.shape[2]} heads")
+            raise ValueError(
+                f"ulysses needs heads divisible by cp={self.size}, a rank has {q.shape[2]} heads"
+            )
         repeat = lcm(k.shape[2], self.size) // k.shape[2]
         if repeat > 1:
             k, v = (t.repeat_interleave(repeat, dim=2) for t in (k, v))
         # One message: for each rank its heads of the three, side by side.
         each = [tensor.unflatten(2, (self.size, -1)) for tensor in (q, k, v)]
         heads = [tensor.shape[3] for tensor in each]
-        q, k, v = _Exchange.apply(torch.cat(each, dim=3).flatten(2, 3), 2, 1, self).split(heads, dim=2)
+        q, k, v = _Exchange.apply(torch.cat(each, dim=3).flatten(2, 3), 2, 1, self).split(
+            heads, dim=2
+        )
         serial = None if serial is None else self.gather(serial)
         if documents is not None and not self.core.knows_documents(q):
             documents = documents.each(self.gather)  # for a mask of the whole sequence
@@ -45,7 +54,8 @@ class UlyssesAttention:
         return all_gather(local.t().contiguous(), self.group, "cp", self.counter).t().contiguous()
 
     def exchange(self, tensor: Tensor, split: int, join: int) -> Tensor:
-        """Cut dimension `split` into one piece a rank, lay what arrives end to end along dimension `join`."""
+        """Cut dimension `split` into one piece a rank, lay what arrives end to end along dimension
+        `join`."""
         pieces = torch.stack(tensor.chunk(self.size, dim=split)).contiguous()
         arrived = all_to_all(pieces, self.group, "cp", self.counter)
         return torch.cat(arrived.unbind(0), dim=join)
@@ -56,7 +66,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor, split, join, ulysses: UlyssesAttention):
-        ctx.dims, ctx.ulysses = (split, join), ulysses
+        ctx.dims = (split, join)
+        ctx.ulysses = ulysses
         return ulysses.exchange(tensor, split, join)
 
     @staticmethod

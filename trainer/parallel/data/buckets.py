@@ -1,19 +1,22 @@
 """Data parallelism and ZeRO-0/1 on flat buckets.
 
-Parameters become views of one flat buffer per bucket; gradients are added, in the reduce dtype, to a second flat buffer
-as backward produces them. When a bucket has all its gradients of the step, its collective starts while backward
-continues: a reduce-scatter (ZeRO-1: this rank keeps the sum of its shard) or an all-reduce (ZeRO-0).
-After the optimizer has updated its shard, an all-gather in place rebuilds the whole parameters. Ring bytes a rank sends
-are 2(n-1)/n times the parameters in both cases (ZeRO, arXiv 1910.02054, section 7.2; Megatron-LM `mc/distributed`).
+Parameters become views of one flat buffer per bucket; gradients are added, in the reduce dtype, to
+a second flat buffer as backward produces them. When a bucket has all its gradients of the step, its
+collective starts while backward continues: a reduce-scatter (ZeRO-1: this rank keeps the sum of its
+shard) or an all-reduce (ZeRO-0). After the optimizer has updated its shard, an all-gather in place
+rebuilds the whole parameters. Ring bytes a rank sends are 2(n-1)/n times the parameters in both
+cases (ZeRO, arXiv 1910.02054, section 7.2; Megatron-LM `mc/distributed`).
 
-Hybrid sharding: shards are spread over a group of neighbours ("shard") and summed over the groups ("replica").
+Hybrid sharding: shards are spread over a group of neighbours ("shard") and summed over the groups
+("replica").
 
-Gradients are communicated as sums. The loss has been divided by the step's global number of valid tokens, so nothing
-here scales by a world size, and token counts may differ between ranks and micro-batches.
+Gradients are communicated as sums. The loss has been divided by the step's global number of valid
+tokens, so nothing here scales by a world size, and token counts may differ between ranks and
+micro-batches.
 
-Some gradients need a second sum: partial gradients of tensor-parallel ranks (norm weights under sequence parallelism,
-replicated key/value heads) and copies of tied embeddings on the first and last pipeline stage. It follows the first
-sum and moves only the shard.
+Some gradients need a second sum: partial gradients of tensor-parallel ranks (norm weights under
+sequence parallelism, replicated key/value heads) and copies of tied embeddings on the first and
+last pipeline stage. It follows the first sum and moves only the shard.
 """
 
 from __future__ import annotations
@@ -58,11 +61,14 @@ class ShardLayout(Protocol):
 
     def pieces(self, index: int, shards: int) -> list[tuple[Slot, int, int]]: ...
 
-    def rows(self, shards: int) -> list[tuple[int, int]]: ...  # of a matrix that shards cut into rows; else none
+    def rows(
+        self, shards: int
+    ) -> list[tuple[int, int]]: ...  # of a matrix that shards cut into rows; else none
 
 
 class ShardedBucket(Protocol):
-    """What the optimizer and the norm read of a bucket: this rank's shard of its parameters and gradients."""
+    """What the optimizer and the norm read of a bucket: this rank's shard of its parameters and
+    gradients."""
 
     infos: list[ParamInfo]
     kind: Kind
@@ -79,7 +85,8 @@ class ShardedBucket(Protocol):
 
 
 class Sharding(Protocol):
-    """Data parallelism as the optimizer and the norm see it: `GradBuckets` or `FullyShardedParameters`."""
+    """Data parallelism as the optimizer and the norm see it: `GradBuckets` or
+    `FullyShardedParameters`."""
 
     mesh: Mesh
     counter: CommCounter
@@ -102,10 +109,11 @@ class Sharding(Protocol):
 class GradBuckets:
     """Gradient accumulation, reduction and parameter gathering of one rank.
 
-    A step: `expect(n)`; n backward passes (hooks collect every gradient, or `on_grad` is called by hand where a
-    schedule computes weight gradients itself); `finish()`; the optimizer updates `param_shard` of each bucket from its
-    `grad_shard` and calls `gather(bucket)`; `start_forward()` before the next forward, whose parts each wait for their
-    own buckets (`gather_ahead`), so that a gather runs beside the computation of the parts before.
+    A step: `expect(n)`; n backward passes (hooks collect every gradient, or `on_grad` is called by
+    hand where a schedule computes weight gradients itself); `finish()`; the optimizer updates
+    `param_shard` of each bucket from its `grad_shard` and calls `gather(bucket)`; `start_forward()`
+    before the next forward, whose parts each wait for their own buckets (`gather_ahead`), so that a
+    gather runs beside the computation of the parts before.
     """
 
     keeps_whole_grads = True  # each bucket has a whole gradient buffer during the whole step
@@ -121,36 +129,61 @@ class GradBuckets:
         classes: Sequence[GradGroups] = (DENSE,),
         host: HostMemory | None = None,
     ):
-        """`params` in forward order, each once. Their storage moves into the buckets. `classes`: all that any rank has
-        parameters of. `host`: where the summed gradients go, bucket by bucket. Raises LayoutError for a `zero` that
-        this class is not, ValueError for a parameter that appears twice or whose class is not listed."""
+        """`params` in forward order, each once. Their storage moves into the buckets. `classes`:
+        all that any rank has parameters of. `host`: where the summed gradients go, bucket by
+        bucket. Raises LayoutError for a `zero` that this class is not, ValueError for a parameter
+        that appears twice or whose class is not listed."""
         if zero not in ((0, 1) if self.keeps_whole_grads else (2,)):
             raise LayoutError(f"{type(self).__name__} does not implement ZeRO-{zero}")
         if len({id(param) for _, param, _ in params}) != len(params):
-            raise ValueError("a parameter appears twice: list a tied weight once, under its first name")
+            raise ValueError(
+                "a parameter appears twice: list a tied weight once, under its first name"
+            )
         check_classes([info for _, _, info in params], classes)
-        self.mesh, self.zero, self.counter, self.classes, self.host = mesh, zero, counter, classes, host
+        self.mesh = mesh
+        self.zero = zero
+        self.counter = counter
+        self.classes = classes
+        self.host = host
         self.passes = 0
         self._ahead: set[int] = set()  # buckets that parts of the stages wait for
-        self._aside: torch.cuda.Stream | None = None  # where sums over replicas wait for their shards
-        self.launched = 0  # buckets whose reduction has started; they start in index order on every rank
+        self._aside: torch.cuda.Stream | None = (
+            None  # where sums over replicas wait for their shards
+        )
+        self.launched = (
+            0  # buckets whose reduction has started; they start in index order on every rank
+        )
         items = [
-            Item(at, param.numel(), kind_of(param.dtype, info), info.whole, STATE_BLOCK if info.narrow else SHARD_ALIGN)
+            Item(
+                at,
+                param.numel(),
+                kind_of(param.dtype, info),
+                info.whole,
+                STATE_BLOCK if info.narrow else SHARD_ALIGN,
+            )
             for at, (_, param, info) in enumerate(params)
         ]
         layouts = make_layout(items, self._shards_of, max(1, bucket_bytes // reduce_dtype.itemsize))
         self.buckets: list[FlatBucket] = []
         self._slot_of: dict[Tensor, tuple[int, int]] = {}  # parameter -> (bucket, slot)
         self._received: list[list[int]] = []  # gradients of this step, by bucket and slot
-        self._uses: list[list[float]] | None = None  # gradients in one pass, inf: varies; None before the first step
+        self._uses: list[list[float]] | None = (
+            None  # gradients in one pass, inf: varies; None before the first step
+        )
         for number, layout in enumerate(layouts):
             members = [params[slot.index] for slot in layout.slots]
             infos = [info for _, _, info in members]
             if len({info.owner for info in infos}) != 1:
-                raise ValueError(f"parameters {[i.name for i in infos]} share a bucket but not an owner")
+                raise ValueError(
+                    f"parameters {[i.name for i in infos]} share a bucket but not an owner"
+                )
             tensors = [param for _, param, _ in members]
             place = self._shards_of(layout.key), mesh.index(infos[0].groups.shard) if zero else 0
-            self.buckets.append(FlatBucket(layout, tensors, infos, *place, reduce_dtype, self.keeps_whole_grads, host))
+            self.buckets.append(
+                FlatBucket(
+                    layout, tensors, infos, *place, reduce_dtype, self.keeps_whole_grads, host
+                )
+            )
             self._received.append([0] * len(members))
             for position, (_, param, _) in enumerate(members):
                 self._slot_of[param] = number, position
@@ -159,14 +192,16 @@ class GradBuckets:
     def _shards_of(self, kind: Hashable) -> int:
         return self.mesh.size(cast(Kind, kind).groups.shard) if self.zero else 1
 
-    # ------------------------------------------------------------------------------------------- gradients
+    # -------------------------------------------------------------------------------------------
+    #     gradients
 
     def expect(self, passes: int) -> None:
         """Begin a step of `passes` backward passes (micro-batches).
 
-        The number of gradients that a parameter gets per pass is learnt in the first step, whose reductions all start
-        in `finish`: normally one, two if it serves both ends of the model on this rank, none if it is not used. Raises
-        RuntimeError when the previous step is not finished, ValueError for `passes` below 1.
+        The number of gradients that a parameter gets per pass is learnt in the first step, whose
+        reductions all start in `finish`: normally one, two if it serves both ends of the model on
+        this rank, none if it is not used. Raises RuntimeError when the previous step is not
+        finished, ValueError for `passes` below 1.
         """
         if passes < 1:
             raise ValueError(f"a step needs at least one backward pass, not {passes}")
@@ -178,21 +213,28 @@ class GradBuckets:
             self._received[number] = [0] * len(bucket.infos)
 
     def on_grad(self, param: Tensor) -> None:
-        """Add `param.grad` to the bucket. Starts the reduction of every bucket that is now complete.
+        """Add `param.grad` to the bucket. Starts the reduction of every bucket that is now
+        complete.
 
-        If the dtypes are equal, `param.grad` then is a view of the bucket, so that autograd itself adds the following
-        gradients; else it is cleared.
+        If the dtypes are equal, `param.grad` then is a view of the bucket, so that autograd itself
+        adds the following gradients; else it is cleared.
         """
         self._take(*self._slot_of[param], param)
 
     def _take(self, number: int, position: int, param: Tensor) -> None:
-        bucket, received = self.buckets[number], self._received[number]
+        bucket = self.buckets[number]
+        received = self._received[number]
         if number < self.launched:  # it would be lost, or change a buffer in transit
-            name, count = bucket.infos[position].name, received[position]
-            raise RuntimeError(f"{name} got gradient {count + 1} of this step after its bucket's reduction had started")
+            name = bucket.infos[position].name
+            count = received[position]
+            raise RuntimeError(
+                f"{name} got gradient {count + 1} of this step after its bucket's reduction had"
+                " started"
+            )
         if bucket.gathering is not None:
             raise RuntimeError(f"{bucket.infos[position].name} was used before it was gathered")
-        view, grad = bucket.grad_views[position], param.grad
+        view = bucket.grad_views[position]
+        grad = param.grad
         assert grad is not None
         if grad is not view:
             if received[position]:
@@ -206,14 +248,17 @@ class GradBuckets:
             self._launch_complete()
 
     def _launch_complete(self) -> None:
-        """Start complete buckets in index order: ranks may complete them in different orders, collectives must not."""
+        """Start complete buckets in index order: ranks may complete them in different orders,
+        collectives must not."""
         while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
             self._launch()
 
     def _launch(self) -> None:
         bucket = self.buckets[self.launched]
         self.counter.subject = f"bucket {self.launched}"
-        for param, view, count in zip(bucket.members, bucket.grad_views, self._received[self.launched], strict=True):
+        for param, view, count in zip(
+            bucket.members, bucket.grad_views, self._received[self.launched], strict=True
+        ):
             param.grad = None
             if not count:  # not used in this step: zero, for the sum with ranks that use it
                 view.zero_()
@@ -221,9 +266,13 @@ class GradBuckets:
         if self.zero:
             group = self.mesh.group(groups.shard)
             out = None if group is None else bucket.grad_shard
-            bucket.reduction = start_reduce_scatter(bucket.whole_grads, group, "dp", self.counter, out=out)
+            bucket.reduction = start_reduce_scatter(
+                bucket.whole_grads, group, "dp", self.counter, out=out
+            )
         else:
-            bucket.reduction = start_all_reduce(bucket.whole_grads, self.mesh.group(groups.grad), "dp", self.counter)
+            bucket.reduction = start_all_reduce(
+                bucket.whole_grads, self.mesh.group(groups.grad), "dp", self.counter
+            )
         self.counter.subject = ""
         self.launched += 1
         if self.launched > SUMS_BEHIND:
@@ -234,10 +283,11 @@ class GradBuckets:
                 behind.leave(self.host)
 
     def _sum_replicas(self, bucket: FlatBucket) -> None:
-        """When the shard is reduced, start its sum over the replicas; no computation waits for the one before.
+        """When the shard is reduced, start its sum over the replicas; no computation waits for the
+        one before.
 
-        On CPUs the caller waits instead, for a reduction that began `SUMS_BEHIND` buckets ago. All ranks start the same
-        sums between the same reductions.
+        On CPUs the caller waits instead, for a reduction that began `SUMS_BEHIND` buckets ago. All
+        ranks start the same sums between the same reductions.
         """
         replicas = self.mesh.group(bucket.kind.groups.replica)
         if replicas is None or bucket.summed:
@@ -262,7 +312,10 @@ class GradBuckets:
         self._sum_parts()
         self.launched = 0
         if self._uses is None:
-            self._uses = [[math.inf if n % self.passes else n // self.passes for n in row] for row in self._received]
+            self._uses = [
+                [math.inf if n % self.passes else n // self.passes for n in row]
+                for row in self._received
+            ]
 
     def _sum_parts(self) -> None:
         """The sums that follow the first one, on the shards only."""
@@ -272,11 +325,17 @@ class GradBuckets:
             bucket.wait_reduction()
             bucket.summed = False
             for name in bucket.kind.sums:
-                all_reduce(bucket.grad_shard, self.mesh.group(name), AXIS_OF_GROUP.get(name, name), self.counter)
+                all_reduce(
+                    bucket.grad_shard,
+                    self.mesh.group(name),
+                    AXIS_OF_GROUP.get(name, name),
+                    self.counter,
+                )
             bucket.leave(self.host)
             bucket.taken = False
 
-    # ------------------------------------------------------------------------------------------- parameters
+    # -------------------------------------------------------------------------------------------
+    #     parameters
 
     @property
     def gathers(self) -> bool:
@@ -288,7 +347,9 @@ class GradBuckets:
         group = self._shard_group(bucket)
         if group is not None:
             bucket.wait_gather()  # of a part that did not compute since
-            bucket.gathering = start_all_gather(bucket.param_shard, group, "dp", self.counter, out=bucket.params)
+            bucket.gathering = start_all_gather(
+                bucket.param_shard, group, "dp", self.counter, out=bucket.params
+            )
 
     def gather_ahead(self, stages: Sequence[Stage]) -> None:
         """Let each part of the stages wait for its own parameters, before it computes."""
@@ -299,7 +360,9 @@ class GradBuckets:
 
     def _holders(self, modules: Sequence[Module]) -> list[int]:
         """Numbers of the buckets that hold the modules' parameters."""
-        return sorted({self._slot_of[param][0] for module in modules for param in module.parameters()})
+        return sorted(
+            {self._slot_of[param][0] for module in modules for param in module.parameters()}
+        )
 
     def _wait_part(self, needs: dict[str, list[int]], name: str) -> None:
         for number in needs[name]:
@@ -316,27 +379,36 @@ class GradBuckets:
         for bucket in self.buckets:
             bucket.wait_gather()
 
-    # ------------------------------------------------------------------------------------------- views
+    # -------------------------------------------------------------------------------------------
+    #     views
 
     def grad_of(self, param: Tensor) -> Tensor:
-        """A view of a parameter's gradient buffer: after `finish`, the sum where this rank owns the shard."""
+        """A view of a parameter's gradient buffer: after `finish`, the sum where this rank owns the
+        shard."""
         number, position = self._slot_of[param]
         return self.buckets[number].grad_views[position]
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Every parameter's whole summed gradient by name, shards gathered into copies: for verification only."""
+        """Every parameter's whole summed gradient by name, shards gathered into copies: for
+        verification only."""
         result = {}
         for bucket in self.buckets:
             uncounted = CommCounter(gloo=self.counter.gloo)
-            whole = start_all_gather(bucket.grad_shard.clone(), self._shard_group(bucket), "dp", uncounted).wait()
-            for info, slot, shape in zip(bucket.infos, bucket.layout.slots, bucket.shapes, strict=True):
+            whole = start_all_gather(
+                bucket.grad_shard.clone(), self._shard_group(bucket), "dp", uncounted
+            ).wait()
+            for info, slot, shape in zip(
+                bucket.infos, bucket.layout.slots, bucket.shapes, strict=True
+            ):
                 result[info.name] = whole[slot.start : slot.stop].view(shape).clone()
         return result
 
     def full_params(self) -> Iterator[tuple[ParamInfo, Tensor]]:
         """Every parameter whole, as this rank holds it."""
         for bucket in self.buckets:
-            for info, slot, shape in zip(bucket.infos, bucket.layout.slots, bucket.shapes, strict=True):
+            for info, slot, shape in zip(
+                bucket.infos, bucket.layout.slots, bucket.shapes, strict=True
+            ):
                 yield info, bucket.params[slot.start : slot.stop].view(shape)
 
     def _shard_group(self, bucket: FlatBucket) -> torch.distributed.ProcessGroup | None:
@@ -352,11 +424,16 @@ class GradBuckets:
 
 
 def kind_of(dtype: torch.dtype, info: ParamInfo) -> Kind:
-    return Kind(dtype, info.decay, len(info.replicas) > 1, info.sums, info.groups, info.whole, info.narrow)
+    return Kind(
+        dtype, info.decay, len(info.replicas) > 1, info.sums, info.groups, info.whole, info.narrow
+    )
 
 
 def check_classes(infos: Sequence[ParamInfo], classes: Sequence[GradGroups]) -> None:
-    """Raises ValueError for a parameter of another class: ranks without such parameters would not sum its norm."""
+    """Raises ValueError for a parameter of another class: ranks without such parameters would not
+    sum its norm."""
     for info in infos:
         if info.groups not in classes:
-            raise ValueError(f"{info.name} is of the class {info.groups.name!r}, not among those of this model")
+            raise ValueError(
+                f"{info.name} is of the class {info.groups.name!r}, not among those of this model"
+            )

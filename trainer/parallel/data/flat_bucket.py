@@ -33,14 +33,21 @@ class FlatBucket:
     def __init__(self, layout: Bucket, params: list[Parameter], infos: list[ParamInfo], shards: int, shard_index: int,
                  reduce_dtype: torch.dtype, allocate_grads: bool, host: HostMemory | None = None):  # fmt: skip
         device = params[0].device
-        self.shards, self.shard_index = shards, shard_index
-        self.layout, self.infos, self.range = layout, infos, layout.shard(shard_index, shards)
+        self.shards = shards
+        self.shard_index = shard_index
+        self.layout = layout
+        self.infos = infos
+        self.range = layout.shard(shard_index, shards)
         self.kind = cast(Kind, layout.key)
         self.owner = infos[0].owner
         self._new = partial(torch.zeros, device=device) if host is None else host.device_zeros
         self.params = self._new(layout.numel, dtype=self.kind.dtype)
-        self.reduce_dtype, self.shapes, self.members = reduce_dtype, [param.shape for param in params], params
-        self.direct = reduce_dtype == self.kind.dtype  # autograd itself can add to the gradient buffer
+        self.reduce_dtype = reduce_dtype
+        self.shapes = [param.shape for param in params]
+        self.members = params
+        self.direct = (
+            reduce_dtype == self.kind.dtype
+        )  # autograd itself can add to the gradient buffer
         for slot, param in zip(layout.slots, params, strict=True):
             view = self.params[slot.start : slot.stop].view(param.shape)
             view.copy_(param.detach())
@@ -56,11 +63,19 @@ class FlatBucket:
             self.grad_shard = taking.zeros(self.param_shard.numel(), reduce_dtype)
         else:
             self.grad_shard = self._new(self.param_shard.numel(), dtype=reduce_dtype)
-        self.host_grad: Tensor | None = None  # where the optimizer reads `grad_shard`, if it is on the host
+        self.host_grad: Tensor | None = (
+            None  # where the optimizer reads `grad_shard`, if it is on the host
+        )
         if taking is not None:
-            self.host_grad = taking.zeros(self.grad_shard.numel(), reduce_dtype) if allocate_grads else self.grad_shard
+            self.host_grad = (
+                taking.zeros(self.grad_shard.numel(), reduce_dtype)
+                if allocate_grads
+                else self.grad_shard
+            )
         self.taken = False  # this step's `grad_shard` is on its way to the host
-        self.missing: float = 0  # gradients that the reduction still waits for; inf: it starts in `finish`
+        self.missing: float = (
+            0  # gradients that the reduction still waits for; inf: it starts in `finish`
+        )
         self.reduction: Handle | None = None
         self.gathering: Handle | None = None
         self.summed = False  # over the replicas, in this step
@@ -73,7 +88,9 @@ class FlatBucket:
 
     def close(self) -> Tensor:
         """Release the whole gradient buffer; the buffer."""
-        whole, self.grads, self.grad_views = self.whole_grads, None, []
+        whole = self.whole_grads
+        self.grads = None
+        self.grad_views = []
         return whole
 
     @property
@@ -89,11 +106,12 @@ class FlatBucket:
             self.reduction = None
 
     def leave(self, host: HostMemory | None) -> None:
-        """Start to copy the summed gradient to the host, if the optimizer is there, once a step; on CUDA while its
-        reduction is in progress."""
+        """Start to copy the summed gradient to the host, if the optimizer is there, once a step; on
+        CUDA while its reduction is in progress."""
         if host is None or self.host_grad is None or self.taken:
             return
-        self.taken, work = True, None
+        self.taken = True
+        work = None
         if self.grad_shard.is_cuda and self.reduction is not None:
             work = self.reduction.work
         else:

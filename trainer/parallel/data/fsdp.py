@@ -1,19 +1,21 @@
-"""ZeRO-3: weights are sharded too and gathered layer by layer (arXiv 1910.02054, section 5.3) by torch's `fully_shard`
-(FSDP2), with our collectives and our optimizer.
+"""ZeRO-3: weights are sharded too and gathered layer by layer (arXiv 1910.02054, section 5.3) by
+torch's `fully_shard` (FSDP2), with our collectives and our optimizer.
 
-A block's weights are gathered before its forward and again before its backward, one block ahead, and its gradients are
-reduce-scattered after its backward: 3 Psi (n-1)/n per micro-batch. Embedding, and final norm with head, are units of
-their own, gathered ahead of where they compute; they stay gathered until their backward: 2 Psi for those. A table that
-both ends of a stage use belongs to the unit of the whole stage. Under pipeline parallelism, where forwards and
-backwards of micro-batches alternate, every weight is gathered once per step and freed at its end (as in torch's own
+A block's weights are gathered before its forward and again before its backward, one block ahead,
+and its gradients are reduce-scattered after its backward: 3 Psi (n-1)/n per micro-batch. Embedding,
+and final norm with head, are units of their own, gathered ahead of where they compute; they stay
+gathered until their backward: 2 Psi for those. A table that both ends of a stage use belongs to the
+unit of the whole stage. Under pipeline parallelism, where forwards and backwards of micro-batches
+alternate, every weight is gathered once per step and freed at its end (as in torch's own
 pipelines): this saves weight memory only between steps, which the plan warns about.
 
-Hybrid sharding: when a step's last backward pass has reduced a unit's shard, the shard is summed over the replicas
-while the units below compute, on a stream of its own.
+Hybrid sharding: when a step's last backward pass has reduced a unit's shard, the shard is summed
+over the replicas while the units below compute, on a stream of its own.
 
-The shards are the master copy, unless the host has that: then they are in `Recipe.param`, in which blocks compute.
-Gradients are sent and accumulated in `Recipe.reduce`, as sums: torch's mean over ranks is disabled. For the optimizer,
-the norm and checkpoints each parameter is a bucket of its own whose shard is a range of rows.
+The shards are the master copy, unless the host has that: then they are in `Recipe.param`, in which
+blocks compute. Gradients are sent and accumulated in `Recipe.reduce`, as sums: torch's mean over
+ranks is disabled. For the optimizer, the norm and checkpoints each parameter is a bucket of its own
+whose shard is a range of rows.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ from .layout import Slot
 
 @dataclass(frozen=True)
 class Rows:
-    """Layout of a parameter sharded over dimension 0 in runs of ceil(rows / shards), the last ones shorter or empty."""
+    """Layout of a parameter sharded over dimension 0 in runs of ceil(rows / shards), the last ones
+    shorter or empty."""
 
     shape: tuple[int, ...]
 
@@ -57,12 +60,16 @@ class Rows:
 
     def shard(self, index: int, shards: int) -> tuple[int, int]:
         """[start, stop) in the parameter's flat elements."""
-        run, width = -(-self.shape[0] // shards), prod(self.shape[1:])
-        return min(index * run, self.shape[0]) * width, min((index + 1) * run, self.shape[0]) * width
+        run = -(-self.shape[0] // shards)
+        width = prod(self.shape[1:])
+        return min(index * run, self.shape[0]) * width, min(
+            (index + 1) * run, self.shape[0]
+        ) * width
 
     def rows(self, shards: int) -> list[tuple[int, int]]:
         """[start, stop) of each of `shards` in the parameter's rows."""
-        width, ranges = prod(self.shape[1:]), [self.shard(index, shards) for index in range(shards)]
+        width = prod(self.shape[1:])
+        ranges = [self.shard(index, shards) for index in range(shards)]
         return [(start // width, stop // width) for start, stop in ranges]
 
     def pieces(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
@@ -74,13 +81,18 @@ class ShardedParameter:
     """One parameter as the optimizer sees it: this rank's rows and their gradient, flat."""
 
     def __init__(self, param: Tensor, info: ParamInfo, mesh: Mesh):
-        self.param, self.infos, self.owner = param, [info], info.owner
-        self.shards, self.shard_index = mesh.size(info.groups.shard), mesh.index(info.groups.shard)
+        self.param = param
+        self.infos = [info]
+        self.owner = info.owner
+        self.shards = mesh.size(info.groups.shard)
+        self.shard_index = mesh.index(info.groups.shard)
         self.layout = Rows(info.local_shape)
         self.range = self.layout.shard(self.shard_index, self.shards)
         self.kind: Kind = kind_of(param.dtype, info)
         self.param_shard = _local(param)
-        self.grad_shard = self.param_shard[:0]  # the gradient from `finish` to the next step, else empty
+        self.grad_shard = self.param_shard[
+            :0
+        ]  # the gradient from `finish` to the next step, else empty
         self.host_grad: Tensor | None = None
 
 
@@ -102,18 +114,24 @@ class FullyShardedParameters:
         classes: Sequence[GradGroups] = (DENSE,),
         host: HostMemory | None = None,
     ):
-        """`stages`, in the master dtype, are sharded in place over the shard group of each parameter's class, which has
-        at least two ranks. `interleaved`: forwards and backwards of several micro-batches alternate (a pipeline).
-        `host`: where the summed gradients go, and master weights are: `stages` are in the dtype that they compute in.
-        Raises LayoutError for a class that is sharded over no ranks, or that shares a module with another."""
+        """`stages`, in the master dtype, are sharded in place over the shard group of each
+        parameter's class, which has at least two ranks. `interleaved`: forwards and backwards of
+        several micro-batches alternate (a pipeline). `host`: where the summed gradients go, and
+        master weights are: `stages` are in the dtype that they compute in. Raises LayoutError for a
+        class that is sharded over no ranks, or that shares a module with another."""
         check_classes(list(table.values()), classes)
-        self.mesh, self.counter, self.classes, self.host = mesh, counter, classes, host
+        self.mesh = mesh
+        self.counter = counter
+        self.classes = classes
+        self.host = host
         ranks = {groups: _device_mesh(mesh, groups, device) for groups in classes}
         if host is not None:
             for stage in stages:
                 for param in stage.parameters():
                     param.grad_dtype = recipe.reduce  # of the shard, which is narrower
-        policy = MixedPrecisionPolicy(param_dtype=recipe.param, reduce_dtype=recipe.reduce, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=recipe.param, reduce_dtype=recipe.reduce, cast_forward_inputs=False
+        )
         self.modules: list[FSDPModule] = []  # a handle of each unit, and what it consists of
         holders = list[list[nn.Module]]()
         for stage in stages:
@@ -122,13 +140,21 @@ class FullyShardedParameters:
             for block in stage.blocks.values():
                 units: list[tuple[nn.Module, GradGroups]] = [*_others(block, of), (block, DENSE)]
                 self.modules += [
-                    fully_shard(unit, mesh=ranks[groups], mp_policy=policy, reshard_after_forward=not interleaved)
+                    fully_shard(
+                        unit,
+                        mesh=ranks[groups],
+                        mp_policy=policy,
+                        reshard_after_forward=not interleaved,
+                    )
                     for unit, groups in units
                 ]
                 holders += [[unit] for unit, _ in units]
                 blocks.append(self.modules[-1])
-            # They stay gathered: backward of a head follows its forward, an embedding's reads no weights.
-            shard: Any = partial(fully_shard, mesh=ranks[DENSE], mp_policy=policy, reshard_after_forward=False)
+            # They stay gathered: backward of a head follows its forward, an embedding's reads no
+            # weights.
+            shard: Any = partial(
+                fully_shard, mesh=ranks[DENSE], mp_policy=policy, reshard_after_forward=False
+            )
             before, behind = ([shard(unit)[0]] if unit else [] for unit in _ends(stage))
             self.modules += [*before, *behind, shard(stage)]
             holders += [*filter(None, _ends(stage)), [stage]]
@@ -141,41 +167,54 @@ class FullyShardedParameters:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reshard_after_backward(not interleaved)
-            module.unshard()  # allocates the shards, which torch would otherwise do in the first forward
+            # allocates the shards, which torch would otherwise do in the first forward
+            module.unshard()
             module.reshard()
         self.buckets = [
-            ShardedParameter(param, table[name], mesh) for stage in stages for name, param in stage.named_parameters()
+            ShardedParameter(param, table[name], mesh)
+            for stage in stages
+            for name, param in stage.named_parameters()
         ]
         self._replicas = self._sum_replicas_early(holders)
         if host is not None and host.takes_gradients:
             for bucket in self.buckets:
                 bucket.host_grad = host.zeros(bucket.param_shard.numel(), recipe.reduce)
 
-    # ------------------------------------------------------------------------------------------- gradients
+    # -------------------------------------------------------------------------------------------
+    #     gradients
 
     def expect(self, passes: int) -> None:
-        """Begin a step of `passes` backward passes, each of which ends with its gradients summed into the shards."""
+        """Begin a step of `passes` backward passes, each of which ends with its gradients summed
+        into the shards."""
         if passes < 1:
             raise ValueError(f"a step needs at least one backward pass, not {passes}")
         for bucket in self.buckets:
-            bucket.param.grad, bucket.grad_shard = None, bucket.param_shard[:0]
+            bucket.param.grad = None
+            bucket.grad_shard = bucket.param_shard[:0]
         self._replicas.start(passes)
 
     def on_grad(self, param: Tensor) -> None:
-        raise NotImplementedError("ZeRO-3 takes gradients from autograd alone: no schedule that splits backward")
+        raise NotImplementedError(
+            "ZeRO-3 takes gradients from autograd alone: no schedule that splits backward"
+        )
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Free gathered weights; every `grad_shard` then holds the sum over all ranks and passes."""
+        """Free gathered weights; every `grad_shard` then holds the sum over all ranks and
+        passes."""
         for module in self.modules:
             module.reshard()
         for bucket in self.buckets:
             grad = bucket.param.grad
             if grad is None:
-                bucket.param.grad = grad = torch.zeros_like(bucket.param, dtype=bucket.param.grad_dtype)
+                bucket.param.grad = grad = torch.zeros_like(
+                    bucket.param, dtype=bucket.param.grad_dtype
+                )
             bucket.grad_shard = _local(grad)
         self._replicas.end()
-        for name in sorted({name for bucket in self.buckets for name in bucket.kind.sums}):  # everywhere in this order
+        for name in sorted(
+            {name for bucket in self.buckets for name in bucket.kind.sums}
+        ):  # everywhere in this order
             self._sum([bucket for bucket in self.buckets if name in bucket.kind.sums], name)
         if self.host is not None:
             for bucket in self.buckets:
@@ -183,12 +222,20 @@ class FullyShardedParameters:
                     self.host.take(bucket.host_grad, bucket.grad_shard)
 
     def _sum_replicas_early(self, holders: list[list[nn.Module]]) -> ReplicaSums:
-        """Let each unit, of the modules `holders`, tell when a backward pass has reduced its gradients."""
-        sums, of = ReplicaSums(self.mesh, self.counter), {id(bucket.param): bucket for bucket in self.buckets}
+        """Let each unit, of the modules `holders`, tell when a backward pass has reduced its
+        gradients."""
+        sums = ReplicaSums(self.mesh, self.counter)
+        of = {id(bucket.param): bucket for bucket in self.buckets}
         device = self.buckets[0].param_shard.device if self.buckets else torch.device("cpu")
-        aside = {"stream": torch.cuda.Stream(device)} if device.type == "cuda" and sums.any(self.classes) else {}
+        aside = (
+            {"stream": torch.cuda.Stream(device)}
+            if device.type == "cuda" and sums.any(self.classes)
+            else {}
+        )
         inner = set[int]()
-        for module, parts in zip(self.modules, holders, strict=True):  # units inside others come before them
+        for module, parts in zip(
+            self.modules, holders, strict=True
+        ):  # units inside others come before them
             params = {id(param): param for part in parts for param in part.parameters()}
             mine = [of[key] for key in params if key not in inner]
             inner |= {id(bucket.param) for bucket in mine}
@@ -198,11 +245,19 @@ class FullyShardedParameters:
 
     def _sum(self, buckets: list[ShardedParameter], name: str) -> None:
         """Sum the gradient shards over one group, in one message."""
-        group = self.mesh.group(name) if buckets else None  # a group that nothing is summed over may not be there
+        group = (
+            self.mesh.group(name) if buckets else None
+        )  # a group that nothing is summed over may not be there
         if group is not None:
-            sum_together([bucket.grad_shard for bucket in buckets], group, AXIS_OF_GROUP.get(name, name), self.counter)
+            sum_together(
+                [bucket.grad_shard for bucket in buckets],
+                group,
+                AXIS_OF_GROUP.get(name, name),
+                self.counter,
+            )
 
-    # ------------------------------------------------------------------------------------------- parameters
+    # -------------------------------------------------------------------------------------------
+    #     parameters
 
     def gather(self, bucket: ShardedParameter) -> None:
         """Nothing to do."""
@@ -213,7 +268,8 @@ class FullyShardedParameters:
     def start_forward(self) -> None:
         """Nothing to wait for: each forward gathers its weights."""
 
-    # ------------------------------------------------------------------------------------------- views
+    # -------------------------------------------------------------------------------------------
+    #     views
 
     def full_grads(self) -> dict[str, Tensor]:
         """Every parameter's whole summed gradient by name: for verification only."""
@@ -230,20 +286,26 @@ class FullyShardedParameters:
 
     def grad_tensors(self) -> list[Tensor]:
         """The gradient shards' storage, for memory metrics."""
-        return [_local(bucket.param.grad) for bucket in self.buckets if bucket.param.grad is not None]
+        return [
+            _local(bucket.param.grad) for bucket in self.buckets if bucket.param.grad is not None
+        ]
 
 
 class ReplicaSums:
     """Sums of gradient shards over the replicas of hybrid sharding, a unit a message.
 
-    FSDP2 tells of a unit (`set_all_reduce_hook`) before it adds the shard to what earlier passes have left, so each
-    unit's sum starts when the next unit is told of, or in `end`. All ranks tell of them in one order.
+    FSDP2 tells of a unit (`set_all_reduce_hook`) before it adds the shard to what earlier passes
+    have left, so each unit's sum starts when the next unit is told of, or in `end`. All ranks tell
+    of them in one order.
     """
 
     def __init__(self, mesh: Mesh, counter: CommCounter):
-        self.mesh, self.counter = mesh, counter
-        self.passes, self._waiting = 0, list[int]()
-        self._units, self._told = list[list[ShardedParameter]](), list[int]()
+        self.mesh = mesh
+        self.counter = counter
+        self.passes = 0
+        self._waiting = list[int]()
+        self._units = list[list[ShardedParameter]]()
+        self._told = list[int]()
 
     def any(self, classes: Sequence[GradGroups]) -> bool:
         return any(self.mesh.group(groups.replica) is not None for groups in classes)
@@ -252,7 +314,8 @@ class ReplicaSums:
         self.passes, self._told = passes, [0] * len(self._units)
 
     def unit(self, buckets: list[ShardedParameter]) -> Callable[[Tensor], None]:
-        """What FSDP2 calls after each pass of a unit with these parameters, on the stream where it adds the shard."""
+        """What FSDP2 calls after each pass of a unit with these parameters, on the stream where it
+        adds the shard."""
         number = len(self._units)
         self._units.append(buckets)
 
@@ -274,10 +337,14 @@ class ReplicaSums:
         while self._waiting:
             buckets = self._units[self._waiting.pop(0)]
             group = self.mesh.required_group(buckets[0].kind.groups.replica)
-            sum_together([_local(bucket.param.grad) for bucket in buckets], group, "dp", self.counter)
+            sum_together(
+                [_local(bucket.param.grad) for bucket in buckets], group, "dp", self.counter
+            )
 
 
-def sum_together(grads: list[Tensor], group: dist.ProcessGroup, axis: str, counter: CommCounter) -> None:
+def sum_together(
+    grads: list[Tensor], group: dist.ProcessGroup, axis: str, counter: CommCounter
+) -> None:
     """Sum each over the group, all in one message."""
     total = all_reduce(torch.cat(grads), group, axis, counter)
     for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
@@ -285,8 +352,8 @@ def sum_together(grads: list[Tensor], group: dist.ProcessGroup, axis: str, count
 
 
 def _ends(stage: Stage) -> tuple[list[nn.Module], list[nn.Module]]:
-    """What computes before and after the blocks, as units; empty where it belongs to the unit of the whole stage: a
-    table that both ends use, a head that several predictions use."""
+    """What computes before and after the blocks, as units; empty where it belongs to the unit of
+    the whole stage: a table that both ends use, a head that several predictions use."""
     if stage.ahead or (stage.last and stage.model.tied_embeddings):
         return [], []
     first: list[nn.Module] = [stage.embed] if stage.first else []
@@ -297,12 +364,16 @@ def _ends(stage: Stage) -> tuple[list[nn.Module], list[nn.Module]]:
 def _device_mesh(mesh: Mesh, groups: GradGroups, device: torch.device) -> DeviceMesh:
     group = mesh.group(groups.shard)
     if group is None:
-        raise LayoutError(f"ZeRO-3 has no ranks to shard parameters of the class {groups.name!r} over")
+        raise LayoutError(
+            f"ZeRO-3 has no ranks to shard parameters of the class {groups.name!r} over"
+        )
     with real_tensors():
         return DeviceMesh.from_group(group, device.type)
 
 
-def _others(block: nn.Module, groups_of: dict[int, GradGroups]) -> Iterator[tuple[nn.Module, GradGroups]]:
+def _others(
+    block: nn.Module, groups_of: dict[int, GradGroups]
+) -> Iterator[tuple[nn.Module, GradGroups]]:
     """The outermost modules of a block whose parameters are all of one class other than DENSE."""
     found = {groups_of[id(param)] for param in block.parameters()}
     if not found or found == {DENSE}:
@@ -311,7 +382,9 @@ def _others(block: nn.Module, groups_of: dict[int, GradGroups]) -> Iterator[tupl
         yield block, found.pop()
         return
     if {groups_of[id(param)] for param in block.parameters(recurse=False)} - {DENSE}:
-        raise LayoutError(f"a {type(block).__name__} holds parameters of several classes: ZeRO-3 shards modules")
+        raise LayoutError(
+            f"a {type(block).__name__} holds parameters of several classes: ZeRO-3 shards modules"
+        )
     for child in block.children():
         yield from _others(child, groups_of)
 
@@ -349,7 +422,11 @@ class _Communication:
 
 class _AllGather(_Communication):
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work | None:
         handle = start_all_gather(input_tensor, group, "dp", self.counter, out=output_tensor)
         if async_op:
@@ -367,5 +444,6 @@ class _ReduceScatter(_Communication):
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        """`op` is SUM. Synchronous: on CUDA it runs in FSDP2's own stream, concurrently with backward."""
+        """`op` is SUM. Synchronous: on CUDA it runs in FSDP2's own stream, concurrently with
+        backward."""
         reduce_scatter(input_tensor, group, "dp", self.counter, out=output_tensor)

@@ -1,13 +1,14 @@
 """Position of each parameter in the flat buckets: a pure function of names and sizes.
 
-A bucket is one contiguous buffer that is reduced by one collective and updated by one optimizer call. So its parameters
-must have the same dtype, weight decay, chain of gradient sums and norm ownership: the kind, in `Item.key`. Parameters
-of different kinds never share a bucket.
+A bucket is one contiguous buffer that is reduced by one collective and updated by one optimizer
+call. So its parameters must have the same dtype, weight decay, chain of gradient sums and norm
+ownership: the kind, in `Item.key`. Parameters of different kinds never share a bucket.
 
-Buckets follow the reverse of the registration order, because backward finishes the last layers first. Every parameter
-starts on a multiple of `ALIGN` elements (vector loads, NCCL's 16-byte rule) and every bucket is padded so that each of
-`shards` ranks owns an equal piece of every bucket, itself a multiple of `SHARD_ALIGN` (Megatron-LM's distributed
-optimizer: `mc/optimizer/param_layout.py`; ZeRO, arXiv 1910.02054, section 5).
+Buckets follow the reverse of the registration order, because backward finishes the last layers
+first. Every parameter starts on a multiple of `ALIGN` elements (vector loads, NCCL's 16-byte rule)
+and every bucket is padded so that each of `shards` ranks owns an equal piece of every bucket,
+itself a multiple of `SHARD_ALIGN` (Megatron-LM's distributed optimizer:
+`mc/optimizer/param_layout.py`; ZeRO, arXiv 1910.02054, section 5).
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Bucket:
         return []
 
     def pieces(self, index: int, shards: int) -> list[tuple[Slot, int, int]]:
-        """The parts of parameters inside a shard: (slot, start, stop) in the parameter's own flat elements."""
+        """The parts of parameters inside a shard: (slot, start, stop) in the parameter's own flat
+        elements."""
         low, high = self.shard(index, shards)
         cuts = [(s, max(low, s.start) - s.start, min(high, s.stop) - s.start) for s in self.slots]
         return [cut for cut in cuts if cut[1] < cut[2]]
@@ -70,10 +72,12 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def make_layout(items: Sequence[Item], shards: int | Callable[[Hashable], int], bucket_numel: int) -> list[Bucket]:
-    """Buckets of at least `bucket_numel` elements (the last of each kind may be smaller), in the order in which
-    backward completes them when it visits `items` last to first. `shards`: of all kinds, or of the kind that it is
-    called with.
+def make_layout(
+    items: Sequence[Item], shards: int | Callable[[Hashable], int], bucket_numel: int
+) -> list[Bucket]:
+    """Buckets of at least `bucket_numel` elements (the last of each kind may be smaller), in the
+    order in which backward completes them when it visits `items` last to first. `shards`: of all
+    kinds, or of the kind that it is called with.
 
     Raises ValueError for an empty parameter, `shards` < 1 or `bucket_numel` < 1.
     """
@@ -86,7 +90,8 @@ def make_layout(items: Sequence[Item], shards: int | Callable[[Hashable], int], 
         return shards if isinstance(shards, int) else shards(key)
 
     def close(key: Hashable, position: int) -> None:
-        slots, count = open_slots.pop(key), shards_of(key)
+        slots = open_slots.pop(key)
+        count = shards_of(key)
         if key in whole:
             done.append((position, _balanced(key, slots, count)))
             return
@@ -94,7 +99,8 @@ def make_layout(items: Sequence[Item], shards: int | Callable[[Hashable], int], 
         done.append((position, Bucket(key, tuple(slots), numel)))
 
     last_of_kind: dict[Hashable, int] = {}
-    whole, align = set[Hashable](), dict[Hashable, int]()
+    whole = set[Hashable]()
+    align = dict[Hashable, int]()
     for position, item in enumerate(reversed(items)):
         if item.numel < 1:
             raise ValueError(f"parameter {item.index} is empty")
@@ -114,9 +120,11 @@ def make_layout(items: Sequence[Item], shards: int | Callable[[Hashable], int], 
 
 
 def _balanced(key: Hashable, slots: Sequence[Slot], shards: int) -> Bucket:
-    """A bucket in which every parameter lies in one of equal shards: the largest first, each into the emptiest shard
-    (Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of the best)."""
-    filled, placed = [0] * shards, list[tuple[int, int, Slot]]()
+    """A bucket in which every parameter lies in one of equal shards: the largest first, each into
+    the emptiest shard (Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of
+    the best)."""
+    filled = [0] * shards
+    placed = list[tuple[int, int, Slot]]()
     for slot in sorted(slots, key=lambda slot: (-slot.numel, slot.index)):
         shard = filled.index(min(filled))
         placed.append((shard, filled[shard], slot))

@@ -1,12 +1,14 @@
 """ZeRO-2 on flat buckets: gradients are sharded too (arXiv 1910.02054, section 5.2).
 
-A bucket's whole gradient buffer exists from the first to the last gradient of a micro-batch. Then a reduce-scatter
-sends it, concurrently with backward, and the result is added to this rank's shard. A step of m micro-batches sends m
-reduce-scatters and one all-gather: 2 Psi (n-1)/n without accumulation, (m + 1) Psi (n-1)/n with it, in exchange for 1/n
-of the gradient memory. Under pipeline parallelism m is large, where ZeRO-1 sends 2 Psi (the plan warns).
+A bucket's whole gradient buffer exists from the first to the last gradient of a micro-batch. Then a
+reduce-scatter sends it, concurrently with backward, and the result is added to this rank's shard. A
+step of m micro-batches sends m reduce-scatters and one all-gather: 2 Psi (n-1)/n without
+accumulation, (m + 1) Psi (n-1)/n with it, in exchange for 1/n of the gradient memory. Under
+pipeline parallelism m is large, where ZeRO-1 sends 2 Psi (the plan warns).
 
-Buckets are sent in the order in which backward completes them. All ranks of a group run the same program on the same
-layers, so they agree on that order; a schedule for which they do not (DualPipe) is refused.
+Buckets are sent in the order in which backward completes them. All ranks of a group run the same
+program on the same layers, so they agree on that order; a schedule for which they do not (DualPipe)
+is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ MOST_IN_FLIGHT = 2
 
 
 class ShardedGradBuckets(GradBuckets):
-    """`GradBuckets` whose `grad_shard` is a buffer of its own; the whole gradient buffer is temporary."""
+    """`GradBuckets` whose `grad_shard` is a buffer of its own; the whole gradient buffer is
+    temporary."""
 
     keeps_whole_grads = False
 
@@ -43,12 +46,14 @@ class ShardedGradBuckets(GradBuckets):
 
     @torch.no_grad()
     def _take(self, number: int, position: int, param: Tensor) -> None:
-        """Clears `param.grad`. A bucket is sent when every parameter has a gradient; a second one (of a weight used by
-        two stages) is sent with the next micro-batch's, or in `finish`."""
-        bucket, received = self.buckets[number], self._received[number]
+        """Clears `param.grad`. A bucket is sent when every parameter has a gradient; a second one
+        (of a weight used by two stages) is sent with the next micro-batch's, or in `finish`."""
+        bucket = self.buckets[number]
+        received = self._received[number]
         if bucket.grads is None:
             bucket.open()
-        view, grad = bucket.grad_views[position], param.grad
+        view = bucket.grad_views[position]
+        grad = param.grad
         assert grad is not None
         if received[position]:
             view.add_(grad)
@@ -93,13 +98,19 @@ class ShardedGradBuckets(GradBuckets):
         if not self._on_host:
             super()._sum_parts()
             return
-        for bucket in self.buckets:  # one shard at a time is back on the device for the sums after the first
+        for (
+            bucket
+        ) in self.buckets:  # one shard at a time is back on the device for the sums after the first
             names = [bucket.kind.groups.replica, *bucket.kind.sums]
             groups = [(name, self.mesh.group(name)) for name in names]
             if any(group is not None for _, group in groups):
                 shard = bucket.grad_shard.to(bucket.params.device)
                 for name, group in groups:
-                    axis = "dp" if name == bucket.kind.groups.replica else AXIS_OF_GROUP.get(name, name)
+                    axis = (
+                        "dp"
+                        if name == bucket.kind.groups.replica
+                        else AXIS_OF_GROUP.get(name, name)
+                    )
                     all_reduce(shard, group, axis, self.counter)
                 bucket.grad_shard.copy_(shard)
 

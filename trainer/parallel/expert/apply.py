@@ -1,4 +1,5 @@
-"""Applies expert and tensor parallelism to the experts of a stage, and lets them add their terms to the loss."""
+"""Applies expert and tensor parallelism to the experts of a stage, and lets them add their terms to
+the loss."""
 
 from __future__ import annotations
 
@@ -25,16 +26,20 @@ def apply_to_experts(
     """After tensor parallelism has been put around the blocks of the stage."""
     for block in stage.blocks.values():
         if isinstance(block.mlp, MixtureOfExperts):
-            block.mlp.terms, block.mlp.sum_counts = terms, SequenceCounts(mesh, sp, counter)
+            block.mlp.terms = terms
+            block.mlp.sum_counts = SequenceCounts(mesh, sp, counter)
             block.mlp.of_sequences = WholeSequences(mesh, sp, cp_method, counter)
             _place(block, block.mlp, mesh, sp, counter)
 
 
-def _place(block: Block, mixture: MixtureOfExperts, mesh: Mesh, sp: bool, counter: CommCounter) -> None:
-    """Experts are spread over the ranks of "experts", each is cut over those of "etp" (of tp, where nothing folds).
-    Where tokens go to other ranks, tp ranks with tokens of their own (SP) send those alone and gather what arrived over
-    "etp"; else they gather the tokens before."""
-    experts, tensor = mesh.group("experts"), mesh.group("tp")
+def _place(
+    block: Block, mixture: MixtureOfExperts, mesh: Mesh, sp: bool, counter: CommCounter
+) -> None:
+    """Experts are spread over the ranks of "experts", each is cut over those of "etp" (of tp, where
+    nothing folds). Where tokens go to other ranks, tp ranks with tokens of their own (SP) send
+    those alone and gather what arrived over "etp"; else they gather the tokens before."""
+    experts = mesh.group("experts")
+    tensor = mesh.group("tp")
     each_its_own = sp and experts is not None
     if experts is not None:
         slices = mesh.group("etp") if each_its_own else None
@@ -43,16 +48,20 @@ def _place(block: Block, mixture: MixtureOfExperts, mesh: Mesh, sp: bool, counte
         return
     if each_its_own:
         block.mlp_out = nn.Identity()
-        mixture.shared_in, mixture.shared_out = Region(Gather, tensor, counter), Region(Scatter, tensor, counter)
+        mixture.shared_in = Region(Gather, tensor, counter)
+        mixture.shared_out = Region(Scatter, tensor, counter)
     else:
         mixture.enter = TokensOfAll(tensor, counter) if sp else TokensOfOne(tensor, counter)
 
 
 def _dispatch(mesh: Mesh, slices: dist.ProcessGroup | None, counter: CommCounter) -> Dispatch:
-    """Straight to the ranks of the experts, or by their NVLink domains where the plan has groups for that."""
+    """Straight to the ranks of the experts, or by their NVLink domains where the plan has groups
+    for that."""
     if "experts_across" not in mesh.groups:
         return ExpertDispatch(mesh.group("experts"), slices, counter, mesh.levels("experts"))
-    inside = ExpertDispatch(mesh.group("experts_inside"), slices, counter, mesh.levels("experts_inside"))
+    inside = ExpertDispatch(
+        mesh.group("experts_inside"), slices, counter, mesh.levels("experts_inside")
+    )
     return HierarchicalDispatch(
         mesh.required_group("experts_across"), inside, counter, list(mesh.levels("experts_across"))
     )

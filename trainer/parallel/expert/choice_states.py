@@ -1,8 +1,11 @@
-"""What routers keep of a step's choices: biases that move towards an equal load, without a term of the loss (arXiv
-2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2), and the load that the next step's term balances.
+"""What routers keep of a step's choices: biases that move towards an equal load, without a term of
+the loss (arXiv
+2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2), and the load that the next step's term
+    balances.
 
-Choices are counted over the whole global batch, wherever its tokens are, so every layout keeps the same. One sum a
-step, of a whole number for each expert of this rank's layers; the host waits for nothing.
+Choices are counted over the whole global batch, wherever its tokens are, so every layout keeps the
+same. One sum a step, of a whole number for each expert of this rank's layers; the host waits for
+nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +27,15 @@ from .choices import sum_over_ranks, watch
 
 
 class ChoiceStates:
-    """The biases and loads of this rank's layers, in model order; nothing where the plan has none."""
+    """The biases and loads of this rank's layers, in model order; nothing where the plan has
+    none."""
 
     def __init__(self, terms: LossTerms):
         self.terms = terms
         self.mixtures: dict[int, MixtureOfExperts] = {}
-        self._chosen: dict[int, Tensor] = {}  # int64 [experts] by layer: this rank's part of the step
+        self._chosen: dict[
+            int, Tensor
+        ] = {}  # int64 [experts] by layer: this rank's part of the step
 
     def watch(self, stage: Stage) -> None:
         """Count what the stage's routers choose."""
@@ -40,15 +46,16 @@ class ChoiceStates:
         self._chosen.clear()
 
     def apply(self, finite: Tensor, mesh: Mesh, sp: bool, counter: CommCounter) -> None:
-        """Change both by the step's choices, unless the step is skipped (`finite` 0-d bool). Collective among ranks
-        with the same layers."""
+        """Change both by the step's choices, unless the step is skipped (`finite` 0-d bool).
+        Collective among ranks with the same layers."""
         if not self.mixtures:
             return
         layers = sorted(self.mixtures.items())
         rows = [self._chosen.get(layer, self._empty(one)) for layer, one in layers]
         chosen = sum_over_ranks(rows, mesh, sp, counter)
         for (_, mixture), counts in zip(layers, chosen, strict=True):
-            router, speed = mixture.router, mixture.router.moe.bias_update
+            router = mixture.router
+            speed = mixture.router.moe.bias_update
             if router.bias is not None and speed is not UNSET:
                 router.bias += bias_change(counts, speed) * finite
             if router.load is not None:

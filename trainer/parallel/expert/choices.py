@@ -1,4 +1,5 @@
-"""What routers choose, seen where tokens enter the experts of this rank, and summed over all ranks with its layers."""
+"""What routers choose, seen where tokens enter the experts of this rank, and summed over all ranks
+with its layers."""
 
 from __future__ import annotations
 
@@ -20,9 +21,14 @@ Look = Callable[[int, Routing], None]
 
 
 def watch(stage: Stage, terms: LossTerms, look: Look) -> dict[int, MixtureOfExperts]:
-    """Have `look` see the routing of each micro-batch that counts, once, before tensor-parallel ranks gather tokens;
-    what was put there before stays. The mixtures of the stage by their layer's number."""
-    found = {int(name): block.mlp for name, block in stage.blocks.items() if isinstance(block.mlp, MixtureOfExperts)}
+    """Have `look` see the routing of each micro-batch that counts, once, before tensor-parallel
+    ranks gather tokens; what was put there before stays. The mixtures of the stage by their layer's
+    number."""
+    found = {
+        int(name): block.mlp
+        for name, block in stage.blocks.items()
+        if isinstance(block.mlp, MixtureOfExperts)
+    }
     for layer, mixture in found.items():
         mixture.enter = _around(layer, mixture.enter, terms, look)
     return found
@@ -38,8 +44,8 @@ def _around(layer: int, enter: Enter, terms: LossTerms, look: Look) -> Enter:
 
 
 def sum_over_ranks(rows: list[Tensor], mesh: Mesh, sp: bool, counter: CommCounter) -> Tensor:
-    """One row a layer -> [layers, ...]: the sums over all ranks with these layers, which see other tokens. Collective
-    among them."""
+    """One row a layer -> [layers, ...]: the sums over all ranks with these layers, which see other
+    tokens. Collective among them."""
     table = torch.stack(rows)
     if sp:
         table = all_reduce(table, mesh.group("tp"), AXIS, counter)

@@ -1,13 +1,14 @@
-"""Tokens to the ranks that hold their experts and back, by uneven all-to-all (GShard, arXiv 2006.16668, without its
-padding and dropping; MegaBlocks, arXiv 2211.15841).
+"""Tokens to the ranks that hold their experts and back, by uneven all-to-all (GShard, arXiv
+2006.16668, without its padding and dropping; MegaBlocks, arXiv 2211.15841).
 
-A rank sends each copy of a token once, sorted by expert, so a receiver gets one run a sender and expert; it sorts the
-runs by expert, computes, and sends the results back the same way. A token is then summed where it came from. Backward
-is the same with the directions swapped. Bytes are the least that any exchange without node limits can have: a row of
-hidden size for each copy that leaves its rank, there and back, and its weight (fp32).
+A rank sends each copy of a token once, sorted by expert, so a receiver gets one run a sender and
+expert; it sorts the runs by expert, computes, and sends the results back the same way. A token is
+then summed where it came from. Backward is the same with the directions swapped. Bytes are the
+least that any exchange without node limits can have: a row of hidden size for each copy that leaves
+its rank, there and back, and its weight (fp32).
 
-Where each expert is cut over tensor-parallel ranks, these first gather what each of them received, compute with their
-slices, and sum and scatter the partial results.
+Where each expert is cut over tensor-parallel ranks, these first gather what each of them received,
+compute with their slices, and sum and scatter the partial results.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from trainer.model.experts import Copies, Experts, Meanwhile
 from trainer.model.permutation import inverse, permuted
 from trainer.model.router import Routing
 
-AXIS, TENSOR_AXIS = "ep", "tp"
+AXIS = "ep"
+TENSOR_AXIS = "tp"
 
 
 #: Sends rows; the function that it returns waits for those that arrive.
@@ -33,7 +35,8 @@ Start = Callable[[Tensor], Callable[[], Tensor]]
 
 
 class Move(NamedTuple):
-    """A way of rows between ranks, and the way back: forward and backward of one autograd operation."""
+    """A way of rows between ranks, and the way back: forward and backward of one autograd
+    operation."""
 
     there: Start
     back: Start
@@ -45,9 +48,12 @@ class Move(NamedTuple):
     def __call__(self, rows: Tensor) -> Tensor:
         return _Moved.apply(rows, self)
 
-    def beside(self, meanwhile: Meanwhile, *sent: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """(what arrives of each of `sent`, what `meanwhile` returns, which is computed while they are on their way).
-        Backward computes the gradient of `meanwhile` while theirs are on the way back."""
+    def beside(
+        self, meanwhile: Meanwhile, *sent: Tensor
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """(what arrives of each of `sent`, what `meanwhile` returns, which is computed while they
+        are on their way). Backward computes the gradient of `meanwhile` while theirs are on the way
+        back."""
         under_way = _UnderWay()
         mark = _Started.apply(self, under_way, *sent)
         other = meanwhile()
@@ -66,23 +72,26 @@ class _Moved(torch.autograd.Function):
 
 
 class _UnderWay:
-    """The waits for what is on its way: in forward from `_Started` to `_Arrived`, in backward the other way."""
+    """The waits for what is on its way: in forward from `_Started` to `_Arrived`, in backward the
+    other way."""
 
     waits: list[Callable[[], Tensor]]
 
     def wait(self) -> tuple[Tensor, ...]:
         """What has arrived. The waits are let go: they hold what was sent and what arrived."""
-        waits, self.waits = self.waits, []
+        waits = self.waits
+        self.waits = []
         return tuple(wait() for wait in waits)
 
 
 class _Started(torch.autograd.Function):
-    """Returns a mark without elements, which stands for what was sent until it arrives. Autograd runs what was computed
-    between the two in backward between them, too."""
+    """Returns a mark without elements, which stands for what was sent until it arrives. Autograd
+    runs what was computed between the two in backward between them, too."""
 
     @staticmethod
     def forward(ctx: Any, move: Move, under_way: _UnderWay, *sent: Tensor) -> Tensor:
-        ctx.under_way, under_way.waits = under_way, [move.there(one) for one in sent]
+        ctx.under_way = under_way
+        under_way.waits = [move.there(one) for one in sent]
         return sent[0].new_empty(0)
 
     @staticmethod
@@ -93,7 +102,8 @@ class _Started(torch.autograd.Function):
 class _Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mark: Tensor, move: Move, under_way: _UnderWay) -> tuple[Tensor, ...]:
-        ctx.move, ctx.under_way = move, under_way
+        ctx.move = move
+        ctx.under_way = under_way
         return under_way.wait()
 
     @staticmethod
@@ -103,7 +113,11 @@ class _Arrived(torch.autograd.Function):
 
 
 def all_to_all_move(
-    sent: list[int], received: list[int], group: dist.ProcessGroup, counter: CommCounter, levels: Sequence[str]
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    counter: CommCounter,
+    levels: Sequence[str],
 ) -> Move:
     """`sent[i]` rows to the i-th rank of `group`, `received[i]` from it."""
 
@@ -116,9 +130,9 @@ def all_to_all_move(
 class ExpertDispatch:
     """Replaces `model.experts.dispatch`.
 
-    The i-th rank of `expert_group` holds the i-th run of experts, each rank of `tensor_group` a slice of each of them;
-    None: one rank. Ranks of `tensor_group` bring different tokens (sequence parallelism). `levels`: of the ranks of
-    `expert_group`, as `Mesh.levels` has them.
+    The i-th rank of `expert_group` holds the i-th run of experts, each rank of `tensor_group` a
+    slice of each of them; None: one rank. Ranks of `tensor_group` bring different tokens (sequence
+    parallelism). `levels`: of the ranks of `expert_group`, as `Mesh.levels` has them.
     """
 
     def __init__(
@@ -128,7 +142,9 @@ class ExpertDispatch:
         counter: CommCounter,
         levels: Sequence[str],
     ):
-        self.expert_group, self.tensor_group, self.counter = expert_group, tensor_group, counter
+        self.expert_group = expert_group
+        self.tensor_group = tensor_group
+        self.counter = counter
         self.levels = levels
 
     @property
@@ -140,17 +156,25 @@ class ExpertDispatch:
         self, x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
     ) -> tuple[Tensor, Tensor | None]:
         copies = Copies.of(x, routing, self.ranks * experts.count)
-        sent, copies = [copies.rows], copies._replace(rows=copies.rows.new_empty(0))
+        sent = [copies.rows]
+        copies = copies._replace(rows=copies.rows.new_empty(0))
         out, other = self.exchange(sent, copies.weights, copies.counts, experts, meanwhile)
         return copies.summed(out), other
 
     def exchange(
-        self, sent: list[Tensor], weights: Tensor, counts: Tensor, experts: Experts, meanwhile: Meanwhile
+        self,
+        sent: list[Tensor],
+        weights: Tensor,
+        counts: Tensor,
+        experts: Experts,
+        meanwhile: Meanwhile,
     ) -> tuple[Tensor, Tensor | None]:
-        """Copies of tokens sorted by expert, `counts` [experts of all ranks] of them -> what the experts return, and
-        `meanwhile`. `sent` holds the copies, and no more once they are sent: nobody needs them then."""
+        """Copies of tokens sorted by expert, `counts` [experts of all ranks] of them -> what the
+        experts return, and `meanwhile`. `sent` holds the copies, and no more once they are sent:
+        nobody needs them then."""
         rows = sent.pop()
-        counts, moves = counts.view(self.ranks, experts.count), []
+        counts = counts.view(self.ranks, experts.count)
+        moves = []
         if self.expert_group is not None:
             move, counts = self._to_experts(counts, self.expert_group)
             moves.append(move)
@@ -162,7 +186,8 @@ class ExpertDispatch:
             if move is moves[0]:
                 (rows, weights), other = move.beside(meanwhile, rows, weights)
             else:
-                rows, weights = move(rows), move(weights)
+                rows = move(rows)
+                weights = move(weights)
         rows, weights, runs = _by_expert(rows, weights, counts)
         out = experts(rows, counts.sum(0), weights)
         out = out if runs is None else permuted(out, runs.places, runs.order)
@@ -173,11 +198,14 @@ class ExpertDispatch:
     def _to_experts(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
         """`counts` [receiver, expert of it] sent -> [sender, expert of this rank] arriving."""
         arriving = all_to_all(counts, group, AXIS, self.counter)
-        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()  # the host waits once
+        sent, received = torch.stack(
+            [counts.sum(1), arriving.sum(1)]
+        ).tolist()  # the host waits once
         return all_to_all_move(sent, received, group, self.counter, self.levels), arriving
 
     def _to_slices(self, counts: Tensor, group: dist.ProcessGroup) -> tuple[Move, Tensor]:
-        """`counts` [runs, experts] on this rank -> those of all ranks of the group, rank after rank."""
+        """`counts` [runs, experts] on this rank -> those of all ranks of the group, rank after
+        rank."""
         everyone = all_gather(counts, group, TENSOR_AXIS, self.counter)
         sizes = everyone.view(group.size(), -1).sum(1).tolist()
 
@@ -197,13 +225,16 @@ class _Runs(NamedTuple):
     places: Tensor
 
 
-def _by_expert(rows: Tensor, weights: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, _Runs | None]:
-    """Rows and weights sorted by expert. `counts` [runs, experts here]: the runs lie one after another, each sorted by
-    expert; None: they are sorted already."""
+def _by_expert(
+    rows: Tensor, weights: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor, _Runs | None]:
+    """Rows and weights sorted by expert. `counts` [runs, experts here]: the runs lie one after
+    another, each sorted by expert; None: they are sorted already."""
     if 1 in counts.shape:  # one run, or one expert
         return rows, weights, None
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
-    sizes, starts = counts.T.flatten(), starts.T.flatten()  # expert after expert
+    sizes = counts.T.flatten()
+    starts = starts.T.flatten()  # expert after expert
     ends = sizes.cumsum(0)
     shift = (starts - ends + sizes).repeat_interleave(sizes, output_size=len(rows))
     order = shift.add_(torch.arange(len(rows), device=rows.device))

@@ -1,10 +1,12 @@
-"""The hierarchical all-to-all: tokens go once to each NVLink domain that holds some of their experts, and from where
-they land on to these (node-limited routing, DeepSeek-V3, arXiv 2412.19437, sections 2.1.2 and 3.2.2).
+"""The hierarchical all-to-all: tokens go once to each NVLink domain that holds some of their
+experts, and from where they land on to these (node-limited routing, DeepSeek-V3, arXiv 2412.19437,
+sections 2.1.2 and 3.2.2).
 
-Between domains a rank sends to the ranks in its own place of each (`plan.hierarchy`), so every network card carries its
-own share. It sends a row of hidden size for each token and domain, and for each copy that it lets be made there its
-weight and four bytes that say of which row and for which expert. Inside a domain copies go as in `dispatch`. On the way
-back the results of a token's copies are summed where it landed, so that one row returns.
+Between domains a rank sends to the ranks in its own place of each (`plan.hierarchy`), so every
+network card carries its own share. It sends a row of hidden size for each token and domain, and for
+each copy that it lets be made there its weight and four bytes that say of which row and for which
+expert. Inside a domain copies go as in `dispatch`. On the way back the results of a token's copies
+are summed where it landed, so that one row returns.
 """
 
 from __future__ import annotations
@@ -24,11 +26,20 @@ from .dispatch import AXIS, ExpertDispatch, all_to_all_move
 
 
 class HierarchicalDispatch:
-    """Replaces `model.experts.dispatch`. `across`: one rank of each domain, of which the i-th holds the i-th run of
-    experts; `inside`: sends within a domain."""
+    """Replaces `model.experts.dispatch`. `across`: one rank of each domain, of which the i-th holds
+    the i-th run of experts; `inside`: sends within a domain."""
 
-    def __init__(self, across: dist.ProcessGroup, inside: ExpertDispatch, counter: CommCounter, levels: list[str]):
-        self.across, self.inside, self.counter, self.levels = across, inside, counter, levels
+    def __init__(
+        self,
+        across: dist.ProcessGroup,
+        inside: ExpertDispatch,
+        counter: CommCounter,
+        levels: list[str],
+    ):
+        self.across = across
+        self.inside = inside
+        self.counter = counter
+        self.levels = levels
 
     def __call__(
         self, x: Tensor, routing: Routing, experts: Experts, meanwhile: Meanwhile
@@ -45,14 +56,21 @@ class HierarchicalDispatch:
         label = by_copies.there(sent.label)()
         (rows,), other = by_rows.beside(meanwhile, copied(x, sent.token, sent.places))
         # A label counts rows from its sender's first one for this domain, in the order of rows.
-        start = (arriving[:, 0].cumsum(0) - arriving[:, 0]).repeat_interleave(arriving[:, 1], output_size=len(label))
-        row, expert = label // here + start, label % here
+        start = (arriving[:, 0].cumsum(0) - arriving[:, 0]).repeat_interleave(
+            arriving[:, 1], output_size=len(label)
+        )
+        row = label // here + start
+        expert = label % here
         by_expert = expert.argsort(stable=True)
-        place, count = inverse(by_expert), counted(expert, here)
-        of_row, row = Places.unequal(place, counted(row, len(rows))), row[by_expert]
+        place = inverse(by_expert)
+        count = counted(expert, here)
+        of_row = Places.unequal(place, counted(row, len(rows)))
+        row = row[by_expert]
         copies = [copied(rows, row, of_row)]
         del rows  # nobody needs what has arrived once it is copied
-        out, _ = self.inside.exchange(copies, permuted(weights, by_expert, place), count, experts, nothing)
+        out, _ = self.inside.exchange(
+            copies, permuted(weights, by_expert, place), count, experts, nothing
+        )
         out = summed(out, row, of_row)
         out = by_rows.reverse(out)
         return summed(out, sent.token, sent.places), other
@@ -64,7 +82,9 @@ class _Sent(NamedTuple):
     token: Tensor  # int64 [rows]: each token once for each domain that it goes to
     places: Places  # where the rows of each token are
     choice: Tensor  # int64 [copies]: which of the n * k choices each copy is
-    label: Tensor  # int32 [copies]: number of its row among those to the domain * experts there + expert in the domain
+    # int32 [copies]: number of its row among those to the domain * experts there + expert in the
+    # domain
+    label: Tensor
     rows_to: Tensor  # int64 [domains]
     copies_to: Tensor  # int64 [domains]
 
@@ -73,15 +93,27 @@ class _Sent(NamedTuple):
         """`here`: experts of a domain."""
         domain = routing.experts // here  # [n, k]
         if routing.taken is not None:
-            domain = domain.masked_fill(~routing.taken, domains)  # dropped choices go behind the last one
-        goes = torch.zeros(len(domain), domains + 1, dtype=torch.bool, device=domain.device).scatter_(1, domain, True)
+            domain = domain.masked_fill(
+                ~routing.taken, domains
+            )  # dropped choices go behind the last one
+        goes = torch.zeros(
+            len(domain), domains + 1, dtype=torch.bool, device=domain.device
+        ).scatter_(1, domain, True)
         number = goes.cumsum(0) - 1  # of a token's row among those to each domain
         choice = domain.flatten().argsort(stable=True)
         if routing.taken is not None:
             choice = choice[: routing.taken.sum()]
         label = number.gather(1, domain) * here + routing.experts % here
-        goes, number = goes[:, :-1], number[:, :-1]
+        goes = goes[:, :-1]
+        number = number[:, :-1]
         rows_to = goes.sum(0)
         places = Places.unequal((number + rows_to.cumsum(0) - rows_to)[goes], goes.sum(1))
         copies_to = counted(domain, domains + 1)[:-1]
-        return cls(goes.T.nonzero()[:, 1], places, choice, label.flatten()[choice].int(), rows_to, copies_to)
+        return cls(
+            goes.T.nonzero()[:, 1],
+            places,
+            choice,
+            label.flatten()[choice].int(),
+            rows_to,
+            copies_to,
+        )

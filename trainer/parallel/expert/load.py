@@ -1,7 +1,8 @@
-"""What the routers of a rank choose, in the steps that are sampled: tokens by expert and the entropy of their scores.
+"""What the routers of a rank choose, in the steps that are sampled: tokens by expert and the
+entropy of their scores.
 
-A step that is not sampled costs a comparison a layer. One that is adds to a table on the device, which the host reads
-with the step's other numbers: it never waits.
+A step that is not sampled costs a comparison a layer. One that is adds to a table on the device,
+which the host reads with the step's other numbers: it never waits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class ExpertMeter:
     """Sums over the micro-batches of a step. Layers are those of this rank, in model order."""
 
     def __init__(self, terms: LossTerms):
-        self.terms, self.on = terms, False
+        self.terms = terms
+        self.on = False
         self.mixtures: dict[int, MixtureOfExperts] = {}
         self._rows: dict[int, Tensor] = {}
 
@@ -45,11 +47,13 @@ class ExpertMeter:
         self._rows.clear()
 
     def totals(self, mesh: Mesh, sp: bool, counter: CommCounter) -> Tensor | None:
-        """float64 [layers of this rank, experts + 5] over all ranks with these layers; None if the step is not sampled.
-        Collective among them."""
+        """float64 [layers of this rank, experts + 5] over all ranks with these layers; None if the
+        step is not sampled. Collective among them."""
         if not self.on:
             return None
-        rows = [self._rows.get(layer, self._empty(one)) for layer, one in sorted(self.mixtures.items())]
+        rows = [
+            self._rows.get(layer, self._empty(one)) for layer, one in sorted(self.mixtures.items())
+        ]
         table = sum_over_ranks(rows, mesh, sp, counter)
         for row, (_, mixture) in zip(table, sorted(self.mixtures.items()), strict=True):
             if (bias := mixture.router.bias) is not None:
@@ -60,7 +64,10 @@ class ExpertMeter:
         """What `totals` has computed, by the number of the layer in the model."""
         found = {}
         for (layer, mixture), row in zip(sorted(self.mixtures.items()), table, strict=True):
-            tokens, (entropy, count, dropped, *bias) = [round(one) for one in row[:-_MORE]], row[-_MORE:]
+            tokens, (entropy, count, dropped, *bias) = (
+                [round(one) for one in row[:-_MORE]],
+                row[-_MORE:],
+            )
             share = entropy / (max(count, 1.0) * log(len(tokens))) if len(tokens) > 1 else 0.0
             ends = (bias[0], bias[1]) if mixture.router.bias is not None else None
             found[str(layer)] = ExpertLoad(tokens, share, dropped / max(sum(tokens), 1), ends)

@@ -1,5 +1,5 @@
-"""Experts cut over tensor-parallel ranks. The router is whole on every rank and stands before the region, so its scores
-and the terms that balance them are those of a rank's own tokens."""
+"""Experts cut over tensor-parallel ranks. The router is whole on every rank and stands before the
+region, so its scores and the terms that balance them are those of a rank's own tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from trainer.parallel.tensor import AXIS, Copy, Gather, gather_sequence
 
 
 class TokensOfOne:
-    """A `model.experts.Enter` without sequence parallelism: all ranks hold the same tokens, each has a part of their
-    gradients and of those of their weights."""
+    """A `model.experts.Enter` without sequence parallelism: all ranks hold the same tokens, each
+    has a part of their gradients and of those of their weights."""
 
     def __init__(self, group: dist.ProcessGroup, counter: CommCounter):
-        self.group, self.counter = group, counter
+        self.group = group
+        self.counter = counter
 
     def __call__(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         weights = Copy.apply(routing.weights, self.group, self.counter)
@@ -25,10 +26,12 @@ class TokensOfOne:
 
 
 class TokensOfAll:
-    """A `model.experts.Enter` with sequence parallelism: the tokens of all ranks of the group and their routing."""
+    """A `model.experts.Enter` with sequence parallelism: the tokens of all ranks of the group and
+    their routing."""
 
     def __init__(self, group: dist.ProcessGroup, counter: CommCounter):
-        self.group, self.counter = group, counter
+        self.group = group
+        self.counter = counter
 
     def __call__(self, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         shape = *x.shape[:2], -1
@@ -37,11 +40,14 @@ class TokensOfAll:
         whole = Gather.apply(x, self.group, self.counter)
         if (taken := routing.taken) is not None:
             taken = gather_sequence(taken.view(shape), self.group, self.counter).flatten(0, 1)
-        return whole, routing._replace(experts=experts.flatten(0, 1), weights=weights.flatten(0, 1), taken=taken)
+        return whole, routing._replace(
+            experts=experts.flatten(0, 1), weights=weights.flatten(0, 1), taken=taken
+        )
 
 
 class SequenceCounts:
-    """Sums choices over the ranks that hold parts of the same sequences: cp, and tp with sequence parallelism."""
+    """Sums choices over the ranks that hold parts of the same sequences: cp, and tp with sequence
+    parallelism."""
 
     def __init__(self, mesh: Mesh, sp: bool, counter: CommCounter):
         self.groups = [("cp", mesh.group("cp")), (AXIS, mesh.group("tp") if sp else None)]

@@ -1,8 +1,9 @@
 """How the API server is reached: from a kubeconfig, or from inside a pod.
 
-Tokens, client certificates and a pod's own account are read here; credential plugins, providers and proxies are left
-to the kubernetes package. Reading by hand buys 0.36 s of processor time of every command: any module of that package
-(37.0) loads the models of every API, 430 ms, where this module and urllib3 take 70.
+Tokens, client certificates and a pod's own account are read here; credential plugins, providers and
+proxies are left to the kubernetes package. Reading by hand buys 0.36 s of processor time of every
+command: any module of that package (37.0) loads the models of every API, 430 ms, where this module
+and urllib3 take 70.
 """
 
 from __future__ import annotations
@@ -67,13 +68,22 @@ def access(context: str | None, environ: Mapping[str, str], account: Path = _ACC
             if chosen is not None:
                 return _of_context(found, chosen, environ)
         return _of_pod(environ, account)
-    except (Unusable, OSError, ValueError, msgspec.MsgspecError) as error:  # ssl.SSLError is an OSError
-        text = "no Kubernetes cluster is configured: no usable kubeconfig (KUBECONFIG), and this is no pod"
+    except (
+        Unusable,
+        OSError,
+        ValueError,
+        msgspec.MsgspecError,
+    ) as error:  # ssl.SSLError is an OSError
+        text = (
+            "no Kubernetes cluster is configured: no usable kubeconfig (KUBECONFIG), and this is"
+            " no pod"
+        )
         why = str(error).splitlines() or [type(error).__name__]
         raise OrchError(f"{text} ({why[0]})", Exit.CAPACITY) from None
 
 
-# ------------------------------------------------------------------------------------------ kubeconfig
+# ------------------------------------------------------------------------------------------
+#     kubeconfig
 
 
 class _Cluster(Struct, rename="kebab"):
@@ -162,7 +172,9 @@ def _decode(raw: bytes) -> _Kubeconfig:
     import yaml
 
     try:
-        value = bounded_yaml.load(raw, bounded_yaml.MOST_VALUES, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        value = bounded_yaml.load(
+            raw, bounded_yaml.MOST_VALUES, getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        )
     except OrchError as error:
         raise Unusable(f"the kubeconfig cannot be read: {error.message}") from None
     except yaml.YAMLError as error:
@@ -176,10 +188,12 @@ def _named(parts: Sequence[T], name: str) -> T | None:
 
 def _of_context(found: _Merged, chosen: _NamedContext, environ: Mapping[str, str]) -> Access:
     context = chosen.context
-    named, owner = _named(found.clusters, context.cluster), _named(found.users, context.user)
+    named = _named(found.clusters, context.cluster)
+    owner = _named(found.users, context.user)
     if named is None or not named.cluster.server:
         raise Unusable(f"context {chosen.name} names no cluster with a server")
-    cluster, user = named.cluster, owner.user if owner and owner.user else _User()
+    cluster = named.cluster
+    user = owner.user if owner and owner.user else _User()
     space = context.namespace or "default"
     proxied = cluster.proxy_url or any(map(environ.get, _PROXIES))
     if user.exec or user.auth_provider or user.username or proxied:
@@ -193,7 +207,9 @@ def _of_context(found: _Merged, chosen: _NamedContext, environ: Mapping[str, str
         token = _file(owner.folder, user.token_file).read_text().strip()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     transport = connect(host, tls, cluster.tls_server_name)
-    return Access(host, space, transport, lambda: headers, lambda: _package_settings(chosen.name, environ))
+    return Access(
+        host, space, transport, lambda: headers, lambda: _package_settings(chosen.name, environ)
+    )
 
 
 def _file(folder: str, name: str) -> Path:
@@ -202,11 +218,15 @@ def _file(folder: str, name: str) -> Path:
 
 
 def _tls(named: _NamedCluster, owner: _NamedUser | None, user: _User) -> ssl.SSLContext:
-    cluster, tls = named.cluster, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    cluster = named.cluster
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if cluster.insecure_skip_tls_verify:
-        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+        tls.check_hostname = False
+        tls.verify_mode = ssl.CERT_NONE
     elif cluster.certificate_authority_data:
-        tls.load_verify_locations(cadata=base64.b64decode(cluster.certificate_authority_data).decode())
+        tls.load_verify_locations(
+            cadata=base64.b64decode(cluster.certificate_authority_data).decode()
+        )
     elif cluster.certificate_authority:
         tls.load_verify_locations(_file(named.folder, cluster.certificate_authority))
     else:
@@ -217,7 +237,9 @@ def _tls(named: _NamedCluster, owner: _NamedUser | None, user: _User) -> ssl.SSL
 
     folder = owner.folder if owner else ""
     with tempfile.TemporaryDirectory() as kept:  # ssl reads certificates from files alone
-        certificate = _part(folder, user.client_certificate_data, user.client_certificate, Path(kept, "certificate"))
+        certificate = _part(
+            folder, user.client_certificate_data, user.client_certificate, Path(kept, "certificate")
+        )
         key = _part(folder, user.client_key_data, user.client_key, Path(kept, "key"))
         if certificate is None:
             raise Unusable("a client key without its certificate")
@@ -232,11 +254,13 @@ def _part(folder: str, data: str, name: str, kept: Path) -> Path | None:
     return kept
 
 
-# ------------------------------------------------------------------------------------------ other ways
+# ------------------------------------------------------------------------------------------ other
+#     ways
 
 
 def _of_pod(environ: Mapping[str, str], account: Path) -> Access:
-    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
+    host = environ.get("KUBERNETES_SERVICE_HOST")
+    port = environ.get("KUBERNETES_SERVICE_PORT")
     if not host or not port:
         raise Unusable("KUBERNETES_SERVICE_HOST is not set")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -255,7 +279,9 @@ def _of_pod(environ: Mapping[str, str], account: Path) -> Access:
     address = f"https://{name}:{port}"
     from .transport import connect
 
-    return Access(address, space, connect(address, tls), headers, lambda: _package_settings(None, environ))
+    return Access(
+        address, space, connect(address, tls), headers, lambda: _package_settings(None, environ)
+    )
 
 
 def _by_package(context: str, namespace: str, environ: Mapping[str, str]) -> Access:
@@ -268,14 +294,19 @@ def _by_package(context: str, namespace: str, environ: Mapping[str, str]) -> Acc
 
     def headers() -> Mapping[str, str]:
         found = settings.auth_settings().values()
-        return {auth["key"]: auth["value"] for auth in found if auth.get("in") == "header" and auth.get("value")}
+        return {
+            auth["key"]: auth["value"]
+            for auth in found
+            if auth.get("in") == "header" and auth.get("value")
+        }
 
     transport = Transport(settings.host, client.ApiClient(settings).rest_client.pool_manager)
     return Access(settings.host, namespace, transport, headers, lambda: settings)
 
 
 def _package_settings(context: str | None, environ: Mapping[str, str]) -> Any:
-    """kubernetes.client.Configuration of a context; None: of the cluster that this pod runs in. Unusable."""
+    """kubernetes.client.Configuration of a context; None: of the cluster that this pod runs in.
+    Unusable."""
     from kubernetes import client, config
     from kubernetes.config.config_exception import ConfigException
 

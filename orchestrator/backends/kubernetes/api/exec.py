@@ -1,6 +1,8 @@
-"""A command in a running pod: `pods/exec`, as `kubectl exec -i` does it, by the kubernetes package's own client.
+"""A command in a running pod: `pods/exec`, as `kubectl exec -i` does it, by the kubernetes
+package's own client.
 
-The right that it needs: get and create on pods/exec. The package takes 0.4 s to import, which only drills pay.
+The right that it needs: get and create on pods/exec. The package takes 0.4 s to import, which only
+drills pay.
 """
 
 from __future__ import annotations
@@ -23,26 +25,42 @@ from .api_errors import api_error, unreachable
 class PodCommand:
     """One that runs in the pod until it ends by itself, or `close` ends its standard input."""
 
-    def __init__(self, settings: Any, pod_url: str, headers: Mapping[str, str], container: str, argv: Sequence[str]):
-        """`settings`: a kubernetes.client.Configuration. OrchError: 76 unreachable or gone, 78 without the right."""
+    def __init__(
+        self,
+        settings: Any,
+        pod_url: str,
+        headers: Mapping[str, str],
+        container: str,
+        argv: Sequence[str],
+    ):
+        """`settings`: a kubernetes.client.Configuration. OrchError: 76 unreachable or gone, 78
+        without the right."""
         query = [("command", list(argv)), ("container", container)]
         query += [(stream, "true") for stream in ("stdin", "stdout", "stderr")]
         url = ws_client.get_websocket_url(f"{pod_url}/exec", query)
         try:
-            self._socket = ws_client.WSClient(settings, url, headers, capture_all=False, binary=True)
+            self._socket = ws_client.WSClient(
+                settings, url, headers, capture_all=False, binary=True
+            )
         except WebSocketBadStatusException as error:
-            raise api_error(error.status_code, (error.resp_body or b"").decode(errors="replace")) from None
+            raise api_error(
+                error.status_code, (error.resp_body or b"").decode(errors="replace")
+            ) from None
         except (OSError, WebSocketException) as error:
             raise unreachable(pod_url, error) from None
 
     def line(self, timeout_s: float) -> bytes:
-        """The first line of its output, b"" when it ends without one. OrchError (76) when it takes too long."""
-        end, found = time.monotonic() + timeout_s, b""
+        """The first line of its output, b"" when it ends without one. OrchError (76) when it takes
+        too long."""
+        end = time.monotonic() + timeout_s
+        found = b""
         with contextlib.suppress(OSError, WebSocketException):  # it ends there
             found = self._socket.readline_stdout(timeout_s)
         if not found and time.monotonic() >= end:
             raise OrchError("exec into the pod: no answer in time", Exit.CAPACITY)
-        return found or self._rest(ws_client.STDOUT_CHANNEL).partition(b"\n")[0]  # came with the connection's end
+        return (
+            found or self._rest(ws_client.STDOUT_CHANNEL).partition(b"\n")[0]
+        )  # came with the connection's end
 
     def failure(self) -> OrchError:
         """Why it ended without a line of output."""
@@ -62,7 +80,9 @@ class PodCommand:
     def close(self, timeout_s: float = 10.0) -> None:
         """End its standard input, and wait for it to leave. May be called again."""
         with contextlib.suppress(OSError, WebSocketException):
-            if self._socket.subprotocol == ws_client.V5_CHANNEL_PROTOCOL:  # else its input ends with the connection
+            if (
+                self._socket.subprotocol == ws_client.V5_CHANNEL_PROTOCOL
+            ):  # else its input ends with the connection
                 self._socket.close_channel(ws_client.STDIN_CHANNEL)
                 end = time.monotonic() + timeout_s
                 while self._socket.is_open() and time.monotonic() < end:

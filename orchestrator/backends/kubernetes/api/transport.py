@@ -21,7 +21,8 @@ class Response:
     """One that has begun; `status` is known. To be read to its end, or closed."""
 
     def __init__(self, found: urllib3.BaseHTTPResponse):
-        self.status, self._found = found.status, found
+        self.status = found.status
+        self._found = found
 
     def read(self) -> bytes:
         """The whole body. NoResponse when the connection breaks first."""
@@ -34,7 +35,9 @@ class Response:
     def chunks(self) -> Iterator[bytes]:
         """The body as it comes, until the server ends it or the connection breaks."""
         try:
-            with contextlib.suppress(OSError, HTTPError, ValueError):  # ValueError: closed by another thread
+            with contextlib.suppress(
+                OSError, HTTPError, ValueError
+            ):  # ValueError: closed by another thread
                 while chunk := self._found.read1(_CHUNK, decode_content=False):
                     yield chunk
         finally:
@@ -48,18 +51,32 @@ class Transport:
     """`host`: https://name:port, or http, perhaps with a path. For use from several threads."""
 
     def __init__(self, host: str, pool: urllib3.PoolManager):
-        urllib3.disable_warnings(InsecureRequestWarning)  # where the kubeconfig says so: one line a request
-        self._host, self._pool = host.rstrip("/"), pool
+        urllib3.disable_warnings(
+            InsecureRequestWarning
+        )  # where the kubeconfig says so: one line a request
+        self._host = host.rstrip("/")
+        self._pool = pool
 
     def request(
-        self, method: str, target: str, body: bytes | None, headers: Mapping[str, str], read_s: float | None
+        self,
+        method: str,
+        target: str,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        read_s: float | None,
     ) -> Response:
-        """`target`: path and query. NoResponse: the server was not reached, or did not begin to answer in `read_s`."""
+        """`target`: path and query. NoResponse: the server was not reached, or did not begin to
+        answer in `read_s`."""
         times = urllib3.Timeout(connect=_CONNECT_S, read=read_s)
         how = {"body": body, "headers": headers, "timeout": times}
         try:
             found = self._pool.urlopen(
-                method, self._host + target, redirect=False, retries=False, preload_content=False, **how
+                method,
+                self._host + target,
+                redirect=False,
+                retries=False,
+                preload_content=False,
+                **how,
             )
         except (OSError, HTTPError) as error:
             raise _no_response(error) from None
@@ -73,4 +90,7 @@ def connect(host: str, tls: ssl.SSLContext | None, server_name: str = "") -> Tra
 
 
 def _no_response(error: Exception) -> NoResponse:
-    return NoResponse(str(error) or type(error).__name__, isinstance(error, SSLError) and "certificate" in str(error))
+    return NoResponse(
+        str(error) or type(error).__name__,
+        isinstance(error, SSLError) and "certificate" in str(error),
+    )

@@ -1,8 +1,10 @@
-"""Objects of one kind as the API server has them now: listed once, then watched. What changes is told by its key.
+"""Objects of one kind as the API server has them now: listed once, then watched. What changes is
+told by its key.
 
-A list with its version, then a watch from that version on; where the watch ends it goes on from the last event or
-bookmark, and where that version is forgotten (410) everything is listed again. So no change is missed, and a reader
-never waits. Source: https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
+A list with its version, then a watch from that version on; where the watch ends it goes on from the
+last event or bookmark, and where that version is forgotten (410) everything is listed again. So no
+change is missed, and a reader never waits. Source:
+https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ class _Expired(Exception):
 
 
 class Watch(Generic[T]):
-    """`of`: a struct with `metadata`, decoded from each object. `changed(key, before, after)` is called in the watching
-    thread for each change; None: not there."""
+    """`of`: a struct with `metadata`, decoded from each object. `changed(key, before, after)` is
+    called in the watching thread for each change; None: not there."""
 
     def __init__(
         self,
@@ -76,20 +78,26 @@ class Watch(Generic[T]):
         changed: Callable[[str, T | None, T | None], None],
         labels: str = "",
     ):
-        self._cluster, self._kind, self._changed = cluster, kind, changed
+        self._cluster = cluster
+        self._kind = kind
+        self._changed = changed
         page_of: Any = _Page
-        self._pages, self._one, self._event = decoder(page_of[of]), decoder(of), decoder(_Event)
+        self._pages = decoder(page_of[of])
+        self._one = decoder(of)
+        self._event = decoder(_Event)
         self._bare = decoder(_Bare)
         self._query = {"labelSelector": labels} if labels else {}
         self._found: dict[str, T] = {}
         self._lock = threading.Lock()
-        self._ready, self._end = threading.Event(), threading.Event()
+        self._ready = threading.Event()
+        self._end = threading.Event()
 
     def start(self) -> None:
         threading.Thread(target=self._run, name=f"watch-{self._kind}", daemon=True).start()
 
     def stop(self) -> None:
-        """Nothing is told any more. Its thread, which waits for the server, ends with the watch or the process."""
+        """Nothing is told any more. Its thread, which waits for the server, ends with the watch or
+        the process."""
         self._end.set()
 
     def wait(self, seconds: float) -> bool:
@@ -105,10 +113,12 @@ class Watch(Generic[T]):
         with self._lock:
             return list(self._found.values())
 
-    # ---------------------------------------------------------------------------------- the watching thread
+    # ---------------------------------------------------------------------------------- the
+    #     watching thread
 
     def _run(self) -> None:
-        version, tries = "", 0
+        version = ""
+        tries = 0
         while not self._end.is_set():
             try:
                 if not version:
@@ -137,10 +147,16 @@ class Watch(Generic[T]):
                 break
             query["continue"] = page.metadata.more
         with self._lock:
-            before, self._found = self._found, found
+            before = self._found
+            self._found = found
         for key in before.keys() | found.keys():
-            old, new = before.get(key), found.get(key)
-            if old is None or new is None or old.metadata.resource_version != new.metadata.resource_version:
+            old = before.get(key)
+            new = found.get(key)
+            if (
+                old is None
+                or new is None
+                or old.metadata.resource_version != new.metadata.resource_version
+            ):
                 self._changed(key, old, new)
         return page.metadata.version
 

@@ -1,7 +1,8 @@
-"""What is to be done for one run, from what there is of it. Pure: the same objects give the same steps, however often.
+"""What is to be done for one run, from what there is of it. Pure: the same objects give the same
+steps, however often.
 
-Nothing is remembered between two looks but what the API server and the ledger hold, so a controller that is killed
-anywhere leaves nothing half decided: the next one comes to the same steps.
+Nothing is remembered between two looks but what the API server and the ledger hold, so a controller
+that is killed anywhere leaves nothing half decided: the next one comes to the same steps.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Remove(Struct, frozen=True, tag=True):
 
 
 class Give(Struct, frozen=True, tag=True):
-    """Take the gate off a pod, which then goes to this node and to no other. `together`: nodes that its run has now."""
+    """Take the gate off a pod, which then goes to this node and to no other. `together`: nodes that
+    its run has now."""
 
     pod: str
     node: str
@@ -78,7 +80,8 @@ class Give(Struct, frozen=True, tag=True):
 
 
 class Move(Struct, frozen=True, tag=True):
-    """End a pod that cannot run where it is, as a drain does; the next of its index gets another node."""
+    """End a pod that cannot run where it is, as a drain does; the next of its index gets another
+    node."""
 
     pod: str
     index: int
@@ -113,7 +116,8 @@ class Bury(Struct, frozen=True, tag=True):
 
 
 class Yield(Struct, frozen=True, tag=True):
-    """Give all nodes back and wait for room again. `wait`: not before some time has passed, longer each time."""
+    """Give all nodes back and wait for room again. `wait`: not before some time has passed, longer
+    each time."""
 
     why: str
     wait: bool = False
@@ -127,12 +131,28 @@ class Discard(Struct, frozen=True, tag=True):
     """Delete the TrainRun: its submission broke off."""
 
 
-Step = Plan | Wait | Make | Remove | Give | Move | Exclude | Sick | Replace | Bury | Yield | Release | Discard
+Step = (
+    Plan
+    | Wait
+    | Make
+    | Remove
+    | Give
+    | Move
+    | Exclude
+    | Sick
+    | Replace
+    | Bury
+    | Yield
+    | Release
+    | Discard
+)
 
 
 def decide(seen: Seen) -> list[Step]:
     """The steps that bring the run nearer to what its spec wants."""
-    run, job, given = seen.run, seen.job, seen.allocation
+    run = seen.run
+    job = seen.job
+    given = seen.allocation
     age = seen.now - _created(run)
     if run.spec.draft:
         return [Discard()] if age > DRAFT_S else []
@@ -140,7 +160,9 @@ def decide(seen: Seen) -> list[Step]:
         return _end(seen)
     if not seen.planned:
         return [Plan()]
-    if job is not None and job.finished:  # of an attempt before this one: what it came to is in the status
+    if (
+        job is not None and job.finished
+    ):  # of an attempt before this one: what it came to is in the status
         return _end(seen) if given is not None or _living(seen.pods) else [Remove()]
     if job is not None and (job.leaves or (given is None and not seen.queued)):
         return _end(seen)
@@ -156,8 +178,11 @@ def decide(seen: Seen) -> list[Step]:
 
 
 def _queued(seen: Seen) -> list[Step]:
-    """A run that Kueue places: its Job is there, or made, or of another plan or size than is wanted by now."""
-    run, job, status = seen.run, seen.job, seen.run.status
+    """A run that Kueue places: its Job is there, or made, or of another plan or size than is wanted
+    by now."""
+    run = seen.run
+    job = seen.job
+    status = seen.run.status
     if job is None:
         begun = status.generation > status.ended_generation
         return [Make(status.generation + (0 if begun else 1))] if not _living(seen.pods) else []
@@ -166,8 +191,10 @@ def _queued(seen: Seen) -> list[Step]:
 
 
 def _end(seen: Seen) -> list[Step]:
-    """Takes its Job down where that lives, and gives back what it held when nothing is left of it there."""
-    job, spec = seen.job, seen.run.spec
+    """Takes its Job down where that lives, and gives back what it held when nothing is left of it
+    there."""
+    job = seen.job
+    spec = seen.run.spec
     if job is not None and not job.finished:
         force = spec.stopped and spec.force
         return _bury(seen) if job.leaves and not force else [Remove(force)]
@@ -186,7 +213,8 @@ def _created(run: TrainRun) -> float:
     return seconds_of(run.metadata.creation_timestamp) or 0.0
 
 
-# ------------------------------------------------------------------------------------------ a run at work
+# ------------------------------------------------------------------------------------------ a run
+#     at work
 
 
 def _tend(seen: Seen, given: Allocation) -> list[Step]:
@@ -222,7 +250,11 @@ def _misplaced(pod: Pod, node: str, seen: Seen) -> str:
     if pod.spec.node_name and pod.spec.node_name != node:
         return f"is on node {pod.spec.node_name} instead of {node or 'none'}"
     for one in pod.status.conditions:
-        if one.type == "PodScheduled" and one.reason == "Unschedulable" and _age(pod, seen) > UNSCHEDULABLE_S:
+        if (
+            one.type == "PodScheduled"
+            and one.reason == "Unschedulable"
+            and _age(pod, seen) > UNSCHEDULABLE_S
+        ):
             return f"the scheduler does not put it there: {one.message}"
     if (why := setup_failure(pod)) and _age(pod, seen) > SETUP_S and _some_run(seen):
         return why
@@ -259,21 +291,35 @@ def _hopeless(seen: Seen, given: Allocation, living: Sequence[Pod]) -> Step | No
     """Why the run should rather give its nodes to others: it cannot use them now."""
     if seen.no_quota and not any(pod.running for pod in living):
         return Yield(seen.no_quota, wait=True)
-    failures = [why for pod in living if (why := setup_failure(pod)) and _age(pod, seen) > ALL_SETUP_S]
+    failures = [
+        why for pod in living if (why := setup_failure(pod)) and _age(pod, seen) > ALL_SETUP_S
+    ]
     if failures and len(failures) >= len([pod for pod in living if not pod.gated]):
         return Yield(failures[0], wait=True)
     missing = given.nodes.count("")
     hold = min(seen.hold_s, CROWDED_HOLD_S) if seen.crowded else seen.hold_s
-    if missing and len(given.nodes) - missing < seen.least and given.lost_at and seen.now > given.lost_at + hold:
-        return Yield(f"{missing} of {len(given.nodes)} nodes were lost and none has taken their place")
+    if (
+        missing
+        and len(given.nodes) - missing < seen.least
+        and given.lost_at
+        and seen.now > given.lost_at + hold
+    ):
+        return Yield(
+            f"{missing} of {len(given.nodes)} nodes were lost and none has taken their place"
+        )
     return None
 
 
 def _bury(seen: Seen) -> list[Step]:
-    """Pods that hang in Terminating on nodes that are gone. Of a run of one pod that is left to people: it has no peers
-    whose absence would keep it from going on there, where only the network is lost."""
+    """Pods that hang in Terminating on nodes that are gone. Of a run of one pod that is left to
+    people: it has no peers whose absence would keep it from going on there, where only the network
+    is lost."""
     pods = _living(seen.pods)
-    many = len(seen.allocation.nodes) if seen.allocation else (seen.job.spec.completions if seen.job else len(pods))
+    many = (
+        len(seen.allocation.nodes)
+        if seen.allocation
+        else (seen.job.spec.completions if seen.job else len(pods))
+    )
     if many < 2:
         return []
     bodies: list[Mapping[str, Any]] = [pod.body() for pod in pods if pod.leaves]
@@ -281,5 +327,7 @@ def _bury(seen: Seen) -> list[Step]:
     return [
         Bury(pod.metadata.name, pod.spec.node_name)
         for pod in pods
-        if pod.metadata.name in hanging and pod.spec.node_name and pod.spec.node_name not in seen.ready
+        if pod.metadata.name in hanging
+        and pod.spec.node_name
+        and pod.spec.node_name not in seen.ready
     ]

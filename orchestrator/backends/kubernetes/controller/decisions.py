@@ -1,7 +1,9 @@
-"""Decisions: what changes in the ledger. One thread makes them, one after the other, each as one write.
+"""Decisions: what changes in the ledger. One thread makes them, one after the other, each as one
+write.
 
-Reconciling a run asks for what it needs (a place, another node, its end); here all that is asked for is weighed
-together. Whoever waits is placed in order of priority, then of age; who does not fit does not hold up those behind.
+Reconciling a run asks for what it needs (a place, another node, its end); here all that is asked
+for is weighed together. Whoever waits is placed in order of priority, then of age; who does not fit
+does not hold up those behind.
 """
 
 from __future__ import annotations
@@ -41,10 +43,16 @@ class Waiting(NamedTuple):
 
 
 class Decisions:
-    """`dirty(key)`: something has been decided about that run; `bad_s`: how long a sick node is left out."""
+    """`dirty(key)`: something has been decided about that run; `bad_s`: how long a sick node is
+    left out."""
 
-    def __init__(self, ledger: Ledger, store: Store, dirty: Callable[[str], None], bad_s: float = 86400.0):
-        self._ledger, self._store, self._dirty, self._bad_s = ledger, store, dirty, bad_s
+    def __init__(
+        self, ledger: Ledger, store: Store, dirty: Callable[[str], None], bad_s: float = 86400.0
+    ):
+        self._ledger = ledger
+        self._store = store
+        self._dirty = dirty
+        self._bad_s = bad_s
         self._lock = threading.Lock()
         self._waiting: dict[str, Waiting] = {}
         self._asks: dict[str, list[Ask]] = {}
@@ -63,7 +71,11 @@ class Decisions:
                 self.why.pop(key, None)
             else:
                 before = self._waiting.get(key)
-                self._news = self._news or before is None or before[:2] + before[3:] != waiting[:2] + waiting[3:]
+                self._news = (
+                    self._news
+                    or before is None
+                    or before[:2] + before[3:] != waiting[:2] + waiting[3:]
+                )
                 self._waiting[key] = waiting
 
     def ask(self, key: str, asks: list[Ask], wish: Wish | None) -> None:
@@ -80,12 +92,14 @@ class Decisions:
 
     @property
     def news(self) -> bool:
-        """Whether something was asked for, or somebody waits who did not, since the last decision."""
+        """Whether something was asked for, or somebody waits who did not, since the last
+        decision."""
         return self._news
 
     @property
     def waits_for_claims(self) -> bool:
-        """Whether a run waits for GPUs that it asks for by claims: nothing tells when others have given theirs back."""
+        """Whether a run waits for GPUs that it asks for by claims: nothing tells when others have
+        given theirs back."""
         return any(one.wish.claims for one in list(self._waiting.values()))
 
     def crowded(self, key: str) -> bool:
@@ -95,16 +109,21 @@ class Decisions:
     def bad(self, now: float) -> dict[str, BadNode]:
         return {node: one for node, one in self._ledger.book.bad.items() if one.until > now}
 
-    # ---------------------------------------------------------------------------------- the deciding thread
+    # ---------------------------------------------------------------------------------- the
+    #     deciding thread
 
     def decide(self, now: float) -> None:
-        """Weigh all that was asked for. Fenced; OrchError: nothing was decided, and all of it is asked for again."""
+        """Weigh all that was asked for. Fenced; OrchError: nothing was decided, and all of it is
+        asked for again."""
         with self._lock:
             self._news = False
-            asks, self._asks = self._asks, {}
-            wishes, self._wishes = self._wishes, {}
+            asks = self._asks
+            self._asks = {}
+            wishes = self._wishes
+            self._wishes = {}
             waiting = sorted(self._waiting.items(), key=lambda item: item[1][:2])
-        book, bad = self._ledger.book, self.bad(now)
+        book = self._ledger.book
+        bad = self.bad(now)
         changed: dict[str, Allocation] = {}
         released: list[str] = []
         for key, found in asks.items():
@@ -123,7 +142,9 @@ class Decisions:
         self._ledger.write(changed, released, bad)
         for key in (*changed, *released):
             self._dirty(key)
-        replaced = {key: one for key, found in asks.items() for one in found if isinstance(one, Replace)}
+        replaced = {
+            key: one for key, found in asks.items() for one in found if isinstance(one, Replace)
+        }
         if replaced or waiting:
             self._place(replaced, wishes, dict(waiting), bad, now)
 
@@ -137,7 +158,9 @@ class Decisions:
     ) -> None:
         book = self._ledger.book
         nodes, _ = self._store.nodes_now()
-        by_claim = any(one.claims for one in (*wishes.values(), *(one.wish for one in waiting.values())))
+        by_claim = any(
+            one.claims for one in (*wishes.values(), *(one.wish for one in waiting.values()))
+        )
         devices = self._devices() if by_claim else self._fits.devices
         if self._fits.nodes is not nodes or self._fits.devices != devices:
             self._fits = Fits(nodes, devices)
@@ -173,7 +196,8 @@ class Decisions:
         self._commit(changed)
 
     def _devices(self) -> GpuDevices:
-        """Of now; as they were where the API server does not tell, for other runs do not wait for that."""
+        """Of now; as they were where the API server does not tell, for other runs do not wait for
+        that."""
         try:
             return self._store.devices()
         except OrchError as error:
@@ -191,10 +215,13 @@ class Decisions:
         changed.clear()
 
 
-def _replaced(given: Allocation, one: Replace, wish: Wish, room: Room, now: float, grow: bool) -> Allocation:
-    """The allocation with other nodes for these indices, as far as there are any. `grow`: beyond the size that an
-    elastic run was placed with, which it is not while others wait."""
-    nodes, excluded = list(given.nodes), {node: until for node, until in given.excluded.items() if until > now}
+def _replaced(
+    given: Allocation, one: Replace, wish: Wish, room: Room, now: float, grow: bool
+) -> Allocation:
+    """The allocation with other nodes for these indices, as far as there are any. `grow`: beyond
+    the size that an elastic run was placed with, which it is not while others wait."""
+    nodes = list(given.nodes)
+    excluded = {node: until for node, until in given.excluded.items() if until > now}
     for index in one.indices:
         nodes[index] = ""
     wish = structs.replace(wish, excluded=frozenset(excluded))

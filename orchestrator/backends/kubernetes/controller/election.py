@@ -1,7 +1,9 @@
-"""Leader election among a controller's replicas: one Lease, taken and renewed at the version that was read.
+"""Leader election among a controller's replicas: one Lease, taken and renewed at the version that
+was read.
 
-The Lease decides who works; it does not fence. Who was paused beyond its time may still act for a moment: its next
-decision is refused by the ledger, and nothing is given to anybody but by a decision.
+The Lease decides who works; it does not fence. Who was paused beyond its time may still act for a
+moment: its next decision is refused by the ledger, and nothing is given to anybody but by a
+decision.
 """
 
 from __future__ import annotations
@@ -22,11 +24,20 @@ log = logging.getLogger("orch.election")
 
 
 class Election:
-    """`identity`: of this replica. Times in seconds; `lease_s` since the last renewal others may take over."""
+    """`identity`: of this replica. Times in seconds; `lease_s` since the last renewal others may
+    take over."""
 
-    def __init__(self, cluster: Cluster, identity: str, lease_s: float = 15.0, renew_s: float = 3.0):
-        self._cluster, self._identity, self._lease_s, self._renew_s = cluster, identity, lease_s, renew_s
-        self._seen: tuple[str, float] = ("", 0.0)  # version of another's Lease, and since when it stands still
+    def __init__(
+        self, cluster: Cluster, identity: str, lease_s: float = 15.0, renew_s: float = 3.0
+    ):
+        self._cluster = cluster
+        self._identity = identity
+        self._lease_s = lease_s
+        self._renew_s = renew_s
+        self._seen: tuple[str, float] = (
+            "",
+            0.0,
+        )  # version of another's Lease, and since when it stands still
         self._renewed = float("-inf")
         self._end = threading.Event()
 
@@ -42,8 +53,8 @@ class Election:
         log.info("%s leads", self._identity)
 
     def keep(self, lost: Callable[[], None]) -> None:
-        """Renews in a thread of its own; `lost` when somebody else leads. Late, or without an answer, it goes on
-        trying: until it has renewed, `leads` is False and nothing is done."""
+        """Renews in a thread of its own; `lost` when somebody else leads. Late, or without an
+        answer, it goes on trying: until it has renewed, `leads` is False and nothing is done."""
         threading.Thread(target=self._keep, args=(lost,), name="election", daemon=True).start()
 
     def release(self) -> None:
@@ -92,18 +103,23 @@ class Election:
         return taken
 
     def _is_free(self, lease: dict[str, Any]) -> bool:
-        """Ours, given back, or not renewed for its time by our own clock; clocks of two machines are not compared."""
+        """Ours, given back, or not renewed for its time by our own clock; clocks of two machines
+        are not compared."""
         spec = lease["spec"]
         if spec.get("holderIdentity") == self._identity:
             return True
-        if self._renewed > float("-inf"):  # it was ours: what another has decided since is not known here
+        if self._renewed > float(
+            "-inf"
+        ):  # it was ours: what another has decided since is not known here
             return False
         if not spec.get("holderIdentity"):
             return True
         version = lease["metadata"]["resourceVersion"]
         if version != self._seen[0]:
             self._seen = version, time.monotonic()
-        return time.monotonic() > self._seen[1] + float(spec.get("leaseDurationSeconds") or self._lease_s)
+        return time.monotonic() > self._seen[1] + float(
+            spec.get("leaseDurationSeconds") or self._lease_s
+        )
 
     def _spec(self, before: dict[str, Any]) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

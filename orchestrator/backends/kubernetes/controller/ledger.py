@@ -1,12 +1,14 @@
-"""The ledger: which run holds which nodes, in one object, so that every decision is one compare-and-swap.
+"""The ledger: which run holds which nodes, in one object, so that every decision is one
+compare-and-swap.
 
-A ConfigMap of the controller's namespace. It is written only at the version that was read: of two controllers that
-decide at once, because one was paused and another has taken over, one is refused by the API server and leaves. An
-allocation is all of a run's nodes or none, so no two runs ever hold parts of what each other need.
+A ConfigMap of the controller's namespace. It is written only at the version that was read: of two
+controllers that decide at once, because one was paused and another has taken over, one is refused
+by the API server and leaves. An allocation is all of a run's nodes or none, so no two runs ever
+hold parts of what each other need.
 
-What an allocation allows is to take the scheduling gate off the run's pods, one by one, and nothing else starts a pod.
-It is given back only when none of the run's pods is left. So whoever still acts on an allocation that is gone finds no
-pod to act on.
+What an allocation allows is to take the scheduling gate off the run's pods, one by one, and nothing
+else starts a pod. It is given back only when none of the run's pods is left. So whoever still acts
+on an allocation that is gone finds no pod to act on.
 """
 
 from __future__ import annotations
@@ -32,16 +34,21 @@ class Fenced(Exception):
 
 
 class Allocation(Struct, frozen=True, omit_defaults=True):
-    """Of one start of one run. `nodes`: by completion index; "" where a node was lost and none has taken its place."""
+    """Of one start of one run. `nodes`: by completion index; "" where a node was lost and none has
+    taken its place."""
 
     uid: str  # of the TrainRun
     number: int  # grows with every allocation of the cluster
     generation: int  # of the run's Job
     nodes: list[str]
-    needs: dict[str, float] = {}  # of one pod, where several may share a node; {}: a node belongs to one pod alone
+    needs: dict[
+        str, float
+    ] = {}  # of one pod, where several may share a node; {}: a node belongs to one pod alone
     size: int = 0  # nodes of the plan it was made for
     inputs: str = ""  # digest of what that plan was made from
-    excluded: dict[str, float] = {}  # node -> Unix seconds until which it is not given to this run again
+    excluded: dict[
+        str, float
+    ] = {}  # node -> Unix seconds until which it is not given to this run again
     lost_at: float = 0.0  # since when it misses a node
     ending: str = ""  # why it is given back, once its pods have left
     wait: bool = False  # ... and its run is not placed again at once
@@ -77,7 +84,9 @@ class Ledger:
         body = self._cluster.get("ConfigMap", NAME)
         made = body is None
         if body is None:
-            body = self._cluster.create(_body(self._cluster.namespace, Book())) or self._cluster.get("ConfigMap", NAME)
+            body = self._cluster.create(
+                _body(self._cluster.namespace, Book())
+            ) or self._cluster.get("ConfigMap", NAME)
         if body is None:
             raise OrchError(f"ConfigMap {NAME} comes and goes", Exit.CAPACITY)
         self._version = body["metadata"]["resourceVersion"]
@@ -93,10 +102,12 @@ class Ledger:
         released: Iterable[str] = (),
         bad: Mapping[str, BadNode] | None = None,
     ) -> None:
-        """These allocations put in and those taken out, in one write; `bad`: all nodes that are left out, None: as
-        before. Fenced when the ledger is another by now."""
+        """These allocations put in and those taken out, in one write; `bad`: all nodes that are
+        left out, None: as before. Fenced when the ledger is another by now."""
         gone = set(released)
-        kept = {key: one for key, one in self.book.allocations.items() if key not in gone} | dict(given)
+        kept = {key: one for key, one in self.book.allocations.items() if key not in gone} | dict(
+            given
+        )
         number = max([self.book.next, *(one.number + 1 for one in given.values())])
         book = Book(number, kept, self.book.bad if bad is None else dict(bad))
         if book == self.book:
@@ -111,11 +122,13 @@ class Ledger:
         self.book = book
 
     def _check_lost(self, meant: Book) -> None:
-        """A write whose answer was lost on the way is tried again by the transport, and then meets itself."""
+        """A write whose answer was lost on the way is tried again by the transport, and then meets
+        itself."""
         body = self._cluster.get("ConfigMap", NAME)
         if body is None or _unpacked(body) != meant:
             raise Fenced("the ledger has been written by somebody else")
-        self._version, self.book = body["metadata"]["resourceVersion"], meant
+        self._version = body["metadata"]["resourceVersion"]
+        self.book = meant
 
 
 def _body(namespace: str, book: Book) -> dict[str, Any]:
@@ -123,7 +136,11 @@ def _body(namespace: str, book: Book) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": NAME, "namespace": namespace, "labels": {"app.kubernetes.io/managed-by": "orch"}},
+        "metadata": {
+            "name": NAME,
+            "namespace": namespace,
+            "labels": {"app.kubernetes.io/managed-by": "orch"},
+        },
         "binaryData": {"book": b64encode(raw).decode()},
     }
 
@@ -134,5 +151,8 @@ def _unpacked(body: Mapping[str, Any]) -> Book:
         raw = zlib.decompressobj().decompress(b64decode(body["binaryData"]["book"]), _MOST)
         return msgspec.json.decode(raw, type=Book)
     except (KeyError, TypeError, ValueError, zlib.error, msgspec.MsgspecError) as error:
-        text = f"ConfigMap {NAME} cannot be read ({error}): delete it, and it is made anew from the pods that there are"
+        text = (
+            f"ConfigMap {NAME} cannot be read ({error}): delete it, and it is made anew from the"
+            " pods that there are"
+        )
         raise OrchError(text, Exit.CONFIG) from None

@@ -1,4 +1,5 @@
-"""The controller's process: leads or waits to, and then watches, reconciles and decides until it is told to end."""
+"""The controller's process: leads or waits to, and then watches, reconciles and decides until it is
+told to end."""
 
 from __future__ import annotations
 
@@ -39,7 +40,17 @@ from .series import Series
 from .store import Store
 
 #: What threads decode beside what is watched; see decoder.
-DECODED = (Planned, Plan, LaunchRequest, KubernetesOptions, Topology, RunState, StatusLine, StepLine, Book)
+DECODED = (
+    Planned,
+    Plan,
+    LaunchRequest,
+    KubernetesOptions,
+    Topology,
+    RunState,
+    StatusLine,
+    StepLine,
+    Book,
+)
 _WORKERS = 8
 _COALESCE_S = 0.02  # changes that come together are looked at together
 _DECIDE_S = 0.1  # between two decisions, at least
@@ -52,15 +63,19 @@ log = logging.getLogger("orch.controller")
 class Controller:
     """One that leads. `run` returns the exit code of the process."""
 
-    def __init__(self, cluster: Cluster, election: Election, everywhere: bool, home: str, series: Series):
-        self._election, self._series = election, series
+    def __init__(
+        self, cluster: Cluster, election: Election, everywhere: bool, home: str, series: Series
+    ):
+        self._election = election
+        self._series = series
         self._wake = threading.Condition()
         self._due: list[tuple[float, str]] = []  # a heap of when which run is looked at again
         self._timers: dict[str, float] = {}  # of these the one that counts, for each
         self._dirty: dict[str, float] = {}  # since when
         self._busy: set[str] = set()
         self._tries: dict[str, int] = {}
-        self._room_changed, self._over = False, ""
+        self._room_changed = False
+        self._over = ""
         self._store = Store(cluster, self.dirty, self._room, everywhere)
         self._ledger = Ledger(cluster)
         self._decisions = Decisions(self._ledger, self._store, self.dirty)
@@ -70,7 +85,8 @@ class Controller:
             cluster, self._store, self._ledger, self._decisions, self._planner, self._reports, self._again,
             lambda: election.leads and not self._over,
         )  # fmt: skip
-        self._cluster, self._everywhere = cluster, everywhere
+        self._cluster = cluster
+        self._everywhere = everywhere
 
     # ---------------------------------------------------------------------------------- any thread
 
@@ -103,7 +119,8 @@ class Controller:
             self._over = self._over or why
             self._wake.notify()
 
-    # ---------------------------------------------------------------------------------- the main thread
+    # ---------------------------------------------------------------------------------- the main
+    #     thread
 
     def run(self) -> int:
         self._election.keep(lambda: self.end("the lease is lost"))
@@ -129,12 +146,19 @@ class Controller:
         return int(Exit.DONE if self._over == _ASKED else Exit.FENCED)
 
     def _loop(self, pool: ThreadPoolExecutor) -> None:
-        decided, wanted = 0.0, False
+        decided = 0.0
+        wanted = False
         while True:
             with self._wake:
                 wait = min([1.0, *(max(0.0, at - time.monotonic()) for at, _ in self._due[:1])])
                 idle = not any(key not in self._busy for key in self._dirty)
-                if idle and not wanted and not self._room_changed and not self._decisions.news and not self._over:
+                if (
+                    idle
+                    and not wanted
+                    and not self._room_changed
+                    and not self._decisions.news
+                    and not self._over
+                ):
                     self._wake.wait(wait)
                 if self._over:
                     return
@@ -144,10 +168,15 @@ class Controller:
                     if self._timers.get(key) == at:
                         del self._timers[key]
                         self._dirty.setdefault(key, now)
-                chosen = [key for key, at in self._dirty.items() if key not in self._busy and at <= now - _COALESCE_S]
+                chosen = [
+                    key
+                    for key, at in self._dirty.items()
+                    if key not in self._busy and at <= now - _COALESCE_S
+                ]
                 since = {key: self._dirty.pop(key) for key in chosen}
                 self._busy.update(chosen)
-                changed, self._room_changed = self._room_changed, False
+                changed = self._room_changed
+                self._room_changed = False
                 resting = not chosen and bool(self._dirty)
             for key in chosen:
                 pool.submit(self._look, key, since[key])
@@ -158,7 +187,8 @@ class Controller:
                 if now < decided + _DECIDE_S:
                     time.sleep(_COALESCE_S)
                     continue
-                wanted, decided = False, now
+                wanted = False
+                decided = now
                 self._decide()
             else:
                 wanted = False
@@ -206,7 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`python -m orchestrator.kubernetes.controller`."""
     args = _parse(argv)
     logging.basicConfig(
-        stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
+        stream=sys.stdout,
+        level=logging.INFO,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        force=True,
     )
     os.umask(0o077)
     Path(args.home).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -245,11 +278,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="orchestrator.kubernetes.controller", description="Runs TrainRuns.")
-    parser.add_argument("--namespace", help="of the controller itself: its lease and its ledger; left out: the pod's")
-    parser.add_argument("--one-namespace", action="store_true", help="only TrainRuns of that namespace")
-    parser.add_argument("--identity", default=f"{platform.node()}-{os.getpid()}", help="of this replica")
+    parser = argparse.ArgumentParser(
+        prog="orchestrator.kubernetes.controller", description="Runs TrainRuns."
+    )
+    parser.add_argument(
+        "--namespace",
+        help="of the controller itself: its lease and its ledger; left out: the pod's",
+    )
+    parser.add_argument(
+        "--one-namespace", action="store_true", help="only TrainRuns of that namespace"
+    )
+    parser.add_argument(
+        "--identity", default=f"{platform.node()}-{os.getpid()}", help="of this replica"
+    )
     parser.add_argument("--metrics-port", type=int, default=9404, help="0: none")
-    parser.add_argument("--home", default="/tmp/orch", help="a folder for plans that were made before")
-    parser.add_argument("--lease-s", type=float, default=15.0, help="after which another replica takes over")
+    parser.add_argument(
+        "--home", default="/tmp/orch", help="a folder for plans that were made before"
+    )
+    parser.add_argument(
+        "--lease-s", type=float, default=15.0, help="after which another replica takes over"
+    )
     return parser.parse_args(argv)

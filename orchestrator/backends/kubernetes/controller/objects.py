@@ -1,4 +1,5 @@
-"""The objects of one start of a TrainRun, made in an order in which each is owned by it from its first moment."""
+"""The objects of one start of a TrainRun, made in an order in which each is owned by it from its
+first moment."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ def manifest(
 
 
 def make(cluster: Cluster, found: Manifest) -> None:
-    """Send what is missing, the Job last. What is there of an earlier start is replaced, but for the Secret, whose key
-    the run keeps, and the Job, which is of this start already.
+    """Send what is missing, the Job last. What is there of an earlier start is replaced, but for
+    the Secret, whose key the run keeps, and the Job, which is of this start already.
 
     OrchError: 65 for what the API server refuses, 76 where it does not answer.
     """
@@ -77,7 +78,8 @@ def make(cluster: Cluster, found: Manifest) -> None:
 def give(cluster: Cluster, pod: str, node: str, together: int) -> bool:
     """Take the gate off a pod, which then fits this node alone. False when the pod is gone.
 
-    The scheduler looks at no other node for one that is named so (matchFields), however many there are.
+    The scheduler looks at no other node for one that is named so (matchFields), however many there
+    are.
     """
     here = {"key": "metadata.name", "operator": "In", "values": [node]}
     only = {"nodeSelectorTerms": [{"matchFields": [here]}]}

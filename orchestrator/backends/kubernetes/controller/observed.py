@@ -1,4 +1,5 @@
-"""What the controller reads of the cluster's objects. Narrow: of ten thousand pods each is a few hundred bytes."""
+"""What the controller reads of the cluster's objects. Narrow: of ten thousand pods each is a few
+hundred bytes."""
 
 from __future__ import annotations
 
@@ -163,7 +164,10 @@ class Job(Struct, frozen=True, omit_defaults=True):
 
     @property
     def finished(self) -> bool:
-        return any(one.type in ("Complete", "Failed") and one.status == "True" for one in self.status.conditions)
+        return any(
+            one.type in ("Complete", "Failed") and one.status == "True"
+            for one in self.status.conditions
+        )
 
     def body(self) -> dict[str, Any]:
         found: dict[str, Any] = msgspec.to_builtins(self)

@@ -1,7 +1,9 @@
-"""Plans of runs that are given in words: each made by a process of its own, which may take long and may fail.
+"""Plans of runs that are given in words: each made by a process of its own, which may take long and
+may fail.
 
-`python -m orchestrator.kubernetes.planner` does what `orch submit` does before it sends anything. What it made is kept
-in a ConfigMap that the TrainRun owns, so that a controller that starts anew need not plan everything again.
+`python -m orchestrator.kubernetes.planner` does what `orch submit` does before it sends anything.
+What it made is kept in a ConfigMap that the TrainRun owns, so that a controller that starts anew
+need not plan everything again.
 """
 
 from __future__ import annotations
@@ -19,13 +21,28 @@ from msgspec import Struct
 from orchestrator import start
 from orchestrator.backends.kubernetes.api.client import Cluster
 from orchestrator.backends.kubernetes.names import KIND
-from orchestrator.backends.kubernetes.train_run import API_VERSION, Bundle, Planned, TrainRun, unpacked
+from orchestrator.backends.kubernetes.train_run import (
+    API_VERSION,
+    Bundle,
+    Planned,
+    TrainRun,
+    unpacked,
+)
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
-_AT_ONCE, _MOST_S = 2, 900.0
+_AT_ONCE = 2
+_MOST_S = 900.0
 _KEPT = 4096  # bundles in memory
-_PASSED = ("PATH", "HOME", "LANG", "PYTHONPATH", "KUBECONFIG", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT")
+_PASSED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "PYTHONPATH",
+    "KUBECONFIG",
+    "KUBERNETES_SERVICE_HOST",
+    "KUBERNETES_SERVICE_PORT",
+)
 
 
 class Unplannable(Struct, frozen=True):
@@ -39,16 +56,23 @@ class Planner:
     """`changed(key)` is called when a plan has been made, or could not be."""
 
     def __init__(self, cluster: Cluster, changed: Callable[[str], None], home: str):
-        self._cluster, self._changed, self._home = cluster, changed, home
+        self._cluster = cluster
+        self._changed = changed
+        self._home = home
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="planner")
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[str, Bundle | Unplannable]] = {}  # uid -> digest of the inputs, what came of them
-        self._good: dict[str, tuple[str, Bundle]] = {}  # uid -> the last plan that could be made, and of what
+        self._known: dict[
+            str, tuple[str, Bundle | Unplannable]
+        ] = {}  # uid -> digest of the inputs, what came of them
+        self._good: dict[
+            str, tuple[str, Bundle]
+        ] = {}  # uid -> the last plan that could be made, and of what
         self._busy: set[str] = set()
 
     def bundle(self, run: TrainRun) -> Bundle | Unplannable | None:
         """What the run is rendered from; None: it is being planned, or read."""
-        uid, inputs = run.metadata.uid, run.inputs
+        uid = run.metadata.uid
+        inputs = run.inputs
         with self._lock:
             found = self._known.get(uid)
             if found is not None and found[0] == inputs:
@@ -61,8 +85,8 @@ class Planner:
         return self._keep(uid, inputs, _tried(lambda: unpacked(run.spec.planned)))  # type: ignore[arg-type]
 
     def last(self, run: TrainRun) -> Bundle | None:
-        """The plan that is in force while another one is being made, or cannot be made. OrchError where it is stored
-        and cannot be read."""
+        """The plan that is in force while another one is being made, or cannot be made. OrchError
+        where it is stored and cannot be read."""
         with self._lock:
             if (found := self._good.get(run.metadata.uid)) is not None:
                 return found[1]
@@ -116,7 +140,9 @@ class Planner:
         spec = run.spec
         asked: dict[str, Any] = {"run_id": run.metadata.name, "namespace": run.metadata.namespace}
         asked |= {"words": spec.words, "program": spec.program, "options": spec.options}
-        environ = {name: os.environ[name] for name in _PASSED if name in os.environ} | {"ORCH_HOME": self._home}
+        environ = {name: os.environ[name] for name in _PASSED if name in os.environ} | {
+            "ORCH_HOME": self._home
+        }
         try:
             done = subprocess.run(
                 start.command("orchestrator.kubernetes.planner"),
@@ -125,7 +151,9 @@ class Planner:
         except subprocess.TimeoutExpired:
             raise OrchError(f"planning took more than {_MOST_S:g} s", Exit.CONFIG) from None
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["planning failed"]
+            said = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [
+                "planning failed"
+            ]
             codes = {int(code): code for code in Exit}
             text = said[0].removeprefix("orch: error: ")
             raise OrchError(text, codes.get(done.returncode, Exit.INTERNAL))
@@ -137,7 +165,11 @@ class Planner:
         about = run.metadata
         owner = {"apiVersion": API_VERSION, "kind": KIND, "name": about.name, "uid": about.uid}
         body: dict[str, Any] = {"apiVersion": "v1", "kind": "ConfigMap"}
-        body["metadata"] = {"name": _name(run), "namespace": about.namespace, "ownerReferences": [owner]}
+        body["metadata"] = {
+            "name": _name(run),
+            "namespace": about.namespace,
+            "ownerReferences": [owner],
+        }
         body["data"] = {"inputs": inputs, "planned": msgspec.json.encode(found).decode()}
         self._cluster.within(about.namespace).apply(body, "orch-controller", force=True)
 

@@ -1,4 +1,5 @@
-"""The ledger made anew where it was deleted: from the pods that there are, before anything is decided."""
+"""The ledger made anew where it was deleted: from the pods that there are, before anything is
+decided."""
 
 from __future__ import annotations
 
@@ -15,15 +16,19 @@ from .store import Store
 
 
 def rebuilt(cluster: Cluster, store: Store, everywhere: bool) -> dict[str, Allocation]:
-    """What living pods hold by the node that each was given. Size and inputs are those of the run's status: a run that
-    is wanted otherwise by now is moved as any other."""
+    """What living pods hold by the node that each was given. Size and inputs are those of the run's
+    status: a run that is wanted otherwise by now is moved as any other."""
     pods = cluster.list("AllPods" if everywhere else "Pod", RUN)
     found: dict[str, list[dict[str, Any]]] = {}
     for pod in pods:
         about = pod["metadata"]
         if pod["status"].get("phase") not in ("Succeeded", "Failed") and not _queued(pod):
             found.setdefault(f"{about['namespace']}/{about['labels'][RUN]}", []).append(pod)
-    return {key: made for number, key in enumerate(sorted(found), 1) if (made := _made(key, found[key], number, store))}
+    return {
+        key: made
+        for number, key in enumerate(sorted(found), 1)
+        if (made := _made(key, found[key], number, store))
+    }
 
 
 def _queued(pod: dict[str, Any]) -> bool:
@@ -32,7 +37,9 @@ def _queued(pod: dict[str, Any]) -> bool:
 
 def _made(key: str, pods: list[dict[str, Any]], number: int, store: Store) -> Allocation | None:
     run = store.runs.get(key)
-    if run is None:  # of the direct path, or what is left of a run that is gone: its pods count as anybody's
+    if (
+        run is None
+    ):  # of the direct path, or what is left of a run that is gone: its pods count as anybody's
         return None
     given = {int(pod["metadata"]["labels"].get(INDEX, "-1")): pinned_node(pod) for pod in pods}
     jobs = [job for job in store.jobs.all() if job.run == key and not job.finished]

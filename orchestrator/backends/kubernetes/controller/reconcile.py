@@ -1,4 +1,5 @@
-"""Reconciling one run: sees what there is, says it in the status, and takes the steps that follow."""
+"""Reconciling one run: sees what there is, says it in the status, and takes the steps that
+follow."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from .run_reader import RunReader, size_under
 from .status import Report, begun, iso, next_status, plain, run_state, with_plan
 from .store import Store
 
-_LAST_WORD_S = 60.0  # the log of a run that has ended is read for so long, for what it says of its end
+_LAST_WORD_S = (
+    60.0  # the log of a run that has ended is read for so long, for what it says of its end
+)
 _LEAVE_S = 30  # of a pod that has to go where it cannot run
 _BACKOFF_S = 60.0, 3600.0  # of a run whose start came to nothing: the first wait, and the longest
 
@@ -46,9 +49,16 @@ class Reconciler:
         self, cluster: Cluster, store: Store, ledger: Ledger, decisions: Decisions, planner: Planner, reports: Reports,
         again: Callable[[str, float], None], leads: Callable[[], bool],
     ):  # fmt: skip
-        """`again(key, seconds)`: reconcile the run then. `leads`: whether this process may act at all."""
-        self._cluster, self._store, self._ledger, self._decisions = cluster, store, ledger, decisions
-        self._planner, self._reports, self._again, self._leads = planner, reports, again, leads
+        """`again(key, seconds)`: reconcile the run then. `leads`: whether this process may act at
+        all."""
+        self._cluster = cluster
+        self._store = store
+        self._ledger = ledger
+        self._decisions = decisions
+        self._planner = planner
+        self._reports = reports
+        self._again = again
+        self._leads = leads
         self._reader = RunReader(cluster, store, ledger, decisions)
 
     def reconcile(self, key: str) -> None:
@@ -70,7 +80,9 @@ class Reconciler:
         late = run.is_over and seen.now > (seconds_of(run.status.ended_at) or 0.0) + _LAST_WORD_S
         told = late or _has_ended(report)
         if seen.job is not None and not (seen.job.finished and told):
-            pods = sorted((pod for pod in seen.pods if pod.running or pod.ended), key=lambda pod: pod.index)
+            pods = sorted(
+                (pod for pod in seen.pods if pod.running or pod.ended), key=lambda pod: pod.index
+            )
             self._reports.watch(key, seen.job.generation, [pod.metadata.name for pod in pods])
         status = next_status(seen, bundle, report, self._reader.why_waiting(run))
         status = with_plan(status, found.text if isinstance(found, Unplannable) else "", seen.now)
@@ -85,20 +97,27 @@ class Reconciler:
             self._again(key, 5.0 if todo or seen.job is None else 15.0)
 
     def _in_force(self, run: TrainRun) -> Bundle | None:
-        """What a run goes on under that is at work, while its new words are being planned, or cannot be."""
-        at_work = self._ledger.get(run.key) is not None or run.status.state not in ("pending", *FINAL)
+        """What a run goes on under that is at work, while its new words are being planned, or
+        cannot be."""
+        at_work = self._ledger.get(run.key) is not None or run.status.state not in (
+            "pending",
+            *FINAL,
+        )
         return self._planner.last(run) if at_work and run.status.inputs else None
 
     # ---------------------------------------------------------------------------------- acting
 
     def _upgraded(self, seen: steps.Seen, bundle: Bundle) -> steps.Seen:
         """An allocation that is of another plan or size than is wanted now has to end."""
-        given, spec = seen.allocation, seen.run.spec
+        given = seen.allocation
+        spec = seen.run.spec
         assert given is not None
         why = ""
         if seen.changed:
             why = "upgrade: it goes on under another plan, from what it saves now"
-        elif spec.nodes is not None and spec.nodes != len(given.nodes) and spec.nodes in bundle.plans:
+        elif (
+            spec.nodes is not None and spec.nodes != len(given.nodes) and spec.nodes in bundle.plans
+        ):
             why = f"resize to {spec.nodes} nodes: it saves, and goes on"
         if not why:
             return seen
@@ -110,8 +129,11 @@ class Reconciler:
         options: KubernetesOptions | None,
     ) -> Status:  # fmt: skip
         """Take the steps; the status with what comes of them."""
-        run, given = seen.run, seen.allocation
-        space, asks, wish = self._reader.space(run.metadata.namespace), list[Ask](), None
+        run = seen.run
+        given = seen.allocation
+        space = self._reader.space(run.metadata.namespace)
+        asks = list[Ask]()
+        wish = None
         waits: Waiting | None = None
         for step in todo:
             if not self._leads():
@@ -136,7 +158,9 @@ class Reconciler:
                     give(space, step.pod, step.node, step.together)
                 case steps.Move():
                     log.info("%s: pod %s leaves %s: %s", run.key, step.pod, step.node, step.why)
-                    with contextlib.suppress(OrchError):  # gone, or a disruption budget forbids it for now
+                    with contextlib.suppress(
+                        OrchError
+                    ):  # gone, or a disruption budget forbids it for now
                         space.evict(step.pod, _LEAVE_S)
                     asks.append(steps.Exclude(step.node))
                 case steps.Bury():
@@ -159,7 +183,9 @@ class Reconciler:
             self._decisions.ask(run.key, _merged(asks), wish)
         return status
 
-    def _wish(self, run: TrainRun, given: Allocation, bundle: Bundle, options: KubernetesOptions) -> Wish:
+    def _wish(
+        self, run: TrainRun, given: Allocation, bundle: Bundle, options: KubernetesOptions
+    ) -> Wish:
         """For single nodes of a run that has some."""
         size = size_under(bundle, given)
         _, needs = self._reader.options(run, bundle, size)
@@ -167,20 +193,37 @@ class Reconciler:
             return wish_of(run.key, bundle.plans, options, needs, len(given.nodes), elastic=True)
         return Wish(run.key, [(size, bundle.plans[size])], options, needs)
 
-    def _waiting(self, run: TrainRun, status: Status, bundle: Bundle, options: KubernetesOptions) -> Waiting:
+    def _waiting(
+        self, run: TrainRun, status: Status, bundle: Bundle, options: KubernetesOptions
+    ) -> Waiting:
         _, needs = self._reader.options(run, bundle, max(bundle.plans))
-        wish = wish_of(run.key, bundle.plans, options, needs, run.spec.nodes, is_elastic(bundle, options))
+        wish = wish_of(
+            run.key, bundle.plans, options, needs, run.spec.nodes, is_elastic(bundle, options)
+        )
         about = run.metadata
         return Waiting(
-            -run.spec.priority, about.creation_timestamp + about.uid, wish, about.uid, status.generation + 1, run.inputs
+            -run.spec.priority,
+            about.creation_timestamp + about.uid,
+            wish,
+            about.uid,
+            status.generation + 1,
+            run.inputs,
         )
 
     def _make(
-        self, generation: int, seen: steps.Seen, status: Status, bundle: Bundle, options: KubernetesOptions
+        self,
+        generation: int,
+        seen: steps.Seen,
+        status: Status,
+        bundle: Bundle,
+        options: KubernetesOptions,
     ) -> Status:
-        run, given = seen.run, seen.allocation
+        run = seen.run
+        given = seen.allocation
         plan = self._plan(given, run, bundle)
-        topology = self._store.topology(profile(options), options.gpu_resource if plan.cluster.device == "cuda" else "")
+        topology = self._store.topology(
+            profile(options), options.gpu_resource if plan.cluster.device == "cuda" else ""
+        )
         found = manifest(run, bundle, plan, options, generation, topology, gated=not seen.queued)
         status = structs.replace(status, generation=generation, inputs=run.inputs)
         status = structs.replace(status, plan_hash=plan.hash, reason="its Job is being made")
@@ -194,24 +237,34 @@ class Reconciler:
 
     def _released(self, status: Status, given: Allocation | None, now: float) -> Status:
         if given is None or not given.wait or status.over:
-            return status if not given or not given.ending else structs.replace(status, wait_until="")
+            return (
+                status if not given or not given.ending else structs.replace(status, wait_until="")
+            )
         first, most = _BACKOFF_S
         until = iso(now + min(most, first * 2**status.fails))
-        return structs.replace(status, fails=status.fails + 1, wait_until=until, reason=given.ending)
+        return structs.replace(
+            status, fails=status.fails + 1, wait_until=until, reason=given.ending
+        )
 
     def _left(self, run: TrainRun, space: Cluster) -> bool:
-        """Whether any pod of the run lives, asked of the API server itself: what is given back is given to others."""
+        """Whether any pod of the run lives, asked of the API server itself: what is given back is
+        given to others."""
         return _any_lives(space, run.metadata.name)
 
     def _clear(self, key: str) -> None:
-        """Its TrainRun is gone, and what it owned goes with it; its nodes are given back when nothing is left there."""
+        """Its TrainRun is gone, and what it owned goes with it; its nodes are given back when
+        nothing is left there."""
         self._decisions.wait(key, None)
         self._reports.forget(key)
         if (given := self._ledger.get(key)) is None:
             return
         namespace, _, name = key.partition("/")
         space = self._reader.space(namespace)
-        jobs = [job for job in space.list("Job", f"{RUN}={name}") if not job["metadata"].get("deletionTimestamp")]
+        jobs = [
+            job
+            for job in space.list("Job", f"{RUN}={name}")
+            if not job["metadata"].get("deletionTimestamp")
+        ]
         for job in jobs:  # the garbage collector does so too, in its own time
             space.delete("Job", job["metadata"]["name"])
         if jobs or _any_lives(space, name):
@@ -237,8 +290,16 @@ class Reconciler:
         kept = status.run
         if known is not None:
             kept = plain(finish(known, "failed", why.exit, why.message, at=now))
-        said = {"reason": why.message, "exit_code": int(why.exit), "ended_at": iso(now), "inputs": run.inputs}
-        self._say(run, structs.replace(with_plan(status, why.message, now), state="failed", run=kept, **said))
+        said = {
+            "reason": why.message,
+            "exit_code": int(why.exit),
+            "ended_at": iso(now),
+            "inputs": run.inputs,
+        }
+        self._say(
+            run,
+            structs.replace(with_plan(status, why.message, now), state="failed", run=kept, **said),
+        )
 
     def _say(self, run: TrainRun, status: Status) -> None:
         now = self._store.runs.get(run.key) or run
@@ -246,7 +307,9 @@ class Reconciler:
         if not change:
             return
         about = {"metadata": {"uid": run.metadata.uid}, "status": change}
-        self._reader.space(run.metadata.namespace).change("TrainRun", run.metadata.name, about, "/status")
+        self._reader.space(run.metadata.namespace).change(
+            "TrainRun", run.metadata.name, about, "/status"
+        )
 
 
 def _has_ended(report: Report) -> bool:
@@ -260,6 +323,8 @@ def _any_lives(space: Cluster, name: str) -> bool:
 
 def _merged(asks: list[Ask]) -> list[Ask]:
     """One wish for other nodes instead of several."""
-    indices = sorted({index for one in asks if isinstance(one, steps.Replace) for index in one.indices})
+    indices = sorted(
+        {index for one in asks if isinstance(one, steps.Replace) for index in one.indices}
+    )
     others: list[Ask] = [one for one in asks if not isinstance(one, steps.Replace)]
     return [*others, steps.Replace(indices)] if indices else others

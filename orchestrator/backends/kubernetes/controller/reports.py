@@ -1,7 +1,8 @@
-"""What runs say of themselves: the status lines in their pods' logs, read now and then by a few threads.
+"""What runs say of themselves: the status lines in their pods' logs, read now and then by a few
+threads.
 
-A run's state is written by the pod with its coordinator, which in an elastic run may be any. The one that last had one
-is asked first.
+A run's state is written by the pod with its coordinator, which in an elastic run may be any. The
+one that last had one is asked first.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ class Reports:
     """`changed(key)`: a run has said something new."""
 
     def __init__(self, cluster: Cluster, changed: Callable[[str], None]):
-        self._cluster, self._changed = cluster, changed
-        self._lock, self._end = threading.Lock(), threading.Event()
+        self._cluster = cluster
+        self._changed = changed
+        self._lock = threading.Lock()
+        self._end = threading.Event()
         self._runs: dict[str, _Run] = {}
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="reports")
 
@@ -60,7 +63,8 @@ class Reports:
             one = self._runs.setdefault(key, _Run(generation, pods))
             if one.generation != generation or (pods and not one.pods):
                 one.due = 0.0
-            one.generation, one.pods = generation, pods
+            one.generation = generation
+            one.pods = pods
 
     def get(self, key: str) -> Report:
         with self._lock:
@@ -74,10 +78,15 @@ class Reports:
         while not self._end.wait(0.5):
             now = time.monotonic()
             with self._lock:
-                due = [key for key, one in self._runs.items() if one.pods and not one.busy and one.due <= now]
+                due = [
+                    key
+                    for key, one in self._runs.items()
+                    if one.pods and not one.busy and one.due <= now
+                ]
                 every = max(_EVERY_S, len(self._runs) / _PER_S)
                 for key in due:
-                    self._runs[key].busy, self._runs[key].due = True, now + every
+                    self._runs[key].busy = True
+                    self._runs[key].due = now + every
             for key in due:
                 self._pool.submit(self._read, key)
 
@@ -86,9 +95,12 @@ class Reports:
             one = self._runs.get(key)
             if one is None:
                 return
-            generation, pods, first = one.generation, list(one.pods), one.asked
+            generation = one.generation
+            pods = list(one.pods)
+            first = one.asked
         space = self._cluster.within(key.partition("/")[0])
-        found, asked = LastReport(), first
+        found = LastReport()
+        asked = first
         for turn in range(min(_TRIED, len(pods))):
             asked = (first + turn) % len(pods)
             try:
@@ -103,7 +115,8 @@ class Reports:
         with self._lock:
             if (one := self._runs.get(key)) is None:
                 return
-            one.busy, one.asked = False, asked
+            one.busy = False
+            one.asked = asked
             news = one.generation == generation and found.state is not None and report != one.found
             if news:
                 one.found = report

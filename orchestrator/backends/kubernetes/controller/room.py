@@ -1,7 +1,8 @@
 """Room: which nodes are free for which run, and how those that wait share them out. Pure.
 
-A run on GPUs has its nodes to itself; one on CPUs shares them, as many pods to a node as its resources hold. What the
-scheduler would refuse is not given (fitting). All of a run's nodes or none.
+A run on GPUs has its nodes to itself; one on CPUs shares them, as many pods to a node as its
+resources hold. What the scheduler would refuse is not given (fitting). All of a run's nodes or
+none.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from typing import NamedTuple
 from msgspec import Struct, structs
 
 from orchestrator.backends.kubernetes.cluster_view import profile
-from orchestrator.backends.kubernetes.devices import NOT_READ, GpuDevices, asks_by_claim, gpus_of, with_devices
+from orchestrator.backends.kubernetes.devices import (
+    NOT_READ,
+    GpuDevices,
+    asks_by_claim,
+    gpus_of,
+    with_devices,
+)
 from orchestrator.backends.kubernetes.fitting import EXCLUDED, SAID, PodNeeds, is_excluded, why_not
 from orchestrator.backends.kubernetes.objects.node_affinity import choose
 from orchestrator.backends.kubernetes.options import KubernetesOptions
@@ -68,17 +75,21 @@ class _Fit(NamedTuple):
 
 
 class Fits:
-    """Which nodes fit what, whoever else is there: worked out once for the same nodes and devices, which stay so."""
+    """Which nodes fit what, whoever else is there: worked out once for the same nodes and devices,
+    which stay so."""
 
     def __init__(self, nodes: Mapping[str, Node], devices: GpuDevices = NOT_READ):
-        self.nodes, self.devices = nodes, devices
+        self.nodes = nodes
+        self.devices = devices
         self._known: dict[str, _Fit] = {}
         self._topologies: dict[str, Topology] = {}
 
     def of(self, wish: Wish) -> _Fit:
         """OrchError (65) for labels that contradict each other."""
-        options, cuda = wish.options, wish.sizes[0][1].cluster.device == "cuda"
-        gpu, select = options.gpu_resource if cuda else "", sorted(options.node_selector.items())
+        options = wish.options
+        cuda = wish.sizes[0][1].cluster.device == "cuda"
+        gpu = options.gpu_resource if cuda else ""
+        select = sorted(options.node_selector.items())
         where = repr((select, options.levels, options.profile, gpu, gpu in wish.needs.requests))
         claimed = wish.sizes[0][1].cluster.gpus_per_node if wish.claims else 0
         about = f"{where} {wish.needs!r} {options.without} {claimed}"
@@ -100,18 +111,30 @@ class Fits:
             if where not in self._topologies:
                 chosen = [node for node in there if why.get(node.metadata.name) != "not selected"]
                 flat = Topology("flat", ())
-                self._topologies[where] = from_nodes(chosen, profile(options), gpu) if chosen else flat
+                self._topologies[where] = (
+                    from_nodes(chosen, profile(options), gpu) if chosen else flat
+                )
             self._known[about] = _Fit(self._topologies[where], why, cuda, about)
         return self._known[about]
 
 
 class Room:
-    """`pods`: those that are bound or were let go; `allocations`: of every run by its key; `bad`: nodes that no run
-    gets. Everything that is taken is noted here, so that a decision follows the one before."""
+    """`pods`: those that are bound or were let go; `allocations`: of every run by its key; `bad`:
+    nodes that no run gets. Everything that is taken is noted here, so that a decision follows the
+    one before."""
 
-    def __init__(self, fits: Fits, pods: Iterable[Pod], allocations: Mapping[str, Allocation], bad: Iterable[str] = ()):
-        self._fits, self._bad = fits, frozenset(bad)
-        self._free_of: dict[str, list[str]] = {}  # what was found free for what, since something was last taken
+    def __init__(
+        self,
+        fits: Fits,
+        pods: Iterable[Pod],
+        allocations: Mapping[str, Allocation],
+        bad: Iterable[str] = (),
+    ):
+        self._fits = fits
+        self._bad = frozenset(bad)
+        self._free_of: dict[
+            str, list[str]
+        ] = {}  # what was found free for what, since something was last taken
         self._used: dict[str, dict[str, float]] = {}
         self._pods_with_gpus: dict[str, str] = {}
         self._claims = dict(fits.devices.held or {})  # node -> who has GPUs of it by a claim
@@ -144,7 +167,8 @@ class Room:
     # ---------------------------------------------------------------------------------- whole runs
 
     def place(self, wish: Wish) -> Placed | str:
-        """Nodes for the first of its sizes that finds room, taken from now on; else why there is none for the smallest.
+        """Nodes for the first of its sizes that finds room, taken from now on; else why there is
+        none for the smallest.
 
         OrchError (65) for options that contradict the plan or the cluster.
         """
@@ -164,7 +188,8 @@ class Room:
             return _spread(free, size)
         known = set(free)
         machines = {
-            name: structs.replace(machine, free=name in known) for name, machine in fit.topology.machines.items()
+            name: structs.replace(machine, free=name in known)
+            for name, machine in fit.topology.machines.items()
         }
         try:
             return list(choose(plan, structs.replace(fit.topology, machines=machines), {}).nodes)
@@ -181,11 +206,13 @@ class Room:
         what = "places for pods" if not fit.exclusive else "nodes"
         return f"waiting for room: needs {wanted} {what}, {len(free)} are free{others}"
 
-    # ---------------------------------------------------------------------------------- single nodes
+    # ---------------------------------------------------------------------------------- single
+    #     nodes
 
     def more(self, wish: Wish, near: Sequence[str], count: int) -> list[str]:
-        """Up to `count` free nodes for single pods, taken from now on: under the innermost switches of most of the
-        run's other nodes, if there are such. Of an elastic run as many as make its next larger size, or none."""
+        """Up to `count` free nodes for single pods, taken from now on: under the innermost switches
+        of most of the run's other nodes, if there are such. Of an elastic run as many as make its
+        next larger size, or none."""
         fit = self._fits.of(wish)
         free = self._free(fit, wish)
         if wish.elastic:
@@ -220,10 +247,16 @@ class Room:
 
 
 def fitting(
-    nodes: Mapping[str, Node], held: Iterable[str], needs: PodNeeds, options: KubernetesOptions, out: Iterable[str] = ()
+    nodes: Mapping[str, Node],
+    held: Iterable[str],
+    needs: PodNeeds,
+    options: KubernetesOptions,
+    out: Iterable[str] = (),
 ) -> set[str]:
-    """Of the nodes that a run holds, those that its pods may be put on now. `out`: left out for other reasons."""
-    found, left_out = set(), frozenset(out)
+    """Of the nodes that a run holds, those that its pods may be put on now. `out`: left out for
+    other reasons."""
+    found = set()
+    left_out = frozenset(out)
     for name in held:
         node = nodes.get(name)
         if (
@@ -234,7 +267,9 @@ def fitting(
             or why_not(node, needs, {})
         ):
             continue
-        if all(node.metadata.labels.get(key) == value for key, value in options.node_selector.items()):
+        if all(
+            node.metadata.labels.get(key) == value for key, value in options.node_selector.items()
+        ):
             found.add(name)
     return found
 
@@ -242,7 +277,11 @@ def fitting(
 def _is_allocated(pod: Pod, allocations: Mapping[str, Allocation]) -> bool:
     """Whether the pod's room is in an allocation: it is not counted twice."""
     one = allocations.get(pod.run) if pod.run else None
-    return one is not None and 0 <= pod.index < len(one.nodes) and one.nodes[pod.index] == pod.spec.node_name
+    return (
+        one is not None
+        and 0 <= pod.index < len(one.nodes)
+        and one.nodes[pod.index] == pod.spec.node_name
+    )
 
 
 def _out_of_service(node: Node) -> str:
@@ -264,8 +303,10 @@ def _count(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> int:
 
 
 def _spread(free: Sequence[str], count: int) -> list[str]:
-    """`count` of the places, on as many nodes as there are, evenly; pods of one node have neighbouring indices."""
-    left, given = Counter(free), Counter[str]()
+    """`count` of the places, on as many nodes as there are, evenly; pods of one node have
+    neighbouring indices."""
+    left = Counter(free)
+    given = Counter[str]()
     while sum(given.values()) < count:
         node = min((node for node in left if left[node]), key=lambda node: (given[node], node))
         left[node] -= 1
@@ -281,7 +322,8 @@ def wish_of(
     nodes: int | None,
     elastic: bool = False,
 ) -> Wish:
-    """`nodes`: the size that was asked for, of an elastic run the largest; None: the largest that finds room.
+    """`nodes`: the size that was asked for, of an elastic run the largest; None: the largest that
+    finds room.
 
     OrchError (65) for no legal one.
     """
@@ -289,7 +331,9 @@ def wish_of(
 
     if nodes is not None and nodes not in plans:
         legal = ", ".join(map(str, sorted(plans)))
-        raise OrchError(f"spec.nodes: {nodes} is no size of this run: legal are {legal}", Exit.CONFIG)
+        raise OrchError(
+            f"spec.nodes: {nodes} is no size of this run: legal are {legal}", Exit.CONFIG
+        )
     sizes = sorted((size for size in plans if nodes is None or size <= nodes), reverse=True)
     sizes = sizes if elastic or nodes is None else [nodes]
     return Wish(key, [(size, plans[size]) for size in sizes], options, needs, elastic=elastic)

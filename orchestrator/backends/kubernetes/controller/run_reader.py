@@ -1,4 +1,5 @@
-"""One run as it is now, from what is watched: the facts that its steps and its status follow from."""
+"""One run as it is now, from what is watched: the facts that its steps and its status follow
+from."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _ASK_QUOTA_S = 15.0
 
 
 def size_under(bundle: Bundle, given: Allocation | None) -> int:
-    """The size of a run that holds `given`: the largest where it has none, or one that new words no longer know."""
+    """The size of a run that holds `given`: the largest where it has none, or one that new words no
+    longer know."""
     return given.size if given and given.size in bundle.plans else max(bundle.plans)
 
 
@@ -37,8 +39,13 @@ class RunReader:
     """For several threads."""
 
     def __init__(self, cluster: Cluster, store: Store, ledger: Ledger, decisions: Decisions):
-        self._cluster, self._store, self._ledger, self._decisions = cluster, store, ledger, decisions
-        self._known: dict[str, tuple[str, int, Bundle, KubernetesOptions, PodNeeds]] = {}  # by uid: of the first three
+        self._cluster = cluster
+        self._store = store
+        self._ledger = ledger
+        self._decisions = decisions
+        self._known: dict[
+            str, tuple[str, int, Bundle, KubernetesOptions, PodNeeds]
+        ] = {}  # by uid: of the first three
         self._quota: dict[str, tuple[float, str]] = {}
         self._living: dict[str, set[str]] = {}  # run -> uids of its pods
         self._spaces: dict[str, Cluster] = {}
@@ -55,12 +62,17 @@ class RunReader:
         self._living.pop(key, None)
         self._quota.pop(key, None)
 
-    def read(self, run: TrainRun, bundle: Bundle | None, changed: bool) -> tuple[steps.Seen, KubernetesOptions | None]:
-        """`changed`: the bundle is of the words as they are now, and not of those before. OrchError (65) for options
-        that make no sense."""
-        key, now = run.key, time.time()
+    def read(
+        self, run: TrainRun, bundle: Bundle | None, changed: bool
+    ) -> tuple[steps.Seen, KubernetesOptions | None]:
+        """`changed`: the bundle is of the words as they are now, and not of those before. OrchError
+        (65) for options that make no sense."""
+        key = run.key
+        now = time.time()
         given = self._ledger.get(key)
-        if given is not None and given.uid != run.metadata.uid:  # of one of the same name that was deleted
+        if (
+            given is not None and given.uid != run.metadata.uid
+        ):  # of one of the same name that was deleted
             given = structs.replace(given, ending=given.ending or "its TrainRun is another by now")
         pods = self._store.pods_of(key)
         seen = steps.Seen(
@@ -79,34 +91,50 @@ class RunReader:
         if given is not None:
             out |= {node for node, until in given.excluded.items() if until > now}
         fits = fitting(nodes, given.held, needs, options, out) if given else set()
-        queued, hold = not places_itself(options), options.rendezvous_timeout_s
+        queued = not places_itself(options)
+        hold = options.rendezvous_timeout_s
         quota = self._no_quota(seen, run) if seen.job is not None and not seen.job.finished else ""
         elastic = is_elastic(bundle, options)
         least = min(bundle.plans) if elastic else size
-        found = structs.replace(seen, queued=queued, fits=fits, ready=ready, hold_s=hold, no_quota=quota, least=least)
+        found = structs.replace(
+            seen, queued=queued, fits=fits, ready=ready, hold_s=hold, no_quota=quota, least=least
+        )
         return found, options
 
-    def options(self, run: TrainRun, bundle: Bundle, size: int) -> tuple[KubernetesOptions, PodNeeds]:
-        uid, inputs = run.metadata.uid, run.inputs
+    def options(
+        self, run: TrainRun, bundle: Bundle, size: int
+    ) -> tuple[KubernetesOptions, PodNeeds]:
+        uid = run.metadata.uid
+        inputs = run.inputs
         found = self._known.get(uid)
         if found is None or found[:2] != (inputs, size) or found[2] is not bundle:
             options = options_of(run, bundle)
             if options.gang != "none":
                 options = structs.replace(options, gang=resolved(options, self._cluster.has))
             if options.kind != "job":
-                text = "backend.options.kind: the controller makes Jobs; a JobSet is sent without it (controller=never)"
+                text = (
+                    "backend.options.kind: the controller makes Jobs; a JobSet is sent without it"
+                    " (controller=never)"
+                )
                 raise OrchError(text, Exit.CONFIG)
             object_name(run.metadata.name, size, options.kind)
-            found = self._known[uid] = (inputs, size, bundle, options, pod_needs(bundle.plans[size], options))
+            found = self._known[uid] = (
+                inputs,
+                size,
+                bundle,
+                options,
+                pod_needs(bundle.plans[size], options),
+            )
         return found[3], found[4]
 
     def _job(self, run: TrainRun, bundle: Bundle | None) -> Job | None:
         return self._store.job_of(run, object_name(run.metadata.name, 1, "job"))
 
     def _lost(self, seen: steps.Seen) -> int:
-        """Pods that went since the last look though nobody has asked for it. What goes while no controller is there is
-        not counted."""
-        key, job = seen.run.key, seen.job
+        """Pods that went since the last look though nobody has asked for it. What goes while no
+        controller is there is not counted."""
+        key = seen.run.key
+        job = seen.job
         living = {pod.metadata.uid for pod in seen.pods if not pod.ended and not pod.leaves}
         before, self._living[key] = self._living.get(key, set()), living
         ending = seen.run.spec.stopped or (seen.allocation is not None and seen.allocation.ending)
@@ -116,7 +144,8 @@ class RunReader:
         return len(before - living - succeeded)
 
     def _no_quota(self, seen: steps.Seen, run: TrainRun) -> str:
-        """Why the Job's controller cannot make its pods, as its events say; asked for now and then."""
+        """Why the Job's controller cannot make its pods, as its events say; asked for now and
+        then."""
         job = seen.job
         assert job is not None
         missing = job.spec.completions - len([pod for pod in seen.pods if not pod.ended])
@@ -138,5 +167,8 @@ class RunReader:
             return "its submission is not complete"
         until = seconds_of(run.status.wait_until) or 0.0
         if until > time.time():
-            return f"{run.status.reason.partition('; tried again')[0]}; tried again at {run.status.wait_until}"
+            return (
+                f"{run.status.reason.partition('; tried again')[0]}; tried again at"
+                f" {run.status.wait_until}"
+            )
         return self._decisions.why.get(run.key) or "waiting for room"

@@ -1,4 +1,5 @@
-"""The controller's own metrics: of every run what outlives its pods, and how quickly it is looked after.
+"""The controller's own metrics: of every run what outlives its pods, and how quickly it is looked
+after.
 
 Counters are in the TrainRun's status, so they survive restarts of the run and of the controller.
 """
@@ -30,9 +31,15 @@ class Series(Collector):
         self.registry = CollectorRegistry(auto_describe=False)
         self._runs: Callable[[], list[TrainRun]] | None = None
         self._ledger: Ledger | None = None
-        self._waited = self._times("orch_reconcile_wait_seconds", "From a change until it is looked at.")
-        self._took = self._times("orch_reconcile_seconds", "One look at one run, its requests included.")
-        self._decided = self._times("orch_decide_seconds", "One decision about who gets which nodes.")
+        self._waited = self._times(
+            "orch_reconcile_wait_seconds", "From a change until it is looked at."
+        )
+        self._took = self._times(
+            "orch_reconcile_seconds", "One look at one run, its requests included."
+        )
+        self._decided = self._times(
+            "orch_decide_seconds", "One decision about who gets which nodes."
+        )
         self.registry.register(self)
         if port:
             start_http_server(port, registry=self.registry)
@@ -42,7 +49,8 @@ class Series(Collector):
 
     def publish(self, runs: Callable[[], list[TrainRun]], ledger: Ledger) -> None:
         """From now on this replica leads."""
-        self._runs, self._ledger = runs, ledger
+        self._runs = runs
+        self._ledger = ledger
 
     def reconciled(self, waited_s: float, took_s: float) -> None:
         self._waited.observe(max(0.0, waited_s))
@@ -57,29 +65,55 @@ class Series(Collector):
         yield leads
         if self._runs is None or self._ledger is None:
             return
-        found = {name: family(name, text, labels=[*_LABELS, *more]) for name, (family, text, more) in _FAMILIES.items()}
+        found = {
+            name: family(name, text, labels=[*_LABELS, *more])
+            for name, (family, text, more) in _FAMILIES.items()
+        }
         now = time.time()
         for run in self._runs():
             labels = [run.metadata.namespace, run.metadata.name]
             for name, value in _values(run, now).items():
                 found[name].add_metric(labels, value)
             for phase in get_args(Phase):
-                found["orch_run_state"].add_metric([*labels, phase], float(run.status.state == phase))
+                found["orch_run_state"].add_metric(
+                    [*labels, phase], float(run.status.state == phase)
+                )
         yield from found.values()
         held = GaugeMetricFamily("orch_held_nodes", "Nodes that runs hold.")
-        held.add_metric([], float(len({node for one in self._ledger.book.allocations.values() for node in one.held})))
+        held.add_metric(
+            [],
+            float(
+                len({node for one in self._ledger.book.allocations.values() for node in one.held})
+            ),
+        )
         yield held
 
 
 _FAMILIES: dict[str, tuple[Any, str, list[str]]] = {
     "orch_run_state": (GaugeMetricFamily, "1 of the state that the run is in.", ["state"]),
-    "orch_run_restarts": (CounterMetricFamily, "Restarts of all workers since the run's first start.", []),
+    "orch_run_restarts": (
+        CounterMetricFamily,
+        "Restarts of all workers since the run's first start.",
+        [],
+    ),
     "orch_run_starts": (CounterMetricFamily, "Jobs that were made for the run.", []),
-    "orch_run_lost_pods": (CounterMetricFamily, "Pods that came back since the run's first start.", []),
+    "orch_run_lost_pods": (
+        CounterMetricFamily,
+        "Pods that came back since the run's first start.",
+        [],
+    ),
     "orch_run_step": (GaugeMetricFamily, "Last completed step.", []),
     "orch_run_loss": (GaugeMetricFamily, "Loss of the last step.", []),
-    "orch_run_ettr_ratio": (GaugeMetricFamily, "Effective training time ratio since the run's first start.", []),
-    "orch_run_last_step_timestamp_seconds": (GaugeMetricFamily, "When the last step completed.", []),
+    "orch_run_ettr_ratio": (
+        GaugeMetricFamily,
+        "Effective training time ratio since the run's first start.",
+        [],
+    ),
+    "orch_run_last_step_timestamp_seconds": (
+        GaugeMetricFamily,
+        "When the last step completed.",
+        [],
+    ),
     "orch_run_wanted_nodes": (GaugeMetricFamily, "Nodes of the plan in force.", []),
     "orch_run_running_nodes": (GaugeMetricFamily, "Pods of the run that run.", []),
     "orch_run_age_seconds": (GaugeMetricFamily, "Since it was asked for.", []),

@@ -64,18 +64,32 @@ def next_status(seen: Seen, bundle: Bundle | None, report: Report, waits: str) -
     """The status now. `waits`: why it has no nodes, where it has none."""
     run = seen.run
     status = run.status if run.is_over else begun(run)
-    known = report.state if report.state and report.generation >= status.generation else run_state(status)
+    known = (
+        report.state
+        if report.state and report.generation >= status.generation
+        else run_state(status)
+    )
     if known is None and bundle is not None:
         known = accepted(bundle.request, "kubernetes")
     what = observe(seen)
     if run.is_over:
-        return structs.replace(_counted(status, seen, what, report), observed_generation=run.metadata.generation)
+        return structs.replace(
+            _counted(status, seen, what, report), observed_generation=run.metadata.generation
+        )
     found = _judged(seen, status, known, what, waits)
-    status = structs.replace(status, **_times(status, found, seen.now), state=found.state, reason=found.reason or "")
-    kept = found if found.is_final else known  # what the coordinator said, not what is made of it here
-    status = structs.replace(status, exit_code=found.exit_code, run=plain(kept) if kept and kept.run_id else status.run)
+    status = structs.replace(
+        status, **_times(status, found, seen.now), state=found.state, reason=found.reason or ""
+    )
+    kept = (
+        found if found.is_final else known
+    )  # what the coordinator said, not what is made of it here
+    status = structs.replace(
+        status, exit_code=found.exit_code, run=plain(kept) if kept and kept.run_id else status.run
+    )
     if found.is_final:
-        status = structs.replace(status, ended_generation=seen.job.generation if seen.job else status.generation)
+        status = structs.replace(
+            status, ended_generation=seen.job.generation if seen.job else status.generation
+        )
     status = _counted(status, seen, what, report)
     return structs.replace(status, conditions=_conditions(status, seen))
 
@@ -84,7 +98,10 @@ def with_plan(status: Status, problem: str, now: float) -> Status:
     """`problem`: why the words as they are now cannot be planned."""
     reason = "Unplannable" if problem else "Planned"
     return structs.replace(
-        status, conditions=with_condition(status.conditions, "Planned", not problem, reason, problem, iso(now))
+        status,
+        conditions=with_condition(
+            status.conditions, "Planned", not problem, reason, problem, iso(now)
+        ),
     )
 
 
@@ -101,8 +118,11 @@ def observe(seen: Seen) -> RunStatus | None:
     return status_of(ObservedRun(main=body, job=body, pods=pods), seen.now)
 
 
-def _judged(seen: Seen, status: Status, known: RunState | None, what: RunStatus | None, waits: str) -> RunState:
-    run, given = seen.run, seen.allocation
+def _judged(
+    seen: Seen, status: Status, known: RunState | None, what: RunStatus | None, waits: str
+) -> RunState:
+    run = seen.run
+    given = seen.allocation
     state = known or _unplanned(run, seen.now)
     living = [pod for pod in seen.pods if not pod.ended]
     alive = seen.job is not None and not seen.job.finished
@@ -113,10 +133,16 @@ def _judged(seen: Seen, status: Status, known: RunState | None, what: RunStatus 
     if what is not None and what.over:
         return _dated(verdict(state, what, cancel_asked=False), seen.now)
     if given is not None and given.ending:
-        return _still(state, "restarting" if given.ending.startswith(_GOES_ON) else "pending", given.ending)
+        return _still(
+            state, "restarting" if given.ending.startswith(_GOES_ON) else "pending", given.ending
+        )
     if what is None:
         again: Phase = "restarting" if status.generation >= 0 else "starting"
-        return _still(state, "pending" if given is None else again, waits if given is None else "its Job is being made")
+        return _still(
+            state,
+            "pending" if given is None else again,
+            waits if given is None else "its Job is being made",
+        )
     if seen.no_quota:
         what = structs.replace(what, phase="pending", text=seen.no_quota)
     return verdict(state, what, cancel_asked=False)
@@ -151,11 +177,22 @@ def _times(status: Status, found: RunState, now: float) -> dict[str, str]:
 
 def _counted(status: Status, seen: Seen, what: RunStatus | None, report: Report) -> Status:
     """Numbers that only grow, and those of this moment."""
-    given, job = seen.allocation, seen.job
+    given = seen.allocation
+    job = seen.job
     changes: dict[str, Any] = {}
     running = sum(pod.running for pod in seen.pods)
-    wanted = len(given.nodes) if given else job.spec.completions if job and not job.finished else status.wanted_nodes
-    changes |= {"wanted_nodes": wanted, "running_nodes": running, "nodes": f"{running}/{wanted}" if wanted else ""}
+    wanted = (
+        len(given.nodes)
+        if given
+        else job.spec.completions
+        if job and not job.finished
+        else status.wanted_nodes
+    )
+    changes |= {
+        "wanted_nodes": wanted,
+        "running_nodes": running,
+        "nodes": f"{running}/{wanted}" if wanted else "",
+    }
     changes["lost_pods"] = status.lost_pods + seen.lost
     if report.generation >= 0 and report.generation >= status.generation:
         if state := report.state:
@@ -190,7 +227,8 @@ def iso(at: float) -> str:
 
 
 def plain(state: RunState) -> dict[str, Any]:
-    """As JSON, without what is null: the API server keeps no nulls, and the status would differ at every look."""
+    """As JSON, without what is null: the API server keeps no nulls, and the status would differ at
+    every look."""
     found: dict[str, Any] = _without_nulls(msgspec.to_builtins(state))
     return found
 

@@ -1,4 +1,5 @@
-"""What the API server has, as the controller's threads read it: TrainRuns, their Jobs and pods, every node and pod."""
+"""What the API server has, as the controller's threads read it: TrainRuns, their Jobs and pods,
+every node and pod."""
 
 from __future__ import annotations
 
@@ -33,20 +34,31 @@ class Node(importer.Node, frozen=True):
 
 
 class Store:
-    """`dirty(key)`: something of that run has changed; `room(node)`: where runs may be placed has, "" without a node of
-    which it is known.
+    """`dirty(key)`: something of that run has changed; `room(node)`: where runs may be placed has,
+    "" without a node of which it is known.
 
     everywhere: of all namespaces; else of the cluster's own alone.
     """
 
-    def __init__(self, cluster: Cluster, dirty: Callable[[str], None], room: Callable[[str], None], everywhere: bool):
-        self._cluster, self._dirty, self._room = cluster, dirty, room
+    def __init__(
+        self,
+        cluster: Cluster,
+        dirty: Callable[[str], None],
+        room: Callable[[str], None],
+        everywhere: bool,
+    ):
+        self._cluster = cluster
+        self._dirty = dirty
+        self._room = room
         self._by_run: dict[str, dict[str, Pod]] = {}
         self._lock = threading.Lock()
         self._nodes: tuple[dict[str, Node], frozenset[str]] | None = None
         self._topologies: dict[tuple[str, str], Topology | None] = {}
         every = "All" if everywhere else ""
-        kinds = {"TrainRun": f"{every}TrainRuns" if every else "TrainRun", "Job": f"{every}Jobs" if every else "Job"}
+        kinds = {
+            "TrainRun": f"{every}TrainRuns" if every else "TrainRun",
+            "Job": f"{every}Jobs" if every else "Job",
+        }
         self.runs = Watch(cluster, kinds["TrainRun"], TrainRun, self._run_changed)
         self.jobs = Watch(cluster, kinds["Job"], Job, self._job_changed, RUN)
         self.pods = Watch(cluster, "AllPods" if every else "Pod", Pod, self._pod_changed)
@@ -69,13 +81,17 @@ class Store:
         with self._lock:
             if self._nodes is None:
                 found = {node.metadata.name: node for node in self.nodes.all()}
-                self._nodes = found, frozenset(name for name, node in found.items() if _ready(node) == "True")
+                self._nodes = (
+                    found,
+                    frozenset(name for name, node in found.items() if _ready(node) == "True"),
+                )
                 self._topologies.clear()
             return self._nodes
 
     def topology(self, profile: str | importer.Profile, gpu: str) -> Topology | None:
         """Of all nodes; None where there are none, or their labels contradict each other."""
-        nodes, key = list(self.nodes_now()[0].values()), (repr(profile), gpu)
+        nodes = list(self.nodes_now()[0].values())
+        key = (repr(profile), gpu)
         if key not in self._topologies:
             found = None
             with contextlib.suppress(OrchError):
@@ -96,7 +112,8 @@ class Store:
         job = self.jobs.get(f"{run.metadata.namespace}/{name}")
         return job if job is not None and job.run == run.key else None
 
-    # ---------------------------------------------------------------------------------- watching threads
+    # ---------------------------------------------------------------------------------- watching
+    #     threads
 
     def _run_changed(self, key: str, before: TrainRun | None, after: TrainRun | None) -> None:
         self._dirty(key)
@@ -120,7 +137,12 @@ class Store:
                 else:
                     known[key] = after
             self._dirty(run)
-        elif after is None or after.ended or before is None or before.spec.node_name != after.spec.node_name:
+        elif (
+            after is None
+            or after.ended
+            or before is None
+            or before.spec.node_name != after.spec.node_name
+        ):
             self._room("")  # somebody else's has come to a node, or left it
 
     def _node_changed(self, key: str, before: Node | None, after: Node | None) -> None:

@@ -1,14 +1,18 @@
-"""Gangs without Kueue: all of a run's pods are placed or none, by a scheduler that the cluster has. Pure.
+"""Gangs without Kueue: all of a run's pods are placed or none, by a scheduler that the cluster has.
+Pure.
 
-Each wants the number of pods that must be placed together in a place of its own, and its own name in the pods:
+Each wants the number of pods that must be placed together in a place of its own, and its own name
+in the pods:
 
-- `workload`: Kubernetes' Workload API (1.35, alpha: gates GenericWorkload and GangScheduling), the default scheduler.
+- `workload`: Kubernetes' Workload API (1.35, alpha: gates GenericWorkload and GangScheduling), the
+  default scheduler.
 - `volcano`: a PodGroup of scheduling.volcano.sh, named by the pods.
 - `coscheduling`: a PodGroup of scheduler-plugins, named by a label.
 - `kai`: its pod grouper makes the group from an annotation of the Job.
 
-Sources: https://kubernetes.io/docs/concepts/workloads/workload-api/ ; Volcano's PodGroup documentation;
-https://scheduler-plugins.sigs.k8s.io/docs/plugins/coscheduling/ ; KAI-Scheduler's docs/batch and its change log (0.13).
+Sources: https://kubernetes.io/docs/concepts/workloads/workload-api/ ; Volcano's PodGroup
+documentation; https://scheduler-plugins.sigs.k8s.io/docs/plugins/coscheduling/ ; KAI-Scheduler's
+docs/batch and its change log (0.13).
 """
 
 from __future__ import annotations
@@ -21,15 +25,21 @@ from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 Gang = Literal["none", "workload", "volcano", "kai", "coscheduling"]
-#: Which API tells that a cluster has it: group and version, plural of the kind. In the order in which `auto` asks.
+#: Which API tells that a cluster has it: group and version, plural of the kind. In the order in
+#: which `auto` asks.
 APIS: dict[Gang, tuple[str, str]] = {
     "kai": ("scheduling.run.ai/v2alpha2", "podgroups"),
     "volcano": ("scheduling.volcano.sh/v1beta1", "podgroups"),
     "coscheduling": ("scheduling.x-k8s.io/v1alpha1", "podgroups"),
     "workload": ("scheduling.k8s.io/v1alpha1", "workloads"),
 }
-#: Under which name each runs unless a site has called it otherwise (backend.options.pod: spec.schedulerName).
-_SCHEDULERS = {"volcano": "volcano", "kai": "kai-scheduler", "coscheduling": "scheduler-plugins-scheduler"}
+#: Under which name each runs unless a site has called it otherwise (backend.options.pod:
+#: spec.schedulerName).
+_SCHEDULERS = {
+    "volcano": "volcano",
+    "kai": "kai-scheduler",
+    "coscheduling": "scheduler-plugins-scheduler",
+}
 _GROUP = "pods"  # of a Workload
 
 
@@ -47,7 +57,9 @@ def resolved(options: KubernetesOptions, serves: Callable[[str, str], bool]) -> 
     return options.gang
 
 
-def group_object(options: KubernetesOptions, name: str, together: int, metadata: Mapping[str, Any]) -> dict | None:
+def group_object(
+    options: KubernetesOptions, name: str, together: int, metadata: Mapping[str, Any]
+) -> dict | None:
     """The object that says how many pods belong together; None where none is needed."""
     group = APIS[options.gang][0] if options.gang in APIS else ""
     if options.gang == "workload":
@@ -70,12 +82,17 @@ def job_notes(options: KubernetesOptions, together: int) -> dict[str, str]:
 
 def job_labels(options: KubernetesOptions) -> dict[str, str]:
     """On the Job and its pods."""
-    return {"kai.scheduler/queue": options.gang_queue} if options.gang == "kai" and options.gang_queue else {}
+    return (
+        {"kai.scheduler/queue": options.gang_queue}
+        if options.gang == "kai" and options.gang_queue
+        else {}
+    )
 
 
 def join_gang(template: dict[str, Any], options: KubernetesOptions, name: str) -> None:
     """The pods say which group they are of, and who is to place them."""
-    about, spec = template["metadata"], template["spec"]
+    about = template["metadata"]
+    spec = template["spec"]
     match options.gang:
         case "workload":
             spec["workloadRef"] = {"name": name, "podGroup": _GROUP}

@@ -1,7 +1,9 @@
-"""Packs plan and topology: a ConfigMap holds 1 MiB, and `kubectl apply` writes it a second time into 256 KiB.
+"""Packs plan and topology: a ConfigMap holds 1 MiB, and `kubectl apply` writes it a second time
+into 256 KiB.
 
-Ranks and groups follow from degrees, nesting order and nodes; they are left out, and made again when unpacking. The
-plan's own hash then proves that nothing was lost. 16,384 ranks: 2.3 MB of JSON, 19 KB packed.
+Ranks and groups follow from degrees, nesting order and nodes; they are left out, and made again
+when unpacking. The plan's own hash then proves that nothing was lost. 16,384 ranks: 2.3 MB of JSON,
+19 KB packed.
 """
 
 from __future__ import annotations
@@ -39,12 +41,17 @@ def unpack_plan(raw: bytes) -> Plan:
 
 def _derived(plan: Plan) -> Plan:
     places = coords(plan.parallel.order, degrees(plan.parallel))
-    return structs.replace(plan, ranks=assign_ranks(plan.cluster, places), groups=all_groups(places, plan.parallel.pp))
+    return structs.replace(
+        plan, ranks=assign_ranks(plan.cluster, places), groups=all_groups(places, plan.parallel.pp)
+    )
 
 
 def pack_topology(topology: Topology) -> bytes:
-    """Names and switches alone: what machines have and whether they are free is of yesterday when pods read it."""
-    return zlib.compress(msgspec.json.encode(structs.replace(topology, machines={}), order="deterministic"), 9)
+    """Names and switches alone: what machines have and whether they are free is of yesterday when
+    pods read it."""
+    return zlib.compress(
+        msgspec.json.encode(structs.replace(topology, machines={}), order="deterministic"), 9
+    )
 
 
 def unpack_topology(raw: bytes) -> Topology | None:

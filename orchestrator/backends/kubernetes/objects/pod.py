@@ -1,10 +1,13 @@
-"""The pod of one agent: what runs, with what, as whom, and what its exit code means for the Job. Pure.
+"""The pod of one agent: what runs, with what, as whom, and what its exit code means for the Job.
+Pure.
 
-Every default meets Pod Security's `restricted` level. No field that a process can find out or set for itself: the API
-server, the scheduler and every watcher read each of them again whenever one of 512 pods changes.
+Every default meets Pod Security's `restricted` level. No field that a process can find out or set
+for itself: the API server, the scheduler and every watcher read each of them again whenever one of
+512 pods changes.
 
-Sources: https://kubernetes.io/docs/concepts/security/pod-security-standards/ ; NCCL over InfiniBand: conventions of the
-NVIDIA GPU and network operators (GPU and RDMA resources in requests and limits, else NCCL silently uses sockets).
+Sources: https://kubernetes.io/docs/concepts/security/pod-security-standards/ ; NCCL over
+InfiniBand: conventions of the NVIDIA GPU and network operators (GPU and RDMA resources in requests
+and limits, else NCCL silently uses sockets).
 """
 
 from __future__ import annotations
@@ -14,7 +17,14 @@ from math import ceil
 from typing import Any
 
 from orchestrator import start
-from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, METRICS_PORT, OWN_FIELDS, ROOT, RUNS
+from orchestrator.backends.kubernetes.names import (
+    CONTAINER,
+    INPUT,
+    METRICS_PORT,
+    OWN_FIELDS,
+    ROOT,
+    RUNS,
+)
 from orchestrator.backends.kubernetes.options import KubernetesOptions, Toleration, places_itself
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import FATAL, Exit
@@ -23,12 +33,14 @@ from orchestrator.planner.placement.rank_assignment import save_seconds, used_no
 from .node_affinity import ChosenNodes, both_spellings, node_affinity, without_hosts
 from .pod_patch import patched
 
-MARGIN_S = 30  # between the last worker's end and the kubelet's SIGKILL: its agent's termination message
+MARGIN_S = (
+    30  # between the last worker's end and the kubelet's SIGKILL: its agent's termination message
+)
 
 
 def grace_seconds(plan: Plan, options: KubernetesOptions, wanted_s: float) -> int:
-    """Seconds for workers to save after a notice: at least `wanted_s`, and a fifth more than a save is expected to
-    take."""
+    """Seconds for workers to save after a notice: at least `wanted_s`, and a fifth more than a save
+    is expected to take."""
     return ceil(max(wanted_s, 1.2 * save_seconds(plan, options.checkpoint_gb_per_s)))
 
 
@@ -43,7 +55,8 @@ def pod_template(
     subdomain: bool,
     excluded: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """`spec.template` of the Job. `grace_s`: what the agent gives its workers; the kubelet gives MARGIN_S more.
+    """`spec.template` of the Job. `grace_s`: what the agent gives its workers; the kubelet gives
+    MARGIN_S more.
 
     `excluded`: hostname labels of the nodes of `options.without`; None: nobody has looked them up.
     """
@@ -72,8 +85,13 @@ def pod_template(
     if hosts := both_spellings(options.without) if excluded is None else excluded:
         spec["affinity"] = without_hosts(spec.get("affinity", {}), hosts)
     if plan.cluster.device == "cpu" and used_node_count(plan) > 1:
-        spec["topologySpreadConstraints"] = [_spread(labels)]  # a GPU pod has its node to itself anyway
-    template = {"metadata": {"labels": labels, "annotations": _annotations() | annotations}, "spec": spec}
+        spec["topologySpreadConstraints"] = [
+            _spread(labels)
+        ]  # a GPU pod has its node to itself anyway
+    template = {
+        "metadata": {"labels": labels, "annotations": _annotations() | annotations},
+        "spec": spec,
+    }
     return patched(template, options.pod, in_queue=not places_itself(options))
 
 
@@ -97,7 +115,8 @@ def _spread(labels: dict[str, str]) -> dict[str, Any]:
 
 
 def tolerations(plan: Plan, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """Of GPU nodes' taint, and of a silent node for `unreachable_s` instead of the default five minutes."""
+    """Of GPU nodes' taint, and of a silent node for `unreachable_s` instead of the default five
+    minutes."""
     found = [
         {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute"}
         | {"tolerationSeconds": options.unreachable_s}
@@ -109,11 +128,17 @@ def tolerations(plan: Plan, options: KubernetesOptions) -> list[dict[str, Any]]:
 
 
 def _toleration(given: Toleration) -> dict[str, Any]:
-    pairs = {"key": given.key, "operator": given.operator, "value": given.value, "effect": given.effect}
+    pairs = {
+        "key": given.key,
+        "operator": given.operator,
+        "value": given.value,
+        "effect": given.effect,
+    }
     return {name: value for name, value in pairs.items() if value}
 
 
-# ------------------------------------------------------------------------------------------ container
+# ------------------------------------------------------------------------------------------
+#     container
 
 
 def _container(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
@@ -126,14 +151,23 @@ def _container(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
     if options.claim:
         mounts.insert(1, {"name": "runs", "mountPath": RUNS})
     for index, volume in enumerate(options.volumes):
-        mounts.append({"name": f"data-{index}", "mountPath": volume.path, "readOnly": volume.read_only})
+        mounts.append(
+            {"name": f"data-{index}", "mountPath": volume.path, "readOnly": volume.read_only}
+        )
     return {
         "name": CONTAINER,
         "image": options.image,
         "imagePullPolicy": options.pull_policy,
-        "command": [options.python, "-uP", *start.BY_NAME, "orchestrator.kubernetes.task"],  # exec form: it is pid 1
+        "command": [
+            options.python,
+            "-uP",
+            *start.BY_NAME,
+            "orchestrator.kubernetes.task",
+        ],  # exec form: it is pid 1
         "env": _fields(),
-        "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],  # who scrapes looks for the name
+        "ports": [
+            {"name": "metrics", "containerPort": METRICS_PORT}
+        ],  # who scrapes looks for the name
         "resources": resources(plan, options),
         "securityContext": _container_security(options),
         "volumeMounts": mounts,
@@ -141,11 +175,15 @@ def _container(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
 
 
 def _fields() -> list[dict[str, Any]]:
-    return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in OWN_FIELDS.items()]
+    return [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in OWN_FIELDS.items()
+    ]
 
 
 def resources(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
-    """Requests and limits of one pod. No limit on CPUs: throttling a data loader stalls every other node."""
+    """Requests and limits of one pod. No limit on CPUs: throttling a data loader stalls every other
+    node."""
     memory = quantity(sum(memory_gib(plan, options)))
     devices = {name: str(count) for name, count in options.rdma.items()}
     if plan.cluster.device == "cuda":
@@ -156,8 +194,10 @@ def resources(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
 
 
 def memory_gib(plan: Plan, options: KubernetesOptions) -> tuple[float, float]:
-    """(memory of the processes, /dev/shm): what is in /dev/shm counts against the container's limit too."""
-    gpus, cuda = plan.cluster.gpus_per_node, plan.cluster.device == "cuda"
+    """(memory of the processes, /dev/shm): what is in /dev/shm counts against the container's limit
+    too."""
+    gpus = plan.cluster.gpus_per_node
+    cuda = plan.cluster.device == "cuda"
     memory = options.memory_gib or gpus * (64 if cuda else 2)
     return memory, options.shm_gib or gpus * (4 if cuda else 0.25)
 
@@ -184,7 +224,8 @@ def _volumes(name: str, plan: Plan, options: KubernetesOptions) -> list[dict[str
     return volumes
 
 
-# ------------------------------------------------------------------------------------------ security
+# ------------------------------------------------------------------------------------------
+#     security
 
 
 def _pod_security(options: KubernetesOptions) -> dict[str, Any]:
@@ -197,7 +238,9 @@ def _pod_security(options: KubernetesOptions) -> dict[str, Any]:
         "fsGroup": user,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
-    if options.claim or options.volumes:  # else nothing outlives the pod, so nothing has another owner
+    if (
+        options.claim or options.volumes
+    ):  # else nothing outlives the pod, so nothing has another owner
         found["fsGroupChangePolicy"] = "OnRootMismatch"
     return found
 
@@ -211,24 +254,28 @@ def _container_security(options: KubernetesOptions) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------ exit codes
+# ------------------------------------------------------------------------------------------ exit
+#     codes
 
-#: Exit codes of an agent whose run cannot be helped by starting it again. USER and INTERNAL are among them because the
-#: agents have tried again themselves: `backend.max_restarts` is theirs to count; CAPACITY, because pods leave with it
-#: only after `max_pod_returns`.
+#: Exit codes of an agent whose run cannot be helped by starting it again. USER and INTERNAL are
+#: among them because the agents have tried again themselves: `backend.max_restarts` is theirs to
+#: count; CAPACITY, because pods leave with it only after `max_pod_returns`.
 FINAL = tuple(sorted({*map(int, FATAL), int(Exit.USER), int(Exit.INTERNAL), int(Exit.CAPACITY)}))
 
 
 def pod_failure_policy() -> dict[str, Any]:
     """Rules in order, the first match wins (batch/v1 PodFailurePolicy; needs restartPolicy Never).
 
-    A disruption (preemption, drain, eviction, lost node) is not counted. Nor is 75: a pod that was told to leave, or
-    that has waited for others in vain, of which there are as many as pods whenever one of them finds no node. All else
-    is counted against backoffLimit: 74, a signal.
+    A disruption (preemption, drain, eviction, lost node) is not counted. Nor is 75: a pod that was
+    told to leave, or that has waited for others in vain, of which there are as many as pods
+    whenever one of them finds no node. All else is counted against backoffLimit: 74, a signal.
     """
     return {
         "rules": [
-            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            {
+                "action": "Ignore",
+                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+            },
             {"action": "FailJob", "onExitCodes": _codes(*FINAL)},
             {"action": "Ignore", "onExitCodes": _codes(int(Exit.RESTART), int(Exit.FENCED))},
         ]
@@ -242,7 +289,8 @@ def _codes(*values: int) -> dict[str, Any]:
 def pod_exit(code: int) -> int:
     """What a pod leaves with when its agent ended with `code`.
 
-    On a cluster a lost peer or a fenced agent begins the next attempt and does not end the run: 76 and 77
-    become 75. The pod of a node that is sick (74) is counted, so that it does not come back there for ever.
+    On a cluster a lost peer or a fenced agent begins the next attempt and does not end the run: 76
+    and 77 become 75. The pod of a node that is sick (74) is counted, so that it does not come back
+    there for ever.
     """
     return int(Exit.RESTART) if code in (Exit.CAPACITY, Exit.FENCED) else code

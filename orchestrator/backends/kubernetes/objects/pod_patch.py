@@ -1,12 +1,13 @@
-"""`backend.options.pod`: a site's own fields of the pod, merged into the one that the plan asks for. Pure.
+"""`backend.options.pod`: a site's own fields of the pod, merged into the one that the plan asks
+for. Pure.
 
-A strategic merge as `kubectl patch` does it: mappings merge, null deletes, lists of named entries merge by that name
-({"$patch": "delete"} takes one out), other lists are replaced. A volume with a source replaces the one of its name.
-Every field and type is checked against the models of the installed kubernetes package, so that a wrong word is refused
-before anything has been sent.
+A strategic merge as `kubectl patch` does it: mappings merge, null deletes, lists of named entries
+merge by that name ({"$patch": "delete"} takes one out), other lists are replaced. A volume with a
+source replaces the one of its name. Every field and type is checked against the models of the
+installed kubernetes package, so that a wrong word is refused before anything has been sent.
 
-Source: https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/ and patchMergeKey of
-each list in the API's reference.
+Source: https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/
+and patchMergeKey of each list in the API's reference.
 """
 
 from __future__ import annotations
@@ -23,16 +24,24 @@ PLACE = "backend.options.pod"
 NODE_AFFINITY = "spec.affinity.nodeAffinity"
 #: List -> the field by which two of its entries are the same one.
 _KEYS = {
-    **dict.fromkeys(("containers", "initContainers", "volumes", "env", "resourceClaims", "claims"), "name"),
-    **{"volumeMounts": "mountPath", "volumeDevices": "devicePath", "ports": "containerPort", "hostAliases": "ip"},
+    **dict.fromkeys(
+        ("containers", "initContainers", "volumes", "env", "resourceClaims", "claims"), "name"
+    ),
+    "volumeMounts": "mountPath",
+    "volumeDevices": "devicePath",
+    "ports": "containerPort",
+    "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
 }
-_ENDS, _NAMES = "the run decides how its pods end", "the run's pods find each other by it"
-_PLACED, _INPUT = "nodes are chosen by the plan", "the run's plan and key lie there"
+_ENDS = "the run decides how its pods end"
+_NAMES = "the run's pods find each other by it"
+_PLACED = "nodes are chosen by the plan"
+_INPUT = "the run's plan and key lie there"
 #: What may be added to and not taken away.
 _NEEDED = {"metadata", "spec", "spec.containers", "spec.volumes"}
 _NEEDED |= {f"spec.containers.{CONTAINER}.{name}" for name in ("env", "ports", "volumeMounts")}
-#: Field of the pod, or of the agent's container -> why it is refused. An option's name: there is one for it.
+#: Field of the pod, or of the agent's container -> why it is refused. An option's name: there is
+#: one for it.
 _REFUSED = {
     "metadata.labels": "labels",
     "spec.nodeSelector": "node_selector",
@@ -42,12 +51,19 @@ _REFUSED = {
     "spec.priorityClassName": "priority_class",
     f"spec.containers.{CONTAINER}.image": "image",
     f"spec.containers.{CONTAINER}.imagePullPolicy": "pull_policy",
-    **dict.fromkeys(("spec.restartPolicy", "spec.terminationGracePeriodSeconds", "spec.activeDeadlineSeconds"), _ENDS),
+    **dict.fromkeys(
+        ("spec.restartPolicy", "spec.terminationGracePeriodSeconds", "spec.activeDeadlineSeconds"),
+        _ENDS,
+    ),
     **dict.fromkeys(("spec.hostname", "spec.subdomain", "spec.hostnameOverride"), _NAMES),
     "spec.nodeName": _PLACED,
-    NODE_AFFINITY: f"{_PLACED}; backend.options.exclude leaves nodes out, and where a queue places the run, NotIn does",
+    NODE_AFFINITY: (
+        f"{_PLACED}; backend.options.exclude leaves nodes out, and where a queue places the run,"
+        " NotIn does"
+    ),
     **dict.fromkeys(
-        (f"spec.containers.{CONTAINER}.command", f"spec.containers.{CONTAINER}.args"), "it starts the agent"
+        (f"spec.containers.{CONTAINER}.command", f"spec.containers.{CONTAINER}.args"),
+        "it starts the agent",
     ),
     "spec.volumes.input": _INPUT,
     f"spec.containers.{CONTAINER}.volumeMounts.{INPUT}": _INPUT,
@@ -56,12 +72,14 @@ _REFUSED = {
 }
 
 
-def patched(template: dict[str, Any], patch: Mapping[str, Any], in_queue: bool = False) -> dict[str, Any]:
-    """The pod template with the patch in it; the same one without. `in_queue`: a queue chooses the nodes, so that the
-    patch may leave some out.
+def patched(
+    template: dict[str, Any], patch: Mapping[str, Any], in_queue: bool = False
+) -> dict[str, Any]:
+    """The pod template with the patch in it; the same one without. `in_queue`: a queue chooses the
+    nodes, so that the patch may leave some out.
 
-    OrchError (65): a field that Kubernetes does not have, a value of another type, or what the run itself needs, each
-    with its place; no kubernetes package to tell them by.
+    OrchError (65): a field that Kubernetes does not have, a value of another type, or what the run
+    itself needs, each with its place; no kubernetes package to tell them by.
     """
     if not patch:
         return template
@@ -71,7 +89,9 @@ def patched(template: dict[str, Any], patch: Mapping[str, Any], in_queue: bool =
         kept_off = _exclusions(affinity)
         patch = _without(patch, NODE_AFFINITY.split("."))
     for name in patch.keys() - {"metadata", "spec"}:
-        _refuse(name, f"is not a part of a pod template; {did_you_mean(name, ('metadata', 'spec'))}")
+        _refuse(
+            name, f"is not a part of a pod template; {did_you_mean(name, ('metadata', 'spec'))}"
+        )
     _check(patch, "V1PodTemplateSpec", "")
     for name in patch.get("metadata", {}).keys() - {"annotations"}:
         _refuse(f"metadata.{name}", "is not for a pod template, which takes annotations alone")
@@ -81,7 +101,9 @@ def patched(template: dict[str, Any], patch: Mapping[str, Any], in_queue: bool =
         spec["affinity"] = _with_terms(spec.get("affinity", {}), kept_off)
     for container in spec["containers"]:
         if container["name"] != CONTAINER:
-            text = "would live on after the run; put it into initContainers with restartPolicy: Always"
+            text = (
+                "would live on after the run; put it into initContainers with restartPolicy: Always"
+            )
             _refuse(f"spec.containers.{container['name']}", text)
     if spec.get("hostNetwork"):  # else pods could not resolve pod 0's name
         spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
@@ -108,7 +130,9 @@ def _exclusions(affinity: object) -> list[Any]:
     place = f"{NODE_AFFINITY}.{REQUIRED}"
     for name in _mapping(affinity, NODE_AFFINITY):
         if name != REQUIRED:
-            _refuse(f"{NODE_AFFINITY}.{name}", f"cannot be set: only {REQUIRED}, which leaves nodes out")
+            _refuse(
+                f"{NODE_AFFINITY}.{name}", f"cannot be set: only {REQUIRED}, which leaves nodes out"
+            )
     _check(_at(affinity, REQUIRED), "V1NodeSelector", place)
     terms = _at(affinity, f"{REQUIRED}.nodeSelectorTerms")
     if not isinstance(terms, list) or not terms:
@@ -116,11 +140,18 @@ def _exclusions(affinity: object) -> list[Any]:
     for index, term in enumerate(terms):
         at = f"{place}.nodeSelectorTerms.{index}"
         rules = _at(term, "matchExpressions")
-        if set(_mapping(term, at)) != {"matchExpressions"} or not isinstance(rules, list) or not rules:
+        if (
+            set(_mapping(term, at)) != {"matchExpressions"}
+            or not isinstance(rules, list)
+            or not rules
+        ):
             _refuse(at, "must have matchExpressions and nothing else")
         for rule in rules:
             if rule.get("operator") not in ("NotIn", "DoesNotExist"):
-                text = "operator must be NotIn or DoesNotExist; backend.options.node_selector names labels to have"
+                text = (
+                    "operator must be NotIn or DoesNotExist; backend.options.node_selector names"
+                    " labels to have"
+                )
                 _refuse(f"{at}.matchExpressions", text)
     return terms
 
@@ -129,7 +160,11 @@ def _with_terms(affinity: Mapping[str, Any], terms: Sequence[Any]) -> dict[str, 
     """The affinity, where one of these terms must hold beside those that it has."""
     nodes = affinity.get("nodeAffinity", {})
     ours = nodes.get(REQUIRED, {}).get("nodeSelectorTerms") or [{"matchExpressions": []}]
-    both = [{"matchExpressions": [*a["matchExpressions"], *b["matchExpressions"]]} for a in ours for b in terms]
+    both = [
+        {"matchExpressions": [*a["matchExpressions"], *b["matchExpressions"]]}
+        for a in ours
+        for b in terms
+    ]
     return {**affinity, "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": both}}}
 
 
@@ -141,10 +176,18 @@ def _refuse(place: str, text: str) -> NoReturn:
 
 
 def _check(value: object, kind: str, place: str) -> None:
-    """`kind` as the models write it: str, int, bool, object, List[X], dict(str, X), or the name of a model."""
+    """`kind` as the models write it: str, int, bool, object, List[X], dict(str, X), or the name of
+    a model."""
     if reason := _REFUSED.get(place):
         option = re.fullmatch("[a-z_]+", reason)
-        _refuse(place, f"has an option of its own: backend.options.{reason}" if option else f"cannot be set: {reason}")
+        _refuse(
+            place,
+            (
+                f"has an option of its own: backend.options.{reason}"
+                if option
+                else f"cannot be set: {reason}"
+            ),
+        )
     if value is None and place in _NEEDED:
         _refuse(place, "cannot be deleted: the run needs it")
     if value is None or kind in ("object", "datetime"):
@@ -177,9 +220,13 @@ def _check_list(value: object, kind: str, place: str) -> None:
 
 
 def _check_scalar(value: object, kind: str, place: str) -> None:
-    quantity = kind == "str" and re.search(r"\.(requests|limits|capacity)\.[^.]*", place) is not None
+    quantity = (
+        kind == "str" and re.search(r"\.(requests|limits|capacity)\.[^.]*", place) is not None
+    )
     fits = {"str": isinstance(value, str), "bool": isinstance(value, bool)}.get(
-        kind, isinstance(value, int | (float if kind == "float" else int)) and not isinstance(value, bool)
+        kind,
+        isinstance(value, int | (float if kind == "float" else int))
+        and not isinstance(value, bool),
     )
     if not fits and not (quantity and isinstance(value, int | float)):
         _refuse(place, f"must be {'true or false' if kind == 'bool' else kind}, not {value!r}")
@@ -192,7 +239,10 @@ def _check_model(value: Mapping[str, Any], kind: str, place: str) -> None:
     types = {model.attribute_map[name]: one for name, one in model.openapi_types.items()}
     for name, one in value.items():
         if name not in types:
-            _refuse(f"{place}.{name}".lstrip("."), f"is not a field of Kubernetes; {did_you_mean(name, types)}")
+            _refuse(
+                f"{place}.{name}".lstrip("."),
+                f"is not a field of Kubernetes; {did_you_mean(name, types)}",
+            )
         _check(one, types[name], f"{place}.{name}".lstrip("."))
 
 
@@ -202,13 +252,16 @@ def _mapping(value: object, place: str) -> Mapping[str, Any]:
     return value
 
 
-# ------------------------------------------------------------------------------------------ the merge
+# ------------------------------------------------------------------------------------------ the
+#     merge
 
 
 def _merge(old: Any, new: Any, name: str) -> Any:
     """`name`: of the field whose values these are."""
     if isinstance(old, dict) and isinstance(new, Mapping):
-        merged = {key: value for key, value in old.items() if key not in new or new[key] is not None}
+        merged = {
+            key: value for key, value in old.items() if key not in new or new[key] is not None
+        }
         for key, value in new.items():
             if value is not None:
                 merged[key] = _merge(merged.get(key), value, key)

@@ -1,7 +1,8 @@
 """A run as Kubernetes objects: a pure function, golden-tested, the same objects for the same run.
 
-ConfigMap (request, packed plan, configuration, topology) · Secret (key, passed variables) · headless Service · Job or
-JobSet. The Job comes last: a submission that breaks off before it has started nothing.
+ConfigMap (request, packed plan, configuration, topology) · Secret (key, passed variables) ·
+headless Service · Job or JobSet. The Job comes last: a submission that breaks off before it has
+started nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Manifest(Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}  # values of the variables that were passed on
     topology: Topology | None = None  # of all nodes that pods may be placed on, where it is known
     chosen: ChosenNodes | None = None
-    excluded: tuple[str, ...] | None = None  # hostname labels of excluded nodes; None: nobody has looked them up
+    excluded: tuple[str, ...] | None = (
+        None  # hostname labels of excluded nodes; None: nobody has looked them up
+    )
     submission: str = ""  # the same for a repeated submission of one run
     generation: int = 0  # how often it was started again
     train_run: str = ""  # uid of the TrainRun that owns all of it
@@ -57,10 +60,13 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 def render(run: Manifest) -> list[dict[str, Any]]:
-    """The objects in the order in which they are sent. OrchError (65) when something does not fit Kubernetes."""
+    """The objects in the order in which they are sent. OrchError (65) when something does not fit
+    Kubernetes."""
     if run.options.image is None:
         raise OrchError(
-            "backend.options.image is not set: the image that holds orch and torch; see docs/kubernetes.md", Exit.CONFIG
+            "backend.options.image is not set: the image that holds orch and torch; see"
+            " docs/kubernetes.md",
+            Exit.CONFIG,
         )
     objects = [_secret(run), _config_map(run)]
     if run.options.kind == "job":  # JobSet makes its own
@@ -80,17 +86,25 @@ def to_yaml(objects: list[dict[str, Any]]) -> str:
 
 
 def pod_request(request: LaunchRequest, plan: Plan, options: KubernetesOptions) -> LaunchRequest:
-    """The request as the pods read it: their paths, their interpreter, none of the submitter's folders."""
+    """The request as the pods read it: their paths, their interpreter, none of the submitter's
+    folders."""
     run_dir = str(PurePosixPath(names.RUNS, request.run_id))
     worker = request.worker
     if worker.bundled:
         argv = [options.python, "-P", "-m", "trainer", "--plan", f"{run_dir}/plan.json"]
         worker = structs.replace(worker, argv=argv, cwd=run_dir)
     elif request.code.kind != "none":
-        text = "the program's folder does not travel into pods: build it into the image and submit with --in-place"
+        text = (
+            "the program's folder does not travel into pods: build it into the image and submit"
+            " with --in-place"
+        )
         raise OrchError(text, Exit.CONFIG)
-    environment = structs.replace(request.environment, names=[], path_first=[], python_path_first=[])
-    policy = structs.replace(request.policy, grace_s=float(grace_seconds(plan, options, request.policy.grace_s)))
+    environment = structs.replace(
+        request.environment, names=[], path_first=[], python_path_first=[]
+    )
+    policy = structs.replace(
+        request.policy, grace_s=float(grace_seconds(plan, options, request.policy.grace_s))
+    )
     return structs.replace(
         request,
         run_dir=run_dir,
@@ -101,13 +115,15 @@ def pod_request(request: LaunchRequest, plan: Plan, options: KubernetesOptions) 
         policy=policy,
         code=structs.replace(request.code, kind="none", root="", holds_orch=False),
         files=[],
-        # An elastic run needs a folder that its pods share. Without, a Job is of one size, `orch resize` makes another.
+        # An elastic run needs a folder that its pods share. Without, a Job is of one size, `orch
+        # resize` makes another.
         sizes=elastic_sizes(request, options),
     )
 
 
 def elastic_sizes(request: LaunchRequest, options: KubernetesOptions) -> list[int]:
-    """The sizes between which a run changes while its pods live, largest first; [] where it has one size."""
+    """The sizes between which a run changes while its pods live, largest first; [] where it has one
+    size."""
     sizes = [size for size in request.sizes if size <= len(request.agents)]
     return sizes if options.claim and len(sizes) > 1 else []
 
@@ -117,7 +133,8 @@ def together(run: Manifest) -> int:
     return min(elastic_sizes(run.request, run.options) or [len(run.request.agents)])
 
 
-# ------------------------------------------------------------------------------------------ small objects
+# ------------------------------------------------------------------------------------------ small
+#     objects
 
 
 def _metadata(run: Manifest, **annotations: str) -> dict[str, Any]:
@@ -131,15 +148,24 @@ def _metadata(run: Manifest, **annotations: str) -> dict[str, Any]:
     if notes:
         found["annotations"] = notes
     if run.train_run:
-        whose = {"apiVersion": f"{names.GROUP}/{names.VERSION}", "kind": names.KIND, "name": run.request.run_id}
+        whose = {
+            "apiVersion": f"{names.GROUP}/{names.VERSION}",
+            "kind": names.KIND,
+            "name": run.request.run_id,
+        }
         found["ownerReferences"] = [{**whose, "uid": run.train_run, "controller": True}]
     elif (owner := run.options.owner) and owner.uid:
-        found["ownerReferences"] = [{"apiVersion": "v1", "kind": "ConfigMap", "name": owner.name, "uid": owner.uid}]
+        found["ownerReferences"] = [
+            {"apiVersion": "v1", "kind": "ConfigMap", "name": owner.name, "uid": owner.uid}
+        ]
     return found
 
 
 def _secret(run: Manifest) -> dict[str, Any]:
-    values = {"key": run.key, "environment.json": msgspec.json.encode(run.environment, order="sorted").decode()}
+    values = {
+        "key": run.key,
+        "environment.json": msgspec.json.encode(run.environment, order="sorted").decode(),
+    }
     _check_size("Secret", sum(map(len, values.values())))
     return {
         "apiVersion": "v1",
@@ -173,15 +199,19 @@ def _config_map(run: Manifest) -> dict[str, Any]:
 
 def _check_size(kind: str, size: int) -> None:
     if size > MOST_BYTES:
-        raise OrchError(f"the run's {kind} would hold {size} bytes, Kubernetes takes {MOST_BYTES}", Exit.CONFIG)
+        raise OrchError(
+            f"the run's {kind} would hold {size} bytes, Kubernetes takes {MOST_BYTES}", Exit.CONFIG
+        )
 
 
 def _service(run: Manifest) -> dict[str, Any]:
-    """Headless: it only gives pod 0 its name, also before that is ready, for the rendezvous of the pods.
+    """Headless: it only gives pod 0 its name, also before that is ready, for the rendezvous of the
+    pods.
 
-    One that selects all of them costs dearly: each change of one of 512 pods rewrites the lists of their addresses, and
-    the scheduler spreads the pods of a Service, unless told otherwise, which it works out for every pod on every node
-    (kube-scheduler, PodTopologySpread's system defaults): 512 took twice as long to bind.
+    One that selects all of them costs dearly: each change of one of 512 pods rewrites the lists of
+    their addresses, and the scheduler spreads the pods of a Service, unless told otherwise, which
+    it works out for every pod on every node (kube-scheduler, PodTopologySpread's system defaults):
+    512 took twice as long to bind.
     """
     return {
         "apiVersion": "v1",
@@ -200,8 +230,9 @@ def _service(run: Manifest) -> dict[str, Any]:
 
 
 def _network_policy(run: Manifest) -> dict[str, Any]:
-    """Only the run's own pods reach its pods; metrics may be read from anywhere: a Prometheus on its node's network is
-    no pod to a policy. Outwards, where that is limited, they reach one another, DNS, and what the options name."""
+    """Only the run's own pods reach its pods; metrics may be read from anywhere: a Prometheus on
+    its node's network is no pod to a policy. Outwards, where that is limited, they reach one
+    another, DNS, and what the options name."""
     ours = {"matchLabels": {names.RUN: run.request.run_id}}
     spec: dict[str, Any] = {
         "podSelector": ours,
@@ -213,7 +244,8 @@ def _network_policy(run: Manifest) -> dict[str, Any]:
     }
     if run.options.egress is not None:
         spec["policyTypes"].append("Egress")
-        # DNS servers are pods, addresses of their nodes, or of a machine outside: named by their port alone
+        # DNS servers are pods, addresses of their nodes, or of a machine outside: named by their
+        # port alone
         dns = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
         spec["egress"] = [{"to": [{"podSelector": ours}]}, {"ports": dns}]
         for one in run.options.egress:
@@ -221,7 +253,11 @@ def _network_policy(run: Manifest) -> dict[str, Any]:
             if one.ports:
                 rule["ports"] = [{"port": port, "protocol": "TCP"} for port in one.ports]
             spec["egress"].append(rule)
-    about = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": _metadata(run)}
+    about = {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(run),
+    }
     return {**about, "spec": spec}
 
 
@@ -229,8 +265,13 @@ def _network_policy(run: Manifest) -> dict[str, Any]:
 
 
 def _job_spec(run: Manifest) -> dict[str, Any]:
-    pods, options = len(run.request.agents), run.options
-    labels = names.pod_labels(run.request.run_id) | options.labels | {names.GENERATION: str(run.generation)}
+    pods = len(run.request.agents)
+    options = run.options
+    labels = (
+        names.pod_labels(run.request.run_id)
+        | options.labels
+        | {names.GENERATION: str(run.generation)}
+    )
     template = pod_template(
         run.name,
         run.plan,
@@ -245,11 +286,15 @@ def _job_spec(run: Manifest) -> dict[str, Any]:
     ending: dict[str, Any] = {}
     if elastic_sizes(run.request, run.options):  # pods that never found a node are not waited for
         ending["successPolicy"] = {"rules": [{"succeededCount": 1}]}
-        agent = next(one for one in template["spec"]["containers"] if one["name"] == names.CONTAINER)
+        agent = next(
+            one for one in template["spec"]["containers"] if one["name"] == names.CONTAINER
+        )
         source = {"fieldRef": {"fieldPath": f"metadata.annotations['{names.TOGETHER}']"}}
         agent["env"] = [*agent["env"], {"name": "ORCH_TOGETHER", "valueFrom": source}]
     if run.environment_secret:
-        agent = next(one for one in template["spec"]["containers"] if one["name"] == names.CONTAINER)
+        agent = next(
+            one for one in template["spec"]["containers"] if one["name"] == names.CONTAINER
+        )
         agent.setdefault("envFrom", []).append({"secretRef": {"name": run.environment_secret}})
     join_gang(template, options, run.name)
     if run.gated:
@@ -259,7 +304,8 @@ def _job_spec(run: Manifest) -> dict[str, Any]:
         "completions": pods,
         "parallelism": pods,
         "backoffLimit": options.max_pod_failures,
-        "backoffLimitPerIndex": options.max_pod_failures,  # a pod is waited for as long as its own failures say
+        # a pod is waited for as long as its own failures say
+        "backoffLimitPerIndex": options.max_pod_failures,
         "maxFailedIndexes": 0,
         "podReplacementPolicy": "Failed",  # never two pods of one index
         "podFailurePolicy": pod_failure_policy(),
@@ -274,7 +320,9 @@ def _main_metadata(run: Manifest) -> dict[str, Any]:
     if run.chosen:
         notes[names.NODES] = ",".join(run.chosen.nodes)
     metadata = _metadata(run, **notes, **job_notes(run.options, together(run)))
-    metadata["labels"] = metadata["labels"] | {names.GENERATION: str(run.generation)} | kueue_labels(run.options)
+    metadata["labels"] = (
+        metadata["labels"] | {names.GENERATION: str(run.generation)} | kueue_labels(run.options)
+    )
     metadata["labels"] |= job_labels(run.options)
     return metadata
 
@@ -284,7 +332,9 @@ def _ending(run: Manifest) -> dict[str, Any]:
     if run.options.ttl_s is not None:
         found["ttlSecondsAfterFinished"] = run.options.ttl_s
     if run.options.queue is not None:
-        found["suspend"] = True  # until Kueue admits it; its webhook says the same where it is installed
+        found["suspend"] = (
+            True  # until Kueue admits it; its webhook says the same where it is installed
+        )
     return found
 
 
@@ -305,7 +355,11 @@ def _job_set(run: Manifest) -> dict[str, Any]:
         "metadata": _main_metadata(run),
         "spec": {
             **_ending(run),
-            "network": {"enableDNSHostnames": True, "subdomain": run.name, "publishNotReadyAddresses": True},
+            "network": {
+                "enableDNSHostnames": True,
+                "subdomain": run.name,
+                "publishNotReadyAddresses": True,
+            },
             "failurePolicy": {"maxRestarts": 0},  # the Job inside counts for itself
             "replicatedJobs": [replicated],
         },

@@ -1,10 +1,11 @@
-"""How the pods of an elastic run come together: over the run folder, which all of them share on the claim.
+"""How the pods of an elastic run come together: over the run folder, which all of them share on the
+claim.
 
-Any number of them may be missing, pod 0 too, so nobody is waited for in particular. A pod that comes while a
-coordinator lives joins that run as its node. Else the pods that wait write a file each, again and again; the one with
-the lowest index begins an attempt once all are there, or enough and no more come. Attempts are numbered, and a number
-is taken by `link(2)`, which is atomic and exclusive, also on NFS. Who coordinates is elected by the agents
-(docs/protocol.md).
+Any number of them may be missing, pod 0 too, so nobody is waited for in particular. A pod that
+comes while a coordinator lives joins that run as its node. Else the pods that wait write a file
+each, again and again; the one with the lowest index begins an attempt once all are there, or enough
+and no more come. Attempts are numbered, and a number is taken by `link(2)`, which is atomic and
+exclusive, also on NFS. Who coordinates is elected by the agents (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Begun(Struct, frozen=True):
 
 
 def node_name(pod: Join, shared: bool) -> str:
-    """What the run calls this pod's share of a node, whoever else is there. `shared`: several pods may be on it."""
+    """What the run calls this pod's share of a node, whoever else is there. `shared`: several pods
+    may be on it."""
     return f"{pod.node}.pod-{pod.index}" if shared else pod.node
 
 
@@ -85,13 +87,14 @@ def come_together(
     begin: Callable[[list[Join]], str],
     settle_s: float = SETTLE_S,
 ) -> Begun:
-    """Wait for what this pod is to do. `begin`: what the pod that begins an attempt does with its members, before it
-    tells them; returns the hash of their plan.
+    """Wait for what this pod is to do. `begin`: what the pod that begins an attempt does with its
+    members, before it tells them; returns the hash of their plan.
 
     OrchError (76) when fewer than `least` come within `timeout_s`.
     """
     began = time.monotonic()
-    waits, coordinator = _Others(folder, own), _Coordinator(folder, heartbeat_s)
+    waits = _Others(folder, own)
+    coordinator = _Coordinator(folder, heartbeat_s)
     first = newest_attempt(folder)
     try:
         while True:
@@ -102,12 +105,17 @@ def come_together(
             if not everybody and coordinator.lives():
                 return Begun(None)
             still = time.monotonic() - waits.changed_at
-            enough = len(found) >= least and (everybody or (still >= settle_s and coordinator.is_gone()))
+            enough = len(found) >= least and (
+                everybody or (still >= settle_s and coordinator.is_gone())
+            )
             number = newest_attempt(folder) + 1
             if enough and found[0].pod == own.pod and _take(folder, number, found):
                 return Begun(_begin(folder, number, found, begin))
             if time.monotonic() > began + timeout_s:
-                text = f"{len(found)} pods are here, at least {least} are needed: no more came within {timeout_s:g} s"
+                text = (
+                    f"{len(found)} pods are here, at least {least} are needed: no more came within"
+                    f" {timeout_s:g} s"
+                )
                 raise OrchError(text, Exit.CAPACITY)
             time.sleep(LOOK_S)
     finally:
@@ -118,7 +126,8 @@ class _Others:
     """The pods that wait, as this one sees them: those whose files change."""
 
     def __init__(self, folder: RunFolder, own: Waiting):
-        self._folder, self._own = folder.path / "kubernetes" / "waiting", own
+        self._folder = folder.path / "kubernetes" / "waiting"
+        self._own = own
         self._seen: dict[int, tuple[Waiting, int]] = {}  # and for how many looks it has stood still
         self.changed_at = time.monotonic()
         self._names: frozenset[str] = frozenset()
@@ -139,7 +148,8 @@ class _Others:
                     found[one.index] = one
         names = frozenset(one.pod for one in found.values())
         if names != self._names:
-            self._names, self.changed_at = names, time.monotonic()
+            self._names = names
+            self.changed_at = time.monotonic()
             log.info("%d pods wait: %s", len(names), ", ".join(sorted(names))[:300])
         return [found[index] for index in sorted(found)]
 
@@ -156,7 +166,8 @@ class _Coordinator:
     """Whether somebody coordinates the run already: its heartbeats in `coordinator.json` go on."""
 
     def __init__(self, folder: RunFolder, heartbeat_s: float):
-        self._folder, self._heartbeat_s = folder, heartbeat_s
+        self._folder = folder
+        self._heartbeat_s = heartbeat_s
         self._last = read_address(folder)
         self._since = time.monotonic()
 
@@ -171,7 +182,8 @@ class _Coordinator:
         return self._last is None or time.monotonic() > self._since + self._heartbeat_s
 
 
-# ------------------------------------------------------------------------------------------ attempts
+# ------------------------------------------------------------------------------------------
+#     attempts
 
 
 def _attempts(folder: RunFolder) -> Path:
@@ -203,7 +215,9 @@ def _take(folder: RunFolder, number: int, found: Sequence[Waiting]) -> bool:
     make_private_folder(_attempts(folder))
     path = _attempts(folder) / str(number)
     draft = path.with_name(f".{number}.{secrets.token_hex(4)}")
-    write_private(draft, msgspec.json.encode(Attempt(number=number, members=[one.pod for one in found])))
+    write_private(
+        draft, msgspec.json.encode(Attempt(number=number, members=[one.pod for one in found]))
+    )
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -213,20 +227,29 @@ def _take(folder: RunFolder, number: int, found: Sequence[Waiting]) -> bool:
     return True
 
 
-def _begin(folder: RunFolder, number: int, found: Sequence[Waiting], begin: Callable[[list[Join]], str]) -> Attempt:
-    made = Attempt(number=number, members=[one.pod for one in found], plan_hash=begin([one.join for one in found]))
+def _begin(
+    folder: RunFolder, number: int, found: Sequence[Waiting], begin: Callable[[list[Join]], str]
+) -> Attempt:
+    made = Attempt(
+        number=number,
+        members=[one.pod for one in found],
+        plan_hash=begin([one.join for one in found]),
+    )
     write_private(_attempts(folder) / f"{number}.ready", msgspec.json.encode(made))
     return made
 
 
 def _ready(folder: RunFolder, attempt: Attempt) -> Attempt:
     """The attempt with its plan written. OrchError (75) when who begins it does not get there."""
-    path, end = _attempts(folder) / f"{attempt.number}.ready", time.monotonic() + _READY_S
+    path = _attempts(folder) / f"{attempt.number}.ready"
+    end = time.monotonic() + _READY_S
     while time.monotonic() < end:
         with contextlib.suppress(OSError, *UNREADABLE):
             return msgspec.json.decode(path.read_bytes(), type=Attempt)
         time.sleep(LOOK_S)
-    raise OrchError(f"{attempt.members[0]} began attempt {attempt.number} and went away", Exit.RESTART)
+    raise OrchError(
+        f"{attempt.members[0]} began attempt {attempt.number} and went away", Exit.RESTART
+    )
 
 
 # ------------------------------------------------------------------------------------------ ranks
@@ -241,17 +264,19 @@ class ElasticMapping(Struct, frozen=True):
 def map_elastic(
     planned: Mapping[int, Plan], members: Sequence[Join], topology: Topology | None, shared: bool
 ) -> ElasticMapping:
-    """The plan of the largest size that these pods can hold, on the best of their nodes; the others are spares.
+    """The plan of the largest size that these pods can hold, on the best of their nodes; the others
+    are spares.
 
-    OrchError (76) when they are too few. The plan of the largest size knows all of their nodes, so that coordinators
-    know the network when they choose again.
+    OrchError (76) when they are too few. The plan of the largest size knows all of their nodes, so
+    that coordinators know the network when they choose again.
     """
     from orchestrator.planner.elastic.replan import replan  # numpy, which only pods need
 
     size = legal_size(planned, len(members))
     if size is None:
         raise OrchError(
-            f"{len(members)} pods are fewer than the smallest size of this run, {min(planned)}", Exit.CAPACITY
+            f"{len(members)} pods are fewer than the smallest size of this run, {min(planned)}",
+            Exit.CAPACITY,
         )
     names = [node_name(pod, shared) for pod in members]
     known = pod_topology(topology or FLAT, members, names)

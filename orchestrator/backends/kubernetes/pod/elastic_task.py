@@ -1,7 +1,8 @@
-"""A pod of an elastic run: comes together with the others, or joins the run that they are at, and is one of its nodes.
+"""A pod of an elastic run: comes together with the others, or joins the run that they are at, and
+is one of its nodes.
 
-A notice to this pod (a drain, an eviction) takes one node from the run, which goes on; so does its loss. The pod that
-comes in its place is a spare, and gets ranks at a step boundary when that pays.
+A notice to this pod (a drain, an eviction) takes one node from the run, which goes on; so does its
+loss. The pod that comes in its place is a spare, and gets ranks at a step boundary when that pays.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .task import Input, Pod, fresh_state, log, run_agent, write_placement
 
 def run_elastic(folder: RunFolder, pod: Pod, given: Input) -> tuple[int, str]:
     """(exit code of the pod, why). OrchError (76) when too few pods come."""
-    options, request = read_options(given.request.backend_options), given.request
+    options = read_options(given.request.backend_options)
+    request = given.request
     shared = given.planned.cluster.device == "cpu"
     together = os.environ.get("ORCH_TOGETHER", "")
     count = int(together) if together.isdigit() else len(request.agents)
@@ -35,7 +37,12 @@ def run_elastic(folder: RunFolder, pod: Pod, given: Input) -> tuple[int, str]:
         return _write_attempt(folder, given, members, shared)
 
     come_together(
-        folder, own, min(given.sizes), request.policy.heartbeat_timeout_s, options.rendezvous_timeout_s, begin
+        folder,
+        own,
+        min(given.sizes),
+        request.policy.heartbeat_timeout_s,
+        options.rendezvous_timeout_s,
+        begin,
     )
     node = node_name(own.join, shared)
     status_lines = ElasticStatusLineWriter(folder, node)
@@ -48,7 +55,9 @@ def _write_attempt(folder: RunFolder, given: Input, members: list[Join], shared:
     topology = unpack_topology(given.topology) if given.topology else None
     found = map_elastic(given.sizes, members, topology, shared)
     real = found.mapping.plan
-    log.info("%d of %d pods: %s", len(members), len(given.request.agents), found.mapping.difference.text)
+    log.info(
+        "%d of %d pods: %s", len(members), len(given.request.agents), found.mapping.difference.text
+    )
     folder.coordinator.unlink(missing_ok=True)
     for size, plan in found.plans.items():
         write_private(folder.sized_plan(size), to_json(plan, indent=1) + b"\n")

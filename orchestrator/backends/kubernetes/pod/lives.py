@@ -1,9 +1,11 @@
-"""How process 1 of a pod meets the others again, in place, when the run has stopped for the loss of another pod.
+"""How process 1 of a pod meets the others again, in place, when the run has stopped for the loss of
+another pod.
 
-The Job would make this pod anew, but a Job's controller waits longer each time: 10 s after a pod has failed, then twice
-as long, up to ten minutes, and it forgets nothing while pods run, whether its rules ignore the failure or not
-(Kubernetes 1.35, pkg/controller/job/backoff_utils.go). So only the pod that was lost is made anew; the others become a
-new image of the same process, with nothing left of the attempt before.
+The Job would make this pod anew, but a Job's controller waits longer each time: 10 s after a pod
+has failed, then twice as long, up to ten minutes, and it forgets nothing while pods run, whether
+its rules ignore the failure or not (Kubernetes 1.35, pkg/controller/job/backoff_utils.go). So only
+the pod that was lost is made anew; the others become a new image of the same process, with nothing
+left of the attempt before.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from typing import NoReturn
 from msgspec import Struct
 
 _SHORT_S = 60.0  # an attempt that lasts no longer has come to nothing
-_MOST_SHORT = 5  # of them, one after the other; then the pod is given back, and the Job makes another one
+_MOST_SHORT = (
+    5  # of them, one after the other; then the pod is given back, and the Job makes another one
+)
 _COUNT = "ORCH_SHORT_ATTEMPTS"
 
 
@@ -24,7 +28,8 @@ class PeersLost(Exception):
 
     def __init__(self, text: str, lasted_s: float):
         super().__init__(text)
-        self.text, self.lasted_s = text, lasted_s
+        self.text = text
+        self.lasted_s = lasted_s
 
 
 class Beginning(Struct, frozen=True):
@@ -38,7 +43,8 @@ class Beginning(Struct, frozen=True):
         return cls(dict(os.environ), os.getcwd())
 
     def short_attempts(self, lost: PeersLost) -> int:
-        """How many attempts in a row came to nothing in this pod, with the one that `lost` has ended."""
+        """How many attempts in a row came to nothing in this pod, with the one that `lost` has
+        ended."""
         before = self.environ.get(_COUNT, "0")
         return (int(before) if before.isdigit() else 0) + 1 if lost.lasted_s < _SHORT_S else 0
 

@@ -1,8 +1,10 @@
-"""Rendezvous of a run's pods: every pod sends the node it was placed on, and all receive the list of all, at once.
+"""Rendezvous of a run's pods: every pod sends the node it was placed on, and all receive the list
+of all, at once.
 
-Pods have no access to the API server. They know their own node (downward API), the name of pod 0 in the run's Service,
-and the run's key; the connection is the authenticated channel of the agents (docs/protocol.md). DNS that is not there
-yet, a peer that is not there yet, and one that comes a second time are all normal here.
+Pods have no access to the API server. They know their own node (downward API), the name of pod 0 in
+the run's Service, and the run's key; the connection is the authenticated channel of the agents
+(docs/protocol.md). DNS that is not there yet, a peer that is not there yet, and one that comes a
+second time are all normal here.
 """
 
 from __future__ import annotations
@@ -36,17 +38,21 @@ class Join(Struct, frozen=True, forbid_unknown_fields=True, tag="join", tag_fiel
 
 
 class Start(Struct, frozen=True, forbid_unknown_fields=True, tag="start", tag_field="kind"):
-    """What pod 0 answers: all pods in order of their index, and the hash of the plan that it made for them."""
+    """What pod 0 answers: all pods in order of their index, and the hash of the plan that it made
+    for them."""
 
     members: list[Join]
     plan_hash: str
 
 
 class Leader:
-    """Pod 0's side. `async with` opens the port; `members` waits for all pods; `release` answers them."""
+    """Pod 0's side. `async with` opens the port; `members` waits for all pods; `release` answers
+    them."""
 
     def __init__(self, own: Join, count: int, run: str, key: bytes, port: int):
-        self._own, self._count, self._port = own, count, port
+        self._own = own
+        self._count = count
+        self._port = port
         self._admission = Admission(run, key, Join, RefusalLog(_log_refusal), max(MOST, count))
         self._members: dict[int, tuple[Join, Channel | None]] = {own.index: (own, None)}
         self._changed = asyncio.Event()
@@ -74,8 +80,15 @@ class Leader:
             left = end - asyncio.get_running_loop().time()
             missing = [str(i) for i in range(self._count) if i not in self._members]
             if left <= 0:
-                raise OrchError(f"pods {_some(missing)} did not join within {timeout_s:g} s", Exit.CAPACITY)
-            log.info("%d of %d pods have joined, waiting for %s", len(self._members), self._count, _some(missing))
+                raise OrchError(
+                    f"pods {_some(missing)} did not join within {timeout_s:g} s", Exit.CAPACITY
+                )
+            log.info(
+                "%d of %d pods have joined, waiting for %s",
+                len(self._members),
+                self._count,
+                _some(missing),
+            )
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(_LOG_S, left))
@@ -117,10 +130,11 @@ async def rendezvous(
     own: Join, count: int, host: str, port: int, run: str, key: bytes, timeout_s: float,
     assign: Callable[[list[Join]], str],
 ) -> Start:  # fmt: skip
-    """Complete the rendezvous of `count` pods as the pod `own`; all pods, and the hash of their plan.
+    """Complete the rendezvous of `count` pods as the pod `own`; all pods, and the hash of their
+    plan.
 
-    `assign`: what pod 0 does with the members before it answers them; returns the plan's hash. OrchError: 76 when it
-    takes longer than `timeout_s`, 78 for a wrong key.
+    `assign`: what pod 0 does with the members before it answers them; returns the plan's hash.
+    OrchError: 76 when it takes longer than `timeout_s`, 78 for a wrong key.
     """
     wake_ups = asyncio.create_task(_wake_up())
     try:
@@ -138,10 +152,14 @@ async def rendezvous(
 async def _join(own: Join, host: str, port: int, run: str, key: bytes, timeout_s: float) -> Start:
     """Every other pod's side: reach pod 0, and wait for its answer."""
     loop = asyncio.get_running_loop()
-    end, attempt, problem = loop.time() + timeout_s, 0, "not tried"
+    end = loop.time() + timeout_s
+    attempt = 0
+    problem = "not tried"
     while loop.time() < end:
         try:
-            channel = await asyncio.wait_for(connect(host, port, run, f"pod-{own.index}", key, Start), 15.0)
+            channel = await asyncio.wait_for(
+                connect(host, port, run, f"pod-{own.index}", key, Start), 15.0
+            )
         except WrongKey as error:
             raise OrchError(str(error), Exit.SECURITY) from None
         except (OSError, Refused, TimeoutError) as error:  # no name yet, nobody there yet
@@ -151,7 +169,8 @@ async def _join(own: Join, host: str, port: int, run: str, key: bytes, timeout_s
         else:
             if start := await _wait_for_start(channel, own, end):
                 return start
-            problem, attempt = "pod 0 closed the connection", 0
+            problem = "pod 0 closed the connection"
+            attempt = 0
         await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
         attempt += 1
     text = f"pod 0 ({host}:{port}) did not complete the rendezvous within {timeout_s:g} s"
@@ -159,7 +178,8 @@ async def _join(own: Join, host: str, port: int, run: str, key: bytes, timeout_s
 
 
 async def _wait_for_start(channel: Channel, own: Join, end: float) -> Start | None:
-    """None when pod 0 closed the connection. It never outlives this call: an open one is what says that we are here."""
+    """None when pod 0 closed the connection. It never outlives this call: an open one is what says
+    that we are here."""
     try:
         channel.send(0, own)
         log.info("joined pod 0, waiting for the others")
@@ -177,7 +197,8 @@ def _log_refusal(peer: str, reason: str, count: int) -> None:
 
 
 async def _wake_up() -> None:
-    """Keep the loop from waiting long: a signal that comes just before a wait is handled only when that ends."""
+    """Keep the loop from waiting long: a signal that comes just before a wait is handled only when
+    that ends."""
     while True:
         await asyncio.sleep(1.0)
 

@@ -1,8 +1,8 @@
 """`python -m orchestrator.kubernetes.task`: process 1 of every pod of a run.
 
-It meets the other pods (rendezvous), maps the ranks to the nodes that the pods were placed on, runs this pod's agent,
-and ends with a code that the Job's podFailurePolicy knows. Its input is the run's ConfigMap and Secret; it needs no API
-access.
+It meets the other pods (rendezvous), maps the ranks to the nodes that the pods were placed on, runs
+this pod's agent, and ends with a code that the Job's podFailurePolicy knows. Its input is the run's
+ConfigMap and Secret; it needs no API access.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ from orchestrator.plan.document import Frozen
 from orchestrator.plan.worker import replica_dir
 from orchestrator.run.create import accepted
 from orchestrator.run.folder import RunFolder, ending, write_private
-from orchestrator.run.request import AgentCommand, LaunchRequest, compose_environment, from_bytes, to_bytes, used_nodes
+from orchestrator.run.request import (
+    AgentCommand,
+    LaunchRequest,
+    compose_environment,
+    from_bytes,
+    to_bytes,
+    used_nodes,
+)
 from orchestrator.run.state import RunState, pending_again, read_state, write_state
 
 from .lives import Beginning, PeersLost
@@ -89,14 +96,23 @@ class Placement(Frozen):
 def main() -> int:
     beginning = Beginning.of_this_process()
     os.umask(0o077)
-    os.environ |= {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONUNBUFFERED": "1"}  # the root file system is read only
+    os.environ |= {
+        "HOME": "/tmp",
+        "TMPDIR": "/tmp",
+        "PYTHONUNBUFFERED": "1",
+    }  # the root file system is read only
     os.environ |= login_names(os.environ)
     signal.signal(
         signal.SIGTERM, _on_early_notice
     )  # process 1 has no default actions: without this it would be ignored
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what came while this process became itself again
+    signal.pthread_sigmask(
+        signal.SIG_SETMASK, ()
+    )  # what came while this process became itself again
     logging.basicConfig(
-        stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True
+        stream=sys.stdout,
+        level=logging.INFO,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        force=True,
     )
     try:
         given = read_input(Path(names.INPUT))
@@ -111,7 +127,8 @@ def main() -> int:
 
 
 def _live(beginning: Beginning, pod: Pod, given: Input) -> tuple[int, str]:
-    """One attempt: (exit code of the pod, why), or another beginning of this process for the next one."""
+    """One attempt: (exit code of the pod, why), or another beginning of this process for the next
+    one."""
     try:
         return _run_attempt(pod, given)
     except PeersLost as lost:
@@ -119,7 +136,8 @@ def _live(beginning: Beginning, pod: Pod, given: Input) -> tuple[int, str]:
             return _in_vain(pod, given, f"{lost.text}, again and again")
         log.info("%s: meeting the other pods again", lost.text)
         if read_options(given.request.backend_options).claim is None:
-            # nothing of such a run outlives the loss of a pod: what this one has would not fit what a new pod 0 has
+            # nothing of such a run outlives the loss of a pod: what this one has would not fit what
+            # a new pod 0 has
             shutil.rmtree(replica_dir(given.request.run_dir, pod.node).parent, ignore_errors=True)
             shutil.rmtree(given.request.run_dir, ignore_errors=True)
         beginning.again(lost)
@@ -130,17 +148,22 @@ def _live(beginning: Beginning, pod: Pod, given: Input) -> tuple[int, str]:
 
 
 def _in_vain(pod: Pod, given: Input, text: str) -> tuple[int, str]:
-    """What a pod leaves with whose attempt came to nothing: for another one, until there were too many."""
+    """What a pod leaves with whose attempt came to nothing: for another one, until there were too
+    many."""
     most = read_options(given.request.backend_options).max_pod_returns
     if pod.returns < most:
         return int(Exit.RESTART), text
-    why = f"pod {pod.index} has come back {pod.returns} times (backend.options.max_pod_returns={most})"
+    why = (
+        f"pod {pod.index} has come back {pod.returns} times"
+        f" (backend.options.max_pod_returns={most})"
+    )
     return int(Exit.CAPACITY), f"{text}; {why}"
 
 
 def login_names(environ: Mapping[str, str]) -> dict[str, str]:
-    """USER and LOGNAME, as a login sets them: libraries name their folders of compiled kernels by them, and fail where
-    the user has no name, as most of a pod's have none. What the image has set stays."""
+    """USER and LOGNAME, as a login sets them: libraries name their folders of compiled kernels by
+    them, and fail where the user has no name, as most of a pod's have none. What the image has set
+    stays."""
     name = environ.get("USER") or environ.get("LOGNAME")
     if not name:
         try:
@@ -157,13 +180,15 @@ def _on_early_notice(*_: object) -> None:
 
 
 def _write_termination_message(code: int, text: str) -> None:
-    # past sys.stdout: a notice may come while that is written to, and its buffer refuses to be entered twice
+    # past sys.stdout: a notice may come while that is written to, and its buffer refuses to be
+    # entered twice
     os.write(1, f"orch: leaving with {code}: {text}\n".encode())
     with contextlib.suppress(OSError):
         TERMINATION_MESSAGE.write_bytes(msgspec.json.encode({"code": code, "text": text[:3000]}))
 
 
-# ------------------------------------------------------------------------------------------ what is given
+# ------------------------------------------------------------------------------------------ what is
+#     given
 
 
 def read_pod(environ: Mapping[str, str], request: LaunchRequest) -> Pod:
@@ -192,12 +217,17 @@ def read_input(run: Path) -> Input:
         request = from_bytes((run / "request.json").read_bytes())
         return Input(
             request=request,
-            sizes={size: unpack_plan((run / f"plan.nodes{size}.bin").read_bytes()) for size in request.sizes},
+            sizes={
+                size: unpack_plan((run / f"plan.nodes{size}.bin").read_bytes())
+                for size in request.sizes
+            },
             planned=unpack_plan((run / "plan.bin").read_bytes()),
             config=(run / "config.yaml").read_bytes(),
             topology=topology.read_bytes() if topology.exists() else b"",
             key=_key((run / "key").read_text()),
-            environment=msgspec.json.decode((run / "environment.json").read_bytes(), type=dict[str, str]),
+            environment=msgspec.json.decode(
+                (run / "environment.json").read_bytes(), type=dict[str, str]
+            ),
         )
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         raise OrchError(f"input of the pod: {error}", Exit.CONFIG) from None
@@ -210,7 +240,8 @@ def _key(text: str) -> bytes:
     raise OrchError("the run's Secret does not hold a 32-byte key in hex", Exit.SECURITY)
 
 
-# ------------------------------------------------------------------------------------------ one attempt
+# ------------------------------------------------------------------------------------------ one
+#     attempt
 
 
 def _run_attempt(pod: Pod, given: Input) -> tuple[int, str]:
@@ -236,14 +267,24 @@ def _run_attempt(pod: Pod, given: Input) -> tuple[int, str]:
 
     within_s = read_options(given.request.backend_options).rendezvous_timeout_s
     start = asyncio.run(
-        rendezvous(own, count, pod.host_of_first, names.RENDEZVOUS_PORT, folder.run_id, given.key, within_s, assign)
+        rendezvous(
+            own,
+            count,
+            pod.host_of_first,
+            names.RENDEZVOUS_PORT,
+            folder.run_id,
+            given.key,
+            within_s,
+            assign,
+        )
     )
     mapping = assigned[0] if assigned else _same_mapping(folder, given, start, topology)
     return _agent(folder, pod, given, start, mapping)
 
 
 def _make_folder(folder: RunFolder, given: Input) -> None:
-    """The run folder, in the pod or on the claim that all pods share; several pods may make it at once."""
+    """The run folder, in the pod or on the claim that all pods share; several pods may make it at
+    once."""
     Path(given.planned.job.data.cache_dir or names.ROOT).mkdir(parents=True, exist_ok=True)
     for part in ("logs", "events", "metrics", "checkpoints", "kubernetes"):
         (folder.path / part).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -257,18 +298,26 @@ def _is_done(folder: RunFolder) -> str | None:
     return None
 
 
-def _same_mapping(folder: RunFolder, given: Input, start: Start, topology: Topology | None) -> RankMapping:
-    """The mapping that pod 0 made of the same members. OrchError (65) when this pod comes to another."""
+def _same_mapping(
+    folder: RunFolder, given: Input, start: Start, topology: Topology | None
+) -> RankMapping:
+    """The mapping that pod 0 made of the same members. OrchError (65) when this pod comes to
+    another."""
     mapping = map_ranks(given.planned, start.members, topology)
     if mapping.plan.hash != start.plan_hash:
-        text = f"this pod maps the ranks as {mapping.plan.hash[:12]}, pod 0 as {start.plan_hash[:12]}"
+        text = (
+            f"this pod maps the ranks as {mapping.plan.hash[:12]}, pod 0 as {start.plan_hash[:12]}"
+        )
         raise OrchError(f"{text}: not the same orch in every pod", Exit.CONFIG)
     _write_plan(folder, given, mapping.plan)
     return mapping
 
 
-def _agent(folder: RunFolder, pod: Pod, given: Input, start: Start, mapping: RankMapping) -> tuple[int, str]:
-    node, plan = mapping.names[pod.index], mapping.plan
+def _agent(
+    folder: RunFolder, pod: Pod, given: Input, start: Start, mapping: RankMapping
+) -> tuple[int, str]:
+    node = mapping.names[pod.index]
+    plan = mapping.plan
     ranks = [rank.rank for rank in plan.ranks if rank.node == node]
     if not ranks:
         return int(Exit.DONE), f"the plan needs no rank of {node}"
@@ -276,26 +325,42 @@ def _agent(folder: RunFolder, pod: Pod, given: Input, start: Start, mapping: Ran
     where = msgspec.json.encode({"host": first, "port": names.CONTROL_PORT})
     write_private(folder.coordinator, where, durable=False)
     status_lines = StatusLineWriter(folder, node, ranks, is_leader=pod.index == 0)
-    return run_agent(folder, pod, given, node, status_lines, "here" if pod.index == 0 else "elsewhere")
+    return run_agent(
+        folder, pod, given, node, status_lines, "here" if pod.index == 0 else "elsewhere"
+    )
 
 
 def run_agent(
-    folder: RunFolder, pod: Pod, given: Input, node: str, status_lines: StatusLineWriter, coordinator: str, *more: str
+    folder: RunFolder,
+    pod: Pod,
+    given: Input,
+    node: str,
+    status_lines: StatusLineWriter,
+    coordinator: str,
+    *more: str,
 ) -> tuple[int, str]:
     """This pod's agent, from its start to its end, in this process: (exit code of the pod, why).
 
     PeersLost where another attempt has to follow and this pod may stay for it.
     """
     os.environ.update(given.environment)
-    everything = structs.replace(given.request.environment, names=list(os.environ))  # what is set here stays
+    everything = structs.replace(
+        given.request.environment, names=list(os.environ)
+    )  # what is set here stays
     os.environ.update(compose_environment(everything, os.environ))
     os.chdir(folder.path)
     from orchestrator.agent.__main__ import main as agent_main
 
     argv = ["--run-dir", str(folder.path), "--node", node, "--address", pod.address]
-    argv += ["--metrics-port", str(names.METRICS_PORT), "--coordinator-port", str(names.CONTROL_PORT)]
+    argv += [
+        "--metrics-port",
+        str(names.METRICS_PORT),
+        "--coordinator-port",
+        str(names.CONTROL_PORT),
+    ]
     argv += ["--coordinator", coordinator, *more]
-    noticed, began = threading.Event(), time.monotonic()
+    noticed = threading.Event()
+    began = time.monotonic()
     try:
         code = int(agent_main(argv, key=given.key, on_notice=noticed.set))
     finally:
@@ -315,20 +380,28 @@ def _reason(folder: RunFolder, tells: bool, code: int) -> str:
     return f"the agent ended with {code}"
 
 
-# ------------------------------------------------------------------------------------------ files of an attempt
+# ------------------------------------------------------------------------------------------ files
+#     of an attempt
 
 
 def _write_plan(folder: RunFolder, given: Input, plan: Plan) -> None:
-    """plan.json and request.json of this attempt. On a shared claim every pod writes the same bytes, if need be."""
+    """plan.json and request.json of this attempt. On a shared claim every pod writes the same
+    bytes, if need be."""
     agents = [AgentCommand(node=node, argv=[]) for node in used_nodes(plan)]
     request = structs.replace(given.request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
-    for path, content in ((folder.plan, to_json(plan, indent=1) + b"\n"), (folder.request, to_bytes(request))):
+    for path, content in (
+        (folder.plan, to_json(plan, indent=1) + b"\n"),
+        (folder.request, to_bytes(request)),
+    ):
         if not path.exists() or path.read_bytes() != content:
             write_private(path, content)
 
 
-def _write_attempt(folder: RunFolder, given: Input, members: list[Join], mapping: RankMapping) -> None:
-    """Pod 0, before it answers the others: plan, placement, and a state that the coordinator continues from."""
+def _write_attempt(
+    folder: RunFolder, given: Input, members: list[Join], mapping: RankMapping
+) -> None:
+    """Pod 0, before it answers the others: plan, placement, and a state that the coordinator
+    continues from."""
     folder.coordinator.unlink(missing_ok=True)
     _write_plan(folder, given, mapping.plan)
     write_private(folder.config, given.config)
@@ -337,9 +410,14 @@ def _write_attempt(folder: RunFolder, given: Input, members: list[Join], mapping
 
 
 def write_placement(
-    folder: RunFolder, given: Input, members: Sequence[Join], nodes: Sequence[str], mapping: RankMapping
+    folder: RunFolder,
+    given: Input,
+    members: Sequence[Join],
+    nodes: Sequence[str],
+    mapping: RankMapping,
 ) -> None:
-    """kubernetes/placement.json of this attempt. `nodes`: what the plan calls those of the members."""
+    """kubernetes/placement.json of this attempt. `nodes`: what the plan calls those of the
+    members."""
     found = mapping.difference
     placement = Placement(
         pods=[pod.pod for pod in members],

@@ -1,8 +1,10 @@
-"""Runs the agent of an elastic run as a child process and restarts it if it crashes while its node survives.
+"""Runs the agent of an elastic run as a child process and restarts it if it crashes while its node
+survives.
 
-Slurm sees one task that keeps running, so no new step is needed and the job does not end. Depending on the site, Slurm
-signals this process alone (proctrack/cgroup) or the agent too (proctrack/linuxproc, pgid). Signals are therefore
-forwarded over the agent's standard input, where one that arrives both ways counts once: a second would mean "at once".
+Slurm sees one task that keeps running, so no new step is needed and the job does not end. Depending
+on the site, Slurm signals this process alone (proctrack/cgroup) or the agent too
+(proctrack/linuxproc, pgid). Signals are therefore forwarded over the agent's standard input, where
+one that arrives both ways counts once: a second would mean "at once".
 """
 
 from __future__ import annotations
@@ -17,17 +19,27 @@ from collections.abc import Callable, Sequence
 from orchestrator.plan import Exit
 
 _RESTART_DELAY_S = 1.0
-#: By default it is ignored, so that children of workers live until the workers have saved (orchestrator/agent).
+#: By default it is ignored, so that children of workers live until the workers have saved
+#: (orchestrator/agent).
 NOTICE = signal.SIGURG
-_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, NOTICE)
+_TERMINATION_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    NOTICE,
+)
 
 
 def supervise(argv: Sequence[str], run_ended: Callable[[], bool], max_restarts: int) -> int:
-    """Run the agent `argv` to its last exit; returns its exit code, 128 + the signal's number if it was killed.
+    """Run the agent `argv` to its last exit; returns its exit code, 128 + the signal's number if it
+    was killed.
 
-    A killed agent is restarted at most `max_restarts` times. One that was fenced (its node was frozen or cut off, and
-    has recovered) is always restarted, and joins as a newcomer. None is restarted when the run has ended or after a
-    termination signal. The agent's standard input is its lifeline: it exits when this process does.
+    A killed agent is restarted at most `max_restarts` times. One that was fenced (its node was
+    frozen or cut off, and has recovered) is always restarted, and joins as a newcomer. None is
+    restarted when the run has ended or after a termination signal. The agent's standard input is
+    its lifeline: it exits when this process does.
     """
     received: list[bytes] = []
     lifeline: list[int] = []

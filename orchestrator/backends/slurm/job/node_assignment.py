@@ -1,4 +1,5 @@
-"""Assigns the ranks of a run to the nodes that Slurm granted. Runs inside the allocation, before any agent."""
+"""Assigns the ranks of a run to the nodes that Slurm granted. Runs inside the allocation, before
+any agent."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ class NodeAssignment(Frozen):
 def read_assignment(folder: RunFolder) -> NodeAssignment | None:
     """The last attempt's assignment, None before the first."""
     try:
-        return msgspec.json.decode(Path(folder.path, "slurm", "placement.json").read_bytes(), type=NodeAssignment)
+        return msgspec.json.decode(
+            Path(folder.path, "slurm", "placement.json").read_bytes(), type=NodeAssignment
+        )
     except FileNotFoundError:
         return None
 
@@ -73,19 +76,26 @@ def lacking(text: str) -> dict[str, str]:
 
 
 def _answers(text: str) -> list[list[str]]:
-    """The words `<node id> <name> <address> [<what it lacks> ...]` of each line that the probe has marked as its own.
+    """The words `<node id> <name> <address> [<what it lacks> ...]` of each line that the probe has
+    marked as its own.
 
     Nodes print other things too (a TaskProlog, a shell's start files), which are no answers.
     """
     lines = [line.split() for line in text.split("\n")]
-    return [words[1:] for words in lines if words[:1] == [MARK] and len(words) > 3 and words[1].isdigit()]
+    return [
+        words[1:]
+        for words in lines
+        if words[:1] == [MARK] and len(words) > 3 and words[1].isdigit()
+    ]
 
 
 def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> NodeAssignment:
-    """Assign the run's ranks to the nodes of this allocation, and write the plan and request that agents read.
+    """Assign the run's ranks to the nodes of this allocation, and write the plan and request that
+    agents read.
 
-    `probe`: the output of the script's first step, for `read_probe`. OrchError: 65 for a damaged plan, 74 when a node
-    did not answer, 75 when the run was cancelled meanwhile, 76 when the nodes are too few.
+    `probe`: the output of the script's first step, for `read_probe`. OrchError: 65 for a damaged
+    plan, 74 when a node did not answer, 75 when the run was cancelled meanwhile, 76 when the nodes
+    are too few.
     """
     addresses = read_probe(probe)
     _check_nodes(folder, addresses, environ)
@@ -96,17 +106,24 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
     request = submitted_request(folder)
     addresses = {node: address for node, address in addresses.items() if node not in lacks}
     if lacks and legal_size(request.sizes, len(addresses)) is None:
-        raise OrchError("; ".join(f"node {node} lacks: {what}" for node, what in sorted(lacks.items())), Exit.NODE)
+        raise OrchError(
+            "; ".join(f"node {node} lacks: {what}" for node, what in sorted(lacks.items())),
+            Exit.NODE,
+        )
     planned = _submitted_plan(folder, request.sizes, len(addresses))
     topology = from_addresses(addresses)
-    names = choose_nodes(addresses, topology, used_node_count(planned)) if request.sizes else addresses
+    names = (
+        choose_nodes(addresses, topology, used_node_count(planned)) if request.sizes else addresses
+    )
     real = replan(planned, with_nodes(planned.cluster, names, topology))
     found = difference(planned, real)
     sizes = ""
     if request.sizes:
         sizes = f"{used_node_count(real)} nodes of the sizes {', '.join(map(str, request.sizes))}; "
         spares = len(addresses) > len(names)
-        whole = replan(planned, with_nodes(planned.cluster, addresses, topology)) if spares else real
+        whole = (
+            replan(planned, with_nodes(planned.cluster, addresses, topology)) if spares else real
+        )
         request = _elastic_request(folder, request, whole, list(addresses))
     assignment = NodeAssignment(
         job_id=current_job_id(environ),
@@ -125,32 +142,46 @@ def assign_nodes(folder: RunFolder, probe: str, environ: Mapping[str, str]) -> N
     return assignment
 
 
-def _check_nodes(folder: RunFolder, addresses: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """OrchError (74) unless exactly the nodes that Slurm granted have answered; the next attempt has no silent one.
+def _check_nodes(
+    folder: RunFolder, addresses: Mapping[str, str], environ: Mapping[str, str]
+) -> None:
+    """OrchError (74) unless exactly the nodes that Slurm granted have answered; the next attempt
+    has no silent one.
 
     If none has answered, no node is to blame.
     """
     granted = set(expand(environ.get("SLURM_JOB_NODELIST", "")))
-    silent, strange = granted - set(addresses), set(addresses) - granted
+    silent = granted - set(addresses)
+    strange = set(addresses) - granted
     if silent:
         exclude(folder, silent if addresses else ())
-        raise OrchError(f"no answer from {', '.join(sorted(silent, key=natural_key)[:8])}", Exit.NODE)
+        raise OrchError(
+            f"no answer from {', '.join(sorted(silent, key=natural_key)[:8])}", Exit.NODE
+        )
     if strange:
-        raise OrchError(f"answers from nodes that are not the job's: {', '.join(sorted(strange)[:8])}", Exit.NODE)
+        raise OrchError(
+            f"answers from nodes that are not the job's: {', '.join(sorted(strange)[:8])}",
+            Exit.NODE,
+        )
 
 
 def current_job_id(environ: Mapping[str, str]) -> str:
     """This job's id for Slurm's commands: `7`, or `7_2` for a member of an array."""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    task = environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
 
 
 def _submitted_plan(folder: RunFolder, sizes: Sequence[int], given: int) -> Plan:
-    """The plan as submitted, of several sizes the largest that `given` nodes hold. Keeps a copy of plan.json."""
+    """The plan as submitted, of several sizes the largest that `given` nodes hold. Keeps a copy of
+    plan.json."""
     if sizes:
         size = legal_size(sizes, given)
         if size is None:
-            raise OrchError(f"{given} nodes are fewer than the smallest size of this run, {min(sizes)}", Exit.CAPACITY)
+            raise OrchError(
+                f"{given} nodes are fewer than the smallest size of this run, {min(sizes)}",
+                Exit.CAPACITY,
+            )
         return load_plan(submitted_plan(folder, size))
     submitted = submitted_path(folder.plan)
     plan = load_plan(submitted if submitted.exists() else folder.plan)
@@ -159,10 +190,14 @@ def _submitted_plan(folder: RunFolder, sizes: Sequence[int], given: int) -> Plan
     return plan
 
 
-def _elastic_request(folder: RunFolder, request: LaunchRequest, whole: Plan, nodes: Sequence[str]) -> LaunchRequest:
-    """The request for this attempt: the sizes that its nodes can hold, an agent on every node, spares included.
+def _elastic_request(
+    folder: RunFolder, request: LaunchRequest, whole: Plan, nodes: Sequence[str]
+) -> LaunchRequest:
+    """The request for this attempt: the sizes that its nodes can hold, an agent on every node,
+    spares included.
 
-    `whole`: the plan of the largest such size on a cluster of all the nodes, which tells coordinators the network.
+    `whole`: the plan of the largest such size on a cluster of all the nodes, which tells
+    coordinators the network.
     """
     size = used_node_count(whole)
     for path in (folder.request, folder.sized_plan(size)):
@@ -170,10 +205,14 @@ def _elastic_request(folder: RunFolder, request: LaunchRequest, whole: Plan, nod
             write_private(submitted_path(path), path.read_bytes())
     write_private(folder.sized_plan(size), to_json(whole, indent=1) + b"\n")
     agents = on_nodes(request, nodes)
-    return structs.replace(request, agents=agents, sizes=[legal for legal in request.sizes if legal <= size])
+    return structs.replace(
+        request, agents=agents, sizes=[legal for legal in request.sizes if legal <= size]
+    )
 
 
-def _write_files(folder: RunFolder, request: LaunchRequest, plan: Plan, assignment: NodeAssignment) -> None:
+def _write_files(
+    folder: RunFolder, request: LaunchRequest, plan: Plan, assignment: NodeAssignment
+) -> None:
     if request.sizes:
         request = structs.replace(request, plan_hash=plan.hash, nodes=len(request.agents))
     else:
@@ -188,7 +227,13 @@ def _write_files(folder: RunFolder, request: LaunchRequest, plan: Plan, assignme
     write_private(slurm / "placement.json", raw)
     for name in ("over", "ended"):  # files of an earlier attempt
         (slurm / name).unlink(missing_ok=True)
-    now, record = time.time(), read_record(folder, SlurmRecord)
-    submitted = record.submitted_at if record else now  # a script submitted by hand has no record yet
-    write_record(folder, SlurmRecord(job_id=assignment.job_id, submitted_at=submitted, attempt=assignment.attempt))
+    now = time.time()
+    record = read_record(folder, SlurmRecord)
+    submitted = (
+        record.submitted_at if record else now
+    )  # a script submitted by hand has no record yet
+    write_record(
+        folder,
+        SlurmRecord(job_id=assignment.job_id, submitted_at=submitted, attempt=assignment.attempt),
+    )
     write_state(folder, pending_again(read_state(folder), plan_hash=plan.hash))

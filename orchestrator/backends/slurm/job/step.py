@@ -1,7 +1,7 @@
 """A further step of a run's job: a command on one node, next to the agent.
 
-`srun --overlap` starts it as the job's user: Slurm allows that to the owner of the job alone, and no other way into the
-node is needed.
+`srun --overlap` starts it as the job's user: Slurm allows that to the owner of the job alone, and
+no other way into the node is needed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,32 @@ class JobStep:
     def __init__(self, slurm: Slurm, job_id: str, node: str, argv: Sequence[str]):
         self._slurm = slurm
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed with the step
-        where = [f"--jobid={job_id}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--unbuffered"]
+        where = [
+            f"--jobid={job_id}",
+            "--overlap",
+            f"--nodelist={node}",
+            "--nodes=1",
+            "--ntasks=1",
+            "--unbuffered",
+        ]
         self._process = slurm.start(["srun", *where, *argv], self._errors)
         assert self._process.stdin and self._process.stdout
-        self._input, self._output = self._process.stdin, self._process.stdout
+        self._input = self._process.stdin
+        self._output = self._process.stdout
 
     def line(self, timeout_s: float) -> bytes:
-        """The first line of its output, b"" when it ends without one. OrchError (76) when it takes too long."""
-        end, received = time.monotonic() + timeout_s, b""
+        """The first line of its output, b"" when it ends without one. OrchError (76) when it takes
+        too long."""
+        end = time.monotonic() + timeout_s
+        received = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._output, selectors.EVENT_READ)
             while b"\n" not in received:
                 if not selector.select(max(0.0, end - time.monotonic())):
-                    raise OrchError(f"srun: no step within {timeout_s:g} s; look at `squeue --steps`", Exit.CAPACITY)
+                    raise OrchError(
+                        f"srun: no step within {timeout_s:g} s; look at `squeue --steps`",
+                        Exit.CAPACITY,
+                    )
                 chunk = os.read(self._output.fileno(), 4096)
                 if not chunk:
                     return b""

@@ -1,8 +1,9 @@
 """Does the batch script's work when the script's node is lost.
 
-Slurm keeps a `--no-kill` job whose batch node is lost, and its other nodes go on. But then no process receives the
-notice before the time limit, forwards a cancel, or ends or requeues the job. In an elastic run the agent whose node has
-the coordinator takes this over, once Slurm itself has given up the script's node.
+Slurm keeps a `--no-kill` job whose batch node is lost, and its other nodes go on. But then no
+process receives the notice before the time limit, forwards a cancel, or ends or requeues the job.
+In an elastic run the agent whose node has the coordinator takes this over, once Slurm itself has
+given up the script's node.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _POLL_S = 5.0
 
 
 class BatchStepTakeover:
-    """One agent's part in it. `script_node`: where the batch script started. `job`: its id for Slurm's commands."""
+    """One agent's part in it. `script_node`: where the batch script started. `job`: its id for
+    Slurm's commands."""
 
     def __init__(
         self,
@@ -41,8 +43,13 @@ class BatchStepTakeover:
         options: SlurmOptions,
         environ: Mapping[str, str],
     ):
-        self._folder, self._node, self._script_node, self._job = folder, node, script_node, job
-        self._options, self._environ, self._slurm = options, environ, Slurm(environ)
+        self._folder = folder
+        self._node = node
+        self._script_node = script_node
+        self._job = job
+        self._options = options
+        self._environ = environ
+        self._slurm = Slurm(environ)
         self._signalled = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)
@@ -52,7 +59,8 @@ class BatchStepTakeover:
         self._thread.start()
 
     def run_until_job_ends(self) -> None:
-        """After the agent's end: returns once the job is ended or requeued, at once if that is not this node's task."""
+        """After the agent's end: returns once the job is ended or requeued, at once if that is not
+        this node's task."""
         self._stop.set()
         self._thread.join()
         with contextlib.suppress(OSError):
@@ -60,7 +68,8 @@ class BatchStepTakeover:
                 time.sleep(_POLL_S)
 
     def check(self, now: datetime) -> bool:
-        """Do what is due; returns whether that was all. `now`: local time. OrchError when Slurm does not answer."""
+        """Do what is due; returns whether that was all. `now`: local time. OrchError when Slurm
+        does not answer."""
         state = read_state(self._folder)
         script_node = state.nodes.get(self._script_node)
         if state.writer != self._node or script_node is None or script_node.state != "lost":
@@ -69,11 +78,15 @@ class BatchStepTakeover:
         job = dict(word.split("=", 1) for word in shown.split() if "=" in word)
         if job.get("JobState") != "RUNNING":
             return True
-        if self._script_node in expand(job["NodeList"]):  # not given up by Slurm: the script may be running
+        if self._script_node in expand(
+            job["NodeList"]
+        ):  # not given up by Slurm: the script may be running
             return False
         if state.is_final:
             return self._finish(state)
-        if not self._signalled and (wants_end(self._folder) or self._notice_is_due(job.get("EndTime", ""), now)):
+        if not self._signalled and (
+            wants_end(self._folder) or self._notice_is_due(job.get("EndTime", ""), now)
+        ):
             self._signalled = True
             self._slurm.cancel(self._job, f"--signal={NOTICE.name.removeprefix('SIG')}")
         return False
@@ -85,9 +98,11 @@ class BatchStepTakeover:
             return False
 
     def _finish(self, state: RunState) -> bool:
-        """Call the script's own `finish`, which requeues the job or decides against it, and then end the job.
+        """Call the script's own `finish`, which requeues the job or decides against it, and then
+        end the job.
 
-        Returns whether that is done: False if the script was killed, because a requeue kills it shortly before us.
+        Returns whether that is done: False if the script was killed, because a requeue kills it
+        shortly before us.
         """
         sys.stdout.flush()
         script = str(Path(self._folder.path, "slurm", "script"))

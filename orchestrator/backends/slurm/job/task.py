@@ -2,7 +2,8 @@
 
 place    once an attempt, on the first node: assign the ranks to the nodes that Slurm granted
 agent    on every node: run the agent, with the node's Slurm name and its own address
-outcome  once an attempt, after the agents: return the run's exit code, and end the run if no coordinator could
+outcome  once an attempt, after the agents: return the run's exit code, and end the run if no
+    coordinator could
 """
 
 from __future__ import annotations
@@ -83,8 +84,13 @@ def _place(folder: RunFolder, nodes: Path) -> int:
     from .node_assignment import assign_nodes
 
     state = read_state(folder)
-    if os.environ.get("SLURM_RESTART_COUNT") and state.is_final and state.exit_code not in REQUEUED_EXITS:
-        # Slurm requeues a job whose batch node was lost, even if the run has ended on the other nodes meanwhile
+    if (
+        os.environ.get("SLURM_RESTART_COUNT")
+        and state.is_final
+        and state.exit_code not in REQUEUED_EXITS
+    ):
+        # Slurm requeues a job whose batch node was lost, even if the run has ended on the other
+        # nodes meanwhile
         write_private(Path(folder.path, "slurm", "over"), f"{state.exit_code or 0}\n".encode())
         return state.exit_code or 0
     assignment = assign_nodes(folder, nodes.read_text(errors="replace"), os.environ)
@@ -129,15 +135,20 @@ def _agent(folder: RunFolder) -> int:
     takeover = _start_takeover(folder, node, request)
     agent = [*start.command(AGENT), *argv, "--elastic", "--lifeline"]
     code = supervise(agent, lambda: read_state(folder).is_final, request.policy.max_restarts)
-    if read_state(folder).is_final:  # the script's watchdog ends the agents' step some time after this
+    if read_state(
+        folder
+    ).is_final:  # the script's watchdog ends the agents' step some time after this
         Path(folder.path, "slurm", "ended").touch(0o600)
         if takeover:
             takeover.run_until_job_ends()
     return code
 
 
-def _start_takeover(folder: RunFolder, node: str, request: LaunchRequest) -> BatchStepTakeover | None:
-    """A started takeover; None on the script's own node and in a container without Slurm's commands."""
+def _start_takeover(
+    folder: RunFolder, node: str, request: LaunchRequest
+) -> BatchStepTakeover | None:
+    """A started takeover; None on the script's own node and in a container without Slurm's
+    commands."""
     from orchestrator.backends.slurm.options import read_options
 
     from .node_assignment import current_job_id
@@ -147,18 +158,23 @@ def _start_takeover(folder: RunFolder, node: str, request: LaunchRequest) -> Bat
     if node == script_node or not shutil.which("scontrol"):
         return None
     options = read_options(request.backend_options)
-    takeover = BatchStepTakeover(folder, node, script_node, current_job_id(os.environ), options, dict(os.environ))
+    takeover = BatchStepTakeover(
+        folder, node, script_node, current_job_id(os.environ), options, dict(os.environ)
+    )
     takeover.start()
     return takeover
 
 
 def environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to change for agents and workers: the request's values, torchrun's defaults where nobody has set
-    anything, and search paths with its folders first.
+    """The variables to change for agents and workers: the request's values, torchrun's defaults
+    where nobody has set anything, and search paths with its folders first.
 
-    All others stay: sbatch exported only the allowed names, Slurm and the site's set-up added GPUs and modules.
+    All others stay: sbatch exported only the allowed names, Slurm and the site's set-up added GPUs
+    and modules.
     """
-    unset = {name: value for name, value in request.environment.defaults.items() if name not in environ}
+    unset = {
+        name: value for name, value in request.environment.defaults.items() if name not in environ
+    }
     result = unset | request.environment.values
     image = environ.get("ORCH_SUBMITTER")  # its own interpreter first, not the submitter's
     path_first = [str(Path(sys.executable).parent)] if image else request.environment.path_first
@@ -173,9 +189,10 @@ def environment(request: LaunchRequest, environ: Mapping[str, str]) -> dict[str,
 def own_address(node: str, environ: Mapping[str, str], several: bool) -> str:
     """The IP address at which the job's other nodes reach this one.
 
-    It is the source address that the kernel would use towards srun's node. If that is the loopback although there are
-    `several` nodes (srun runs on this node, odd /etc/hosts), the node's name is resolved instead. The loopback remains
-    if nothing else is known, as on a test cluster inside one machine.
+    It is the source address that the kernel would use towards srun's node. If that is the loopback
+    although there are `several` nodes (srun runs on this node, odd /etc/hosts), the node's name is
+    resolved instead. The loopback remains if nothing else is known, as on a test cluster inside one
+    machine.
     """
     seen = _address_towards(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
     if seen and not (several and seen.startswith("127.")):
@@ -209,14 +226,17 @@ def _outcome(folder: RunFolder, code: int) -> int:
         exclude(folder, _unhealthy_nodes(folder, state))
         return state.exit_code or 0
     if code == _TERMINATED:  # before the agents could handle it
-        return _end_run(folder, int(Exit.RESTART), "asked to end before the workers had started", code)
+        return _end_run(
+            folder, int(Exit.RESTART), "asked to end before the workers had started", code
+        )
     agents = last_words(folder, "agent-*.log")  # of one that could not start, say
     text = f"the coordinator is gone; srun ended with {meaning(code)}{agents and f'; {agents}'}"
     return _end_run(folder, int(Exit.CAPACITY), text, code)
 
 
 def _unhealthy_nodes(folder: RunFolder, state: RunState) -> list[str]:
-    """Nodes found unhealthy in this attempt: causes with exit code 74 of its epochs or its end, and excluded nodes."""
+    """Nodes found unhealthy in this attempt: causes with exit code 74 of its epochs or its end, and
+    excluded nodes."""
     from .node_assignment import read_assignment
 
     assignment = read_assignment(folder)
@@ -229,15 +249,21 @@ def _unhealthy_nodes(folder: RunFolder, state: RunState) -> list[str]:
 
 
 def _end_run(folder: RunFolder, code: int, text: str, ended_with: int | None = None) -> int:
-    """Write the run's final state, where no coordinator can; returns its exit code. `ended_with`: srun's exit code."""
+    """Write the run's final state, where no coordinator can; returns its exit code. `ended_with`:
+    srun's exit code."""
     phase: FinalPhase = "stopped" if code == Exit.RESTART else "failed"
-    reason, state = text, read_state(folder)
+    reason = text
+    state = read_state(folder)
     if wants_end(folder):
-        code, phase, reason = int(Exit.RESTART), "cancelled", f"cancelled; {text}"
+        code = int(Exit.RESTART)
+        phase = "cancelled"
+        reason = f"cancelled; {text}"
     cause = Cause(kind="scheduler", text=text, epoch=state.epoch, code=ended_with)
     from orchestrator.observe.report import write_final_state
 
-    write_final_state(folder, finish(state, phase, code, reason, cause, at=time.time(), writer="backend"))
+    write_final_state(
+        folder, finish(state, phase, code, reason, cause, at=time.time(), writer="backend")
+    )
     return code
 
 

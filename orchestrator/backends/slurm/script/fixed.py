@@ -1,4 +1,5 @@
-"""The parts of the job script that are the same for every run: shell text, in the order of its use. Pure."""
+"""The parts of the job script that are the same for every run: shell text, in the order of its use.
+Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +7,17 @@ import signal
 
 from orchestrator.plan.exits import Exit
 
-#: Begins the probe's own lines: what else a node prints (a TaskProlog, a BASH_ENV, a preloaded library) is not read.
+#: Begins the probe's own lines: what else a node prints (a TaskProlog, a BASH_ENV, a preloaded
+#: library) is not read.
 MARK = "orch-node"
-#: How long a node may take to look at its folders and programs: a file system that hangs does not answer at all.
+#: How long a node may take to look at its folders and programs: a file system that hangs does not
+#: answer at all.
 ANSWER_S = 20
 
-#: Prints a task's position in the allocation, its node's name and network address, and what the node lacks of the run
-#: folder ($1), the program that starts Python ($2) and the image ($3). Needs no Python and no files. Each look is a
-#: process of its own, because nothing ends the wait of one that looks at a dead mount.
+#: Prints a task's position in the allocation, its node's name and network address, and what the
+#: node lacks of the run folder ($1), the program that starts Python ($2) and the image ($3). Needs
+#: no Python and no files. Each look is a process of its own, because nothing ends the wait of one
+#: that looks at a dead mount.
 PROBE = f"""\
 lacks=
 look() {{
@@ -34,24 +38,27 @@ address=${{SLURM_TOPOLOGY_ADDR:-$SLURMD_NODENAME}}
 printf "\\n{MARK} %s %s %s%s\\n" "$SLURM_NODEID" "$SLURMD_NODENAME" "$address" "$lacks"
 """
 
-#: srun's limits for the step of the probe: a node that cannot even start a shell is not waited for. It starts in a
-#: folder that every node has, and PWD and OLDPWD name no other: a shell looks at them before anything else.
+#: srun's limits for the step of the probe: a node that cannot even start a shell is not waited for.
+#: It starts in a folder that every node has, and PWD and OLDPWD name no other: a shell looks at
+#: them before anything else.
 PROBE_FLAGS: dict[str, str | int | bool] = {"chdir": "/", "wait": 6 * ANSWER_S}
 PROBE_LIMIT = ("timeout", "--kill-after=30", "300")
 
-#: Signals: the notice before the time limit (USR1) goes on to the steps as URG, which all processes ignore but agents
-#: (SIGTERM would end the children that a worker needs for its save), again and again, as an agent may just be starting.
-#: Workers then save at the next step boundary and exit with 75. For preemption Slurm itself sends all of them SIGTERM.
-#: USR2 is a cancel of which no request could be written.
-#: Requeueing is decided in `finish` alone. It first asks for the job's state, because `scontrol requeue` would revive a
-#: job that is being cancelled; `retry` waits for a controller that restarts. A lost or unhealthy node (74, 76) requeues
-#: the job too, `most_faults` times, since Slurm can replace the node. The requeue, excluded nodes and node count go to
-#: one scontrol: the requeue ends the script, and a job that had lost nodes would ask only for as many as it kept.
-#: `over` marks a job that is not requeued, for `orch status` while Slurm does not answer. Where Slurm itself ends the
-#: attempt (`obey`), whether another follows is Slurm's decision.
-#: Slurm 24.05 and later requeue a job that was preempted with a GraceTime when it ends, however it ends, and in a later
-#: attempt too if the script has requeued it since. `stay_out` forbids that. Such a job is PREEMPTED for Slurm, which is
-#: no good end for those that ask for one: if any waits for the job, a run that is done comes back, and leaves at once.
+#: Signals: the notice before the time limit (USR1) goes on to the steps as URG, which all processes
+#: ignore but agents (SIGTERM would end the children that a worker needs for its save), again and
+#: again, as an agent may just be starting. Workers then save at the next step boundary and exit
+#: with 75. For preemption Slurm itself sends all of them SIGTERM. USR2 is a cancel of which no
+#: request could be written. Requeueing is decided in `finish` alone. It first asks for the job's
+#: state, because `scontrol requeue` would revive a job that is being cancelled; `retry` waits for a
+#: controller that restarts. A lost or unhealthy node (74, 76) requeues the job too, `most_faults`
+#: times, since Slurm can replace the node. The requeue, excluded nodes and node count go to one
+#: scontrol: the requeue ends the script, and a job that had lost nodes would ask only for as many
+#: as it kept. `over` marks a job that is not requeued, for `orch status` while Slurm does not
+#: answer. Where Slurm itself ends the attempt (`obey`), whether another follows is Slurm's
+#: decision. Slurm 24.05 and later requeue a job that was preempted with a GraceTime when it ends,
+#: however it ends, and in a later attempt too if the script has requeued it since. `stay_out`
+#: forbids that. Such a job is PREEMPTED for Slurm, which is no good end for those that ask for one:
+#: if any waits for the job, a run that is done comes back, and leaves at once.
 LIFECYCLE = f"""\
 times=${{SLURM_RESTART_COUNT:-0}}
 job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
@@ -123,8 +130,8 @@ finish() {{
 }}""".splitlines()  # sleep 300: the requeue kills the script meanwhile
 
 
-#: `module` is a function of the login shell, which the job has not where Slurm could not read it (--get-user-env timed
-#: out) or the site's start files leave it to interactive shells.
+#: `module` is a function of the login shell, which the job has not where Slurm could not read it
+#: (--get-user-env timed out) or the site's start files leave it to interactive shells.
 MODULES = """\
 if ! command -v module >/dev/null; then
   for file in "${LMOD_PKG-}/init/bash" "${MODULESHOME-}/init/bash" /etc/profile.d/{lmod,z00_lmod,modules}.sh; do
@@ -133,11 +140,12 @@ if ! command -v module >/dev/null; then
 fi""".splitlines()
 
 
-#: One job writes in a run folder: a second one (`sbatch` of the same script) leaves before it writes anything, unless
-#: the first has ended. Of several that find it ended, the one whose claim, the link `<owner>.ended`, comes first goes
-#: on; the claim of a job that was killed in this moment is claimed in turn. `owner` comes and changes as a whole, so
-#: it is empty only if somebody else has made it so. A controller that does not answer is asked for two minutes.
-#: Slurm requeues some jobs whose run has ended (`stay_out` says which, and a lost batch node): they leave.
+#: One job writes in a run folder: a second one (`sbatch` of the same script) leaves before it
+#: writes anything, unless the first has ended. Of several that find it ended, the one whose claim,
+#: the link `<owner>.ended`, comes first goes on; the claim of a job that was killed in this moment
+#: is claimed in turn. `owner` comes and changes as a whole, so it is empty only if somebody else
+#: has made it so. A controller that does not answer is asked for two minutes. Slurm requeues some
+#: jobs whose run has ended (`stay_out` says which, and a lost batch node): they leave.
 OWNER = f"""\
 mkdir -p "$run/slurm" || exit 70
 ended() {{
@@ -166,7 +174,8 @@ done
 """.splitlines()
 
 
-#: Nodes that lack something. The task `place` decides about them, unless they are all, or this one, where it would run.
+#: Nodes that lack something. The task `place` decides about them, unless they are all, or this one,
+#: where it would run.
 LACKING = f"""\
 lacking=
 sound=
@@ -194,8 +203,9 @@ export ORCH_SCRIPT_NODE="${ORCH_SCRIPT_NODE:-$SLURMD_NODENAME}"
 """.splitlines()
 
 
-#: When a node is lost the job keeps the others (--no-kill), and the agents' step goes on. Slurm 22.05 may never see a
-#: step end that was on a lost node, so the step is killed half a minute after the run has ended.
+#: When a node is lost the job keeps the others (--no-kill), and the agents' step goes on. Slurm
+#: 22.05 may never see a step end that was on a lost node, so the step is killed half a minute after
+#: the run has ended.
 END_STUCK_STEP = """\
 {
   until [ -e "$run/slurm/ended" ]; do sleep 2; done

@@ -13,7 +13,12 @@ from orchestrator.cluster.hostlist import expand, slurm_list
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
-from orchestrator.planner.placement.rank_assignment import block_size, leaf_switches, used_node_count, whole_unit
+from orchestrator.planner.placement.rank_assignment import (
+    block_size,
+    leaf_switches,
+    used_node_count,
+    whole_unit,
+)
 
 from .quoting import check_text, file_pattern
 
@@ -21,23 +26,60 @@ Flags = dict[str, str | int | bool]
 
 #: sbatch flags that only orch sets; a profile may not.
 RESERVED = frozenset(
-    {"nodes", "ntasks", "ntasks-per-node", "output", "error", "open-mode", "export", "export-file", "job-name", "chdir"}
-    | {"signal", "requeue", "no-requeue", "no-kill", "array", "wrap", "parsable", "test-only", "wait", "exclude"}
+    {
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "output",
+        "error",
+        "open-mode",
+        "export",
+        "export-file",
+        "job-name",
+        "chdir",
+    }
+    | {
+        "signal",
+        "requeue",
+        "no-requeue",
+        "no-kill",
+        "array",
+        "wrap",
+        "parsable",
+        "test-only",
+        "wait",
+        "exclude",
+    }
     | {"het-group"}
 )
 #: srun flags that only orch sets.
 RESERVED_SRUN = frozenset(
-    {"nodes", "ntasks", "ntasks-per-node", "output", "error", "export", "no-kill", "kill-on-bad-exit", "wait"}
+    {
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "output",
+        "error",
+        "export",
+        "no-kill",
+        "kill-on-bad-exit",
+        "wait",
+    }
 )
 
 
 def job_flags(
-    plan: Plan, options: SlurmOptions, run_id: str, run_dir: str, export: Iterable[str], elastic: bool = False
+    plan: Plan,
+    options: SlurmOptions,
+    run_id: str,
+    run_dir: str,
+    export: Iterable[str],
+    elastic: bool = False,
 ) -> Flags:
     """sbatch's flags for a run.
 
-    `export`: names of the environment variables that enter the job. `elastic`: the job survives the loss of a node.
-    OrchError: 65 when the options contradict the plan, 78 for a control character.
+    `export`: names of the environment variables that enter the job. `elastic`: the job survives the
+    loss of a node. OrchError: 65 when the options contradict the plan, 78 for a control character.
     """
     nodes = used_node_count(plan)
     flags: Flags = {
@@ -70,11 +112,16 @@ def step_flags(plan: Plan, options: SlurmOptions, elastic: bool = False) -> Flag
     if options.cpus_per_node:
         flags["cpus-per-task"] = options.cpus_per_node  # not inherited by srun in 22.05 to 23.02
     else:
-        flags["cpu-bind"] = "none"  # else srun could bind the agent to a part of the node; it binds its workers itself
+        flags["cpu-bind"] = (
+            # else srun could bind the agent to a part of the node; it binds its workers itself
+            "none"
+        )
     if options.no_kill or elastic:
         flags["no-kill"] = True
     flags["kill-on-bad-exit"] = 0  # the coordinator decides what the end of an agent means
-    flags["wait"] = 60  # seconds after the first agent's end: one still there then is on a lost node
+    flags["wait"] = (
+        60  # seconds after the first agent's end: one still there then is on a lost node
+    )
     return _merge(flags, options.srun, RESERVED_SRUN, "srun")
 
 
@@ -83,7 +130,9 @@ def _merge(flags: Flags, users: Flags, own: Set[str], command: str) -> Flags:
     for name in users:
         if name in own:
             ours = f"{command} --{name}={flags.get(name, '')}"
-            raise OrchError(f"backend.options.{command}.{name} is set by orch ({ours})", Exit.CONFIG)
+            raise OrchError(
+                f"backend.options.{command}.{name} is set by orch ({ours})", Exit.CONFIG
+            )
     merged = {**flags, **users}
     for name, value in merged.items():
         check_text(str(value), f"{command} --{name}")
@@ -102,7 +151,10 @@ def _nodes_and_partition(options: SlurmOptions) -> Flags:
             flags[name] = value
     if options.nodelist:
         if options.topology == "block":
-            raise OrchError("backend.options.nodelist cannot be met on a block topology: use exclude", Exit.CONFIG)
+            raise OrchError(
+                "backend.options.nodelist cannot be met on a block topology: use exclude",
+                Exit.CONFIG,
+            )
         flags["nodelist"] = slurm_list(_names(options.nodelist))
     if options.without:
         flags["exclude"] = slurm_list(_names(options.without))
@@ -137,8 +189,14 @@ def network_flags(plan: Plan, options: SlurmOptions) -> Flags:
         segment = options.segment or whole_unit(plan, block_size(plan))
         nodes = used_node_count(plan)
         if nodes % segment:
-            raise OrchError(f"backend.options.segment {segment} does not divide the plan's {nodes} nodes", Exit.CONFIG)
-        return {"segment": segment, **({"spread-segments": True} if options.spread_segments else {})}
+            raise OrchError(
+                f"backend.options.segment {segment} does not divide the plan's {nodes} nodes",
+                Exit.CONFIG,
+            )
+        return {
+            "segment": segment,
+            **({"spread-segments": True} if options.spread_segments else {}),
+        }
     return {}
 
 
@@ -152,7 +210,9 @@ def _lifecycle(options: SlurmOptions, elastic: bool) -> Flags:
         flags["dependency"] = options.dependency
         flags["kill-on-invalid-dep"] = "yes"  # else it would wait for ever
     if options.notice_s:
-        flags["signal"] = f"B:USR1@{options.notice_s}"  # B: to the script alone, which tells the agents
+        flags["signal"] = (
+            f"B:USR1@{options.notice_s}"  # B: to the script alone, which tells the agents
+        )
     flags["requeue" if options.requeue else "no-requeue"] = True
     if options.no_kill or elastic:
         flags["no-kill"] = True

@@ -1,7 +1,8 @@
 """Quotes text for the job script; no other module does.
 
-Two languages: shell words, and `#SBATCH` lines, which sbatch parses by its own rules (blanks end a word, quotes join,
-`#` starts a comment, a line break ends the directive). Text that cannot be written exactly is refused.
+Two languages: shell words, and `#SBATCH` lines, which sbatch parses by its own rules (blanks end a
+word, quotes join, `#` starts a comment, a line break ends the directive). Text that cannot be
+written exactly is refused.
 """
 
 from __future__ import annotations
@@ -17,15 +18,25 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./:,=@%+\[\]&|*()!^~-]+\Z")
 
 
 def check_text(text: str, where: str) -> str:
-    """Returns `text`. OrchError (78) for a control character: line breaks of any kind, NUL, escape."""
+    """Returns `text`. OrchError (78) for a control character: line breaks of any kind, NUL,
+    escape."""
     for char in text:
-        if ord(char) < 32 or 127 <= ord(char) < 160 or char in "\u2028\u2029" or 0xD800 <= ord(char) < 0xE000:
-            raise OrchError(f"{where}: {text[:60]!r} holds the control character U+{ord(char):04X}", Exit.SECURITY)
+        if (
+            ord(char) < 32
+            or 127 <= ord(char) < 160
+            or char in "\u2028\u2029"
+            or 0xD800 <= ord(char) < 0xE000
+        ):
+            raise OrchError(
+                f"{where}: {text[:60]!r} holds the control character U+{ord(char):04X}",
+                Exit.SECURITY,
+            )
     return text
 
 
 def directive(flag: str, value: str | int | bool) -> str | None:
-    """`#SBATCH --flag=value`, `#SBATCH --flag` for True, None for False. OrchError (65, 78) for other text."""
+    """`#SBATCH --flag=value`, `#SBATCH --flag` for True, None for False. OrchError (65, 78) for
+    other text."""
     if value is False:
         return None
     if value is True:
@@ -36,7 +47,9 @@ def directive(flag: str, value: str | int | bool) -> str | None:
     if _PLAIN.match(text):
         return f"#SBATCH --{flag}={text}"
     if '"' in text or "\\" in text:
-        raise OrchError(f"sbatch --{flag}: {text[:60]!r} holds a double quote or a backslash", Exit.CONFIG)
+        raise OrchError(
+            f"sbatch --{flag}: {text[:60]!r} holds a double quote or a backslash", Exit.CONFIG
+        )
     return f'#SBATCH --{flag}="{text}"'
 
 

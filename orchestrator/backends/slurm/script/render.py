@@ -1,7 +1,8 @@
 """The job script as a pure function of the run: the same bytes for the same run.
 
-The script runs three steps: ask which nodes Slurm granted, assign the ranks to them, run one agent a node. Besides, it
-forwards termination signals to the steps and decides whether the job is requeued. See `docs/slurm.md`.
+The script runs three steps: ask which nodes Slurm granted, assign the ranks to them, run one agent
+a node. Besides, it forwards termination signals to the steps and decides whether the job is
+requeued. See `docs/slurm.md`.
 """
 
 from __future__ import annotations
@@ -47,12 +48,15 @@ class JobScript(Struct, frozen=True, kw_only=True):
     code: str = __version__  # of orch, that an image must have too
     export: tuple[str, ...]  # names of the variables that may enter the job
     python_path: tuple[str, ...] = ()  # folders of the run's own copy of the code
-    bind: tuple[str, ...] = ()  # folders to mount in a container: run folder, data, token cache, checkpoints
+    bind: tuple[
+        str, ...
+    ] = ()  # folders to mount in a container: run folder, data, token cache, checkpoints
     sizes: tuple[int, ...] = ()  # node counts of an elastic run, largest first
 
 
 def render(job: JobScript) -> str:
-    """The whole script. OrchError: 65 for contradictory options, 78 for text that cannot be quoted exactly."""
+    """The whole script. OrchError: 65 for contradictory options, 78 for text that cannot be quoted
+    exactly."""
     for path in (job.run_dir, job.python, *job.bind, *job.python_path):
         check_text(path, "path")
     _check_mounts(job)
@@ -62,7 +66,9 @@ def render(job: JobScript) -> str:
 
 def directives(job: JobScript) -> Flags:
     """The sbatch flags in the script's `#SBATCH` lines."""
-    return job_flags(job.plan, job.options, job.run_id, job.run_dir, job.export, elastic=bool(job.sizes))
+    return job_flags(
+        job.plan, job.options, job.run_id, job.run_dir, job.export, elastic=bool(job.sizes)
+    )
 
 
 #: Flags that may differ between the members of an array, because the array sets its own.
@@ -70,9 +76,13 @@ _PER_RUN_FLAGS = ("job-name", "chdir", "output")
 
 
 def common_flags(jobs: Sequence[JobScript]) -> Flags | None:
-    """The sbatch flags that all jobs share, without those that name one run; None if they ask for different things."""
+    """The sbatch flags that all jobs share, without those that name one run; None if they ask for
+    different things."""
     first, *others = [
-        ({name: value for name, value in directives(job).items() if name not in _PER_RUN_FLAGS}, job.options.shell)
+        (
+            {name: value for name, value in directives(job).items() if name not in _PER_RUN_FLAGS},
+            job.options.shell,
+        )
         for job in jobs
     ]
     return first[0] if all(other == first for other in others) else None
@@ -87,11 +97,18 @@ def render_array(jobs: Sequence[JobScript], name: str) -> str:
     if flags is None:
         raise ValueError("runs that ask for different things are no array")
     shell = jobs[0].options.shell
-    own: Flags = {"job-name": f"orch-{name}", "chdir": str(Path(jobs[0].run_dir).parent), "output": "/dev/null"}
+    own: Flags = {
+        "job-name": f"orch-{name}",
+        "chdir": str(Path(jobs[0].run_dir).parent),
+        "output": "/dev/null",
+    }
     lines = [
         f"#!{shell}",
         f"# orch sweep {name}: {len(jobs)} runs, each with a script and a log in its own folder",
-        *(directive(flag, value) for flag, value in {**own, **flags, "array": f"0-{len(jobs) - 1}"}.items()),
+        *(
+            directive(flag, value)
+            for flag, value in {**own, **flags, "array": f"0-{len(jobs) - 1}"}.items()
+        ),
         "",
         "umask 077",
         "case $SLURM_ARRAY_TASK_ID in",
@@ -112,27 +129,53 @@ def _head(job: JobScript) -> list[str]:
     ]
     if job.sizes:
         others = ", ".join(map(str, job.sizes))
-        lines.append(f"# {used_node_count(job.plan)} nodes. It may start on {others}: sbatch --nodes=N this-file")
+        lines.append(
+            f"# {used_node_count(job.plan)} nodes. It may start on {others}: sbatch --nodes=N"
+            " this-file"
+        )
     return lines
 
 
 def _body(job: JobScript) -> list[str]:
-    options, elastic = job.options, bool(job.sizes)
+    options = job.options
+    elastic = bool(job.sizes)
     steps = step_flags(job.plan, options, elastic)
     task = [*_python(job), "-P", *start.BY_NAME, "orchestrator.slurm.task"]
     needs = [job.run_dir, *_needs(options, job.python)]
-    probe = ["srun", *as_argv({**steps, **PROBE_FLAGS}), options.shell, "-c", PROBE, "probe", *needs]
+    probe = [
+        "srun",
+        *as_argv({**steps, **PROBE_FLAGS}),
+        options.shell,
+        "-c",
+        PROBE,
+        "probe",
+        *needs,
+    ]
     on_this_node = _single_step(job)
     # in an elastic run one agent may end long before the others, so srun must not set a limit then
     agent_flags = as_argv({**steps, **({"wait": 0} if elastic else {})})
-    agents = ["srun", *agent_flags, f"--output={file_pattern(str(Path(job.run_dir, 'logs')))}/slurm-%j-agents.log"]
-    agents += ["--open-mode=append", *_container_flags(job), *task, "agent", "--run-dir", job.run_dir]
+    agents = [
+        "srun",
+        *agent_flags,
+        f"--output={file_pattern(str(Path(job.run_dir, 'logs')))}/slurm-%j-agents.log",
+    ]
+    agents += [
+        "--open-mode=append",
+        *_container_flags(job),
+        *task,
+        "agent",
+        "--run-dir",
+        job.run_dir,
+    ]
     attempt = [
         'life="$run/slurm/$job.$times"',
         f'(cd /; unset OLDPWD; {command(PROBE_LIMIT)} {_on_all(probe, elastic)}) > "$life.nodes"',
         f"grep -q '^{MARK} ' \"$life.nodes\" || finish {int(Exit.NODE)}",
         *LACKING,
-        f'{command([*on_this_node, *task, "place", "--run-dir", job.run_dir])} --nodes "$life.nodes"',
+        (
+            f"{command([*on_this_node, *task, 'place', '--run-dir', job.run_dir])} --nodes"
+            ' "$life.nodes"'
+        ),
         "code=$?; [ $code = 0 ] || finish $code",
         '[ ! -e "$run/slurm/over" ] || leave 0 ", the run had ended before"',
         '[ -z "$noticed" ] || finish 75',
@@ -154,7 +197,9 @@ def _body(job: JobScript) -> list[str]:
         *_search_paths(job),
         assignment("run", job.run_dir),
         "full=$SLURM_JOB_NUM_NODES" if elastic or options.no_kill else "full=",
-        assignment("excluded", slurm_list([name for text in options.without for name in expand(text)])),
+        assignment(
+            "excluded", slurm_list([name for text in options.without for name in expand(text)])
+        ),
         assignment("most", str(options.max_requeues if options.requeue else 0)),
         assignment("most_faults", str(options.max_node_faults if options.requeue else 0)),
         "",
@@ -163,12 +208,23 @@ def _body(job: JobScript) -> list[str]:
         "",
         *(f"unset {name}" for name in options.unset),
         *(MODULES if options.modules else ()),
-        *(line for name in options.modules for line in _checked(command(["module", "load", name]), "modules")),
-        *(line for text in options.setup for line in _checked(check_text(text, "backend.options.setup"), "setup")),
+        *(
+            line
+            for name in options.modules
+            for line in _checked(command(["module", "load", name]), "modules")
+        ),
+        *(
+            line
+            for text in options.setup
+            for line in _checked(check_text(text, "backend.options.setup"), "setup")
+        ),
         "",
         *OWNER,
         *(['cp -- "$0" "$run/slurm/script"'] if elastic else ()),
-        "# Where am I? Every task names its node and its place in the network; then the ranks are put on these nodes.",
+        (
+            "# Where am I? Every task names its node and its place in the network; then the ranks"
+            " are put on these nodes."
+        ),
         *attempt,
     ]
 
@@ -185,9 +241,11 @@ def _on_all(argv: Sequence[str], elastic: bool) -> str:
 
 def _search_paths(job: JobScript) -> list[str]:
     """Puts the run's own code and interpreter first, for steps and workers."""
-    joined, lines = command([":".join(job.python_path)]), []
+    joined = command([":".join(job.python_path)])
+    lines = []
     if job.options.container.runtime != "none":
-        # inside an image its own interpreter and packages: nothing of the submitter's, also where $HOME is mounted
+        # inside an image its own interpreter and packages: nothing of the submitter's, also where
+        # $HOME is mounted
         lines += ["unset PYTHONPATH PYTHONHOME VIRTUAL_ENV", "export PYTHONNOUSERSITE=1"]
         lines += [f"export ORCH_SUBMITTER={job.code}", 'export USER="${USER:-$(id -un)}"']
         return [*lines, f"export PYTHONPATH={joined}"] if job.python_path else lines
@@ -197,15 +255,22 @@ def _search_paths(job: JobScript) -> list[str]:
 
 
 def python_beside_agents(job: JobScript) -> tuple[list[str], list[str]]:
-    """srun's flags and the first words of a command that runs Python where the agents run, e.g. in their container."""
+    """srun's flags and the first words of a command that runs Python where the agents run, e.g. in
+    their container."""
     return list(_container_flags(job)), [*_python(job), "-P"]
 
 
 def _single_step(job: JobScript) -> list[str]:
-    """What goes before a Python command on the script's node: nothing, or srun where Python is in a Pyxis container."""
+    """What goes before a Python command on the script's node: nothing, or srun where Python is in a
+    Pyxis container."""
     if job.options.container.runtime != "pyxis":
         return []
-    one = {**step_flags(job.plan, job.options, bool(job.sizes)), "nodes": 1, "ntasks-per-node": 1, "relative": 0}
+    one = {
+        **step_flags(job.plan, job.options, bool(job.sizes)),
+        "nodes": 1,
+        "ntasks-per-node": 1,
+        "relative": 0,
+    }
     return ["srun", *as_argv(one), *_container_flags(job)]
 
 
@@ -214,13 +279,31 @@ def _python(job: JobScript) -> list[str]:
     if options.runtime == "apptainer":
         binds = [f"--bind={mount}" for mount in (*job.bind, *options.mounts)]
         gpus = "--rocm" if _OF_AMD.search(job.plan.cluster.gpu.name) else "--nv"
-        return ["apptainer", "exec", gpus, f"--pwd={job.run_dir}", *binds, options.image, options.python]
-    if options.runtime == "charliecloud":  # needs its mount points in the image, so a mount holds what is below it
-        held = tuple(f"{mount.partition(':')[0].rstrip('/')}/" for mount in options.mounts if _same_place(mount))
-        binds = [f"--bind={mount}" for mount in (*options.mounts, *(p for p in job.bind if not p.startswith(held)))]
+        return [
+            "apptainer",
+            "exec",
+            gpus,
+            f"--pwd={job.run_dir}",
+            *binds,
+            options.image,
+            options.python,
+        ]
+    if (
+        options.runtime == "charliecloud"
+    ):  # needs its mount points in the image, so a mount holds what is below it
+        held = tuple(
+            f"{mount.partition(':')[0].rstrip('/')}/"
+            for mount in options.mounts
+            if _same_place(mount)
+        )
+        binds = [
+            f"--bind={mount}"
+            for mount in (*options.mounts, *(p for p in job.bind if not p.startswith(held)))
+        ]
         return ["ch-run", *binds, f"--cd={job.run_dir}", options.image, "--", options.python]
     if options.runtime == "pyxis":
-        # srun may look for the program on its own host before there is a container (LaunchParameters=test_exec)
+        # srun may look for the program on its own host before there is a container
+        # (LaunchParameters=test_exec)
         return ["/usr/bin/env", options.python]
     return [job.python]
 
@@ -235,9 +318,17 @@ def _check_mounts(job: JobScript) -> None:
     """OrchError (65) for a path that the container's runtime would take for several."""
     runtime = job.options.container.runtime
     separators = _SEPARATORS[runtime]
-    several = [mount for mount in job.options.container.mounts if "," in separators and "," in mount]
-    for path in (*(path for path in job.bind if any(char in path for char in separators)), *several):
-        raise OrchError(f"container: {path!r} cannot be mounted: {runtime} splits it at {separators!r}", Exit.CONFIG)
+    several = [
+        mount for mount in job.options.container.mounts if "," in separators and "," in mount
+    ]
+    for path in (
+        *(path for path in job.bind if any(char in path for char in separators)),
+        *several,
+    ):
+        raise OrchError(
+            f"container: {path!r} cannot be mounted: {runtime} splits it at {separators!r}",
+            Exit.CONFIG,
+        )
 
 
 def _same_place(mount: str) -> bool:
@@ -246,7 +337,8 @@ def _same_place(mount: str) -> bool:
 
 
 def _checked(line: str, option: str) -> list[str]:
-    """The user's line, and the end of the job (65) if it fails: what came after it would fail with worse words."""
+    """The user's line, and the end of the job (65) if it fails: what came after it would fail with
+    worse words."""
     return [line, f"check_line $? {command([f'backend.options.{option}: {line}'])}"]
 
 
