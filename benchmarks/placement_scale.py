@@ -53,10 +53,10 @@ def fragmented(gpus: int, seed: int = 1):
 def once(gpus: int) -> dict[str, float]:
     import resource
 
-    from orchestrator.planner.cost.traffic import step_traffic
+    from orchestrator.cost.context import CostContext
+    from orchestrator.cost.time.traffic import step_traffic
     from orchestrator.planner.degrees import make_case, make_parallel
     from orchestrator.planner.job import make_job
-    from orchestrator.planner.placement.axis_order import CostContext
     from orchestrator.planner.placement.node_placement import place_nodes
     from tests.planner import configs, shapes
 

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 
 from orchestrator.cluster.measured import Fit, Row
-from orchestrator.planner.cost.collective import PATTERN, seconds
-from orchestrator.planner.cost.dual import value_of
-from orchestrator.planner.cost.fabric import Path
+from orchestrator.cost.dual import value_of
+from orchestrator.cost.time.collective import PATTERN, seconds
+from orchestrator.cost.time.fabric import Path
 
 
 def fit(rows: Sequence[Row]) -> dict[str, Fit]:

@@ -33,7 +33,7 @@ class Row(Struct, frozen=True):
     level: str
     operation: Operation
     ranks: int
-    size: int  # bytes, as in `planner.cost.collective`
+    size: int  # bytes, as in `cost.time.collective`
     seconds: float
 
 

@@ -394,7 +394,7 @@ class TrainSpec(Frozen):
 class CostSpec(Frozen):
     """What predictions assume; it changes no run."""
 
-    # whose kernels, overlap and memory: a family of orchestrator/planner/cost/software.py
+    # whose kernels, overlap and memory: a family of orchestrator/cost/software.py
     software: Text = "orch"
     profile: Path | None = (
         None  # fitted parameters (orch calibrate); None: the site's, else the shipped ones

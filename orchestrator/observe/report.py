@@ -180,7 +180,7 @@ def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, Any]]:
 
 def _planned_tensors(plan: Plan) -> dict[str, int]:
     """Bytes by category, less the device's context."""
-    from orchestrator.planner.memory.rank_memory import (
+    from orchestrator.cost.memory.rank_memory import (
         context_bytes,
     )  # agents write reports and start without it
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from msgspec import UNSET
 
 from orchestrator.cluster.gpu_models import gpu_model
+from orchestrator.cost.software import SOFTWARE
+from orchestrator.cost.time.offload import host_of
+from orchestrator.cost.time.recomputed import shares_inputs
+from orchestrator.cost.time.traffic import reductions
 from orchestrator.plan import Plan
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.trained import refusal
-
-from .cost.offload import host_of
-from .cost.recomputed import shares_inputs
-from .cost.software import SOFTWARE
-from .cost.traffic import reductions
 
 GIB = 1 << 30
 OFFLOADED = 0.5  # share of the step above which an offloaded update is reported

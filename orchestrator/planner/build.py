@@ -6,25 +6,32 @@ from __future__ import annotations
 from msgspec import UNSET, structs
 
 from orchestrator.config.schema import Config
+from orchestrator.cost.context import CostContext
+from orchestrator.cost.memory import rank_memory as memory
+from orchestrator.cost.memory.recipe import recipe_of
+from orchestrator.cost.memory.recompute import resolve_recompute
+from orchestrator.cost.model.layers import resolve
+from orchestrator.cost.nesting import axis_placement
+from orchestrator.cost.of_plan import jacobian
+from orchestrator.cost.profile import Profile, differing, relative_sd
 from orchestrator.errors import OrchError
 from orchestrator.plan import SCHEMA, Exit, Plan, hierarchy, seal
 from orchestrator.plan.document import Cluster, Memory
 from orchestrator.plan.flops import model_flops_per_token
 from orchestrator.plan.ranks import coords, degrees, nested_groups
 from orchestrator.plan.supported import Case
+from orchestrator.planner import advice, legality
+from orchestrator.planner.placement.best_order import solve
+from orchestrator.planner.placement.node_placement import (
+    certified,
+    cluster_to_fill,
+    make_context,
+    place_job,
+)
+from orchestrator.planner.placement.rank_assignment import assign_ranks
 
-from . import advice, legality
-from .cost.profile import Profile, differing, relative_sd
 from .degrees import make_case, make_parallel
 from .job import make_job
-from .memory import rank_memory as memory
-from .memory.recipe import recipe_of
-from .memory.recompute import resolve_recompute
-from .model.layers import resolve
-from .placement.axis_order import CostContext, axis_placement, solve
-from .placement.node_placement import certified, cluster_to_fill, make_context, place_job
-from .placement.rank_assignment import assign_ranks
-from .plan_cost import jacobian
 
 GIB = 1 << 30
 
@@ -43,7 +50,7 @@ def build_plan(
     """
     searched = None
     if config.parallel.auto:
-        from .search.auto import (
+        from orchestrator.planner.search.auto import (
             resolve_auto,
         )  # the search takes longer to import than a plan takes to make
 

@@ -11,6 +11,7 @@ from msgspec import UNSET
 
 from orchestrator.config.schema import Config, ParallelSpec
 from orchestrator.config.validate import with_defaults
+from orchestrator.cost.model.stages import balance_stages
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan import document as doc
@@ -19,7 +20,6 @@ from orchestrator.plan.schedules import TABLE, ScheduleError, read_table
 from orchestrator.plan.supported import Case
 
 from .job import make_ramp
-from .model.stages import balance_stages
 
 MIB = 1 << 20
 

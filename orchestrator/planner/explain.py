@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from msgspec import UNSET, UnsetType, structs
 
 from orchestrator.config.schema import Config, ParallelSpec
+from orchestrator.cost.of_plan import ExpertLoad, expert_load
+from orchestrator.cost.profile import with_values
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
 from orchestrator.plan import document as doc
@@ -19,12 +21,11 @@ from orchestrator.plan.domains import domains_of
 from orchestrator.plan.expert_mesh import expert_mesh, folds_cp, tensor_ranks
 from orchestrator.plan.schedules import SCHEDULES
 from orchestrator.plan.trained import refusal
+from orchestrator.planner.search.costed_layout import CostedLayout
+from orchestrator.planner.search.search import Search
+from orchestrator.planner.search.space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh
 
 from .build import build_plan
-from .cost.profile import with_values
-from .plan_cost import ExpertLoad, expert_load
-from .search.search import CostedLayout, Search
-from .search.space import CP_METHODS, RECOMPUTE_MODES, Layout, Mesh
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
 LEFT_OUT = (

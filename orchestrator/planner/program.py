@@ -20,8 +20,7 @@ from orchestrator.plan import SCHEMA, Exit, Plan, seal
 from orchestrator.plan import document as doc
 from orchestrator.plan.domains import domains_of
 from orchestrator.plan.ranks import coords, degrees, nested_groups
-
-from .placement.rank_assignment import assign_ranks
+from orchestrator.planner.placement.rank_assignment import assign_ranks
 
 #: Keys of `parallel` that say how a model is computed: without one they mean nothing. Others (zero,
 #: vpp, sp) are put into the plan, where the program can read them.
@@ -174,7 +173,7 @@ def _worst(cluster: doc.Cluster, groups: Sequence[Sequence[int]]) -> str:
 def _first_nodes(cluster: doc.Cluster, parallel: doc.Parallel) -> doc.Cluster:
     """The cluster with the nodes of the ranks first, packed under as few switches as they fit, and
     spares last."""
-    from .placement.node_placement import reorder
+    from orchestrator.planner.placement.node_placement import reorder
 
     need = -(-parallel.world_size // cluster.gpus_per_node)
     chosen = list(range(len(cluster.node_names)))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from orchestrator.backends.base import Backend
     from orchestrator.cluster.measured import Record
     from orchestrator.cluster.model import Topology
-    from orchestrator.planner.cost.profile import Profile
+    from orchestrator.cost.profile import Profile
 
 
 def at_home(config: Config, home: Path) -> Config:
@@ -84,7 +84,7 @@ class ClusterResolver:
         )
         if path is None:
             return None
-        from orchestrator.planner.cost.profile import read_profile
+        from orchestrator.cost.profile import read_profile
 
         return read_profile(path)
 

@@ -16,9 +16,9 @@ from typing import Any
 from msgspec import structs
 
 from orchestrator.config.schema import Config, ModelSpec, ParallelSpec
+from orchestrator.cost.model.layers import resolve
 from orchestrator.plan.document import Moe
 from orchestrator.plan.schedules import SCHEDULES, illegal
-from orchestrator.planner.model.layers import resolve
 
 from .techniques import MLA
 

@@ -19,6 +19,14 @@ import msgspec
 from msgspec import UNSET, structs
 
 from orchestrator import start
+from orchestrator.cost.memory.rank_memory import context_bytes, memory_by_pp_rank
+from orchestrator.cost.memory.recipe import recipe_of
+from orchestrator.cost.model.layers import dense_and_moe
+from orchestrator.cost.model.stages import held_layers, rank_stages
+from orchestrator.cost.software import SOFTWARE
+from orchestrator.cost.time.expert_exchange import phases
+from orchestrator.cost.time.fabric import NO_PATH
+from orchestrator.cost.time.traffic import Traffic, step_traffic
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, seal, to_json
 from orchestrator.plan.cluster import NVLINK, SELF
@@ -26,14 +34,6 @@ from orchestrator.plan.document import Memory
 from orchestrator.plan.hierarchy import expert_groups, hierarchy, is_hierarchical
 from orchestrator.plan.schedules import TABLE, copies_of, illegal
 from orchestrator.plan.twin import RankRun, Transfer
-from orchestrator.planner.cost.expert_exchange import phases
-from orchestrator.planner.cost.fabric import NO_PATH
-from orchestrator.planner.cost.software import SOFTWARE
-from orchestrator.planner.cost.traffic import Traffic, step_traffic
-from orchestrator.planner.memory.rank_memory import context_bytes, memory_by_pp_rank
-from orchestrator.planner.memory.recipe import recipe_of
-from orchestrator.planner.model.layers import dense_and_moe
-from orchestrator.planner.model.stages import held_layers, rank_stages
 
 from .run_cells import last_line, running
 

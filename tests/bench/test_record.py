@@ -16,11 +16,11 @@ from orchestrator.bench.fit import fit, predicted
 from orchestrator.cluster.measured import Row, key_of, path_of
 from orchestrator.config.compose import load
 from orchestrator.config.schema import Config
+from orchestrator.cost.of_plan import context_of
 from orchestrator.errors import OrchError
 from orchestrator.observe.pages.plan_page import render
 from orchestrator.plan import Exit, Plan, from_json, to_json
 from orchestrator.planner import build
-from orchestrator.planner.plan_cost import context_of
 from orchestrator.run.folder import home_folder
 from orchestrator.submit.cluster import ClusterResolver
 from tests.planner.configs import level_between

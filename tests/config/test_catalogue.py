@@ -11,7 +11,7 @@ from msgspec import UNSET
 from orchestrator.config import grammar
 from orchestrator.config.compose import load
 from orchestrator.config.groups import GROUPS, Library, shipped
-from orchestrator.planner.model.layers import parameter_count, resolve
+from orchestrator.cost.model.layers import parameter_count, resolve
 from tests.planner.configs import build_plan
 
 LIBRARY = Library([shipped()])

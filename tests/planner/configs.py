@@ -10,14 +10,14 @@ from msgspec import structs
 
 from orchestrator.cluster.resolve import resolve
 from orchestrator.config.schema import ClusterSpec, Config, ModelSpec
+from orchestrator.cost.context import CostContext
+from orchestrator.cost.path_cache import PathCache
+from orchestrator.cost.time.step_time import Work
+from orchestrator.cost.time.traffic import Traffic, step_traffic
 from orchestrator.plan import Plan
 from orchestrator.plan.cluster import NVLINK
 from orchestrator.plan.document import Cluster, Model, Parallel
 from orchestrator.planner import build
-from orchestrator.planner.cost.step_time import Work
-from orchestrator.planner.cost.traffic import Traffic, step_traffic
-from orchestrator.planner.placement.axis_order import CostContext
-from orchestrator.planner.placement.path_cache import PathCache
 from orchestrator.planner.search.search import Search
 
 from . import shapes

@@ -10,8 +10,8 @@ import yaml
 
 from orchestrator.config.groups import shipped
 from orchestrator.config.schema import ModelSpec
+from orchestrator.cost.model.layers import resolve
 from orchestrator.plan.document import Model
-from orchestrator.planner.model.layers import resolve
 
 GPT = dict(
     norm="layer",

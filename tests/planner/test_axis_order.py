@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.cluster.build import build_cluster
+from orchestrator.cost.model.layers import head_flops, layer_flops
+from orchestrator.cost.model.stages import balance_stages
+from orchestrator.cost.nesting import orders
+from orchestrator.cost.path_cache import group_members
 from orchestrator.plan.ranks import AXES, COMPOSITE, all_groups, coords, groups, nested_groups
-from orchestrator.planner.model.layers import head_flops, layer_flops
-from orchestrator.planner.model.stages import balance_stages
-from orchestrator.planner.placement.axis_order import orders
-from orchestrator.planner.placement.path_cache import group_members
 from orchestrator.planner.placement.rank_assignment import assign_ranks
 from tests.reference.fabric_twin import groups_by_pairs
 

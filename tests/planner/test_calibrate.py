@@ -13,28 +13,25 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from orchestrator.api import plan_job
-from orchestrator.cli.main import main
-from orchestrator.cluster.measured import Fit, Record, site_profile_path
-from orchestrator.cluster.resolve import resolve
-from orchestrator.errors import OrchError
-from orchestrator.plan import Exit
-from orchestrator.plan.document import Measured
-from orchestrator.plan.interval import half_width, interval
-from orchestrator.planner import build
-from orchestrator.planner.calibrate.accuracy import accuracy
-from orchestrator.planner.calibrate.drift import drift
-from orchestrator.planner.calibrate.fit import fit, leave_one_source_out, linearised
-from orchestrator.planner.calibrate.observations import after_row, observations
-from orchestrator.planner.calibrate.table import fit_table
-from orchestrator.planner.calibrate.update import (
+from orchestrator.accuracy.calibrate.accuracy import accuracy
+from orchestrator.accuracy.calibrate.drift import drift
+from orchestrator.accuracy.calibrate.fit import fit, leave_one_source_out, linearised
+from orchestrator.accuracy.calibrate.observations import after_row, observations
+from orchestrator.accuracy.calibrate.table import fit_table
+from orchestrator.accuracy.calibrate.update import (
     site_profile,
     update,
     update_with_bench,
     update_with_step,
 )
-from orchestrator.planner.cost.parameters import INDEX
-from orchestrator.planner.cost.profile import (
+from orchestrator.accuracy.predict.predict import COLUMNS, predict
+from orchestrator.api import plan_job
+from orchestrator.cli.main import main
+from orchestrator.cluster.measured import Fit, Record, site_profile_path
+from orchestrator.cluster.resolve import resolve
+from orchestrator.cost.of_plan import step_of
+from orchestrator.cost.parameters import INDEX
+from orchestrator.cost.profile import (
     Profile,
     differing,
     make_profile,
@@ -42,9 +39,12 @@ from orchestrator.planner.cost.profile import (
     read_profile,
     shipped,
 )
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.plan.document import Measured
+from orchestrator.plan.interval import half_width, interval
+from orchestrator.planner import build
 from orchestrator.planner.elastic.replan import replan
-from orchestrator.planner.plan_cost import step_of
-from orchestrator.planner.predict.predict import COLUMNS, predict
 from orchestrator.submit.cluster import ClusterResolver
 from tests.planner import configs, shapes
 from tests.planner.test_predict import GPT_1_7B

@@ -11,16 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from orchestrator.accuracy.predict.predict import context_of, predict
+from orchestrator.accuracy.predict.rows import read_row
+from orchestrator.cost.context import CostContext
+from orchestrator.cost.dual import Dual, duals, larger, smaller, value_of
+from orchestrator.cost.nesting import candidates
+from orchestrator.cost.parameters import NAMES, PRIOR_VALUES, generation_of
+from orchestrator.cost.profile import prior_profile, shipped
+from orchestrator.cost.software import SOFTWARE, software_named
+from orchestrator.cost.time.step_time import StepCost
+from orchestrator.cost.time.traffic import step_traffic
 from orchestrator.plan.document import AXES, Parallel
-from orchestrator.planner.cost.dual import Dual, duals, larger, smaller, value_of
-from orchestrator.planner.cost.parameters import NAMES, PRIOR_VALUES, generation_of
-from orchestrator.planner.cost.profile import prior_profile, shipped
-from orchestrator.planner.cost.software import SOFTWARE, software_named
-from orchestrator.planner.cost.step_time import StepCost
-from orchestrator.planner.cost.traffic import step_traffic
-from orchestrator.planner.placement.axis_order import CostContext, candidates
-from orchestrator.planner.predict.predict import context_of, predict
-from orchestrator.planner.predict.rows import read_row
 
 from . import configs, shapes
 

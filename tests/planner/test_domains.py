@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from orchestrator.accuracy.predict.hardware import Network, cluster_of
 from orchestrator.backends.slurm.options import SlurmOptions
 from orchestrator.backends.slurm.script.flags import network_flags
 from orchestrator.cluster.build import build_cluster
@@ -28,7 +29,6 @@ from orchestrator.planner.elastic.replan import replan
 from orchestrator.planner.elastic.sizes import plan_sizes
 from orchestrator.planner.placement.node_placement import reorder
 from orchestrator.planner.placement.rank_assignment import used_node_count
-from orchestrator.planner.predict.hardware import Network, cluster_of
 
 from . import configs, shapes
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from msgspec import UNSET, structs
 
 from orchestrator.cluster.build import build_cluster
+from orchestrator.cost.nesting import axis_placement, candidates, orders
 from orchestrator.plan import hierarchy
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.ranks import degrees
-from orchestrator.planner.placement.axis_order import axis_placement, candidates, choose, orders
+from orchestrator.planner.placement.best_order import choose
 from orchestrator.planner.placement.node_placement import place_nodes
 from tests.reference.expert_placement import groups_of_experts, peers_by_level
 from tests.reference.node_placement_twin import best_step

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from orchestrator.cluster.build import build_cluster
+from orchestrator.cost.parameters import PRIOR_VALUES
+from orchestrator.cost.path_cache import communicating, group_members
+from orchestrator.cost.time import collective
+from orchestrator.cost.time.fabric import NO_PATH, Fabric
 from orchestrator.plan.ranks import AXES
-from orchestrator.planner.cost import collective
-from orchestrator.planner.cost.fabric import NO_PATH, Fabric
-from orchestrator.planner.cost.parameters import PRIOR_VALUES
-from orchestrator.planner.placement.path_cache import communicating, group_members
 from tests.reference import fabric_twin as twin
 
 from . import configs

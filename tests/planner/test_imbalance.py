@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET, structs
 
+from orchestrator.accuracy.calibrate.update import site_profile, update_with_loads
+from orchestrator.cost.of_plan import cost_of, expert_load, step_of
+from orchestrator.cost.profile import shipped
+from orchestrator.cost.time.imbalance import LEAST_SPREAD, load_factor, spread_name, spread_of
 from orchestrator.observe.expert_loads import load_spread, rank_load
 from orchestrator.plan.expert_load import ExpertLoad
-from orchestrator.planner.calibrate.update import site_profile, update_with_loads
-from orchestrator.planner.cost.imbalance import LEAST_SPREAD, load_factor, spread_name, spread_of
-from orchestrator.planner.cost.profile import shipped
 from orchestrator.planner.explain import explain
-from orchestrator.planner.plan_cost import cost_of, expert_load, step_of
 from orchestrator.planner.search.auto import search
 
 from . import configs, shapes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.cost.model.layers import head_flops, layer_flops, layer_params, parameter_count
 from orchestrator.plan.flops import hardware_flops_per_token, model_flops_per_token
-from orchestrator.planner.model.layers import head_flops, layer_flops, layer_params, parameter_count
 
 from . import shapes
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from orchestrator.cost.memory.activations import Kernels, activations, layer_activations
+from orchestrator.cost.memory.deferred_weight_gradients import SPLIT_BACKWARD, peak_points
+from orchestrator.cost.memory.rank_memory import rank_state_bytes, zero_buffers
+from orchestrator.cost.memory.unequal_stages import StageBytes, unequal_peak
+from orchestrator.cost.model.layers import expert_params, layer_params, parameter_count
+from orchestrator.cost.time.pipeline import in_flight, in_flight_on_rank
 from orchestrator.plan import document as doc
 from orchestrator.plan.schedules import SCHEDULES, Kind, build, illegal
-from orchestrator.planner.cost.pipeline import in_flight, in_flight_on_rank
-from orchestrator.planner.memory.activations import Kernels, activations, layer_activations
-from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD, peak_points
-from orchestrator.planner.memory.rank_memory import rank_state_bytes, zero_buffers
-from orchestrator.planner.memory.unequal_stages import StageBytes, unequal_peak
-from orchestrator.planner.model.layers import expert_params, layer_params, parameter_count
 from tests.beds.plans import make_plan, tiny_model
 
 from . import shapes

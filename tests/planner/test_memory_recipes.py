@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from orchestrator.accuracy.predict.job_memory import job_memory, recomputed
+from orchestrator.accuracy.predict.rows import read_row
 from orchestrator.config.compose import load
-from orchestrator.planner.cost.software import SOFTWARE, software_named
-from orchestrator.planner.memory.activations import layer_activation_bytes
-from orchestrator.planner.memory.rank_memory import as_measured, memory_by_pp_rank, rank_state_bytes
-from orchestrator.planner.memory.recipe import (
+from orchestrator.cost.memory.activations import layer_activation_bytes
+from orchestrator.cost.memory.rank_memory import as_measured, memory_by_pp_rank, rank_state_bytes
+from orchestrator.cost.memory.recipe import (
     ORCH,
     RECIPES,
     adapters_only,
@@ -21,8 +22,7 @@ from orchestrator.planner.memory.recipe import (
     recipe_for,
     recipe_of,
 )
-from orchestrator.planner.predict.job_memory import job_memory, recomputed
-from orchestrator.planner.predict.rows import read_row
+from orchestrator.cost.software import SOFTWARE, software_named
 from tests.beds.plans import make_plan
 
 from . import configs, shapes

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.cluster.build import build_cluster
+from orchestrator.cost.path_cache import PathCache
 from orchestrator.plan.cluster import check_cluster
 from orchestrator.plan.document import Cluster
 from orchestrator.planner.placement.group_packing import distinct_node_orders
 from orchestrator.planner.placement.node_placement import place_nodes, reorder
-from orchestrator.planner.placement.path_cache import PathCache
 from tests.reference.node_placement_twin import best_step
 
 from . import configs, shapes

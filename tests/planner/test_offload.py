@@ -9,14 +9,14 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from benchmarks.largest_model import largest, table
 from orchestrator.cluster.resolve import resolve
 from orchestrator.config.compose import load
 from orchestrator.config.schema import HostSpec
+from orchestrator.cost.time.offload import ASSUMED, DISK_BYTES, UPDATE_BYTES, offload_seconds
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
-from orchestrator.planner.cost.offload import ASSUMED, DISK_BYTES, UPDATE_BYTES, offload_seconds
 from orchestrator.planner.explain import explain
-from orchestrator.planner.memory.largest import largest, table
 from tests.planner.configs import build_plan
 
 HOST = HostSpec(

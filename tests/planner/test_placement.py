@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from orchestrator.cost.nesting import candidates
 from orchestrator.plan.ranks import AXES, all_groups, as_dict
-from orchestrator.planner.placement.axis_order import TIE, candidates
+from orchestrator.planner.placement.best_order import TIE
 
 from . import configs, shapes
 from .configs import build_plan, largest, main_line, planned

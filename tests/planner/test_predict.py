@@ -7,10 +7,10 @@ import csv
 
 import pytest
 
+from orchestrator.accuracy.predict.predict import COLUMNS, Prediction, predict
+from orchestrator.accuracy.predict.rows import read_row
+from orchestrator.accuracy.predict.score import regret, score, spearman
 from orchestrator.cli.main import main
-from orchestrator.planner.predict.predict import COLUMNS, Prediction, predict
-from orchestrator.planner.predict.rows import read_row
-from orchestrator.planner.predict.score import regret, score, spearman
 
 # Narayanan et al., SC21 (arXiv 2104.04473), table 1: a fact of a public paper, as the calibration
 # table writes it

@@ -6,11 +6,11 @@ import pytest
 from msgspec import UNSET, structs
 
 from orchestrator.config.compose import load
+from orchestrator.cost.model.layers import layer_params, parameter_count, prediction_params
+from orchestrator.cost.model.stages import rank_parameters
 from orchestrator.errors import OrchError
 from orchestrator.plan.document import Mtp
 from orchestrator.plan.flops import model_flops_per_token
-from orchestrator.planner.model.layers import layer_params, parameter_count, prediction_params
-from orchestrator.planner.model.stages import rank_parameters
 from tests.planner.configs import build_plan
 
 WORDS = ("cluster=h100x64", "model=llama3_8b", "parallel=tp2_pp4_zero1")

@@ -8,12 +8,12 @@ import itertools
 import pytest
 from msgspec import structs
 
+from orchestrator.cost.memory.activations import activations
+from orchestrator.cost.memory.recompute import MODES, resolve_recompute
+from orchestrator.cost.model.stages import rank_stages, stage_range
+from orchestrator.cost.of_plan import context_of
+from orchestrator.cost.time.compute import layer_seconds
 from orchestrator.plan.document import Measured
-from orchestrator.planner.cost.compute import layer_seconds
-from orchestrator.planner.memory.activations import activations
-from orchestrator.planner.memory.recompute import MODES, resolve_recompute
-from orchestrator.planner.model.stages import rank_stages, stage_range
-from orchestrator.planner.plan_cost import context_of
 from tests.planner import configs, shapes
 
 from .configs import build_plan

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.accuracy.reproduce.page import markdown, number, reproduce
 from orchestrator.config.compose import load
 from orchestrator.config.groups import OPTIONAL, Library, shipped
-from orchestrator.planner.reproduce.page import markdown, number, reproduce
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reproduce.md"
 

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
+from orchestrator.accuracy.predict.cells import number_of
+from orchestrator.accuracy.predict.hardware import gpu_of, network_of
+from orchestrator.accuracy.predict.known_models import _compiled
+from orchestrator.accuracy.predict.predict import predict
+from orchestrator.accuracy.predict.rows import Job, read_row
+from orchestrator.accuracy.predict.shapes import _size
 from orchestrator.plan.expert_mesh import expert_mesh
-from orchestrator.planner.predict.cells import number_of
-from orchestrator.planner.predict.hardware import gpu_of, network_of
-from orchestrator.planner.predict.known_models import _compiled
-from orchestrator.planner.predict.predict import predict
-from orchestrator.planner.predict.rows import Job, read_row
-from orchestrator.planner.predict.shapes import _size
 
 from .test_predict import GPT_1_7B
 

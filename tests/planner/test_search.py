@@ -12,6 +12,8 @@ from msgspec import structs
 
 from orchestrator.config.compose import load
 from orchestrator.config.schema import BatchRampSpec
+from orchestrator.cost.memory.deferred_weight_gradients import SPLIT_BACKWARD
+from orchestrator.cost.time.pipeline import in_flight_on_rank, weights_at_end
 from orchestrator.errors import OrchError
 from orchestrator.plan.schedules import SCHEDULES, Kind, build, peak_in_flight, simulate
 from orchestrator.plan.schedules.makespan import Steps
@@ -20,8 +22,6 @@ from orchestrator.plan.schedules.simulate import Costs
 from orchestrator.plan.schedules.turns import TURNS, makespan
 from orchestrator.plan.supported import broken
 from orchestrator.plan.trained import TRAINER, refusal
-from orchestrator.planner.cost.pipeline import in_flight_on_rank, weights_at_end
-from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.planner.search.bound import least_of_column
 from orchestrator.planner.search.space import Layout
 from tests.reference.every_layout import every_layout, front

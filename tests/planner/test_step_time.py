@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.cost.model.stages import rank_stages
+from orchestrator.cost.of_plan import cost_of, pipeline_timeline
+from orchestrator.cost.profile import shipped
+from orchestrator.cost.time.pipeline import span_seconds
 from orchestrator.plan.schedules import Costs, build, simulate
-from orchestrator.planner.cost.pipeline import span_seconds
-from orchestrator.planner.cost.profile import shipped
-from orchestrator.planner.model.stages import rank_stages
-from orchestrator.planner.plan_cost import cost_of, pipeline_timeline
 from tests.beds.plans import make_plan, tiny_model
 
 from . import configs, shapes

@@ -6,8 +6,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from orchestrator.planner.predict.predict import predict
-from orchestrator.planner.predict.score import MEAN, score
+from orchestrator.accuracy.predict.predict import predict
+from orchestrator.accuracy.predict.score import MEAN, score
 
 TABLE = Path(__file__).with_name("strangers.csv")
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from orchestrator.accuracy.predict.predict import predict
+from orchestrator.accuracy.predict.table import PROBLEM, TableError, read_rows
 from orchestrator.cli.main import main
-from orchestrator.planner.predict.predict import predict
-from orchestrator.planner.predict.table import PROBLEM, TableError, read_rows
 
 
 def rows_of(content: str | bytes) -> list[dict[str, str]]:

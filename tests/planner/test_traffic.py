@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from orchestrator.cost.context import CostContext
+from orchestrator.cost.memory.rank_memory import rank_state_bytes
+from orchestrator.cost.model.layers import parameter_count
+from orchestrator.cost.model.stages import rank_parameters, stage_range
+from orchestrator.cost.path_cache import mirrored
+from orchestrator.cost.software import SOFTWARE
+from orchestrator.cost.time.traffic import Traffic, step_traffic, sums_table
 from orchestrator.plan.document import AXES
-from orchestrator.planner.cost.software import SOFTWARE
-from orchestrator.planner.cost.traffic import Traffic, step_traffic, sums_table
-from orchestrator.planner.memory.rank_memory import rank_state_bytes
-from orchestrator.planner.model.layers import parameter_count
-from orchestrator.planner.model.stages import rank_parameters, stage_range
-from orchestrator.planner.placement.axis_order import CostContext, solve
-from orchestrator.planner.placement.path_cache import mirrored
+from orchestrator.planner.placement.best_order import solve
 from tests.beds.plans import make_plan, tiny_model
 
 from . import shapes

@@ -4,7 +4,8 @@ sort."""
 from __future__ import annotations
 
 from orchestrator.config.schema import Config
-from orchestrator.planner.search.search import NEAR, CostedLayout
+from orchestrator.planner.search.costed_layout import CostedLayout
+from orchestrator.planner.search.search import NEAR
 from orchestrator.planner.search.ties import preference
 from tests.planner import configs
 

@@ -1,4 +1,4 @@
-"""Naive twin of `orchestrator.planner.cost.fabric`: every hop and every link one by one, in plain
+"""Naive twin of `orchestrator.cost.time.fabric`: every hop and every link one by one, in plain
 Python.
 
 Also of the group algebra: groups found by comparing all pairs of ranks.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import permutations
 
+from orchestrator.cost.nesting import candidates, orders
 from orchestrator.plan.ranks import degrees
-from orchestrator.planner.placement.axis_order import candidates, orders
 
 
 def best_step(path_cache, parallel, traffic, work, places: int) -> tuple[bool, bool, float]:

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
+from orchestrator.cost.time.collective import sent_bytes
+from orchestrator.cost.time.expert_exchange import phases
+from orchestrator.cost.time.fabric import Fabric
+from orchestrator.cost.time.layer_traffic import expert_operations
+from orchestrator.cost.time.recomputed import RecomputedShare
 from orchestrator.plan.document import Moe
-from orchestrator.planner.cost.collective import sent_bytes
-from orchestrator.planner.cost.expert_exchange import phases
-from orchestrator.planner.cost.fabric import Fabric
-from orchestrator.planner.cost.layer_traffic import expert_operations
-from orchestrator.planner.cost.recomputed import RecomputedShare
 from tests.beds.plans import make_plan
 from tests.trainer.samples import LLAMA, small
 from trainer.comm.collectives import CommCounter

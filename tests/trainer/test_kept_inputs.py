@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from orchestrator.config.compose import load
-from orchestrator.planner.cost.software import SOFTWARE
-from orchestrator.planner.cost.traffic import step_traffic
-from orchestrator.planner.memory.activations import activations
-from orchestrator.planner.model.stages import rank_stages
+from orchestrator.cost.memory.activations import activations
+from orchestrator.cost.model.stages import rank_stages
+from orchestrator.cost.software import SOFTWARE
+from orchestrator.cost.time.traffic import step_traffic
 from tests.beds.plans import make_plan
 from tests.planner.configs import build_plan
 from tests.trainer.samples import GQA, LLAMA, batch, engine_of, small

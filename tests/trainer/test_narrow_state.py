@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from orchestrator.planner.cost.compute import NARROW_STATE
-from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
-from orchestrator.planner.memory.recipe import recipe_of
+from orchestrator.cost.memory.rank_memory import memory_by_pp_rank
+from orchestrator.cost.memory.recipe import recipe_of
+from orchestrator.cost.time.compute import NARROW_STATE
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.operations import Kernels
 from tests.trainer.samples import GPT, engine_of

@@ -9,9 +9,9 @@ import os
 import pytest
 import torch
 
+from orchestrator.cost.memory.rank_memory import memory_by_pp_rank
 from orchestrator.plan.document import Offload
 from orchestrator.plan.offload import BLOCK, ROOMS
-from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.samples import engine_of
 from tests.trainer.test_planned_memory import LLAMA

@@ -10,10 +10,11 @@ import pytest
 import torch
 from msgspec import structs
 
+from orchestrator.cost.context import CostContext
+from orchestrator.cost.nesting import axis_placement, candidates
+from orchestrator.cost.time.traffic import step_traffic
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Mla, Moe, Mtp
-from orchestrator.planner.cost.traffic import step_traffic
-from orchestrator.planner.placement.axis_order import CostContext, axis_placement, candidates
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.pairs import covering, launches
 from tests.trainer.samples import engine_of

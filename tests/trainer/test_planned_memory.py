@@ -13,10 +13,10 @@ from statistics import mean
 import pytest
 from msgspec import UNSET, structs
 
+from orchestrator.cost.memory import rank_memory as memory
 from orchestrator.plan import Plan, seal
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.model import Mla, Moe
-from orchestrator.planner.memory import rank_memory as memory
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.pairs import launches
 from tests.trainer.samples import engine_of

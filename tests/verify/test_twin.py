@@ -9,12 +9,12 @@ import pytest
 from msgspec import structs
 
 from orchestrator.cli.main import main
+from orchestrator.cost.memory.rank_memory import memory_by_pp_rank
+from orchestrator.cost.memory.recipe import CONTEXT_BYTES
+from orchestrator.cost.software import SOFTWARE
+from orchestrator.cost.time.traffic import step_traffic
 from orchestrator.plan.hierarchy import expert_groups
 from orchestrator.plan.twin import RankRun, Transfer
-from orchestrator.planner.cost.software import SOFTWARE
-from orchestrator.planner.cost.traffic import step_traffic
-from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
-from orchestrator.planner.memory.recipe import CONTEXT_BYTES
 from orchestrator.verify.twin import (
     OPERATION,
     compare,

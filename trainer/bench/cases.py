@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from orchestrator.plan import Plan
 
-#: The trainer's own collectives, as `orchestrator.planner.cost.collective` names and counts them.
+#: The trainer's own collectives, as `orchestrator.cost.time.collective` names and counts them.
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20)  # bytes of the whole tensor; p2p: of one message
 

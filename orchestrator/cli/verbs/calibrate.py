@@ -14,11 +14,11 @@ from orchestrator.plan.exits import Exit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from orchestrator.accuracy.calibrate.update import Update
     from orchestrator.config.schema import ClusterSpec
+    from orchestrator.cost.profile import Profile
     from orchestrator.observe.timeline import StepLine
     from orchestrator.plan import Plan
-    from orchestrator.planner.calibrate.update import Update
-    from orchestrator.planner.cost.profile import Profile
 
 BENCH = "bench"
 
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _table(args: argparse.Namespace) -> int:
+    from orchestrator.accuracy.calibrate.table import fit_table
     from orchestrator.cli.terminal import print_json, tell
     from orchestrator.cli.verbs.predict import digest, read_table
-    from orchestrator.planner.calibrate.table import fit_table
 
     if args.out is None or args.profile is not None:
         raise OrchError(
@@ -109,13 +109,13 @@ def _table(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     import msgspec
 
+    from orchestrator.accuracy.calibrate.update import site_profile, then, update_with_step
     from orchestrator.cli.session import home, open_run, plan_of_run
     from orchestrator.cluster.measured import read, with_measured
     from orchestrator.config.schema import ClusterSpec
+    from orchestrator.cost.of_plan import context_of, step_of
     from orchestrator.observe.report import make_report
     from orchestrator.observe.timeline import nodes_of, read_steps
-    from orchestrator.planner.calibrate.update import site_profile, then, update_with_step
-    from orchestrator.planner.plan_cost import context_of, step_of
 
     folder, backend = open_run(args.source)
     plan = plan_of_run(folder)
@@ -151,9 +151,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _loads(base: Profile, plan: Plan, lines: Sequence[StepLine]) -> Update | None:
     """What the loads of a run's experts say of the profile; None where it has none."""
+    from orchestrator.accuracy.calibrate.update import update_with_loads
     from orchestrator.observe.expert_loads import load_spread, loads_of, rank_load
     from orchestrator.plan.expert_mesh import expert_mesh
-    from orchestrator.planner.calibrate.update import update_with_loads
 
     loads = loads_of(lines)
     if not loads or plan.model.moe is None:
@@ -167,10 +167,10 @@ def _loads(base: Profile, plan: Plan, lines: Sequence[StepLine]) -> Update | Non
 def _bench(args: argparse.Namespace, overrides: list[str]) -> int:
     from msgspec import structs
 
+    from orchestrator.accuracy.calibrate.update import update_with_bench
     from orchestrator.cli.session import home
     from orchestrator.cluster.measured import read
     from orchestrator.config.compose import load
-    from orchestrator.planner.calibrate.update import update_with_bench
     from orchestrator.submit.cluster import ClusterResolver
 
     spec = load(overrides, args.config_dir).cluster
@@ -193,7 +193,7 @@ def _base(args: argparse.Namespace, spec: ClusterSpec) -> Profile:
     """The profile that is updated: the one given, else the site's own, else the shipped one."""
     from orchestrator.cli.session import home
     from orchestrator.cluster.measured import site_profile_path
-    from orchestrator.planner.cost.profile import read_profile, shipped
+    from orchestrator.cost.profile import read_profile, shipped
 
     own = args.profile or site_profile_path(spec, home())
     return read_profile(own) if args.profile or own.exists() else shipped()
@@ -207,11 +207,11 @@ def _keep(
     source: tuple[str, str],
     facts: dict[str, float],
 ) -> int:
+    from orchestrator.accuracy.calibrate.drift import changed
+    from orchestrator.accuracy.calibrate.update import site_profile
     from orchestrator.cli.session import home
     from orchestrator.cli.terminal import print_json
     from orchestrator.cluster.measured import site_profile_path
-    from orchestrator.planner.calibrate.drift import changed
-    from orchestrator.planner.calibrate.update import site_profile
 
     profile = site_profile(base, change, *source, _today(), f"{spec.name}-site")
     path = args.out or site_profile_path(spec, home())

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchestrator.planner.calibrate.table import Ablation
-    from orchestrator.planner.cost.profile import Profile
-    from orchestrator.planner.predict.predict import Prediction
-    from orchestrator.planner.predict.score import Score
+    from orchestrator.accuracy.calibrate.table import Ablation
+    from orchestrator.accuracy.predict.predict import Prediction
+    from orchestrator.accuracy.predict.score import Score
+    from orchestrator.cost.profile import Profile
 
 #: Rows between two lines of progress on a terminal.
 PROGRESS = 1000
@@ -64,11 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     """Rows are read, predicted and written one at a time; a score keeps of each what it
     compares."""
+    from orchestrator.accuracy.predict.predict import COLUMNS, predict
+    from orchestrator.accuracy.predict.score import COMPARED
     from orchestrator.cli.terminal import write_file
+    from orchestrator.cost.profile import read_profile, shipped
     from orchestrator.plan.exits import Exit
-    from orchestrator.planner.cost.profile import read_profile, shipped
-    from orchestrator.planner.predict.predict import COLUMNS, predict
-    from orchestrator.planner.predict.score import COMPARED
 
     measured: list[dict[str, str]] = []
     predictions: list[Prediction] = []
@@ -112,10 +112,10 @@ def _score(
     predictions: list[Prediction],
     profile: Profile,
 ) -> None:
+    from orchestrator.accuracy.predict.rows import row_id
+    from orchestrator.accuracy.predict.score import score, unread
     from orchestrator.cli.terminal import tell
     from orchestrator.observe.pages.accuracy_page import as_json, page
-    from orchestrator.planner.predict.rows import row_id
-    from orchestrator.planner.predict.score import score, unread
 
     for line in (refused := unread(rows))[:MOST_REFUSED]:
         print(
@@ -132,13 +132,13 @@ def _score(
     if len(rows) > MOST_KEPT or args.after is not None:
         found = score(rows, predictions)
     else:
-        from orchestrator.planner.calibrate.accuracy import accuracy
+        from orchestrator.accuracy.calibrate.accuracy import accuracy
 
         seen = profile.fitted_on.what == "table" and profile.fitted_on.sha256 == digest(args.table)
         found = accuracy(rows, predictions, profile, seen, tell)
         if args.terms:
-            from orchestrator.planner.calibrate.observations import observations
-            from orchestrator.planner.calibrate.table import ablate
+            from orchestrator.accuracy.calibrate.observations import observations
+            from orchestrator.accuracy.calibrate.table import ablate
 
             terms = ablate(observations(rows), tell)
     if args.into:
@@ -177,11 +177,11 @@ def digest(path: Path) -> str:
 
 
 def _after(path: Path, name: str, profile: Profile) -> Profile:
+    from orchestrator.accuracy.calibrate.observations import after_row
+    from orchestrator.accuracy.predict.cells import RowError
+    from orchestrator.accuracy.predict.rows import row_id
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
-    from orchestrator.planner.calibrate.observations import after_row
-    from orchestrator.planner.predict.cells import RowError
-    from orchestrator.planner.predict.rows import row_id
 
     for row in read_table(path):
         if row_id(row) == name:
@@ -216,9 +216,9 @@ def progress(predictions: Iterable[Prediction]) -> Iterator[Prediction]:
 def read_table(path: Path) -> Iterator[dict[str, str]]:
     """The rows of a file, one at a time. Raises OrchError (64, 65) with what makes it
     unreadable."""
+    from orchestrator.accuracy.predict.table import TableError, read_rows
     from orchestrator.errors import OrchError
     from orchestrator.plan.exits import Exit
-    from orchestrator.planner.predict.table import TableError, read_rows
 
     try:
         with path.open("rb") as file:

@@ -77,7 +77,7 @@ def _add_drift(report: dict[str, Any], plan: Plan, run_id: str) -> None:
     step = report["step_s"]
     if step.get("z") is None or abs(step["z"]) <= 1.0:
         return
-    from orchestrator.planner.calibrate.drift import drift
+    from orchestrator.accuracy.calibrate.drift import drift
 
     found = drift(plan, step["measured"])
     step["attribution"] = [one._asdict() for one in found.attribution]

@@ -15,11 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    from orchestrator.accuracy.reproduce.page import as_json, markdown, reproduce
     from orchestrator.cli.terminal import print_json, write_file
     from orchestrator.config.compose import load
     from orchestrator.config.groups import OPTIONAL, Library, shipped
     from orchestrator.plan.exits import Exit
-    from orchestrator.planner.reproduce.page import as_json, markdown, reproduce
 
     sections = reproduce(lambda words: load(words, shipped()), Library([shipped()]).files(OPTIONAL))
     out = args.out or (PAGE if PAGE.parent.is_dir() and not args.json else None)

@@ -10,7 +10,8 @@ from orchestrator.plan.interval import interval, plus_minus
 from orchestrator.style import fold
 
 if TYPE_CHECKING:
-    from orchestrator.planner.search.search import CostedLayout, SearchResult
+    from orchestrator.planner.search.costed_layout import CostedLayout
+    from orchestrator.planner.search.search import SearchResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

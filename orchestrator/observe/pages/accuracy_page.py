@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orchestrator.planner.calibrate.table import Ablation
-    from orchestrator.planner.predict.score import Errors, Score
+    from orchestrator.accuracy.calibrate.table import Ablation
+    from orchestrator.accuracy.predict.score import Errors, Score
 
 NOTHING = "The table has no measured columns: step_time_s, peak_mem_gib, status."
 #: Column -> field of `Errors`.

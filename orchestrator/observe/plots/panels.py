@@ -7,14 +7,14 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import style
+from orchestrator.cost.memory.rank_memory import memory_by_pp_rank
+from orchestrator.cost.memory.recipe import recipe_of
+from orchestrator.cost.of_plan import pipeline_timeline
 from orchestrator.observe.pages.placement_grid import label_axes
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import replica_of
 from orchestrator.plan.document import Coord
 from orchestrator.plan.interval import interval
-from orchestrator.planner.memory.rank_memory import memory_by_pp_rank
-from orchestrator.planner.memory.recipe import recipe_of
-from orchestrator.planner.plan_cost import pipeline_timeline
 from orchestrator.style import hex_of, seconds
 
 if TYPE_CHECKING:

@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from msgspec import Struct, structs
 
 from orchestrator.cluster.hostlist import compress
+from orchestrator.cost.context import CostContext
+from orchestrator.cost.memory import rank_memory as memory
+from orchestrator.cost.memory.recipe import recipe_of
+from orchestrator.cost.nesting import axis_placement
+from orchestrator.cost.of_plan import context_of
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan, seal
 from orchestrator.plan.document import Axis, Certificate, Cluster
 from orchestrator.plan.exits import Exit
 from orchestrator.plan.ranks import AXES, coords, degrees, nested_groups
-from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.memory.recipe import recipe_of
-from orchestrator.planner.placement.axis_order import CostContext, axis_placement, solve
+from orchestrator.planner.placement.best_order import solve
 from orchestrator.planner.placement.node_placement import certified, place_job
 from orchestrator.planner.placement.rank_assignment import assign_ranks
-from orchestrator.planner.plan_cost import context_of
 from orchestrator.planner.program import place_program
 
 

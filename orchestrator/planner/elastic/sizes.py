@@ -21,12 +21,12 @@ from msgspec import structs
 
 from orchestrator.cache import cached, code, content
 from orchestrator.config.schema import LIVE, ClusterSpec, Config
+from orchestrator.cost.profile import SHIPPED_FILE, Profile
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, from_json
 from orchestrator.plan.batch import taken
 from orchestrator.plan.document import Cluster
 from orchestrator.plan.domains import domains_of
-from orchestrator.planner.cost.profile import SHIPPED_FILE, Profile
 
 MAX_SIZES = 256  # most sizes of one range
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from orchestrator.cost.numpy_import import np
+from orchestrator.cost.time.fabric import Fabric, Ints
 from orchestrator.plan.document import Axis
-from orchestrator.planner.cost.fabric import Fabric, Ints
-from orchestrator.planner.numpy_import import np
 
 
 def distinct_node_orders(fabric: Fabric, slots: int) -> Iterator[tuple[int, ...]]:

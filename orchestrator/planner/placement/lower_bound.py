@@ -13,16 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from orchestrator.cost.dual import value_of
+from orchestrator.cost.numpy_import import np
+from orchestrator.cost.path_cache import Cuts, communicating
+from orchestrator.cost.rates import Rates
+from orchestrator.cost.time.fabric import NO_PATH, Fabric, Ints, Path, Pattern
+from orchestrator.cost.time.step_time import INNER, StepCost, Work
+from orchestrator.cost.time.traffic import PathKey
 from orchestrator.plan.document import Axis, Parallel
 from orchestrator.plan.ranks import degrees
-from orchestrator.planner.cost.dual import value_of
-from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Ints, Path, Pattern
-from orchestrator.planner.cost.rates import Rates
-from orchestrator.planner.cost.step_time import INNER, StepCost, Work
-from orchestrator.planner.cost.traffic import PathKey
-from orchestrator.planner.numpy_import import np
-
-from .path_cache import Cuts, communicating
 
 
 def placement_lower_bound(

@@ -24,24 +24,26 @@ from msgspec import structs
 
 from orchestrator.config.schema import Config
 from orchestrator.config.validate import with_defaults
+from orchestrator.cost.context import CostContext
+from orchestrator.cost.dual import value_of
+from orchestrator.cost.model.layers import resolve
+from orchestrator.cost.nesting import Candidate, candidates, orders, path_keys
+from orchestrator.cost.numpy_import import np
+from orchestrator.cost.path_cache import PathCache
+from orchestrator.cost.profile import Profile
+from orchestrator.cost.software import software_named
+from orchestrator.cost.time import collective
+from orchestrator.cost.time.step_time import Work
+from orchestrator.cost.time.traffic import Traffic, step_traffic
 from orchestrator.plan.document import AXES, Axis, Certificate, Cluster, Parallel
 from orchestrator.plan.domains import cut, domains_of, usable_nodes
 from orchestrator.plan.expert_mesh import axes
 from orchestrator.plan.ranks import degrees
-from orchestrator.planner.cost import collective
-from orchestrator.planner.cost.dual import value_of
-from orchestrator.planner.cost.profile import Profile
-from orchestrator.planner.cost.software import software_named
-from orchestrator.planner.cost.step_time import Work
-from orchestrator.planner.cost.traffic import Traffic, step_traffic
 from orchestrator.planner.job import make_train
-from orchestrator.planner.model.layers import resolve
-from orchestrator.planner.numpy_import import np
 
-from .axis_order import Candidate, CostContext, candidates, orders, path_keys, solve
+from .best_order import domain_parts, solve
 from .group_packing import distinct_node_orders, domain_node_orders, packed_node_orders
 from .lower_bound import placement_lower_bound
-from .path_cache import PathCache
 
 EXACT_NODES = 8
 EXACT_PLACEMENTS = 6000  # most placements, up to symmetry, that are all costed
@@ -329,7 +331,7 @@ def place_job(
     traffic = step_traffic(context.model, parallel, context.train, context.software)
     work = context.work(parallel, context.train)
     if not move:
-        if context.parts(parallel) != [context.path_cache]:
+        if domain_parts(context, parallel) != [context.path_cache]:
             context = _moved(context, solve(context, parallel, only).best.nodes)
         costs = PlacementCosts(context.path_cache, parallel, traffic, work, only)
         bound = costs.bound()
@@ -345,8 +347,8 @@ def place_job(
 def _moved(context: CostContext, nodes: Sequence[int]) -> CostContext:
     """The context of the same job with its ranks on `nodes`, in this order."""
     if tuple(nodes) == tuple(range(len(nodes))):
-        return context.placed()
-    return context.on(reorder(context.cluster, nodes)).placed()
+        return context.with_chosen_nodes()
+    return context.on(reorder(context.cluster, nodes)).with_chosen_nodes()
 
 
 def certified(certificate: Certificate, step_s: float) -> Certificate:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from msgspec import structs
 
 from orchestrator.config.schema import Config
+from orchestrator.cost.context import CostContext
+from orchestrator.cost.of_plan import jacobian
+from orchestrator.cost.profile import Profile, relative_sd
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.document import Cluster
-from orchestrator.planner.cost.profile import Profile, relative_sd
-from orchestrator.planner.placement.axis_order import CostContext
-from orchestrator.planner.plan_cost import jacobian
 
-from .search import NEAR, CostedLayout, Search, SearchResult
+from .costed_layout import CostedLayout
+from .search import NEAR, Search, SearchResult
 from .ties import bytes_at_the_top
 
 GIB = 1 << 30

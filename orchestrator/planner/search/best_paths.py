@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from functools import cache
 
+from orchestrator.cost.dual import value_of
+from orchestrator.cost.rates import Rates
+from orchestrator.cost.time.fabric import NO_PATH, Fabric, Path
+from orchestrator.cost.time.traffic import DENSE_REPLICAS, PathKey
 from orchestrator.plan.cluster import NVLINK
 from orchestrator.plan.document import Moe
 from orchestrator.plan.expert_mesh import axes, expert_mesh, replicas
 from orchestrator.plan.hierarchy import hold_groups
-from orchestrator.planner.cost.dual import value_of
-from orchestrator.planner.cost.fabric import NO_PATH, Fabric, Path
-from orchestrator.planner.cost.rates import Rates
-from orchestrator.planner.cost.traffic import DENSE_REPLICAS, PathKey
 from orchestrator.planner.placement.lower_bound import nvlink_over_fabric
 
 from .space import Mesh

@@ -20,19 +20,19 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from orchestrator.plan.document import CpMethod, Parallel
-from orchestrator.plan.expert_mesh import expert_mesh, replicas
-from orchestrator.planner.cost.communication import (
+from orchestrator.cost.dual import value_of
+from orchestrator.cost.memory import rank_memory as memory
+from orchestrator.cost.model.layers import DTYPE_BYTES, params_outside_layers
+from orchestrator.cost.time.communication import (
     gradient_overlap,
     gradient_seconds,
     transfer_seconds,
 )
-from orchestrator.planner.cost.dual import value_of
-from orchestrator.planner.cost.pipeline import EQUAL
-from orchestrator.planner.cost.step_time import constant_seconds, step_factor
-from orchestrator.planner.cost.traffic import DENSE_REPLICAS, reductions
-from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.model.layers import DTYPE_BYTES, params_outside_layers
+from orchestrator.cost.time.pipeline import EQUAL
+from orchestrator.cost.time.step_time import constant_seconds, step_factor
+from orchestrator.cost.time.traffic import DENSE_REPLICAS, reductions
+from orchestrator.plan.document import CpMethod, Parallel
+from orchestrator.plan.expert_mesh import expert_mesh, replicas
 
 from .best_paths import BestPaths
 from .layer_cost import LayerCost, LeastWork, least_work

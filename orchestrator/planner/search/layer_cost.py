@@ -14,30 +14,19 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET, structs
 
-from orchestrator.plan.document import AllToAll, CpMethod, Model, Parallel
-from orchestrator.plan.expert_mesh import axes, expert_mesh
-from orchestrator.planner.cost.communication import (
-    TensorSeconds,
-    context_seconds,
-    expert_seconds,
-    tensor_seconds,
-)
-from orchestrator.planner.cost.compute import NO_LAYER
-from orchestrator.planner.cost.dual import value_of
-from orchestrator.planner.cost.layer_traffic import boundary_bytes
-from orchestrator.planner.cost.recomputed import recomputed_share
-from orchestrator.planner.cost.traffic import PathKey, grad_bytes
-from orchestrator.planner.memory import activations
-from orchestrator.planner.memory.deferred_weight_gradients import (
+from orchestrator.cost.context import CostContext
+from orchestrator.cost.dual import value_of
+from orchestrator.cost.memory import activations
+from orchestrator.cost.memory.deferred_weight_gradients import (
     SPLIT_BACKWARD,
     DeferredGradients,
     Layers,
     bytes_of_stage,
 )
-from orchestrator.planner.memory.moments import OneStage
-from orchestrator.planner.memory.recipe import Recipe, kernels_of
-from orchestrator.planner.memory.unequal_stages import StageBytes
-from orchestrator.planner.model.layers import (
+from orchestrator.cost.memory.moments import OneStage
+from orchestrator.cost.memory.recipe import Recipe, kernels_of
+from orchestrator.cost.memory.unequal_stages import StageBytes
+from orchestrator.cost.model.layers import (
     DTYPE_BYTES,
     dense_and_moe,
     dense_on_rank,
@@ -46,7 +35,18 @@ from orchestrator.planner.model.layers import (
     norm_params,
     sample_layers,
 )
-from orchestrator.planner.placement.axis_order import CostContext
+from orchestrator.cost.time.communication import (
+    TensorSeconds,
+    context_seconds,
+    expert_seconds,
+    tensor_seconds,
+)
+from orchestrator.cost.time.compute import NO_LAYER
+from orchestrator.cost.time.layer_traffic import boundary_bytes
+from orchestrator.cost.time.recomputed import recomputed_share
+from orchestrator.cost.time.traffic import PathKey, grad_bytes
+from orchestrator.plan.document import AllToAll, CpMethod, Model, Parallel
+from orchestrator.plan.expert_mesh import axes, expert_mesh
 
 from .best_paths import BestPaths
 from .pipeline_shapes import PipelineShape, RankShape, StageShape

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
+from orchestrator.cost.memory.activations import LIMITS, logits_in_flight
+from orchestrator.cost.memory.deferred_weight_gradients import DeferredGradients
+from orchestrator.cost.memory.moments import peak_of_one_stage
+from orchestrator.cost.memory.unequal_stages import unequal_peak
+from orchestrator.cost.time.pipeline import in_flight_on_rank, weights_at_end
 from orchestrator.plan.document import CpMethod
-from orchestrator.planner.cost.pipeline import in_flight_on_rank, weights_at_end
-from orchestrator.planner.memory.activations import LIMITS, logits_in_flight
-from orchestrator.planner.memory.deferred_weight_gradients import DeferredGradients
-from orchestrator.planner.memory.moments import peak_of_one_stage
-from orchestrator.planner.memory.unequal_stages import unequal_peak
 
 from .bound import ROUNDING, RecomputeBound, ZeroStage
 from .layer_cost import StageSeconds

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from orchestrator.cost.model.layers import dense_and_moe
+from orchestrator.cost.model.stages import rank_stages
+from orchestrator.cost.time.traffic import sends_per_micro_batch
 from orchestrator.plan.document import Model, Parallel
-from orchestrator.planner.cost.traffic import sends_per_micro_batch
-from orchestrator.planner.model.layers import dense_and_moe
-from orchestrator.planner.model.stages import rank_stages
 
 
 class StageShape(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec import structs
 
+from orchestrator.cost.memory.deferred_weight_gradients import SPLIT_BACKWARD
 from orchestrator.plan.document import Parallel
-from orchestrator.planner.memory.deferred_weight_gradients import SPLIT_BACKWARD
 
 from .pipeline_shapes import PipelineShape, PipelineShapes, pipeline_shape, summarize
 from .space import Mesh, Space

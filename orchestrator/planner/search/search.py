@@ -17,20 +17,20 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from orchestrator.config.grammar import canonical
 from orchestrator.config.schema import Config
+from orchestrator.cost.memory import rank_memory as memory
+from orchestrator.cost.memory.recipe import recipe_of
+from orchestrator.cost.profile import Profile
 from orchestrator.plan import document as doc
-from orchestrator.plan.expert_mesh import expert_mesh, in_words
+from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.supported import Case, broken
-from orchestrator.planner.cost.profile import Profile
 from orchestrator.planner.degrees import make_case, make_parallel
-from orchestrator.planner.memory import rank_memory as memory
-from orchestrator.planner.memory.recipe import recipe_of
-from orchestrator.planner.placement.axis_order import Nestings, Solution
+from orchestrator.planner.placement.best_order import Nestings, Solution
 from orchestrator.planner.placement.node_placement import make_context
 
 from .best_paths import BestPaths
 from .bound import Layers, MeshBound, RecomputeBound, ZeroStage, least_of_column
+from .costed_layout import CostedLayout
 from .layer_cost import LayerCost, ShardParams, shard_params
 from .pipeline_bound import PipelineBound
 from .pipelines import PipelinesOfMeshes
@@ -58,61 +58,6 @@ class Column(NamedTuple):
     meshes: list[Mesh]  # the first of each family
     options: list[Option]
     layers: Layers
-
-
-class CostedLayout(NamedTuple):
-    """One layout with its exact cost."""
-
-    layout: Layout
-    solution: Solution
-    memory: doc.Memory  # of the fullest pipeline rank
-    config: Config  # with every key that the search chose filled in
-    fills: bool  # dp is what is taken where it is left out
-    spine_bytes: float = (
-        0.0  # a step, over the highest switch level, by the busiest rank of each axis
-    )
-
-    @property
-    def step_s(self) -> float:
-        return self.solution.time.step_s
-
-    @property
-    def overrides(self) -> list[str]:
-        """The command-line overrides that give this layout: a parallelism spec, and the keys that
-        it cannot hold."""
-        par = self.config.parallel
-        mesh = self.layout.mesh
-        degrees: dict[str, int | bool] = {
-            name: getattr(par, name)
-            for name in ("tp", "pp", "cp", "ep", "vpp")
-            if getattr(par, name) > 1
-        }
-        folds: dict[str, int | bool] = {"etp": par.etp} if par.etp else {}
-        folds |= {"fold_cp": True} if par.fold_cp else {}
-        word = not folds or in_words(mesh) is not None
-        degrees |= folds if word else {}
-        degrees |= {} if self.fills else {"dp": mesh.dp}
-        degrees |= {"zero": par.zero} if par.zero else {}
-        degrees |= {"sp": False} if mesh.tp > 1 and not mesh.sp else {}
-        found = [
-            f"parallel={canonical(degrees)}",
-            f"parallel.micro_batch_size={par.micro_batch_size}",
-        ]
-        found += (
-            []
-            if word
-            else [f"parallel.{name}={str(value).lower()}" for name, value in folds.items()]
-        )
-        found += (
-            ["parallel.expert_all_to_all=hierarchical"]
-            if par.expert_all_to_all == "hierarchical"
-            else []
-        )
-        if par.schedule not in ("1f1b", "interleaved"):
-            found.append(f"parallel.schedule={par.schedule}")
-        if mesh.cp > 1 and mesh.cp_method != "zigzag":
-            found.append(f"parallel.cp_method={mesh.cp_method}")
-        return [*found, f"train.recompute={self.layout.recompute}"]
 
 
 class PlacedLayout(NamedTuple):

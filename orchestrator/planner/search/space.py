@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from msgspec import UNSET, UnsetType, structs
 
 from orchestrator.config.schema import Config, ParallelSpec
+from orchestrator.cost.context import CostContext
+from orchestrator.cost.model.stages import balance_stages
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit
 from orchestrator.plan.batch import divisors
@@ -28,8 +30,6 @@ from orchestrator.plan.supported import FIXED_BATCH, LAYOUT, Case, broken, shard
 from orchestrator.plan.trained import TRAINER, expert_sharding
 from orchestrator.planner.degrees import global_batch
 from orchestrator.planner.job import make_ramp
-from orchestrator.planner.model.stages import balance_stages
-from orchestrator.planner.placement.axis_order import CostContext
 
 RECOMPUTE_MODES = ("none", "selective", "full")
 #: Simplest first: the order of preference where nothing else decides.

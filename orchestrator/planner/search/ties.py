@@ -10,16 +10,13 @@ techniques.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from orchestrator.cost.nesting import axis_placement
 from orchestrator.plan.expert_mesh import tensor_ranks
 from orchestrator.plan.schedules import SCHEDULES
-from orchestrator.planner.placement.axis_order import axis_placement
 
+from .costed_layout import CostedLayout
 from .space import CP_METHODS, NO_FOLD, RECOMPUTE_MODES, Layout
-
-if TYPE_CHECKING:
-    from .search import CostedLayout
 
 EQUAL = 0.02  # of the step
 MOST_EQUAL = 4  # equal layouts that are compared, the fastest ones

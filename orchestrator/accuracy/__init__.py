@@ -1,0 +1,1 @@
+"""What others measured beside what we predict: tables, calibration, published results."""

@@ -1,0 +1,128 @@
+"""What a measured step says about a plan's prediction: inside the interval or not, and which
+parameters explain it."""
+
+from __future__ import annotations
+
+from math import log
+from typing import NamedTuple
+
+from orchestrator.cost.of_plan import step_of
+from orchestrator.cost.parameters import INDEX, PRIOR
+from orchestrator.cost.profile import Profile, relative_sd, with_values
+from orchestrator.plan import Plan
+from orchestrator.plan.interval import SIGMAS
+from orchestrator.style import seconds, three
+
+from .update import attribution, update_with_step
+
+#: What a parameter is about, by the longest beginning of its name; `{}` is the rest of the name.
+SUBJECTS = {
+    "gemm.": "matrix products ({}) reach",
+    "gemm_bytes": "bytes of matrix products take",
+    "attention.": "attention ({}) reaches",
+    "attention.packed": "attention over packed samples takes",
+    "attention.scores": "unfused attention moves",
+    "attention.cp": "attention cut by context parallelism takes",
+    "hbm": "memory-bound kernels reach",
+    "elementwise.": "memory-bound kernels ({}) move",
+    "cast": "casts to fp8 move",
+    "accumulate": "the sum of weight gradients moves",
+    "head": "the output projection takes",
+    "logits": "the loss moves",
+    "lora": "backward of frozen weights takes",
+    "recompute.": "recomputation ({}) takes",
+    "moe.permute": "permuting routed tokens moves",
+    "moe.spread.": "loads of experts (balanced by: {}) differ by",
+    "host.": "the CPU needs for launches ({})",
+    "host.dense": "the CPU needs for a layer",
+    "host.step": "the CPU needs for an optimizer step",
+    "host.cpu": "an operator on the CPU needs",
+    "optimizer": "the optimizer moves",
+    "nvlink": "collectives over NVLink reach",
+    "nic": "collectives over the network reach",
+    "nic.tp": "tensor parallelism across nodes reaches",
+    "link.cpu": "collectives between processes reach",
+    "latency": "latencies of collectives are",
+    "latency.slow": "the network adds to a step",
+    "tp.launch": "a collective of tensor parallelism starts after",
+    "tp.exposed": "tensor-parallel communication shows",
+    "pp.exposed": "transfers between stages show",
+    "cp.exposed": "context-parallel communication shows",
+    "ep.exposed": "expert all-to-all shows",
+    "dp.": "communication of gradients and weights ({}) shows",
+    "nodes": "jitter of each doubling of the nodes adds",
+    "family.": "the whole step with this software ({}) takes",
+}
+UNITS = {"of peak": "of the peak", "of HBM": "of HBM's rate", "of memory": "of the memory's rate"}
+UNITS |= {
+    "of bytes": "times their bytes",
+    "of attention": "times attention's time",
+    "of the step": "times the rest",
+}
+UNITS |= {
+    "of forward": "of forward's time",
+    "of the product": "times its product",
+    "s/byte over HBM's": "times HBM's",
+}
+
+
+class Attribution(NamedTuple):
+    """A parameter that explains a part of the difference."""
+
+    parameter: str
+    assumed: float
+    found: float  # the most probable value after this measurement
+    unit: str
+    share: float  # of the difference that all parameters explain
+    text: str
+
+
+class Drift(NamedTuple):
+    z: float  # standard deviations of the prediction that the measurement lies above it
+    inside: bool  # the 95 % interval
+    attribution: list[Attribution]  # what explains the difference, the largest part first
+
+
+def drift(plan: Plan, measured_s: float, most: int = 3) -> Drift:
+    """What a run's median step says of its plan, whose own parameters and shipped uncertainty are
+    the prior."""
+    profile = with_values(plan.time.parameters)
+    change, jacobian = update_with_step(profile, step_of(plan), measured_s)
+    values = change.values(profile)
+    total = float(change.log_change @ jacobian) or 1.0
+    parts = [
+        _attribution(name, profile.values[name], values[name], part / total)
+        for name, part in attribution(change, jacobian, most)
+    ]
+    z = log(measured_s / plan.time.step_s) / (plan.time.sd or relative_sd(jacobian, profile))
+    return Drift(z, abs(z) <= SIGMAS, parts)
+
+
+def changed(before: Profile, after: Profile) -> list[Attribution]:
+    """Parameters that an update moved by more than 2 %, the most moved first; `share` is of the
+    largest change."""
+    moves = {name: abs(log(after.values[name] / before.values[name])) for name in INDEX}
+    most = max(moves.values()) or 1.0
+    names = sorted((name for name in INDEX if moves[name] > 0.02), key=lambda name: -moves[name])
+    return [
+        _attribution(name, before.values[name], after.values[name], moves[name] / most)
+        for name in names
+    ]
+
+
+def _attribution(name: str, assumed: float, found: float, share: float) -> Attribution:
+    unit = PRIOR[INDEX[name]].unit
+    stem = max(
+        (stem for stem in SUBJECTS if f"{name}.".startswith((stem.rstrip(".") + ".", f"{stem}_"))),
+        key=len,
+    )
+    subject = SUBJECTS[stem].format(name.removeprefix(stem).replace("_", " ").replace(".", ", "))
+    if unit == "s":
+        text = f"{subject} {seconds(found)}, {seconds(assumed)} was assumed"
+    else:
+        text = f"{subject} {_short(found)} {UNITS.get(unit, unit)}, {_short(assumed)} was assumed"
+    return Attribution(name, assumed, found, unit, share, text)
+
+
+def _short(value: float) -> str:
+    return three(value) if value >= 0.1 else f"{value:.2g}"

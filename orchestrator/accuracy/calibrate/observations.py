@@ -1,0 +1,62 @@
+"""Rows of a table as observations: what was measured, and the cost model's prediction of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from orchestrator.accuracy.predict.cells import RowError
+from orchestrator.accuracy.predict.job_memory import job_memory
+from orchestrator.accuracy.predict.predict import step_of
+from orchestrator.accuracy.predict.rows import group_of, read_row, row_id
+from orchestrator.accuracy.predict.score import measured_in
+from orchestrator.cost.path_cache import PathCache
+from orchestrator.cost.profile import Profile
+
+from .fit import Observation, linearised
+from .update import site_profile, update
+
+
+def observations(
+    rows: Iterable[Mapping[str, str]], refused: list[str] | None = None
+) -> list[Observation]:
+    """Of the rows that have a step time and can be read. `refused`: gets a line for each other row
+    that has one."""
+    paths: dict[int, PathCache] = {}
+    found = []
+    for number, cells in enumerate(rows, 1):
+        name = row_id(cells) or str(number)
+        try:
+            measured = measured_s(cells)
+            if measured is not None:
+                found.append(_observation(name, cells, measured, paths, number - 1))
+        except RowError as error:
+            if refused is not None:
+                refused.append(f"row {number} ({name}): {error}")
+    return found
+
+
+def _observation(
+    name: str, cells: Mapping[str, str], measured: float, paths: dict[int, PathCache], at: int = 0
+) -> Observation:
+    job = read_row(cells)
+    return Observation(
+        name, group_of(cells), measured, step_of(job, job_memory(job).train, paths), at
+    )
+
+
+def measured_s(cells: Mapping[str, str]) -> float | None:
+    """Seconds of a row's step, None where it has none. RowError for one that cannot be."""
+    return measured_in(cells, "step_time_s")
+
+
+def after_row(profile: Profile, cells: Mapping[str, str]) -> Profile:
+    """The profile of the machines of one row, after its step was measured. RowError where it has
+    none."""
+    measured = measured_s(cells)
+    if measured is None:
+        raise RowError("step_time_s is empty: nothing was measured")
+    name = row_id(cells) or "1"
+    residuals, jacobian = linearised([_observation(name, cells, measured, {})], profile.values)
+    return site_profile(
+        profile, update(profile, residuals, jacobian), "row", name, "", profile.name
+    )

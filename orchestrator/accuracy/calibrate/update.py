@@ -1,0 +1,201 @@
+"""Parameters after more measurements: a Bayesian update that moves the terms that caused the miss.
+
+For measured steps with z = ln(predicted / measured) and d ln t / d ln parameter = J, the posterior
+of a linear model with covariance S and noise s is theta - S J' (J S J' + s^2)^-1 z (Kalman 1960). A
+miss of a table's row is cut, so that one odd row cannot turn the model around (accuracy.md section
+4). The prediction moves with the parameters, others with theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from orchestrator.cluster.measured import Record
+from orchestrator.cost.dual import Number, duals, log_gradient, value_of
+from orchestrator.cost.numpy_import import np
+from orchestrator.cost.parameters import INDEX, NAMES, generation_of
+from orchestrator.cost.profile import FittedOn, Profile, make_profile
+from orchestrator.cost.time.fabric import Floats
+from orchestrator.cost.time.imbalance import LEAST_SPREAD, spread_name, spread_of
+from orchestrator.plan.cluster import NVLINK
+from orchestrator.plan.document import Cluster, Model
+
+ROW_NOISE = 0.10  # standard deviation of ln t of one measured row
+MOST_MISS = 0.3
+#: The same of the median step of a run, of a rate that `orch bench` found, and of a link whose load
+#: in a step is other.
+RUN_NOISE = 0.03
+RATE_NOISE = 0.08
+LINK_NOISE = 0.15
+LOAD_NOISE = 0.15  # of the spread of experts' loads, which goes on changing as a router learns
+IN_STEP = (
+    0.7  # rate of NVLink's collectives inside a step / alone (accuracy.md section 2; comm-0364)
+)
+ROUNDS = 5
+LEAST_PART = 0.01  # of a round's way
+
+
+class Update(NamedTuple):
+    log_change: Floats  # of each parameter
+    covariance: Floats
+
+    def values(self, profile: Profile) -> dict[str, float]:
+        return {
+            name: profile.values[name] * float(np.exp(self.log_change[at]))
+            for at, name in enumerate(NAMES)
+        }
+
+
+def update(
+    profile: Profile, misses: Sequence[float] | Floats, jacobian: Floats, noise: float = ROW_NOISE
+) -> Update:
+    """misses: ln(predicted / measured) of each measurement; jacobian: float [measurements,
+    parameters]."""
+    clipped = np.clip(np.asarray(misses, dtype=float), -MOST_MISS, MOST_MISS)
+    return _posterior(profile, clipped, jacobian, np.full(len(clipped), noise))
+
+
+def _posterior(profile: Profile, misses: Floats, jacobian: Floats, noise: Floats) -> Update:
+    spread = profile.uncertainty
+    gain = spread @ jacobian.T
+    inner = jacobian @ gain + np.diag(noise**2)
+    covariance = spread - gain @ np.linalg.solve(inner, gain.T)
+    return Update(-gain @ np.linalg.solve(inner, misses), (covariance + covariance.T) / 2)
+
+
+def update_with_step(
+    profile: Profile,
+    step_s: Callable[[Mapping[str, Number]], Number],
+    measured_s: float,
+    noise: float = RUN_NOISE,
+    rounds: int = ROUNDS,
+) -> tuple[Update, Floats]:
+    """(update, derivatives at the profile's values) by one measured step, however far off it is.
+
+    `step_s` predicts the step from parameter values. The model is not linear in what moves far, so
+    it is linearised again where the last round ended, with the same prior (Bell and Cathey 1993,
+    the iterated Kalman filter). A round that would end at something less likely goes a part of its
+    way: where a term has all but vanished its derivative has, too, and whole steps would run away.
+    """
+    likely = np.linalg.pinv(profile.uncertainty)
+
+    def cost(miss: float, change: Floats) -> float:
+        """-2 ln of the posterior, but for a constant."""
+        return float((miss / noise) ** 2 + change @ likely @ change)
+
+    def at(change: Floats) -> tuple[float, Floats]:
+        """(miss, its derivatives) with the parameters changed."""
+        step = step_s(duals(Update(change, profile.uncertainty).values(profile)))
+        return float(np.log(value_of(step) / measured_s)), log_gradient(step)
+
+    moved = np.zeros(len(NAMES))
+    miss, jacobian = at(moved)
+    first = jacobian
+    for _ in range(rounds):
+        found = _posterior(
+            profile, np.array([miss - jacobian @ moved]), jacobian[None], np.array([noise])
+        )
+        way = found.log_change - moved
+        part = 1.0
+        before = cost(miss, moved)
+        miss, jacobian = at(moved + way)
+        while cost(miss, moved + part * way) > before and part > LEAST_PART:
+            part /= 2
+            miss, jacobian = at(moved + part * way)
+        moved = moved + part * way
+        if np.abs(part * way).max() < 1e-3:
+            break
+    return Update(moved, found.covariance), first
+
+
+def update_with_loads(
+    profile: Profile, model: Model, ranks: int, fullest: float, spread: float | None
+) -> Update:
+    """By the loads of a run's experts: of the `fullest` of `ranks` ranks that share them, over the
+    mean; of one rank, whose load is always even, by the `spread` of single experts."""
+    assert model.moe is not None
+    if ranks > 1:
+        spread = spread_of(fullest, model.moe.experts, ranks)
+    name = spread_name(model.moe)
+    jacobian = np.zeros((1, len(NAMES)))
+    jacobian[0, INDEX[name]] = 1.0
+    miss = np.log(profile.values[name] / max(LEAST_SPREAD, spread or 0.0))
+    return _posterior(profile, np.array([miss]), jacobian, np.array([LOAD_NOISE]))
+
+
+def then(first: Update, second: Update) -> Update:
+    """Of `second`, which began where `first` ended."""
+    return Update(first.log_change + second.log_change, second.covariance)
+
+
+def update_with_bench(profile: Profile, described: Cluster, record: Record) -> Update:
+    """By the rates that `orch bench` found, each a direct observation of a parameter. `described`:
+    as in data sheets.
+
+    What is measured alone on a GPU stands for the same kernels in a step; NVLink is slower there
+    (`IN_STEP`).
+    """
+    found = list(_observed(described, record))
+    jacobian = np.zeros((len(found), len(NAMES)))
+    for row, (name, _, _) in enumerate(found):
+        jacobian[row, INDEX[name]] = 1.0
+    misses = np.array([np.log(profile.values[name] / value) for name, value, _ in found])
+    return _posterior(profile, misses, jacobian, np.array([noise for _, _, noise in found]))
+
+
+def _observed(cluster: Cluster, record: Record) -> list[tuple[str, float, float]]:
+    """(parameter, its value, noise) of everything that was measured."""
+    gpu = cluster.gpu
+    own = record.measured
+    generation = generation_of(cluster.gpu.name, cluster.device)
+    cpu = generation == "cpu"
+    found = [
+        ("hbm.cpu" if cpu else "hbm", own.memory_bytes_per_s / gpu.hbm_bytes_per_s, RATE_NOISE)
+    ]
+    wide = next((name for name in ("bf16", "fp16", "fp32") if name in own.matmul_flops), None)
+    flash = f"attention.flash.{generation}"
+    attention = "attention.cpu" if cpu else flash if flash in INDEX else f"attention.{generation}"
+    rates = [
+        ("gemm.cpu" if cpu else f"gemm.{generation}.16", own.matmul_flops),
+        (attention, own.attention_flops),
+    ]
+    for name, flops in rates:
+        if wide in flops and wide in gpu.peak_flops and name in INDEX:
+            found.append((name, flops[wide] / gpu.peak_flops[wide], RATE_NOISE))
+    if cpu:
+        found.append(("host.cpu", own.launch_s, RATE_NOISE))
+    links = {NVLINK: cluster.nvlink} | {level.name: level for level in cluster.levels}
+    for tier, fit in record.links.items():
+        name = "link.cpu" if cpu else "nvlink" if tier == NVLINK else "nic"
+        if (known := links.get(tier)) is None:
+            continue
+        share = IN_STEP if name == "nvlink" else 1.0
+        found.append((name, share * fit.bytes_per_s / known.bytes_per_s, LINK_NOISE))
+        if not cpu and tier != NVLINK and fit.latency_s > 0:
+            found.append(("latency", fit.latency_s / known.latency_s, 0.5))
+    return [one for one in found if one[1] > 0]
+
+
+def site_profile(
+    base: Profile, change: Update, what: str, source: str, date: str, name: str
+) -> Profile:
+    """`base` after an update, as a file. `source`: the run, or what else was measured; `name`: the
+    cluster's."""
+    past = base.fitted_on
+    own = bool(past.base)
+    fitted_on = FittedOn(
+        what=what,
+        date=date,
+        base=past.base if own else base.label,
+        runs=[*(past.runs if own else []), source],
+    )
+    return make_profile(name, change.values(base), change.covariance, fitted_on)
+
+
+def attribution(change: Update, jacobian: Floats, most: int = 3) -> list[tuple[str, float]]:
+    """(parameter, its part of the change of ln t), the largest first. jacobian: float
+    [parameters]."""
+    parts = change.log_change * jacobian
+    order = sorted(range(len(parts)), key=lambda at: -abs(parts[at]))
+    return [(NAMES[at], float(parts[at])) for at in order[:most] if parts[at]]

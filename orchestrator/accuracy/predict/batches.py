@@ -1,0 +1,103 @@
+"""Micro-batch and global batch of a row; what GPUs hold decides where it does not say."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from orchestrator.cost.model.layers import expert_params
+from orchestrator.plan.document import Model
+
+from .cells import Row, RowError
+
+STEP_TOKENS = 1 << 21  # of a step, where nothing is said of batches
+_USED = 0.7  # of a GPU's memory, in an assumed micro-batch
+# of an assumed micro-batch; larger ones are hardly faster, but for experts, whose dispatch waits
+_MOST_TOKENS = 16384
+_MOST_MOE_TOKENS = 32768
+_STEPS = re.compile(
+    r"\b(\d{1,5}) micro-?batch|(?:grad(?:ient)?[ -]*acc[a-z]*|accumulation)(?: steps)?["
+    r" =:]*(\d{1,5})\b"
+)
+
+
+def batch_of(
+    row: Row, model: Model, pp: int, replicas: int, most_tokens: float, accumulates: bool
+) -> tuple[int, int, int]:
+    """(samples of a micro-batch, of the global batch, micro-batches of a replica).
+
+    most_tokens: of a micro-batch where a row states none and has no pipeline, from
+    `tokens_that_fit`. accumulates: whether the software's recipes sum several micro-batches;
+    benchmarks of others state the batch of a GPU and step.
+    """
+    size = row.whole("micro_batch")
+    batch = row.whole("global_batch")
+    found = _STEPS.search(row.text("notes").lower())
+    steps = int(found[1] or found[2]) if found else 0
+    length = model.max_seq_len
+    if batch and row.text("seq_len") and batch >= 1 << 17 and batch >= 8 * length:
+        row.say(f"global_batch={batch // length}: {batch:,} read as tokens")
+        batch //= length
+    stated = size is not None
+    if size is None:
+        size = 1
+        if steps and batch and batch % (steps * replicas) == 0:
+            size = batch // (steps * replicas)
+        elif pp == 1 and not steps:
+            while 2 * size * length <= most_tokens and (
+                not batch or batch % (2 * size * replicas) == 0
+            ):
+                size *= 2
+        row.say(f"micro_batch={size}")
+    if batch is None:
+        if not steps and pp > 1:
+            steps = pp * min(32, max(4, round(STEP_TOKENS / (replicas * size * length * pp))))
+        elif not steps and (accumulates or not stated):  # what pre-training takes
+            steps = max(1, round(STEP_TOKENS / (replicas * size * length)))
+        batch = replicas * size * (steps or 1)
+        row.say(f"global_batch={batch}")
+    if size * replicas > batch and size > 1:
+        size = max(1, batch // replicas)
+        row.say(f"micro_batch={size}: the global batch has no more for a replica")
+    micro_batches = max(1, math.ceil(batch / (size * replicas)))
+    if micro_batches > 1 << 20:
+        raise RowError(
+            f"global_batch={batch} is {micro_batches:,} micro-batches a replica, more than is"
+            " plausible"
+        )
+    return size, batch, micro_batches
+
+
+def tokens_that_fit(
+    model: Model, tp: int, cp: int, ep: int, replicas: int, zero: int, memory_bytes: int, full: bool
+) -> float:
+    """Tokens of a sequence-parallel micro-batch beside the states, on one pipeline stage; a rough
+    account.
+
+    States: 18 bytes a parameter, by ZeRO stage. Activations a layer and token: Korthikanti et al.
+    (arXiv 2205.05198) with fused attention; 9 bytes a logit. `full`: layers are recomputed.
+    """
+    experts = expert_params(model)
+    sharded = {0: 0, 1: 12, 2: 16, 3: 18}[zero]
+    states = 0.0
+    for parameters, ranks in (
+        (model.parameters - experts, replicas * cp),
+        (experts / ep, replicas * cp / ep),
+    ):
+        states += parameters / tp * (18 - sharded + sharded / max(1.0, ranks))
+    if zero == 3:
+        states += 3 * model.parameters / model.layers / tp * 4
+    width = model.ffn_hidden
+    if model.moe:
+        width = model.moe.top_k * model.moe.ffn_hidden + model.moe.shared_ffn_hidden
+    attention = (4 * model.heads + 4 * model.kv_heads) * model.head_dim
+    layer = (
+        2 * model.hidden
+        if full
+        else 8 * model.hidden + attention + (6 if model.mlp == "gated" else 4) * width
+    )
+    token = (model.layers * layer + 9 * model.vocab) / tp
+    most = (_MOST_MOE_TOKENS if model.moe else _MOST_TOKENS) * cp
+    if model.moe and zero == 3:
+        return 0.0  # whole layers of experts are gathered, which leaves little
+    return max(0.0, min(most, (memory_bytes * _USED - states) / token * cp))

@@ -1,0 +1,199 @@
+"""Which software ran a row: its `framework`, with what `notes`, GPU, precision and shape say of its
+age and kernels."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+from msgspec import structs
+
+from orchestrator.cost.software import SOFTWARE, Software
+
+
+class Facts(NamedTuple):
+    """What decides a row's software; all of it hashable, as tables repeat it."""
+
+    framework: str
+    notes: str
+    gpu: str  # a name of `hardware.GPUS`
+    fp16: bool
+    gated: bool  # Llama-like models came in 2023
+    seq_len: int
+    zero: int | None
+    source: str = ""  # who published the row
+
+
+#: Word in `framework` -> family; the first match counts.
+_FAMILIES: tuple[tuple[str, str], ...] = (
+    (r"\borch\b", "orch"),
+    (r"hai-?llm|deepseek.{0,4}(internal|ai\b)", "deepseek"),
+    (r"composer|foundry|mosaic", "fsdp_triton"),
+    (r"torch ?titan", "torchtitan"),
+    (r"maxtext|pax|\bjax\b|t5x|levanter|easylm|\bxla\b|praxis|axlearn", "maxtext"),
+    (r"nanotron|picotron", "nanotron"),
+    (r"megatron.?deepspeed|gpt.?neox|bigscience", "megatron_deepspeed"),
+    (
+        r"nemo|megatron.?bridge|megatron.?core|mcore|mlperf|megascale|megatron.?hub|pai.?megatron",
+        "nemo",
+    ),
+    (r"megatron|primus|zero.?bubble|simumax|flagscale|internevo|paddle|mindspeed", "megatron"),
+    (r"sagemaker|\bmics\b", "fsdp"),
+    (r"deepspeed|zero-?[123]|\bzero\b", "deepspeed"),
+    (
+        r"\bhf\b|hugging|transformers|accelerate|\btrl\b|peft|axolotl|factory|swift|fastchat",
+        "transformers",
+    ),
+    (r"fsdp|torch|fairscale|metaseq|lightning|lit-?gpt", "fsdp"),
+    (
+        r"unsloth|fairseq|\bddp\b|vescale|\bfms\b|oumi|nanogpt|open_?lm|olmo|llm\.c\b|prime-?rl|verl\b",
+        "fsdp",
+    ),
+    (r"colossal|alpa|oneflow|merak|bmtrain|galvatron|hetu|mindspore|hivemind|slapo", "fsdp"),
+)
+#: "container 25.09", "v24.11.1", "NeMo 24.07"; not "28.29 GiB".
+_RELEASE = re.compile(
+    r"(?:container|nemo|framework|bridge|release|ngc|image|tag|\bv)[ :=]*(2[3-9])\.(\d{2})(?!\d)"
+)
+#: Fused attention, years, and software that did not exist before.
+_SINCE_2023 = re.compile(
+    r"flash|\bfa-?[23]\b|fused attention|202[3-9]|megatron.?core|mcore|bridge|megascale|titan"
+)
+#: The first container whose MoE layers launch without waiting for the CPU.
+_MODERN_RELEASE = (26, 6)
+#: The first container whose recipes dispatch tokens with DeepEP or HybridEP.
+_DISPATCHER_RELEASE = (26, 4)
+#: Sources of Megatron-LM's own benchmarks, which ran with `--tp-comm-overlap` (README of r0.8,
+#: "Training Speed and Scalability"); whoever starts it without that option overlaps no tensor
+#: parallelism.
+_OWN_BENCHMARKS = re.compile(r"(nvidia )?megatron-lm (readme|examples)")
+_HOPPER = ("H", "GH", "B", "GB")
+_OLD = ("V100", "A100", "A800")
+
+
+_NAMED = re.compile(
+    r"megatron.?(?:deepspeed|bridge|core)|mcore|megatron|foundry|nemo|torch"
+    r" ?titan|maxtext|nanotron|fsdp|deepspeed",
+    re.I,
+)
+
+
+def named_in(words: str) -> str:
+    """The first software that a text names; empty where it names none."""
+    found = _NAMED.search(words)
+    return found[0] if found else ""
+
+
+@lru_cache(maxsize=4096)
+def software_of(facts: Facts) -> tuple[Software, str]:
+    """(the family with the row's own traits, what was assumed; empty where the row says it)."""
+    framework = facts.framework.lower()
+    name = next((family for pattern, family in _FAMILIES if re.search(pattern, framework)), "")
+    if not name:
+        said = (
+            f"framework={facts.framework[:40]!r}: unknown, taken as PyTorch's kernels"
+            if framework
+            else ""
+        )
+        return SOFTWARE["eager"], said or "framework: taken as PyTorch's kernels"
+    words = f"{framework}; {facts.notes.lower()}"
+    hopper = facts.gpu.startswith(_HOPPER)
+    old = _before_2023(facts, words)
+    base = name
+    said = ""
+    own_memory = dict[str, object]()
+    if name == "deepspeed":
+        sharded = facts.zero == 3
+        base = (
+            ("deepspeed_2021" if sharded else "megatron_2021") if old else "transformers"
+        )  # it has no models itself
+        own_memory = {"memory": "deepspeed"} if old else {}
+    elif name == "megatron":
+        base = "megatron_2021" if old else "megatron"
+    elif name == "fsdp_triton" and hopper:
+        base = "fsdp"  # the Triton kernel of 2023 ran on A100
+    if name == "fsdp" and re.search(r"fms|compile|torch ?tune|llm\.c\b", words):
+        base = "fsdp_compile"
+    software = SOFTWARE[base]
+    traits = own_memory
+    if name == "fsdp" and old:
+        traits = {"attention": "unfused"}
+        said = "software of 2022: attention is not fused"
+    if name in ("nemo", "megatron") and base != "megatron_2021":
+        if old:
+            traits |= {"attention": "unfused", "tp_overlap": False, "pp_overlap": False}
+            said = "software of 2022: attention is not fused"
+        elif not hopper:
+            traits["attention"] = "flash"
+    if name == "nemo" and not re.search(r"nemo|bridge|mlperf", words):
+        traits["grad_bytes"] = None  # Megatron-Core by itself sums in fp32
+        traits["tp_overlap"] = bool(_OWN_BENCHMARKS.match(facts.source.lower()))
+    if re.search(r"internevo|paddle", framework):
+        traits["growing_buckets"] = False  # both sum gradients by their own code
+    if name == "megatron_deepspeed" and not old:
+        traits["attention"] = "flash"
+    if base.endswith("_2021") and not said:
+        said = "software of 2021: attention is not fused"
+    if facts.gpu.startswith("V100") and name != "fsdp" and "flash" not in words:
+        traits["attention"] = "unfused"  # flash kernels want Ampere
+    traits |= _stated(words, software, hopper)
+    return (structs.replace(software, **traits) if traits else software), said
+
+
+def _before_2023(facts: Facts, words: str) -> bool:
+    """Whether a row is of the time before fused attention: GPT-like models of short samples on V100
+    or A100."""
+    if _SINCE_2023.search(words) or _RELEASE.search(words):
+        return False
+    if re.search(r"20(19|20|21|22)\b", words):
+        return True
+    return facts.gpu.startswith(_OLD) and not facts.gated and facts.seq_len <= 2048
+
+
+def _stated(words: str, software: Software, hopper: bool) -> dict[str, object]:
+    """Traits that a row's own words say."""
+    traits: dict[str, object] = {}
+    if re.search(r"no flash|without flash|unfused attention|w/o flash|eager attention", words):
+        traits["attention"] = "unfused"
+    elif re.search(r"flash.?attention.?3|\bfa-?3\b|cudnn", words) and hopper:
+        traits["attention"] = "cudnn"
+    elif re.search(r"triton flash|triton attention", words):
+        traits["attention"] = "triton"
+    elif re.search(r"flash|\bfa-?2\b", words) and software.attention in ("unfused", "triton"):
+        traits["attention"] = "flash"
+    if re.search(r"no compile|without compile|not compiled|eager mode|compile off", words):
+        traits["elementwise"] = "eager"
+    elif "compile" in words or "liger" in words:
+        traits["elementwise"] = "fused"
+    if "hybridep" in words or re.search(
+        r"deepep|ep overlap on|overlap.{0,12}(all-?to-?all|a2a|ep\b)", words
+    ):
+        traits["ep_overlap"] = True
+    dropping = re.search(
+        r"(?<!no )(?:token[ -]?drop|capacity factor|drop and pad|padded to capacity)", words
+    )
+    graphs = (
+        dropping
+        or "hybridep" in words
+        or re.search(r"(?<!no )(?<!without )(?<!w/o )cuda.?graph", words)
+    )
+    release = _RELEASE.search(words)
+    if release and (int(release[1]), int(release[2])) >= _DISPATCHER_RELEASE:
+        traits["ep_overlap"] = True
+    if graphs or (release and (int(release[1]), int(release[2])) >= _MODERN_RELEASE):
+        traits["host"] = "modern"
+    if re.search(
+        r"no (communication |comm |tp |tensor.parallel )?overlap|overlap: none|without overlap",
+        words,
+    ):
+        traits |= {"tp_overlap": False, "pp_overlap": False, "dp_overlap": "early"}
+    elif re.search(r"async.?tp|tp.?(comm)?.?overlap|user.?buffers|overlap tp", words):
+        traits["tp_overlap"] = True
+    if re.search(
+        r"pure mixed|(bf16|16-bit) (grad|reduc)|grads? (in )?(bf16|fp16)|bf16 params\+reduce", words
+    ):
+        traits["grad_bytes"] = 2
+    elif re.search(r"(fp32|32-bit) (grad|reduc)|grads? (in )?fp32|; amp$|reduce in fp32", words):
+        traits["grad_bytes"] = 4
+    return traits

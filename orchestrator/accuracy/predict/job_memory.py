@@ -1,0 +1,116 @@
+"""Memory of a row's job: by the recipe of its software, in the terms in which the row's memory was
+measured."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec import structs
+
+from orchestrator.cost.memory.rank_memory import as_measured, memory_by_pp_rank
+from orchestrator.cost.memory.recipe import Recipe, adapters_only, measured_kind, recipe_for
+from orchestrator.plan.document import Memory, Recompute, Train
+
+from .rows import Job
+
+
+class JobMemory(NamedTuple):
+    train: Train  # with the recomputation that the row says, or the least with which it fits
+    worst: Memory  # of the fullest pipeline rank
+    peak_bytes: float  # what the row's kind of measurement shows
+    assumed: list[str]
+
+    @property
+    def fits(self) -> bool:
+        return self.worst.total <= self.worst.capacity
+
+
+def job_memory(job: Job) -> JobMemory:
+    """The memory of a row's job, and what had to be assumed for it beyond what the row's reader
+    says."""
+    recipe = job_recipe(job)
+    assumed = list[str]()
+    kind, said = measured_kind(job.mem_kind, recipe)
+    if job.mem_kind and not said:
+        assumed.append(f"peak_mem_gib: {kind}")
+    cluster = job.cluster
+    model = job.model
+    par = job.parallel
+    offloaded = False
+    if job.recompute is None:
+        train, how, offloaded = _least(job, recipe)
+        assumed.append(how)
+    else:
+        train = recomputed(
+            job.train,
+            job.recompute,
+            job.recompute_share,
+            job.software.selective == "alternate",
+            model.layers,
+        )
+    accounts = memory_by_pp_rank(cluster, model, par, train, recipe, job.matmul)
+    worst = max(accounts, key=lambda account: account.total)
+    if offloaded:
+        moved = min(worst.activations, worst.total - worst.capacity)
+        worst = structs.replace(
+            worst, activations=worst.activations - moved, total=worst.total - moved
+        )
+    return JobMemory(train, worst, as_measured(worst, kind, recipe), assumed)
+
+
+#: GPUs beside a CPU whose memory they reach fast enough for activations: recipes offload there
+#: instead of recomputing.
+_OFFLOADS = ("GB200", "GB300", "GH200")
+
+
+def _least(job: Job, recipe: Recipe) -> tuple[Train, str, bool]:
+    """(`train` with full recomputation in as few layers as fit; what was assumed; whether
+    activations offload)."""
+
+    def worst(train: Train) -> Memory:
+        accounts = memory_by_pp_rank(
+            job.cluster, job.model, job.parallel, train, recipe, job.matmul
+        )
+        return max(accounts, key=lambda account: account.total)
+
+    plain = structs.replace(job.train, recompute="none")
+    need = worst(plain)
+    if need.total <= need.capacity:
+        return plain, "recompute=none: fits", False
+    if job.cluster.gpu.name.startswith(_OFFLOADS) and job.software.name in ("nemo", "megatron"):
+        return plain, "recompute=none: activations in the CPU's memory", True
+    layers = job.model.layers
+    full = worst(structs.replace(job.train, recompute="full"))
+    count = min(
+        layers, -(-layers * (need.total - need.capacity) // max(1, need.total - full.total))
+    )
+    step = max(1, layers // 16)
+    while True:  # the fullest rank may hold more than its share of the layers that do not recompute
+        train = recomputed(job.train, "full", count / layers, False, layers)
+        if count >= layers or worst(train).total <= full.capacity:
+            return train, f"recompute=full in {count / layers:.0%} of the layers: the least", False
+        count = min(layers, count + step)
+
+
+def job_recipe(job: Job) -> Recipe:
+    """The recipe of a row's software, with what selective recomputation means there."""
+    recipe = recipe_for(job.software)
+    if recipe.kernels is not None:
+        recipe = structs.replace(
+            recipe, kernels=structs.replace(recipe.kernels, selective=job.software.selective)
+        )
+    return adapters_only(recipe) if job.task == "lora" else recipe
+
+
+def recomputed(
+    train: Train, mode: Recompute, share: float, whole_layers: bool, layers: int
+) -> Train:
+    """`train` with a mode in a share of the layers, spread evenly. `whole_layers`: selective means
+    whole layers."""
+    if mode == "none" or (share >= 1.0 and not (whole_layers and mode == "selective")):
+        return structs.replace(train, recompute=mode)
+    chosen: Recompute = "full" if whole_layers else mode
+    modes: list[Recompute] = [
+        chosen if int((i + 1) * share) > int(i * share) else "none" for i in range(layers)
+    ]
+    return structs.replace(train, recompute="budget", recompute_layers=modes)

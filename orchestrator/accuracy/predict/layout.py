@@ -1,0 +1,429 @@
+"""Degrees, schedule and batch of a row: what it says, what follows from the rest of it, and else
+what is usual."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+from msgspec import UNSET, UnsetType
+
+from orchestrator.cost.model.layers import expert_params
+from orchestrator.cost.model.stages import balance_stages
+from orchestrator.cost.software import Software
+from orchestrator.plan.document import AXES, Model, Parallel
+
+from .batches import batch_of, tokens_that_fit
+from .cells import MOST, MOST_GPUS, Row, RowError
+
+#: Words in `pp_schedule`, in lower case without separators, before the schedule they mean. The
+#: first match counts.
+_SCHEDULES: tuple[tuple[str, str], ...] = (
+    ("zbv|zeroblev|zerobubblev|vhalf|vmin", "zbv"),
+    ("zb2p|zbh2|zb2", "zb_h2"),
+    ("zb|zerobubble", "zb_h1"),
+    ("dualpipev", "dualpipev"),
+    ("dualpipe", "dualpipe"),
+    ("notstated", ""),
+    ("interleav|virtual|vpp|loop", "interleaved"),
+    ("1f1b|onef|pipedream|default", "1f1b"),
+    ("gpipe|afab|allforward|fillandrain|filldrain", "afab"),
+)
+#: Families whose recipes interleave pipeline stages unless told otherwise.
+_INTERLEAVE = ("nemo", "megatron")
+#: Families that shard states over data parallelism when a row does not say how.
+_SHARDED = ("fsdp", "torchtitan", "fsdp_triton", "maxtext", "eager", "deepspeed_2021")
+_STATE_BYTES = 18  # a parameter: weights, gradients and optimizer
+_WEIGHT_BYTES = 6  # of them, where the optimizer's are sharded
+_FULL = 0.6  # of a GPU's memory, that states may take in an assumed layout
+
+
+class Experts(NamedTuple):
+    """As in `Parallel`."""
+
+    ep: int
+    etp: int | UnsetType
+    fold_cp: bool | UnsetType
+
+
+class Degrees(NamedTuple):
+    tp: int
+    cp: int
+    pp: int
+    replicas: int  # of the dense weights
+    gpus: int
+
+
+def layout_of(
+    row: Row, model: Model, software: Software, memory_bytes: int, per_node: int
+) -> Parallel:
+    """The row's parallelism. `memory_bytes`: of a GPU. RowError for numbers that mean nothing."""
+    zero = stated_zero(row)
+    degrees = _degrees(row, model, software, zero, memory_bytes, per_node)
+    tp, cp, pp, replicas, gpus = degrees
+    if zero is None:
+        zero = _usual_zero(row, model, software, degrees, memory_bytes)
+    if re.search(
+        r"off-?load", f"{_words(row)} {row.text('zero_stage')} {row.text('recompute')}".lower()
+    ):
+        row.say("offloading is not modelled")
+    ep, etp, fold_cp = _experts(row, model, degrees, zero)
+    full = row.text("recompute").lower().startswith("full")
+    most = tokens_that_fit(model, tp, cp, ep, replicas, zero, memory_bytes, full)
+    size, batch, micro_batches = batch_of(
+        row, model, pp, replicas, most, software.memory not in ("fsdp", "orch")
+    )
+    schedule, vpp = _schedule(row, model, software, pp)
+    if schedule.startswith("dualpipe") and (pp % 2 or micro_batches % 2):
+        row.say("pp_schedule=1f1b: dualpipe wants even numbers")
+        schedule = "1f1b"
+        vpp = 1
+    return Parallel(
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        pp=pp,
+        dp=replicas // ep,
+        zero=zero,  # type: ignore[arg-type]
+        vpp=vpp,
+        sp=_sequence_parallel(row, software, tp),
+        world_size=gpus,
+        order=list(AXES),
+        schedule=schedule,
+        stage_layers=_stage_layers(model, pp * vpp, software),
+        micro_batch_size=size,
+        micro_batches=micro_batches,
+        accumulation=micro_batches,
+        global_batch_samples=batch,
+        global_batch_tokens=batch * model.max_seq_len,
+        bucket_bytes=_bucket_bytes(model, software, zero, tp, replicas),
+        cp_method=(
+            "ulysses"
+            if cp > 1 and re.search(r"ulysses|all-?to-?all attention", _words(row))
+            else "zigzag"
+        ),
+        zero_group=_zero_group(row, zero, replicas * cp, per_node),
+        etp=etp,
+        fold_cp=fold_cp,
+    )
+
+
+def _bucket_bytes(model: Model, software: Software, zero: int, tp: int, replicas: int) -> int:
+    """Bytes of the gradients that one collective sums: PyTorch's 25 MiB, or a layer that ZeRO-3
+    gathers.
+
+    Megatron-Core's buckets grow with the replicas (`DistributedDataParallelConfig.bucket_size`).
+    """
+    if zero == 3:
+        return max(25 << 20, 4 * model.parameters // model.layers // tp)
+    if software.growing_buckets:
+        return (software.grad_bytes or 4) * max(40_000_000, 1_000_000 * replicas)
+    return 25 << 20
+
+
+def stated_zero(row: Row) -> int | None:
+    """ZeRO stage that the row's own column or the name of its software says; None where neither
+    does. RowError."""
+    zero = zero_of(row.text("zero_stage"))
+    if zero is None and (found := re.search(r"zero[- _]?(?:stage)?[- _]?([1-3])\b", _words(row))):
+        zero = int(found[1])
+    return zero
+
+
+def _words(row: Row) -> str:
+    """What the row says in free words."""
+    return f"{row.text('framework')}; {row.text('notes')}".lower()
+
+
+def zero_of(text: str) -> int | None:
+    """ZeRO stage from "3", "ZeRO-1", "FSDP", "distributed optimizer"; None where blank.
+    RowError."""
+    if not text:
+        return None
+    lower = text.lower()
+    if found := re.fullmatch(
+        r"(?:zero|stage|zero stage)?[ _-]*([0-3])(?:\.0)?(?:\s*[(+;,].*)?", lower
+    ):
+        return int(found[1])
+    for words, stage in (
+        ("grad_op|grad-op", 2),
+        ("fsdp|hsdp|full|hybrid", 3),
+        ("dist|optim|\\bos\\b", 1),
+        ("none|no|ddp|off", 0),
+    ):
+        if re.search(words, lower):
+            return stage
+    raise RowError(f"zero_stage={text[:40]!r}: 0 to 3")
+
+
+def _degrees(
+    row: Row, model: Model, software: Software, zero: int | None, memory: int, per_node: int
+) -> Degrees:
+    tp, cp, pp, dp = (row.degree(name) for name in ("tp", "cp", "pp", "dp"))
+    gpus = row.whole("num_gpus")
+    nodes = row.whole("nodes")
+    if gpus is None and nodes is not None:
+        gpus = nodes * per_node
+        row.say(f"num_gpus={gpus}: {nodes} nodes of {per_node}")
+    cp = cp or 1
+    shards = row.text("sp")
+    if cp == 1 and tp in (None, 1) and shards.isdecimal() and 1 < int(shards) <= MOST["cp"]:
+        cp = int(
+            shards
+        )  # DeepSpeed-Ulysses and others shard the sequence without tensor parallelism
+        row.say(f"cp={cp}: from sp")
+    if (
+        gpus is not None and dp is not None and (tp is None) != (pp is None)
+    ):  # the one that is left follows
+        left, rest = divmod(gpus, dp * cp * (tp or pp or 1))
+        if left and not rest:
+            tp = tp or left
+            pp = pp or left
+            row.say(f"tp={tp}, pp={pp}: from num_gpus and dp")
+    if tp is None and pp is None:
+        tp, pp = _usual_split(row, model, software, zero, memory, per_node, gpus)
+        row.say(f"tp={tp}, pp={pp}")
+    tp = tp or 1
+    pp = pp or 1
+    if gpus is None:
+        if dp is None:
+            dp = _usual_replicas(model, tp * pp, memory, per_node)
+        gpus = tp * cp * pp * dp
+        row.say(f"num_gpus={gpus}")
+    asked = tp, cp, pp
+    if pp > model.layers:
+        pp = max(
+            count
+            for count in range(1, model.layers + 1)
+            if gpus % (tp * cp * count) == 0 or count == 1
+        )
+    if tp * cp * pp > gpus:
+        gpus = tp * cp * pp * (dp or 1)
+        row.say(f"num_gpus={gpus}: tp {tp} x pp {pp} x cp {cp} need as many")
+    replicas = max(1, round(gpus / (tp * cp * pp)))
+    if replicas * tp * cp * pp != gpus:
+        if dp is not None and dp % cp == 0 and dp * tp * pp == gpus:
+            replicas = dp // cp
+        gpus = replicas * tp * cp * pp
+        row.say(f"num_gpus={gpus}: tp {tp} x pp {pp} x cp {cp} does not divide what the row says")
+    if gpus > MOST_GPUS:
+        raise RowError(
+            f"num_gpus={gpus:,} is above {MOST_GPUS:,}: tp {tp} x pp {pp} x cp {cp} x dp {replicas}"
+        )
+    if asked != (tp, cp, pp):
+        row.say(f"pp={pp} of {asked[2]}: the model has {model.layers} layers")
+    return Degrees(tp, cp, pp, replicas, gpus)
+
+
+def _usual_split(
+    row: Row,
+    model: Model,
+    software: Software,
+    zero: int | None,
+    memory: int,
+    per_node: int,
+    gpus: int | None,
+) -> tuple[int, int]:
+    """(tp, pp) where a row says neither: none with sharded states, else as few ranks as hold the
+    states."""
+    if software.memory in ("fsdp", "orch", "deepspeed") or (zero or 0) > 1:
+        return 1, 1
+    most = gpus or 1 << 14
+    held = float(model.parameters)
+    if model.moe:  # experts are spread over data parallelism first
+        experts = expert_params(model)
+        held += experts / (row.degree("ep") or 8) - experts
+    need = (
+        held
+        * (_STATE_BYTES if software.memory == "megatron_fp16" else _WEIGHT_BYTES)
+        / (memory * _FULL)
+    )
+    tp = pp = 1
+    while tp * pp < need and tp < min(per_node, most):
+        tp *= 2
+    while tp * pp < need and pp * 2 <= model.layers and tp * pp * 2 <= most:
+        pp *= 2
+    return (tp, pp) if most % (tp * pp) == 0 else (1, 1)
+
+
+def _usual_replicas(model: Model, ranks: int, memory: int, per_node: int) -> int:
+    """Replicas that hold the sharded states; at least a node."""
+    need = model.parameters * _STATE_BYTES / (memory * _FULL)
+    count = max(1, per_node // ranks)
+    while count * ranks < need:
+        count *= 2
+    return count
+
+
+def _usual_zero(row: Row, model: Model, software: Software, degrees: Degrees, memory: int) -> int:
+    """What a family's recipes do; where a family shards everything or nothing, what fits."""
+    words = _words(row)
+    if re.search(r"\bddp\b", words) and "fsdp" not in words:
+        zero = 0
+    elif software.name in _SHARDED or re.search(r"fsdp|hsdp", words):
+        fits = model.parameters * _STATE_BYTES / (degrees.tp * degrees.pp) < memory * _FULL / 2
+        zero = 1 if software.name == "eager" and fits else 3
+        zero = 1 if degrees.pp > 1 and not re.search(r"fsdp|hsdp", words) else zero
+    else:
+        zero = 0 if software.name == "megatron_2021" else 1
+    if degrees.replicas * degrees.cp > 1:
+        row.say(f"zero_stage={zero}")
+    return zero
+
+
+def _zero_group(row: Row, zero: int, ranks: int, per_node: int) -> int:
+    """Ranks that share one copy of what ZeRO-3 shards, where `notes` or `framework` say a group; 0:
+    all."""
+    if zero < 3:
+        return 0
+    words = _words(row)
+    group = 0
+    if found := re.search(r"shard(?:ing)? group(?: of| size)?[ =:]*(\d{1,6})\b", words):
+        group = int(found[1])
+    elif re.search(r"hsdp|hybrid.?shard", words) and not re.search(r"fsdp over \d", words):
+        group = per_node
+    return group if 1 < group < ranks and ranks % group == 0 else 0
+
+
+def _experts(row: Row, model: Model, degrees: Degrees, zero: int) -> Experts:
+    """Tables count dp over all replicas of the dense weights, and ep on the experts' own mesh: over
+    dp, then over cp, and where it is larger than both over tp too, whose ranks then hold whole
+    experts."""
+    tp = degrees.tp
+    replicas = degrees.replicas
+    stated = row.degree("ep")
+    if model.moe is None:
+        return Experts(1, UNSET, UNSET)
+    if stated is None:
+        most = (
+            replicas if zero == 3 else min(replicas, 8)
+        )  # to gather experts would cost more than to send tokens
+        stated = math.gcd(model.moe.experts, most)
+        row.say(f"ep={stated}")
+    if stated > model.moe.experts:
+        row.say(f"ep={model.moe.experts} of {stated}: as many as experts")
+        stated = model.moe.experts
+    found = re.search(r"\betp[ =:]*(\d{1,3})\b", row.text("notes").lower())
+    for etp in [max(1, math.gcd(tp, int(found[1])))] if found else [tp, 1]:
+        cut = etp if etp < tp else UNSET
+        folded = tp // etp
+        if stated % folded == 0 and replicas % (stated // folded) == 0:
+            return Experts(stated // folded, cut, UNSET)
+        if (
+            degrees.cp > 1
+            and stated % (folded * degrees.cp) == 0
+            and replicas % (stated // folded // degrees.cp) == 0
+        ):
+            return Experts(stated // folded // degrees.cp, cut, True)
+    ep = math.gcd(max(1, stated // folded), replicas)
+    row.say(
+        f"ep={ep * folded} of {stated}: tp {tp} x cp {degrees.cp} x dp {replicas} have no more"
+        " places"
+    )
+    return Experts(ep, cut, UNSET)
+
+
+def _schedule(row: Row, model: Model, software: Software, pp: int) -> tuple[str, int]:
+    """(name in the plan's schedules, virtual stages of a rank)."""
+    word = re.sub(r"[\s_\-]+", "", row.text("pp_schedule").lower())
+    vpp = row.degree("vpp")
+    if pp == 1:
+        return "1f1b", 1
+    name = next((name for pattern, name in _SCHEDULES if re.search(pattern, word)), None)
+    if word and name is None and word != "none":
+        row.say(f"pp_schedule={word[:20]!r}: unknown")
+    if (
+        name == "1f1b"
+        and vpp is None
+        and software.name == "nemo"
+        and "lora" not in row.text("task").lower()
+    ):
+        name = "interleaved"  # its recipes interleave; tables that know better write vpp 1
+    if name in ("zb_h1", "zb_h2", "1f1b", "dualpipe") and "notstated" not in word:
+        if vpp is not None and vpp > 1:
+            row.say(
+                f"pp_schedule={name}: vpp={vpp} is not of it"
+                if name != "1f1b"
+                else "pp_schedule=interleaved"
+            )
+        if name != "1f1b" or vpp in (None, 1):
+            return name, 1
+    if name in ("zbv", "dualpipev"):
+        if model.layers >= 2 * pp:
+            return name, 2
+        row.say("pp_schedule=zb_h1: too few layers for two stages a rank")
+        return "zb_h1", 1
+    if name == "afab":
+        return "afab", min(vpp or 1, max(1, model.layers // pp))
+    if vpp is not None:
+        most = max(1, (model.layers + 2) // pp)
+        if vpp > most:
+            row.say(f"vpp={most} of {vpp}: the model has {model.layers} layers")
+            vpp = most
+        if vpp == 1 and name == "interleaved":
+            row.say("pp_schedule=1f1b: one stage a rank")
+        return ("interleaved" if vpp > 1 else "1f1b"), vpp
+    if name == "interleaved" or (name is None and software.name in _INTERLEAVE):
+        vpp = _most_stages(model.layers, pp)
+        if software.memory in ("fsdp", "orch"):
+            vpp = min(2, model.layers // pp)  # PyTorch's pipelines: two stages a rank
+        elif name is None:
+            vpp = max((few for few in range(2, 13) if vpp % few == 0), default=vpp)
+        schedule = "interleaved" if vpp > 1 else "1f1b"
+        row.say(f"vpp={vpp}" if name else f"pp_schedule={schedule}, vpp={vpp}")
+        return schedule, vpp
+    row.say("pp_schedule=1f1b")
+    return "1f1b", 1
+
+
+def _most_stages(layers: int, pp: int) -> int:
+    """Virtual stages of a rank with one layer each; where layers do not divide, embedding and head
+    count as layers."""
+    if layers % pp == 0:
+        return layers // pp
+    if (layers + 2) % pp == 0:
+        return (layers + 2) // pp
+    return 1
+
+
+@lru_cache(maxsize=4096)
+def _even(layers: int, stages: int) -> tuple[int, ...] | None:
+    """An even split as frameworks make it; embedding and head, or the head, count as layers where
+    that divides."""
+    if layers % stages == 0:
+        return (layers // stages,) * stages
+    if stages > 1 and (layers + 2) % stages == 0:
+        each = (layers + 2) // stages
+        return (each - 1, *(each,) * (stages - 2), each - 1)
+    if (layers + 1) % stages == 0:
+        each = (layers + 1) // stages
+        return (*(each,) * (stages - 1), each - 1)
+    return None
+
+
+def _stage_layers(model: Model, stages: int, software: Software) -> list[int]:
+    """Decoder layers of each stage: as evenly as frameworks do; nanotron balances the head against
+    layers."""
+    balanced = software.name == "nanotron" and stages <= model.layers
+    even = None if balanced else _even(model.layers, stages)
+    return list(even or balance_stages(model, stages, model.max_seq_len))
+
+
+def _sequence_parallel(row: Row, software: Software, tp: int) -> bool:
+    text = row.text("sp").lower()
+    if tp == 1:
+        return False
+    if text in ("1", "1.0", "true", "yes", "on", "y", str(tp)):
+        return True
+    if text in ("0", "0.0", "false", "no", "off", "n", "none"):
+        return False
+    on = software.name not in (
+        "megatron_2021",
+        "megatron_deepspeed",
+        "deepspeed_2021",
+        "fsdp_triton",
+    )
+    row.say(f"sp={int(on)}" if not text else f"sp={int(on)}: {text[:20]!r} is not read")
+    return on

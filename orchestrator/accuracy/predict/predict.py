@@ -1,0 +1,127 @@
+"""Predictions for the rows of a table, by the planner's cost model, with axes nested in the default
+order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from orchestrator.cost.context import CostContext
+from orchestrator.cost.dual import Number, duals, log_gradient, value_of
+from orchestrator.cost.nesting import candidates
+from orchestrator.cost.path_cache import PathCache
+from orchestrator.cost.profile import Profile, relative_sd, shipped
+from orchestrator.cost.time.traffic import step_traffic
+from orchestrator.plan.document import AXES, Train
+from orchestrator.plan.interval import interval
+
+from .cells import RowError
+from .job_memory import job_memory
+from .rows import Job, read_row, row_id
+
+GIB = 1 << 30
+MOST_CLUSTERS = 1024  # whose paths are kept; a table of a million rows may name as many
+INTERVALS = ("step_time_low_s", "step_time_high_s", "peak_mem_low_gib", "peak_mem_high_gib")  # 95 %
+COLUMNS = (
+    "id",
+    "step_time_s",
+    "tokens_per_s_per_gpu",
+    "peak_mem_gib",
+    "status",
+    "assumed",
+    *INTERVALS,
+)
+
+
+class Prediction(NamedTuple):
+    """One row of the result. `status`: ok, oom, or "error: row <number>: <column and why>", the
+    numbers left empty."""
+
+    id: str
+    step_time_s: float | None
+    tokens_per_s_per_gpu: float | None
+    peak_mem_gib: float | None
+    status: str
+    assumed: str
+    step_sd: float = 0.0  # of the logarithm of the step
+    mem_sd: float = 0.0
+
+    def cells(self) -> list[str]:
+        step = (
+            interval(self.step_time_s, self.step_sd)
+            if self.step_time_s and self.step_sd
+            else (None, None)
+        )
+        peak = (
+            interval(self.peak_mem_gib, self.mem_sd)
+            if self.peak_mem_gib and self.mem_sd
+            else (None, None)
+        )
+        cells = (*self[:6], *step, *peak)
+        return [f"{value:.6g}" if isinstance(value, float) else (value or "") for value in cells]
+
+
+def predict(
+    rows: Iterable[Mapping[str, str]], profile: Profile | None = None
+) -> Iterator[Prediction]:
+    """A prediction for each row, in order. Rows on the same hardware share its paths."""
+    paths: dict[int, PathCache] = {}
+    profile = profile or shipped()
+    numbers = duals(profile.values)
+    for number, cells in enumerate(rows, 1):
+        name = row_id(cells) or str(number)
+        try:
+            job = read_row(cells)
+            yield _one(name, job, paths, profile, numbers)
+        except RowError as error:
+            yield Prediction(name, None, None, None, f"error: row {number}: {error}", "")
+
+
+def _one(
+    name: str,
+    job: Job,
+    paths: dict[int, PathCache],
+    profile: Profile,
+    numbers: Mapping[str, Number],
+) -> Prediction:
+    par = job.parallel
+    held = job_memory(job)
+    step = step_of(job, held.train, paths)(numbers)
+    step_s = value_of(step)
+    sd = relative_sd(log_gradient(step), profile)
+    tokens = par.global_batch_tokens / step_s / par.world_size
+    assumed = "; ".join([*job.assumed, *held.assumed])
+    status = "ok" if held.fits else "oom"
+    return Prediction(
+        name, step_s, tokens, held.peak_bytes / GIB, status, assumed, sd, held.worst.sd
+    )
+
+
+def step_of(
+    job: Job, train: Train, paths: dict[int, PathCache]
+) -> Callable[[Mapping[str, Number]], Number]:
+    """A function from values of the cost model's parameters to the row's step in seconds. `train`:
+    with the recomputation that `job_memory` found."""
+    context = context_of(job, paths)
+    par = job.parallel
+    traffic = step_traffic(job.model, par, train, job.software)
+
+    def step_s(values: Mapping[str, Number]) -> Number:
+        work = context.work(par, train, context.rates(values))
+        return candidates(context.path_cache, par, traffic, work, AXES)[0].cost.step_s
+
+    return step_s
+
+
+def context_of(
+    job: Job, paths: dict[int, PathCache], profile: Profile | None = None
+) -> CostContext:
+    """The cost context of a row. Clusters are shared between rows, and so are the paths on them."""
+    cache = paths.get(id(job.cluster))
+    if cache is None:
+        if len(paths) >= MOST_CLUSTERS:
+            paths.clear()
+        cache = paths[id(job.cluster)] = PathCache(job.cluster)
+    named: dict[str, Any] = {"matmul": job.matmul, "software": job.software, "profile": profile}
+    named |= {"task": job.task, "slow_fabric": job.slow_fabric}
+    return CostContext(job.cluster, job.model, job.train, cache, **named)

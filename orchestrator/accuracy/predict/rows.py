@@ -1,0 +1,271 @@
+"""One row of a table -> model, cluster, degrees, software. Missing values are assumed, and each
+assumption is said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from msgspec import structs
+
+from orchestrator.cost.software import Selective, Software
+from orchestrator.plan.document import Cluster, Matmul, Model, Parallel, Precision, Recompute, Train
+
+from .cells import Row, RowError
+from .family import Facts, named_in, software_of
+from .hardware import GPUS, Network, cluster_of, gpu_of, network_of
+from .layout import layout_of, stated_zero
+from .shapes import model_of
+from .table import PROBLEM
+
+Task = Literal["pretrain", "sft", "lora"]
+
+
+class Job(NamedTuple):
+    """What a row ran."""
+
+    cluster: Cluster
+    model: Model
+    parallel: Parallel
+    train: Train  # `train.recompute` is "none" where the row does not say
+    matmul: Matmul  # precision of matrix products where it is narrower than the tensors'
+    software: Software
+    task: Task
+    mem_kind: str  # how memory was measured, in the table's words
+    recompute: Recompute | None  # None: the row does not say
+    recompute_share: float  # of the layers, that recompute
+    slow_fabric: bool  # a cloud's or an Ethernet network
+    group: str  # the row's source: its id without the number
+    assumed: list[str]
+
+
+def read_row(cells: Mapping[str, str]) -> Job:
+    """The job of one row. Raises RowError naming the column."""
+    if problem := cells.get(PROBLEM):
+        raise RowError(problem)
+    row = Row(cells)
+    model = model_of(row)
+    gpu, network, per_node = _hardware(row)
+    matmul, precision = _precision(row, gpu)
+    if matmul == "fp8_tensor" and model.mla and row.text("precision").lower() == "fp8":
+        matmul = "fp8_block"  # as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.3)
+    seq_len = model.max_seq_len
+    facts = Facts(
+        row.text("framework") or _framework_of(row),
+        row.text("notes"),
+        gpu,
+        precision == "fp16",
+        model.mlp == "gated",
+        seq_len,
+        stated_zero(row),
+        row.text("source"),
+    )
+    software, said = software_of(facts)
+    if said:
+        row.say(said)
+    parallel = layout_of(row, model, software, int(GPUS[gpu].memory_gib * (1 << 30)), per_node)
+    gpus = parallel.world_size
+    if network.gbit_per_gpu is None and gpus > max(per_node, network.domain_gpus or 0):
+        row.say(f"network {GPUS[gpu].nic_gbit:g} Gb/s a GPU")
+    recompute, share, selective = _recompute(row, software)
+    if software.selective != selective:
+        software = structs.replace(software, selective=selective)
+    train = Train(
+        steps=1,
+        seq_len=seq_len,
+        seed=0,
+        precision=precision,
+        grad_dtype=precision if software.grad_bytes == 2 else "fp32",
+        recompute=recompute or "none",
+        clip_grad_norm=1.0,
+        log_every_steps=1,
+    )
+    return Job(
+        cluster_of(gpu, gpus, per_node, network),
+        model,
+        parallel,
+        train,
+        matmul,
+        software,
+        _task(row),
+        row.text("mem_kind"),
+        recompute,
+        share,
+        network.slow and gpus > per_node,
+        group_of(cells),
+        row.assumed,
+    )
+
+
+def _framework_of(row: Row) -> str:
+    """Software of a row that names none: what its other words name, else what its parallelism is
+    usual with."""
+    found = named_in(" ".join((row.text("notes"), row.text("source"), row.text("id"))))
+    if not found:
+        tp, pp, vpp = (row.degree(name) or 1 for name in ("tp", "pp", "vpp"))
+        if stated_zero(row) == 3:
+            found = "FSDP" if pp == 1 else ""
+        elif vpp > 1 or tp > 1:
+            found = "Megatron-LM"
+    if found:
+        row.say(f"framework={found}")
+    return found
+
+
+def row_id(cells: Mapping[str, str]) -> str:
+    """The id of a row; empty where it has none."""
+    return (cells.get("id") or "").strip()
+
+
+def group_of(cells: Mapping[str, str]) -> str:
+    """The source of a row: its id without the number."""
+    return (cells.get("id") or "").rpartition("-")[0] or "all"
+
+
+def _hardware(row: Row) -> tuple[str, Network, int]:
+    """(name of the GPU, what is said of the network, GPUs of a node)."""
+    words = row.text("gpu")
+    interconnect = row.text("interconnect")
+    name, known = gpu_of(words or _gpu_of_network(interconnect))
+    if not known or not words:
+        row.say(f"gpu={name}" if not words else f"gpu={name}: {words[:30]!r} is not known")
+    per_node, nodes, gpus = (row.whole(name) for name in ("gpus_per_node", "nodes", "num_gpus"))
+    if per_node is None and nodes and gpus and gpus % nodes == 0:
+        per_node = gpus // nodes
+    network = network_of(interconnect, per_node or GPUS[name].per_node)
+    if per_node is None:
+        per_node = network.per_node or (4 if network.domain_gpus else GPUS[name].per_node)
+        row.say(f"gpus_per_node={per_node}")
+        network = network_of(interconnect, per_node)
+    if name.startswith("GB") and network.domain_gpus is None:
+        network = network._replace(domain_gpus=72)  # a rack
+    return name, network, per_node
+
+
+#: Words of an interconnect that belong to one generation of GPUs.
+_GENERATIONS = (
+    ("nvl72", "GB200"),
+    ("nvlink5|xdr", "B200"),
+    ("nvlink4|ndr", "H100"),
+    ("nvlink3|hdr|selene", "A100"),
+)
+
+
+def _gpu_of_network(interconnect: str) -> str:
+    """The GPU whose generation an interconnect's words name; empty where they name none."""
+    word = interconnect.lower().replace(" ", "")
+    return next(
+        (gpu for pattern, gpu in _GENERATIONS if re.search(pattern, word)),
+        "V100" if "dgx-2" in word else "",
+    )
+
+
+_WIDE: tuple[tuple[str, Precision], ...] = (
+    ("bf16|bfloat", "bf16"),
+    ("fp16|float16|half|f16", "fp16"),
+    ("32", "fp32"),
+)
+
+
+def _precision(row: Row, gpu: str) -> tuple[Matmul, Precision]:
+    """(precision of the matrix products where narrower, precision of the tensors)."""
+    text = row.text("precision")
+    matmul, wide, said = _precision_words(text.lower(), gpu)
+    if said:
+        row.say(said)
+    return matmul, wide
+
+
+@lru_cache(maxsize=1024)
+def _precision_words(word: str, gpu: str) -> tuple[Matmul, Precision, str]:
+    usual: Precision = "fp16" if gpu.startswith(("V100", "T4")) else "bf16"
+    matmul: Matmul = ""
+    if re.search(r"nvfp4|mxfp4|fp4", word):
+        matmul = "nvfp4"
+    elif re.search(r"mxfp8|fp8[-_ ]?mx|mx[-_ ]?fp8|microscal", word):
+        matmul = "mxfp8"
+    elif re.search(r"(fp8|float8|f8|e4m3).*row", word):
+        matmul = "fp8_row"
+    elif re.search(r"(fp8|float8|f8|e4m3).*(block|sub|sc\b|tile|128)", word):
+        matmul = "fp8_block"
+    elif re.search(r"fp8|float8|f8|e4m3|e5m2", word):
+        matmul = "fp8_tensor"
+    said = ""
+    if matmul:
+        if GPUS[gpu].fp8_tflops == GPUS[gpu].half_tflops:
+            return "", usual, f"precision={usual}: {gpu} has no 8-bit products"
+        if matmul == "nvfp4" and not GPUS[gpu].fp4_tflops:
+            matmul = "fp8_tensor"
+            said = f"precision=fp8: {gpu} has no 4-bit products"
+        if matmul == "mxfp8" and not GPUS[gpu].fp4_tflops:
+            matmul = "fp8_block"
+            said = f"precision=fp8 in blocks: {gpu} has no microscaling"
+        return matmul, "bf16", said
+    for pattern, wide in _WIDE:
+        if re.search(pattern, word):
+            return "", wide, ""
+    said = f"precision={usual}" + (
+        f": {word[:20]!r} is not read" if word and word not in ("amp", "mixed", "16") else ""
+    )
+    return "", usual, said
+
+
+_TASKS: tuple[tuple[str, Task], ...] = (
+    ("lora|peft|adapter", "lora"),
+    ("sft|fine|instruct|dpo|align|rlhf|post", "sft"),
+)
+
+
+def _task(row: Row) -> Task:
+    word = row.text("task").lower()
+    words = f"{row.text('framework')}; {row.text('notes')}".lower()
+    if not word and (stated := re.search(r"\b(q?lora|sft|fine-?tun)", words)):
+        word = stated[1]
+        row.say(f"task={word}")
+    found = next((task for pattern, task in _TASKS if re.search(pattern, word)), None)
+    if found:
+        return found
+    if word and "pre" not in word and word not in ("train", "training", "lm", "llm"):
+        row.say(f"task=pretrain: {word[:20]!r} is not read")
+    return "pretrain"
+
+
+def _recompute(row: Row, software: Software) -> tuple[Recompute | None, float, Selective]:
+    """(mode, None where the row does not say; share of the layers; what selective means to this
+    software)."""
+    selective: Selective = "core"
+    if not software.memory.startswith(("megatron", "deepspeed")):
+        words = f"{row.text('framework')}; {row.text('notes')}".lower()
+        alternate = "fms" in words or "fraction of" in words
+        selective = "alternate" if alternate else "ops"
+    word = row.text("recompute").lower()
+    mode, share, said = _recompute_words(word)
+    if said:
+        row.say(said)
+    if mode == "selective" and selective == "alternate" and share == 1.0:
+        share = 0.5
+    return mode, share, selective
+
+
+@lru_cache(maxsize=1024)
+def _recompute_words(word: str) -> tuple[Recompute | None, float, str]:
+    if not word or word == "not recorded":
+        return None, 1.0, "recompute: not stated"
+    share = 1.0
+    if re.search(r"every (other|second|2nd)|alternat|half|1/2", word):
+        share = 0.5
+    elif found := re.search(r"every (\d)(?:rd|th)|1 (?:in|of) (\d)\b|1/(\d)", word):
+        share = 1 / max(1, int(next(filter(None, found.groups()))))
+    elif percent := re.search(r"(\d{1,3})\s*%", word):
+        share = min(100, int(percent[1])) / 100
+    if re.search(
+        r"selective|core|attn|attention|mlp|\bops?\b|partial|moe_act|layernorm|\bsel\b", word
+    ):
+        return "selective", share, ""
+    if re.search(r"full|^(yes|true|on|1|y|ac|gc)\b|block|uniform|checkpoint|layer|all|remat", word):
+        return "full", share, ""
+    if re.search(r"^(none|no|off|false|0|n|disabled|without)\b", word):
+        return "none", 1.0, ""
+    return None, 1.0, f"recompute: {word[:20]!r} is not read"

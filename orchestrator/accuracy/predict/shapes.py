@@ -1,0 +1,309 @@
+"""The model of a row: its own cells, then the published shape of its name, then a usual shape of
+its size."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from msgspec import structs
+
+from orchestrator.cost.model.layers import parameter_count
+from orchestrator.plan.document import Model, Moe
+
+from .cells import MOST, Row, RowError, number_of
+from .known_models import GATED, PLAIN, Shape, canonical, known_shape, size_in
+
+#: (billions of parameters, layers, hidden) of plain transformers: GPT-3 (arXiv 2005.14165 table
+#: 2.1), Narayanan et al. (arXiv 2104.04473 table 1).
+LADDER = (
+    (0.125, 12, 768),
+    (0.35, 24, 1024),
+    (0.76, 24, 1536),
+    (1.3, 24, 2048),
+    (2.7, 32, 2560),
+    (6.7, 32, 4096),
+    (13.0, 40, 5120),
+    (18.4, 40, 6144),
+    (30.0, 48, 7168),
+    (39.1, 48, 8192),
+    (76.1, 60, 10240),
+    (145.6, 80, 12288),
+    (310.1, 96, 16384),
+    (529.6, 105, 20480),
+    (1008.0, 128, 25600),
+)
+Position = Literal["rope", "learned", "none"]
+LARGEST = 3000.0  # billions: no published model has as many
+MOST_BILLIONS = 1e5
+_CLOSE = (
+    0.1  # of the parameters: a family's usual MLP is believed if it meets the stated size this well
+)
+
+
+class Cells(NamedTuple):
+    """What a row says of its model; None where it does not."""
+
+    name: str
+    billions: float | None
+    layers: int | None
+    hidden: int | None
+    ffn_hidden: int | None
+    heads: int | None
+    kv_heads: int | None
+    vocab: int | None
+    experts: int | None
+    topk: int | None
+    moe_ffn: int | None
+    seq_len: int | None
+
+
+def model_of(row: Row) -> Model:
+    """The model, its sequence length as `max_seq_len`. RowError where nothing says a shape."""
+    least = {
+        "kv_heads": 0,
+        "experts": 0,
+        "topk": 0,
+        "moe_ffn": 0,
+    }  # tables write 0 where there are none
+    shape = {name: row.whole(name, least.get(name, 1)) or None for name in Cells._fields[2:]}
+    for name, mark in (("layers", "l"), ("hidden", "h")):  # "GPT-h14400-L80"
+        if shape[name] is None and (
+            found := re.search(rf"-{mark}(\d{{1,5}})\b", canonical(row.text("model")[:120]))
+        ):
+            shape[name] = min(int(found[1]), MOST[name]) or None
+    cells = Cells(row.text("model")[:120], _billions(row), **shape)
+    model, assumed = _model(cells)
+    row.assumed += assumed
+    return model
+
+
+def _billions(row: Row) -> float | None:
+    """`params_b`: billions, or what is clearly a count of parameters or millions of them."""
+    text = (row.cells.get("params_b") or "").strip()
+    value = number_of("params_b", text) if text else None
+    if value is None:
+        return None
+    if text[-1:] in "bBtTmM" or value > MOST_BILLIONS:  # a suffix has made it a count
+        value /= 1e9
+        if text[-1:].isdigit():
+            row.say(f"params_b={value:g}: read as a count of parameters")
+    elif value > LARGEST:
+        value /= 1e3
+        row.say(f"params_b={value:g}: read as millions")
+    if not 0 < value <= MOST_BILLIONS:
+        raise RowError(
+            f"params_b={text[:40]!r}: want billions of parameters, above 0 and at most"
+            f" {MOST_BILLIONS:,.0f}"
+        )
+    return value
+
+
+@lru_cache(maxsize=2048)
+def _model(cells: Cells) -> tuple[Model, tuple[str, ...]]:
+    """(model, what was assumed)."""
+    said: list[str] = []
+    known = _known(cells)
+    billions = cells.billions or size_in(cells.name)
+    layers, hidden = _depth_and_width(cells, known, billions, said)
+    usual = max(1, hidden // (128 if hidden >= 2048 else 64))
+    heads = _given(cells.heads, known.heads if known else None, usual, "heads", said)
+    kv_heads = min(
+        heads, _given(cells.kv_heads, known.kv_heads if known else None, heads, "kv_heads", said)
+    )
+    seq_len = _seq_len(cells, known, said)
+    vocab = _given(
+        cells.vocab, known.vocab if known else None, _usual_vocab(cells.name), "vocab", said
+    )
+    moe = _moe(cells, known, hidden, said)
+    ffn = cells.ffn_hidden or (known.ffn_hidden if known else None)
+    if known and known.moe and known.moe.first_dense_layers:
+        ffn = known.ffn_hidden  # tables write the width of an expert here
+    values: dict[str, Any] = dict(
+        name=cells.name or "model", layers=layers, hidden=hidden, heads=heads
+    )
+    values |= dict(
+        kv_heads=kv_heads,
+        vocab=vocab,
+        max_seq_len=seq_len,
+        moe=moe,
+        head_dim=max(1, hidden // heads),
+    )
+    if known:
+        values |= dict(head_dim=known.head_dim or max(1, hidden // heads), mla=known.mla)
+        model = _build(values, ffn or known.ffn_hidden, known.gated, known.tied, known.position)
+    else:
+        model = _nearest(values, ffn, cells, billions)
+        if ffn is None and moe is None:
+            said.append(f"ffn_hidden={model.ffn_hidden}")
+    return model, tuple(said)
+
+
+def _known(cells: Cells) -> Shape | None:
+    """The published shape of the row's name, unless its cells are those of another model."""
+    known = known_shape(cells.name)
+    if known is None or cells.hidden not in (None, known.hidden):
+        return None
+    if cells.billions and cells.layers is None and not 0.5 < cells.billions / _size(known) < 2:
+        return None  # the name's family in another size
+    return known
+
+
+@lru_cache(maxsize=256)
+def _size(shape: Shape) -> float:
+    """Billions of parameters of a published shape."""
+    head_dim = shape.head_dim or shape.hidden // shape.heads
+    values: dict[str, Any] = dict(
+        name="", layers=shape.layers, hidden=shape.hidden, heads=shape.heads, moe=shape.moe
+    )
+    values |= dict(
+        kv_heads=shape.kv_heads, vocab=shape.vocab, max_seq_len=shape.seq_len, head_dim=head_dim
+    )
+    return _build(values | {"mla": shape.mla}, *_kind(shape)).parameters / 1e9
+
+
+def _kind(shape: Shape) -> tuple[int, bool, bool, Position]:
+    return shape.ffn_hidden, shape.gated, shape.tied, shape.position
+
+
+def _given(cell: int | None, known: int | None, default: int, name: str, said: list[str]) -> int:
+    if cell is not None:
+        return cell
+    value = known or default
+    said.append(f"{name}={value}")
+    return value
+
+
+def _depth_and_width(
+    cells: Cells, known: Shape | None, billions: float | None, said: list[str]
+) -> tuple[int, int]:
+    layers = cells.layers or (known.layers if known else None)
+    hidden = cells.hidden or (known.hidden if known else None)
+    if layers is None or hidden is None:
+        if billions is None:
+            billions = _usual_size(layers, hidden)
+        if billions is None:
+            raise RowError(
+                f"layers is blank, and neither model={cells.name[:40]!r} nor params_b says the"
+                " shape"
+            )
+        _, usual_layers, width = min(LADDER, key=lambda one: abs(math.log(one[0] / billions)))
+        table = (cells.vocab or _usual_vocab(cells.name)) * (hidden or width)
+        blocks = (
+            max(billions * 1e9 / 2, billions * 1e9 - table) / 12
+        )  # about 12 layers hidden^2, and the token table
+        if hidden is None:
+            exact = math.sqrt(blocks / (layers or usual_layers))
+            step = 128 if exact < 2560 else 512 if exact < 8192 else 1024
+            hidden = step * max(1, round(exact / step))
+        layers = layers or min(1024, max(1, round(blocks / hidden**2)))
+    if cells.layers is None:
+        said.append(f"layers={layers}")
+    if cells.hidden is None:
+        said.append(f"hidden={hidden}")
+    return layers, hidden
+
+
+def _usual_size(layers: int | None, hidden: int | None) -> float | None:
+    """Billions of parameters of usual models that are as wide, or as deep; None where neither is
+    known."""
+    if hidden:
+        one = min(LADDER, key=lambda one: abs(math.log(one[2] / hidden)))
+        return one[0] * (hidden / one[2]) ** 2  # as deep
+    return min(LADDER, key=lambda one: abs(math.log(one[1] / layers)))[0] if layers else None
+
+
+def _seq_len(cells: Cells, known: Shape | None, said: list[str]) -> int:
+    usual = 2048 if PLAIN.search(canonical(cells.name)) else 4096
+    return _given(cells.seq_len, known.seq_len if known else None, usual, "seq_len", said)
+
+
+def _usual_vocab(name: str) -> int:
+    """Megatron's padded GPT-2 vocabulary, or that of the first two Llamas."""
+    return 32000 if GATED.search(canonical(name)) else 51200
+
+
+def _moe(cells: Cells, known: Shape | None, hidden: int, said: list[str]) -> Moe | None:
+    listed = known.moe if known else None
+    experts = cells.experts or (listed.experts if listed else 0)
+    if experts <= 1:
+        return None
+    if cells.experts is None:
+        said.append(f"experts={experts}")
+    top_k = _given(
+        cells.topk, listed.top_k if listed else None, 2 if experts <= 16 else 8, "topk", said
+    )
+    if top_k > experts:
+        said.append(f"topk={experts} of {top_k}: as many as experts")
+        top_k = experts
+    width = cells.moe_ffn or (listed.ffn_hidden if listed else None)
+    if width is None:
+        width = cells.ffn_hidden or 4 * hidden
+        said.append(f"moe_ffn={width}")
+    shared, dense = (listed.shared_ffn_hidden, listed.first_dense_layers) if listed else (0, 0)
+    if cells.layers is not None and dense >= cells.layers:
+        return None  # cut down to its dense layers
+    return Moe(
+        experts=experts,
+        top_k=top_k,
+        ffn_hidden=width,
+        shared_ffn_hidden=shared,
+        first_dense_layers=dense,
+    )
+
+
+def _nearest(
+    values: dict[str, Any], ffn: int | None, cells: Cells, billions: float | None
+) -> Model:
+    """A gated or plain MLP, a tied or untied head: what the name says, or what comes nearest to the
+    stated size."""
+    hidden = values["hidden"]
+    word = canonical(cells.name)
+    usual = {"gated": 256 * max(1, round(8 * hidden / 3 / 256)), "plain": 4 * hidden}
+    likely = "gated" if GATED.search(word) else "plain" if PLAIN.search(word) else ""
+    if not likely:  # shared keys and odd widths came with gated MLPs
+        gated = (
+            values["moe"] is not None
+            or values["kv_heads"] < values["heads"]
+            or ffn not in (None, 4 * hidden)
+        )
+        likely = "gated" if gated else "plain"
+    kinds = (likely, "plain" if likely == "gated" else "gated")
+    found = []
+    for kind in kinds:
+        for tied in (kind == "plain", kind == "gated"):
+            position: Position = (
+                "rope"
+                if kind == "gated"
+                else "learned"
+                if values["max_seq_len"] <= 1 << 17
+                else "none"
+            )
+            found.append(_build(values, ffn or usual[kind], kind == "gated", tied, position))
+    if not billions:
+        return found[0]
+    usual_kind = min(found[:2], key=lambda model: abs(model.parameters / 1e9 - billions))
+    if abs(usual_kind.parameters / 1e9 / billions - 1) < _CLOSE:
+        return usual_kind
+    return min(found, key=lambda model: abs(model.parameters / 1e9 - billions))
+
+
+def _build(values: dict[str, Any], ffn: int, gated: bool, tied: bool, position: Position) -> Model:
+    model = Model(
+        **values,
+        norm="rms" if gated else "layer",
+        mlp="gated" if gated else "plain",
+        activation="silu" if gated else "gelu",
+        bias=not gated,
+        ffn_hidden=ffn,
+        norm_eps=1e-5,
+        position=position,
+        rope_theta=1e4,
+        tied_embeddings=tied,
+        causal=not re.search(r"bert\b|bert-", canonical(values["name"])),
+        parameters=0,
+        source="table",
+    )
+    return structs.replace(model, parameters=parameter_count(model))

@@ -1,0 +1,94 @@
+"""Published training runs: the presets' steps, and what whole trainings cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from orchestrator.accuracy.reproduce import published as pub
+from orchestrator.cost.model.layers import resolve
+from orchestrator.plan.flops import model_flops_per_token
+
+from .rows import Plans, Row, Section
+
+
+def sections(plans: Plans, experiments: Sequence[str]) -> Iterator[Section]:
+    rows = []
+    sources = []
+    for name in experiments:
+        plan = plans.plan(f"experiment={name}")
+        config = plans.config(f"experiment={name}")
+        assert config.experiment is not None
+        said = config.experiment
+        gib = 1 << 30
+        sd = plan.time.sd
+        rows.append(Row(name, plan.time.step_s, said.step_s, "s", "a step", 0.10, sd=sd))
+        rows.append(Row(name, 100 * plan.mfu, None, "%", "MFU, ours", sd=sd))
+        rows.append(
+            Row(
+                name,
+                plan.memory.total / gib,
+                plan.memory.capacity / gib,
+                "GiB",
+                "fullest GPU, of",
+                bound="less",
+                sd=plan.memory.sd,
+            )
+        )
+        sources.append(f"`{name}`: {said.published} ({said.source})")
+    yield Section(
+        "Published runs: `orch plan +experiment=NAME`",
+        "conf/experiment:\n\n- " + "\n- ".join(sources),
+        rows,
+        "Steps as printed, or as they follow from the printed FLOP/s. MFU is ours alone: by this"
+        " project's count (causal attention once, recomputation not counted), which is not the one"
+        " of those who published theirs.",
+        "ZeRO's software is a family that no measured run was fitted to; Llama 3's has a factor of"
+        " 1.02 from its run on 8,192 GPUs, which is not above. DeepSeek-V3 routes a token to at"
+        " most four nodes, sends it in 8 bits and predicts one more token, none of which is"
+        " modelled.",
+    )
+    yield _flops(plans)
+
+
+def _flops(plans: Plans) -> Section:
+    rows = []
+    for name, (theirs, tokens, source) in pub.TRAINING.items():
+        config = plans.config(f"model={name}")
+        model = resolve(config.model)
+        rows.append(
+            Row(
+                f"{name}, 6 N D ({source})",
+                6 * model.parameters * tokens,
+                theirs,
+                "FLOP",
+                within=0.01,
+            )
+        )
+        counted = model_flops_per_token(model, config.model.max_seq_len) * tokens
+        rows.append(
+            Row(
+                f"{name}, with attention, without the token table",
+                counted,
+                theirs,
+                "FLOP",
+                within=0.06,
+            )
+        )
+    plan = plans.plan("experiment=deepseek_v3")
+    hours = pub.DEEPSEEK_TOKENS / plan.tokens_per_s_per_gpu / 3600
+    rows.append(
+        Row(
+            f"DeepSeek-V3, 14.8 T tokens ({pub.DEEPSEEK_SOURCE})",
+            hours / 1e6,
+            pub.DEEPSEEK_HOURS / 1e6,
+            "M hours",
+            sd=plan.time.sd,
+        )
+    )
+    return Section(
+        "What trainings cost",
+        "as named in each row",
+        rows,
+        "Parameters by `parameter_count`, FLOPs by `orchestrator/plan/flops.py`, hours by the"
+        " preset `deepseek_v3`.",
+    )

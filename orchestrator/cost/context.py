@@ -1,0 +1,144 @@
+"""The hub of all costs: one model on one cluster, with everything that the costs of its layouts
+share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from msgspec import UNSET, structs
+
+from orchestrator.cost.time.compute import Compute, micro_batch_compute
+from orchestrator.cost.time.imbalance import load_factor, spread_name
+from orchestrator.cost.time.step_time import Work, step_work
+from orchestrator.plan.document import Cluster, Matmul, Model, Parallel, Train
+from orchestrator.plan.expert_mesh import expert_mesh
+
+from .dual import Number
+from .path_cache import PathCache
+from .profile import Profile, shipped
+from .rates import Rates, rates
+from .software import SOFTWARE, Software
+
+
+class CostContext:
+    """One model on one cluster: what the costs of all layouts share, computed once."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: Model,
+        train: Train,
+        path_cache: PathCache | None = None,
+        *,
+        matmul: Matmul = "",
+        software: Software = SOFTWARE["orch"],
+        profile: Profile | None = None,
+        imbalance: float | None = None,
+        assumed: Mapping[str, float] | None = None,
+        state: str = "",
+        **job: Any,
+    ):
+        """`path_cache`: the cluster's, if there is one already. `job`: task and slow_fabric, as
+        `rates` takes them. imbalance: of experts' ranks, where it is given; assumed: values of the
+        profile that a plan's was made of, where they are not this one's."""
+        self.cluster = cluster
+        self.model = model
+        self.train = train
+        self.software = software
+        self.matmul = matmul
+        self.profile = profile or shipped()
+        self.job = job
+        self.imbalance = imbalance
+        self.assumed = assumed or self.profile.values
+        self.state = state
+        self.path_cache = path_cache or PathCache(cluster)
+        self.level_names = [level.name for level in cluster.levels]
+        #: True if the job takes the first nodes of the cluster; otherwise it may take any.
+        self.nodes_are_chosen = False
+        self._compute: dict[tuple[object, ...], Compute] = {}
+        #: the training keys with each recomputation mode
+        self.trains = {
+            mode: structs.replace(train, recompute=mode) for mode in ("none", "selective", "full")
+        }
+
+    @cached_property
+    def rate(self) -> Rates:
+        return self.rates(self.profile.values)
+
+    def rates(self, values: Mapping[str, Number]) -> Rates:
+        name = self.model.moe and spread_name(self.model.moe)
+        spread = values[name] / self.assumed[name] if name else 1.0
+        options: dict[str, Any] = {"expert_spread": spread, **self.job}
+        return rates(
+            self.cluster, values, self.train.precision, self.software, self.matmul, **options
+        )
+
+    def balanced(self, parallel: Parallel) -> Parallel:
+        """`parallel` with the load of its fullest expert rank, as given or as the profile says."""
+        moe = self.model.moe
+        if moe is None or expert_mesh(parallel).ep == 1:
+            return parallel
+        factor = self.imbalance or load_factor(
+            self.model, parallel, self.profile.values[spread_name(moe)]
+        )
+        return structs.replace(
+            parallel, expert_imbalance=UNSET if factor == 1 else float(f"{factor:.4g}")
+        )
+
+    def on(self, cluster: Cluster, path_cache: PathCache | None = None) -> CostContext:
+        """The same job on another cluster."""
+        options: dict[str, Any] = {
+            "matmul": self.matmul,
+            "software": self.software,
+            "profile": self.profile,
+        }
+        options |= {"imbalance": self.imbalance, "assumed": self.assumed, "state": self.state}
+        return CostContext(cluster, self.model, self.train, path_cache, **options, **self.job)
+
+    def training(self, train: Train) -> CostContext:
+        """The same job with its training keys resolved."""
+        other = copy.copy(self)
+        other.train = train
+        return other
+
+    def work(self, parallel: Parallel, train: Train, rate: Rates | None = None) -> Work:
+        per_node = self.cluster.gpus_per_node
+        compute = None if rate else self.compute(parallel)
+        return step_work(
+            self.model,
+            parallel,
+            train,
+            rate or self.rate,
+            self.software,
+            per_node,
+            compute,
+            self.cluster,
+            self.state,
+        )
+
+    def compute(self, parallel: Parallel) -> Compute:
+        """Compute of a micro-batch, once for all layouts that give a GPU equal shards of it."""
+        tokens = parallel.micro_batch_size / parallel.cp
+        ring = parallel.cp_method == "ring"
+        experts = *expert_mesh(parallel)[:2], parallel.expert_imbalance
+        key = (
+            parallel.tp,
+            experts,
+            parallel.sp,
+            tokens,
+            parallel.cp if ring else min(parallel.cp, 2),
+        )
+        if key not in self._compute:
+            self._compute[key] = micro_batch_compute(
+                self.model, parallel, self.train, self.rate, self.software
+            )
+        return self._compute[key]
+
+    def with_chosen_nodes(self) -> CostContext:
+        """The same context for a job whose nodes are chosen: the first ones of the cluster."""
+        other = copy.copy(self)
+        other.nodes_are_chosen = True
+        return other

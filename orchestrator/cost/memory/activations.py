@@ -1,0 +1,524 @@
+"""Activation bytes, tensor by tensor, as the trainer's autograd keeps them for backward; and the
+logits at the loss.
+
+With the paper's `Kernels` a layer's sum is that of Korthikanti et al. (arXiv 2205.05198, equations
+1 to 4), which tests check; with the trainer's, it is what its storages were measured to hold
+(docs/accuracy.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Literal
+
+from msgspec import Struct
+
+from orchestrator.cost.memory import latents_and_experts
+from orchestrator.cost.model.layers import DTYPE_BYTES, layer_groups, sample_layers
+from orchestrator.cost.model.stages import held_layers, rank_stages, splits_backward, stage_range
+from orchestrator.cost.time.layer_traffic import boundary_bytes
+from orchestrator.cost.time.pipeline import in_flight
+from orchestrator.cost.time.recomputed import shares_inputs
+from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.expert_capacity import mlp_width, taken_choices
+from orchestrator.plan.expert_mesh import fullest
+from orchestrator.plan.flops import layer_moe, prediction_blocks
+from orchestrator.plan.offload import offload_of
+from orchestrator.plan.schedules import TABLE, schedule_of
+
+from .deferred_weight_gradients import WHOLE_AT_PEAK, DeferredGradients, Layers, bytes_of_stage
+from .moments import OneStage
+from .offloaded_inputs import back_bytes, input_bytes, inputs_of
+from .recomputed_by_others import every_second_product, repeated_modules
+from .unequal_stages import unequal_peak
+
+#: Searched schedules use all memory they may: this many times as much as 1F1B's first rank, on
+#: every rank (ZB-1p and ZB-2p of arXiv 2401.10241, section 5.3).
+LIMITS = {"zb_h1": 1, "zb_h2": 2}
+LOSS_CHUNK = 1 << 24  # logits that the loss converts to fp32 at a time
+
+
+#: What selective recomputation drops. orch: norms, activations and the last product of each half of
+#: a layer, as this project's trainer does; core: attention scores (Korthikanti et al., section 5),
+#: and where there are experts or latent attention what Megatron-Core's modules of those models
+#: repeat; ops: all but fused attention and every second matrix product (torchtitan's selective
+#: checkpointing by operation); alternate: every second layer.
+Selective = Literal["orch", "core", "ops", "alternate"]
+
+
+class Kernels(Struct, frozen=True, kw_only=True):
+    """Which tensors the implementation keeps for backward."""
+
+    fused_attention: bool = True  # keeps softmax statistics instead of scores
+    fused_activation: bool = False  # the gated activation keeps only its two inputs
+    # a compiler computes outputs of norms and activations again, where no gather precedes
+    compiled: bool = False
+    keep_gathered: bool = False  # with SP, keep gathered matmul inputs, not gather again
+    keep_sent: bool = True  # keep a stage's output until its gradient arrives, and queued inputs
+    in_transfer: bool = False  # keep what is being sent and received, and no more
+    inside_backward: bool = False  # count gradients inside a layer while its backward runs
+    selective: Selective = "orch"
+    dropout: bool = (
+        False  # dropout, even where the model does not say so: a default of the software
+    )
+    fills_limit: bool = (
+        False  # split backwards come as a search placed them, up to a limit of whole micro-batches
+    )
+    copied_heads: bool = (
+        False  # queries, keys and values are kept as projected and as attention reads them
+    )
+    expert_outputs: bool = (
+        True  # outputs of experts are kept, to be weighted; else weights come before them
+    )
+    narrow_activation: bool = (
+        False  # experts' activations keep their inputs as narrow as products do
+    )
+    shared_inputs: bool = (
+        False  # tensor-parallel ranks share the inputs of recomputed layers (ZeRO-R's Pa)
+    )
+    wide_shards: bool = (
+        False  # shards of what is gathered again are kept as they are, not as narrow as products
+    )
+    trainer: str = (
+        ""  # "cpu", "cuda": latent attention and experts are this project's trainer's, there
+    )
+    product_width: float | None = (
+        None  # bytes of a matrix product's input, where narrower than the tensor
+    )
+    loss_width: float | None = (
+        None  # bytes of a logit at the peak of the loss; None: the trainer's loss by chunks
+    )
+
+    @property
+    def holds_messages(self) -> bool:
+        """A hidden state or gradient that a pipeline rank has received and not used yet, or is
+        sending."""
+        return self.keep_sent or self.in_transfer
+
+
+#: Bytes of an element that the trainer keeps for a matrix product in 8 bits, scales of 128 elements
+#: included.
+_NARROW = {"fp8_tensor": 1.0, "fp8_block": 1 + 4 / 128}
+
+
+def trainer_kernels(
+    model: Model, parallel: Parallel, device: str = "cuda", matmul: str = ""
+) -> Kernels:
+    """What this project's trainer keeps. Over gloo, on CPUs, stages receive early, so what was sent
+    is held longer."""
+    return Kernels(
+        fused_attention=fuses_attention(model, parallel),
+        fused_activation=True,
+        keep_gathered=parallel.sp
+        and splits_backward(parallel),  # a deferred weight gradient needs the whole input
+        keep_sent=device == "cpu",
+        in_transfer=True,
+        inside_backward=True,
+        product_width=_NARROW.get(matmul),
+        wide_shards=True,
+        trainer=device,
+    )
+
+
+def fuses_attention(model: Model, parallel: Parallel) -> bool:
+    """Whether the trainer's attention is fused: not with dropout, except that context parallelism
+    recomputes blocks."""
+    return not model.dropout or parallel.cp > 1
+
+
+def layer_activations(
+    model: Model, layer: int, tokens: float, parallel: Parallel, train: Train, kernels: Kernels
+) -> dict[str, float]:
+    """Bytes that one layer keeps for backward, by tensor. tokens: of one micro-batch on this rank,
+    b * s / cp."""
+    width = DTYPE_BYTES[train.precision]
+    tp = parallel.tp
+    rows = tp if parallel.sp else 1  # shards of the sequence between the blocks
+    gathered = 1 if kernels.keep_gathered else rows
+    product = width if kernels.wide_shards and gathered > 1 else kernels.product_width or width
+    ours = bool(kernels.trainer)
+    moe = layer_moe(model, layer)
+    halves = (
+        (model.mla is None) + (moe is None) if ours else 2
+    )  # latents and experts are counted where they are
+    products = 0.0 if kernels.compiled and tp == 1 else halves * model.hidden * product / gathered
+    kept = {
+        "norm inputs": 2 * model.hidden * width / rows,
+        "matmul inputs": products,
+        **_attention(model, parallel, train, kernels, width),
+        **_mlp(model, layer, parallel, train, kernels, width, gathered),
+    }
+    if model.dropout or kernels.dropout:
+        kept["dropout masks"] = 2 * model.hidden / rows
+    return {name: size * tokens for name, size in kept.items()}
+
+
+def _attention(
+    model: Model, parallel: Parallel, train: Train, kernels: Kernels, width: int
+) -> dict[str, float]:
+    """Bytes per token of queries, keys, values, attention output and softmax."""
+    tp = parallel.tp
+    heads = model.heads / tp
+    kv_heads = max(1.0, model.kv_heads / tp)
+    kept = {"attention": (heads + 2 * kv_heads) * model.head_dim * width}
+    kept["attention output"] = out = heads * model.head_dim * width
+    if model.qk_norm and kernels.trainer:
+        kept["head norms"] = (heads + kv_heads) * model.head_dim * width
+    if model.mla is not None:
+        m = model.mla
+        elements = heads * (2 * (m.qk_nope_head_dim + m.qk_rope_head_dim) + m.v_head_dim)
+        kept["attention"] = (elements + m.q_lora_rank * 2 + m.kv_lora_rank * 2) * width
+        kept["attention output"] = out = heads * m.v_head_dim * width
+        if kernels.trainer:
+            kept = latents_and_experts.latent_attention(model, m, parallel, train)
+    if parallel.cp > 1 and parallel.cp_method == "ulysses":
+        kept["attention output"] *= 2  # before and after the all-to-all
+    if kernels.copied_heads:
+        kept["projected heads"] = kept["attention"]
+    if kernels.product_width:
+        kept["attention output, narrow"] = (
+            out / width * kernels.product_width
+        )  # attention itself reads the wide one
+    if kernels.fused_attention:
+        kept["softmax statistics"] = 4 * heads
+    else:
+        # softmax output and the dropped-out copy that multiplies the values; with dropout a mask of
+        # one byte
+        kept["attention scores"] = (
+            heads * train.seq_len * (2 * width + (1 if model.dropout or kernels.dropout else 0))
+        )
+    return kept
+
+
+def _mlp(
+    model: Model,
+    layer: int,
+    parallel: Parallel,
+    train: Train,
+    kernels: Kernels,
+    width: int,
+    gathered: int,
+) -> dict[str, float]:
+    """Bytes per token: inputs and output of the activation, input of the down projection, routed
+    tokens."""
+    copies = (
+        2 if model.mlp == "plain" else (3 if kernels.fused_activation else 4)
+    ) - kernels.compiled
+    product = kernels.product_width or width  # the last copy is the down projection's input
+    if (moe := layer_moe(model, layer)) is None:
+        return {"mlp": model.ffn_hidden * ((copies - 1) * width + product) / parallel.tp}
+    if kernels.trainer:
+        return latents_and_experts.experts(model, moe, parallel, train, kernels.trainer)
+    load = fullest(parallel)
+    ffn = mlp_width(model, moe, train.seq_len, load)
+    taken = taken_choices(moe, train.seq_len) * load
+    routed = (
+        taken * model.hidden * (product + width * kernels.expert_outputs) / gathered
+    )  # experts' inputs, outputs
+    mlp = (
+        ffn
+        * ((copies - 1) * (product if kernels.narrow_activation else width) + product)
+        / parallel.tp
+    )
+    return {"mlp": mlp, "routed tokens": routed, "router": 8 * moe.experts}
+
+
+class ActivationBytes(Struct, frozen=True):
+    """Bytes of one layer and micro-batch."""
+
+    stored: float  # from its forward to its backward
+    recomputing: float  # further bytes while the layer is recomputed
+
+
+def layer_activation_bytes(
+    model: Model,
+    layer: int,
+    tokens: float,
+    parallel: Parallel,
+    train: Train,
+    kernels: Kernels,
+    mode: str,
+) -> ActivationBytes:
+    """Bytes of a layer with a recomputation mode, without inputs that are away; `back_bytes`
+    are."""
+    found = _with_inputs(model, layer, tokens, parallel, train, kernels, mode)
+    away = inputs_of(model, layer, train, mode)
+    return ActivationBytes(
+        found.stored - away * input_bytes(model, parallel, train), found.recomputing
+    )
+
+
+def _with_inputs(
+    model: Model,
+    layer: int,
+    tokens: float,
+    parallel: Parallel,
+    train: Train,
+    kernels: Kernels,
+    mode: str,
+) -> ActivationBytes:
+    """Bytes of a layer with a recomputation mode, wherever its input is.
+
+    The trainer's selective keeps both inputs of the layer's halves, all matrix products but the
+    last of each half, and fused attention. Full keeps the layer's input. A recomputed layer holds
+    the gathered sequence.
+    """
+    tensors = layer_activations(model, layer, tokens, parallel, train, kernels)
+    everything = sum(tensors.values())
+    boundary = boundary_bytes(model, parallel, train)
+    if mode == "none":
+        return ActivationBytes(everything, 0.0)
+    if mode == "selective" and kernels.selective == "core":
+        repeated = 0.0
+        if model.mla is not None or layer_moe(model, layer) is not None:
+            product = kernels.product_width or DTYPE_BYTES[train.precision]
+            repeated = repeated_modules(model, layer, tokens, parallel, train, product, tensors)
+        return ActivationBytes(
+            everything - tensors.get("attention scores", 0.0) - repeated, repeated
+        )
+    rows = parallel.tp if parallel.sp and not kernels.keep_gathered else 1
+    everything += tensors["matmul inputs"] * (rows - 1)
+    moe, mla = (layer_moe(model, layer), model.mla) if kernels.trainer else (None, None)
+    shared = shares_inputs(parallel, train)  # a gathered input is among the buffers
+    if mode == "full":
+        if shared:
+            return ActivationBytes(boundary / parallel.tp, everything - boundary)
+        kept = boundary / parallel.tp if kernels.shared_inputs and not parallel.sp else boundary
+        if moe is not None:
+            everything += tokens * latents_and_experts.results_of_experts(
+                model, moe, parallel, train, (tensors["mlp"] + tensors["shared input"]) / tokens
+            )
+        return ActivationBytes(kept, everything - kept)
+    if kernels.selective == "alternate":
+        return ActivationBytes((everything + boundary) / 2, everything - boundary)
+    if kernels.selective == "ops":
+        stored = (
+            boundary
+            + every_second_product(model, layer, tokens, parallel, train)
+            + tensors["attention output"]
+        )
+        stored = min(everything, stored + tensors.get("softmax statistics", 0.0))
+        return ActivationBytes(stored, everything - stored)
+    halves = 1 if moe is not None else 2  # that are recomputed: experts keep all
+    stored = everything - tensors["matmul inputs"] * rows - tensors["norm inputs"] + 2 * boundary
+    saved = halves * boundary * (1 - 1 / parallel.tp) if shared else 0.0
+    width = DTYPE_BYTES[train.precision]
+    others = 2 if model.mlp == "gated" else 1
+    narrow = kernels.product_width or width
+    if halves == 2:
+        stored -= (
+            tensors["mlp"] * narrow / (others * width + narrow)
+        )  # the input of the down projection
+    stored -= tensors.get("attention scores", 0.0) + tensors.get("head norms", 0.0)
+    fused = parallel.cp == 1 and kernels.fused_attention
+    if not fused:
+        stored -= tensors["attention output"] + tensors.get("softmax statistics", 0.0)
+    if mla is not None:
+        stored -= (
+            tensors["latent inputs"] + tensors["attention"] + tensors["attention output"] * fused
+        )
+        stored += tokens * latents_and_experts.selective_latent_attention(
+            model, mla, parallel, train, fused
+        )
+    return ActivationBytes(stored - saved, everything - stored)
+
+
+def activations(
+    model: Model, parallel: Parallel, train: Train, kernels: Kernels | None = None
+) -> list[float]:
+    """Peak activation bytes of each pipeline rank, logits included."""
+    kernels = kernels or trainer_kernels(model, parallel)
+    kept = bytes_of_layers(model, parallel, train, kernels)
+    last = len(parallel.stage_layers) - 1
+    head = head_bytes(model, parallel, train, kernels)
+    stage = stage_bytes(model, parallel, train, kernels)
+    result = []
+    split = splits_backward(parallel) and not kernels.fills_limit
+    deferred = DeferredGradients(model, parallel, train) if split else None
+    held = in_flight(parallel)
+    messages = parallel.pp > 1 and kernels.holds_messages
+    boundary = boundary_bytes(model, parallel, train) if messages else 0.0
+    ahead = ahead_bytes(model, parallel, train, head)
+    if kernels.fills_limit and parallel.schedule in LIMITS:
+        held = [min(parallel.micro_batches, LIMITS[parallel.schedule] * parallel.pp)] * parallel.pp
+
+    schedule = (
+        schedule_of(parallel)
+        if parallel.schedule == TABLE
+        else (parallel.schedule, parallel.pp, parallel.micro_batches, parallel.vpp)
+    )
+
+    def layers_in(ranges: Sequence[range]) -> list[Layers]:
+        groups = [
+            (n, kind, kept(kind, mode)) for kind, mode, n in layer_groups(model, train, ranges) if n
+        ]
+        more = ahead if any(part.stop > model.layers for part in ranges) else 0.0
+        return [
+            (n, kind, one.stored, one.recomputing + more * (one.recomputing > 0))
+            for n, kind, one in groups
+        ]
+
+    def stored_in(index: int, layers: Sequence[Layers]) -> float:
+        part = stage_range(parallel, index)
+        received = (
+            received_input_bytes(model, parallel, train, kernels, part) if part.start else 0.0
+        )
+        return sum(n * own for n, _, own, _ in layers) + stage[index == last] + received
+
+    for rank, (stages, in_flight_count) in enumerate(zip(rank_stages(parallel), held, strict=True)):
+        each = [layers_in([held_layers(model, parallel, index)]) for index in stages]
+        stored = [stored_in(index, layers) for index, layers in zip(stages, each, strict=True)]
+        parts = [
+            bytes_of_stage(layers, one, head if index == last else 0.0, deferred)
+            for index, layers, one in zip(stages, each, stored, strict=True)
+        ]
+        sent = (1 if stages == (last,) else 2) * boundary  # the last stage receives no gradient
+        if len(set(parts)) > 1:
+            result.append(unequal_peak(schedule, rank, stages, parts) + sent)
+            continue
+        layers = layers_in([held_layers(model, parallel, index) for index in stages])
+        ends = last in stages
+        if deferred:
+            count = len(stages)
+            mean = sum(stored) / len(stages)
+            result.append(
+                deferred.peak(rank, in_flight_count, mean, count, layers, head if ends else None)
+                + sent
+            )
+            continue
+        recomputing = [more for *_, more in layers]
+        heads = head * logits_in_flight(parallel.schedule, parallel.micro_batches) if ends else 0.0
+        extra = max(0.0, *recomputing, head * ends) + max(0.0, heads - head)
+        # a layer is recomputed when its output was sent: of the two messages the gradient is there
+        extra = extra + sent if kernels.keep_sent else max(extra + boundary, sent)
+        result.append(sum(stored) / len(stages) * in_flight_count + extra)
+    back = (back_bytes(model, parallel, train, stages) for stages in rank_stages(parallel))
+    return [one + more for one, more in zip(result, back, strict=True)]
+
+
+def bytes_of_layers(
+    model: Model, parallel: Parallel, train: Train, kernels: Kernels
+) -> Callable[..., ActivationBytes]:
+    """Bytes of a layer by kind (0: dense, 1: with experts) and recomputation mode, each computed
+    once."""
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    kinds = sample_layers(model)
+
+    @cache
+    def of(kind: int, mode: str) -> ActivationBytes:
+        layer = kinds[kind]
+        assert layer is not None
+        return layer_activation_bytes(model, layer, tokens, parallel, train, kernels, mode)
+
+    return of
+
+
+def kept_of_one_stage(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> OneStage:
+    """Activation bytes where the whole model is one stage."""
+    of = bytes_of_layers(model, parallel, train, kernels)
+    whole = model.layers + prediction_blocks(model)
+    groups = [
+        (n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, [range(whole)]) if n
+    ]
+    head = head_bytes(model, parallel, train, kernels)
+    again = max(one.recomputing for _, one in groups)
+    ahead = ahead_bytes(model, parallel, train, head) if again else 0.0
+    back = back_bytes(model, parallel, train, (0,))
+    return OneStage(
+        sum(n * one.stored for n, one in groups)
+        + stage_bytes(model, parallel, train, kernels)[1]
+        + back,
+        head,
+        again + ahead,
+        max(one.stored + one.recomputing for _, one in groups) + ahead,
+    )
+
+
+def logits_in_flight(schedule: str, micro_batches: int) -> int:
+    """Micro-batches whose logits the last stage holds: all where forwards precede all backwards."""
+    return micro_batches if schedule == "afab" else 1
+
+
+def backward_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
+    """Temporary bytes of a layer's backward: gradients inside its MLP, beyond what this sets free.
+    Where one kernel has all experts, the weights of choices, in fp32, widen the gradient of what
+    they multiply and a product with it."""
+    if not kernels.inside_backward:
+        return 0.0
+    moe = model.moe
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    ffn = mlp_width(model, moe, train.seq_len, fullest(parallel))
+    if sample_layers(model)[0] is not None:
+        ffn = max(ffn, model.ffn_hidden)
+    found = (2 if model.mlp == "gated" else 1) * ffn
+    if moe is not None and kernels.trainer == "cuda" and train.precision == "bf16":
+        found = max(
+            found, 5 * taken_choices(moe, train.seq_len) * moe.ffn_hidden * fullest(parallel)
+        )
+    return found * tokens / parallel.tp * DTYPE_BYTES[train.precision]
+
+
+def received_input_bytes(
+    model: Model, parallel: Parallel, train: Train, kernels: Kernels, layers: range
+) -> float:
+    """Bytes of the input of a stage that begins inside the model, beyond what its first layer
+    keeps: the stage holds it until its gradient is sent back, so sharing it or putting it away
+    saves nothing."""
+    away = bool(offload_of(train).activations)
+    if not layers or not (away or shares_inputs(parallel, train)):
+        return 0.0
+    mode = train.recompute_layers[layers[0]] if train.recompute == "budget" else train.recompute
+    kept = mode == "full" or (mode == "selective" and kernels.selective == "orch")
+    share = 0.0 if away else 1 / parallel.tp
+    return boundary_bytes(model, parallel, train) * (1 - share) if kept else 0.0
+
+
+def stage_bytes(
+    model: Model, parallel: Parallel, train: Train, kernels: Kernels
+) -> tuple[float, float]:
+    """Bytes of one micro-batch outside its layers, in (an inner stage, the last stage): rotary
+    tables, sent output."""
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    tables = 4 * model.head_dim * tokens if model.position == "rope" else 0.0
+    return tables + boundary_bytes(model, parallel, train) * kernels.keep_sent, tables
+
+
+def head_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
+    """Bytes that the last stage keeps outside its layers: final norm, input of the output
+    projection, logits. Those of further predictions, too, and inputs of their two norms and of
+    their projection."""
+    width = DTYPE_BYTES[train.precision]
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    rows = parallel.tp if parallel.sp else 1
+    gathered = 1 if kernels.keep_gathered else rows
+    hidden = (
+        model.hidden * width * (1 / rows + 1 / gathered)
+    )  # inputs of norm and output projection
+    one = hidden + width * -(-model.vocab // parallel.tp)
+    ahead = prediction_blocks(model)
+    return tokens * (one + ahead * (one + 3 * model.hidden * width / rows))
+
+
+def ahead_bytes(model: Model, parallel: Parallel, train: Train, head: float) -> float:
+    """Bytes that are there, beside a layer's own, while the last block that predicts further tokens
+    is recomputed: of states outside it, its token and both together, and of `head` (`head_bytes`)
+    what the blocks before it keep."""
+    if not (ahead := prediction_blocks(model)):
+        return 0.0
+    return (5 + ahead) * boundary_bytes(model, parallel, train) + head * (ahead - 1) / (ahead + 1)
+
+
+def loss_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
+    """Temporary bytes of the loss: fp32 logits of a chunk, and in backward the logits' gradient."""
+    logits = (
+        parallel.micro_batch_size * train.seq_len / parallel.cp * -(-model.vocab // parallel.tp)
+    )
+    if kernels.loss_width is not None:
+        return logits * (kernels.loss_width - DTYPE_BYTES[train.precision])
+    width = DTYPE_BYTES[train.precision]
+    chunk = 4 * min(LOSS_CHUNK, logits)
+    most = width * logits + 2 * chunk if width < 4 else max(chunk, width * logits)
+    # a split backward keeps the gradient: `DeferredGradients` counts it
+    kept = splits_backward(parallel) and parallel.schedule not in WHOLE_AT_PEAK
+    return max(0.0, most - width * logits) if kept else most

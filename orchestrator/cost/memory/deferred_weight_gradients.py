@@ -1,0 +1,217 @@
+"""Bytes that a split backward keeps between an input's gradient (I) and the weights' gradient (W).
+
+Of every matrix the input and the gradient of the output stay until W (`trainer/pipeline/split.py`);
+all else that forward kept, or that was recomputed, is freed after I. Qi et al. (arXiv 2401.10241,
+section 2) call what stays M_W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+from orchestrator.cost.model.layers import DTYPE_BYTES, sample_layers
+from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.flops import layer_moe
+from orchestrator.plan.schedules import SCHEDULES, TABLE, Action, Kind, schedule_of
+
+from .unequal_stages import StageBytes
+
+#: Schedules that split backward -> forwards that a rank is ahead of its backwards for each later
+#: rank, and W that it is behind them for each earlier rank; None: counted on the schedule.
+SPLIT_BACKWARD: dict[str, int | None] = {
+    "zb_h1": 1,
+    "zb_h2": 2,
+    "zbv": None,
+    "dualpipe": None,
+    "dualpipev": None,
+}
+
+#: Of these, schedules whose backward is whole where they hold most: nothing is deferred there.
+WHOLE_AT_PEAK = ("dualpipe", "dualpipev")
+
+#: (micro-batches before their I, micro-batches between I and W) on one stage of a rank, just before
+#: an I
+Point = tuple[int, int]
+
+
+#: (number, kind as in `sample_layers`, bytes of one before its I or B, further bytes while it is
+#: recomputed)
+Layers = tuple[int, int, float, float]
+
+
+class DeferredGradients:
+    """Bytes that one micro-batch defers on one rank, and their peak over a step."""
+
+    def __init__(self, model: Model, parallel: Parallel, train: Train):
+        self.parallel = parallel
+        size = (
+            DTYPE_BYTES[train.precision] * parallel.micro_batch_size * train.seq_len / parallel.cp
+        )
+        #: by kind of layer as in `sample_layers`: (bytes kept until W, gradients computed while the
+        #: inputs are kept)
+        elements = (
+            (0.0, 0.0) if one is None else _layer(model, one, parallel.tp)
+            for one in sample_layers(model)
+        )
+        self.layers = [(size * kept, size * grads) for kept, grads in elements]
+        logits = size * -(-model.vocab // parallel.tp)
+        self.head = logits + size * model.hidden
+        self.logits = (
+            0.0 if parallel.schedule in WHOLE_AT_PEAK else logits
+        )  # their gradient at the peak
+
+    def peak(
+        self,
+        rank: int,
+        in_flight_count: int,
+        stored: float,
+        stages: int,
+        layers: Sequence[Layers],
+        head: float | None,
+    ) -> float:
+        """Peak activation bytes of a pipeline rank.
+
+        in_flight_count: as `pipeline.in_flight`; stored: bytes of one micro-batch before its I, in
+        one of the rank's `stages`; head: bytes kept by output projection and loss, None on ranks
+        without them.
+        """
+        deferred = (
+            sum(n * self.layers[kind][0] for n, kind, *_ in layers) + (self.head if head else 0.0)
+        ) / stages
+        grads = [
+            0.0 if self.parallel.schedule in WHOLE_AT_PEAK else self.layers[kind][1]
+            for _, kind, *_ in layers
+        ]
+        during_input = max(
+            (more + grad for (*_, more), grad in zip(layers, grads, strict=True)), default=0.0
+        )
+        if head is not None:
+            during_input = max(head + self.logits, self.head + during_input)
+        # in the last layer's I all others are deferred already
+        in_last = max(
+            (
+                own + more + grad - self.layers[kind][0]
+                for (_, kind, own, more), grad in zip(layers, grads, strict=True)
+            ),
+            default=0.0,
+        )
+        return max(
+            max(
+                full * stored + count * deferred + during_input,
+                (full - 1) * stored + (count + 1) * deferred + max(0.0, in_last),
+            )
+            for full, count in peak_points(
+                self.parallel, rank, in_flight_count if deferred <= stored else None
+            )
+        )
+
+    def stage(self, layers: Sequence[Layers], stored: float, head: float) -> StageBytes:
+        """As `bytes_of_stage`."""
+        whole = self.parallel.schedule in WHOLE_AT_PEAK
+        last = head > 0.0
+        during = [more + (0.0 if whole else self.layers[kind][1]) for _, kind, _, more in layers]
+        in_last = (
+            own + more - self.layers[kind][0]
+            for (_, kind, own, _), more in zip(layers, during, strict=True)
+        )
+        return StageBytes(
+            stored=stored,
+            head=head,
+            during=max(during, default=0.0),
+            deferred=sum(n * self.layers[kind][0] for n, kind, *_ in layers) + self.head * last,
+            in_head=self.logits * last,
+            head_deferred=self.head * last,
+            in_last=max(0.0, *in_last) if layers else 0.0,
+        )
+
+
+def bytes_of_stage(
+    layers: Sequence[Layers], stored: float, head: float, deferred: DeferredGradients | None
+) -> StageBytes:
+    """Of one micro-batch in one stage. stored: as in `DeferredGradients.peak`; head: bytes kept by
+    output projection and loss, 0 in other stages; deferred: where backward is split."""
+    if deferred:
+        return deferred.stage(layers, stored, head)
+    return StageBytes(stored, head, max((more for *_, more in layers), default=0.0))
+
+
+def _layer(model: Model, layer: int, tp: int) -> tuple[float, float]:
+    """Elements per token: (inputs and output gradients of all matrices, output gradients of the
+    MLP's first ones). Experts defer nothing, shared ones do."""
+    if model.mla is not None:
+        m = model.mla
+        latent = m.q_lora_rank + m.kv_lora_rank
+        heads = model.heads / tp
+        inputs = heads * m.v_head_dim + latent
+        grads = heads * (2 * (m.qk_nope_head_dim + m.qk_rope_head_dim) + m.v_head_dim) + latent
+    else:
+        inputs = model.heads / tp * model.head_dim
+        grads = inputs + 2 * max(1.0, model.kv_heads / tp) * model.head_dim
+    moe = layer_moe(model, layer)
+    width = model.ffn_hidden if moe is None else moe.shared_ffn_hidden
+    ffn = width / tp
+    read = model.hidden if width else 0
+    forward = read + (2 if model.mlp == "gated" else 1) * ffn  # gradients
+    return inputs + grads + 2 * model.hidden + read + ffn + forward, forward
+
+
+def peak_points(parallel: Parallel, rank: int, in_flight_count: int | None = None) -> list[Point]:
+    """The points of a step at which a pipeline rank may hold most.
+
+    `in_flight_count`: most micro-batches in flight, given only where none weighs more before W than
+    before I.
+    """
+    if parallel.schedule == TABLE:
+        return _highest(schedule_of(parallel).orders[rank])
+    step, (p, m) = SPLIT_BACKWARD[parallel.schedule], (parallel.pp, parallel.micro_batches)
+    if step is None:  # at the peak of these schedules nothing waits for W
+        if in_flight_count is not None:
+            return [(in_flight_count, 0)]
+        two = parallel.schedule == "dualpipe"
+        rank = min(rank, p - 1 - rank) if two else rank  # its halves mirror each other
+        if parallel.schedule in WHOLE_AT_PEAK and m >= 2 * p:
+            return _full_bidirectional(p // 2 if two else p, rank)
+        return _counted(parallel.schedule, p, min(m, 2 * p + 2 + m % 2), parallel.vpp, rank)
+    ahead = min(step * (p - 1 - rank), m)
+    behind = step * rank
+    turns = (
+        min(behind, max(0, m - 1 - ahead)),
+        min(behind, m - 1),
+    )  # in steady state, and as forwards run out
+    return sorted({(min(m, turn + ahead + 1) - turn, turn) for turn in turns}, reverse=True)
+
+
+def _full_bidirectional(half: int, depth: int) -> list[Point]:
+    """Points of `schedules.dual.script` with a full pipeline: all backwards are whole but in its
+    last two steps, in which forwards have ended and `depth` micro-batches wait for W at last."""
+    return [(2 * half + 1, 0), *((half - waiting, waiting) for waiting in range(1, depth + 1))]
+
+
+@lru_cache(maxsize=4096)
+def _counted(name: str, p: int, m: int, v: int, rank: int) -> list[Point]:
+    """Points of a schedule, cached: after a few rounds of micro-batches further ones add no new
+    points."""
+    return _highest(SCHEDULES[name].order(rank, p, m, v))
+
+
+def _highest(order: Iterable[Action]) -> list[Point]:
+    """The points that no other point exceeds in both numbers."""
+    kept: list[Point] = []
+    for full, deferred in sorted(set(_points(order)), reverse=True):
+        if not kept or deferred > kept[-1][1]:
+            kept.append((full, deferred))
+    return kept
+
+
+def _points(order: Iterable[Action]) -> Iterator[Point]:
+    full = deferred = 0
+    for kind, *_ in order:
+        if kind is Kind.F:
+            full += 1
+        elif kind is Kind.W:
+            deferred -= 1
+        else:
+            yield full, deferred
+            full -= 1
+            deferred += kind is Kind.I

@@ -1,0 +1,286 @@
+"""Bytes on the fullest GPU by category: model states, activations, buffers.
+
+States follow ZeRO (Rajbhandari et al., arXiv 1910.02054, section 3) with the recipes of planning.md
+C2.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct, structs
+
+from orchestrator.cost.model.layers import DTYPE_BYTES, expert_params, parameter_count
+from orchestrator.cost.model.stages import (
+    rank_parameters,
+    rank_stages,
+    rank_vectors,
+    splits_backward,
+)
+from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
+from orchestrator.plan.expert_mesh import expert_mesh, spread
+from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
+from orchestrator.plan.schedules import copies_of
+
+from .activations import activations, backward_bytes, kept_of_one_stage, loss_bytes
+from .moments import peak_of_one_stage, whole_layer
+from .offloaded_inputs import offloaded_inputs
+from .recipe import CONTEXT_BYTES, ORCH, Kind, Recipe, kernels_of
+from .sharded_pipeline import Temporaries, kept_of_rank, peak_of_sharded_rank
+
+
+class StateBytes(Struct, frozen=True):
+    """Bytes of weights, gradients and optimizer state."""
+
+    params: float
+    grads: float
+    optimizer: float
+    host: float = 0.0  # offloaded to the host's memory
+    disk: float = 0.0  # offloaded to its disk
+
+    @property
+    def on_device(self) -> float:
+        return self.params + self.grads + self.optimizer
+
+
+def rank_state_bytes(
+    dense: float,
+    experts: float,
+    parallel: Parallel,
+    train: Train,
+    recipe: Recipe = ORCH,
+    vectors: float = 0.0,
+) -> StateBytes:
+    """States of a rank that holds `dense` and `experts` parameters before data-parallel sharding,
+    `vectors` of the dense ones in norms and biases.
+
+    Weights in the training precision; gradients in `grad_dtype` or as the recipe has them,
+    unsharded with ZeRO-0 and 1; moments in fp32 (fp64 beside fp64 weights), and an fp32 master copy
+    where weights are narrower. Experts shard over cp * dp, all other weights over cp * ep * dp;
+    where a pipeline holds the model twice, over both copies.
+    """
+    params = grads = optimizer = host = disk = 0.0
+    copies = copies_of(parallel)
+    for count, replicas in (
+        (dense, parallel.cp * parallel.ep * parallel.dp),
+        (experts, expert_mesh(parallel).edp),
+    ):
+        each = param_state_bytes(copies * replicas, parallel, train, recipe)
+        params += count * each.params
+        grads += count * each.grads
+        optimizer += count * each.optimizer
+        host = host + count * each.host
+        disk = disk + count * each.disk
+    if recipe.wide_vectors:
+        wide = structs.replace(recipe, moment=None)
+        replicas = copies * parallel.cp * parallel.ep * parallel.dp
+        narrow = param_state_bytes(replicas, parallel, train, recipe)
+        optimizer += vectors * (
+            param_state_bytes(replicas, parallel, train, wide).optimizer - narrow.optimizer
+        )
+    return StateBytes(params, grads, optimizer, host, disk)
+
+
+def param_state_bytes(
+    replicas: int, parallel: Parallel, train: Train, recipe: Recipe = ORCH
+) -> StateBytes:
+    """States of one parameter that `replicas` ranks hold, on each of them."""
+    weight: float = DTYPE_BYTES[train.precision]
+    gradient = gradient_bytes(train, recipe)
+    moment = recipe.moment or max(weight, 4)
+    shards = min(replicas, parallel.zero_group or replicas)
+    master = 0 if weight >= 4 else 4
+    offload = offload_of(train)
+    if parallel.zero >= 3 and shards > 1:  # the shard is the master copy, unless that is elsewhere
+        if recipe.own_master or offload.optimizer:
+            weight /= shards
+        else:
+            weight = (master or weight) / shards
+            master = 0
+    if not recipe.trained:
+        return StateBytes(weight, 0.0, 0.0)
+    if parallel.micro_batches > 1:  # with one, autograd makes them only as activations go
+        gradient += recipe.more_gradient
+    if offload.optimizer:
+        wide = state_width(
+            train.precision
+        )  # master weights are a copy of their own, also of weights that are as wide
+        sharded = shards if parallel.zero >= 1 else 1
+        state = (recipe.moments * moment + wide + recipe.more_optimizer) / sharded
+        if offload.optimizer == "disk":  # gradients stay on the device
+            own = gradient / (shards if parallel.zero >= 2 else 1)
+            if offload.weights:
+                return StateBytes(0.0, 0.0, 0.0, disk=state + weight + own)
+            return StateBytes(weight, own, 0.0, disk=state)
+        return StateBytes(
+            params=weight,
+            grads=0.0
+            if parallel.zero == 2 and shards > 1
+            else gradient / (shards if parallel.zero >= 2 else 1),
+            optimizer=0.0,
+            host=state + gradient / sharded * (2 if offload.delayed else 1),
+        )
+    return StateBytes(
+        params=weight + (recipe.more_bf16 if train.precision == "bf16" else 0.0),
+        grads=gradient / (shards if parallel.zero >= 2 else 1),
+        optimizer=(recipe.moments * moment + master + recipe.more_optimizer)
+        / (shards if parallel.zero >= 1 else 1),
+    )
+
+
+def gradient_bytes(train: Train, recipe: Recipe) -> float:
+    """Bytes of an accumulated gradient."""
+    return DTYPE_BYTES[train.grad_dtype] if recipe.gradient is None else recipe.gradient
+
+
+def buffers(
+    model: Model, parallel: Parallel, train: Train, device: str, recipe: Recipe = ORCH
+) -> float:
+    """Bytes outside the model: what is always there, and temporary buffers of ZeRO."""
+    return lasting_buffers(model, parallel, train, device, recipe) + zero_buffers(
+        model, parallel, train, recipe
+    )
+
+
+def lasting_buffers(
+    model: Model, parallel: Parallel, train: Train, device: str, recipe: Recipe = ORCH
+) -> float:
+    """Bytes of device context and communicators, and of gathered sequences."""
+    width = DTYPE_BYTES[train.precision]
+    hidden = parallel.micro_batch_size * train.seq_len / parallel.cp * model.hidden * width
+    result = float(CONTEXT_BYTES[device]) if recipe.context is None else 0.0
+    if parallel.tp > 1:
+        result += 2 * hidden  # one gathered input and one partial sum
+    return result
+
+
+def is_one_stage(parallel: Parallel, recipe: Recipe) -> bool:
+    """Whether the peak is the highest of a step's moments (`moments.py`), not the sum of all that
+    may come."""
+    return recipe.name == ORCH.name and parallel.pp == 1 and parallel.schedule == "1f1b"
+
+
+def is_sharded_pipeline(parallel: Parallel, recipe: Recipe) -> bool:
+    """Whether a pipeline rank's peak is the highest of a step's moments (`sharded_pipeline.py`)."""
+    sharded = parallel.zero >= 3 and parallel.pp > 1 and not splits_backward(parallel)
+    return recipe.name == ORCH.name and sharded
+
+
+def zero_buffers(model: Model, parallel: Parallel, train: Train, recipe: Recipe = ORCH) -> float:
+    """Bytes of unsharded weights and gradients that ZeRO holds temporarily.
+
+    ZeRO-2: gradients of the bucket being filled and of two being reduced. ZeRO-3: weights of a
+    layer and of the next, which is being gathered, of embedding and head, or of all layers in a
+    pipeline; gradients of a layer and their copy that is being reduced.
+    """
+    weight = DTYPE_BYTES[train.precision]
+    gradient = gradient_bytes(train, recipe)
+    if parallel.zero < 2 and not (parallel.zero and recipe.buckets):
+        return 0.0
+    buckets = min(
+        recipe.buckets or 3 * parallel.bucket_bytes,
+        2 * _unsharded_params(model, parallel) * gradient,
+    )
+    if parallel.zero < 3:
+        return buckets
+    block = whole_layer(model, parallel)
+    tables = model.vocab * model.hidden / parallel.tp * (1 if model.tied_embeddings else 2)
+    if recipe.by_matrix:
+        block = max(model.hidden * model.ffn_hidden, model.vocab * model.hidden) / parallel.tp
+        tables = 0.0
+    gathered = _unsharded_params(model, parallel) if parallel.pp > 1 else 2 * block + tables
+    summed = gathered if parallel.pp > 1 and recipe.whole_gradients else 2 * block
+    return gathered * weight + summed * gradient + (buckets if recipe.buckets else 0.0)
+
+
+def _unsharded_params(model: Model, parallel: Parallel) -> float:
+    """Parameters of an average rank before data-parallel sharding."""
+    experts = expert_params(model)
+    dense = (model.parameters or parameter_count(model)) - experts
+    return (dense / parallel.tp + experts / (parallel.tp * spread(parallel))) / parallel.pp
+
+
+def memory_by_pp_rank(
+    cluster: Cluster,
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    recipe: Recipe = ORCH,
+    matmul: str = "",
+) -> list[Memory]:
+    """Memory of a GPU of each pipeline rank, whose number is in `worst_rank` (the caller maps it to
+    a rank).
+
+    `matmul`: as `Job.matmul`. `total` is what the process takes of the card, of this project's
+    trainer without holes between tensors; `capacity` is what it can take.
+    """
+    one_stage = is_one_stage(parallel, recipe)
+    same = (model, parallel, train, cluster.device, recipe)
+    sharded = is_sharded_pipeline(parallel, recipe)
+    buffer_bytes = lasting_buffers(*same) if one_stage or sharded else buffers(*same)
+    kernels = kernels_of(recipe, cluster, model, parallel, matmul)
+    loss = loss_bytes(model, parallel, train, kernels)
+    last = len(parallel.stage_layers) - 1
+    result = []
+    backward = backward_bytes(model, parallel, train, kernels)
+    of_stage = kept_of_one_stage(model, parallel, train, kernels) if one_stage else None
+    held = activations(model, parallel, train, kernels) if of_stage is None else [of_stage.most]
+    away = offloaded_inputs(model, parallel, train)
+    ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), away, strict=True)
+    for pp_rank, ((dense, experts), kept, stages, (inputs_host, inputs_disk)) in enumerate(ranks):
+        vectors = rank_vectors(model, parallel, stages) if recipe.wide_vectors else 0
+        states = rank_state_bytes(dense, experts, parallel, train, recipe, vectors)
+        sizes = {
+            "params": states.params,
+            "grads": states.grads,
+            "optimizer": states.optimizer,
+            "activations": kept,
+        }
+        sizes["buffers"], apart = buffer_bytes + max(loss if last in stages else 0.0, backward), 0.0
+        if of_stage is not None:
+            backward += zero_buffers(model, parallel, train, recipe) if parallel.zero == 2 else 0.0
+            peak = peak_of_one_stage(model, parallel, train, of_stage, states.grads, loss, backward)
+            sizes["buffers"], apart = buffer_bytes + peak.buffers, peak.apart
+        if sharded:
+            of_rank = kept_of_rank(model, parallel, train, kernels, pp_rank, kept)
+            temporary = Temporaries(loss, backward)
+            ends = (0 in stages, last in stages)
+            peak = peak_of_sharded_rank(
+                model, parallel, train, of_rank, temporary, states.grads, ends
+            )
+            gathered = (dense + experts) * DTYPE_BYTES[train.precision]
+            sizes["buffers"], apart = buffer_bytes + gathered + peak.buffers, peak.apart
+        tensors = sum(sizes.values())
+        sizes["buffers"] += recipe.process_bytes(tensors) - tensors
+        parts = {name: round(size) for name, size in sizes.items()} | {"apart": round(apart)}
+        total = sum(parts.values()) - 2 * parts["apart"]
+        host = states.host
+        if states.disk:
+            host = buffer_size(
+                offload_of(train).buffer_bytes, STATE_KINDS, state_width(train.precision)
+            )
+        parts |= {"host": round(host + inputs_host), "disk": round(states.disk + inputs_disk)}
+        room = recipe.capacity(cluster)
+        sd = recipe.account_sd(cluster)
+        result.append(Memory(**parts, total=total, capacity=room, worst_rank=pp_rank, sd=sd))
+    return result
+
+
+def context_bytes(memory: Memory, device: str) -> int:
+    """What an account of this project's trainer holds for the device's own software, among the
+    buffers: no tensors."""
+    return min(CONTEXT_BYTES[device], memory.buffers)
+
+
+def as_measured(memory: Memory, kind: Kind, recipe: Recipe) -> float:
+    """Bytes that a measurement of this kind shows of what the account holds."""
+    if recipe.context is None:  # this project's trainer
+        return float(
+            memory.total if kind == "process" else memory.total - context_bytes(memory, "cuda")
+        )
+    tensors = recipe.tensor_bytes(memory.total)
+    allocated = tensors + recipe.workspace
+    return {
+        "model": tensors,
+        "allocated": allocated,
+        "reserved": allocated * recipe.fragmentation,
+        "process": float(memory.total),
+    }[kind]

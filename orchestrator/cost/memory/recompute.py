@@ -1,0 +1,119 @@
+"""`train.recompute=budget`: a mode (none, selective, full) for each layer, with the least
+recomputation that fits.
+
+All layers of a pipeline rank are equal, so only the number of layers in each mode matters: every
+pair of counts is tried, with the memory model that the plan prints. Micro-batches in flight differ
+by rank (with 1F1B the first rank has most), and so do the modes.
+"""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from orchestrator.cost.dual import value_of
+from orchestrator.cost.model.stages import rank_parameters, rank_stages, stage_range
+from orchestrator.cost.profile import shipped
+from orchestrator.cost.rates import rates
+from orchestrator.cost.software import SOFTWARE
+from orchestrator.cost.time.compute import layer_seconds
+from orchestrator.plan import document as doc
+from orchestrator.plan.document import Cluster, Model, Parallel, Train
+
+from .activations import Kernels, activations, backward_bytes, loss_bytes
+from .rank_memory import buffers, rank_state_bytes
+from .recipe import ORCH, Recipe, kernels_of
+
+GIB = 1 << 30
+MODES: tuple[doc.Recompute, ...] = ("none", "selective", "full")
+
+
+def resolve_recompute(
+    train: Train,
+    cluster: Cluster,
+    model: Model,
+    parallel: Parallel,
+    budget_gib: float | None,
+    recipe: Recipe = ORCH,
+    matmul: str = "",
+) -> Train:
+    """`train` with `recompute_layers` filled in where it asks for a budget. `budget_gib` None: all
+    free memory.
+
+    Where nothing fits, every layer of that rank is fully recomputed, and the plan says that it does
+    not fit.
+    """
+    if train.recompute != "budget":
+        return train
+    buffer_bytes = buffers(model, parallel, train, cluster.device, recipe)
+    kernels = kernels_of(recipe, cluster, model, parallel, matmul)
+    modes = dict.fromkeys(range(model.layers), 0)
+    for pp_rank, stages in enumerate(rank_stages(parallel)):
+        layers = [layer for stage in stages for layer in stage_range(parallel, stage)]
+        states = rank_state_bytes(
+            *rank_parameters(model, parallel)[pp_rank], parallel, train, recipe
+        )
+        loss = (
+            loss_bytes(model, parallel, train, kernels)
+            if len(parallel.stage_layers) - 1 in stages
+            else 0.0
+        )
+        loss = max(loss, backward_bytes(model, parallel, train, kernels))
+        left = recipe.tensor_bytes(recipe.capacity(cluster)) - buffer_bytes - loss
+        left -= states.on_device
+        budget = left if budget_gib is None else budget_gib * GIB
+        for layer, mode in zip(
+            layers,
+            _cheapest(train, cluster, model, parallel, pp_rank, layers, budget, kernels),
+            strict=True,
+        ):
+            modes[layer] = max(
+                modes[layer], mode
+            )  # in a bidirectional pipeline two ranks hold it: the tighter decides
+    return structs.replace(
+        train, recompute_layers=[MODES[modes[layer]] for layer in range(model.layers)]
+    )
+
+
+def _cheapest(
+    train: Train,
+    cluster: Cluster,
+    model: Model,
+    parallel: Parallel,
+    pp_rank: int,
+    layers: list[int],
+    budget: float,
+    kernels: Kernels,
+) -> list[int]:
+    """Mode (index into MODES) of each of a rank's layers, those with most recomputation first."""
+    if not layers:
+        return []
+    rate = rates(cluster, shipped().values, train.precision, SOFTWARE["orch"])
+    layer = layer_seconds(model, layers[-1], parallel, train, rate, SOFTWARE["orch"])
+    many = len(layers)
+    choices = sorted(
+        (full * value_of(layer.full) + selective * value_of(layer.selective), full, selective)
+        for full in range(many + 1)
+        for selective in range(many + 1 - full)
+    )
+    for _, full, selective in choices:
+        found = [2] * full + [1] * selective + [0] * (many - full - selective)
+        if (
+            _bytes(train, model, parallel, pp_rank, dict(zip(layers, found, strict=True)), kernels)
+            <= budget
+        ):
+            return found
+    return [2] * many
+
+
+def _bytes(
+    train: Train,
+    model: Model,
+    parallel: Parallel,
+    pp_rank: int,
+    modes: dict[int, int],
+    kernels: Kernels,
+) -> float:
+    by_layer = [MODES[modes.get(layer, 0)] for layer in range(model.layers)]
+    return activations(model, parallel, structs.replace(train, recompute_layers=by_layer), kernels)[
+        pp_rank
+    ]

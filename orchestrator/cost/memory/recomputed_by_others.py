@@ -1,0 +1,56 @@
+"""Bytes of a layer that other training software recomputes, or keeps while it recomputes the
+rest."""
+
+from __future__ import annotations
+
+from orchestrator.cost.model.layers import DTYPE_BYTES
+from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.expert_capacity import mlp_width
+from orchestrator.plan.expert_mesh import fullest
+from orchestrator.plan.flops import layer_moe
+
+
+def repeated_modules(
+    model: Model,
+    layer: int,
+    tokens: float,
+    parallel: Parallel,
+    train: Train,
+    product: float,
+    tensors: dict[str, float],
+) -> float:
+    """Bytes of what Megatron-Core's `layernorm`, `mla_up_proj` and `moe_act` make again, as
+    DeepSeek-V3 did.
+
+    Outputs of norms, queries, keys and values made from their latents, and outputs of the experts'
+    activations (arXiv
+    2412.19437, section 3.2.3). tensors: as `layer_activations` has them; product: bytes of a matrix
+        product's input.
+    """
+    width = DTYPE_BYTES[train.precision]
+    moe = layer_moe(model, layer)
+    dropped = tensors["matmul inputs"]
+    if model.mla is not None:
+        latents = 2 * (model.mla.q_lora_rank + model.mla.kv_lora_rank) * width * tokens
+        dropped += tensors["attention"] - latents
+    if moe is not None:
+        ffn = mlp_width(model, moe, train.seq_len, fullest(parallel))
+        dropped += ffn * product / parallel.tp * tokens
+    return dropped
+
+
+def every_second_product(
+    model: Model, layer: int, tokens: float, parallel: Parallel, train: Train
+) -> float:
+    """Outputs of the first, third, ... matrix product of a layer: of queries, values, MLP's first
+    and, gated, last."""
+    tp = parallel.tp
+    heads = model.heads * model.head_dim + max(parallel.tp, model.kv_heads) * model.head_dim
+    if model.mla is not None:
+        heads = model.heads * (
+            model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim
+        )
+    ffn = mlp_width(model, layer_moe(model, layer), train.seq_len, fullest(parallel))
+    rows = tp if parallel.sp else 1
+    last = model.hidden / rows if model.mlp == "gated" else 0
+    return tokens * DTYPE_BYTES[train.precision] * ((heads + ffn) / tp + last)

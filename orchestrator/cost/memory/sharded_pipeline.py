@@ -1,0 +1,185 @@
+"""The peak of a pipeline rank whose weights ZeRO-3 shards: the highest of its moments.
+
+Such a rank gathers the weights of its own stages once a step and keeps them. Gradients are whole a
+unit at a time, a block or what stands at an end of the model: as backward makes them, as wide as
+the weights, then copied as they are summed. That copy is there until the next unit's gradients are
+complete (torch's `fully_shard`). Measured by `orch twin` (docs/twin.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from orchestrator.cost.model.layers import (
+    DTYPE_BYTES,
+    embedding_params,
+    layer_groups,
+    layer_params,
+    sample_layers,
+)
+from orchestrator.cost.model.stages import held_layers, rank_stages
+from orchestrator.cost.time.layer_traffic import boundary_bytes
+from orchestrator.cost.time.pipeline import in_flight
+from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.expert_mesh import spread
+from orchestrator.plan.flops import prediction_blocks
+
+from .activations import Kernels, bytes_of_layers, head_bytes
+from .moments import Peak, whole_layer
+
+
+class RankActivations(NamedTuple):
+    """Activation bytes of a pipeline rank."""
+
+    most: float  # at their own peak
+    in_backward: float  # when a backward enters its first layer: without what the loss keeps
+    again: float  # of these, what a recomputed layer holds until its own backward is done
+    micro_batch: float  # from forward to backward, of one micro-batch in one stage
+    layer: float  # the same, of one layer
+    several: bool  # layers in a stage
+    first_only: bool  # all micro-batches are there at the first backward, and at no later one
+
+
+class Temporaries(NamedTuple):
+    """Bytes that are there for a part of a backward."""
+
+    loss: float
+    layer: float  # gradients inside a layer
+
+
+class Moment(NamedTuple):
+    activations: float
+    buffers: float
+    summed: float = 0.0  # of the gradients that the first backward sums, those that are there
+
+
+def kept_of_rank(
+    model: Model, parallel: Parallel, train: Train, kernels: Kernels, rank: int, most: float
+) -> RankActivations:
+    """Activation bytes of a pipeline rank without a split backward. `most`: as in `activations`."""
+    of = bytes_of_layers(model, parallel, train, kernels)
+    stages = rank_stages(parallel)[rank]
+    held = [held_layers(model, parallel, stage) for stage in stages]
+    groups = [(n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, held) if n]
+    again = max((one.recomputing for _, one in groups), default=0.0)
+    loss = (
+        head_bytes(model, parallel, train, kernels)
+        if len(parallel.stage_layers) - 1 in stages
+        else 0.0
+    )
+    return RankActivations(
+        most=most,
+        in_backward=most - max(0.0, loss - again),
+        again=again,
+        micro_batch=sum(n * one.stored for n, one in groups) / len(stages),
+        layer=max((one.stored for _, one in groups), default=0.0),
+        several=max(map(len, held)) > 1,
+        first_only=in_flight(parallel)[rank] >= parallel.micro_batches * len(stages),
+    )
+
+
+def peak_of_sharded_rank(
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    kept: RankActivations,
+    temporaries: Temporaries,
+    grads: float,
+    ends: tuple[bool, bool],
+) -> Peak:
+    """`grads`: bytes of gradients between steps. `ends`: whether the rank has the model's first
+    stage, its last one."""
+    highest = -1.0
+    found = Peak(0.0, 0.0)
+    for moment in _moments(model, parallel, train, kept, temporaries, ends):
+        late = max(0.0, grads - moment.summed) if kept.first_only else 0.0
+        cases = [(moment.activations, late)]
+        if late:
+            cases.append((moment.activations - kept.micro_batch, 0.0))
+        for activations, missing in cases:
+            total = activations + moment.buffers - missing
+            if total > highest:
+                highest = total
+                found = Peak(moment.buffers, kept.most - activations + missing)
+    return found
+
+
+def _moments(
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    kept: RankActivations,
+    temporaries: Temporaries,
+    ends: tuple[bool, bool],
+) -> Iterator[Moment]:
+    """In the order of a backward: at the loss, of the head, of the last two layers, of the
+    embedding."""
+    weight = DTYPE_BYTES[train.precision]
+    gradient = DTYPE_BYTES[train.grad_dtype]
+    hidden = boundary_bytes(model, parallel, train)
+    shards = _shards(parallel)
+    (first, last), (table, positions) = ends, embedding_params(model)
+    table = -(-table // parallel.tp)
+    without_layer = kept.in_backward - kept.again - kept.layer
+    sent = 0.0
+    waiting = 0.0  # of the head: copied as it is summed, as made
+    if last:
+        yield Moment(kept.most, temporaries.loss)
+        if model.tied_embeddings or prediction_blocks(model):  # of the unit of the whole stage
+            waiting = table * weight
+            end = kept.in_backward - kept.again - kept.micro_batch
+            yield Moment(end, table * (weight + gradient), table * gradient / shards)
+        else:
+            sent = table * gradient
+            yield Moment(kept.in_backward - kept.again, table * weight + sent + hidden)
+    layer = temporaries.layer + _last_matrix(model, parallel) * weight + waiting
+    yield Moment(kept.in_backward, layer + sent)
+    experts = _experts(model, parallel)
+    whole = whole_layer(model, parallel)
+    unit = whole - experts if spread(parallel) > 1 else whole  # the block's own
+    for many in (unit, whole - unit):  # as made, and copied; then the copy and the sum
+        yield Moment(without_layer, waiting + many * (weight + gradient) + 2 * hidden)
+        yield Moment(without_layer, waiting + many * gradient * (1 + 1 / shards) + hidden)
+    if kept.several:
+        of_last = unit * gradient
+        yield Moment(kept.in_backward - kept.layer, layer + of_last + hidden, of_last / shards)
+    if first:
+        ends_with = kept.in_backward - kept.again - kept.micro_batch
+        many = table + positions
+        yield Moment(
+            ends_with, many * weight + max(unit * gradient + hidden, many * gradient) + hidden
+        )
+        yield Moment(
+            ends_with, many * gradient * (1 + 1 / shards) + hidden, many * gradient / shards
+        )
+
+
+def _last_matrix(model: Model, parallel: Parallel) -> float:
+    """Elements of the matrix, or of all experts' ones, whose gradient is a layer's first."""
+    moe = model.moe
+    dense = (
+        model.hidden * model.ffn_hidden / parallel.tp
+        if sample_layers(model)[0] is not None
+        else 0.0
+    )
+    if moe is None:
+        return dense
+    return max(
+        dense, moe.experts * model.hidden * moe.ffn_hidden / (parallel.tp * spread(parallel))
+    )
+
+
+def _experts(model: Model, parallel: Parallel) -> float:
+    """Parameters of a layer's experts on a rank before data-parallel sharding."""
+    layer = sample_layers(model)[1]
+    return (
+        0.0
+        if layer is None
+        else layer_params(model, layer).experts / (parallel.tp * spread(parallel))
+    )
+
+
+def _shards(parallel: Parallel) -> int:
+    replicas = parallel.cp * parallel.ep * parallel.dp
+    return min(replicas, parallel.zero_group or replicas)

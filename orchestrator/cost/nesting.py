@@ -1,0 +1,146 @@
+"""Nesting orders of the axes, each with its cost.
+
+Rank r is GPU r % gpus_per_node of node r // gpus_per_node, nodes in topology order. A nesting order
+gives each rank its coordinates: the innermost axis varies fastest, so its groups are the closest
+together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+from orchestrator.cost.time.expert_exchange import phases
+from orchestrator.cost.time.fabric import Path
+from orchestrator.cost.time.step_time import StepCost, Work
+from orchestrator.cost.time.traffic import PathKey, Traffic
+from orchestrator.plan.cluster import NVLINK, SELF
+from orchestrator.plan.document import AXES, Axis, AxisPlacement, Parallel
+from orchestrator.plan.expert_mesh import axes, expert_mesh
+from orchestrator.plan.ranks import degrees
+
+from .dual import value_of
+from .path_cache import Cuts, PathCache, Paths
+
+
+def orders(degrees: Mapping[str, int]) -> Iterator[tuple[Axis, ...]]:
+    """Every distinct nesting order, the default (planning.md E1: TP, CP, EP, PP, DP) first.
+
+    The position of an axis of degree 1 changes nothing, so it keeps its default one.
+    """
+    moving = [axis for axis in AXES if degrees[axis] > 1]
+    for permutation in itertools.permutations(moving):
+        following = iter(permutation)
+        yield tuple(next(following) if degrees[axis] > 1 else axis for axis in AXES)
+
+
+class Candidate:
+    """One nesting order and its cost."""
+
+    def __init__(
+        self,
+        order: tuple[Axis, ...],
+        paths: Paths,
+        work: Work,
+        nodes: tuple[int, ...] = (),
+        legal: bool = True,
+    ):
+        """`nodes`: the node in each slot; empty: the cluster's first nodes in their order. `legal`:
+        tokens can go by domain, where the plan asks for that."""
+        self.order = order
+        self.paths = paths
+        self.work = work
+        self.nodes = nodes
+        self.legal = legal
+
+    @cached_property
+    def cost(self) -> StepCost:
+        return StepCost(self.work, self.paths)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step. May simulate a pipeline, so it is computed only where needed."""
+        return value_of(self.cost.step_s)
+
+    @property
+    def lower_bound_s(self) -> float:
+        """Lower bound of `step_s`, without simulation."""
+        return self.cost.lower_bound_s
+
+    def worst_level(self, axis: Axis) -> str:
+        """Of "ep": of the ranks that share experts, also where these fold over other axes."""
+        par = self.work.parallel
+        if axis == "ep" and expert_mesh(par).ep > 1:
+            return self.paths[axes(par), "exchange"].worst_level
+        return self.paths[(axis,), "ring"].worst_level
+
+    def outside_nvlink(self, axis: Axis) -> bool:
+        return self.paths.spans_domains([axis]) or self.worst_level(axis) not in (SELF, NVLINK)
+
+
+def path_keys(traffic: Sequence[Sequence[Traffic]]) -> set[PathKey]:
+    """What paths the communication of all pipeline ranks takes."""
+    ranks = {id(items): items for items in traffic}.values()  # equal ranks share one list
+    return {item.key for items in ranks for item in items}
+
+
+def candidates(
+    path_cache: PathCache,
+    parallel: Parallel,
+    traffic: Sequence[Sequence[Traffic]],
+    work: Work,
+    only: Sequence[Axis] | None = None,
+) -> list[Candidate]:
+    """Every nesting order with its cost, the default order first; or just the order `only`."""
+    sizes = degrees(parallel)
+    # only virtual stages send from the last rank to the first
+    wanted = {key: key != (("pp",), "chain") or parallel.vpp > 1 for key in path_keys(traffic)}
+    wanted |= {
+        ((axis,), "ring"): True for axis in AXES
+    }  # axes that send nothing have a worst level too
+    wanted |= {(axes(parallel), "exchange"): True} if expert_mesh(parallel).ep > 1 else {}
+    cuts = Cuts.of(parallel)
+    by_domain = parallel.expert_all_to_all == "hierarchical" and expert_mesh(parallel).ep > 1
+    asked = work.model.moe if by_domain else None
+    return [
+        Candidate(
+            order,
+            Paths(path_cache, order, sizes, wanted, cuts),
+            work,
+            path_cache.nodes,
+            asked is None or path_cache.by_domain(order, parallel, asked),
+        )
+        for order in ([tuple(only)] if only else orders(sizes))
+    ]
+
+
+def axis_placement(
+    candidate: Candidate, traffic: Sequence[Sequence[Traffic]]
+) -> dict[str, AxisPlacement]:
+    """By axis: the worst level that its groups cross, and bytes per step that its busiest rank
+    sends, by level.
+
+    "dp" is the gradient synchronisation, whose groups also span cp and ep (plan.groups["grad"]).
+    """
+    result: dict[str, AxisPlacement] = {}
+    for axis in AXES:
+        busiest: dict[str, float] = {}
+        for rank in traffic:
+            by_level: dict[str, float] = {}
+            for item in rank:
+                if item.axis == axis:
+                    for path in _phases(candidate, item):
+                        for level, share in path.share.items():
+                            by_level[level] = by_level.get(level, 0.0) + item.sent_bytes * share
+            busiest = max(busiest, by_level, key=lambda levels: sum(levels.values()))
+        result[axis] = AxisPlacement(
+            worst_level=candidate.worst_level(axis), bytes_per_step_by_level=busiest
+        )
+    return result
+
+
+def _phases(candidate: Candidate, item: Traffic) -> list[Path]:
+    path = candidate.paths[item.key]
+    work = candidate.work
+    return phases(path, work.model, work.parallel, item.carried) if item.axis == "ep" else [path]

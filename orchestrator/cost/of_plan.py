@@ -1,0 +1,115 @@
+"""The cost of a plan that is there already: its terms again, and its pipeline over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import exp
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import UNSET, structs
+
+from orchestrator.cost.time.imbalance import spread_name
+from orchestrator.cost.time.step_time import StepCost
+from orchestrator.cost.time.traffic import step_traffic
+from orchestrator.plan import Plan
+from orchestrator.plan.document import Cluster, Parallel, Train
+from orchestrator.plan.expert_mesh import expert_mesh, fullest
+from orchestrator.plan.interval import SIGMAS
+from orchestrator.plan.schedules import TABLE, Costs, Timeline, schedule_of, simulate
+
+from .context import CostContext
+from .dual import Number, duals, log_gradient, value_of
+from .nesting import Candidate, candidates
+from .parameters import INDEX
+from .profile import Profile, with_values
+from .software import SOFTWARE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .numpy_import import np
+
+
+def context_of(
+    plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None
+) -> CostContext:
+    """The cost context that a plan was made in, with another profile or cluster where one is
+    given."""
+    software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
+    known = profile or with_values(plan.time.parameters)
+    options: dict[str, Any] = {"matmul": plan.job.matmul, "software": software, "profile": known}
+    options |= {
+        "assumed": with_values(plan.time.parameters).values,
+        "state": plan.job.optim.state or "",
+    }
+    return CostContext(cluster or plan.cluster, plan.model, plan.job.train, **options)
+
+
+def jacobian(
+    context: CostContext, candidate: Candidate, parallel: Parallel, train: Train
+) -> NDArray[np.float64]:
+    """d ln(step) / d ln(parameter) of a costed layout, float [parameters of the cost model]."""
+    rate = context.rates(duals(context.profile.values))
+    step = StepCost(context.work(parallel, train, rate), candidate.paths).step_s
+    return log_gradient(step)
+
+
+def step_of(
+    plan: Plan, context: CostContext | None = None
+) -> Callable[[Mapping[str, Number]], Number]:
+    """A function from values of the cost model's parameters to the plan's step in seconds."""
+    known = context or context_of(plan)
+    par = plan.parallel
+    train = plan.job.train
+    paths = cost_of(plan, known).paths
+
+    def step_s(values: Mapping[str, Number]) -> Number:
+        return StepCost(known.work(par, train, known.rates(values)), paths).step_s
+
+    return step_s
+
+
+def cost_of(plan: Plan, context: CostContext | None = None) -> StepCost:
+    """The plan's step in its own nesting order."""
+    context = context or context_of(plan)
+    traffic = step_traffic(plan.model, plan.parallel, plan.job.train, context.software)
+    work = context.work(plan.parallel, plan.job.train)
+    return candidates(context.path_cache, plan.parallel, traffic, work, plan.parallel.order)[0].cost
+
+
+class ExpertLoad(NamedTuple):
+    """Load of the fullest of the ranks that share experts over the mean, as a plan assumes it."""
+
+    factor: float
+    low: float  # 95 % interval
+    high: float
+    balanced_by: str  # "bias", "loss" or "none"
+    costs_s: float  # of a step, against even loads
+
+
+def expert_load(plan: Plan) -> ExpertLoad | None:
+    """None where no ranks share experts."""
+    moe = plan.model.moe
+    par = plan.parallel
+    if moe is None or (ep := expert_mesh(par).ep) == 1:
+        return None
+    factor = fullest(par)
+    name = spread_name(moe)
+    context = context_of(plan)
+    far = SIGMAS * float(context.profile.uncertainty[INDEX[name], INDEX[name]]) ** 0.5
+    most = min(ep, moe.experts / moe.top_k)
+    low, high = (min(most, 1.0 + (factor - 1.0) * exp(way * far)) for way in (-1, 1))
+    even = structs.replace(plan, parallel=structs.replace(par, expert_imbalance=UNSET))
+    costs = value_of(cost_of(plan, context).step_s) - value_of(cost_of(even, context).step_s)
+    return ExpertLoad(factor, low, high, name.rpartition(".")[2], costs)
+
+
+def pipeline_timeline(plan: Plan, most_micro_batches: int = 16) -> Timeline:
+    """The pipeline of a plan, simulated: start and end in seconds of every action of its first
+    micro-batches."""
+    cost = cost_of(plan)
+    par = plan.parallel
+    forward = tuple(value_of(stage[0]) for stage in cost.stages)
+    half = tuple(value_of(stage[1]) / 2 for stage in cost.stages)
+    shown = None if par.schedule == TABLE else min(par.micro_batches, most_micro_batches)
+    return simulate(schedule_of(par, shown), Costs(forward, half, half))

@@ -1,0 +1,204 @@
+"""The groups of ranks that communicate in a nesting order, and their paths on a cluster, each
+computed once."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from orchestrator.cost.time.fabric import NO_PATH, Fabric, Ints, Path, Pattern
+from orchestrator.cost.time.traffic import DENSE_REPLICAS, PathKey
+from orchestrator.plan import hierarchy
+from orchestrator.plan.document import Axis, Cluster, Moe, Parallel
+from orchestrator.plan.expert_mesh import axes, tensor_ranks
+from orchestrator.plan.ranks import degrees
+
+from .numpy_import import np
+
+
+def group_members(order: Sequence[str], degrees: Mapping[str, int], varying: Sequence[str]) -> Ints:
+    """Ranks of every group in which only the `varying` axes vary: int array [groups, members].
+
+    Members are sorted by those coordinates, the last of `varying` slowest, as in
+    `orchestrator.plan.ranks.groups`.
+    """
+    outer_first = list(reversed(order))
+    grid = np.arange(np.prod([degrees[axis] for axis in outer_first], dtype=int))
+    grid = grid.reshape([degrees[axis] for axis in outer_first])
+    fixed = [axis for axis in outer_first if axis not in varying]
+    last = list(reversed(list(varying)))
+    moved = grid.transpose([outer_first.index(axis) for axis in [*fixed, *last]])
+    return moved.reshape(-1, int(np.prod([degrees[axis] for axis in varying], dtype=int)))
+
+
+def mirrored(members: Ints, pp: int) -> Ints:
+    """Of int [groups, pp * n] over all stages: the n ranks of stage r together with those of stage
+    pp - 1 - r, which hold the same layers in a bidirectional pipeline."""
+    stages = members.reshape(len(members), pp, -1)
+    pairs = np.concatenate([stages[:, : pp // 2], stages[:, : pp // 2 - 1 - pp : -1]], axis=2)
+    return pairs.reshape(-1, pairs.shape[2])
+
+
+class Cuts(NamedTuple):
+    """By what groups are smaller than their axes say."""
+
+    zero_group: int = 0  # ranks that share one copy of what ZeRO shards
+    etp: int = 1  # ranks of tp that hold parts of the same experts
+
+    @classmethod
+    def of(cls, parallel: Parallel) -> Cuts:
+        return cls(parallel.zero_group, tensor_ranks(parallel))
+
+
+NO_CUTS = Cuts()
+
+
+def communicating(
+    order: Sequence[Axis], sizes: Mapping[str, int], key: PathKey, cuts: Cuts = NO_CUTS
+) -> tuple[Ints, Pattern]:
+    """int [groups, n]: the groups that a key of `Traffic` means, and how they communicate."""
+    varying, pattern = key
+    members = group_members(order, sizes, varying)
+    zero_group = cuts.zero_group
+    if (
+        pattern == "exchange" and "tp" in varying and cuts.etp > 1
+    ):  # with those that hold the same part of experts
+        apart = members.reshape(len(members), -1, sizes["tp"] // cuts.etp, cuts.etp)
+        members = np.moveaxis(apart, 3, 1).reshape(len(members) * cuts.etp, -1)
+    if "pp" in varying and len(varying) > 1:
+        members = mirrored(members, sizes["pp"])
+    if pattern == "shard" or pattern == "replica":
+        # ranks with different experts share a group of shards; each of them has its own part of it
+        zero_group //= math.prod(sizes[axis] for axis in DENSE_REPLICAS if axis not in varying)
+        return split_groups(members, pattern, zero_group), "ring"
+    return members, pattern
+
+
+def split_groups(members: Ints, part: str, zero_group: int) -> Ints:
+    """Of int [groups, n]: "shard", neighbours that share one copy; "replica", the holders of the
+    same shard."""
+    split = members.reshape(len(members), -1, zero_group)
+    split = split if part == "shard" else split.swapaxes(1, 2)
+    return split.reshape(-1, split.shape[2])
+
+
+class PathCache:
+    """Paths on one cluster, each computed once: axes with equal strides and sizes have equal
+    groups."""
+
+    def __init__(self, cluster: Cluster):
+        self.fabric = Fabric(cluster)
+        self._seen: dict[tuple[object, ...], Path] = {}
+        self._goes: dict[tuple[object, ...], bool] = {}
+        #: the node in each slot, where that is not the cluster's order
+        self.nodes: tuple[int, ...] = ()
+        #: (GPUs of an inner group, nodes of the job) -> the reordered caches worth costing
+        self.parts: dict[tuple[int, int], list[PathCache]] = {}
+
+    def reordered(self, nodes: Sequence[int]) -> PathCache:
+        """An empty cache for the same network with `nodes` in this order."""
+        other = copy.copy(self)
+        other.fabric = self.fabric.reordered(nodes)
+        other._seen = {}
+        other._goes = {}
+        other.parts = {}
+        other.nodes = tuple(nodes)
+        return other
+
+    def path(
+        self,
+        order: Sequence[Axis],
+        sizes: Mapping[str, int],
+        key: PathKey,
+        wrap: bool = True,
+        cuts: Cuts = NO_CUTS,
+    ) -> Path:
+        """Path of a pattern over all groups in which the axes of `key` vary, nested in `order`."""
+        varying, pattern = key
+        shape = tuple(
+            (_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1
+        )
+        if not shape:
+            return NO_PATH
+        both = "pp" in varying and len(varying) > 1  # two stages that are the same one
+        cuts = cuts if "tp" in varying else cuts._replace(etp=1)
+        slot = (shape, pattern, both, wrap, math.prod(sizes.values()), cuts)
+        if slot not in self._seen:
+            members, way = communicating(order, sizes, key, cuts)
+            members = self.fabric.standing_for_all(
+                members, max(stride * size for stride, size in shape)
+            )
+            self._seen[slot] = self.fabric.path(members, way, wrap)
+        return self._seen[slot]
+
+    def spans_domains(
+        self, order: Sequence[Axis], sizes: Mapping[str, int], varying: Sequence[Axis]
+    ) -> bool:
+        """Whether the first and the last member of a group are farther apart than an NVLink domain
+        is long: known without a path. Also False where domains are not alike."""
+        last = sum(_stride(order, sizes, axis) * (sizes[axis] - 1) for axis in varying)
+        return last >= self.fabric.domain_gpus
+
+    def by_domain(self, order: Sequence[Axis], parallel: Parallel, moe: Moe) -> bool:
+        """Whether tokens of ranks nested in `order` can go by domain (`plan.hierarchy`)."""
+        sizes = degrees(parallel)
+        varying = axes(parallel)
+        cuts = Cuts.of(parallel)
+        shape = tuple(
+            (_stride(order, sizes, axis), sizes[axis]) for axis in varying if sizes[axis] > 1
+        )
+        slot = (shape, cuts.etp, parallel.world_size)
+        if slot not in self._goes:
+            members, _ = communicating(order, sizes, (varying, "exchange"), cuts)
+            members = self.fabric.standing_for_all(
+                members, max(stride * size for stride, size in shape)
+            )
+            domains = self.fabric.block[0][np.sort(members, axis=1) // self.fabric.gpus_per_node]
+            self._goes[slot] = hierarchy.problem_of(moe, domains.tolist()) is None
+        return self._goes[slot]
+
+
+class Paths(Mapping[PathKey, Path]):
+    """Paths of a nesting order, each found when it is asked for: most orders are out by the path of
+    their tp groups."""
+
+    def __init__(
+        self,
+        cache: PathCache,
+        order: Sequence[Axis],
+        sizes: Mapping[str, int],
+        wanted: dict[PathKey, bool],
+        cuts: Cuts,
+    ):
+        """`wanted`: keys, and whether the last member of a group sends to the first."""
+        self.cache = cache
+        self.order = order
+        self.sizes = sizes
+        self.wanted = wanted
+        self.cuts = cuts
+        self._found: dict[PathKey, Path] = {}
+
+    def __getitem__(self, key: PathKey) -> Path:
+        if key not in self._found:
+            self._found[key] = self.cache.path(
+                self.order, self.sizes, key, self.wanted[key], self.cuts
+            )
+        return self._found[key]
+
+    def spans_domains(self, varying: Sequence[Axis]) -> bool:
+        return self.cache.spans_domains(self.order, self.sizes, varying)
+
+    def __iter__(self) -> Iterator[PathKey]:
+        return iter(self.wanted)
+
+    def __len__(self) -> int:
+        return len(self.wanted)
+
+
+def _stride(order: Sequence[Axis], sizes: Mapping[str, int], axis: Axis) -> int:
+    stride = 1
+    for inner in order[: order.index(axis)]:
+        stride *= sizes[inner]
+    return stride

@@ -1,0 +1,255 @@
+"""What one GPU, its links and the software reach: the profile's parameters, chosen for one cluster
+and job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from orchestrator.cost.model.layers import DTYPE_BYTES
+from orchestrator.errors import OrchError
+from orchestrator.plan import Exit
+from orchestrator.plan.document import Cluster, Matmul, Measured
+
+from .dual import Number
+from .parameters import generation_of
+from .software import Software
+
+CPU_LAUNCHES = (
+    14  # operators of a layer's forward on a CPU: 4 to 7 products, norms, rotary, activation, sums
+)
+
+
+#: Elements of a product that all multiprocessors of a GPU compute at a time, in tiles of 128 x 256
+#: (V100: 128 x 128).
+WAVE = {"v100": 80 * 128 * 128, "a100": 108 * 32768, "hopper": 132 * 32768, "cpu": 0}
+WAVE |= dict.fromkeys(("blackwell", "blackwell_ultra"), 148 * 32768)
+
+
+class Links(Struct, frozen=True):
+    """Share of the links' rates that collectives reach in a step, and fixed times."""
+
+    nvlink: Number
+    nic: Number
+    latency: Number  # of the hops' latencies
+    launch_s: Number  # further seconds of each operation
+
+
+class Rates(Struct, frozen=True):
+    """Seconds of a unit of work on one GPU, and the software's traits as numbers."""
+
+    peak: float  # data-sheet FLOP/s of the tensors' precision, the reference of MFU
+    gemm_s: Number  # a FLOP of the layers' matrix products
+    gemm16_s: Number  # the same in the tensors' precision: router, head
+    gemm_byte_s: Number  # a byte that a matrix product reads or writes
+    wave_s: Number  # lost in the last wave of tiles of a product, for each element of its sums
+    head: Number  # output projection / its matrix product
+    attention_s: Number  # a FLOP of the attention core
+    byte_s: Number  # a byte of memory-bound kernels
+    scores_bytes: Number  # unfused attention: of one score, forward; 0 when fused
+    elementwise: Number  # bytes moved / bytes counted
+    cast_bytes: Number  # of one input of a matrix product; 0 without fp8
+    accumulate_bytes: Number
+    logits_bytes: Number
+    permute: Number
+    host_dense_s: Number
+    host_moe_s: Number
+    host_gap_s: Number  # between kernels that are launched one by one
+    recompute_ops: Number
+    optimizer_bytes: Number
+    step_host_s: Number
+    weight_gradients: (
+        Number  # of weight-gradient products that are computed: 1; LoRA: a small share
+    )
+    cp_attention: Number
+    tensor: Links
+    tensor_outside: Links  # tensor parallelism across NVLink domains
+    ring: Links
+    tp_exposed: Number
+    pp_exposed: Number
+    cp_exposed: Number
+    ep_exposed: Number
+    dp_exposed: Number  # share of gradient communication that nothing hides
+    dp_sharded: Number  # the same with ZeRO-3 of software whose other stages hide it otherwise
+    slow_fabric_s: Number  # a step on a cloud network, by the root of the replicas
+    nodes: Number
+    family: Number
+    full_recompute: Number  # of a forward, that full recomputation repeats
+    expert_spread: Number = (
+        1.0  # of experts' loads, over what the plan's `expert_imbalance` was made of
+    )
+
+
+def _fp64_of(peak_flops: Mapping[str, float]) -> str:
+    """The word that gives a GPU a rate for fp64, which all compute in and few entries name: half of
+    the widest."""
+    return f"cluster.gpu.peak_tflops.fp64={min(peak_flops.values()) / 2e12:g}"
+
+
+def rates(
+    cluster: Cluster,
+    values: Mapping[str, Number],
+    precision: str,
+    software: Software,
+    matmul: Matmul = "",
+    task: str = "pretrain",
+    slow_fabric: bool = False,
+    expert_spread: Number = 1.0,
+) -> Rates:
+    """`values`: of the parameters, by name. Raises OrchError (65) for a precision in which the GPU
+    does not compute."""
+    gpu = cluster.gpu
+    measured = cluster.measured
+    peak = gpu.peak_flops.get(precision)
+    if peak is None:
+        known = ", ".join(gpu.peak_flops)
+        rate = (
+            f"; to verify in fp64, {_fp64_of(gpu.peak_flops)} train.grad_dtype=fp64"
+            if precision == "fp64"
+            else ""
+        )
+        raise OrchError(
+            f"train.precision {precision}: GPU {gpu.name} computes in {known}{rate}", Exit.CONFIG
+        )
+    generation = generation_of(gpu.name, cluster.device)
+    if cluster.device == "cpu":
+        values = _on_a_cpu(values, measured)
+    reached = measured.matmul_flops.get(precision) if measured else None
+    gemm16: Number = 1.0 / reached if reached else 1.0 / (peak * _gemm(values, generation, "16"))
+    narrow = matmul and cluster.device != "cpu"  # where it is an emulation by wide ones
+    gemm = _narrow_gemm(cluster, values, generation, matmul) if narrow else gemm16
+    reached = measured.attention_flops.get(precision) if measured else None
+    attention: Number = (
+        1.0 / reached if reached else 1.0 / (peak * _attention(values, generation, software))
+    )
+    if task != "pretrain":
+        attention = attention * values["attention.packed"]
+    memory = gpu.hbm_bytes_per_s
+    byte_s: Number = (
+        1.0 / measured.memory_bytes_per_s if measured else 1.0 / (memory * values["hbm"])
+    )
+    one_by_one = software.elementwise != "fused" or software.dp_overlap in ("early", "zero_2021")
+    unfused = software.attention == "unfused"
+    wave = values["gemm_wave.old" if generation in ("v100", "a100") else "gemm_wave"]
+    return Rates(
+        peak=peak,
+        gemm_s=gemm,
+        gemm16_s=gemm16,
+        gemm_byte_s=values["gemm_bytes"] / memory,
+        wave_s=wave * (2.0 * WAVE.get(generation, 4e6)) * gemm,
+        head=values["head"],
+        attention_s=attention,
+        byte_s=byte_s,
+        scores_bytes=values["attention.scores"] * DTYPE_BYTES[precision] / 2 if unfused else 0.0,
+        elementwise=values[f"elementwise.{software.elementwise}"],
+        cast_bytes=values[f"cast.{matmul}"] if matmul else 0.0,
+        accumulate_bytes=values[f"accumulate.{software.accumulate}"],
+        logits_bytes=values["logits"],
+        permute=values["moe.permute"],
+        host_dense_s=values["host.modules" if software.elementwise == "modules" else "host.dense"],
+        host_moe_s=values["host.moe" if software.host == "eager" else "host.moe_modern"],
+        host_gap_s=values["host.gap"] if one_by_one else 0.0,
+        recompute_ops=values["recompute.ops"],
+        optimizer_bytes=values["optimizer"],
+        step_host_s=values["host.step"],
+        weight_gradients=values["lora"] if task == "lora" else 1.0,
+        cp_attention=values["attention.cp"],
+        **_links(values, cluster),
+        tp_exposed=values["tp.exposed_overlap" if software.tp_overlap else "tp.exposed"],
+        pp_exposed=values["pp.exposed_overlap" if software.pp_overlap else "pp.exposed"],
+        cp_exposed=values["cp.exposed"],
+        ep_exposed=values["ep.exposed_overlap" if software.ep_overlap else "ep.exposed"],
+        dp_exposed=values[f"dp.{software.dp_overlap}"],
+        dp_sharded=values["dp.fsdp_megatron"],
+        slow_fabric_s=values["latency.slow"] if slow_fabric else 0.0,
+        nodes=values["nodes"],
+        family=values[f"family.{software.name}"],
+        full_recompute=values["recompute.jax"] if software.dp_overlap == "jax" else 1.0,
+        expert_spread=expert_spread,
+    )
+
+
+def _on_a_cpu(values: Mapping[str, Number], measured: Measured | None) -> Mapping[str, Number]:
+    """The parameters for ranks on processors: nothing overlaps, and each operator costs a call."""
+    launch: Number = measured.launch_s if measured else values["host.cpu"]
+    ones: tuple[str, ...] = (
+        "head",
+        "elementwise.fused",
+        "elementwise.eager",
+        "elementwise.modules",
+        "tp.exposed",
+        "tp.exposed_overlap",
+        "pp.exposed",
+    )
+    ones += ("pp.exposed_overlap", "cp.exposed", "ep.exposed", "ep.exposed_overlap", "attention.cp")
+    own: dict[str, Number] = dict.fromkeys(ones, 1.0)
+    own |= {
+        "hbm": values["hbm.cpu"],
+        "host.gap": 0.0,
+        "nodes": 0.0,
+        "gemm_bytes": 1.0,
+        "gemm_wave": 0.0,
+    }
+    own |= dict.fromkeys(("host.dense", "host.modules"), 3 * CPU_LAUNCHES * launch) | {
+        "host.step": 2 * launch
+    }
+    return {**values, **own}
+
+
+def _narrow_gemm(
+    cluster: Cluster, values: Mapping[str, Number], generation: str, matmul: Matmul
+) -> Number:
+    """Seconds of a FLOP of matrix products in 8 or 4 bits. Raises OrchError (65) where the GPU has
+    none."""
+    peaks = cluster.gpu.peak_flops
+    fp8 = peaks.get("fp8")
+    if fp8 is None:
+        text = (
+            f"train.matmul={matmul}: GPU {cluster.gpu.name} has no rate for fp8 in"
+            " cluster.gpu.peak_tflops"
+        )
+        raise OrchError(text, Exit.CONFIG)
+    if matmul == "nvfp4":
+        return 1.0 / (peaks.get("fp4", 2 * fp8) * _gemm(values, generation, "nvfp4"))
+    return 1.0 / (fp8 * _gemm(values, generation, "fp8"))
+
+
+def _gemm(values: Mapping[str, Number], generation: str, kind: str) -> Number:
+    if generation == "cpu":
+        return values["gemm.cpu"]
+    return (
+        values.get(f"gemm.{generation}.{kind}")
+        or values.get(f"gemm.other.{kind}")
+        or values["gemm.other.fp8"]
+    )
+
+
+def _attention(values: Mapping[str, Number], generation: str, software: Software) -> Number:
+    if generation == "cpu":
+        return values["attention.cpu"]
+    if software.attention in ("unfused", "triton"):
+        return values[f"attention.{software.attention}"]
+    if generation == "hopper" and software.attention == "cudnn":
+        return values["attention.cudnn.hopper"]
+    return (
+        values.get(f"attention.{generation}")
+        or values.get(f"attention.flash.{generation}")
+        or values["attention.other"]
+    )
+
+
+def _links(values: Mapping[str, Number], cluster: Cluster) -> dict[str, Links]:
+    if (
+        cluster.measured or cluster.device == "cpu"
+    ):  # measured with collectives, under the load of all ranks
+        share: Number = 1.0 if cluster.measured else values["link.cpu"]
+        same = Links(share, share, 1.0, 0.0)
+        return {"tensor": same, "tensor_outside": same, "ring": same}
+    tensor = Links(values["nvlink"], values["nic"], values["latency"], values["tp.launch"])
+    outside = Links(values["nvlink"], values["nic.tp"], values["latency"], values["tp.launch"])
+    return {
+        "tensor": tensor,
+        "tensor_outside": outside,
+        "ring": Links(values["nvlink"], values["nic"], values["latency"], 0.0),
+    }

@@ -1,0 +1,182 @@
+"""Seconds of one micro-batch's communication, of transfers between stages, and of gradients, that
+no compute hides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from orchestrator.cost.dual import Number, larger, value_of
+from orchestrator.cost.model.layers import sample_layers
+from orchestrator.cost.rates import Rates
+from orchestrator.cost.software import Software
+from orchestrator.cost.time import collective
+from orchestrator.plan.cluster import Operation
+from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.expert_mesh import axes, expert_mesh
+
+from .compute import Compute
+from .expert_exchange import phases
+from .fabric import Path
+from .imbalance import imbalance
+from .layer_traffic import (
+    Overlap,
+    TensorOperation,
+    expert_operations,
+    micro_batch_tokens,
+    tensor_operations,
+    vocabulary_operations,
+)
+from .recomputed import RecomputedShare
+from .traffic import PathKey, context_parallel_operations, gradient_traffic
+
+
+class TensorSeconds(NamedTuple):
+    """Exposed tensor-parallel communication of one micro-batch."""
+
+    dense: Number  # of one dense layer, forward and backward
+    moe: Number  # of one layer with experts
+    first: Number  # of the first stage beside its layers
+    last: Number  # of the last stage
+
+
+def tensor_seconds(
+    model: Model,
+    par: Parallel,
+    train: Train,
+    share: RecomputedShare,
+    rate: Rates,
+    software: Software,
+    compute: Compute,
+    paths: Mapping[PathKey, Path],
+    ahead: int = 0,
+) -> TensorSeconds:
+    """`ahead`: further predictions, each of which looks tokens up and has a loss."""
+    if par.tp == 1:
+        return TensorSeconds(0.0, 0.0, 0.0, 0.0)
+    path = paths[("tp",), "ring"]
+    shown = rate.tp_exposed
+    links = rate.tensor_outside if path.fabric_s else rate.tensor
+    known = dict[tuple[Operation, float, int], Number]()
+
+    def late(once: Number, overlap: Overlap) -> Number:
+        return larger(0.0, once - compute.overlap_s[overlap])
+
+    def exposed(once: Number, overlap: Overlap = "") -> Number:
+        if overlap:  # whole, behind a product that does not need it
+            return shown * late(once, overlap)
+        if software.tp_overlap:  # in pieces, behind the product before or after it
+            return shown * once + (1.0 - shown) / 2 * (late(once, "attention") + late(once, "mlp"))
+        return shown * once
+
+    def total(operations: Iterable[TensorOperation]) -> Number:
+        result: Number = 0.0
+        for one in operations:
+            key = one.operation, one.size, one.ranks
+            if key not in known:
+                known[key] = collective.seconds(one.operation, one.size, one.ranks, path, links)
+            result += one.times * exposed(known[key], one.overlap)
+        return result
+
+    tokens = micro_batch_tokens(par, train)
+    loss = collective.seconds(
+        "all_gather", tokens * 2 * 4 * par.tp, par.tp, path, links
+    )  # two numbers a token
+    ends = ((1, 0), (ahead, 1 + ahead))
+    first, last = (total(vocabulary_operations(model, par, train, *one)) for one in ends)
+    load = value_of(imbalance(par, rate))
+    dense, moe = (
+        total(tensor_operations(model, par, train, share, bool(kind), load))
+        if layer is not None
+        else 0.0
+        for kind, layer in enumerate(sample_layers(model))
+    )
+    return TensorSeconds(dense, moe, first, last + (1 + ahead) * exposed(loss))
+
+
+def context_seconds(
+    model: Model,
+    par: Parallel,
+    train: Train,
+    share: RecomputedShare,
+    rate: Rates,
+    paths: Mapping[PathKey, Path],
+) -> Number:
+    """Exposed context-parallel communication of a layer and micro-batch, forward and backward."""
+    total: Number = 0.0
+    for operation, size, count, window in context_parallel_operations(model, par, train, share):
+        path = paths[("cp",), collective.PATTERN[operation]]
+        seconds = count * collective.seconds(operation, size, par.cp, path, rate.ring)
+        total += seconds * rate.cp_exposed if window == "attention" else seconds
+    return total
+
+
+def expert_seconds(
+    model: Model,
+    par: Parallel,
+    train: Train,
+    share: RecomputedShare,
+    rate: Rates,
+    paths: Mapping[PathKey, Path],
+) -> Number:
+    """Exposed all-to-all of an MoE layer and micro-batch, forward and backward."""
+    total: Number = 0.0
+    ranks = expert_mesh(par).ep
+    load = imbalance(par, rate)
+    for operation, size, count in expert_operations(model, par, train, share) if ranks > 1 else ():
+        for path in phases(paths[axes(par), collective.PATTERN[operation]], model, par):
+            total += (
+                count
+                * collective.seconds(operation, size * load, ranks, path, rate.ring)
+                * rate.ep_exposed
+            )
+    return total
+
+
+def transfer_seconds(size: float, pp: int, rate: Rates, paths: Mapping[PathKey, Path]) -> Number:
+    """Exposed seconds of one transfer between stages of `size` bytes."""
+    return rate.pp_exposed * collective.seconds("p2p", size, pp, paths[("pp",), "chain"], rate.ring)
+
+
+def gradient_seconds(
+    held: tuple[int, int],
+    par: Parallel,
+    train: Train,
+    rate: Rates,
+    software: Software,
+    paths: Mapping[PathKey, Path],
+    outside: int = 0,
+) -> Number:
+    """Seconds of all communication of gradients and weights of a rank. held, outside: as in
+    `gradient_traffic`."""
+    total: Number = 0.0
+    for one in gradient_traffic(held, par, train, software, outside):
+        total += one.count * collective.seconds(
+            one.operation, one.size, one.members, paths[one.key], rate.ring
+        )
+    return total
+
+
+def exposed_gradients(
+    total: Number, par: Parallel, rate: Rates, software: Software, micro_batch: Number
+) -> Number:
+    """Seconds that gradient communication of `total` seconds shows. `micro_batch`: seconds of one
+    on the rank."""
+    shown, windows = gradient_overlap(par, rate, software)
+    if not windows:
+        return shown * total
+    return shown * total + (1.0 - shown) * larger(0.0, total - micro_batch * windows)
+
+
+def gradient_overlap(par: Parallel, rate: Rates, software: Software) -> tuple[Number, int]:
+    """(share of gradient communication that always shows, micro-batches that may hide the rest; 0:
+    it is hidden)."""
+    overlap = software.dp_overlap
+    if par.zero == 3 and overlap in ("modern", "early"):
+        overlap = "fsdp"
+        shown = rate.dp_sharded
+    else:
+        shown = rate.dp_exposed
+    if overlap in ("early", "zero_2021"):
+        return shown, 0
+    return shown, par.micro_batches if par.zero >= 2 or overlap == "jax" else 1

@@ -1,0 +1,325 @@
+"""Seconds that one GPU computes, by term, for one micro-batch of one decoder layer, of the loss, of
+the optimizer.
+
+Matrix products follow an additive roofline: FLOPs at the rate of a large product plus bytes at that
+of memory, which is the efficiency curve of small shapes. Attention, memory-bound kernels and casts
+to 8 bits are terms of their own. Where the CPU needs longer to launch a layer than the GPU to run
+it, the layer takes the CPU's time: the fourth-power mean joins the two smoothly. Terms, constants
+and their sources: `parameters`, accuracy.md section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from orchestrator.cost.dual import Number
+from orchestrator.cost.model.layers import (
+    dense_on_rank,
+    head_flops,
+    layer_params,
+    sample_layers,
+)
+from orchestrator.cost.rates import Rates
+from orchestrator.cost.software import Software
+from orchestrator.plan import flops
+from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.expert_capacity import taken_choices
+from orchestrator.plan.expert_mesh import expert_mesh
+
+from .imbalance import imbalance
+
+TERMS = ("gemm", "attention", "elementwise", "cast", "experts", "recompute", "head", "host")
+
+
+class LayerSeconds(NamedTuple):
+    """Seconds of one micro-batch through one layer on one GPU, without communication and
+    recomputation."""
+
+    forward: Number
+    backward: Number
+    core: Number  # of forward: attention scores and weighted values
+    selective: Number  # what selective recomputation computes again in backward
+    full: Number  # what full recomputation does
+    column_matmuls: tuple[
+        Number, Number
+    ]  # column-parallel products of attention, of the feed-forward
+    terms: dict[str, Number]  # forward and backward by term
+
+    def recompute_s(self, mode: str) -> Number:
+        return {"none": 0.0, "selective": self.selective, "full": self.full}[mode]
+
+
+NO_LAYER = LayerSeconds(0.0, 0.0, 0.0, 0.0, 0.0, (0.0, 0.0), {})
+
+
+class Matrix(NamedTuple):
+    """Products [rows, inputs] x [inputs, outputs] of one kind, in one layer on one rank."""
+
+    rows: Number  # of all of them together
+    inputs: float
+    outputs: float
+    weights: float = 1.0  # number of such matrices
+
+    @property
+    def flops(self) -> Number:
+        return 2.0 * self.rows * self.inputs * self.outputs
+
+    @property
+    def reduced(self) -> tuple[Number, Number]:
+        """Lengths of the sums: of the product itself, and of both gradients together."""
+        return self.inputs, self.outputs + self.rows
+
+    @property
+    def bytes(self) -> Number:
+        """Read and written in 16 bits."""
+        return 2.0 * (
+            self.rows * (self.inputs + self.outputs) + self.weights * self.inputs * self.outputs
+        )
+
+
+def attention_matrices(model: Model, tokens: float, tp: int) -> list[Matrix]:
+    h = model.hidden
+    heads = model.heads / tp
+    if (m := model.mla) is not None:
+        key = m.qk_nope_head_dim + m.qk_rope_head_dim
+        down = Matrix(tokens, h, m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim)
+        up = Matrix(tokens, m.kv_lora_rank, heads * (m.qk_nope_head_dim + m.v_head_dim))
+        query = Matrix(tokens, m.q_lora_rank or h, heads * key)
+        return [down, query, up, Matrix(tokens, heads * m.v_head_dim, h)]
+    columns = (heads + 2 * max(model.kv_heads / tp, 1.0)) * model.head_dim
+    return [Matrix(tokens, h, columns), Matrix(tokens, heads * model.head_dim, h)]
+
+
+def mlp_matrices(
+    model: Model,
+    layer: int,
+    tokens: float,
+    tp: int,
+    ep: int,
+    etp: int,
+    seq_len: int,
+    load: Number = 1.0,
+) -> Iterator[Matrix]:
+    """Of a dense layer, or of the shared and the routed experts, `tokens` being those of all tp
+    ranks; `ep`, `etp`: of the expert mesh; `load`: of the rank over the mean."""
+    h = model.hidden
+    gate = 2 if model.mlp == "gated" else 1
+    moe = flops.layer_moe(model, layer)
+    if moe is None:
+        yield from _mlp(h, model.ffn_hidden / tp, tokens, gate, 1.0)
+        return
+    if moe.shared_ffn_hidden:
+        yield from _mlp(h, moe.shared_ffn_hidden / tp, tokens, gate, 1.0)
+    copies = tokens * taken_choices(moe, seq_len)
+    yield from _mlp(h, moe.ffn_hidden / etp, copies * (etp / tp) * load, gate, moe.experts / ep)
+
+
+def _mlp(hidden: int, width: float, rows: Number, gate: int, count: float) -> Iterator[Matrix]:
+    yield Matrix(rows, hidden, gate * width, count)
+    yield Matrix(rows, width, hidden, count)
+
+
+def layer_seconds(
+    model: Model, layer: int, parallel: Parallel, train: Train, rate: Rates, software: Software
+) -> LayerSeconds:
+    """Seconds of decoder layer `layer` (0-based)."""
+    tp, (etp, ep, _) = parallel.tp, expert_mesh(parallel)
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    rows = tp if parallel.sp else 1
+    moe = flops.layer_moe(model, layer)
+    load = imbalance(parallel, rate)
+    attention = attention_matrices(model, tokens, tp)
+    mlp = list(mlp_matrices(model, layer, tokens, tp, ep, etp, train.seq_len, load))
+    column = [
+        one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in (attention[0], mlp[0])
+    ]
+    matrices = attention + mlp
+    gemm = (
+        sum(one.flops for one in matrices) * rate.gemm_s
+        + sum(one.bytes for one in matrices) * rate.gemm_byte_s
+    )
+    lost = [
+        sum(one.reduced[way] for one in matrices) * rate.wave_s for way in (0, 1)
+    ]  # the last, partly filled wave
+    if moe is not None:
+        gemm += 2.0 * tokens / rows * model.hidden * moe.experts * rate.gemm16_s  # the router
+
+    core, core_back = _core(model, parallel, train, tokens, rate)
+    ffn: Number = model.ffn_hidden
+    if moe is not None:
+        ffn = taken_choices(moe, train.seq_len) * moe.ffn_hidden * load + moe.shared_ffn_hidden
+    row = 20 * model.hidden / rows
+    gated = 6 if model.mlp == "gated" else 4
+    columns: Number = gated * ffn / tp
+    if model.position == "rope":
+        columns += 4 * (model.heads + model.kv_heads) * model.head_dim / tp
+    elementwise = tokens * (row + columns) * rate.elementwise * rate.byte_s
+    cast = sum(one.rows * one.inputs for one in matrices) * rate.cast_bytes * rate.byte_s
+    experts: Number = 0.0
+    if moe is not None:
+        copies = tokens / rows * taken_choices(moe, train.seq_len)
+        experts = rate.permute * 8 * copies * model.hidden * rate.byte_s
+        experts = experts * (1.0 + load) / 2  # a rank's own rows, and those that it receives
+    own = dense_on_rank(model, layer, tp) + layer_params(model, layer).experts / (etp * ep)
+    accumulate = own * rate.accumulate_bytes * rate.byte_s * rate.weight_gradients
+
+    forward = gemm + lost[0] + core + elementwise + cast + experts
+    terms = {
+        "gemm": gemm * (2.0 + rate.weight_gradients) + lost[0] + lost[1] + accumulate,
+        "attention": core + core_back,
+        "elementwise": 3.0 * elementwise,
+        "cast": 3.0 * cast,
+        "experts": 2.0 * experts,
+    }
+    gpu = sum(terms.values())
+    host = rate.host_moe_s if moe is not None else rate.host_dense_s
+    slower = (
+        gpu**4 + host**4
+    ) ** 0.25 / gpu  # the CPU launches kernels of forward and backward alike
+    slower = slower + rate.host_gap_s / gpu
+    terms["host"] = gpu * (slower - 1.0)
+    selective = _selective(
+        software, rate, gemm, core, elementwise, columns / (row + columns), forward, parallel
+    )
+    if model.mla is not None and train.recompute_latents is True and software.selective == "orch":
+        _, *made, _ = attention  # queries, keys and values of latents
+        selective += sum(one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in made)
+    return LayerSeconds(
+        forward=forward * slower,
+        backward=(gpu - forward) * slower,
+        core=core,
+        selective=selective,
+        full=forward * rate.full_recompute,
+        column_matmuls=(column[0], column[1]),
+        terms=terms,
+    )
+
+
+def _core(
+    model: Model, parallel: Parallel, train: Train, tokens: float, rate: Rates
+) -> tuple[Number, Number]:
+    """(forward, backward) seconds of attention scores and weighted values."""
+    done = flops.attention_core_flops(model, train.seq_len) / model.layers * tokens / parallel.tp
+    if (
+        not isinstance(rate.scores_bytes, float) or rate.scores_bytes
+    ):  # unfused: the whole square is computed
+        square = done * (2 if model.causal else 1) * (8 if model.head_dim % 8 else 1)
+        scores = tokens * train.seq_len * model.heads / parallel.tp
+        forward = square * rate.attention_s + scores * rate.scores_bytes * rate.byte_s
+        return forward, 2.0 * forward
+    forward = done * rate.attention_s * _slowest_core(model, parallel)
+    if parallel.cp > 1:
+        forward = forward * rate.cp_attention
+    return forward, 2.5 * forward
+
+
+def _slowest_core(model: Model, parallel: Parallel) -> float:
+    """Attention FLOPs of the busiest context-parallel rank over the mean.
+
+    With contiguous parts the rank of the last part attends to all tokens before it; with parts from
+    both ends of the sequence (zig-zag) all ranks do the same work.
+    """
+    return 2 - 1 / parallel.cp if model.causal and parallel.cp_method == "ring" else 1.0
+
+
+def _selective(
+    software: Software,
+    rate: Rates,
+    gemm: Number,
+    core: Number,
+    elementwise: Number,
+    columns: Number,
+    forward: Number,
+    parallel: Parallel,
+) -> Number:
+    """Seconds that selective recomputation repeats. `columns`: share of the memory-bound bytes
+    beside hidden states."""
+    if software.selective == "core":
+        return core
+    if software.selective == "ops":
+        return forward * rate.recompute_ops
+    if software.selective == "alternate":
+        return forward * 0.5
+    # norms, rotary positions and the activation; under context parallelism attention too
+    return elementwise * (columns + 0.4 * (1 - columns)) + (core if parallel.cp > 1 else 0.0)
+
+
+def layer_seconds_by_kind(
+    model: Model, parallel: Parallel, train: Train, rate: Rates, software: Software
+) -> tuple[LayerSeconds, LayerSeconds]:
+    """Seconds of a dense and of an MoE layer, in the order of `sample_layers`."""
+    dense, moe = (
+        NO_LAYER if layer is None else layer_seconds(model, layer, parallel, train, rate, software)
+        for layer in sample_layers(model)
+    )
+    return dense, moe
+
+
+def overlap_seconds(
+    model: Model, parallel: Parallel, train: Train, rate: Rates, kinds: Sequence[LayerSeconds]
+) -> dict[str, Number]:
+    """Seconds of the matrix products that communication overlaps with; of two kinds of layers the
+    shorter one."""
+    there = [kind.column_matmuls for kind in kinds if kind is not NO_LAYER]
+    attention, mlp = (min(pair[index] for pair in there) for index in (0, 1))
+    return {
+        "": 0.0,
+        "attention": attention,
+        "mlp": mlp,
+        "head": _head_seconds(model, parallel, train, rate),
+    }
+
+
+def _head_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Number:
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    return head_flops(model) * tokens / parallel.tp * rate.gemm16_s * rate.head
+
+
+def loss_seconds(
+    model: Model, parallel: Parallel, train: Train, rate: Rates
+) -> tuple[Number, Number]:
+    """(forward, backward) seconds of output projection and loss for one micro-batch, and of what
+    further predictions have beside their blocks."""
+    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    ahead = flops.prediction_blocks(model)
+    loss = (1 + ahead) * tokens * model.vocab / parallel.tp * rate.logits_bytes * rate.byte_s
+    head = (1 + ahead) * _head_seconds(model, parallel, train, rate)
+    if ahead:  # the projection, whole on every tensor-parallel rank
+        own = tokens / (parallel.tp if parallel.sp else 1)
+        head += ahead * own * 4 * model.hidden**2 * rate.gemm16_s
+    return head + loss, head * (1.0 + rate.weight_gradients) + 1.5 * loss
+
+
+class Compute(NamedTuple):
+    """Compute of one micro-batch; it depends neither on the pipeline nor on the replicas."""
+
+    kinds: tuple[LayerSeconds, LayerSeconds]  # of a dense and of an MoE layer
+    loss: tuple[Number, Number]  # (forward, backward) of output projection and loss
+    overlap_s: dict[str, Number]  # seconds of the matrix product that one operation overlaps with
+
+
+def micro_batch_compute(
+    model: Model, parallel: Parallel, train: Train, rate: Rates, software: Software
+) -> Compute:
+    kinds = layer_seconds_by_kind(model, parallel, train, rate, software)
+    loss = loss_seconds(model, parallel, train, rate)
+    return Compute(kinds, loss, overlap_seconds(model, parallel, train, rate, kinds))
+
+
+#: Bytes a parameter that narrow moments (`Optim.state`) add to an update: they are widened and
+#: narrowed again by operators of torch, one after the other, whose bytes a test counts.
+NARROW_STATE = {"8bit": 128.0, "bf16": 238.0}
+
+
+def optimizer_seconds(parameters: float, shards: int, rate: Rates) -> Number:
+    """Seconds of AdamW on `parameters / shards` parameters, bound by memory bandwidth, and of the
+    CPU around it.
+
+    It reads gradient, master weight and both moments, and writes the last three and the weight: 30
+    bytes a parameter.
+    """
+    return (
+        parameters / shards * rate.optimizer_bytes * rate.byte_s * rate.weight_gradients
+        + rate.step_host_s
+    )

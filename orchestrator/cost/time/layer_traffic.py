@@ -1,0 +1,270 @@
+"""Communication of one layer and micro-batch over tensor- and expert-parallel ranks, and of the
+model's ends.
+
+Sources: Megatron-LM (arXiv 1909.08053, section 3) and Korthikanti et al. (arXiv 2205.05198, section
+4.2) for tensor and sequence parallel; Lepikhin et al. (GShard, arXiv 2006.16668) for expert
+all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from msgspec import UNSET
+
+from orchestrator.cost.model.layers import DTYPE_BYTES
+from orchestrator.cost.model.stages import splits_backward
+from orchestrator.plan.cluster import Operation
+from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.expert_capacity import taken_choices
+from orchestrator.plan.expert_mesh import expert_mesh
+
+from .recomputed import RecomputedShare
+
+#: Matrix product that a single operation overlaps with: query-key-value, gate and up projections,
+#: output projection. The trainer sums an input's gradient while it computes the weights' gradient,
+#: and gathers the input again while it computes the input's gradient
+#: (`trainer/parallel/column_parallel.py`).
+Overlap = Literal["", "attention", "mlp", "head"]
+
+#: What an all-to-all to experts carries: rows of tokens, numbers that each copy of a token has, and
+#: names of copies, which the exchange by domain alone needs.
+Carried = Literal["rows", "copies", "names"]
+
+
+class TensorOperation(NamedTuple):
+    """`times` operations on tensors of `size` bytes over `ranks` neighbours."""
+
+    operation: Operation
+    overlap: Overlap
+    size: float
+    times: float
+    ranks: int
+
+
+def hidden_bytes(model: Model, parallel: Parallel, train: Train) -> float:
+    """Bytes of one micro-batch's hidden states on a rank, not cut by sequence parallelism."""
+    return micro_batch_tokens(parallel, train) * model.hidden * DTYPE_BYTES[train.precision]
+
+
+def boundary_bytes(model: Model, parallel: Parallel, train: Train) -> float:
+    """Bytes of one micro-batch's hidden states between two layers, or two stages, on one rank."""
+    return hidden_bytes(model, parallel, train) / (parallel.tp if parallel.sp else 1)
+
+
+def micro_batch_tokens(parallel: Parallel, train: Train) -> float:
+    """Tokens of one micro-batch on the ranks of a tp group together."""
+    return parallel.micro_batch_size * train.seq_len / parallel.cp
+
+
+def tensor_operations(
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    recomputed: RecomputedShare,
+    moe: bool,
+    load: float = 1.0,
+) -> list[TensorOperation]:
+    """Over tp of one layer and micro-batch, forward and backward. `moe`: of a layer with experts;
+    `load`: what a rank that shares them gets, over the mean.
+
+    Attention and feed-forward each begin and end with an all-reduce; with SP, with an all-gather
+    and a reduce-scatter. With a split backward there is no weight gradient to overlap with, and
+    inputs are kept whole.
+    """
+    if parallel.tp == 1:
+        return []
+    hidden = hidden_bytes(model, parallel, train)
+    plain = splits_backward(parallel)
+    entry = hidden
+    inner = model.mla
+    if inner is not None:  # latents are gathered, not the input that they are made of
+        entry = hidden / model.hidden * ((inner.q_lora_rank or model.hidden) + inner.kv_lora_rank)
+        entry += hidden / model.hidden * inner.qk_rope_head_dim
+    overlap: Overlap = "" if plain or inner is not None else "attention"
+    again = 0.0 if plain or inner is not None else 1.0 - recomputed.gather
+    found = list(
+        _region(parallel, entry, hidden, overlap, recomputed.gather, recomputed.layer, again)
+    )
+    if recomputed.inputs:
+        found.append(TensorOperation("all_gather", "", hidden, recomputed.inputs, parallel.tp))
+    if moe:
+        return [*found, *_mixture(model, parallel, train, recomputed, load)]
+    if recomputed.mlp_inputs:
+        found.append(TensorOperation("all_gather", "", hidden, recomputed.mlp_inputs, parallel.tp))
+    again = 0.0 if plain else 1.0 - recomputed.gather
+    ends = _region(
+        parallel, hidden, hidden, "" if plain else "mlp", recomputed.gather, recomputed.end, again
+    )
+    return [*found, *ends]
+
+
+def _region(
+    parallel: Parallel,
+    entry: float,
+    end: float,
+    overlap: Overlap,
+    gathers: float,
+    sums: float,
+    again: float,
+) -> Iterator[TensorOperation]:
+    """A tensor-parallel region: `entry` bytes go in, `end` come out. gathers, sums: how often
+    recomputation repeats its first and its last operation; again: how often backward gathers the
+    input that forward did not keep."""
+    tp = parallel.tp
+    if not parallel.sp:
+        yield TensorOperation("all_reduce", "", end, 1 + sums, tp)
+        yield TensorOperation("all_reduce", overlap, entry, 1.0, tp)
+        return
+    yield TensorOperation("all_gather", "", entry, 1 + gathers, tp)
+    yield TensorOperation("all_gather", "", end, 1.0, tp)
+    yield TensorOperation("reduce_scatter", "", end, 1 + sums, tp)
+    yield TensorOperation("reduce_scatter", overlap, entry, 1.0, tp)
+    if again:
+        yield TensorOperation("all_gather", overlap, entry, again, tp)
+
+
+def _mixture(
+    model: Model, parallel: Parallel, train: Train, share: RecomputedShare, load: float
+) -> Iterator[TensorOperation]:
+    """The same for the experts of a layer, none of it behind a product.
+
+    Tokens of all tp ranks meet before the experts where these are all here, or where the ranks hold
+    the same tokens. Else each rank sends its own tokens away, and those that cut an expert share
+    what has arrived: `top_k` rows a token.
+    """
+    hidden = hidden_bytes(model, parallel, train)
+    moe = model.moe
+    assert moe is not None
+    etp, ranks, _ = expert_mesh(parallel)
+    if not parallel.sp or ranks == 1:
+        yield from _region(parallel, hidden, hidden, "", share.layer, share.end, 0.0)
+        return
+    if etp > 1:
+        rows = hidden * taken_choices(moe, train.seq_len) * etp / parallel.tp * load
+        for operation in ("all_gather", "reduce_scatter"):
+            yield TensorOperation(operation, "", rows, 2 + share.layer, etp)
+    if moe.shared_ffn_hidden:
+        yield from _region(parallel, hidden, hidden, "", share.layer, share.layer, 0.0)
+
+
+def routing_operations(
+    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
+) -> list[TensorOperation]:
+    """As `tensor_operations`, of a layer's choices of experts and their weights. They count among
+    the bytes; beside the rows they take no time."""
+    if parallel.tp == 1 or model.moe is None:
+        return []
+    etp, ranks, _ = expert_mesh(parallel)
+    moe = model.moe
+    tokens = micro_batch_tokens(parallel, train)
+    weight = weight_bytes(train)
+    if not parallel.sp:
+        return [TensorOperation("all_reduce", "", tokens * moe.top_k * weight, 1.0, parallel.tp)]
+    dropped = moe.capacity_factor is not UNSET
+    told = [
+        TensorOperation(
+            "all_gather",
+            "",
+            told_choices(model, parallel, train),
+            1 + recomputed.layer,
+            parallel.tp,
+        )
+    ]
+    if ranks == 1:
+        choices = tokens * moe.top_k
+        size = choices * (8 + weight + dropped)
+    else:
+        choices = tokens * taken_choices(moe, train.seq_len) * etp / parallel.tp
+        size = choices * weight
+    found = told if dropped else []
+    if etp > 1:
+        found.append(TensorOperation("all_gather", "", size, 1 + recomputed.layer, etp))
+        found.append(TensorOperation("reduce_scatter", "", choices * weight, 1.0, etp))
+    return found
+
+
+def told_choices(model: Model, parallel: Parallel, train: Train) -> float:
+    """Bytes of the choices of a micro-batch's tokens on a cp rank, which the ranks that share a
+    sequence tell each other where experts drop some (`trainer/parallel/expert/capacity.py`); 0
+    where none does."""
+    if model.moe is None or model.moe.capacity_factor is UNSET:
+        return 0.0
+    return micro_batch_tokens(parallel, train) * model.moe.top_k * 4
+
+
+def weight_bytes(train: Train) -> int:
+    """Of the weight of a choice: routers compute in fp32 or wider."""
+    return max(4, DTYPE_BYTES[train.precision])
+
+
+def expert_operations(
+    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
+) -> list[tuple[Operation, float, float]]:
+    """(operation, bytes, count) of one MoE layer and micro-batch: dispatch and combine, forward and
+    backward."""
+    if model.moe is None:
+        return []
+    copies = _sent_tokens(parallel, train) * taken_choices(model.moe, train.seq_len)
+    routed = copies * model.hidden * DTYPE_BYTES[train.precision]
+    return [("all_to_all", routed, 2 * (2 + recomputed.layer))]
+
+
+def label_operations(
+    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
+) -> list[tuple[Carried, float, float]]:
+    """(what, bytes, count) of all-to-alls beside those of rows: the weight of each copy, there and
+    its gradient back; by domain, four bytes that name the copy. They count among the bytes; beside
+    the rows they take no time."""
+    if model.moe is None:
+        return []
+    copies = _sent_tokens(parallel, train) * taken_choices(model.moe, train.seq_len)
+    found: list[tuple[Carried, float, float]] = [
+        ("copies", copies * weight_bytes(train), 2 + recomputed.layer)
+    ]
+    if parallel.expert_all_to_all == "hierarchical":
+        found.append(("names", copies * 4, 1 + recomputed.layer))
+    return found
+
+
+def _sent_tokens(parallel: Parallel, train: Train) -> float:
+    """Tokens that a rank sends to experts."""
+    return micro_batch_tokens(parallel, train) / (parallel.tp if parallel.sp else 1)
+
+
+def vocabulary_operations(
+    model: Model, parallel: Parallel, train: Train, first: float, last: float
+) -> list[TensorOperation]:
+    """As `tensor_operations`, for token table and output projection. first, last: see
+    `end_shares`."""
+    overlap: Overlap = "" if splits_backward(parallel) else "head"
+    hidden = hidden_bytes(model, parallel, train)
+    tp = parallel.tp
+    counts: list[tuple[Operation, Overlap, float]] = [
+        ("all_reduce", "", first),
+        ("all_reduce", overlap, last),
+    ]
+    if parallel.sp:
+        counts = [
+            ("reduce_scatter", "", first),
+            ("all_gather", "", first + last),
+            ("reduce_scatter", overlap, last),
+        ]
+        counts += [] if splits_backward(parallel) else [("all_gather", overlap, last)]
+    return [
+        TensorOperation(operation, behind, hidden, count, tp) for operation, behind, count in counts
+    ]
+
+
+def prediction_operations(
+    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare, ahead: float
+) -> list[TensorOperation]:
+    """Of `ahead` modules that predict further tokens, beside those of their layer, table and
+    projection: recomputation repeats a module with the norm behind its layer, so the layer's last
+    operation too."""
+    if model.moe is not None and parallel.sp and expert_mesh(parallel).ep > 1:
+        return []  # results of experts come back by all-to-all
+    operation: Operation = "reduce_scatter" if parallel.sp else "all_reduce"
+    size = hidden_bytes(model, parallel, train)
+    return [TensorOperation(operation, "", size, ahead * recomputed.layer, parallel.tp)]

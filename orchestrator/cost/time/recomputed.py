@@ -1,0 +1,55 @@
+"""What recomputation repeats of forward, and what tensor-parallel ranks share of the inputs that it
+starts from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from orchestrator.cost.software import Software
+from orchestrator.plan.document import Parallel, Train
+
+
+class RecomputedShare(NamedTuple):
+    """Share of the layers that recompute a part of forward in backward."""
+
+    layer: float  # the whole layer
+    gather: float  # the all-gather of the sequence (sequence parallelism)
+    core: float  # attention, with its communication of keys and values (context parallelism)
+    end: float  # the layer's last operation too: this trainer stops when it has what backward needs
+    inputs: float = (
+        0.0  # inputs of a recomputed part that its tensor-parallel ranks share, and gather again
+    )
+    mlp_inputs: float = 0.0  # those of a dense MLP by itself
+
+
+def recomputed_share(parallel: Parallel, train: Train, software: Software) -> RecomputedShare:
+    """This trainer's selective recomputation keeps neither gathered inputs nor attention over other
+    ranks' keys."""
+    if train.recompute == "budget":
+        modes = train.recompute_layers or ["full"]
+        full, selective = (modes.count(mode) / len(modes) for mode in ("full", "selective"))
+    else:
+        full = float(train.recompute == "full")
+        selective = float(train.recompute == "selective")
+    orch = software.selective == "orch"
+    selective *= orch
+    end = 0.0 if orch else full
+    inputs = mlp_inputs = 0.0
+    if shares_inputs(parallel, train):
+        whole = held_inputs(parallel) / max(1, sum(parallel.stage_layers))
+        inputs = (full + selective) * (1.0 - whole)
+        mlp_inputs = selective
+    core = full + selective * (parallel.cp > 1)
+    return RecomputedShare(full, full + selective * parallel.sp, core, end, inputs, mlp_inputs)
+
+
+def shares_inputs(parallel: Parallel, train: Train) -> bool:
+    """Whether tensor-parallel ranks each keep a share of what recomputation starts from (ZeRO-R's
+    Pa, arXiv 1910.02054, section 6.1). Sequence parallelism shares it already."""
+    return train.partition_activations is True and parallel.tp > 1 and not parallel.sp
+
+
+def held_inputs(parallel: Parallel) -> int:
+    """Layers whose input a pipeline stage has received, and holds whole until its gradient is sent
+    back."""
+    return sum(count > 0 for count in parallel.stage_layers[1:])

@@ -1,0 +1,437 @@
+"""Seconds of one optimizer step: every pipeline rank's compute and communication, the schedule,
+gradients, optimizer.
+
+step = (span of the schedule + exposed transfers + exposed gradients + optimizer) * jitter * family.
+Each pipeline rank is costed by itself: its layers of each kind with their own communication, its
+share of token table and head, its own gradients. The schedule finds the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from functools import cached_property
+from math import log2, sqrt
+from typing import NamedTuple
+
+from orchestrator.cost.dual import Number, scaled_like, value_of
+from orchestrator.cost.memory.deferred_weight_gradients import SPLIT_BACKWARD
+from orchestrator.cost.memory.offloaded_inputs import input_bytes, stage_inputs
+from orchestrator.cost.model.layers import layer_groups, params_outside_layers
+from orchestrator.cost.model.stages import (
+    held_layers,
+    rank_parameters,
+    rank_stages,
+    splits_backward,
+)
+from orchestrator.cost.rates import Rates
+from orchestrator.cost.software import Software
+from orchestrator.cost.time import collective
+from orchestrator.plan.document import Cluster, Model, Parallel, Time, Train
+from orchestrator.plan.flops import prediction_blocks
+from orchestrator.plan.offload import offload_of
+from orchestrator.plan.schedules import copies_of
+
+from .communication import (
+    context_seconds,
+    expert_seconds,
+    exposed_gradients,
+    gradient_seconds,
+    tensor_seconds,
+    transfer_seconds,
+)
+from .compute import NARROW_STATE, Compute, micro_batch_compute, optimizer_seconds
+from .fabric import Path
+from .layer_traffic import boundary_bytes
+from .limited_by import limited_by
+from .offload import activation_seconds, offload_seconds
+from .pipeline import EQUAL, rank_seconds, span_seconds, weights_at_end
+from .recomputed import recomputed_share
+from .traffic import (
+    PathKey,
+    sends_per_micro_batch,
+    shard_ranks,
+    sums_table,
+    table_gradient_bytes,
+)
+
+INNER = ("tp", "cp", "ep")  # axes whose communication is part of a stage
+
+#: Schedules without idle time where a step may begin before the last one has ended on all ranks
+#: (arXiv 2401.10241).
+NO_BUBBLE = ("zb_h2", "zbv")
+
+
+class Stage(NamedTuple):
+    """What a virtual stage holds."""
+
+    layers: tuple[
+        tuple[int, str, int], ...
+    ]  # (kind as in `sample_layers`, recomputation mode, number)
+    first: bool
+    last: bool
+    away: float = (
+        0.0  # bytes of a micro-batch that leave the device in forward and come back in backward
+    )
+
+
+class Work(NamedTuple):
+    """Compute of a step: everything that does not depend on where the ranks are."""
+
+    model: Model
+    parallel: Parallel
+    train: Train
+    rate: Rates
+    software: Software
+    compute: Compute
+    stages: list[Stage]
+    held: list[tuple[int, int]]  # (dense, expert) parameters of each pipeline rank
+    nodes: int
+    state: str = ""  # as `Optim.state`
+    offload: Cluster | None = None  # whose hosts compute the update or keep activations
+
+
+def step_work(
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    rate: Rates,
+    software: Software,
+    gpus_per_node: int,
+    compute: Compute | None = None,
+    cluster: Cluster | None = None,
+    state: str = "",
+) -> Work:
+    """The compute of one step, from the cost model's rates. `compute`: of its micro-batches, where
+    it is known. `cluster`: for an update on its hosts, where the plan asks for one."""
+    last = len(parallel.stage_layers) - 1
+    held = [held_layers(model, parallel, stage) for stage in range(last + 1)]
+    stages = [
+        Stage(
+            tuple(one for one in layer_groups(model, train, [layers]) if one[2]),
+            first=at == 0,
+            last=at == last,
+            away=stage_inputs(model, parallel, train, at) * input_bytes(model, parallel, train),
+        )
+        for at, layers in enumerate(held)
+    ]
+    return Work(
+        model=model,
+        parallel=parallel,
+        train=train,
+        rate=rate,
+        software=software,
+        compute=compute or micro_batch_compute(model, parallel, train, rate, software),
+        stages=stages,
+        held=rank_parameters(model, parallel),
+        nodes=-(-parallel.world_size // gpus_per_node),
+        state=state,
+        offload=cluster if train.offload else None,
+    )
+
+
+class StepCost:
+    """Seconds of one step with the ranks in one nesting order."""
+
+    def __init__(self, work: Work, paths: Mapping[PathKey, Path]):
+        self.work = work
+        self.paths = paths
+        self.parallel = work.parallel
+        par = work.parallel
+        train = work.train
+        rate = work.rate
+        share = recomputed_share(par, train, work.software)
+        same = rate, work.software, work.compute, paths
+        self.tensor = tensor_seconds(
+            work.model, par, train, share, *same, prediction_blocks(work.model)
+        )
+        context = context_seconds(work.model, par, train, share, rate, paths)
+        experts = expert_seconds(work.model, par, train, share, rate, paths)
+        #: exposed communication of a dense and of an MoE layer, forward and backward, by axis
+        self.inner: list[dict[str, Number]] = [
+            {"tp": self.tensor.dense, "cp": context, "ep": 0.0},
+            {"tp": self.tensor.moe, "cp": context, "ep": experts},
+        ]
+        #: seconds of a micro-batch by which putting activations away and bringing them back is
+        #: longer than its work
+        self.late: dict[Stage, Number] = {}
+        known: dict[Stage, tuple[Number, Number]] = {}
+        for stage in work.stages:
+            if stage not in known:
+                known[stage] = self._stage(stage)
+        self.stages = [known[stage] for stage in work.stages]
+        #: seconds of one micro-batch on each pipeline rank
+        self.ranks = rank_seconds(self.parallel, [sum(both) for both in self.stages])
+        self.slowest = max(range(len(self.ranks)), key=lambda rank: value_of(self.ranks[rank]))
+
+    # ---------------------------------------------------------------------------------- one stage
+
+    def _stage(self, stage: Stage) -> tuple[Number, Number]:
+        """(forward, backward) seconds of one micro-batch, communication inside the stage and
+        recomputation included."""
+        forward: Number = 0.0
+        backward: Number = 0.0
+        for kind, mode, count in stage.layers:
+            layer = self.work.compute.kinds[kind]
+            inner = sum(self.inner[kind].values()) / 2
+            forward += count * (layer.forward + inner)
+            backward += count * (layer.backward + layer.recompute_s(mode) + inner)
+        if stage.first:
+            forward += self.tensor.first
+        if stage.last:
+            forward += self.work.compute.loss[0] + self.tensor.last / 2
+            backward += self.work.compute.loss[1] + self.tensor.last / 2
+        if not stage.away or self.work.offload is None:
+            return forward, backward
+        same = stage.away, self.work.train, self.work.offload, self.work.rate.byte_s
+        later = activation_seconds(*same, forward), activation_seconds(*same, backward)
+        self.late[stage] = sum(later)
+        return forward + later[0], backward + later[1]
+
+    # ---------------------------------------------------------------------------------- the step
+
+    @cached_property
+    def transfers(self) -> Number:
+        """Exposed seconds of transfers between stages."""
+        par = self.parallel
+        work = self.work
+        if par.pp == 1:
+            return 0.0
+        size = boundary_bytes(work.model, par, work.train)
+        once = transfer_seconds(size, par.pp, work.rate, self.paths)
+        return once * (par.micro_batches * sends_per_micro_batch(par) + 2 * (par.pp - 1))
+
+    @cached_property
+    def _sent(self) -> list[Number]:
+        """Seconds of gradients and of weights that are gathered, hidden or not, of each pipeline
+        rank."""
+        work = self.work
+        found = dict[tuple[int, int], Number]()
+        same = self.parallel, work.train, work.rate, work.software, self.paths
+        outside = params_outside_layers(work.model, self.parallel.tp)
+        for held in work.held:
+            if held not in found:
+                found[held] = gradient_seconds(held, *same, outside)
+        return [found[held] for held in work.held]
+
+    @cached_property
+    def gradients(self) -> Number:
+        """Exposed seconds of them, of the rank that waits longest; with tied embeddings both ends
+        sum the table's."""
+        work = self.work
+        par = self.parallel
+        found = dict[tuple[float, float], Number]()
+        for sent, seconds in zip(self._sent, self.ranks, strict=True):
+            key = value_of(sent), value_of(seconds)
+            if key not in found:
+                found[key] = exposed_gradients(sent, par, work.rate, work.software, seconds)
+        shown = max(found.values(), key=value_of)
+        model = work.model
+        if sums_table(model, par) and (("pp",), "ring") in self.paths:
+            size = table_gradient_bytes(model, par, work.train, work.software)
+            shown += collective.seconds(
+                "all_reduce", size, 2, self.paths[("pp",), "ring"], work.rate.ring
+            )
+        return shown
+
+    @cached_property
+    def constant(self) -> Number:
+        """Seconds of optimizer and network that are the same wherever the ranks are."""
+        par = self.parallel
+        work = self.work
+        most = max(map(sum, self.work.held))
+        if work.offload is None or not offload_of(work.train).optimizer:
+            narrow = (
+                NARROW_STATE.get(work.state, 0.0) * most / (shard_ranks(par) if par.zero else 1)
+            )
+            return constant_seconds(par, work.rate, most, work.nodes) + narrow * work.rate.byte_s
+        beside = par.micro_batches * self.ranks[self.slowest]
+        away = offload_seconds(
+            most, shard_ranks(par), work.train, work.offload, work.rate.byte_s, beside
+        )
+        return constant_seconds(par, work.rate, 0.0, work.nodes) + away
+
+    @cached_property
+    def outside(self) -> Number:
+        """Seconds of the step outside the pipeline."""
+        return self.transfers + self.gradients + self.constant
+
+    @cached_property
+    def factor(self) -> Number:
+        return step_factor(self.work.rate, self.work.nodes)
+
+    @property
+    def never_idle(self) -> bool:
+        return self.work.software.overlapped_steps and self.parallel.schedule in NO_BUBBLE
+
+    @cached_property
+    def span(self) -> tuple[Number, float]:
+        """(seconds from the first forward to the last backward, idle / busy). May simulate the
+        schedule."""
+        par = self.parallel
+        if self.never_idle:
+            return par.micro_batches * self.ranks[self.slowest], 0.0
+        forward, backward = ([value_of(stage[way]) for stage in self.stages] for way in (0, 1))
+        span, idle = span_seconds(par, forward, backward)
+        # the span is proportional to the slowest rank where that rank's time changes
+        return scaled_like(span, self.ranks[self.slowest]), idle
+
+    @cached_property
+    def step_s(self) -> Number:
+        return (self.span[0] + self.outside) * self.factor
+
+    @cached_property
+    def _ends(self) -> list[float]:
+        """Seconds that the schedule takes at least for the sake of each pipeline rank.
+
+        It waits until a micro-batch has come through the stages ahead of it, then does all of its
+        work; where backward is whole, the last gradient goes back through those stages.
+        """
+        ahead = [0.0]
+        total = 0.0
+        whole = not splits_backward(self.parallel)
+        if self.never_idle:
+            return [self.parallel.micro_batches * value_of(seconds) for seconds in self.ranks]
+        for forward, backward in self.stages:
+            total += value_of(forward) + (value_of(backward) if whole else 0.0)
+            ahead.append(total)
+        firsts = map(min, rank_stages(self.parallel))
+        m = self.parallel.micro_batches
+        return [
+            ahead[first] + m * value_of(seconds)
+            for first, seconds in zip(firsts, self.ranks, strict=True)
+        ]
+
+    @cached_property
+    def lower_bound_s(self) -> float:
+        """Lower bound of `step_s` that needs no simulation."""
+        return self._least(max(*self._ends, self._chain, self._way_back), value_of(self.gradients))
+
+    @property
+    def _chain(self) -> float:
+        """Seconds of one micro-batch through all stages and back; of a split backward, its first
+        half."""
+        if self.never_idle:
+            return 0.0
+        back = 0.5 if splits_backward(self.parallel) else 1.0
+        return sum(
+            value_of(forward) + back * value_of(backward) for forward, backward in self.stages
+        )
+
+    @property
+    def _way_back(self) -> float:
+        """Seconds until the last gradient of the rank with most stages ahead of it has gone back
+        through them, where backward is split. While it does, the rank has weight gradients left."""
+        par = self.parallel
+        if self.never_idle or par.schedule not in SPLIT_BACKWARD:
+            return 0.0
+        held = rank_stages(par)
+        rank = max(range(par.pp), key=lambda rank: min(held[rank]))
+        half = [value_of(backward) / 2 for _, backward in self.stages]
+        left = weights_at_end(par.schedule, par.pp, par.micro_batches, par.vpp, rank)
+        return (
+            self._ends[rank]
+            + sum(half[: min(held[rank])])
+            - left * max(half[stage] for stage in held[rank])
+        )
+
+    def bound_over(self, inner_known: bool) -> float:
+        """Lower bound of the step with any paths that are no cheaper than these.
+
+        A rank that takes longer hides more of its gradients; but where it takes longer than `span`,
+        the step does too. inner_known: the paths of communication inside a stage are these, so no
+        rank takes longer.
+        """
+        work = self.work
+        par = self.parallel
+        span = value_of(self.span[0])
+        longest = 0.0
+        for sent, end, seconds in zip(self._sent, self._ends, self.ranks, strict=True):
+            slack = 0.0 if inner_known else max(0.0, span - end) / par.micro_batches
+            shown = exposed_gradients(sent, par, work.rate, work.software, seconds + slack)
+            longest = max(longest, value_of(shown))
+        return self._least(span, longest)
+
+    def _least(self, span: float, gradients: float) -> float:
+        outside = gradients + value_of(self.transfers) + value_of(self.constant)
+        return (span + outside) * value_of(self.factor) * (1 - EQUAL)
+
+    @cached_property
+    def exposed(self) -> dict[str, Number]:
+        """Communication that no compute hides, by axis, in seconds per step, of the slowest
+        rank."""
+        par = self.parallel
+        m = self.parallel.micro_batches
+        result: dict[str, Number] = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
+        for stage in rank_stages(par)[self.slowest]:
+            held = self.work.stages[stage]
+            for kind, _, count in held.layers:
+                for axis, seconds in self.inner[kind].items():
+                    result[axis] += m * count * seconds
+            result["tp"] += m * (held.first * self.tensor.first + held.last * self.tensor.last)
+        copies = copies_of(par)
+        result = {axis: seconds * self.factor / copies for axis, seconds in result.items()}
+        return result | {"pp": self.transfers * self.factor, "dp": self.gradients * self.factor}
+
+    def terms(self) -> dict[str, Number]:
+        """Seconds of the step by term; they sum to `step_s`."""
+        par = self.parallel
+        m = self.parallel.micro_batches
+        work = self.work
+        result: dict[str, Number] = {}
+
+        def add(name: str, seconds: Number) -> None:
+            result[name] = result.get(name, 0.0) + seconds
+
+        scale = self.factor * m / copies_of(par)
+        for at in rank_stages(par)[self.slowest]:
+            stage = work.stages[at]
+            for kind, mode, count in stage.layers:
+                layer = work.compute.kinds[kind]
+                for name, seconds in layer.terms.items():
+                    add(name, count * seconds * scale)
+                add("recompute", count * layer.recompute_s(mode) * scale)
+            add("activations", self.late.get(stage, 0.0) * scale)
+            if stage.last:
+                add("head", (work.compute.loss[0] + work.compute.loss[1]) * scale)
+        for axis, seconds in self.exposed.items():
+            add(axis, seconds)
+        add("bubble", (self.span[0] - m * self.ranks[self.slowest]) * self.factor)
+        add("optimizer", (self.outside - self.transfers - self.gradients) * self.factor)
+        return {name: seconds for name, seconds in result.items() if value_of(seconds) != 0.0}
+
+
+def constant_seconds(par: Parallel, rate: Rates, parameters: float, nodes: int) -> Number:
+    """Seconds of the optimizer on the fullest rank, which holds `parameters`, and of a slow
+    network."""
+    replicas = par.dp * par.ep * par.cp
+    total = optimizer_seconds(parameters, replicas if par.zero else 1, rate)
+    return total + rate.slow_fabric_s * sqrt(replicas) if nodes > 1 else total
+
+
+def step_factor(rate: Rates, nodes: int) -> Number:
+    """Jitter of many nodes, and what is left of the software's family."""
+    return (1.0 + rate.nodes * log2(nodes)) * rate.family
+
+
+def predict(cost: StepCost, profile: str = "", outside: Container[str] = ()) -> Time:
+    """The plan's `time`. `outside`: axes whose groups leave their NVLink domain, for the advice in
+    `limited_by`."""
+    work = cost.work
+    par = cost.parallel
+    step = value_of(cost.step_s)
+    exposed = {axis: value_of(seconds) for axis, seconds in cost.exposed.items()}
+    terms = {name: value_of(seconds) for name, seconds in cost.terms().items()}
+    bubble = max(0.0, terms.get("bubble", 0.0))
+    compute = sum(
+        seconds for name, seconds in terms.items() if name not in exposed and name != "bubble"
+    )
+    return Time(
+        step_s=step,
+        compute_s=compute,
+        exposed_comm_s={axis: exposed[axis] for axis in ("tp", "cp", "ep", "pp", "dp")},
+        bubble_ratio=bubble / step,
+        limited_by=limited_by(step, compute, bubble, exposed, par, outside),
+        terms=terms,
+        software=work.software.name,
+        profile=profile,
+    )

@@ -1,0 +1,424 @@
+"""Communication of one optimizer step by axis: operations, message sizes, counts, and what compute
+may hide them.
+
+It does not depend on where the ranks are: the same list is costed for every placement. Sources:
+Rajbhandari et al. (ZeRO, arXiv 1910.02054, section 7) for 2Psi / 2Psi / 3Psi; Liu et al. (arXiv
+2310.01889) for ring attention. Tensor and expert parallel: `layer_traffic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import lcm, prod
+from typing import Literal
+
+from msgspec import Struct
+
+from orchestrator.cost.dual import value_of
+from orchestrator.cost.model.layers import (
+    DTYPE_BYTES,
+    dense_and_moe,
+    layer_params,
+    norm_params,
+    params_outside_layers,
+    prediction_params,
+    sample_layers,
+)
+from orchestrator.cost.model.stages import held_layers, rank_parameters, rank_stages
+from orchestrator.cost.software import Software
+from orchestrator.plan import expert_mesh
+from orchestrator.plan.cluster import Operation
+from orchestrator.plan.document import Axis, Model, Parallel, Train
+from orchestrator.plan.flops import prediction_blocks
+from orchestrator.plan.ranks import embeds_at_both_ends
+from orchestrator.plan.schedules import copies_of
+
+from .collective import PATTERN, sent_bytes
+from .fabric import Pattern
+from .layer_traffic import (
+    Carried,
+    TensorOperation,
+    boundary_bytes,
+    expert_operations,
+    label_operations,
+    micro_batch_tokens,
+    prediction_operations,
+    routing_operations,
+    tensor_operations,
+    told_choices,
+    vocabulary_operations,
+)
+from .recomputed import RecomputedShare, recomputed_share
+
+#: Compute that can hide a series of operations: none, the attention core (ring attention), the
+#: backward of the last micro-batch (gradient buckets), or all of it (weights gathered ahead).
+Window = Literal["none", "attention", "backward", "compute"]
+
+SizedOperation = tuple[Operation, float, float, Window]  # with bytes and count
+
+
+#: Axes whose ranks hold the same dense, and the same expert, parameters.
+DENSE_REPLICAS: tuple[Axis, ...] = ("cp", "ep", "dp")
+EXPERT_REPLICAS = expert_mesh.REPLICAS
+
+#: Part of the replicas that an operation joins: all of them; neighbours that share one copy;
+#: holders of one shard.
+Part = Literal["", "shard", "replica"]
+#: (axes that vary in a group, pattern or part): what a path depends on, on a given cluster in a
+#: given nesting order.
+PathKey = tuple[tuple[Axis, ...], Pattern | Literal["shard", "replica"]]
+
+
+class Traffic(Struct, frozen=True):
+    """`count` operations a step on tensors of `size` bytes, over groups in which the `varying` axes
+    vary."""
+
+    axis: Axis
+    varying: tuple[Axis, ...]
+    operation: Operation
+    size: float
+    count: float
+    members: int
+    part: Part = ""
+    carried: Carried = "rows"  # of an all-to-all to experts
+
+    @property
+    def key(self) -> PathKey:
+        return self.varying, self.part or PATTERN[self.operation]
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one rank sends in a step."""
+        return self.count * value_of(sent_bytes(self.operation, self.size, self.members))
+
+
+def step_traffic(
+    model: Model, parallel: Parallel, train: Train, software: Software
+) -> list[list[Traffic]]:
+    """All communication of one step, of every pipeline rank."""
+    held = rank_parameters(model, parallel)
+    seen: dict[tuple[object, ...], list[Traffic]] = {}
+    result = []
+    for stages, parameters in zip(rank_stages(parallel), held, strict=True):
+        parts = [held_layers(model, parallel, stage) for stage in stages]
+        moe = sum(dense_and_moe(model, part.start, part.stop)[1] for part in parts)
+        key = (
+            sum(map(len, parts)),
+            moe,
+            end_shares(parallel, stages),
+            parameters,
+            sends_of(parallel, stages),
+        )
+        if key not in seen:
+            seen[key] = _rank_traffic(model, parallel, train, software, *key)
+        result.append(seen[key])
+    return result
+
+
+def _rank_traffic(
+    model: Model,
+    parallel: Parallel,
+    train: Train,
+    software: Software,
+    held: int,
+    moe: int,
+    ends: tuple[float, float],
+    parameters: tuple[int, int],
+    sends: float,
+) -> list[Traffic]:
+    """Of a rank with `held` layers, `moe` of them MoE layers; ends: `end_shares`; parameters:
+    (dense, expert)."""
+    copies = copies_of(parallel)  # a bidirectional schedule has two, which share the micro-batches
+    layers = held / copies
+    m = parallel.micro_batches
+    tokens = micro_batch_tokens(parallel, train)
+    recomputed = recomputed_share(parallel, train, software)
+    result: list[Traffic] = []
+    parallel_experts = expert_mesh.expert_mesh(parallel).ep
+
+    def add(
+        axis: Axis, operation: Operation, size: float, count: float, varying: Sequence[Axis] = ()
+    ) -> None:
+        varying = varying or (axis,)
+        n = parallel_experts if axis == "ep" else prod(getattr(parallel, name) for name in varying)
+        if n > 1 and size > 0 and count > 0:
+            result.append(Traffic(axis, tuple(varying), operation, size, count, n))
+
+    def add_tensor(operations: Sequence[TensorOperation], times: float) -> None:
+        """`etp` neighbours: as far apart as those of tp, at most."""
+        for one in operations:
+            if one.ranks > 1 and one.size > 0 and one.times * times > 0:
+                result.append(
+                    Traffic("tp", ("tp",), one.operation, one.size, one.times * times, one.ranks)
+                )
+
+    own = model, parallel, train, recomputed
+    add_tensor(tensor_operations(*own, moe=False), (held - moe) / copies * m)
+    add_tensor(
+        [*tensor_operations(*own, moe=True), *routing_operations(*own)] if moe else [],
+        moe / copies * m,
+    )
+    first, last = ends
+    ahead = prediction_blocks(model) * last  # each looks tokens up and has a loss
+    vocabulary = vocabulary_operations(model, parallel, train, first + ahead, last + ahead)
+    repeated = prediction_operations(model, parallel, train, recomputed, ahead)
+    add_tensor([*vocabulary, *repeated] if parallel.tp > 1 else [], m)
+    add_tensor(
+        _partial_gradients(
+            model, parallel, grad_bytes(train, software), held - moe, moe, bool(last)
+        ),
+        1.0,
+    )
+    add(
+        "tp", "all_gather", tokens * 2 * 4 * parallel.tp, (last + ahead) * m
+    )  # the loss: two fp32 numbers a token
+    if (
+        parallel.sp
+    ):  # gradients of projections that every rank holds whole, and computes from tokens of its own
+        whole = prediction_blocks(model) * bool(last) * prediction_params(model)
+        add("tp", "all_reduce", _shard_bytes(whole, parallel, train, software), 1.0)
+
+    for operation, size, count, _ in context_parallel_operations(
+        model, parallel, train, recomputed
+    ):
+        add("cp", operation, size, count * layers * m)
+
+    if moe:  # which tokens experts take of sequences that cp ranks share
+        told = told_choices(model, parallel, train) * parallel.cp
+        add("cp", "all_gather", told, (1 + recomputed.layer) * moe / copies * m)
+
+    for operation, size, count in expert_operations(*own):
+        add("ep", operation, size, count * moe / copies * m, expert_mesh.axes(parallel))
+    for carried, size, count in label_operations(*own) if parallel_experts > 1 and moe else ():
+        times = count * moe / copies * m
+        over = expert_mesh.axes(parallel)
+        result.append(
+            Traffic("ep", over, "all_to_all", size, times, parallel_experts, carried=carried)
+        )
+
+    add("pp", "p2p", boundary_bytes(model, parallel, train), m * sends)
+    if bool(first) != bool(last) and sums_table(model, parallel):
+        size = table_gradient_bytes(model, parallel, train, software)
+        result.append(Traffic("pp", ("pp",), "all_reduce", size, 1.0, 2))
+
+    result.extend(
+        gradient_traffic(
+            parameters, parallel, train, software, params_outside_layers(model, parallel.tp)
+        )
+    )
+    return result
+
+
+def _partial_gradients(
+    model: Model, parallel: Parallel, width: int, dense: int, moe: int, last: bool
+) -> list[TensorOperation]:
+    """Sums over tp ranks, once a step, of gradients of which each has a part: with SP of all that
+    is whole on each of them; of key and value heads that several hold. `dense`, `moe`: layers;
+    width: bytes of a gradient."""
+    tp = parallel.tp
+    numbers = 0
+    shards = shard_ranks(parallel) * copies_of(parallel)
+    if tp == 1:
+        return []
+    found = []
+    if parallel.sp:
+        for layer, count in zip(sample_layers(model), (dense, moe), strict=True):
+            numbers += count * layer_params(model, layer).replicated if layer is not None else 0
+        numbers += norm_params(model) * last
+        found.append(TensorOperation("all_reduce", "", numbers * width / shards, 1.0, tp))
+    if model.mla is None and tp > model.kv_heads:
+        head = (dense + moe) * 2 * model.head_dim * (model.hidden + model.bias)
+        found.append(
+            TensorOperation("all_reduce", "", head * width / shards, 1.0, tp // model.kv_heads)
+        )
+    return found
+
+
+def shard_ranks(parallel: Parallel) -> int:
+    """Ranks that each hold a shard of a gradient, in one copy of the model."""
+    replicas = parallel.dp * parallel.cp * parallel.ep
+    return min(replicas, parallel.zero_group or replicas) if parallel.zero else 1
+
+
+def grad_bytes(train: Train, software: Software) -> int:
+    """Bytes of one gradient on the wire."""
+    return software.grad_bytes or DTYPE_BYTES[train.grad_dtype]
+
+
+def context_parallel_operations(
+    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
+) -> list[SizedOperation]:
+    """(operation, bytes, count, window) of one layer and micro-batch, forward and backward.
+
+    Zig-zag and contiguous ring: keys and values go around the ring during attention; in backward
+    also their fp32 gradients, which return to their owner. All-gather (Llama 3): before attention
+    and again in backward, followed by a reduce-scatter of gradients. Ulysses: an all-to-all of
+    queries, keys and values and one of the results, each way.
+    """
+    cp = parallel.cp
+    width = DTYPE_BYTES[train.precision]
+    if cp == 1:
+        return []
+    tokens = micro_batch_tokens(parallel, train)
+    heads = model.heads // parallel.tp
+    kv_heads = max(1, model.kv_heads // parallel.tp)
+    dim = model.head_dim
+    if (
+        model.mla is not None
+    ):  # keys of every head travel, and values padded to their length, as the core takes them
+        kv_heads = heads
+        dim = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
+    key_values = 2 * kv_heads * dim * tokens
+    if parallel.cp_method == "allgather":
+        return [
+            ("all_gather", key_values * width * cp, 2 + recomputed.core, "none"),
+            ("reduce_scatter", key_values * 4 * cp, 1.0, "none"),
+        ]
+    if parallel.cp_method == "ulysses":
+        exchanged = (heads + 2 * lcm(kv_heads, cp)) * dim * tokens * width
+        result = heads * dim * tokens * width
+        return [("all_to_all", size, 2 + recomputed.core, "none") for size in (exchanged, result)]
+    return [
+        ("p2p", key_values * width, (cp - 1) * (1 + recomputed.core), "attention"),
+        ("p2p", key_values * width, cp - 1, "attention"),
+        ("p2p", key_values * 4, cp, "attention"),
+    ]
+
+
+def end_shares(parallel: Parallel, stages: Sequence[int]) -> tuple[float, float]:
+    """Shares of the micro-batches whose first, and last, stage is on the rank that holds
+    `stages`."""
+    copies = copies_of(parallel)
+    return stages.count(0) / copies, stages.count(len(parallel.stage_layers) - 1) / copies
+
+
+def sums_table(model: Model, parallel: Parallel) -> bool:
+    """Whether both ends of the model hold a copy of the token table, on two ranks that sum its
+    gradients."""
+    if not embeds_at_both_ends(model) or parallel.pp == 1:
+        return False
+    last = len(parallel.stage_layers) - 1
+    return any((0 in stages) != (last in stages) for stages in rank_stages(parallel))
+
+
+def table_gradient_bytes(
+    model: Model, parallel: Parallel, train: Train, software: Software
+) -> float:
+    """Bytes of a rank's gradient of the token table, or of its shard of it."""
+    return _shard_bytes(-(-model.vocab // parallel.tp) * model.hidden, parallel, train, software)
+
+
+def _shard_bytes(parameters: int, parallel: Parallel, train: Train, software: Software) -> float:
+    """Bytes of a rank's gradients of so many parameters, or of its shard of them."""
+    return (
+        parameters * grad_bytes(train, software) / shard_ranks(parallel)
+    )  # a bidirectional pipeline sums none
+
+
+def sends_per_micro_batch(parallel: Parallel) -> float:
+    """Messages per micro-batch of the rank that sends most: hidden states forward, gradients
+    backward."""
+    return max(sends_of(parallel, stages) for stages in rank_stages(parallel))
+
+
+def sends_of(parallel: Parallel, stages: Sequence[int]) -> float:
+    """Messages per micro-batch of the rank that holds `stages`; half of them in a bidirectional
+    schedule."""
+    last = parallel.pp * parallel.vpp - 1
+    copies = copies_of(parallel)
+    own = frozenset(stages if copies == 1 else ())  # a neighbour on the same rank needs no message
+    sent = sum(
+        (stage < last and stage + 1 not in own) + (stage > 0 and stage - 1 not in own)
+        for stage in stages
+    )
+    return sent / copies
+
+
+def gradient_traffic(
+    held: tuple[int, int], parallel: Parallel, train: Train, software: Software, outside: int = 0
+) -> Iterator[Traffic]:
+    """Of gradients and weights of a rank that holds `held` (dense, expert) parameters, `outside` of
+    them in no layer. In a bidirectional pipeline both ends hold the same: groups are as
+    `path_cache.mirrored`."""
+    width = DTYPE_BYTES[train.precision]
+    gradient = grad_bytes(train, software)
+    by_round = software.reduces_by_round
+    copies = copies_of(parallel)
+    for parameters, replicas in zip(
+        held, (DENSE_REPLICAS, expert_mesh.replicas(parallel)), strict=True
+    ):
+        varying = replicas if copies == 1 else (*replicas, "pp")
+        members = copies * prod(getattr(parallel, axis) for axis in replicas)
+        if members == 1 or not parameters:
+            continue
+        once = outside if software.keeps_tables and replicas is DENSE_REPLICAS else 0
+        group = parallel.zero_group // (1 if "ep" in replicas else expert_mesh.spread(parallel))
+        parts = _gradient_parts(
+            parameters, members, parallel, width, gradient, by_round, once, group
+        )
+        for part, share, operations in parts:
+            for operation, size, count, _ in operations:
+                yield Traffic("dp", varying, operation, size, count, share, part)
+
+
+def _gradient_parts(
+    parameters: int,
+    members: int,
+    parallel: Parallel,
+    width: int,
+    grad_width: int,
+    by_round: bool,
+    once: int,
+    group: int,
+) -> list[tuple[Part, int, list[SizedOperation]]]:
+    """(part of the `members` replicas, ranks of it, operations) of gradients and weights of a rank.
+
+    Hybrid sharding: `group` neighbours share one copy and exchange as ZeRO does; once a step the
+    ranks that hold the same shard sum its gradient (HSDP, arXiv 2304.11277; MiCS, arXiv
+    2205.00119). Of one neighbour that is all.
+    """
+    own = _gradient_operations(parameters, parallel, width, grad_width, by_round, once)
+    if not 0 < group < members or not parallel.zero:
+        return [("", members, own)]
+    gradients = parameters * grad_width / group
+    buckets = max(1.0, gradients / parallel.bucket_bytes)
+    across: SizedOperation = ("all_reduce", gradients / buckets, buckets, "backward")
+    return (
+        [("shard", group, own), ("replica", members // group, [across])]
+        if group > 1
+        else [("", members, [across])]
+    )
+
+
+def reductions(parallel: Parallel, by_round: bool) -> int:
+    """How often a step a parameter's gradients are summed over the replicas. by_round:
+    `Software.reduces_by_round`."""
+    in_a_row = parallel.pp if by_round and parallel.schedule == "interleaved" else 1
+    return -(-parallel.micro_batches // in_a_row) if parallel.zero >= 2 else 1
+
+
+def _gradient_operations(
+    parameters: int, parallel: Parallel, width: int, grad_width: int, by_round: bool, once: int
+) -> list[SizedOperation]:
+    """(operation, bytes, count per step, window) of gradients and weights of `parameters`
+    parameters on a rank.
+
+    ZeRO-0 and -1 send 2 Psi a step. ZeRO-2 and -3 reduce-scatter for every micro-batch; ZeRO-3
+    gathers weights, but for `once` of them, for every forward and every backward, in a pipeline,
+    whose micro-batches interleave, once a step. `by_round`: reduced after the pp micro-batches that
+    an interleaved schedule runs in a row on a virtual stage.
+    """
+    if parameters == 0:
+        return []
+    gradients = parameters * grad_width
+    weights = parameters * width
+    buckets = max(1.0, gradients / parallel.bucket_bytes)
+    if parallel.zero == 0:
+        return [("all_reduce", gradients / buckets, buckets, "backward")]
+    many = reductions(parallel, by_round)
+    window: Window = "backward" if many == 1 else "compute"
+    scatter: SizedOperation = ("reduce_scatter", gradients / buckets, buckets * many, window)
+    if parallel.zero < 3 or parallel.pp > 1:
+        return [scatter, ("all_gather", weights / buckets, buckets, "none")]
+    twice = 2 - once / parameters
+    return [scatter, ("all_gather", weights / buckets, twice * buckets * many, "compute")]
