@@ -19,6 +19,8 @@ import sys
 import time
 from pathlib import Path
 
+from orchestrator.cost.workload import Workload
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 SIZES = (64, 512, 4096, 16384, 32768, 65536, 100_000)
@@ -76,7 +78,7 @@ def once(gpus: int) -> dict[str, float]:
     wall = time.perf_counter()
     cpu = time.process_time()
     context = CostContext(cluster, model, train)
-    traffic = step_traffic(model, parallel, train, context.software)
+    traffic = step_traffic(Workload(model, parallel, train, context.software))
     found = place_nodes(context.path_cache, parallel, traffic, context.work(parallel, train))
     wall = time.perf_counter() - wall
     cpu = time.process_time() - cpu

@@ -13,6 +13,7 @@ from msgspec import UNSET, structs
 from orchestrator.cost.time.compute import Compute, micro_batch_compute
 from orchestrator.cost.time.imbalance import load_factor, spread_name
 from orchestrator.cost.time.step_time import Work, step_work
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Cluster, Matmul, Model, Parallel, Train
 from orchestrator.plan.expert_mesh import expert_mesh
 
@@ -104,15 +105,16 @@ class CostContext:
         other.train = train
         return other
 
+    def workload(self, parallel: Parallel, train: Train | None = None) -> Workload:
+        """The model in a layout, with the context's training keys or `train`."""
+        return Workload(self.model, parallel, train or self.train, self.software)
+
     def work(self, parallel: Parallel, train: Train, rate: Rates | None = None) -> Work:
         per_node = self.cluster.gpus_per_node
         compute = None if rate else self.compute(parallel)
         return step_work(
-            self.model,
-            parallel,
-            train,
+            self.workload(parallel, train),
             rate or self.rate,
-            self.software,
             per_node,
             compute,
             self.cluster,
@@ -132,9 +134,7 @@ class CostContext:
             parallel.cp if ring else min(parallel.cp, 2),
         )
         if key not in self._compute:
-            self._compute[key] = micro_batch_compute(
-                self.model, parallel, self.train, self.rate, self.software
-            )
+            self._compute[key] = micro_batch_compute(self.workload(parallel), self.rate)
         return self._compute[key]
 
     def with_chosen_nodes(self) -> CostContext:

@@ -70,7 +70,7 @@ class Candidate:
 
     def worst_level(self, axis: Axis) -> str:
         """Of "ep": of the ranks that share experts, also where these fold over other axes."""
-        par = self.work.parallel
+        par = self.work.workload.parallel
         if axis == "ep" and expert_mesh(par).ep > 1:
             return self.paths[axes(par), "exchange"].worst_level
         return self.paths[(axis,), "ring"].worst_level
@@ -102,7 +102,7 @@ def candidates(
     wanted |= {(axes(parallel), "exchange"): True} if expert_mesh(parallel).ep > 1 else {}
     cuts = Cuts.of(parallel)
     by_domain = parallel.expert_all_to_all == "hierarchical" and expert_mesh(parallel).ep > 1
-    asked = work.model.moe if by_domain else None
+    asked = work.workload.model.moe if by_domain else None
     return [
         Candidate(
             order,
@@ -142,5 +142,9 @@ def axis_placement(
 
 def _phases(candidate: Candidate, item: Traffic) -> list[Path]:
     path = candidate.paths[item.key]
-    work = candidate.work
-    return phases(path, work.model, work.parallel, item.carried) if item.axis == "ep" else [path]
+    workload = candidate.work.workload
+    return (
+        phases(path, workload.model, workload.parallel, item.carried)
+        if item.axis == "ep"
+        else [path]
+    )

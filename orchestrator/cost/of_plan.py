@@ -11,6 +11,7 @@ from msgspec import UNSET, structs
 from orchestrator.cost.time.imbalance import spread_name
 from orchestrator.cost.time.step_time import StepCost
 from orchestrator.cost.time.traffic import step_traffic
+from orchestrator.cost.workload import Workload
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Cluster, Parallel, Train
 from orchestrator.plan.expert_mesh import expert_mesh, fullest
@@ -72,7 +73,7 @@ def step_of(
 def cost_of(plan: Plan, context: CostContext | None = None) -> StepCost:
     """The plan's step in its own nesting order."""
     context = context or context_of(plan)
-    traffic = step_traffic(plan.model, plan.parallel, plan.job.train, context.software)
+    traffic = step_traffic(Workload(plan.model, plan.parallel, plan.job.train, context.software))
     work = context.work(plan.parallel, plan.job.train)
     return candidates(context.path_cache, plan.parallel, traffic, work, plan.parallel.order)[0].cost
 

@@ -14,6 +14,7 @@ from orchestrator.cost.model.layers import resolve
 from orchestrator.cost.nesting import axis_placement
 from orchestrator.cost.of_plan import jacobian
 from orchestrator.cost.profile import Profile, differing, relative_sd
+from orchestrator.cost.workload import Workload
 from orchestrator.errors import OrchError
 from orchestrator.plan import SCHEMA, Exit, Plan, hierarchy, seal
 from orchestrator.plan.document import Cluster, Memory
@@ -62,7 +63,9 @@ def build_plan(
     shape = make_parallel(config, case)
     recipe = recipe_of(config.cost.software, config.optim)
     budget = config.train.recompute_budget_gib
-    train = resolve_recompute(job.train, cluster, model, shape, budget, recipe, job.matmul)
+    train = resolve_recompute(
+        Workload(model, shape, job.train), cluster, budget, recipe, job.matmul
+    )
     job = structs.replace(job, train=train)
     imported = (
         config.cluster.topology_file is not None
@@ -92,7 +95,9 @@ def build_plan(
     coordinates = coords(parallel.order, degrees(parallel))
     per_gpu = parallel.global_batch_tokens / time.step_s / parallel.world_size
     peak = cluster.gpu.peak_flops[job.train.precision]
-    accounts = memory.memory_by_pp_rank(cluster, model, parallel, job.train, recipe, job.matmul)
+    accounts = memory.memory_by_pp_rank(
+        Workload(model, parallel, job.train), cluster, recipe, job.matmul
+    )
     worst = max(accounts, key=lambda account: account.total)
     worst_rank = next(
         rank for rank, coord in enumerate(coordinates) if coord["pp"] == worst.worst_rank

@@ -27,6 +27,7 @@ from orchestrator.cost.software import SOFTWARE
 from orchestrator.cost.time.expert_exchange import phases
 from orchestrator.cost.time.fabric import NO_PATH
 from orchestrator.cost.time.traffic import Traffic, step_traffic
+from orchestrator.cost.workload import Workload
 from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, seal, to_json
 from orchestrator.plan.cluster import NVLINK, SELF
@@ -122,7 +123,7 @@ def _accounts(plan: Plan) -> list[Memory]:
     """Of each pipeline rank, as the bundled trainer has it."""
     recipe = recipe_of("orch", plan.job.optim)
     return memory_by_pp_rank(
-        plan.cluster, plan.model, plan.parallel, plan.job.train, recipe, plan.job.matmul
+        Workload(plan.model, plan.parallel, plan.job.train), plan.cluster, recipe, plan.job.matmul
     )
 
 
@@ -163,7 +164,9 @@ def _memory(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
 
 def _transfers(plan: Plan, found: RankRun, pp_rank: int) -> Iterator[Compared]:
     expected: dict[tuple[str, str], float] = defaultdict(float)
-    for item in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[pp_rank]:
+    for item in step_traffic(Workload(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"]))[
+        pp_rank
+    ]:
         share = _share_of_direct(plan, found.rank, item) if item.axis == "ep" else 1.0
         expected[item.axis, item.operation] += item.sent_bytes * share
         if (

@@ -14,6 +14,7 @@ from orchestrator.cost.context import CostContext
 from orchestrator.cost.path_cache import PathCache
 from orchestrator.cost.time.step_time import Work
 from orchestrator.cost.time.traffic import Traffic, step_traffic
+from orchestrator.cost.workload import Workload
 from orchestrator.plan import Plan
 from orchestrator.plan.cluster import NVLINK
 from orchestrator.plan.document import Cluster, Model, Parallel
@@ -159,5 +160,5 @@ def costing(plan: Plan, cluster: Cluster) -> tuple[PathCache, Parallel, list[lis
     and `place_nodes`."""
     context = CostContext(cluster, plan.model, plan.job.train)
     train = plan.job.train
-    traffic = step_traffic(plan.model, plan.parallel, train, context.software)
+    traffic = step_traffic(Workload(plan.model, plan.parallel, train, context.software))
     return context.path_cache, plan.parallel, traffic, context.work(plan.parallel, train)

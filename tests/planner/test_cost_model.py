@@ -21,6 +21,7 @@ from orchestrator.cost.profile import prior_profile, shipped
 from orchestrator.cost.software import SOFTWARE, software_named
 from orchestrator.cost.time.step_time import StepCost
 from orchestrator.cost.time.traffic import step_traffic
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import AXES, Parallel
 
 from . import configs, shapes
@@ -61,7 +62,7 @@ def cost(values: Any = None, **cells: object) -> StepCost:
 
 
 def cost_in(context: CostContext, par: Parallel, values: Any = None) -> StepCost:
-    traffic = step_traffic(context.model, par, context.train, context.software)
+    traffic = step_traffic(Workload(context.model, par, context.train, context.software))
     rate = context.rates(values) if values is not None else None
     work = context.work(par, context.train, rate)
     return candidates(context.path_cache, par, traffic, work, AXES)[0].cost

@@ -16,6 +16,7 @@ from orchestrator.cost.memory.rank_memory import rank_state_bytes, zero_buffers
 from orchestrator.cost.memory.unequal_stages import StageBytes, unequal_peak
 from orchestrator.cost.model.layers import expert_params, layer_params, parameter_count
 from orchestrator.cost.time.pipeline import in_flight, in_flight_on_rank
+from orchestrator.cost.workload import Workload
 from orchestrator.plan import document as doc
 from orchestrator.plan.schedules import SCHEDULES, Kind, build, illegal
 from tests.beds.plans import make_plan, tiny_model
@@ -67,12 +68,12 @@ def korthikanti(name: str, sp: bool, recompute: str):
 )
 def test_activations_of_korthikanti_figure_1(row, name, sp, recompute, gib):
     model, parallel, train = korthikanti(name, sp, recompute)
-    got = activations(model, parallel, train, MEGATRON)[0]
+    got = activations(Workload(model, parallel, train), MEGATRON)[0]
     if (
         parallel.pp == 1
     ):  # the figure counts the layers; one stage alone also holds final norm and logits
         layers = structs.replace(parallel, stage_layers=[model.layers, 0], pp=2)
-        got = activations(model, layers, train, MEGATRON)[0] / in_flight(layers)[0]
+        got = activations(Workload(model, layers, train), MEGATRON)[0] / in_flight(layers)[0]
     assert got / GIB == pytest.approx(gib, rel=0.002)
 
 
@@ -144,7 +145,7 @@ def test_recompute_and_sequence_parallel_save_what_they_should():
     def kept(recompute: doc.Train = None, **parallel) -> float:
         par = structs.replace(plan.parallel, stage_layers=[model.layers], **parallel)
         return activations(
-            model, par, structs.replace(plan.job.train, recompute=recompute or "none")
+            Workload(model, par, structs.replace(plan.job.train, recompute=recompute or "none"))
         )[0]
 
     assert kept("full") < kept() / 5
@@ -157,9 +158,9 @@ def test_recompute_and_sequence_parallel_save_what_they_should():
 def test_fused_attention_keeps_only_statistics():
     model = shapes.llama3_8b()
     plan = make_plan(seq_len=8192)
-    args = (model, 0, 8192.0, plan.parallel, plan.job.train)
-    fused = layer_activations(*args, Kernels())
-    plain = layer_activations(*args, Kernels(fused_attention=False))
+    workload = Workload(model, plan.parallel, plan.job.train)
+    fused = layer_activations(workload, 0, 8192.0, Kernels())
+    plain = layer_activations(workload, 0, 8192.0, Kernels(fused_attention=False))
     assert fused["softmax statistics"] == 4 * 32 * 8192
     assert plain["attention scores"] == 32 * 8192 * 8192 * 8  # softmax output twice, fp32
 
@@ -172,7 +173,7 @@ def test_what_zero_holds_whole_for_a_while():
 
     def held(zero: int, **parallel) -> float:
         par = structs.replace(plan.parallel, zero=zero, **parallel)
-        return zero_buffers(model, par, structs.replace(plan.job.train, precision="bf16"))
+        return zero_buffers(Workload(model, par, structs.replace(plan.job.train, precision="bf16")))
 
     block = layer_params(model, 0)
     block = block.attention + block.ffn + block.replicated
@@ -189,7 +190,9 @@ def test_what_zero_holds_whole_for_a_while():
     par = structs.replace(plan.parallel, zero=3, pp=2, ep=8)
     experts = expert_params(mixture)
     train = structs.replace(plan.job.train, precision="bf16")
-    spread, whole = (zero_buffers(mixture, structs.replace(par, ep=ep), train) for ep in (8, 1))
+    spread, whole = (
+        zero_buffers(Workload(mixture, structs.replace(par, ep=ep), train)) for ep in (8, 1)
+    )
     assert whole - spread >= 2 * experts * 7 / 8 / 2
 
 
@@ -198,7 +201,7 @@ def test_dropout_keeps_probabilities_and_masks():
     plan = make_plan(seq_len=4096)
     dropped = structs.replace(model, dropout=0.1)
     par = structs.replace(plan.parallel, stage_layers=[model.layers], micro_batches=1)
-    less, more = (activations(one, par, plan.job.train)[0] for one in (model, dropped))
+    less, more = (activations(Workload(one, par, plan.job.train))[0] for one in (model, dropped))
     assert more - less > model.layers * model.heads * 4096 * 4096 * (4 + 4 + 1) * 0.99
 
 

@@ -23,6 +23,7 @@ from orchestrator.cost.memory.recipe import (
     recipe_of,
 )
 from orchestrator.cost.software import SOFTWARE, software_named
+from orchestrator.cost.workload import Workload
 from tests.beds.plans import make_plan
 
 from . import configs, shapes
@@ -48,7 +49,8 @@ def fullest(
         plan.job.train, precision=precision, seq_len=seq_len, recompute=recompute
     )
     return max(
-        memory_by_pp_rank(H100, model, par, train, recipe, matmul), key=lambda one: one.total
+        memory_by_pp_rank(Workload(model, par, train), H100, recipe, matmul),
+        key=lambda one: one.total,
     )
 
 
@@ -380,7 +382,7 @@ def test_recomputation_keeps_less(name, moe, matmul, tp):
     kernels = kernels_of(RECIPES[name], H100, model, plan.parallel, matmul)
     train = structs.replace(plan.job.train, precision="bf16", seq_len=4096)
     none, some, full = (
-        layer_activation_bytes(model, 0, 4096.0, plan.parallel, train, kernels, mode)
+        layer_activation_bytes(Workload(model, plan.parallel, train), 0, 4096.0, kernels, mode)
         for mode in ("none", "selective", "full")
     )
     assert none.stored >= some.stored >= full.stored > 0 == none.recomputing
@@ -413,7 +415,8 @@ def test_experts_on_their_own_ranks():
     par = structs.replace(plan.parallel, stage_layers=[model.layers])
     meshes = par, structs.replace(par, ep=4, dp=2, etp=1)
     four, eight = (
-        memory_by_pp_rank(H100, model, one, train, recipe_of("megatron"), "")[0] for one in meshes
+        memory_by_pp_rank(Workload(model, one, train), H100, recipe_of("megatron"), "")[0]
+        for one in meshes
     )
     experts = 3 * model.hidden * model.moe.ffn_hidden * model.moe.experts * model.layers
     assert four.params - eight.params == pytest.approx(2 * experts * (1 / 4 - 1 / 8), rel=1e-6)
@@ -470,7 +473,7 @@ def test_least_recomputation_that_fits():
         fits = []
         for tried in ("none", "selective", "full"):
             account = memory_by_pp_rank(
-                H100, model, par, structs.replace(train, recompute=tried), recipe
+                Workload(model, par, structs.replace(train, recompute=tried)), H100, recipe
             )[0]
             fits += [tried] if account.total <= account.capacity else []
         assert fits[0] == mode

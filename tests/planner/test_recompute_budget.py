@@ -13,6 +13,7 @@ from orchestrator.cost.memory.recompute import MODES, resolve_recompute
 from orchestrator.cost.model.stages import rank_stages, stage_range
 from orchestrator.cost.of_plan import context_of
 from orchestrator.cost.time.compute import layer_seconds
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Measured
 from tests.planner import configs, shapes
 
@@ -32,7 +33,7 @@ def plan(gib: float | None, degrees: dict | None = None, recompute: str = "budge
 
 
 def kept(plan) -> list[float]:
-    return activations(plan.model, plan.parallel, plan.job.train)
+    return activations(Workload(plan.model, plan.parallel, plan.job.train))
 
 
 def test_a_large_budget_repeats_nothing_and_a_tiny_one_everything():
@@ -60,7 +61,7 @@ def test_the_choice_fits_and_none_that_fits_repeats_less(degrees, share):
     par = chosen.parallel
     train = chosen.job.train
     context = context_of(chosen)
-    one = layer_seconds(chosen.model, 0, par, train, context.rate, context.software)
+    one = layer_seconds(Workload(chosen.model, par, train, context.software), 0, context.rate)
     seconds = {"none": 0.0, "selective": one.selective, "full": one.forward}
     for rank, stages in enumerate(rank_stages(par)):
         layers = [layer for stage in stages for layer in stage_range(par, stage)]
@@ -79,7 +80,7 @@ def test_the_choice_fits_and_none_that_fits_repeats_less(degrees, share):
                 for layer, mode in zip(layers, modes, strict=True):
                     by_layer[layer] = mode
                 other = activations(
-                    chosen.model, par, structs.replace(train, recompute_layers=by_layer)
+                    Workload(chosen.model, par, structs.replace(train, recompute_layers=by_layer))
                 )[rank]
                 assert other > budget * GIB
 
@@ -111,13 +112,17 @@ def test_work_is_weighed_at_the_rates_that_were_measured():
     model = found.model
     parallel = found.parallel
     train = structs.replace(found.job.train, recompute="budget", seq_len=8192)
-    gib = activations(model, parallel, structs.replace(train, recompute="none"))[0] * 0.8 / GIB
+    gib = (
+        activations(Workload(model, parallel, structs.replace(train, recompute="none")))[0]
+        * 0.8
+        / GIB
+    )
     modes = []
     for flops, bytes_per_s in ((1e12, 1e14), (1e17, 1e9)):
         products = {name: {"bf16": flops} for name in ("matmul_flops", "attention_flops")}
         measured = Measured(source="test", memory_bytes_per_s=bytes_per_s, launch_s=0.0, **products)
         cheapest = resolve_recompute(
-            train, structs.replace(cluster, measured=measured), model, parallel, gib
+            Workload(model, parallel, train), structs.replace(cluster, measured=measured), gib
         )
         modes.append(cheapest.recompute_layers[:16])
     assert modes[0].count("full") == 0 < modes[0].count("selective")

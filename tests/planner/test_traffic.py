@@ -13,6 +13,7 @@ from orchestrator.cost.model.stages import rank_parameters, stage_range
 from orchestrator.cost.path_cache import mirrored
 from orchestrator.cost.software import SOFTWARE
 from orchestrator.cost.time.traffic import Traffic, step_traffic, sums_table
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import AXES
 from orchestrator.planner.placement.best_order import solve
 from tests.beds.plans import make_plan, tiny_model
@@ -23,10 +24,12 @@ from .configs import SOURCE, cluster, planned
 
 def every_rank(plan, model=None, **train) -> list[list[Traffic]]:
     return step_traffic(
-        model or plan.model,
-        plan.parallel,
-        structs.replace(plan.job.train, **train),
-        SOFTWARE["orch"],
+        Workload(
+            model or plan.model,
+            plan.parallel,
+            structs.replace(plan.job.train, **train),
+            SOFTWARE["orch"],
+        )
     )
 
 
@@ -190,7 +193,7 @@ def test_hybrid_sharding_shards_among_neighbours_and_sums_shards_across_groups()
     whole, hybrid = (
         [
             item
-            for item in step_traffic(plan.model, one, plan.job.train, SOFTWARE["orch"])[0]
+            for item in step_traffic(Workload(plan.model, one, plan.job.train, SOFTWARE["orch"]))[0]
             if item.axis == "dp"
         ]
         for one in (plan.parallel, par)

@@ -14,7 +14,7 @@ from orchestrator.cost.time.collective import sent_bytes
 from orchestrator.cost.time.expert_exchange import phases
 from orchestrator.cost.time.fabric import Fabric
 from orchestrator.cost.time.layer_traffic import expert_operations
-from orchestrator.cost.time.recomputed import RecomputedShare
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Moe
 from tests.beds.plans import make_plan
 from tests.trainer.samples import LLAMA, small
@@ -226,10 +226,9 @@ def test_bytes_by_level_are_those_of_the_plan(domains, inside):
             way = {} if name == "direct" else {"expert_all_to_all": name}
             plan = make_plan(ep=ranks, nodes=domains, model=MODEL, **way)
             path = Fabric(plan.cluster).path(np.arange(ranks)[None], "exchange")
-            share = RecomputedShare(0, 0, 0, 0)
             parts = phases(path, MODEL, plan.parallel)
             par = structs.replace(plan.parallel, micro_batch_size=1)
-            (operation, size, _), *_ = expert_operations(MODEL, par, train, share)
+            (operation, size, _), *_ = expert_operations(Workload(MODEL, par, train))
             planned = {"nvlink": 0.0, "network": 0.0}
             for part in parts:
                 for level, of in part.share.items():

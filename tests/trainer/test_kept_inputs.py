@@ -11,6 +11,7 @@ from orchestrator.cost.memory.activations import activations
 from orchestrator.cost.model.stages import rank_stages
 from orchestrator.cost.software import SOFTWARE
 from orchestrator.cost.time.traffic import step_traffic
+from orchestrator.cost.workload import Workload
 from tests.beds.plans import make_plan
 from tests.planner.configs import build_plan
 from tests.trainer.samples import GQA, LLAMA, batch, engine_of, small
@@ -69,7 +70,9 @@ def with_and_without(rank: int, mode: str, shape: dict) -> list[dict]:
 @pytest.mark.parametrize("mode", KEPT)
 def test_half_the_inputs_and_the_same_gradients(mode, shape):
     plans = [plan_of(mode, shared, **shape) for shared in (False, True)]
-    planned = [activations(plan.model, plan.parallel, plan.job.train)[0] for plan in plans]
+    planned = [
+        activations(Workload(plan.model, plan.parallel, plan.job.train))[0] for plan in plans
+    ]
     sent = [sum(one.sent_bytes for one in traffic(plan)) for plan in plans]
     plan = plans[0]
     filled = KEPT[mode] * plans[0].model.layers * 2 * bool(shape)
@@ -85,7 +88,7 @@ def test_half_the_inputs_and_the_same_gradients(mode, shape):
 
 
 def traffic(plan):
-    return [one for one in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[0]
+    return [one for one in step_traffic(Workload(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"]))[0]
             if one.axis == "tp"]  # fmt: skip
 
 
@@ -101,7 +104,10 @@ def test_messages_are_as_small_a_share_of_tensor_parallelism_s_as_docs_say(mode,
 def test_a_stage_that_has_received_its_input_keeps_it_whole():
     """Its gradient is sent back: half of such an input would come on top of the whole."""
     planned = [
-        [activations(plan.model, plan.parallel, plan.job.train)[stage] for stage in (0, 1)]
+        [
+            activations(Workload(plan.model, plan.parallel, plan.job.train))[stage]
+            for stage in (0, 1)
+        ]
         for plan in (plan_of("full", shared, 4, pp=2, micro_batches=2) for shared in (False, True))
     ]
     once = 2 * 16 * 32 * 4 // 2
@@ -120,7 +126,7 @@ def test_of_several_stages_each_that_has_received_its_input_keeps_it_whole(sched
     whole, shared = (plan_of("full", way, 4, **pipeline) for way in (False, True))
     received = [rank for rank, stages in enumerate(rank_stages(whole.parallel)) if 0 not in stages]
     before, after = (
-        activations(plan.model, plan.parallel, plan.job.train) for plan in (whole, shared)
+        activations(Workload(plan.model, plan.parallel, plan.job.train)) for plan in (whole, shared)
     )
     assert received == [1] and before[1] == after[1] and before[0] > after[0]
 

@@ -9,6 +9,7 @@ import torch
 from orchestrator.cost.memory.rank_memory import memory_by_pp_rank
 from orchestrator.cost.memory.recipe import recipe_of
 from orchestrator.cost.time.compute import NARROW_STATE
+from orchestrator.cost.workload import Workload
 from tests.beds.plans import make_plan, tiny_model
 from tests.trainer.operations import Kernels
 from tests.trainer.samples import GPT, engine_of
@@ -173,7 +174,7 @@ def test_planned_bytes_are_those_that_are_kept():
             plan = make_plan(model=model, optim_state=state, precision=precision)
             recipe = recipe_of("orch", plan.job.optim)
             (account,) = memory_by_pp_rank(
-                plan.cluster, plan.model, plan.parallel, plan.job.train, recipe
+                Workload(plan.model, plan.parallel, plan.job.train), plan.cluster, recipe
             )
             held, padding = bytes_of(0, plan)
             assert 0 <= held - account.optimizer <= 12 * padding

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from orchestrator.cost.memory.rank_memory import memory_by_pp_rank
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Offload
 from orchestrator.plan.offload import BLOCK, ROOMS
 from tests.beds.plans import make_plan, tiny_model
@@ -85,7 +86,9 @@ def test_the_same_gradients_and_the_planned_bytes(layout):
     accounts = {}
     for place in ("", *PLACES):
         plan = plan_of(layout, place)
-        accounts[place] = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)
+        accounts[place] = memory_by_pp_rank(
+            Workload(plan.model, plan.parallel, plan.job.train), plan.cluster
+        )
     for found in run_ranks(steps, 2, layout):
         plain = found[""]
         for place in PLACES:
@@ -134,9 +137,11 @@ def test_each_comes_back_while_the_one_before_is_used():
 
 def test_beside_an_optimizer_on_the_host():
     plan = plan_of("full", "host", "host")
-    (account,) = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)
+    (account,) = memory_by_pp_rank(
+        Workload(plan.model, plan.parallel, plan.job.train), plan.cluster
+    )
     alone = memory_by_pp_rank(
-        plan.cluster, plan.model, plan.parallel, plan_of("full", "", "host").job.train
+        Workload(plan.model, plan.parallel, plan_of("full", "", "host").job.train), plan.cluster
     )[0]
     inputs = plan.model.layers * 128 * plan.model.hidden * 4
     assert account.host - alone.host == inputs

@@ -13,6 +13,7 @@ from msgspec import structs
 from orchestrator.cost.context import CostContext
 from orchestrator.cost.nesting import axis_placement, candidates
 from orchestrator.cost.time.traffic import step_traffic
+from orchestrator.cost.workload import Workload
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Mla, Moe, Mtp
 from tests.beds.plans import make_plan, tiny_model
@@ -110,7 +111,7 @@ def planned(plan: Plan, rank: int) -> dict[str, float]:
     context = CostContext(plan.cluster, plan.model, plan.job.train)
     par = plan.parallel
     train = plan.job.train
-    traffic = step_traffic(plan.model, par, train, context.software)
+    traffic = step_traffic(Workload(plan.model, par, train, context.software))
     (one,) = candidates(context.path_cache, par, traffic, context.work(par, train), par.order)
     placed = axis_placement(one, [traffic[plan.ranks[rank].coord.pp]])
     return {axis: sum(place.bytes_per_step_by_level.values()) for axis, place in placed.items()} | {

@@ -14,6 +14,7 @@ import pytest
 from msgspec import UNSET, structs
 
 from orchestrator.cost.memory import rank_memory as memory
+from orchestrator.cost.workload import Workload
 from orchestrator.plan import Plan, seal
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.model import Mla, Moe
@@ -208,7 +209,7 @@ def rows(plan: Plan, ranks: list[dict]) -> list[Row]:
     Activations where ranks have different experts are a mean: a plan's experts are chosen equally
     often, those of a test are not."""
     accounts = memory.memory_by_pp_rank(
-        plan.cluster, plan.model, plan.parallel, plan.job.train, matmul=plan.job.matmul
+        Workload(plan.model, plan.parallel, plan.job.train), plan.cluster, matmul=plan.job.matmul
     )
     result = []
     for stage, account in enumerate(accounts):

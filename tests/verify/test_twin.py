@@ -13,6 +13,7 @@ from orchestrator.cost.memory.rank_memory import memory_by_pp_rank
 from orchestrator.cost.memory.recipe import CONTEXT_BYTES
 from orchestrator.cost.software import SOFTWARE
 from orchestrator.cost.time.traffic import step_traffic
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.hierarchy import expert_groups
 from orchestrator.plan.twin import RankRun, Transfer
 from orchestrator.verify.twin import (
@@ -48,7 +49,9 @@ def test_fewer_micro_batches_hold_as_much_memory(schedule):
     totals = [
         [
             account.total
-            for account in memory_by_pp_rank(one.cluster, one.model, one.parallel, one.job.train)
+            for account in memory_by_pp_rank(
+                Workload(one.model, one.parallel, one.job.train), one.cluster
+            )
         ]
         for one in (plan, short)
     ]
@@ -66,7 +69,9 @@ GROUPS = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "grad"}
 def as_planned(plan, rank: int) -> RankRun:
     """What a twin finds that is exactly the plan."""
     pp_rank = plan.ranks[rank].coord.pp
-    account = memory_by_pp_rank(plan.cluster, plan.model, plan.parallel, plan.job.train)[pp_rank]
+    account = memory_by_pp_rank(Workload(plan.model, plan.parallel, plan.job.train), plan.cluster)[
+        pp_rank
+    ]
     names = {value: key for key, value in OPERATION.items() if key not in ("rotate", "receive")}
     groups = {
         axis: next(g for g in plan.groups[name] if rank in g) for axis, name in GROUPS.items()
@@ -80,9 +85,9 @@ def as_planned(plan, rank: int) -> RankRun:
             bytes=round(item.sent_bytes),
             ranks=groups[item.axis],
         )
-        for item in step_traffic(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])[
-            pp_rank
-        ]
+        for item in step_traffic(
+            Workload(plan.model, plan.parallel, plan.job.train, SOFTWARE["orch"])
+        )[pp_rank]
     ]
     transfers += [
         structs.replace(one, operation="receive")
@@ -192,7 +197,9 @@ def test_a_twin_is_held_against_a_plan_whose_experts_are_chosen_equally_often():
     plan = configs.planned(shapes.mixtral_8x7b(), {"ep": 8, "zero": 1}, global_batch_samples=64)
     even = evenly_chosen(plan)
     totals = [
-        memory_by_pp_rank(one.cluster, one.model, one.parallel, one.job.train)[0].activations
+        memory_by_pp_rank(Workload(one.model, one.parallel, one.job.train), one.cluster)[
+            0
+        ].activations
         for one in (plan, even)
     ]
     assert plan.parallel.expert_imbalance > 1.1 and totals[0] > 1.05 * totals[1]

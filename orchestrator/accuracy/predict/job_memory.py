@@ -9,6 +9,7 @@ from msgspec import structs
 
 from orchestrator.cost.memory.rank_memory import as_measured, memory_by_pp_rank
 from orchestrator.cost.memory.recipe import Recipe, adapters_only, measured_kind, recipe_for
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Memory, Recompute, Train
 
 from .rows import Job
@@ -48,7 +49,7 @@ def job_memory(job: Job) -> JobMemory:
             job.software.selective == "alternate",
             model.layers,
         )
-    accounts = memory_by_pp_rank(cluster, model, par, train, recipe, job.matmul)
+    accounts = memory_by_pp_rank(Workload(model, par, train), cluster, recipe, job.matmul)
     worst = max(accounts, key=lambda account: account.total)
     if offloaded:
         moved = min(worst.activations, worst.total - worst.capacity)
@@ -69,7 +70,7 @@ def _least(job: Job, recipe: Recipe) -> tuple[Train, str, bool]:
 
     def worst(train: Train) -> Memory:
         accounts = memory_by_pp_rank(
-            job.cluster, job.model, job.parallel, train, recipe, job.matmul
+            Workload(job.model, job.parallel, train), job.cluster, recipe, job.matmul
         )
         return max(accounts, key=lambda account: account.total)
 

@@ -12,6 +12,7 @@ from orchestrator.cost.nesting import candidates
 from orchestrator.cost.path_cache import PathCache
 from orchestrator.cost.profile import Profile, relative_sd, shipped
 from orchestrator.cost.time.traffic import step_traffic
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import AXES, Train
 from orchestrator.plan.interval import interval
 
@@ -104,7 +105,7 @@ def step_of(
     with the recomputation that `job_memory` found."""
     context = context_of(job, paths)
     par = job.parallel
-    traffic = step_traffic(job.model, par, train, job.software)
+    traffic = step_traffic(Workload(job.model, par, train, job.software))
 
     def step_s(values: Mapping[str, Number]) -> Number:
         work = context.work(par, train, context.rates(values))

@@ -15,12 +15,11 @@ from typing import Literal
 from msgspec import Struct
 
 from orchestrator.cost.memory import latents_and_experts
-from orchestrator.cost.model.layers import DTYPE_BYTES, layer_groups, sample_layers
+from orchestrator.cost.model.layers import layer_groups, sample_layers
 from orchestrator.cost.model.stages import held_layers, rank_stages, splits_backward, stage_range
-from orchestrator.cost.time.layer_traffic import boundary_bytes
 from orchestrator.cost.time.pipeline import in_flight
-from orchestrator.cost.time.recomputed import shares_inputs
-from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.cost.workload import Workload
+from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.expert_capacity import mlp_width, taken_choices
 from orchestrator.plan.expert_mesh import fullest
 from orchestrator.plan.flops import layer_moe, prediction_blocks
@@ -128,13 +127,15 @@ def fuses_attention(model: Model, parallel: Parallel) -> bool:
 
 
 def layer_activations(
-    model: Model, layer: int, tokens: float, parallel: Parallel, train: Train, kernels: Kernels
+    workload: Workload, layer: int, tokens: float, kernels: Kernels
 ) -> dict[str, float]:
     """Bytes that one layer keeps for backward, by tensor. tokens: of one micro-batch on this rank,
     b * s / cp."""
-    width = DTYPE_BYTES[train.precision]
+    model = workload.model
+    parallel = workload.parallel
+    width = workload.width
     tp = parallel.tp
-    rows = tp if parallel.sp else 1  # shards of the sequence between the blocks
+    rows = workload.sequence_shards  # shards of the sequence between the blocks
     gathered = 1 if kernels.keep_gathered else rows
     product = width if kernels.wide_shards and gathered > 1 else kernels.product_width or width
     ours = bool(kernels.trainer)
@@ -146,18 +147,19 @@ def layer_activations(
     kept = {
         "norm inputs": 2 * model.hidden * width / rows,
         "matmul inputs": products,
-        **_attention(model, parallel, train, kernels, width),
-        **_mlp(model, layer, parallel, train, kernels, width, gathered),
+        **_attention(workload, kernels, width),
+        **_mlp(workload, layer, kernels, width, gathered),
     }
     if model.dropout or kernels.dropout:
         kept["dropout masks"] = 2 * model.hidden / rows
     return {name: size * tokens for name, size in kept.items()}
 
 
-def _attention(
-    model: Model, parallel: Parallel, train: Train, kernels: Kernels, width: int
-) -> dict[str, float]:
+def _attention(workload: Workload, kernels: Kernels, width: int) -> dict[str, float]:
     """Bytes per token of queries, keys, values, attention output and softmax."""
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
     tp = parallel.tp
     heads = model.heads / tp
     kv_heads = max(1.0, model.kv_heads / tp)
@@ -171,7 +173,7 @@ def _attention(
         kept["attention"] = (elements + m.q_lora_rank * 2 + m.kv_lora_rank * 2) * width
         kept["attention output"] = out = heads * m.v_head_dim * width
         if kernels.trainer:
-            kept = latents_and_experts.latent_attention(model, m, parallel, train)
+            kept = latents_and_experts.latent_attention(workload, m)
     if parallel.cp > 1 and parallel.cp_method == "ulysses":
         kept["attention output"] *= 2  # before and after the all-to-all
     if kernels.copied_heads:
@@ -192,16 +194,17 @@ def _attention(
 
 
 def _mlp(
-    model: Model,
+    workload: Workload,
     layer: int,
-    parallel: Parallel,
-    train: Train,
     kernels: Kernels,
     width: int,
     gathered: int,
 ) -> dict[str, float]:
     """Bytes per token: inputs and output of the activation, input of the down projection, routed
     tokens."""
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
     copies = (
         2 if model.mlp == "plain" else (3 if kernels.fused_activation else 4)
     ) - kernels.compiled
@@ -209,7 +212,7 @@ def _mlp(
     if (moe := layer_moe(model, layer)) is None:
         return {"mlp": model.ffn_hidden * ((copies - 1) * width + product) / parallel.tp}
     if kernels.trainer:
-        return latents_and_experts.experts(model, moe, parallel, train, kernels.trainer)
+        return latents_and_experts.experts(workload, moe, kernels.trainer)
     load = fullest(parallel)
     ffn = mlp_width(model, moe, train.seq_len, load)
     taken = taken_choices(moe, train.seq_len) * load
@@ -232,29 +235,25 @@ class ActivationBytes(Struct, frozen=True):
 
 
 def layer_activation_bytes(
-    model: Model,
+    workload: Workload,
     layer: int,
     tokens: float,
-    parallel: Parallel,
-    train: Train,
     kernels: Kernels,
     mode: str,
 ) -> ActivationBytes:
     """Bytes of a layer with a recomputation mode, without inputs that are away; `back_bytes`
     are."""
-    found = _with_inputs(model, layer, tokens, parallel, train, kernels, mode)
+    model = workload.model
+    train = workload.train
+    found = _with_inputs(workload, layer, tokens, kernels, mode)
     away = inputs_of(model, layer, train, mode)
-    return ActivationBytes(
-        found.stored - away * input_bytes(model, parallel, train), found.recomputing
-    )
+    return ActivationBytes(found.stored - away * input_bytes(workload), found.recomputing)
 
 
 def _with_inputs(
-    model: Model,
+    workload: Workload,
     layer: int,
     tokens: float,
-    parallel: Parallel,
-    train: Train,
     kernels: Kernels,
     mode: str,
 ) -> ActivationBytes:
@@ -264,46 +263,46 @@ def _with_inputs(
     last of each half, and fused attention. Full keeps the layer's input. A recomputed layer holds
     the gathered sequence.
     """
-    tensors = layer_activations(model, layer, tokens, parallel, train, kernels)
+    model = workload.model
+    parallel = workload.parallel
+    tensors = layer_activations(workload, layer, tokens, kernels)
     everything = sum(tensors.values())
-    boundary = boundary_bytes(model, parallel, train)
+    boundary = workload.boundary_bytes
     if mode == "none":
         return ActivationBytes(everything, 0.0)
     if mode == "selective" and kernels.selective == "core":
         repeated = 0.0
         if model.mla is not None or layer_moe(model, layer) is not None:
-            product = kernels.product_width or DTYPE_BYTES[train.precision]
-            repeated = repeated_modules(model, layer, tokens, parallel, train, product, tensors)
+            product = kernels.product_width or workload.width
+            repeated = repeated_modules(workload, layer, tokens, product, tensors)
         return ActivationBytes(
             everything - tensors.get("attention scores", 0.0) - repeated, repeated
         )
     rows = parallel.tp if parallel.sp and not kernels.keep_gathered else 1
     everything += tensors["matmul inputs"] * (rows - 1)
     moe, mla = (layer_moe(model, layer), model.mla) if kernels.trainer else (None, None)
-    shared = shares_inputs(parallel, train)  # a gathered input is among the buffers
+    shared = workload.shares_inputs  # a gathered input is among the buffers
     if mode == "full":
         if shared:
             return ActivationBytes(boundary / parallel.tp, everything - boundary)
         kept = boundary / parallel.tp if kernels.shared_inputs and not parallel.sp else boundary
         if moe is not None:
             everything += tokens * latents_and_experts.results_of_experts(
-                model, moe, parallel, train, (tensors["mlp"] + tensors["shared input"]) / tokens
+                workload, moe, (tensors["mlp"] + tensors["shared input"]) / tokens
             )
         return ActivationBytes(kept, everything - kept)
     if kernels.selective == "alternate":
         return ActivationBytes((everything + boundary) / 2, everything - boundary)
     if kernels.selective == "ops":
         stored = (
-            boundary
-            + every_second_product(model, layer, tokens, parallel, train)
-            + tensors["attention output"]
+            boundary + every_second_product(workload, layer, tokens) + tensors["attention output"]
         )
         stored = min(everything, stored + tensors.get("softmax statistics", 0.0))
         return ActivationBytes(stored, everything - stored)
     halves = 1 if moe is not None else 2  # that are recomputed: experts keep all
     stored = everything - tensors["matmul inputs"] * rows - tensors["norm inputs"] + 2 * boundary
     saved = halves * boundary * (1 - 1 / parallel.tp) if shared else 0.0
-    width = DTYPE_BYTES[train.precision]
+    width = workload.width
     others = 2 if model.mlp == "gated" else 1
     narrow = kernels.product_width or width
     if halves == 2:
@@ -318,28 +317,27 @@ def _with_inputs(
         stored -= (
             tensors["latent inputs"] + tensors["attention"] + tensors["attention output"] * fused
         )
-        stored += tokens * latents_and_experts.selective_latent_attention(
-            model, mla, parallel, train, fused
-        )
+        stored += tokens * latents_and_experts.selective_latent_attention(workload, mla, fused)
     return ActivationBytes(stored - saved, everything - stored)
 
 
-def activations(
-    model: Model, parallel: Parallel, train: Train, kernels: Kernels | None = None
-) -> list[float]:
+def activations(workload: Workload, kernels: Kernels | None = None) -> list[float]:
     """Peak activation bytes of each pipeline rank, logits included."""
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
     kernels = kernels or trainer_kernels(model, parallel)
-    kept = bytes_of_layers(model, parallel, train, kernels)
+    kept = bytes_of_layers(workload, kernels)
     last = len(parallel.stage_layers) - 1
-    head = head_bytes(model, parallel, train, kernels)
-    stage = stage_bytes(model, parallel, train, kernels)
+    head = head_bytes(workload, kernels)
+    stage = stage_bytes(workload, kernels)
     result = []
     split = splits_backward(parallel) and not kernels.fills_limit
-    deferred = DeferredGradients(model, parallel, train) if split else None
+    deferred = DeferredGradients(workload) if split else None
     held = in_flight(parallel)
     messages = parallel.pp > 1 and kernels.holds_messages
-    boundary = boundary_bytes(model, parallel, train) if messages else 0.0
-    ahead = ahead_bytes(model, parallel, train, head)
+    boundary = workload.boundary_bytes if messages else 0.0
+    ahead = ahead_bytes(workload, head)
     if kernels.fills_limit and parallel.schedule in LIMITS:
         held = [min(parallel.micro_batches, LIMITS[parallel.schedule] * parallel.pp)] * parallel.pp
 
@@ -361,9 +359,7 @@ def activations(
 
     def stored_in(index: int, layers: Sequence[Layers]) -> float:
         part = stage_range(parallel, index)
-        received = (
-            received_input_bytes(model, parallel, train, kernels, part) if part.start else 0.0
-        )
+        received = received_input_bytes(workload, kernels, part) if part.start else 0.0
         return sum(n * own for n, _, own, _ in layers) + stage[index == last] + received
 
     for rank, (stages, in_flight_count) in enumerate(zip(rank_stages(parallel), held, strict=True)):
@@ -393,42 +389,41 @@ def activations(
         # a layer is recomputed when its output was sent: of the two messages the gradient is there
         extra = extra + sent if kernels.keep_sent else max(extra + boundary, sent)
         result.append(sum(stored) / len(stages) * in_flight_count + extra)
-    back = (back_bytes(model, parallel, train, stages) for stages in rank_stages(parallel))
+    back = (back_bytes(workload, stages) for stages in rank_stages(parallel))
     return [one + more for one, more in zip(result, back, strict=True)]
 
 
-def bytes_of_layers(
-    model: Model, parallel: Parallel, train: Train, kernels: Kernels
-) -> Callable[..., ActivationBytes]:
+def bytes_of_layers(workload: Workload, kernels: Kernels) -> Callable[..., ActivationBytes]:
     """Bytes of a layer by kind (0: dense, 1: with experts) and recomputation mode, each computed
     once."""
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    model = workload.model
+    tokens = workload.tokens
     kinds = sample_layers(model)
 
     @cache
     def of(kind: int, mode: str) -> ActivationBytes:
         layer = kinds[kind]
         assert layer is not None
-        return layer_activation_bytes(model, layer, tokens, parallel, train, kernels, mode)
+        return layer_activation_bytes(workload, layer, tokens, kernels, mode)
 
     return of
 
 
-def kept_of_one_stage(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> OneStage:
+def kept_of_one_stage(workload: Workload, kernels: Kernels) -> OneStage:
     """Activation bytes where the whole model is one stage."""
-    of = bytes_of_layers(model, parallel, train, kernels)
+    model = workload.model
+    train = workload.train
+    of = bytes_of_layers(workload, kernels)
     whole = model.layers + prediction_blocks(model)
     groups = [
         (n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, [range(whole)]) if n
     ]
-    head = head_bytes(model, parallel, train, kernels)
+    head = head_bytes(workload, kernels)
     again = max(one.recomputing for _, one in groups)
-    ahead = ahead_bytes(model, parallel, train, head) if again else 0.0
-    back = back_bytes(model, parallel, train, (0,))
+    ahead = ahead_bytes(workload, head) if again else 0.0
+    back = back_bytes(workload, (0,))
     return OneStage(
-        sum(n * one.stored for n, one in groups)
-        + stage_bytes(model, parallel, train, kernels)[1]
-        + back,
+        sum(n * one.stored for n, one in groups) + stage_bytes(workload, kernels)[1] + back,
         head,
         again + ahead,
         max(one.stored + one.recomputing for _, one in groups) + ahead,
@@ -440,14 +435,17 @@ def logits_in_flight(schedule: str, micro_batches: int) -> int:
     return micro_batches if schedule == "afab" else 1
 
 
-def backward_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
+def backward_bytes(workload: Workload, kernels: Kernels) -> float:
     """Temporary bytes of a layer's backward: gradients inside its MLP, beyond what this sets free.
     Where one kernel has all experts, the weights of choices, in fp32, widen the gradient of what
     they multiply and a product with it."""
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
     if not kernels.inside_backward:
         return 0.0
     moe = model.moe
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    tokens = workload.tokens
     ffn = mlp_width(model, moe, train.seq_len, fullest(parallel))
     if sample_layers(model)[0] is not None:
         ffn = max(ffn, model.ffn_hidden)
@@ -456,67 +454,67 @@ def backward_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kern
         found = max(
             found, 5 * taken_choices(moe, train.seq_len) * moe.ffn_hidden * fullest(parallel)
         )
-    return found * tokens / parallel.tp * DTYPE_BYTES[train.precision]
+    return found * tokens / parallel.tp * workload.width
 
 
-def received_input_bytes(
-    model: Model, parallel: Parallel, train: Train, kernels: Kernels, layers: range
-) -> float:
+def received_input_bytes(workload: Workload, kernels: Kernels, layers: range) -> float:
     """Bytes of the input of a stage that begins inside the model, beyond what its first layer
     keeps: the stage holds it until its gradient is sent back, so sharing it or putting it away
     saves nothing."""
+    parallel = workload.parallel
+    train = workload.train
     away = bool(offload_of(train).activations)
-    if not layers or not (away or shares_inputs(parallel, train)):
+    if not layers or not (away or workload.shares_inputs):
         return 0.0
     mode = train.recompute_layers[layers[0]] if train.recompute == "budget" else train.recompute
     kept = mode == "full" or (mode == "selective" and kernels.selective == "orch")
     share = 0.0 if away else 1 / parallel.tp
-    return boundary_bytes(model, parallel, train) * (1 - share) if kept else 0.0
+    return workload.boundary_bytes * (1 - share) if kept else 0.0
 
 
-def stage_bytes(
-    model: Model, parallel: Parallel, train: Train, kernels: Kernels
-) -> tuple[float, float]:
+def stage_bytes(workload: Workload, kernels: Kernels) -> tuple[float, float]:
     """Bytes of one micro-batch outside its layers, in (an inner stage, the last stage): rotary
     tables, sent output."""
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    model = workload.model
+    tokens = workload.tokens
     tables = 4 * model.head_dim * tokens if model.position == "rope" else 0.0
-    return tables + boundary_bytes(model, parallel, train) * kernels.keep_sent, tables
+    return tables + workload.boundary_bytes * kernels.keep_sent, tables
 
 
-def head_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
+def head_bytes(workload: Workload, kernels: Kernels) -> float:
     """Bytes that the last stage keeps outside its layers: final norm, input of the output
     projection, logits. Those of further predictions, too, and inputs of their two norms and of
     their projection."""
-    width = DTYPE_BYTES[train.precision]
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    rows = parallel.tp if parallel.sp else 1
+    model = workload.model
+    width = workload.width
+    tokens = workload.tokens
+    rows = workload.sequence_shards
     gathered = 1 if kernels.keep_gathered else rows
     hidden = (
         model.hidden * width * (1 / rows + 1 / gathered)
     )  # inputs of norm and output projection
-    one = hidden + width * -(-model.vocab // parallel.tp)
+    one = hidden + width * workload.vocabulary_rows
     ahead = prediction_blocks(model)
     return tokens * (one + ahead * (one + 3 * model.hidden * width / rows))
 
 
-def ahead_bytes(model: Model, parallel: Parallel, train: Train, head: float) -> float:
+def ahead_bytes(workload: Workload, head: float) -> float:
     """Bytes that are there, beside a layer's own, while the last block that predicts further tokens
     is recomputed: of states outside it, its token and both together, and of `head` (`head_bytes`)
     what the blocks before it keep."""
+    model = workload.model
     if not (ahead := prediction_blocks(model)):
         return 0.0
-    return (5 + ahead) * boundary_bytes(model, parallel, train) + head * (ahead - 1) / (ahead + 1)
+    return (5 + ahead) * workload.boundary_bytes + head * (ahead - 1) / (ahead + 1)
 
 
-def loss_bytes(model: Model, parallel: Parallel, train: Train, kernels: Kernels) -> float:
+def loss_bytes(workload: Workload, kernels: Kernels) -> float:
     """Temporary bytes of the loss: fp32 logits of a chunk, and in backward the logits' gradient."""
-    logits = (
-        parallel.micro_batch_size * train.seq_len / parallel.cp * -(-model.vocab // parallel.tp)
-    )
+    parallel = workload.parallel
+    logits = workload.tokens * workload.vocabulary_rows
     if kernels.loss_width is not None:
-        return logits * (kernels.loss_width - DTYPE_BYTES[train.precision])
-    width = DTYPE_BYTES[train.precision]
+        return logits * (kernels.loss_width - workload.width)
+    width = workload.width
     chunk = 4 * min(LOSS_CHUNK, logits)
     most = width * logits + 2 * chunk if width < 4 else max(chunk, width * logits)
     # a split backward keeps the gradient: `DeferredGradients` counts it

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from orchestrator.cost.model.layers import DTYPE_BYTES, sample_layers
-from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.cost.model.layers import sample_layers
+from orchestrator.cost.workload import Workload
+from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.flops import layer_moe
 from orchestrator.plan.schedules import SCHEDULES, TABLE, Action, Kind, schedule_of
 
@@ -43,11 +44,11 @@ Layers = tuple[int, int, float, float]
 class DeferredGradients:
     """Bytes that one micro-batch defers on one rank, and their peak over a step."""
 
-    def __init__(self, model: Model, parallel: Parallel, train: Train):
+    def __init__(self, workload: Workload):
+        model = workload.model
+        parallel = workload.parallel
         self.parallel = parallel
-        size = (
-            DTYPE_BYTES[train.precision] * parallel.micro_batch_size * train.seq_len / parallel.cp
-        )
+        size = workload.width * workload.tokens
         #: by kind of layer as in `sample_layers`: (bytes kept until W, gradients computed while the
         #: inputs are kept)
         elements = (
@@ -55,7 +56,7 @@ class DeferredGradients:
             for one in sample_layers(model)
         )
         self.layers = [(size * kept, size * grads) for kept, grads in elements]
-        logits = size * -(-model.vocab // parallel.tp)
+        logits = size * workload.vocabulary_rows
         self.head = logits + size * model.hidden
         self.logits = (
             0.0 if parallel.schedule in WHOLE_AT_PEAK else logits

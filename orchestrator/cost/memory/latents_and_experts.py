@@ -7,7 +7,7 @@ knows less.
 
 from __future__ import annotations
 
-from orchestrator.cost.model.layers import DTYPE_BYTES
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Mla, Model, Moe, Parallel, Train
 from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh, fullest, tensor_ranks
@@ -21,9 +21,11 @@ COPY = 24
 ARRIVED = 16
 
 
-def latent_attention(model: Model, mla: Mla, parallel: Parallel, train: Train) -> dict[str, float]:
+def latent_attention(workload: Workload, mla: Mla) -> dict[str, float]:
     """Latents as this rank makes them, and as its heads read them; queries, keys, and values as
     wide as keys; the output as wide as keys, and again where it is cut to the width of values."""
+    model = workload.model
+    parallel = workload.parallel
     heads, key = _heads(model, mla, parallel)
     read = (mla.q_lora_rank or model.hidden) + mla.kv_lora_rank + mla.qk_rope_head_dim
     kept = {
@@ -31,24 +33,23 @@ def latent_attention(model: Model, mla: Mla, parallel: Parallel, train: Train) -
         "attention": _latents(mla, parallel) + read + 3 * heads * key,
         "attention output": heads * (key + mla.v_head_dim * (mla.v_head_dim != key)),
     }
-    return {name: size * DTYPE_BYTES[train.precision] for name, size in kept.items()}
+    return {name: size * workload.width for name, size in kept.items()}
 
 
-def selective_latent_attention(
-    model: Model, mla: Mla, parallel: Parallel, train: Train, fused: bool
-) -> float:
+def selective_latent_attention(workload: Workload, mla: Mla, fused: bool) -> float:
     """The same with selective recomputation: results of matrix products, but of those that read
     latents where these run again too; and the output of fused attention."""
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
     heads, key = _heads(model, mla, parallel)
     kept = _latents(mla, parallel) + heads * key * fused
     if train.recompute_latents is not True:
         kept += heads * (key + mla.qk_nope_head_dim + mla.v_head_dim)
-    return kept * DTYPE_BYTES[train.precision]
+    return kept * workload.width
 
 
-def experts(
-    model: Model, moe: Moe, parallel: Parallel, train: Train, device: str
-) -> dict[str, float]:
+def experts(workload: Workload, moe: Moe, device: str) -> dict[str, float]:
     """Inputs of the router, of experts and of what shared experts multiply last; numbers that
     routing needs. Shared experts keep the gathered sequence.
 
@@ -56,7 +57,10 @@ def experts(
     which are kept beside those without. Of experts one after another unweighted results are kept,
     where they are narrower.
     """
-    width = DTYPE_BYTES[train.precision]
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
+    width = workload.width
     inner = 3 if model.mlp == "gated" else 2
     ffn = moe.ffn_hidden / tensor_ranks(parallel)
     copies = _copies(moe, parallel, train)
@@ -86,16 +90,17 @@ def experts(
     }
 
 
-def results_of_experts(
-    model: Model, moe: Moe, parallel: Parallel, train: Train, beside: float
-) -> float:
+def results_of_experts(workload: Workload, moe: Moe, beside: float) -> float:
     """What a layer with experts has, beyond what it keeps, when it is recomputed: results, until
     each token sums its own, and what routers have read, in its own width. beside: bytes a token
     that shared experts keep later, if no exchange lies between.
 
     Results that come back from other ranks are of this rank's own tokens. Without an exchange a
     tensor-parallel rank has gathered those of all, which only shared experts would keep."""
-    width = DTYPE_BYTES[train.precision]
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
+    width = workload.width
     gathered = _rows(parallel) > 1 and not moe.shared_ffn_hidden
     if expert_mesh(parallel).ep > 1:
         found = taken_choices(moe, train.seq_len) / _rows(parallel)

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from orchestrator.cost.model.layers import DTYPE_BYTES, layer_params, sample_layers
-from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.cost.workload import Workload
+from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.offload import offload_of
 
@@ -38,9 +39,7 @@ class Peak(NamedTuple):
 
 
 def peak_of_one_stage(
-    model: Model,
-    parallel: Parallel,
-    train: Train,
+    workload: Workload,
     kept: OneStage,
     grads: float,
     loss: float,
@@ -52,7 +51,10 @@ def peak_of_one_stage(
     With one micro-batch ZeRO-3 makes gradients as backward goes; otherwise those of earlier
     micro-batches are there.
     """
-    weight = DTYPE_BYTES[train.precision]
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
+    weight = workload.width
     gradient = DTYPE_BYTES[train.grad_dtype]
     table = model.vocab * model.hidden / parallel.tp
     always = 0.0

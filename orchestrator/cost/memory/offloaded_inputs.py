@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from orchestrator.cost.model.layers import layer_groups, sample_layers
 from orchestrator.cost.model.stages import held_layers, rank_stages, stage_range
-from orchestrator.cost.time.layer_traffic import boundary_bytes
-from orchestrator.cost.time.recomputed import shares_inputs
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Model, Parallel, Train
 from orchestrator.plan.flops import layer_moe
 from orchestrator.plan.offload import BLOCK, ROOMS, offload_of
@@ -20,11 +19,10 @@ from .unequal_stages import StageBytes, unequal_peak
 BACK = 2
 
 
-def input_bytes(model: Model, parallel: Parallel, train: Train) -> float:
+def input_bytes(workload: Workload) -> float:
     """What a rank keeps of one input."""
-    return boundary_bytes(model, parallel, train) / (
-        parallel.tp if shares_inputs(parallel, train) else 1
-    )
+    parallel = workload.parallel
+    return workload.boundary_bytes / (parallel.tp if workload.shares_inputs else 1)
 
 
 def inputs_of(model: Model, layer: int, train: Train, mode: str) -> int:
@@ -43,8 +41,11 @@ def received(parallel: Parallel, train: Train, index: int) -> bool:
     return bool(layers) and layers.start > 0 and modes[min(layers.start, len(modes) - 1)] != "none"
 
 
-def stage_inputs(model: Model, parallel: Parallel, train: Train, index: int) -> int:
+def stage_inputs(workload: Workload, index: int) -> int:
     """Inputs of a micro-batch in one stage that are away."""
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
     if not offload_of(train).activations:
         return 0  # asked for each stage of each layout that is costed
     kinds = sample_layers(model)
@@ -56,18 +57,21 @@ def stage_inputs(model: Model, parallel: Parallel, train: Train, index: int) -> 
     return count - 1 if count and received(parallel, train, index) else count
 
 
-def back_bytes(model: Model, parallel: Parallel, train: Train, stages: Sequence[int]) -> float:
+def back_bytes(workload: Workload, stages: Sequence[int]) -> float:
     """Bytes on the device of inputs that are away otherwise, on the rank that holds `stages`."""
+    train = workload.train
     if not offload_of(train).activations:
         return 0.0
-    most = max(stage_inputs(model, parallel, train, index) for index in stages)
-    return min(BACK, most) * input_bytes(model, parallel, train)
+    most = max(stage_inputs(workload, index) for index in stages)
+    return min(BACK, most) * input_bytes(workload)
 
 
-def offloaded_inputs(model: Model, parallel: Parallel, train: Train) -> list[tuple[float, float]]:
+def offloaded_inputs(workload: Workload) -> list[tuple[float, float]]:
     """(bytes of host memory, bytes of disk) of each pipeline rank at the peak of a step."""
+    parallel = workload.parallel
+    train = workload.train
     place = offload_of(train).activations
-    size = input_bytes(model, parallel, train)
+    size = input_bytes(workload)
     if not place:
         return [(0.0, 0.0)] * parallel.pp
     schedule = (
@@ -77,7 +81,7 @@ def offloaded_inputs(model: Model, parallel: Parallel, train: Train) -> list[tup
     )
     result = []
     for rank, stages in enumerate(rank_stages(parallel)):
-        counts = [stage_inputs(model, parallel, train, index) for index in stages]
+        counts = [stage_inputs(workload, index) for index in stages]
         most = unequal_peak(schedule, rank, stages, [StageBytes(float(count)) for count in counts])
         block = -(-int(size) // BLOCK) * BLOCK
         rooms = ROOMS * (block + BLOCK) if most else 0

@@ -15,6 +15,7 @@ from orchestrator.cost.model.stages import (
     rank_vectors,
     splits_backward,
 )
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Cluster, Memory, Model, Parallel, Train
 from orchestrator.plan.expert_mesh import expert_mesh, spread
 from orchestrator.plan.offload import STATE_KINDS, buffer_size, offload_of, state_width
@@ -131,21 +132,17 @@ def gradient_bytes(train: Train, recipe: Recipe) -> float:
     return DTYPE_BYTES[train.grad_dtype] if recipe.gradient is None else recipe.gradient
 
 
-def buffers(
-    model: Model, parallel: Parallel, train: Train, device: str, recipe: Recipe = ORCH
-) -> float:
+def buffers(workload: Workload, device: str, recipe: Recipe = ORCH) -> float:
     """Bytes outside the model: what is always there, and temporary buffers of ZeRO."""
-    return lasting_buffers(model, parallel, train, device, recipe) + zero_buffers(
-        model, parallel, train, recipe
-    )
+    return lasting_buffers(workload, device, recipe) + zero_buffers(workload, recipe)
 
 
-def lasting_buffers(
-    model: Model, parallel: Parallel, train: Train, device: str, recipe: Recipe = ORCH
-) -> float:
+def lasting_buffers(workload: Workload, device: str, recipe: Recipe = ORCH) -> float:
     """Bytes of device context and communicators, and of gathered sequences."""
-    width = DTYPE_BYTES[train.precision]
-    hidden = parallel.micro_batch_size * train.seq_len / parallel.cp * model.hidden * width
+    model = workload.model
+    parallel = workload.parallel
+    width = workload.width
+    hidden = workload.tokens * model.hidden * width
     result = float(CONTEXT_BYTES[device]) if recipe.context is None else 0.0
     if parallel.tp > 1:
         result += 2 * hidden  # one gathered input and one partial sum
@@ -164,14 +161,17 @@ def is_sharded_pipeline(parallel: Parallel, recipe: Recipe) -> bool:
     return recipe.name == ORCH.name and sharded
 
 
-def zero_buffers(model: Model, parallel: Parallel, train: Train, recipe: Recipe = ORCH) -> float:
+def zero_buffers(workload: Workload, recipe: Recipe = ORCH) -> float:
     """Bytes of unsharded weights and gradients that ZeRO holds temporarily.
 
     ZeRO-2: gradients of the bucket being filled and of two being reduced. ZeRO-3: weights of a
     layer and of the next, which is being gathered, of embedding and head, or of all layers in a
     pipeline; gradients of a layer and their copy that is being reduced.
     """
-    weight = DTYPE_BYTES[train.precision]
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
+    weight = workload.width
     gradient = gradient_bytes(train, recipe)
     if parallel.zero < 2 and not (parallel.zero and recipe.buckets):
         return 0.0
@@ -199,10 +199,8 @@ def _unsharded_params(model: Model, parallel: Parallel) -> float:
 
 
 def memory_by_pp_rank(
+    workload: Workload,
     cluster: Cluster,
-    model: Model,
-    parallel: Parallel,
-    train: Train,
     recipe: Recipe = ORCH,
     matmul: str = "",
 ) -> list[Memory]:
@@ -212,18 +210,22 @@ def memory_by_pp_rank(
     `matmul`: as `Job.matmul`. `total` is what the process takes of the card, of this project's
     trainer without holes between tensors; `capacity` is what it can take.
     """
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
     one_stage = is_one_stage(parallel, recipe)
-    same = (model, parallel, train, cluster.device, recipe)
     sharded = is_sharded_pipeline(parallel, recipe)
-    buffer_bytes = lasting_buffers(*same) if one_stage or sharded else buffers(*same)
+    buffer_bytes = lasting_buffers(workload, cluster.device, recipe)
+    if not (one_stage or sharded):
+        buffer_bytes += zero_buffers(workload, recipe)
     kernels = kernels_of(recipe, cluster, model, parallel, matmul)
-    loss = loss_bytes(model, parallel, train, kernels)
+    loss = loss_bytes(workload, kernels)
     last = len(parallel.stage_layers) - 1
     result = []
-    backward = backward_bytes(model, parallel, train, kernels)
-    of_stage = kept_of_one_stage(model, parallel, train, kernels) if one_stage else None
-    held = activations(model, parallel, train, kernels) if of_stage is None else [of_stage.most]
-    away = offloaded_inputs(model, parallel, train)
+    backward = backward_bytes(workload, kernels)
+    of_stage = kept_of_one_stage(workload, kernels) if one_stage else None
+    held = activations(workload, kernels) if of_stage is None else [of_stage.most]
+    away = offloaded_inputs(workload)
     ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), away, strict=True)
     for pp_rank, ((dense, experts), kept, stages, (inputs_host, inputs_disk)) in enumerate(ranks):
         vectors = rank_vectors(model, parallel, stages) if recipe.wide_vectors else 0
@@ -236,17 +238,15 @@ def memory_by_pp_rank(
         }
         sizes["buffers"], apart = buffer_bytes + max(loss if last in stages else 0.0, backward), 0.0
         if of_stage is not None:
-            backward += zero_buffers(model, parallel, train, recipe) if parallel.zero == 2 else 0.0
-            peak = peak_of_one_stage(model, parallel, train, of_stage, states.grads, loss, backward)
+            backward += zero_buffers(workload, recipe) if parallel.zero == 2 else 0.0
+            peak = peak_of_one_stage(workload, of_stage, states.grads, loss, backward)
             sizes["buffers"], apart = buffer_bytes + peak.buffers, peak.apart
         if sharded:
-            of_rank = kept_of_rank(model, parallel, train, kernels, pp_rank, kept)
+            of_rank = kept_of_rank(workload, kernels, pp_rank, kept)
             temporary = Temporaries(loss, backward)
             ends = (0 in stages, last in stages)
-            peak = peak_of_sharded_rank(
-                model, parallel, train, of_rank, temporary, states.grads, ends
-            )
-            gathered = (dense + experts) * DTYPE_BYTES[train.precision]
+            peak = peak_of_sharded_rank(workload, of_rank, temporary, states.grads, ends)
+            gathered = (dense + experts) * workload.width
             sizes["buffers"], apart = buffer_bytes + gathered + peak.buffers, peak.apart
         tensors = sum(sizes.values())
         sizes["buffers"] += recipe.process_bytes(tensors) - tensors

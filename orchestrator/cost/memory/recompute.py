@@ -16,8 +16,9 @@ from orchestrator.cost.profile import shipped
 from orchestrator.cost.rates import rates
 from orchestrator.cost.software import SOFTWARE
 from orchestrator.cost.time.compute import layer_seconds
+from orchestrator.cost.workload import Workload
 from orchestrator.plan import document as doc
-from orchestrator.plan.document import Cluster, Model, Parallel, Train
+from orchestrator.plan.document import Cluster, Train
 
 from .activations import Kernels, activations, backward_bytes, loss_bytes
 from .rank_memory import buffers, rank_state_bytes
@@ -28,10 +29,8 @@ MODES: tuple[doc.Recompute, ...] = ("none", "selective", "full")
 
 
 def resolve_recompute(
-    train: Train,
+    workload: Workload,
     cluster: Cluster,
-    model: Model,
-    parallel: Parallel,
     budget_gib: float | None,
     recipe: Recipe = ORCH,
     matmul: str = "",
@@ -42,9 +41,12 @@ def resolve_recompute(
     Where nothing fits, every layer of that rank is fully recomputed, and the plan says that it does
     not fit.
     """
+    train = workload.train
+    model = workload.model
+    parallel = workload.parallel
     if train.recompute != "budget":
         return train
-    buffer_bytes = buffers(model, parallel, train, cluster.device, recipe)
+    buffer_bytes = buffers(workload, cluster.device, recipe)
     kernels = kernels_of(recipe, cluster, model, parallel, matmul)
     modes = dict.fromkeys(range(model.layers), 0)
     for pp_rank, stages in enumerate(rank_stages(parallel)):
@@ -52,18 +54,14 @@ def resolve_recompute(
         states = rank_state_bytes(
             *rank_parameters(model, parallel)[pp_rank], parallel, train, recipe
         )
-        loss = (
-            loss_bytes(model, parallel, train, kernels)
-            if len(parallel.stage_layers) - 1 in stages
-            else 0.0
-        )
-        loss = max(loss, backward_bytes(model, parallel, train, kernels))
+        loss = loss_bytes(workload, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
+        loss = max(loss, backward_bytes(workload, kernels))
         left = recipe.tensor_bytes(recipe.capacity(cluster)) - buffer_bytes - loss
         left -= states.on_device
         budget = left if budget_gib is None else budget_gib * GIB
         for layer, mode in zip(
             layers,
-            _cheapest(train, cluster, model, parallel, pp_rank, layers, budget, kernels),
+            _cheapest(workload, cluster, pp_rank, layers, budget, kernels),
             strict=True,
         ):
             modes[layer] = max(
@@ -75,20 +73,21 @@ def resolve_recompute(
 
 
 def _cheapest(
-    train: Train,
+    workload: Workload,
     cluster: Cluster,
-    model: Model,
-    parallel: Parallel,
     pp_rank: int,
     layers: list[int],
     budget: float,
     kernels: Kernels,
 ) -> list[int]:
     """Mode (index into MODES) of each of a rank's layers, those with most recomputation first."""
+    train = workload.train
+    model = workload.model
+    parallel = workload.parallel
     if not layers:
         return []
     rate = rates(cluster, shipped().values, train.precision, SOFTWARE["orch"])
-    layer = layer_seconds(model, layers[-1], parallel, train, rate, SOFTWARE["orch"])
+    layer = layer_seconds(Workload(model, parallel, train, SOFTWARE["orch"]), layers[-1], rate)
     many = len(layers)
     choices = sorted(
         (full * value_of(layer.full) + selective * value_of(layer.selective), full, selective)
@@ -97,23 +96,21 @@ def _cheapest(
     )
     for _, full, selective in choices:
         found = [2] * full + [1] * selective + [0] * (many - full - selective)
-        if (
-            _bytes(train, model, parallel, pp_rank, dict(zip(layers, found, strict=True)), kernels)
-            <= budget
-        ):
+        if _bytes(workload, pp_rank, dict(zip(layers, found, strict=True)), kernels) <= budget:
             return found
     return [2] * many
 
 
 def _bytes(
-    train: Train,
-    model: Model,
-    parallel: Parallel,
+    workload: Workload,
     pp_rank: int,
     modes: dict[int, int],
     kernels: Kernels,
 ) -> float:
+    train = workload.train
+    model = workload.model
+    parallel = workload.parallel
     by_layer = [MODES[modes.get(layer, 0)] for layer in range(model.layers)]
-    return activations(model, parallel, structs.replace(train, recompute_layers=by_layer), kernels)[
-        pp_rank
-    ]
+    return activations(
+        Workload(model, parallel, structs.replace(train, recompute_layers=by_layer)), kernels
+    )[pp_rank]

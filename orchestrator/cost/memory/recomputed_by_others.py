@@ -3,19 +3,16 @@ rest."""
 
 from __future__ import annotations
 
-from orchestrator.cost.model.layers import DTYPE_BYTES
-from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.expert_capacity import mlp_width
 from orchestrator.plan.expert_mesh import fullest
 from orchestrator.plan.flops import layer_moe
 
 
 def repeated_modules(
-    model: Model,
+    workload: Workload,
     layer: int,
     tokens: float,
-    parallel: Parallel,
-    train: Train,
     product: float,
     tensors: dict[str, float],
 ) -> float:
@@ -27,7 +24,10 @@ def repeated_modules(
     2412.19437, section 3.2.3). tensors: as `layer_activations` has them; product: bytes of a matrix
         product's input.
     """
-    width = DTYPE_BYTES[train.precision]
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
+    width = workload.width
     moe = layer_moe(model, layer)
     dropped = tensors["matmul inputs"]
     if model.mla is not None:
@@ -39,11 +39,12 @@ def repeated_modules(
     return dropped
 
 
-def every_second_product(
-    model: Model, layer: int, tokens: float, parallel: Parallel, train: Train
-) -> float:
+def every_second_product(workload: Workload, layer: int, tokens: float) -> float:
     """Outputs of the first, third, ... matrix product of a layer: of queries, values, MLP's first
     and, gated, last."""
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
     tp = parallel.tp
     heads = model.heads * model.head_dim + max(parallel.tp, model.kv_heads) * model.head_dim
     if model.mla is not None:
@@ -51,6 +52,6 @@ def every_second_product(
             model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim
         )
     ffn = mlp_width(model, layer_moe(model, layer), train.seq_len, fullest(parallel))
-    rows = tp if parallel.sp else 1
+    rows = workload.sequence_shards
     last = model.hidden / rows if model.mlp == "gated" else 0
-    return tokens * DTYPE_BYTES[train.precision] * ((heads + ffn) / tp + last)
+    return tokens * workload.width * ((heads + ffn) / tp + last)

@@ -19,9 +19,9 @@ from orchestrator.cost.model.layers import (
     sample_layers,
 )
 from orchestrator.cost.model.stages import held_layers, rank_stages
-from orchestrator.cost.time.layer_traffic import boundary_bytes
 from orchestrator.cost.time.pipeline import in_flight
-from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.cost.workload import Workload
+from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.expert_mesh import spread
 from orchestrator.plan.flops import prediction_blocks
 
@@ -54,20 +54,17 @@ class Moment(NamedTuple):
     summed: float = 0.0  # of the gradients that the first backward sums, those that are there
 
 
-def kept_of_rank(
-    model: Model, parallel: Parallel, train: Train, kernels: Kernels, rank: int, most: float
-) -> RankActivations:
+def kept_of_rank(workload: Workload, kernels: Kernels, rank: int, most: float) -> RankActivations:
     """Activation bytes of a pipeline rank without a split backward. `most`: as in `activations`."""
-    of = bytes_of_layers(model, parallel, train, kernels)
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
+    of = bytes_of_layers(workload, kernels)
     stages = rank_stages(parallel)[rank]
     held = [held_layers(model, parallel, stage) for stage in stages]
     groups = [(n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, held) if n]
     again = max((one.recomputing for _, one in groups), default=0.0)
-    loss = (
-        head_bytes(model, parallel, train, kernels)
-        if len(parallel.stage_layers) - 1 in stages
-        else 0.0
-    )
+    loss = head_bytes(workload, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
     return RankActivations(
         most=most,
         in_backward=most - max(0.0, loss - again),
@@ -80,9 +77,7 @@ def kept_of_rank(
 
 
 def peak_of_sharded_rank(
-    model: Model,
-    parallel: Parallel,
-    train: Train,
+    workload: Workload,
     kept: RankActivations,
     temporaries: Temporaries,
     grads: float,
@@ -92,7 +87,7 @@ def peak_of_sharded_rank(
     stage, its last one."""
     highest = -1.0
     found = Peak(0.0, 0.0)
-    for moment in _moments(model, parallel, train, kept, temporaries, ends):
+    for moment in _moments(workload, kept, temporaries, ends):
         late = max(0.0, grads - moment.summed) if kept.first_only else 0.0
         cases = [(moment.activations, late)]
         if late:
@@ -106,18 +101,19 @@ def peak_of_sharded_rank(
 
 
 def _moments(
-    model: Model,
-    parallel: Parallel,
-    train: Train,
+    workload: Workload,
     kept: RankActivations,
     temporaries: Temporaries,
     ends: tuple[bool, bool],
 ) -> Iterator[Moment]:
     """In the order of a backward: at the loss, of the head, of the last two layers, of the
     embedding."""
-    weight = DTYPE_BYTES[train.precision]
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
+    weight = workload.width
     gradient = DTYPE_BYTES[train.grad_dtype]
-    hidden = boundary_bytes(model, parallel, train)
+    hidden = workload.boundary_bytes
     shards = _shards(parallel)
     (first, last), (table, positions) = ends, embedding_params(model)
     table = -(-table // parallel.tp)

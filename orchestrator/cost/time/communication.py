@@ -11,8 +11,9 @@ from orchestrator.cost.model.layers import sample_layers
 from orchestrator.cost.rates import Rates
 from orchestrator.cost.software import Software
 from orchestrator.cost.time import collective
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.cluster import Operation
-from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.document import Parallel
 from orchestrator.plan.expert_mesh import axes, expert_mesh
 
 from .compute import Compute
@@ -23,11 +24,9 @@ from .layer_traffic import (
     Overlap,
     TensorOperation,
     expert_operations,
-    micro_batch_tokens,
     tensor_operations,
     vocabulary_operations,
 )
-from .recomputed import RecomputedShare
 from .traffic import PathKey, context_parallel_operations, gradient_traffic
 
 
@@ -41,17 +40,16 @@ class TensorSeconds(NamedTuple):
 
 
 def tensor_seconds(
-    model: Model,
-    par: Parallel,
-    train: Train,
-    share: RecomputedShare,
+    workload: Workload,
     rate: Rates,
-    software: Software,
     compute: Compute,
     paths: Mapping[PathKey, Path],
     ahead: int = 0,
 ) -> TensorSeconds:
     """`ahead`: further predictions, each of which looks tokens up and has a loss."""
+    model = workload.model
+    par = workload.parallel
+    software = workload.software
     if par.tp == 1:
         return TensorSeconds(0.0, 0.0, 0.0, 0.0)
     path = paths[("tp",), "ring"]
@@ -78,33 +76,29 @@ def tensor_seconds(
             result += one.times * exposed(known[key], one.overlap)
         return result
 
-    tokens = micro_batch_tokens(par, train)
+    tokens = workload.tokens
     loss = collective.seconds(
         "all_gather", tokens * 2 * 4 * par.tp, par.tp, path, links
     )  # two numbers a token
     ends = ((1, 0), (ahead, 1 + ahead))
-    first, last = (total(vocabulary_operations(model, par, train, *one)) for one in ends)
+    first, last = (total(vocabulary_operations(workload, *counts)) for counts in ends)
     load = value_of(imbalance(par, rate))
     dense, moe = (
-        total(tensor_operations(model, par, train, share, bool(kind), load))
-        if layer is not None
-        else 0.0
+        total(tensor_operations(workload, bool(kind), load)) if layer is not None else 0.0
         for kind, layer in enumerate(sample_layers(model))
     )
     return TensorSeconds(dense, moe, first, last + (1 + ahead) * exposed(loss))
 
 
 def context_seconds(
-    model: Model,
-    par: Parallel,
-    train: Train,
-    share: RecomputedShare,
+    workload: Workload,
     rate: Rates,
     paths: Mapping[PathKey, Path],
 ) -> Number:
     """Exposed context-parallel communication of a layer and micro-batch, forward and backward."""
+    par = workload.parallel
     total: Number = 0.0
-    for operation, size, count, window in context_parallel_operations(model, par, train, share):
+    for operation, size, count, window in context_parallel_operations(workload):
         path = paths[("cp",), collective.PATTERN[operation]]
         seconds = count * collective.seconds(operation, size, par.cp, path, rate.ring)
         total += seconds * rate.cp_exposed if window == "attention" else seconds
@@ -112,18 +106,17 @@ def context_seconds(
 
 
 def expert_seconds(
-    model: Model,
-    par: Parallel,
-    train: Train,
-    share: RecomputedShare,
+    workload: Workload,
     rate: Rates,
     paths: Mapping[PathKey, Path],
 ) -> Number:
     """Exposed all-to-all of an MoE layer and micro-batch, forward and backward."""
+    model = workload.model
+    par = workload.parallel
     total: Number = 0.0
     ranks = expert_mesh(par).ep
     load = imbalance(par, rate)
-    for operation, size, count in expert_operations(model, par, train, share) if ranks > 1 else ():
+    for operation, size, count in expert_operations(workload) if ranks > 1 else ():
         for path in phases(paths[axes(par), collective.PATTERN[operation]], model, par):
             total += (
                 count
@@ -139,18 +132,16 @@ def transfer_seconds(size: float, pp: int, rate: Rates, paths: Mapping[PathKey, 
 
 
 def gradient_seconds(
+    workload: Workload,
     held: tuple[int, int],
-    par: Parallel,
-    train: Train,
     rate: Rates,
-    software: Software,
     paths: Mapping[PathKey, Path],
     outside: int = 0,
 ) -> Number:
     """Seconds of all communication of gradients and weights of a rank. held, outside: as in
     `gradient_traffic`."""
     total: Number = 0.0
-    for one in gradient_traffic(held, par, train, software, outside):
+    for one in gradient_traffic(workload, held, outside):
         total += one.count * collective.seconds(
             one.operation, one.size, one.members, paths[one.key], rate.ring
         )

@@ -22,8 +22,9 @@ from orchestrator.cost.model.layers import (
 )
 from orchestrator.cost.rates import Rates
 from orchestrator.cost.software import Software
+from orchestrator.cost.workload import Workload
 from orchestrator.plan import flops
-from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh
 
@@ -120,13 +121,15 @@ def _mlp(hidden: int, width: float, rows: Number, gate: int, count: float) -> It
     yield Matrix(rows, width, hidden, count)
 
 
-def layer_seconds(
-    model: Model, layer: int, parallel: Parallel, train: Train, rate: Rates, software: Software
-) -> LayerSeconds:
+def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
     """Seconds of decoder layer `layer` (0-based)."""
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
+    software = workload.software
     tp, (etp, ep, _) = parallel.tp, expert_mesh(parallel)
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
-    rows = tp if parallel.sp else 1
+    tokens = workload.tokens
+    rows = workload.sequence_shards
     moe = flops.layer_moe(model, layer)
     load = imbalance(parallel, rate)
     attention = attention_matrices(model, tokens, tp)
@@ -145,7 +148,7 @@ def layer_seconds(
     if moe is not None:
         gemm += 2.0 * tokens / rows * model.hidden * moe.experts * rate.gemm16_s  # the router
 
-    core, core_back = _core(model, parallel, train, tokens, rate)
+    core, core_back = _core(workload, tokens, rate)
     ffn: Number = model.ffn_hidden
     if moe is not None:
         ffn = taken_choices(moe, train.seq_len) * moe.ffn_hidden * load + moe.shared_ffn_hidden
@@ -196,10 +199,11 @@ def layer_seconds(
     )
 
 
-def _core(
-    model: Model, parallel: Parallel, train: Train, tokens: float, rate: Rates
-) -> tuple[Number, Number]:
+def _core(workload: Workload, tokens: float, rate: Rates) -> tuple[Number, Number]:
     """(forward, backward) seconds of attention scores and weighted values."""
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
     done = flops.attention_core_flops(model, train.seq_len) / model.layers * tokens / parallel.tp
     if (
         not isinstance(rate.scores_bytes, float) or rate.scores_bytes
@@ -245,19 +249,18 @@ def _selective(
     return elementwise * (columns + 0.4 * (1 - columns)) + (core if parallel.cp > 1 else 0.0)
 
 
-def layer_seconds_by_kind(
-    model: Model, parallel: Parallel, train: Train, rate: Rates, software: Software
-) -> tuple[LayerSeconds, LayerSeconds]:
+def layer_seconds_by_kind(workload: Workload, rate: Rates) -> tuple[LayerSeconds, LayerSeconds]:
     """Seconds of a dense and of an MoE layer, in the order of `sample_layers`."""
+    model = workload.model
     dense, moe = (
-        NO_LAYER if layer is None else layer_seconds(model, layer, parallel, train, rate, software)
+        NO_LAYER if layer is None else layer_seconds(workload, layer, rate)
         for layer in sample_layers(model)
     )
     return dense, moe
 
 
 def overlap_seconds(
-    model: Model, parallel: Parallel, train: Train, rate: Rates, kinds: Sequence[LayerSeconds]
+    workload: Workload, rate: Rates, kinds: Sequence[LayerSeconds]
 ) -> dict[str, Number]:
     """Seconds of the matrix products that communication overlaps with; of two kinds of layers the
     shorter one."""
@@ -267,26 +270,28 @@ def overlap_seconds(
         "": 0.0,
         "attention": attention,
         "mlp": mlp,
-        "head": _head_seconds(model, parallel, train, rate),
+        "head": _head_seconds(workload, rate),
     }
 
 
-def _head_seconds(model: Model, parallel: Parallel, train: Train, rate: Rates) -> Number:
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+def _head_seconds(workload: Workload, rate: Rates) -> Number:
+    model = workload.model
+    parallel = workload.parallel
+    tokens = workload.tokens
     return head_flops(model) * tokens / parallel.tp * rate.gemm16_s * rate.head
 
 
-def loss_seconds(
-    model: Model, parallel: Parallel, train: Train, rate: Rates
-) -> tuple[Number, Number]:
+def loss_seconds(workload: Workload, rate: Rates) -> tuple[Number, Number]:
     """(forward, backward) seconds of output projection and loss for one micro-batch, and of what
     further predictions have beside their blocks."""
-    tokens = parallel.micro_batch_size * train.seq_len / parallel.cp
+    model = workload.model
+    parallel = workload.parallel
+    tokens = workload.tokens
     ahead = flops.prediction_blocks(model)
     loss = (1 + ahead) * tokens * model.vocab / parallel.tp * rate.logits_bytes * rate.byte_s
-    head = (1 + ahead) * _head_seconds(model, parallel, train, rate)
+    head = (1 + ahead) * _head_seconds(workload, rate)
     if ahead:  # the projection, whole on every tensor-parallel rank
-        own = tokens / (parallel.tp if parallel.sp else 1)
+        own = tokens / workload.sequence_shards
         head += ahead * own * 4 * model.hidden**2 * rate.gemm16_s
     return head + loss, head * (1.0 + rate.weight_gradients) + 1.5 * loss
 
@@ -299,12 +304,10 @@ class Compute(NamedTuple):
     overlap_s: dict[str, Number]  # seconds of the matrix product that one operation overlaps with
 
 
-def micro_batch_compute(
-    model: Model, parallel: Parallel, train: Train, rate: Rates, software: Software
-) -> Compute:
-    kinds = layer_seconds_by_kind(model, parallel, train, rate, software)
-    loss = loss_seconds(model, parallel, train, rate)
-    return Compute(kinds, loss, overlap_seconds(model, parallel, train, rate, kinds))
+def micro_batch_compute(workload: Workload, rate: Rates) -> Compute:
+    kinds = layer_seconds_by_kind(workload, rate)
+    loss = loss_seconds(workload, rate)
+    return Compute(kinds, loss, overlap_seconds(workload, rate, kinds))
 
 
 #: Bytes a parameter that narrow moments (`Optim.state`) add to an update: they are widened and

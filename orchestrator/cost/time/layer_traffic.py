@@ -15,12 +15,11 @@ from msgspec import UNSET
 
 from orchestrator.cost.model.layers import DTYPE_BYTES
 from orchestrator.cost.model.stages import splits_backward
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.cluster import Operation
-from orchestrator.plan.document import Model, Parallel, Train
+from orchestrator.plan.document import Parallel, Train
 from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh
-
-from .recomputed import RecomputedShare
 
 #: Matrix product that a single operation overlaps with: query-key-value, gate and up projections,
 #: output projection. The trainer sums an input's gradient while it computes the weights' gradient,
@@ -43,26 +42,8 @@ class TensorOperation(NamedTuple):
     ranks: int
 
 
-def hidden_bytes(model: Model, parallel: Parallel, train: Train) -> float:
-    """Bytes of one micro-batch's hidden states on a rank, not cut by sequence parallelism."""
-    return micro_batch_tokens(parallel, train) * model.hidden * DTYPE_BYTES[train.precision]
-
-
-def boundary_bytes(model: Model, parallel: Parallel, train: Train) -> float:
-    """Bytes of one micro-batch's hidden states between two layers, or two stages, on one rank."""
-    return hidden_bytes(model, parallel, train) / (parallel.tp if parallel.sp else 1)
-
-
-def micro_batch_tokens(parallel: Parallel, train: Train) -> float:
-    """Tokens of one micro-batch on the ranks of a tp group together."""
-    return parallel.micro_batch_size * train.seq_len / parallel.cp
-
-
 def tensor_operations(
-    model: Model,
-    parallel: Parallel,
-    train: Train,
-    recomputed: RecomputedShare,
+    workload: Workload,
     moe: bool,
     load: float = 1.0,
 ) -> list[TensorOperation]:
@@ -73,9 +54,11 @@ def tensor_operations(
     and a reduce-scatter. With a split backward there is no weight gradient to overlap with, and
     inputs are kept whole.
     """
+    model = workload.model
+    parallel = workload.parallel
     if parallel.tp == 1:
         return []
-    hidden = hidden_bytes(model, parallel, train)
+    hidden = workload.hidden_bytes
     plain = splits_backward(parallel)
     entry = hidden
     inner = model.mla
@@ -83,19 +66,37 @@ def tensor_operations(
         entry = hidden / model.hidden * ((inner.q_lora_rank or model.hidden) + inner.kv_lora_rank)
         entry += hidden / model.hidden * inner.qk_rope_head_dim
     overlap: Overlap = "" if plain or inner is not None else "attention"
-    again = 0.0 if plain or inner is not None else 1.0 - recomputed.gather
+    again = 0.0 if plain or inner is not None else 1.0 - workload.recomputed.gather
     found = list(
-        _region(parallel, entry, hidden, overlap, recomputed.gather, recomputed.layer, again)
+        _region(
+            parallel,
+            entry,
+            hidden,
+            overlap,
+            workload.recomputed.gather,
+            workload.recomputed.layer,
+            again,
+        )
     )
-    if recomputed.inputs:
-        found.append(TensorOperation("all_gather", "", hidden, recomputed.inputs, parallel.tp))
+    if workload.recomputed.inputs:
+        found.append(
+            TensorOperation("all_gather", "", hidden, workload.recomputed.inputs, parallel.tp)
+        )
     if moe:
-        return [*found, *_mixture(model, parallel, train, recomputed, load)]
-    if recomputed.mlp_inputs:
-        found.append(TensorOperation("all_gather", "", hidden, recomputed.mlp_inputs, parallel.tp))
-    again = 0.0 if plain else 1.0 - recomputed.gather
+        return [*found, *_mixture(workload, load)]
+    if workload.recomputed.mlp_inputs:
+        found.append(
+            TensorOperation("all_gather", "", hidden, workload.recomputed.mlp_inputs, parallel.tp)
+        )
+    again = 0.0 if plain else 1.0 - workload.recomputed.gather
     ends = _region(
-        parallel, hidden, hidden, "" if plain else "mlp", recomputed.gather, recomputed.end, again
+        parallel,
+        hidden,
+        hidden,
+        "" if plain else "mlp",
+        workload.recomputed.gather,
+        workload.recomputed.end,
+        again,
     )
     return [*found, *ends]
 
@@ -125,40 +126,46 @@ def _region(
         yield TensorOperation("all_gather", overlap, entry, again, tp)
 
 
-def _mixture(
-    model: Model, parallel: Parallel, train: Train, share: RecomputedShare, load: float
-) -> Iterator[TensorOperation]:
+def _mixture(workload: Workload, load: float) -> Iterator[TensorOperation]:
     """The same for the experts of a layer, none of it behind a product.
 
     Tokens of all tp ranks meet before the experts where these are all here, or where the ranks hold
     the same tokens. Else each rank sends its own tokens away, and those that cut an expert share
     what has arrived: `top_k` rows a token.
     """
-    hidden = hidden_bytes(model, parallel, train)
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
+    hidden = workload.hidden_bytes
     moe = model.moe
     assert moe is not None
     etp, ranks, _ = expert_mesh(parallel)
     if not parallel.sp or ranks == 1:
-        yield from _region(parallel, hidden, hidden, "", share.layer, share.end, 0.0)
+        yield from _region(
+            parallel, hidden, hidden, "", workload.recomputed.layer, workload.recomputed.end, 0.0
+        )
         return
     if etp > 1:
         rows = hidden * taken_choices(moe, train.seq_len) * etp / parallel.tp * load
         for operation in ("all_gather", "reduce_scatter"):
-            yield TensorOperation(operation, "", rows, 2 + share.layer, etp)
+            yield TensorOperation(operation, "", rows, 2 + workload.recomputed.layer, etp)
     if moe.shared_ffn_hidden:
-        yield from _region(parallel, hidden, hidden, "", share.layer, share.layer, 0.0)
+        yield from _region(
+            parallel, hidden, hidden, "", workload.recomputed.layer, workload.recomputed.layer, 0.0
+        )
 
 
-def routing_operations(
-    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
-) -> list[TensorOperation]:
+def routing_operations(workload: Workload) -> list[TensorOperation]:
     """As `tensor_operations`, of a layer's choices of experts and their weights. They count among
     the bytes; beside the rows they take no time."""
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
     if parallel.tp == 1 or model.moe is None:
         return []
     etp, ranks, _ = expert_mesh(parallel)
     moe = model.moe
-    tokens = micro_batch_tokens(parallel, train)
+    tokens = workload.tokens
     weight = weight_bytes(train)
     if not parallel.sp:
         return [TensorOperation("all_reduce", "", tokens * moe.top_k * weight, 1.0, parallel.tp)]
@@ -167,8 +174,8 @@ def routing_operations(
         TensorOperation(
             "all_gather",
             "",
-            told_choices(model, parallel, train),
-            1 + recomputed.layer,
+            told_choices(workload),
+            1 + workload.recomputed.layer,
             parallel.tp,
         )
     ]
@@ -180,18 +187,19 @@ def routing_operations(
         size = choices * weight
     found = told if dropped else []
     if etp > 1:
-        found.append(TensorOperation("all_gather", "", size, 1 + recomputed.layer, etp))
+        found.append(TensorOperation("all_gather", "", size, 1 + workload.recomputed.layer, etp))
         found.append(TensorOperation("reduce_scatter", "", choices * weight, 1.0, etp))
     return found
 
 
-def told_choices(model: Model, parallel: Parallel, train: Train) -> float:
+def told_choices(workload: Workload) -> float:
     """Bytes of the choices of a micro-batch's tokens on a cp rank, which the ranks that share a
     sequence tell each other where experts drop some (`trainer/parallel/expert/capacity.py`); 0
     where none does."""
+    model = workload.model
     if model.moe is None or model.moe.capacity_factor is UNSET:
         return 0.0
-    return micro_batch_tokens(parallel, train) * model.moe.top_k * 4
+    return workload.tokens * model.moe.top_k * 4
 
 
 def weight_bytes(train: Train) -> int:
@@ -199,47 +207,42 @@ def weight_bytes(train: Train) -> int:
     return max(4, DTYPE_BYTES[train.precision])
 
 
-def expert_operations(
-    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
-) -> list[tuple[Operation, float, float]]:
+def expert_operations(workload: Workload) -> list[tuple[Operation, float, float]]:
     """(operation, bytes, count) of one MoE layer and micro-batch: dispatch and combine, forward and
     backward."""
+    model = workload.model
+    train = workload.train
     if model.moe is None:
         return []
-    copies = _sent_tokens(parallel, train) * taken_choices(model.moe, train.seq_len)
-    routed = copies * model.hidden * DTYPE_BYTES[train.precision]
-    return [("all_to_all", routed, 2 * (2 + recomputed.layer))]
+    copies = workload.sent_tokens * taken_choices(model.moe, train.seq_len)
+    routed = copies * model.hidden * workload.width
+    return [("all_to_all", routed, 2 * (2 + workload.recomputed.layer))]
 
 
-def label_operations(
-    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
-) -> list[tuple[Carried, float, float]]:
+def label_operations(workload: Workload) -> list[tuple[Carried, float, float]]:
     """(what, bytes, count) of all-to-alls beside those of rows: the weight of each copy, there and
     its gradient back; by domain, four bytes that name the copy. They count among the bytes; beside
     the rows they take no time."""
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
     if model.moe is None:
         return []
-    copies = _sent_tokens(parallel, train) * taken_choices(model.moe, train.seq_len)
+    copies = workload.sent_tokens * taken_choices(model.moe, train.seq_len)
     found: list[tuple[Carried, float, float]] = [
-        ("copies", copies * weight_bytes(train), 2 + recomputed.layer)
+        ("copies", copies * weight_bytes(train), 2 + workload.recomputed.layer)
     ]
     if parallel.expert_all_to_all == "hierarchical":
-        found.append(("names", copies * 4, 1 + recomputed.layer))
+        found.append(("names", copies * 4, 1 + workload.recomputed.layer))
     return found
 
 
-def _sent_tokens(parallel: Parallel, train: Train) -> float:
-    """Tokens that a rank sends to experts."""
-    return micro_batch_tokens(parallel, train) / (parallel.tp if parallel.sp else 1)
-
-
-def vocabulary_operations(
-    model: Model, parallel: Parallel, train: Train, first: float, last: float
-) -> list[TensorOperation]:
+def vocabulary_operations(workload: Workload, first: float, last: float) -> list[TensorOperation]:
     """As `tensor_operations`, for token table and output projection. first, last: see
     `end_shares`."""
+    parallel = workload.parallel
     overlap: Overlap = "" if splits_backward(parallel) else "head"
-    hidden = hidden_bytes(model, parallel, train)
+    hidden = workload.hidden_bytes
     tp = parallel.tp
     counts: list[tuple[Operation, Overlap, float]] = [
         ("all_reduce", "", first),
@@ -257,14 +260,14 @@ def vocabulary_operations(
     ]
 
 
-def prediction_operations(
-    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare, ahead: float
-) -> list[TensorOperation]:
+def prediction_operations(workload: Workload, ahead: float) -> list[TensorOperation]:
     """Of `ahead` modules that predict further tokens, beside those of their layer, table and
     projection: recomputation repeats a module with the norm behind its layer, so the layer's last
     operation too."""
+    model = workload.model
+    parallel = workload.parallel
     if model.moe is not None and parallel.sp and expert_mesh(parallel).ep > 1:
         return []  # results of experts come back by all-to-all
     operation: Operation = "reduce_scatter" if parallel.sp else "all_reduce"
-    size = hidden_bytes(model, parallel, train)
-    return [TensorOperation(operation, "", size, ahead * recomputed.layer, parallel.tp)]
+    size = workload.hidden_bytes
+    return [TensorOperation(operation, "", size, ahead * workload.recomputed.layer, parallel.tp)]

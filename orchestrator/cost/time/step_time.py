@@ -24,9 +24,9 @@ from orchestrator.cost.model.stages import (
     splits_backward,
 )
 from orchestrator.cost.rates import Rates
-from orchestrator.cost.software import Software
 from orchestrator.cost.time import collective
-from orchestrator.plan.document import Cluster, Model, Parallel, Time, Train
+from orchestrator.cost.workload import Workload
+from orchestrator.plan.document import Cluster, Parallel, Time
 from orchestrator.plan.flops import prediction_blocks
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import copies_of
@@ -41,11 +41,9 @@ from .communication import (
 )
 from .compute import NARROW_STATE, Compute, micro_batch_compute, optimizer_seconds
 from .fabric import Path
-from .layer_traffic import boundary_bytes
 from .limited_by import limited_by
 from .offload import activation_seconds, offload_seconds
 from .pipeline import EQUAL, rank_seconds, span_seconds, weights_at_end
-from .recomputed import recomputed_share
 from .traffic import (
     PathKey,
     sends_per_micro_batch,
@@ -77,11 +75,8 @@ class Stage(NamedTuple):
 class Work(NamedTuple):
     """Compute of a step: everything that does not depend on where the ranks are."""
 
-    model: Model
-    parallel: Parallel
-    train: Train
+    workload: Workload
     rate: Rates
-    software: Software
     compute: Compute
     stages: list[Stage]
     held: list[tuple[int, int]]  # (dense, expert) parameters of each pipeline rank
@@ -91,11 +86,8 @@ class Work(NamedTuple):
 
 
 def step_work(
-    model: Model,
-    parallel: Parallel,
-    train: Train,
+    workload: Workload,
     rate: Rates,
-    software: Software,
     gpus_per_node: int,
     compute: Compute | None = None,
     cluster: Cluster | None = None,
@@ -103,6 +95,9 @@ def step_work(
 ) -> Work:
     """The compute of one step, from the cost model's rates. `compute`: of its micro-batches, where
     it is known. `cluster`: for an update on its hosts, where the plan asks for one."""
+    model = workload.model
+    parallel = workload.parallel
+    train = workload.train
     last = len(parallel.stage_layers) - 1
     held = [held_layers(model, parallel, stage) for stage in range(last + 1)]
     stages = [
@@ -110,17 +105,14 @@ def step_work(
             tuple(one for one in layer_groups(model, train, [layers]) if one[2]),
             first=at == 0,
             last=at == last,
-            away=stage_inputs(model, parallel, train, at) * input_bytes(model, parallel, train),
+            away=stage_inputs(workload, at) * input_bytes(workload),
         )
         for at, layers in enumerate(held)
     ]
     return Work(
-        model=model,
-        parallel=parallel,
-        train=train,
+        workload=workload,
         rate=rate,
-        software=software,
-        compute=compute or micro_batch_compute(model, parallel, train, rate, software),
+        compute=compute or micro_batch_compute(workload, rate),
         stages=stages,
         held=rank_parameters(model, parallel),
         nodes=-(-parallel.world_size // gpus_per_node),
@@ -135,17 +127,12 @@ class StepCost:
     def __init__(self, work: Work, paths: Mapping[PathKey, Path]):
         self.work = work
         self.paths = paths
-        self.parallel = work.parallel
-        par = work.parallel
-        train = work.train
-        rate = work.rate
-        share = recomputed_share(par, train, work.software)
-        same = rate, work.software, work.compute, paths
-        self.tensor = tensor_seconds(
-            work.model, par, train, share, *same, prediction_blocks(work.model)
-        )
-        context = context_seconds(work.model, par, train, share, rate, paths)
-        experts = expert_seconds(work.model, par, train, share, rate, paths)
+        self.workload = work.workload
+        self.parallel = self.workload.parallel
+        ahead = prediction_blocks(self.workload.model)
+        self.tensor = tensor_seconds(self.workload, work.rate, work.compute, paths, ahead)
+        context = context_seconds(self.workload, work.rate, paths)
+        experts = expert_seconds(self.workload, work.rate, paths)
         #: exposed communication of a dense and of an MoE layer, forward and backward, by axis
         self.inner: list[dict[str, Number]] = [
             {"tp": self.tensor.dense, "cp": context, "ep": 0.0},
@@ -180,12 +167,19 @@ class StepCost:
         if stage.last:
             forward += self.work.compute.loss[0] + self.tensor.last / 2
             backward += self.work.compute.loss[1] + self.tensor.last / 2
-        if not stage.away or self.work.offload is None:
+        offload = self.work.offload
+        if not stage.away or offload is None:
             return forward, backward
-        same = stage.away, self.work.train, self.work.offload, self.work.rate.byte_s
-        later = activation_seconds(*same, forward), activation_seconds(*same, backward)
-        self.late[stage] = sum(later)
-        return forward + later[0], backward + later[1]
+
+        def exposed_copies(beside: Number) -> Number:
+            return activation_seconds(
+                stage.away, self.workload.train, offload, self.work.rate.byte_s, beside
+            )
+
+        forward_late = exposed_copies(forward)
+        backward_late = exposed_copies(backward)
+        self.late[stage] = forward_late + backward_late
+        return forward + forward_late, backward + backward_late
 
     # ---------------------------------------------------------------------------------- the step
 
@@ -196,7 +190,7 @@ class StepCost:
         work = self.work
         if par.pp == 1:
             return 0.0
-        size = boundary_bytes(work.model, par, work.train)
+        size = self.workload.boundary_bytes
         once = transfer_seconds(size, par.pp, work.rate, self.paths)
         return once * (par.micro_batches * sends_per_micro_batch(par) + 2 * (par.pp - 1))
 
@@ -206,11 +200,10 @@ class StepCost:
         rank."""
         work = self.work
         found = dict[tuple[int, int], Number]()
-        same = self.parallel, work.train, work.rate, work.software, self.paths
-        outside = params_outside_layers(work.model, self.parallel.tp)
+        outside = params_outside_layers(self.workload.model, self.parallel.tp)
         for held in work.held:
             if held not in found:
-                found[held] = gradient_seconds(held, *same, outside)
+                found[held] = gradient_seconds(self.workload, held, work.rate, self.paths, outside)
         return [found[held] for held in work.held]
 
     @cached_property
@@ -223,11 +216,13 @@ class StepCost:
         for sent, seconds in zip(self._sent, self.ranks, strict=True):
             key = value_of(sent), value_of(seconds)
             if key not in found:
-                found[key] = exposed_gradients(sent, par, work.rate, work.software, seconds)
+                found[key] = exposed_gradients(
+                    sent, par, work.rate, self.workload.software, seconds
+                )
         shown = max(found.values(), key=value_of)
-        model = work.model
+        model = self.workload.model
         if sums_table(model, par) and (("pp",), "ring") in self.paths:
-            size = table_gradient_bytes(model, par, work.train, work.software)
+            size = table_gradient_bytes(self.workload)
             shown += collective.seconds(
                 "all_reduce", size, 2, self.paths[("pp",), "ring"], work.rate.ring
             )
@@ -239,14 +234,14 @@ class StepCost:
         par = self.parallel
         work = self.work
         most = max(map(sum, self.work.held))
-        if work.offload is None or not offload_of(work.train).optimizer:
+        if work.offload is None or not offload_of(self.workload.train).optimizer:
             narrow = (
                 NARROW_STATE.get(work.state, 0.0) * most / (shard_ranks(par) if par.zero else 1)
             )
             return constant_seconds(par, work.rate, most, work.nodes) + narrow * work.rate.byte_s
         beside = par.micro_batches * self.ranks[self.slowest]
         away = offload_seconds(
-            most, shard_ranks(par), work.train, work.offload, work.rate.byte_s, beside
+            most, shard_ranks(par), self.workload.train, work.offload, work.rate.byte_s, beside
         )
         return constant_seconds(par, work.rate, 0.0, work.nodes) + away
 
@@ -261,7 +256,7 @@ class StepCost:
 
     @property
     def never_idle(self) -> bool:
-        return self.work.software.overlapped_steps and self.parallel.schedule in NO_BUBBLE
+        return self.workload.software.overlapped_steps and self.parallel.schedule in NO_BUBBLE
 
     @cached_property
     def span(self) -> tuple[Number, float]:
@@ -347,7 +342,7 @@ class StepCost:
         longest = 0.0
         for sent, end, seconds in zip(self._sent, self._ends, self.ranks, strict=True):
             slack = 0.0 if inner_known else max(0.0, span - end) / par.micro_batches
-            shown = exposed_gradients(sent, par, work.rate, work.software, seconds + slack)
+            shown = exposed_gradients(sent, par, work.rate, self.workload.software, seconds + slack)
             longest = max(longest, value_of(shown))
         return self._least(span, longest)
 
@@ -416,7 +411,6 @@ def step_factor(rate: Rates, nodes: int) -> Number:
 def predict(cost: StepCost, profile: str = "", outside: Container[str] = ()) -> Time:
     """The plan's `time`. `outside`: axes whose groups leave their NVLink domain, for the advice in
     `limited_by`."""
-    work = cost.work
     par = cost.parallel
     step = value_of(cost.step_s)
     exposed = {axis: value_of(seconds) for axis, seconds in cost.exposed.items()}
@@ -432,6 +426,6 @@ def predict(cost: StepCost, profile: str = "", outside: Container[str] = ()) -> 
         bubble_ratio=bubble / step,
         limited_by=limited_by(step, compute, bubble, exposed, par, outside),
         terms=terms,
-        software=work.software.name,
+        software=cost.workload.software.name,
         profile=profile,
     )

@@ -16,7 +16,6 @@ from msgspec import Struct
 
 from orchestrator.cost.dual import value_of
 from orchestrator.cost.model.layers import (
-    DTYPE_BYTES,
     dense_and_moe,
     layer_params,
     norm_params,
@@ -25,10 +24,10 @@ from orchestrator.cost.model.layers import (
     sample_layers,
 )
 from orchestrator.cost.model.stages import held_layers, rank_parameters, rank_stages
-from orchestrator.cost.software import Software
+from orchestrator.cost.workload import Workload
 from orchestrator.plan import expert_mesh
 from orchestrator.plan.cluster import Operation
-from orchestrator.plan.document import Axis, Model, Parallel, Train
+from orchestrator.plan.document import Axis, Model, Parallel
 from orchestrator.plan.flops import prediction_blocks
 from orchestrator.plan.ranks import embeds_at_both_ends
 from orchestrator.plan.schedules import copies_of
@@ -38,17 +37,14 @@ from .fabric import Pattern
 from .layer_traffic import (
     Carried,
     TensorOperation,
-    boundary_bytes,
     expert_operations,
     label_operations,
-    micro_batch_tokens,
     prediction_operations,
     routing_operations,
     tensor_operations,
     told_choices,
     vocabulary_operations,
 )
-from .recomputed import RecomputedShare, recomputed_share
 
 #: Compute that can hide a series of operations: none, the attention core (ring attention), the
 #: backward of the last micro-batch (gradient buckets), or all of it (weights gathered ahead).
@@ -92,10 +88,10 @@ class Traffic(Struct, frozen=True):
         return self.count * value_of(sent_bytes(self.operation, self.size, self.members))
 
 
-def step_traffic(
-    model: Model, parallel: Parallel, train: Train, software: Software
-) -> list[list[Traffic]]:
+def step_traffic(workload: Workload) -> list[list[Traffic]]:
     """All communication of one step, of every pipeline rank."""
+    model = workload.model
+    parallel = workload.parallel
     held = rank_parameters(model, parallel)
     seen: dict[tuple[object, ...], list[Traffic]] = {}
     result = []
@@ -110,16 +106,13 @@ def step_traffic(
             sends_of(parallel, stages),
         )
         if key not in seen:
-            seen[key] = _rank_traffic(model, parallel, train, software, *key)
+            seen[key] = _rank_traffic(workload, *key)
         result.append(seen[key])
     return result
 
 
 def _rank_traffic(
-    model: Model,
-    parallel: Parallel,
-    train: Train,
-    software: Software,
+    workload: Workload,
     held: int,
     moe: int,
     ends: tuple[float, float],
@@ -128,11 +121,12 @@ def _rank_traffic(
 ) -> list[Traffic]:
     """Of a rank with `held` layers, `moe` of them MoE layers; ends: `end_shares`; parameters:
     (dense, expert)."""
+    model = workload.model
+    parallel = workload.parallel
     copies = copies_of(parallel)  # a bidirectional schedule has two, which share the micro-batches
     layers = held / copies
     m = parallel.micro_batches
-    tokens = micro_batch_tokens(parallel, train)
-    recomputed = recomputed_share(parallel, train, software)
+    tokens = workload.tokens
     result: list[Traffic] = []
     parallel_experts = expert_mesh.expert_mesh(parallel).ep
 
@@ -152,21 +146,18 @@ def _rank_traffic(
                     Traffic("tp", ("tp",), one.operation, one.size, one.times * times, one.ranks)
                 )
 
-    own = model, parallel, train, recomputed
-    add_tensor(tensor_operations(*own, moe=False), (held - moe) / copies * m)
+    add_tensor(tensor_operations(workload, moe=False), (held - moe) / copies * m)
     add_tensor(
-        [*tensor_operations(*own, moe=True), *routing_operations(*own)] if moe else [],
+        [*tensor_operations(workload, moe=True), *routing_operations(workload)] if moe else [],
         moe / copies * m,
     )
     first, last = ends
     ahead = prediction_blocks(model) * last  # each looks tokens up and has a loss
-    vocabulary = vocabulary_operations(model, parallel, train, first + ahead, last + ahead)
-    repeated = prediction_operations(model, parallel, train, recomputed, ahead)
+    vocabulary = vocabulary_operations(workload, first + ahead, last + ahead)
+    repeated = prediction_operations(workload, ahead)
     add_tensor([*vocabulary, *repeated] if parallel.tp > 1 else [], m)
     add_tensor(
-        _partial_gradients(
-            model, parallel, grad_bytes(train, software), held - moe, moe, bool(last)
-        ),
+        _partial_gradients(model, parallel, workload.gradient_width, held - moe, moe, bool(last)),
         1.0,
     )
     add(
@@ -176,36 +167,30 @@ def _rank_traffic(
         parallel.sp
     ):  # gradients of projections that every rank holds whole, and computes from tokens of its own
         whole = prediction_blocks(model) * bool(last) * prediction_params(model)
-        add("tp", "all_reduce", _shard_bytes(whole, parallel, train, software), 1.0)
+        add("tp", "all_reduce", _shard_bytes(workload, whole), 1.0)
 
-    for operation, size, count, _ in context_parallel_operations(
-        model, parallel, train, recomputed
-    ):
+    for operation, size, count, _ in context_parallel_operations(workload):
         add("cp", operation, size, count * layers * m)
 
     if moe:  # which tokens experts take of sequences that cp ranks share
-        told = told_choices(model, parallel, train) * parallel.cp
-        add("cp", "all_gather", told, (1 + recomputed.layer) * moe / copies * m)
+        told = told_choices(workload) * parallel.cp
+        add("cp", "all_gather", told, (1 + workload.recomputed.layer) * moe / copies * m)
 
-    for operation, size, count in expert_operations(*own):
+    for operation, size, count in expert_operations(workload):
         add("ep", operation, size, count * moe / copies * m, expert_mesh.axes(parallel))
-    for carried, size, count in label_operations(*own) if parallel_experts > 1 and moe else ():
+    for carried, size, count in label_operations(workload) if parallel_experts > 1 and moe else ():
         times = count * moe / copies * m
         over = expert_mesh.axes(parallel)
         result.append(
             Traffic("ep", over, "all_to_all", size, times, parallel_experts, carried=carried)
         )
 
-    add("pp", "p2p", boundary_bytes(model, parallel, train), m * sends)
+    add("pp", "p2p", workload.boundary_bytes, m * sends)
     if bool(first) != bool(last) and sums_table(model, parallel):
-        size = table_gradient_bytes(model, parallel, train, software)
+        size = table_gradient_bytes(workload)
         result.append(Traffic("pp", ("pp",), "all_reduce", size, 1.0, 2))
 
-    result.extend(
-        gradient_traffic(
-            parameters, parallel, train, software, params_outside_layers(model, parallel.tp)
-        )
-    )
+    result.extend(gradient_traffic(workload, parameters, params_outside_layers(model, parallel.tp)))
     return result
 
 
@@ -240,14 +225,7 @@ def shard_ranks(parallel: Parallel) -> int:
     return min(replicas, parallel.zero_group or replicas) if parallel.zero else 1
 
 
-def grad_bytes(train: Train, software: Software) -> int:
-    """Bytes of one gradient on the wire."""
-    return software.grad_bytes or DTYPE_BYTES[train.grad_dtype]
-
-
-def context_parallel_operations(
-    model: Model, parallel: Parallel, train: Train, recomputed: RecomputedShare
-) -> list[SizedOperation]:
+def context_parallel_operations(workload: Workload) -> list[SizedOperation]:
     """(operation, bytes, count, window) of one layer and micro-batch, forward and backward.
 
     Zig-zag and contiguous ring: keys and values go around the ring during attention; in backward
@@ -255,11 +233,13 @@ def context_parallel_operations(
     and again in backward, followed by a reduce-scatter of gradients. Ulysses: an all-to-all of
     queries, keys and values and one of the results, each way.
     """
+    model = workload.model
+    parallel = workload.parallel
     cp = parallel.cp
-    width = DTYPE_BYTES[train.precision]
+    width = workload.width
     if cp == 1:
         return []
-    tokens = micro_batch_tokens(parallel, train)
+    tokens = workload.tokens
     heads = model.heads // parallel.tp
     kv_heads = max(1, model.kv_heads // parallel.tp)
     dim = model.head_dim
@@ -271,15 +251,18 @@ def context_parallel_operations(
     key_values = 2 * kv_heads * dim * tokens
     if parallel.cp_method == "allgather":
         return [
-            ("all_gather", key_values * width * cp, 2 + recomputed.core, "none"),
+            ("all_gather", key_values * width * cp, 2 + workload.recomputed.core, "none"),
             ("reduce_scatter", key_values * 4 * cp, 1.0, "none"),
         ]
     if parallel.cp_method == "ulysses":
         exchanged = (heads + 2 * lcm(kv_heads, cp)) * dim * tokens * width
         result = heads * dim * tokens * width
-        return [("all_to_all", size, 2 + recomputed.core, "none") for size in (exchanged, result)]
+        return [
+            ("all_to_all", size, 2 + workload.recomputed.core, "none")
+            for size in (exchanged, result)
+        ]
     return [
-        ("p2p", key_values * width, (cp - 1) * (1 + recomputed.core), "attention"),
+        ("p2p", key_values * width, (cp - 1) * (1 + workload.recomputed.core), "attention"),
         ("p2p", key_values * width, cp - 1, "attention"),
         ("p2p", key_values * 4, cp, "attention"),
     ]
@@ -301,17 +284,16 @@ def sums_table(model: Model, parallel: Parallel) -> bool:
     return any((0 in stages) != (last in stages) for stages in rank_stages(parallel))
 
 
-def table_gradient_bytes(
-    model: Model, parallel: Parallel, train: Train, software: Software
-) -> float:
+def table_gradient_bytes(workload: Workload) -> float:
     """Bytes of a rank's gradient of the token table, or of its shard of it."""
-    return _shard_bytes(-(-model.vocab // parallel.tp) * model.hidden, parallel, train, software)
+    model = workload.model
+    return _shard_bytes(workload, workload.vocabulary_rows * model.hidden)
 
 
-def _shard_bytes(parameters: int, parallel: Parallel, train: Train, software: Software) -> float:
+def _shard_bytes(workload: Workload, parameters: int) -> float:
     """Bytes of a rank's gradients of so many parameters, or of its shard of them."""
     return (
-        parameters * grad_bytes(train, software) / shard_ranks(parallel)
+        parameters * workload.gradient_width / shard_ranks(workload.parallel)
     )  # a bidirectional pipeline sums none
 
 
@@ -335,13 +317,15 @@ def sends_of(parallel: Parallel, stages: Sequence[int]) -> float:
 
 
 def gradient_traffic(
-    held: tuple[int, int], parallel: Parallel, train: Train, software: Software, outside: int = 0
+    workload: Workload, held: tuple[int, int], outside: int = 0
 ) -> Iterator[Traffic]:
     """Of gradients and weights of a rank that holds `held` (dense, expert) parameters, `outside` of
     them in no layer. In a bidirectional pipeline both ends hold the same: groups are as
     `path_cache.mirrored`."""
-    width = DTYPE_BYTES[train.precision]
-    gradient = grad_bytes(train, software)
+    parallel = workload.parallel
+    software = workload.software
+    width = workload.width
+    gradient = workload.gradient_width
     by_round = software.reduces_by_round
     copies = copies_of(parallel)
     for parameters, replicas in zip(

@@ -10,6 +10,7 @@ from orchestrator import style
 from orchestrator.cost.memory.rank_memory import memory_by_pp_rank
 from orchestrator.cost.memory.recipe import recipe_of
 from orchestrator.cost.of_plan import pipeline_timeline
+from orchestrator.cost.workload import Workload
 from orchestrator.observe.pages.placement_grid import label_axes
 from orchestrator.plan import Plan
 from orchestrator.plan.batch import replica_of
@@ -350,7 +351,7 @@ def memory(ax: Axes, plan: Plan) -> None:
     """Stacked bytes of each pipeline stage against the GPU's capacity."""
     recipe = recipe_of(plan.time.software or "orch", plan.job.optim)
     stages = memory_by_pp_rank(
-        plan.cluster, plan.model, plan.parallel, plan.job.train, recipe, plan.job.matmul
+        Workload(plan.model, plan.parallel, plan.job.train), plan.cluster, recipe, plan.job.matmul
     )
     left = [0.0] * len(stages)
     rows = list(range(len(stages)))

@@ -99,7 +99,7 @@ class Nestings:
         train = train or context.train
         self.context = context
         self.parallel = parallel
-        self.traffic = step_traffic(context.model, parallel, train, context.software)
+        self.traffic = step_traffic(context.workload(parallel, train))
         work = context.work(parallel, train)
         parts = domain_parts(context, parallel)
         self.candidates = preferred(

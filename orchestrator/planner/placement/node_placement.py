@@ -328,7 +328,7 @@ def place_job(
 
     Without `move` the nodes keep their order, but for those that stay idle, and are only certified.
     """
-    traffic = step_traffic(context.model, parallel, context.train, context.software)
+    traffic = step_traffic(context.workload(parallel))
     work = context.work(parallel, context.train)
     if not move:
         if domain_parts(context, parallel) != [context.path_cache]:

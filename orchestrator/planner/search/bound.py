@@ -31,6 +31,7 @@ from orchestrator.cost.time.communication import (
 from orchestrator.cost.time.pipeline import EQUAL
 from orchestrator.cost.time.step_time import constant_seconds, step_factor
 from orchestrator.cost.time.traffic import DENSE_REPLICAS, reductions
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import CpMethod, Parallel
 from orchestrator.plan.expert_mesh import expert_mesh, replicas
 
@@ -259,11 +260,12 @@ class ZeroStage:
             self.dense_bytes, self.expert_bytes = (
                 one.params + one.optimizer + whole for one in self.states(1)
             )
-        same = self.context.model, par, self.context.train, self.context.cluster.device, recipe
+        workload = Workload(self.context.model, par, self.context.train)
         self.one_stage = memory.is_one_stage(par, recipe)
         by_moment = self.one_stage or self.pipeline
-        self.buffer_bytes = memory.lasting_buffers(*same) if by_moment else memory.buffers(*same)
-        self.bucket_bytes = memory.zero_buffers(*same[:3], recipe) if par.zero == 2 else 0.0
+        count_buffers = memory.lasting_buffers if by_moment else memory.buffers
+        self.buffer_bytes = count_buffers(workload, self.context.cluster.device, recipe)
+        self.bucket_bytes = memory.zero_buffers(workload, recipe) if par.zero == 2 else 0.0
         self._overlap = gradient_overlap(par, self.context.rate, self.context.software)
         self._sent: dict[tuple[tuple[int, int], int], list[float]] = {}
         self._constant: dict[int, float] = {}
@@ -299,15 +301,12 @@ class ZeroStage:
             par = self.par
             if copies == 2:
                 par = structs.replace(par, schedule="dualpipe")
-            same = held, par, context.train, context.rate, context.software
+            workload = context.workload(par, context.train)
+            outside = params_outside_layers(context.model, par.tp)
             found = self._sent[held, copies] = [
                 0.0  # hybrid sharding: not bounded
                 if self.par.zero_group
-                else value_of(
-                    gradient_seconds(
-                        *same, paths, params_outside_layers(context.model, self.par.tp)
-                    )
-                )
+                else value_of(gradient_seconds(workload, held, context.rate, paths, outside))
                 for paths in self.nestings
             ]
         return found

@@ -42,9 +42,8 @@ from orchestrator.cost.time.communication import (
     tensor_seconds,
 )
 from orchestrator.cost.time.compute import NO_LAYER
-from orchestrator.cost.time.layer_traffic import boundary_bytes
-from orchestrator.cost.time.recomputed import recomputed_share
-from orchestrator.cost.time.traffic import PathKey, grad_bytes
+from orchestrator.cost.time.traffic import PathKey
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import AllToAll, CpMethod, Model, Parallel
 from orchestrator.plan.expert_mesh import axes, expert_mesh
 
@@ -107,10 +106,11 @@ class Kept:
         self.kernels = kernels_of(
             cost.recipe, cost.context.cluster, model, self.par, cost.context.matmul
         )
-        self.head = activations.head_bytes(model, self.par, train, self.kernels)
-        self.stage = activations.stage_bytes(model, self.par, train, self.kernels)
-        self.loss = activations.loss_bytes(model, self.par, train, self.kernels)
-        self.backward = activations.backward_bytes(model, self.par, train, self.kernels)
+        workload = Workload(model, self.par, train)
+        self.head = activations.head_bytes(workload, self.kernels)
+        self.stage = activations.stage_bytes(workload, self.kernels)
+        self.loss = activations.loss_bytes(workload, self.kernels)
+        self.backward = activations.backward_bytes(workload, self.kernels)
         self._layers: dict[str, list[activations.ActivationBytes]] = {}
         self._one_stage: dict[str, OneStage] = {}
 
@@ -118,10 +118,13 @@ class Kept:
         """Bytes of a dense layer and of an MoE layer with this recomputation mode."""
         if recompute not in self._layers:
             cost = self.cost
-            of = activations.layer_activation_bytes
-            same = cost.tokens, self.par, cost.context.trains[recompute], self.kernels, recompute
+            workload = Workload(cost.context.model, self.par, cost.context.trains[recompute])
             self._layers[recompute] = [
-                NO_ACTIVATIONS if layer is None else of(cost.context.model, layer, *same)
+                NO_ACTIVATIONS
+                if layer is None
+                else activations.layer_activation_bytes(
+                    workload, layer, cost.tokens, self.kernels, recompute
+                )
                 for layer in cost.kinds
             ]
         return self._layers[recompute]
@@ -139,8 +142,8 @@ class Kept:
     def one_stage(self, recompute: str) -> OneStage:
         """Where the whole model is one stage."""
         if recompute not in self._one_stage:
-            job = self.cost.context.model, self.par, self.cost.trains[recompute], self.kernels
-            self._one_stage[recompute] = activations.kept_of_one_stage(*job)
+            workload = Workload(self.cost.context.model, self.par, self.cost.trains[recompute])
+            self._one_stage[recompute] = activations.kept_of_one_stage(workload, self.kernels)
         return self._one_stage[recompute]
 
     def stage_bytes(
@@ -233,10 +236,10 @@ class LayerCost:
         self.tokens = par.micro_batch_size * train.seq_len / par.cp
         self.compute = context.compute(par)
         self.paths = best.paths(mesh, False)
-        self.widths = DTYPE_BYTES[train.precision], grad_bytes(train, context.software)
+        self.widths = DTYPE_BYTES[train.precision], context.workload(par, train).gradient_width
         self.dense, self.moe = dense_and_moe(model, 0, model.layers)
         self.mixed = bool(self.dense and self.moe)
-        self.boundary = boundary_bytes(model, par, train)
+        self.boundary = Workload(model, par, train).boundary_bytes
         self.known: dict[tuple[object, ...], Any] = {}
         #: dense parameters of a layer of either kind, at least
         self.least_params = min(
@@ -333,23 +336,20 @@ class LayerCost:
         context = self.context
         if split or sp != par.sp:
             par = structs.replace(par, schedule="zb_h1" if split else "1f1b", sp=sp)
-        share = recomputed_share(par, self.trains[recompute], context.software)
-        same = context.rate, context.software, self.compute, self.paths
-        return tensor_seconds(context.model, par, self.trains[recompute], share, *same)
+        workload = context.workload(par, self.trains[recompute])
+        return tensor_seconds(workload, context.rate, self.compute, self.paths)
 
     def _context(self, recompute: str, method: CpMethod) -> float:
         par = structs.replace(self.par, cp_method=method)
         context = self.context
-        train = self.trains[recompute]
-        share = recomputed_share(par, train, context.software)
-        return value_of(context_seconds(context.model, par, train, share, context.rate, self.paths))
+        workload = context.workload(par, self.trains[recompute])
+        return value_of(context_seconds(workload, context.rate, self.paths))
 
     def _expert(self, recompute: str, sp: bool) -> float:
         """With the way of tokens to experts that takes least."""
         context = self.context
         train = self.trains[recompute]
         over: PathKey = axes(self.par), "exchange"
-        share = recomputed_share(self.par, train, context.software)
         found, moe, (etp, ep, _) = list[float](), context.model.moe, self.experts
         for way in self.all_to_alls if ep > 1 else ("direct",):
             by_domain = (
@@ -361,9 +361,7 @@ class LayerCost:
                 self.par, sp=sp, expert_all_to_all=UNSET if by_domain is None else way
             )
             for path in [self.paths[over]] if by_domain is None else by_domain:
-                seconds = expert_seconds(
-                    context.model, par, train, share, context.rate, {over: path}
-                )
+                seconds = expert_seconds(context.workload(par, train), context.rate, {over: path})
                 found.append(value_of(seconds))
         return min(found, default=inf)  # no number of domains in which they may go
 

@@ -15,6 +15,7 @@ from orchestrator.cost.memory.deferred_weight_gradients import DeferredGradients
 from orchestrator.cost.memory.moments import peak_of_one_stage
 from orchestrator.cost.memory.unequal_stages import unequal_peak
 from orchestrator.cost.time.pipeline import in_flight_on_rank, weights_at_end
+from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import CpMethod
 
 from .bound import ROUNDING, RecomputeBound, ZeroStage
@@ -113,7 +114,7 @@ class PipelineBound:
                 "micro_batches": mesh.micro_batches,
             }
             deferred = DeferredGradients(
-                cost.context.model, structs.replace(cost.par, **names), cost.context.train
+                Workload(cost.context.model, structs.replace(cost.par, **names), cost.context.train)
             )
         return [self._kept(rank, schedule, deferred, exact) for rank in self.shape.ranks]
 
@@ -192,7 +193,7 @@ class PipelineBound:
         backward = keeps.backward + sharded.bucket_bytes
         train = cost.trains[self.branch.recompute]
         peak = peak_of_one_stage(
-            cost.context.model, sharded.par, train, of_stage, grads, keeps.loss, backward
+            Workload(cost.context.model, sharded.par, train), of_stage, grads, keeps.loss, backward
         )
         states = (
             plain * (dense.params + dense.optimizer)

@@ -21,6 +21,7 @@ from orchestrator.config.schema import Config
 from orchestrator.cost.memory import rank_memory as memory
 from orchestrator.cost.memory.recipe import recipe_of
 from orchestrator.cost.profile import Profile
+from orchestrator.cost.workload import Workload
 from orchestrator.plan import document as doc
 from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.supported import Case, broken
@@ -380,8 +381,10 @@ class Search:
     def _cost(self, placed: PlacedLayout, most: float = float("inf")) -> CostedLayout | None:
         """`most`: bytes above which its time is of no interest: None as well."""
         self.costed += 1
-        job = self.context.cluster, self.context.model, placed.parallel, placed.train
-        accounts = memory.memory_by_pp_rank(*job, self.recipe, self.context.matmul)
+        workload = Workload(self.context.model, placed.parallel, placed.train)
+        accounts = memory.memory_by_pp_rank(
+            workload, self.context.cluster, self.recipe, self.context.matmul
+        )
         worst = max(accounts, key=lambda account: account.total)
         if worst.total > min(worst.capacity, most):
             return None

@@ -1,0 +1,80 @@
+"""What a step has to do, wherever it runs: a model, its layout, how it is trained, by what software.
+
+Every cost function takes one `Workload`, and the sizes that many of them need are its properties.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from orchestrator.cost.model.layers import DTYPE_BYTES
+from orchestrator.cost.software import SOFTWARE, Software
+from orchestrator.cost.time.recomputed import RecomputedShare, recomputed_share, shares_inputs
+from orchestrator.plan.document import Model, Parallel, Train
+
+
+class Workload:
+    """One model in one layout. Immutable: derived sizes are computed once."""
+
+    def __init__(
+        self,
+        model: Model,
+        parallel: Parallel,
+        train: Train,
+        software: Software = SOFTWARE["orch"],
+    ):
+        self.model = model
+        self.parallel = parallel
+        self.train = train
+        self.software = software
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of a weight and of an activation."""
+        return DTYPE_BYTES[self.train.precision]
+
+    @cached_property
+    def gradient_width(self) -> int:
+        """Bytes of a gradient on the wire."""
+        return self.software.grad_bytes or DTYPE_BYTES[self.train.grad_dtype]
+
+    @cached_property
+    def tokens(self) -> float:
+        """Tokens of one micro-batch on the ranks of a tensor-parallel group together."""
+        return self.parallel.micro_batch_size * self.train.seq_len / self.parallel.cp
+
+    @cached_property
+    def sequence_shards(self) -> int:
+        """Ranks that share the sequence between the regions of tensor parallelism."""
+        return self.parallel.tp if self.parallel.sp else 1
+
+    @cached_property
+    def hidden_bytes(self) -> float:
+        """Bytes of one micro-batch's hidden states on a rank, not cut by sequence parallelism."""
+        return self.tokens * self.model.hidden * self.width
+
+    @cached_property
+    def boundary_bytes(self) -> float:
+        """Bytes of one micro-batch's hidden states between two layers, or two stages, on one
+        rank."""
+        return self.hidden_bytes / self.sequence_shards
+
+    @cached_property
+    def sent_tokens(self) -> float:
+        """Tokens of one micro-batch that a rank sends to experts."""
+        return self.tokens / self.sequence_shards
+
+    @cached_property
+    def vocabulary_rows(self) -> int:
+        """Rows of the token table on a rank; the table is padded to a multiple of tp."""
+        return -(-self.model.vocab // self.parallel.tp)
+
+    @cached_property
+    def recomputed(self) -> RecomputedShare:
+        """Share of the layers that recompute each part of forward in backward."""
+        return recomputed_share(self.parallel, self.train, self.software)
+
+    @cached_property
+    def shares_inputs(self) -> bool:
+        """Whether tensor-parallel ranks each keep a share of what recomputation starts from."""
+        return shares_inputs(self.parallel, self.train)
