@@ -29,48 +29,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .layer import Half, layer_operations
+
 if TYPE_CHECKING:
-    from .document import Mla, Model, Moe
-
-
-def layer_moe(model: Model, layer: int) -> Moe | None:
-    """The mixture of experts of decoder layer `layer` (0-based); None for a dense layer."""
-    return model.moe if model.moe is not None and layer >= model.moe.first_dense_layers else None
+    from .document import Model
 
 
 def attention_weights(model: Model) -> int:
     """Weights of one layer's attention projections, biases left out (MHA, GQA or MLA)."""
-    if model.mla is None:
-        return 2 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
-    mla = model.mla
-    down = model.hidden * (mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim)
-    return down + up_weights(model, mla) + model.heads * mla.v_head_dim * model.hidden
+    return _passed_weights(model, model.layers - 1, "attention")
 
 
-def up_weights(model: Model, mla: Mla) -> int:
-    """Of these, those that make queries, keys and values from latents (queries from the input where
-    there is none)."""
-    query = (
-        (mla.q_lora_rank or model.hidden)
-        * model.heads
-        * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+def up_weights(model: Model) -> int:
+    """Weights of latent attention that make queries, keys and values from latents (queries from the
+    input where they have no latent)."""
+    operations = layer_operations(model, model.layers - 1)
+    return sum(
+        operation.passed_weights
+        for operation in operations
+        if operation.name in ("attn.wq", "attn.wkv")
     )
-    return query + mla.kv_lora_rank * model.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
 
 
 def mlp_weights(model: Model, layer: int) -> int:
     """Weights that one token is multiplied with in layer `layer`'s MLP: for a mixture, the active
     ones."""
-    matrices = 3 if model.mlp == "gated" else 2
-    if (moe := layer_moe(model, layer)) is None:
-        return matrices * model.hidden * model.ffn_hidden
-    active = matrices * model.hidden * (moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden)
-    return active + moe.experts * model.hidden
+    return _passed_weights(model, layer, "mlp")
+
+
+def _passed_weights(model: Model, layer: int, half: Half) -> int:
+    operations = layer_operations(model, layer)
+    return sum(operation.passed_weights for operation in operations if operation.half == half)
 
 
 def block_weights(model: Model) -> int:
     """Weights that one token is multiplied with in all decoder layers together."""
-    mlps = sum(mlp_weights(model, layer) for layer in range(model.layers))
+    dense = model.layers if model.moe is None else min(model.layers, model.moe.first_dense_layers)
+    mixtures = model.layers - dense
+    mlps = dense * mlp_weights(model, 0) if dense else 0
+    mlps += mixtures * mlp_weights(model, model.layers - 1) if mixtures else 0
     return model.layers * attention_weights(model) + mlps
 
 
@@ -134,5 +131,5 @@ def hardware_flops_per_token(
         if mode == "full"
     )
     if model.mla is not None and latents:
-        again += 2 * up_weights(model, model.mla) * sum(mode == "selective" for _, mode in each)
+        again += 2 * up_weights(model) * sum(mode == "selective" for _, mode in each)
     return model_flops_per_token(model, seq_len) + again

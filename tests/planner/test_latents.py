@@ -35,11 +35,11 @@ def test_hardware_flops_count_the_products_that_run_again():
     assert model.mla is not None
     heads = 128 * (128 + 64)
     latents = 1536
-    assert up_weights(model, model.mla) == latents * heads + 512 * 128 * (128 + 128)
+    assert up_weights(model) == latents * heads + 512 * 128 * (128 + 128)
     plain, more = (
         hardware_flops_per_token(model, 4096, "selective", (), again) for again in (False, True)
     )
-    assert more - plain == 2 * up_weights(model, model.mla) * 61
+    assert more - plain == 2 * up_weights(model) * 61
     assert hardware_flops_per_token(model, 4096, "full", (), True) == hardware_flops_per_token(
         model, 4096, "full"
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from orchestrator.plan.document import Model
-from orchestrator.plan.flops import layer_moe
+from orchestrator.plan.layer import layer_moe
 
 from .attention import Attention
 from .documents import Documents

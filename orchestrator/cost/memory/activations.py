@@ -22,7 +22,8 @@ from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.expert_capacity import mlp_width, taken_choices
 from orchestrator.plan.expert_mesh import fullest
-from orchestrator.plan.flops import layer_moe, prediction_blocks
+from orchestrator.plan.flops import prediction_blocks
+from orchestrator.plan.layer import layer_moe
 from orchestrator.plan.offload import offload_of
 from orchestrator.plan.schedules import TABLE, schedule_of
 

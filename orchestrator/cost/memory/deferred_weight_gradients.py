@@ -13,7 +13,7 @@ from functools import lru_cache
 from orchestrator.cost.model.layers import sample_layers
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Model, Parallel
-from orchestrator.plan.flops import layer_moe
+from orchestrator.plan.layer import layer_moe
 from orchestrator.plan.schedules import SCHEDULES, TABLE, Action, Kind, schedule_of
 
 from .unequal_stages import StageBytes

@@ -9,7 +9,7 @@ from orchestrator.cost.model.layers import layer_groups, sample_layers
 from orchestrator.cost.model.stages import held_layers, rank_stages, stage_range
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.document import Model, Parallel, Train
-from orchestrator.plan.flops import layer_moe
+from orchestrator.plan.layer import layer_moe
 from orchestrator.plan.offload import BLOCK, ROOMS, offload_of
 from orchestrator.plan.schedules import TABLE, schedule_of
 

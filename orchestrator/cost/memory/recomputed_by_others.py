@@ -6,7 +6,7 @@ from __future__ import annotations
 from orchestrator.cost.workload import Workload
 from orchestrator.plan.expert_capacity import mlp_width
 from orchestrator.plan.expert_mesh import fullest
-from orchestrator.plan.flops import layer_moe
+from orchestrator.plan.layer import layer_moe
 
 
 def repeated_modules(

@@ -18,7 +18,8 @@ from msgspec import UNSET, Struct, structs
 from orchestrator.config.schema import ModelSpec, MoeSpec
 from orchestrator.plan import flops
 from orchestrator.plan.document import Model, Moe, Train
-from orchestrator.plan.flops import layer_moe, prediction_blocks
+from orchestrator.plan.flops import prediction_blocks
+from orchestrator.plan.layer import layer_moe, layer_operations
 
 
 def resolve(spec: ModelSpec) -> Model:
@@ -58,36 +59,6 @@ class LayerParams(Struct, frozen=True):
         return self.attention + self.ffn + self.experts + self.replicated
 
 
-def _mlp(hidden: int, width: int, gated: bool, bias: bool) -> tuple[int, int]:
-    """(tp-divided, replicated) parameters of one MLP: gate and up are columns, down is rows and
-    owns a whole bias."""
-    columns = 2 if gated else 1
-    return (columns + 1) * hidden * width + (columns * width if bias else 0), hidden if bias else 0
-
-
-def _attention(model: Model) -> tuple[int, int]:
-    """(tp-divided, replicated) parameters of one attention, without the layer's norms."""
-    h = model.hidden
-    if model.mla is not None:
-        m = model.mla
-        query_key = m.qk_nope_head_dim + m.qk_rope_head_dim
-        up = model.heads * (m.kv_lora_rank * (m.qk_nope_head_dim + m.v_head_dim) + m.v_head_dim * h)
-        down = (
-            h * (m.kv_lora_rank + m.qk_rope_head_dim) + m.kv_lora_rank
-        )  # and the norm of the latent
-        if m.q_lora_rank:
-            up += m.q_lora_rank * model.heads * query_key
-            down += h * m.q_lora_rank + m.q_lora_rank
-        else:
-            up += h * model.heads * query_key
-        return up, down
-    queries = model.heads * model.head_dim
-    key_values = 2 * model.kv_heads * model.head_dim
-    split = h * (queries + key_values) + queries * h
-    whole = 2 * model.head_dim * bool(model.qk_norm)
-    return (split + queries + key_values, h + whole) if model.bias else (split, whole)
-
-
 def norm_params(model: Model) -> int:
     """One normalisation: RMSNorm has a weight, LayerNorm a weight and a bias."""
     return model.hidden * (1 if model.norm == "rms" else 2)
@@ -115,51 +86,32 @@ def sample_layers(model: Model) -> tuple[int | None, int | None]:
 
 def layer_params(model: Model, layer: int) -> LayerParams:
     """Trainable parameters of decoder layer `layer` (0-based)."""
-    gated = model.mlp == "gated"
-    attention, replicated = _attention(model)
-    replicated += 2 * norm_params(model)
-    if (moe := layer_moe(model, layer)) is None:
-        ffn, row_bias = _mlp(model.hidden, model.ffn_hidden, gated, model.bias)
-        return LayerParams(attention, ffn, 0, replicated + row_bias)
-    expert = sum(_mlp(model.hidden, moe.ffn_hidden, gated, model.bias))
-    shared, row_bias = (
-        _mlp(model.hidden, moe.shared_ffn_hidden, gated, model.bias)
-        if moe.shared_ffn_hidden
-        else (0, 0)
+    counts = Counter[str]()
+    for operation in layer_operations(model, layer):
+        share: str = operation.half
+        if operation.cut == "whole":
+            share = "replicated"
+        elif operation.routed:
+            share = "experts"
+        counts[share] += operation.parameters
+    return LayerParams(
+        attention=counts["attention"],
+        ffn=counts["mlp"],
+        experts=counts["experts"],
+        replicated=counts["replicated"],
     )
-    router = model.hidden * moe.experts
-    return LayerParams(attention, shared, moe.experts * expert, replicated + router + row_bias)
 
 
 def dense_on_rank(model: Model, layer: int, tp: int) -> int:
-    """Parameters of a layer without routed experts on one of `tp` ranks.
-
-    With fewer key-value heads than ranks, neighbouring ranks hold copies of the same head.
-    """
-    one = layer_params(model, layer)
-    own = (one.attention + one.ffn) // tp + one.replicated
-    if model.mla is None and tp > model.kv_heads:
-        head = 2 * model.head_dim * (model.hidden + model.bias)  # one head's keys and values
-        own += head - head * model.kv_heads // tp
-    return own
+    """Parameters of a layer without routed experts on one of `tp` ranks."""
+    operations = layer_operations(model, layer)
+    return sum(operation.on_rank(tp) for operation in operations if not operation.routed)
 
 
 def vectors_on_rank(model: Model, layer: int, tp: int) -> int:
-    """Of `dense_on_rank`, those in norms and biases."""
-    found = 2 * norm_params(model)
-    if model.mla is not None:
-        found += model.mla.q_lora_rank + model.mla.kv_lora_rank
-    elif model.qk_norm:
-        found += 2 * model.head_dim
-    if model.bias and model.mla is None:
-        found += (
-            model.heads * model.head_dim // tp
-            + 2 * max(1, model.kv_heads // tp) * model.head_dim
-            + model.hidden
-        )
-    if model.bias and layer_moe(model, layer) is None:
-        found += (2 if model.mlp == "gated" else 1) * model.ffn_hidden // tp + model.hidden
-    return found
+    """Parameters in norms and biases among those of `dense_on_rank`."""
+    operations = layer_operations(model, layer)
+    return sum(operation.vectors_on_rank(tp) for operation in operations if not operation.routed)
 
 
 def expert_params(model: Model) -> int:

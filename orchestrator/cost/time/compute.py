@@ -10,7 +10,8 @@ and their sources: `parameters`, accuracy.md section 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from orchestrator.cost.dual import Number
@@ -27,6 +28,7 @@ from orchestrator.plan import flops
 from orchestrator.plan.document import Model, Parallel
 from orchestrator.plan.expert_capacity import taken_choices
 from orchestrator.plan.expert_mesh import expert_mesh
+from orchestrator.plan.layer import Operation, layer_moe, layer_operations
 
 from .imbalance import imbalance
 
@@ -79,46 +81,44 @@ class Matrix(NamedTuple):
         )
 
 
-def attention_matrices(model: Model, tokens: float, tp: int) -> list[Matrix]:
-    h = model.hidden
-    heads = model.heads / tp
-    if (m := model.mla) is not None:
-        key = m.qk_nope_head_dim + m.qk_rope_head_dim
-        down = Matrix(tokens, h, m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim)
-        up = Matrix(tokens, m.kv_lora_rank, heads * (m.qk_nope_head_dim + m.v_head_dim))
-        query = Matrix(tokens, m.q_lora_rank or h, heads * key)
-        return [down, query, up, Matrix(tokens, heads * m.v_head_dim, h)]
-    columns = (heads + 2 * max(model.kv_heads / tp, 1.0)) * model.head_dim
-    return [Matrix(tokens, h, columns), Matrix(tokens, heads * model.head_dim, h)]
+def layer_matrices(
+    workload: Workload, layer: int, load: Number = 1.0
+) -> tuple[list[Matrix], list[Matrix]]:
+    """The products of one micro-batch on one rank, without the router: (of attention, of the MLP or
+    the experts). `load`: of a rank that shares experts, over the mean."""
+    halves: dict[str, list[Matrix]] = {"attention": [], "mlp": []}
+    products = [
+        operation
+        for operation in layer_operations(workload.model, layer)
+        if operation.kind == "product" and operation.name != "mlp.router"
+    ]
+    for _, fused in groupby(products, key=lambda operation: operation.fused or operation.name):
+        group = list(fused)
+        halves[group[0].half].append(_matrix(workload, layer, group, load))
+    return halves["attention"], halves["mlp"]
 
 
-def mlp_matrices(
-    model: Model,
-    layer: int,
-    tokens: float,
-    tp: int,
-    ep: int,
-    etp: int,
-    seq_len: int,
-    load: Number = 1.0,
-) -> Iterator[Matrix]:
-    """Of a dense layer, or of the shared and the routed experts, `tokens` being those of all tp
-    ranks; `ep`, `etp`: of the expert mesh; `load`: of the rank over the mean."""
-    h = model.hidden
-    gate = 2 if model.mlp == "gated" else 1
-    moe = flops.layer_moe(model, layer)
-    if moe is None:
-        yield from _mlp(h, model.ffn_hidden / tp, tokens, gate, 1.0)
-        return
-    if moe.shared_ffn_hidden:
-        yield from _mlp(h, moe.shared_ffn_hidden / tp, tokens, gate, 1.0)
-    copies = tokens * taken_choices(moe, seq_len)
-    yield from _mlp(h, moe.ffn_hidden / etp, copies * (etp / tp) * load, gate, moe.experts / ep)
-
-
-def _mlp(hidden: int, width: float, rows: Number, gate: int, count: float) -> Iterator[Matrix]:
-    yield Matrix(rows, hidden, gate * width, count)
-    yield Matrix(rows, width, hidden, count)
+def _matrix(workload: Workload, layer: int, fused: Sequence[Operation], load: Number) -> Matrix:
+    """The products of a rank that run as one: they read the same inputs."""
+    first = fused[0]
+    rows: Number = workload.tokens
+    ranks = workload.parallel.tp
+    matrices = 1.0
+    if first.routed:
+        moe = layer_moe(workload.model, layer)
+        assert moe is not None, "routed operations belong to a mixture of experts"
+        mesh = expert_mesh(workload.parallel)
+        ranks = mesh.etp
+        matrices = first.matrices / mesh.ep
+        choices = taken_choices(moe, workload.train.seq_len)
+        rows = rows * choices * (mesh.etp / workload.parallel.tp) * load
+    inputs: float = first.inputs
+    outputs: float = sum(operation.outputs for operation in fused)
+    if first.cut == "column":
+        outputs = sum(max(one.outputs / ranks, one.shared_outputs) for one in fused)
+    elif first.cut == "row":
+        inputs = inputs / ranks
+    return Matrix(rows, inputs, outputs, matrices)
 
 
 def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
@@ -127,13 +127,13 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
     parallel = workload.parallel
     train = workload.train
     software = workload.software
-    tp, (etp, ep, _) = parallel.tp, expert_mesh(parallel)
+    tp = parallel.tp
+    mesh = expert_mesh(parallel)
     tokens = workload.tokens
     rows = workload.sequence_shards
-    moe = flops.layer_moe(model, layer)
+    moe = layer_moe(model, layer)
     load = imbalance(parallel, rate)
-    attention = attention_matrices(model, tokens, tp)
-    mlp = list(mlp_matrices(model, layer, tokens, tp, ep, etp, train.seq_len, load))
+    attention, mlp = layer_matrices(workload, layer, load)
     column = [
         one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in (attention[0], mlp[0])
     ]
@@ -164,7 +164,9 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
         copies = tokens / rows * taken_choices(moe, train.seq_len)
         experts = rate.permute * 8 * copies * model.hidden * rate.byte_s
         experts = experts * (1.0 + load) / 2  # a rank's own rows, and those that it receives
-    own = dense_on_rank(model, layer, tp) + layer_params(model, layer).experts / (etp * ep)
+    own = dense_on_rank(model, layer, tp) + layer_params(model, layer).experts / (
+        mesh.etp * mesh.ep
+    )
     accumulate = own * rate.accumulate_bytes * rate.byte_s * rate.weight_gradients
 
     forward = gemm + lost[0] + core + elementwise + cast + experts
