@@ -95,21 +95,21 @@ def candidates(
     """Every nesting order with its cost, the default order first; or just the order `only`."""
     sizes = degrees(parallel)
     # only virtual stages send from the last rank to the first
-    wanted = {key: key != (("pp",), "chain") or parallel.vpp > 1 for key in path_keys(traffic)}
-    wanted |= {
+    wraps = {key: key != (("pp",), "chain") or parallel.vpp > 1 for key in path_keys(traffic)}
+    wraps |= {
         ((axis,), "ring"): True for axis in AXES
     }  # axes that send nothing have a worst level too
-    wanted |= {(axes(parallel), "exchange"): True} if expert_mesh(parallel).ep > 1 else {}
+    wraps |= {(axes(parallel), "exchange"): True} if expert_mesh(parallel).ep > 1 else {}
     cuts = Cuts.of(parallel)
     by_domain = parallel.expert_all_to_all == "hierarchical" and expert_mesh(parallel).ep > 1
-    asked = work.workload.model.moe if by_domain else None
+    exchanging_moe = work.workload.model.moe if by_domain else None
     return [
         Candidate(
             order,
-            Paths(path_cache, order, sizes, wanted, cuts),
+            Paths(path_cache, order, sizes, wraps, cuts),
             work,
             path_cache.nodes,
-            asked is None or path_cache.by_domain(order, parallel, asked),
+            exchanging_moe is None or path_cache.by_domain(order, parallel, exchanging_moe),
         )
         for order in ([tuple(only)] if only else orders(sizes))
     ]

@@ -37,8 +37,12 @@ def context_of(
     """The cost context that a plan was made in, with another profile or cluster where one is
     given."""
     software = SOFTWARE.get(plan.time.software, SOFTWARE["orch"])
-    known = profile or with_values(plan.time.parameters)
-    options: dict[str, Any] = {"matmul": plan.job.matmul, "software": software, "profile": known}
+    plan_profile = profile or with_values(plan.time.parameters)
+    options: dict[str, Any] = {
+        "matmul": plan.job.matmul,
+        "software": software,
+        "profile": plan_profile,
+    }
     options |= {
         "assumed": with_values(plan.time.parameters).values,
         "state": plan.job.optim.state or "",
@@ -59,13 +63,13 @@ def step_of(
     plan: Plan, context: CostContext | None = None
 ) -> Callable[[Mapping[str, Number]], Number]:
     """A function from values of the cost model's parameters to the plan's step in seconds."""
-    known = context or context_of(plan)
+    cost_context = context or context_of(plan)
     par = plan.parallel
     train = plan.job.train
-    paths = cost_of(plan, known).paths
+    paths = cost_of(plan, cost_context).paths
 
     def step_s(values: Mapping[str, Number]) -> Number:
-        return StepCost(known.work(par, train, known.rates(values)), paths).step_s
+        return StepCost(cost_context.work(par, train, cost_context.rates(values)), paths).step_s
 
     return step_s
 
@@ -98,8 +102,8 @@ def expert_load(plan: Plan) -> ExpertLoad | None:
     name = spread_name(moe)
     context = context_of(plan)
     far = SIGMAS * float(context.profile.uncertainty[INDEX[name], INDEX[name]]) ** 0.5
-    most = min(ep, moe.experts / moe.top_k)
-    low, high = (min(most, 1.0 + (factor - 1.0) * exp(way * far)) for way in (-1, 1))
+    limit = min(ep, moe.experts / moe.top_k)
+    low, high = (min(limit, 1.0 + (factor - 1.0) * exp(sign * far)) for sign in (-1, 1))
     even = structs.replace(plan, parallel=structs.replace(par, expert_imbalance=UNSET))
     costs = value_of(cost_of(plan, context).step_s) - value_of(cost_of(even, context).step_s)
     return ExpertLoad(factor, low, high, name.rpartition(".")[2], costs)

@@ -32,7 +32,7 @@ def generation_of(gpu: str, device: str) -> str:
     if device == "cpu":
         return "cpu"
     model = gpu_model(gpu).upper()
-    matches = [known for known in GENERATIONS if model.startswith(known)]
+    matches = [generations for generations in GENERATIONS if model.startswith(generations)]
     return GENERATIONS[max(matches, key=len)] if matches else "other"
 
 

@@ -76,11 +76,11 @@ def communicating(
     return members, pattern
 
 
-def split_groups(members: Ints, part: str, zero_group: int) -> Ints:
+def split_groups(members: Ints, kind: str, zero_group: int) -> Ints:
     """Of int [groups, n]: "shard", neighbours that share one copy; "replica", the holders of the
     same shard."""
     split = members.reshape(len(members), -1, zero_group)
-    split = split if part == "shard" else split.swapaxes(1, 2)
+    split = split if kind == "shard" else split.swapaxes(1, 2)
     return split.reshape(-1, split.shape[2])
 
 
@@ -126,11 +126,11 @@ class PathCache:
         cuts = cuts if "tp" in varying else cuts._replace(etp=1)
         slot = (shape, pattern, both, wrap, math.prod(sizes.values()), cuts)
         if slot not in self._seen:
-            members, way = communicating(order, sizes, key, cuts)
+            members, communication = communicating(order, sizes, key, cuts)
             members = self.fabric.standing_for_all(
                 members, max(stride * size for stride, size in shape)
             )
-            self._seen[slot] = self.fabric.path(members, way, wrap)
+            self._seen[slot] = self.fabric.path(members, communication, wrap)
         return self._seen[slot]
 
     def spans_domains(
@@ -169,14 +169,14 @@ class Paths(Mapping[PathKey, Path]):
         cache: PathCache,
         order: Sequence[Axis],
         sizes: Mapping[str, int],
-        wanted: dict[PathKey, bool],
+        wraps: dict[PathKey, bool],
         cuts: Cuts,
     ):
-        """`wanted`: keys, and whether the last member of a group sends to the first."""
+        """`wraps`: keys, and whether the last member of a group sends to the first."""
         self.cache = cache
         self.order = order
         self.sizes = sizes
-        self.wanted = wanted
+        self.wanted = wraps
         self.cuts = cuts
         self._found: dict[PathKey, Path] = {}
 

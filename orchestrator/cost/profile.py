@@ -107,8 +107,8 @@ class Profile(Frozen, dict=True):
     def values(self) -> dict[str, float]:
         """By name, in the order of `NAMES`; parameters that the file does not know have their
         prior."""
-        known = {one.name: one.value for one in self.parameters}
-        return {name: known.get(name, value) for name, value in PRIOR_VALUES.items()}
+        shipped_values = {one.name: one.value for one in self.parameters}
+        return {name: shipped_values.get(name, value) for name, value in PRIOR_VALUES.items()}
 
     @cached_property
     def digest(self) -> str:
@@ -124,13 +124,13 @@ class Profile(Frozen, dict=True):
         from .numpy_import import np
 
         result = np.diag([one.sd**2 for one in PRIOR])
-        known = [INDEX[one.name] for one in self.parameters if one.name in INDEX]
+        fitted = [INDEX[one.name] for one in self.parameters if one.name in INDEX]
         rows = [at for at, one in enumerate(self.parameters) if one.name in INDEX]
         full = np.zeros((len(self.parameters), len(self.parameters)))
         for at, row in enumerate(self.covariance):
             full[at, : at + 1] = row
         full += np.tril(full, -1).T
-        result[np.ix_(known, known)] = full[np.ix_(rows, rows)]
+        result[np.ix_(fitted, fitted)] = full[np.ix_(rows, rows)]
         return result
 
     @cached_property

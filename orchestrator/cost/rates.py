@@ -103,14 +103,14 @@ def rates(
     measured = cluster.measured
     peak = gpu.peak_flops.get(precision)
     if peak is None:
-        known = ", ".join(gpu.peak_flops)
+        pinned = ", ".join(gpu.peak_flops)
         rate = (
             f"; to verify in fp64, {_fp64_of(gpu.peak_flops)} train.grad_dtype=fp64"
             if precision == "fp64"
             else ""
         )
         raise OrchError(
-            f"train.precision {precision}: GPU {gpu.name} computes in {known}{rate}", Exit.CONFIG
+            f"train.precision {precision}: GPU {gpu.name} computes in {pinned}{rate}", Exit.CONFIG
         )
     generation = generation_of(gpu.name, cluster.device)
     if cluster.device == "cpu":

@@ -166,9 +166,9 @@ SOFTWARE: dict[str, Software] = {one.name: one for one in _LISTED}
 
 def software_named(name: str) -> Software:
     """Raises OrchError (65) for an unknown name, with those there are."""
-    found = SOFTWARE.get(name)
-    if found is None:
+    family = SOFTWARE.get(name)
+    if family is None:
         near = nearest(name, SOFTWARE)
         hint = f"; did you mean {near}?" if near else ""
         raise OrchError(f"cost.software={name}: legal: {', '.join(SOFTWARE)}{hint}", Exit.CONFIG)
-    return found
+    return family

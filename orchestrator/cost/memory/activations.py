@@ -145,15 +145,15 @@ def layer_activations(
         (model.mla is None) + (moe is None) if ours else 2
     )  # latents and experts are counted where they are
     products = 0.0 if kernels.compiled and tp == 1 else halves * model.hidden * product / gathered
-    kept = {
+    tensors = {
         "norm inputs": 2 * model.hidden * width / rows,
         "matmul inputs": products,
         **_attention(workload, kernels, width),
         **_mlp(workload, layer, kernels, width, gathered),
     }
     if model.dropout or kernels.dropout:
-        kept["dropout masks"] = 2 * model.hidden / rows
-    return {name: size * tokens for name, size in kept.items()}
+        tensors["dropout masks"] = 2 * model.hidden / rows
+    return {name: size * tokens for name, size in tensors.items()}
 
 
 def _attention(workload: Workload, kernels: Kernels, width: int) -> dict[str, float]:
@@ -164,34 +164,34 @@ def _attention(workload: Workload, kernels: Kernels, width: int) -> dict[str, fl
     tp = parallel.tp
     heads = model.heads / tp
     kv_heads = max(1.0, model.kv_heads / tp)
-    kept = {"attention": (heads + 2 * kv_heads) * model.head_dim * width}
-    kept["attention output"] = out = heads * model.head_dim * width
+    tensors = {"attention": (heads + 2 * kv_heads) * model.head_dim * width}
+    tensors["attention output"] = out = heads * model.head_dim * width
     if model.qk_norm and kernels.trainer:
-        kept["head norms"] = (heads + kv_heads) * model.head_dim * width
+        tensors["head norms"] = (heads + kv_heads) * model.head_dim * width
     if model.mla is not None:
         m = model.mla
         elements = heads * (2 * (m.qk_nope_head_dim + m.qk_rope_head_dim) + m.v_head_dim)
-        kept["attention"] = (elements + m.q_lora_rank * 2 + m.kv_lora_rank * 2) * width
-        kept["attention output"] = out = heads * m.v_head_dim * width
+        tensors["attention"] = (elements + m.q_lora_rank * 2 + m.kv_lora_rank * 2) * width
+        tensors["attention output"] = out = heads * m.v_head_dim * width
         if kernels.trainer:
-            kept = latents_and_experts.latent_attention(workload, m)
+            tensors = latents_and_experts.latent_attention(workload, m)
     if parallel.cp > 1 and parallel.cp_method == "ulysses":
-        kept["attention output"] *= 2  # before and after the all-to-all
+        tensors["attention output"] *= 2  # before and after the all-to-all
     if kernels.copied_heads:
-        kept["projected heads"] = kept["attention"]
+        tensors["projected heads"] = tensors["attention"]
     if kernels.product_width:
-        kept["attention output, narrow"] = (
+        tensors["attention output, narrow"] = (
             out / width * kernels.product_width
         )  # attention itself reads the wide one
     if kernels.fused_attention:
-        kept["softmax statistics"] = 4 * heads
+        tensors["softmax statistics"] = 4 * heads
     else:
         # softmax output and the dropped-out copy that multiplies the values; with dropout a mask of
         # one byte
-        kept["attention scores"] = (
+        tensors["attention scores"] = (
             heads * train.seq_len * (2 * width + (1 if model.dropout or kernels.dropout else 0))
         )
-    return kept
+    return tensors
 
 
 def _mlp(
@@ -216,9 +216,9 @@ def _mlp(
         return latents_and_experts.experts(workload, moe, kernels.trainer)
     load = fullest(parallel)
     ffn = mlp_width(model, moe, train.seq_len, load)
-    taken = taken_choices(moe, train.seq_len) * load
+    choices = taken_choices(moe, train.seq_len) * load
     routed = (
-        taken * model.hidden * (product + width * kernels.expert_outputs) / gathered
+        choices * model.hidden * (product + width * kernels.expert_outputs) / gathered
     )  # experts' inputs, outputs
     mlp = (
         ffn
@@ -246,9 +246,11 @@ def layer_activation_bytes(
     are."""
     model = workload.model
     train = workload.train
-    found = _with_inputs(workload, layer, tokens, kernels, mode)
+    with_inputs = _with_inputs(workload, layer, tokens, kernels, mode)
     away = inputs_of(model, layer, train, mode)
-    return ActivationBytes(found.stored - away * input_bytes(workload), found.recomputing)
+    return ActivationBytes(
+        with_inputs.stored - away * input_bytes(workload), with_inputs.recomputing
+    )
 
 
 def _with_inputs(
@@ -286,12 +288,14 @@ def _with_inputs(
     if mode == "full":
         if shared:
             return ActivationBytes(boundary / parallel.tp, everything - boundary)
-        kept = boundary / parallel.tp if kernels.shared_inputs and not parallel.sp else boundary
+        stored_input = (
+            boundary / parallel.tp if kernels.shared_inputs and not parallel.sp else boundary
+        )
         if moe is not None:
             everything += tokens * latents_and_experts.results_of_experts(
                 workload, moe, (tensors["mlp"] + tensors["shared input"]) / tokens
             )
-        return ActivationBytes(kept, everything - kept)
+        return ActivationBytes(stored_input, everything - stored_input)
     if kernels.selective == "alternate":
         return ActivationBytes((everything + boundary) / 2, everything - boundary)
     if kernels.selective == "ops":
@@ -304,11 +308,11 @@ def _with_inputs(
     stored = everything - tensors["matmul inputs"] * rows - tensors["norm inputs"] + 2 * boundary
     saved = halves * boundary * (1 - 1 / parallel.tp) if shared else 0.0
     width = workload.width
-    others = 2 if model.mlp == "gated" else 1
+    unnarrowed_copies = 2 if model.mlp == "gated" else 1
     narrow = kernels.product_width or width
     if halves == 2:
         stored -= (
-            tensors["mlp"] * narrow / (others * width + narrow)
+            tensors["mlp"] * narrow / (unnarrowed_copies * width + narrow)
         )  # the input of the down projection
     stored -= tensors.get("attention scores", 0.0) + tensors.get("head norms", 0.0)
     fused = parallel.cp == 1 and kernels.fused_attention
@@ -328,7 +332,7 @@ def activations(workload: Workload, kernels: Kernels | None = None) -> list[floa
     parallel = workload.parallel
     train = workload.train
     kernels = kernels or trainer_kernels(model, parallel)
-    kept = bytes_of_layers(workload, kernels)
+    layer_bytes = bytes_of_layers(workload, kernels)
     last = len(parallel.stage_layers) - 1
     head = head_bytes(workload, kernels)
     stage = stage_bytes(workload, kernels)
@@ -350,7 +354,9 @@ def activations(workload: Workload, kernels: Kernels | None = None) -> list[floa
 
     def layers_in(ranges: Sequence[range]) -> list[Layers]:
         groups = [
-            (n, kind, kept(kind, mode)) for kind, mode, n in layer_groups(model, train, ranges) if n
+            (n, kind, layer_bytes(kind, mode))
+            for kind, mode, n in layer_groups(model, train, ranges)
+            if n
         ]
         more = ahead if any(part.stop > model.layers for part in ranges) else 0.0
         return [
@@ -364,15 +370,17 @@ def activations(workload: Workload, kernels: Kernels | None = None) -> list[floa
         return sum(n * own for n, _, own, _ in layers) + stage[index == last] + received
 
     for rank, (stages, in_flight_count) in enumerate(zip(rank_stages(parallel), held, strict=True)):
-        each = [layers_in([held_layers(model, parallel, index)]) for index in stages]
-        stored = [stored_in(index, layers) for index, layers in zip(stages, each, strict=True)]
-        parts = [
+        layers_by_stage = [layers_in([held_layers(model, parallel, index)]) for index in stages]
+        stored = [
+            stored_in(index, layers) for index, layers in zip(stages, layers_by_stage, strict=True)
+        ]
+        stage_accounts = [
             bytes_of_stage(layers, one, head if index == last else 0.0, deferred)
-            for index, layers, one in zip(stages, each, stored, strict=True)
+            for index, layers, one in zip(stages, layers_by_stage, stored, strict=True)
         ]
         sent = (1 if stages == (last,) else 2) * boundary  # the last stage receives no gradient
-        if len(set(parts)) > 1:
-            result.append(unequal_peak(schedule, rank, stages, parts) + sent)
+        if len(set(stage_accounts)) > 1:
+            result.append(unequal_peak(schedule, rank, stages, stage_accounts) + sent)
             continue
         layers = layers_in([held_layers(model, parallel, index) for index in stages])
         ends = last in stages
@@ -414,20 +422,22 @@ def kept_of_one_stage(workload: Workload, kernels: Kernels) -> OneStage:
     """Activation bytes where the whole model is one stage."""
     model = workload.model
     train = workload.train
-    of = bytes_of_layers(workload, kernels)
-    whole = model.layers + prediction_blocks(model)
+    layer_bytes = bytes_of_layers(workload, kernels)
+    blocks = model.layers + prediction_blocks(model)
     groups = [
-        (n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, [range(whole)]) if n
+        (n, layer_bytes(kind, mode))
+        for kind, mode, n in layer_groups(model, train, [range(blocks)])
+        if n
     ]
     head = head_bytes(workload, kernels)
-    again = max(one.recomputing for _, one in groups)
+    again = max(layer.recomputing for _, layer in groups)
     ahead = ahead_bytes(workload, head) if again else 0.0
     back = back_bytes(workload, (0,))
     return OneStage(
-        sum(n * one.stored for n, one in groups) + stage_bytes(workload, kernels)[1] + back,
+        sum(n * layer.stored for n, layer in groups) + stage_bytes(workload, kernels)[1] + back,
         head,
         again + ahead,
-        max(one.stored + one.recomputing for _, one in groups) + ahead,
+        max(layer.stored + layer.recomputing for _, layer in groups) + ahead,
     )
 
 
@@ -450,12 +460,13 @@ def backward_bytes(workload: Workload, kernels: Kernels) -> float:
     ffn = mlp_width(model, moe, train.seq_len, fullest(parallel))
     if sample_layers(model)[0] is not None:
         ffn = max(ffn, model.ffn_hidden)
-    found = (2 if model.mlp == "gated" else 1) * ffn
+    gradient_features = (2 if model.mlp == "gated" else 1) * ffn
     if moe is not None and kernels.trainer == "cuda" and train.precision == "bf16":
-        found = max(
-            found, 5 * taken_choices(moe, train.seq_len) * moe.ffn_hidden * fullest(parallel)
+        gradient_features = max(
+            gradient_features,
+            5 * taken_choices(moe, train.seq_len) * moe.ffn_hidden * fullest(parallel),
         )
-    return found * tokens / parallel.tp * workload.width
+    return gradient_features * tokens / parallel.tp * workload.width
 
 
 def received_input_bytes(workload: Workload, kernels: Kernels, layers: range) -> float:
@@ -468,9 +479,9 @@ def received_input_bytes(workload: Workload, kernels: Kernels, layers: range) ->
     if not layers or not (away or workload.shares_inputs):
         return 0.0
     mode = train.recompute_layers[layers[0]] if train.recompute == "budget" else train.recompute
-    kept = mode == "full" or (mode == "selective" and kernels.selective == "orch")
+    keeps_input = mode == "full" or (mode == "selective" and kernels.selective == "orch")
     share = 0.0 if away else 1 / parallel.tp
-    return workload.boundary_bytes * (1 - share) if kept else 0.0
+    return workload.boundary_bytes * (1 - share) if keeps_input else 0.0
 
 
 def stage_bytes(workload: Workload, kernels: Kernels) -> tuple[float, float]:
@@ -494,9 +505,9 @@ def head_bytes(workload: Workload, kernels: Kernels) -> float:
     hidden = (
         model.hidden * width * (1 / rows + 1 / gathered)
     )  # inputs of norm and output projection
-    one = hidden + width * workload.vocabulary_rows
+    per_loss = hidden + width * workload.vocabulary_rows
     ahead = prediction_blocks(model)
-    return tokens * (one + ahead * (one + 3 * model.hidden * width / rows))
+    return tokens * (per_loss + ahead * (per_loss + 3 * model.hidden * width / rows))
 
 
 def ahead_bytes(workload: Workload, head: float) -> float:
@@ -517,7 +528,7 @@ def loss_bytes(workload: Workload, kernels: Kernels) -> float:
         return logits * (kernels.loss_width - workload.width)
     width = workload.width
     chunk = 4 * min(LOSS_CHUNK, logits)
-    most = width * logits + 2 * chunk if width < 4 else max(chunk, width * logits)
+    peak = width * logits + 2 * chunk if width < 4 else max(chunk, width * logits)
     # a split backward keeps the gradient: `DeferredGradients` counts it
-    kept = splits_backward(parallel) and parallel.schedule not in WHOLE_AT_PEAK
-    return max(0.0, most - width * logits) if kept else most
+    keeps_gradient = splits_backward(parallel) and parallel.schedule not in WHOLE_AT_PEAK
+    return max(0.0, peak - width * logits) if keeps_gradient else peak

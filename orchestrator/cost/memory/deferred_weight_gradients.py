@@ -52,10 +52,10 @@ class DeferredGradients:
         #: by kind of layer as in `sample_layers`: (bytes kept until W, gradients computed while the
         #: inputs are kept)
         elements = (
-            (0.0, 0.0) if one is None else _layer(model, one, parallel.tp)
-            for one in sample_layers(model)
+            (0.0, 0.0) if layer is None else _layer(model, layer, parallel.tp)
+            for layer in sample_layers(model)
         )
-        self.layers = [(size * kept, size * grads) for kept, grads in elements]
+        self.layers = [(size * deferred, size * grads) for deferred, grads in elements]
         logits = size * workload.vocabulary_rows
         self.head = logits + size * model.hidden
         self.logits = (
@@ -85,15 +85,16 @@ class DeferredGradients:
             for _, kind, *_ in layers
         ]
         during_input = max(
-            (more + grad for (*_, more), grad in zip(layers, grads, strict=True)), default=0.0
+            (recomputing + grad for (*_, recomputing), grad in zip(layers, grads, strict=True)),
+            default=0.0,
         )
         if head is not None:
             during_input = max(head + self.logits, self.head + during_input)
         # in the last layer's I all others are deferred already
         in_last = max(
             (
-                own + more + grad - self.layers[kind][0]
-                for (_, kind, own, more), grad in zip(layers, grads, strict=True)
+                layer_bytes + recomputing + grad - self.layers[kind][0]
+                for (_, kind, layer_bytes, recomputing), grad in zip(layers, grads, strict=True)
             ),
             default=0.0,
         )
@@ -109,12 +110,15 @@ class DeferredGradients:
 
     def stage(self, layers: Sequence[Layers], stored: float, head: float) -> StageBytes:
         """As `bytes_of_stage`."""
-        whole = self.parallel.schedule in WHOLE_AT_PEAK
+        whole_at_peak = self.parallel.schedule in WHOLE_AT_PEAK
         last = head > 0.0
-        during = [more + (0.0 if whole else self.layers[kind][1]) for _, kind, _, more in layers]
+        during = [
+            recomputing + (0.0 if whole_at_peak else self.layers[kind][1])
+            for _, kind, _, recomputing in layers
+        ]
         in_last = (
-            own + more - self.layers[kind][0]
-            for (_, kind, own, _), more in zip(layers, during, strict=True)
+            layer_bytes + recomputing - self.layers[kind][0]
+            for (_, kind, layer_bytes, _), recomputing in zip(layers, during, strict=True)
         )
         return StageBytes(
             stored=stored,
@@ -134,7 +138,7 @@ def bytes_of_stage(
     output projection and loss, 0 in other stages; deferred: where backward is split."""
     if deferred:
         return deferred.stage(layers, stored, head)
-    return StageBytes(stored, head, max((more for *_, more in layers), default=0.0))
+    return StageBytes(stored, head, max((recomputing for *_, recomputing in layers), default=0.0))
 
 
 def _layer(model: Model, layer: int, tp: int) -> tuple[float, float]:
@@ -169,10 +173,10 @@ def peak_points(parallel: Parallel, rank: int, in_flight_count: int | None = Non
     if step is None:  # at the peak of these schedules nothing waits for W
         if in_flight_count is not None:
             return [(in_flight_count, 0)]
-        two = parallel.schedule == "dualpipe"
-        rank = min(rank, p - 1 - rank) if two else rank  # its halves mirror each other
+        is_dualpipe = parallel.schedule == "dualpipe"
+        rank = min(rank, p - 1 - rank) if is_dualpipe else rank  # its halves mirror each other
         if parallel.schedule in WHOLE_AT_PEAK and m >= 2 * p:
-            return _full_bidirectional(p // 2 if two else p, rank)
+            return _full_bidirectional(p // 2 if is_dualpipe else p, rank)
         return _counted(parallel.schedule, p, min(m, 2 * p + 2 + m % 2), parallel.vpp, rank)
     ahead = min(step * (p - 1 - rank), m)
     behind = step * rank
@@ -198,11 +202,11 @@ def _counted(name: str, p: int, m: int, v: int, rank: int) -> list[Point]:
 
 def _highest(order: Iterable[Action]) -> list[Point]:
     """The points that no other point exceeds in both numbers."""
-    kept: list[Point] = []
+    frontier: list[Point] = []
     for full, deferred in sorted(set(_points(order)), reverse=True):
-        if not kept or deferred > kept[-1][1]:
-            kept.append((full, deferred))
-    return kept
+        if not frontier or deferred > frontier[-1][1]:
+            frontier.append((full, deferred))
+    return frontier
 
 
 def _points(order: Iterable[Action]) -> Iterator[Point]:

@@ -28,12 +28,12 @@ def latent_attention(workload: Workload, mla: Mla) -> dict[str, float]:
     parallel = workload.parallel
     heads, key = _heads(model, mla, parallel)
     read = (mla.q_lora_rank or model.hidden) + mla.kv_lora_rank + mla.qk_rope_head_dim
-    kept = {
+    features = {
         "latent inputs": model.hidden / _rows(parallel),
         "attention": _latents(mla, parallel) + read + 3 * heads * key,
         "attention output": heads * (key + mla.v_head_dim * (mla.v_head_dim != key)),
     }
-    return {name: size * workload.width for name, size in kept.items()}
+    return {name: size * workload.width for name, size in features.items()}
 
 
 def selective_latent_attention(workload: Workload, mla: Mla, fused: bool) -> float:
@@ -43,10 +43,10 @@ def selective_latent_attention(workload: Workload, mla: Mla, fused: bool) -> flo
     parallel = workload.parallel
     train = workload.train
     heads, key = _heads(model, mla, parallel)
-    kept = _latents(mla, parallel) + heads * key * fused
+    features = _latents(mla, parallel) + heads * key * fused
     if train.recompute_latents is not True:
-        kept += heads * (key + mla.qk_nope_head_dim + mla.v_head_dim)
-    return kept * workload.width
+        features += heads * (key + mla.qk_nope_head_dim + mla.v_head_dim)
+    return features * workload.width
 
 
 def experts(workload: Workload, moe: Moe, device: str) -> dict[str, float]:
@@ -90,9 +90,9 @@ def experts(workload: Workload, moe: Moe, device: str) -> dict[str, float]:
     }
 
 
-def results_of_experts(workload: Workload, moe: Moe, beside: float) -> float:
+def results_of_experts(workload: Workload, moe: Moe, kept_later: float) -> float:
     """What a layer with experts has, beyond what it keeps, when it is recomputed: results, until
-    each token sums its own, and what routers have read, in its own width. beside: bytes a token
+    each token sums its own, and what routers have read, in its own width. kept_later: bytes per token
     that shared experts keep later, if no exchange lies between.
 
     Results that come back from other ranks are of this rank's own tokens. Without an exchange a
@@ -103,13 +103,13 @@ def results_of_experts(workload: Workload, moe: Moe, beside: float) -> float:
     width = workload.width
     gathered = _rows(parallel) > 1 and not moe.shared_ffn_hidden
     if expert_mesh(parallel).ep > 1:
-        found = taken_choices(moe, train.seq_len) / _rows(parallel)
+        rows_per_token = taken_choices(moe, train.seq_len) / _rows(parallel)
     else:
-        found = _copies(moe, parallel, train) * fullest(parallel) + gathered
+        rows_per_token = _copies(moe, parallel, train) * fullest(parallel) + gathered
     if width < 4 and not moe.shared_ffn_hidden:
-        found += 1 / _rows(parallel)
-    later = beside if parallel.ep == parallel.tp == 1 else 0.0
-    return max(0.0, found * model.hidden * width - later)
+        rows_per_token += 1 / _rows(parallel)
+    later = kept_later if parallel.ep == parallel.tp == 1 else 0.0
+    return max(0.0, rows_per_token * model.hidden * width - later)
 
 
 def _copies(moe: Moe, parallel: Parallel, train: Train) -> float:

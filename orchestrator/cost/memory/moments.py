@@ -40,7 +40,7 @@ class Peak(NamedTuple):
 
 def peak_of_one_stage(
     workload: Workload,
-    kept: OneStage,
+    stage: OneStage,
     grads: float,
     loss: float,
     backward: float,
@@ -75,13 +75,13 @@ def peak_of_one_stage(
         else 0.0
     )
     moments = (  # (activations, buffers, gradients that are not there yet)
-        (kept.stored + kept.head, loss, late),
-        (kept.stored + kept.again, first, late),
-        (kept.stored + 2 * kept.again - kept.layer, later, late),  # the last layer's are gone
-        (kept.layer, later, 0.0),
+        (stage.stored + stage.head, loss, late),
+        (stage.stored + stage.again, first, late),
+        (stage.stored + 2 * stage.again - stage.layer, later, late),  # the last layer's are gone
+        (stage.layer, later, 0.0),
     )
     held, buffers, missing = max(moments, key=lambda moment: moment[0] + moment[1] - moment[2])
-    return Peak(always + buffers, kept.most - held + missing)
+    return Peak(always + buffers, stage.most - held + missing)
 
 
 def whole_layer(model: Model, parallel: Parallel) -> float:
@@ -89,4 +89,7 @@ def whole_layer(model: Model, parallel: Parallel) -> float:
     kinds = [layer_params(model, layer) for layer in sample_layers(model) if layer is not None]
     tp = parallel.tp
     cut = parallel.tp * spread(parallel)
-    return max((one.attention + one.ffn) / tp + one.replicated + one.experts / cut for one in kinds)
+    return max(
+        (params.attention + params.ffn) / tp + params.replicated + params.experts / cut
+        for params in kinds
+    )

@@ -62,17 +62,17 @@ def back_bytes(workload: Workload, stages: Sequence[int]) -> float:
     train = workload.train
     if not offload_of(train).activations:
         return 0.0
-    most = max(stage_inputs(workload, index) for index in stages)
-    return min(BACK, most) * input_bytes(workload)
+    most_inputs = max(stage_inputs(workload, index) for index in stages)
+    return min(BACK, most_inputs) * input_bytes(workload)
 
 
 def offloaded_inputs(workload: Workload) -> list[tuple[float, float]]:
     """(bytes of host memory, bytes of disk) of each pipeline rank at the peak of a step."""
     parallel = workload.parallel
     train = workload.train
-    place = offload_of(train).activations
+    offload_target = offload_of(train).activations
     size = input_bytes(workload)
-    if not place:
+    if not offload_target:
         return [(0.0, 0.0)] * parallel.pp
     schedule = (
         schedule_of(parallel)
@@ -82,8 +82,14 @@ def offloaded_inputs(workload: Workload) -> list[tuple[float, float]]:
     result = []
     for rank, stages in enumerate(rank_stages(parallel)):
         counts = [stage_inputs(workload, index) for index in stages]
-        most = unequal_peak(schedule, rank, stages, [StageBytes(float(count)) for count in counts])
+        peak_inputs = unequal_peak(
+            schedule, rank, stages, [StageBytes(float(count)) for count in counts]
+        )
         block = -(-int(size) // BLOCK) * BLOCK
-        rooms = ROOMS * (block + BLOCK) if most else 0
-        result.append((float(rooms), most * block) if place == "disk" else (most * size, 0.0))
+        rooms = ROOMS * (block + BLOCK) if peak_inputs else 0
+        result.append(
+            (float(rooms), peak_inputs * block)
+            if offload_target == "disk"
+            else (peak_inputs * size, 0.0)
+        )
     return result

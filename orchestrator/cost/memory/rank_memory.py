@@ -64,12 +64,12 @@ def rank_state_bytes(
         (dense, parallel.cp * parallel.ep * parallel.dp),
         (experts, expert_mesh(parallel).edp),
     ):
-        each = param_state_bytes(copies * replicas, parallel, train, recipe)
-        params += count * each.params
-        grads += count * each.grads
-        optimizer += count * each.optimizer
-        host = host + count * each.host
-        disk = disk + count * each.disk
+        per_parameter = param_state_bytes(copies * replicas, parallel, train, recipe)
+        params += count * per_parameter.params
+        grads += count * per_parameter.grads
+        optimizer += count * per_parameter.optimizer
+        host = host + count * per_parameter.host
+        disk = disk + count * per_parameter.disk
     if recipe.wide_vectors:
         wide = structs.replace(recipe, moment=None)
         replicas = copies * parallel.cp * parallel.ep * parallel.dp
@@ -107,10 +107,10 @@ def param_state_bytes(
         sharded = shards if parallel.zero >= 1 else 1
         state = (recipe.moments * moment + wide + recipe.more_optimizer) / sharded
         if offload.optimizer == "disk":  # gradients stay on the device
-            own = gradient / (shards if parallel.zero >= 2 else 1)
+            gradient_share = gradient / (shards if parallel.zero >= 2 else 1)
             if offload.weights:
-                return StateBytes(0.0, 0.0, 0.0, disk=state + weight + own)
-            return StateBytes(weight, own, 0.0, disk=state)
+                return StateBytes(0.0, 0.0, 0.0, disk=state + weight + gradient_share)
+            return StateBytes(weight, gradient_share, 0.0, disk=state)
         return StateBytes(
             params=weight,
             grads=0.0
@@ -227,14 +227,19 @@ def memory_by_pp_rank(
     held = activations(workload, kernels) if of_stage is None else [of_stage.most]
     away = offloaded_inputs(workload)
     ranks = zip(rank_parameters(model, parallel), held, rank_stages(parallel), away, strict=True)
-    for pp_rank, ((dense, experts), kept, stages, (inputs_host, inputs_disk)) in enumerate(ranks):
+    for pp_rank, (
+        (dense, experts),
+        activation_bytes,
+        stages,
+        (inputs_host, inputs_disk),
+    ) in enumerate(ranks):
         vectors = rank_vectors(model, parallel, stages) if recipe.wide_vectors else 0
         states = rank_state_bytes(dense, experts, parallel, train, recipe, vectors)
         sizes = {
             "params": states.params,
             "grads": states.grads,
             "optimizer": states.optimizer,
-            "activations": kept,
+            "activations": activation_bytes,
         }
         sizes["buffers"], apart = buffer_bytes + max(loss if last in stages else 0.0, backward), 0.0
         if of_stage is not None:
@@ -242,7 +247,7 @@ def memory_by_pp_rank(
             peak = peak_of_one_stage(workload, of_stage, states.grads, loss, backward)
             sizes["buffers"], apart = buffer_bytes + peak.buffers, peak.apart
         if sharded:
-            of_rank = kept_of_rank(workload, kernels, pp_rank, kept)
+            of_rank = kept_of_rank(workload, kernels, pp_rank, activation_bytes)
             temporary = Temporaries(loss, backward)
             ends = (0 in stages, last in stages)
             peak = peak_of_sharded_rank(workload, of_rank, temporary, states.grads, ends)
@@ -250,17 +255,17 @@ def memory_by_pp_rank(
             sizes["buffers"], apart = buffer_bytes + gathered + peak.buffers, peak.apart
         tensors = sum(sizes.values())
         sizes["buffers"] += recipe.process_bytes(tensors) - tensors
-        parts = {name: round(size) for name, size in sizes.items()} | {"apart": round(apart)}
-        total = sum(parts.values()) - 2 * parts["apart"]
+        account = {name: round(size) for name, size in sizes.items()} | {"apart": round(apart)}
+        total = sum(account.values()) - 2 * account["apart"]
         host = states.host
         if states.disk:
             host = buffer_size(
                 offload_of(train).buffer_bytes, STATE_KINDS, state_width(train.precision)
             )
-        parts |= {"host": round(host + inputs_host), "disk": round(states.disk + inputs_disk)}
+        account |= {"host": round(host + inputs_host), "disk": round(states.disk + inputs_disk)}
         room = recipe.capacity(cluster)
         sd = recipe.account_sd(cluster)
-        result.append(Memory(**parts, total=total, capacity=room, worst_rank=pp_rank, sd=sd))
+        result.append(Memory(**account, total=total, capacity=room, worst_rank=pp_rank, sd=sd))
     return result
 
 

@@ -275,10 +275,10 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 )
 
 
-def measured_kind(text: str, recipe: Recipe) -> tuple[Kind, bool]:
+def measured_kind(description: str, recipe: Recipe) -> tuple[Kind, bool]:
     """(what was measured by a table's words, whether they say it); else what the recipe's users
     print."""
-    words = text.lower()
+    words = description.lower()
     for pattern, kind in _KINDS:
         if re.search(pattern, words):
             return kind, True

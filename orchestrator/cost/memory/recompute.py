@@ -56,9 +56,9 @@ def resolve_recompute(
         )
         loss = loss_bytes(workload, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
         loss = max(loss, backward_bytes(workload, kernels))
-        left = recipe.tensor_bytes(recipe.capacity(cluster)) - buffer_bytes - loss
-        left -= states.on_device
-        budget = left if budget_gib is None else budget_gib * GIB
+        free_bytes = recipe.tensor_bytes(recipe.capacity(cluster)) - buffer_bytes - loss
+        free_bytes -= states.on_device
+        budget = free_bytes if budget_gib is None else budget_gib * GIB
         for layer, mode in zip(
             layers,
             _cheapest(workload, cluster, pp_rank, layers, budget, kernels),
@@ -95,9 +95,12 @@ def _cheapest(
         for selective in range(many + 1 - full)
     )
     for _, full, selective in choices:
-        found = [2] * full + [1] * selective + [0] * (many - full - selective)
-        if _bytes(workload, pp_rank, dict(zip(layers, found, strict=True)), kernels) <= budget:
-            return found
+        layer_modes = [2] * full + [1] * selective + [0] * (many - full - selective)
+        if (
+            _bytes(workload, pp_rank, dict(zip(layers, layer_modes, strict=True)), kernels)
+            <= budget
+        ):
+            return layer_modes
     return [2] * many
 
 

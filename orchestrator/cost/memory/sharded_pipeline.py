@@ -54,23 +54,27 @@ class Moment(NamedTuple):
     summed: float = 0.0  # of the gradients that the first backward sums, those that are there
 
 
-def kept_of_rank(workload: Workload, kernels: Kernels, rank: int, most: float) -> RankActivations:
-    """Activation bytes of a pipeline rank without a split backward. `most`: as in `activations`."""
+def kept_of_rank(
+    workload: Workload, kernels: Kernels, rank: int, peak_bytes: float
+) -> RankActivations:
+    """Activation bytes of a pipeline rank without a split backward. `peak_bytes`: as in `activations`."""
     model = workload.model
     parallel = workload.parallel
     train = workload.train
-    of = bytes_of_layers(workload, kernels)
+    layer_bytes = bytes_of_layers(workload, kernels)
     stages = rank_stages(parallel)[rank]
     held = [held_layers(model, parallel, stage) for stage in stages]
-    groups = [(n, of(kind, mode)) for kind, mode, n in layer_groups(model, train, held) if n]
-    again = max((one.recomputing for _, one in groups), default=0.0)
+    groups = [
+        (n, layer_bytes(kind, mode)) for kind, mode, n in layer_groups(model, train, held) if n
+    ]
+    again = max((layer.recomputing for _, layer in groups), default=0.0)
     loss = head_bytes(workload, kernels) if len(parallel.stage_layers) - 1 in stages else 0.0
     return RankActivations(
-        most=most,
-        in_backward=most - max(0.0, loss - again),
+        most=peak_bytes,
+        in_backward=peak_bytes - max(0.0, loss - again),
         again=again,
-        micro_batch=sum(n * one.stored for n, one in groups) / len(stages),
-        layer=max((one.stored for _, one in groups), default=0.0),
+        micro_batch=sum(n * layer.stored for n, layer in groups) / len(stages),
+        layer=max((layer.stored for _, layer in groups), default=0.0),
         several=max(map(len, held)) > 1,
         first_only=in_flight(parallel)[rank] >= parallel.micro_batches * len(stages),
     )
@@ -78,7 +82,7 @@ def kept_of_rank(workload: Workload, kernels: Kernels, rank: int, most: float) -
 
 def peak_of_sharded_rank(
     workload: Workload,
-    kept: RankActivations,
+    rank: RankActivations,
     temporaries: Temporaries,
     grads: float,
     ends: tuple[bool, bool],
@@ -86,23 +90,23 @@ def peak_of_sharded_rank(
     """`grads`: bytes of gradients between steps. `ends`: whether the rank has the model's first
     stage, its last one."""
     highest = -1.0
-    found = Peak(0.0, 0.0)
-    for moment in _moments(workload, kept, temporaries, ends):
-        late = max(0.0, grads - moment.summed) if kept.first_only else 0.0
+    peak = Peak(0.0, 0.0)
+    for moment in _moments(workload, rank, temporaries, ends):
+        late = max(0.0, grads - moment.summed) if rank.first_only else 0.0
         cases = [(moment.activations, late)]
         if late:
-            cases.append((moment.activations - kept.micro_batch, 0.0))
+            cases.append((moment.activations - rank.micro_batch, 0.0))
         for activations, missing in cases:
             total = activations + moment.buffers - missing
             if total > highest:
                 highest = total
-                found = Peak(moment.buffers, kept.most - activations + missing)
-    return found
+                peak = Peak(moment.buffers, rank.most - activations + missing)
+    return peak
 
 
 def _moments(
     workload: Workload,
-    kept: RankActivations,
+    rank: RankActivations,
     temporaries: Temporaries,
     ends: tuple[bool, bool],
 ) -> Iterator[Moment]:
@@ -117,31 +121,31 @@ def _moments(
     shards = _shards(parallel)
     (first, last), (table, positions) = ends, embedding_params(model)
     table = -(-table // parallel.tp)
-    without_layer = kept.in_backward - kept.again - kept.layer
+    without_layer = rank.in_backward - rank.again - rank.layer
     sent = 0.0
     waiting = 0.0  # of the head: copied as it is summed, as made
     if last:
-        yield Moment(kept.most, temporaries.loss)
+        yield Moment(rank.most, temporaries.loss)
         if model.tied_embeddings or prediction_blocks(model):  # of the unit of the whole stage
             waiting = table * weight
-            end = kept.in_backward - kept.again - kept.micro_batch
+            end = rank.in_backward - rank.again - rank.micro_batch
             yield Moment(end, table * (weight + gradient), table * gradient / shards)
         else:
             sent = table * gradient
-            yield Moment(kept.in_backward - kept.again, table * weight + sent + hidden)
+            yield Moment(rank.in_backward - rank.again, table * weight + sent + hidden)
     layer = temporaries.layer + _last_matrix(model, parallel) * weight + waiting
-    yield Moment(kept.in_backward, layer + sent)
+    yield Moment(rank.in_backward, layer + sent)
     experts = _experts(model, parallel)
-    whole = whole_layer(model, parallel)
-    unit = whole - experts if spread(parallel) > 1 else whole  # the block's own
-    for many in (unit, whole - unit):  # as made, and copied; then the copy and the sum
+    block = whole_layer(model, parallel)
+    unit = block - experts if spread(parallel) > 1 else block  # the block's own
+    for many in (unit, block - unit):  # as made, and copied; then the copy and the sum
         yield Moment(without_layer, waiting + many * (weight + gradient) + 2 * hidden)
         yield Moment(without_layer, waiting + many * gradient * (1 + 1 / shards) + hidden)
-    if kept.several:
+    if rank.several:
         of_last = unit * gradient
-        yield Moment(kept.in_backward - kept.layer, layer + of_last + hidden, of_last / shards)
+        yield Moment(rank.in_backward - rank.layer, layer + of_last + hidden, of_last / shards)
     if first:
-        ends_with = kept.in_backward - kept.again - kept.micro_batch
+        ends_with = rank.in_backward - rank.again - rank.micro_batch
         many = table + positions
         yield Moment(
             ends_with, many * weight + max(unit * gradient + hidden, many * gradient) + hidden

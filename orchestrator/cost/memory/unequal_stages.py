@@ -56,11 +56,11 @@ def unequal_peak(
     stored, head, during, deferred, in_head, head_deferred, in_last = np.array(stages).T
     active = points.active
     split = points.split
-    kept = points.full @ (stored + head) + points.deferred @ deferred
+    held_bytes = points.full @ (stored + head) + points.deferred @ deferred
     in_layers = head_deferred[active] * split - head[active] + during[active]
     in_last_layer = np.where(split > 0, (deferred + in_last - stored - head)[active], -np.inf)
-    more = np.maximum(np.maximum(in_layers, in_last_layer), in_head[active] * split)
-    return float((kept + more).max())
+    temporary = np.maximum(np.maximum(in_layers, in_last_layer), in_head[active] * split)
+    return float((held_bytes + temporary).max())
 
 
 @lru_cache(maxsize=1024)
@@ -74,7 +74,7 @@ def _counted(name: str, p: int, m: int, v: int, rank: int, held: tuple[int, ...]
 def _points(order: Iterable[Action], held: tuple[int, ...], model_stages: int) -> Points:
     full = [0] * len(held)
     deferred = [0] * len(held)
-    found: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], None] = {}
+    moments: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], None] = {}
     for kind, stage, _ in order:
         at = held.index(stage % model_stages)
         if kind is Kind.F:
@@ -82,10 +82,10 @@ def _points(order: Iterable[Action], held: tuple[int, ...], model_stages: int) -
         elif kind is Kind.W:
             deferred[at] -= 1
         else:
-            found[tuple(full), tuple(deferred), at, kind is Kind.I] = None
+            moments[tuple(full), tuple(deferred), at, kind is Kind.I] = None
             full[at] -= 1
             deferred[at] += kind is Kind.I
-    before, after, active, split = zip(*found, strict=True)
+    before, after, active, split = zip(*moments, strict=True)
     return Points(
         np.array(before, float), np.array(after, float), np.array(active), np.array(split, float)
     )

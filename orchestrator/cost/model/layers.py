@@ -205,5 +205,5 @@ def layer_groups(model: Model, train: Train, ranges: Sequence[range]) -> list[tu
         train.recompute_layers or ["full"] * model.layers
     )  # not resolved yet: assume the most recomputation
     layers = [min(layer, model.layers - 1) for r in ranges for layer in r]
-    found = Counter((int(layer_moe(model, layer) is not None), modes[layer]) for layer in layers)
-    return [(kind, mode, n) for (kind, mode), n in found.items()]
+    groups = Counter((int(layer_moe(model, layer) is not None), modes[layer]) for layer in layers)
+    return [(kind, mode, n) for (kind, mode), n in groups.items()]

@@ -62,7 +62,9 @@ def _balance(layers: int, stages: int, head: float, tolerance: float) -> tuple[i
         _, first, last, stage = least[0]
         counts[stage] += 1
         heapreplace(least, (counts[stage] + 1 + extra[stage], first, last, stage))
-    slowest = max(count + more for count, more in zip(counts, extra, strict=True))
+    slowest = max(
+        count + outside_layers for count, outside_layers in zip(counts, extra, strict=True)
+    )
     if layers % stages == 0:
         even = layers // stages + head
         if even <= slowest * (1 + tolerance):
@@ -95,15 +97,15 @@ def _held(pp: int, stages: int, ranks: Sequence[int]) -> list[tuple[int, ...]]:
     held: list[list[int]] = [[] for _ in range(pp)]
     for stage, rank in enumerate(ranks):
         held[rank].append(stage % stages)
-    return [tuple(own) for own in held]
+    return [tuple(stages_of_rank) for stages_of_rank in held]
 
 
 def held_layers(model: Model, parallel: Parallel, stage: int) -> range:
     """Decoder layers of a virtual stage, and on the last one the blocks that predict further
     tokens."""
-    found = stage_range(parallel, stage)
+    decoder_layers = stage_range(parallel, stage)
     last = stage == len(parallel.stage_layers) - 1
-    return range(found.start, found.stop + prediction_blocks(model) * last)
+    return range(decoder_layers.start, decoder_layers.stop + prediction_blocks(model) * last)
 
 
 def stage_range(parallel: Parallel, stage: int) -> range:
@@ -118,15 +120,15 @@ def rank_vectors(model: Model, parallel: Parallel, stages: Sequence[int]) -> int
         0 if layer is None else vectors_on_rank(model, layer, parallel.tp)
         for layer in sample_layers(model)
     ]
-    found = 0
+    total = 0
     last = len(parallel.stage_layers) - 1
     ahead = prediction_blocks(model)
     for stage in stages:
         held = held_layers(model, parallel, stage)
         numbers = dense_and_moe(model, held.start, held.stop)
-        found += sum(many * each for many, each in zip(numbers, kinds, strict=True))
-        found += (1 + 3 * ahead) * norm_params(model) * (stage == last)
-    return found
+        total += sum(many * vectors for many, vectors in zip(numbers, kinds, strict=True))
+        total += (1 + 3 * ahead) * norm_params(model) * (stage == last)
+    return total
 
 
 def rank_parameters(model: Model, parallel: Parallel) -> list[tuple[int, int]]:

@@ -55,7 +55,7 @@ def tensor_seconds(
     path = paths[("tp",), "ring"]
     shown = rate.tp_exposed
     links = rate.tensor_outside if path.fabric_s else rate.tensor
-    known = dict[tuple[Operation, float, int], Number]()
+    seconds_of = dict[tuple[Operation, float, int], Number]()
 
     def late(once: Number, overlap: Overlap) -> Number:
         return larger(0.0, once - compute.overlap_s[overlap])
@@ -69,11 +69,13 @@ def tensor_seconds(
 
     def total(operations: Iterable[TensorOperation]) -> Number:
         result: Number = 0.0
-        for one in operations:
-            key = one.operation, one.size, one.ranks
-            if key not in known:
-                known[key] = collective.seconds(one.operation, one.size, one.ranks, path, links)
-            result += one.times * exposed(known[key], one.overlap)
+        for operation in operations:
+            key = operation.operation, operation.size, operation.ranks
+            if key not in seconds_of:
+                seconds_of[key] = collective.seconds(
+                    operation.operation, operation.size, operation.ranks, path, links
+                )
+            result += operation.times * exposed(seconds_of[key], operation.overlap)
         return result
 
     tokens = workload.tokens
@@ -141,9 +143,9 @@ def gradient_seconds(
     """Seconds of all communication of gradients and weights of a rank. held, outside: as in
     `gradient_traffic`."""
     total: Number = 0.0
-    for one in gradient_traffic(workload, held, outside):
-        total += one.count * collective.seconds(
-            one.operation, one.size, one.members, paths[one.key], rate.ring
+    for message in gradient_traffic(workload, held, outside):
+        total += message.count * collective.seconds(
+            message.operation, message.size, message.members, paths[message.key], rate.ring
         )
     return total
 

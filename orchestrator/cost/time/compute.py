@@ -135,15 +135,16 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
     load = imbalance(parallel, rate)
     attention, mlp = layer_matrices(workload, layer, load)
     column = [
-        one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in (attention[0], mlp[0])
+        matrix.flops * rate.gemm_s + matrix.bytes * rate.gemm_byte_s
+        for matrix in (attention[0], mlp[0])
     ]
     matrices = attention + mlp
     gemm = (
-        sum(one.flops for one in matrices) * rate.gemm_s
-        + sum(one.bytes for one in matrices) * rate.gemm_byte_s
+        sum(matrix.flops for matrix in matrices) * rate.gemm_s
+        + sum(matrix.bytes for matrix in matrices) * rate.gemm_byte_s
     )
     lost = [
-        sum(one.reduced[way] for one in matrices) * rate.wave_s for way in (0, 1)
+        sum(matrix.reduced[direction] for matrix in matrices) * rate.wave_s for direction in (0, 1)
     ]  # the last, partly filled wave
     if moe is not None:
         gemm += 2.0 * tokens / rows * model.hidden * moe.experts * rate.gemm16_s  # the router
@@ -158,16 +159,16 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
     if model.position == "rope":
         columns += 4 * (model.heads + model.kv_heads) * model.head_dim / tp
     elementwise = tokens * (row + columns) * rate.elementwise * rate.byte_s
-    cast = sum(one.rows * one.inputs for one in matrices) * rate.cast_bytes * rate.byte_s
+    cast = sum(matrix.rows * matrix.inputs for matrix in matrices) * rate.cast_bytes * rate.byte_s
     experts: Number = 0.0
     if moe is not None:
         copies = tokens / rows * taken_choices(moe, train.seq_len)
         experts = rate.permute * 8 * copies * model.hidden * rate.byte_s
         experts = experts * (1.0 + load) / 2  # a rank's own rows, and those that it receives
-    own = dense_on_rank(model, layer, tp) + layer_params(model, layer).experts / (
+    parameters = dense_on_rank(model, layer, tp) + layer_params(model, layer).experts / (
         mesh.etp * mesh.ep
     )
-    accumulate = own * rate.accumulate_bytes * rate.byte_s * rate.weight_gradients
+    accumulate = parameters * rate.accumulate_bytes * rate.byte_s * rate.weight_gradients
 
     forward = gemm + lost[0] + core + elementwise + cast + experts
     terms = {
@@ -188,8 +189,10 @@ def layer_seconds(workload: Workload, layer: int, rate: Rates) -> LayerSeconds:
         software, rate, gemm, core, elementwise, columns / (row + columns), forward, parallel
     )
     if model.mla is not None and train.recompute_latents is True and software.selective == "orch":
-        _, *made, _ = attention  # queries, keys and values of latents
-        selective += sum(one.flops * rate.gemm_s + one.bytes * rate.gemm_byte_s for one in made)
+        _, *from_latents, _ = attention  # queries, keys and values of latents
+        selective += sum(
+            matrix.flops * rate.gemm_s + matrix.bytes * rate.gemm_byte_s for matrix in from_latents
+        )
     return LayerSeconds(
         forward=forward * slower,
         backward=(gpu - forward) * slower,
@@ -293,8 +296,8 @@ def loss_seconds(workload: Workload, rate: Rates) -> tuple[Number, Number]:
     loss = (1 + ahead) * tokens * model.vocab / parallel.tp * rate.logits_bytes * rate.byte_s
     head = (1 + ahead) * _head_seconds(workload, rate)
     if ahead:  # the projection, whole on every tensor-parallel rank
-        own = tokens / workload.sequence_shards
-        head += ahead * own * 4 * model.hidden**2 * rate.gemm16_s
+        own_tokens = tokens / workload.sequence_shards
+        head += ahead * own_tokens * 4 * model.hidden**2 * rate.gemm16_s
     return head + loss, head * (1.0 + rate.weight_gradients) + 1.5 * loss
 
 

@@ -30,7 +30,7 @@ def phases(path: Path, model: Model, parallel: Parallel, carried: Carried = "row
     if carried != "rows":  # each copy has its own
         nvlink = nvlink if carried == "copies" else 0.0
         network = 1.0
-    spread = {level: part * network for level, part in path.share.items() if level != NVLINK}
+    spread = {level: share * network for level, share in path.share.items() if level != NVLINK}
     between = structs.replace(path, nvlink_s=0.0, fabric_s=path.fabric_s * network, share=spread)
     within = {NVLINK: path.share.get(NVLINK, 0.0) * nvlink}
     inside = structs.replace(

@@ -95,7 +95,7 @@ class Fabric:
     def _blocks_alike(self) -> list[int]:
         """GPUs of a block of each tier, innermost first, up to the first tier whose blocks differ:
         in size, or because their nodes are not neighbours."""
-        found = list[int]()
+        equivalents = list[int]()
         for tier, blocks in enumerate(self.block):
             size = int((blocks == blocks[0]).sum())
             runs = blocks.reshape(-1, size) if len(blocks) % size == 0 else blocks[:, None]
@@ -104,8 +104,8 @@ class Fabric:
             alike = (runs == runs[:, :1]).all() and len(set(runs[:, 0].tolist())) == len(runs)
             if not alike or (self.gpus[tier][blocks] != size * self.gpus_per_node).any():
                 break
-            found.append(size * self.gpus_per_node)
-        return found
+            equivalents.append(size * self.gpus_per_node)
+        return equivalents
 
     def standing_for_all(self, members: Ints, window: int) -> Ints:
         """Of the groups int [groups, n] of all ranks, so many that each of the others has its like
@@ -124,13 +124,13 @@ class Fabric:
 
         Blocks are numbered by first appearance, next to their sizes.
         """
-        parts = []
+        shapes = []
         for tier, blocks in enumerate(self.block):
             _, first, inverse = np.unique(blocks, return_index=True, return_inverse=True)
             rank = np.empty(len(first), dtype=np.int64)
             rank[np.argsort(first)] = np.arange(len(first))
-            parts += [rank[inverse], self.gpus[tier][blocks]]
-        return np.concatenate(parts).astype(np.int64).tobytes()
+            shapes += [rank[inverse], self.gpus[tier][blocks]]
+        return np.concatenate(shapes).astype(np.int64).tobytes()
 
     def domain_seconds(self, members: int) -> float:
         """Seconds per byte on NVLink of a group with so many members in a domain, two of them where

@@ -40,10 +40,10 @@ def load_factor(model: Model, parallel: Parallel, spread: float) -> float:
     ep = expert_mesh(parallel).ep
     if moe is None or ep == 1:
         return 1.0
-    most = (
+    limit = (
         moe.experts / moe.top_k if moe.capacity_factor is UNSET else max(1.0, moe.capacity_factor)
     )
-    return min(1.0 + spread * _distance(moe.experts, ep), ep, most)
+    return min(1.0 + spread * _distance(moe.experts, ep), ep, limit)
 
 
 def spread_of(factor: float, experts: int, ep: int) -> float:

@@ -67,7 +67,7 @@ def tensor_operations(
         entry += hidden / model.hidden * inner.qk_rope_head_dim
     overlap: Overlap = "" if plain or inner is not None else "attention"
     again = 0.0 if plain or inner is not None else 1.0 - workload.recomputed.gather
-    found = list(
+    operations = list(
         _region(
             parallel,
             entry,
@@ -79,13 +79,13 @@ def tensor_operations(
         )
     )
     if workload.recomputed.inputs:
-        found.append(
+        operations.append(
             TensorOperation("all_gather", "", hidden, workload.recomputed.inputs, parallel.tp)
         )
     if moe:
-        return [*found, *_mixture(workload, load)]
+        return [*operations, *_mixture(workload, load)]
     if workload.recomputed.mlp_inputs:
-        found.append(
+        operations.append(
             TensorOperation("all_gather", "", hidden, workload.recomputed.mlp_inputs, parallel.tp)
         )
     again = 0.0 if plain else 1.0 - workload.recomputed.gather
@@ -98,7 +98,7 @@ def tensor_operations(
         workload.recomputed.end,
         again,
     )
-    return [*found, *ends]
+    return [*operations, *ends]
 
 
 def _region(
@@ -170,7 +170,7 @@ def routing_operations(workload: Workload) -> list[TensorOperation]:
     if not parallel.sp:
         return [TensorOperation("all_reduce", "", tokens * moe.top_k * weight, 1.0, parallel.tp)]
     dropped = moe.capacity_factor is not UNSET
-    told = [
+    choice_exchange = [
         TensorOperation(
             "all_gather",
             "",
@@ -185,11 +185,13 @@ def routing_operations(workload: Workload) -> list[TensorOperation]:
     else:
         choices = tokens * taken_choices(moe, train.seq_len) * etp / parallel.tp
         size = choices * weight
-    found = told if dropped else []
+    operations = choice_exchange if dropped else []
     if etp > 1:
-        found.append(TensorOperation("all_gather", "", size, 1 + workload.recomputed.layer, etp))
-        found.append(TensorOperation("reduce_scatter", "", choices * weight, 1.0, etp))
-    return found
+        operations.append(
+            TensorOperation("all_gather", "", size, 1 + workload.recomputed.layer, etp)
+        )
+        operations.append(TensorOperation("reduce_scatter", "", choices * weight, 1.0, etp))
+    return operations
 
 
 def told_choices(workload: Workload) -> float:
@@ -229,12 +231,12 @@ def label_operations(workload: Workload) -> list[tuple[Carried, float, float]]:
     if model.moe is None:
         return []
     copies = workload.sent_tokens * taken_choices(model.moe, train.seq_len)
-    found: list[tuple[Carried, float, float]] = [
+    labels: list[tuple[Carried, float, float]] = [
         ("copies", copies * weight_bytes(train), 2 + workload.recomputed.layer)
     ]
     if parallel.expert_all_to_all == "hierarchical":
-        found.append(("names", copies * 4, 1 + workload.recomputed.layer))
-    return found
+        labels.append(("names", copies * 4, 1 + workload.recomputed.layer))
+    return labels
 
 
 def vocabulary_operations(workload: Workload, first: float, last: float) -> list[TensorOperation]:

@@ -56,23 +56,23 @@ def offload_seconds(
     if not offload.optimizer:
         return 0.0
     host = host_of(cluster)
-    mine = parameters / shards
+    shard = parameters / shards
     ranks = cluster.gpus_per_node
     wide = DTYPE_BYTES[train.precision]
     gradient = DTYPE_BYTES[train.grad_dtype]
-    update: Number = mine * UPDATE_BYTES * ranks / host.memory_bytes_per_s
-    down: Number = mine * gradient / host.link_bytes_per_s
-    up: Number = mine * wide / host.link_bytes_per_s
+    update: Number = shard * UPDATE_BYTES * ranks / host.memory_bytes_per_s
+    down: Number = shard * gradient / host.link_bytes_per_s
+    up: Number = shard * wide / host.link_bytes_per_s
     if cluster.device == "cpu" and cluster.host is UNSET:
-        update = mine * UPDATE_BYTES * byte_s
-        down = 2 * mine * gradient * byte_s
-        up = 2 * mine * wide * byte_s
+        update = shard * UPDATE_BYTES * byte_s
+        down = 2 * shard * gradient * byte_s
+        up = 2 * shard * wide * byte_s
     if offload.delayed:
         late = update - beside if cluster.device != "cpu" else update
         return down + up + (late if value_of(late) > 0 else 0.0)
     if offload.optimizer == "host":
         return max((update, up), key=value_of) + down
-    moved = mine * DISK_BYTES
+    moved = shard * DISK_BYTES
     if offload.weights and ranks * parameters * (wide + gradient) > host.memory_bytes:
         moved += parameters * PAGED * (wide + gradient)
     return max((update, up, down, moved * ranks / host.disk_bytes_per_s), key=value_of)
@@ -85,10 +85,10 @@ def activation_seconds(
     beside it. On CPUs the copies are made by those that compute, the disk works beside them."""
     host = host_of(cluster)
     disk = offload_of(train).activations == "disk"
-    each = size * cluster.gpus_per_node / host.disk_bytes_per_s if disk else 0.0
+    disk_seconds = size * cluster.gpus_per_node / host.disk_bytes_per_s if disk else 0.0
     slow = cluster.device == "cpu" and cluster.host is UNSET
     copies = 2 * size * byte_s if slow else size / host.link_bytes_per_s
     if cluster.device == "cpu":
-        return copies + max(0.0, each - value_of(beside))
-    late = max(each, copies, key=value_of) - beside
+        return copies + max(0.0, disk_seconds - value_of(beside))
+    late = max(disk_seconds, copies, key=value_of) - beside
     return late if value_of(late) > 0 else 0.0

@@ -45,7 +45,7 @@ def rank_seconds(parallel: Parallel, stages: Sequence[Number]) -> list[Number]:
     """
     held = rank_stages(parallel)
     copies = sum(map(len, held)) // len(stages)
-    return [sum(stages[stage] for stage in own) / copies for own in held]
+    return [sum(stages[stage] for stage in stages_of_rank) / copies for stages_of_rank in held]
 
 
 def span_seconds(

@@ -36,8 +36,8 @@ def recomputed_share(parallel: Parallel, train: Train, software: Software) -> Re
     end = 0.0 if orch else full
     inputs = mlp_inputs = 0.0
     if shares_inputs(parallel, train):
-        whole = held_inputs(parallel) / max(1, sum(parallel.stage_layers))
-        inputs = (full + selective) * (1.0 - whole)
+        received_share = held_inputs(parallel) / max(1, sum(parallel.stage_layers))
+        inputs = (full + selective) * (1.0 - received_share)
         mlp_inputs = selective
     core = full + selective * (parallel.cp > 1)
     return RecomputedShare(full, full + selective * parallel.sp, core, end, inputs, mlp_inputs)

@@ -102,7 +102,7 @@ def step_work(
     held = [held_layers(model, parallel, stage) for stage in range(last + 1)]
     stages = [
         Stage(
-            tuple(one for one in layer_groups(model, train, [layers]) if one[2]),
+            tuple(group for group in layer_groups(model, train, [layers]) if group[2]),
             first=at == 0,
             last=at == last,
             away=stage_inputs(workload, at) * input_bytes(workload),
@@ -141,11 +141,11 @@ class StepCost:
         #: seconds of a micro-batch by which putting activations away and bringing them back is
         #: longer than its work
         self.late: dict[Stage, Number] = {}
-        known: dict[Stage, tuple[Number, Number]] = {}
+        seconds_of_stage: dict[Stage, tuple[Number, Number]] = {}
         for stage in work.stages:
-            if stage not in known:
-                known[stage] = self._stage(stage)
-        self.stages = [known[stage] for stage in work.stages]
+            if stage not in seconds_of_stage:
+                seconds_of_stage[stage] = self._stage(stage)
+        self.stages = [seconds_of_stage[stage] for stage in work.stages]
         #: seconds of one micro-batch on each pipeline rank
         self.ranks = rank_seconds(self.parallel, [sum(both) for both in self.stages])
         self.slowest = max(range(len(self.ranks)), key=lambda rank: value_of(self.ranks[rank]))
@@ -171,9 +171,9 @@ class StepCost:
         if not stage.away or offload is None:
             return forward, backward
 
-        def exposed_copies(beside: Number) -> Number:
+        def exposed_copies(work_s: Number) -> Number:
             return activation_seconds(
-                stage.away, self.workload.train, offload, self.work.rate.byte_s, beside
+                stage.away, self.workload.train, offload, self.work.rate.byte_s, work_s
             )
 
         forward_late = exposed_copies(forward)
@@ -199,12 +199,14 @@ class StepCost:
         """Seconds of gradients and of weights that are gathered, hidden or not, of each pipeline
         rank."""
         work = self.work
-        found = dict[tuple[int, int], Number]()
+        seconds_of_held = dict[tuple[int, int], Number]()
         outside = params_outside_layers(self.workload.model, self.parallel.tp)
         for held in work.held:
-            if held not in found:
-                found[held] = gradient_seconds(self.workload, held, work.rate, self.paths, outside)
-        return [found[held] for held in work.held]
+            if held not in seconds_of_held:
+                seconds_of_held[held] = gradient_seconds(
+                    self.workload, held, work.rate, self.paths, outside
+                )
+        return [seconds_of_held[held] for held in work.held]
 
     @cached_property
     def gradients(self) -> Number:
@@ -212,14 +214,14 @@ class StepCost:
         sum the table's."""
         work = self.work
         par = self.parallel
-        found = dict[tuple[float, float], Number]()
+        exposed = dict[tuple[float, float], Number]()
         for sent, seconds in zip(self._sent, self.ranks, strict=True):
             key = value_of(sent), value_of(seconds)
-            if key not in found:
-                found[key] = exposed_gradients(
+            if key not in exposed:
+                exposed[key] = exposed_gradients(
                     sent, par, work.rate, self.workload.software, seconds
                 )
-        shown = max(found.values(), key=value_of)
+        shown = max(exposed.values(), key=value_of)
         model = self.workload.model
         if sums_table(model, par) and (("pp",), "ring") in self.paths:
             size = table_gradient_bytes(self.workload)
@@ -233,15 +235,25 @@ class StepCost:
         """Seconds of optimizer and network that are the same wherever the ranks are."""
         par = self.parallel
         work = self.work
-        most = max(map(sum, self.work.held))
+        most_parameters = max(map(sum, self.work.held))
         if work.offload is None or not offload_of(self.workload.train).optimizer:
             narrow = (
-                NARROW_STATE.get(work.state, 0.0) * most / (shard_ranks(par) if par.zero else 1)
+                NARROW_STATE.get(work.state, 0.0)
+                * most_parameters
+                / (shard_ranks(par) if par.zero else 1)
             )
-            return constant_seconds(par, work.rate, most, work.nodes) + narrow * work.rate.byte_s
-        beside = par.micro_batches * self.ranks[self.slowest]
+            return (
+                constant_seconds(par, work.rate, most_parameters, work.nodes)
+                + narrow * work.rate.byte_s
+            )
+        gpu_work_s = par.micro_batches * self.ranks[self.slowest]
         away = offload_seconds(
-            most, shard_ranks(par), self.workload.train, work.offload, work.rate.byte_s, beside
+            most_parameters,
+            shard_ranks(par),
+            self.workload.train,
+            work.offload,
+            work.rate.byte_s,
+            gpu_work_s,
         )
         return constant_seconds(par, work.rate, 0.0, work.nodes) + away
 
@@ -283,11 +295,11 @@ class StepCost:
         """
         ahead = [0.0]
         total = 0.0
-        whole = not splits_backward(self.parallel)
+        backward_is_whole = not splits_backward(self.parallel)
         if self.never_idle:
             return [self.parallel.micro_batches * value_of(seconds) for seconds in self.ranks]
         for forward, backward in self.stages:
-            total += value_of(forward) + (value_of(backward) if whole else 0.0)
+            total += value_of(forward) + (value_of(backward) if backward_is_whole else 0.0)
             ahead.append(total)
         firsts = map(min, rank_stages(self.parallel))
         m = self.parallel.micro_batches
@@ -322,11 +334,11 @@ class StepCost:
         held = rank_stages(par)
         rank = max(range(par.pp), key=lambda rank: min(held[rank]))
         half = [value_of(backward) / 2 for _, backward in self.stages]
-        left = weights_at_end(par.schedule, par.pp, par.micro_batches, par.vpp, rank)
+        deferred_weights = weights_at_end(par.schedule, par.pp, par.micro_batches, par.vpp, rank)
         return (
             self._ends[rank]
             + sum(half[: min(held[rank])])
-            - left * max(half[stage] for stage in held[rank])
+            - deferred_weights * max(half[stage] for stage in held[rank])
         )
 
     def bound_over(self, inner_known: bool) -> float:

@@ -96,10 +96,10 @@ def step_traffic(workload: Workload) -> list[list[Traffic]]:
     seen: dict[tuple[object, ...], list[Traffic]] = {}
     result = []
     for stages, parameters in zip(rank_stages(parallel), held, strict=True):
-        parts = [held_layers(model, parallel, stage) for stage in stages]
-        moe = sum(dense_and_moe(model, part.start, part.stop)[1] for part in parts)
+        layer_ranges = [held_layers(model, parallel, stage) for stage in stages]
+        moe = sum(dense_and_moe(model, layers.start, layers.stop)[1] for layers in layer_ranges)
         key = (
-            sum(map(len, parts)),
+            sum(map(len, layer_ranges)),
             moe,
             end_shares(parallel, stages),
             parameters,
@@ -166,15 +166,15 @@ def _rank_traffic(
     if (
         parallel.sp
     ):  # gradients of projections that every rank holds whole, and computes from tokens of its own
-        whole = prediction_blocks(model) * bool(last) * prediction_params(model)
-        add("tp", "all_reduce", _shard_bytes(workload, whole), 1.0)
+        replicated = prediction_blocks(model) * bool(last) * prediction_params(model)
+        add("tp", "all_reduce", _shard_bytes(workload, replicated), 1.0)
 
     for operation, size, count, _ in context_parallel_operations(workload):
         add("cp", operation, size, count * layers * m)
 
     if moe:  # which tokens experts take of sequences that cp ranks share
-        told = told_choices(workload) * parallel.cp
-        add("cp", "all_gather", told, (1 + workload.recomputed.layer) * moe / copies * m)
+        choice_bytes = told_choices(workload) * parallel.cp
+        add("cp", "all_gather", choice_bytes, (1 + workload.recomputed.layer) * moe / copies * m)
 
     for operation, size, count in expert_operations(workload):
         add("ep", operation, size, count * moe / copies * m, expert_mesh.axes(parallel))
@@ -205,18 +205,18 @@ def _partial_gradients(
     shards = shard_ranks(parallel) * copies_of(parallel)
     if tp == 1:
         return []
-    found = []
+    sums = []
     if parallel.sp:
         for layer, count in zip(sample_layers(model), (dense, moe), strict=True):
             numbers += count * layer_params(model, layer).replicated if layer is not None else 0
         numbers += norm_params(model) * last
-        found.append(TensorOperation("all_reduce", "", numbers * width / shards, 1.0, tp))
+        sums.append(TensorOperation("all_reduce", "", numbers * width / shards, 1.0, tp))
     if model.mla is None and tp > model.kv_heads:
         head = (dense + moe) * 2 * model.head_dim * (model.hidden + model.bias)
-        found.append(
+        sums.append(
             TensorOperation("all_reduce", "", head * width / shards, 1.0, tp // model.kv_heads)
         )
-    return found
+    return sums
 
 
 def shard_ranks(parallel: Parallel) -> int:
@@ -308,9 +308,12 @@ def sends_of(parallel: Parallel, stages: Sequence[int]) -> float:
     schedule."""
     last = parallel.pp * parallel.vpp - 1
     copies = copies_of(parallel)
-    own = frozenset(stages if copies == 1 else ())  # a neighbour on the same rank needs no message
+    neighbours_here = frozenset(
+        stages if copies == 1 else ()
+    )  # a neighbour on the same rank needs no message
     sent = sum(
-        (stage < last and stage + 1 not in own) + (stage > 0 and stage - 1 not in own)
+        (stage < last and stage + 1 not in neighbours_here)
+        + (stage > 0 and stage - 1 not in neighbours_here)
         for stage in stages
     )
     return sent / copies
@@ -337,12 +340,12 @@ def gradient_traffic(
             continue
         once = outside if software.keeps_tables and replicas is DENSE_REPLICAS else 0
         group = parallel.zero_group // (1 if "ep" in replicas else expert_mesh.spread(parallel))
-        parts = _gradient_parts(
+        groups = _gradient_parts(
             parameters, members, parallel, width, gradient, by_round, once, group
         )
-        for part, share, operations in parts:
+        for group_part, share, operations in groups:
             for operation, size, count, _ in operations:
-                yield Traffic("dp", varying, operation, size, count, share, part)
+                yield Traffic("dp", varying, operation, size, count, share, group_part)
 
 
 def _gradient_parts(
@@ -361,14 +364,14 @@ def _gradient_parts(
     ranks that hold the same shard sum its gradient (HSDP, arXiv 2304.11277; MiCS, arXiv
     2205.00119). Of one neighbour that is all.
     """
-    own = _gradient_operations(parameters, parallel, width, grad_width, by_round, once)
+    operations = _gradient_operations(parameters, parallel, width, grad_width, by_round, once)
     if not 0 < group < members or not parallel.zero:
-        return [("", members, own)]
+        return [("", members, operations)]
     gradients = parameters * grad_width / group
     buckets = max(1.0, gradients / parallel.bucket_bytes)
     across: SizedOperation = ("all_reduce", gradients / buckets, buckets, "backward")
     return (
-        [("shard", group, own), ("replica", members // group, [across])]
+        [("shard", group, operations), ("replica", members // group, [across])]
         if group > 1
         else [("", members, [across])]
     )
