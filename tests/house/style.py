@@ -8,8 +8,10 @@ do not change it.
 from __future__ import annotations
 
 import ast
+import csv
 import functools
 import io
+import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -251,7 +253,54 @@ def row(name: str, style: Style) -> str:
     )
 
 
+#: Limits of each room that only fall: `python -m tests.house.style --lower` writes what was
+#: reached.
+LIMITS_FILE = Path(__file__).with_name("style_limits.csv")
+MEASURES = (
+    "tokens_per_line",
+    "long_lines",
+    "parallel_assignments",
+    "packs",
+    "placeholder_percent",
+    "long_functions",
+    "long_files",
+    "nested_conditions",
+    "positional_calls",
+    "hanging_docstrings",
+)
+
+
+def measures(style: Style) -> dict[str, float]:
+    return {name: round(float(getattr(style, name)), 1) for name in MEASURES}
+
+
+def read_limits() -> dict[str, dict[str, float]]:
+    """Room -> measure -> the most that it may be."""
+    with LIMITS_FILE.open(newline="") as file:
+        return {
+            line["room"]: {name: float(line[name]) for name in MEASURES}
+            for line in csv.DictReader(file)
+        }
+
+
+def lower_limits() -> None:
+    """Writes the limits anew: what was reached, where that is less; rooms that are new as they
+    are."""
+    limits = read_limits() if LIMITS_FILE.exists() else {}
+    with LIMITS_FILE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["room", *MEASURES], lineterminator="\n")
+        writer.writeheader()
+        for name, style in sorted(rooms_style().items()):
+            reached = measures(style)
+            known = limits.get(name, reached)
+            writer.writerow(
+                {"room": name} | {key: min(known[key], reached[key]) for key in MEASURES}
+            )
+
+
 def main() -> None:
+    if "--lower" in sys.argv:
+        lower_limits()
     print(
         f"{'':<26}{'lines':>7}{'tok/l':>7}{'>100%':>7}{'par':>7}{'cond':>7}{'packs':>6}{'plc%':>7}"
         f"{'fn':>6}{'file':>6}{'cond2':>6}{'pos':>6}{'doc':>6}"
