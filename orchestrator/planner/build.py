@@ -74,7 +74,7 @@ def build_plan(
         config, cluster, profile, searched.path_cache if searched else None
     ).training(train)
     shape = context.balanced(shape)
-    whole = context
+    whole_cluster = context
     context, certificate = place_job(context, shape, config.parallel.order, move=imported)
     cluster = context.cluster
     parallel, best, traffic, time = solve(context, shape, config.parallel.order)
@@ -90,7 +90,7 @@ def build_plan(
                 " parallel.allow_tp_across_nvlink=true to see what it costs",
                 Exit.CONFIG,
             )
-        alternative = _inside_nvlink(config, case, whole)
+        alternative = _inside_nvlink(config, case, whole_cluster)
 
     coordinates = coords(parallel.order, degrees(parallel))
     per_gpu = parallel.global_batch_tokens / time.step_s / parallel.world_size
@@ -131,7 +131,7 @@ def check_host(cluster: Cluster, memory: Memory) -> None:
         return
     ranks = cluster.gpus_per_node
     host = cluster.host
-    for what, need, have, change in (
+    for key, need, have, change in (
         (
             "memory_gib",
             memory.host,
@@ -143,7 +143,7 @@ def check_host(cluster: Cluster, memory: Memory) -> None:
         if ranks * need > have:
             raise OrchError(
                 f"what is offloaded needs {ranks * need / GIB:.1f} GiB on each node, which has"
-                f" cluster.host.{what}={have / GIB:.1f}: {change}",
+                f" cluster.host.{key}={have / GIB:.1f}: {change}",
                 Exit.CONFIG,
             )
 
@@ -158,7 +158,11 @@ def _inside_nvlink(config: Config, case: Case, context: CostContext) -> tuple[st
     if not legal:
         return None
     near = min(
-        legal, key=lambda other: (other.tp * other.pp != case.tp * case.pp, legal.index(other))
+        legal,
+        key=lambda legal_case: (
+            legal_case.tp * legal_case.pp != case.tp * case.pp,
+            legal.index(legal_case),
+        ),
     )
     free = structs.replace(
         config, parallel=structs.replace(config.parallel, order=None, stage_layers=None)

@@ -44,22 +44,26 @@ def next_plan(current: Plan, sizes: Mapping[int, Plan], healthy: Collection[str]
         return None
     held = used_nodes(current)
     kept = [node for node in held if node in healthy]
-    whole = sizes[max(sizes)].cluster
+    full_plan = sizes[max(sizes)].cluster
     if size != len(held):
         return replan(
             sizes[size],
-            restrict(whole, in_cluster_order(whole, _chosen(whole, kept, healthy, size))),
+            restrict(
+                full_plan, in_cluster_order(full_plan, _chosen(full_plan, kept, healthy, size))
+            ),
         )
     if len(kept) == len(held):
         return current
-    spares = in_cluster_order(whole, set(healthy) - set(kept))
+    spares = in_cluster_order(full_plan, set(healthy) - set(kept))
     nodes = []
     for node in held:
         if node not in healthy:
-            node = min(spares, key=functools.partial(_distance, whole, node))  # of equals the first
+            node = min(
+                spares, key=functools.partial(_distance, full_plan, node)
+            )  # of equals the first
             spares.remove(node)
         nodes.append(node)
-    return replace_nodes(current, restrict(whole, nodes))
+    return replace_nodes(current, restrict(full_plan, nodes))
 
 
 def larger_plan(current: Plan, sizes: Mapping[int, Plan], nodes: int) -> Plan | None:

@@ -49,11 +49,11 @@ def choose(rest: Sequence[Candidate], level_names: Sequence[str]) -> Candidate:
     return min(rest, key=height)  # the first of equals: nearest to the default
 
 
-def preferred(found: Sequence[Candidate]) -> list[Candidate]:
+def preferred(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates that no other precedes whatever the time of a step: all are legal, or none is, and
     tensor-parallel and expert-parallel groups leave their NVLink domain in all of them, or in
     none."""
-    rest = [candidate for candidate in found if candidate.legal] or list(found)
+    rest = [candidate for candidate in candidates if candidate.legal] or list(candidates)
     for axis in ("tp", "ep"):
         least = min(candidate.outside_nvlink(axis) for candidate in rest)
         rest = [candidate for candidate in rest if candidate.outside_nvlink(axis) == least]
@@ -69,11 +69,11 @@ def domain_parts(context: CostContext, parallel: Parallel) -> list[PathCache]:
     group = domains_of(context.cluster).inner_group(
         parallel.tp, parallel.cp, parallel.ep, parallel.pp
     )
-    parts = context.path_cache.parts
-    if (group, slots) not in parts:
+    caches = context.path_cache.parts
+    if (group, slots) not in caches:
         node_orders = domain_node_orders(context.path_cache.fabric, group, slots)
-        parts[group, slots] = [context.path_cache.reordered(nodes) for nodes in node_orders]
-    return parts[group, slots]
+        caches[group, slots] = [context.path_cache.reordered(nodes) for nodes in node_orders]
+    return caches[group, slots]
 
 
 class Solution(NamedTuple):
@@ -101,9 +101,13 @@ class Nestings:
         self.parallel = parallel
         self.traffic = step_traffic(context.workload(parallel, train))
         work = context.work(parallel, train)
-        parts = domain_parts(context, parallel)
+        path_caches = domain_parts(context, parallel)
         self.candidates = preferred(
-            [one for part in parts for one in candidates(part, parallel, self.traffic, work, only)]
+            [
+                candidate
+                for path_cache in path_caches
+                for candidate in candidates(path_cache, parallel, self.traffic, work, only)
+            ]
         )
 
     @property
@@ -118,7 +122,7 @@ class Nestings:
     @property
     def least_s(self) -> float:
         """Lower bound of the step in seconds, without simulation."""
-        return min(one.lower_bound_s for one in self.candidates)
+        return min(candidate.lower_bound_s for candidate in self.candidates)
 
     def solve(self) -> Solution:
         """The best order. May simulate the pipeline."""

@@ -52,19 +52,21 @@ def search(
     answer = _run(seeker, near)
     shown = {one.layout: one for one in (*answer.front, *answer.equal)}
     shown = {layout: _with_interval(one, seeker.context) for layout, one in shown.items()}
-    front, equal = ([shown[one.layout] for one in found] for found in (answer.front, answer.equal))
+    front, equal = (
+        [shown[one.layout] for one in layouts] for layouts in (answer.front, answer.equal)
+    )
     return answer._replace(front=front, equal=equal)
 
 
-def _with_interval(found: CostedLayout, context: CostContext) -> CostedLayout:
+def _with_interval(layout: CostedLayout, context: CostContext) -> CostedLayout:
     """With what only a reader needs: the error of the prediction, bytes over the top of the
     network."""
-    parallel, best, _, time = found.solution
-    train = structs.replace(context.train, recompute=found.layout.recompute)
+    parallel, best, _, time = layout.solution
+    train = structs.replace(context.train, recompute=layout.layout.recompute)
     sd = relative_sd(jacobian(context, best, parallel, train), context.profile)
-    solution = found.solution._replace(time=structs.replace(time, sd=sd))
-    return found._replace(
-        solution=solution, spine_bytes=bytes_at_the_top(found, context.level_names[-1])
+    solution = layout.solution._replace(time=structs.replace(time, sd=sd))
+    return layout._replace(
+        solution=solution, spine_bytes=bytes_at_the_top(layout, context.level_names[-1])
     )
 
 
@@ -91,12 +93,12 @@ def _run(seeker: Search, near: float) -> SearchResult:
     answer = seeker.run(near)
     if answer.front:
         return answer
-    given = [
+    given_keys = [
         f"{name}={getattr(config.parallel, name)}"
         for name in GIVEN
         if getattr(config.parallel, name) is not None
     ]
-    with_what = f" with {', '.join(given)}" if given else ""
+    with_what = f" with {', '.join(given_keys)}" if given_keys else ""
     if not answer.counts.legal:
         raise OrchError(
             f"parallel=auto: no layout of {seeker.space.gpus} GPUs{with_what} is legal for"

@@ -276,9 +276,11 @@ class ZeroStage:
         if copies not in self._states:
             same = (self.par, self.context.train, self._recipe)
             cost = self._cost
-            like = self.par.zero, self.par.micro_batches > 1
+            zero_key = self.par.zero, self.par.micro_batches > 1
             dense, experts = (
-                cost.share((copies * many, *like), memory.param_state_bytes, copies * many, *same)
+                cost.share(
+                    (copies * many, *zero_key), memory.param_state_bytes, copies * many, *same
+                )
                 for many in self._replicas
             )
             self._states[copies] = dense, experts
@@ -295,34 +297,34 @@ class ZeroStage:
     def sent(self, held: tuple[int, int], copies: int) -> list[float]:
         """Seconds of a rank's gradients and weights, hidden or not, by nesting. held: (dense,
         expert) parameters. copies: of the model on the pipeline."""
-        found = self._sent.get((held, copies))
-        if found is None:
+        seconds_by_nesting = self._sent.get((held, copies))
+        if seconds_by_nesting is None:
             context = self.context
             par = self.par
             if copies == 2:
                 par = structs.replace(par, schedule="dualpipe")
             workload = context.workload(par, context.train)
             outside = params_outside_layers(context.model, par.tp)
-            found = self._sent[held, copies] = [
+            seconds_by_nesting = self._sent[held, copies] = [
                 0.0  # hybrid sharding: not bounded
                 if self.par.zero_group
                 else value_of(gradient_seconds(workload, held, context.rate, paths, outside))
                 for paths in self.nestings
             ]
-        return found
+        return seconds_by_nesting
 
     def exposed(self, sent: Iterable[float], hiding: Iterable[float]) -> float:
         """The most that gradient communication shows on any rank, as `exposed_gradients`. By rank:
         seconds that it takes, and of a micro-batch."""
         shown = value_of(self._overlap[0])
         windows = self._overlap[1]
-        most = 0.0
+        longest = 0.0
         for seconds, micro_batch in zip(sent, hiding, strict=True):
             late = seconds - micro_batch * windows if windows else 0.0
-            most = max(
-                most, shown * seconds + (1.0 - shown) * late if late > 0.0 else shown * seconds
+            longest = max(
+                longest, shown * seconds + (1.0 - shown) * late if late > 0.0 else shown * seconds
             )
-        return most
+        return longest
 
     def constant(self, parameters: int) -> float:
         if parameters not in self._constant:

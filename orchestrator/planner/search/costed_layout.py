@@ -46,16 +46,16 @@ class CostedLayout(NamedTuple):
         degrees |= {} if self.fills else {"dp": mesh.dp}
         degrees |= {"zero": par.zero} if par.zero else {}
         degrees |= {"sp": False} if mesh.tp > 1 and not mesh.sp else {}
-        words = [
+        settings = [
             f"parallel={canonical(degrees)}",
             f"parallel.micro_batch_size={par.micro_batch_size}",
         ]
         if not fits_spec:
-            words += [f"parallel.{name}={str(value).lower()}" for name, value in folds.items()]
+            settings += [f"parallel.{name}={str(value).lower()}" for name, value in folds.items()]
         if par.expert_all_to_all == "hierarchical":
-            words.append("parallel.expert_all_to_all=hierarchical")
+            settings.append("parallel.expert_all_to_all=hierarchical")
         if par.schedule not in ("1f1b", "interleaved"):
-            words.append(f"parallel.schedule={par.schedule}")
+            settings.append(f"parallel.schedule={par.schedule}")
         if mesh.cp > 1 and mesh.cp_method != "zigzag":
-            words.append(f"parallel.cp_method={mesh.cp_method}")
-        return [*words, f"train.recompute={self.layout.recompute}"]
+            settings.append(f"parallel.cp_method={mesh.cp_method}")
+        return [*settings, f"train.recompute={self.layout.recompute}"]

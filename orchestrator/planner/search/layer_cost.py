@@ -131,7 +131,9 @@ class Kept:
 
     def stage_layers(self, recompute: str, dense: int, moe: int) -> list[Layers]:
         kinds = enumerate(zip((dense, moe), self.layers(recompute), strict=True))
-        return [(many, kind, one.stored, one.recomputing) for kind, (many, one) in kinds if many]
+        return [
+            (many, kind, layer.stored, layer.recomputing) for kind, (many, layer) in kinds if many
+        ]
 
     def stored(self, recompute: str, stage: StageShape) -> float:
         """Bytes of one micro-batch in a stage until backward, without output projection and
@@ -156,14 +158,14 @@ class Kept:
 
 
 def _remembered(
-    known: dict[tuple[object, ...], Any],
+    results: dict[tuple[object, ...], Any],
     key: tuple[object, ...],
     make: Callable[..., Any],
     *args: Any,
 ) -> Any:
-    if key not in known:
-        known[key] = make(*args)
-    return known[key]
+    if key not in results:
+        results[key] = make(*args)
+    return results[key]
 
 
 class LeastWork(NamedTuple):
@@ -182,12 +184,14 @@ def least_work(
     """`costs`: one of each fold."""
 
     def least() -> LeastWork:
-        every = [one.least(recompute, cp_methods, sp_open) for one in costs]
+        every = [cost.least(recompute, cp_methods, sp_open) for cost in costs]
         many = (costs[0].dense, costs[0].moe)
-        first = min(one.first for one in every)
+        first = min(cost.first for cost in every)
         forward, backward, last = (
-            [min(kind) for kind in zip(*parts, strict=True)]
-            for parts in zip(*((one.forward, one.backward, one.last) for one in every), strict=True)
+            [min(kind) for kind in zip(*kinds, strict=True)]
+            for kinds in zip(
+                *((cost.forward, cost.backward, cost.last) for cost in every), strict=True
+            )
         )
         both = [f + b for f, b in zip(forward, backward, strict=True)]
         return LeastWork(
@@ -198,8 +202,8 @@ def least_work(
         )
 
     key = "least", len(costs), recompute, cp_methods, sp_open
-    found: LeastWork = _remembered(costs[0].known, key, least)
-    return found
+    work: LeastWork = _remembered(costs[0].known, key, least)
+    return work
 
 
 class LayerCost:
@@ -250,23 +254,23 @@ class LayerCost:
     def in_mesh(self, mesh: Mesh) -> Parallel:
         """The `parallel` of an arbitrary layout of a mesh."""
         world = mesh.tp * mesh.cp * mesh.ep * mesh.pp * mesh.dp
-        same = {
+        degrees = {
             "pp": mesh.pp,
             "dp": mesh.dp,
             "micro_batches": mesh.micro_batches,
             "world_size": world,
         }
-        return structs.replace(self.par, **same)
+        return structs.replace(self.par, **degrees)
 
     def stage_seconds(
         self, recompute: str, split: bool, cp_methods: tuple[CpMethod, ...]
     ) -> StageSeconds:
         """With the method that sends least; `split`: backward is."""
         key = recompute, split, cp_methods
-        found: StageSeconds = self._once(
+        seconds: StageSeconds = self._once(
             key, self._seconds, recompute, (split,), cp_methods, self.par.sp
         )
-        return found
+        return seconds
 
     def least(
         self, recompute: str, cp_methods: tuple[CpMethod, ...], sp_open: bool
@@ -275,10 +279,10 @@ class LayerCost:
         no less."""
         along = (True, False) if sp_open else (self.par.sp,)
         key = recompute, cp_methods, along
-        found: StageSeconds = self._once(
+        seconds: StageSeconds = self._once(
             key, self._seconds, recompute, (False, True), cp_methods, *along
         )
-        return found
+        return seconds
 
     def _seconds(
         self,
@@ -297,18 +301,20 @@ class LayerCost:
             for split in splits
             for sp in along
         ]
-        *own, table, last = (
+        *layer_seconds, table, last = (
             value_of(min(parts, key=value_of)) for parts in zip(*tensors, strict=True)
         )
-        rings = {"ring" if one == "zigzag" else one for one in cp_methods}  # both send the same
+        rings = {
+            "ring" if method == "zigzag" else method for method in cp_methods
+        }  # both send the same
         context = min(
-            self.share((par.tp, par.cp, size, recompute, one), self._context, recompute, one)
-            for one in rings
+            self.share((par.tp, par.cp, size, recompute, method), self._context, recompute, method)
+            for method in rings
         )
         forward = []
         backward = []
         for kind, layer in enumerate(self.compute.kinds):
-            inner = own[kind] + context
+            inner = layer_seconds[kind] + context
             if kind == 1 and layer is not NO_LAYER:
                 inner += min(
                     self.share((*cut, self.experts[:2], recompute, sp), self._expert, recompute, sp)
@@ -323,12 +329,17 @@ class LayerCost:
             (forward[0], forward[1]), (backward[0], backward[1]), table, (loss[0], loss[1])
         )
 
-    def chain(self, one: StageSeconds, back: float) -> float:
+    def chain(self, stage: StageSeconds, back: float) -> float:
         """Seconds of one micro-batch through all stages, and through the share `back` of their
         backward."""
-        forward = self.dense * one.forward[0] + self.moe * one.forward[1] + one.first + one.last[0]
+        forward = (
+            self.dense * stage.forward[0]
+            + self.moe * stage.forward[1]
+            + stage.first
+            + stage.last[0]
+        )
         return forward + back * (
-            self.dense * one.backward[0] + self.moe * one.backward[1] + one.last[1]
+            self.dense * stage.backward[0] + self.moe * stage.backward[1] + stage.last[1]
         )
 
     def _tensor(self, recompute: str, split: bool, sp: bool) -> TensorSeconds:
@@ -350,20 +361,20 @@ class LayerCost:
         context = self.context
         train = self.trains[recompute]
         over: PathKey = axes(self.par), "exchange"
-        found, moe, (etp, ep, _) = list[float](), context.model.moe, self.experts
-        for way in self.all_to_alls if ep > 1 else ("direct",):
+        seconds_by_way, moe, (etp, ep, _) = list[float](), context.model.moe, self.experts
+        for all_to_all in self.all_to_alls if ep > 1 else ("direct",):
             by_domain = (
                 self.best.by_domain(ep, etp, moe)
-                if way == "hierarchical" and moe is not None
+                if all_to_all == "hierarchical" and moe is not None
                 else None
             )
             par = structs.replace(
-                self.par, sp=sp, expert_all_to_all=UNSET if by_domain is None else way
+                self.par, sp=sp, expert_all_to_all=UNSET if by_domain is None else all_to_all
             )
             for path in [self.paths[over]] if by_domain is None else by_domain:
                 seconds = expert_seconds(context.workload(par, train), context.rate, {over: path})
-                found.append(value_of(seconds))
-        return min(found, default=inf)  # no number of domains in which they may go
+                seconds_by_way.append(value_of(seconds))
+        return min(seconds_by_way, default=inf)  # no number of domains in which they may go
 
     def _once(self, key: tuple[object, ...], make: Callable[..., Any], *args: Any) -> Any:
         """`make(*args)`, computed once."""
@@ -376,8 +387,8 @@ class LayerCost:
     def kept(self, schedule: str) -> Kept:
         """Activation bytes; the same for all schedules that do alike with backward."""
         alike = schedule if schedule in SPLIT_BACKWARD else "1f1b"
-        found: Kept = self._once((alike,), Kept, self, alike)
-        return found
+        activations_kept: Kept = self._once((alike,), Kept, self, alike)
+        return activations_kept
 
     # --------------------------------------------------------------------------------------
     #     parameters
@@ -397,12 +408,12 @@ class LayerCost:
     def pipeline_params(self, shape: PipelineShape) -> list[tuple[int, int]]:
         """(dense, expert) parameters of each rank of a shape, the same for all schedules, ZeRO
         stages and batches."""
-        found = self._pipeline_params.get(shape.key)
-        if found is None:
-            found = self._pipeline_params[shape.key] = [
+        params_by_rank = self._pipeline_params.get(shape.key)
+        if params_by_rank is None:
+            params_by_rank = self._pipeline_params[shape.key] = [
                 self._held(rank, shape.single) for rank in shape.ranks
             ]
-        return found
+        return params_by_rank
 
     def _held(self, rank: RankShape, single: bool) -> tuple[int, int]:
         """(dense, expert) parameters of a pipeline rank, as `stages.rank_parameters`."""

@@ -139,11 +139,11 @@ class PipelineBound:
             return in_flight_on_rank(schedule, mesh.pp, self.vpp, m, where)
 
         if exact and len(rank.unlike) > 1:
-            parts = [keeps.stage_bytes(recompute, one, deferred) for one in rank.stages]
+            stage_bytes = [keeps.stage_bytes(recompute, stage, deferred) for stage in rank.stages]
             return rest + unequal_peak(
-                (schedule, mesh.pp, m, self.vpp), rank.rank, rank.held, parts
+                (schedule, mesh.pp, m, self.vpp), rank.rank, rank.held, stage_bytes
             )
-        stored = min(keeps.stored(recompute, one) for one in rank.unlike)
+        stored = min(keeps.stored(recompute, stage) for stage in rank.unlike)
         if len(rank.unlike) > 1:
             return rest + stored * in_flight(rank.rank)
         layers = keeps.stage_layers(recompute, rank.dense, rank.moe)
@@ -153,35 +153,39 @@ class PipelineBound:
                 deferred.peak(where, in_flight(where), stored, self.held, layers, head)
                 for where in {rank.rank, rank.inner}
             )
-        recomputing = max((more for *_, more in layers), default=0.0)
+        recomputing = max((temporaries for *_, temporaries in layers), default=0.0)
         if rank.head:
             recomputing = (
                 max(recomputing, keeps.head) + (logits_in_flight(schedule, m) - 1) * keeps.head
             )
-        more = recomputing + sent if keeps.kernels.keep_sent else max(recomputing + message, sent)
-        return temporary + stored * in_flight(rank.rank) + more
+        temporaries = (
+            recomputing + sent if keeps.kernels.keep_sent else max(recomputing + message, sent)
+        )
+        return temporary + stored * in_flight(rank.rank) + temporaries
 
-    def bytes_of(self, kept: list[float], sharded: ZeroStage) -> float:
+    def bytes_of(self, activation_bytes: list[float], sharded: ZeroStage) -> float:
         """Lower bound of the bytes on the fullest rank."""
         if sharded.one_stage:
             return self._one_stage(sharded) * ROUNDING
         if sharded.pipeline and not self.split:
-            return self._sharded_pipeline(kept, sharded) * ROUNDING
+            return self._sharded_pipeline(activation_bytes, sharded) * ROUNDING
         fullest, (dense, expert) = 0.0, sharded.state_bytes(self.shape.copies)
-        for (plain, experts), keeps in zip(self.params, kept, strict=True):
+        for (plain, experts), keeps in zip(self.params, activation_bytes, strict=True):
             fullest = max(fullest, plain * dense + experts * expert + keeps)
         return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes) * ROUNDING
 
-    def _sharded_pipeline(self, kept: list[float], sharded: ZeroStage) -> float:
+    def _sharded_pipeline(self, activation_bytes: list[float], sharded: ZeroStage) -> float:
         """Bytes of a rank that has what it keeps at the loss, or in its first layer's backward."""
         keeps = self.branch.cost.kept("1f1b")
         fullest = 0.0
-        for (plain, experts), most, rank in zip(self.params, kept, self.shape.ranks, strict=True):
+        for (plain, experts), rank_bytes, rank in zip(
+            self.params, activation_bytes, self.shape.ranks, strict=True
+        ):
             later = (
                 max(0.0, keeps.backward - keeps.loss) if rank.head else 0.0
             )  # than what the loss keeps
             states = plain * sharded.dense_bytes + experts * sharded.expert_bytes
-            fullest = max(fullest, states + most - later)
+            fullest = max(fullest, states + rank_bytes - later)
         return self.branch.cost.recipe.process_bytes(fullest + sharded.buffer_bytes)
 
     def _one_stage(self, sharded: ZeroStage) -> float:
@@ -223,12 +227,14 @@ class PipelineBound:
         (stages, dense, moe), (of_dense, of_moe) = rank.before, self.one.backward
         mesh = self.branch.mesh
         back = dense * of_dense + moe * of_moe
-        most = max(
-            one.dense * of_dense + one.moe * of_moe + one.last * self.one.last[1]
-            for one in rank.unlike
+        slowest_stage = max(
+            stage.dense * of_dense + stage.moe * of_moe + stage.last * self.one.last[1]
+            for stage in rank.unlike
         )
-        left = weights_at_end(schedule, mesh.pp, mesh.micro_batches, self.vpp, stages)
-        return self._seconds_of(sharded, max(self.longest, end + (back - left * most) / 2))
+        deferred_weights = weights_at_end(schedule, mesh.pp, mesh.micro_batches, self.vpp, stages)
+        return self._seconds_of(
+            sharded, max(self.longest, end + (back - deferred_weights * slowest_stage) / 2)
+        )
 
     def _seconds_of(self, sharded: ZeroStage, longest: float) -> float:
         base = self.branch.base
@@ -237,7 +243,7 @@ class PipelineBound:
         )  # by nesting
         hiding = self._hiding(longest)
         least = min(  # with gradients and weights as `StepCost` bounds them
-            longest + sharded.exposed(each, hiding) + transfers
-            for each, transfers in zip(sent, self.transfers, strict=True)
+            longest + sharded.exposed(sent_by_rank, hiding) + transfers
+            for sent_by_rank, transfers in zip(sent, self.transfers, strict=True)
         )
         return (least + sharded.constant(self.most_params)) * base.degrees.factor

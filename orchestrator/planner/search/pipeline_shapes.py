@@ -66,8 +66,8 @@ class PipelineShapes(NamedTuple):
     latest_ranks: list[LatestRank]
 
 
-def pipeline_shape(place: str, model: Model, parallel: Parallel) -> PipelineShape:
-    """The shape of `parallel`'s pipeline. `place`: name of the stage placement, the first part of
+def pipeline_shape(placement: str, model: Model, parallel: Parallel) -> PipelineShape:
+    """The shape of `parallel`'s pipeline. `placement`: name of the stage placement, the first part of
     its key."""
     held = rank_stages(parallel)
     stages = len(parallel.stage_layers)
@@ -75,21 +75,34 @@ def pipeline_shape(place: str, model: Model, parallel: Parallel) -> PipelineShap
     for count in parallel.stage_layers:
         starts.append(starts[-1] + count)
     kinds = [dense_and_moe(model, starts[s], starts[s + 1]) for s in range(stages)]
-    found: dict[tuple[object, ...], RankShape] = {}
-    for rank, own in enumerate(held):
-        each = tuple(StageShape(*kinds[stage], stage == stages - 1) for stage in own)
-        ahead = (min(own), *dense_and_moe(model, 0, starts[min(own)]))
-        alike = own.count(0), *sorted(each)
-        dense, moe, head = (sum(column) for column in zip(*each, strict=True))
-        unlike = tuple(set(each))
-        first = found.get(alike) or RankShape(
-            dense, moe, head, own.count(0), rank, ahead, rank, own, each, unlike
+    rank_shapes: dict[tuple[object, ...], RankShape] = {}
+    for rank, held_stages in enumerate(held):
+        stage_shapes = tuple(
+            StageShape(*kinds[stage], stage == stages - 1) for stage in held_stages
         )
-        inner = max(first.inner, rank, key=lambda one: min(one, len(held) - 1 - one))
-        found[alike] = first._replace(before=max(first.before, ahead), inner=inner)
-    ranks = list(found.values())
+        ahead = (min(held_stages), *dense_and_moe(model, 0, starts[min(held_stages)]))
+        alike = held_stages.count(0), *sorted(stage_shapes)
+        dense, moe, head = (sum(column) for column in zip(*stage_shapes, strict=True))
+        unlike = tuple(set(stage_shapes))
+        first = rank_shapes.get(alike) or RankShape(
+            dense,
+            moe,
+            head,
+            held_stages.count(0),
+            rank,
+            ahead,
+            rank,
+            held_stages,
+            stage_shapes,
+            unlike,
+        )
+        inner = max(
+            first.inner, rank, key=lambda candidate: min(candidate, len(held) - 1 - candidate)
+        )
+        rank_shapes[alike] = first._replace(before=max(first.before, ahead), inner=inner)
+    ranks = list(rank_shapes.values())
     copies = sum(map(len, held)) // stages
-    key = (place, parallel.pp, parallel.vpp)
+    key = (placement, parallel.pp, parallel.vpp)
     unequal = any(len(rank.unlike) > 1 for rank in ranks)
     return PipelineShape(key, copies, ranks, sends_per_micro_batch(parallel), stages == 1, unequal)
 
@@ -108,11 +121,11 @@ def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
         before = sum(shape.ranks[last].before[1:])
         latest = LatestRank(before, layers[last] / shape.copies, shape.sends, split)
         key = split, shape.key[2].bit_length()
-        other = groups.get(key, latest)
+        known_latest = groups.get(key, latest)
         least_of = (
-            min(latest.before, other.before),
-            min(latest.own, other.own),
-            min(latest.sends, other.sends),
+            min(latest.before, known_latest.before),
+            min(latest.own, known_latest.own),
+            min(latest.sends, known_latest.sends),
         )
         groups[key] = LatestRank(*least_of, split)
     latest_ranks = list(groups.values())
@@ -122,12 +135,12 @@ def summarize(shapes: Iterable[tuple[PipelineShape, bool]]) -> PipelineShapes:
         [
             latest
             for latest in latest_ranks
-            if not any(_under(other, latest) for other in latest_ranks)
+            if not any(_under(known_latest, latest) for known_latest in latest_ranks)
         ],
     )
 
 
-def _under(other: LatestRank, latest: LatestRank) -> bool:
+def _under(bound: LatestRank, latest: LatestRank) -> bool:
     """Whether `other` is a lower bound of everything that `latest` bounds."""
-    lower = all(a <= b for a, b in zip(other[:3], latest[:3], strict=True))
-    return other != latest and lower and other.split >= latest.split
+    lower = all(a <= b for a, b in zip(bound[:3], latest[:3], strict=True))
+    return bound != latest and lower and bound.split >= latest.split

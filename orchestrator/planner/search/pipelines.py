@@ -29,21 +29,23 @@ class PipelinesOfMeshes:
         """Legal schedules of a mesh, by the pipeline that they have in common."""
         key = mesh.pp, mesh.micro_batches
         if key not in self._alike:
-            found = self._alike[key] = Alike()
+            schedules_alike = self._alike[key] = Alike()
             for schedule, stages in self.space.schedules(*key).items():
                 for vpp in stages:
-                    place = "loop" if schedule in LOOPED else schedule
-                    found.setdefault((place, schedule in SPLIT_BACKWARD, vpp), []).append(schedule)
+                    placement = "loop" if schedule in LOOPED else schedule
+                    schedules_alike.setdefault(
+                        (placement, schedule in SPLIT_BACKWARD, vpp), []
+                    ).append(schedule)
         return self._alike[key]
 
-    def shape(self, place: str, schedule: str, pp: int, vpp: int) -> PipelineShape:
-        key = place, pp, vpp
+    def shape(self, placement: str, schedule: str, pp: int, vpp: int) -> PipelineShape:
+        key = placement, pp, vpp
         if key not in self._shapes:
             layers = self.space.stage_layers(pp * vpp)
             piped = structs.replace(
                 self.par, schedule=schedule, pp=pp, vpp=vpp, stage_layers=layers
             )
-            self._shapes[key] = pipeline_shape(place, self.space.context.model, piped)
+            self._shapes[key] = pipeline_shape(placement, self.space.context.model, piped)
         return self._shapes[key]
 
     def summary(self, mesh: Mesh) -> PipelineShapes:
@@ -52,8 +54,8 @@ class PipelinesOfMeshes:
         key = mesh.pp, *alike
         if key not in self._summaries:
             shapes = (
-                (self.shape(place, names[0], mesh.pp, vpp), split)
-                for (place, split, vpp), names in alike.items()
+                (self.shape(placement, names[0], mesh.pp, vpp), split)
+                for (placement, split, vpp), names in alike.items()
             )
             self._summaries[key] = summarize(shapes)
         return self._summaries[key]

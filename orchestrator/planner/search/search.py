@@ -74,13 +74,13 @@ class PlacedLayout(NamedTuple):
     @property
     def least_s(self) -> float:
         """Lower bound of the step in seconds."""
-        return min(one.least_s for one in self.nestings)
+        return min(orders.least_s for orders in self.nestings)
 
     def solve(self) -> Solution:
         """In the best nesting order, tokens going to experts in the best way."""
-        best, *others = (one.solve() for one in self.nestings)
-        for other in others:
-            best = other if other.time.step_s < best.time.step_s * (1 - WORTH) else best
+        best, *alternatives = (orders.solve() for orders in self.nestings)
+        for alternative in alternatives:
+            best = alternative if alternative.time.step_s < best.time.step_s * (1 - WORTH) else best
         return best
 
 
@@ -117,13 +117,13 @@ class Search:
         self.best = BestPaths(self.context.path_cache.fabric, self.context.rate, confined)
         self.recipe = recipe_of(config.cost.software, config.optim)
         self.capacity = self.recipe.capacity(cluster)
-        given = config.parallel.expert_all_to_all
+        given_all_to_all = config.parallel.expert_all_to_all
         domains = cluster.nvlink_domains
         #: ways of tokens to experts that are open; in one NVLink domain there is nothing to choose
         self.all_to_alls: tuple[doc.AllToAll, ...] = (
             ("direct", "hierarchical") if len(domains) > 1 else ("direct",)
         )
-        self.all_to_alls = (given,) if given else self.all_to_alls
+        self.all_to_alls = (given_all_to_all,) if given_all_to_all else self.all_to_alls
         self._layer_costs: dict[tuple[object, ...], LayerCost] = {}
         self._shared: dict[tuple[object, ...], Any] = {}
         self._params: dict[tuple[int, tuple[int, int]], ShardParams] = {}
@@ -137,7 +137,8 @@ class Search:
         """
         columns = enumerate(self.columns())
         heap: list[Node] = [
-            (least_of_column(one.meshes, one.layers), COLUMN, (n,), one) for n, one in columns
+            (least_of_column(column.meshes, column.layers), COLUMN, (n,), column)
+            for n, column in columns
         ]
         heapq.heapify(heap)
         serial = len(heap)
@@ -164,8 +165,8 @@ class Search:
                 ):
                     front.append(item)
                 continue
-            most = self.capacity if level(least) else front[-1].memory.total
-            for seconds, below, key, opened in self._open(state, item, most):
+            byte_limit = self.capacity if level(least) else front[-1].memory.total
+            for seconds, below, key, opened in self._open(state, item, byte_limit):
                 serial += 1
                 heapq.heappush(heap, (seconds, below, key or (serial,), opened))
         chosen = preferred_first(equal, self.context.level_names[-1]) if equal else []
@@ -175,19 +176,21 @@ class Search:
 
     def columns(self) -> Iterator[Column]:
         """Every column of families that have a legal layout. Counts legal layouts."""
-        found: dict[tuple[int, ...], list[Mesh]] = {}
+        families: dict[tuple[int, ...], list[Mesh]] = {}
         for first in self.space.families():
             folded = self.space.folded(first.tp, first.cp, first.ep)
-            many = sum(
+            layouts = sum(
                 self.space.count(first._replace(etp=etp, fold_cp=fold_cp)) * len(variants)
                 for (etp, fold_cp), variants in folded
             )
-            if many:
-                self.legal += many
-                found.setdefault((*first[:3], first.micro_batch_size), []).append(first)
-        for (tp, cp, ep, _), meshes in found.items():
+            if layouts:
+                self.legal += layouts
+                families.setdefault((*first[:3], first.micro_batch_size), []).append(first)
+        for (tp, cp, ep, _), meshes in families.items():
             folded = self.space.folded(tp, cp, ep)
-            options = [(fold, one) for fold, variants in folded for one in worthwhile(variants)]
+            options = [
+                (fold, variant) for fold, variants in folded for variant in worthwhile(variants)
+            ]
             yield Column(meshes, options, self._layers(meshes[0], options))
 
     def base(self, mesh: Mesh, options: list[Option]) -> MeshBound:
@@ -204,18 +207,24 @@ class Search:
         fold, (variant, *_) = options[0]
         (sp, method), cp_methods = (
             variant,
-            tuple(dict.fromkeys(one for _, equal in options for _, one in equal)),
+            tuple(dict.fromkeys(mesh_of_fold for _, equal in options for _, mesh_of_fold in equal)),
         )
         sp_open = any(equal[0][0] != sp for _, equal in options)
         first = mesh._replace(sp=sp, cp_method=method)
         folds = [
-            first._replace(etp=own[0], fold_cp=own[1])
-            for own in dict.fromkeys(fold for fold, _ in options)
+            first._replace(etp=fold_of_mesh[0], fold_cp=fold_of_mesh[1])
+            for fold_of_mesh in dict.fromkeys(fold for fold, _ in options)
         ]
-        return Layers(fold, variant, cp_methods, sp_open, [self._layer_cost(one) for one in folds])
+        return Layers(
+            fold,
+            variant,
+            cp_methods,
+            sp_open,
+            [self._layer_cost(mesh_of_fold) for mesh_of_fold in folds],
+        )
 
-    def _open(self, state: int, item: Any, most: int) -> Iterator[Node]:
-        """Children of a node that may need no more than `most` bytes."""
+    def _open(self, state: int, item: Any, byte_limit: int) -> Iterator[Node]:
+        """Children of a node that may need no more than `byte_limit` bytes."""
         if state == COLUMN:
             for mesh in item.meshes:
                 base = self._base(mesh, item.layers)
@@ -223,12 +232,12 @@ class Search:
         elif state == FAMILY:
             base, options = item
             if len(options) == 1:
-                yield from self._branches(base, most)
+                yield from self._branches(base, byte_limit)
             for option in options if len(options) > 1 else ():
-                own = self.base(base.mesh, [option])
-                yield own.least_seconds(), MESH, (), own
+                mesh_bound = self.base(base.mesh, [option])
+                yield mesh_bound.least_seconds(), MESH, (), mesh_bound
         elif state == MESH:
-            yield from self._branches(item, most)
+            yield from self._branches(item, byte_limit)
         elif state == RECOMPUTE:
             for pipeline, names in self.pipelines(item):
                 yield pipeline.least_s, PIPELINE, (), (pipeline, names)
@@ -238,68 +247,76 @@ class Search:
             yield least, SENDING, (), item
         elif state == SENDING:
             pipeline, names = item
-            fitting = list(self._fitting(pipeline, names, most))
+            fitting = list(self._fitting(pipeline, names, byte_limit))
             if len(pipeline.cp_methods) == 1:
-                yield from self._layouts(pipeline, fitting, most)
+                yield from self._layouts(pipeline, fitting, byte_limit)
             elif fitting:  # all methods of context parallelism need the same memory
                 for method in pipeline.cp_methods:
-                    one = PipelineBound(
+                    bound = PipelineBound(
                         pipeline.branch, pipeline.shape, pipeline.split, pipeline.vpp, [method]
                     )
-                    least = min(one.seconds_of(sharded) for _, sharded, _ in fitting)
-                    yield least, CP_METHOD, (), (one, fitting)
+                    least = min(bound.seconds_of(sharded) for _, sharded, _ in fitting)
+                    yield least, CP_METHOD, (), (bound, fitting)
         elif state == CP_METHOD:
             pipeline, fitting = item
-            yield from self._layouts(pipeline, fitting, most)
+            yield from self._layouts(pipeline, fitting, byte_limit)
         elif state == LAYOUT:
             layout, size, pipeline, sharded = item
             least = pipeline.seconds_with(layout.schedule, sharded)
-            if size <= most and pipeline.shape.unequal:
+            if size <= byte_limit and pipeline.shape.unequal:
                 size = pipeline.bytes_of(pipeline.kept(layout.schedule, exact=True), sharded)
-            if size <= most:
+            if size <= byte_limit:
                 yield least, SCHEDULED, (), layout
         elif state == SCHEDULED:
             placed = self._place(item)
             if placed is not None:
                 yield placed.least_s, PLACED, (), placed
         else:
-            found = self._cost(item, most)
-            if found is not None:
-                yield found.step_s, COSTED, (found.memory.total, preference(found.layout)), found
+            costed = self._cost(item, byte_limit)
+            if costed is not None:
+                yield (
+                    costed.step_s,
+                    COSTED,
+                    (costed.memory.total, preference(costed.layout)),
+                    costed,
+                )
 
-    def _branches(self, base: MeshBound, most: int) -> Iterator[Node]:
+    def _branches(self, base: MeshBound, byte_limit: int) -> Iterator[Node]:
         alike = (*base.mesh[:7], base.mesh.fold)  # the same for all variants
         base.sharded = self._sharded.setdefault(alike, base.sharded)
         for branch in base.branches(self.space.recompute, self.space.zeros(base.mesh)):
-            if branch.least_bytes() <= most:
+            if branch.least_bytes() <= byte_limit:
                 yield branch.least_s, RECOMPUTE, (), branch
 
     def pipelines(self, branch: RecomputeBound) -> Iterator[tuple[PipelineBound, list[str]]]:
         """Every assignment of stages to ranks, with the schedules that use it."""
         mesh = branch.mesh
         cp_methods = branch.base.cp_methods
-        for (place, split, vpp), names in self.shapes.alike(mesh).items():
-            shape = self.shapes.shape(place, names[0], mesh.pp, vpp)
+        for (placement, split, vpp), names in self.shapes.alike(mesh).items():
+            shape = self.shapes.shape(placement, names[0], mesh.pp, vpp)
             yield PipelineBound(branch, shape, split, vpp, cp_methods), names
 
     def _fitting(
-        self, pipeline: PipelineBound, names: list[str], most: int
+        self, pipeline: PipelineBound, names: list[str], byte_limit: int
     ) -> Iterator[tuple[str, ZeroStage, float]]:
-        """(schedule, ZeRO stage, lower bound in bytes) of what may need no more than `most`
+        """(schedule, ZeRO stage, lower bound in bytes) of what may need no more than `byte_limit`
         bytes."""
         for schedule in names:
-            kept = pipeline.kept(schedule)
+            activation_bytes = pipeline.kept(schedule)
             shards = self.space.shards(pipeline.branch.mesh, schedule)
             for sharded in pipeline.branch.sharded:
-                if shards(sharded.par.zero) and (size := pipeline.bytes_of(kept, sharded)) <= most:
+                if (
+                    shards(sharded.par.zero)
+                    and (size := pipeline.bytes_of(activation_bytes, sharded)) <= byte_limit
+                ):
                     yield schedule, sharded, size
 
     def _layouts(
-        self, pipeline: PipelineBound, fitting: list[tuple[str, ZeroStage, float]], most: int
+        self, pipeline: PipelineBound, fitting: list[tuple[str, ZeroStage, float]], byte_limit: int
     ) -> Iterator[Node]:
         mesh = pipeline.branch.mesh._replace(cp_method=pipeline.cp_methods[0])
         for schedule, sharded, size in fitting:
-            if size <= most:
+            if size <= byte_limit:
                 layout = Layout(
                     mesh, pipeline.branch.recompute, sharded.par.zero, schedule, pipeline.vpp
                 )
@@ -322,8 +339,8 @@ class Search:
 
     def _layer_cost(self, mesh: Mesh) -> LayerCost:
         key = *mesh[:3], mesh.fold, mesh.sp, mesh.micro_batch_size, mesh.cp_method == "ring"
-        found = self._layer_costs.get(key)
-        if found is None:
+        layer_cost = self._layer_costs.get(key)
+        if layer_cost is None:
             etp, ep, _ = expert_mesh(mesh)
             cut = mesh.tp, (etp, ep)
             if cut not in self._params:
@@ -340,8 +357,8 @@ class Search:
                 self._shared,
                 self.all_to_alls,
             )
-            found = self._layer_costs[key] = LayerCost(par, mesh, *same)
-        return found
+            layer_cost = self._layer_costs[key] = LayerCost(par, mesh, *same)
+        return layer_cost
 
     # -------------------------------------------------------------------------------------- costs
 
@@ -368,33 +385,33 @@ class Search:
     def _nestings(self, parallel: doc.Parallel, config: Config, train: doc.Train) -> list[Nestings]:
         """With each open way of tokens to experts; none where no order allows the one that is
         given."""
-        found: list[Nestings] = []
-        for way in self.all_to_alls:
-            if way == "hierarchical":
-                if found and not found[0].outside_nvlink("ep"):
+        legal_nestings: list[Nestings] = []
+        for all_to_all in self.all_to_alls:
+            if all_to_all == "hierarchical":
+                if legal_nestings and not legal_nestings[0].outside_nvlink("ep"):
                     continue  # there is nothing to go by
-                parallel = structs.replace(parallel, expert_all_to_all=way)
+                parallel = structs.replace(parallel, expert_all_to_all=all_to_all)
             nestings = Nestings(self.context, parallel, config.parallel.order, train)
-            found += [nestings] if nestings.legal else []
-        return found
+            legal_nestings += [nestings] if nestings.legal else []
+        return legal_nestings
 
-    def _cost(self, placed: PlacedLayout, most: float = float("inf")) -> CostedLayout | None:
-        """`most`: bytes above which its time is of no interest: None as well."""
+    def _cost(self, placed: PlacedLayout, byte_limit: float = float("inf")) -> CostedLayout | None:
+        """`byte_limit`: bytes above which its time is of no interest: None as well."""
         self.costed += 1
         workload = Workload(self.context.model, placed.parallel, placed.train)
         accounts = memory.memory_by_pp_rank(
             workload, self.context.cluster, self.recipe, self.context.matmul
         )
         worst = max(accounts, key=lambda account: account.total)
-        if worst.total > min(worst.capacity, most):
+        if worst.total > min(worst.capacity, byte_limit):
             return None
         solution = placed.solve()
         config = placed.config
         if solution.best.outside_nvlink("tp") and not config.parallel.allow_tp_across_nvlink:
             return None  # `parallel.order` puts tensor-parallel groups across nodes
         if solution.parallel.expert_all_to_all == "hierarchical":
-            own = structs.replace(config.parallel, expert_all_to_all="hierarchical")
-            config = structs.replace(config, parallel=own)
+            with_all_to_all = structs.replace(config.parallel, expert_all_to_all="hierarchical")
+            config = structs.replace(config, parallel=with_all_to_all)
         return CostedLayout(placed.layout, solution, worst, config, placed.fills)
 
 
@@ -404,8 +421,10 @@ def worthwhile(variants: list[Variant]) -> list[list[Variant]]:
 
     Where zig-zag can run, a contiguous ring is left out: it sends the same bytes and takes longer.
     """
-    found: dict[tuple[bool, bool], list[Variant]] = {}
+    variants_worth: dict[tuple[bool, bool], list[Variant]] = {}
     for sp, method in variants:
-        found.setdefault((method == "ring", not sp), []).append((sp, method))
+        variants_worth.setdefault((method == "ring", not sp), []).append((sp, method))
     zigzag = any(method == "zigzag" for _, method in variants)
-    return [variant for (ring, _), variant in sorted(found.items()) if not (ring and zigzag)]
+    return [
+        variant for (ring, _), variant in sorted(variants_worth.items()) if not (ring and zigzag)
+    ]

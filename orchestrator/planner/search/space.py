@@ -118,8 +118,8 @@ class Space:
         self.worlds = sorted(units, reverse=True)
         self.parts = cache(lambda tp, cp, ep, pp, dp: domains.parts(tp, cp, ep, pp, dp, across))
         self.filled = cache(lambda tp, cp, ep, pp: domains.filled(tp, cp, ep, pp, across))
-        given = config.train.recompute
-        self.recompute = RECOMPUTE_MODES if given is None else (given,)
+        given_recompute = config.train.recompute
+        self.recompute = RECOMPUTE_MODES if given_recompute is None else (given_recompute,)
         ones: dict[str, Any] = dict.fromkeys(
             ("tp", "cp", "ep", "pp", "dp", "vpp", "micro_batch_size"), 1
         )
@@ -139,10 +139,10 @@ class Space:
         )
         self.rules = LAYOUT if any_layout else {**LAYOUT, **TRAINER}
         if not any_layout and (
-            found := broken(self.base, TRAINER)
+            breach := broken(self.base, TRAINER)
         ):  # degrees only add to what is wrong
             raise OrchError(
-                f"parallel=auto: {found[1]}; --any searches layouts for another program",
+                f"parallel=auto: {breach[1]}; --any searches layouts for another program",
                 Exit.CONFIG,
             )
 
@@ -170,17 +170,19 @@ class Space:
                         if self.par.dp in (None, dp) and world in self.parts(tp, cp, ep, pp, dp):
                             yield from self._batches(tp, cp, ep, pp, dp)
 
-    def _degrees(self, axis: str, gpus: int, most: int) -> list[int]:
+    def _degrees(self, axis: str, gpus: int, largest: int) -> list[int]:
         """Legal degrees of an axis that divide `gpus`, the GPUs that the axes before it leave."""
-        given = getattr(self.par, axis)
-        if given is not None:
+        given_degree = getattr(self.par, axis)
+        if given_degree is not None:
             return (
-                [given]
-                if gpus % given == 0 and (axis == "pp" or self._keeps({axis: given}))
+                [given_degree]
+                if gpus % given_degree == 0 and (axis == "pp" or self._keeps({axis: given_degree}))
                 else []
             )
-        found = [degree for degree in divisors(gpus) if degree <= most]
-        return [degree for degree in found if axis == "pp" or self._keeps({axis: degree})]
+        divisors_of_gpus = [degree for degree in divisors(gpus) if degree <= largest]
+        return [
+            degree for degree in divisors_of_gpus if axis == "pp" or self._keeps({axis: degree})
+        ]
 
     def _batches(self, tp: int, cp: int, ep: int, pp: int, dp: int) -> Iterator[Mesh]:
         share, rest = divmod(self.samples, dp * ep)
@@ -225,15 +227,15 @@ class Space:
     def _folded(self, tp: int, cp: int, ep: int) -> list[tuple[Fold, list[Variant]]]:
         """Legal folds of the experts with the variants that each goes with, the simplest first."""
         every = self.variants(tp, cp)
-        found = list[tuple[Fold, list[Variant]]]()
+        legal_folds = list[tuple[Fold, list[Variant]]]()
         for fold in self._folds(tp, cp):
             mesh = structs.replace(self.base, tp=tp, cp=cp, ep=ep, etp=fold[0], fold_cp=fold[1])
             legal = {
                 sp: LAYOUT["experts"](structs.replace(mesh, sp=sp)) is None for sp in (True, False)
             }
-            if variants := [one for one in every if legal[one[0]]]:
-                found.append((fold, variants))
-        return found
+            if variants := [variant for variant in every if legal[variant[0]]]:
+                legal_folds.append((fold, variants))
+        return legal_folds
 
     def _folds(self, tp: int, cp: int) -> Iterator[Fold]:
         """Without folding `etp` stays unset, unless it is given. A word of degrees can say what
@@ -267,16 +269,18 @@ class Space:
         A single stage has one schedule, 1f1b.
         """
         if pp == 1:
-            given = self.par.schedule in (None, "1f1b") and self.par.vpp in (None, 1)
-            return {"1f1b": [1]} if given and not self._other_stages(1) else {}
+            is_open = self.par.schedule in (None, "1f1b") and self.par.vpp in (None, 1)
+            return {"1f1b": [1]} if is_open and not self._other_stages(1) else {}
         names = list(SCHEDULES) if self.par.schedule is None else [self.par.schedule]
         if self.base.batch_ramp and "batch_ramp" in self.rules:
             names = [name for name in names if name not in FIXED_BATCH]
-        found = {}
+        vpps_by_schedule = {}
         for name in names:
             low, high = SCHEDULES[name].vpp if name in SCHEDULES else (1, 0)
-            most = self.context.model.layers // pp
-            among = range(low, (most if high is None else min(high, most)) + 1)
+            layers_per_rank = self.context.model.layers // pp
+            among = range(
+                low, (layers_per_rank if high is None else min(high, layers_per_rank)) + 1
+            )
             vpps = [
                 vpp
                 for vpp in among
@@ -284,10 +288,10 @@ class Space:
             ]
             # legality of pp and micro-batches does not depend on the virtual stages; 2 * pp is
             # legal for every schedule
-            many = 2 * pp if micro_batches is None else micro_batches
-            if vpps and illegal(name, pp, many, vpps[0]) is None:
-                found[name] = vpps
-        return found
+            micro_batch_count = 2 * pp if micro_batches is None else micro_batches
+            if vpps and illegal(name, pp, micro_batch_count, vpps[0]) is None:
+                vpps_by_schedule[name] = vpps
+        return vpps_by_schedule
 
     def _other_stages(self, stages: int) -> bool:
         return self.par.stage_layers is not None and len(self.par.stage_layers) != stages
@@ -313,14 +317,14 @@ class Space:
         """Predicate: whether a ZeRO stage is legal with a schedule."""
         fewest = SCHEDULES[schedule].vpp[0] if schedule in SCHEDULES else 1
         replicas = mesh.dp * mesh.cp * mesh.ep
-        many = copies(schedule, mesh.pp, fewest)
+        model_copies = copies(schedule, mesh.pp, fewest)
         group = self.par.zero_group
-        own = spread(mesh), group, expert_mesh(mesh).edp
-        experts = own if "expert_parallel" in self.rules else (1, group, 0)
+        expert_shards = spread(mesh), group, expert_mesh(mesh).edp
+        experts = expert_shards if "expert_parallel" in self.rules else (1, group, 0)
         return lambda zero: (
             not (
                 zero_group(zero, group, replicas)
-                or sharding(zero, mesh.pp, schedule, many)
+                or sharding(zero, mesh.pp, schedule, model_copies)
                 or expert_sharding(zero, *experts)
             )
         )

@@ -66,9 +66,9 @@ def proven(layout: Layout) -> bool:
     return mesh.ep == 1 and mesh.fold == NO_FOLD and sum(used) <= (3 if main else 2)
 
 
-def bytes_at_the_top(found: CostedLayout, level: str) -> float:
+def bytes_at_the_top(layout: CostedLayout, level: str) -> float:
     """Bytes a step that the busiest rank of each axis sends over the highest level of switches."""
-    placed = axis_placement(found.solution.best, found.solution.traffic).values()
+    placed = axis_placement(layout.solution.best, layout.solution.traffic).values()
     return sum(axis.bytes_per_step_by_level.get(level, 0.0) for axis in placed)
 
 
