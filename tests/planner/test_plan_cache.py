@@ -16,9 +16,10 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import OrchError
 from orchestrator.plan import Plan
 from orchestrator.planner import build
-from orchestrator.planner.elastic.sizes import plan_of
+from orchestrator.planner.elastic.sizes import ROOMS_OF_A_PLAN, plan_of
 from orchestrator.run.folder import home_folder
 from orchestrator.submit.cluster import ClusterResolver, at_home
+from tests.house.rooms import edges
 
 
 def cached(config: Config) -> Plan:
@@ -134,3 +135,13 @@ def test_neither_hydra_nor_the_planner_is_imported_for_a_job_planned_before(home
         "its degrees are given"
     )
     assert anew == "0 numpy orchestrator.planner.build"
+
+
+def test_cached_plans_depend_on_the_code_of_every_room_that_makes_them():
+    """Without it a plan outlives a change of the cost model that predicted it."""
+    rooms = {"orchestrator.planner"}
+    while found := {after for before, after in edges() if before in rooms} - rooms:
+        rooms |= found
+    without_figures = {"orchestrator.errors", "orchestrator.cache"}
+    listed = {f"orchestrator.{room}" for room in ROOMS_OF_A_PLAN}
+    assert rooms - without_figures == listed

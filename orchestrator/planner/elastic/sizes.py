@@ -29,6 +29,8 @@ from orchestrator.plan.document import Cluster
 from orchestrator.plan.domains import domains_of
 
 MAX_SIZES = 256  # most sizes of one range
+#: Rooms whose code decides what a plan says: a change in one of them makes cached plans invalid.
+ROOMS_OF_A_PLAN = ("config", "plan", "cluster", "cost", "planner")
 
 Resolve = Callable[
     [ClusterSpec], Cluster
@@ -84,7 +86,7 @@ def _inputs(
     yield profile.digest.encode() if profile else b""
     if (file := config.parallel.schedule_file) is not None:
         yield content(file)
-    yield from code("config", "plan", "planner")
+    yield from code(*ROOMS_OF_A_PLAN)
     yield msgspec.__version__.encode()
     if (numpy := PathFinder.find_spec("numpy")) and numpy.origin:
         found = os.stat(numpy.origin)

@@ -23,7 +23,6 @@ from orchestrator.cost.memory.recipe import recipe_of
 from orchestrator.cost.profile import Profile
 from orchestrator.cost.workload import Workload
 from orchestrator.plan import document as doc
-from orchestrator.plan.expert_mesh import expert_mesh
 from orchestrator.plan.supported import Case, broken
 from orchestrator.planner.degrees import make_case, make_parallel
 from orchestrator.planner.placement.best_order import Nestings, Solution
@@ -32,7 +31,7 @@ from orchestrator.planner.placement.node_placement import make_context
 from .best_paths import BestPaths
 from .bound import Layers, MeshBound, RecomputeBound, ZeroStage, least_of_column
 from .costed_layout import CostedLayout
-from .layer_cost import LayerCost, ShardParams, shard_params
+from .layer_costs import LayerCosts
 from .pipeline_bound import PipelineBound
 from .pipelines import PipelinesOfMeshes
 from .space import Fold, Layout, Mesh, Space, Variant
@@ -117,16 +116,12 @@ class Search:
         self.best = BestPaths(self.context.path_cache.fabric, self.context.rate, confined)
         self.recipe = recipe_of(config.cost.software, config.optim)
         self.capacity = self.recipe.capacity(cluster)
-        given_all_to_all = config.parallel.expert_all_to_all
-        domains = cluster.nvlink_domains
         #: ways of tokens to experts that are open; in one NVLink domain there is nothing to choose
-        self.all_to_alls: tuple[doc.AllToAll, ...] = (
-            ("direct", "hierarchical") if len(domains) > 1 else ("direct",)
-        )
-        self.all_to_alls = (given_all_to_all,) if given_all_to_all else self.all_to_alls
-        self._layer_costs: dict[tuple[object, ...], LayerCost] = {}
-        self._shared: dict[tuple[object, ...], Any] = {}
-        self._params: dict[tuple[int, tuple[int, int]], ShardParams] = {}
+        self.all_to_alls: tuple[doc.AllToAll, ...] = ("direct",)
+        if config.parallel.expert_all_to_all:
+            self.all_to_alls = (config.parallel.expert_all_to_all,)
+        elif len(cluster.nvlink_domains) > 1:
+            self.all_to_alls = ("direct", "hierarchical")
         self._sharded: dict[tuple[object, ...], list[ZeroStage]] = {}
         self.legal = self.costed = 0
 
@@ -194,8 +189,8 @@ class Search:
             yield Column(meshes, options, self._layers(meshes[0], options))
 
     def base(self, mesh: Mesh, options: list[Option]) -> MeshBound:
-        """Bound of a mesh in any of `options`, whose first has the least work and keeps the fewest
-        bytes, but for how the experts fold."""
+        """Bound of a mesh in any of `options`; the first has the least work and keeps the fewest
+        bytes, apart from how experts fold."""
         return self._base(mesh, self._layers(mesh, options))
 
     def _base(self, mesh: Mesh, layers: Layers) -> MeshBound:
@@ -220,7 +215,7 @@ class Search:
             variant,
             cp_methods,
             sp_open,
-            [self._layer_cost(mesh_of_fold) for mesh_of_fold in folds],
+            [self.layer_costs.of_mesh(mesh_of_fold, self.par) for mesh_of_fold in folds],
         )
 
     def _open(self, state: int, item: Any, byte_limit: int) -> Iterator[Node]:
@@ -323,6 +318,10 @@ class Search:
                 yield pipeline.seconds_of(sharded), LAYOUT, (), (layout, size, pipeline, sharded)
 
     @cached_property
+    def layer_costs(self) -> LayerCosts:
+        return LayerCosts(self.context, self.best, self.recipe, self.all_to_alls)
+
+    @cached_property
     def shapes(self) -> PipelinesOfMeshes:
         return PipelinesOfMeshes(self.space, self.par)
 
@@ -336,29 +335,6 @@ class Search:
 
     def _case(self, config: Config) -> Case:
         return make_case(config, self.context.cluster, self.context.model)
-
-    def _layer_cost(self, mesh: Mesh) -> LayerCost:
-        key = *mesh[:3], mesh.fold, mesh.sp, mesh.micro_batch_size, mesh.cp_method == "ring"
-        layer_cost = self._layer_costs.get(key)
-        if layer_cost is None:
-            etp, ep, _ = expert_mesh(mesh)
-            cut = mesh.tp, (etp, ep)
-            if cut not in self._params:
-                self._params[cut] = shard_params(self.context.model, *cut)
-            names = ("tp", "cp", "ep", "etp", "fold_cp", "sp", "micro_batch_size", "cp_method")
-            par = self.context.balanced(
-                structs.replace(self.par, **{name: getattr(mesh, name) for name in names})
-            )
-            same = (
-                self.context,
-                self.best,
-                self._params[cut],
-                self.recipe,
-                self._shared,
-                self.all_to_alls,
-            )
-            layer_cost = self._layer_costs[key] = LayerCost(par, mesh, *same)
-        return layer_cost
 
     # -------------------------------------------------------------------------------------- costs
 
