@@ -81,9 +81,8 @@ class KubernetesBackend(
 
     def __init__(self) -> None:
         self._clusters: dict[tuple[str | None, str | None], Cluster] = {}
-        self._ahead: tuple[float, Future[ClusterSnapshot]] | None = (
-            None  # and when it was asked for
-        )
+        # and when it was asked for
+        self._ahead: tuple[float, Future[ClusterSnapshot]] | None = None
         self._controlled: Future[bool] | None = None  # whether the cluster has a controller
 
     @cached_property

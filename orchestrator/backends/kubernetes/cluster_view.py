@@ -38,9 +38,8 @@ class Reservation(Struct, frozen=True):
 
     topology: Topology | None = None
     chosen: ChosenNodes | None = None
-    excluded: tuple[str, ...] | None = (
-        None  # hostname labels of nodes that are left out; None: not known
-    )
+    # hostname labels of nodes that are left out; None: not known
+    excluded: tuple[str, ...] | None = None
     warnings: tuple[str, ...] = ()
     check: Callable[[], None] = lambda: (
         None

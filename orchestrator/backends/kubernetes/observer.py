@@ -132,8 +132,7 @@ def _owner(body: dict[str, Any]) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------ pod 0's
-#     status lines
+# ----------------------------------------------------------------------------- pod 0's status lines
 
 
 class LastReport(Struct, frozen=True):
@@ -205,8 +204,7 @@ def remember_bad_nodes(folder: RunFolder, before: RunState, now: RunState) -> No
                 remember(folder, node, why, hours, time.time())
 
 
-# ------------------------------------------------------------------------------------------ pods of
-#     dead nodes
+# ------------------------------------------------------------------------------- pods of dead nodes
 
 
 def force_delete_stuck_pods(cluster: Cluster, run: ObservedRun, now: float) -> str:

@@ -65,13 +65,11 @@ class KubernetesOptions(Frozen):
     context: Annotated[str, Meta(max_length=253)] | None = (
         None  # of the kubeconfig; None: the current one
     )
-    namespace: Label | None = (
-        None  # None: that of the context, or the launcher's own inside a cluster
-    )
+    # None: that of the context, or the launcher's own inside a cluster
+    namespace: Label | None = None
     kind: Literal["job", "jobset"] = "job"
-    controller: Literal["auto", "always", "never"] = (
-        "auto"  # submit to charts/orch-controller; auto: where it is
-    )
+    # submit to charts/orch-controller; auto: where it is
+    controller: Literal["auto", "always", "never"] = "auto"
     # with what
     image: Image | None = None  # has this orch and torch; the Containerfile builds one
     pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
@@ -82,16 +80,14 @@ class KubernetesOptions(Frozen):
     # how much, for one pod
     cpus: Positive | None = None  # None: 8 a GPU, 1 a process on CPU clusters
     memory_gib: Positive | None = None  # without /dev/shm; None: 64 a GPU, 2 a process
-    shm_gib: Positive | None = (
-        None  # /dev/shm, counted in the memory limit; None: 4 a GPU, 0.25 a process
-    )
+    # /dev/shm, counted in the memory limit; None: 4 a GPU, 0.25 a process
+    shm_gib: Positive | None = None
     gpu_resource: Key = "nvidia.com/gpu"
     rdma: dict[
         Key, Count
     ] = {}  # in requests and limits, e.g. {rdma/ib: 8}; without it NCCL uses sockets
-    security: Literal["restricted", "baseline"] = (
-        "restricted"  # baseline: with IPC_LOCK, which RDMA may need
-    )
+    # baseline: with IPC_LOCK, which RDMA may need
+    security: Literal["restricted", "baseline"] = "restricted"
     # queueing
     queue: Name | None = None  # Kueue's LocalQueue; None: no Kueue
     workload_priority: Name | None = None  # Kueue's WorkloadPriorityClass
@@ -105,12 +101,10 @@ class KubernetesOptions(Frozen):
         "auto"  # of node labels: `orch topology import --profile`
     )
     levels: dict[str, Key] = {}  # level of the plan -> node label, e.g. {leaf: example.org/leaf}
-    topology: Literal["preferred", "required", "none"] = (
-        "preferred"  # how strongly the whole job stays together
-    )
-    slices: bool = (
-        True  # keep each TP/EP domain or pipeline under one switch of the innermost level
-    )
+    # how strongly the whole job stays together
+    topology: Literal["preferred", "required", "none"] = "preferred"
+    # keep each TP/EP domain or pipeline under one switch of the innermost level
+    slices: bool = True
     node_selector: dict[Key, Value] = {}
     tolerations: list[Toleration] = []
     exclude: list[Name] = []  # nodes that no pod may go to, by name or hostname label
@@ -118,28 +112,22 @@ class KubernetesOptions(Frozen):
         Name
     ] = []  # nor to these, which orch fills in: those of `orch nodes` at each start
     # volumes
-    claim: Name | None = (
-        None  # PVC for the run folder: checkpoints, logs, history; None: gone with its pods
-    )
+    # PVC for the run folder: checkpoints, logs, history; None: gone with its pods
+    claim: Name | None = None
     volumes: list[Volume] = []
     # time limits, retries
     unreachable_s: Natural = 30  # after which pods leave a node that has gone silent
-    rendezvous_timeout_s: Positive = (
-        1800.0  # a pod waits this long for all others, then gives its node back
-    )
-    grow_after_s: Natural = (
-        60  # an elastic run takes more nodes in no sooner than its nodes have stayed this long
-    )
+    # a pod waits this long for all others, then gives its node back
+    rendezvous_timeout_s: Positive = 1800.0
+    # an elastic run takes more nodes in no sooner than its nodes have stayed this long
+    grow_after_s: Natural = 60
     max_pod_failures: Natural = 16  # counted ones: not disruptions, not exit 75
-    max_pod_returns: Natural = (
-        10  # uncounted ones of a pod that has then waited for others in vain: the run ends (76)
-    )
-    checkpoint_gb_per_s: Positive = (
-        1.0  # what one node writes to the claim; to size the grace period
-    )
-    ttl_s: Natural | None = (
-        604800  # a finished run is removed from the cluster after this long; None: never
-    )
+    # uncounted ones of a pod that has then waited for others in vain: the run ends (76)
+    max_pod_returns: Natural = 10
+    # what one node writes to the claim; to size the grace period
+    checkpoint_gb_per_s: Positive = 1.0
+    # a finished run is removed from the cluster after this long; None: never
+    ttl_s: Natural | None = 604800
     # names on everything
     labels: dict[Key, Value] = {}
     annotations: dict[Key, Annotated[str, Meta(max_length=4096)]] = {}
@@ -147,9 +135,8 @@ class KubernetesOptions(Frozen):
     # {runtimeClassName: x}}
     pod: dict[str, Any] = {}
     network_policy: bool = False  # only its pods reach one another, and any pod their metrics
-    egress: list[Egress] | None = (
-        None  # with it: its pods reach one another, DNS and these alone; None: anybody
-    )
+    # with it: its pods reach one another, DNS and these alone; None: anybody
+    egress: list[Egress] | None = None
     owner: Owner | None = None
 
     @property

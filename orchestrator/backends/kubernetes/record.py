@@ -28,9 +28,8 @@ class KubernetesRecord(Frozen):
     submitted_at: float
     generation: int = 0
     sent: bool = False  # the API server has taken the last of them
-    train_run: str = (
-        ""  # name of the TrainRun whose controller looks after it; "": this machine's `orch` does
-    )
+    # name of the TrainRun whose controller looks after it; "": this machine's `orch` does
+    train_run: str = ""
 
 
 def verdict(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool = True) -> RunState:

@@ -196,8 +196,7 @@ def record_of(
     )
 
 
-# ------------------------------------------------------------------------------------------ all or
-#     nothing
+# ----------------------------------------------------------------------------------- all or nothing
 
 
 def is_sent(cluster: Cluster, objects: Sequence[Mapping[str, Any]], submission: str) -> bool:

@@ -151,8 +151,7 @@ def _create(cluster: Cluster, body: dict[str, Any], submission: str) -> dict[str
         time.sleep(0.5)
 
 
-# ------------------------------------------------------------------------------------------ what is
-#     asked of a run
+# --------------------------------------------------------------------------- what is asked of a run
 
 
 def read(cluster: Cluster, name: str) -> TrainRun | None:

@@ -254,8 +254,7 @@ def _part(folder: str, data: str, name: str, kept: Path) -> Path | None:
     return kept
 
 
-# ------------------------------------------------------------------------------------------ other
-#     ways
+# --------------------------------------------------------------------------------------- other ways
 
 
 def _of_pod(environ: Mapping[str, str], account: Path) -> Access:

@@ -113,8 +113,7 @@ class Watch(Generic[T]):
         with self._lock:
             return list(self._found.values())
 
-    # ---------------------------------------------------------------------------------- the
-    #     watching thread
+    # -------------------------------------------------------------------------- the watching thread
 
     def _run(self) -> None:
         version = ""

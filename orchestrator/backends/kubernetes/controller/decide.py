@@ -213,8 +213,7 @@ def _created(run: TrainRun) -> float:
     return seconds_of(run.metadata.creation_timestamp) or 0.0
 
 
-# ------------------------------------------------------------------------------------------ a run
-#     at work
+# ------------------------------------------------------------------------------------ a run at work
 
 
 def _tend(seen: Seen, given: Allocation) -> list[Step]:

@@ -109,8 +109,7 @@ class Decisions:
     def bad(self, now: float) -> dict[str, BadNode]:
         return {node: one for node, one in self._ledger.book.bad.items() if one.until > now}
 
-    # ---------------------------------------------------------------------------------- the
-    #     deciding thread
+    # -------------------------------------------------------------------------- the deciding thread
 
     def decide(self, now: float) -> None:
         """Weigh all that was asked for. Fenced; OrchError: nothing was decided, and all of it is

@@ -119,8 +119,7 @@ class Controller:
             self._over = self._over or why
             self._wake.notify()
 
-    # ---------------------------------------------------------------------------------- the main
-    #     thread
+    # ------------------------------------------------------------------------------ the main thread
 
     def run(self) -> int:
         self._election.keep(lambda: self.end("the lease is lost"))

@@ -33,9 +33,8 @@ from .run_reader import RunReader, size_under
 from .status import Report, begun, iso, next_status, plain, run_state, with_plan
 from .store import Store
 
-_LAST_WORD_S = (
-    60.0  # the log of a run that has ended is read for so long, for what it says of its end
-)
+# the log of a run that has ended is read for so long, for what it says of its end
+_LAST_WORD_S = 60.0
 _LEAVE_S = 30  # of a pod that has to go where it cannot run
 _BACKOFF_S = 60.0, 3600.0  # of a run whose start came to nothing: the first wait, and the longest
 

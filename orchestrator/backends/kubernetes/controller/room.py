@@ -206,8 +206,7 @@ class Room:
         what = "places for pods" if not fit.exclusive else "nodes"
         return f"waiting for room: needs {wanted} {what}, {len(free)} are free{others}"
 
-    # ---------------------------------------------------------------------------------- single
-    #     nodes
+    # --------------------------------------------------------------------------------- single nodes
 
     def more(self, wish: Wish, near: Sequence[str], count: int) -> list[str]:
         """Up to `count` free nodes for single pods, taken from now on: under the innermost switches

@@ -112,8 +112,7 @@ class Store:
         job = self.jobs.get(f"{run.metadata.namespace}/{name}")
         return job if job is not None and job.run == run.key else None
 
-    # ---------------------------------------------------------------------------------- watching
-    #     threads
+    # ----------------------------------------------------------------------------- watching threads
 
     def _run_changed(self, key: str, before: TrainRun | None, after: TrainRun | None) -> None:
         self._dirty(key)

@@ -33,9 +33,8 @@ from orchestrator.planner.placement.rank_assignment import save_seconds, used_no
 from .node_affinity import ChosenNodes, both_spellings, node_affinity, without_hosts
 from .pod_patch import patched
 
-MARGIN_S = (
-    30  # between the last worker's end and the kubelet's SIGKILL: its agent's termination message
-)
+# between the last worker's end and the kubelet's SIGKILL: its agent's termination message
+MARGIN_S = 30
 
 
 def grace_seconds(plan: Plan, options: KubernetesOptions, wanted_s: float) -> int:
@@ -254,8 +253,7 @@ def _container_security(options: KubernetesOptions) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------ exit
-#     codes
+# --------------------------------------------------------------------------------------- exit codes
 
 #: Exit codes of an agent whose run cannot be helped by starting it again. USER and INTERNAL are
 #: among them because the agents have tried again themselves: `backend.max_restarts` is theirs to

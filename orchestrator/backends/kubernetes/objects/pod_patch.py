@@ -252,8 +252,7 @@ def _mapping(value: object, place: str) -> Mapping[str, Any]:
     return value
 
 
-# ------------------------------------------------------------------------------------------ the
-#     merge
+# ---------------------------------------------------------------------------------------- the merge
 
 
 def _merge(old: Any, new: Any, name: str) -> Any:

@@ -44,9 +44,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}  # values of the variables that were passed on
     topology: Topology | None = None  # of all nodes that pods may be placed on, where it is known
     chosen: ChosenNodes | None = None
-    excluded: tuple[str, ...] | None = (
-        None  # hostname labels of excluded nodes; None: nobody has looked them up
-    )
+    # hostname labels of excluded nodes; None: nobody has looked them up
+    excluded: tuple[str, ...] | None = None
     submission: str = ""  # the same for a repeated submission of one run
     generation: int = 0  # how often it was started again
     train_run: str = ""  # uid of the TrainRun that owns all of it
@@ -133,8 +132,7 @@ def together(run: Manifest) -> int:
     return min(elastic_sizes(run.request, run.options) or [len(run.request.agents)])
 
 
-# ------------------------------------------------------------------------------------------ small
-#     objects
+# ------------------------------------------------------------------------------------ small objects
 
 
 def _metadata(run: Manifest, **annotations: str) -> dict[str, Any]:

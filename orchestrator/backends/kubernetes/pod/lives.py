@@ -17,9 +17,8 @@ from typing import NoReturn
 from msgspec import Struct
 
 _SHORT_S = 60.0  # an attempt that lasts no longer has come to nothing
-_MOST_SHORT = (
-    5  # of them, one after the other; then the pod is given back, and the Job makes another one
-)
+# of them, one after the other; then the pod is given back, and the Job makes another one
+_MOST_SHORT = 5
 _COUNT = "ORCH_SHORT_ATTEMPTS"
 
 

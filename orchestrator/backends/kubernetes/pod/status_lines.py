@@ -30,9 +30,8 @@ from orchestrator.run.state import RunState, read_state
 
 MARK = "@orch "
 _POLL_S = 0.25
-_STATE_S = (
-    10.0  # the state is written again this often, so that the last lines of a long log hold it
-)
+# the state is written again this often, so that the last lines of a long log hold it
+_STATE_S = 10.0
 _STEP_S = 2.0
 _EPOCHS = 8
 _ETTR_S = 30.0

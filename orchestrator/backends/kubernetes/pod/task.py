@@ -187,8 +187,7 @@ def _write_termination_message(code: int, text: str) -> None:
         TERMINATION_MESSAGE.write_bytes(msgspec.json.encode({"code": code, "text": text[:3000]}))
 
 
-# ------------------------------------------------------------------------------------------ what is
-#     given
+# ------------------------------------------------------------------------------------ what is given
 
 
 def read_pod(environ: Mapping[str, str], request: LaunchRequest) -> Pod:
@@ -240,8 +239,7 @@ def _key(text: str) -> bytes:
     raise OrchError("the run's Secret does not hold a 32-byte key in hex", Exit.SECURITY)
 
 
-# ------------------------------------------------------------------------------------------ one
-#     attempt
+# -------------------------------------------------------------------------------------- one attempt
 
 
 def _run_attempt(pod: Pod, given: Input) -> tuple[int, str]:
@@ -380,8 +378,7 @@ def _reason(folder: RunFolder, tells: bool, code: int) -> str:
     return f"the agent ended with {code}"
 
 
-# ------------------------------------------------------------------------------------------ files
-#     of an attempt
+# ------------------------------------------------------------------------------ files of an attempt
 
 
 def _write_plan(folder: RunFolder, given: Input, plan: Plan) -> None:
