@@ -21,7 +21,7 @@ from orchestrator.backends.kubernetes.devices import (
     gpus_of,
     with_devices,
 )
-from orchestrator.backends.kubernetes.fitting import EXCLUDED, SAID, PodNeeds, is_excluded, why_not
+from orchestrator.backends.kubernetes.fitting import EXCLUDED, ALWAYS_REPORTED, PodNeeds, is_excluded, why_not
 from orchestrator.backends.kubernetes.objects.node_affinity import choose
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.backends.kubernetes.pod_requests import quantity
@@ -296,7 +296,7 @@ def _count(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> int:
     counts = [
         int((quantity(has.get(name, 0)) - used.get(name, 0.0) + 1e-9) // wanted)
         for name, wanted in needs.requests.items()
-        if wanted > 0 and (name in has or name not in SAID)
+        if wanted > 0 and (name in has or name not in ALWAYS_REPORTED)
     ]
     return max(0, min(counts, default=1))
 
