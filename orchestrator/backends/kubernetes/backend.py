@@ -112,7 +112,7 @@ class KubernetesBackend(
             options = read_options(config.backend.options)
             orch_places = places_itself(options) and config.cluster.device != "cpu"
             cluster = self._cluster(options.context, options.namespace)
-            self._controlled = in_background(lambda: train_runs.is_there(cluster, options))
+            self._controlled = in_background(lambda: train_runs.has_controller(cluster, options))
             self._ahead = (
                 time.monotonic(),
                 in_background(lambda: read_snapshot(cluster, options, orch_places)),
@@ -156,7 +156,7 @@ class KubernetesBackend(
                 write_record(folder, train_runs.record(request, options, namespace), durable=True)
                 return to_yaml([train_runs.document(bundle, _plans(bundle), namespace)])
         with create_run_folder(bundle, self.name) as folder:
-            manifest = manifest_of(folder, request, plan, options, os.environ, namespace)
+            manifest = manifest_of(folder, request, plan, options, os.environ, namespace=namespace)
             record = record_of(request, options, namespace)
             # with its record the run is found once somebody has applied the objects
             write_record(folder, record, durable=True)
@@ -311,7 +311,7 @@ class KubernetesBackend(
     def _is_controlled(self, options: KubernetesOptions) -> bool:
         if self._controlled is not None:
             return self._controlled.result()
-        return train_runs.is_there(self._cluster(options.context, options.namespace), options)
+        return train_runs.has_controller(self._cluster(options.context, options.namespace), options)
 
     @cached_property
     def _direct(self) -> DirectRuns:

@@ -21,7 +21,13 @@ from orchestrator.backends.kubernetes.devices import (
     gpus_of,
     with_devices,
 )
-from orchestrator.backends.kubernetes.fitting import EXCLUDED, ALWAYS_REPORTED, PodNeeds, is_excluded, why_not
+from orchestrator.backends.kubernetes.fitting import (
+    EXCLUDED,
+    ALWAYS_REPORTED,
+    PodNeeds,
+    is_excluded,
+    why_not,
+)
 from orchestrator.backends.kubernetes.objects.node_affinity import choose
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.backends.kubernetes.pod_requests import quantity
