@@ -215,7 +215,7 @@ class DirectRuns:
         status = observer.status(record, folder.run_id)
         run = observer.observe(record, folder.run_id)
         if deletions := force_delete_stuck_pods(self._of(record), run, time.time()):
-            status = structs.replace(status, text=deletions)
+            status = structs.replace(status, reason=deletions)
             observer.clear()
         if status.over and self._is_broken_off(folder, record):
             status = self._clean_up(record, status)
@@ -263,4 +263,4 @@ class DirectRuns:
         deleted = delete_remains(self._of(record), record)
         if deleted:
             message += f"; deleted what it left: {', '.join(deleted)}"
-        return structs.replace(status, text=message)
+        return structs.replace(status, reason=message)

@@ -45,7 +45,7 @@ class ObservedRun(Struct, frozen=True, kw_only=True):
 
 class RunStatus(Struct, frozen=True, kw_only=True):
     phase: Phase
-    text: str
+    reason: str
     exit: Exit | None = None  # exit code of the run if it has ended
     over: bool = False
     nodes: tuple[str, ...] = ()  # of its pods
@@ -57,12 +57,12 @@ def status_of(run: ObservedRun, now: float) -> RunStatus:
     ended."""
     if run.main is None:
         return RunStatus(
-            phase="stopped", text="its Job is gone from the cluster", exit=Exit.RESTART, over=True
+            phase="stopped", reason="its Job is gone from the cluster", exit=Exit.RESTART, over=True
         )
     facts: dict[str, Any] = {"nodes": nodes_of(run.pods), "restarts": _restarts(run.job)}
     bodies = [body for body in (run.job, run.main) if body]
     if any(_condition(body, "Complete", "Completed") for body in bodies):
-        return RunStatus(phase="done", text="done", exit=Exit.DONE, over=True, **facts)
+        return RunStatus(phase="done", reason="done", exit=Exit.DONE, over=True, **facts)
     # a Job that has failed has both conditions, FailureTarget first
     for kind in ("Failed", "FailureTarget"):
         for body in bodies:
@@ -70,9 +70,9 @@ def status_of(run: ObservedRun, now: float) -> RunStatus:
                 return _failed(run, condition, facts)
     if run.main["metadata"].get("deletionTimestamp"):
         reason = stuck(run.pods, now) or "ending: its pods save and leave"
-        return RunStatus(phase="stopping", text=reason, **facts)
+        return RunStatus(phase="stopping", reason=reason, **facts)
     if run.main.get("spec", {}).get("suspend"):
-        return RunStatus(phase="pending", text=_suspended(run), **facts)
+        return RunStatus(phase="pending", reason=_suspended(run), **facts)
     return _alive(run, now, facts)
 
 
@@ -89,8 +89,8 @@ def _failed(run: ObservedRun, condition: Mapping[str, Any], facts: dict) -> RunS
     reason = next(filter(None, messages), job_message)
     exit = Exit(code) if code in _CODES else Exit.USER
     if condition["type"] == "FailureTarget":  # its other pods are still ending
-        return RunStatus(phase="stopping", text=reason, **facts)
-    return RunStatus(phase="failed", text=reason, exit=exit, over=True, **facts)
+        return RunStatus(phase="stopping", reason=reason, **facts)
+    return RunStatus(phase="failed", reason=reason, exit=exit, over=True, **facts)
 
 
 _CODES = {int(code) for code in MEANING}
@@ -121,15 +121,15 @@ def _alive(run: ObservedRun, now: float, facts: dict) -> RunStatus:
     elastic = bool(spec.get("successPolicy")) and bool(running)
     stuck_pod = stuck(pods, now)
     if stuck_pod and not elastic:
-        return RunStatus(phase="restarting", text=stuck_pod, **facts)
+        return RunStatus(phase="restarting", reason=stuck_pod, **facts)
     if len(running) >= wanted_pods:
-        return RunStatus(phase="running", text="running", **facts)
+        return RunStatus(phase="running", reason="running", **facts)
     if elastic:
-        return RunStatus(phase="running", text=stuck_pod or pod_counts, **facts)
+        return RunStatus(phase="running", reason=stuck_pod or pod_counts, **facts)
     if reason := waiting_reason(pods, run.events):
-        return RunStatus(phase="pending", text=f"{pod_counts}; {reason}", **facts)
+        return RunStatus(phase="pending", reason=f"{pod_counts}; {reason}", **facts)
     phase: Phase = "restarting" if facts["restarts"] else "starting"
-    return RunStatus(phase=phase, text=pod_counts, **facts)
+    return RunStatus(phase=phase, reason=pod_counts, **facts)
 
 
 def waiting_reason(pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> str:

@@ -44,13 +44,13 @@ def verdict(state: RunState, status: RunStatus, cancel_asked: bool, sent: bool =
         if state.state == "running":
             return state
         if state.state in ("starting", "restarting", "stopping"):
-            return state if state.reason else _replace(state, reason=status.text)
+            return state if state.reason else _replace(state, reason=status.reason)
         if state.state == "done":  # the program has ended, its pods have not
             return _replace(state, state="stopping", exit_code=None, ended_at=None)
     phase = "starting" if status.phase == "running" else status.phase
     if phase == "starting" and state.epoch >= 0:
         phase = "restarting"
-    return _replace(state, state=phase, exit_code=None, reason=status.text, ended_at=None)
+    return _replace(state, state=phase, exit_code=None, reason=status.reason, ended_at=None)
 
 
 def _ended(state: RunState, status: RunStatus, cancel_asked: bool, sent: bool) -> RunState:
@@ -62,7 +62,7 @@ def _ended(state: RunState, status: RunStatus, cancel_asked: bool, sent: bool) -
         return _replace(state, reason="its objects were rendered; the cluster has not seen them")
     phase = cast(FinalPhase, status.phase)  # a run that is over is in one of these
     exit = Exit.CAPACITY if status.exit is None else status.exit
-    return _final(state, phase, exit, status.text)
+    return _final(state, phase, exit, status.reason)
 
 
 def _final(state: RunState, phase: FinalPhase, exit: Exit, reason: str) -> RunState:

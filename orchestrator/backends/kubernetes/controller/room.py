@@ -22,8 +22,8 @@ from orchestrator.backends.kubernetes.devices import (
     with_devices,
 )
 from orchestrator.backends.kubernetes.fitting import (
-    EXCLUDED,
     ALWAYS_REPORTED,
+    EXCLUDED,
     PodNeeds,
     is_excluded,
     why_not,

@@ -144,7 +144,7 @@ def _judged(
             waits if given is None else "its Job is being made",
         )
     if seen.no_quota:
-        what = structs.replace(what, phase="pending", text=seen.no_quota)
+        what = structs.replace(what, phase="pending", reason=seen.no_quota)
     return verdict(state, what, cancel_asked=False)
 
 
