@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from orchestrator.backends.kubernetes import submission, train_run_client
-from orchestrator.backends.kubernetes.controller.room import Fits, Placed, Room, wish_of
+from orchestrator.backends.kubernetes.controller.room import Fits, Placed, Room, node_request
 from orchestrator.backends.kubernetes.controller.room import fitting as still_fitting
 from orchestrator.backends.kubernetes.direct_runs import DirectRuns
 from orchestrator.backends.kubernetes.fitting import EXCLUDED, pod_needs
@@ -110,7 +110,7 @@ def test_a_controller_gives_no_excluded_node():
         for one in msgspec.convert([node(f"n{i}") for i in range(3)], list[Node])
     }
     needs = pod_needs(plan, options)
-    found = Room(Fits(nodes), [], {}).place(wish_of("n/r", {2: plan}, options, needs, None))
+    found = Room(Fits(nodes), [], {}).place(node_request("n/r", {2: plan}, options, needs, None))
     assert isinstance(found, Placed) and found.nodes == ["n0", "n2"]
     assert still_fitting(nodes, ["n0", "n1"], needs, options) == {"n0"}
 
