@@ -188,12 +188,12 @@ def test_a_run_that_starts_again_leaves_out_what_was_found_since(tmp_path, monke
     )
     monkeypatch.setattr(submission, "draft_objects", lambda *_: [])
     monkeypatch.setattr(
-        submission, "submit_objects", lambda *given: sent.append(given[2].backend_options)
+        submission, "submit_objects", lambda *given, **_: sent.append(given[2].backend_options)
     )
     runs = DirectRuns(lambda *_: None, lambda: None, lambda: None)
     request = structs.replace(read_request(folder), backend_options=OF_A_SUBMISSION)
     for generation in (0, 1):
-        runs._send(folder, request, None, {}, generation, [])
+        runs._send(folder, request, None, {}, generation=generation, drafts=[])
     assert f"orch: without {BAD}" in capsys.readouterr().err
     NodeMemory.of(folder).forget(time.time(), lambda one: True)
     runs._send(folder, request, None, {}, 2, [])
