@@ -206,10 +206,12 @@ def _split_warning(plan: Plan, chosen: ChosenNodes, topology: Topology) -> tuple
     cost = difference(plan, real_plan).cost
     if cost < 0.0005:
         return ()
-    place = "together: no label says what the network is"
+    location = "together: no label says what the network is"
     if topology.tiers:
-        place = f"under one {topology.tiers[0].name}"
-    return (f"{split} of {units} units of the plan do not lie {place}; predicted step {cost:+.1%}",)
+        location = f"under one {topology.tiers[0].name}"
+    return (
+        f"{split} of {units} units of the plan do not lie {location}; predicted step {cost:+.1%}",
+    )
 
 
 def check_queue(cluster: Cluster, options: KubernetesOptions) -> None:
@@ -223,10 +225,10 @@ def check_queue(cluster: Cluster, options: KubernetesOptions) -> None:
         return
     for option, kind in (("queue", "LocalQueue"), ("workload_priority", "WorkloadPriorityClass")):
         name = getattr(options, option)
-        known = _names(cluster, kind) if name is not None else None
-        if known is not None and name not in known:
+        existing = _names(cluster, kind) if name is not None else None
+        if existing is not None and name not in existing:
             scope = f" in namespace {cluster.namespace}" if kind == "LocalQueue" else ""
-            hint = did_you_mean(name, known) if known else "there is none"
+            hint = did_you_mean(name, existing) if existing else "there is none"
             message = f"backend.options.{option}: no {kind} {name!r}{scope}; {hint}"
             raise OrchError(message, Exit.CONFIG)
 

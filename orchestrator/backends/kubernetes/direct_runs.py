@@ -222,10 +222,10 @@ class DirectRuns:
             record = structs.replace(record, sent=True)  # nobody sends it any more
         if not (status.over and read_state(folder).is_final):
             self._save_last_report(folder, record)
-        known = read_state(folder)
+        last_state = read_state(folder)
         cancelled = folder.run_id in self._ended or wants_end(folder) is not None
-        state = verdict(known, status, cancelled, record.sent)
-        if state.is_final and state != known:
+        state = verdict(last_state, status, cancelled, record.sent)
+        if state.is_final and state != last_state:
             state = structs.replace(state, ended_at=state.ended_at or time.time())
             # the cluster will forget the run; the folder keeps its end, unless the disk is full
             with contextlib.suppress(OSError):

@@ -49,16 +49,16 @@ def follow_logs(
     end = threading.Event()
 
     def watch() -> None:
-        known: set[str] = set()
-        while not end.wait(_POLL_S if known else 0.0):
+        followed_pods: set[str] = set()
+        while not end.wait(_POLL_S if followed_pods else 0.0):
             with contextlib.suppress(OrchError):
                 pods = observe().pods
                 names = pod_node_names(pods)
                 for pod in pods:
                     name = pod["metadata"]["name"]
-                    if name in known or pod.get("status", {}).get("phase") == "Pending":
+                    if name in followed_pods or pod.get("status", {}).get("phase") == "Pending":
                         continue
-                    known.add(name)
+                    followed_pods.add(name)
                     follower = (folder, cluster, pod, names[index_of(pod)])
                     threading.Thread(target=_append, args=follower, daemon=True).start()
 

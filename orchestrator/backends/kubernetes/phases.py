@@ -24,10 +24,10 @@ from .names import CONTAINER, INDEX
 SETUP_FAILURES: dict[str, str] = {
     "ErrImagePull": "the image cannot be pulled: backend.options.image, pull_secrets",
     "ImagePullBackOff": "the image cannot be pulled: backend.options.image, pull_secrets",
-    "InvalidImageName": "backend.options.image is no image name",
+    "InvalidImageName": "backend.options.image is not the name of an image",
     "ErrImageNeverPull": "the image is not on the node, and backend.options.pull_policy is Never",
-    "CreateContainerConfigError": "something that the pod mounts is missing",
-    "CreateContainerError": "the container cannot be made",
+    "CreateContainerConfigError": "an object that the pod mounts is missing",
+    "CreateContainerError": "the container cannot be created",
     "RunContainerError": "the container cannot be started",
 }
 _STUCK_S = 60.0  # a pod that is Terminating this long after its grace period will not end by itself
@@ -254,10 +254,10 @@ def _event_time(event: Mapping[str, Any]) -> str:
     return event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or ""
 
 
-def seconds_of(text: str | None) -> float | None:
-    return datetime.fromisoformat(text).timestamp() if text else None
+def seconds_of(timestamp: str | None) -> float | None:
+    return datetime.fromisoformat(timestamp).timestamp() if timestamp else None
 
 
-def _short(text: str, longest: int = 400) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+def _short(message: str, longest: int = 400) -> str:
+    message = " ".join(message.split())
+    return message if len(message) <= longest else message[: longest - 3] + "..."

@@ -54,7 +54,8 @@ def placement_lock(
     def check() -> None:
         if _now() > requested_at + lease_s:
             message = (
-                f"this command was suspended for {_now() - requested_at:.0f} s since its nodes were chosen: others may"
+                f"this command was suspended for {_now() - requested_at:.0f} s since its nodes were"
+                " chosen: others may"
                 " have them; try again"
             )
             raise OrchError(message, Exit.CAPACITY)

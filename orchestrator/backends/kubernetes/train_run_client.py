@@ -174,20 +174,22 @@ def read_all(cluster: Cluster) -> list[TrainRun]:
     return []
 
 
-def state_of(run: TrainRun | None, known: RunState) -> RunState:
-    """Returns the run's state as its controller reports it. `known`: the state in the run folder
-    here."""
+def state_of(run: TrainRun | None, last_state: RunState) -> RunState:
+    """Returns the run's state as its controller reports it. `last_state`: the state in the run
+    folder here."""
     if run is None:
-        if known.is_final:
-            return known
-        return finish(known, "stopped", Exit.RESTART, "its TrainRun was deleted", at=time.time())
+        if last_state.is_final:
+            return last_state
+        return finish(
+            last_state, "stopped", Exit.RESTART, "its TrainRun was deleted", at=time.time()
+        )
     status = run.status
-    state = known
+    state = last_state
     if status.run:
         with contextlib.suppress(*UNREADABLE):
             state = msgspec.convert(status.run, RunState)
-    summary = {**known.summary, **state.summary}
-    state = structs.replace(state, created_at=known.created_at, summary=summary)
+    summary = {**last_state.summary, **state.summary}
+    state = structs.replace(state, created_at=last_state.created_at, summary=summary)
     if not status.observed_generation:
         return structs.replace(state, reason="no controller has taken it up yet")
     phase = status.state
@@ -263,10 +265,10 @@ class ControlledRuns:
         if run is not None and not run.is_over:
             with contextlib.suppress(OrchError, OSError):
                 save_last_report(folder, self._observer().last_report(record, folder.run_id))
-        known = read_state(folder)
-        state = state_of(run, known)
+        last_state = read_state(folder)
+        state = state_of(run, last_state)
         with contextlib.suppress(OSError):  # a full disk: the cluster still has it
-            remember_bad_nodes(folder, known, state)
+            remember_bad_nodes(folder, last_state, state)
             write_state(folder, state)
         return state
 

@@ -67,14 +67,14 @@ class _Expired(Exception):
 
 
 class Watch(Generic[T]):
-    """Watches one kind. `of`: a struct with `metadata`, into which each object is decoded.
+    """Watches one kind. `object_type`: a struct with `metadata`, into which each object is decoded.
     `changed(key, before, after)` is called in the watching thread for each change; None: absent."""
 
     def __init__(
         self,
         cluster: Cluster,
         kind: str,
-        of: type[T],
+        object_type: type[T],
         changed: Callable[[str, T | None, T | None], None],
         labels: str = "",
     ):
@@ -82,8 +82,8 @@ class Watch(Generic[T]):
         self._kind = kind
         self._changed = changed
         page_of: Any = _Page
-        self._pages = decoder(page_of[of])
-        self._object = decoder(of)
+        self._pages = decoder(page_of[object_type])
+        self._object = decoder(object_type)
         self._event = decoder(_Event)
         self._bare = decoder(_Bare)
         self._query = {"labelSelector": labels} if labels else {}
@@ -123,7 +123,8 @@ class Watch(Generic[T]):
                 if not version:
                     version = self._list()
                     self._ready.set()
-                for version in self._events(version):  # noqa: B007, B020 - the version to continue from
+                # `version` is where the next watch continues
+                for version in self._events(version):  # noqa: B007, B020
                     tries = 0
             except _Expired:
                 version = ""

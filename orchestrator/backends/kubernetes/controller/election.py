@@ -89,17 +89,21 @@ class Election:
             log.warning("no answer about the lease")
             return False
         if lease is None:
-            body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "spec": self._spec({})}
-            body["metadata"] = {"name": NAME, "namespace": self._cluster.namespace}
-            taken = self._cluster.create(body) is not None
+            body = {
+                "apiVersion": "coordination.k8s.io/v1",
+                "kind": "Lease",
+                "metadata": {"name": NAME, "namespace": self._cluster.namespace},
+                "spec": self._spec({}),
+            }
+            leads = self._cluster.create(body) is not None
         elif self._is_free(lease):
             lease["spec"] = self._spec(lease["spec"])
-            taken = self._cluster.replace(lease) is not None
+            leads = self._cluster.replace(lease) is not None
         else:
-            taken = False
-        if taken:
+            leads = False
+        if leads:
             self._renewed = started
-        return taken
+        return leads
 
     def _is_free(self, lease: dict[str, Any]) -> bool:
         """Tells whether the Lease is ours, given back, or not renewed for its duration by our own

@@ -72,22 +72,23 @@ class Planner:
         uid = run.metadata.uid
         inputs = run.inputs
         with self._lock:
-            known = self._known.get(uid)
-            if known is not None and known[0] == inputs:
-                return known[1]
+            outcome = self._known.get(uid)
+            if outcome is not None and outcome[0] == inputs:
+                return outcome[1]
             if run.spec.planned is None:
                 if uid not in self._busy:
                     self._busy.add(uid)
                     self._pool.submit(self._make, run, inputs)
                 return None
-        return self._keep(uid, inputs, _tried(lambda: unpacked(run.spec.planned)))  # type: ignore[arg-type]
+        packed = run.spec.planned
+        return self._keep(uid, inputs, _tried(lambda: unpacked(packed)))
 
     def last(self, run: TrainRun) -> Bundle | None:
         """Returns the plans in force while others are being made, or cannot be made. OrchError if
         they are stored and cannot be read."""
         with self._lock:
-            if (known := self._good.get(run.metadata.uid)) is not None:
-                return known[1]
+            if (bundle_in_force := self._good.get(run.metadata.uid)) is not None:
+                return bundle_in_force[1]
         if (stored := self._stored(run, run.status.inputs)) is None:
             return None
         bundle = unpacked(stored)

@@ -97,8 +97,8 @@ class Reconciler:
         self._write_status(run, status)
         if status.over and seen.allocation is None and (seen.job is None or complete):
             self._reports.forget(key)
-        else:
-            self._again(key, 5.0 if todo or seen.job is None else 15.0)
+            return
+        self._again(key, 5.0 if todo or seen.job is None else 15.0)
 
     def _watch_reports(self, seen: steps.Seen, generation: int) -> None:
         started = [pod for pod in seen.pods if pod.running or pod.ended]
@@ -148,11 +148,7 @@ class Reconciler:
             match step:
                 case steps.Wait():
                     assert bundle is not None and options is not None
-                    wait_until = seconds_of(status.wait_until) or 0.0
-                    if wait_until <= seen.now:
-                        waiting = self._waiting(run, status, bundle, options)
-                    else:
-                        self._again(run.key, wait_until - seen.now)
+                    waiting = self._waiting_now(seen, status, bundle, options)
                 case steps.Make():
                     assert bundle is not None and options is not None
                     status = self._make(step.generation, seen, status, bundle, options)
@@ -174,6 +170,17 @@ class Reconciler:
                 request = self._node_request(run, seen.allocation, bundle, options)
             self._decisions.ask(run.key, _merged(asks), request)
         return status
+
+    def _waiting_now(
+        self, seen: steps.Seen, status: Status, bundle: Bundle, options: KubernetesOptions
+    ) -> Waiting | None:
+        """Returns the run's request for nodes, or None while it has to wait after a failed
+        start."""
+        wait_until = seconds_of(status.wait_until) or 0.0
+        if wait_until > seen.now:
+            self._again(seen.run.key, wait_until - seen.now)
+            return None
+        return self._waiting(seen.run, status, bundle, options)
 
     def _act(self, step: steps.Step, seen: steps.Seen, cluster: Cluster) -> None:
         """Takes a step that only sends requests to the API server."""
@@ -308,10 +315,10 @@ class Reconciler:
             self._write_status(run, structs.replace(status, reason=error.message))
             return
         now = time.time()
-        known = run_state(status)
+        last_state = run_state(status)
         run_document = status.run
-        if known is not None:
-            run_document = plain(finish(known, "failed", error.exit, error.message, at=now))
+        if last_state is not None:
+            run_document = plain(finish(last_state, "failed", error.exit, error.message, at=now))
         status = structs.replace(
             with_plan(status, error.message, now),
             state="failed",

@@ -83,8 +83,8 @@ class _Fit(NamedTuple):
 
 
 class Fits:
-    """Which nodes fit which requirements when empty: computed once for the same nodes and
-    devices."""
+    """The nodes that fit each set of requirements when they are empty: computed once for the same
+    nodes and devices."""
 
     def __init__(self, nodes: Mapping[str, Node], devices: GpuDevices = NOT_READ):
         self.nodes = nodes
@@ -209,9 +209,9 @@ class Room:
     def _choose(self, fit: _Fit, free: Sequence[str], plan: Plan, size: int) -> list[str] | None:
         if not fit.exclusive:
             return _spread(free, size)
-        known = set(free)
+        free_names = set(free)
         machines = {
-            name: structs.replace(machine, free=name in known)
+            name: structs.replace(machine, free=name in free_names)
             for name, machine in fit.topology.machines.items()
         }
         try:

@@ -127,9 +127,9 @@ class RunReader:
         controller cannot serve."""
         uid = run.metadata.uid
         inputs = run.inputs
-        known = self._known.get(uid)
-        if known is not None and known[:2] == (inputs, size) and known[2] is bundle:
-            return known[3], known[4]
+        cached = self._known.get(uid)
+        if cached is not None and cached[:2] == (inputs, size) and cached[2] is bundle:
+            return cached[3], cached[4]
         options = options_of(run, bundle)
         if options.gang != "none":
             options = structs.replace(options, gang=resolved(options, self._cluster.has))

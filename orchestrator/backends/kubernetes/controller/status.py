@@ -47,8 +47,12 @@ def begun(run: TrainRun) -> Status:
         fails=0,
         observed_generation=run.metadata.generation,
     )
-    known = run_state(last_status)
-    return structs.replace(fresh, run=plain(pending_again(known, restarts=0))) if known else fresh
+    last_state = run_state(last_status)
+    return (
+        structs.replace(fresh, run=plain(pending_again(last_state, restarts=0)))
+        if last_state
+        else fresh
+    )
 
 
 def run_state(status: Status) -> RunState | None:
@@ -65,17 +69,17 @@ def next_status(seen: Seen, bundle: Bundle | None, report: Report, waits: str) -
     """Returns the current status. `waits`: why the run has no nodes, if it has none."""
     run = seen.run
     status = run.status if run.is_over else begun(run)
-    known = run_state(status)
+    coordinator_state = run_state(status)
     if report.state and report.generation >= status.generation:
-        known = report.state
-    if known is None and bundle is not None:
-        known = accepted(bundle.request, "kubernetes")
+        coordinator_state = report.state
+    if coordinator_state is None and bundle is not None:
+        coordinator_state = accepted(bundle.request, "kubernetes")
     if run.is_over:
         status = structs.replace(status, observed_generation=run.metadata.generation)
         return _counted(status, seen, report)
-    state = _judged(seen, status, known, observe(seen), waits)
+    state = _judged(seen, status, coordinator_state, observe(seen), waits)
     # of a living run the coordinator's own state, not the one derived from it here
-    stored_state = state if state.is_final else known
+    stored_state = state if state.is_final else coordinator_state
     ended_generation = status.ended_generation
     if state.is_final:
         ended_generation = seen.job.generation if seen.job else status.generation
@@ -120,11 +124,15 @@ def observe(seen: Seen) -> RunStatus | None:
 
 
 def _judged(
-    seen: Seen, status: Status, known: RunState | None, job_status: RunStatus | None, waits: str
+    seen: Seen,
+    status: Status,
+    coordinator_state: RunState | None,
+    job_status: RunStatus | None,
+    waits: str,
 ) -> RunState:
     run = seen.run
     allocation = seen.allocation
-    state = known or _unplanned(run, seen.now)
+    state = coordinator_state or _unplanned(run, seen.now)
     living = [pod for pod in seen.pods if not pod.ended]
     alive = seen.job is not None and not seen.job.finished
     if run.spec.stopped:

@@ -84,13 +84,13 @@ def kueue_annotations(plan: Plan, options: KubernetesOptions) -> dict[str, str]:
 
 def check_levels(plan: Plan, options: KubernetesOptions) -> None:
     """Refuses a level that the plan's cluster does not have. OrchError (65)."""
-    known = [level.name for level in plan.cluster.levels]
+    level_names = [level.name for level in plan.cluster.levels]
     for name in options.levels:
-        if name not in known:
+        if name not in level_names:
             message = (
                 f"backend.options.levels.{name}: cluster {plan.cluster.name} has no such level"
             )
-            raise OrchError(f"{message}; {did_you_mean(name, known)}", Exit.CONFIG)
+            raise OrchError(f"{message}; {did_you_mean(name, level_names)}", Exit.CONFIG)
 
 
 def common_level(plan: Plan, names: Sequence[str]) -> str:
@@ -140,15 +140,15 @@ def choose(
     label, values = _common(nodes, topology, labels)
     if label:
         return ChosenNodes(tuple(nodes), label, values, rest=host_labels(nodes))
-    whole, rest = _whole(nodes, topology, labels)
+    whole_switches, rest = _whole(nodes, topology, labels)
     spare_nodes: tuple[str, ...] = ()
     if not rest:
-        spare_nodes = _spare_switches(whole, fitting, topology, labels, len(nodes))
+        spare_nodes = _spare_switches(whole_switches, fitting, topology, labels, len(nodes))
     spare_nodes = spare_nodes or _spares(nodes, fitting, topology)
     spare_whole, spares = _whole(spare_nodes, topology, labels)
     return ChosenNodes(
         tuple(nodes),
-        whole=whole,
+        whole=whole_switches,
         rest=host_labels(rest),
         spares=host_labels(spares),
         spare_whole=spare_whole,
@@ -198,7 +198,7 @@ def _whole(
     each of 512 pods.
     """
     remaining = set(nodes)
-    whole = []
+    whole_switches = []
     for tier in reversed(topology.tiers):
         full = [
             name
@@ -206,9 +206,9 @@ def _whole(
             if _is_value(name) and members and remaining.issuperset(members)
         ]
         if tier.name in labels and full:
-            whole.append((labels[tier.name], tuple(full)))
+            whole_switches.append((labels[tier.name], tuple(full)))
             remaining.difference_update(*(tier.switches[name] for name in full))
-    return tuple(whole), tuple(node for node in nodes if node in remaining)
+    return tuple(whole_switches), tuple(node for node in nodes if node in remaining)
 
 
 def _spares(nodes: Sequence[str], fitting: Sequence[str], topology: Topology) -> tuple[str, ...]:
@@ -229,7 +229,7 @@ def _spare_count(nodes: int) -> int:
 
 
 def _spare_switches(
-    whole: Sequence[tuple[str, tuple[str, ...]]],
+    whole_switches: Sequence[tuple[str, tuple[str, ...]]],
     fitting: Sequence[str],
     topology: Topology,
     labels: Mapping[str, str],
@@ -243,10 +243,10 @@ def _spare_switches(
     spares: list[str] = []
     free = set(fitting)
     for tier in topology.tiers:
-        if [labels.get(tier.name)] != [label for label, _ in whole]:
+        if [labels.get(tier.name)] != [label for label, _ in whole_switches]:
             continue
         for name, members in tier.switches.items():
-            is_free = members and name not in whole[0][1] and free.issuperset(members)
+            is_free = members and name not in whole_switches[0][1] and free.issuperset(members)
             if is_free and len(spares) < _spare_count(nodes):
                 spares += members
     return tuple(spares) if _spare_count(nodes) <= len(spares) < SCORED else ()

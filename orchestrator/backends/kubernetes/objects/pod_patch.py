@@ -160,9 +160,9 @@ def _with_terms(affinity: Mapping[str, Any], terms: Sequence[Any]) -> dict[str, 
     nodes = affinity.get("nodeAffinity", {})
     own_terms = nodes.get(REQUIRED, {}).get("nodeSelectorTerms") or [{"matchExpressions": []}]
     combined = [
-        {"matchExpressions": [*own["matchExpressions"], *added["matchExpressions"]]}
-        for own in own_terms
-        for added in terms
+        {"matchExpressions": [*own_term["matchExpressions"], *added_term["matchExpressions"]]}
+        for own_term in own_terms
+        for added_term in terms
     ]
     return {**affinity, "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": combined}}}
 

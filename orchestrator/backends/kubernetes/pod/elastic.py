@@ -80,7 +80,7 @@ def node_name(pod: Join, shared: bool) -> str:
 
 def come_together(
     folder: RunFolder,
-    own: Waiting,
+    this_pod: Waiting,
     *,
     least: int,
     heartbeat_s: float,
@@ -94,13 +94,13 @@ def come_together(
     OrchError (76) if fewer than `least` pods come within `timeout_s`.
     """
     started = time.monotonic()
-    waiting_room = _WaitingPods(folder, own)
+    waiting_room = _WaitingPods(folder, this_pod)
     coordinator = _Coordinator(folder, heartbeat_s)
     first = newest_attempt(folder)
     try:
         while True:
             waiting_pods = waiting_room.look()
-            if (attempt := _announced(folder, first, own.pod)) is not None:
+            if (attempt := _announced(folder, first, this_pod.pod)) is not None:
                 return Begun(_ready(folder, attempt))
             all_here = len(waiting_pods) >= max(pod.together for pod in waiting_pods)
             if not all_here and coordinator.lives():
@@ -109,11 +109,16 @@ def come_together(
             settled = unchanged_s >= settle_s and coordinator.is_gone()
             may_begin = len(waiting_pods) >= least and (all_here or settled)
             number = newest_attempt(folder) + 1
-            if may_begin and waiting_pods[0].pod == own.pod and _take(folder, number, waiting_pods):
+            if (
+                may_begin
+                and waiting_pods[0].pod == this_pod.pod
+                and _take(folder, number, waiting_pods)
+            ):
                 return Begun(_begin(folder, number, waiting_pods, begin))
             if time.monotonic() > started + timeout_s:
                 message = (
-                    f"{len(waiting_pods)} pods are here, at least {least} are needed: no more came within"
+                    f"{len(waiting_pods)} pods are here, at least {least} are needed: no more came"
+                    " within"
                     f" {timeout_s:g} s"
                 )
                 raise OrchError(message, Exit.CAPACITY)
@@ -125,9 +130,9 @@ def come_together(
 class _WaitingPods:
     """The waiting pods as this one sees them: those whose files change."""
 
-    def __init__(self, folder: RunFolder, own: Waiting):
+    def __init__(self, folder: RunFolder, this_pod: Waiting):
         self._folder = folder.path / "kubernetes" / "waiting"
-        self._own = own
+        self._own = this_pod
         self._seen: dict[int, tuple[Waiting, int]] = {}  # with the number of looks without a change
         self.changed_at = time.monotonic()
         self._names: frozenset[str] = frozenset()

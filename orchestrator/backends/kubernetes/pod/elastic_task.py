@@ -32,20 +32,22 @@ def run_elastic(folder: RunFolder, pod: Pod, run_input: Input) -> tuple[int, str
     shared = run_input.planned.cluster.device == "cpu"
     together = os.environ.get("ORCH_TOGETHER", "")
     count = int(together) if together.isdigit() else len(request.agents)
-    own = Waiting(index=pod.index, node=pod.node, address=pod.address, pod=pod.name, together=count)
+    this_pod = Waiting(
+        index=pod.index, node=pod.node, address=pod.address, pod=pod.name, together=count
+    )
 
     def begin(members: list[Join]) -> str:
         return _write_attempt(folder, run_input, members, shared)
 
     come_together(
         folder,
-        own,
+        this_pod,
         least=min(run_input.sizes),
         heartbeat_s=request.policy.heartbeat_timeout_s,
         timeout_s=options.rendezvous_timeout_s,
         begin=begin,
     )
-    node = node_name(own.join, shared)
+    node = node_name(this_pod.join, shared)
     return run_agent(
         folder,
         pod,

@@ -49,12 +49,12 @@ class Leader:
     """The side of pod 0. `async with` opens the port; `members` waits for all pods; `release`
     answers them."""
 
-    def __init__(self, own: Join, count: int, run: str, key: bytes, port: int):
-        self._own = own
+    def __init__(self, this_pod: Join, count: int, run: str, key: bytes, port: int):
+        self._own = this_pod
         self._count = count
         self._port = port
         self._admission = Admission(run, key, Join, RefusalLog(_log_refusal), max(MOST, count))
-        self._members: dict[int, tuple[Join, Channel | None]] = {own.index: (own, None)}
+        self._members: dict[int, tuple[Join, Channel | None]] = {this_pod.index: (this_pod, None)}
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Leader:
@@ -123,7 +123,7 @@ class Leader:
 
 
 async def rendezvous(
-    own: Join,
+    this_pod: Join,
     count: int,
     *,
     host: str,
@@ -133,7 +133,7 @@ async def rendezvous(
     timeout_s: float,
     assign: Callable[[list[Join]], str],
 ) -> Start:
-    """Completes the rendezvous of `count` pods as the pod `own`. Returns all pods, and the hash of
+    """Completes the rendezvous of `count` pods as `this_pod`. Returns all pods, and the hash of
     their plan.
 
     `assign`: called by pod 0 with the members before it answers them; returns the plan's hash.
@@ -141,9 +141,11 @@ async def rendezvous(
     """
     wake_ups = asyncio.create_task(_wake_up())
     try:
-        if own.index:
-            return await _join(own, host=host, port=port, run=run, key=key, timeout_s=timeout_s)
-        async with Leader(own, count, run, key, port) as leader:
+        if this_pod.index:
+            return await _join(
+                this_pod, host=host, port=port, run=run, key=key, timeout_s=timeout_s
+            )
+        async with Leader(this_pod, count, run, key, port) as leader:
             members = await leader.members(timeout_s)
             start = Start(members, assign(members))
             leader.release(start)
@@ -153,7 +155,7 @@ async def rendezvous(
 
 
 async def _join(
-    own: Join, *, host: str, port: int, run: str, key: bytes, timeout_s: float
+    this_pod: Join, *, host: str, port: int, run: str, key: bytes, timeout_s: float
 ) -> Start:
     """The side of every other pod: connects to pod 0, and waits for its answer."""
     loop = asyncio.get_running_loop()
@@ -162,7 +164,7 @@ async def _join(
     problem = "not tried"
     while loop.time() < end:
         try:
-            connecting = connect(host, port, run, f"pod-{own.index}", key=key, receives=Start)
+            connecting = connect(host, port, run, f"pod-{this_pod.index}", key=key, receives=Start)
             channel = await asyncio.wait_for(connecting, 15.0)
         except WrongKey as error:
             raise OrchError(str(error), Exit.SECURITY) from None
@@ -171,7 +173,7 @@ async def _join(
                 log.info("connecting to pod 0 at %s:%d: %s", host, port, error)
             problem = str(error)
         else:
-            if start := await _wait_for_start(channel, own, end):
+            if start := await _wait_for_start(channel, this_pod, end):
                 return start
             problem = "pod 0 closed the connection"
             attempt = 0
@@ -181,11 +183,11 @@ async def _join(
     raise OrchError(f"{message}: {problem}", Exit.CAPACITY)
 
 
-async def _wait_for_start(channel: Channel, own: Join, end: float) -> Start | None:
+async def _wait_for_start(channel: Channel, this_pod: Join, end: float) -> Start | None:
     """Waits for the answer; None if pod 0 closed the connection. The connection never outlives this
     call: an open one means that this pod is present."""
     try:
-        channel.send(0, own)
+        channel.send(0, this_pod)
         log.info("joined pod 0, waiting for the others")
         remaining_s = end - asyncio.get_running_loop().time()
         received = await asyncio.wait_for(channel.receive(), max(0.1, remaining_s))

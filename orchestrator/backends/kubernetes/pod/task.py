@@ -249,7 +249,7 @@ def _run_attempt(pod: Pod, run_input: Input) -> tuple[int, str]:
 
         return run_elastic(folder, pod, run_input)
     topology = unpack_topology(run_input.topology) if run_input.topology else None
-    own = Join(pod.index, pod.node, pod.address, pod.name)
+    this_pod = Join(pod.index, pod.node, pod.address, pod.name)
     count = len(run_input.request.agents)
     assigned: list[RankMapping] = []
 
@@ -261,7 +261,7 @@ def _run_attempt(pod: Pod, run_input: Input) -> tuple[int, str]:
 
     start = asyncio.run(
         rendezvous(
-            own,
+            this_pod,
             count,
             host=pod.host_of_first,
             port=names.RENDEZVOUS_PORT,
