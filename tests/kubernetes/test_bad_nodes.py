@@ -196,7 +196,7 @@ def test_a_run_that_starts_again_leaves_out_what_was_found_since(tmp_path, monke
         runs._send(folder, request, None, {}, generation=generation, drafts=[])
     assert f"orch: without {BAD}" in capsys.readouterr().err
     NodeMemory.of(folder).forget(time.time(), lambda one: True)
-    runs._send(folder, request, None, {}, 2, [])
+    runs._send(folder, request, None, {}, generation=2, drafts=[])
     assert sent == [OF_A_SUBMISSION, {"exclude": ["n7"], "bad_nodes": [BAD]}, {"exclude": ["n7"]}]
     assert "orch: without" not in capsys.readouterr().err
 

@@ -280,7 +280,7 @@ class KubernetesBackend(
     # ---------------------------------------------------------------------------------- parts
 
     def _pod_of(self, folder: RunFolder, node: str) -> tuple[Cluster, str]:
-        """The run's cluster, and the name of the pod that is this node of the run now."""
+        """Returns the run's cluster, and the name of the pod that is this node of the run now."""
         from .log_mirror import pod_node_names
         from .phases import index_of
 
@@ -289,12 +289,10 @@ class KubernetesBackend(
             raise OrchError(f"run {folder.run_id} has no pods", Exit.USAGE)
         pods = self._observer.observe(record, folder.run_id).pods
         names = pod_node_names(pods)
-        found = next(
-            (pod["metadata"]["name"] for pod in pods if names[index_of(pod)] == node), None
-        )
-        if found is None:
+        on_node = [pod["metadata"]["name"] for pod in pods if names[index_of(pod)] == node]
+        if not on_node:
             raise OrchError(f"node {node} of run {folder.run_id} has no pod now", Exit.CAPACITY)
-        return self._cluster_of(record), found
+        return self._cluster_of(record), on_node[0]
 
     def _cluster(self, context: str | None, namespace: str | None) -> Cluster:
         return self._clusters.setdefault((context, namespace), Cluster(context, namespace))

@@ -77,9 +77,7 @@ class Reconciler:
         planned = self._planner.bundle(run) if not run.spec.draft else None
         problem = planned.reason if isinstance(planned, Unplannable) else ""
         try:
-            bundle = planned if isinstance(planned, Bundle) else self._in_force(run)
-            if isinstance(planned, Unplannable) and bundle is None:
-                raise OrchError(planned.reason, planned.code)
+            bundle = self._bundle(run, planned)
             seen, options = self._reader.read(run, bundle, changed=isinstance(planned, Bundle))
         except OrchError as error:
             self._refuse(run, error)
@@ -99,6 +97,16 @@ class Reconciler:
             self._reports.forget(key)
             return
         self._again(key, 5.0 if todo or seen.job is None else 15.0)
+
+    def _bundle(self, run: TrainRun, planned: Bundle | Unplannable | None) -> Bundle | None:
+        """Returns the bundle of the current words, or else the one in force. OrchError if the words
+        cannot be planned and none is in force."""
+        if isinstance(planned, Bundle):
+            return planned
+        bundle = self._in_force(run)
+        if isinstance(planned, Unplannable) and bundle is None:
+            raise OrchError(planned.reason, planned.code)
+        return bundle
 
     def _watch_reports(self, seen: steps.Seen, generation: int) -> None:
         started = [pod for pod in seen.pods if pod.running or pod.ended]
@@ -152,10 +160,9 @@ class Reconciler:
                 case steps.Make():
                     assert bundle is not None and options is not None
                     status = self._make(step.generation, seen, status, bundle, options)
-                case steps.Release():
-                    if not _any_lives(cluster, run.metadata.name):
-                        asks.append(step)
-                        status = self._released(status, seen.allocation, seen.now)
+                case steps.Release() if not _any_lives(cluster, run.metadata.name):
+                    asks.append(step)
+                    status = self._released(status, seen.allocation, seen.now)
                 case steps.Move():
                     self._act(step, seen, cluster)
                     asks.append(steps.Exclude(step.node))
@@ -165,11 +172,20 @@ class Reconciler:
                     self._act(step, seen, cluster)
         self._decisions.wait(run.key, waiting)
         if asks:
-            request = None
-            if bundle is not None and options is not None and seen.allocation is not None:
-                request = self._node_request(run, seen.allocation, bundle, options)
-            self._decisions.ask(run.key, _merged(asks), request)
+            self._ask(asks, seen, bundle, options)
         return status
+
+    def _ask(
+        self,
+        asks: list[Ask],
+        seen: steps.Seen,
+        bundle: Bundle | None,
+        options: KubernetesOptions | None,
+    ) -> None:
+        request = None
+        if bundle is not None and options is not None and seen.allocation is not None:
+            request = self._node_request(seen.run, seen.allocation, bundle, options)
+        self._decisions.ask(seen.run.key, _merged(asks), request)
 
     def _waiting_now(
         self, seen: steps.Seen, status: Status, bundle: Bundle, options: KubernetesOptions
@@ -183,7 +199,7 @@ class Reconciler:
         return self._waiting(seen.run, status, bundle, options)
 
     def _act(self, step: steps.Step, seen: steps.Seen, cluster: Cluster) -> None:
-        """Takes a step that only sends requests to the API server."""
+        """Takes a step that only sends requests to the API server; other steps do nothing here."""
         match step:
             case steps.Remove():
                 assert seen.job is not None

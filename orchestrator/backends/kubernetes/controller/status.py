@@ -219,14 +219,17 @@ def _conditions(status: Status, seen: Seen) -> list[Any]:
     running = status.state == "running"
     missing = status.wanted_nodes - status.running_nodes
     placed_reason = "HasNodes" if placed else "NoNodes"
+    placed_message = "" if placed else status.reason
+    running_message = "" if running else status.reason
     degraded_reason = "NodesMissing" if missing > 0 else "Whole"
+    ended_message = status.reason if status.over else ""
     state = status.state.capitalize()
     conditions = status.conditions
     for kind, holds, reason, message in (
-        ("Placed", placed, placed_reason, "" if placed else status.reason),
-        ("Running", running, state, status.reason if not running else ""),
+        ("Placed", placed, placed_reason, placed_message),
+        ("Running", running, state, running_message),
         ("Degraded", running and missing > 0, degraded_reason, ""),
-        ("Ended", status.over, state, status.reason if status.over else ""),
+        ("Ended", status.over, state, ended_message),
     ):
         conditions = with_condition(
             conditions, kind, holds=holds, reason=reason, message=message, now=iso(seen.now)

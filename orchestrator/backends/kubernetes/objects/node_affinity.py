@@ -132,7 +132,7 @@ def choose(
     largest = max((len(members) for members in switches), default=block_size(plan))
     units = in_whole_units(fitting, topology, whole_unit(plan, largest))
     nodes = choose_nodes(units if len(units) >= count else fitting, topology, count)
-    host_of = {} if hosts is None else hosts
+    host_of = hosts or {}
 
     def host_labels(names: Sequence[str]) -> tuple[str, ...]:
         return tuple(host_of.get(name, name) for name in names)
@@ -141,10 +141,10 @@ def choose(
     if label:
         return ChosenNodes(tuple(nodes), label, values, rest=host_labels(nodes))
     whole_switches, rest = _whole(nodes, topology, labels)
-    spare_nodes: tuple[str, ...] = ()
+    spare_nodes = _spares(nodes, fitting, topology)
     if not rest:
-        spare_nodes = _spare_switches(whole_switches, fitting, topology, labels, len(nodes))
-    spare_nodes = spare_nodes or _spares(nodes, fitting, topology)
+        like_chosen = _spare_switches(whole_switches, fitting, topology, labels, len(nodes))
+        spare_nodes = like_chosen or spare_nodes
     spare_whole, spares = _whole(spare_nodes, topology, labels)
     return ChosenNodes(
         tuple(nodes),
