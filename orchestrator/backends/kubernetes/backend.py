@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from .options import KubernetesOptions
     from .train_run_client import ControlledRuns
 
-_FRESH_S = 15.0  # seconds after which a snapshot is read anew
+_FRESH_S = 15.0  # a snapshot that is older than this is read once more
 
 
 class KubernetesBackend(
@@ -221,6 +221,7 @@ class KubernetesBackend(
         return cluster.command(pod, CONTAINER, [*python, *argv(f"{RUNS}/{folder.run_id}", 1)])
 
     def why_not_removed(self, request: LaunchRequest) -> str:
+        """Says why nodes cannot be removed from the run, "" if they can."""
         if read_options(request.backend_options).claim is None:
             return (
                 "without backend.options.claim no checkpoint outlives its pods, so nothing could be"
@@ -262,7 +263,7 @@ class KubernetesBackend(
             yield
 
     def live_topology(self, which: str) -> Topology:
-        """`which`: a profile of node labels, "" to find out."""
+        """Reads the cluster's topology. `which`: a profile of node labels, or "" to detect it."""
         from .cluster_view import live_topology, profile_named
 
         return live_topology(Cluster(), profile_named(which or "auto"))

@@ -209,9 +209,7 @@ def _split_warning(plan: Plan, chosen: ChosenNodes, topology: Topology) -> tuple
     location = "together: no label says what the network is"
     if topology.tiers:
         location = f"under one {topology.tiers[0].name}"
-    return (
-        f"{split} of {units} units of the plan do not lie {location}; predicted step {cost:+.1%}",
-    )
+    return (f"{split} of {units} units of the plan are not {location}; predicted step {cost:+.1%}",)
 
 
 def check_queue(cluster: Cluster, options: KubernetesOptions) -> None:

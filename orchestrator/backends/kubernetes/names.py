@@ -11,7 +11,7 @@ KIND = "TrainRun"
 GATE = "orch.dev/placement"  # scheduling gate of pods whose node the controller chooses
 TOGETHER = "orch.dev/together"  # nodes that an elastic run had when this pod's gate was removed
 RUN = "orch.dev/run"  # label on everything of a run; its value is the run id
-GENERATION = "orch.dev/generation"  # of the Job: 0, one higher with each resume
+GENERATION = "orch.dev/generation"  # the Job's generation: 0, one higher with each resume
 # number of earlier pods of the same index; the Job annotates its pods with it
 RETURNS = "batch.kubernetes.io/job-index-ignored-failure-count"
 # index that the Job gives each pod; a label too since Kubernetes 1.28

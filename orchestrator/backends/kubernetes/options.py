@@ -63,7 +63,7 @@ class Owner(Frozen):
 class KubernetesOptions(Frozen):
     """Every option with its default."""
 
-    # where
+    # cluster
     # context of the kubeconfig; None: the current one
     context: Annotated[str, Meta(max_length=253)] | None = None
     # None: the context's, or the launcher's own inside a cluster
@@ -71,7 +71,7 @@ class KubernetesOptions(Frozen):
     kind: Literal["job", "jobset"] = "job"
     # submit to charts/orch-controller; auto: if it is installed
     controller: Literal["auto", "always", "never"] = "auto"
-    # with what
+    # image and user
     image: Image | None = None  # contains this orch and torch; the Containerfile builds one
     pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
     pull_secrets: list[Name] = []
@@ -96,7 +96,7 @@ class KubernetesOptions(Frozen):
     # first one that the cluster has
     gang: Literal["none", "auto", "workload", "volcano", "kai", "coscheduling"] = "none"
     gang_queue: Name | None = None  # queue of Volcano or KAI
-    # on which nodes
+    # nodes
     # profile of node labels: `orch topology import --profile`
     profile: Annotated[str, Meta(max_length=2000)] = "auto"
     levels: dict[str, Key] = {}  # level of the plan -> node label, e.g. {leaf: example.org/leaf}

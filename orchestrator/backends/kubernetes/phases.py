@@ -48,7 +48,7 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     reason: str
     exit: Exit | None = None  # exit code of the run if it has ended
     over: bool = False
-    nodes: tuple[str, ...] = ()  # of its pods
+    nodes: tuple[str, ...] = ()  # nodes of its pods
     restarts: int = 0  # pods that failed and were replaced, counted or not
 
 

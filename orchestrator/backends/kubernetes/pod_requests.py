@@ -44,8 +44,8 @@ class PodShape(Struct, frozen=True, omit_defaults=True, rename="camel"):
 
     containers: list[Container] = []
     init_containers: list[Container] = []
-    resources: Resources | None = None  # of the whole pod
-    overhead: dict[str, str | int | float] = {}  # of its runtime class
+    resources: Resources | None = None  # resources of the whole pod
+    overhead: dict[str, str | int | float] = {}  # added by the pod's runtime class
     resource_claims: list[dict[str, str]] = []  # claims by which it requests devices
 
 

@@ -60,7 +60,7 @@ class Spec(Struct, frozen=True, rename="camel"):
     words: list[str] = []  # words of `orch submit`: cluster=..., parallel=...
     program: list[str] = []  # the words after `--`
     options: dict[str, Any] = {}  # backend.options
-    planned: Planned | None = None  # in place of words
+    planned: Planned | None = None  # instead of words
     environment: dict[str, str] = {}  # variables for the run's processes
     environment_secret: str = ""  # a Secret of the run's namespace with more, private variables
     draft: bool = False  # its submission is not complete; a draft that stays one is deleted
@@ -94,9 +94,9 @@ class Status(Struct, frozen=True, rename="camel", omit_defaults=True):
     steps: int | None = None
     loss: float | None = None
     ettr: float | None = None  # effective training time ratio since the first start
-    generation: int = -1  # of the Job: one higher with each start
+    generation: int = -1  # the Job's: one higher with each start
     ended_generation: int = -1  # the last generation whose end is reported here
-    restarts: int = 0  # of all workers, over all starts
+    restarts: int = 0  # restarts of all workers, over all starts
     lost_pods: int = 0  # pods that were replaced, over all starts
     started_at: str = ""
     ended_at: str = ""
@@ -144,7 +144,7 @@ class Bundle(Struct, frozen=True):
 
     request: LaunchRequest
     config: bytes
-    plans: dict[int, Plan]  # by nodes that hold ranks
+    plans: dict[int, Plan]  # number of nodes with ranks -> plan
 
     @property
     def largest(self) -> Plan:

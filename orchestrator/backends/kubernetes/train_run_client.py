@@ -198,7 +198,7 @@ def state_of(run: TrainRun | None, last_state: RunState) -> RunState:
     reason = status.reason or state.reason
     if status.attempt != run.spec.attempt:
         phase = "pending"
-        reason = "asked to go on"
+        reason = "asked to start again"
     code = status.exit_code if phase == status.state else None
     ended = state.ended_at if phase in ("done", "failed", "cancelled", "stopped") else None
     return structs.replace(state, state=phase, reason=reason, exit_code=code, ended_at=ended)

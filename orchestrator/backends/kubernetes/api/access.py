@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .transport import Transport
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_TOKEN_S = 60.0  # a pod's token is renewed, so it is read anew after this long
+_TOKEN_S = 60.0  # a pod's token is renewed, so it is read again after this long
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
 

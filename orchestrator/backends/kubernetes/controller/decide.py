@@ -117,7 +117,7 @@ class ForceDelete(Struct, frozen=True, tag=True):
 
 
 class Yield(Struct, frozen=True, tag=True):
-    """Give all nodes back and wait for nodes anew. `wait`: only after some time, longer each
+    """Give all nodes back and wait for nodes once more. `wait`: only after some time, longer each
     time."""
 
     reason: str

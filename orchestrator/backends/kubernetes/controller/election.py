@@ -73,7 +73,7 @@ class Election:
                 is_ours = self._try()
             except OrchError as error:
                 log.warning("renewing the lease: %s", error.message)
-                is_ours = True  # as far as is known
+                is_ours = True  # unknown, so the lease is kept until it is late
             if not is_ours and not self._end.is_set():
                 lost()
                 return

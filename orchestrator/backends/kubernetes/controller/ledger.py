@@ -34,7 +34,7 @@ class Fenced(Exception):
 
 
 class Allocation(Struct, frozen=True, omit_defaults=True):
-    """The nodes of one start of one run, by completion index; "" where a node was lost and not
+    """The nodes of one start of one run, by completion index; "" for a node that was lost and not
     replaced."""
 
     uid: str  # the TrainRun's

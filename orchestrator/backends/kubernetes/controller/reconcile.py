@@ -129,9 +129,9 @@ class Reconciler:
         spec = seen.run.spec
         assert allocation is not None
         if seen.changed:
-            reason = "upgrade: it goes on under another plan, from what it saves now"
+            reason = "upgrade: it saves, and continues under another plan"
         elif spec.nodes in bundle.plans and spec.nodes != len(allocation.nodes):
-            reason = f"resize to {spec.nodes} nodes: it saves, and goes on"
+            reason = f"resize to {spec.nodes} nodes: it saves, and continues"
         else:
             return seen
         self._decisions.ask(seen.run.key, [steps.Yield(reason)], None)

@@ -33,13 +33,13 @@ class Series(Collector):
         self._runs: Callable[[], list[TrainRun]] | None = None
         self._ledger: Ledger | None = None
         self._waited = self._times(
-            "orch_reconcile_wait_seconds", "From a change until it is looked at."
+            "orch_reconcile_wait_seconds", "Seconds from a change until its run is reconciled."
         )
         self._took = self._times(
-            "orch_reconcile_seconds", "One look at one run, its requests included."
+            "orch_reconcile_seconds", "Seconds per reconciliation of a run, its requests included."
         )
         self._decided = self._times(
-            "orch_decide_seconds", "One decision about who gets which nodes."
+            "orch_decide_seconds", "Seconds per decision about which runs get which nodes."
         )
         self.registry.register(self)
         if port:
@@ -61,7 +61,7 @@ class Series(Collector):
         self._decided.observe(took_s)
 
     def collect(self) -> Iterator[Metric]:
-        leads = GaugeMetricFamily("orch_controller_leads", "1 of the replica that leads.")
+        leads = GaugeMetricFamily("orch_controller_leads", "1 for the replica that leads.")
         leads.add_metric([], 1.0 if self._runs else 0.0)
         yield leads
         if self._runs is None or self._ledger is None:
@@ -88,16 +88,16 @@ class Series(Collector):
 
 
 _FAMILIES: dict[str, tuple[Any, str, list[str]]] = {
-    "orch_run_state": (GaugeMetricFamily, "1 of the state that the run is in.", ["state"]),
+    "orch_run_state": (GaugeMetricFamily, "1 for the state that the run is in.", ["state"]),
     "orch_run_restarts": (
         CounterMetricFamily,
         "Restarts of all workers since the run's first start.",
         [],
     ),
-    "orch_run_starts": (CounterMetricFamily, "Jobs that were made for the run.", []),
+    "orch_run_starts": (CounterMetricFamily, "Jobs that were created for the run.", []),
     "orch_run_lost_pods": (
         CounterMetricFamily,
-        "Pods that came back since the run's first start.",
+        "Pods that were replaced since the run's first start.",
         [],
     ),
     "orch_run_step": (GaugeMetricFamily, "Last completed step.", []),
@@ -113,8 +113,8 @@ _FAMILIES: dict[str, tuple[Any, str, list[str]]] = {
         [],
     ),
     "orch_run_wanted_nodes": (GaugeMetricFamily, "Nodes of the plan in force.", []),
-    "orch_run_running_nodes": (GaugeMetricFamily, "Pods of the run that run.", []),
-    "orch_run_age_seconds": (GaugeMetricFamily, "Since it was asked for.", []),
+    "orch_run_running_nodes": (GaugeMetricFamily, "Running pods of the run.", []),
+    "orch_run_age_seconds": (GaugeMetricFamily, "Seconds since the run was requested.", []),
 }
 
 

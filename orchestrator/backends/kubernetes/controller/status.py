@@ -78,7 +78,7 @@ def next_status(seen: Seen, bundle: Bundle | None, report: Report, waits: str) -
         status = structs.replace(status, observed_generation=run.metadata.generation)
         return _counted(status, seen, report)
     state = _judged(seen, status, coordinator_state, observe(seen), waits)
-    # of a living run the coordinator's own state, not the one derived from it here
+    # a living run keeps the coordinator's own state, not the one derived from it here
     stored_state = state if state.is_final else coordinator_state
     ended_generation = status.ended_generation
     if state.is_final:
@@ -142,8 +142,8 @@ def _judged(
     if job_status is not None and job_status.over:
         return _dated(verdict(state, job_status, cancel_asked=False), seen.now)
     if allocation is not None and allocation.ending:
-        goes_on = allocation.ending.startswith(_GOES_ON)
-        return _still(state, "restarting" if goes_on else "pending", allocation.ending)
+        continues = allocation.ending.startswith(_CONTINUES)
+        return _still(state, "restarting" if continues else "pending", allocation.ending)
     if job_status is None and allocation is None:
         return _still(state, "pending", waits)
     if job_status is None:
@@ -155,7 +155,7 @@ def _judged(
 
 
 #: Prefixes of an allocation's `ending` whose run continues at once.
-_GOES_ON = ("resize", "upgrade")
+_CONTINUES = ("resize", "upgrade")
 
 
 def _unplanned(run: TrainRun, now: float) -> RunState:

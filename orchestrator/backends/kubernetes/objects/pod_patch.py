@@ -58,7 +58,7 @@ _REFUSED = {
     **dict.fromkeys(("spec.hostname", "spec.subdomain", "spec.hostnameOverride"), _NAMES),
     "spec.nodeName": _PLACED,
     NODE_AFFINITY: (
-        f"{_PLACED}; backend.options.exclude leaves nodes out, and where a queue places the run,"
+        f"{_PLACED}; backend.options.exclude excludes nodes, and if a queue places the run,"
         " NotIn does"
     ),
     **dict.fromkeys(

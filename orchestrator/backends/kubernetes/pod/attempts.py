@@ -4,7 +4,7 @@ another pod.
 The Job would replace this pod, but a Job's controller waits longer each time: 10 s after a pod has
 failed, then twice as long, up to ten minutes, and it forgets nothing while pods run, whether its
 rules ignore the failure or not (Kubernetes 1.35, pkg/controller/job/backoff_utils.go). So only the
-lost pod is replaced; in each of the others the process executes itself anew, with nothing left of
+lost pod is replaced; in each of the others process 1 replaces itself (execve), with nothing left of
 the attempt before.
 """
 
@@ -52,8 +52,8 @@ class ProcessStart(Struct, frozen=True):
         return self.short_attempts(lost) < _MOST_SHORT
 
     def restart(self, lost: PeersLost) -> NoReturn:
-        """Executes the process anew. Blocked signals stay blocked, and pending ones stay
-        pending."""
+        """Replaces this process by a new one (execve). Blocked signals stay blocked, and pending
+        ones stay pending."""
         os.chdir(self.folder)
         environ = self.environ | {_COUNT: str(self.short_attempts(lost))}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)

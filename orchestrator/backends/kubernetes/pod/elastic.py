@@ -169,7 +169,7 @@ class _WaitingPods:
 
 
 class _Coordinator:
-    """Whether a pod coordinates the run already: then the heartbeats in `coordinator.json`
+    """Tells whether a pod coordinates the run already: then the heartbeats in `coordinator.json`
     continue."""
 
     def __init__(self, folder: RunFolder, heartbeat_s: float):
