@@ -97,7 +97,7 @@ class Controller:
     # ---------------------------------------------------------------------------------- any thread
 
     def dirty(self, key: str) -> None:
-        """Marks the run to be looked at as soon as no thread does."""
+        """Marks the run to be reconciled as soon as no thread reconciles it."""
         with self._wake:
             self._dirty.setdefault(key, time.monotonic())
             self._wake.notify()
@@ -182,13 +182,13 @@ class Controller:
                     time.sleep(_COALESCE_S)
 
     def _is_idle(self) -> bool:
-        """Tells whether nothing is to be looked at or decided now. The caller holds the lock."""
+        """Tells whether nothing is to be reconciled or decided now. The caller holds the lock."""
         if any(key not in self._busy for key in self._dirty):
             return False
         return not (self._room_changed or self._decisions.news or self._over)
 
     def _take_due(self, now: float) -> dict[str, float]:
-        """Takes the runs to look at now: run -> since when it is dirty. The caller holds the
+        """Takes the runs to reconcile now: run -> since when it is dirty. The caller holds the
         lock."""
         while self._due and self._due[0][0] <= now:
             at, key = heapq.heappop(self._due)
@@ -242,7 +242,7 @@ _ENDED_BY_SIGNAL = "asked to end"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the controller: `python -m orchestrator.kubernetes.controller`."""
+    """Runs the controller: `python -m orchestrator.backends.kubernetes.controller`."""
     args = _parse(argv)
     logging.basicConfig(
         stream=sys.stdout,
@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="orchestrator.kubernetes.controller", description="Runs TrainRuns."
+        prog="orchestrator.backends.kubernetes.controller", description="Runs TrainRuns."
     )
     parser.add_argument(
         "--namespace",

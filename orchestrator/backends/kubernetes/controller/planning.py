@@ -1,7 +1,7 @@
 """Plans runs that are given in words, each in a process of its own, which may take long and may
 fail.
 
-`python -m orchestrator.kubernetes.planner` does what `orch submit` does before it sends anything.
+`python -m orchestrator.cli.plan_train_run` does what `orch submit` does before it sends anything.
 Its result is kept in a ConfigMap that the TrainRun owns, so that a restarted controller need not
 plan everything again.
 """
@@ -147,7 +147,7 @@ class Planner:
         environ["ORCH_HOME"] = self._home
         try:
             process = subprocess.run(
-                start.command("orchestrator.kubernetes.planner"),
+                start.command("orchestrator.cli.plan_train_run"),
                 input=msgspec.json.encode(planner_input),
                 capture_output=True,
                 timeout=_LONGEST_S,

@@ -160,7 +160,7 @@ def _container(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
         "image": options.image,
         "imagePullPolicy": options.pull_policy,
         # exec form: it is pid 1
-        "command": [options.python, "-uP", *start.BY_NAME, "orchestrator.kubernetes.task"],
+        "command": [options.python, "-uP", *start.BY_NAME, "orchestrator.backends.kubernetes.pod"],
         "env": _fields(),
         # scrapers look for the port by its name
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],

@@ -1,4 +1,4 @@
-"""`python -m orchestrator.kubernetes.task`: process 1 of every pod of a run.
+"""Process 1 of every pod of a run: `python -m orchestrator.backends.kubernetes.pod`.
 
 It meets the other pods (rendezvous), maps the ranks to the nodes that the pods are on, runs this
 pod's agent, and exits with a code that the Job's podFailurePolicy knows. Its input is the run's
@@ -83,7 +83,7 @@ class Input(Frozen):
 class Placement(Frozen):
     """kubernetes/placement.json: what the plan became in this attempt of the pods."""
 
-    pods: list[str]  # by completion index
+    pods: list[str]  # names of the pods by completion index
     nodes: list[str]  # the plan's name of each pod's node
     planned_hash: str
     plan_hash: str
@@ -101,7 +101,7 @@ def main() -> int:
     os.environ |= login_names(os.environ)
     # process 1 has no default actions: without a handler it would ignore the signal
     signal.signal(signal.SIGTERM, _handle_early_termination)
-    # delivers signals that came while this process executed itself anew
+    # delivers signals that came while this process replaced itself
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     logging.basicConfig(
         stream=sys.stdout,
@@ -122,8 +122,8 @@ def main() -> int:
 
 
 def _attempt(process_start: ProcessStart, pod: Pod, run_input: Input) -> tuple[int, str]:
-    """Runs an attempt: returns (exit code of the pod, why), or executes this process anew for the
-    next attempt."""
+    """Runs an attempt. Returns (exit code of the pod, why), or replaces this process for the next
+    attempt."""
     try:
         return _run_attempt(pod, run_input)
     except PeersLost as lost:
@@ -437,7 +437,3 @@ def fresh_state(folder: RunFolder, run_input: Input, mapping: RankMapping) -> Ru
     except OrchError:
         last_state = accepted(run_input.request, run_input.request.backend)
     return pending_again(last_state, reason=mapping.difference.text, plan_hash=mapping.plan.hash)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
