@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from orchestrator.backends.kubernetes.names import Body
 from orchestrator.errors import OrchError
 from orchestrator.run.folder import RunFolder, write_private
 
@@ -88,7 +88,7 @@ def _by_writer(lines: Iterable[str]) -> Iterator[tuple[int | None, str]]:
             yield None, line
 
 
-def pod_node_names(pods: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+def pod_node_names(pods: Sequence[Body]) -> dict[int, str]:
     """Index -> the plan's name of that pod's share of a node."""
     members = [
         Join(index_of(pod), pod["spec"].get("nodeName") or "unplaced", "", "") for pod in pods

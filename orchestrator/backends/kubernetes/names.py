@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
+
+#: An object of the API server as JSON values, or a part of one: to read, and to build.
+Body = Mapping[str, Any]
+JsonObject = dict[str, Any]
 
 GROUP = "orch.dev"
 VERSION = "v1alpha1"

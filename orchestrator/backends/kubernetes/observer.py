@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,7 +21,7 @@ from orchestrator.run.request import read_request
 from orchestrator.run.state import RunState, read_state, write_state
 
 from .api.client import Cluster
-from .names import RUN, job_name, selector
+from .names import RUN, Body, JsonObject, job_name, selector
 from .phases import ObservedRun, RunStatus, index_of, status_of, stuck_pods
 from .pod.status_lines import NOTHING, parse_status_line
 from .record import KubernetesRecord
@@ -39,7 +39,7 @@ class RunObserver:
 
     def __init__(self, cluster: Callable[[str | None, str | None], Cluster]):
         self._cluster = cluster
-        self._objects: dict[Key, tuple[float, dict[str, list[dict[str, Any]]]]] = {}
+        self._objects: dict[Key, tuple[float, dict[str, list[JsonObject]]]] = {}
         self._runs: dict[str, tuple[float, ObservedRun]] = {}
         self._reports: dict[str, tuple[float, LastReport]] = {}
 
@@ -76,7 +76,7 @@ class RunObserver:
         newest = {}
         for pod in sorted(pods, key=lambda pod: pod["metadata"]["creationTimestamp"]):
             newest[index_of(pod)] = pod
-        events: list[dict[str, Any]] = []
+        events: list[JsonObject] = []
         workload = None
         if main is not None and (len(newest) < _completions(main) or _any_pending(newest.values())):
             cluster = self._cluster(record.context, record.namespace)
@@ -92,7 +92,7 @@ class RunObserver:
             workload=workload,
         )
 
-    def _list_objects(self, record: KubernetesRecord) -> dict[str, list[dict[str, Any]]]:
+    def _list_objects(self, record: KubernetesRecord) -> dict[str, list[JsonObject]]:
         key = record.context, record.namespace
         read_at, objects = self._objects.get(key, (float("-inf"), {}))
         if time.monotonic() - read_at < FRESH_S and record.kind in objects:
@@ -107,24 +107,24 @@ class RunObserver:
         return objects
 
 
-def _warnings(cluster: Cluster, names: set[str]) -> list[dict[str, Any]]:
+def _warnings(cluster: Cluster, names: set[str]) -> list[JsonObject]:
     """Lists the warning events about objects of these names."""
     events = cluster.list("Event", fields="type=Warning", absent_ok=True)
     return [event for event in events if event.get("involvedObject", {}).get("name") in names]
 
 
-def _workload_of(cluster: Cluster, uid: str) -> dict[str, Any] | None:
+def _workload_of(cluster: Cluster, uid: str) -> JsonObject | None:
     """Returns Kueue's Workload of the Job or JobSet with this uid."""
     workloads = cluster.list("Workload", absent_ok=True)
     workloads = workloads or cluster.list("OldWorkload", absent_ok=True)
     return next((workload for workload in workloads if _owner(workload) == uid), None)
 
 
-def _named(objects: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
+def _named(objects: list[JsonObject], name: str) -> JsonObject | None:
     return next((body for body in objects if body["metadata"]["name"] == name), None)
 
 
-def _completions(main: dict[str, Any]) -> int:
+def _completions(main: JsonObject) -> int:
     spec = main.get("spec", {})
     if "replicatedJobs" in spec:
         spec = spec["replicatedJobs"][0]["template"]["spec"]
@@ -135,7 +135,7 @@ def _any_pending(pods: Any) -> bool:
     return any(pod.get("status", {}).get("phase") == "Pending" for pod in pods)
 
 
-def _owner(body: dict[str, Any]) -> str:
+def _owner(body: JsonObject) -> str:
     owners = body["metadata"].get("ownerReferences") or []
     return owners[0].get("uid", "") if owners else ""
 
@@ -251,7 +251,7 @@ def force_delete_stuck_pods(cluster: Cluster, run: ObservedRun, now: float) -> s
     return f"ended by force, for their nodes are gone: {pods}; others take their place"
 
 
-def failed_by_disruption(node: str, now: float) -> dict[str, Any]:
+def failed_by_disruption(node: str, now: float) -> JsonObject:
     """Builds the status of a pod whose node is gone."""
     at = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     condition = {
@@ -264,7 +264,7 @@ def failed_by_disruption(node: str, now: float) -> dict[str, Any]:
     return {"phase": "Failed", "conditions": [condition]}
 
 
-def ready_nodes(nodes: Iterable[Mapping[str, Any]]) -> set[str]:
+def ready_nodes(nodes: Iterable[Body]) -> set[str]:
     return {
         node["metadata"]["name"]
         for node in nodes

@@ -8,9 +8,8 @@ scheduler spell them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Any
 
 from msgspec import Struct
 
@@ -18,7 +17,7 @@ from orchestrator.plan.exits import MEANING, Exit
 from orchestrator.run.state import Phase
 
 from .api.api_errors import with_hint
-from .names import CONTAINER, INDEX
+from .names import CONTAINER, INDEX, Body, JsonObject
 
 #: Reason why a container waits -> what to do. Any other reason is shown as it is.
 SETUP_FAILURES: dict[str, str] = {
@@ -36,11 +35,11 @@ _STUCK_S = 60.0  # a pod that is Terminating this long after its grace period wi
 class ObservedRun(Struct, frozen=True, kw_only=True):
     """The API server's objects of one run, unchanged."""
 
-    main: Mapping[str, Any] | None  # the Job or JobSet
-    job: Mapping[str, Any] | None  # the Job itself, also if a JobSet created it
-    pods: Sequence[Mapping[str, Any]] = ()
-    events: Sequence[Mapping[str, Any]] = ()
-    workload: Mapping[str, Any] | None = None  # Kueue's
+    main: Body | None  # the Job or JobSet
+    job: Body | None  # the Job itself, also if a JobSet created it
+    pods: Sequence[Body] = ()
+    events: Sequence[Body] = ()
+    workload: Body | None = None  # Kueue's
 
 
 class RunStatus(Struct, frozen=True, kw_only=True):
@@ -59,7 +58,7 @@ def status_of(run: ObservedRun, now: float) -> RunStatus:
         return RunStatus(
             phase="stopped", reason="its Job is gone from the cluster", exit=Exit.RESTART, over=True
         )
-    facts: dict[str, Any] = {"nodes": nodes_of(run.pods), "restarts": _restarts(run.job)}
+    facts: JsonObject = {"nodes": nodes_of(run.pods), "restarts": _restarts(run.job)}
     bodies = [body for body in (run.job, run.main) if body]
     if any(_condition(body, "Complete", "Completed") for body in bodies):
         return RunStatus(phase="done", reason="done", exit=Exit.DONE, over=True, **facts)
@@ -76,7 +75,7 @@ def status_of(run: ObservedRun, now: float) -> RunStatus:
     return _alive(run, now, facts)
 
 
-def _failed(run: ObservedRun, condition: Mapping[str, Any], facts: dict) -> RunStatus:
+def _failed(run: ObservedRun, condition: Body, facts: dict) -> RunStatus:
     codes = [code for pod in run.pods if (code := exit_code(pod)) not in (None, 0)]
     named = re.search(r"exit code (\d+)", condition.get("message", ""))
     final = [code for code in codes if code in _CODES and code != Exit.RESTART]
@@ -132,7 +131,7 @@ def _alive(run: ObservedRun, now: float, facts: dict) -> RunStatus:
     return RunStatus(phase=phase, reason=pod_counts, **facts)
 
 
-def waiting_reason(pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> str:
+def waiting_reason(pods: Iterable[Body], events: Iterable[Body]) -> str:
     """Returns the first reason that keeps pods from running: an image, a node, a quota."""
     pods = list(pods)
     reasons = [_setup_failure(pod) for pod in pods] + [_unschedulable(pod) for pod in pods]
@@ -147,7 +146,7 @@ def waiting_reason(pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[s
 _FAILED_EVENTS = ("FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
 
 
-def _setup_failure(pod: Mapping[str, Any]) -> str:
+def _setup_failure(pod: Body) -> str:
     for status in pod.get("status", {}).get("containerStatuses") or []:
         waiting = status.get("state", {}).get("waiting") or {}
         reason = waiting.get("reason")
@@ -158,7 +157,7 @@ def _setup_failure(pod: Mapping[str, Any]) -> str:
     return ""
 
 
-def _unschedulable(pod: Mapping[str, Any]) -> str:
+def _unschedulable(pod: Body) -> str:
     if _phase(pod) != "Pending":
         return ""
     for condition in pod["status"].get("conditions") or []:
@@ -168,7 +167,7 @@ def _unschedulable(pod: Mapping[str, Any]) -> str:
     return ""
 
 
-def stuck(pods: Iterable[Mapping[str, Any]], now: float) -> str:
+def stuck(pods: Iterable[Body], now: float) -> str:
     """Names a pod that hangs in Terminating on a node that does not answer, and what to do: it is
     never replaced by itself."""
     for pod in stuck_pods(pods, now):
@@ -181,7 +180,7 @@ def stuck(pods: Iterable[Mapping[str, Any]], now: float) -> str:
     return ""
 
 
-def stuck_pods(pods: Iterable[Mapping[str, Any]], now: float) -> list[Mapping[str, Any]]:
+def stuck_pods(pods: Iterable[Body], now: float) -> list[Body]:
     """Returns the pods that should have ended by now. One that has ended is not stuck: its Job
     keeps it until a replacement exists."""
     alive = [pod for pod in pods if _phase(pod) not in ("Succeeded", "Failed")]
@@ -193,31 +192,31 @@ def stuck_pods(pods: Iterable[Mapping[str, Any]], now: float) -> list[Mapping[st
 # ------------------------------------------------------------------------------------------ pods
 
 
-def nodes_of(pods: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def nodes_of(pods: Iterable[Body]) -> tuple[str, ...]:
     """Returns the nodes of the pods that have not ended, by completion index."""
     alive = [pod for pod in pods if _phase(pod) in ("Pending", "Running")]
     nodes = [pod["spec"].get("nodeName") for pod in sorted(alive, key=index_of)]
     return tuple(filter(None, nodes))
 
 
-def index_of(pod: Mapping[str, Any]) -> int:
+def index_of(pod: Body) -> int:
     annotations = pod["metadata"].get("annotations") or {}
     labels = pod["metadata"].get("labels") or {}
     index = annotations.get(INDEX) or labels.get(INDEX) or ""
     return int(index) if index.isdigit() else -1
 
 
-def _index(pod: Mapping[str, Any]) -> str:
+def _index(pod: Body) -> str:
     return f"pod {index_of(pod)}"
 
 
-def exit_code(pod: Mapping[str, Any]) -> int | None:
+def exit_code(pod: Body) -> int | None:
     """Returns the exit code of the agent's container, or None while it runs."""
     termination = _terminated(pod)
     return termination.get("exitCode") if termination else None
 
 
-def termination_message(pod: Mapping[str, Any]) -> str:
+def termination_message(pod: Body) -> str:
     """Returns what the pod's process 1 wrote before it ended."""
     import msgspec
 
@@ -228,29 +227,29 @@ def termination_message(pod: Mapping[str, Any]) -> str:
         return _short(message)
 
 
-def _terminated(pod: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _terminated(pod: Body) -> Body | None:
     for status in pod.get("status", {}).get("containerStatuses") or []:
         if status.get("name") == CONTAINER:
             return status.get("state", {}).get("terminated")
     return None
 
 
-def _restarts(job: Mapping[str, Any] | None) -> int:
+def _restarts(job: Body | None) -> int:
     return int((job or {}).get("status", {}).get("failed") or 0)
 
 
-def _phase(pod: Mapping[str, Any]) -> str:
+def _phase(pod: Body) -> str:
     return pod.get("status", {}).get("phase", "")
 
 
-def _condition(body: Mapping[str, Any], *types: str) -> Mapping[str, Any] | None:
+def _condition(body: Body, *types: str) -> Body | None:
     for condition in body.get("status", {}).get("conditions") or []:
         if condition.get("type") in types and condition.get("status") == "True":
             return condition
     return None
 
 
-def _event_time(event: Mapping[str, Any]) -> str:
+def _event_time(event: Body) -> str:
     return event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or ""
 
 

@@ -13,8 +13,8 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Any
 
+from orchestrator.backends.kubernetes.names import JsonObject
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
@@ -67,7 +67,7 @@ def placement_lock(
             cluster.delete("Lease", NAME, only=_version(lease))
 
 
-def _lease(cluster: Cluster, run_id: str, lease_s: int) -> dict[str, Any]:
+def _lease(cluster: Cluster, run_id: str, lease_s: int) -> JsonObject:
     now = datetime.now(UTC).isoformat(timespec="microseconds")
     return {
         "apiVersion": "coordination.k8s.io/v1",
@@ -81,11 +81,11 @@ def _lease(cluster: Cluster, run_id: str, lease_s: int) -> dict[str, Any]:
     }
 
 
-def _version(lease: dict[str, Any]) -> tuple[str, str]:
+def _version(lease: JsonObject) -> tuple[str, str]:
     return lease["metadata"]["uid"], lease["metadata"]["resourceVersion"]
 
 
-def _duration(lease: dict[str, Any], usual_s: int) -> float:
+def _duration(lease: JsonObject, usual_s: int) -> float:
     return float(lease["spec"].get("leaseDurationSeconds") or usual_s)
 
 

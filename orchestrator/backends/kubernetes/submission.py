@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 from msgspec import structs
 
@@ -28,7 +27,7 @@ from orchestrator.run.variables import PASSED
 
 from .api.client import PATHS, Cluster, gather, in_background, kind_of
 from .cluster_view import ClusterSnapshot, Reservation, reserve_nodes
-from .names import RUN, SUBMISSION, object_name
+from .names import RUN, SUBMISSION, Body, JsonObject, object_name
 from .objects.gang import resolved
 from .objects.render import NO_KEY, Manifest, elastic_sizes, render
 from .options import KubernetesOptions, read_options
@@ -48,7 +47,7 @@ _DELETION_S = 180.0  # shortest wait for the pods of a run to be gone
 _TRUSTED_S = 2.0
 
 
-def draft_objects(request: LaunchRequest, plan: Plan) -> list[dict[str, Any]]:
+def draft_objects(request: LaunchRequest, plan: Plan) -> list[JsonObject]:
     """Renders the objects of a run without its key, nodes and topology, which are known only when
     they are sent. OrchError (65)."""
     options = read_options(request.backend_options)
@@ -71,7 +70,7 @@ def submit_objects(
     environ: Mapping[str, str],
     *,
     generation: int,
-    drafts: Sequence[Mapping[str, Any]],
+    drafts: Sequence[Body],
     snapshot: Future[ClusterSnapshot] | None = None,
 ) -> None:
     """Chooses nodes and sends the objects. `drafts`: the result of `draft_objects`; `snapshot`: a
@@ -197,7 +196,7 @@ def record_of(
 # ----------------------------------------------------------------------------------- all or nothing
 
 
-def is_sent(cluster: Cluster, objects: Sequence[Mapping[str, Any]], submission: str) -> bool:
+def is_sent(cluster: Cluster, objects: Sequence[Body], submission: str) -> bool:
     """Tells whether the last object of this submission is in the cluster already, sent by a try
     that never got the answer.
 
@@ -218,11 +217,11 @@ def is_sent(cluster: Cluster, objects: Sequence[Mapping[str, Any]], submission: 
 
 def apply_all(
     cluster: Cluster,
-    objects: Sequence[Mapping[str, Any]],
+    objects: Sequence[Body],
     run_id: str,
     submission: str,
     check: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Sends the objects by server-side apply: the Secret first, the Job last, the others at once in
     between. If one is refused, or `check` raises, what was sent is deleted again; `check` is called
     before each batch and after the last. Returns the Job as the server has it. The caller has made
@@ -232,7 +231,7 @@ def apply_all(
     conflict at the first object, the Secret with its key, before anything has started. A repetition
     of this submission changes nothing.
     """
-    tried: list[Mapping[str, Any]] = []
+    tried: list[Body] = []
     try:
         for batch in filter(None, (objects[:1], objects[1:-1], objects[-1:])):
             check()
@@ -246,7 +245,7 @@ def apply_all(
     return answers[0]
 
 
-def _delete_sent(cluster: Cluster, tried: Sequence[Mapping[str, Any]], submission: str) -> None:
+def _delete_sent(cluster: Cluster, tried: Sequence[Body], submission: str) -> None:
     for body in reversed(tried):
         try:
             kind = kind_of(body)
@@ -259,9 +258,7 @@ def _delete_sent(cluster: Cluster, tried: Sequence[Mapping[str, Any]], submissio
                 return
 
 
-def _apply(
-    cluster: Cluster, body: Mapping[str, Any], run_id: str, submission: str
-) -> dict[str, Any]:
+def _apply(cluster: Cluster, body: Body, run_id: str, submission: str) -> JsonObject:
     try:
         return cluster.apply(body, _manager(submission))
     except OrchError as error:
@@ -277,16 +274,14 @@ def _manager(submission: str) -> str:
     return f"orch-{submission}"
 
 
-def _is_ours(existing: Mapping[str, Any] | None, submission: str) -> bool:
+def _is_ours(existing: Body | None, submission: str) -> bool:
     if existing is None:
         return False
     annotations = existing["metadata"].get("annotations") or {}
     return bool(annotations.get(SUBMISSION) == submission)
 
 
-def set_owner(
-    cluster: Cluster, objects: Sequence[Mapping[str, Any]], main: Mapping[str, Any], submission: str
-) -> None:
+def set_owner(cluster: Cluster, objects: Sequence[Body], main: Body, submission: str) -> None:
     """Makes the Job the owner of the other objects, so that its deletion, or its time to live,
     removes all of them.
 

@@ -23,7 +23,7 @@ from orchestrator.run.state import RunState, finish, prepare_resume, read_state,
 from orchestrator.run.variables import passed_names
 
 from .api.client import Cluster
-from .names import KIND, SUBMISSION, object_name, standard_labels
+from .names import KIND, SUBMISSION, JsonObject, object_name, standard_labels
 from .options import KubernetesOptions, read_options
 from .record import KubernetesRecord
 from .submission import passed_variables
@@ -77,7 +77,7 @@ def submit(
     return record(request, options, cluster.namespace, submission)
 
 
-def document(bundle: SubmissionBundle, plans: Sequence[Plan], namespace: str) -> dict[str, Any]:
+def document(bundle: SubmissionBundle, plans: Sequence[Plan], namespace: str) -> JsonObject:
     """Returns the TrainRun of a bundle for a repository: without the variables of this shell."""
     return _bodies(bundle, plans, {}, namespace, "")[0]
 
@@ -103,7 +103,7 @@ def _bodies(
     environ: Mapping[str, str],
     namespace: str,
     submission: str,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[JsonObject, JsonObject]:
     request = bundle.request
     passed = passed_variables(request, environ)
     plain = {name: passed[name] for name in passed_names(passed)}
@@ -128,7 +128,7 @@ def _bodies(
     }
 
 
-def _create(cluster: Cluster, body: dict[str, Any], submission: str) -> dict[str, Any]:
+def _create(cluster: Cluster, body: JsonObject, submission: str) -> JsonObject:
     name = body["metadata"]["name"]
     end = time.monotonic() + _ASK_S
     while True:
@@ -281,7 +281,7 @@ class ControlledRuns:
         """Starts a run that has ended once more, without the nodes that are bad today. OrchError
         (64) if it is gone."""
         run = self._read(record)
-        changes: dict[str, Any] = {"nodes": nodes} if nodes is not None else {}
+        changes: JsonObject = {"nodes": nodes} if nodes is not None else {}
         if run is not None and (run.status.over or run.spec.stopped):
             changes |= {"attempt": run.status.attempt + 1, "stopped": None, "force": None}
             if run.spec.planned is not None:

@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 import msgspec
 from msgspec import Struct, field
 
+from orchestrator.backends.kubernetes.names import Body, JsonObject
 from orchestrator.errors import OrchError
 from orchestrator.plan.codec import decoder
 from orchestrator.plan.exits import Exit
@@ -74,7 +75,7 @@ PATHS: dict[str, str] = {
 _OF_GROUP = ("PodGroup", "Workload")
 
 
-def kind_of(body: Mapping[str, Any]) -> str:
+def kind_of(body: Body) -> str:
     """Returns the object's key in PATHS."""
     kind = str(body["kind"])
     group = str(body["apiVersion"]).partition("/")[0]
@@ -82,7 +83,7 @@ def kind_of(body: Mapping[str, Any]) -> str:
 
 
 T = TypeVar("T")
-Objects = list[dict[str, Any]]
+Objects = list[JsonObject]
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:
@@ -154,9 +155,7 @@ class Cluster:
 
     # ---------------------------------------------------------------------------------- objects
 
-    def apply(
-        self, body: Mapping[str, Any], manager: str, force: bool = False, dry_run: bool = False
-    ) -> dict:
+    def apply(self, body: Body, manager: str, force: bool = False, dry_run: bool = False) -> dict:
         """Applies the object on the server side. OrchError (65) if another manager owns a field
         with another value."""
         query = {"fieldManager": manager, "force": str(force).lower(), "fieldValidation": "Strict"}
@@ -166,20 +165,20 @@ class Cluster:
         path = self._path(kind_of(body), body["metadata"]["name"])
         return self._json("PATCH", path, query, raw, "application/apply-patch+yaml")
 
-    def create(self, body: Mapping[str, Any]) -> dict | None:
+    def create(self, body: Body) -> dict | None:
         """Creates the object; None if an object of that name exists."""
         with _answer(409) as answer:
             path = self._path(kind_of(body))
             answer.value = self._json("POST", path, {}, msgspec.json.encode(body), _JSON)
         return answer.value
 
-    def merge(self, kind: str, name: str, change: Mapping[str, Any], manager: str) -> dict:
+    def merge(self, kind: str, name: str, change: Body, manager: str) -> dict:
         """Sets these fields and leaves the others (RFC 7386)."""
         raw = msgspec.json.encode(change)
         query = {"fieldManager": manager}
         return self._json("PATCH", self._path(kind, name), query, raw, _MERGE_PATCH)
 
-    def replace(self, body: Mapping[str, Any]) -> dict | None:
+    def replace(self, body: Body) -> dict | None:
         """Replaces the whole object at the version that its metadata names; None if it has another
         version now, or is gone."""
         with _answer(404, 409) as answer:
@@ -187,9 +186,7 @@ class Cluster:
             answer.value = self._json("PUT", path, {}, msgspec.json.encode(body), _JSON)
         return answer.value
 
-    def change(
-        self, kind: str, name: str, change: Mapping[str, Any], subresource: str = ""
-    ) -> dict | None:
+    def change(self, kind: str, name: str, change: Body, subresource: str = "") -> dict | None:
         """Sends a merge patch (RFC 7386), to a subresource such as "/status" if one is named.
         Returns None if the object is gone, or has another uid or version now than the patch
         names."""
@@ -207,7 +204,7 @@ class Cluster:
         kinds = {resource.get("name") for resource in (answer.value or {}).get("resources") or ()}
         return answer.value is not None and (not plural or plural in kinds)
 
-    def patch_status(self, kind: str, name: str, change: Mapping[str, Any]) -> dict:
+    def patch_status(self, kind: str, name: str, change: Body) -> dict:
         """Merges a change into the status; conditions are merged by their type."""
         raw = msgspec.json.encode({"status": change})
         path = self._path(kind, name) + "/status"
@@ -224,7 +221,7 @@ class Cluster:
         """Lists the objects. `absent_ok`: returns [] if the cluster has no such kind, or it may not
         be read."""
         with _answer(*((404, 403) if absent_ok else ())) as answer:
-            answer.value = self.read(kind, dict[str, Any], labels, fields)
+            answer.value = self.read(kind, JsonObject, labels, fields)
         return answer.value or []
 
     def read(
@@ -272,7 +269,7 @@ class Cluster:
     ) -> bool:
         """Deletes the object; False if there was none. `only`: deletes it only at this uid and
         version."""
-        options: dict[str, Any] = {"propagationPolicy": propagation}
+        options: JsonObject = {"propagationPolicy": propagation}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
         if only is not None:

@@ -8,11 +8,11 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from msgspec import Struct
 
+from orchestrator.backends.kubernetes.names import Body
 from orchestrator.backends.kubernetes.phases import SETUP_FAILURES, stuck_pods
 from orchestrator.backends.kubernetes.train_run import TrainRun
 from orchestrator.plan.exits import Exit
@@ -318,7 +318,7 @@ def _force_delete(seen: Seen) -> list[Step]:
         size = seen.job.spec.completions if seen.job else len(pods)
     if size < 2:
         return []
-    bodies: list[Mapping[str, Any]] = [pod.body() for pod in pods if pod.leaves]
+    bodies: list[Body] = [pod.body() for pod in pods if pod.leaves]
     hanging = {pod["metadata"]["name"] for pod in stuck_pods(bodies, seen.now)}
     return [
         ForceDelete(pod.metadata.name, pod.spec.node_name)

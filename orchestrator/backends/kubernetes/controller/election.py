@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
 
 from orchestrator.backends.kubernetes.api.client import Cluster
+from orchestrator.backends.kubernetes.names import JsonObject
 from orchestrator.errors import OrchError
 
 NAME = "orch-controller"
@@ -105,7 +105,7 @@ class Election:
             self._renewed = started
         return leads
 
-    def _is_free(self, lease: dict[str, Any]) -> bool:
+    def _is_free(self, lease: JsonObject) -> bool:
         """Tells whether the Lease is ours, given back, or not renewed for its duration by our own
         clock; clocks of two machines are never compared."""
         spec = lease["spec"]
@@ -122,7 +122,7 @@ class Election:
         duration = float(spec.get("leaseDurationSeconds") or self._lease_s)
         return time.monotonic() > self._seen[1] + duration
 
-    def _spec(self, old_spec: dict[str, Any]) -> dict[str, Any]:
+    def _spec(self, old_spec: JsonObject) -> JsonObject:
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         was_ours = old_spec.get("holderIdentity") == self._identity
         transitions = int(old_spec.get("leaseTransitions") or 0)

@@ -16,12 +16,12 @@ from __future__ import annotations
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
 from msgspec import Struct, field
 
 from orchestrator.backends.kubernetes.api.client import Cluster
+from orchestrator.backends.kubernetes.names import Body, JsonObject
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
@@ -128,7 +128,7 @@ class Ledger:
         self.book = written_book
 
 
-def _body(namespace: str, book: Book) -> dict[str, Any]:
+def _body(namespace: str, book: Book) -> JsonObject:
     raw = zlib.compress(msgspec.json.encode(book, order="deterministic"), 6)
     return {
         "apiVersion": "v1",
@@ -142,7 +142,7 @@ def _body(namespace: str, book: Book) -> dict[str, Any]:
     }
 
 
-def _unpacked(body: Mapping[str, Any]) -> Book:
+def _unpacked(body: Body) -> Book:
     """Unpacks the book. OrchError (65) if the object is not ours, or damaged."""
     try:
         packed = b64decode(body["binaryData"]["book"])

@@ -4,13 +4,11 @@ its first moment."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from msgspec import structs
 
 from orchestrator.backends.kubernetes.api.client import Cluster
-from orchestrator.backends.kubernetes.names import GENERATION, REQUIRED, TOGETHER
+from orchestrator.backends.kubernetes.names import GENERATION, REQUIRED, TOGETHER, Body
 from orchestrator.backends.kubernetes.objects.render import Manifest, elastic_sizes, render
 from orchestrator.backends.kubernetes.options import KubernetesOptions, read_options
 from orchestrator.backends.kubernetes.train_run import Bundle, TrainRun
@@ -91,7 +89,7 @@ def ungate(cluster: Cluster, pod: str, node: str, together: int) -> bool:
     return cluster.change("Pod", pod, change) is not None
 
 
-def pinned_node(pod: Mapping[str, Any]) -> str:
+def pinned_node(pod: Body) -> str:
     """Returns the node that `ungate` has pinned the pod to, or ""."""
     affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
     for term in (affinity.get(REQUIRED) or {}).get("nodeSelectorTerms") or ():
@@ -101,6 +99,6 @@ def pinned_node(pod: Mapping[str, Any]) -> str:
     return ""
 
 
-def generation_of(body: Mapping[str, Any]) -> int:
+def generation_of(body: Body) -> int:
     label = (body["metadata"].get("labels") or {}).get(GENERATION, "")
     return int(label) if label.isdigit() else -1

@@ -13,14 +13,13 @@ import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from orchestrator import start
 from orchestrator.backends.kubernetes.api.client import Cluster
-from orchestrator.backends.kubernetes.names import KIND
+from orchestrator.backends.kubernetes.names import KIND, JsonObject
 from orchestrator.backends.kubernetes.train_run import (
     API_VERSION,
     Bundle,
@@ -136,7 +135,7 @@ class Planner:
 
     def _plan(self, run: TrainRun, inputs: str) -> Planned:
         spec = run.spec
-        planner_input: dict[str, Any] = {
+        planner_input: JsonObject = {
             "run_id": run.metadata.name,
             "namespace": run.metadata.namespace,
             "words": spec.words,
@@ -168,7 +167,7 @@ class Planner:
     def _store(self, run: TrainRun, inputs: str, planned: Planned) -> None:
         meta = run.metadata
         owner = {"apiVersion": API_VERSION, "kind": KIND, "name": meta.name, "uid": meta.uid}
-        config_map: dict[str, Any] = {
+        config_map: JsonObject = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from orchestrator.backends.kubernetes.api.client import Cluster
-from orchestrator.backends.kubernetes.names import INDEX, RUN
+from orchestrator.backends.kubernetes.names import INDEX, RUN, JsonObject
 from orchestrator.backends.kubernetes.objects.node_affinity import KUEUE
 from orchestrator.cluster.importers.kubernetes import GPU
 
@@ -18,7 +16,7 @@ def rebuilt(cluster: Cluster, store: Store, everywhere: bool) -> dict[str, Alloc
     """Returns what living pods hold, by the node that each was given. Size and inputs are those of
     the run's status: a run whose spec has changed since is moved like any other."""
     pods = cluster.list("AllPods" if everywhere else "Pod", RUN)
-    pods_by_run: dict[str, list[dict[str, Any]]] = {}
+    pods_by_run: dict[str, list[JsonObject]] = {}
     for pod in pods:
         metadata = pod["metadata"]
         key = f"{metadata['namespace']}/{metadata['labels'][RUN]}"
@@ -32,13 +30,11 @@ def rebuilt(cluster: Cluster, store: Store, everywhere: bool) -> dict[str, Alloc
     return allocations
 
 
-def _queued(pod: dict[str, Any]) -> bool:
+def _queued(pod: JsonObject) -> bool:
     return any(name.startswith(f"{KUEUE}/") for name in pod["metadata"].get("labels") or {})
 
 
-def _allocation(
-    key: str, pods: list[dict[str, Any]], number: int, store: Store
-) -> Allocation | None:
+def _allocation(key: str, pods: list[JsonObject], number: int, store: Store) -> Allocation | None:
     run = store.runs.get(key)
     # a run without a controller, or the rest of a deleted one: its pods count like any others
     if run is None:

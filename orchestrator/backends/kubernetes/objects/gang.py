@@ -15,9 +15,10 @@ docs/batch and its change log (0.13).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
+from orchestrator.backends.kubernetes.names import Body, JsonObject
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
@@ -59,13 +60,13 @@ def resolved(options: KubernetesOptions, serves: Callable[[str, str], bool]) -> 
 
 
 def group_object(
-    options: KubernetesOptions, name: str, together: int, metadata: Mapping[str, Any]
+    options: KubernetesOptions, name: str, together: int, metadata: Body
 ) -> dict | None:
     """Returns the object that says how many pods belong together; None if none is needed."""
     group = APIS[options.gang][0] if options.gang in APIS else ""
     if options.gang == "workload":
         policy = {"gang": {"minCount": together}}
-        spec: dict[str, Any] = {"podGroups": [{"name": _GROUP, "policy": policy}]}
+        spec: JsonObject = {"podGroups": [{"name": _GROUP, "policy": policy}]}
         spec["controllerRef"] = {"apiGroup": "batch", "kind": "Job", "name": name}
         return {"apiVersion": group, "kind": "Workload", "metadata": metadata, "spec": spec}
     if options.gang in ("volcano", "coscheduling"):
@@ -88,7 +89,7 @@ def job_labels(options: KubernetesOptions) -> dict[str, str]:
     return {}
 
 
-def join_gang(template: dict[str, Any], options: KubernetesOptions, name: str) -> None:
+def join_gang(template: JsonObject, options: KubernetesOptions, name: str) -> None:
     """Lets the pods name their group and their scheduler."""
     metadata = template["metadata"]
     spec = template["spec"]

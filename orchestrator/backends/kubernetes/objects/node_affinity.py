@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from msgspec import Struct
 
-from orchestrator.backends.kubernetes.names import REQUIRED
+from orchestrator.backends.kubernetes.names import REQUIRED, Body, JsonObject
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.cluster.model import Topology
 from orchestrator.cluster.nodes import choose_nodes
@@ -282,7 +281,7 @@ def _common(
     return "", ()
 
 
-def without_hosts(affinity: Mapping[str, Any], hosts: Sequence[str]) -> dict[str, Any]:
+def without_hosts(affinity: Body, hosts: Sequence[str]) -> JsonObject:
     """Returns the affinity with these hostname labels excluded from every term that does not itself
     name its nodes."""
     nodes = affinity.get("nodeAffinity", {})
@@ -305,7 +304,7 @@ def both_spellings(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(host for name in names for host in (name, name.split(".")[0])))
 
 
-def node_affinity(chosen: ChosenNodes) -> dict[str, Any]:
+def node_affinity(chosen: ChosenNodes) -> JsonObject:
     """Builds the affinity: the chosen nodes first and, if one of them is lost, others under the
     same switch, or one of the spares.
 
@@ -324,7 +323,7 @@ def node_affinity(chosen: ChosenNodes) -> dict[str, Any]:
             values_by_label.setdefault(label, []).extend(values)
         within = [(label, tuple(values)) for label, values in values_by_label.items()]
         preferences = [[_is(label, values, "NotIn") for label, values in second]] if second else []
-    affinity: dict[str, Any] = {}
+    affinity: JsonObject = {}
     if preferences:
         affinity["preferredDuringSchedulingIgnoredDuringExecution"] = [
             {"weight": 100, "preference": {"matchExpressions": rules}} for rules in preferences
@@ -339,5 +338,5 @@ def _is_value(switch: str) -> bool:
     return "/" not in switch
 
 
-def _is(label: str, values: Sequence[str], operator: str = "In") -> dict[str, Any]:
+def _is(label: str, values: Sequence[str], operator: str = "In") -> JsonObject:
     return {"key": label, "operator": operator, "values": list(values)}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Any
 
 from orchestrator import start
 from orchestrator.backends.kubernetes.names import (
@@ -24,6 +23,7 @@ from orchestrator.backends.kubernetes.names import (
     OWN_FIELDS,
     ROOT,
     RUNS,
+    JsonObject,
 )
 from orchestrator.backends.kubernetes.options import KubernetesOptions, Toleration, places_itself
 from orchestrator.plan.document import Plan
@@ -53,13 +53,13 @@ def pod_template(
     chosen: ChosenNodes | None,
     subdomain: bool,
     excluded: Sequence[str] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Builds `spec.template` of the Job. `grace_s`: the seconds that the agent gives its workers;
     the kubelet gives MARGIN_S more.
 
     `excluded`: hostname labels of the nodes of `options.without`; None: they were not looked up.
     """
-    spec: dict[str, Any] = {
+    spec: JsonObject = {
         "restartPolicy": "Never",  # podFailurePolicy decides, by the exit code
         "terminationGracePeriodSeconds": grace_s + MARGIN_S,
         "enableServiceLinks": False,
@@ -101,7 +101,7 @@ def _annotations() -> dict[str, str]:
     }
 
 
-def _spread(labels: dict[str, str]) -> dict[str, Any]:
+def _spread(labels: dict[str, str]) -> JsonObject:
     return {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -110,10 +110,10 @@ def _spread(labels: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def tolerations(plan: Plan, options: KubernetesOptions) -> list[dict[str, Any]]:
+def tolerations(plan: Plan, options: KubernetesOptions) -> list[JsonObject]:
     """Returns the tolerations of GPU nodes' taint, and of an unresponsive node for `unreachable_s`
     instead of the default five minutes."""
-    defaults: list[dict[str, Any]] = [
+    defaults: list[JsonObject] = [
         {
             "key": f"node.kubernetes.io/{key}",
             "operator": "Exists",
@@ -128,7 +128,7 @@ def tolerations(plan: Plan, options: KubernetesOptions) -> list[dict[str, Any]]:
     return [*defaults, *map(_toleration, options.tolerations)]
 
 
-def _toleration(toleration: Toleration) -> dict[str, Any]:
+def _toleration(toleration: Toleration) -> JsonObject:
     fields = {
         "key": toleration.key,
         "operator": toleration.operator,
@@ -142,7 +142,7 @@ def _toleration(toleration: Toleration) -> dict[str, Any]:
 #     container
 
 
-def _container(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
+def _container(plan: Plan, options: KubernetesOptions) -> JsonObject:
     mounts = [
         {"name": "work", "mountPath": ROOT},
         {"name": "work", "mountPath": "/tmp"},  # the root file system is read only
@@ -170,14 +170,14 @@ def _container(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
     }
 
 
-def _fields() -> list[dict[str, Any]]:
+def _fields() -> list[JsonObject]:
     return [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
         for name, path in OWN_FIELDS.items()
     ]
 
 
-def resources(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
+def resources(plan: Plan, options: KubernetesOptions) -> JsonObject:
     """Returns requests and limits of one pod. CPUs have no limit: throttling a data loader stalls
     every other node."""
     memory = quantity(sum(memory_gib(plan, options)))
@@ -207,10 +207,10 @@ def quantity(gib: float) -> str:
     return f"{mib}Mi" if mib % 1024 else f"{mib // 1024}Gi"
 
 
-def _volumes(name: str, plan: Plan, options: KubernetesOptions) -> list[dict[str, Any]]:
+def _volumes(name: str, plan: Plan, options: KubernetesOptions) -> list[JsonObject]:
     shm = {"medium": "Memory", "sizeLimit": quantity(memory_gib(plan, options)[1])}
     sources = [{"configMap": {"name": name}}, {"secret": {"name": name}}]
-    volumes: list[dict[str, Any]] = [
+    volumes: list[JsonObject] = [
         {"name": "work", "emptyDir": {}},
         {"name": "shm", "emptyDir": shm},
         {"name": "input", "projected": {"defaultMode": 0o440, "sources": sources}},
@@ -227,11 +227,11 @@ def _volumes(name: str, plan: Plan, options: KubernetesOptions) -> list[dict[str
 #     security
 
 
-def _pod_security(options: KubernetesOptions) -> dict[str, Any]:
+def _pod_security(options: KubernetesOptions) -> JsonObject:
     """Returns the pod's security context. `baseline` runs as root, because an added capability
     reaches no other user's processes."""
     user = options.user if options.security == "restricted" else 0
-    context: dict[str, Any] = {
+    context: JsonObject = {
         "runAsNonRoot": options.security == "restricted",
         "runAsUser": user,
         "runAsGroup": user,
@@ -244,7 +244,7 @@ def _pod_security(options: KubernetesOptions) -> dict[str, Any]:
     return context
 
 
-def _container_security(options: KubernetesOptions) -> dict[str, Any]:
+def _container_security(options: KubernetesOptions) -> JsonObject:
     added = {"add": ["IPC_LOCK"]} if options.security == "baseline" else {}
     return {
         "allowPrivilegeEscalation": False,
@@ -261,7 +261,7 @@ def _container_security(options: KubernetesOptions) -> dict[str, Any]:
 FINAL = tuple(sorted({*map(int, FATAL), int(Exit.USER), int(Exit.INTERNAL), int(Exit.CAPACITY)}))
 
 
-def pod_failure_policy() -> dict[str, Any]:
+def pod_failure_policy() -> JsonObject:
     """Returns the rules in order, of which the first match wins (batch/v1 PodFailurePolicy; needs
     restartPolicy Never).
 
@@ -281,7 +281,7 @@ def pod_failure_policy() -> dict[str, Any]:
     }
 
 
-def _codes(*values: int) -> dict[str, Any]:
+def _codes(*values: int) -> JsonObject:
     return {"containerName": CONTAINER, "operator": "In", "values": list(values)}
 
 

@@ -16,7 +16,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from orchestrator.backends.kubernetes.names import CONTAINER, INPUT, OWN_FIELDS, REQUIRED
+from orchestrator.backends.kubernetes.names import (
+    CONTAINER,
+    INPUT,
+    OWN_FIELDS,
+    REQUIRED,
+    Body,
+    JsonObject,
+)
 from orchestrator.errors import OrchError, check_installed, did_you_mean
 from orchestrator.plan.exits import Exit
 
@@ -72,9 +79,7 @@ _REFUSED = {
 }
 
 
-def patched(
-    template: dict[str, Any], patch: Mapping[str, Any], in_queue: bool = False
-) -> dict[str, Any]:
+def patched(template: JsonObject, patch: Body, in_queue: bool = False) -> JsonObject:
     """Returns the pod template with the patch in it, or the same template without a patch.
     `in_queue`: a queue chooses the nodes, so the patch may exclude some.
 
@@ -96,7 +101,7 @@ def patched(
     _check(patch, "V1PodTemplateSpec", "")
     for name in patch.get("metadata", {}).keys() - {"annotations"}:
         _refuse(f"metadata.{name}", "is not for a pod template, which takes annotations alone")
-    merged: dict[str, Any] = _merge(template, patch, "")
+    merged: JsonObject = _merge(template, patch, "")
     spec = merged["spec"]
     if exclusions:
         spec["affinity"] = _with_terms(spec.get("affinity", {}), exclusions)
@@ -119,7 +124,7 @@ def _at(value: object, path: str) -> object:
     return value
 
 
-def _without(value: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+def _without(value: Body, path: Sequence[str]) -> JsonObject:
     """Returns a copy that lacks the value at that path."""
     first, *rest = path
     if not rest:
@@ -155,7 +160,7 @@ def _exclusions(affinity: object) -> list[Any]:
     return terms
 
 
-def _with_terms(affinity: Mapping[str, Any], terms: Sequence[Any]) -> dict[str, Any]:
+def _with_terms(affinity: Body, terms: Sequence[Any]) -> JsonObject:
     """Returns the affinity with one of these terms required in addition to its own."""
     nodes = affinity.get("nodeAffinity", {})
     own_terms = nodes.get(REQUIRED, {}).get("nodeSelectorTerms") or [{"matchExpressions": []}]
@@ -229,7 +234,7 @@ def _check_scalar(value: object, kind: str, path: str) -> None:
         _refuse(path, f"must be {'true or false' if kind == 'bool' else kind}, not {value!r}")
 
 
-def _check_model(value: Mapping[str, Any], kind: str, path: str) -> None:
+def _check_model(value: Body, kind: str, path: str) -> None:
     from kubernetes import client
 
     model = getattr(client, kind)
@@ -243,7 +248,7 @@ def _check_model(value: Mapping[str, Any], kind: str, path: str) -> None:
         _check(field, types[name], f"{path}.{name}".lstrip("."))
 
 
-def _mapping(value: object, path: str) -> Mapping[str, Any]:
+def _mapping(value: object, path: str) -> Body:
     if not isinstance(value, dict):
         _refuse(path, f"must be a mapping, not {value!r}")
     return value

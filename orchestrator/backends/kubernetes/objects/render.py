@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import base64
 from pathlib import PurePosixPath
-from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
 
 from orchestrator.backends.kubernetes import names
-from orchestrator.backends.kubernetes.names import object_name, standard_labels
+from orchestrator.backends.kubernetes.names import JsonObject, object_name, standard_labels
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.cluster.model import Topology
 from orchestrator.errors import OrchError
@@ -58,7 +57,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
         return object_name(self.request.run_id, len(self.request.agents), self.options.kind)
 
 
-def render(run: Manifest) -> list[dict[str, Any]]:
+def render(run: Manifest) -> list[JsonObject]:
     """Returns the objects in the order in which they are sent. OrchError (65) if something does not
     fit Kubernetes."""
     if run.options.image is None:
@@ -77,7 +76,7 @@ def render(run: Manifest) -> list[dict[str, Any]]:
     return [*objects, _job_set(run) if run.options.kind == "jobset" else _job(run)]
 
 
-def to_yaml(objects: list[dict[str, Any]]) -> str:
+def to_yaml(objects: list[JsonObject]) -> str:
     """Writes one document per object, keys in their order."""
     import yaml
 
@@ -135,9 +134,9 @@ def together(run: Manifest) -> int:
 # ------------------------------------------------------------------------------------ small objects
 
 
-def _metadata(run: Manifest, **annotations: str) -> dict[str, Any]:
+def _metadata(run: Manifest, **annotations: str) -> JsonObject:
     labels = standard_labels(run.request.run_id) | run.options.labels
-    metadata: dict[str, Any] = {"name": run.name}
+    metadata: JsonObject = {"name": run.name}
     if run.namespace:
         metadata["namespace"] = run.namespace
     metadata["labels"] = labels
@@ -161,7 +160,7 @@ def _metadata(run: Manifest, **annotations: str) -> dict[str, Any]:
     return metadata
 
 
-def _secret(run: Manifest) -> dict[str, Any]:
+def _secret(run: Manifest) -> JsonObject:
     values = {
         "key": run.key,
         "environment.json": msgspec.json.encode(run.environment, order="sorted").decode(),
@@ -174,7 +173,7 @@ def _secret(run: Manifest) -> dict[str, Any]:
     return {**secret, "data": encoded}
 
 
-def _config_map(run: Manifest) -> dict[str, Any]:
+def _config_map(run: Manifest) -> JsonObject:
     request = to_bytes(pod_request(run.request, run.plan, run.options)).decode()
     binary = {"plan.bin": pack_plan(run.plan)}
     if elastic_sizes(run.request, run.options):
@@ -199,7 +198,7 @@ def _check_size(kind: str, size: int) -> None:
         )
 
 
-def _service(run: Manifest) -> dict[str, Any]:
+def _service(run: Manifest) -> JsonObject:
     """Returns the headless Service: it only gives pod 0 its name, before pod 0 is ready, for the
     rendezvous of the pods.
 
@@ -224,12 +223,12 @@ def _service(run: Manifest) -> dict[str, Any]:
     }
 
 
-def _network_policy(run: Manifest) -> dict[str, Any]:
+def _network_policy(run: Manifest) -> JsonObject:
     """Allows only the run's own pods to reach its pods. Anything may read metrics: to a policy, a
     Prometheus on its node's network is not a pod. If outgoing traffic is limited, the pods reach
     one another, DNS, and the addresses of the options."""
     own_pods = {"matchLabels": {names.RUN: run.request.run_id}}
-    spec: dict[str, Any] = {
+    spec: JsonObject = {
         "podSelector": own_pods,
         "policyTypes": ["Ingress"],
         "ingress": [
@@ -244,7 +243,7 @@ def _network_policy(run: Manifest) -> dict[str, Any]:
         dns = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
         spec["egress"] = [{"to": [{"podSelector": own_pods}]}, {"ports": dns}]
         for egress in run.options.egress:
-            rule: dict[str, Any] = {"to": [{"ipBlock": {"cidr": egress.cidr}}]}
+            rule: JsonObject = {"to": [{"ipBlock": {"cidr": egress.cidr}}]}
             if egress.ports:
                 rule["ports"] = [{"port": port, "protocol": "TCP"} for port in egress.ports]
             spec["egress"].append(rule)
@@ -259,7 +258,7 @@ def _network_policy(run: Manifest) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ the job
 
 
-def _job_spec(run: Manifest) -> dict[str, Any]:
+def _job_spec(run: Manifest) -> JsonObject:
     pods = len(run.request.agents)
     options = run.options
     labels = (
@@ -280,7 +279,7 @@ def _job_spec(run: Manifest) -> dict[str, Any]:
     )
     containers = {container["name"]: container for container in template["spec"]["containers"]}
     agent = containers[names.CONTAINER]
-    ending: dict[str, Any] = {}
+    ending: JsonObject = {}
     if elastic_sizes(run.request, run.options):  # it does not wait for pods that found no node
         ending["successPolicy"] = {"rules": [{"succeededCount": 1}]}
         source = {"fieldRef": {"fieldPath": f"metadata.annotations['{names.TOGETHER}']"}}
@@ -305,7 +304,7 @@ def _job_spec(run: Manifest) -> dict[str, Any]:
     }
 
 
-def _main_metadata(run: Manifest) -> dict[str, Any]:
+def _main_metadata(run: Manifest) -> JsonObject:
     summary = " ".join(f"{key}={value}" for key, value in run.request.summary.items())
     annotations = {names.PLAN: run.plan.hash, names.SUMMARY: summary}
     if run.chosen:
@@ -318,8 +317,8 @@ def _main_metadata(run: Manifest) -> dict[str, Any]:
     return metadata
 
 
-def _ending(run: Manifest) -> dict[str, Any]:
-    ending: dict[str, Any] = {}
+def _ending(run: Manifest) -> JsonObject:
+    ending: JsonObject = {}
     if run.options.ttl_s is not None:
         ending["ttlSecondsAfterFinished"] = run.options.ttl_s
     if run.options.queue is not None:
@@ -328,7 +327,7 @@ def _ending(run: Manifest) -> dict[str, Any]:
     return ending
 
 
-def _job(run: Manifest) -> dict[str, Any]:
+def _job(run: Manifest) -> JsonObject:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -337,7 +336,7 @@ def _job(run: Manifest) -> dict[str, Any]:
     }
 
 
-def _job_set(run: Manifest) -> dict[str, Any]:
+def _job_set(run: Manifest) -> JsonObject:
     replicated = {"name": names.JOB_OF_SET, "replicas": 1, "template": {"spec": _job_spec(run)}}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
