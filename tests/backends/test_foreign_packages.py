@@ -105,7 +105,8 @@ def test_the_command_orch_and_the_first_process_of_a_job_and_a_pod_are_ours(thei
     *pod, task = _container(job.plan, KubernetesOptions(image="i", python=sys.executable))[
         "command"
     ]
-    assert task == "orchestrator.kubernetes.task"  # process 1 of a container: it takes no --help
+    # process 1 of a container: it takes no --help
+    assert task == "orchestrator.backends.kubernetes.pod"
     drilled = node_command.arguments(str(tmp_path), 1, "kill_worker", 0, 1.0, 0.0, 1.0)
     for argv, said in (
         ([str(script), "version"], "orch "),

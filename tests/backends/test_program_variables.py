@@ -193,7 +193,12 @@ def kubernetes(request, shell, monkeypatch):
         pod.setattr(agent, "main", lambda *_, **__: found.update(os.environ) or 0)
         end = SimpleNamespace(close=lambda: None, led=False)
         run_agent(
-            SimpleNamespace(path="/"), SimpleNamespace(address="::"), given, "node-0", end, "here"
+            SimpleNamespace(path="/"),
+            SimpleNamespace(address="::"),
+            given,
+            "node-0",
+            status_lines=end,
+            coordinator="here",
         )
     return found
 

@@ -195,7 +195,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(configured, monkeypatch):
     configured.broken = 1
     assert Cluster().version() == "v1.99.0"
     configured.broken = 1 << 30
-    monkeypatch.setattr("orchestrator.backends.kubernetes.api.client._AGAIN_S", (0.0,))
+    monkeypatch.setattr("orchestrator.backends.kubernetes.api.client._RETRY_PAUSES_S", (0.0,))
     with refusal("no answer from the cluster", Exit.CAPACITY):
         Cluster().version()
 
@@ -249,7 +249,7 @@ def test_connections_are_used_again_until_the_server_has_closed_them(configured,
     """One that was closed meanwhile is not asked: a POST on it could not be sent again."""
     configured.http.RequestHandlerClass.protocol_version = "HTTP/1.1"
     cluster = Cluster()
-    monkeypatch.setattr("orchestrator.backends.kubernetes.api.client._AGAIN_S", ())
+    monkeypatch.setattr("orchestrator.backends.kubernetes.api.client._RETRY_PAUSES_S", ())
     assert [cluster.version() for _ in range(3)] == ["v1.99.0"] * 3
     assert len(set(configured.clients)) == 1
     for _ in range(3):

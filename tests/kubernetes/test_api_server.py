@@ -78,7 +78,7 @@ def test_a_refused_job_leaves_nothing(api):
 def test_the_placement_lease_is_of_whoever_has_made_it(api):
     found = ask(api, "lease")
     assert "other submissions hold Lease" in found["said"]
-    assert "stood still" in found["late"]
+    assert "suspended" in found["late"]
     assert (found["kept"], found["left"]) == ([False, True], None)
 
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from orchestrator.backends.kubernetes import submission, train_run_client
-from orchestrator.backends.kubernetes.controller.room import Fits, Placed, Room, wish_of
+from orchestrator.backends.kubernetes.controller.room import Fits, Placed, Room, node_request
 from orchestrator.backends.kubernetes.controller.room import fitting as still_fitting
 from orchestrator.backends.kubernetes.direct_runs import DirectRuns
 from orchestrator.backends.kubernetes.fitting import EXCLUDED, pod_needs
@@ -110,7 +110,7 @@ def test_a_controller_gives_no_excluded_node():
         for one in msgspec.convert([node(f"n{i}") for i in range(3)], list[Node])
     }
     needs = pod_needs(plan, options)
-    found = Room(Fits(nodes), [], {}).place(wish_of("n/r", {2: plan}, options, needs, None))
+    found = Room(Fits(nodes), [], {}).place(node_request("n/r", {2: plan}, options, needs, None))
     assert isinstance(found, Placed) and found.nodes == ["n0", "n2"]
     assert still_fitting(nodes, ["n0", "n1"], needs, options) == {"n0"}
 
@@ -188,15 +188,15 @@ def test_a_run_that_starts_again_leaves_out_what_was_found_since(tmp_path, monke
     )
     monkeypatch.setattr(submission, "draft_objects", lambda *_: [])
     monkeypatch.setattr(
-        submission, "submit_objects", lambda *given: sent.append(given[2].backend_options)
+        submission, "submit_objects", lambda *given, **_: sent.append(given[2].backend_options)
     )
     runs = DirectRuns(lambda *_: None, lambda: None, lambda: None)
     request = structs.replace(read_request(folder), backend_options=OF_A_SUBMISSION)
     for generation in (0, 1):
-        runs._send(folder, request, None, {}, generation, [])
+        runs._send(folder, request, None, {}, generation=generation, drafts=[])
     assert f"orch: without {BAD}" in capsys.readouterr().err
     NodeMemory.of(folder).forget(time.time(), lambda one: True)
-    runs._send(folder, request, None, {}, 2, [])
+    runs._send(folder, request, None, {}, generation=2, drafts=[])
     assert sent == [OF_A_SUBMISSION, {"exclude": ["n7"], "bad_nodes": [BAD]}, {"exclude": ["n7"]}]
     assert "orch: without" not in capsys.readouterr().err
 

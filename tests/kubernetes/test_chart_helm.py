@@ -155,7 +155,7 @@ def test_the_controllers_chart(helm):
     assert deployment["replicas"] == 2
     (container,) = deployment["template"]["spec"]["containers"]
     assert (
-        "orchestrator.kubernetes.controller" in container["command"]
+        "orchestrator.backends.kubernetes.controller" in container["command"]
         and "--lease-s=15" in container["command"]
     )
     crd = of(bodies, "CustomResourceDefinition")

@@ -71,7 +71,13 @@ class Together:
             return "hash"
 
         self.begun[own.index] = come_together(
-            self.folder, own, self.least, 1.0, 60.0, begin, settle_s=3.0
+            self.folder,
+            own,
+            least=self.least,
+            heartbeat_s=1.0,
+            timeout_s=60.0,
+            begin=begin,
+            settle_s=3.0,
         )
 
     def all(self) -> dict[int, Begun]:
@@ -102,7 +108,15 @@ def test_too_few_say_so(tmp_path):
     folder.path.mkdir()
     own = Waiting(index=0, node="n", address="a", pod="p", together=2)
     with refusal("at least 2 are needed", Exit.CAPACITY):
-        come_together(folder, own, 2, 0.1, 1.0, lambda members: "", settle_s=0.1)
+        come_together(
+            folder,
+            own,
+            least=2,
+            heartbeat_s=0.1,
+            timeout_s=1.0,
+            begin=lambda members: "",
+            settle_s=0.1,
+        )
 
 
 def test_a_pod_that_comes_while_somebody_coordinates_joins_that_run(tmp_path):

@@ -434,7 +434,7 @@ def test_a_layout_that_the_labels_cannot_support_warns_with_its_price():
     assert together.warnings == ()
     apart = reserve(Api([node(f"n{i}", {LEAF: f"l{i // 2}"}) for i in range(4)]), plan)
     (line,) = apart.warnings
-    assert line.startswith("1 of 1 units of the plan do not lie under one leaf; predicted step +")
+    assert line.startswith("1 of 1 units of the plan are not under one leaf; predicted step +")
 
 
 @pytest.mark.parametrize(

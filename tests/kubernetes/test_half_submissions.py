@@ -138,5 +138,5 @@ def test_a_server_that_is_cut_off_is_waited_for_once():
 def test_without_an_answer_nothing_is_known(tmp_path, monkeypatch):
     folder, backend = backend_with(Api({}, answers=False), tmp_path, monkeypatch)
     assert backend.state(folder).reason.startswith(
-        "pending when last heard of; now unknown: no answer"
+        "last known state: pending; unknown now: no answer"
     )

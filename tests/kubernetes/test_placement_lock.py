@@ -90,7 +90,7 @@ def test_a_holder_that_stood_still_is_overtaken_sends_nothing_and_leaves_the_oth
         age(api, -3600.0)  # its clock is an hour ahead: that does not keep it alive
         with placement_lock(api, "b") as other:
             monkeypatch.setattr(module, "_now", lambda: NOW() + 2.0)
-            with refusal("stood still for .* s since its nodes were chosen", Exit.CAPACITY):
+            with refusal("suspended for .* s since its nodes were chosen", Exit.CAPACITY):
                 check()
             other()
     assert api.lease is None
@@ -131,13 +131,13 @@ def test_a_submission_that_came_too_late_leaves_nothing(calls):
 
     def check() -> None:
         if next(asked) == calls:
-            raise module.OrchError("stood still", Exit.CAPACITY)
+            raise module.OrchError("suspended", Exit.CAPACITY)
 
     def apply(body, manager):
         api.objects[body["kind"], "r"] = "s"
         return {}
 
     api.apply = apply
-    with refusal("stood still", Exit.CAPACITY):
+    with refusal("suspended", Exit.CAPACITY):
         apply_all(api, bodies, "r", "s", check)
     assert not api.objects

@@ -113,7 +113,7 @@ def test_pods_on_the_host_network_still_find_pod_0_by_name():
         ({"spec": {"containers": [{"name": "agent", "image": "y"}]}}, "option of its own: backend.options.image"),
         ({"spec": {"containers": [{"name": "agent", "$patch": "delete"}]}}, "cannot be deleted: the run needs it"),
         ({"spec": {"containers": [{"name": "logs", "image": "y"}]}}, "initContainers with restartPolicy: Always"),
-        ({"spec": {"volumes": [{"name": "input", "emptyDir": {}}]}}, "the run's plan and key lie there"),
+        ({"spec": {"volumes": [{"name": "input", "emptyDir": {}}]}}, "the run's plan and key are there"),
         ({"spec": {"volumes": [{"name": "input", "$patch": "delete"}]}}, "cannot be deleted: the run needs it"),
         ({"spec": {"tolerations": []}}, "spec.tolerations has an option of its own: backend.options.tolerations"),
         ({"spec": {"restartPolicy": None}}, "spec.restartPolicy cannot be set: the run decides how its pods end"),

@@ -26,7 +26,7 @@ from msgspec import structs
 from orchestrator.agent.protocol import channel
 from orchestrator.backends.kubernetes.objects.payload import pack_topology, unpack_topology
 from orchestrator.backends.kubernetes.pod import status_lines, task
-from orchestrator.backends.kubernetes.pod.lives import Beginning, PeersLost
+from orchestrator.backends.kubernetes.pod.attempts import PeersLost, ProcessStart
 from orchestrator.backends.kubernetes.pod.rank_mapping import map_ranks, node_names
 from orchestrator.backends.kubernetes.pod.rendezvous import Join, Start, rendezvous
 from orchestrator.cluster.hostlist import expand
@@ -68,7 +68,16 @@ async def one(
 ) -> Start:
     await asyncio.sleep(delay)
     settle = lambda members: f"hash of {len(members)}"  # noqa: E731
-    return await rendezvous(pod, count, HOST, port, "run", key, timeout_s, settle)
+    return await rendezvous(
+        pod,
+        count,
+        host=HOST,
+        port=port,
+        run="run",
+        key=key,
+        timeout_s=timeout_s,
+        assign=settle,
+    )
 
 
 def test_all_pods_learn_of_all_whatever_order_they_come_in():
@@ -122,7 +131,16 @@ def test_pod_0_is_looked_for_again_where_it_was_silent(monkeypatch):
 
     async def together(port: int) -> list[Start]:
         who = pods(2)
-        there = rendezvous(who[1], 2, "run-0.run", port, "run", KEY, PATIENCE_S, lambda _: "")
+        there = rendezvous(
+            who[1],
+            2,
+            host="run-0.run",
+            port=port,
+            run="run",
+            key=KEY,
+            timeout_s=PATIENCE_S,
+            assign=lambda _: "",
+        )
         return await asyncio.gather(one(who[0], 2, port), there)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
@@ -262,13 +280,13 @@ def test_a_pod_knows_where_index_0_is(host):
 
 def test_attempts_that_come_to_nothing_one_after_the_other_are_few():
     """A pod begins again in place for as long as that leads anywhere."""
-    beginning = Beginning({"A": "b"}, "/")
+    start = ProcessStart({"A": "b"}, "/")
     counts = []
     for lasted_s in (5, 0, 3600, 59, 1, 1, 1, 1):
         lost = PeersLost("a peer was lost", lasted_s)
-        counts.append(beginning.short_attempts(lost))
-        assert beginning.may_go_on(lost) == (counts[-1] < 5)
-        beginning = Beginning({**beginning.environ, "ORCH_SHORT_ATTEMPTS": str(counts[-1])}, "/")
+        counts.append(start.short_attempts(lost))
+        assert start.may_restart(lost) == (counts[-1] < 5)
+        start = ProcessStart({**start.environ, "ORCH_SHORT_ATTEMPTS": str(counts[-1])}, "/")
     assert counts == [1, 2, 0, 1, 2, 3, 4, 5]
 
 
@@ -276,7 +294,7 @@ def test_without_a_claim_a_pod_begins_again_with_nothing(monkeypatch, tmp_path):
     """As a pod that comes in the place of a lost one does, which would else be fenced by this one's
     later epochs."""
     begun = []
-    monkeypatch.setattr(Beginning, "again", lambda self, lost: begun.append(lost.text))
+    monkeypatch.setattr(ProcessStart, "restart", lambda self, lost: begun.append(lost.reason))
 
     def lose(*_: object) -> tuple[int, str]:
         raise PeersLost("node2 was lost", 100.0)
@@ -290,7 +308,7 @@ def test_without_a_claim_a_pod_begins_again_with_nothing(monkeypatch, tmp_path):
         given = SimpleNamespace(
             request=SimpleNamespace(backend_options=options, run_dir=str(tmp_path / "run"))
         )
-        task._live(Beginning({}, "/"), SimpleNamespace(index=1, node="n1", returns=0), given)
+        task._attempt(ProcessStart({}, "/"), SimpleNamespace(index=1, node="n1", returns=0), given)
         assert ((tmp_path / "run").exists(), copies.exists()) == (left, left)
         shutil.rmtree(copies.parent, ignore_errors=True)
     assert begun == ["node2 was lost"] * 2

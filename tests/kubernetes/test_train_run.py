@@ -21,7 +21,13 @@ from orchestrator.backends.kubernetes.controller.decide import Seen, decide
 from orchestrator.backends.kubernetes.controller.ledger import Allocation
 from orchestrator.backends.kubernetes.controller.observed import Job, Pod
 from orchestrator.backends.kubernetes.controller.reconcile import Reconciler
-from orchestrator.backends.kubernetes.controller.room import Fits, Placed, Room, Wish, wish_of
+from orchestrator.backends.kubernetes.controller.room import (
+    Fits,
+    NodeRequest,
+    Placed,
+    Room,
+    node_request,
+)
 from orchestrator.backends.kubernetes.controller.status import Report, begun, next_status
 from orchestrator.backends.kubernetes.devices import GpuDevices, NodeGpus
 from orchestrator.backends.kubernetes.fitting import pod_needs
@@ -120,8 +126,9 @@ def test_a_run_whose_new_words_have_another_size_can_ask_for_its_end():
         size=8,
         inputs="old",
     )
-    reconciler = Reconciler(*[None] * 8)
-    wish = reconciler._wish(
+    parts = ("store", "ledger", "decisions", "planner", "reports", "again", "leads")
+    reconciler = Reconciler(None, **dict.fromkeys(parts))
+    wish = reconciler._node_request(
         TrainRun(Meta(name="r-1", uid="u")), held, bundle, read_options({"image": "x"})
     )
     assert [(size, one.hash) for size, one in wish.sizes] == [(4, plan.hash)]
@@ -215,7 +222,7 @@ RUNNING = [pod(0, "a", "Running"), pod(1, "b", "Running")]
         (seen(job=job(), allocation=held("a", "b"), pods=RUNNING), []),
         (
             seen(job=job(), allocation=held("a", "b"), pods=[pod(0, gated=True), pod(1, gated=True)]),
-            [steps.Give("r-0", "a", 2), steps.Give("r-1", "b", 2)],
+            [steps.Ungate("r-0", "a", 2), steps.Ungate("r-1", "b", 2)],
         ),
         # its node went out of service before it was let go: it goes first, and only then the node
         # is given away
@@ -277,15 +284,15 @@ def test_a_pod_moves_away_from_where_it_cannot_run():
     ]
     there = {"job": job(), "allocation": held("a", "b")}
     [moved] = decide(seen(pods=[pod(0, "a", "Running"), pod(1, conditions=refused)], **there))
-    assert (moved.pod, moved.node) == ("r-1", "b") and "Insufficient cpu" in moved.why
+    assert (moved.pod, moved.node) == ("r-1", "b") and "Insufficient cpu" in moved.reason
     [moved] = decide(
         seen(pods=[pod(0, "a", "Running"), waits(1, "b", "ImagePullBackOff")], **there)
     )
-    assert moved.pod == "r-1" and "no such image" in moved.why
+    assert moved.pod == "r-1" and "no such image" in moved.reason
     [given_up] = decide(
         seen(pods=[waits(0, "a", "ErrImagePull"), waits(1, "b", "ErrImagePull")], **there)
     )
-    assert given_up.wait and "ErrImagePull" in given_up.why
+    assert given_up.wait and "ErrImagePull" in given_up.reason
     [given_up] = decide(seen(no_quota="exceeded quota: pods", **there))
     assert given_up == steps.Yield("exceeded quota: pods", wait=True)
 
@@ -309,7 +316,7 @@ def test_a_run_that_misses_nodes_does_not_keep_the_others_for_ever():
 def test_pods_of_a_dead_node_are_ended_and_those_of_a_slow_one_are_not():
     gone = pod(1, "c", "Running", about={"deletionTimestamp": LONG_AGO})
     there = {"job": job(), "allocation": held("a", "c"), "pods": [pod(0, "a", "Running"), gone]}
-    assert decide(seen(**there)) == [steps.Bury("r-1", "c")]
+    assert decide(seen(**there)) == [steps.ForceDelete("r-1", "c")]
     assert decide(seen(**{**there, "ready": {"a", "c"}})) == []
     alone = {
         "job": job(count=1),
@@ -323,7 +330,7 @@ def test_a_sick_node_is_left_out():
     ended = [{"name": "agent", "state": {"terminated": {"exitCode": 74}}}]
     pods = [pod(0, "a", "Running"), pod(1, "b", "Failed", containerStatuses=ended)]
     [sick] = decide(seen(job=job(), allocation=held("a", "b"), pods=pods))
-    assert isinstance(sick, steps.Sick) and sick.node == "b"
+    assert isinstance(sick, steps.MarkBad) and sick.node == "b"
 
 
 # ------------------------------------------------------------------------------------------ its
@@ -398,9 +405,9 @@ def cpus() -> Plan:
 OPTIONS = read_options({"image": "x", "cpus": 4, "memory_gib": 8, "shm_gib": 1})
 
 
-def wish(key: str, plan: Plan, count: int = 2, **more: Any) -> Wish:
+def wish(key: str, plan: Plan, count: int = 2, **more: Any) -> NodeRequest:
     return structs.replace(
-        wish_of(key, {count: plan}, OPTIONS, pod_needs(plan, OPTIONS), None), **more
+        node_request(key, {count: plan}, OPTIONS, pod_needs(plan, OPTIONS), None), **more
     )
 
 
@@ -418,7 +425,7 @@ def test_gpus_that_are_asked_for_by_a_claim_are_counted_by_their_labels(gpus):
     labels = [{"nvidia.com/gpu.count": "2"}, {"nvidia.com/gpu.count": "2"}, {}]
     there = msgspec.convert([bare(f"n{i}", more) for i, more in enumerate(labels)], list[Node])
     room = Room(Fits({one.metadata.name: one for one in there}), [], {})
-    found = room.place(wish_of("n/r", {2: gpus}, options, pod_needs(gpus, options), None))
+    found = room.place(node_request("n/r", {2: gpus}, options, pod_needs(gpus, options), None))
     assert isinstance(found, Placed) and found.nodes == ["n0", "n1"]
 
 
@@ -434,7 +441,7 @@ def test_gpus_that_are_asked_for_by_a_claim_are_where_their_driver_says(gpus):
     unnamed = {name: msgspec.convert(bare(name), Node) for name in there}
     for one in unnamed.values():
         del one.metadata.labels[PRODUCT]
-    wanted = wish_of("n/r", {2: gpus}, options, pod_needs(gpus, options), None)
+    wanted = node_request("n/r", {2: gpus}, options, pod_needs(gpus, options), None)
     found = Room(Fits(there, GpuDevices(by_node, {"n0": "theirs"})), [], {}).place(wanted)
     assert isinstance(found, Placed) and found.nodes == ["n2", "n3"]
     room = Room(Fits(there, GpuDevices(by_node, {"n0": "theirs", "n3": "theirs"})), [], {})
@@ -450,7 +457,7 @@ def test_gpus_that_are_asked_for_by_a_claim_are_where_their_driver_says(gpus):
         Fits(unnamed, GpuDevices(by_node)), [], {}
     ).place(wanted)
     others = structs.replace(OPTIONS, pod={})  # whose GPUs are no claims
-    plain = wish_of("n/p", {2: gpus}, others, pod_needs(gpus, others), None)
+    plain = node_request("n/p", {2: gpus}, others, pod_needs(gpus, others), None)
     assert "5 x no nvidia.com/gpu" in str(room.place(plain))
 
 
@@ -465,7 +472,7 @@ def test_where_devices_cannot_be_read_a_run_that_waits_for_claims_says_so(gpus):
          "spec": {"nodeName": "n0", "resourceClaims": [{"name": "gpus"}]}, "status": {"phase": "Running"}}, Pod,
     )  # fmt: skip
     found = Room(Fits(there), [theirs], {}).place(
-        wish_of("n/r", {2: gpus}, options, pod_needs(gpus, options), None)
+        node_request("n/r", {2: gpus}, options, pod_needs(gpus, options), None)
     )
     assert found.startswith("waiting for room: needs 2 nodes, 1 are free")
     assert found.endswith(
@@ -489,7 +496,7 @@ def test_the_largest_size_that_finds_room(gpus):
     found = Room(Fits(nodes(3)), [], {}).place(sizes)
     assert isinstance(found, Placed) and (found.size, len(found.nodes)) == (2, 2)
     with refusal("legal are 2, 8", Exit.CONFIG):
-        wish_of("n/r", {8: gpus, 2: gpus}, OPTIONS, pod_needs(gpus, OPTIONS), 5)
+        node_request("n/r", {8: gpus, 2: gpus}, OPTIONS, pod_needs(gpus, OPTIONS), 5)
 
 
 def test_nodes_without_gpus_are_shared_as_far_as_they_hold(cpus):
@@ -532,7 +539,7 @@ def test_a_lost_node_is_replaced_by_one_near_the_others(gpus):
 
 def test_an_elastic_run_grows_by_whole_sizes(gpus):
     sizes = {8: make_large(), 4: make_large(), 2: gpus}
-    elastic = wish_of("n/r", sizes, OPTIONS, pod_needs(gpus, OPTIONS), None, elastic=True)
+    elastic = node_request("n/r", sizes, OPTIONS, pod_needs(gpus, OPTIONS), None, elastic=True)
     room = Room(Fits(nodes(6)), [], {})
     found = room.place(elastic)
     assert isinstance(found, Placed) and (found.size, elastic.pods) == (
@@ -545,7 +552,7 @@ def test_an_elastic_run_grows_by_whole_sizes(gpus):
     assert (
         isinstance(found, Placed) and small.more(elastic, found.nodes, 6) == []
     )  # one more is no size
-    assert wish_of("n/r", sizes, OPTIONS, pod_needs(gpus, OPTIONS), 4, elastic=True).pods == 4
+    assert node_request("n/r", sizes, OPTIONS, pod_needs(gpus, OPTIONS), 4, elastic=True).pods == 4
 
 
 def test_a_run_that_is_rendered_for_the_controller_is_gated_and_owned():
@@ -556,7 +563,8 @@ def test_a_run_that_is_rendered_for_the_controller_is_gated_and_owned():
     bundle, plan = request_of(["cluster=h100x64", "model=llama3_8b"], "r-1")
     whole = Bundle(bundle.request, b"", {len(bundle.request.agents): plan})
     one = structs.replace(run(environment_secret="s"), spec=Spec(environment_secret="s"))
-    found = render(manifest(one, whole, plan, read_options({"image": "x"}), 3, None, gated=True))
+    options = read_options({"image": "x"})
+    found = render(manifest(one, whole, plan, options, generation=3, topology=None, gated=True))
     owners = {json.dumps(body["metadata"]["ownerReferences"]) for body in found}
     assert len(owners) == 1 and '"uid": "u"' in owners.pop()
     spec = found[-1]["spec"]["template"]["spec"]

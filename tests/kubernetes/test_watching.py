@@ -83,7 +83,7 @@ def test_an_elastic_run_is_at_work_with_fewer_pods():
     assert status_of(seen(main, [pod(0)]), NOW).phase == "starting"
     main["spec"]["successPolicy"] = {"rules": [{"succeededCount": 1}]}
     found = status_of(seen(main, [pod(0)]), NOW)
-    assert (found.phase, found.text) == ("running", "1 of 2 pods run")
+    assert (found.phase, found.reason) == ("running", "1 of 2 pods run")
     assert verdict(state("running"), found, False).state == "running"
     assert status_of(seen(main, []), NOW).phase == "starting"
 
@@ -96,7 +96,7 @@ def test_the_end_of_a_job_carries_the_code_and_the_last_word_of_its_pod():
     )
     pods = [pod(0, "Failed", 75), pod(1, "Failed", 65, '{"code": 65, "text": "plan: not ours"}')]
     found = status_of(seen(job(conditions=[why]), pods), NOW)
-    assert (found.phase, found.exit, found.over, found.text) == (
+    assert (found.phase, found.exit, found.over, found.reason) == (
         "failed",
         Exit.CONFIG,
         True,
@@ -110,7 +110,7 @@ def test_the_end_of_a_job_carries_the_code_and_the_last_word_of_its_pod():
     )
     found = status_of(seen(job(conditions=[spent]), [pod(0, "Failed", 137)]), NOW)
     assert found.exit == Exit.USER
-    assert "backoff limit" in found.text
+    assert "backoff limit" in found.reason
 
 
 def test_a_job_that_ends_is_not_over_before_its_pods_are():
@@ -155,7 +155,7 @@ def test_why_it_does_not_start_is_said(pods, events, says):
         body["status"]["containerStatuses"][0]["state"] = {"waiting": reason}
     found = status_of(seen(job(), waiting, events=events), NOW)
     assert found.phase == "pending"
-    assert says in found.text
+    assert says in found.reason
 
 
 def test_no_room_and_the_queue_s_own_words_are_said():
@@ -163,7 +163,7 @@ def test_no_room_and_the_queue_s_own_words_are_said():
     message = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
     why = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
     body["status"]["conditions"] = [why]
-    told = status_of(seen(job(), [pod(0), body]), NOW).text
+    told = status_of(seen(job(), [pod(0), body]), NOW).reason
     assert "Insufficient nvidia.com/gpu" in told
     assert told.endswith(
         "wait for room, or ask for less of a node (cpus, memory_gib, gpu_resource, rdma)"
@@ -179,16 +179,16 @@ def test_no_room_and_the_queue_s_own_words_are_said():
     }
     found = status_of(seen(queued, workload=workload), NOW)
     assert found.phase == "pending"
-    assert "fit only 4 out of 8" in found.text
+    assert "fit only 4 out of 8" in found.reason
 
 
 def test_a_pod_that_hangs_on_a_dead_node_is_recognised_with_the_remedy():
     hanging = pod(1, deletionTimestamp="2026-11-21T10:00:00Z")
     found = status_of(seen(job(), [pod(0), hanging]), NOW)
-    assert "pod r-1-x hangs on node n1" in found.text
-    assert "out-of-service" in found.text
+    assert "pod r-1-x hangs on node n1" in found.reason
+    assert "out-of-service" in found.reason
     just_now = pod(1, deletionTimestamp="2027-01-15T08:00:00Z")  # NOW
-    assert "hangs" not in status_of(seen(job(), [pod(0), just_now]), NOW).text
+    assert "hangs" not in status_of(seen(job(), [pod(0), just_now]), NOW).reason
 
 
 class Nodes:

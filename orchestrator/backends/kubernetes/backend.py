@@ -1,8 +1,9 @@
-"""The kubernetes backend: objects rendered from the plan, sent as they are, watched through the API
+"""The kubernetes backend: renders a plan as objects, sends them, and watches them through the API
 server alone.
 
-The run folder on the submitter's machine is a cache: the key, what was sent, and what the pods have
-reported. The run itself is in the cluster, with its checkpoints on a claim.
+The run folder on the submitter's machine is a cache: the key, the record of what was sent, and what
+the pods have reported. The run itself is in the cluster, with its checkpoints on a
+PersistentVolumeClaim.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from .options import KubernetesOptions
     from .train_run_client import ControlledRuns
 
-_FRESH_S = 15.0  # an older snapshot is read again
+_FRESH_S = 15.0  # a snapshot that is older than this is read once more
 
 
 class KubernetesBackend(
@@ -81,9 +82,8 @@ class KubernetesBackend(
 
     def __init__(self) -> None:
         self._clusters: dict[tuple[str | None, str | None], Cluster] = {}
-        self._ahead: tuple[float, Future[ClusterSnapshot]] | None = (
-            None  # and when it was asked for
-        )
+        # (when its reading began, the snapshot)
+        self._ahead: tuple[float, Future[ClusterSnapshot]] | None = None
         self._controlled: Future[bool] | None = None  # whether the cluster has a controller
 
     @cached_property
@@ -93,28 +93,29 @@ class KubernetesBackend(
         return RunObserver(self._cluster)
 
     def check(self, request: LaunchRequest) -> None:
-        """Whether a cluster answers, and the options make sense."""
+        """Checks that a cluster answers and that the options are valid."""
         options = read_options(request.backend_options)
         self._cluster(options.context, options.namespace).version()
 
     def script(self, request: LaunchRequest, plan: Plan) -> str:
-        """The objects of a run as `submit` sends them, but for the key, which is drawn then."""
+        """Returns the objects of a run as `submit` sends them, except for the key, which `submit`
+        generates."""
         from .objects.render import to_yaml
         from .submission import draft_objects
 
         return to_yaml(draft_objects(request, plan))
 
     def look_ahead(self, config: Config) -> None:
-        """Ask the cluster, in the background, for what `submit` will want to know once the job is
+        """Starts to read, in the background, what `submit` needs of the cluster, while the job is
         planned."""
-        with contextlib.suppress(OrchError):  # `submit` raises it
+        with contextlib.suppress(OrchError):  # `submit` raises the same error
             options = read_options(config.backend.options)
-            places = places_itself(options) and config.cluster.device != "cpu"
+            orch_places = places_itself(options) and config.cluster.device != "cpu"
             cluster = self._cluster(options.context, options.namespace)
-            self._controlled = in_background(lambda: train_runs.is_there(cluster, options))
+            self._controlled = in_background(lambda: train_runs.has_controller(cluster, options))
             self._ahead = (
                 time.monotonic(),
-                in_background(lambda: read_snapshot(cluster, options, places)),
+                in_background(lambda: read_snapshot(cluster, options, orch_places)),
             )
 
     def submit(self, bundle: SubmissionBundle, environ: Mapping[str, str]) -> str:
@@ -123,7 +124,8 @@ class KubernetesBackend(
         request = bundle.request
         check_installed("kubernetes", "submitting to Kubernetes")
         plan = from_json(bundle.contents["plan.json"])
-        drafts = draft_objects(request, plan)  # what cannot be rendered leaves no folder behind
+        # before the folder exists: what cannot be rendered leaves none
+        drafts = draft_objects(request, plan)
         options = read_options(request.backend_options)
         controlled = self._is_controlled(options)
         with create_run_folder(bundle, self.name) as folder:
@@ -139,31 +141,30 @@ class KubernetesBackend(
         return request.handle
 
     def render(self, bundle: SubmissionBundle) -> str:
-        """Everything that `submit` does but the sending. A cluster need not be there; then nothing
-        is known of it."""
+        """Does everything that `submit` does except sending. It needs no cluster, and uses nothing
+        of one."""
         from .objects.render import render, to_yaml
         from .submission import draft_objects, manifest_of, record_of
 
         request = bundle.request
         options = read_options(bundle.request.backend_options)
         plan = from_json(bundle.contents["plan.json"])
-        space = options.namespace or ""
+        namespace = options.namespace or ""
         draft_objects(request, plan)
         if options.controller == "always":
             with create_run_folder(bundle, self.name) as folder:
-                write_record(folder, train_runs.record(request, options, space), durable=True)
-                return to_yaml([train_runs.document(bundle, _plans(bundle), space)])
+                write_record(folder, train_runs.record(request, options, namespace), durable=True)
+                return to_yaml([train_runs.document(bundle, _plans(bundle), namespace)])
         with create_run_folder(bundle, self.name) as folder:
-            manifest = manifest_of(folder, request, plan, options, os.environ, space)
-            record = record_of(request, options, space)
-            write_record(
-                folder, record, durable=True
-            )  # so that it is found once somebody has applied it
+            manifest = manifest_of(folder, request, plan, options, os.environ, namespace=namespace)
+            record = record_of(request, options, namespace)
+            # with its record the run is found once somebody has applied the objects
+            write_record(folder, record, durable=True)
             return to_yaml(render(manifest))
 
     def resume(self, folder: RunFolder, request: LaunchRequest, environ: Mapping[str, str]) -> str:
-        """The next generation of the same run: its old objects go, new ones come, on the nodes that
-        there are now."""
+        """Starts the run's next generation: deletes the old objects and sends new ones, on nodes
+        that are free now."""
         record = read_record(folder, KubernetesRecord)
         if self.is_alive(folder):
             raise OrchError(f"run {folder.run_id} is running", Exit.USAGE)
@@ -173,14 +174,15 @@ class KubernetesBackend(
     def resize(
         self, folder: RunFolder, request: LaunchRequest, nodes: int, environ: Mapping[str, str]
     ) -> str:
-        """The next generation, under the plan that was submitted for that many nodes. A living run
-        saves and leaves first."""
+        """Starts the next generation under the plan that was submitted for that many nodes. A
+        running run saves and exits first."""
         record = read_record(folder, KubernetesRecord)
         self._path(record).resize(folder, request, record, nodes, environ)
         return request.handle
 
     def cancel(self, folder: RunFolder, force: bool) -> None:
-        """Its pods get SIGTERM and their grace period to save; by force they get none."""
+        """Deletes the run's Job: its pods get SIGTERM and their grace period to save, or none with
+        `force`."""
         record = read_record(folder, KubernetesRecord)
         if record is None:
             raise OrchError(f"run {folder.run_id} is not running", Exit.USAGE)
@@ -192,8 +194,8 @@ class KubernetesBackend(
         return record is not None and self._path(record).is_alive(folder, record)
 
     def state(self, folder: RunFolder) -> RunState:
-        """From the cluster's objects and pod 0's status lines; while no cluster answers, from the
-        run folder alone."""
+        """Reads the state from the cluster's objects and the coordinator's status lines; from the
+        run folder alone if no cluster answers."""
         record = read_record(folder, KubernetesRecord)
         if record is None:
             return read_state(folder)
@@ -201,8 +203,10 @@ class KubernetesBackend(
             return self._path(record).state(folder, record)
         except OrchError as error:
             state = read_state(folder)
-            text = f"{state.state} when last heard of; now unknown: {error.message}"
-            return state if state.is_final else structs.replace(state, reason=text)
+            if state.is_final:
+                return state
+            reason = f"last known state: {state.state}; unknown now: {error.message}"
+            return structs.replace(state, reason=reason)
 
     def exec_on_node(
         self,
@@ -211,12 +215,13 @@ class KubernetesBackend(
         node: str,
         argv: Callable[[str, int], list[str]],
     ) -> PodCommand:
-        """`pods/exec` into the node's pod."""
+        """Returns a command that `pods/exec` runs in the node's pod."""
         cluster, pod = self._pod_of(folder, node)
         python = [read_options(request.backend_options).python, "-P"]
         return cluster.command(pod, CONTAINER, [*python, *argv(f"{RUNS}/{folder.run_id}", 1)])
 
     def why_not_removed(self, request: LaunchRequest) -> str:
+        """Says why nodes cannot be removed from the run, "" if they can."""
         if read_options(request.backend_options).claim is None:
             return (
                 "without backend.options.claim no checkpoint outlives its pods, so nothing could be"
@@ -225,7 +230,7 @@ class KubernetesBackend(
         return ""
 
     def remove_node(self, folder: RunFolder, node: str, grace_s: int | None) -> None:
-        """Delete the node's pod, or evict it as a drain does."""
+        """Deletes the node's pod at once, or evicts it with `grace_s`, as a drain does."""
         cluster, pod = self._pod_of(folder, node)
         if grace_s is None:
             cluster.delete("Pod", pod, grace_s=0)
@@ -234,7 +239,8 @@ class KubernetesBackend(
 
     @contextlib.contextmanager
     def mirror(self, folder: RunFolder, follow: bool) -> Iterator[None]:
-        """The pods' logs in the run folder, once or for as long as the body runs."""
+        """Copies the pods' logs into the run folder, once, or with `follow` for as long as the body
+        runs."""
         from .log_mirror import (
             copy_logs,
             follow_logs,
@@ -257,7 +263,7 @@ class KubernetesBackend(
             yield
 
     def live_topology(self, which: str) -> Topology:
-        """`which`: a profile of node labels, "" to find out."""
+        """Reads the cluster's topology. `which`: a profile of node labels, or "" to detect it."""
         from .cluster_view import live_topology, profile_named
 
         return live_topology(Cluster(), profile_named(which or "auto"))
@@ -275,7 +281,7 @@ class KubernetesBackend(
     # ---------------------------------------------------------------------------------- parts
 
     def _pod_of(self, folder: RunFolder, node: str) -> tuple[Cluster, str]:
-        """The run's cluster, and the name of the pod that is this node of the run now."""
+        """Returns the run's cluster, and the name of the pod that is this node of the run now."""
         from .log_mirror import pod_node_names
         from .phases import index_of
 
@@ -284,12 +290,10 @@ class KubernetesBackend(
             raise OrchError(f"run {folder.run_id} has no pods", Exit.USAGE)
         pods = self._observer.observe(record, folder.run_id).pods
         names = pod_node_names(pods)
-        found = next(
-            (pod["metadata"]["name"] for pod in pods if names[index_of(pod)] == node), None
-        )
-        if found is None:
+        on_node = [pod["metadata"]["name"] for pod in pods if names[index_of(pod)] == node]
+        if not on_node:
             raise OrchError(f"node {node} of run {folder.run_id} has no pod now", Exit.CAPACITY)
-        return self._cluster_of(record), found
+        return self._cluster_of(record), on_node[0]
 
     def _cluster(self, context: str | None, namespace: str | None) -> Cluster:
         return self._clusters.setdefault((context, namespace), Cluster(context, namespace))
@@ -298,7 +302,7 @@ class KubernetesBackend(
         return self._cluster(record.context, record.namespace)
 
     def _path(self, record: KubernetesRecord | None) -> DirectRuns | ControlledRuns:
-        """Who looks after the run: its controller, or whoever types `orch`."""
+        """Returns what manages the run: its controller, or the commands of this machine."""
         if record is not None and record.train_run:
             return train_runs.ControlledRuns(self._cluster_of, lambda: self._observer)
         return self._direct
@@ -306,7 +310,7 @@ class KubernetesBackend(
     def _is_controlled(self, options: KubernetesOptions) -> bool:
         if self._controlled is not None:
             return self._controlled.result()
-        return train_runs.is_there(self._cluster(options.context, options.namespace), options)
+        return train_runs.has_controller(self._cluster(options.context, options.namespace), options)
 
     @cached_property
     def _direct(self) -> DirectRuns:
@@ -319,15 +323,15 @@ class KubernetesBackend(
         )
 
     def _fresh_snapshot(self) -> Future[ClusterSnapshot] | None:
-        """What `look_ahead` has asked for, once, and if it is not too old."""
+        """Returns the snapshot that `look_ahead` started, once, and only if it is not too old."""
         ahead = self._ahead
         self._ahead = None
-        self.__dict__.pop("_observer", None)  # what it has observed is of before
+        self.__dict__.pop("_observer", None)  # its observations are older than this command
         return ahead[1] if ahead and time.monotonic() < ahead[0] + _FRESH_S else None
 
 
 def _plans(bundle: SubmissionBundle) -> list[Plan]:
-    """Of every size, largest first; of a run with one size that one."""
+    """Returns the bundle's plans, one per size, largest first."""
     sizes = bundle.request.sizes
     names = [f"plan.nodes{nodes}.json" for nodes in sizes] or ["plan.json"]
     return [from_json(bundle.contents[name]) for name in names]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from msgspec import Struct, structs
 
@@ -38,48 +39,75 @@ class Reservation(Struct, frozen=True):
 
     topology: Topology | None = None
     chosen: ChosenNodes | None = None
-    excluded: tuple[str, ...] | None = (
-        None  # hostname labels of nodes that are left out; None: not known
-    )
+    # hostname labels of excluded nodes; None: unknown
+    excluded: tuple[str, ...] | None = None
     warnings: tuple[str, ...] = ()
-    check: Callable[[], None] = lambda: (
-        None
-    )  # before and after the Job is sent: OrchError (76) if it came too late
+    #: Called before and after the Job is sent. OrchError (76) if the placement lock has expired.
+    check: Callable[[], None] = lambda: None
 
 
 class NoNodes(OrchError):
-    """The cluster has no nodes, yet: it may grow them when pods ask."""
+    """The cluster has no nodes yet: an autoscaler may add them when pods need them."""
 
 
 class ClusterSnapshot(Struct, frozen=True):
-    """The nodes, and which of them hold pods with GPUs."""
+    """The nodes, and what the pods on them use."""
 
     nodes: Sequence[Node]
     used: dict[str, str] = {}
-    requests: dict[str, dict[str, float]] = {}  # node -> what its pods ask for, all together
-    claims: dict[str, str] = {}  # node -> a pod that asks for devices by a claim
-    devices: GpuDevices | None = None  # None: nobody asks for GPUs by a claim
+    requests: dict[str, dict[str, float]] = {}  # node -> sum of its pods' requests
+    claims: dict[str, str] = {}  # node -> a pod that requests devices by a ResourceClaim
+    devices: GpuDevices | None = None  # None: the run requests no GPUs by a ResourceClaim
 
 
 def read_snapshot(
     cluster: Cluster, options: KubernetesOptions, used_too: bool = True
 ) -> ClusterSnapshot:
-    """What `reserve_nodes` starts from. `used_too`: which nodes have GPUs in use; a queue looks
-    after that itself.
+    """Reads what `reserve_nodes` starts from. `used_too`: also reads which nodes have GPUs in use;
+    a queue tracks that itself.
 
     OrchError (76, 78), NoNodes.
     """
-    wanted = ",".join(f"{key}={value}" for key, value in sorted(options.node_selector.items()))
+    node_labels = ",".join(f"{key}={value}" for key, value in sorted(options.node_selector.items()))
     pods = in_background(lambda: _pods(cluster)) if used_too else None
     devices = in_background(lambda: read_devices(cluster)) if asks_by_claim(options) else None
-    nodes = cluster.read("Node", Node, wanted, cached=True)
+    nodes = cluster.read("Node", Node, node_labels, cached=True)
     if not nodes:
-        raise NoNodes(
-            f"the cluster has no nodes{f' with the labels {wanted}' if wanted else ''}",
-            Exit.CAPACITY,
-        )
-    used = _used(pods.result() if pods else ())
-    return structs.replace(used, nodes=nodes, devices=devices.result() if devices else None)
+        selected = f" with the labels {node_labels}" if node_labels else ""
+        raise NoNodes(f"the cluster has no nodes{selected}", Exit.CAPACITY)
+    usage = _usage(pods.result() if pods else ())
+    return structs.replace(usage, nodes=nodes, devices=devices.result() if devices else None)
+
+
+class _View(Struct, frozen=True):
+    """The snapshot as this run sees it: its pods' needs, and the network under its profile."""
+
+    snapshot: ClusterSnapshot
+    needs: PodNeeds
+    workers: Sequence[Node]
+    profile: Profile
+    topology: Topology
+
+    def excluded(self, options: KubernetesOptions) -> set[str]:
+        """Returns the names of the nodes that the options exclude."""
+        nodes = self.snapshot.nodes
+        return {node.metadata.name for node in nodes if is_excluded(node, options)}
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Node -> its hostname label."""
+        metadata = [node.metadata for node in self.snapshot.nodes]
+        return {meta.name: meta.labels.get(HOST, meta.name) for meta in metadata}
+
+
+def _view(snapshot: ClusterSnapshot, plan: Plan, options: KubernetesOptions) -> _View:
+    gpu = options.gpu_resource if plan.cluster.device == "cuda" else ""
+    needs = pod_needs(plan, options)
+    if gpu and gpu not in needs.requests:
+        snapshot = _with_claimed(snapshot, gpu)
+    workers = gpu_nodes(snapshot.nodes, gpu)
+    picked = pick_profile(workers, profile(options))
+    return _View(snapshot, needs, workers, picked, _topology(snapshot, picked, gpu))
 
 
 @contextlib.contextmanager
@@ -90,25 +118,21 @@ def reserve_nodes(
     run_id: str,
     snapshot: Future[ClusterSnapshot] | None = None,
 ) -> Iterator[Reservation]:
-    """The topology, and without a queue the nodes for the plan. The body creates the Job.
+    """Yields the topology and, without a queue, the nodes for the plan. The body creates the Job.
 
-    All or nothing: nodes that a living run was given are not given again, and one submitter in a
-    namespace at a time chooses and creates (placement_lock.py), so no two runs ever wait for each
-    other's nodes. `snapshot`: one that is being read since before, while the plan was made.
-    OrchError (76) when too few nodes are free.
+    All or nothing: nodes of a living run are not given out again, and one submitter per namespace
+    at a time chooses nodes and creates a Job (placement_lock.py), so no two runs ever wait for each
+    other's nodes. `snapshot`: one whose reading began while the job was planned. OrchError (76) if
+    too few nodes are free.
     """
     check_levels(plan, options)
     check_queue(cluster, options)
     queue_places = not places_itself(options) or plan.cluster.device == "cpu"
     try:
-        view = snapshot.result() if snapshot else read_snapshot(cluster, options, not queue_places)
-        gpu = options.gpu_resource if plan.cluster.device == "cuda" else ""
-        needs = pod_needs(plan, options)
-        if gpu and gpu not in needs.requests:
-            view = _with_claimed(view, gpu)
-        workers = gpu_nodes(view.nodes, gpu)
-        picked = pick_profile(workers, profile(options))
-        topology = _topology(view, picked, gpu)
+        if snapshot is not None:
+            view = _view(snapshot.result(), plan, options)
+        else:
+            view = _view(read_snapshot(cluster, options, not queue_places), plan, options)
     except NoNodes as error:
         if not queue_places:
             raise
@@ -117,97 +141,99 @@ def reserve_nodes(
     except OrchError as error:
         if getattr(error, "status", None) != 403:
             raise
-        text = f"nodes cannot be read ({error.message}): placed without knowing the network"
-        yield Reservation(warnings=(text,))
+        warning = f"nodes cannot be read ({error.message}): placed without knowing the network"
+        yield Reservation(warnings=(warning,))
         return
-    excluded = {node.metadata.name for node in view.nodes if is_excluded(node, options)}
-    hosts = {
-        node.metadata.name: node.metadata.labels.get(HOST, node.metadata.name)
-        for node in view.nodes
-    }
-    left_out = tuple(hosts[name] for name in sorted(excluded))
+    hosts = view.hosts
+    excluded = view.excluded(options)
+    excluded_hosts = tuple(hosts[name] for name in sorted(excluded))
     if queue_places:
-        yield Reservation(topology, excluded=left_out)
+        yield Reservation(view.topology, excluded=excluded_hosts)
         return
     with placement_lock(cluster, run_id) as check:
-        topology = _fitting(_without(topology, dict.fromkeys(excluded, EXCLUDED)), view, needs)
+        topology = _without(view.topology, dict.fromkeys(excluded, EXCLUDED))
+        topology = _fitting(topology, view.snapshot, view.needs)
         topology = _without_used(topology, _nodes_of_living_runs(cluster))
-        labels = dict(options.levels) or tier_labels(workers, picked)
+        labels = dict(options.levels) or tier_labels(view.workers, view.profile)
         chosen = choose(plan, topology, labels, hosts)
-        known = topology if labels or picked.annotation else structs.replace(topology, tiers=())
-        yield Reservation(topology, chosen, left_out, _split_warning(plan, chosen, known), check)
+        network = topology
+        if not labels and not view.profile.annotation:
+            network = structs.replace(topology, tiers=())
+        yield Reservation(
+            topology=topology,
+            chosen=chosen,
+            excluded=excluded_hosts,
+            warnings=_split_warning(plan, chosen, network),
+            check=check,
+        )
 
 
-def _with_claimed(view: ClusterSnapshot, gpu: str) -> ClusterSnapshot:
-    """The cluster for pods that ask for their GPUs by a claim: who has devices, and who holds some
-    of them."""
-    devices = view.devices or NOT_READ
-    held = view.claims if devices.held is None else devices.held
-    return structs.replace(
-        view, nodes=with_devices(view.nodes, gpu, devices), used=view.used | held
-    )
+def _with_claimed(snapshot: ClusterSnapshot, gpu: str) -> ClusterSnapshot:
+    """Returns the cluster as pods see it that request their GPUs by a ResourceClaim: nodes with
+    published devices, and which of them are held."""
+    devices = snapshot.devices or NOT_READ
+    held = snapshot.claims if devices.held is None else devices.held
+    nodes = with_devices(snapshot.nodes, gpu, devices)
+    return structs.replace(snapshot, nodes=nodes, used=snapshot.used | held)
 
 
-def _fitting(topology: Topology, view: ClusterSnapshot, needs: PodNeeds) -> Topology:
-    """Free is what the scheduler would take for a pod of the run: taints that it tolerates do not
-    matter."""
+def _fitting(topology: Topology, snapshot: ClusterSnapshot, needs: PodNeeds) -> Topology:
+    """Marks a node as free if the scheduler would take it for a pod of the run: a taint that the
+    pod tolerates does not matter."""
     machines = dict(topology.machines)
-    for node in view.nodes:
+    for node in snapshot.nodes:
         name = node.metadata.name
         machine = machines[name]
         if machine.free or machine.reason.startswith("taint "):
-            why = why_not(node, needs, view.requests.get(name, {}))
-            machines[name] = structs.replace(machine, free=not why, reason=why)
+            obstacle = why_not(node, needs, snapshot.requests.get(name, {}))
+            machines[name] = structs.replace(machine, free=not obstacle, reason=obstacle)
     return structs.replace(topology, machines=machines)
 
 
 def _split_warning(plan: Plan, chosen: ChosenNodes, topology: Topology) -> tuple[str, ...]:
-    """What the plan loses where pipelines do not find room under one switch, or no label says where
-    switches are."""
+    """Warns of the predicted cost if pipelines do not fit under one switch, or no label says where
+    the switches are."""
     split, units = split_units(plan, chosen.nodes, topology)
     if not split:
         return ()
     from orchestrator.cluster.nodes import with_nodes
-    from orchestrator.planner.elastic.replan import (
-        difference,
-        replan,
-    )  # numpy, which other submissions do without
 
-    real = replan(
-        plan, with_nodes(plan.cluster, chosen.nodes, structs.replace(topology, machines={}))
-    )
-    if (cost := difference(plan, real).cost) < 0.0005:
+    # needs numpy, which submissions without a split unit do not load
+    from orchestrator.planner.elastic.replan import difference, replan
+
+    network = structs.replace(topology, machines={})
+    real_plan = replan(plan, with_nodes(plan.cluster, chosen.nodes, network))
+    cost = difference(plan, real_plan).cost
+    if cost < 0.0005:
         return ()
-    what = (
-        f"under one {topology.tiers[0].name}"
-        if topology.tiers
-        else "together: no label says what the network is"
-    )
-    return (f"{split} of {units} units of the plan do not lie {what}; predicted step {cost:+.1%}",)
+    location = "together: no label says what the network is"
+    if topology.tiers:
+        location = f"under one {topology.tiers[0].name}"
+    return (f"{split} of {units} units of the plan are not {location}; predicted step {cost:+.1%}",)
 
 
 def check_queue(cluster: Cluster, options: KubernetesOptions) -> None:
-    """OrchError (65) for a queue or priority that the cluster does not have: Kueue would keep the
-    run waiting for it.
+    """Refuses a queue or priority that the cluster does not have (OrchError, 65): Kueue would let
+    the run wait for it forever.
 
-    Not checked where they may not be listed; then `orch status` shows what Kueue writes of the run.
+    It checks nothing if they may not be listed; then `orch status` shows what Kueue reports of the
+    run.
     """
     if options.queue is None:
         return
     for option, kind in (("queue", "LocalQueue"), ("workload_priority", "WorkloadPriorityClass")):
         name = getattr(options, option)
-        known = _names(cluster, kind) if name is not None else None
-        if known is not None and name not in known:
-            where = f" in namespace {cluster.namespace}" if kind == "LocalQueue" else ""
-            hint = did_you_mean(name, known) if known else "there is none"
-            raise OrchError(
-                f"backend.options.{option}: no {kind} {name!r}{where}; {hint}", Exit.CONFIG
-            )
+        existing = _names(cluster, kind) if name is not None else None
+        if existing is not None and name not in existing:
+            scope = f" in namespace {cluster.namespace}" if kind == "LocalQueue" else ""
+            hint = did_you_mean(name, existing) if existing else "there is none"
+            message = f"backend.options.{option}: no {kind} {name!r}{scope}; {hint}"
+            raise OrchError(message, Exit.CONFIG)
 
 
 def _names(cluster: Cluster, kind: str) -> list[str] | None:
-    """Of Kueue's objects of a kind; None where they may not be listed. OrchError (65) when the
-    cluster has no Kueue."""
+    """Returns the names of Kueue's objects of a kind, or None if they may not be listed. OrchError
+    (65) if the cluster has no Kueue."""
     for version in (kind, f"Old{kind}"):
         try:
             return [body["metadata"]["name"] for body in cluster.list(version)]
@@ -221,29 +247,28 @@ def _names(cluster: Cluster, kind: str) -> list[str] | None:
 
 
 def profile(options: KubernetesOptions) -> str | Profile:
-    """Labels of the levels, if they are named, innermost first as in the plan; else a profile by
-    its name."""
+    """Returns the labels of the levels if the options name them, innermost first as in the plan;
+    else a profile by its name."""
     if options.levels:
         return Profile(levels={name: [label] for name, label in reversed(options.levels.items())})
     return profile_named(options.profile)
 
 
-def profile_named(text: str) -> str | Profile:
-    """A shipped profile by its name, or labels: `zone=LABEL,rack=LABEL`, coarse to fine."""
-    return profile_of(text) if "=" in text else text
+def profile_named(name: str) -> str | Profile:
+    """Returns a shipped profile by its name, or one of labels: `zone=LABEL,rack=LABEL`, coarse to
+    fine."""
+    return profile_of(name) if "=" in name else name
 
 
 def live_topology(cluster: Cluster, profile: str | Profile = "auto") -> Topology:
-    """Nodes that pods may go to, GPUs, and what is free of them under the cluster's own switches.
-    OrchError (65, 76,
-    78)."""
+    """Reads the nodes that pods may use, their GPUs, and which are free, under the cluster's own
+    switches. OrchError (65, 76, 78)."""
     return _topology(read_snapshot(cluster, KubernetesOptions()), profile)
 
 
-def _topology(view: ClusterSnapshot, profile: str | Profile, gpu: str = "") -> Topology:
-    return _without_used(
-        structs.replace(from_nodes(list(view.nodes), profile, gpu), name="kubernetes"), view.used
-    )
+def _topology(snapshot: ClusterSnapshot, profile: str | Profile, gpu: str = "") -> Topology:
+    topology = from_nodes(list(snapshot.nodes), profile, gpu)
+    return _without_used(structs.replace(topology, name="kubernetes"), snapshot.used)
 
 
 class _Named(Struct):
@@ -255,19 +280,19 @@ class _Spec(PodShape, frozen=True, rename="camel"):
 
 
 class _Pod(Struct):
-    """The fields of `v1.Pod` that tell what it takes of its node."""
+    """The fields of `v1.Pod` that say what it takes of its node."""
 
     metadata: _Named
     spec: _Spec
 
 
 def _pods(cluster: Cluster) -> Sequence[_Pod]:
-    """Pods that have a node and have not ended, of any namespace if that may be read, else of our
-    own.
+    """Reads the pods that have a node and have not ended, of every namespace if that may be read,
+    else of our own.
 
-    As the API server remembers them: a list of a large cluster's pods out of its storage takes it
-    many seconds. What other runs were given is known by their Jobs (`_nodes_of_living_runs`), which
-    are read as they are.
+    The list comes from the API server's cache: reading a large cluster's pods from its storage
+    takes many seconds. The nodes of other runs are known from their Jobs (`_nodes_of_living_runs`),
+    which are read from storage.
     """
     alive = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"
     try:
@@ -278,52 +303,61 @@ def _pods(cluster: Cluster) -> Sequence[_Pod]:
         return cluster.read("Pod", _Pod, fields=alive, cached=True)
 
 
-def _used(pods: Sequence[_Pod]) -> ClusterSnapshot:
-    """What the pods have of nodes that are not known yet."""
+def _usage(pods: Sequence[_Pod]) -> ClusterSnapshot:
+    """Sums up what the pods use, as a snapshot whose nodes have not been read."""
     with_gpus: dict[str, str] = {}
     with_claims: dict[str, str] = {}
     requests: dict[str, dict[str, float]] = {}
     for pod in pods:
-        if node := pod.spec.node_name:
-            there = requests.setdefault(node, {})
-            needs = pod_requests(pod.spec)
-            for name, amount in needs.items():
-                there[name] = there.get(name, 0.0) + amount
-            if any(amount and name.endswith("/gpu") for name, amount in needs.items()):
-                with_gpus[node] = pod.metadata.name
-            if pod.spec.resource_claims:
-                with_claims[node] = pod.metadata.name
+        node = pod.spec.node_name
+        if not node:
+            continue
+        node_requests = requests.setdefault(node, {})
+        needs = pod_requests(pod.spec)
+        for name, amount in needs.items():
+            node_requests[name] = node_requests.get(name, 0.0) + amount
+        if any(amount and name.endswith("/gpu") for name, amount in needs.items()):
+            with_gpus[node] = pod.metadata.name
+        if pod.spec.resource_claims:
+            with_claims[node] = pod.metadata.name
     return ClusterSnapshot((), with_gpus, requests, with_claims)
 
 
 def _nodes_of_living_runs(cluster: Cluster) -> dict[str, str]:
-    """Node -> living run that was given it, whether or not its pods are there yet; of every
+    """Node -> the living run that was given it, whether or not its pods exist yet; of every
     namespace whose Jobs may be listed, else of our own."""
-    found: dict[str, str] = {}
-    kinds = (
+    run_by_node: dict[str, str] = {}
+    listings = (
         lambda: cluster.list("AllJobs", selector(), absent_ok=True),
         lambda: cluster.list("Job", selector()),
         lambda: cluster.list("JobSet", selector(), absent_ok=True),
     )
-    for jobs in gather(kinds):
+    for jobs in gather(listings):
         for job in jobs:
-            ended = any(
-                c.get("status") == "True" and c.get("type") in ("Complete", "Completed", "Failed")
-                for c in job.get("status", {}).get("conditions") or ()
-            )
-            if not ended:
-                names = (job["metadata"].get("annotations") or {}).get(NODES, "")
-                found |= dict.fromkeys(filter(None, names.split(",")), job["metadata"]["name"])
-    return found
+            if not _has_ended(job):
+                node_names = (job["metadata"].get("annotations") or {}).get(NODES, "")
+                run_by_node |= dict.fromkeys(
+                    filter(None, node_names.split(",")), job["metadata"]["name"]
+                )
+    return run_by_node
 
 
-def _without_used(topology: Topology, taken: dict[str, str]) -> Topology:
-    return _without(topology, {name: f"has pod {pod}" for name, pod in taken.items()})
+def _has_ended(job: Mapping[str, Any]) -> bool:
+    conditions = job.get("status", {}).get("conditions") or ()
+    return any(
+        condition.get("status") == "True"
+        and condition.get("type") in ("Complete", "Completed", "Failed")
+        for condition in conditions
+    )
 
 
-def _without(topology: Topology, why: Mapping[str, str]) -> Topology:
-    machines = {
-        name: structs.replace(machine, free=False, reason=why[name]) if name in why else machine
-        for name, machine in topology.machines.items()
-    }
+def _without_used(topology: Topology, pod_by_node: dict[str, str]) -> Topology:
+    return _without(topology, {name: f"has pod {pod}" for name, pod in pod_by_node.items()})
+
+
+def _without(topology: Topology, reasons: Mapping[str, str]) -> Topology:
+    """Marks the nodes as not free, each for its reason."""
+    machines = dict(topology.machines)
+    for name in reasons.keys() & machines.keys():
+        machines[name] = structs.replace(machines[name], free=False, reason=reasons[name])
     return structs.replace(topology, machines=machines)

@@ -1,8 +1,8 @@
-"""GPUs that pods ask for by claims (dynamic resource allocation) in place of a resource: who has
-them, who holds them.
+"""GPUs that pods request by ResourceClaims (dynamic resource allocation) instead of by a resource:
+which nodes have them, and which claims hold them.
 
 Sources: https://kubernetes.io/docs/concepts/scheduling-eviction/dynamic-resource-allocation/ ;
-kubernetes-sigs/dra-driver-nvidia-gpu, whose driver of whole GPUs and MIG slices is called
+kubernetes-sigs/dra-driver-nvidia-gpu, whose driver for whole GPUs and MIG slices is named
 gpu.nvidia.com and whose devices have the attributes type and productName.
 """
 
@@ -56,7 +56,7 @@ class _Slice(Struct, frozen=True):
 class _Result(Struct, frozen=True, rename="camel"):
     driver: str = ""
     pool: str = ""
-    admin_access: bool | None = None  # of who watches devices that others use
+    admin_access: bool | None = None  # a monitor of devices that other claims use
 
 
 class _Devices(Struct, frozen=True):
@@ -86,51 +86,65 @@ class NodeGpus(Struct, frozen=True):
 
 
 class GpuDevices(Struct, frozen=True):
-    """Of a cluster's nodes. None: may not be read, or the cluster has no such kind."""
+    """The GPUs of a cluster's nodes. None: they may not be read, or the cluster has no such kind of
+    object."""
 
     by_node: dict[str, NodeGpus] | None = None
-    held: dict[str, str] | None = None  # node -> a claim that has GPUs of it
+    held: dict[str, str] | None = None  # node -> a claim that holds GPUs of it
 
 
 NOT_READ = GpuDevices()
 
 
 def asks_by_claim(options: KubernetesOptions) -> bool:
-    """Whether a site's own fields of the pod name claims."""
+    """Tells whether the site's own fields of the pod name ResourceClaims."""
     spec = options.pod.get("spec")
     return isinstance(spec, Mapping) and bool(spec.get("resourceClaims"))
 
 
 def read_devices(cluster: Cluster) -> GpuDevices:
-    """OrchError (76, 78) where the cluster does not answer."""
+    """Reads which GPUs are published and which are held. OrchError (76, 78) if the cluster does not
+    answer."""
     reading = in_background(lambda: _read(cluster, "AllResourceClaims", _Claim))
     slices = _read(cluster, "ResourceSlice", _Slice)
     claims = reading.result()
     if slices is None:
         return NOT_READ
-    ours = [one.spec for one in slices if one.spec.driver.startswith("gpu.") and one.spec.node_name]
-    pools = {(spec.driver, spec.pool.name): spec.node_name for spec in ours}
+    specs = [slice.spec for slice in slices]
+    gpu_specs = [spec for spec in specs if spec.driver.startswith("gpu.") and spec.node_name]
     by_node: dict[str, NodeGpus] = {}
-    for spec in ours:
-        whole = [device for device in spec.devices if device.attribute("type") in ("", "gpu")]
-        before = by_node.get(spec.node_name, NodeGpus(0))
-        product = next(
-            (name for device in whole if (name := device.attribute("productName"))), before.product
-        )
-        by_node[spec.node_name] = NodeGpus(before.count + len(whole), product)
+    for spec in gpu_specs:
+        earlier = by_node.get(spec.node_name, NodeGpus(0))
+        by_node[spec.node_name] = _with_slice(earlier, spec)
+    if claims is None:
+        return GpuDevices(by_node, None)
+    pools = {(spec.driver, spec.pool.name): spec.node_name for spec in gpu_specs}
+    return GpuDevices(by_node, _held(claims, pools))
+
+
+def _with_slice(earlier: NodeGpus, spec: _SliceSpec) -> NodeGpus:
+    """Adds the whole GPUs of one ResourceSlice to those of its node."""
+    gpus = [device for device in spec.devices if device.attribute("type") in ("", "gpu")]
+    products = filter(None, (device.attribute("productName") for device in gpus))
+    return NodeGpus(earlier.count + len(gpus), next(products, earlier.product))
+
+
+def _held(claims: Sequence[_Claim], pools: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """Node -> a claim that holds GPUs of it. `pools`: (driver, pool) -> node."""
     held: dict[str, str] = {}
-    for claim in claims or ():
-        for result in claim.status.allocation.devices.results if claim.status.allocation else ():
+    for claim in claims:
+        allocation = claim.status.allocation or _Allocation()
+        for result in allocation.devices.results:
             node = pools.get((result.driver, result.pool))
             if node is not None and not result.admin_access:
                 held[node] = claim.metadata.name
-    return GpuDevices(by_node, None if claims is None else held)
+    return held
 
 
-def _read(cluster: Cluster, kind: str, of: type[T]) -> Sequence[T] | None:
+def _read(cluster: Cluster, kind: str, record_type: type[T]) -> Sequence[T] | None:
     for version in (kind, f"Old{kind}"):
         try:
-            return cluster.read(version, of, cached=True)
+            return cluster.read(version, record_type, cached=True)
         except OrchError as error:
             if getattr(error, "status", None) == 403:
                 return None
@@ -140,8 +154,8 @@ def _read(cluster: Cluster, kind: str, of: type[T]) -> Sequence[T] | None:
 
 
 def gpus_of(node: Node, devices: GpuDevices) -> NodeGpus:
-    """Those that a claim may get there: that drivers publish, or if that may not be read, as many
-    as its label says."""
+    """Returns the GPUs that a claim may get on the node: those that drivers publish, or, if those
+    may not be read, as many as the node's label says."""
     if devices.by_node is not None:
         return devices.by_node.get(node.metadata.name, NodeGpus(0))
     count = node.metadata.labels.get(CARDS, "")
@@ -149,15 +163,13 @@ def gpus_of(node: Node, devices: GpuDevices) -> NodeGpus:
 
 
 def with_devices(nodes: Sequence[Node], resource: str, devices: GpuDevices) -> list[Node]:
-    """The nodes, as if they had their GPUs as a resource of that name."""
-    found = []
+    """Returns the nodes as if they had their GPUs as a resource of that name."""
+    changed = []
     for node in nodes:
-        about = node.metadata
         gpus = gpus_of(node, devices)
         product = {PRODUCT: gpus.product} if gpus.product else {}
-        status = structs.replace(
-            node.status, allocatable=node.status.allocatable | {resource: str(gpus.count)}
-        )
-        meta = structs.replace(about, labels=product | about.labels)
-        found.append(structs.replace(node, metadata=meta, status=status))
-    return found
+        metadata = structs.replace(node.metadata, labels=product | node.metadata.labels)
+        allocatable = node.status.allocatable | {resource: str(gpus.count)}
+        status = structs.replace(node.status, allocatable=allocatable)
+        changed.append(structs.replace(node, metadata=metadata, status=status))
+    return changed

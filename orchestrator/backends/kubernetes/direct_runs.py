@@ -1,7 +1,7 @@
-"""Runs without a controller: whoever types `orch` sends their objects, looks after them, and takes
-them down.
+"""Runs without a controller: the commands of a user's machine send their objects, manage them, and
+delete them.
 
-One namespace's submitters take turns; nobody looks after a run while nobody asks for it.
+The submitters of one namespace take turns; between commands nobody manages a run.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from .observer import RunObserver
     from .phases import RunStatus
 
-_BROKEN_S = 180.0  # no submission takes that long between its first object and its Job
+_BROKEN_S = 180.0  # no submission takes longer from its first object to its Job
 
 
 @contextlib.contextmanager
 def _only_command(folder: RunFolder, wait_s: float) -> Iterator[None]:
-    """Hold the run's lock. OrchError (76) while another command of this machine begins an attempt
-    of it."""
+    """Holds the run's lock. OrchError (76) while another command of this machine starts an attempt
+    of the run."""
     lock = folder.take_lock(wait_s)
     if lock is None:
         raise OrchError(
@@ -53,8 +53,8 @@ def _only_command(folder: RunFolder, wait_s: float) -> Iterator[None]:
 
 
 class DirectRuns:
-    """`cluster(context, namespace)`; `observer()`: of now; `snapshot()`: of the nodes, where one
-    was asked for."""
+    """Manages runs by their objects. `cluster(context, namespace)`; `observer()`: the current
+    observer; `snapshot()`: the snapshot that `look_ahead` started, or None."""
 
     def __init__(
         self,
@@ -65,9 +65,8 @@ class DirectRuns:
         self._cluster = cluster
         self._observer = observer
         self._snapshot = snapshot
-        self._ended: set[str] = (
-            set()
-        )  # runs that were cancelled from here though their folders did not take it
+        # runs cancelled by this process whose folders could not record it
+        self._ended: set[str] = set()
 
     def start(
         self,
@@ -77,9 +76,9 @@ class DirectRuns:
         environ: Mapping[str, str],
         drafts: Sequence[Mapping[str, Any]],
     ) -> None:
-        """The first generation. `drafts`: of `draft_objects`."""
+        """Starts the first generation. `drafts`: the result of `draft_objects`."""
         with _only_command(folder, 0.5):
-            self._send(folder, request, plan, environ, 0, drafts)
+            self._send(folder, request, plan, environ, generation=0, drafts=drafts)
 
     def _send(
         self,
@@ -87,24 +86,34 @@ class DirectRuns:
         request: LaunchRequest,
         plan: Plan,
         environ: Mapping[str, str],
+        *,
         generation: int,
         drafts: Sequence[Mapping[str, Any]],
     ) -> None:
-        """The caller holds the run's lock. OrchError (64) when the run is to end by now."""
+        """Sends the objects of a generation. The caller holds the run's lock. OrchError (64) if the
+        run was meanwhile asked to end."""
         from .submission import delete_run_objects, submit_objects
 
         if generation:
             request = off_bad_nodes(folder, request)
         options = read_options(request.backend_options)
         cluster = self._cluster(options.context, options.namespace)
-        fresh = self._snapshot()
-        submit_objects(cluster, folder, request, plan, environ, generation, drafts, fresh)
-        last = due(folder, read_state(folder).intent)
+        submit_objects(
+            cluster,
+            folder,
+            request,
+            plan,
+            environ,
+            generation=generation,
+            drafts=drafts,
+            snapshot=self._snapshot(),
+        )
+        intent = due(folder, read_state(folder).intent)
         record = read_record(folder, KubernetesRecord)
-        if record and last and last.want == "end":  # `cancel` found no Job yet
+        if record and intent and intent.want == "end":  # `cancel` found no Job yet
             delete_run_objects(self._of(record), record.kind, record.name, folder.run_id)
             raise OrchError(
-                f"run {folder.run_id} was asked for something else meanwhile: {last.text}"
+                f"run {folder.run_id} was asked for something else meanwhile: {intent.text}"
             )
 
     def resume(
@@ -114,8 +123,8 @@ class DirectRuns:
         record: KubernetesRecord | None,
         environ: Mapping[str, str],
     ) -> None:
-        """From here on no other command begins an attempt of the run. A size that was asked for is
-        taken up."""
+        """Starts another attempt, at the size that was last asked for. Until it returns, no other
+        command starts one."""
         check_variables(request, environ)
         with _only_command(folder, 0.5):
             self._observer().clear()
@@ -131,51 +140,59 @@ class DirectRuns:
         nodes: int,
         environ: Mapping[str, str],
     ) -> None:
-        """OrchError: 64 when somebody asks for something else meanwhile, 76 when the run does not
-        end: the request stays, and `resume` takes it up."""
+        """Ends the run if it is alive, and starts it at that size.
+
+        OrchError: 64 if somebody asks for something else meanwhile, 76 if the run does not end: the
+        intent is kept, and `resume` carries it out.
+        """
         from .objects.pod import MARGIN_S, grace_seconds
 
         check_variables(request, environ)
         plan = load_plan(folder.sized_plan(nodes))
-        asked = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
+        intent = ask(folder, "run", nodes=nodes, began_with=read_state(folder).intent)
         grace = grace_seconds(plan, read_options(request.backend_options), request.policy.grace_s)
         with _only_command(folder, _BROKEN_S + 2.0 * grace):
-            if (
-                read_state(folder).intent < asked.number
-            ):  # else the command that was waited for has done it
-                self._begin(folder, request, environ, asked, 2.0 * grace + MARGIN_S)
+            # else the command that held the lock has carried the intent out
+            if read_state(folder).intent < intent.number:
+                self._begin(folder, request, environ, intent, 2.0 * grace + MARGIN_S)
 
     def _begin(
         self,
         folder: RunFolder,
         request: LaunchRequest,
         environ: Mapping[str, str],
-        asked: Intent | None,
+        intent: Intent | None,
         wait_s: float = 0.0,
     ) -> None:
-        """The next generation, once nothing of the last one is left. The caller holds the run's
-        lock."""
+        """Starts the next generation once nothing of the last one is left. The caller holds the
+        run's lock."""
         from .submission import delete_run_objects, draft_objects
 
-        before = asked or newest(folder)
-        check_newest(folder, before)
-        if record := read_record(
-            folder, KubernetesRecord
-        ):  # a command that was waited for may have written another
+        newest_intent = intent or newest(folder)
+        check_newest(folder, newest_intent)
+        # read under the lock: the command that held it may have written another record
+        record = read_record(folder, KubernetesRecord)
+        if record:
             delete_run_objects(self._of(record), record.kind, record.name, folder.run_id, wait_s)
-        check_newest(folder, before)
-        request, plan = begin_attempt(folder, request, asked)
-        generation = record.generation + 1 if record else 0
-        self._send(folder, request, plan, environ, generation, draft_objects(request, plan))
+        check_newest(folder, newest_intent)
+        request, plan = begin_attempt(folder, request, intent)
+        self._send(
+            folder,
+            request,
+            plan,
+            environ,
+            generation=record.generation + 1 if record else 0,
+            drafts=draft_objects(request, plan),
+        )
 
     def cancel(self, folder: RunFolder, record: KubernetesRecord, force: bool) -> None:
-        """A full disk keeps nobody from it: then the run's folder does not say later that it was
-        asked for."""
+        """Ends the run. On a full disk the run's folder cannot record the cancellation; the run is
+        ended nevertheless."""
         from .submission import delete_remains
 
         cluster = self._of(record)
         if not self.is_alive(folder, record):
-            # a command that is about to make the Job, or a submission that broke off
+            # a command is about to create the Job, or a submission broke off
             if folder.is_alive() or delete_remains(cluster, record):
                 self._ask_to_end(folder, force)
                 return
@@ -191,37 +208,35 @@ class DirectRuns:
         return not self._observer().status(record, folder.run_id).over
 
     def state(self, folder: RunFolder, record: KubernetesRecord) -> RunState:
-        """OrchError where no cluster answers."""
+        """Reads the run's state. OrchError if no cluster answers."""
         from .observer import force_delete_stuck_pods
 
         observer = self._observer()
-        what = observer.status(record, folder.run_id)
+        status = observer.status(record, folder.run_id)
         run = observer.observe(record, folder.run_id)
-        if done := force_delete_stuck_pods(self._of(record), run, time.time()):
-            what = structs.replace(what, text=done)
+        if deletions := force_delete_stuck_pods(self._of(record), run, time.time()):
+            status = structs.replace(status, reason=deletions)
             observer.clear()
-        since = time.time() - record.submitted_at
-        if (
-            what.over
-            and not record.sent
-            and record.submission
-            and since > _BROKEN_S
-            and not folder.is_alive()
-        ):
-            what = self._broken_off(record, what)
+        if status.over and self._is_broken_off(folder, record):
+            status = self._clean_up(record, status)
             record = structs.replace(record, sent=True)  # nobody sends it any more
-        if not (what.over and read_state(folder).is_final):
+        if not (status.over and read_state(folder).is_final):
             self._save_last_report(folder, record)
-        known = read_state(folder)
+        last_state = read_state(folder)
         cancelled = folder.run_id in self._ended or wants_end(folder) is not None
-        state = verdict(known, what, cancelled, record.sent)
-        if state.is_final and state != known:
+        state = verdict(last_state, status, cancelled, record.sent)
+        if state.is_final and state != last_state:
             state = structs.replace(state, ended_at=state.ended_at or time.time())
+            # the cluster will forget the run; the folder keeps its end, unless the disk is full
             with contextlib.suppress(OSError):
-                write_state(
-                    folder, state
-                )  # the cluster forgets; this folder does not, but on a full disk
+                write_state(folder, state)
         return state
+
+    def _is_broken_off(self, folder: RunFolder, record: KubernetesRecord) -> bool:
+        """Tells whether the run's submission was killed before it sent the Job."""
+        if record.sent or not record.submission:
+            return False
+        return time.time() - record.submitted_at > _BROKEN_S and not folder.is_alive()
 
     def _ask_to_end(self, folder: RunFolder, force: bool) -> None:
         try:
@@ -234,16 +249,18 @@ class DirectRuns:
         from .observer import save_last_report
 
         report = self._observer().last_report(record, folder.run_id)
-        with contextlib.suppress(OSError):  # a full disk; the pods' logs hold it still
+        with contextlib.suppress(OSError):  # a full disk: the pods' logs still hold the report
             save_last_report(folder, report)
 
     def _of(self, record: KubernetesRecord) -> Cluster:
         return self._cluster(record.context, record.namespace)
 
-    def _broken_off(self, record: KubernetesRecord, what: RunStatus) -> RunStatus:
-        """A submission that was killed before its Job: what it left is deleted."""
+    def _clean_up(self, record: KubernetesRecord, status: RunStatus) -> RunStatus:
+        """Deletes what a submission left that was killed before it sent the Job."""
         from .submission import delete_remains
 
-        gone = delete_remains(self._of(record), record)
-        left = f"; deleted what it left: {', '.join(gone)}" if gone else ""
-        return structs.replace(what, text=f"its submission broke off before the Job was sent{left}")
+        message = "its submission broke off before the Job was sent"
+        deleted = delete_remains(self._of(record), record)
+        if deleted:
+            message += f"; deleted what it left: {', '.join(deleted)}"
+        return structs.replace(status, reason=message)

@@ -1,7 +1,7 @@
 """`backend.options` of the kubernetes backend: what differs from cluster to cluster. Pure.
 
-Single ones are overridden as everything else: `backend.options.queue=research`. What is left out
-follows from the plan.
+Single options are overridden like all others: `backend.options.queue=research`. Options that are
+left out follow from the plan.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import Meta
 from orchestrator.backends.base import decode_options
 from orchestrator.plan.document import Frozen
 
-#: Names and label keys as the API server itself takes them (DNS-1123 labels and subdomains,
+#: Names and label keys as the API server itself accepts them (DNS-1123 labels and subdomains,
 #: qualified names).
 Label = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\Z")]
@@ -36,7 +36,8 @@ class Toleration(Frozen):
 
 
 class Volume(Frozen):
-    """A claim that every pod mounts in addition to the run's own: data, a shared environment."""
+    """A claim that every pod mounts in addition to the run's own, for data or a shared
+    environment."""
 
     claim: Name
     path: Path
@@ -44,130 +45,115 @@ class Volume(Frozen):
 
 
 class Egress(Frozen):
-    """Addresses outside of the run that its pods may reach: a data store, a registry of models."""
+    """Addresses outside the run that its pods may reach, such as a data store or a registry of
+    models."""
 
     cidr: Annotated[str, Meta(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}\Z")]
     ports: list[Annotated[int, Meta(ge=1, le=65535)]] = []  # TCP; none: all
 
 
 class Owner(Frozen):
-    """A ConfigMap whose end is the run's end: Kubernetes collects what it owns. The chart has one
-    for each run."""
+    """A ConfigMap whose deletion ends the run, because Kubernetes collects what it owns. The chart
+    has one per run."""
 
     name: Name
-    uid: str = ""  # "": asked for when submitting
+    uid: str = ""  # "": looked up when submitting
 
 
 class KubernetesOptions(Frozen):
     """Every option with its default."""
 
-    # where
-    context: Annotated[str, Meta(max_length=253)] | None = (
-        None  # of the kubeconfig; None: the current one
-    )
-    namespace: Label | None = (
-        None  # None: that of the context, or the launcher's own inside a cluster
-    )
+    # cluster
+    # context of the kubeconfig; None: the current one
+    context: Annotated[str, Meta(max_length=253)] | None = None
+    # None: the context's, or the launcher's own inside a cluster
+    namespace: Label | None = None
     kind: Literal["job", "jobset"] = "job"
-    controller: Literal["auto", "always", "never"] = (
-        "auto"  # submit to charts/orch-controller; auto: where it is
-    )
-    # with what
-    image: Image | None = None  # has this orch and torch; the Containerfile builds one
+    # submit to charts/orch-controller; auto: if it is installed
+    controller: Literal["auto", "always", "never"] = "auto"
+    # image and user
+    image: Image | None = None  # contains this orch and torch; the Containerfile builds one
     pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
     pull_secrets: list[Name] = []
-    python: Annotated[str, Meta(min_length=1, max_length=255)] = "python3"  # of the image
-    service_account: Name | None = None  # of the pods; they never get its token
+    python: Annotated[str, Meta(min_length=1, max_length=255)] = "python3"  # in the image
+    service_account: Name | None = None  # the pods', which never get its token
     user: Count = 10001  # uid and gid of the processes
     # how much, for one pod
-    cpus: Positive | None = None  # None: 8 a GPU, 1 a process on CPU clusters
-    memory_gib: Positive | None = None  # without /dev/shm; None: 64 a GPU, 2 a process
-    shm_gib: Positive | None = (
-        None  # /dev/shm, counted in the memory limit; None: 4 a GPU, 0.25 a process
-    )
+    cpus: Positive | None = None  # None: 8 per GPU, 1 per process on CPU clusters
+    memory_gib: Positive | None = None  # without /dev/shm; None: 64 per GPU, 2 per process
+    # /dev/shm, counted in the memory limit; None: 4 per GPU, 0.25 per process
+    shm_gib: Positive | None = None
     gpu_resource: Key = "nvidia.com/gpu"
-    rdma: dict[
-        Key, Count
-    ] = {}  # in requests and limits, e.g. {rdma/ib: 8}; without it NCCL uses sockets
-    security: Literal["restricted", "baseline"] = (
-        "restricted"  # baseline: with IPC_LOCK, which RDMA may need
-    )
+    # in requests and limits, e.g. {rdma/ib: 8}; without it NCCL uses sockets
+    rdma: dict[Key, Count] = {}
+    # baseline: with IPC_LOCK, which RDMA may need
+    security: Literal["restricted", "baseline"] = "restricted"
     # queueing
     queue: Name | None = None  # Kueue's LocalQueue; None: no Kueue
     workload_priority: Name | None = None  # Kueue's WorkloadPriorityClass
     priority_class: Name | None = None  # PriorityClass of the pods
-    # without Kueue: all pods or none by a scheduler of the cluster (objects/gang.py); auto: the
-    # first that it has
+    # without Kueue: a scheduler of the cluster places all pods or none (objects/gang.py); auto: the
+    # first one that the cluster has
     gang: Literal["none", "auto", "workload", "volcano", "kai", "coscheduling"] = "none"
-    gang_queue: Name | None = None  # of Volcano or KAI
-    # on which nodes
-    profile: Annotated[str, Meta(max_length=2000)] = (
-        "auto"  # of node labels: `orch topology import --profile`
-    )
+    gang_queue: Name | None = None  # queue of Volcano or KAI
+    # nodes
+    # profile of node labels: `orch topology import --profile`
+    profile: Annotated[str, Meta(max_length=2000)] = "auto"
     levels: dict[str, Key] = {}  # level of the plan -> node label, e.g. {leaf: example.org/leaf}
-    topology: Literal["preferred", "required", "none"] = (
-        "preferred"  # how strongly the whole job stays together
-    )
-    slices: bool = (
-        True  # keep each TP/EP domain or pipeline under one switch of the innermost level
-    )
+    # how strongly the whole job is kept together
+    topology: Literal["preferred", "required", "none"] = "preferred"
+    # keep each TP/EP domain or pipeline under one switch of the innermost level
+    slices: bool = True
     node_selector: dict[Key, Value] = {}
     tolerations: list[Toleration] = []
-    exclude: list[Name] = []  # nodes that no pod may go to, by name or hostname label
-    bad_nodes: list[
-        Name
-    ] = []  # nor to these, which orch fills in: those of `orch nodes` at each start
+    exclude: list[Name] = []  # nodes that no pod may use, by name or hostname label
+    # neither these, which orch fills in at each start from `orch nodes`
+    bad_nodes: list[Name] = []
     # volumes
-    claim: Name | None = (
-        None  # PVC for the run folder: checkpoints, logs, history; None: gone with its pods
-    )
+    # PVC for the run folder: checkpoints, logs, history; None: the folder goes with the pods
+    claim: Name | None = None
     volumes: list[Volume] = []
     # time limits, retries
-    unreachable_s: Natural = 30  # after which pods leave a node that has gone silent
-    rendezvous_timeout_s: Positive = (
-        1800.0  # a pod waits this long for all others, then gives its node back
-    )
-    grow_after_s: Natural = (
-        60  # an elastic run takes more nodes in no sooner than its nodes have stayed this long
-    )
-    max_pod_failures: Natural = 16  # counted ones: not disruptions, not exit 75
-    max_pod_returns: Natural = (
-        10  # uncounted ones of a pod that has then waited for others in vain: the run ends (76)
-    )
-    checkpoint_gb_per_s: Positive = (
-        1.0  # what one node writes to the claim; to size the grace period
-    )
-    ttl_s: Natural | None = (
-        604800  # a finished run is removed from the cluster after this long; None: never
-    )
+    unreachable_s: Natural = 30  # after which pods leave an unresponsive node
+    # how long a pod waits for all others before it gives its node back
+    rendezvous_timeout_s: Positive = 1800.0
+    # how long an elastic run's nodes must be unchanged before it takes in more
+    grow_after_s: Natural = 60
+    max_pod_failures: Natural = 16  # counted failures: not disruptions, not exit 75
+    # uncounted failures of a pod; if it then waits for others in vain, the run ends (76)
+    max_pod_returns: Natural = 10
+    # write rate of one node to the claim, from which the grace period follows
+    checkpoint_gb_per_s: Positive = 1.0
+    # how long a finished run stays in the cluster; None: forever
+    ttl_s: Natural | None = 604800
     # names on everything
     labels: dict[Key, Value] = {}
     annotations: dict[Key, Annotated[str, Meta(max_length=4096)]] = {}
-    # anything else of the pod, merged as `kubectl patch` does (objects/pod_patch.py): {spec:
+    # any other field of the pod, merged as `kubectl patch` does (objects/pod_patch.py): {spec:
     # {runtimeClassName: x}}
     pod: dict[str, Any] = {}
-    network_policy: bool = False  # only its pods reach one another, and any pod their metrics
-    egress: list[Egress] | None = (
-        None  # with it: its pods reach one another, DNS and these alone; None: anybody
-    )
+    # only the run's pods reach its pods; any pod reaches their metrics
+    network_policy: bool = False
+    # with network_policy: its pods reach only one another, DNS and these; None: no limit
+    egress: list[Egress] | None = None
     owner: Owner | None = None
 
     @property
     def without(self) -> list[str]:
-        """All nodes that no pod may go to."""
+        """All nodes that no pod may use."""
         return [*self.exclude, *(node for node in self.bad_nodes if node not in self.exclude)]
 
 
 def places_itself(options: KubernetesOptions) -> bool:
-    """Whether nodes are chosen for the run, and not by a queue or by a scheduler of gangs."""
+    """Tells whether orch chooses the run's nodes itself, not a queue or a gang scheduler."""
     return options.queue is None and options.gang == "none"
 
 
-_RENAMED = {"gather_timeout_s": "rendezvous_timeout_s"}  # as runs and values of before call it
+_RENAMED = {"gather_timeout_s": "rendezvous_timeout_s"}  # names of earlier versions
 
 
 def read_options(options: Mapping[str, Any]) -> KubernetesOptions:
-    """Strict: an unknown key is refused with the nearest legal one, a wrong type with its place
-    (exit 65)."""
+    """Reads the options strictly: an unknown key is refused with the nearest legal one, a wrong
+    type with its place (exit 65)."""
     renamed = {_RENAMED.get(name, name): value for name, value in options.items()}
     return decode_options(renamed, KubernetesOptions, "kubernetes")

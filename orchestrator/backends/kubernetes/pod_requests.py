@@ -1,4 +1,4 @@
-"""What the scheduler counts for a pod: the room that it takes on its node. Pure.
+"""Sums up what the scheduler counts for a pod: its requests on its node. Pure.
 
 Sources: k8s.io/component-helpers/resource/helpers.go (PodRequests), kube-scheduler's filter
 NodeResourcesFit,
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-PODS = "pods"  # the resource of which every pod takes one
+PODS = "pods"  # a resource of which every pod takes one
 _FACTORS = {"m": 1e-3, "": 1.0} | {
     unit + binary: float(base**power)
     for power, unit in enumerate(("k", "M", "G", "T", "P", "E"), 1)
@@ -29,7 +29,8 @@ class Resources(Struct, frozen=True, omit_defaults=True):
 
     @property
     def amounts(self) -> Amounts:
-        """A resource with a limit alone is asked for as far as its limit."""
+        """Resource -> requested amount; a resource with a limit alone is requested up to its
+        limit."""
         return _numbers((self.limits or {}) | (self.requests or {}))
 
 
@@ -39,62 +40,67 @@ class Container(Struct, frozen=True, omit_defaults=True, rename="camel"):
 
 
 class PodShape(Struct, frozen=True, omit_defaults=True, rename="camel"):
-    """The fields of `v1.PodSpec` that ask for room."""
+    """The fields of `v1.PodSpec` that request resources."""
 
     containers: list[Container] = []
     init_containers: list[Container] = []
-    resources: Resources | None = None  # of the whole pod
-    overhead: dict[str, str | int | float] = {}  # of its runtime class
-    resource_claims: list[dict[str, str]] = []  # by which it asks for devices
+    resources: Resources | None = None  # resources of the whole pod
+    overhead: dict[str, str | int | float] = {}  # added by the pod's runtime class
+    resource_claims: list[dict[str, str]] = []  # claims by which it requests devices
 
 
 def pod_requests(spec: PodShape) -> Amounts:
-    """Resource -> amount, one of `pods` among them.
+    """Resource -> requested amount, one of `pods` among them.
 
-    Containers and sidecars (init containers that stay) add up. Another init container runs alone,
-    beside the sidecars that were started before it. Resources of the whole pod take the place of
-    what its containers ask for.
+    Containers and sidecars (init containers that keep running) add up. Any other init container
+    runs alone with the sidecars that started before it. Resources of the whole pod replace those of
+    its containers.
     """
     sidecars: Amounts = {}
     starting: Amounts = {}
     for container in spec.init_containers:
-        beside = _sum(sidecars, container.resources.amounts)
+        with_sidecars = _sum(sidecars, container.resources.amounts)
         if container.restart_policy == "Always":
-            sidecars = beside
-        starting = _most(starting, beside)
+            sidecars = with_sidecars
+        starting = _most(starting, with_sidecars)
     running = sidecars
     for container in spec.containers:
         running = _sum(running, container.resources.amounts)
-    found = _most(running, starting)
+    requests = _most(running, starting)
     if spec.resources is not None:
-        found = (
-            _numbers(spec.resources.limits or {}) | found | _numbers(spec.resources.requests or {})
-        )
-    return _sum(_sum(found, _numbers(spec.overhead)), {PODS: 1.0})
+        pod_limits = _numbers(spec.resources.limits or {})
+        requests = pod_limits | requests | _numbers(spec.resources.requests or {})
+    return _sum(_sum(requests, _numbers(spec.overhead)), {PODS: 1.0})
 
 
 def quantity(amount: object) -> float:
-    """A Kubernetes quantity as a number: 64Gi, 500m, 1e3. What cannot be read is 0."""
-    found = _QUANTITY.fullmatch(str(amount))
-    if not found or found[2] not in _FACTORS:
+    """Reads a Kubernetes quantity as a number: 64Gi, 500m, 1e3. One that cannot be read is 0."""
+    match = _QUANTITY.fullmatch(str(amount))
+    if not match or match[2] not in _FACTORS:
         return 0.0
     try:
-        return float(found[1]) * _FACTORS[found[2]]
+        return float(match[1]) * _FACTORS[match[2]]
     except ValueError:
         return 0.0
 
 
-def _numbers(given: Mapping[str, str | int | float]) -> Amounts:
-    return {name: quantity(amount) for name, amount in given.items()}
+def _numbers(quantities: Mapping[str, str | int | float]) -> Amounts:
+    return {name: quantity(amount) for name, amount in quantities.items()}
 
 
-def _sum(one: Amounts, other: Amounts) -> Amounts:
-    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in _names(one, other)}
+def _sum(left_amounts: Amounts, right_amounts: Amounts) -> Amounts:
+    return {
+        name: left_amounts.get(name, 0.0) + right_amounts.get(name, 0.0)
+        for name in _names(left_amounts, right_amounts)
+    }
 
 
-def _most(one: Amounts, other: Amounts) -> Amounts:
-    return {name: max(one.get(name, 0.0), other.get(name, 0.0)) for name in _names(one, other)}
+def _most(left_amounts: Amounts, right_amounts: Amounts) -> Amounts:
+    return {
+        name: max(left_amounts.get(name, 0.0), right_amounts.get(name, 0.0))
+        for name in _names(left_amounts, right_amounts)
+    }
 
 
-def _names(one: Amounts, other: Amounts) -> Sequence[str]:
-    return [*one, *(name for name in other if name not in one)]
+def _names(left_amounts: Amounts, right_amounts: Amounts) -> Sequence[str]:
+    return [*left_amounts, *(name for name in right_amounts if name not in left_amounts)]

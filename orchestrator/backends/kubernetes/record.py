@@ -1,5 +1,5 @@
-"""What the run folder keeps of a run's Job, and a run's true state when file and cluster are put
-together."""
+"""The record that the run folder keeps of a run's Job, and the run's true state from record and
+cluster together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class KubernetesRecord(Frozen):
-    """backend.json: where the run's objects are. Written before they are sent."""
+    """backend.json: where the run's objects are. It is written before they are sent."""
 
     context: str | None
     namespace: str
@@ -27,51 +27,49 @@ class KubernetesRecord(Frozen):
     submission: str
     submitted_at: float
     generation: int = 0
-    sent: bool = False  # the API server has taken the last of them
-    train_run: str = (
-        ""  # name of the TrainRun whose controller looks after it; "": this machine's `orch` does
-    )
+    sent: bool = False  # the API server has accepted the last of them
+    # name of the TrainRun whose controller manages the run; "": this machine's `orch` does
+    train_run: str = ""
 
 
-def verdict(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool = True) -> RunState:
-    """The run's true state: the cluster says whether it is active, the last status line how its
-    program fares.
+def verdict(state: RunState, status: RunStatus, cancel_asked: bool, sent: bool = True) -> RunState:
+    """Returns the run's true state: the cluster knows whether it is active, the last status line
+    how its program is doing.
 
     `state` is the coordinator's, as old as the last log that was read. Pure.
     """
-    if what.over:
-        return _ended(state, what, cancel_asked, sent)
-    if what.phase == "running" and state.state in ("starting", "running", "restarting", "stopping"):
-        return (
-            state if state.reason or state.state == "running" else _replace(state, reason=what.text)
-        )
-    if (
-        what.phase == "running" and state.state == "done"
-    ):  # the program has ended, its pods have not
-        return _replace(state, state="stopping", exit_code=None, ended_at=None)
-    phase = "starting" if what.phase == "running" else what.phase
-    if phase in ("starting", "pending") and state.epoch >= 0:
-        phase = "restarting" if phase == "starting" else phase
-    return _replace(state, state=phase, exit_code=None, reason=what.text, ended_at=None)
+    if status.over:
+        return _ended(state, status, cancel_asked, sent)
+    if status.phase == "running":
+        if state.state == "running":
+            return state
+        if state.state in ("starting", "restarting", "stopping"):
+            return state if state.reason else _replace(state, reason=status.reason)
+        if state.state == "done":  # the program has ended, its pods have not
+            return _replace(state, state="stopping", exit_code=None, ended_at=None)
+    phase = "starting" if status.phase == "running" else status.phase
+    if phase == "starting" and state.epoch >= 0:
+        phase = "restarting"
+    return _replace(state, state=phase, exit_code=None, reason=status.reason, ended_at=None)
 
 
-def _ended(state: RunState, what: RunStatus, cancel_asked: bool, sent: bool) -> RunState:
-    if cancel_asked and what.phase != "done":
+def _ended(state: RunState, status: RunStatus, cancel_asked: bool, sent: bool) -> RunState:
+    if cancel_asked and status.phase != "done":
         return _final(state, "cancelled", Exit.RESTART, "cancelled by the user")
-    if state.is_final and (what.phase == "stopped" or state.state == what.phase):
+    if state.is_final and (status.phase == "stopped" or state.state == status.phase):
         return state
-    if what.phase == "stopped" and not sent:
+    if status.phase == "stopped" and not sent:
         return _replace(state, reason="its objects were rendered; the cluster has not seen them")
-    phase = cast(FinalPhase, what.phase)  # a run that is over has one of these
-    return _final(state, phase, Exit.CAPACITY if what.exit is None else what.exit, what.text)
+    phase = cast(FinalPhase, status.phase)  # a run that is over is in one of these
+    exit = Exit.CAPACITY if status.exit is None else status.exit
+    return _final(state, phase, exit, status.reason)
 
 
-def _final(state: RunState, phase: FinalPhase, exit: Exit, text: str) -> RunState:
-    cause: Cause | None = state.cause or Cause(
-        kind="scheduler", text=text, epoch=state.epoch, code=int(exit)
-    )
-    cause = None if exit == Exit.DONE or phase == "cancelled" else cause
-    return finish(state, phase, exit, text, cause)
+def _final(state: RunState, phase: FinalPhase, exit: Exit, reason: str) -> RunState:
+    if exit == Exit.DONE or phase == "cancelled":
+        return finish(state, phase, exit, reason, None)
+    from_cluster = Cause(kind="scheduler", text=reason, epoch=state.epoch, code=int(exit))
+    return finish(state, phase, exit, reason, state.cause or from_cluster)
 
 
 def _replace(run: RunState, /, **changes: object) -> RunState:

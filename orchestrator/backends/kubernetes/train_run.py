@@ -1,8 +1,8 @@
-"""The `TrainRun` resource: what somebody wants to have trained, and what its controller says of it.
-Pure.
+"""The `TrainRun` resource: what a user wants to have trained, and what the controller reports of
+it. Pure.
 
-Spec and status as values; their schema for the API server is in
-`charts/orch-controller/files/trainruns.yaml`, and a test holds the two together. What was planned
+The schema of spec and status for the API server is in
+`charts/orch-controller/files/trainruns.yaml`; a test keeps the two equal. What was planned
 elsewhere (`orch submit`) travels whole in the spec, so that one request makes a run or none.
 """
 
@@ -26,11 +26,11 @@ from .names import GROUP, KIND, VERSION
 from .objects.payload import pack_plan, unpack_plan
 
 API_VERSION = f"{GROUP}/{VERSION}"
-MOST_BYTES = 1_000_000  # of what was planned, in one object (etcd takes 1.5 MiB)
+MOST_BYTES = 1_000_000  # largest `planned` in one object (etcd takes 1.5 MiB)
 
 
 class Meta(Struct, frozen=True, rename="camel", omit_defaults=True):
-    """The part of an object's metadata that is acted on."""
+    """The fields of an object's metadata that orch uses."""
 
     name: str = ""
     namespace: str = ""
@@ -48,27 +48,27 @@ class Meta(Struct, frozen=True, rename="camel", omit_defaults=True):
 
 
 class Planned(Struct, frozen=True):
-    """A submission that was planned where it was made: request and configuration as texts, plans
-    packed, base64."""
+    """A submission that was planned where it was made: request and configuration as text, plans
+    packed in base64."""
 
     request: str
     config: str
-    plans: list[str]  # of every size, largest first; of a run with one size that one
+    plans: list[str]  # one per size, largest first
 
 
 class Spec(Struct, frozen=True, rename="camel"):
-    words: list[str] = []  # of `orch submit`: cluster=..., parallel=...
-    program: list[str] = []  # what follows `--`
+    words: list[str] = []  # words of `orch submit`: cluster=..., parallel=...
+    program: list[str] = []  # the words after `--`
     options: dict[str, Any] = {}  # backend.options
-    planned: Planned | None = None  # in place of words
+    planned: Planned | None = None  # instead of words
     environment: dict[str, str] = {}  # variables for the run's processes
-    environment_secret: str = ""  # of the run's namespace: the same, of what nobody should read
-    draft: bool = False  # its submission is not complete: one that stays so is deleted
-    nodes: int | None = None  # one of the run's sizes, instead of the largest that finds room
-    priority: int = 0  # of those that wait, the higher are placed first
-    attempt: int = 0  # one more starts a run that has ended once more
+    environment_secret: str = ""  # a Secret of the run's namespace with more, private variables
+    draft: bool = False  # its submission is not complete; a draft that stays one is deleted
+    nodes: int | None = None  # one of the run's sizes, instead of the largest that fits
+    priority: int = 0  # waiting runs of a higher priority are placed first
+    attempt: int = 0  # raising it starts a run that has ended once more
     stopped: bool = False  # it is to end, after saving
-    force: bool = False  # ... without
+    force: bool = False  # ... without saving
 
 
 class Condition(Struct, frozen=True, rename="camel"):
@@ -81,7 +81,7 @@ class Condition(Struct, frozen=True, rename="camel"):
 
 class Status(Struct, frozen=True, rename="camel", omit_defaults=True):
     observed_generation: int = 0
-    attempt: int = 0  # of the spec, that this is about
+    attempt: int = 0  # the spec's attempt that this status describes
     inputs: str = ""  # digest of what the plan in force was made from
     state: Phase = "pending"
     reason: str = ""
@@ -94,15 +94,15 @@ class Status(Struct, frozen=True, rename="camel", omit_defaults=True):
     steps: int | None = None
     loss: float | None = None
     ettr: float | None = None  # effective training time ratio since the first start
-    generation: int = -1  # of the Job: one more with each start
-    ended_generation: int = -1  # the last one whose end is told here
-    restarts: int = 0  # of all workers, over all starts
-    lost_pods: int = 0  # pods that came back, over all starts
+    generation: int = -1  # the Job's: one higher with each start
+    ended_generation: int = -1  # the last generation whose end is reported here
+    restarts: int = 0  # restarts of all workers, over all starts
+    lost_pods: int = 0  # pods that were replaced, over all starts
     started_at: str = ""
     ended_at: str = ""
     last_step_at: str = ""
-    wait_until: str = ""  # not placed again before: what it has asked for failed a moment ago
-    fails: int = 0  # in a row, of starts that came to nothing; how long it waits follows from it
+    wait_until: str = ""  # not placed again before this time, because its last start failed
+    fails: int = 0  # consecutive failed starts; they determine how long it waits
     run: dict[str, Any] = {}  # orchestrator.run.state.RunState, as the coordinator last wrote it
     conditions: list[Condition] = []
 
@@ -122,22 +122,21 @@ class TrainRun(Struct, frozen=True):
 
     @property
     def inputs(self) -> str:
-        """A digest of what the plan is made from: another one is another plan of the same run."""
+        """A digest of what the plan is made from; another digest means another plan of the same
+        run."""
         spec = self.spec
-        what = msgspec.json.encode(
-            (spec.words, spec.program, spec.options, spec.planned), order="deterministic"
-        )
-        return hashlib.sha256(what).hexdigest()[:16]
+        planning = (spec.words, spec.program, spec.options, spec.planned)
+        encoded = msgspec.json.encode(planning, order="deterministic")
+        return hashlib.sha256(encoded).hexdigest()[:16]
 
     @property
     def is_over(self) -> bool:
-        """It has ended, and nobody has asked for more since."""
+        """Tells whether the run has ended and nobody has asked for another attempt since."""
         status = self.status
         if not status.over or status.attempt != self.spec.attempt:
             return False
-        return status.inputs in ("", self.inputs) and (
-            status.state != "cancelled" or self.spec.stopped
-        )
+        same_inputs = status.inputs in ("", self.inputs)
+        return same_inputs and (status.state != "cancelled" or self.spec.stopped)
 
 
 class Bundle(Struct, frozen=True):
@@ -145,7 +144,7 @@ class Bundle(Struct, frozen=True):
 
     request: LaunchRequest
     config: bytes
-    plans: dict[int, Plan]  # by nodes that hold ranks
+    plans: dict[int, Plan]  # number of nodes with ranks -> plan
 
     @property
     def largest(self) -> Plan:
@@ -153,58 +152,61 @@ class Bundle(Struct, frozen=True):
 
 
 def planned(bundle: SubmissionBundle, plans: Sequence[Plan]) -> Planned:
-    """OrchError (65) when it is too large for one object."""
-    found = Planned(
+    """Packs a bundle for the spec. OrchError (65) if it is too large for one object."""
+    packed = Planned(
         request=to_bytes(bundle.request).decode(),
         config=bundle.contents["config.yaml"].decode(),
         plans=[base64.b64encode(pack_plan(plan)).decode() for plan in plans],
     )
-    size = len(msgspec.json.encode(found))
+    size = len(msgspec.json.encode(packed))
     if size > MOST_BYTES:
-        text = (
+        message = (
             f"the run's plans would make an object of {size} bytes, Kubernetes takes {MOST_BYTES}:"
             " ask for fewer sizes"
         )
-        raise OrchError(text, Exit.CONFIG)
-    return found
+        raise OrchError(message, Exit.CONFIG)
+    return packed
 
 
-def unpacked(found: Planned) -> Bundle:
-    """OrchError (65) for what was not planned by us, or by another version."""
+def unpacked(packed: Planned) -> Bundle:
+    """Unpacks what `planned` packed. OrchError (65) if it was packed by something else, or by
+    another version."""
     from orchestrator.planner.placement.rank_assignment import used_node_count
 
     try:
-        plans = [unpack_plan(base64.b64decode(text, validate=True)) for text in found.plans]
-        request = from_bytes(found.request.encode())
+        plans = [unpack_plan(base64.b64decode(plan, validate=True)) for plan in packed.plans]
+        request = from_bytes(packed.request.encode())
     except (PlanError, ValueError) as error:
         raise OrchError(f"spec.planned: {error}", Exit.CONFIG) from None
     if not plans:
         raise OrchError("spec.planned.plans is empty", Exit.CONFIG)
-    return Bundle(request, found.config.encode(), {used_node_count(plan): plan for plan in plans})
+    by_nodes = {used_node_count(plan): plan for plan in plans}
+    return Bundle(request, packed.config.encode(), by_nodes)
 
 
 def body_of(
     name: str, namespace: str, spec: Spec, annotations: dict[str, str], labels: dict[str, str]
 ) -> dict[str, Any]:
-    """The object as it is sent: of the spec what differs from the default."""
-    about: dict[str, Any] = {"name": name, "namespace": namespace, "labels": labels}
+    """Builds the object as it is sent: of the spec only the fields that differ from the default."""
+    metadata: dict[str, Any] = {"name": name, "namespace": namespace, "labels": labels}
     if annotations:
-        about["annotations"] = annotations
-    whole = msgspec.to_builtins(spec)
-    usual = msgspec.to_builtins(Spec())
-    kept = {key: value for key, value in whole.items() if value != usual[key]}
-    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": about, "spec": kept}
+        metadata["annotations"] = annotations
+    fields = msgspec.to_builtins(spec)
+    defaults = msgspec.to_builtins(Spec())
+    changed = {key: value for key, value in fields.items() if value != defaults[key]}
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": changed}
 
 
 def changed_fields(before: Status, after: Status) -> dict[str, Any]:
-    """A merge patch from one status to another; {} for none. Fields that are gone are null."""
+    """Builds a merge patch from one status to another; {} if they are equal. Fields that are gone
+    are null."""
     old = msgspec.to_builtins(before)
     new = msgspec.to_builtins(after) | {"state": after.state}
     old |= {"state": before.state} if before.observed_generation else {}
-    found = {key: value for key, value in new.items() if old.get(key) != value}
-    if "run" in found:  # a merge of two documents would be neither
-        found["run"] = _replacing(old.get("run", {}), found["run"])
-    return found | {key: None for key in old.keys() - new.keys()}
+    patch = {key: value for key, value in new.items() if old.get(key) != value}
+    if "run" in patch:  # a merge of two documents would be neither
+        patch["run"] = _replacing(old.get("run", {}), patch["run"])
+    return patch | {key: None for key in old.keys() - new.keys()}
 
 
 def _replacing(old: Any, new: Any) -> Any:
@@ -219,14 +221,15 @@ def _replacing(old: Any, new: Any) -> Any:
 def with_condition(
     conditions: Sequence[Condition], kind: str, holds: bool, reason: str, message: str, now: str
 ) -> list[Condition]:
-    """The conditions with this one as it is now; its time is that of the last change between True
-    and False."""
+    """Returns the conditions with this one updated; its time is that of its last change between
+    True and False."""
     status = "True" if holds else "False"
-    found = Condition(kind, status, reason, message, now)
-    kept = []
-    for one in conditions:
-        if one.type != kind:
-            kept.append(one)
-        elif one.status == status:
-            found = structs.replace(found, last_transition_time=one.last_transition_time)
-    return sorted([*kept, found], key=lambda one: one.type)
+    updated = Condition(kind, status, reason, message, now)
+    conditions_after = []
+    for condition in conditions:
+        if condition.type != kind:
+            conditions_after.append(condition)
+        elif condition.status == status:
+            changed_at = condition.last_transition_time
+            updated = structs.replace(updated, last_transition_time=changed_at)
+    return sorted([*conditions_after, updated], key=lambda condition: condition.type)

@@ -1,4 +1,4 @@
-"""`orch` as a client of the controller: a submission is one object, and what is asked of a run is a
+"""`orch` as a client of the controller: a submission is one object, and every later command is a
 change of it."""
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from orchestrator.run.state import RunState, finish, prepare_resume, read_state,
 from orchestrator.run.variables import passed_names
 
 from .api.client import Cluster
-from .names import KIND, SUBMISSION, object_name, standard_labels
+from .names import KIND, SUBMISSION, JsonObject, object_name, standard_labels
 from .options import KubernetesOptions, read_options
 from .record import KubernetesRecord
-from .submission import OF_THIS_MACHINE
+from .submission import passed_variables
 from .train_run import API_VERSION, Spec, TrainRun, body_of, planned
 
 if TYPE_CHECKING:
     from .observer import RunObserver
 
-_ASK_S = 20.0  # a submission whose answer was lost is asked for this long
+_ASK_S = 20.0  # how long a submission whose answer was lost is looked up
 
 
-def is_there(cluster: Cluster, options: KubernetesOptions) -> bool:
-    """Whether the cluster has a controller to submit to. OrchError: 65 where one is required, 76
-    without an answer."""
+def has_controller(cluster: Cluster, options: KubernetesOptions) -> bool:
+    """Tells whether the cluster has a controller to submit to. OrchError: 65 if one is required and
+    absent, 76 if the cluster does not answer."""
     if options.controller == "never" or options.kind == "jobset":
         return False
-    there = cluster.has(API_VERSION)
-    if not there and options.controller == "always":
-        text = (
+    installed = cluster.has(API_VERSION)
+    if not installed and options.controller == "always":
+        message = (
             "backend.options.controller=always: the cluster does not know TrainRuns; install"
             " charts/orch-controller"
         )
-        raise OrchError(text, Exit.CONFIG)
-    return there
+        raise OrchError(message, Exit.CONFIG)
+    return installed
 
 
 def submit(
     cluster: Cluster, bundle: SubmissionBundle, plans: Sequence[Plan], environ: Mapping[str, str]
 ) -> KubernetesRecord:
-    """Create the TrainRun, all at once; where variables are passed on that others should not read,
-    as a draft, which becomes a run when they are there.
+    """Creates the TrainRun in one request. If it passes on private variables, it creates a draft,
+    which becomes a run once their Secret exists.
 
-    OrchError: 65 when one of that name is somebody else's, 76 when it is not known whether it was
-    made.
+    OrchError: 65 if a TrainRun of that name belongs to something else, 76 if it is unknown whether
+    it was created.
     """
     request = bundle.request
     options = read_options(request.backend_options)
     submission = os.urandom(8).hex()
     body, secret = _bodies(bundle, plans, environ, cluster.namespace, submission)
-    made = _create(cluster, body, submission)
+    train_run = _create(cluster, body, submission)
     if secret:
         owner = {
             "apiVersion": API_VERSION,
             "kind": KIND,
             "name": request.run_id,
-            "uid": made["metadata"]["uid"],
+            "uid": train_run["metadata"]["uid"],
         }
         secret["metadata"]["ownerReferences"] = [owner]
         cluster.create(secret)
@@ -77,8 +77,8 @@ def submit(
     return record(request, options, cluster.namespace, submission)
 
 
-def document(bundle: SubmissionBundle, plans: Sequence[Plan], namespace: str) -> dict[str, Any]:
-    """The TrainRun of a bundle, for a repository: without the variables of this shell."""
+def document(bundle: SubmissionBundle, plans: Sequence[Plan], namespace: str) -> JsonObject:
+    """Returns the TrainRun of a bundle for a repository: without the variables of this shell."""
     return _bodies(bundle, plans, {}, namespace, "")[0]
 
 
@@ -103,60 +103,57 @@ def _bodies(
     environ: Mapping[str, str],
     namespace: str,
     submission: str,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[JsonObject, JsonObject]:
     request = bundle.request
-    given = {
-        n: environ[n]
-        for n in request.environment.names
-        if n in environ and n not in OF_THIS_MACHINE
-    }
-    plain = {name: given[name] for name in passed_names(given)}
-    hidden = {name: value for name, value in given.items() if name not in plain}
+    passed = passed_variables(request, environ)
+    plain = {name: passed[name] for name in passed_names(passed)}
+    private = {name: value for name, value in passed.items() if name not in plain}
     name = f"{request.run_id}-env"
     spec = Spec(planned=planned(bundle, plans), environment=plain)
-    if hidden:
+    if private:
         spec = structs.replace(spec, environment_secret=name, draft=True)
-    notes = {SUBMISSION: submission} if submission else {}
-    body = body_of(request.run_id, namespace, spec, notes, standard_labels(request.run_id))
+    annotations = {SUBMISSION: submission} if submission else {}
+    body = body_of(request.run_id, namespace, spec, annotations, standard_labels(request.run_id))
     if not namespace:
         del body["metadata"]["namespace"]
-    if not hidden:
+    if not private:
         return body, {}
-    about = {"name": name, "namespace": namespace, "labels": standard_labels(request.run_id)}
+    metadata = {"name": name, "namespace": namespace, "labels": standard_labels(request.run_id)}
     return body, {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": about,
+        "metadata": metadata,
         "type": "Opaque",
-        "stringData": hidden,
+        "stringData": private,
     }
 
 
-def _create(cluster: Cluster, body: dict[str, Any], submission: str) -> dict[str, Any]:
+def _create(cluster: Cluster, body: JsonObject, submission: str) -> JsonObject:
     name = body["metadata"]["name"]
     end = time.monotonic() + _ASK_S
     while True:
         try:
-            made = cluster.create(body)
+            created = cluster.create(body)
         except OrchError as error:
             if getattr(error, "status", None) is not None or time.monotonic() > end:
                 raise
-            made = None  # the answer was lost, perhaps on its way back
-        found = made or cluster.get("TrainRun", name)
-        if found is not None:
-            if (found["metadata"].get("annotations") or {}).get(SUBMISSION) == submission:
-                return found
-            text = f"TrainRun {name} exists already in namespace {cluster.namespace}"
-            raise OrchError(text, Exit.CONFIG)
-        time.sleep(0.5)
+            created = None  # the answer was lost, perhaps after the object was created
+        existing = created or cluster.get("TrainRun", name)
+        if existing is None:
+            time.sleep(0.5)
+            continue
+        annotations = existing["metadata"].get("annotations") or {}
+        if annotations.get(SUBMISSION) == submission:
+            return existing
+        message = f"TrainRun {name} exists already in namespace {cluster.namespace}"
+        raise OrchError(message, Exit.CONFIG)
 
 
-# ------------------------------------------------------------------------------------------ what is
-#     asked of a run
+# --------------------------------------------------------------------------- requests to a run
 
 
 def read(cluster: Cluster, name: str) -> TrainRun | None:
-    """OrchError (65) for one of another version."""
+    """Reads the TrainRun, or None. OrchError (65) for one of another version."""
     body = cluster.get("TrainRun", name)
     if body is None:
         return None
@@ -167,7 +164,7 @@ def read(cluster: Cluster, name: str) -> TrainRun | None:
 
 
 def read_all(cluster: Cluster) -> list[TrainRun]:
-    """Of every namespace, if that may be read, else of our own."""
+    """Reads the TrainRuns of every namespace if that is permitted, else of our own."""
     for kind in ("AllTrainRuns", "TrainRun"):
         try:
             return list(cluster.read(kind, TrainRun))
@@ -177,22 +174,22 @@ def read_all(cluster: Cluster) -> list[TrainRun]:
     return []
 
 
-def state_of(run: TrainRun | None, known: RunState) -> RunState:
-    """The run's state as its controller says. `known`: what was known of it here."""
+def state_of(run: TrainRun | None, last_state: RunState) -> RunState:
+    """Returns the run's state as its controller reports it. `last_state`: the state in the run
+    folder here."""
     if run is None:
-        if known.is_final:
-            return known
-        return finish(known, "stopped", Exit.RESTART, "its TrainRun was deleted", at=time.time())
+        if last_state.is_final:
+            return last_state
+        return finish(
+            last_state, "stopped", Exit.RESTART, "its TrainRun was deleted", at=time.time()
+        )
     status = run.status
-    state = known
+    state = last_state
     if status.run:
-        try:
+        with contextlib.suppress(*UNREADABLE):
             state = msgspec.convert(status.run, RunState)
-        except UNREADABLE:
-            state = known
-    state = structs.replace(
-        state, created_at=known.created_at, summary={**known.summary, **state.summary}
-    )
+    summary = {**last_state.summary, **state.summary}
+    state = structs.replace(state, created_at=last_state.created_at, summary=summary)
     if not status.observed_generation:
         return structs.replace(state, reason="no controller has taken it up yet")
     phase = status.state
@@ -201,21 +198,21 @@ def state_of(run: TrainRun | None, known: RunState) -> RunState:
     reason = status.reason or state.reason
     if status.attempt != run.spec.attempt:
         phase = "pending"
-        reason = "asked to go on"
+        reason = "asked to start again"
     code = status.exit_code if phase == status.state else None
     ended = state.ended_at if phase in ("done", "failed", "cancelled", "stopped") else None
     return structs.replace(state, state=phase, reason=reason, exit_code=code, ended_at=ended)
 
 
 def change(cluster: Cluster, name: str, **spec: Any) -> None:
-    """OrchError (64) when the run is gone."""
+    """Changes the TrainRun's spec. OrchError (64) if the run is gone."""
     if cluster.change("TrainRun", name, {"spec": spec}) is None:
         raise OrchError(f"TrainRun {name} is gone from namespace {cluster.namespace}", Exit.USAGE)
 
 
 class ControlledRuns:
-    """What is asked of runs that a controller looks after. `cluster(record)`; `observer()`: of
-    now."""
+    """Sends commands to runs that a controller manages. `cluster(record)`; `observer()`: the
+    current observer."""
 
     def __init__(
         self, cluster: Callable[[KubernetesRecord], Cluster], observer: Callable[[], RunObserver]
@@ -231,7 +228,7 @@ class ControlledRuns:
         environ: Mapping[str, str],
     ) -> None:
         assert record is not None
-        self._again(folder, record)
+        self._start_again(folder, record)
         prepare_resume(folder)
 
     def resize(
@@ -242,12 +239,12 @@ class ControlledRuns:
         nodes: int,
         environ: Mapping[str, str],
     ) -> None:
-        """At that size, a living run after it has saved."""
+        """Asks for that size; a running run saves first."""
         assert record is not None
-        self._again(folder, record, nodes)
+        self._start_again(folder, record, nodes)
 
     def cancel(self, folder: RunFolder, record: KubernetesRecord, force: bool) -> None:
-        """OrchError (64) when it is not running."""
+        """Asks the run to end. OrchError (64) if it is not running."""
         cluster = self._cluster(record)
         run = self._read(record)
         if run is None or run.is_over:
@@ -255,37 +252,39 @@ class ControlledRuns:
         change(cluster, record.train_run, stopped=True, force=force or None)
 
     def is_alive(self, folder: RunFolder, record: KubernetesRecord) -> bool:
-        """Until it is over and its pods have left."""
+        """Tells whether the run is not over yet, or pods of it still run."""
         run = self._read(record)
         return run is not None and (not run.is_over or run.status.running_nodes > 0)
 
     def state(self, folder: RunFolder, record: KubernetesRecord) -> RunState:
-        """As the controller says it, which keeps what the coordinator last wrote; pods' logs say
-        more, to who may read them. OrchError where no cluster answers."""
+        """Reads the state from the controller, which keeps what the coordinator last wrote; the
+        pods' logs, if they may be read, hold more. OrchError if no cluster answers."""
         from .observer import remember_bad_nodes, save_last_report
 
         run = self._read(record)
         if run is not None and not run.is_over:
             with contextlib.suppress(OrchError, OSError):
                 save_last_report(folder, self._observer().last_report(record, folder.run_id))
-        known = read_state(folder)
-        state = state_of(run, known)
-        with contextlib.suppress(OSError):  # a full disk: the cluster says it again
-            remember_bad_nodes(folder, known, state)
+        last_state = read_state(folder)
+        state = state_of(run, last_state)
+        with contextlib.suppress(OSError):  # a full disk: the cluster still has it
+            remember_bad_nodes(folder, last_state, state)
             write_state(folder, state)
         return state
 
     def _read(self, record: KubernetesRecord) -> TrainRun | None:
         return read(self._cluster(record), record.train_run)
 
-    def _again(self, folder: RunFolder, record: KubernetesRecord, nodes: int | None = None) -> None:
-        """A run that has ended starts once more, off the bad nodes of today. OrchError (64) when it
-        is gone."""
+    def _start_again(
+        self, folder: RunFolder, record: KubernetesRecord, nodes: int | None = None
+    ) -> None:
+        """Starts a run that has ended once more, without the nodes that are bad today. OrchError
+        (64) if it is gone."""
         run = self._read(record)
-        more: dict[str, Any] = {"nodes": nodes} if nodes is not None else {}
+        changes: JsonObject = {"nodes": nodes} if nodes is not None else {}
         if run is not None and (run.status.over or run.spec.stopped):
-            more |= {"attempt": run.status.attempt + 1, "stopped": None, "force": None}
+            changes |= {"attempt": run.status.attempt + 1, "stopped": None, "force": None}
             if run.spec.planned is not None:
                 request = off_bad_nodes(folder, from_bytes(run.spec.planned.request.encode()))
-                more["planned"] = {"request": to_bytes(request).decode()}
-        change(self._cluster(record), record.train_run, **more)
+                changes["planned"] = {"request": to_bytes(request).decode()}
+        change(self._cluster(record), record.train_run, **changes)

@@ -44,7 +44,7 @@ class Replica:
         argv = [
             sys.executable,
             "-m",
-            "orchestrator.kubernetes.controller",
+            "orchestrator.backends.kubernetes.controller",
             "--namespace",
             SPACE,
             "--identity",

@@ -1,9 +1,10 @@
-"""How the API server is reached: from a kubeconfig, or from inside a pod.
+"""Finds the way to the API server: a kubeconfig, or the account of the pod that this process runs
+in.
 
-Tokens, client certificates and a pod's own account are read here; credential plugins, providers and
-proxies are left to the kubernetes package. Reading by hand buys 0.36 s of processor time of every
-command: any module of that package (37.0) loads the models of every API, 430 ms, where this module
-and urllib3 take 70.
+This module reads tokens, client certificates and a pod's own account itself; it leaves credential
+plugins, providers and proxies to the kubernetes package. That saves 0.36 s of processor time in
+every command: any module of that package (37.0) loads the models of every API, 430 ms, while this
+module and urllib3 take 70.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from .transport import Transport
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_TOKEN_S = 60.0  # a pod's token is renewed; it is read anew after this long
+_TOKEN_S = 60.0  # a pod's token is renewed, so it is read again after this long
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
 
@@ -41,45 +42,43 @@ T = TypeVar("T", bound=_HasName)
 
 class Access(Struct, frozen=True):
     host: str  # https://name:port
-    namespace: str  # of the context, or the pod's own
+    namespace: str  # the context's, or the pod's own
     transport: Transport
     headers: Callable[[], Mapping[str, str]]  # credentials, valid now
     settings: Callable[[], Any]  # the same as a kubernetes.client.Configuration; OrchError (76)
 
 
 class Unusable(Exception):
-    """No way to reach a cluster; the message is the reason."""
+    """No cluster can be reached; the message is the reason."""
 
 
 def access(context: str | None, environ: Mapping[str, str], account: Path = _ACCOUNT) -> Access:
-    """The kubeconfig's context of that name, its current one, or the cluster that this pod runs in.
+    """Returns access to the kubeconfig's context of that name, to its current one, or to the
+    cluster that this pod runs in.
 
-    OrchError: 65 for a context that the kubeconfig lacks, 76 when no cluster is configured.
+    OrchError: 65 for a context that the kubeconfig lacks, 76 if no cluster is configured.
     """
     try:
-        found = _kubeconfig(environ)
-        if found.contexts or context:
-            name = context or found.current_context
-            chosen = _named(found.contexts, name)
+        kubeconfig = _kubeconfig(environ)
+        if kubeconfig.contexts or context:
+            name = context or kubeconfig.current_context
+            chosen = _named(kubeconfig.contexts, name)
             if chosen is None and context:
-                names = [one.name for one in found.contexts]
-                text = f"no context {context!r} in the kubeconfig; {did_you_mean(context, names)}"
-                raise OrchError(text, Exit.CONFIG)
+                names = [named.name for named in kubeconfig.contexts]
+                hint = did_you_mean(context, names)
+                message = f"no context {context!r} in the kubeconfig; {hint}"
+                raise OrchError(message, Exit.CONFIG)
             if chosen is not None:
-                return _of_context(found, chosen, environ)
+                return _of_context(kubeconfig, chosen, environ)
         return _of_pod(environ, account)
-    except (
-        Unusable,
-        OSError,
-        ValueError,
-        msgspec.MsgspecError,
-    ) as error:  # ssl.SSLError is an OSError
-        text = (
+    # ssl.SSLError is an OSError
+    except (Unusable, OSError, ValueError, msgspec.MsgspecError) as error:
+        message = (
             "no Kubernetes cluster is configured: no usable kubeconfig (KUBECONFIG), and this is"
             " no pod"
         )
-        why = str(error).splitlines() or [type(error).__name__]
-        raise OrchError(f"{text} ({why[0]})", Exit.CAPACITY) from None
+        reason = str(error).splitlines() or [type(error).__name__]
+        raise OrchError(f"{message} ({reason[0]})", Exit.CAPACITY) from None
 
 
 # ------------------------------------------------------------------------------------------
@@ -138,7 +137,8 @@ class _Kubeconfig(Struct, rename="kebab"):
 
 
 class _Merged(Struct):
-    """Of several files the first that names a thing counts, as kubectl has it."""
+    """Several kubeconfig files as one: the first file that names something counts, as in
+    kubectl."""
 
     clusters: list[_NamedCluster] = []
     users: list[_NamedUser] = []
@@ -156,13 +156,13 @@ def _kubeconfig(environ: Mapping[str, str]) -> _Merged:
         path = Path(name).expanduser()
         if not path.is_file():
             continue
-        one = _decode(path.read_bytes())
-        for part in (*(one.clusters or ()), *(one.users or ())):
-            part.folder = str(path.parent)
-        merged.clusters += one.clusters or ()
-        merged.users += one.users or ()
-        merged.contexts += one.contexts or ()
-        merged.current_context = merged.current_context or one.current_context or ""
+        kubeconfig = _decode(path.read_bytes())
+        for entry in (*(kubeconfig.clusters or ()), *(kubeconfig.users or ())):
+            entry.folder = str(path.parent)
+        merged.clusters += kubeconfig.clusters or ()
+        merged.users += kubeconfig.users or ()
+        merged.contexts += kubeconfig.contexts or ()
+        merged.current_context = merged.current_context or kubeconfig.current_context or ""
     return merged
 
 
@@ -172,33 +172,33 @@ def _decode(raw: bytes) -> _Kubeconfig:
     import yaml
 
     try:
-        value = bounded_yaml.load(
+        document = bounded_yaml.load(
             raw, bounded_yaml.MOST_VALUES, getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         )
     except OrchError as error:
         raise Unusable(f"the kubeconfig cannot be read: {error.message}") from None
     except yaml.YAMLError as error:
-        raise Unusable(f"the kubeconfig is no YAML: {error}") from None
-    return msgspec.convert(value or {}, type=_Kubeconfig, strict=False)
+        raise Unusable(f"the kubeconfig is not YAML: {error}") from None
+    return msgspec.convert(document or {}, type=_Kubeconfig, strict=False)
 
 
-def _named(parts: Sequence[T], name: str) -> T | None:
-    return next((part for part in parts if part.name == name), None)
+def _named(entries: Sequence[T], name: str) -> T | None:
+    return next((entry for entry in entries if entry.name == name), None)
 
 
-def _of_context(found: _Merged, chosen: _NamedContext, environ: Mapping[str, str]) -> Access:
+def _of_context(kubeconfig: _Merged, chosen: _NamedContext, environ: Mapping[str, str]) -> Access:
     context = chosen.context
-    named = _named(found.clusters, context.cluster)
-    owner = _named(found.users, context.user)
+    named = _named(kubeconfig.clusters, context.cluster)
+    owner = _named(kubeconfig.users, context.user)
     if named is None or not named.cluster.server:
         raise Unusable(f"context {chosen.name} names no cluster with a server")
     cluster = named.cluster
     user = owner.user if owner and owner.user else _User()
-    space = context.namespace or "default"
+    namespace = context.namespace or "default"
     proxied = cluster.proxy_url or any(map(environ.get, _PROXIES))
     if user.exec or user.auth_provider or user.username or proxied:
-        return _by_package(chosen.name, space, environ)
-    from .transport import connect  # urllib3 with it, which is not for who does not reach out
+        return _by_package(chosen.name, namespace, environ)
+    from .transport import connect  # loads urllib3, which only requests need
 
     host = cluster.server.rstrip("/")
     tls = _tls(named, owner, user) if host.startswith("https") else None
@@ -208,12 +208,16 @@ def _of_context(found: _Merged, chosen: _NamedContext, environ: Mapping[str, str
     headers = {"authorization": f"Bearer {token}"} if token else {}
     transport = connect(host, tls, cluster.tls_server_name)
     return Access(
-        host, space, transport, lambda: headers, lambda: _package_settings(chosen.name, environ)
+        host=host,
+        namespace=namespace,
+        transport=transport,
+        headers=lambda: headers,
+        settings=lambda: _package_settings(chosen.name, environ),
     )
 
 
 def _file(folder: str, name: str) -> Path:
-    """Names in a kubeconfig are relative to its own folder."""
+    """Resolves a file name in a kubeconfig, which is relative to the kubeconfig's own folder."""
     return Path(folder, name).expanduser()
 
 
@@ -236,26 +240,31 @@ def _tls(named: _NamedCluster, owner: _NamedUser | None, user: _User) -> ssl.SSL
     import tempfile
 
     folder = owner.folder if owner else ""
-    with tempfile.TemporaryDirectory() as kept:  # ssl reads certificates from files alone
-        certificate = _part(
-            folder, user.client_certificate_data, user.client_certificate, Path(kept, "certificate")
+    with tempfile.TemporaryDirectory() as temporary:  # ssl reads certificates only from files
+        certificate = _credential_file(
+            folder,
+            user.client_certificate_data,
+            user.client_certificate,
+            Path(temporary, "certificate"),
         )
-        key = _part(folder, user.client_key_data, user.client_key, Path(kept, "key"))
+        key = _credential_file(
+            folder, user.client_key_data, user.client_key, Path(temporary, "key")
+        )
         if certificate is None:
             raise Unusable("a client key without its certificate")
         tls.load_cert_chain(certificate, key)
     return tls
 
 
-def _part(folder: str, data: str, name: str, kept: Path) -> Path | None:
-    if not data:
-        return _file(folder, name) if name else None
-    kept.write_bytes(base64.b64decode(data))
-    return kept
+def _credential_file(folder: str, data: str, name: str, written: Path) -> Path | None:
+    """Returns the file of a certificate or key; inline data is first written to `written`."""
+    if data:
+        written.write_bytes(base64.b64decode(data))
+        return written
+    return _file(folder, name) if name else None
 
 
-# ------------------------------------------------------------------------------------------ other
-#     ways
+# ------------------------------------------------------------------------- a pod's account, plugins
 
 
 def _of_pod(environ: Mapping[str, str], account: Path) -> Access:
@@ -265,27 +274,32 @@ def _of_pod(environ: Mapping[str, str], account: Path) -> Access:
         raise Unusable("KUBERNETES_SERVICE_HOST is not set")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     tls.load_verify_locations(account / "ca.crt")
-    held: list[tuple[float, dict[str, str]]] = []
+    cached_headers: list[tuple[float, dict[str, str]]] = []
 
     def headers() -> Mapping[str, str]:
-        if not held or time.monotonic() > held[0][0] + _TOKEN_S:
+        if not cached_headers or time.monotonic() > cached_headers[0][0] + _TOKEN_S:
             token = (account / "token").read_text().strip()
-            held[:] = [(time.monotonic(), {"authorization": f"Bearer {token}"})]
-        return held[0][1]
+            cached_headers[:] = [(time.monotonic(), {"authorization": f"Bearer {token}"})]
+        return cached_headers[0][1]
 
     headers()
     name = f"[{host}]" if ":" in host else host
-    space = (account / "namespace").read_text().strip()
+    namespace = (account / "namespace").read_text().strip()
     address = f"https://{name}:{port}"
     from .transport import connect
 
     return Access(
-        address, space, connect(address, tls), headers, lambda: _package_settings(None, environ)
+        host=address,
+        namespace=namespace,
+        transport=connect(address, tls),
+        headers=headers,
+        settings=lambda: _package_settings(None, environ),
     )
 
 
 def _by_package(context: str, namespace: str, environ: Mapping[str, str]) -> Access:
-    """Plugins and the rest, as the kubernetes package has them; it renews what expires."""
+    """Builds access through the kubernetes package, which supports plugins and renews what
+    expires."""
     from kubernetes import client
 
     from .transport import Transport
@@ -293,20 +307,18 @@ def _by_package(context: str, namespace: str, environ: Mapping[str, str]) -> Acc
     settings = _package_settings(context, environ)
 
     def headers() -> Mapping[str, str]:
-        found = settings.auth_settings().values()
-        return {
-            auth["key"]: auth["value"]
-            for auth in found
-            if auth.get("in") == "header" and auth.get("value")
-        }
+        in_headers = [
+            auth for auth in settings.auth_settings().values() if auth.get("in") == "header"
+        ]
+        return {auth["key"]: auth["value"] for auth in in_headers if auth.get("value")}
 
     transport = Transport(settings.host, client.ApiClient(settings).rest_client.pool_manager)
     return Access(settings.host, namespace, transport, headers, lambda: settings)
 
 
 def _package_settings(context: str | None, environ: Mapping[str, str]) -> Any:
-    """kubernetes.client.Configuration of a context; None: of the cluster that this pod runs in.
-    Unusable."""
+    """Returns the kubernetes.client.Configuration of a context, or, for None, of the cluster that
+    this pod runs in. Unusable if there is none."""
     from kubernetes import client, config
     from kubernetes.config.config_exception import ConfigException
 

@@ -1,4 +1,4 @@
-"""Errors of the API server as one line with what to do and the exit code. Pure.
+"""Turns an error of the API server into one line with a remedy and the exit code. Pure.
 
 Status objects: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/status/ ;
 reasons as kube-apiserver, kube-scheduler 1.35 and Kueue 0.15 (flavorassigner.go,
@@ -22,8 +22,8 @@ _FORBIDDEN = re.compile(
 )
 
 
-#: (part of a reason, what to do). The first that is found counts: nodes that do not fit differ in
-#: their reasons.
+#: (part of a reason, remedy). The first match counts, because nodes that do not fit differ in their
+#: reasons.
 _HINTS: tuple[tuple[str, str], ...] = (
     ("exceeded quota", "ask for a larger quota, or end other runs"),
     ("violates PodSecurity", "backend.options.security must match the namespace's level"),
@@ -50,17 +50,20 @@ _HINTS: tuple[tuple[str, str], ...] = (
 )
 
 
-def with_hint(text: str) -> str:
-    """A reason of Kubernetes or Kueue, and what to do about it where that is known."""
-    return next((f"{text}; {do}" for words, do in _HINTS if words in text), text)
+def with_hint(reason: str) -> str:
+    """Adds the remedy, if one is known, to a reason of Kubernetes or Kueue."""
+    for phrase, remedy in _HINTS:
+        if phrase in reason:
+            return f"{reason}; {remedy}"
+    return reason
 
 
 class NoResponse(Exception):
-    """The server gave no answer, or not the whole of it. `permanent`: nor will it to another
-    try."""
+    """The server gave no answer, or only a part of one. `permanent`: another try would fail as
+    well."""
 
-    def __init__(self, text: str, permanent: bool):
-        super().__init__(text)
+    def __init__(self, message: str, permanent: bool):
+        super().__init__(message)
         self.permanent = permanent
 
 
@@ -81,74 +84,64 @@ class ApiError(OrchError):
 
 
 def api_error(status: int, body: str) -> ApiError:
-    """The error for an answer that is not 2xx."""
+    """Builds the error for an answer that is not 2xx."""
     try:
-        found = _STATUS.decode(body.encode())
-        text = found.message
+        reason = _STATUS.decode(body.encode()).message
     except msgspec.MsgspecError:
-        text = body
-    text = " ".join(text.split())[:600] or f"HTTP {status}"
+        reason = body
+    reason = " ".join(reason.split())[:600] or f"HTTP {status}"
     if status == 401:
-        return ApiError(
-            "the cluster does not accept your credentials (expired?): log in again",
-            Exit.SECURITY,
-            status,
-        )
+        message = "the cluster does not accept your credentials (expired?): log in again"
+        return ApiError(message, Exit.SECURITY, status)
     if status == 403:
-        return _forbidden(text)
-    if status == 404 and text in (
-        "404 page not found",
-        "the server could not find the requested resource",
-    ):
-        return ApiError(
-            "the cluster lacks this kind of object: is Kueue or JobSet installed?",
-            Exit.CONFIG,
-            status,
-        )
-    if status == 404 and "namespaces" in text:
-        return ApiError(
-            f"{text}: make the namespace, or choose backend.options.namespace", Exit.CONFIG, status
-        )
+        return _forbidden(reason)
+    if status == 404 and reason in _NO_SUCH_KIND:
+        message = "the cluster lacks this kind of object: is Kueue or JobSet installed?"
+        return ApiError(message, Exit.CONFIG, status)
+    if status == 404 and "namespaces" in reason:
+        message = f"{reason}: create the namespace, or choose backend.options.namespace"
+        return ApiError(message, Exit.CONFIG, status)
     if status == 409:
-        return ApiError(text, Exit.CONFIG, status)
+        return ApiError(reason, Exit.CONFIG, status)
     if status in (400, 422):
-        return ApiError(f"the cluster refuses the object: {text}", Exit.CONFIG, status)
+        return ApiError(f"the cluster refuses the object: {reason}", Exit.CONFIG, status)
     if status in (429, 500, 503, 504):
-        return ApiError(f"the cluster cannot answer now: {text}", Exit.CAPACITY, status)
-    return ApiError(f"the cluster says {status}: {text}", Exit.CAPACITY, status)
+        return ApiError(f"the cluster cannot answer now: {reason}", Exit.CAPACITY, status)
+    return ApiError(f"the cluster says {status}: {reason}", Exit.CAPACITY, status)
 
 
-def _forbidden(text: str) -> ApiError:
-    """Quota, Pod Security or a missing right; of a right the rule that would give it."""
-    if "exceeded quota" in text:
-        return ApiError(with_hint(text), Exit.CAPACITY, 403)
-    if "violates PodSecurity" in text:
-        return ApiError(with_hint(text), Exit.SECURITY, 403)
-    found = _FORBIDDEN.search(text)
-    if not found:
-        return ApiError(text, Exit.SECURITY, 403)
-    where = (
-        f"in namespace {found['namespace']}"
-        if found["namespace"]
-        else "in the cluster (a ClusterRole)"
-    )
-    rule = (
-        f'{{apiGroups: ["{found["group"]}"], resources: [{found["resource"]}], verbs:'
-        f" [{found['verb']}]}}"
-    )
-    who = f"{found['user']} may not {found['verb']} {found['resource']} {where}"
-    return ApiError(f"{who}; the rule to add: {rule}", Exit.SECURITY, 403)
+_NO_SUCH_KIND = ("404 page not found", "the server could not find the requested resource")
+
+
+def _forbidden(reason: str) -> ApiError:
+    """Builds the error for a quota, a Pod Security violation or a missing permission; for a
+    permission with the rule that would grant it."""
+    if "exceeded quota" in reason:
+        return ApiError(with_hint(reason), Exit.CAPACITY, 403)
+    if "violates PodSecurity" in reason:
+        return ApiError(with_hint(reason), Exit.SECURITY, 403)
+    denied = _FORBIDDEN.search(reason)
+    if not denied:
+        return ApiError(reason, Exit.SECURITY, 403)
+    verb = denied["verb"]
+    resource = denied["resource"]
+    scope = "in the cluster (a ClusterRole)"
+    if denied["namespace"]:
+        scope = f"in namespace {denied['namespace']}"
+    rule = f'{{apiGroups: ["{denied["group"]}"], resources: [{resource}], verbs: [{verb}]}}'
+    message = f"{denied['user']} may not {verb} {resource} {scope}; the rule to add: {rule}"
+    return ApiError(message, Exit.SECURITY, 403)
 
 
 def unreachable(host: str, error: Exception) -> OrchError:
-    """OrchError (76, or 78 for a certificate that does not match) for a server that gave no
-    answer."""
-    text = re.sub(
-        r"<[^>]*>:? ?|\(Caused by |HTTPS?Connection(Pool)?\([^)]*\):? ?", "", str(error)
-    ).strip("() ")
-    text = " ".join(text.split())[:200]
-    if "certificate" in text.lower():
+    """Builds the error for a server that gave no answer: 76, or 78 for a certificate that does not
+    match."""
+    wrapping = r"<[^>]*>:? ?|\(Caused by |HTTPS?Connection(Pool)?\([^)]*\):? ?"
+    reason = re.sub(wrapping, "", str(error)).strip("() ")
+    reason = " ".join(reason.split())[:200]
+    if "certificate" in reason.lower():
         return OrchError(
-            f"{host}: {text}: the kubeconfig is for another cluster, or out of date", Exit.SECURITY
+            f"{host}: {reason}: the kubeconfig is for another cluster, or out of date",
+            Exit.SECURITY,
         )
-    return OrchError(f"no answer from the cluster at {host}: {text}", Exit.CAPACITY)
+    return OrchError(f"no answer from the cluster at {host}: {reason}", Exit.CAPACITY)

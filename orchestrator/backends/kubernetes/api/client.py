@@ -1,8 +1,8 @@
-"""One cluster's API server: apply, read, delete, follow logs; every failure becomes one line within
-seconds.
+"""Requests to one cluster's API server: apply, read, delete, follow logs. Every failure becomes one
+line within seconds.
 
-`access` finds the server and the credentials; objects stay plain dictionaries, because what is sent
-must be what was rendered. Long lists are read into types that keep what matters.
+`access` finds the server and the credentials. Objects stay plain dictionaries, because what is sent
+must be what was rendered. Long lists are read into types that keep only the needed fields.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 import msgspec
 from msgspec import Struct, field
 
+from orchestrator.backends.kubernetes.names import Body, JsonObject
 from orchestrator.errors import OrchError
 from orchestrator.plan.codec import decoder
 from orchestrator.plan.exits import Exit
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
 
 _READ_S = 12.0
 _RETRY_FOR_S = 8.0
+_JSON = "application/json"
+_MERGE_PATCH = "application/merge-patch+json"
 _PAGE = 2000  # objects
-_AGAIN_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # between tries of a request that may be repeated without harm
+_RETRY_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # between tries of an idempotent request
 
 #: kind -> path with {ns}; a cluster-wide kind has none.
 PATHS: dict[str, str] = {
@@ -68,31 +71,33 @@ PATHS: dict[str, str] = {
     "AllTrainRuns": "/apis/orch.dev/v1alpha1/trainruns",
 }
 
-#: Kinds of which several groups have one.
+#: Names of kinds that several API groups have.
 _OF_GROUP = ("PodGroup", "Workload")
 
 
-def kind_of(body: Mapping[str, Any]) -> str:
-    """The object's key in PATHS."""
+def kind_of(body: Body) -> str:
+    """Returns the object's key in PATHS."""
     kind = str(body["kind"])
     group = str(body["apiVersion"]).partition("/")[0]
     return f"{kind} {group}" if kind in _OF_GROUP and group != "kueue.x-k8s.io" else kind
 
 
 T = TypeVar("T")
-Objects = list[dict[str, Any]]
+Objects = list[JsonObject]
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:
-    """What the call will return or raise. A daemon thread: a command that fails meanwhile ends
-    without waiting for a server that does not answer, which it would for a thread of an
-    executor."""
+    """Runs the call in a daemon thread; the future has its result or its exception.
+
+    A command that fails meanwhile ends at once; with a thread of an executor it would wait for a
+    server that does not answer.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # raised by `future.result()`
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
@@ -100,20 +105,20 @@ def in_background(call: Callable[[], T]) -> Future[T]:
 
 
 def gather(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """The results of calls made at once. When one raises, so does this, after the others have
-    ended, too."""
+    """Runs the calls at once and returns their results. If one raises, this raises too, once the
+    others have ended."""
     futures = [in_background(call) for call in calls]
     wait(futures)
     return [future.result() for future in futures]
 
 
-class _More(Struct):
-    more: str = field(default="", name="continue")
+class _ListMeta(Struct):
+    continue_token: str = field(default="", name="continue")
 
 
 class _Page(Struct, Generic[T]):
     items: list[T] | None = None
-    metadata: _More = field(default_factory=_More)
+    metadata: _ListMeta = field(default_factory=_ListMeta)
 
 
 class Cluster:
@@ -121,39 +126,38 @@ class Cluster:
 
     def __init__(self, context: str | None = None, namespace: str | None = None):
         self._context = context
-        self._wanted = namespace
-        self._found: Access | None = None
-        self._finding = threading.Lock()  # credential plugins take a second
+        self._namespace = namespace
+        self._known_access: Access | None = None
+        self._access_lock = threading.Lock()  # credential plugins take a second
 
     @property
     def _access(self) -> Access:
-        """OrchError (65, 76) when no cluster is configured."""
-        with self._finding:
-            if self._found is None:
-                self._found = access(self._context, os.environ)
-            return self._found
+        """Finds the server and the credentials once. OrchError (65, 76) if no cluster is
+        configured."""
+        with self._access_lock:
+            if self._known_access is None:
+                self._known_access = access(self._context, os.environ)
+            return self._known_access
 
     @property
     def namespace(self) -> str:
-        return self._wanted or self._access.namespace
+        return self._namespace or self._access.namespace
 
     @property
     def address(self) -> str:
         return self._access.host
 
     def within(self, namespace: str) -> Cluster:
-        """The same cluster, over the same connections, in another namespace."""
-        found = Cluster(self._context, namespace)
-        found._found = self._access
-        return found
+        """Returns the same cluster, over the same connections, in another namespace."""
+        cluster = Cluster(self._context, namespace)
+        cluster._known_access = self._access
+        return cluster
 
     # ---------------------------------------------------------------------------------- objects
 
-    def apply(
-        self, body: Mapping[str, Any], manager: str, force: bool = False, dry_run: bool = False
-    ) -> dict:
-        """Server-side apply. OrchError (65) when another manager owns a field with another
-        value."""
+    def apply(self, body: Body, manager: str, force: bool = False, dry_run: bool = False) -> dict:
+        """Applies the object on the server side. OrchError (65) if another manager owns a field
+        with another value."""
         query = {"fieldManager": manager, "force": str(force).lower(), "fieldValidation": "Strict"}
         if dry_run:
             query["dryRun"] = "All"
@@ -161,51 +165,47 @@ class Cluster:
         path = self._path(kind_of(body), body["metadata"]["name"])
         return self._json("PATCH", path, query, raw, "application/apply-patch+yaml")
 
-    def create(self, body: Mapping[str, Any]) -> dict | None:
-        """None when an object of that name exists."""
+    def create(self, body: Body) -> dict | None:
+        """Creates the object; None if an object of that name exists."""
         with _answer(409) as answer:
-            answer.value = self._json(
-                "POST", self._path(kind_of(body)), {}, msgspec.json.encode(body), "application/json"
-            )
+            path = self._path(kind_of(body))
+            answer.value = self._json("POST", path, {}, msgspec.json.encode(body), _JSON)
         return answer.value
 
-    def merge(self, kind: str, name: str, change: Mapping[str, Any], manager: str) -> dict:
-        """Set these fields and leave the others (RFC 7386)."""
+    def merge(self, kind: str, name: str, change: Body, manager: str) -> dict:
+        """Sets these fields and leaves the others (RFC 7386)."""
         raw = msgspec.json.encode(change)
-        how = "application/merge-patch+json"
-        return self._json("PATCH", self._path(kind, name), {"fieldManager": manager}, raw, how)
+        query = {"fieldManager": manager}
+        return self._json("PATCH", self._path(kind, name), query, raw, _MERGE_PATCH)
 
-    def replace(self, body: Mapping[str, Any]) -> dict | None:
-        """The whole object, at the version that its metadata names. None when it has another one by
-        now, or is gone."""
+    def replace(self, body: Body) -> dict | None:
+        """Replaces the whole object at the version that its metadata names; None if it has another
+        version now, or is gone."""
         with _answer(404, 409) as answer:
             path = self._path(body["kind"], body["metadata"]["name"])
-            answer.value = self._json(
-                "PUT", path, {}, msgspec.json.encode(body), "application/json"
-            )
+            answer.value = self._json("PUT", path, {}, msgspec.json.encode(body), _JSON)
         return answer.value
 
-    def change(
-        self, kind: str, name: str, change: Mapping[str, Any], part: str = ""
-    ) -> dict | None:
-        """A merge patch (RFC 7386), of `part` where it is "/status". None when the object is gone,
-        or is another or of another version by now than the patch names."""
+    def change(self, kind: str, name: str, change: Body, subresource: str = "") -> dict | None:
+        """Sends a merge patch (RFC 7386), to a subresource such as "/status" if one is named.
+        Returns None if the object is gone, or has another uid or version now than the patch
+        names."""
         raw = msgspec.json.encode(change)
-        how = "application/merge-patch+json"
+        path = self._path(kind, name) + subresource
         with _answer(404, 409) as answer:
-            answer.value = self._json("PATCH", self._path(kind, name) + part, {}, raw, how)
+            answer.value = self._json("PATCH", path, {}, raw, _MERGE_PATCH)
         return answer.value
 
     def has(self, group_version: str, plural: str = "") -> bool:
-        """Whether the API server serves it, and in it that kind. OrchError (76) when it does not
-        answer."""
+        """Tells whether the API server serves the group and, with `plural`, that kind in it.
+        OrchError (76) if it does not answer."""
         with _answer(403, 404) as answer:
             answer.value = self._json("GET", f"/apis/{group_version}")
-        kinds = {one.get("name") for one in (answer.value or {}).get("resources") or ()}
+        kinds = {resource.get("name") for resource in (answer.value or {}).get("resources") or ()}
         return answer.value is not None and (not plural or plural in kinds)
 
-    def patch_status(self, kind: str, name: str, change: Mapping[str, Any]) -> dict:
-        """Into the status, conditions by their type."""
+    def patch_status(self, kind: str, name: str, change: Body) -> dict:
+        """Merges a change into the status; conditions are merged by their type."""
         raw = msgspec.json.encode({"status": change})
         path = self._path(kind, name) + "/status"
         return self._json("PATCH", path, {}, raw, "application/strategic-merge-patch+json")
@@ -218,40 +218,45 @@ class Cluster:
     def list(
         self, kind: str, labels: str = "", fields: str = "", absent_ok: bool = False
     ) -> Objects:
-        """`absent_ok`: no such kind in this cluster, or no right to read it, is an empty list."""
+        """Lists the objects. `absent_ok`: returns [] if the cluster has no such kind, or it may not
+        be read."""
         with _answer(*((404, 403) if absent_ok else ())) as answer:
-            answer.value = self.read(kind, dict[str, Any], labels, fields)
+            answer.value = self.read(kind, JsonObject, labels, fields)
         return answer.value or []
 
     def read(
-        self, kind: str, of: type[T], labels: str = "", fields: str = "", cached: bool = False
+        self,
+        kind: str,
+        object_type: type[T],
+        labels: str = "",
+        fields: str = "",
+        cached: bool = False,
     ) -> Sequence[T]:
-        """As `list`, of each object what `of` has fields for. `cached`: as the API server remembers
-        them, which may be a moment old but asks nobody."""
-        query = {
-            name: text
-            for name, text in (("labelSelector", labels), ("fieldSelector", fields))
-            if text
-        }
-        query |= {"resourceVersion": "0"} if cached else {"limit": str(_PAGE)}
-        found: list[T] = []
+        """Lists objects as `list` does, each decoded into `object_type`. `cached`: from the API
+        server's cache, which may be a moment old but reads no storage."""
+        query = {"resourceVersion": "0"} if cached else {"limit": str(_PAGE)}
+        if labels:
+            query["labelSelector"] = labels
+        if fields:
+            query["fieldSelector"] = fields
+        objects: list[T] = []
         page_of: Any = _Page
-        pages = decoder(page_of[of])
+        pages = decoder(page_of[object_type])
         while True:
             page = pages.decode(self._raw("GET", self._path(kind), query))
-            found += page.items or ()
-            if not page.metadata.more:
-                return found
-            query["continue"] = page.metadata.more
+            objects += page.items or ()
+            if not page.metadata.continue_token:
+                return objects
+            query["continue"] = page.metadata.continue_token
 
     def events(self, kind: str, query: Mapping[str, str], read_s: float) -> Response:
-        """A watch that has begun: a line an event, until the server ends it. To be closed."""
-        return self._send(
-            "GET", self._path(kind), {"watch": "1", **query}, read_s=read_s, stream=True
-        )[0]
+        """Starts a watch: one line per event until the server ends it. The caller closes it."""
+        watch = {"watch": "1", **query}
+        response, _ = self._send("GET", self._path(kind), watch, read_s=read_s, stream=True)
+        return response
 
     def page(self, kind: str, query: Mapping[str, str]) -> bytes:
-        """A page of a list, as it came."""
+        """Returns one page of a list as the server sent it."""
         return self._raw("GET", self._path(kind), query)
 
     def delete(
@@ -262,73 +267,71 @@ class Cluster:
         grace_s: int | None = None,
         only: tuple[str, str] | None = None,
     ) -> bool:
-        """False when there was nothing to delete. `only`: uid and version; another one of that name
-        stays."""
-        options: dict[str, Any] = {"propagationPolicy": propagation}
+        """Deletes the object; False if there was none. `only`: deletes it only at this uid and
+        version."""
+        options: JsonObject = {"propagationPolicy": propagation}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
         if only is not None:
             options["preconditions"] = {"uid": only[0], "resourceVersion": only[1]}
-        with _answer(404, *((409,) if only else ())) as answer:
+        expected = (404, 409) if only else (404,)
+        with _answer(*expected) as answer:
             body = msgspec.json.encode(options)
-            answer.value = self._json(
-                "DELETE", self._path(kind, name), {}, body, "application/json"
-            )
+            answer.value = self._json("DELETE", self._path(kind, name), {}, body, _JSON)
         return answer.value is not None
 
     def log(
         self, pod: str, follow: bool = False, tail: int | None = None, previous: bool = False
     ) -> Iterator[str]:
-        """Lines of a pod's container. Nothing when it has not started or is gone."""
-        query = {"follow": "true"} if follow else {}
-        query |= {"tailLines": str(tail)} if tail is not None else {}
-        query |= {"previous": "true"} if previous else {}
+        """Yields the lines of a pod's container; none if it has not started or is gone."""
+        query = {}
+        if follow:
+            query["follow"] = "true"
+        if tail is not None:
+            query["tailLines"] = str(tail)
+        if previous:
+            query["previous"] = "true"
         with _answer(400, 404, 500) as answer:  # not started yet; gone; its node does not answer
             read_s = None if follow else _READ_S
-            answer.value, _ = self._send(
-                "GET", self._path("Pod", pod) + "/log", query, read_s=read_s, stream=True
-            )
+            path = self._path("Pod", pod) + "/log"
+            answer.value, _ = self._send("GET", path, query, read_s=read_s, stream=True)
         if answer.value is None:
             return
         rest = b""
         with contextlib.closing(answer.value) as response:
             for chunk in response.chunks():
-                *whole, rest = (rest + chunk).split(b"\n")
-                yield from (line.decode(errors="backslashreplace") for line in whole)
+                *complete_lines, rest = (rest + chunk).split(b"\n")
+                yield from (line.decode(errors="backslashreplace") for line in complete_lines)
         if rest:
             yield rest.decode(errors="backslashreplace")
 
     def evict(self, pod: str, grace_s: int) -> None:
-        """As a drain does it: SIGTERM, and SIGKILL after the grace. OrchError (76) where a
-        disruption budget forbids it."""
+        """Evicts the pod as a drain does: SIGTERM, and SIGKILL after the grace period. OrchError
+        (76) if a disruption budget forbids it."""
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
             "metadata": {"name": pod, "namespace": self.namespace},
+            "deleteOptions": {"gracePeriodSeconds": grace_s},
         }
-        body |= {"deleteOptions": {"gracePeriodSeconds": grace_s}}
-        self._json(
-            "POST",
-            self._path("Pod", pod) + "/eviction",
-            {},
-            msgspec.json.encode(body),
-            "application/json",
-        )
+        path = self._path("Pod", pod) + "/eviction"
+        self._json("POST", path, {}, msgspec.json.encode(body), _JSON)
 
     def command(self, pod: str, container: str, argv: Sequence[str]) -> PodCommand:
-        """Start a command in a running pod. OrchError (76, 78)."""
+        """Starts a command in a running pod. OrchError (76, 78)."""
         from .exec import PodCommand
 
-        to = self._access
+        access = self._access
         try:
-            settings = to.settings()
+            settings = access.settings()
         except Unusable as error:
             raise OrchError(f"exec into the pod: {error}", Exit.CAPACITY) from None
-        return PodCommand(settings, to.host + self._path("Pod", pod), to.headers(), container, argv)
+        url = access.host + self._path("Pod", pod)
+        return PodCommand(settings, url, access.headers(), container, argv)
 
     def version(self) -> str:
-        found = self._json("GET", "/version")
-        return str(found.get("gitVersion", "?"))
+        answer = self._json("GET", "/version")
+        return str(answer.get("gitVersion", "?"))
 
     # ---------------------------------------------------------------------------------- transport
 
@@ -353,7 +356,8 @@ class Cluster:
         body: bytes | None = None,
         kind: str = "",
     ) -> bytes:
-        return self._send(method, path, query, body, kind)[1]
+        _, content = self._send(method, path, query, body, kind)
+        return content
 
     def _send(
         self,
@@ -365,30 +369,29 @@ class Cluster:
         read_s: float | None = _READ_S,
         stream: bool = False,
     ) -> tuple[Response, bytes]:
-        """A response of 2xx with its content, unless it is to be streamed.
+        """Returns a 2xx response with its content, or without it if it is streamed.
 
-        Every method but POST is idempotent here, so a lost connection is tried again for some
-        seconds.
+        Every method but POST is idempotent here, so after a lost connection the request is repeated
+        for some seconds.
         """
-        to = self._access
-        headers = {"Accept": "application/json", "User-Agent": "orch"} | (
-            {"Content-Type": kind} if kind else {}
-        )
-        target = path + (f"?{urlencode(query)}" if query else "")
-        pauses = iter(_AGAIN_S if method != "POST" else ())
+        access = self._access
+        headers = {"Accept": _JSON, "User-Agent": "orch"}
+        if kind:
+            headers["Content-Type"] = kind
+        target = f"{path}?{urlencode(query)}" if query else path
+        pauses = iter(_RETRY_PAUSES_S if method != "POST" else ())
         end = time.monotonic() + _RETRY_FOR_S
         while True:
             try:
-                answer = to.transport.request(
-                    method, target, body, headers | dict(to.headers()), read_s
-                )
+                all_headers = headers | dict(access.headers())
+                answer = access.transport.request(method, target, body, all_headers, read_s)
                 if answer.status < 300 and stream:
                     return answer, b""
                 content = answer.read()
             except NoResponse as error:
                 pause = next(pauses, None) if not error.permanent else None
                 if pause is None or time.monotonic() > end:
-                    raise unreachable(to.host, error) from None
+                    raise unreachable(access.host, error) from None
             else:
                 if answer.status < 300:
                     return answer, content
@@ -404,7 +407,7 @@ class _Answer:
 
 @contextlib.contextmanager
 def _answer(*expected: int) -> Iterator[_Answer]:
-    """Holds the answer of a request; None when its HTTP status is one of `expected`."""
+    """Holds the answer of a request, or None if its HTTP status is one of `expected`."""
     answer = _Answer()
     try:
         yield answer

@@ -1,7 +1,7 @@
-"""A command in a running pod: `pods/exec`, as `kubectl exec -i` does it, by the kubernetes
+"""Runs a command in a running pod: `pods/exec`, as `kubectl exec -i` does it, by the kubernetes
 package's own client.
 
-The right that it needs: get and create on pods/exec. The package takes 0.4 s to import, which only
+It needs the permissions get and create on pods/exec. The package takes 0.4 s to import, which only
 drills pay.
 """
 
@@ -23,7 +23,8 @@ from .api_errors import api_error, unreachable
 
 
 class PodCommand:
-    """One that runs in the pod until it ends by itself, or `close` ends its standard input."""
+    """A command that runs in the pod until it ends by itself, or `close` ends its standard
+    input."""
 
     def __init__(
         self,
@@ -33,8 +34,8 @@ class PodCommand:
         container: str,
         argv: Sequence[str],
     ):
-        """`settings`: a kubernetes.client.Configuration. OrchError: 76 unreachable or gone, 78
-        without the right."""
+        """Starts the command. `settings`: a kubernetes.client.Configuration. OrchError: 76 if the
+        pod is unreachable or gone, 78 without the permission."""
         query = [("command", list(argv)), ("container", container)]
         query += [(stream, "true") for stream in ("stdin", "stdout", "stderr")]
         url = ws_client.get_websocket_url(f"{pod_url}/exec", query)
@@ -43,46 +44,44 @@ class PodCommand:
                 settings, url, headers, capture_all=False, binary=True
             )
         except WebSocketBadStatusException as error:
-            raise api_error(
-                error.status_code, (error.resp_body or b"").decode(errors="replace")
-            ) from None
+            body = (error.resp_body or b"").decode(errors="replace")
+            raise api_error(error.status_code, body) from None
         except (OSError, WebSocketException) as error:
             raise unreachable(pod_url, error) from None
 
     def line(self, timeout_s: float) -> bytes:
-        """The first line of its output, b"" when it ends without one. OrchError (76) when it takes
-        too long."""
+        """Returns the first line of its output, b"" if it ends without one. OrchError (76) if it
+        takes too long."""
         end = time.monotonic() + timeout_s
-        found = b""
-        with contextlib.suppress(OSError, WebSocketException):  # it ends there
-            found = self._socket.readline_stdout(timeout_s)
-        if not found and time.monotonic() >= end:
+        line = b""
+        with contextlib.suppress(OSError, WebSocketException):  # the connection has ended
+            line = self._socket.readline_stdout(timeout_s)
+        if not line and time.monotonic() >= end:
             raise OrchError("exec into the pod: no answer in time", Exit.CAPACITY)
-        return (
-            found or self._rest(ws_client.STDOUT_CHANNEL).partition(b"\n")[0]
-        )  # came with the connection's end
+        # a line without a newline may have come with the connection's end
+        return line or self._rest(ws_client.STDOUT_CHANNEL).partition(b"\n")[0]
 
     def failure(self) -> OrchError:
-        """Why it ended without a line of output."""
+        """Explains why the command ended without a line of output."""
         raw = self._rest(ws_client.ERROR_CHANNEL)
-        text = self._rest(ws_client.STDERR_CHANNEL).decode(errors="replace").strip().splitlines()
+        lines = self._rest(ws_client.STDERR_CHANNEL).decode(errors="replace").strip().splitlines()
         with contextlib.suppress(msgspec.MsgspecError):
-            text += [str(msgspec.json.decode(raw or b"{}", type=dict).get("message", ""))]
-        why = " ".join(" ".join(text[-2:]).split())[:400] or "no output"
-        return OrchError(f"exec into the pod: {why}", Exit.CAPACITY)
+            status = msgspec.json.decode(raw or b"{}", type=dict)
+            lines.append(str(status.get("message", "")))
+        reason = " ".join(" ".join(lines[-2:]).split())[:400] or "no output"
+        return OrchError(f"exec into the pod: {reason}", Exit.CAPACITY)
 
     def _rest(self, channel: int) -> bytes:
-        """What has come on a channel and was not read; waits a moment for it."""
+        """Reads what has arrived on a channel, and waits a moment for it."""
         with contextlib.suppress(OSError, WebSocketException):
             return self._socket.read_channel(channel, timeout=1.0)
         return b""
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End its standard input, and wait for it to leave. May be called again."""
+        """Ends its standard input and waits until it ends. May be called more than once."""
         with contextlib.suppress(OSError, WebSocketException):
-            if (
-                self._socket.subprotocol == ws_client.V5_CHANNEL_PROTOCOL
-            ):  # else its input ends with the connection
+            # in an older protocol its input ends only with the connection
+            if self._socket.subprotocol == ws_client.V5_CHANNEL_PROTOCOL:
                 self._socket.close_channel(ws_client.STDIN_CHANNEL)
                 end = time.monotonic() + timeout_s
                 while self._socket.is_open() and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""HTTP requests to one API server, over connections that urllib3 keeps open."""
+"""HTTP requests to one API server over connections that urllib3 keeps open."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from .api_errors import NoResponse
 
 _CONNECT_S = 5.0
 _CHUNK = 1 << 16
-_KEPT = 16  # idle connections; more threads than this never ask at once
+_IDLE_CONNECTIONS = 16  # as many as threads send requests at once
 
 
 class Response:
-    """One that has begun; `status` is known. To be read to its end, or closed."""
+    """A response whose status is known and whose body is still to be read. The caller reads it to
+    its end, or closes it."""
 
-    def __init__(self, found: urllib3.BaseHTTPResponse):
-        self.status = found.status
-        self._found = found
+    def __init__(self, response: urllib3.BaseHTTPResponse):
+        self.status = response.status
+        self._response = response
 
     def read(self) -> bytes:
-        """The whole body. NoResponse when the connection breaks first."""
+        """Reads the whole body. NoResponse if the connection breaks first."""
         try:
-            return self._found.read(decode_content=False)
+            return self._response.read(decode_content=False)
         except (OSError, HTTPError) as error:
-            self._found.close()
+            self._response.close()
             raise _no_response(error) from None
 
     def chunks(self) -> Iterator[bytes]:
-        """The body as it comes, until the server ends it or the connection breaks."""
+        """Yields the body as it arrives, until the server ends it or the connection breaks."""
         try:
-            with contextlib.suppress(
-                OSError, HTTPError, ValueError
-            ):  # ValueError: closed by another thread
-                while chunk := self._found.read1(_CHUNK, decode_content=False):
+            # ValueError: closed by another thread
+            with contextlib.suppress(OSError, HTTPError, ValueError):
+                while chunk := self._response.read1(_CHUNK, decode_content=False):
                     yield chunk
         finally:
-            self._found.close()
+            self._response.close()
 
     def close(self) -> None:
-        self._found.close()
+        self._response.close()
 
 
 class Transport:
-    """`host`: https://name:port, or http, perhaps with a path. For use from several threads."""
+    """Sends requests to `host`: https://name:port, or http, perhaps with a path. Several threads
+    may use it."""
 
     def __init__(self, host: str, pool: urllib3.PoolManager):
-        urllib3.disable_warnings(
-            InsecureRequestWarning
-        )  # where the kubeconfig says so: one line a request
+        # a kubeconfig may skip TLS verification: urllib3 would warn with every request
+        urllib3.disable_warnings(InsecureRequestWarning)
         self._host = host.rstrip("/")
         self._pool = pool
 
@@ -65,32 +65,32 @@ class Transport:
         headers: Mapping[str, str],
         read_s: float | None,
     ) -> Response:
-        """`target`: path and query. NoResponse: the server was not reached, or did not begin to
-        answer in `read_s`."""
-        times = urllib3.Timeout(connect=_CONNECT_S, read=read_s)
-        how = {"body": body, "headers": headers, "timeout": times}
+        """Sends a request. `target`: path and query. NoResponse if the server was not reached, or
+        did not begin to answer within `read_s`."""
         try:
-            found = self._pool.urlopen(
+            response = self._pool.urlopen(
                 method,
                 self._host + target,
                 redirect=False,
+                body=body,
+                headers=headers,
+                timeout=urllib3.Timeout(connect=_CONNECT_S, read=read_s),
                 retries=False,
                 preload_content=False,
-                **how,
             )
         except (OSError, HTTPError) as error:
             raise _no_response(error) from None
-        return Response(found)
+        return Response(response)
 
 
 def connect(host: str, tls: ssl.SSLContext | None, server_name: str = "") -> Transport:
-    """`server_name`: the one in the server's certificate where that is not the host."""
+    """Opens a transport. `server_name`: the name in the server's certificate if that is not the
+    host."""
     named: dict[str, Any] = {"server_hostname": server_name} if server_name else {}
-    return Transport(host, urllib3.PoolManager(maxsize=_KEPT, ssl_context=tls, **named))
+    pool = urllib3.PoolManager(maxsize=_IDLE_CONNECTIONS, ssl_context=tls, **named)
+    return Transport(host, pool)
 
 
 def _no_response(error: Exception) -> NoResponse:
-    return NoResponse(
-        str(error) or type(error).__name__,
-        isinstance(error, SSLError) and "certificate" in str(error),
-    )
+    wrong_certificate = isinstance(error, SSLError) and "certificate" in str(error)
+    return NoResponse(str(error) or type(error).__name__, permanent=wrong_certificate)

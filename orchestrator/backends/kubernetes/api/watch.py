@@ -1,9 +1,9 @@
-"""Objects of one kind as the API server has them now: listed once, then watched. What changes is
-told by its key.
+"""Keeps the current objects of one kind: lists them once, then watches them, and reports every
+change by its key.
 
-A list with its version, then a watch from that version on; where the watch ends it goes on from the
-last event or bookmark, and where that version is forgotten (410) everything is listed again. So no
-change is missed, and a reader never waits. Source:
+A list has a version, and the watch starts at that version; a watch that ends is continued from its
+last event or bookmark, and if the server has forgotten that version (410), everything is listed
+again. So no change is missed, and a reader never waits. Source:
 https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
 """
 
@@ -41,7 +41,7 @@ T = TypeVar("T", bound=_Object)
 
 class _ListMeta(Struct):
     version: str = field(default="", name="resourceVersion")
-    more: str = field(default="", name="continue")
+    continue_token: str = field(default="", name="continue")
 
 
 class _Page(Struct, Generic[T]):
@@ -63,18 +63,18 @@ class _Bare(Struct):
 
 
 class _Expired(Exception):
-    """The version to go on from is forgotten."""
+    """The server has forgotten the version to continue from."""
 
 
 class Watch(Generic[T]):
-    """`of`: a struct with `metadata`, decoded from each object. `changed(key, before, after)` is
-    called in the watching thread for each change; None: not there."""
+    """Watches one kind. `object_type`: a struct with `metadata`, into which each object is decoded.
+    `changed(key, before, after)` is called in the watching thread for each change; None: absent."""
 
     def __init__(
         self,
         cluster: Cluster,
         kind: str,
-        of: type[T],
+        object_type: type[T],
         changed: Callable[[str, T | None, T | None], None],
         labels: str = "",
     ):
@@ -82,12 +82,12 @@ class Watch(Generic[T]):
         self._kind = kind
         self._changed = changed
         page_of: Any = _Page
-        self._pages = decoder(page_of[of])
-        self._one = decoder(of)
+        self._pages = decoder(page_of[object_type])
+        self._object = decoder(object_type)
         self._event = decoder(_Event)
         self._bare = decoder(_Bare)
         self._query = {"labelSelector": labels} if labels else {}
-        self._found: dict[str, T] = {}
+        self._objects: dict[str, T] = {}
         self._lock = threading.Lock()
         self._ready = threading.Event()
         self._end = threading.Event()
@@ -96,25 +96,24 @@ class Watch(Generic[T]):
         threading.Thread(target=self._run, name=f"watch-{self._kind}", daemon=True).start()
 
     def stop(self) -> None:
-        """Nothing is told any more. Its thread, which waits for the server, ends with the watch or
+        """Stops reporting changes. The thread, which waits for the server, ends with the watch or
         the process."""
         self._end.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether everything has been listed by then."""
+        """Waits until everything has been listed, at most for `seconds`. Returns whether it has."""
         return self._ready.wait(seconds)
 
     def get(self, key: str) -> T | None:
-        """By `namespace/name`, or the name where there are no namespaces."""
+        """Returns the object `namespace/name`, or `name` if the kind has no namespaces."""
         with self._lock:
-            return self._found.get(key)
+            return self._objects.get(key)
 
     def all(self) -> list[T]:
         with self._lock:
-            return list(self._found.values())
+            return list(self._objects.values())
 
-    # ---------------------------------------------------------------------------------- the
-    #     watching thread
+    # -------------------------------------------------------------------------- the watching thread
 
     def _run(self) -> None:
         version = ""
@@ -124,7 +123,8 @@ class Watch(Generic[T]):
                 if not version:
                     version = self._list()
                     self._ready.set()
-                for version in self._events(version):  # noqa: B007, B020 - what it goes on from
+                # `version` is where the next watch continues
+                for version in self._events(version):  # noqa: B007, B020
                     tries = 0
             except _Expired:
                 version = ""
@@ -137,31 +137,27 @@ class Watch(Generic[T]):
                 tries += 1
 
     def _list(self) -> str:
-        """Replaces what is known; its version."""
-        found: dict[str, T] = {}
+        """Replaces all known objects by a new list, and returns its version."""
+        listed: dict[str, T] = {}
         query: dict[str, str] = {**self._query, "limit": _PAGE}
         while True:
             page = self._pages.decode(self._cluster.page(self._kind, query))
-            found |= {_key(one): one for one in page.items or ()}
-            if not page.metadata.more:
+            listed |= {_key(body): body for body in page.items or ()}
+            if not page.metadata.continue_token:
                 break
-            query["continue"] = page.metadata.more
+            query["continue"] = page.metadata.continue_token
         with self._lock:
-            before = self._found
-            self._found = found
-        for key in before.keys() | found.keys():
-            old = before.get(key)
-            new = found.get(key)
-            if (
-                old is None
-                or new is None
-                or old.metadata.resource_version != new.metadata.resource_version
-            ):
+            previous = self._objects
+            self._objects = listed
+        for key in previous.keys() | listed.keys():
+            old = previous.get(key)
+            new = listed.get(key)
+            if not _same_version(old, new):
                 self._changed(key, old, new)
         return page.metadata.version
 
     def _events(self, version: str) -> Iterator[str]:
-        """The version after each event, until the server ends the watch."""
+        """Yields the version after each event, until the server ends the watch."""
         query: Mapping[str, str] = {
             **self._query,
             "resourceVersion": version,
@@ -181,16 +177,22 @@ class Watch(Generic[T]):
             raise _Expired
         if event.type == "BOOKMARK":
             return self._bare.decode(event.object).metadata.version
-        new: T = self._one.decode(event.object)
+        new: T = self._object.decode(event.object)
         key = _key(new)
         with self._lock:
-            old = self._found.pop(key, None)
+            old = self._objects.pop(key, None)
             if event.type != "DELETED":
-                self._found[key] = new
+                self._objects[key] = new
         self._changed(key, old, None if event.type == "DELETED" else new)
         return str(new.metadata.resource_version)
 
 
-def _key(one: _Object) -> str:
-    about = one.metadata
-    return f"{about.namespace}/{about.name}" if about.namespace else str(about.name)
+def _key(body: _Object) -> str:
+    metadata = body.metadata
+    return f"{metadata.namespace}/{metadata.name}" if metadata.namespace else str(metadata.name)
+
+
+def _same_version(old: _Object | None, new: _Object | None) -> bool:
+    if old is None or new is None:
+        return False
+    return bool(old.metadata.resource_version == new.metadata.resource_version)

@@ -1,2 +1,2 @@
-"""The controller of `TrainRun` resources: owns where runs are placed, starts them, heals them, says
-how they fare."""
+"""The controller of `TrainRun` resources: places runs, starts them, heals them, and reports their
+state."""

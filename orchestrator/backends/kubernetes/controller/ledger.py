@@ -1,14 +1,14 @@
 """The ledger: which run holds which nodes, in one object, so that every decision is one
 compare-and-swap.
 
-A ConfigMap of the controller's namespace. It is written only at the version that was read: of two
-controllers that decide at once, because one was paused and another has taken over, one is refused
-by the API server and leaves. An allocation is all of a run's nodes or none, so no two runs ever
+It is a ConfigMap of the controller's namespace, written only at the version that was read: if two
+controllers decide at once, because one was suspended and another has taken over, the API server
+refuses one, which then exits. An allocation is all of a run's nodes or none, so no two runs ever
 hold parts of what each other need.
 
-What an allocation allows is to take the scheduling gate off the run's pods, one by one, and nothing
-else starts a pod. It is given back only when none of the run's pods is left. So whoever still acts
-on an allocation that is gone finds no pod to act on.
+An allocation permits removing the scheduling gates of the run's pods, one by one; nothing else
+starts a pod. It is released only when none of the run's pods is left. So a controller that still
+acts on a released allocation finds no pod to act on.
 """
 
 from __future__ import annotations
@@ -16,41 +16,39 @@ from __future__ import annotations
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from orchestrator.backends.kubernetes.api.client import Cluster
+from orchestrator.backends.kubernetes.names import Body, JsonObject
 from orchestrator.errors import OrchError
 from orchestrator.plan.exits import Exit
 
 NAME = "orch-placements"
-_MOST = 1 << 24  # bytes unpacked
+_MOST_BYTES = 1 << 24  # unpacked
 
 
 class Fenced(Exception):
-    """Somebody else has written the ledger: this process must decide nothing more."""
+    """Another process has written the ledger: this one must decide nothing more."""
 
 
 class Allocation(Struct, frozen=True, omit_defaults=True):
-    """Of one start of one run. `nodes`: by completion index; "" where a node was lost and none has
-    taken its place."""
+    """The nodes of one start of one run, by completion index; "" for a node that was lost and not
+    replaced."""
 
-    uid: str  # of the TrainRun
+    uid: str  # the TrainRun's
     number: int  # grows with every allocation of the cluster
-    generation: int  # of the run's Job
+    generation: int  # the Job's
     nodes: list[str]
-    needs: dict[
-        str, float
-    ] = {}  # of one pod, where several may share a node; {}: a node belongs to one pod alone
-    size: int = 0  # nodes of the plan it was made for
-    inputs: str = ""  # digest of what that plan was made from
-    excluded: dict[
-        str, float
-    ] = {}  # node -> Unix seconds until which it is not given to this run again
-    lost_at: float = 0.0  # since when it misses a node
-    ending: str = ""  # why it is given back, once its pods have left
+    # requests of one pod if several may share a node; {}: a node belongs to one pod alone
+    needs: dict[str, float] = {}
+    size: int = 0  # nodes of the plan that it was made for
+    inputs: str = ""  # digest of that plan's inputs
+    # node -> Unix seconds until which it is not given to this run again
+    excluded: dict[str, float] = {}
+    lost_at: float = 0.0  # since when a node is missing
+    ending: str = ""  # why it is released once its pods have ended
     wait: bool = False  # ... and its run is not placed again at once
 
     @property
@@ -60,11 +58,11 @@ class Allocation(Struct, frozen=True, omit_defaults=True):
 
 class BadNode(Struct, frozen=True):
     until: float  # Unix seconds
-    why: str
+    reason: str = field(name="why")
 
 
 class Book(Struct, frozen=True, omit_defaults=True):
-    """What the ledger holds. Keys: namespace/name of the TrainRun; a node's name."""
+    """The content of the ledger. Keys: namespace/name of the TrainRun; a node's name."""
 
     next: int = 1
     allocations: dict[str, Allocation] = {}
@@ -72,7 +70,7 @@ class Book(Struct, frozen=True, omit_defaults=True):
 
 
 class Ledger:
-    """The book as this process has read or written it last. For one thread alone."""
+    """The book as this process last read or wrote it. Only one thread may use it."""
 
     def __init__(self, cluster: Cluster):
         self._cluster = cluster
@@ -80,36 +78,35 @@ class Ledger:
         self.book = Book()
 
     def load(self) -> bool:
-        """Reads it, or makes an empty one. False: it was not there. OrchError."""
+        """Reads the ledger, or creates an empty one and returns False. OrchError."""
         body = self._cluster.get("ConfigMap", NAME)
-        made = body is None
+        existed = body is not None
         if body is None:
-            body = self._cluster.create(
-                _body(self._cluster.namespace, Book())
-            ) or self._cluster.get("ConfigMap", NAME)
+            empty = _body(self._cluster.namespace, Book())
+            body = self._cluster.create(empty) or self._cluster.get("ConfigMap", NAME)
         if body is None:
             raise OrchError(f"ConfigMap {NAME} comes and goes", Exit.CAPACITY)
         self._version = body["metadata"]["resourceVersion"]
         self.book = _unpacked(body)
-        return not made
+        return existed
 
     def get(self, key: str) -> Allocation | None:
         return self.book.allocations.get(key)
 
     def write(
         self,
-        given: Mapping[str, Allocation],
+        changed: Mapping[str, Allocation],
         released: Iterable[str] = (),
         bad: Mapping[str, BadNode] | None = None,
     ) -> None:
-        """These allocations put in and those taken out, in one write; `bad`: all nodes that are
-        left out, None: as before. Fenced when the ledger is another by now."""
-        gone = set(released)
-        kept = {key: one for key, one in self.book.allocations.items() if key not in gone} | dict(
-            given
-        )
-        number = max([self.book.next, *(one.number + 1 for one in given.values())])
-        book = Book(number, kept, self.book.bad if bad is None else dict(bad))
+        """Adds and removes allocations in one write; `bad`: all bad nodes, None: unchanged. Fenced
+        if another process has written the ledger."""
+        allocations = {**self.book.allocations}
+        for key in released:
+            allocations.pop(key, None)
+        allocations |= changed
+        next_number = max([self.book.next, *(added.number + 1 for added in changed.values())])
+        book = Book(next_number, allocations, self.book.bad if bad is None else dict(bad))
         if book == self.book:
             return
         body = _body(self._cluster.namespace, book)
@@ -121,17 +118,17 @@ class Ledger:
         self._version = written["metadata"]["resourceVersion"]
         self.book = book
 
-    def _check_lost(self, meant: Book) -> None:
-        """A write whose answer was lost on the way is tried again by the transport, and then meets
-        itself."""
+    def _check_lost(self, written_book: Book) -> None:
+        """Accepts our own write whose answer was lost: the transport repeats it, and it then
+        conflicts with itself."""
         body = self._cluster.get("ConfigMap", NAME)
-        if body is None or _unpacked(body) != meant:
+        if body is None or _unpacked(body) != written_book:
             raise Fenced("the ledger has been written by somebody else")
         self._version = body["metadata"]["resourceVersion"]
-        self.book = meant
+        self.book = written_book
 
 
-def _body(namespace: str, book: Book) -> dict[str, Any]:
+def _body(namespace: str, book: Book) -> JsonObject:
     raw = zlib.compress(msgspec.json.encode(book, order="deterministic"), 6)
     return {
         "apiVersion": "v1",
@@ -145,14 +142,15 @@ def _body(namespace: str, book: Book) -> dict[str, Any]:
     }
 
 
-def _unpacked(body: Mapping[str, Any]) -> Book:
-    """OrchError (65) for one that is not ours, or damaged."""
+def _unpacked(body: Body) -> Book:
+    """Unpacks the book. OrchError (65) if the object is not ours, or damaged."""
     try:
-        raw = zlib.decompressobj().decompress(b64decode(body["binaryData"]["book"]), _MOST)
+        packed = b64decode(body["binaryData"]["book"])
+        raw = zlib.decompressobj().decompress(packed, _MOST_BYTES)
         return msgspec.json.decode(raw, type=Book)
     except (KeyError, TypeError, ValueError, zlib.error, msgspec.MsgspecError) as error:
-        text = (
-            f"ConfigMap {NAME} cannot be read ({error}): delete it, and it is made anew from the"
-            " pods that there are"
+        message = (
+            f"ConfigMap {NAME} cannot be read ({error}): delete it, and the controller rebuilds it"
+            " from the living pods"
         )
-        raise OrchError(text, Exit.CONFIG) from None
+        raise OrchError(message, Exit.CONFIG) from None

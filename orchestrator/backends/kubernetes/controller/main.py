@@ -1,5 +1,5 @@
-"""The controller's process: leads or waits to, and then watches, reconciles and decides until it is
-told to end."""
+"""The controller's process: waits to lead, then watches, reconciles and decides until it is told to
+stop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .reports import Reports
 from .series import Series
 from .store import Store
 
-#: What threads decode beside what is watched; see decoder.
+#: Types that threads decode in addition to the watched ones; see decoder.
 DECODED = (
     Planned,
     Plan,
@@ -52,16 +52,16 @@ DECODED = (
     Book,
 )
 _WORKERS = 8
-_COALESCE_S = 0.02  # changes that come together are looked at together
-_DECIDE_S = 0.1  # between two decisions, at least
-_CLAIMS_S = 5.0  # between two while a run waits for GPUs that others hold by claims
+_COALESCE_S = 0.02  # changes within this time are handled together
+_DECIDE_S = 0.1  # shortest time between two decisions
+_CLAIMS_S = 5.0  # between two decisions while a run waits for GPUs that others hold by claims
 _RETRY_S = (0.5, 2.0, 10.0, 30.0)
 
 log = logging.getLogger("orch.controller")
 
 
 class Controller:
-    """One that leads. `run` returns the exit code of the process."""
+    """The leading controller. `run` returns the exit code of the process."""
 
     def __init__(
         self, cluster: Cluster, election: Election, everywhere: bool, home: str, series: Series
@@ -69,9 +69,9 @@ class Controller:
         self._election = election
         self._series = series
         self._wake = threading.Condition()
-        self._due: list[tuple[float, str]] = []  # a heap of when which run is looked at again
-        self._timers: dict[str, float] = {}  # of these the one that counts, for each
-        self._dirty: dict[str, float] = {}  # since when
+        self._due: list[tuple[float, str]] = []  # a heap of (time, run to look at)
+        self._timers: dict[str, float] = {}  # run -> the entry of the heap that counts
+        self._dirty: dict[str, float] = {}  # run -> since when
         self._busy: set[str] = set()
         self._tries: dict[str, int] = {}
         self._room_changed = False
@@ -82,21 +82,27 @@ class Controller:
         self._planner = Planner(cluster, self.dirty, home)
         self._reports = Reports(cluster, self.dirty)
         self._reconciler = Reconciler(
-            cluster, self._store, self._ledger, self._decisions, self._planner, self._reports, self._again,
-            lambda: election.leads and not self._over,
-        )  # fmt: skip
+            cluster,
+            store=self._store,
+            ledger=self._ledger,
+            decisions=self._decisions,
+            planner=self._planner,
+            reports=self._reports,
+            again=self._look_later,
+            leads=lambda: election.leads and not self._over,
+        )
         self._cluster = cluster
         self._everywhere = everywhere
 
     # ---------------------------------------------------------------------------------- any thread
 
     def dirty(self, key: str) -> None:
-        """The run is looked at as soon as nobody does."""
+        """Marks the run to be reconciled as soon as no thread reconciles it."""
         with self._wake:
             self._dirty.setdefault(key, time.monotonic())
             self._wake.notify()
 
-    def _again(self, key: str, seconds: float) -> None:
+    def _look_later(self, key: str, seconds: float) -> None:
         at = time.monotonic() + seconds
         with self._wake:
             if self._timers.get(key, at) < at:
@@ -110,17 +116,16 @@ class Controller:
             self._room_changed = True
             self._wake.notify()
         if node:
-            for key, one in list(self._ledger.book.allocations.items()):
-                if node in one.nodes or not all(one.nodes):
+            for key, allocation in list(self._ledger.book.allocations.items()):
+                if node in allocation.nodes or not all(allocation.nodes):
                     self.dirty(key)
 
-    def end(self, why: str) -> None:
+    def end(self, reason: str) -> None:
         with self._wake:
-            self._over = self._over or why
+            self._over = self._over or reason
             self._wake.notify()
 
-    # ---------------------------------------------------------------------------------- the main
-    #     thread
+    # ------------------------------------------------------------------------------ the main thread
 
     def run(self) -> int:
         self._election.keep(lambda: self.end("the lease is lost"))
@@ -129,8 +134,8 @@ class Controller:
             self._ledger.write(rebuilt(self._cluster, self._store, self._everywhere))
         self._series.publish(self._store.runs.all, self._ledger)
         self._reports.start()
-        for one in self._store.runs.all():
-            self.dirty(one.key)
+        for run in self._store.runs.all():
+            self.dirty(run.key)
         for key in self._ledger.book.allocations:
             self.dirty(key)
         pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="reconcile")
@@ -143,97 +148,101 @@ class Controller:
             self._reports.stop()
             pool.shutdown(wait=False, cancel_futures=True)
         log.info("ends: %s", self._over)
-        return int(Exit.DONE if self._over == _ASKED else Exit.FENCED)
+        return int(Exit.DONE if self._over == _ENDED_BY_SIGNAL else Exit.FENCED)
 
     def _loop(self, pool: ThreadPoolExecutor) -> None:
-        decided = 0.0
-        wanted = False
+        decided_at = 0.0
+        decision_due = False
         while True:
             with self._wake:
-                wait = min([1.0, *(max(0.0, at - time.monotonic()) for at, _ in self._due[:1])])
-                idle = not any(key not in self._busy for key in self._dirty)
-                if (
-                    idle
-                    and not wanted
-                    and not self._room_changed
-                    and not self._decisions.news
-                    and not self._over
-                ):
-                    self._wake.wait(wait)
+                if not decision_due and self._is_idle():
+                    until_timer = (max(0.0, at - time.monotonic()) for at, _ in self._due[:1])
+                    self._wake.wait(min([1.0, *until_timer]))
                 if self._over:
                     return
                 now = time.monotonic()
-                while self._due and self._due[0][0] <= now:
-                    at, key = heapq.heappop(self._due)
-                    if self._timers.get(key) == at:
-                        del self._timers[key]
-                        self._dirty.setdefault(key, now)
-                chosen = [
-                    key
-                    for key, at in self._dirty.items()
-                    if key not in self._busy and at <= now - _COALESCE_S
-                ]
-                since = {key: self._dirty.pop(key) for key in chosen}
-                self._busy.update(chosen)
-                changed = self._room_changed
+                since = self._take_due(now)
+                decision_due = decision_due or self._room_changed
                 self._room_changed = False
-                resting = not chosen and bool(self._dirty)
-            for key in chosen:
-                pool.submit(self._look, key, since[key])
-            wanted = wanted or changed
-            if now > decided + _CLAIMS_S and self._decisions.waits_for_claims:
-                wanted = True
-            if (wanted and self._decisions.anything) or self._decisions.news:
-                if now < decided + _DECIDE_S:
+                resting = not since and bool(self._dirty)
+            for key, dirty_since in since.items():
+                pool.submit(self._look, key, dirty_since)
+            if now > decided_at + _CLAIMS_S and self._decisions.waits_for_claims:
+                decision_due = True
+            if (decision_due and self._decisions.anything) or self._decisions.news:
+                if now < decided_at + _DECIDE_S:
                     time.sleep(_COALESCE_S)
                     continue
-                wanted = False
-                decided = now
+                decision_due = False
+                decided_at = now
                 self._decide()
             else:
-                wanted = False
+                decision_due = False
                 if resting:
                     time.sleep(_COALESCE_S)
 
+    def _is_idle(self) -> bool:
+        """Tells whether nothing is to be reconciled or decided now. The caller holds the lock."""
+        if any(key not in self._busy for key in self._dirty):
+            return False
+        return not (self._room_changed or self._decisions.news or self._over)
+
+    def _take_due(self, now: float) -> dict[str, float]:
+        """Takes the runs to reconcile now: run -> since when it is dirty. The caller holds the
+        lock."""
+        while self._due and self._due[0][0] <= now:
+            at, key = heapq.heappop(self._due)
+            if self._timers.get(key) == at:
+                del self._timers[key]
+                self._dirty.setdefault(key, now)
+        chosen = [
+            key
+            for key, at in self._dirty.items()
+            if key not in self._busy and at <= now - _COALESCE_S
+        ]
+        self._busy.update(chosen)
+        return {key: self._dirty.pop(key) for key in chosen}
+
     def _decide(self) -> None:
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             self._decisions.decide(time.time())
-        except OrchError as error:  # asked again by who needs it
+        except OrchError as error:  # the runs ask again
             log.warning("nothing decided: %s", error.message)
             time.sleep(1.0)
             with self._wake:
                 self._room_changed = True
-        self._series.decided(time.monotonic() - began)
+        self._series.decided(time.monotonic() - started)
 
     def _look(self, key: str, since: float) -> None:
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             self._reconciler.reconcile(key)
             self._tries.pop(key, None)
         except OrchError as error:
-            if error.exit == Exit.FENCED:  # the lease is late: it is renewed, or this process ends
-                self._again(key, _RETRY_S[0])
+            # the lease is late: it will be renewed, or this process ends
+            if error.exit == Exit.FENCED:
+                self._look_later(key, _RETRY_S[0])
             else:
                 tries = self._tries[key] = self._tries.get(key, 0) + 1
                 log.warning("%s: %s", key, error.message)
-                self._again(key, _RETRY_S[min(tries, len(_RETRY_S)) - 1])
+                self._look_later(key, _RETRY_S[min(tries, len(_RETRY_S)) - 1])
         except Exception:
             log.exception("%s: internal error", key)
-            self._again(key, _RETRY_S[-1])
+            self._look_later(key, _RETRY_S[-1])
         finally:
             now = time.monotonic()
-            self._series.reconciled(began - since, now - began)
+            self._series.reconciled(started - since, now - started)
             with self._wake:
                 self._busy.discard(key)
                 self._wake.notify()
 
 
-_ASKED = "asked to end"
+_ENDED_BY_SIGNAL = "asked to end"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m orchestrator.kubernetes.controller`."""
+    """Runs the controller: `python -m orchestrator.backends.kubernetes.controller`."""
     args = _parse(argv)
     logging.basicConfig(
         stream=sys.stdout,
@@ -252,26 +261,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error("port %d for metrics: %s", args.metrics_port, error.strerror)
         return int(Exit.CONFIG)
     election = Election(cluster, args.identity, args.lease_s)
-    told = threading.Event()
-    found: list[Controller] = []
+    controllers: list[Controller] = []
 
     def on_signal(*_: object) -> None:
-        told.set()
-        for one in found:
-            one.end(_ASKED)
-        if not found:
-            os._exit(0)  # waits to lead: nothing is held
+        for controller in controllers:
+            controller.end(_ENDED_BY_SIGNAL)
+        if not controllers:
+            os._exit(0)  # it waits to lead, and holds nothing
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     try:
         election.wait()
         controller = Controller(cluster, election, not args.one_namespace, args.home, series)
-        found.append(controller)
+        controllers.append(controller)
         code = controller.run()
         if code == Exit.DONE:
             election.release()
-        os._exit(code)  # threads that still wait for an answer act no more
+        os._exit(code)  # threads that still wait for an answer must not act any more
     except OrchError as error:
         log.error("%s", error.message)
         return int(error.exit)
@@ -279,23 +286,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="orchestrator.kubernetes.controller", description="Runs TrainRuns."
+        prog="orchestrator.backends.kubernetes.controller", description="Runs TrainRuns."
     )
     parser.add_argument(
         "--namespace",
-        help="of the controller itself: its lease and its ledger; left out: the pod's",
+        help="the namespace of the controller's lease and ledger (default: the pod's)",
     )
     parser.add_argument(
         "--one-namespace", action="store_true", help="only TrainRuns of that namespace"
     )
     parser.add_argument(
-        "--identity", default=f"{platform.node()}-{os.getpid()}", help="of this replica"
-    )
-    parser.add_argument("--metrics-port", type=int, default=9404, help="0: none")
-    parser.add_argument(
-        "--home", default="/tmp/orch", help="a folder for plans that were made before"
+        "--identity", default=f"{platform.node()}-{os.getpid()}", help="name of this replica"
     )
     parser.add_argument(
-        "--lease-s", type=float, default=15.0, help="after which another replica takes over"
+        "--metrics-port", type=int, default=9404, help="port of the metrics; 0: none"
+    )
+    parser.add_argument("--home", default="/tmp/orch", help="folder of stored plans")
+    parser.add_argument(
+        "--lease-s", type=float, default=15.0, help="seconds after which another replica takes over"
     )
     return parser.parse_args(argv)

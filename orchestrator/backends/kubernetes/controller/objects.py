@@ -1,16 +1,14 @@
-"""The objects of one start of a TrainRun, made in an order in which each is owned by it from its
-first moment."""
+"""Creates the objects of one start of a TrainRun, in an order in which the TrainRun owns each from
+its first moment."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from msgspec import structs
 
 from orchestrator.backends.kubernetes.api.client import Cluster
-from orchestrator.backends.kubernetes.names import GENERATION, REQUIRED, TOGETHER
+from orchestrator.backends.kubernetes.names import GENERATION, REQUIRED, TOGETHER, Body
 from orchestrator.backends.kubernetes.objects.render import Manifest, elastic_sizes, render
 from orchestrator.backends.kubernetes.options import KubernetesOptions, read_options
 from orchestrator.backends.kubernetes.train_run import Bundle, TrainRun
@@ -22,12 +20,12 @@ MANAGER = "orch-controller"
 
 
 def is_elastic(bundle: Bundle, options: KubernetesOptions) -> bool:
-    """Whether the run changes between its sizes while its pods live."""
+    """Tells whether the run changes between its sizes while its pods live."""
     return bool(elastic_sizes(at_size(bundle.request, bundle.largest), options))
 
 
 def options_of(run: TrainRun, bundle: Bundle) -> KubernetesOptions:
-    """OrchError (65) for a wrong one."""
+    """Returns the run's options. OrchError (65) for a wrong one."""
     return read_options({**bundle.request.backend_options, **run.spec.options})
 
 
@@ -36,12 +34,13 @@ def manifest(
     bundle: Bundle,
     plan: Plan,
     options: KubernetesOptions,
+    *,
     generation: int,
     topology: Topology | None,
     gated: bool,
     key: str = "",
 ) -> Manifest:
-    """What is rendered for this start. `gated`: the controller gives pods their nodes."""
+    """Collects what this start is rendered from. `gated`: the controller gives pods their nodes."""
     request = structs.replace(at_size(bundle.request, plan), run_id=run.metadata.name)
     return Manifest(
         request=request,
@@ -57,48 +56,49 @@ def manifest(
         train_run=run.metadata.uid,
         gated=gated,
         environment_secret=run.spec.environment_secret,
-        sizes={size: one for size, one in bundle.plans.items() if size <= len(request.agents)},
+        sizes={size: sized for size, sized in bundle.plans.items() if size <= len(request.agents)},
     )
 
 
-def make(cluster: Cluster, found: Manifest) -> None:
-    """Send what is missing, the Job last. What is there of an earlier start is replaced, but for
-    the Secret, whose key the run keeps, and the Job, which is of this start already.
+def make(cluster: Cluster, unsent: Manifest) -> None:
+    """Sends the missing objects, the Job last. Objects of an earlier start are replaced, except for
+    the Secret, whose key the run keeps, and a Job, which is of this start.
 
-    OrchError: 65 for what the API server refuses, 76 where it does not answer.
+    OrchError: 65 if the API server refuses an object, 76 if it does not answer.
     """
-    drawn = structs.replace(found, key=os.urandom(32).hex())
-    secret, *others, job = render(drawn)
+    with_key = structs.replace(unsent, key=os.urandom(32).hex())
+    secret, *companions, job = render(with_key)
     cluster.create(secret)
-    for body in others:
+    for body in companions:
         cluster.apply(body, MANAGER, force=True)
     cluster.create(job)
 
 
-def give(cluster: Cluster, pod: str, node: str, together: int) -> bool:
-    """Take the gate off a pod, which then fits this node alone. False when the pod is gone.
+def ungate(cluster: Cluster, pod: str, node: str, together: int) -> bool:
+    """Removes the scheduling gate from a pod, which then fits this node alone. Returns False if the
+    pod is gone.
 
-    The scheduler looks at no other node for one that is named so (matchFields), however many there
-    are.
+    For a node that is named so (matchFields) the scheduler looks at no other node, however many
+    there are.
     """
-    here = {"key": "metadata.name", "operator": "In", "values": [node]}
-    only = {"nodeSelectorTerms": [{"matchFields": [here]}]}
-    affinity = {"nodeAffinity": {REQUIRED: only}}
-    about = {"annotations": {TOGETHER: str(together)}}
-    change = {"metadata": about, "spec": {"schedulingGates": None, "affinity": affinity}}
+    this_node = {"key": "metadata.name", "operator": "In", "values": [node]}
+    terms = {"nodeSelectorTerms": [{"matchFields": [this_node]}]}
+    affinity = {"nodeAffinity": {REQUIRED: terms}}
+    metadata = {"annotations": {TOGETHER: str(together)}}
+    change = {"metadata": metadata, "spec": {"schedulingGates": None, "affinity": affinity}}
     return cluster.change("Pod", pod, change) is not None
 
 
-def pinned_node(pod: Mapping[str, Any]) -> str:
-    """The node that `give` has named, "" for none."""
+def pinned_node(pod: Body) -> str:
+    """Returns the node that `ungate` has pinned the pod to, or ""."""
     affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
     for term in (affinity.get(REQUIRED) or {}).get("nodeSelectorTerms") or ():
-        for one in term.get("matchFields") or ():
-            if one.get("key") == "metadata.name" and len(one.get("values") or ()) == 1:
-                return str(one["values"][0])
+        for field in term.get("matchFields") or ():
+            if field.get("key") == "metadata.name" and len(field.get("values") or ()) == 1:
+                return str(field["values"][0])
     return ""
 
 
-def generation_of(body: Mapping[str, Any]) -> int:
-    text = (body["metadata"].get("labels") or {}).get(GENERATION, "")
-    return int(text) if text.isdigit() else -1
+def generation_of(body: Body) -> int:
+    label = (body["metadata"].get("labels") or {}).get(GENERATION, "")
+    return int(label) if label.isdigit() else -1

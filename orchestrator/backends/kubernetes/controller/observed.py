@@ -1,5 +1,5 @@
-"""What the controller reads of the cluster's objects. Narrow: of ten thousand pods each is a few
-hundred bytes."""
+"""The fields that the controller reads of the cluster's objects: few, so that each of ten thousand
+pods takes a few hundred bytes."""
 
 from __future__ import annotations
 
@@ -75,23 +75,23 @@ class Pod(Struct, frozen=True, omit_defaults=True, dict=True):
 
     @property
     def run(self) -> str:
-        """namespace/run id; "" for what is no run's."""
+        """namespace/run id; "" for a pod of no run."""
         name = self.metadata.labels.get(RUN, "")
         return f"{self.metadata.namespace}/{name}" if name else ""
 
     @property
     def index(self) -> int:
-        text = self.metadata.labels.get(INDEX, "")
-        return int(text) if text.isdigit() else -1
+        label = self.metadata.labels.get(INDEX, "")
+        return int(label) if label.isdigit() else -1
 
     @property
     def generation(self) -> int:
-        text = self.metadata.labels.get(GENERATION, "")
-        return int(text) if text.isdigit() else -1
+        label = self.metadata.labels.get(GENERATION, "")
+        return int(label) if label.isdigit() else -1
 
     @property
     def created_at(self) -> float:
-        """Unix seconds."""
+        """Creation time in Unix seconds."""
         return seconds_of(self.metadata.creation_timestamp) or 0.0
 
     @property
@@ -100,9 +100,9 @@ class Pod(Struct, frozen=True, omit_defaults=True, dict=True):
 
     @property
     def exit_code(self) -> int | None:
-        for one in self.status.container_statuses or ():
-            if one.name == CONTAINER and one.state.terminated:
-                return one.state.terminated.exit_code
+        for container in self.status.container_statuses or ():
+            if container.name == CONTAINER and container.state.terminated:
+                return container.state.terminated.exit_code
         return None
 
     @property
@@ -119,21 +119,21 @@ class Pod(Struct, frozen=True, omit_defaults=True, dict=True):
 
     @cached_property
     def needs(self) -> dict[str, float]:
-        """What it asks of its node."""
+        """Resources that it requests of its node."""
         return pod_requests(self.spec)
 
     def body(self) -> dict[str, Any]:
-        """As the API server writes it, what is read of it."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        found.setdefault("spec", {})
-        found.setdefault("status", {})
-        return found
+        """Returns the fields that were read, spelled as the API server spells them."""
+        body: dict[str, Any] = msgspec.to_builtins(self)
+        body.setdefault("spec", {})
+        body.setdefault("status", {})
+        return body
 
 
 class JobSpec(Struct, frozen=True, omit_defaults=True, rename="camel"):
     completions: int = 0
     suspend: bool = False
-    success_policy: dict[str, Any] = {}  # of an elastic run
+    success_policy: dict[str, Any] = {}  # set for an elastic run
 
 
 class JobStatus(Struct, frozen=True, omit_defaults=True):
@@ -155,8 +155,8 @@ class Job(Struct, frozen=True, omit_defaults=True):
 
     @property
     def generation(self) -> int:
-        text = self.metadata.labels.get(GENERATION, "")
-        return int(text) if text.isdigit() else -1
+        label = self.metadata.labels.get(GENERATION, "")
+        return int(label) if label.isdigit() else -1
 
     @property
     def leaves(self) -> bool:
@@ -165,12 +165,12 @@ class Job(Struct, frozen=True, omit_defaults=True):
     @property
     def finished(self) -> bool:
         return any(
-            one.type in ("Complete", "Failed") and one.status == "True"
-            for one in self.status.conditions
+            condition.type in ("Complete", "Failed") and condition.status == "True"
+            for condition in self.status.conditions
         )
 
     def body(self) -> dict[str, Any]:
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        found.setdefault("spec", {})
-        found.setdefault("status", {})
-        return found
+        body: dict[str, Any] = msgspec.to_builtins(self)
+        body.setdefault("spec", {})
+        body.setdefault("status", {})
+        return body

@@ -1,8 +1,7 @@
-"""What runs say of themselves: the status lines in their pods' logs, read now and then by a few
-threads.
+"""The runs' own reports: the status lines in their pods' logs, read at intervals by a few threads.
 
-A run's state is written by the pod with its coordinator, which in an elastic run may be any. The
-one that last had one is asked first.
+The pod with the coordinator writes the run's state; in an elastic run that may be any pod. The pod
+that last had a report is read first.
 """
 
 from __future__ import annotations
@@ -24,24 +23,25 @@ from orchestrator.plan.codec import UNREADABLE
 from .status import Report
 
 _EVERY_S = 10.0
-_AT_ONCE = 4
-_PER_S = 20.0  # logs that are read a second, at most: of many runs each is asked less often
-_TRIED = 3  # pods that are asked for one run at once
+_THREADS = 4
+_LOGS_PER_S = 20.0  # at most; with many runs each is read less often
+_MOST_PODS = 3  # pods whose logs are read for one run at once
 
 _NONE = Report()
 
 
 class _Run(Struct):
     generation: int
-    pods: Sequence[str]  # that run, by index
+    pods: Sequence[str]  # the pods that have started, by index
     due: float = 0.0
-    asked: int = 0  # index into pods of who is asked first
+    first: int = 0  # index into pods of the pod that is read first
     busy: bool = False
-    found: Report = _NONE
+    report: Report = _NONE
 
 
 class Reports:
-    """`changed(key)`: a run has said something new."""
+    """Reads the reports of the watched runs. `changed(key)` is called when a run has a new
+    report."""
 
     def __init__(self, cluster: Cluster, changed: Callable[[str], None]):
         self._cluster = cluster
@@ -49,7 +49,7 @@ class Reports:
         self._lock = threading.Lock()
         self._end = threading.Event()
         self._runs: dict[str, _Run] = {}
-        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="reports")
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="reports")
 
     def start(self) -> None:
         threading.Thread(target=self._loop, name="reports", daemon=True).start()
@@ -60,15 +60,15 @@ class Reports:
 
     def watch(self, key: str, generation: int, pods: Sequence[str]) -> None:
         with self._lock:
-            one = self._runs.setdefault(key, _Run(generation, pods))
-            if one.generation != generation or (pods and not one.pods):
-                one.due = 0.0
-            one.generation = generation
-            one.pods = pods
+            run = self._runs.setdefault(key, _Run(generation, pods))
+            if run.generation != generation or (pods and not run.pods):
+                run.due = 0.0
+            run.generation = generation
+            run.pods = pods
 
     def get(self, key: str) -> Report:
         with self._lock:
-            return self._runs[key].found if key in self._runs else _NONE
+            return self._runs[key].report if key in self._runs else _NONE
 
     def forget(self, key: str) -> None:
         with self._lock:
@@ -80,10 +80,10 @@ class Reports:
             with self._lock:
                 due = [
                     key
-                    for key, one in self._runs.items()
-                    if one.pods and not one.busy and one.due <= now
+                    for key, run in self._runs.items()
+                    if run.pods and not run.busy and run.due <= now
                 ]
-                every = max(_EVERY_S, len(self._runs) / _PER_S)
+                every = max(_EVERY_S, len(self._runs) / _LOGS_PER_S)
                 for key in due:
                     self._runs[key].busy = True
                     self._runs[key].due = now + every
@@ -92,43 +92,45 @@ class Reports:
 
     def _read(self, key: str) -> None:
         with self._lock:
-            one = self._runs.get(key)
-            if one is None:
+            run = self._runs.get(key)
+            if run is None:
                 return
-            generation = one.generation
-            pods = list(one.pods)
-            first = one.asked
-        space = self._cluster.within(key.partition("/")[0])
-        found = LastReport()
-        asked = first
-        for turn in range(min(_TRIED, len(pods))):
-            asked = (first + turn) % len(pods)
+            generation = run.generation
+            pods = list(run.pods)
+            first = run.first
+        cluster = self._cluster.within(key.partition("/")[0])
+        last_report = LastReport()
+        index = first
+        for turn in range(min(_MOST_PODS, len(pods))):
+            index = (first + turn) % len(pods)
             try:
-                found = parse_report(space.log(pods[asked], tail=LOG_LINES))
+                last_report = parse_report(cluster.log(pods[index], tail=LOG_LINES))
             except OrchError:
                 continue
-            if found.state is not None:
+            if last_report.state is not None:
                 break
         else:
-            asked = (first + _TRIED) % max(1, len(pods))
-        report = _report(generation, found)
+            index = (first + _MOST_PODS) % max(1, len(pods))
+        report = _report(generation, last_report)
         with self._lock:
-            if (one := self._runs.get(key)) is None:
+            run = self._runs.get(key)
+            if run is None:
                 return
-            one.busy = False
-            one.asked = asked
-            news = one.generation == generation and found.state is not None and report != one.found
+            run.busy = False
+            run.first = index
+            same_start = run.generation == generation
+            news = same_start and last_report.state is not None and report != run.report
             if news:
-                one.found = report
+                run.report = report
         if news:
             self._changed(key)
 
 
-def _report(generation: int, found: LastReport) -> Report:
+def _report(generation: int, last_report: LastReport) -> Report:
     step: StepLine | None = None
-    if found.step:
+    if last_report.step:
         try:
-            step = msgspec.json.decode(found.step, type=StepLine)
+            step = msgspec.json.decode(last_report.step, type=StepLine)
         except UNREADABLE:
             step = None
-    return Report(generation, found.state, step, found.ettr)
+    return Report(generation, last_report.state, step, last_report.ettr)

@@ -1,8 +1,8 @@
-"""Room: which nodes are free for which run, and how those that wait share them out. Pure.
+"""Room: which nodes are free for which run, and how waiting runs share them. Pure.
 
-A run on GPUs has its nodes to itself; one on CPUs shares them, as many pods to a node as its
-resources hold. What the scheduler would refuse is not given (fitting). All of a run's nodes or
-none.
+A run on GPUs has its nodes to itself; a run on CPUs shares them, as many pods per node as its
+resources hold. Nodes that the scheduler would refuse are not given (fitting). A run gets all of its
+nodes or none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from orchestrator.backends.kubernetes.devices import (
     gpus_of,
     with_devices,
 )
-from orchestrator.backends.kubernetes.fitting import EXCLUDED, SAID, PodNeeds, is_excluded, why_not
+from orchestrator.backends.kubernetes.fitting import (
+    ALWAYS_REPORTED,
+    EXCLUDED,
+    PodNeeds,
+    is_excluded,
+    why_not,
+)
 from orchestrator.backends.kubernetes.objects.node_affinity import choose
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.backends.kubernetes.pod_requests import quantity
@@ -33,50 +39,52 @@ from orchestrator.plan import Plan
 from .ledger import Allocation
 from .observed import Pod
 
-#: Said to a run whose pods ask for GPUs by a claim, where only labels tell how many there are.
+#: Reported to a run whose pods request GPUs by a ResourceClaim when only labels tell how many there
+#: are.
+_NOT_SELECTED = "not selected"
 _BY_LABELS = "resourceslices may not be read, so GPUs are counted by the label nvidia.com/gpu.count"
 
 
-class Wish(Struct, frozen=True):
-    """A run that waits for room."""
+class NodeRequest(Struct, frozen=True):
+    """A run that waits for nodes."""
 
     key: str
-    sizes: Sequence[tuple[int, Plan]]  # to be tried in this order
+    sizes: Sequence[tuple[int, Plan]]  # tried in this order
     options: KubernetesOptions
-    needs: PodNeeds  # of one pod, at every size
+    needs: PodNeeds  # needs of one pod, at every size
     excluded: frozenset[str] = frozenset()
     elastic: bool = False  # it changes between its sizes while its pods live
 
     @property
     def claims(self) -> str:
-        """The resource in place of which its pods ask for GPUs by a claim; "" where they do not."""
+        """The GPU resource if its pods request GPUs by a ResourceClaim instead of it; else ""."""
         gpu = self.options.gpu_resource if self.sizes[0][1].cluster.device == "cuda" else ""
         return gpu if gpu not in self.needs.requests and asks_by_claim(self.options) else ""
 
     @property
     def pods(self) -> int:
-        """Of its Job. Those of an elastic run that have no node wait for one."""
+        """The number of pods of the Job. Those of an elastic run that have no node wait for one."""
         return max(size for size, _ in self.sizes) if self.elastic else 0
 
 
 class Placed(NamedTuple):
     size: int
     nodes: list[str]  # by completion index
-    needs: dict[str, float]  # {}: the nodes are the run's alone
+    needs: dict[str, float]  # {}: the nodes belong to the run alone
 
 
 class _Fit(NamedTuple):
-    """Of all pods that ask for the same."""
+    """The nodes that fit pods of the same requirements."""
 
     topology: Topology
-    why: dict[str, str]  # of nodes that do not fit whatever else is on them
+    obstacles: dict[str, str]  # node that does not fit even if it is empty -> why
     exclusive: bool
-    about: str  # what they ask for, in words
+    key: str  # the requirements as text
 
 
 class Fits:
-    """Which nodes fit what, whoever else is there: worked out once for the same nodes and devices,
-    which stay so."""
+    """The nodes that fit each set of requirements when they are empty: computed once for the same
+    nodes and devices."""
 
     def __init__(self, nodes: Mapping[str, Node], devices: GpuDevices = NOT_READ):
         self.nodes = nodes
@@ -84,44 +92,58 @@ class Fits:
         self._known: dict[str, _Fit] = {}
         self._topologies: dict[str, Topology] = {}
 
-    def of(self, wish: Wish) -> _Fit:
-        """OrchError (65) for labels that contradict each other."""
-        options = wish.options
-        cuda = wish.sizes[0][1].cluster.device == "cuda"
+    def of(self, request: NodeRequest) -> _Fit:
+        """Returns the fit of the request's requirements. OrchError (65) for labels that contradict
+        each other."""
+        options = request.options
+        cluster = request.sizes[0][1].cluster
+        cuda = cluster.device == "cuda"
         gpu = options.gpu_resource if cuda else ""
-        select = sorted(options.node_selector.items())
-        where = repr((select, options.levels, options.profile, gpu, gpu in wish.needs.requests))
-        claimed = wish.sizes[0][1].cluster.gpus_per_node if wish.claims else 0
-        about = f"{where} {wish.needs!r} {options.without} {claimed}"
-        if about not in self._known:
-            why: dict[str, str] = {}
-            there = list(self.nodes.values())
-            if gpu and gpu not in wish.needs.requests:
-                there = with_devices(there, gpu, self.devices)
-            for node in there:
-                name = node.metadata.name
-                if any(node.metadata.labels.get(key) != value for key, value in select):
-                    why[name] = "not selected"
-                elif is_excluded(node, options):
-                    why[name] = EXCLUDED
-                elif reason := _out_of_service(node) or why_not(node, wish.needs, {}):
-                    why[name] = reason
-                elif (count := gpus_of(node, self.devices).count) < claimed:
-                    why[name] = f"{count} GPUs for claims"
-            if where not in self._topologies:
-                chosen = [node for node in there if why.get(node.metadata.name) != "not selected"]
-                flat = Topology("flat", ())
-                self._topologies[where] = (
-                    from_nodes(chosen, profile(options), gpu) if chosen else flat
-                )
-            self._known[about] = _Fit(self._topologies[where], why, cuda, about)
-        return self._known[about]
+        by_claim = bool(gpu) and gpu not in request.needs.requests
+        selector = sorted(options.node_selector.items())
+        network = repr((selector, options.levels, options.profile, gpu, by_claim))
+        claimed = cluster.gpus_per_node if request.claims else 0
+        key = f"{network} {request.needs!r} {options.without} {claimed}"
+        if key not in self._known:
+            nodes = list(self.nodes.values())
+            if by_claim:
+                nodes = with_devices(nodes, gpu, self.devices)
+            obstacles = self._obstacles(nodes, request, claimed)
+            if network not in self._topologies:
+                selected = [
+                    node for node in nodes if obstacles.get(node.metadata.name) != _NOT_SELECTED
+                ]
+                topology = Topology("flat", ())
+                if selected:
+                    topology = from_nodes(selected, profile(options), gpu)
+                self._topologies[network] = topology
+            self._known[key] = _Fit(self._topologies[network], obstacles, cuda, key)
+        return self._known[key]
+
+    def _obstacles(
+        self, nodes: Iterable[Node], request: NodeRequest, claimed: int
+    ) -> dict[str, str]:
+        """Node -> why it does not fit even if it is empty. `claimed`: GPUs per pod by a
+        ResourceClaim."""
+        options = request.options
+        obstacles: dict[str, str] = {}
+        for node in nodes:
+            name = node.metadata.name
+            if not _is_selected(node, options):
+                obstacles[name] = _NOT_SELECTED
+            elif is_excluded(node, options):
+                obstacles[name] = EXCLUDED
+            elif reason := _out_of_service(node) or why_not(node, request.needs, {}):
+                obstacles[name] = reason
+            elif (count := gpus_of(node, self.devices).count) < claimed:
+                obstacles[name] = f"{count} GPUs for claims"
+        return obstacles
 
 
 class Room:
-    """`pods`: those that are bound or were let go; `allocations`: of every run by its key; `bad`:
-    nodes that no run gets. Everything that is taken is noted here, so that a decision follows the
-    one before."""
+    """What is free. `pods`: those that have a node or are ungated; `allocations`: those of all
+    runs; `bad`: nodes that no run gets. Whatever is taken is recorded here, so that each decision
+    builds on the one before."""
 
     def __init__(
         self,
@@ -132,12 +154,11 @@ class Room:
     ):
         self._fits = fits
         self._bad = frozenset(bad)
-        self._free_of: dict[
-            str, list[str]
-        ] = {}  # what was found free for what, since something was last taken
+        # key of a fit -> its free nodes, since something was last taken
+        self._free_of: dict[str, list[str]] = {}
         self._used: dict[str, dict[str, float]] = {}
         self._pods_with_gpus: dict[str, str] = {}
-        self._claims = dict(fits.devices.held or {})  # node -> who has GPUs of it by a claim
+        self._claims = dict(fits.devices.held or {})  # node -> a claim or pod that holds GPUs of it
         self._owner: dict[str, str] = {}  # node -> run that has it to itself
         for pod in pods:
             node = pod.spec.node_name
@@ -148,8 +169,8 @@ class Room:
                 self._pods_with_gpus[node] = pod.metadata.name
             if pod.spec.resource_claims and fits.devices.held is None:
                 self._claims[node] = pod.metadata.name
-        for key, one in allocations.items():
-            self.take(key, one.held, one.needs)
+        for key, allocation in allocations.items():
+            self.take(key, allocation.held, allocation.needs)
 
     def take(self, key: str, nodes: Iterable[str], needs: Mapping[str, float]) -> None:
         self._free_of.clear()
@@ -166,29 +187,31 @@ class Room:
 
     # ---------------------------------------------------------------------------------- whole runs
 
-    def place(self, wish: Wish) -> Placed | str:
-        """Nodes for the first of its sizes that finds room, taken from now on; else why there is
-        none for the smallest.
+    def place(self, request: NodeRequest) -> Placed | str:
+        """Takes nodes for the first of its sizes that fits; else returns why there are none for the
+        smallest.
 
         OrchError (65) for options that contradict the plan or the cluster.
         """
-        fit = self._fits.of(wish)
-        free = self._free(fit, wish)
-        for size, plan in wish.sizes:
-            found = self._choose(fit, free, plan, size) if len(free) >= size else None
-            if found is not None:
-                needs = {} if fit.exclusive else dict(wish.needs.requests)
-                self.take(wish.key, found, needs)
-                return Placed(size, found, needs)
-        why = self._shortage(min(size for size, _ in wish.sizes), fit, free)
-        return f"{why}; {_BY_LABELS}" if wish.claims and self._fits.devices.by_node is None else why
+        fit = self._fits.of(request)
+        free = self._free(fit, request)
+        for size, plan in request.sizes:
+            nodes = self._choose(fit, free, plan, size) if len(free) >= size else None
+            if nodes is not None:
+                needs = {} if fit.exclusive else dict(request.needs.requests)
+                self.take(request.key, nodes, needs)
+                return Placed(size, nodes, needs)
+        shortage = self._shortage(min(size for size, _ in request.sizes), fit, free)
+        if request.claims and self._fits.devices.by_node is None:
+            return f"{shortage}; {_BY_LABELS}"
+        return shortage
 
     def _choose(self, fit: _Fit, free: Sequence[str], plan: Plan, size: int) -> list[str] | None:
         if not fit.exclusive:
             return _spread(free, size)
-        known = set(free)
+        free_names = set(free)
         machines = {
-            name: structs.replace(machine, free=name in known)
+            name: structs.replace(machine, free=name in free_names)
             for name, machine in fit.topology.machines.items()
         }
         try:
@@ -196,54 +219,56 @@ class Room:
         except OrchError:  # too few have enough GPUs
             return None
 
-    def _shortage(self, wanted: int, fit: _Fit, free: Sequence[str]) -> str:
-        """Why a run does not find room, in the words of a status."""
-        reasons = Counter(fit.why.values())
-        held = sum(1 for node in self._owner if node not in fit.why)
-        found = [f"{count} x {text}" for text, count in reasons.most_common(3) if text]
-        found += [f"{held} held by other runs"] if held else []
-        others = f" ({', '.join(found)})" if found else ""
-        what = "places for pods" if not fit.exclusive else "nodes"
-        return f"waiting for room: needs {wanted} {what}, {len(free)} are free{others}"
+    def _shortage(self, size: int, fit: _Fit, free: Sequence[str]) -> str:
+        """Says why a run finds no room, in the words of a status."""
+        reasons = Counter(fit.obstacles.values())
+        held = sum(1 for node in self._owner if node not in fit.obstacles)
+        causes = [f"{count} x {reason}" for reason, count in reasons.most_common(3) if reason]
+        if held:
+            causes.append(f"{held} held by other runs")
+        details = f" ({', '.join(causes)})" if causes else ""
+        unit = "nodes" if fit.exclusive else "places for pods"
+        return f"waiting for room: needs {size} {unit}, {len(free)} are free{details}"
 
-    # ---------------------------------------------------------------------------------- single
-    #     nodes
+    # --------------------------------------------------------------------------------- single nodes
 
-    def more(self, wish: Wish, near: Sequence[str], count: int) -> list[str]:
-        """Up to `count` free nodes for single pods, taken from now on: under the innermost switches
-        of most of the run's other nodes, if there are such. Of an elastic run as many as make its
+    def more(self, request: NodeRequest, near: Sequence[str], count: int) -> list[str]:
+        """Takes up to `count` free nodes for single pods, preferring those under the innermost
+        switches of most of the run's other nodes. For an elastic run it takes as many as make its
         next larger size, or none."""
-        fit = self._fits.of(wish)
-        free = self._free(fit, wish)
-        if wish.elastic:
-            steps = [size - len(near) for size, _ in wish.sizes]
+        fit = self._fits.of(request)
+        free = self._free(fit, request)
+        if request.elastic:
+            steps = [size - len(near) for size, _ in request.sizes]
             count = max((step for step in steps if 0 < step <= min(count, len(free))), default=0)
-        beside: Counter[str] = Counter()
+        neighbours: Counter[str] = Counter()
         for tier in reversed(fit.topology.tiers):
             for members in tier.switches.values():
-                known = sum(node in members for node in near)
-                for node in members if known else ():
-                    beside[node] += known
-        best = sorted(free, key=lambda node: -beside[node])[:count]
-        self.take(wish.key, best, {} if fit.exclusive else wish.needs.requests)
-        return best
+                near_members = sum(node in members for node in near)
+                for node in members if near_members else ():
+                    neighbours[node] += near_members
+        nearest = sorted(free, key=lambda node: -neighbours[node])[:count]
+        self.take(request.key, nearest, {} if fit.exclusive else request.needs.requests)
+        return nearest
 
-    def _free(self, fit: _Fit, wish: Wish) -> list[str]:
-        """Nodes for one more pod; where nodes are shared, as often as pods fit."""
-        if fit.about not in self._free_of:
-            found = self._free_of[fit.about] = []
+    def _free(self, fit: _Fit, request: NodeRequest) -> list[str]:
+        """Returns nodes for one more pod each; a shared node as often as pods fit on it."""
+        if fit.key not in self._free_of:
+            free_nodes = self._free_of[fit.key] = []
             for name, node in self._fits.nodes.items():
-                if name in fit.why or name in self._bad or name in self._owner:
+                if name in fit.obstacles or name in self._bad or name in self._owner:
                     continue
                 used = self._used.get(name, {})
                 if not fit.exclusive:
-                    found += [name] * _count(node, wish.needs, used)
-                elif wish.claims and name in self._claims:
+                    free_nodes += [name] * _count(node, request.needs, used)
+                elif request.claims and name in self._claims:
                     continue
-                elif name not in self._pods_with_gpus and not why_not(node, wish.needs, used):
-                    found.append(name)
-        free = self._free_of[fit.about]
-        return [name for name in free if name not in wish.excluded] if wish.excluded else free
+                elif name not in self._pods_with_gpus and not why_not(node, request.needs, used):
+                    free_nodes.append(name)
+        free = self._free_of[fit.key]
+        if not request.excluded:
+            return free
+        return [name for name in free if name not in request.excluded]
 
 
 def fitting(
@@ -251,37 +276,32 @@ def fitting(
     held: Iterable[str],
     needs: PodNeeds,
     options: KubernetesOptions,
-    out: Iterable[str] = (),
+    excluded: Iterable[str] = (),
 ) -> set[str]:
-    """Of the nodes that a run holds, those that its pods may be put on now. `out`: left out for
-    other reasons."""
-    found = set()
-    left_out = frozenset(out)
-    for name in held:
+    """Returns those of a run's nodes that its pods may use now. `excluded`: nodes that are unfit
+    for other reasons."""
+    fit = set()
+    for name in set(held).difference(excluded):
         node = nodes.get(name)
-        if (
-            node is None
-            or name in left_out
-            or is_excluded(node, options)
-            or _out_of_service(node)
-            or why_not(node, needs, {})
-        ):
+        if node is None or is_excluded(node, options) or not _is_selected(node, options):
             continue
-        if all(
-            node.metadata.labels.get(key) == value for key, value in options.node_selector.items()
-        ):
-            found.add(name)
-    return found
+        if not _out_of_service(node) and not why_not(node, needs, {}):
+            fit.add(name)
+    return fit
+
+
+def _is_selected(node: Node, options: KubernetesOptions) -> bool:
+    labels = node.metadata.labels
+    return all(labels.get(key) == value for key, value in options.node_selector.items())
 
 
 def _is_allocated(pod: Pod, allocations: Mapping[str, Allocation]) -> bool:
-    """Whether the pod's room is in an allocation: it is not counted twice."""
-    one = allocations.get(pod.run) if pod.run else None
-    return (
-        one is not None
-        and 0 <= pod.index < len(one.nodes)
-        and one.nodes[pod.index] == pod.spec.node_name
-    )
+    """Tells whether the pod's resources are part of an allocation, so that they are not counted
+    twice."""
+    allocation = allocations.get(pod.run) if pod.run else None
+    if allocation is None or not 0 <= pod.index < len(allocation.nodes):
+        return False
+    return allocation.nodes[pod.index] == pod.spec.node_name
 
 
 def _out_of_service(node: Node) -> str:
@@ -292,48 +312,53 @@ def _out_of_service(node: Node) -> str:
 
 
 def _count(node: Node, needs: PodNeeds, used: Mapping[str, float]) -> int:
-    """Pods that fit beside what is there."""
-    has = node.status.allocatable
+    """Returns how many pods fit in addition to what is used."""
+    allocatable = node.status.allocatable
     counts = [
-        int((quantity(has.get(name, 0)) - used.get(name, 0.0) + 1e-9) // wanted)
-        for name, wanted in needs.requests.items()
-        if wanted > 0 and (name in has or name not in SAID)
+        int((quantity(allocatable.get(name, 0)) - used.get(name, 0.0) + 1e-9) // amount)
+        for name, amount in needs.requests.items()
+        if amount > 0 and (name in allocatable or name not in ALWAYS_REPORTED)
     ]
     return max(0, min(counts, default=1))
 
 
 def _spread(free: Sequence[str], count: int) -> list[str]:
-    """`count` of the places, on as many nodes as there are, evenly; pods of one node have
+    """Returns `count` of the places, evenly over as many nodes as there are; pods of one node have
     neighbouring indices."""
-    left = Counter(free)
-    given = Counter[str]()
-    while sum(given.values()) < count:
-        node = min((node for node in left if left[node]), key=lambda node: (given[node], node))
-        left[node] -= 1
-        given[node] += 1
-    return [node for node in sorted(given) for _ in range(given[node])]
+    free_places = Counter(free)
+    pods_by_node = Counter[str]()
+    while sum(pods_by_node.values()) < count:
+        node = min(
+            (node for node in free_places if free_places[node]),
+            key=lambda node: (pods_by_node[node], node),
+        )
+        free_places[node] -= 1
+        pods_by_node[node] += 1
+    return [node for node in sorted(pods_by_node) for _ in range(pods_by_node[node])]
 
 
-def wish_of(
+def node_request(
     key: str,
     plans: Mapping[int, Plan],
     options: KubernetesOptions,
     needs: PodNeeds,
     nodes: int | None,
     elastic: bool = False,
-) -> Wish:
-    """`nodes`: the size that was asked for, of an elastic run the largest; None: the largest that
-    finds room.
+) -> NodeRequest:
+    """Builds the request. `nodes`: the requested size, for an elastic run the largest; None: the
+    largest that fits.
 
-    OrchError (65) for no legal one.
+    OrchError (65) if the size is not legal.
     """
     from orchestrator.plan.exits import Exit
 
     if nodes is not None and nodes not in plans:
         legal = ", ".join(map(str, sorted(plans)))
         raise OrchError(
-            f"spec.nodes: {nodes} is no size of this run: legal are {legal}", Exit.CONFIG
+            f"spec.nodes: {nodes} is not a size of this run: legal are {legal}", Exit.CONFIG
         )
     sizes = sorted((size for size in plans if nodes is None or size <= nodes), reverse=True)
     sizes = sizes if elastic or nodes is None else [nodes]
-    return Wish(key, [(size, plans[size]) for size in sizes], options, needs, elastic=elastic)
+    return NodeRequest(
+        key, [(size, plans[size]) for size in sizes], options, needs, elastic=elastic
+    )

@@ -1,5 +1,5 @@
-"""The controller's own metrics: of every run what outlives its pods, and how quickly it is looked
-after.
+"""The controller's own metrics: those of every run that must outlive its pods, and how quickly the
+controller works.
 
 Counters are in the TrainRun's status, so they survive restarts of the run and of the controller.
 """
@@ -25,30 +25,31 @@ _LABELS = ["namespace", "job"]
 
 
 class Series(Collector):
-    """Served from the moment it is made, by replicas that wait, too. `port` 0: nowhere."""
+    """Serves the metrics from the moment it is created, also from replicas that wait. `port` 0:
+    nowhere."""
 
     def __init__(self, port: int):
         self.registry = CollectorRegistry(auto_describe=False)
         self._runs: Callable[[], list[TrainRun]] | None = None
         self._ledger: Ledger | None = None
         self._waited = self._times(
-            "orch_reconcile_wait_seconds", "From a change until it is looked at."
+            "orch_reconcile_wait_seconds", "Seconds from a change until its run is reconciled."
         )
         self._took = self._times(
-            "orch_reconcile_seconds", "One look at one run, its requests included."
+            "orch_reconcile_seconds", "Seconds per reconciliation of a run, its requests included."
         )
         self._decided = self._times(
-            "orch_decide_seconds", "One decision about who gets which nodes."
+            "orch_decide_seconds", "Seconds per decision about which runs get which nodes."
         )
         self.registry.register(self)
         if port:
             start_http_server(port, registry=self.registry)
 
-    def _times(self, name: str, about: str) -> Histogram:
-        return Histogram(name, about, registry=self.registry, buckets=_BUCKETS)
+    def _times(self, name: str, description: str) -> Histogram:
+        return Histogram(name, description, registry=self.registry, buckets=_BUCKETS)
 
     def publish(self, runs: Callable[[], list[TrainRun]], ledger: Ledger) -> None:
-        """From now on this replica leads."""
+        """Publishes the runs' metrics, because this replica leads from now on."""
         self._runs = runs
         self._ledger = ledger
 
@@ -60,46 +61,43 @@ class Series(Collector):
         self._decided.observe(took_s)
 
     def collect(self) -> Iterator[Metric]:
-        leads = GaugeMetricFamily("orch_controller_leads", "1 of the replica that leads.")
+        leads = GaugeMetricFamily("orch_controller_leads", "1 for the replica that leads.")
         leads.add_metric([], 1.0 if self._runs else 0.0)
         yield leads
         if self._runs is None or self._ledger is None:
             return
-        found = {
-            name: family(name, text, labels=[*_LABELS, *more])
-            for name, (family, text, more) in _FAMILIES.items()
+        families = {
+            name: family(name, description, labels=[*_LABELS, *own_labels])
+            for name, (family, description, own_labels) in _FAMILIES.items()
         }
         now = time.time()
         for run in self._runs():
             labels = [run.metadata.namespace, run.metadata.name]
             for name, value in _values(run, now).items():
-                found[name].add_metric(labels, value)
+                families[name].add_metric(labels, value)
             for phase in get_args(Phase):
-                found["orch_run_state"].add_metric(
-                    [*labels, phase], float(run.status.state == phase)
-                )
-        yield from found.values()
+                is_phase = float(run.status.state == phase)
+                families["orch_run_state"].add_metric([*labels, phase], is_phase)
+        yield from families.values()
+        held_nodes: set[str] = set()
+        for allocation in self._ledger.book.allocations.values():
+            held_nodes.update(allocation.held)
         held = GaugeMetricFamily("orch_held_nodes", "Nodes that runs hold.")
-        held.add_metric(
-            [],
-            float(
-                len({node for one in self._ledger.book.allocations.values() for node in one.held})
-            ),
-        )
+        held.add_metric([], float(len(held_nodes)))
         yield held
 
 
 _FAMILIES: dict[str, tuple[Any, str, list[str]]] = {
-    "orch_run_state": (GaugeMetricFamily, "1 of the state that the run is in.", ["state"]),
+    "orch_run_state": (GaugeMetricFamily, "1 for the state that the run is in.", ["state"]),
     "orch_run_restarts": (
         CounterMetricFamily,
         "Restarts of all workers since the run's first start.",
         [],
     ),
-    "orch_run_starts": (CounterMetricFamily, "Jobs that were made for the run.", []),
+    "orch_run_starts": (CounterMetricFamily, "Jobs that were created for the run.", []),
     "orch_run_lost_pods": (
         CounterMetricFamily,
-        "Pods that came back since the run's first start.",
+        "Pods that were replaced since the run's first start.",
         [],
     ),
     "orch_run_step": (GaugeMetricFamily, "Last completed step.", []),
@@ -115,14 +113,14 @@ _FAMILIES: dict[str, tuple[Any, str, list[str]]] = {
         [],
     ),
     "orch_run_wanted_nodes": (GaugeMetricFamily, "Nodes of the plan in force.", []),
-    "orch_run_running_nodes": (GaugeMetricFamily, "Pods of the run that run.", []),
-    "orch_run_age_seconds": (GaugeMetricFamily, "Since it was asked for.", []),
+    "orch_run_running_nodes": (GaugeMetricFamily, "Running pods of the run.", []),
+    "orch_run_age_seconds": (GaugeMetricFamily, "Seconds since the run was requested.", []),
 }
 
 
 def _values(run: TrainRun, now: float) -> dict[str, float]:
     status = run.status
-    found = {
+    values = {
         "orch_run_restarts": status.restarts,
         "orch_run_starts": status.generation + 1,
         "orch_run_lost_pods": status.lost_pods,
@@ -134,4 +132,4 @@ def _values(run: TrainRun, now: float) -> dict[str, float]:
         "orch_run_running_nodes": status.running_nodes,
         "orch_run_age_seconds": now - (seconds_of(run.metadata.creation_timestamp) or now),
     }
-    return {name: float(value) for name, value in found.items() if value is not None}
+    return {name: float(value) for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The status of a TrainRun from what is seen of its run. Pure."""
+"""Derives the status of a TrainRun from its run's objects. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .decide import Seen
 
 
 class Report(Struct, frozen=True):
-    """What the run's pods have last said of it."""
+    """What the run's pods last reported."""
 
     generation: int = -1
     state: RunState | None = None
@@ -31,12 +31,13 @@ class Report(Struct, frozen=True):
 
 
 def begun(run: TrainRun) -> Status:
-    """The status when an attempt begins: the first, or one more of a run that has ended."""
-    before = run.status
-    if before.attempt == run.spec.attempt and not before.over:
-        return structs.replace(before, observed_generation=run.metadata.generation)
+    """Returns the status at the start of an attempt: the first, or another one of a run that has
+    ended."""
+    last_status = run.status
+    if last_status.attempt == run.spec.attempt and not last_status.over:
+        return structs.replace(last_status, observed_generation=run.metadata.generation)
     fresh = structs.replace(
-        before,
+        last_status,
         attempt=run.spec.attempt,
         state="pending",
         reason="",
@@ -46,67 +47,71 @@ def begun(run: TrainRun) -> Status:
         fails=0,
         observed_generation=run.metadata.generation,
     )
-    known = run_state(before)
-    return structs.replace(fresh, run=plain(pending_again(known, restarts=0))) if known else fresh
+    last_state = run_state(last_status)
+    return (
+        structs.replace(fresh, run=plain(pending_again(last_state, restarts=0)))
+        if last_state
+        else fresh
+    )
 
 
 def run_state(status: Status) -> RunState | None:
-    """The coordinator's own account that the status holds."""
+    """Returns the coordinator's own state that the status holds."""
     if not status.run:
         return None
     try:
         return msgspec.convert(status.run, RunState)
-    except UNREADABLE:  # of another version
+    except UNREADABLE:  # written by another version
         return None
 
 
 def next_status(seen: Seen, bundle: Bundle | None, report: Report, waits: str) -> Status:
-    """The status now. `waits`: why it has no nodes, where it has none."""
+    """Returns the current status. `waits`: why the run has no nodes, if it has none."""
     run = seen.run
     status = run.status if run.is_over else begun(run)
-    known = (
-        report.state
-        if report.state and report.generation >= status.generation
-        else run_state(status)
-    )
-    if known is None and bundle is not None:
-        known = accepted(bundle.request, "kubernetes")
-    what = observe(seen)
+    coordinator_state = run_state(status)
+    if report.state and report.generation >= status.generation:
+        coordinator_state = report.state
+    if coordinator_state is None and bundle is not None:
+        coordinator_state = accepted(bundle.request, "kubernetes")
     if run.is_over:
-        return structs.replace(
-            _counted(status, seen, what, report), observed_generation=run.metadata.generation
-        )
-    found = _judged(seen, status, known, what, waits)
+        status = structs.replace(status, observed_generation=run.metadata.generation)
+        return _counted(status, seen, report)
+    state = _judged(seen, status, coordinator_state, observe(seen), waits)
+    # a living run keeps the coordinator's own state, not the one derived from it here
+    stored_state = state if state.is_final else coordinator_state
+    ended_generation = status.ended_generation
+    if state.is_final:
+        ended_generation = seen.job.generation if seen.job else status.generation
     status = structs.replace(
-        status, **_times(status, found, seen.now), state=found.state, reason=found.reason or ""
+        status,
+        **_times(status, state, seen.now),
+        state=state.state,
+        reason=state.reason or "",
+        exit_code=state.exit_code,
+        run=plain(stored_state) if stored_state and stored_state.run_id else status.run,
+        ended_generation=ended_generation,
     )
-    kept = (
-        found if found.is_final else known
-    )  # what the coordinator said, not what is made of it here
-    status = structs.replace(
-        status, exit_code=found.exit_code, run=plain(kept) if kept and kept.run_id else status.run
-    )
-    if found.is_final:
-        status = structs.replace(
-            status, ended_generation=seen.job.generation if seen.job else status.generation
-        )
-    status = _counted(status, seen, what, report)
+    status = _counted(status, seen, report)
     return structs.replace(status, conditions=_conditions(status, seen))
 
 
 def with_plan(status: Status, problem: str, now: float) -> Status:
-    """`problem`: why the words as they are now cannot be planned."""
+    """Adds the condition Planned. `problem`: why the current words cannot be planned."""
     reason = "Unplannable" if problem else "Planned"
-    return structs.replace(
-        status,
-        conditions=with_condition(
-            status.conditions, "Planned", not problem, reason, problem, iso(now)
-        ),
+    conditions = with_condition(
+        status.conditions,
+        "Planned",
+        holds=not problem,
+        reason=reason,
+        message=problem,
+        now=iso(now),
     )
+    return structs.replace(status, conditions=conditions)
 
 
 def observe(seen: Seen) -> RunStatus | None:
-    """What the Job and its pods come to; None without a Job of this start."""
+    """Returns the run's status by its Job and pods; None without a Job of this start."""
     job = seen.job
     if job is None or job.generation <= seen.run.status.ended_generation:
         return None
@@ -119,44 +124,51 @@ def observe(seen: Seen) -> RunStatus | None:
 
 
 def _judged(
-    seen: Seen, status: Status, known: RunState | None, what: RunStatus | None, waits: str
+    seen: Seen,
+    status: Status,
+    coordinator_state: RunState | None,
+    job_status: RunStatus | None,
+    waits: str,
 ) -> RunState:
     run = seen.run
-    given = seen.allocation
-    state = known or _unplanned(run, seen.now)
+    allocation = seen.allocation
+    state = coordinator_state or _unplanned(run, seen.now)
     living = [pod for pod in seen.pods if not pod.ended]
     alive = seen.job is not None and not seen.job.finished
     if run.spec.stopped:
         if alive or living:
             return _still(state, "stopping", "cancelled by the user: its pods save and leave")
         return finish(state, "cancelled", Exit.RESTART, "cancelled by the user", at=seen.now)
-    if what is not None and what.over:
-        return _dated(verdict(state, what, cancel_asked=False), seen.now)
-    if given is not None and given.ending:
-        return _still(
-            state, "restarting" if given.ending.startswith(_GOES_ON) else "pending", given.ending
-        )
-    if what is None:
-        again: Phase = "restarting" if status.generation >= 0 else "starting"
-        return _still(
-            state,
-            "pending" if given is None else again,
-            waits if given is None else "its Job is being made",
-        )
+    if job_status is not None and job_status.over:
+        return _dated(verdict(state, job_status, cancel_asked=False), seen.now)
+    if allocation is not None and allocation.ending:
+        continues = allocation.ending.startswith(_CONTINUES)
+        return _still(state, "restarting" if continues else "pending", allocation.ending)
+    if job_status is None and allocation is None:
+        return _still(state, "pending", waits)
+    if job_status is None:
+        phase: Phase = "restarting" if status.generation >= 0 else "starting"
+        return _still(state, phase, "its Job is being made")
     if seen.no_quota:
-        what = structs.replace(what, phase="pending", text=seen.no_quota)
-    return verdict(state, what, cancel_asked=False)
+        job_status = structs.replace(job_status, phase="pending", reason=seen.no_quota)
+    return verdict(state, job_status, cancel_asked=False)
 
 
-#: Beginnings of why an allocation ends while its run goes straight on.
-_GOES_ON = ("resize", "upgrade")
+#: Prefixes of an allocation's `ending` whose run continues at once.
+_CONTINUES = ("resize", "upgrade")
 
 
 def _unplanned(run: TrainRun, now: float) -> RunState:
     return RunState(
-        schema="", run_id="", state="pending", created_at=now, updated_at=now, writer="backend",
-        backend="kubernetes", plan_hash="",
-    )  # fmt: skip
+        schema="",
+        run_id="",
+        state="pending",
+        created_at=now,
+        updated_at=now,
+        writer="backend",
+        backend="kubernetes",
+        plan_hash="",
+    )
 
 
 def _still(state: RunState, phase: Phase, reason: str) -> RunState:
@@ -167,33 +179,28 @@ def _dated(state: RunState, now: float) -> RunState:
     return structs.replace(state, ended_at=state.ended_at or now) if state.is_final else state
 
 
-def _times(status: Status, found: RunState, now: float) -> dict[str, str]:
+def _times(status: Status, state: RunState, now: float) -> dict[str, str]:
     times = {}
-    if found.state == "running" and not status.started_at:
+    if state.state == "running" and not status.started_at:
         times["started_at"] = iso(now)
-    times["ended_at"] = (status.ended_at or iso(now)) if found.is_final else ""
+    times["ended_at"] = (status.ended_at or iso(now)) if state.is_final else ""
     return times
 
 
-def _counted(status: Status, seen: Seen, what: RunStatus | None, report: Report) -> Status:
-    """Numbers that only grow, and those of this moment."""
-    given = seen.allocation
-    job = seen.job
-    changes: dict[str, Any] = {}
+def _counted(status: Status, seen: Seen, report: Report) -> Status:
+    """Updates the counters, and the numbers of this moment."""
     running = sum(pod.running for pod in seen.pods)
-    wanted = (
-        len(given.nodes)
-        if given
-        else job.spec.completions
-        if job and not job.finished
-        else status.wanted_nodes
-    )
-    changes |= {
-        "wanted_nodes": wanted,
+    wanted_nodes = status.wanted_nodes
+    if seen.allocation:
+        wanted_nodes = len(seen.allocation.nodes)
+    elif seen.job and not seen.job.finished:
+        wanted_nodes = seen.job.spec.completions
+    changes: dict[str, Any] = {
+        "wanted_nodes": wanted_nodes,
         "running_nodes": running,
-        "nodes": f"{running}/{wanted}" if wanted else "",
+        "nodes": f"{running}/{wanted_nodes}" if wanted_nodes else "",
+        "lost_pods": status.lost_pods + seen.lost,
     }
-    changes["lost_pods"] = status.lost_pods + seen.lost
     if report.generation >= 0 and report.generation >= status.generation:
         if state := report.state:
             changes |= {"restarts": max(status.restarts, state.epoch), "plan_hash": state.plan_hash}
@@ -211,15 +218,23 @@ def _conditions(status: Status, seen: Seen) -> list[Any]:
     placed = seen.allocation is not None or (seen.queued and seen.job is not None)
     running = status.state == "running"
     missing = status.wanted_nodes - status.running_nodes
-    found = status.conditions
+    placed_reason = "HasNodes" if placed else "NoNodes"
+    placed_message = "" if placed else status.reason
+    running_message = "" if running else status.reason
+    degraded_reason = "NodesMissing" if missing > 0 else "Whole"
+    ended_message = status.reason if status.over else ""
+    state = status.state.capitalize()
+    conditions = status.conditions
     for kind, holds, reason, message in (
-        ("Placed", placed, "HasNodes" if placed else "NoNodes", "" if placed else status.reason),
-        ("Running", running, status.state.capitalize(), status.reason if not running else ""),
-        ("Degraded", running and missing > 0, "NodesMissing" if missing > 0 else "Whole", ""),
-        ("Ended", status.over, status.state.capitalize(), status.reason if status.over else ""),
+        ("Placed", placed, placed_reason, placed_message),
+        ("Running", running, state, running_message),
+        ("Degraded", running and missing > 0, degraded_reason, ""),
+        ("Ended", status.over, state, ended_message),
     ):
-        found = with_condition(found, kind, holds, reason, message, iso(seen.now))
-    return found
+        conditions = with_condition(
+            conditions, kind, holds=holds, reason=reason, message=message, now=iso(seen.now)
+        )
+    return conditions
 
 
 def iso(at: float) -> str:
@@ -227,15 +242,15 @@ def iso(at: float) -> str:
 
 
 def plain(state: RunState) -> dict[str, Any]:
-    """As JSON, without what is null: the API server keeps no nulls, and the status would differ at
-    every look."""
-    found: dict[str, Any] = _without_nulls(msgspec.to_builtins(state))
-    return found
+    """Returns the state as JSON values without nulls: the API server keeps no nulls, so the status
+    would differ at every look."""
+    document: dict[str, Any] = _without_nulls(msgspec.to_builtins(state))
+    return document
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+        return {key: _without_nulls(field) for key, field in value.items() if field is not None}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_without_nulls(one) for one in value]
+        return [_without_nulls(element) for element in value]
     return value

@@ -1,4 +1,4 @@
-"""What the API server has, as the controller's threads read it: TrainRuns, their Jobs and pods,
+"""The API server's objects as the controller's threads read them: TrainRuns, their Jobs and pods,
 every node and pod."""
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Node(importer.Node, frozen=True):
 
 
 class Store:
-    """`dirty(key)`: something of that run has changed; `room(node)`: where runs may be placed has,
-    "" without a node of which it is known.
+    """Watches the objects. `dirty(key)`: called when something of that run has changed;
+    `room(node)`: called when free nodes may have changed, with "" if no single node is known.
 
-    everywhere: of all namespaces; else of the cluster's own alone.
+    `everywhere`: watches all namespaces; else only the cluster's own.
     """
 
     def __init__(
@@ -54,18 +54,15 @@ class Store:
         self._lock = threading.Lock()
         self._nodes: tuple[dict[str, Node], frozenset[str]] | None = None
         self._topologies: dict[tuple[str, str], Topology | None] = {}
-        every = "All" if everywhere else ""
-        kinds = {
-            "TrainRun": f"{every}TrainRuns" if every else "TrainRun",
-            "Job": f"{every}Jobs" if every else "Job",
-        }
-        self.runs = Watch(cluster, kinds["TrainRun"], TrainRun, self._run_changed)
-        self.jobs = Watch(cluster, kinds["Job"], Job, self._job_changed, RUN)
-        self.pods = Watch(cluster, "AllPods" if every else "Pod", Pod, self._pod_changed)
+        kinds = ("AllTrainRuns", "AllJobs", "AllPods") if everywhere else ("TrainRun", "Job", "Pod")
+        run_kind, job_kind, pod_kind = kinds
+        self.runs = Watch(cluster, run_kind, TrainRun, self._run_changed)
+        self.jobs = Watch(cluster, job_kind, Job, self._job_changed, RUN)
+        self.pods = Watch(cluster, pod_kind, Pod, self._pod_changed)
         self.nodes = Watch(cluster, "Node", Node, self._node_changed)
 
     def start(self) -> None:
-        """Returns when everything has been listed. OrchError (76) when that takes too long."""
+        """Returns once everything has been listed. OrchError (76) if that takes too long."""
         watches = (self.nodes, self.pods, self.jobs, self.runs)
         for watch in watches:
             watch.start()
@@ -77,26 +74,26 @@ class Store:
             watch.stop()
 
     def nodes_now(self) -> tuple[dict[str, Node], frozenset[str]]:
-        """All nodes by name, and which of them answer. Not to be changed."""
+        """Returns all nodes by name, and the names of those that answer. Callers must not change
+        them."""
         with self._lock:
             if self._nodes is None:
-                found = {node.metadata.name: node for node in self.nodes.all()}
-                self._nodes = (
-                    found,
-                    frozenset(name for name, node in found.items() if _ready(node) == "True"),
-                )
+                nodes = {node.metadata.name: node for node in self.nodes.all()}
+                ready = frozenset(name for name, node in nodes.items() if _ready(node) == "True")
+                self._nodes = (nodes, ready)
                 self._topologies.clear()
             return self._nodes
 
     def topology(self, profile: str | importer.Profile, gpu: str) -> Topology | None:
-        """Of all nodes; None where there are none, or their labels contradict each other."""
-        nodes = list(self.nodes_now()[0].values())
+        """Returns the topology of all nodes; None if there are none, or their labels contradict
+        each other."""
+        nodes, _ = self.nodes_now()
         key = (repr(profile), gpu)
         if key not in self._topologies:
-            found = None
+            topology = None
             with contextlib.suppress(OrchError):
-                found = importer.from_nodes(list(nodes), profile, gpu)
-            self._topologies[key] = found
+                topology = importer.from_nodes(list(nodes.values()), profile, gpu)
+            self._topologies[key] = topology
         return self._topologies[key]
 
     def pods_of(self, run: str) -> list[Pod]:
@@ -104,16 +101,15 @@ class Store:
             return list(self._by_run.get(run, {}).values())
 
     def devices(self) -> GpuDevices:
-        """GPUs that are asked for by claims, read now. OrchError (76, 78)."""
+        """Reads now which GPUs ResourceClaims may get and hold. OrchError (76, 78)."""
         return read_devices(self._cluster)
 
     def job_of(self, run: TrainRun, name: str) -> Job | None:
-        """Its Job, not one of the same name that is somebody else's."""
+        """Returns the run's Job, but not one of the same name that belongs to something else."""
         job = self.jobs.get(f"{run.metadata.namespace}/{name}")
         return job if job is not None and job.run == run.key else None
 
-    # ---------------------------------------------------------------------------------- watching
-    #     threads
+    # ----------------------------------------------------------------------------- watching threads
 
     def _run_changed(self, key: str, before: TrainRun | None, after: TrainRun | None) -> None:
         self._dirty(key)
@@ -121,29 +117,27 @@ class Store:
             self._room("")
 
     def _job_changed(self, key: str, before: Job | None, after: Job | None) -> None:
-        if run := (after or before).run:  # type: ignore[union-attr]  # one of them is there
+        if run := (after or before).run:  # type: ignore[union-attr]  # one of them exists
             self._dirty(run)
 
     def _pod_changed(self, key: str, before: Pod | None, after: Pod | None) -> None:
-        one = after or before
-        assert one is not None
-        if run := one.run:
+        pod = after or before
+        assert pod is not None
+        if run := pod.run:
             with self._lock:
-                known = self._by_run.setdefault(run, {})
+                run_pods = self._by_run.setdefault(run, {})
                 if after is None:
-                    known.pop(key, None)
-                    if not known:
+                    run_pods.pop(key, None)
+                    if not run_pods:
                         del self._by_run[run]
                 else:
-                    known[key] = after
+                    run_pods[key] = after
             self._dirty(run)
-        elif (
-            after is None
-            or after.ended
-            or before is None
-            or before.spec.node_name != after.spec.node_name
-        ):
-            self._room("")  # somebody else's has come to a node, or left it
+            return
+        # a pod of something else may have come to a node, or left it
+        ended = after is None or after.ended
+        if ended or before is None or before.spec.node_name != pod.spec.node_name:
+            self._room("")
 
     def _node_changed(self, key: str, before: Node | None, after: Node | None) -> None:
         if before is None or after is None or _matters(before) != _matters(after):
@@ -153,9 +147,9 @@ class Store:
 
 
 def _matters(node: Node) -> tuple[object, ...]:
-    """What of a node placement depends on: not the heartbeats' times."""
-    about = node.metadata
-    return about.labels, about.annotations, node.spec, node.status.allocatable, _ready(node)
+    """Returns the fields of a node that placement depends on: not the heartbeats' times."""
+    metadata = node.metadata
+    return metadata.labels, metadata.annotations, node.spec, node.status.allocatable, _ready(node)
 
 
 def _ready(node: Node) -> str:

@@ -1,7 +1,7 @@
 """Packs plan and topology: a ConfigMap holds 1 MiB, and `kubectl apply` writes it a second time
 into 256 KiB.
 
-Ranks and groups follow from degrees, nesting order and nodes; they are left out, and made again
+Ranks and groups follow from degrees, nesting order and nodes, so they are left out and recomputed
 when unpacking. The plan's own hash then proves that nothing was lost. 16,384 ranks: 2.3 MB of JSON,
 19 KB packed.
 """
@@ -19,44 +19,44 @@ from orchestrator.plan.codec import UNREADABLE
 from orchestrator.plan.ranks import all_groups, coords, degrees
 from orchestrator.planner.placement.rank_assignment import assign_ranks
 
-_MOST = 1 << 28  # bytes unpacked; no plan is that large
+_MOST_BYTES = 1 << 28  # unpacked; no plan is that large
 
 
 def pack_plan(plan: Plan) -> bytes:
-    """zlib-compressed JSON, the same bytes for the same plan."""
+    """Packs a plan as zlib-compressed JSON, the same bytes for the same plan."""
     if _derived(plan) == plan:
         plan = structs.replace(plan, ranks=[], groups={})
     return zlib.compress(to_json(plan), 9)
 
 
 def unpack_plan(raw: bytes) -> Plan:
-    """The plan that was packed, its hash checked. PlanError for anything else."""
+    """Unpacks a plan and checks its hash. PlanError for anything else."""
     try:
-        text = zlib.decompressobj().decompress(raw, _MOST)
-        plan = msgspec.json.decode(text, type=Plan)
+        content = zlib.decompressobj().decompress(raw, _MOST_BYTES)
+        plan = msgspec.json.decode(content, type=Plan)
     except (zlib.error, msgspec.MsgspecError) as error:
         raise PlanError(f"not a packed plan: {error}") from None
     return from_json(to_json(plan if plan.ranks else _derived(plan)))
 
 
 def _derived(plan: Plan) -> Plan:
-    places = coords(plan.parallel.order, degrees(plan.parallel))
-    return structs.replace(
-        plan, ranks=assign_ranks(plan.cluster, places), groups=all_groups(places, plan.parallel.pp)
-    )
+    coordinates = coords(plan.parallel.order, degrees(plan.parallel))
+    ranks = assign_ranks(plan.cluster, coordinates)
+    groups = all_groups(coordinates, plan.parallel.pp)
+    return structs.replace(plan, ranks=ranks, groups=groups)
 
 
 def pack_topology(topology: Topology) -> bytes:
-    """Names and switches alone: what machines have and whether they are free is of yesterday when
-    pods read it."""
-    return zlib.compress(
-        msgspec.json.encode(structs.replace(topology, machines={}), order="deterministic"), 9
-    )
+    """Packs names and switches alone: the machines' state would be out of date when pods read
+    it."""
+    network = structs.replace(topology, machines={})
+    return zlib.compress(msgspec.json.encode(network, order="deterministic"), 9)
 
 
 def unpack_topology(raw: bytes) -> Topology | None:
-    """None for what is no topology: a run can do without."""
+    """Returns None if the payload is not a topology; runs do not need one."""
     try:
-        return msgspec.json.decode(zlib.decompressobj().decompress(raw, _MOST), type=Topology)
+        content = zlib.decompressobj().decompress(raw, _MOST_BYTES)
+        return msgspec.json.decode(content, type=Topology)
     except (zlib.error, *UNREADABLE):
         return None

@@ -1,9 +1,9 @@
-"""The pod of one agent: what runs, with what, as whom, and what its exit code means for the Job.
-Pure.
+"""The pod of one agent: its container, resources and user, and what its exit code means for the
+Job. Pure.
 
-Every default meets Pod Security's `restricted` level. No field that a process can find out or set
-for itself: the API server, the scheduler and every watcher read each of them again whenever one of
-512 pods changes.
+Every default meets Pod Security's `restricted` level. The pod has no field that a process can find
+out or set for itself: the API server, the scheduler and every watcher read each field again
+whenever one of 512 pods changes.
 
 Sources: https://kubernetes.io/docs/concepts/security/pod-security-standards/ ; NCCL over
 InfiniBand: conventions of the NVIDIA GPU and network operators (GPU and RDMA resources in requests
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Any
 
 from orchestrator import start
 from orchestrator.backends.kubernetes.names import (
@@ -24,6 +23,7 @@ from orchestrator.backends.kubernetes.names import (
     OWN_FIELDS,
     ROOT,
     RUNS,
+    JsonObject,
 )
 from orchestrator.backends.kubernetes.options import KubernetesOptions, Toleration, places_itself
 from orchestrator.plan.document import Plan
@@ -33,15 +33,14 @@ from orchestrator.planner.placement.rank_assignment import save_seconds, used_no
 from .node_affinity import ChosenNodes, both_spellings, node_affinity, without_hosts
 from .pod_patch import patched
 
-MARGIN_S = (
-    30  # between the last worker's end and the kubelet's SIGKILL: its agent's termination message
-)
+# from the last worker's end to the kubelet's SIGKILL, for the agent's termination message
+MARGIN_S = 30
 
 
-def grace_seconds(plan: Plan, options: KubernetesOptions, wanted_s: float) -> int:
-    """Seconds for workers to save after a notice: at least `wanted_s`, and a fifth more than a save
-    is expected to take."""
-    return ceil(max(wanted_s, 1.2 * save_seconds(plan, options.checkpoint_gb_per_s)))
+def grace_seconds(plan: Plan, options: KubernetesOptions, least_s: float) -> int:
+    """Returns the seconds that workers have to save after a termination signal: at least `least_s`,
+    and a fifth more than a save is expected to take."""
+    return ceil(max(least_s, 1.2 * save_seconds(plan, options.checkpoint_gb_per_s)))
 
 
 def pod_template(
@@ -54,13 +53,13 @@ def pod_template(
     chosen: ChosenNodes | None,
     subdomain: bool,
     excluded: Sequence[str] | None = None,
-) -> dict[str, Any]:
-    """`spec.template` of the Job. `grace_s`: what the agent gives its workers; the kubelet gives
-    MARGIN_S more.
+) -> JsonObject:
+    """Builds `spec.template` of the Job. `grace_s`: the seconds that the agent gives its workers;
+    the kubelet gives MARGIN_S more.
 
-    `excluded`: hostname labels of the nodes of `options.without`; None: nobody has looked them up.
+    `excluded`: hostname labels of the nodes of `options.without`; None: they were not looked up.
     """
-    spec: dict[str, Any] = {
+    spec: JsonObject = {
         "restartPolicy": "Never",  # podFailurePolicy decides, by the exit code
         "terminationGracePeriodSeconds": grace_s + MARGIN_S,
         "enableServiceLinks": False,
@@ -84,14 +83,11 @@ def pod_template(
         spec["affinity"] = node_affinity(chosen)
     if hosts := both_spellings(options.without) if excluded is None else excluded:
         spec["affinity"] = without_hosts(spec.get("affinity", {}), hosts)
+    # a GPU pod has its node to itself anyway
     if plan.cluster.device == "cpu" and used_node_count(plan) > 1:
-        spec["topologySpreadConstraints"] = [
-            _spread(labels)
-        ]  # a GPU pod has its node to itself anyway
-    template = {
-        "metadata": {"labels": labels, "annotations": _annotations() | annotations},
-        "spec": spec,
-    }
+        spec["topologySpreadConstraints"] = [_spread(labels)]
+    metadata = {"labels": labels, "annotations": _annotations() | annotations}
+    template = {"metadata": metadata, "spec": spec}
     return patched(template, options.pod, in_queue=not places_itself(options))
 
 
@@ -101,11 +97,11 @@ def _annotations() -> dict[str, str]:
         "karpenter.sh/do-not-disrupt": "true",
         "sidecar.istio.io/inject": "false",
         "prometheus.io/scrape": "true",
-        "prometheus.io/port": str(METRICS_PORT),  # the path is what scrapers take by default
+        "prometheus.io/port": str(METRICS_PORT),  # scrapers use the right path by default
     }
 
 
-def _spread(labels: dict[str, str]) -> dict[str, Any]:
+def _spread(labels: dict[str, str]) -> JsonObject:
     return {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -114,34 +110,39 @@ def _spread(labels: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def tolerations(plan: Plan, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """Of GPU nodes' taint, and of a silent node for `unreachable_s` instead of the default five
-    minutes."""
-    found = [
-        {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute"}
-        | {"tolerationSeconds": options.unreachable_s}
+def tolerations(plan: Plan, options: KubernetesOptions) -> list[JsonObject]:
+    """Returns the tolerations of GPU nodes' taint, and of an unresponsive node for `unreachable_s`
+    instead of the default five minutes."""
+    defaults: list[JsonObject] = [
+        {
+            "key": f"node.kubernetes.io/{key}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": options.unreachable_s,
+        }
         for key in ("not-ready", "unreachable")
     ]
     if plan.cluster.device == "cuda":
-        found.append({"key": options.gpu_resource, "operator": "Exists", "effect": "NoSchedule"})
-    return [*found, *map(_toleration, options.tolerations)]
+        gpu_taint = {"key": options.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
+        defaults.append(gpu_taint)
+    return [*defaults, *map(_toleration, options.tolerations)]
 
 
-def _toleration(given: Toleration) -> dict[str, Any]:
-    pairs = {
-        "key": given.key,
-        "operator": given.operator,
-        "value": given.value,
-        "effect": given.effect,
+def _toleration(toleration: Toleration) -> JsonObject:
+    fields = {
+        "key": toleration.key,
+        "operator": toleration.operator,
+        "value": toleration.value,
+        "effect": toleration.effect,
     }
-    return {name: value for name, value in pairs.items() if value}
+    return {name: value for name, value in fields.items() if value}
 
 
 # ------------------------------------------------------------------------------------------
 #     container
 
 
-def _container(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
+def _container(plan: Plan, options: KubernetesOptions) -> JsonObject:
     mounts = [
         {"name": "work", "mountPath": ROOT},
         {"name": "work", "mountPath": "/tmp"},  # the root file system is read only
@@ -158,60 +159,58 @@ def _container(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
         "name": CONTAINER,
         "image": options.image,
         "imagePullPolicy": options.pull_policy,
-        "command": [
-            options.python,
-            "-uP",
-            *start.BY_NAME,
-            "orchestrator.kubernetes.task",
-        ],  # exec form: it is pid 1
+        # exec form: it is pid 1
+        "command": [options.python, "-uP", *start.BY_NAME, "orchestrator.backends.kubernetes.pod"],
         "env": _fields(),
-        "ports": [
-            {"name": "metrics", "containerPort": METRICS_PORT}
-        ],  # who scrapes looks for the name
+        # scrapers look for the port by its name
+        "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],
         "resources": resources(plan, options),
         "securityContext": _container_security(options),
         "volumeMounts": mounts,
     }
 
 
-def _fields() -> list[dict[str, Any]]:
+def _fields() -> list[JsonObject]:
     return [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
         for name, path in OWN_FIELDS.items()
     ]
 
 
-def resources(plan: Plan, options: KubernetesOptions) -> dict[str, Any]:
-    """Requests and limits of one pod. No limit on CPUs: throttling a data loader stalls every other
-    node."""
+def resources(plan: Plan, options: KubernetesOptions) -> JsonObject:
+    """Returns requests and limits of one pod. CPUs have no limit: throttling a data loader stalls
+    every other node."""
     memory = quantity(sum(memory_gib(plan, options)))
     devices = {name: str(count) for name, count in options.rdma.items()}
     if plan.cluster.device == "cuda":
         devices = {options.gpu_resource: str(plan.cluster.gpus_per_node), **devices}
-    cpus = options.cpus or plan.cluster.gpus_per_node * (8 if plan.cluster.device == "cuda" else 1)
+    cpus_per_gpu = 8 if plan.cluster.device == "cuda" else 1
+    cpus = options.cpus or plan.cluster.gpus_per_node * cpus_per_gpu
     requests = {"cpu": f"{round(cpus * 1000)}m", "memory": memory, **devices}
     return {"requests": requests, "limits": {"memory": memory, **devices}}
 
 
 def memory_gib(plan: Plan, options: KubernetesOptions) -> tuple[float, float]:
-    """(memory of the processes, /dev/shm): what is in /dev/shm counts against the container's limit
-    too."""
+    """Returns (memory of the processes, /dev/shm) in GiB; /dev/shm counts against the container's
+    limit too."""
     gpus = plan.cluster.gpus_per_node
     cuda = plan.cluster.device == "cuda"
-    memory = options.memory_gib or gpus * (64 if cuda else 2)
-    return memory, options.shm_gib or gpus * (4 if cuda else 0.25)
+    memory_per_gpu = 64 if cuda else 2
+    shm_per_gpu = 4 if cuda else 0.25
+    memory = options.memory_gib or gpus * memory_per_gpu
+    return memory, options.shm_gib or gpus * shm_per_gpu
 
 
 def quantity(gib: float) -> str:
-    """GiB as Kubernetes writes it, rounded up to a MiB: 4 -> 4Gi, 0.5 -> 512Mi."""
+    """Spells GiB as Kubernetes does, rounded up to a MiB: 4 -> 4Gi, 0.5 -> 512Mi."""
     mib = ceil(gib * 1024)
     return f"{mib}Mi" if mib % 1024 else f"{mib // 1024}Gi"
 
 
-def _volumes(name: str, plan: Plan, options: KubernetesOptions) -> list[dict[str, Any]]:
+def _volumes(name: str, plan: Plan, options: KubernetesOptions) -> list[JsonObject]:
     shm = {"medium": "Memory", "sizeLimit": quantity(memory_gib(plan, options)[1])}
     sources = [{"configMap": {"name": name}}, {"secret": {"name": name}}]
-    volumes: list[dict[str, Any]] = [
+    volumes: list[JsonObject] = [
         {"name": "work", "emptyDir": {}},
         {"name": "shm", "emptyDir": shm},
         {"name": "input", "projected": {"defaultMode": 0o440, "sources": sources}},
@@ -228,24 +227,24 @@ def _volumes(name: str, plan: Plan, options: KubernetesOptions) -> list[dict[str
 #     security
 
 
-def _pod_security(options: KubernetesOptions) -> dict[str, Any]:
-    """`baseline` runs as root: a capability that is added reaches no other user's processes."""
+def _pod_security(options: KubernetesOptions) -> JsonObject:
+    """Returns the pod's security context. `baseline` runs as root, because an added capability
+    reaches no other user's processes."""
     user = options.user if options.security == "restricted" else 0
-    found: dict[str, Any] = {
+    context: JsonObject = {
         "runAsNonRoot": options.security == "restricted",
         "runAsUser": user,
         "runAsGroup": user,
         "fsGroup": user,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
-    if (
-        options.claim or options.volumes
-    ):  # else nothing outlives the pod, so nothing has another owner
-        found["fsGroupChangePolicy"] = "OnRootMismatch"
-    return found
+    # without a volume nothing outlives the pod, so nothing has another owner
+    if options.claim or options.volumes:
+        context["fsGroupChangePolicy"] = "OnRootMismatch"
+    return context
 
 
-def _container_security(options: KubernetesOptions) -> dict[str, Any]:
+def _container_security(options: KubernetesOptions) -> JsonObject:
     added = {"add": ["IPC_LOCK"]} if options.security == "baseline" else {}
     return {
         "allowPrivilegeEscalation": False,
@@ -254,21 +253,21 @@ def _container_security(options: KubernetesOptions) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------ exit
-#     codes
+# --------------------------------------------------------------------------------------- exit codes
 
-#: Exit codes of an agent whose run cannot be helped by starting it again. USER and INTERNAL are
-#: among them because the agents have tried again themselves: `backend.max_restarts` is theirs to
-#: count; CAPACITY, because pods leave with it only after `max_pod_returns`.
+#: Exit codes of an agent whose run another start would not help. USER and INTERNAL are among them
+#: because the agents have retried themselves and count `backend.max_restarts`; CAPACITY, because
+#: pods exit with it only after `max_pod_returns`.
 FINAL = tuple(sorted({*map(int, FATAL), int(Exit.USER), int(Exit.INTERNAL), int(Exit.CAPACITY)}))
 
 
-def pod_failure_policy() -> dict[str, Any]:
-    """Rules in order, the first match wins (batch/v1 PodFailurePolicy; needs restartPolicy Never).
+def pod_failure_policy() -> JsonObject:
+    """Returns the rules in order, of which the first match wins (batch/v1 PodFailurePolicy; needs
+    restartPolicy Never).
 
-    A disruption (preemption, drain, eviction, lost node) is not counted. Nor is 75: a pod that was
-    told to leave, or that has waited for others in vain, of which there are as many as pods
-    whenever one of them finds no node. All else is counted against backoffLimit: 74, a signal.
+    A disruption (preemption, drain, eviction, lost node) is not counted. Neither is 75: a pod that
+    got a termination signal, or waited for the others in vain; whenever one pod finds no node, all
+    others exit so. Everything else counts against backoffLimit: 74, a signal.
     """
     return {
         "rules": [
@@ -282,15 +281,15 @@ def pod_failure_policy() -> dict[str, Any]:
     }
 
 
-def _codes(*values: int) -> dict[str, Any]:
+def _codes(*values: int) -> JsonObject:
     return {"containerName": CONTAINER, "operator": "In", "values": list(values)}
 
 
 def pod_exit(code: int) -> int:
-    """What a pod leaves with when its agent ended with `code`.
+    """Returns the pod's exit code for an agent that ended with `code`.
 
-    On a cluster a lost peer or a fenced agent begins the next attempt and does not end the run: 76
-    and 77 become 75. The pod of a node that is sick (74) is counted, so that it does not come back
-    there for ever.
+    On a cluster a lost peer or a fenced agent starts the next attempt and does not end the run: 76
+    and 77 become 75. The pod of an unhealthy node (74) is counted, so that it does not return there
+    forever.
     """
     return int(Exit.RESTART) if code in (Exit.CAPACITY, Exit.FENCED) else code

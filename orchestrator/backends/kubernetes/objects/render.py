@@ -1,7 +1,7 @@
-"""A run as Kubernetes objects: a pure function, golden-tested, the same objects for the same run.
+"""Renders a run as Kubernetes objects. Pure and golden-tested: the same run gives the same objects.
 
 ConfigMap (request, packed plan, configuration, topology) · Secret (key, passed variables) ·
-headless Service · Job or JobSet. The Job comes last: a submission that breaks off before it has
+headless Service · Job or JobSet. The Job comes last, so a submission that breaks off before it has
 started nothing.
 """
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import base64
 from pathlib import PurePosixPath
-from typing import Any
 
 import msgspec
 from msgspec import Struct, structs
 
 from orchestrator.backends.kubernetes import names
-from orchestrator.backends.kubernetes.names import object_name, standard_labels
+from orchestrator.backends.kubernetes.names import JsonObject, object_name, standard_labels
 from orchestrator.backends.kubernetes.options import KubernetesOptions
 from orchestrator.cluster.model import Topology
 from orchestrator.errors import OrchError
@@ -23,12 +22,12 @@ from orchestrator.plan.document import Plan
 from orchestrator.plan.exits import Exit
 from orchestrator.run.request import AgentCommand, LaunchRequest, to_bytes
 
-from .gang import group_object, job_labels, job_notes, join_gang
+from .gang import group_object, job_annotations, job_labels, join_gang
 from .node_affinity import ChosenNodes, kueue_annotations, kueue_labels
 from .payload import pack_plan, pack_topology
 from .pod import grace_seconds, pod_failure_policy, pod_template
 
-MOST_BYTES = 1 << 20  # of a ConfigMap's or Secret's values together (apiserver validation)
+MOST_BYTES = 1 << 20  # sum of a ConfigMap's or Secret's values (apiserver validation)
 NO_KEY = "drawn when the run is submitted"
 
 
@@ -39,29 +38,28 @@ class Manifest(Struct, frozen=True, kw_only=True):
     plan: Plan
     options: KubernetesOptions
     config: bytes
-    namespace: str = ""  # "": whichever the objects are applied to
+    namespace: str = ""  # "": the one that the objects are applied to
     key: str = NO_KEY  # hex
     environment: dict[str, str] = {}  # values of the variables that were passed on
-    topology: Topology | None = None  # of all nodes that pods may be placed on, where it is known
+    topology: Topology | None = None  # all nodes that pods may be placed on, if known
     chosen: ChosenNodes | None = None
-    excluded: tuple[str, ...] | None = (
-        None  # hostname labels of excluded nodes; None: nobody has looked them up
-    )
+    # hostname labels of excluded nodes; None: nobody has looked them up
+    excluded: tuple[str, ...] | None = None
     submission: str = ""  # the same for a repeated submission of one run
-    generation: int = 0  # how often it was started again
-    train_run: str = ""  # uid of the TrainRun that owns all of it
-    gated: bool = False  # its controller gives each pod its node
-    environment_secret: str = ""  # more variables, of a Secret
-    sizes: dict[int, Plan] = {}  # of an elastic run: the plan of every size
+    generation: int = 0  # number of restarts by `resume` or `resize`
+    train_run: str = ""  # uid of the TrainRun that owns the objects
+    gated: bool = False  # its controller chooses each pod's node
+    environment_secret: str = ""  # a Secret with more variables
+    sizes: dict[int, Plan] = {}  # an elastic run's plan of every size
 
     @property
     def name(self) -> str:
         return object_name(self.request.run_id, len(self.request.agents), self.options.kind)
 
 
-def render(run: Manifest) -> list[dict[str, Any]]:
-    """The objects in the order in which they are sent. OrchError (65) when something does not fit
-    Kubernetes."""
+def render(run: Manifest) -> list[JsonObject]:
+    """Returns the objects in the order in which they are sent. OrchError (65) if something does not
+    fit Kubernetes."""
     if run.options.image is None:
         raise OrchError(
             "backend.options.image is not set: the image that holds orch and torch; see"
@@ -78,27 +76,27 @@ def render(run: Manifest) -> list[dict[str, Any]]:
     return [*objects, _job_set(run) if run.options.kind == "jobset" else _job(run)]
 
 
-def to_yaml(objects: list[dict[str, Any]]) -> str:
-    """One document an object, keys in their order."""
+def to_yaml(objects: list[JsonObject]) -> str:
+    """Writes one document per object, keys in their order."""
     import yaml
 
     return yaml.safe_dump_all(objects, sort_keys=False, width=120, explicit_start=True)
 
 
 def pod_request(request: LaunchRequest, plan: Plan, options: KubernetesOptions) -> LaunchRequest:
-    """The request as the pods read it: their paths, their interpreter, none of the submitter's
-    folders."""
+    """Returns the request as the pods read it: with their paths and their interpreter, without the
+    submitter's folders."""
     run_dir = str(PurePosixPath(names.RUNS, request.run_id))
     worker = request.worker
     if worker.bundled:
         argv = [options.python, "-P", "-m", "trainer", "--plan", f"{run_dir}/plan.json"]
         worker = structs.replace(worker, argv=argv, cwd=run_dir)
     elif request.code.kind != "none":
-        text = (
+        message = (
             "the program's folder does not travel into pods: build it into the image and submit"
             " with --in-place"
         )
-        raise OrchError(text, Exit.CONFIG)
+        raise OrchError(message, Exit.CONFIG)
     environment = structs.replace(
         request.environment, names=[], path_first=[], python_path_first=[]
     )
@@ -115,84 +113,80 @@ def pod_request(request: LaunchRequest, plan: Plan, options: KubernetesOptions) 
         policy=policy,
         code=structs.replace(request.code, kind="none", root="", holds_orch=False),
         files=[],
-        # An elastic run needs a folder that its pods share. Without, a Job is of one size, `orch
-        # resize` makes another.
+        # An elastic run needs a folder that its pods share. Without one a Job has one size, and
+        # `orch resize` creates another Job.
         sizes=elastic_sizes(request, options),
     )
 
 
 def elastic_sizes(request: LaunchRequest, options: KubernetesOptions) -> list[int]:
-    """The sizes between which a run changes while its pods live, largest first; [] where it has one
-    size."""
+    """Returns the sizes between which a run changes while its pods live, largest first; [] if it
+    has one size."""
     sizes = [size for size in request.sizes if size <= len(request.agents)]
     return sizes if options.claim and len(sizes) > 1 else []
 
 
 def together(run: Manifest) -> int:
-    """Pods that have to be placed for the run to begin."""
+    """Returns the number of pods that must be placed for the run to start."""
     return min(elastic_sizes(run.request, run.options) or [len(run.request.agents)])
 
 
-# ------------------------------------------------------------------------------------------ small
-#     objects
+# ------------------------------------------------------------------------------------ small objects
 
 
-def _metadata(run: Manifest, **annotations: str) -> dict[str, Any]:
+def _metadata(run: Manifest, **annotations: str) -> JsonObject:
     labels = standard_labels(run.request.run_id) | run.options.labels
-    found: dict[str, Any] = {"name": run.name}
+    metadata: JsonObject = {"name": run.name}
     if run.namespace:
-        found["namespace"] = run.namespace
-    found["labels"] = labels
-    notes = {names.SUBMISSION: run.submission} if run.submission else {}
-    notes |= dict(run.options.annotations) | annotations
-    if notes:
-        found["annotations"] = notes
+        metadata["namespace"] = run.namespace
+    metadata["labels"] = labels
+    all_annotations = {names.SUBMISSION: run.submission} if run.submission else {}
+    all_annotations |= dict(run.options.annotations) | annotations
+    if all_annotations:
+        metadata["annotations"] = all_annotations
     if run.train_run:
-        whose = {
+        train_run = {
             "apiVersion": f"{names.GROUP}/{names.VERSION}",
             "kind": names.KIND,
             "name": run.request.run_id,
+            "uid": run.train_run,
+            "controller": True,
         }
-        found["ownerReferences"] = [{**whose, "uid": run.train_run, "controller": True}]
+        metadata["ownerReferences"] = [train_run]
     elif (owner := run.options.owner) and owner.uid:
-        found["ownerReferences"] = [
+        metadata["ownerReferences"] = [
             {"apiVersion": "v1", "kind": "ConfigMap", "name": owner.name, "uid": owner.uid}
         ]
-    return found
+    return metadata
 
 
-def _secret(run: Manifest) -> dict[str, Any]:
+def _secret(run: Manifest) -> JsonObject:
     values = {
         "key": run.key,
         "environment.json": msgspec.json.encode(run.environment, order="sorted").decode(),
     }
     _check_size("Secret", sum(map(len, values.values())))
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": _metadata(run),
-        "type": "Opaque",
-        "stringData" if run.key == NO_KEY else "data": {
-            name: value if run.key == NO_KEY else base64.b64encode(value.encode()).decode()
-            for name, value in values.items()
-        },
-    }
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(run), "type": "Opaque"}
+    if run.key == NO_KEY:
+        return {**secret, "stringData": values}
+    encoded = {name: base64.b64encode(value.encode()).decode() for name, value in values.items()}
+    return {**secret, "data": encoded}
 
 
-def _config_map(run: Manifest) -> dict[str, Any]:
+def _config_map(run: Manifest) -> JsonObject:
     request = to_bytes(pod_request(run.request, run.plan, run.options)).decode()
     binary = {"plan.bin": pack_plan(run.plan)}
-    for size in run.sizes if elastic_sizes(run.request, run.options) else ():
-        binary[f"plan.nodes{size}.bin"] = pack_plan(run.sizes[size])
+    if elastic_sizes(run.request, run.options):
+        binary |= {f"plan.nodes{size}.bin": pack_plan(plan) for size, plan in run.sizes.items()}
     if run.topology is not None:
         binary["topology.bin"] = pack_topology(run.topology)
-    text = {"request.json": request, "config.yaml": run.config.decode()}
-    _check_size("ConfigMap", sum(map(len, text.values())) + sum(map(len, binary.values())))
+    texts = {"request.json": request, "config.yaml": run.config.decode()}
+    _check_size("ConfigMap", sum(map(len, texts.values())) + sum(map(len, binary.values())))
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(run),
-        "data": text,
+        "data": texts,
         "binaryData": {name: base64.b64encode(raw).decode() for name, raw in binary.items()},
     }
 
@@ -204,14 +198,14 @@ def _check_size(kind: str, size: int) -> None:
         )
 
 
-def _service(run: Manifest) -> dict[str, Any]:
-    """Headless: it only gives pod 0 its name, also before that is ready, for the rendezvous of the
-    pods.
+def _service(run: Manifest) -> JsonObject:
+    """Returns the headless Service: it only gives pod 0 its name, before pod 0 is ready, for the
+    rendezvous of the pods.
 
-    One that selects all of them costs dearly: each change of one of 512 pods rewrites the lists of
-    their addresses, and the scheduler spreads the pods of a Service, unless told otherwise, which
-    it works out for every pod on every node (kube-scheduler, PodTopologySpread's system defaults):
-    512 took twice as long to bind.
+    A Service that selects all pods is expensive: each change of one of 512 pods rewrites the lists
+    of their addresses, and the scheduler spreads the pods of a Service by default, which it
+    computes for every pod on every node (kube-scheduler, PodTopologySpread's system defaults): 512
+    pods took twice as long to bind.
     """
     return {
         "apiVersion": "v1",
@@ -229,42 +223,42 @@ def _service(run: Manifest) -> dict[str, Any]:
     }
 
 
-def _network_policy(run: Manifest) -> dict[str, Any]:
-    """Only the run's own pods reach its pods; metrics may be read from anywhere: a Prometheus on
-    its node's network is no pod to a policy. Outwards, where that is limited, they reach one
-    another, DNS, and what the options name."""
-    ours = {"matchLabels": {names.RUN: run.request.run_id}}
-    spec: dict[str, Any] = {
-        "podSelector": ours,
+def _network_policy(run: Manifest) -> JsonObject:
+    """Allows only the run's own pods to reach its pods. Anything may read metrics: to a policy, a
+    Prometheus on its node's network is not a pod. If outgoing traffic is limited, the pods reach
+    one another, DNS, and the addresses of the options."""
+    own_pods = {"matchLabels": {names.RUN: run.request.run_id}}
+    spec: JsonObject = {
+        "podSelector": own_pods,
         "policyTypes": ["Ingress"],
         "ingress": [
-            {"from": [{"podSelector": ours}]},
+            {"from": [{"podSelector": own_pods}]},
             {"ports": [{"port": names.METRICS_PORT, "protocol": "TCP"}]},
         ],
     }
     if run.options.egress is not None:
         spec["policyTypes"].append("Egress")
-        # DNS servers are pods, addresses of their nodes, or of a machine outside: named by their
-        # port alone
+        # DNS servers are pods, addresses of their nodes, or external machines: only the port names
+        # them
         dns = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
-        spec["egress"] = [{"to": [{"podSelector": ours}]}, {"ports": dns}]
-        for one in run.options.egress:
-            rule: dict[str, Any] = {"to": [{"ipBlock": {"cidr": one.cidr}}]}
-            if one.ports:
-                rule["ports"] = [{"port": port, "protocol": "TCP"} for port in one.ports]
+        spec["egress"] = [{"to": [{"podSelector": own_pods}]}, {"ports": dns}]
+        for egress in run.options.egress:
+            rule: JsonObject = {"to": [{"ipBlock": {"cidr": egress.cidr}}]}
+            if egress.ports:
+                rule["ports"] = [{"port": port, "protocol": "TCP"} for port in egress.ports]
             spec["egress"].append(rule)
-    about = {
+    return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": _metadata(run),
+        "spec": spec,
     }
-    return {**about, "spec": spec}
 
 
 # ------------------------------------------------------------------------------------------ the job
 
 
-def _job_spec(run: Manifest) -> dict[str, Any]:
+def _job_spec(run: Manifest) -> JsonObject:
     pods = len(run.request.agents)
     options = run.options
     labels = (
@@ -277,24 +271,20 @@ def _job_spec(run: Manifest) -> dict[str, Any]:
         run.plan,
         options,
         grace_seconds(run.plan, options, run.request.policy.grace_s),
-        labels,
-        dict(options.annotations) | kueue_annotations(run.plan, options),
-        run.chosen,
+        labels=labels,
+        annotations=dict(options.annotations) | kueue_annotations(run.plan, options),
+        chosen=run.chosen,
         subdomain=options.kind == "job",
         excluded=run.excluded,
     )
-    ending: dict[str, Any] = {}
-    if elastic_sizes(run.request, run.options):  # pods that never found a node are not waited for
+    containers = {container["name"]: container for container in template["spec"]["containers"]}
+    agent = containers[names.CONTAINER]
+    ending: JsonObject = {}
+    if elastic_sizes(run.request, run.options):  # it does not wait for pods that found no node
         ending["successPolicy"] = {"rules": [{"succeededCount": 1}]}
-        agent = next(
-            one for one in template["spec"]["containers"] if one["name"] == names.CONTAINER
-        )
         source = {"fieldRef": {"fieldPath": f"metadata.annotations['{names.TOGETHER}']"}}
         agent["env"] = [*agent["env"], {"name": "ORCH_TOGETHER", "valueFrom": source}]
     if run.environment_secret:
-        agent = next(
-            one for one in template["spec"]["containers"] if one["name"] == names.CONTAINER
-        )
         agent.setdefault("envFrom", []).append({"secretRef": {"name": run.environment_secret}})
     join_gang(template, options, run.name)
     if run.gated:
@@ -304,7 +294,7 @@ def _job_spec(run: Manifest) -> dict[str, Any]:
         "completions": pods,
         "parallelism": pods,
         "backoffLimit": options.max_pod_failures,
-        # a pod is waited for as long as its own failures say
+        # each pod is retried until it has failed that often itself
         "backoffLimitPerIndex": options.max_pod_failures,
         "maxFailedIndexes": 0,
         "podReplacementPolicy": "Failed",  # never two pods of one index
@@ -314,12 +304,12 @@ def _job_spec(run: Manifest) -> dict[str, Any]:
     }
 
 
-def _main_metadata(run: Manifest) -> dict[str, Any]:
+def _main_metadata(run: Manifest) -> JsonObject:
     summary = " ".join(f"{key}={value}" for key, value in run.request.summary.items())
-    notes = {names.PLAN: run.plan.hash, names.SUMMARY: summary}
+    annotations = {names.PLAN: run.plan.hash, names.SUMMARY: summary}
     if run.chosen:
-        notes[names.NODES] = ",".join(run.chosen.nodes)
-    metadata = _metadata(run, **notes, **job_notes(run.options, together(run)))
+        annotations[names.NODES] = ",".join(run.chosen.nodes)
+    metadata = _metadata(run, **annotations, **job_annotations(run.options, together(run)))
     metadata["labels"] = (
         metadata["labels"] | {names.GENERATION: str(run.generation)} | kueue_labels(run.options)
     )
@@ -327,18 +317,17 @@ def _main_metadata(run: Manifest) -> dict[str, Any]:
     return metadata
 
 
-def _ending(run: Manifest) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _ending(run: Manifest) -> JsonObject:
+    ending: JsonObject = {}
     if run.options.ttl_s is not None:
-        found["ttlSecondsAfterFinished"] = run.options.ttl_s
+        ending["ttlSecondsAfterFinished"] = run.options.ttl_s
     if run.options.queue is not None:
-        found["suspend"] = (
-            True  # until Kueue admits it; its webhook says the same where it is installed
-        )
-    return found
+        # until Kueue admits it; Kueue's webhook sets the same if it is installed
+        ending["suspend"] = True
+    return ending
 
 
-def _job(run: Manifest) -> dict[str, Any]:
+def _job(run: Manifest) -> JsonObject:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -347,7 +336,7 @@ def _job(run: Manifest) -> dict[str, Any]:
     }
 
 
-def _job_set(run: Manifest) -> dict[str, Any]:
+def _job_set(run: Manifest) -> JsonObject:
     replicated = {"name": names.JOB_OF_SET, "replicas": 1, "template": {"spec": _job_spec(run)}}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",

@@ -1,1 +1,1 @@
-"""What runs inside a pod."""
+"""The processes inside a pod."""

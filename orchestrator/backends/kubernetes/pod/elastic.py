@@ -1,11 +1,11 @@
-"""How the pods of an elastic run come together: over the run folder, which all of them share on the
-claim.
+"""How the pods of an elastic run find each other: through the run folder, which all of them share
+on the claim.
 
-Any number of them may be missing, pod 0 too, so nobody is waited for in particular. A pod that
-comes while a coordinator lives joins that run as its node. Else the pods that wait write a file
-each, again and again; the one with the lowest index begins an attempt once all are there, or enough
-and no more come. Attempts are numbered, and a number is taken by `link(2)`, which is atomic and
-exclusive, also on NFS. Who coordinates is elected by the agents (docs/protocol.md).
+Any number of them may be missing, pod 0 included, so no particular pod is waited for. A pod that
+comes while a coordinator lives joins that run as its node. Otherwise each waiting pod rewrites a
+file of its own at intervals; the pod with the lowest index begins an attempt once all are there, or
+enough are there and no more come. Attempts are numbered, and a number is taken by `link(2)`, which
+is atomic and exclusive, also on NFS. The agents elect the coordinator (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from orchestrator.planner.placement.rank_assignment import used_node_count
 from orchestrator.run.folder import RunFolder, make_private_folder, write_private
 
 LOOK_S = 0.5
-SETTLE_S = 15.0  # enough pods are there, and nobody more has come for so long
-_STALE_LOOKS = 20  # a pod whose file stands still this long has gone
-_READY_S = 60.0  # for who begins an attempt to write its plan
+SETTLE_S = 15.0  # how long no more pods have come before enough of them begin
+_STALE_LOOKS = 20  # a pod whose file has not changed for so many looks is gone
+_READY_S = 60.0  # time to write the plan of an attempt
 
 log = logging.getLogger("orch.elastic")
 
 
 class Waiting(Frozen):
-    """`kubernetes/waiting/<index>.json`: a pod that waits. `beat` grows."""
+    """`kubernetes/waiting/<index>.json`: a waiting pod. `beat` counts its heartbeats."""
 
     index: int
     node: str
     address: str
     pod: str
-    together: int  # nodes that the run had when this pod was let go
+    together: int  # nodes that the run had when this pod's gate was removed
     beat: int = 0
 
     @property
@@ -59,99 +59,105 @@ class Waiting(Frozen):
 
 
 class Attempt(Frozen):
-    """`kubernetes/attempts/<number>`: pods that begin together."""
+    """`kubernetes/attempts/<number>`: pods that start together."""
 
     number: int
     members: list[str]  # names of the pods
-    plan_hash: str = ""  # of the plan that is in force, once it is written
+    plan_hash: str = ""  # hash of the plan in force, once it is written
 
 
 class Begun(Struct, frozen=True):
-    """What a pod does now. None of an attempt: it joins a run that is at work."""
+    """The attempt that this pod takes part in; None if it joins a running run."""
 
     attempt: Attempt | None
 
 
 def node_name(pod: Join, shared: bool) -> str:
-    """What the run calls this pod's share of a node, whoever else is there. `shared`: several pods
-    may be on it."""
+    """Returns the run's name of this pod's share of a node, which does not depend on other pods.
+    `shared`: several pods may be on the node."""
     return f"{pod.node}.pod-{pod.index}" if shared else pod.node
 
 
 def come_together(
     folder: RunFolder,
-    own: Waiting,
+    this_pod: Waiting,
+    *,
     least: int,
     heartbeat_s: float,
     timeout_s: float,
     begin: Callable[[list[Join]], str],
     settle_s: float = SETTLE_S,
 ) -> Begun:
-    """Wait for what this pod is to do. `begin`: what the pod that begins an attempt does with its
-    members, before it tells them; returns the hash of their plan.
+    """Waits until this pod knows its attempt. `begin`: called by the pod that begins an attempt
+    with its members, before it announces the attempt; returns the hash of their plan.
 
-    OrchError (76) when fewer than `least` come within `timeout_s`.
+    OrchError (76) if fewer than `least` pods come within `timeout_s`.
     """
-    began = time.monotonic()
-    waits = _Others(folder, own)
+    started = time.monotonic()
+    waiting_room = _WaitingPods(folder, this_pod)
     coordinator = _Coordinator(folder, heartbeat_s)
     first = newest_attempt(folder)
     try:
         while True:
-            found = waits.look()
-            if (attempt := _announced(folder, first, own.pod)) is not None:
+            waiting_pods = waiting_room.look()
+            if (attempt := _announced(folder, first, this_pod.pod)) is not None:
                 return Begun(_ready(folder, attempt))
-            everybody = len(found) >= max(one.together for one in found)
-            if not everybody and coordinator.lives():
+            all_here = len(waiting_pods) >= max(pod.together for pod in waiting_pods)
+            if not all_here and coordinator.lives():
                 return Begun(None)
-            still = time.monotonic() - waits.changed_at
-            enough = len(found) >= least and (
-                everybody or (still >= settle_s and coordinator.is_gone())
-            )
+            unchanged_s = time.monotonic() - waiting_room.changed_at
+            settled = unchanged_s >= settle_s and coordinator.is_gone()
+            may_begin = len(waiting_pods) >= least and (all_here or settled)
             number = newest_attempt(folder) + 1
-            if enough and found[0].pod == own.pod and _take(folder, number, found):
-                return Begun(_begin(folder, number, found, begin))
-            if time.monotonic() > began + timeout_s:
-                text = (
-                    f"{len(found)} pods are here, at least {least} are needed: no more came within"
+            if (
+                may_begin
+                and waiting_pods[0].pod == this_pod.pod
+                and _take(folder, number, waiting_pods)
+            ):
+                return Begun(_begin(folder, number, waiting_pods, begin))
+            if time.monotonic() > started + timeout_s:
+                message = (
+                    f"{len(waiting_pods)} pods are here, at least {least} are needed: no more came"
+                    " within"
                     f" {timeout_s:g} s"
                 )
-                raise OrchError(text, Exit.CAPACITY)
+                raise OrchError(message, Exit.CAPACITY)
             time.sleep(LOOK_S)
     finally:
-        waits.leave()
+        waiting_room.leave()
 
 
-class _Others:
-    """The pods that wait, as this one sees them: those whose files change."""
+class _WaitingPods:
+    """The waiting pods as this one sees them: those whose files change."""
 
-    def __init__(self, folder: RunFolder, own: Waiting):
+    def __init__(self, folder: RunFolder, this_pod: Waiting):
         self._folder = folder.path / "kubernetes" / "waiting"
-        self._own = own
-        self._seen: dict[int, tuple[Waiting, int]] = {}  # and for how many looks it has stood still
+        self._own = this_pod
+        self._seen: dict[int, tuple[Waiting, int]] = {}  # with the number of looks without a change
         self.changed_at = time.monotonic()
         self._names: frozenset[str] = frozenset()
         make_private_folder(self._folder)
 
     def look(self) -> list[Waiting]:
-        """By index, this pod among them."""
+        """Rewrites this pod's file, and returns the waiting pods by index, this one among them."""
         self._own = structs.replace(self._own, beat=self._own.beat + 1)
         write_private(self._path, msgspec.json.encode(self._own), durable=False)
-        found = {self._own.index: self._own}
+        waiting_pods = {self._own.index: self._own}
         for path in self._folder.glob("*.json"):
             with contextlib.suppress(OSError, *UNREADABLE):
-                one = msgspec.json.decode(path.read_bytes(), type=Waiting)
-                before, still = self._seen.get(one.index, (None, _STALE_LOOKS))
-                moved = before is not None and before != one
-                self._seen[one.index] = one, 0 if moved else still + 1
-                if one.index != self._own.index and self._seen[one.index][1] < _STALE_LOOKS:
-                    found[one.index] = one
-        names = frozenset(one.pod for one in found.values())
+                pod = msgspec.json.decode(path.read_bytes(), type=Waiting)
+                last_seen, unchanged_looks = self._seen.get(pod.index, (None, _STALE_LOOKS))
+                changed = last_seen is not None and last_seen != pod
+                unchanged_looks = 0 if changed else unchanged_looks + 1
+                self._seen[pod.index] = (pod, unchanged_looks)
+                if pod.index != self._own.index and unchanged_looks < _STALE_LOOKS:
+                    waiting_pods[pod.index] = pod
+        names = frozenset(pod.pod for pod in waiting_pods.values())
         if names != self._names:
             self._names = names
             self.changed_at = time.monotonic()
             log.info("%d pods wait: %s", len(names), ", ".join(sorted(names))[:300])
-        return [found[index] for index in sorted(found)]
+        return [waiting_pods[index] for index in sorted(waiting_pods)]
 
     def leave(self) -> None:
         with contextlib.suppress(OSError):
@@ -163,7 +169,8 @@ class _Others:
 
 
 class _Coordinator:
-    """Whether somebody coordinates the run already: its heartbeats in `coordinator.json` go on."""
+    """Tells whether a pod coordinates the run already: then the heartbeats in `coordinator.json`
+    continue."""
 
     def __init__(self, folder: RunFolder, heartbeat_s: float):
         self._folder = folder
@@ -191,7 +198,7 @@ def _attempts(folder: RunFolder) -> Path:
 
 
 def newest_attempt(folder: RunFolder) -> int:
-    """Its number, 0 for none."""
+    """Returns the number of the newest attempt, 0 for none."""
     try:
         names = os.listdir(_attempts(folder))
     except FileNotFoundError:
@@ -200,24 +207,24 @@ def newest_attempt(folder: RunFolder) -> int:
 
 
 def _announced(folder: RunFolder, first: int, pod: str) -> Attempt | None:
-    """The newest attempt since `first`, if this pod is to take part in it."""
+    """Returns the newest attempt since `first` if this pod is a member of it."""
     number = newest_attempt(folder)
     if number <= first:
         return None
     with contextlib.suppress(OSError, *UNREADABLE):
-        found = msgspec.json.decode((_attempts(folder) / str(number)).read_bytes(), type=Attempt)
-        return found if pod in found.members else None
+        attempt = msgspec.json.decode((_attempts(folder) / str(number)).read_bytes(), type=Attempt)
+        return attempt if pod in attempt.members else None
     return None
 
 
-def _take(folder: RunFolder, number: int, found: Sequence[Waiting]) -> bool:
-    """Whether this pod begins the attempt of that number, and nobody else."""
+def _take(folder: RunFolder, number: int, waiting_pods: Sequence[Waiting]) -> bool:
+    """Takes the number for an attempt that this pod begins. Returns False if another pod has taken
+    it."""
     make_private_folder(_attempts(folder))
     path = _attempts(folder) / str(number)
     draft = path.with_name(f".{number}.{secrets.token_hex(4)}")
-    write_private(
-        draft, msgspec.json.encode(Attempt(number=number, members=[one.pod for one in found]))
-    )
+    attempt = Attempt(number=number, members=[waiting.pod for waiting in waiting_pods])
+    write_private(draft, msgspec.json.encode(attempt))
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -228,19 +235,23 @@ def _take(folder: RunFolder, number: int, found: Sequence[Waiting]) -> bool:
 
 
 def _begin(
-    folder: RunFolder, number: int, found: Sequence[Waiting], begin: Callable[[list[Join]], str]
+    folder: RunFolder,
+    number: int,
+    waiting_pods: Sequence[Waiting],
+    begin: Callable[[list[Join]], str],
 ) -> Attempt:
-    made = Attempt(
+    attempt = Attempt(
         number=number,
-        members=[one.pod for one in found],
-        plan_hash=begin([one.join for one in found]),
+        members=[waiting.pod for waiting in waiting_pods],
+        plan_hash=begin([waiting.join for waiting in waiting_pods]),
     )
-    write_private(_attempts(folder) / f"{number}.ready", msgspec.json.encode(made))
-    return made
+    write_private(_attempts(folder) / f"{number}.ready", msgspec.json.encode(attempt))
+    return attempt
 
 
 def _ready(folder: RunFolder, attempt: Attempt) -> Attempt:
-    """The attempt with its plan written. OrchError (75) when who begins it does not get there."""
+    """Waits for the attempt's plan. OrchError (75) if the pod that begins the attempt does not
+    write it."""
     path = _attempts(folder) / f"{attempt.number}.ready"
     end = time.monotonic() + _READY_S
     while time.monotonic() < end:
@@ -257,39 +268,38 @@ def _ready(folder: RunFolder, attempt: Attempt) -> Attempt:
 
 class ElasticMapping(Struct, frozen=True):
     mapping: RankMapping
-    names: list[str]  # of every member, those without a rank too
-    plans: dict[int, Plan]  # of every size, as coordinators read them
+    names: list[str]  # node names of all members, also of those without a rank
+    plans: dict[int, Plan]  # size -> plan, as coordinators read them
 
 
 def map_elastic(
     planned: Mapping[int, Plan], members: Sequence[Join], topology: Topology | None, shared: bool
 ) -> ElasticMapping:
-    """The plan of the largest size that these pods can hold, on the best of their nodes; the others
-    are spares.
+    """Returns the plan of the largest size that these pods can hold, on the best of their nodes;
+    the others are spares.
 
-    OrchError (76) when they are too few. The plan of the largest size knows all of their nodes, so
+    OrchError (76) if they are too few. The plan of the largest size contains all of their nodes, so
     that coordinators know the network when they choose again.
     """
     from orchestrator.planner.elastic.replan import replan  # numpy, which only pods need
 
     size = legal_size(planned, len(members))
     if size is None:
-        raise OrchError(
-            f"{len(members)} pods are fewer than the smallest size of this run, {min(planned)}",
-            Exit.CAPACITY,
-        )
+        smallest = min(planned)
+        message = f"{len(members)} pods are fewer than the smallest size of this run, {smallest}"
+        raise OrchError(message, Exit.CAPACITY)
     names = [node_name(pod, shared) for pod in members]
-    known = pod_topology(topology or FLAT, members, names)
-    order = known.order(names)
-    chosen = set(order[:size])
-    taking = [pod for pod, name in zip(members, names, strict=True) if name in chosen]
-    found = map_ranks(planned[size], taking, topology, [node_name(pod, shared) for pod in taking])
+    network = pod_topology(topology or FLAT, members, names)
+    chosen = set(network.order(names)[:size])
+    active = [pod for pod, name in zip(members, names, strict=True) if name in chosen]
+    active_names = [node_name(pod, shared) for pod in active]
+    mapping = map_ranks(planned[size], active, topology, active_names)
     plans = dict(planned)
     largest = max(plans)
     absent = [f"absent-{index}" for index in range(max(0, largest - len(names)))]
-    whole = with_nodes(plans[largest].cluster, [*names, *absent], known)
-    plans[largest] = replan(plans[largest], whole)
+    cluster = with_nodes(plans[largest].cluster, [*names, *absent], network)
+    plans[largest] = replan(plans[largest], cluster)
     if size != largest:
-        plans[size] = found.plan
-    assert used_node_count(found.plan) == size
-    return ElasticMapping(found, names, plans)
+        plans[size] = mapping.plan
+    assert used_node_count(mapping.plan) == size
+    return ElasticMapping(mapping, names, plans)

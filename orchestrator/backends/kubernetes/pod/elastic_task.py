@@ -1,8 +1,9 @@
-"""A pod of an elastic run: comes together with the others, or joins the run that they are at, and
-is one of its nodes.
+"""A pod of an elastic run: it meets the other pods, or joins them in a running run, and is one of
+the run's nodes.
 
-A notice to this pod (a drain, an eviction) takes one node from the run, which goes on; so does its
-loss. The pod that comes in its place is a spare, and gets ranks at a step boundary when that pays.
+A termination signal to this pod (a drain, an eviction) takes one node from the run, which
+continues; so does its loss. The pod that replaces it is a spare, and gets ranks at a step boundary
+when that pays.
 """
 
 from __future__ import annotations
@@ -24,48 +25,62 @@ from .status_lines import ElasticStatusLineWriter
 from .task import Input, Pod, fresh_state, log, run_agent, write_placement
 
 
-def run_elastic(folder: RunFolder, pod: Pod, given: Input) -> tuple[int, str]:
-    """(exit code of the pod, why). OrchError (76) when too few pods come."""
-    options = read_options(given.request.backend_options)
-    request = given.request
-    shared = given.planned.cluster.device == "cpu"
+def run_elastic(folder: RunFolder, pod: Pod, run_input: Input) -> tuple[int, str]:
+    """Runs the pod: (exit code of the pod, why). OrchError (76) if too few pods come."""
+    options = read_options(run_input.request.backend_options)
+    request = run_input.request
+    shared = run_input.planned.cluster.device == "cpu"
     together = os.environ.get("ORCH_TOGETHER", "")
     count = int(together) if together.isdigit() else len(request.agents)
-    own = Waiting(index=pod.index, node=pod.node, address=pod.address, pod=pod.name, together=count)
+    this_pod = Waiting(
+        index=pod.index, node=pod.node, address=pod.address, pod=pod.name, together=count
+    )
 
     def begin(members: list[Join]) -> str:
-        return _write_attempt(folder, given, members, shared)
+        return _write_attempt(folder, run_input, members, shared)
 
     come_together(
         folder,
-        own,
-        min(given.sizes),
-        request.policy.heartbeat_timeout_s,
-        options.rendezvous_timeout_s,
-        begin,
+        this_pod,
+        least=min(run_input.sizes),
+        heartbeat_s=request.policy.heartbeat_timeout_s,
+        timeout_s=options.rendezvous_timeout_s,
+        begin=begin,
     )
-    node = node_name(own.join, shared)
-    status_lines = ElasticStatusLineWriter(folder, node)
-    more = ("--elastic", "--grow-after-s", str(options.grow_after_s))
-    return run_agent(folder, pod, given, node, status_lines, "elsewhere", *more)
+    node = node_name(this_pod.join, shared)
+    return run_agent(
+        folder,
+        pod,
+        run_input,
+        node,
+        status_lines=ElasticStatusLineWriter(folder, node),
+        coordinator="elsewhere",
+        extra_argv=("--elastic", "--grow-after-s", str(options.grow_after_s)),
+    )
 
 
-def _write_attempt(folder: RunFolder, given: Input, members: list[Join], shared: bool) -> str:
-    """What the agents of an attempt read, by the pod that begins it; the hash of its plan."""
-    topology = unpack_topology(given.topology) if given.topology else None
-    found = map_elastic(given.sizes, members, topology, shared)
-    real = found.mapping.plan
+def _write_attempt(folder: RunFolder, run_input: Input, members: list[Join], shared: bool) -> str:
+    """Writes what the agents of an attempt read, in the pod that begins it. Returns the hash of the
+    plan."""
+    topology = unpack_topology(run_input.topology) if run_input.topology else None
+    elastic_mapping = map_elastic(run_input.sizes, members, topology, shared)
+    plan = elastic_mapping.mapping.plan
     log.info(
-        "%d of %d pods: %s", len(members), len(given.request.agents), found.mapping.difference.text
+        "%d of %d pods: %s",
+        len(members),
+        len(run_input.request.agents),
+        elastic_mapping.mapping.difference.text,
     )
     folder.coordinator.unlink(missing_ok=True)
-    for size, plan in found.plans.items():
-        write_private(folder.sized_plan(size), to_json(plan, indent=1) + b"\n")
-    write_private(folder.plan, to_json(real, indent=1) + b"\n")
-    agents = [AgentCommand(node=node, argv=[]) for node in found.names]
-    request = structs.replace(given.request, plan_hash=real.hash, agents=agents, nodes=len(agents))
+    for size, sized_plan in elastic_mapping.plans.items():
+        write_private(folder.sized_plan(size), to_json(sized_plan, indent=1) + b"\n")
+    write_private(folder.plan, to_json(plan, indent=1) + b"\n")
+    agents = [AgentCommand(node=node, argv=[]) for node in elastic_mapping.names]
+    request = structs.replace(
+        run_input.request, plan_hash=plan.hash, agents=agents, nodes=len(agents)
+    )
     write_private(folder.request, to_bytes(request))
-    write_private(folder.config, given.config)
-    write_placement(folder, given, members, found.names, found.mapping)
-    write_state(folder, fresh_state(folder, given, found.mapping))
-    return real.hash
+    write_private(folder.config, run_input.config)
+    write_placement(folder, run_input, members, elastic_mapping.names, elastic_mapping.mapping)
+    write_state(folder, fresh_state(folder, run_input, elastic_mapping.mapping))
+    return plan.hash

@@ -1,10 +1,10 @@
-"""Rank mapping: the plan that runs, from the planned one and the nodes that the pods were really
-placed on. Pure."""
+"""Rank mapping: the plan that runs, computed from the planned one and the nodes that the pods are
+really on. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 class RankMapping(Struct, frozen=True):
     plan: Plan
-    names: list[str]  # of the plan's nodes, in order of the pods' indices
+    names: list[str]  # names of the plan's nodes, in order of the pods' indices
     difference: Difference
 
 
 def node_names(members: Sequence[Join]) -> list[str]:
-    """What the plan calls each pod's share of a node: the Node's name; where pods share one,
-    `<node>.pod-<index>`."""
+    """Returns the plan's name of each pod's share of a node: the Node's name, or
+    `<node>.pod-<index>` if pods share it."""
     count = Counter(pod.node for pod in members)
     return [pod.node if count[pod.node] == 1 else f"{pod.node}.pod-{pod.index}" for pod in members]
 
@@ -38,46 +38,43 @@ def map_ranks(
     topology: Topology | None,
     names: Sequence[str] | None = None,
 ) -> RankMapping:
-    """The plan on the nodes of these pods, sealed. The same members give the same plan, to the bit,
-    in every pod.
+    """Returns the plan on the nodes of these pods, sealed. The same members give the same plan, to
+    the bit, in every pod.
 
-    `names`: what the plan calls their nodes, None: `node_names`.
+    `names`: the plan's names of their nodes; None: `node_names`.
 
-    OrchError: 65 when the topology contradicts itself, 76 when the pods are too few.
+    OrchError: 65 if the topology contradicts itself, 76 if the pods are too few.
     """
-    from orchestrator.planner.elastic.replan import (
-        difference,
-        replan,
-    )  # numpy, which only pods need
+    # numpy, which only pods need
+    from orchestrator.planner.elastic.replan import difference, replan
 
     names = node_names(members) if names is None else list(names)
-    real = replan(
-        planned, with_nodes(planned.cluster, names, pod_topology(topology or FLAT, members, names))
-    )
+    network = pod_topology(topology or FLAT, members, names)
+    real = replan(planned, with_nodes(planned.cluster, names, network))
     return RankMapping(real, names, difference(planned, real))
 
 
 def pod_topology(topology: Topology, members: Sequence[Join], names: Sequence[str]) -> Topology:
-    """The topology with each node replaced by the pods on it; pods that share a node are
+    """Returns the topology with each node replaced by the pods on it; pods on one node are
     closest."""
-    on: dict[str, list[str]] = {}
+    by_node: dict[str, list[str]] = {}
     for pod, name in zip(members, names, strict=True):
-        on.setdefault(pod.node, []).append(name)
+        by_node.setdefault(pod.node, []).append(name)
 
-    def pods_on(nodes: Sequence[str]) -> tuple[str, ...]:
-        return tuple(name for node in nodes for name in on.get(node, ()))
+    def on_pods(sets: Mapping[str, Sequence[str]], least: int) -> dict[str, tuple[str, ...]]:
+        """Replaces nodes by their pods in each set, and drops sets of fewer than `least` pods."""
+        replaced = {
+            key: tuple(name for node in nodes for name in by_node.get(node, ()))
+            for key, nodes in sets.items()
+        }
+        return {key: pods for key, pods in replaced.items() if len(pods) >= least}
 
-    tiers = [
-        structs.replace(
-            tier,
-            switches={k: found for k, nodes in tier.switches.items() if (found := pods_on(nodes))},
-        )
-        for tier in topology.tiers
-    ]
-    if len(on) < len(names) and len(on) > 1:
-        tiers.insert(0, Tier("host", {node: tuple(pods) for node, pods in sorted(on.items())}))
-    domains = {
-        key: found for key, nodes in topology.domains.items() if len(found := pods_on(nodes)) > 1
-    }
-    kind = topology.kind if topology.tiers else ("tree" if tiers else "flat")
+    tiers = [structs.replace(tier, switches=on_pods(tier.switches, 1)) for tier in topology.tiers]
+    if 1 < len(by_node) < len(names):
+        hosts = {node: tuple(pods) for node, pods in sorted(by_node.items())}
+        tiers.insert(0, Tier("host", hosts))
+    domains = on_pods(topology.domains, 2)
+    kind = topology.kind
+    if not topology.tiers:
+        kind = "tree" if tiers else "flat"
     return structs.replace(topology, kind=kind, tiers=tuple(tiers), domains=domains, machines={})

@@ -1,10 +1,10 @@
-"""Rendezvous of a run's pods: every pod sends the node it was placed on, and all receive the list
-of all, at once.
+"""Rendezvous of a run's pods: every pod sends the node that it is on, and all receive the complete
+list at once.
 
 Pods have no access to the API server. They know their own node (downward API), the name of pod 0 in
-the run's Service, and the run's key; the connection is the authenticated channel of the agents
-(docs/protocol.md). DNS that is not there yet, a peer that is not there yet, and one that comes a
-second time are all normal here.
+the run's Service, and the run's key; the connection is the agents' authenticated channel
+(docs/protocol.md). A DNS name or a peer that does not exist yet, and a peer that comes a second
+time, are normal here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("orch.rendezvous")
 
 
 class Join(Struct, frozen=True, forbid_unknown_fields=True, tag="join", tag_field="kind"):
-    """What a pod sends to pod 0: its completion index, and where it runs."""
+    """The message of a pod to pod 0: its completion index, and where it runs."""
 
     index: int
     node: str  # name of the Node
@@ -38,7 +38,7 @@ class Join(Struct, frozen=True, forbid_unknown_fields=True, tag="join", tag_fiel
 
 
 class Start(Struct, frozen=True, forbid_unknown_fields=True, tag="start", tag_field="kind"):
-    """What pod 0 answers: all pods in order of their index, and the hash of the plan that it made
+    """The answer of pod 0: all pods in order of their index, and the hash of the plan that it made
     for them."""
 
     members: list[Join]
@@ -46,15 +46,15 @@ class Start(Struct, frozen=True, forbid_unknown_fields=True, tag="start", tag_fi
 
 
 class Leader:
-    """Pod 0's side. `async with` opens the port; `members` waits for all pods; `release` answers
-    them."""
+    """The side of pod 0. `async with` opens the port; `members` waits for all pods; `release`
+    answers them."""
 
-    def __init__(self, own: Join, count: int, run: str, key: bytes, port: int):
-        self._own = own
+    def __init__(self, this_pod: Join, count: int, run: str, key: bytes, port: int):
+        self._own = this_pod
         self._count = count
         self._port = port
         self._admission = Admission(run, key, Join, RefusalLog(_log_refusal), max(MOST, count))
-        self._members: dict[int, tuple[Join, Channel | None]] = {own.index: (own, None)}
+        self._members: dict[int, tuple[Join, Channel | None]] = {this_pod.index: (this_pod, None)}
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Leader:
@@ -71,31 +71,27 @@ class Leader:
                 await channel.close()
 
     async def members(self, timeout_s: float) -> list[Join]:
-        """Every pod, in order of the indices.
+        """Returns every pod, in order of the indices.
 
-        OrchError (76) when some have not joined in time: the others must not hold their nodes.
+        OrchError (76) if some have not joined in time, because the others must not hold their
+        nodes.
         """
         end = asyncio.get_running_loop().time() + timeout_s
         while len(self._members) < self._count:
-            left = end - asyncio.get_running_loop().time()
+            remaining_s = end - asyncio.get_running_loop().time()
             missing = [str(i) for i in range(self._count) if i not in self._members]
-            if left <= 0:
-                raise OrchError(
-                    f"pods {_some(missing)} did not join within {timeout_s:g} s", Exit.CAPACITY
-                )
-            log.info(
-                "%d of %d pods have joined, waiting for %s",
-                len(self._members),
-                self._count,
-                _some(missing),
-            )
+            if remaining_s <= 0:
+                message = f"pods {_some(missing)} did not join within {timeout_s:g} s"
+                raise OrchError(message, Exit.CAPACITY)
+            joined = f"{len(self._members)} of {self._count} pods have joined"
+            log.info("%s, waiting for %s", joined, _some(missing))
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(_LOG_S, left))
+                await asyncio.wait_for(self._changed.wait(), min(_LOG_S, remaining_s))
         return [self._members[index][0] for index in range(self._count)]
 
     def release(self, start: Start) -> None:
-        """Send `start` to every other pod."""
+        """Sends `start` to every other pod."""
         for _, channel in self._members.values():
             if channel:
                 channel.send(0, start)
@@ -114,9 +110,9 @@ class Leader:
         if not isinstance(join, Join) or not 0 < join.index < self._count:
             channel.abort()
             return
-        before = self._members.get(join.index)
-        if before and before[1]:
-            before[1].abort()  # its pod was replaced, or lost the connection for a moment
+        earlier = self._members.get(join.index)
+        if earlier and earlier[1]:
+            earlier[1].abort()  # its pod was replaced, or lost the connection for a moment
         self._members[join.index] = join, channel
         self._changed.set()
         with contextlib.suppress(Refused):
@@ -127,20 +123,29 @@ class Leader:
 
 
 async def rendezvous(
-    own: Join, count: int, host: str, port: int, run: str, key: bytes, timeout_s: float,
+    this_pod: Join,
+    count: int,
+    *,
+    host: str,
+    port: int,
+    run: str,
+    key: bytes,
+    timeout_s: float,
     assign: Callable[[list[Join]], str],
-) -> Start:  # fmt: skip
-    """Complete the rendezvous of `count` pods as the pod `own`; all pods, and the hash of their
-    plan.
+) -> Start:
+    """Completes the rendezvous of `count` pods as `this_pod`. Returns all pods, and the hash of
+    their plan.
 
-    `assign`: what pod 0 does with the members before it answers them; returns the plan's hash.
-    OrchError: 76 when it takes longer than `timeout_s`, 78 for a wrong key.
+    `assign`: called by pod 0 with the members before it answers them; returns the plan's hash.
+    OrchError: 76 if it takes longer than `timeout_s`, 78 for a wrong key.
     """
     wake_ups = asyncio.create_task(_wake_up())
     try:
-        if own.index:
-            return await _join(own, host, port, run, key, timeout_s)
-        async with Leader(own, count, run, key, port) as leader:
+        if this_pod.index:
+            return await _join(
+                this_pod, host=host, port=port, run=run, key=key, timeout_s=timeout_s
+            )
+        async with Leader(this_pod, count, run, key, port) as leader:
             members = await leader.members(timeout_s)
             start = Start(members, assign(members))
             leader.release(start)
@@ -149,42 +154,43 @@ async def rendezvous(
         wake_ups.cancel()
 
 
-async def _join(own: Join, host: str, port: int, run: str, key: bytes, timeout_s: float) -> Start:
-    """Every other pod's side: reach pod 0, and wait for its answer."""
+async def _join(
+    this_pod: Join, *, host: str, port: int, run: str, key: bytes, timeout_s: float
+) -> Start:
+    """The side of every other pod: connects to pod 0, and waits for its answer."""
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
     attempt = 0
     problem = "not tried"
     while loop.time() < end:
         try:
-            channel = await asyncio.wait_for(
-                connect(host, port, run, f"pod-{own.index}", key, Start), 15.0
-            )
+            connecting = connect(host, port, run, f"pod-{this_pod.index}", key=key, receives=Start)
+            channel = await asyncio.wait_for(connecting, 15.0)
         except WrongKey as error:
             raise OrchError(str(error), Exit.SECURITY) from None
-        except (OSError, Refused, TimeoutError) as error:  # no name yet, nobody there yet
+        except (OSError, Refused, TimeoutError) as error:  # no DNS name yet, or no listener yet
             if str(error) != problem:
                 log.info("connecting to pod 0 at %s:%d: %s", host, port, error)
             problem = str(error)
         else:
-            if start := await _wait_for_start(channel, own, end):
+            if start := await _wait_for_start(channel, this_pod, end):
                 return start
             problem = "pod 0 closed the connection"
             attempt = 0
         await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
         attempt += 1
-    text = f"pod 0 ({host}:{port}) did not complete the rendezvous within {timeout_s:g} s"
-    raise OrchError(f"{text}: {problem}", Exit.CAPACITY)
+    message = f"pod 0 ({host}:{port}) did not complete the rendezvous within {timeout_s:g} s"
+    raise OrchError(f"{message}: {problem}", Exit.CAPACITY)
 
 
-async def _wait_for_start(channel: Channel, own: Join, end: float) -> Start | None:
-    """None when pod 0 closed the connection. It never outlives this call: an open one is what says
-    that we are here."""
+async def _wait_for_start(channel: Channel, this_pod: Join, end: float) -> Start | None:
+    """Waits for the answer; None if pod 0 closed the connection. The connection never outlives this
+    call: an open one means that this pod is present."""
     try:
-        channel.send(0, own)
+        channel.send(0, this_pod)
         log.info("joined pod 0, waiting for the others")
-        left = end - asyncio.get_running_loop().time()
-        received = await asyncio.wait_for(channel.receive(), max(0.1, left))
+        remaining_s = end - asyncio.get_running_loop().time()
+        received = await asyncio.wait_for(channel.receive(), max(0.1, remaining_s))
         return received[1] if received and isinstance(received[1], Start) else None
     except (Refused, TimeoutError):
         return None
@@ -197,11 +203,12 @@ def _log_refusal(peer: str, reason: str, count: int) -> None:
 
 
 async def _wake_up() -> None:
-    """Keep the loop from waiting long: a signal that comes just before a wait is handled only when
-    that ends."""
+    """Keeps the loop from waiting long: a signal that comes just before a wait is handled only
+    after the wait."""
     while True:
         await asyncio.sleep(1.0)
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    listed = ", ".join(names[:8])
+    return f"{listed} and {len(names) - 8} more" if len(names) > 8 else listed

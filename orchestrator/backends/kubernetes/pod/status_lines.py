@@ -1,9 +1,9 @@
-"""Status lines: a pod's standard output carries its workers' lines and, in regular intervals, the
+"""Status lines: a pod's standard output carries its workers' lines and, at regular intervals, the
 state of the run.
 
-Pods' logs are the one thing that every user of a namespace may read, so `orch status` and `orch
-logs` need no further permission and no open port. A line is `[rank 3] text`, or `@orch {json}`; the
-agent's own lines are as they are.
+Every user of a namespace may read pods' logs, so `orch status` and `orch logs` need no further
+permission and no open port. A line is `[rank 3] text`, or `@orch {json}`; the agent's own lines are
+unchanged.
 """
 
 from __future__ import annotations
@@ -30,30 +30,29 @@ from orchestrator.run.state import RunState, read_state
 
 MARK = "@orch "
 _POLL_S = 0.25
-_STATE_S = (
-    10.0  # the state is written again this often, so that the last lines of a long log hold it
-)
+# how often the state is repeated, so that the last lines of a long log hold it
+_STATE_S = 10.0
 _STEP_S = 2.0
 _EPOCHS = 8
-_ETTR_S = 30.0
-_ETTR_NODES = 8  # how often it is worked out, from the records of so many nodes
+_ETTR_S = 30.0  # how often the effective training time ratio is computed
+_ETTR_NODES = 8  # nodes whose records the ratio is computed from
 
 
 NOTHING = msgspec.Raw(b"null")
 
 
 class StatusLine(msgspec.Struct, frozen=True):
-    """What follows MARK."""
+    """The content of a status line, after MARK."""
 
     state: msgspec.Raw = NOTHING  # state.json
-    node: str = ""  # whose report `step` is
+    node: str = ""  # the node that reported `step`
     step: msgspec.Raw = NOTHING  # one line of metrics/<node>.jsonl
     ettr: float | None = None  # effective training time ratio since the run's first start
 
 
 class StatusLineWriter:
-    """A thread that copies what is new in the run folder to standard output, until `close`.
-    `is_leader`: pod 0's."""
+    """Copies what is new in the run folder to standard output, in a thread, until `close`.
+    `is_leader`: this is pod 0."""
 
     def __init__(
         self,
@@ -67,8 +66,8 @@ class StatusLineWriter:
         self._node = node
         self._is_leader = is_leader
         self._out = out or sys.stdout
-        self.led = is_leader  # at some time
-        self._spent = _Spent(folder)
+        self.led = is_leader  # whether it was ever the leader
+        self._training_time = _TrainingTime(folder)
         self._tails = {rank: LogTail(folder.rank_log(rank), last_lines=0) for rank in ranks}
         self._state = b""
         self._state_at = 0.0
@@ -79,7 +78,7 @@ class StatusLineWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Writes the rest, and ends the thread."""
         self._end.set()
         self._thread.join(timeout=10.0)
 
@@ -94,108 +93,108 @@ class StatusLineWriter:
             for rank, tail in self._tails.items()
             for line in tail.read(last=last)
         ]
+        if self._is_leader:
+            lines += self._status_lines(last)
+        if lines:
+            self._out.write("\n".join(lines) + "\n")
+            self._out.flush()
+
+    def _status_lines(self, last: bool) -> list[str]:
+        """Returns the status lines that are due."""
+        lines = []
         now = time.monotonic()
-        if self._is_leader and (last or now - self._step_at >= _STEP_S):
+        if last or now - self._step_at >= _STEP_S:
             node, step = self._last_step()
             if step and step != self._step:
                 self._step = step
                 self._step_at = now
                 lines.append(_line(StatusLine(node=node, step=msgspec.Raw(step))))
-        if (
-            self._is_leader
-            and (state := self._read_state())
-            and (last or state != self._state or now - self._state_at > _STATE_S)
-        ):
+        state = self._read_state()
+        if state and (last or state != self._state or now - self._state_at > _STATE_S):
             self._state = state
             self._state_at = now
-            lines.append(
-                _line(StatusLine(state=msgspec.Raw(state), ettr=self._spent.ettr(anew=last)))
-            )
-        if lines:
-            self._out.write("\n".join(lines) + "\n")
-            self._out.flush()
+            ettr = self._training_time.ettr(recompute=last)
+            lines.append(_line(StatusLine(state=msgspec.Raw(state), ettr=ettr)))
+        return lines
 
     def _last_step(self) -> tuple[str, bytes]:
-        """The last step's report, of a node that knows the loss (the last stage's) where its
-        records are seen."""
-        known = [self._node]
+        """Returns the last step's report, of a node that knows the loss (the last stage's) if its
+        records can be read."""
+        candidates = [self._node]
         with contextlib.suppress(OrchError):
-            ranked = {
-                name: max(one.ranks)
-                for name, one in read_state(self._folder).nodes.items()
-                if one.ranks
-            }
-            known = [*sorted(ranked, key=lambda name: -ranked[name])[:1], *known]
-        for node in known:
-            if lines := tail_lines(self._folder.metrics(node), size=1 << 14):
-                return node, next(
-                    (line for line in reversed(lines) if b'"loss":' in line), lines[-1]
-                )
+            nodes = read_state(self._folder).nodes.items()
+            highest_rank = {name: max(node.ranks) for name, node in nodes if node.ranks}
+            if highest_rank:
+                candidates.insert(0, max(highest_rank, key=lambda name: highest_rank[name]))
+        for name in candidates:
+            lines = tail_lines(self._folder.metrics(name), size=1 << 14)
+            if lines:
+                with_loss = (line for line in reversed(lines) if b'"loss":' in line)
+                return name, next(with_loss, lines[-1])
         return self._node, b""
 
     def _read_state(self) -> bytes:
         try:
-            return msgspec.json.encode(
-                compact(msgspec.json.decode(self._folder.state.read_bytes(), type=RunState))
-            )
+            state = msgspec.json.decode(self._folder.state.read_bytes(), type=RunState)
+            return msgspec.json.encode(compact(state))
         except (OSError, *UNREADABLE):
             return b""
 
 
 class ElasticStatusLineWriter(StatusLineWriter):
-    """Of a pod of an elastic run: its ranks change, and it leads while its node has the
+    """The writer of an elastic run's pod: its ranks change, and it leads while its node has the
     coordinator."""
 
     def __init__(self, folder: RunFolder, node: str, out: TextIO | None = None):
         super().__init__(folder, node, (), False, out)
 
     def _pass(self, last: bool) -> None:
-        seen = read_address(self._folder)
-        self._is_leader = seen is not None and seen.node == self._node
+        address = read_address(self._folder)
+        self._is_leader = address is not None and address.node == self._node
         self.led = self.led or self._is_leader
         with contextlib.suppress(OrchError):
             nodes = read_state(self._folder).nodes
-            own = nodes[self._node].ranks if self._node in nodes else []
-            for rank in own:
+            ranks = nodes[self._node].ranks if self._node in nodes else []
+            for rank in ranks:
                 if rank not in self._tails:
                     self._tails[rank] = LogTail(self._folder.rank_log(rank), last_lines=0)
-            for rank in self._tails.keys() - set(own):
+            for rank in self._tails.keys() - set(ranks):
                 del self._tails[rank]
         super()._pass(last)
 
 
-class _Spent:
-    """The run's effective training time ratio, from what its nodes have recorded; worked out now
-    and then."""
+class _TrainingTime:
+    """The run's effective training time ratio, from the records of its nodes; computed at
+    intervals."""
 
     def __init__(self, folder: RunFolder):
         self._folder = folder
         self._steps = StepFollower(folder)
-        self._at = float("-inf")
-        self._found: float | None = None
+        self._computed_at = float("-inf")
+        self._ettr: float | None = None
 
-    def ettr(self, anew: bool = False) -> float | None:
-        """`anew`: of now, as the last word of a life that may have been short."""
-        if not anew and time.monotonic() - self._at < _ETTR_S:
-            return self._found
-        self._at = time.monotonic()
+    def ettr(self, recompute: bool = False) -> float | None:
+        """Returns the ratio. `recompute`: computes it now, for the last line of an attempt that may
+        have been short."""
+        if not recompute and time.monotonic() - self._computed_at < _ETTR_S:
+            return self._ettr
+            self._computed_at = time.monotonic()
         try:
             state = read_state(self._folder)
-            nodes = [node for node, one in state.nodes.items() if one.ranks][:_ETTR_NODES] or list(
-                state.nodes
-            )[:1]
+            with_ranks = [name for name, node in state.nodes.items() if node.ranks]
+            nodes = with_ranks[:_ETTR_NODES] or list(state.nodes)[:1]
             steps = self._steps.read(nodes)
             events = read_events(self._folder, nodes)
-            found = account(run_timeline(state, events, steps), time.time()).ettr
-            self._found = None if found is None else round(found, 4)
+            ettr = account(run_timeline(state, events, steps), time.time()).ettr
+            self._ettr = None if ettr is None else round(ettr, 4)
         except (OrchError, ValueError, ZeroDivisionError):
-            self._found = None
-        return self._found
+            self._ettr = None
+        return self._ettr
 
 
 def compact(state: RunState) -> RunState:
-    """The state with its last epochs alone, without their tracebacks, which the workers' own lines
-    hold."""
+    """Returns the state with only its last epochs, and without their tracebacks, which the workers'
+    own lines hold."""
     epochs = [
         structs.replace(epoch, cause=structs.replace(epoch.cause, tail=[]))
         if epoch.cause
@@ -210,7 +209,8 @@ def _line(status: StatusLine) -> str:
 
 
 def parse_status_line(line: str) -> StatusLine | None:
-    """The content of a status line; None for any other line, whatever a worker may print."""
+    """Returns the content of a status line; None for any other line, whatever a worker may
+    print."""
     if not line.startswith(MARK):
         return None
     try:
@@ -220,7 +220,7 @@ def parse_status_line(line: str) -> StatusLine | None:
 
 
 def parse_rank_line(line: str) -> tuple[int, str] | None:
-    """(rank, text) of a worker's line."""
+    """Returns (rank, text) of a worker's line, or None."""
     if line.startswith("[rank ") and (end := line.find("] ")) > 0 and line[6:end].isdigit():
         return int(line[6:end]), line[end + 2 :]
     return None

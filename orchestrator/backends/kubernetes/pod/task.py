@@ -1,7 +1,7 @@
-"""`python -m orchestrator.kubernetes.task`: process 1 of every pod of a run.
+"""Process 1 of every pod of a run: `python -m orchestrator.backends.kubernetes.pod`.
 
-It meets the other pods (rendezvous), maps the ranks to the nodes that the pods were placed on, runs
-this pod's agent, and ends with a code that the Job's podFailurePolicy knows. Its input is the run's
+It meets the other pods (rendezvous), maps the ranks to the nodes that the pods are on, runs this
+pod's agent, and exits with a code that the Job's podFailurePolicy knows. Its input is the run's
 ConfigMap and Secret; it needs no API access.
 """
 
@@ -45,7 +45,7 @@ from orchestrator.run.request import (
 )
 from orchestrator.run.state import RunState, pending_again, read_state, write_state
 
-from .lives import Beginning, PeersLost
+from .attempts import PeersLost, ProcessStart
 from .rank_mapping import RankMapping, map_ranks, node_names
 from .rendezvous import Join, Start, rendezvous
 from .status_lines import StatusLineWriter
@@ -57,7 +57,7 @@ log = logging.getLogger("orch.task")
 
 
 class Pod(Frozen):
-    """This pod, from the environment that Kubernetes gives it."""
+    """This pod, from the environment variables that Kubernetes sets."""
 
     index: int
     name: str
@@ -65,11 +65,11 @@ class Pod(Frozen):
     address: str
     service: str
     host_of_first: str  # DNS name of pod 0
-    returns: int = 0  # pods of this index before it whose ends the Job's rules have ignored
+    returns: int = 0  # earlier pods of this index whose failures the Job's rules ignored
 
 
 class Input(Frozen):
-    """The run's ConfigMap and Secret, as they are mounted."""
+    """The run's ConfigMap and Secret as they are mounted."""
 
     request: LaunchRequest
     planned: Plan
@@ -77,37 +77,32 @@ class Input(Frozen):
     topology: bytes
     key: bytes
     environment: dict[str, str]
-    sizes: dict[int, Plan] = {}  # of an elastic run: the plan of every size
+    sizes: dict[int, Plan] = {}  # an elastic run's plan of every size
 
 
 class Placement(Frozen):
     """kubernetes/placement.json: what the plan became in this attempt of the pods."""
 
-    pods: list[str]  # by completion index
-    nodes: list[str]  # what the plan calls each of them
+    pods: list[str]  # names of the pods by completion index
+    nodes: list[str]  # the plan's name of each pod's node
     planned_hash: str
     plan_hash: str
-    summary: str  # one line: where it differs from the plan, and at what predicted cost
+    summary: str  # one line: the difference from the plan, and its predicted cost
     moved_ranks: int
     worst_levels: dict[str, list[str]]
-    step_s: list[float]  # predicted seconds of a step: [planned, real]
+    step_s: list[float]  # predicted seconds per step: [planned, real]
 
 
 def main() -> int:
-    beginning = Beginning.of_this_process()
+    process_start = ProcessStart.of_this_process()
     os.umask(0o077)
-    os.environ |= {
-        "HOME": "/tmp",
-        "TMPDIR": "/tmp",
-        "PYTHONUNBUFFERED": "1",
-    }  # the root file system is read only
+    # the root file system is read only
+    os.environ |= {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONUNBUFFERED": "1"}
     os.environ |= login_names(os.environ)
-    signal.signal(
-        signal.SIGTERM, _on_early_notice
-    )  # process 1 has no default actions: without this it would be ignored
-    signal.pthread_sigmask(
-        signal.SIG_SETMASK, ()
-    )  # what came while this process became itself again
+    # process 1 has no default actions: without a handler it would ignore the signal
+    signal.signal(signal.SIGTERM, _handle_early_termination)
+    # delivers signals that came while this process replaced itself
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     logging.basicConfig(
         stream=sys.stdout,
         level=logging.INFO,
@@ -115,55 +110,56 @@ def main() -> int:
         force=True,
     )
     try:
-        given = read_input(Path(names.INPUT))
-        pod = read_pod(os.environ, given.request)
-        code, text = _live(beginning, pod, given)
+        run_input = read_input(Path(names.INPUT))
+        pod = read_pod(os.environ, run_input.request)
+        code, reason = _attempt(process_start, pod, run_input)
     except Exception as error:
-        code, text = ending(error)
+        code, reason = ending(error)
         if code == Exit.INTERNAL:
             traceback.print_exc(file=sys.stdout)
-    _write_termination_message(code, text)
+    _write_termination_message(code, reason)
     return code
 
 
-def _live(beginning: Beginning, pod: Pod, given: Input) -> tuple[int, str]:
-    """One attempt: (exit code of the pod, why), or another beginning of this process for the next
-    one."""
+def _attempt(process_start: ProcessStart, pod: Pod, run_input: Input) -> tuple[int, str]:
+    """Runs an attempt. Returns (exit code of the pod, why), or replaces this process for the next
+    attempt."""
     try:
-        return _run_attempt(pod, given)
+        return _run_attempt(pod, run_input)
     except PeersLost as lost:
-        if not beginning.may_go_on(lost):
-            return _in_vain(pod, given, f"{lost.text}, again and again")
-        log.info("%s: meeting the other pods again", lost.text)
-        if read_options(given.request.backend_options).claim is None:
-            # nothing of such a run outlives the loss of a pod: what this one has would not fit what
-            # a new pod 0 has
-            shutil.rmtree(replica_dir(given.request.run_dir, pod.node).parent, ignore_errors=True)
-            shutil.rmtree(given.request.run_dir, ignore_errors=True)
-        beginning.again(lost)
+        if not process_start.may_restart(lost):
+            return _failed_attempt(pod, run_input, f"{lost.reason}, again and again")
+        log.info("%s: meeting the other pods again", lost.reason)
+        if read_options(run_input.request.backend_options).claim is None:
+            # without a claim no checkpoint outlives the loss of a pod: the replicas of this one
+            # would not fit those of a new pod 0
+            shutil.rmtree(
+                replica_dir(run_input.request.run_dir, pod.node).parent, ignore_errors=True
+            )
+            shutil.rmtree(run_input.request.run_dir, ignore_errors=True)
+        process_start.restart(lost)
     except OrchError as error:
         if error.exit != Exit.CAPACITY:
             raise
-        return _in_vain(pod, given, error.message)
+        return _failed_attempt(pod, run_input, error.message)
 
 
-def _in_vain(pod: Pod, given: Input, text: str) -> tuple[int, str]:
-    """What a pod leaves with whose attempt came to nothing: for another one, until there were too
-    many."""
-    most = read_options(given.request.backend_options).max_pod_returns
-    if pod.returns < most:
-        return int(Exit.RESTART), text
-    why = (
+def _failed_attempt(pod: Pod, run_input: Input, reason: str) -> tuple[int, str]:
+    """Returns the exit code and reason after a failed attempt: for another one, until there were
+    too many."""
+    most_returns = read_options(run_input.request.backend_options).max_pod_returns
+    if pod.returns < most_returns:
+        return int(Exit.RESTART), reason
+    returns = (
         f"pod {pod.index} has come back {pod.returns} times"
-        f" (backend.options.max_pod_returns={most})"
+        f" (backend.options.max_pod_returns={most_returns})"
     )
-    return int(Exit.CAPACITY), f"{text}; {why}"
+    return int(Exit.CAPACITY), f"{reason}; {returns}"
 
 
 def login_names(environ: Mapping[str, str]) -> dict[str, str]:
-    """USER and LOGNAME, as a login sets them: libraries name their folders of compiled kernels by
-    them, and fail where the user has no name, as most of a pod's have none. What the image has set
-    stays."""
+    """Returns USER and LOGNAME as a login would set them: libraries name their folders of compiled
+    kernels by them, and fail if the user has no name, as in most pods. Values of the image stay."""
     name = environ.get("USER") or environ.get("LOGNAME")
     if not name:
         try:
@@ -173,26 +169,25 @@ def login_names(environ: Mapping[str, str]) -> dict[str, str]:
     return {variable: environ.get(variable) or name for variable in ("USER", "LOGNAME")}
 
 
-def _on_early_notice(*_: object) -> None:
-    """SIGTERM before the agent handles it: nothing has started, nothing is to be saved."""
+def _handle_early_termination(*_: object) -> None:
+    """Exits on a SIGTERM before the agent handles it: nothing has started, so nothing is saved."""
     _write_termination_message(int(Exit.RESTART), "asked to leave before the run had started")
     os._exit(int(Exit.RESTART))
 
 
-def _write_termination_message(code: int, text: str) -> None:
-    # past sys.stdout: a notice may come while that is written to, and its buffer refuses to be
-    # entered twice
-    os.write(1, f"orch: leaving with {code}: {text}\n".encode())
+def _write_termination_message(code: int, reason: str) -> None:
+    # not through sys.stdout: a signal may arrive while that is being written to, and its buffer
+    # cannot be entered twice
+    os.write(1, f"orch: leaving with {code}: {reason}\n".encode())
     with contextlib.suppress(OSError):
-        TERMINATION_MESSAGE.write_bytes(msgspec.json.encode({"code": code, "text": text[:3000]}))
+        TERMINATION_MESSAGE.write_bytes(msgspec.json.encode({"code": code, "text": reason[:3000]}))
 
 
-# ------------------------------------------------------------------------------------------ what is
-#     given
+# ------------------------------------------------------------------------------------ input
 
 
 def read_pod(environ: Mapping[str, str], request: LaunchRequest) -> Pod:
-    """OrchError (70) when the pod was not made by our renderer."""
+    """Reads this pod. OrchError (70) if our renderer did not create it."""
     kind = read_options(request.backend_options).kind
     service = names.object_name(request.run_id, len(request.agents), kind)
     returns = environ.get("ORCH_POD_RETURNS", "")
@@ -211,7 +206,7 @@ def read_pod(environ: Mapping[str, str], request: LaunchRequest) -> Pod:
 
 
 def read_input(run: Path) -> Input:
-    """OrchError (65, 78) when something of it is missing or damaged."""
+    """Reads the input. OrchError (65, 78) if part of it is missing or damaged."""
     try:
         topology = run / "topology.bin"
         request = from_bytes((run / "request.json").read_bytes())
@@ -233,88 +228,85 @@ def read_input(run: Path) -> Input:
         raise OrchError(f"input of the pod: {error}", Exit.CONFIG) from None
 
 
-def _key(text: str) -> bytes:
+def _key(content: str) -> bytes:
     with contextlib.suppress(ValueError):
-        if len(key := bytes.fromhex(text.strip())) == 32:
+        if len(key := bytes.fromhex(content.strip())) == 32:
             return key
     raise OrchError("the run's Secret does not hold a 32-byte key in hex", Exit.SECURITY)
 
 
-# ------------------------------------------------------------------------------------------ one
-#     attempt
+# -------------------------------------------------------------------------------------- one attempt
 
 
-def _run_attempt(pod: Pod, given: Input) -> tuple[int, str]:
-    """From the rendezvous to the end of this pod's agent: (exit code of the pod, why)."""
-    folder = RunFolder(Path(given.request.run_dir))
-    _make_folder(folder, given)
-    if (before := _is_done(folder)) is not None:
-        return int(Exit.DONE), before
-    if given.request.sizes:
+def _run_attempt(pod: Pod, run_input: Input) -> tuple[int, str]:
+    """Runs from the rendezvous to the end of this pod's agent: (exit code of the pod, why)."""
+    folder = RunFolder(Path(run_input.request.run_dir))
+    _make_folder(folder, run_input)
+    if _is_done(folder):
+        return int(Exit.DONE), "the run is done"
+    if run_input.request.sizes:
         from .elastic_task import run_elastic
 
-        return run_elastic(folder, pod, given)
-    topology = unpack_topology(given.topology) if given.topology else None
-    own = Join(pod.index, pod.node, pod.address, pod.name)
-    count = len(given.request.agents)
+        return run_elastic(folder, pod, run_input)
+    topology = unpack_topology(run_input.topology) if run_input.topology else None
+    this_pod = Join(pod.index, pod.node, pod.address, pod.name)
+    count = len(run_input.request.agents)
     assigned: list[RankMapping] = []
 
     def assign(members: list[Join]) -> str:
-        assigned.append(map_ranks(given.planned, members, topology))
-        _write_attempt(folder, given, members, assigned[0])
+        assigned.append(map_ranks(run_input.planned, members, topology))
+        _write_attempt(folder, run_input, members, assigned[0])
         log.info("%s", assigned[0].difference.text)
         return assigned[0].plan.hash
 
-    within_s = read_options(given.request.backend_options).rendezvous_timeout_s
     start = asyncio.run(
         rendezvous(
-            own,
+            this_pod,
             count,
-            pod.host_of_first,
-            names.RENDEZVOUS_PORT,
-            folder.run_id,
-            given.key,
-            within_s,
-            assign,
+            host=pod.host_of_first,
+            port=names.RENDEZVOUS_PORT,
+            run=folder.run_id,
+            key=run_input.key,
+            timeout_s=read_options(run_input.request.backend_options).rendezvous_timeout_s,
+            assign=assign,
         )
     )
-    mapping = assigned[0] if assigned else _same_mapping(folder, given, start, topology)
-    return _agent(folder, pod, given, start, mapping)
+    mapping = assigned[0] if assigned else _same_mapping(folder, run_input, start, topology)
+    return _agent(folder, pod, run_input, start, mapping)
 
 
-def _make_folder(folder: RunFolder, given: Input) -> None:
-    """The run folder, in the pod or on the claim that all pods share; several pods may make it at
-    once."""
-    Path(given.planned.job.data.cache_dir or names.ROOT).mkdir(parents=True, exist_ok=True)
-    for part in ("logs", "events", "metrics", "checkpoints", "kubernetes"):
-        (folder.path / part).mkdir(mode=0o700, parents=True, exist_ok=True)
+def _make_folder(folder: RunFolder, run_input: Input) -> None:
+    """Creates the run folder, in the pod or on the claim that all pods share; several pods may
+    create it at once."""
+    Path(run_input.planned.job.data.cache_dir or names.ROOT).mkdir(parents=True, exist_ok=True)
+    for subfolder in ("logs", "events", "metrics", "checkpoints", "kubernetes"):
+        (folder.path / subfolder).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def _is_done(folder: RunFolder) -> str | None:
-    """A pod that comes back after its run is done has nothing to do: why, else None."""
+def _is_done(folder: RunFolder) -> bool:
+    """Tells whether the run is done, so that a replaced pod has nothing to do."""
     with contextlib.suppress(OrchError):
-        if read_state(folder).state == "done":
-            return "the run is done"
-    return None
+        return read_state(folder).state == "done"
+    return False
 
 
 def _same_mapping(
-    folder: RunFolder, given: Input, start: Start, topology: Topology | None
+    folder: RunFolder, run_input: Input, start: Start, topology: Topology | None
 ) -> RankMapping:
-    """The mapping that pod 0 made of the same members. OrchError (65) when this pod comes to
-    another."""
-    mapping = map_ranks(given.planned, start.members, topology)
+    """Recomputes the mapping that pod 0 made of the same members. OrchError (65) if this pod gets
+    another one."""
+    mapping = map_ranks(run_input.planned, start.members, topology)
     if mapping.plan.hash != start.plan_hash:
-        text = (
+        message = (
             f"this pod maps the ranks as {mapping.plan.hash[:12]}, pod 0 as {start.plan_hash[:12]}"
         )
-        raise OrchError(f"{text}: not the same orch in every pod", Exit.CONFIG)
-    _write_plan(folder, given, mapping.plan)
+        raise OrchError(f"{message}: not the same orch in every pod", Exit.CONFIG)
+    _write_plan(folder, run_input, mapping.plan)
     return mapping
 
 
 def _agent(
-    folder: RunFolder, pod: Pod, given: Input, start: Start, mapping: RankMapping
+    folder: RunFolder, pod: Pod, run_input: Input, start: Start, mapping: RankMapping
 ) -> tuple[int, str]:
     node = mapping.names[pod.index]
     plan = mapping.plan
@@ -322,32 +314,36 @@ def _agent(
     if not ranks:
         return int(Exit.DONE), f"the plan needs no rank of {node}"
     first = start.members[0].address
-    where = msgspec.json.encode({"host": first, "port": names.CONTROL_PORT})
-    write_private(folder.coordinator, where, durable=False)
-    status_lines = StatusLineWriter(folder, node, ranks, is_leader=pod.index == 0)
+    address = msgspec.json.encode({"host": first, "port": names.CONTROL_PORT})
+    write_private(folder.coordinator, address, durable=False)
     return run_agent(
-        folder, pod, given, node, status_lines, "here" if pod.index == 0 else "elsewhere"
+        folder,
+        pod,
+        run_input,
+        node,
+        status_lines=StatusLineWriter(folder, node, ranks, is_leader=pod.index == 0),
+        coordinator="here" if pod.index == 0 else "elsewhere",
     )
 
 
 def run_agent(
     folder: RunFolder,
     pod: Pod,
-    given: Input,
+    run_input: Input,
     node: str,
+    *,
     status_lines: StatusLineWriter,
     coordinator: str,
-    *more: str,
+    extra_argv: Sequence[str] = (),
 ) -> tuple[int, str]:
-    """This pod's agent, from its start to its end, in this process: (exit code of the pod, why).
+    """Runs this pod's agent in this process from its start to its end: (exit code of the pod, why).
 
-    PeersLost where another attempt has to follow and this pod may stay for it.
+    PeersLost if another attempt has to follow and this pod may stay for it.
     """
-    os.environ.update(given.environment)
-    everything = structs.replace(
-        given.request.environment, names=list(os.environ)
-    )  # what is set here stays
-    os.environ.update(compose_environment(everything, os.environ))
+    os.environ.update(run_input.environment)
+    # variables that are set here stay
+    environment = structs.replace(run_input.request.environment, names=list(os.environ))
+    os.environ.update(compose_environment(environment, os.environ))
     os.chdir(folder.path)
     from orchestrator.agent.__main__ import main as agent_main
 
@@ -358,37 +354,38 @@ def run_agent(
         "--coordinator-port",
         str(names.CONTROL_PORT),
     ]
-    argv += ["--coordinator", coordinator, *more]
-    noticed = threading.Event()
-    began = time.monotonic()
+    argv += ["--coordinator", coordinator, *extra_argv]
+    terminated = threading.Event()
+    started = time.monotonic()
     try:
-        code = int(agent_main(argv, key=given.key, on_notice=noticed.set))
+        code = int(agent_main(argv, key=run_input.key, on_notice=terminated.set))
     finally:
         status_lines.close()
-    text = _reason(folder, status_lines.led, code)
-    if pod_exit(code) == Exit.RESTART and not noticed.is_set():
-        raise PeersLost(text, time.monotonic() - began)
-    return pod_exit(code), text
+    reason = _reason(folder, status_lines.led, code)
+    if pod_exit(code) == Exit.RESTART and not terminated.is_set():
+        raise PeersLost(reason, time.monotonic() - started)
+    return pod_exit(code), reason
 
 
-def _reason(folder: RunFolder, tells: bool, code: int) -> str:
-    """The pod's last word. `tells`: it knows how the run ended."""
-    if tells:
+def _reason(folder: RunFolder, led: bool, code: int) -> str:
+    """Returns why the pod exits. `led`: it was the leader, and so knows how the run ended."""
+    if led:
         with contextlib.suppress(OrchError):
             state = read_state(folder)
             return f"{state.state}: {state.reason or ''}"
     return f"the agent ended with {code}"
 
 
-# ------------------------------------------------------------------------------------------ files
-#     of an attempt
+# ------------------------------------------------------------------------------ files of an attempt
 
 
-def _write_plan(folder: RunFolder, given: Input, plan: Plan) -> None:
-    """plan.json and request.json of this attempt. On a shared claim every pod writes the same
-    bytes, if need be."""
+def _write_plan(folder: RunFolder, run_input: Input, plan: Plan) -> None:
+    """Writes plan.json and request.json of this attempt. On a shared claim every pod writes the
+    same bytes, if any."""
     agents = [AgentCommand(node=node, argv=[]) for node in used_nodes(plan)]
-    request = structs.replace(given.request, plan_hash=plan.hash, agents=agents, nodes=len(agents))
+    request = structs.replace(
+        run_input.request, plan_hash=plan.hash, agents=agents, nodes=len(agents)
+    )
     for path, content in (
         (folder.plan, to_json(plan, indent=1) + b"\n"),
         (folder.request, to_bytes(request)),
@@ -398,49 +395,45 @@ def _write_plan(folder: RunFolder, given: Input, plan: Plan) -> None:
 
 
 def _write_attempt(
-    folder: RunFolder, given: Input, members: list[Join], mapping: RankMapping
+    folder: RunFolder, run_input: Input, members: list[Join], mapping: RankMapping
 ) -> None:
-    """Pod 0, before it answers the others: plan, placement, and a state that the coordinator
-    continues from."""
+    """Writes, in pod 0 before it answers the others: plan, placement, and a state that the
+    coordinator continues from."""
     folder.coordinator.unlink(missing_ok=True)
-    _write_plan(folder, given, mapping.plan)
-    write_private(folder.config, given.config)
-    write_placement(folder, given, members, node_names(members), mapping)
-    write_state(folder, fresh_state(folder, given, mapping))
+    _write_plan(folder, run_input, mapping.plan)
+    write_private(folder.config, run_input.config)
+    write_placement(folder, run_input, members, node_names(members), mapping)
+    write_state(folder, fresh_state(folder, run_input, mapping))
 
 
 def write_placement(
     folder: RunFolder,
-    given: Input,
+    run_input: Input,
     members: Sequence[Join],
     nodes: Sequence[str],
     mapping: RankMapping,
 ) -> None:
-    """kubernetes/placement.json of this attempt. `nodes`: what the plan calls those of the
-    members."""
-    found = mapping.difference
+    """Writes kubernetes/placement.json of this attempt. `nodes`: the plan's names of the members'
+    nodes."""
+    difference = mapping.difference
     placement = Placement(
         pods=[pod.pod for pod in members],
         nodes=list(nodes),
-        planned_hash=given.planned.hash,
+        planned_hash=run_input.planned.hash,
         plan_hash=mapping.plan.hash,
-        summary=found.text,
-        moved_ranks=found.moved_ranks,
-        worst_levels=found.worst_levels,
-        step_s=found.step_s,
+        summary=difference.text,
+        moved_ranks=difference.moved_ranks,
+        worst_levels=difference.worst_levels,
+        step_s=difference.step_s,
     )
     raw = msgspec.json.format(msgspec.json.encode(placement), indent=1) + b"\n"
     write_private(folder.path / "kubernetes" / "placement.json", raw)
 
 
-def fresh_state(folder: RunFolder, given: Input, mapping: RankMapping) -> RunState:
-    """Pending again, with the epochs of earlier attempts where the claim has kept them."""
+def fresh_state(folder: RunFolder, run_input: Input, mapping: RankMapping) -> RunState:
+    """Returns a pending state, with the epochs of earlier attempts if the claim has kept them."""
     try:
-        before = read_state(folder)
+        last_state = read_state(folder)
     except OrchError:
-        before = accepted(given.request, given.request.backend)
-    return pending_again(before, reason=mapping.difference.text, plan_hash=mapping.plan.hash)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        last_state = accepted(run_input.request, run_input.request.backend)
+    return pending_again(last_state, reason=mapping.difference.text, plan_hash=mapping.plan.hash)

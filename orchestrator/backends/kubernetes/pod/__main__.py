@@ -1,4 +1,4 @@
-"""`python -m orchestrator.kubernetes.task`: the name by which pods start their task."""
+"""`python -m orchestrator.backends.kubernetes.pod`: process 1 of every pod of a run."""
 
 import sys
 

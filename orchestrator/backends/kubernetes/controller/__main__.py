@@ -1,4 +1,4 @@
-"""`python -m orchestrator.kubernetes.controller`: the name by which the controller is started."""
+"""`python -m orchestrator.backends.kubernetes.controller`: the controller of TrainRuns."""
 
 import sys
 
