@@ -31,13 +31,14 @@ def replay(plan: Path, steps: Iterable[Step]) -> DataVerdict:
         raise OrchError("the run has reported no step: there is nothing to compare", Exit.CONFIG)
     problems = [*book.problems]
     problems += [
-        f"step {one.step}: no fingerprint in the run's record"
-        for one in book.entries
-        if not one.fingerprint
+        f"step {entry.step}: no fingerprint in the run's record"
+        for entry in book.entries
+        if not entry.fingerprint
     ]
-    known = [one for one in book.entries if one.fingerprint]
+    known = [entry for entry in book.entries if entry.fingerprint]
     asked = "".join(
-        json.dumps({"step": one.step, "first": one.first, "last": one.last}) + "\n" for one in known
+        json.dumps({"step": entry.step, "first": entry.first, "last": entry.last}) + "\n"
+        for entry in known
     )
     answers = start.output("trainer.data.replay", str(plan), stdin=asked).splitlines()
     equal = 0

@@ -18,11 +18,11 @@ Loads = dict[int, list[tuple[int, ExpertLoad]]]
 
 def loads_of(lines: Iterable[StepLine]) -> Loads:
     """A step that was run twice counts as its last epoch had it."""
-    found: dict[int, dict[int, ExpertLoad]] = {}
+    loads_by_layer: dict[int, dict[int, ExpertLoad]] = {}
     for line in sorted(lines, key=lambda line: line.epoch):
         for layer, load in line.experts.items():
-            found.setdefault(int(layer), {})[line.step] = load
-    return {layer: sorted(steps.items()) for layer, steps in sorted(found.items())}
+            loads_by_layer.setdefault(int(layer), {})[line.step] = load
+    return {layer: sorted(steps.items()) for layer, steps in sorted(loads_by_layer.items())}
 
 
 def rank_load(plan: Plan, loads: Loads) -> dict[str, float | None]:
@@ -33,26 +33,26 @@ def rank_load(plan: Plan, loads: Loads) -> dict[str, float | None]:
     ranks = 1 if plan.program or plan.model.moe is None else expert_mesh(plan.parallel).ep
     if ranks == 1:
         return {}
-    found = [
-        statistics.fmean(one.rank_ratio(ranks) for _, one in steps[len(steps) // 2 :])
+    ratios = [
+        statistics.fmean(load.rank_ratio(ranks) for _, load in steps[len(steps) // 2 :])
         for steps in loads.values()
     ]
     return {
         "planned": fullest(plan.parallel),
-        "measured": statistics.fmean(found) if found else None,
+        "measured": statistics.fmean(ratios) if ratios else None,
     }
 
 
 def load_spread(loads: Loads) -> float | None:
     """Standard deviation of experts' loads over their mean in the second half of the sampled steps,
     over all layers."""
-    every = [
-        one.tokens
+    counts = [
+        load.tokens
         for steps in loads.values()
-        for _, one in steps[len(steps) // 2 :]
-        if sum(one.tokens)
+        for _, load in steps[len(steps) // 2 :]
+        if sum(load.tokens)
     ]
-    squares = [statistics.pvariance(tokens) / statistics.fmean(tokens) ** 2 for tokens in every]
+    squares = [statistics.pvariance(tokens) / statistics.fmean(tokens) ** 2 for tokens in counts]
     return statistics.fmean(squares) ** 0.5 if squares else None
 
 
@@ -63,16 +63,16 @@ def summary(plan: Plan, loads: Loads) -> dict[str, Any]:
         return {}
     top_k = plan.model.moe.top_k
     ranks = expert_mesh(plan.parallel).ep
-    found = {}
+    by_layer = {}
     for layer, steps in loads.items():
-        every = [load for _, load in steps]
-        last = every[-1]
-        found[str(layer)] = {
-            "balance": {"first": every[0].balance(top_k), "last": last.balance(top_k)},
-            "load_ratio": statistics.median(load.ratio for load in every),
-            "rank_load_ratio": statistics.median(load.rank_ratio(ranks) for load in every),
-            "router_entropy": statistics.median(load.entropy for load in every),
-            "dropped": statistics.median(load.dropped for load in every),
+        layer_loads = [load for _, load in steps]
+        last = layer_loads[-1]
+        by_layer[str(layer)] = {
+            "balance": {"first": layer_loads[0].balance(top_k), "last": last.balance(top_k)},
+            "load_ratio": statistics.median(load.ratio for load in layer_loads),
+            "rank_load_ratio": statistics.median(load.rank_ratio(ranks) for load in layer_loads),
+            "router_entropy": statistics.median(load.entropy for load in layer_loads),
+            "dropped": statistics.median(load.dropped for load in layer_loads),
             "bias": list(last.bias) if last.bias is not None else None,
         }
-    return found
+    return by_layer

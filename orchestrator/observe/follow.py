@@ -38,7 +38,7 @@ def follow_program(
         planned = {rank.rank for rank in load_plan(folder.plan).ranks}
     width = len(str(max(planned, default=0)))
     tails: dict[int, LogTail] = {}
-    told = -1  # the newest epoch whose end was told
+    reported_epoch = -1  # the newest epoch whose end was told
     look = _patient(look)
     while True:
         state = look(folder)  # before reading: what is written until then is read
@@ -47,12 +47,13 @@ def follow_program(
             tail = tails.setdefault(rank, LogTail(folder.rank_log(rank)))
             for line in tail.read(last=state.is_final):
                 print(f"[rank {rank:>{width}}] {line}", file=out)
-        for ended, after in pairwise(state.epochs):
-            if ended.epoch > told and ended.epoch >= state.first_epoch:
-                told = ended.epoch
+        for ended, successor in pairwise(state.epochs):
+            if ended.epoch > reported_epoch and ended.epoch >= state.first_epoch:
+                reported_epoch = ended.epoch
                 if ended.cause:
                     print(
-                        f"orch: {ended.cause.text}; starting again as epoch {after.epoch}", file=out
+                        f"orch: {ended.cause.text}; starting again as epoch {successor.epoch}",
+                        file=out,
                     )
         out.flush()
         if state.is_final:
@@ -67,9 +68,9 @@ def follow(
     """Show progress on `out` until the run has ended; its final state. `look`: the backend's
     `state`."""
     terminal = out.isatty()
-    said = ""
-    said_at = 0.0
-    known = ""
+    printed_line = ""
+    printed_at = 0.0
+    printed_state = ""
     look = _patient(look)
     while True:
         state = look(folder)
@@ -78,11 +79,13 @@ def follow(
         if terminal:
             out.write(f"\r\033[K{line}")
             out.flush()
-        elif line != said and (now - said_at >= _SAY_S or state.state != known or state.is_final):
+        elif line != printed_line and (
+            now - printed_at >= _SAY_S or state.state != printed_state or state.is_final
+        ):
             print(line, file=out, flush=True)
-            said = line
-            said_at = now
-            known = state.state
+            printed_line = line
+            printed_at = now
+            printed_state = state.state
         if state.is_final:
             if terminal:
                 out.write("\n")

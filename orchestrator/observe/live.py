@@ -89,13 +89,15 @@ def read_live(folder: RunFolder, state: RunState, now: float) -> Live:
 def _median(window: list[StepLine], name: str) -> float | None:
     """Of the steps that tell it: one alone may be twice as fast, since a GPU's steps run ahead of
     those that wait."""
-    known = [value for line in window if (value := getattr(line, name)) is not None]
-    return statistics.median(known) if known else None
+    values = [value for line in window if (value := getattr(line, name)) is not None]
+    return statistics.median(values) if values else None
 
 
 def _last(lines: list[StepLine], name: str) -> float | None:
-    known = [line for line in lines if getattr(line, name) is not None]
-    return getattr(max(known, key=lambda line: line.step), name) if known else None
+    reported_lines = [line for line in lines if getattr(line, name) is not None]
+    return (
+        getattr(max(reported_lines, key=lambda line: line.step), name) if reported_lines else None
+    )
 
 
 def _saved(events: list[Event], now: float) -> Saved | None:

@@ -26,15 +26,15 @@ class LogTail:
                 file.seek(self._at)
                 while chunk := file.read(_AT_ONCE):
                     self._at += len(chunk)
-                    first, *others = chunk.split(b"\n")
+                    first, *following = chunk.split(b"\n")
                     self._part.append(first)
-                    if others:
-                        lines += [b"".join(self._part), *others[:-1]]
-                        self._part = [others[-1]]
+                    if following:
+                        lines += [b"".join(self._part), *following[:-1]]
+                        self._part = [following[-1]]
         except OSError:  # its worker has not started yet
             pass
-        if last and (part := b"".join(self._part)):
-            lines.append(part)
+        if last and (unfinished := b"".join(self._part)):
+            lines.append(unfinished)
             self._part = []
         return [line.removesuffix(b"\r").decode(errors="backslashreplace") for line in lines]
 
@@ -45,21 +45,21 @@ def _start_of_last(path: Path, count: int | None) -> int:
         return 0
     try:
         with open_regular(path) as file:
-            at = end = file.seek(0, 2)
+            position = end = file.seek(0, 2)
             file.seek(max(end - 1, 0))
             breaks = count + (
                 file.read(1) == b"\n"
             )  # that many from the end is the one before those lines
-            while at > 0 and count:
-                size = min(1 << 16, at)
-                at -= size
-                file.seek(at)
+            while position > 0 and count:
+                size = min(1 << 16, position)
+                position -= size
+                file.seek(position)
                 block = file.read(size)
-                if (found := block.count(b"\n")) >= breaks:
+                if (block_breaks := block.count(b"\n")) >= breaks:
                     for _ in range(breaks):
                         size = block.rindex(b"\n", 0, size)
-                    return at + size + 1
-                breaks -= found
-            return at
+                    return position + size + 1
+                breaks -= block_breaks
+            return position
     except OSError:
         return 0

@@ -41,7 +41,7 @@ class Timeline(NamedTuple):
     def peak(self, step: Span) -> dict[str, int]:
         """Bytes by category at the moment of a step that held most."""
         inside = [held.bytes for held in self.memory if step.start <= held.at <= step.end]
-        return max(inside, key=lambda found: sum(found.values()), default={})
+        return max(inside, key=lambda by_category: sum(by_category.values()), default={})
 
 
 class _Event(msgspec.Struct):
@@ -63,19 +63,19 @@ def read_timeline(path: Path, rank: int) -> Timeline:
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
     except FileNotFoundError:
-        text = f"rank {rank} recorded no timeline: submit with metrics.trace_steps=2, say"
-        raise OrchError(text, Exit.USAGE) from None
+        problem = f"rank {rank} recorded no timeline: submit with metrics.trace_steps=2, say"
+        raise OrchError(problem, Exit.USAGE) from None
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         raise OrchError(f"{path}: {error}", Exit.CONFIG) from None
     held = [event for event in file.events if event.ph == "C" and event.name == "memory"]
     memory = [
-        Held(one.ts / 1e6, {name: int(one.args.get(name, 0)) for name in CATEGORIES})
-        for one in held
+        Held(counter.ts / 1e6, {name: int(counter.args.get(name, 0)) for name in CATEGORIES})
+        for counter in held
     ]
 
     def spans(row: int) -> list[Span]:
-        found = [event for event in file.events if event.ph == "X" and event.tid == row]
-        return [Span(event.name, event.ts / 1e6, (event.ts + event.dur) / 1e6) for event in found]
+        slices = [event for event in file.events if event.ph == "X" and event.tid == row]
+        return [Span(event.name, event.ts / 1e6, (event.ts + event.dur) / 1e6) for event in slices]
 
     return Timeline(rank, memory, spans(ACTIONS), spans(STEPS))
 

@@ -166,16 +166,16 @@ def _memory(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, Any]]:
     for line in lines:
         for category, size in line.memory_bytes.items():
             seen[category] = max(seen.get(category, 0), size)
-    found: dict[str, dict[str, Any]] = {
+    rows: dict[str, dict[str, Any]] = {
         name: {"planned": planned.get(name), "measured": seen.get(name)}
         for name in {**planned, **seen}
     }
     if not plan.program:
-        found["total"] |= _against(planned["total"], plan.memory.sd, seen.get("total"))
+        rows["total"] |= _against(planned["total"], plan.memory.sd, seen.get("total"))
         context = plan.memory.total - planned["total"]
         if context:
-            found["device context"] = {"planned": context, "measured": None}
-    return found
+            rows["device context"] = {"planned": context, "measured": None}
+    return rows
 
 
 def _planned_tensors(plan: Plan) -> dict[str, int]:
@@ -211,8 +211,8 @@ def _against(planned: float, sd: float, measured: float | None) -> dict[str, Any
 def _comm(plan: Plan, lines: list[StepLine]) -> dict[str, dict[str, float | None]]:
     """Bytes that the busiest rank sends in a step, by axis."""
     planned = {
-        axis: sum(place.bytes_per_step_by_level.values())
-        for axis, place in plan.placement.items()
+        axis: sum(placement.bytes_per_step_by_level.values())
+        for axis, placement in plan.placement.items()
         if not plan.program
     }
     busiest = _busiest((line.rank, line.comm_bytes) for line in lines)
@@ -229,14 +229,14 @@ def _busiest(sent: Iterable[tuple[int, dict[str, int]]]) -> dict[str, float]:
         for name, size in sizes.items():
             sums.setdefault((rank, name), []).append(size)
     busiest: dict[str, float] = {}
-    for (_, name), found in sums.items():
-        busiest[name] = max(busiest.get(name, 0.0), statistics.median(found))
+    for (_, name), step_sizes in sums.items():
+        busiest[name] = max(busiest.get(name, 0.0), statistics.median(step_sizes))
     return busiest
 
 
 def _median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    measured = [value for value in values if value is not None]
+    return statistics.median(measured) if measured else None
 
 
 def _medians(rows: list[dict[str, float]]) -> dict[str, float]:

@@ -85,13 +85,13 @@ _event = msgspec.json.Decoder(Event)
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], lines: Iterable[bytes]) -> list[T]:
-    found = []
+    records = []
     for line in lines:
         try:
-            found.append(decoder.decode(line))
+            records.append(decoder.decode(line))
         except UNREADABLE:
             continue
-    return found
+    return records
 
 
 def nodes_of(plan: Plan, state: RunState) -> list[str]:
@@ -106,8 +106,8 @@ def read_steps(folder: RunFolder, nodes: Iterable[str]) -> list[StepLine]:
 
 def read_events(folder: RunFolder, nodes: Iterable[str]) -> list[Event]:
     """Every event of the run, by time."""
-    found = [event for node in nodes for event in _decoded(_event, _lines(folder.events(node)))]
-    return sorted(found, key=lambda event: event.at)
+    events = [event for node in nodes for event in _decoded(_event, _lines(folder.events(node)))]
+    return sorted(events, key=lambda event: event.at)
 
 
 def last_steps(path: Path) -> list[StepLine]:
@@ -159,14 +159,20 @@ def lead_steps(lines: Iterable[_AnyStepLine]) -> list[Step]:
     """
     lead: dict[tuple[int, int], _AnyStepLine] = {}
     for line in lines:
-        known = lead.get((line.epoch, line.step))
-        if known is None or (line.rank, line.at) < (known.rank, known.at):
+        lead_line = lead.get((line.epoch, line.step))
+        if lead_line is None or (line.rank, line.at) < (lead_line.rank, lead_line.at):
             lead[line.epoch, line.step] = line
     return [
         Step(
-            epoch, step, x.at, x.step_s, x.phase_s.get("checkpoint", 0.0), x.samples, x.fingerprint
+            epoch,
+            step,
+            report.at,
+            report.step_s,
+            report.phase_s.get("checkpoint", 0.0),
+            report.samples,
+            report.fingerprint,
         )
-        for (epoch, step), x in sorted(lead.items())
+        for (epoch, step), report in sorted(lead.items())
     ]
 
 
@@ -196,13 +202,15 @@ class StepFollower:
                     chunk = file.read()
             except OSError:
                 continue
-            whole = chunk[: chunk.rfind(b"\n") + 1]
-            self._read[node] = inode, done + len(whole)
+            whole_lines = chunk[: chunk.rfind(b"\n") + 1]
+            self._read[node] = inode, done + len(whole_lines)
             lines = [
-                line for line in whole.splitlines() if index < _READ_WHOLE or _RANK_0.search(line)
+                line
+                for line in whole_lines.splitlines()
+                if index < _READ_WHOLE or _RANK_0.search(line)
             ]
             for step in _decoded(_lead_line, lines):
-                known = self._found.get((step.epoch, step.step))
-                if known is None or step.rank < known.rank:
+                lead_line = self._found.get((step.epoch, step.step))
+                if lead_line is None or step.rank < lead_line.rank:
                     self._found[step.epoch, step.step] = step
         return lead_steps(self._found.values())

@@ -20,19 +20,19 @@ _LISTED = 4  # replicas, one by one
 
 def share(micro_batches: int, replicas: int) -> list[int]:
     """As equal as can be; the first replicas take one more where it does not divide."""
-    each, more = divmod(micro_batches, replicas)
-    return [each + (replica < more) for replica in range(replicas)]
+    base_count, remainder = divmod(micro_batches, replicas)
+    return [base_count + (replica < remainder) for replica in range(replicas)]
 
 
 def divisors(n: int) -> list[int]:
     """Ascending."""
-    small = [one for one in range(1, int(n**0.5) + 1) if n % one == 0]
-    return small + [n // one for one in reversed(small) if one * one != n]
+    small = [divisor for divisor in range(1, int(n**0.5) + 1) if n % divisor == 0]
+    return small + [n // divisor for divisor in reversed(small) if divisor * divisor != n]
 
 
-def nearest_divisors(n: int, wanted: int) -> list[int]:
+def nearest_divisors(n: int, target: int) -> list[int]:
     """The two that are nearest to `wanted`, ascending."""
-    return sorted(sorted(divisors(n), key=lambda one: abs(one - wanted))[:2])
+    return sorted(sorted(divisors(n), key=lambda divisor: abs(divisor - target))[:2])
 
 
 def replica_of(parallel: Parallel, coord: Coord) -> int:
@@ -79,12 +79,12 @@ def text(parallel: Parallel) -> str:
 def firsts(counts: Sequence[int], replica: int) -> list[int]:
     """Which micro-batches of the step a replica takes, counted in the order of the data: round by
     round, in each one for every replica that has not had all of its own yet, in their order."""
-    whole = min(counts)
-    result = [turn * len(counts) + replica for turn in range(whole)]
-    before = whole * len(counts)
-    for turn in range(whole, counts[replica]):
-        result.append(before + sum(count > turn for count in counts[:replica]))
-        before += sum(count > turn for count in counts)
+    full_rounds = min(counts)
+    result = [turn * len(counts) + replica for turn in range(full_rounds)]
+    given = full_rounds * len(counts)
+    for turn in range(full_rounds, counts[replica]):
+        result.append(given + sum(count > turn for count in counts[:replica]))
+        given += sum(count > turn for count in counts)
     return result
 
 

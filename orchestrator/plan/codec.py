@@ -30,7 +30,7 @@ UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def decoder(of: Any) -> msgspec.json.Decoder[Any]:
+def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     """For types that several threads decode: asked for before they do.
 
     msgspec (0.22) works out a type where it is first decoded, and keeps what it has so far where
@@ -38,7 +38,7 @@ def decoder(of: Any) -> msgspec.json.Decoder[Any]:
     ends the process (a segmentation fault).
     """
     with _ONE_AT_A_TIME:
-        return msgspec.json.Decoder(of)
+        return msgspec.json.Decoder(kind)
 
 
 _OTHER_VERSION = (
@@ -85,13 +85,13 @@ def from_json(raw: bytes | str) -> Plan:
         raise PlanError(f"not a plan: {error}") from None
     schema = head.get("schema")
     if schema is None or bytes(schema) != f'"{SCHEMA}"'.encode():
-        found = "missing" if schema is None else bytes(schema).decode(errors="replace")
-        raise PlanError(f"plan schema is {found}, this version reads {SCHEMA!r}")
+        schema_text = "missing" if schema is None else bytes(schema).decode(errors="replace")
+        raise PlanError(f"plan schema is {schema_text}, this version reads {SCHEMA!r}")
     try:
         plan = msgspec.json.decode(raw, type=Plan)
     except UNREADABLE as error:
-        other = f"; {_OTHER_VERSION}" if _is_whole(raw) else ""
-        raise PlanError(f"plan: {error}{other}") from None
+        hint = f"; {_OTHER_VERSION}" if _is_whole(raw) else ""
+        raise PlanError(f"plan: {error}{hint}") from None
     if plan.hash != plan_hash(plan):
         if _is_whole(raw):
             missing = ", ".join(_missing(msgspec.json.decode(raw), msgspec.to_builtins(plan)))
@@ -119,18 +119,18 @@ def _is_whole(raw: bytes | str) -> bool:
     return bool(document.get("hash") == hashlib.sha256(sealed).hexdigest())
 
 
-def _missing(found: object, known: object, path: str = "") -> Iterator[str]:
+def _missing(document: object, reference: object, path: str = "") -> Iterator[str]:
     """Fields of `known` that `found` lacks, as dotted paths; in lists only those of the first
     element."""
-    if isinstance(known, dict) and isinstance(found, dict):
-        for name, value in known.items():
-            where = f"{path}.{name}" if path else name
-            if name in found:
-                yield from _missing(found[name], value, where)
+    if isinstance(reference, dict) and isinstance(document, dict):
+        for name, value in reference.items():
+            field_path = f"{path}.{name}" if path else name
+            if name in document:
+                yield from _missing(document[name], value, field_path)
             else:
-                yield where
-    elif isinstance(known, list) and isinstance(found, list) and known and found:
-        yield from _missing(found[0], known[0], f"{path}[0]")
+                yield field_path
+    elif isinstance(reference, list) and isinstance(document, list) and reference and document:
+        yield from _missing(document[0], reference[0], f"{path}[0]")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -160,11 +160,11 @@ def load_plan(path: str | Path) -> Plan:
 def json_schema() -> dict[str, Any]:
     """JSON schema of a plan document (draft 2020-12)."""
     schema = msgspec.json.schema(Plan)
-    for part in (
+    for struct_name in (
         "Plan",
         "Job",
     ):  # what a program's plan leaves out has no value that a reader may assume
-        for name, field in schema["$defs"][part]["properties"].items():
+        for name, field in schema["$defs"][struct_name]["properties"].items():
             if "$ref" in field or name in ("mfu", "tokens_per_s_per_gpu"):
                 field.pop("default", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA, **schema}

@@ -71,12 +71,12 @@ class Domains(NamedTuple):
         """
         replica = tp * cp * ep * pp
         group = self.inner_group(tp, cp, ep, pp)
-        found = {self.gpus: 1} if across else {}
+        groups_by_gpus = {self.gpus: 1} if across else {}
         rest = replica // group * dp
         for factor in range(1, min(rest, self.largest * self.gpus_per_node) + 1):
             if rest % factor == 0 and (gpus := self.usable(group * factor)) >= replica:
-                found.setdefault(gpus, group * factor)
-        return dict(sorted(found.items(), reverse=True))
+                groups_by_gpus.setdefault(gpus, group * factor)
+        return dict(sorted(groups_by_gpus.items(), reverse=True))
 
     def filled(self, tp: int, cp: int, ep: int, pp: int, across: bool = False) -> int:
         """GPUs that the job uses when dp is left out: the most of `parts` that whole copies of the
@@ -86,10 +86,10 @@ class Domains(NamedTuple):
         refuse then, where that is the first or there is none.
         """
         replica = tp * cp * ep * pp
-        parts = self.parts(tp, cp, ep, pp, across=across)
-        whole = next((gpus for gpus in parts if gpus % replica == 0), 0)
-        most = max(parts, default=self.gpus)
-        return whole or (most // replica * replica if most < self.gpus else self.gpus)
+        sizes = self.parts(tp, cp, ep, pp, across=across)
+        filled_gpus = next((gpus for gpus in sizes if gpus % replica == 0), 0)
+        largest = max(sizes, default=self.gpus)
+        return filled_gpus or (largest // replica * replica if largest < self.gpus else self.gpus)
 
 
 def domains_of(cluster: Cluster) -> Domains:
@@ -110,16 +110,16 @@ def usable_nodes(cluster: Cluster, group: int) -> list[int]:
 
 def cut(cluster: Cluster, nodes: Iterable[int]) -> Cluster:
     """`cluster` with only these nodes, in their old order."""
-    kept = sorted(nodes)
-    at = {node: index for index, node in enumerate(kept)}
+    kept_nodes = sorted(nodes)
+    new_index = {node: index for index, node in enumerate(kept_nodes)}
 
     def inside(blocks: list[list[int]]) -> list[list[int]]:
-        found = ([at[node] for node in block if node in at] for block in blocks)
-        return [block for block in found if block]
+        kept_blocks = ([new_index[node] for node in block if node in new_index] for block in blocks)
+        return [block for block in kept_blocks if block]
 
     return structs.replace(
         cluster,
-        node_names=[cluster.node_names[node] for node in kept],
+        node_names=[cluster.node_names[node] for node in kept_nodes],
         nvlink_domains=inside(cluster.nvlink_domains),
         levels=[
             structs.replace(level, switches=inside(level.switches)) for level in cluster.levels

@@ -27,21 +27,24 @@ class ExpertLoad(Struct, omit_defaults=True):
     def rank_ratio(self, ranks: int) -> float:
         """The same of the `ranks` ranks that hold equal runs of the experts: a layer takes as long
         as the fullest."""
-        each = len(self.tokens) // ranks
+        experts_per_rank = len(self.tokens) // ranks
         return most_over_mean(
-            [sum(self.tokens[at : at + each]) for at in range(0, len(self.tokens), each)]
+            [
+                sum(self.tokens[at : at + experts_per_rank])
+                for at in range(0, len(self.tokens), experts_per_rank)
+            ]
         )
 
     def balance(self, top_k: int) -> float:
         """Entropy of the load between its bounds: 1 if every expert got as many, 0 if all tokens
         chose the same."""
         total = sum(self.tokens)
-        most = log(len(self.tokens))
-        least = log(top_k)
-        if total == 0 or most <= least:
+        highest = log(len(self.tokens))
+        lowest = log(top_k)
+        if total == 0 or highest <= lowest:
             return 1.0
-        found = -sum(count / total * log(count / total) for count in self.tokens if count)
-        return max(0.0, (found - least) / (most - least))
+        entropy = -sum(count / total * log(count / total) for count in self.tokens if count)
+        return max(0.0, (entropy - lowest) / (highest - lowest))
 
 
 def most_over_mean(counts: list[int]) -> float:

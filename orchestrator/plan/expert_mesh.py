@@ -84,13 +84,15 @@ def in_words(par: Degrees) -> tuple[int, int] | None:
     axis = par.ep
     over_cp = folds_cp(par)
     try:
-        same = fold(par.tp, par.cp, mesh.etp, mesh.ep, lambda why, near: ValueError(why)) == (
+        matches = fold(
+            par.tp, par.cp, mesh.etp, mesh.ep, lambda reason, near: ValueError(reason)
+        ) == (
             axis,
             over_cp,
         )
     except ValueError:
         return None
-    return (mesh.etp, mesh.ep) if same else None
+    return (mesh.etp, mesh.ep) if matches else None
 
 
 def fullest(par: Any) -> float:
@@ -105,9 +107,9 @@ def position(par: Any, coord: Any) -> int:
     etp = tensor_ranks(par)
     result = 0
     sizes = {"tp": par.tp // etp, "cp": par.cp, "ep": par.ep}
-    at: dict[str, int] = {"tp": coord.tp // etp, "cp": coord.cp, "ep": coord.ep}
+    coordinates: dict[str, int] = {"tp": coord.tp // etp, "cp": coord.cp, "ep": coord.ep}
     for axis in reversed([axis for axis in par.order if axis in axes(par)]):
-        result = result * sizes[axis] + at[axis]
+        result = result * sizes[axis] + coordinates[axis]
     return result
 
 

@@ -127,12 +127,14 @@ def hardware_flops_per_token(
             f" {model.layers} layers"
         )
     core = attention_core_flops(model, seq_len) / model.layers
-    each = [*enumerate(layers), *[(model.layers - 1, layers[-1])] * prediction_blocks(model)]
-    again = sum(
+    block_modes = [*enumerate(layers), *[(model.layers - 1, layers[-1])] * prediction_blocks(model)]
+    recomputed = sum(
         2 * (attention_weights(model) + mlp_weights(model, layer)) + core
-        for layer, mode in each
+        for layer, mode in block_modes
         if mode == "full"
     )
     if model.mla is not None and latents:
-        again += 2 * up_weights(model, model.mla) * sum(mode == "selective" for _, mode in each)
-    return model_flops_per_token(model, seq_len) + again
+        recomputed += (
+            2 * up_weights(model, model.mla) * sum(mode == "selective" for _, mode in block_modes)
+        )
+    return model_flops_per_token(model, seq_len) + recomputed

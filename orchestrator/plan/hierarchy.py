@@ -25,28 +25,35 @@ class Hierarchy(NamedTuple):
 
 def is_hierarchical(plan: Plan) -> bool:
     """Whether tokens go by domain: where that is asked for and there are several."""
-    asked = plan.parallel.expert_all_to_all == "hierarchical" and expert_mesh(plan.parallel).ep > 1
-    return asked and any(len(set(runs)) > 1 for runs in _domains(plan))
+    by_domain = (
+        plan.parallel.expert_all_to_all == "hierarchical" and expert_mesh(plan.parallel).ep > 1
+    )
+    return by_domain and any(len(set(runs)) > 1 for runs in _domains(plan))
 
 
 def expert_groups(plan: Plan) -> list[list[int]]:
     """Ranks that share a layer's experts, ascending, group by group."""
     par = plan.parallel
-    found = dict[tuple[int, ...], list[int]]()
-    over = axes(par)
+    ranks_by_key = dict[tuple[int, ...], list[int]]()
+    expert_axes = axes(par)
     etp = tensor_ranks(par)
     for rank in plan.ranks:
-        at = rank.coord
-        key = at.pp, at.dp, 0 if "cp" in over else at.cp, at.tp % etp if "tp" in over else at.tp
-        found.setdefault(key, []).append(rank.rank)
-    return list(found.values())
+        coord = rank.coord
+        key = (
+            coord.pp,
+            coord.dp,
+            0 if "cp" in expert_axes else coord.cp,
+            coord.tp % etp if "tp" in expert_axes else coord.tp,
+        )
+        ranks_by_key.setdefault(key, []).append(rank.rank)
+    return list(ranks_by_key.values())
 
 
 def hierarchy(plan: Plan, rank: int) -> Hierarchy:
     """Of the group that `rank` is in."""
     group = next(ranks for ranks in expert_groups(plan) if rank in ranks)
     domain = nvlink_domain_of(plan)
-    inside = [one for one in group if domain[one] == domain[rank]]
+    inside = [member for member in group if domain[member] == domain[rank]]
     return Hierarchy(tuple(inside), tuple(group[inside.index(rank) :: len(inside)]))
 
 
@@ -105,15 +112,27 @@ def landings(moe: Moe, domains: int) -> float:
     likely: `top_groups` of the groups, and `top_k` of their experts. Groups lie whole in the
     domains, or there is one."""
     limited = moe.top_groups < moe.groups
-    groups, each = (moe.groups, moe.experts // moe.groups) if limited else (moe.experts, 1)
-    taken = moe.top_groups if limited else groups
-    here = groups // domains
+    groups, experts_per_group = (
+        (moe.groups, moe.experts // moe.groups) if limited else (moe.experts, 1)
+    )
+    token_groups = moe.top_groups if limited else groups
+    groups_per_domain = groups // domains
     missed = 0.0
-    for inside in range(min(taken, here) + 1):  # of the token's groups, in one domain
-        if taken - inside > groups - here:
+    for inside in range(
+        min(token_groups, groups_per_domain) + 1
+    ):  # of the token's groups, in one domain
+        if token_groups - inside > groups - groups_per_domain:
             continue
-        chance = comb(here, inside) * comb(groups - here, taken - inside) / comb(groups, taken)
-        missed += chance * comb((taken - inside) * each, moe.top_k) / comb(taken * each, moe.top_k)
+        chance = (
+            comb(groups_per_domain, inside)
+            * comb(groups - groups_per_domain, token_groups - inside)
+            / comb(groups, token_groups)
+        )
+        missed += (
+            chance
+            * comb((token_groups - inside) * experts_per_group, moe.top_k)
+            / comb(token_groups * experts_per_group, moe.top_k)
+        )
     return domains * (1.0 - missed)
 
 

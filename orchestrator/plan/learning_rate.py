@@ -64,20 +64,24 @@ def jump(saved: Mapping[str, float], step: int, optim: Optim, total_steps: int) 
         return ""
 
     def goes_on(with_optim: Optim) -> bool:
-        here = learning_rate(step, with_optim, total_steps)
-        return math.isclose(saved[RATE], here, rel_tol=_SAME, abs_tol=1e-300)
+        rate = learning_rate(step, with_optim, total_steps)
+        return math.isclose(saved[RATE], rate, rel_tol=_SAME, abs_tol=1e-300)
 
     if goes_on(optim):
         return ""
     following = learning_rate(step + 1, optim, total_steps)
-    text = (
+    message = (
         f"the learning rate jumps from {saved[RATE]:.3g} at saved step {step} to {following:.3g} at"
         f" step {step + 1}"
     )
-    before = int(saved.get(STEPS, 0))
-    old_end = structs.replace(optim, decay_steps=before)
-    keeps = optim.schedule == "cosine" and before and goes_on(old_end)
-    return f"{text}: optim.decay_steps={before} keeps the old curve" if keeps else text
+    saved_steps = int(saved.get(STEPS, 0))
+    old_end = structs.replace(optim, decay_steps=saved_steps)
+    is_continued = optim.schedule == "cosine" and saved_steps and goes_on(old_end)
+    return (
+        f"{message}: optim.decay_steps={saved_steps} keeps the old curve"
+        if is_continued
+        else message
+    )
 
 
 def _clamp(value: float) -> float:

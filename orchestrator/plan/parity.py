@@ -53,8 +53,8 @@ class Errors(Frozen):
     @property
     def largest(self) -> float:
         """Infinite if one is not a number."""
-        found = (self.loss, self.grad, self.norm, self.weight, self.more)
-        return max(value if value == value else float("inf") for value in found)
+        errors = (self.loss, self.grad, self.norm, self.weight, self.more)
+        return max(value if value == value else float("inf") for value in errors)
 
 
 class Verdict(Frozen):

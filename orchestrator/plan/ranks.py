@@ -41,12 +41,14 @@ def _places(order: Iterable[str], degrees: Mapping[str, int]) -> list[tuple[int,
 def groups(all_coords: list[dict[str, int]], varying: tuple[str, ...]) -> list[list[int]]:
     """Rank lists in which only the axes in `varying` vary, each sorted by those coordinates (last
     axis slowest)."""
-    same = list(map(_reader(tuple(axis for axis in AXES if axis not in varying)), all_coords))
-    order = list(map(_reader(tuple(reversed(varying))), all_coords))
-    found: dict[object, list[int]] = {key: [] for key in same}
-    for rank in sorted(range(len(order)), key=order.__getitem__):
-        found[same[rank]].append(rank)
-    return list(found.values())
+    fixed_coords = list(
+        map(_reader(tuple(axis for axis in AXES if axis not in varying)), all_coords)
+    )
+    varying_coords = list(map(_reader(tuple(reversed(varying))), all_coords))
+    ranks_by_coord: dict[object, list[int]] = {key: [] for key in fixed_coords}
+    for rank in sorted(range(len(varying_coords)), key=varying_coords.__getitem__):
+        ranks_by_coord[fixed_coords[rank]].append(rank)
+    return list(ranks_by_coord.values())
 
 
 def _reader(axes: tuple[str, ...]) -> Callable[[Mapping[str, int]], Any]:
@@ -78,9 +80,10 @@ def nested_groups(order: Iterable[str], degrees: Mapping[str, int]) -> dict[str,
     for axis in order:
         strides[axis] = stride
         stride *= degrees[axis]
-    wanted = {axis: (axis,) for axis in AXES} | COMPOSITE
+    varying_axes = {axis: (axis,) for axis in AXES} | COMPOSITE
     result = {
-        name: _nested(list(strides.items()), degrees, varying) for name, varying in wanted.items()
+        name: _nested(list(strides.items()), degrees, varying)
+        for name, varying in varying_axes.items()
     }
     result["embedding"] = [[g[0], g[-1]] if degrees["pp"] > 1 else [g[0]] for g in result["pp"]]
     return result
@@ -91,11 +94,13 @@ def _nested(
 ) -> list[list[int]]:
     """As `groups`: lists in the order of their lowest rank, members by coordinate, the last of
     `varying` slowest."""
-    at = dict(strides)
+    stride_of = dict(strides)
     firsts = [0]
     members = [0]
     for axis in varying:
-        members = [index * at[axis] + rank for index in range(degrees[axis]) for rank in members]
+        members = [
+            index * stride_of[axis] + rank for index in range(degrees[axis]) for rank in members
+        ]
     for axis, stride in strides:
         if axis not in varying:
             firsts = [index * stride + rank for index in range(degrees[axis]) for rank in firsts]
@@ -125,7 +130,7 @@ def check_ranks(plan: Plan) -> str | None:
             f" multiply to {world}"
         )
     names = set(plan.cluster.node_names)
-    taken: set[tuple[str, int]] = set()
+    used_gpus: set[tuple[str, int]] = set()
     for index, rank in enumerate(plan.ranks):
         if rank.rank != index:
             return f"ranks[{index}] says rank {rank.rank}"
@@ -136,24 +141,24 @@ def check_ranks(plan: Plan) -> str | None:
                 f"rank {index} is on GPU {rank.gpu} of {rank.node}, which has"
                 f" {plan.cluster.gpus_per_node}"
             )
-        if (rank.node, rank.gpu) in taken:
+        if (rank.node, rank.gpu) in used_gpus:
             return f"rank {index} shares GPU {rank.gpu} of {rank.node} with another rank"
-        taken.add((rank.node, rank.gpu))
-    places = [_read_coord(rank.coord) for rank in plan.ranks]
+        used_gpus.add((rank.node, rank.gpu))
+    coordinates = [_read_coord(rank.coord) for rank in plan.ranks]
     nested = sorted(par.order) == sorted(
         AXES
     )  # as in every plan that is made here; any other is read with more care
-    if nested and places == _places(par.order, degrees(par)):
+    if nested and coordinates == _places(par.order, degrees(par)):
         if plan.groups != nested_groups(par.order, degrees(par)):
             return "groups do not follow from the ranks' coordinates"
         return _stages_problem(plan)
-    if len(set(places)) != world:
+    if len(set(coordinates)) != world:
         return "two ranks have the same coordinate"
-    found = [as_dict(rank) for rank in plan.ranks]
+    coord_dicts = [as_dict(rank) for rank in plan.ranks]
     for axis, degree in degrees(par).items():
-        if any(not 0 <= coord[axis] < degree for coord in found):
+        if any(not 0 <= coord[axis] < degree for coord in coord_dicts):
             return f"a rank's {axis} coordinate is outside 0..{degree - 1}"
-    if plan.groups != all_groups(found, par.pp):
+    if plan.groups != all_groups(coord_dicts, par.pp):
         return "groups do not follow from the ranks' coordinates"
     return _stages_problem(plan)
 

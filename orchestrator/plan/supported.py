@@ -100,17 +100,19 @@ class Case(Struct, frozen=True, kw_only=True):
         of sight. Followed by keys where no word says how experts fold."""
         degrees = {name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "ep")}
         folded = isinstance(self.etp, int) or folds_cp(self)
-        said = in_words(self) if folded else None
-        if said:  # the word's ep is that of the expert mesh
-            degrees["ep"] = said[1]
-        parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
-        parts += [f"etp{said[0]}"] if said else []
-        parts += [f"zero{self.zero}"] if self.zero else []
-        parts += [f"vpp{self.vpp}"] if self.vpp > 1 else []
-        parts += ["sp0"] if self.tp > 1 and not self.sp else []
+        word_degrees = in_words(self) if folded else None
+        if word_degrees:  # the word's ep is that of the expert mesh
+            degrees["ep"] = word_degrees[1]
+        degree_words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+        degree_words += [f"etp{word_degrees[0]}"] if word_degrees else []
+        degree_words += [f"zero{self.zero}"] if self.zero else []
+        degree_words += [f"vpp{self.vpp}"] if self.vpp > 1 else []
+        degree_words += ["sp0"] if self.tp > 1 and not self.sp else []
         keys = [f"parallel.etp={self.etp}"] if isinstance(self.etp, int) else []
         keys += ["parallel.fold_cp=true"] if folds_cp(self) else []
-        return " ".join(["_".join(parts) or "dp1", *(keys if folded and not said else [])])
+        return " ".join(
+            ["_".join(degree_words) or "dp1", *(keys if folded and not word_degrees else [])]
+        )
 
 
 Rule = Callable[[Case], str | None]
@@ -123,17 +125,22 @@ def _gpus(case: Case) -> str | None:
         return None
     domains = domains_of(case.cluster)
     model = (case.tp, case.cp, case.ep, case.pp)
-    parts = domains.parts(*model)
-    some = case.ranks % case.cluster.gpus_per_node == 0 and any(
-        case.ranks <= part < case.gpus for part in parts
+    usable_gpus = domains.parts(*model)
+    whole_nodes = case.ranks % case.cluster.gpus_per_node == 0 and any(
+        case.ranks <= limit < case.gpus for limit in usable_gpus
     )
-    if some or case.ranks in domains.parts(*model, case.dp):
+    if whole_nodes or case.ranks in domains.parts(*model, case.dp):
         return None
     shape = (
         f"{len(case.cluster.node_names)} nodes x {case.cluster.gpus_per_node} GPUs = {case.gpus}"
     )
     shape += next(
-        (f", of which groups of {parts[most]} use {most}" for most in parts if most < case.gpus), ""
+        (
+            f", of which groups of {usable_gpus[gpus]} use {gpus}"
+            for gpus in usable_gpus
+            if gpus < case.gpus
+        ),
+        "",
     )
     kinds = ", ".join(f"{count} {kind}" for kind, count in case.cluster.left_out.items())
     shape += f" (left out: {kinds})" if kinds else ""
@@ -214,9 +221,9 @@ def _experts(case: Case) -> str | None:
     if ep == 1 and not folded:
         return None
     if case.model.moe is None:
-        said = [f"etp={etp}"] * isinstance(etp, int) + ["fold_cp=true"] * (case.fold_cp is True)
+        options = [f"etp={etp}"] * isinstance(etp, int) + ["fold_cp=true"] * (case.fold_cp is True)
         return (
-            f"{' '.join(said + [f'ep={case.ep}'] * (case.ep > 1))}, but {case.model.name} has no"
+            f"{' '.join(options + [f'ep={case.ep}'] * (case.ep > 1))}, but {case.model.name} has no"
             " experts"
         )
     if isinstance(etp, int) and case.tp % etp:
@@ -245,13 +252,11 @@ def _sequence(case: Case) -> str | None:
     part in tp."""
     balanced = case.cp > 1 and case.cp_method in BALANCED
     pieces = ((2 if balanced else 1) * case.cp, case.cp * (case.tp if case.sp else 1))
-    for piece, why in zip(
+    for piece, reason in zip(
         pieces, (f"{case.cp_method}, cp", "cp x tp, with sequence parallelism"), strict=True
     ):
         if case.seq_len % piece:
-            return (
-                f"a sequence of {case.seq_len} tokens does not cut into {piece} equal parts ({why})"
-            )
+            return f"a sequence of {case.seq_len} tokens does not cut into {piece} equal parts ({reason})"
     return None
 
 
@@ -340,8 +345,8 @@ def _batch(case: Case) -> str | None:
 def _unequal(case: Case) -> str | None:
     """From ZeRO-2 on all compute as many micro-batches as the replica that takes most
     (`plan.batch.computed`)."""
-    most = max(case.unequal)
-    fewest = min(case.unequal)
+    largest = max(case.unequal)
+    smallest = min(case.unequal)
     problem = None
     if case.ep > 1:
         problem = (
@@ -355,10 +360,10 @@ def _unequal(case: Case) -> str | None:
     else:
         from .schedules import illegal
 
-        counts = sorted(set(case.unequal)) if case.zero < 2 else [most]
-        found = (illegal(case.schedule_name, case.pp, many, case.vpp) for many in counts)
-        problem = next(filter(None, found), None)
-    return problem and f"replicas take {fewest} or {most} micro-batches: {problem}"
+        counts = sorted(set(case.unequal)) if case.zero < 2 else [largest]
+        refusals = (illegal(case.schedule_name, case.pp, count, case.vpp) for count in counts)
+        problem = next(filter(None, refusals), None)
+    return problem and f"replicas take {smallest} or {largest} micro-batches: {problem}"
 
 
 def _schedule(case: Case) -> str | None:
@@ -369,11 +374,11 @@ def _schedule(case: Case) -> str | None:
     if not case.schedule_rows:
         return "schedule table needs parallel.schedule_file"
     table = read_rows(case.schedule_rows)
-    found = (table.pp, table.vpp, table.micro_batches)
-    if found == (case.pp, case.vpp, case.micro_batches):
+    table_shape = (table.pp, table.vpp, table.micro_batches)
+    if table_shape == (case.pp, case.vpp, case.micro_batches):
         return None
     return (
-        "the table is for pp{} x vpp{} and {} micro-batches".format(*found)
+        "the table is for pp{} x vpp{} and {} micro-batches".format(*table_shape)
         + f", the job has pp{case.pp} x vpp{case.vpp} and {case.micro_batches}"
     )
 

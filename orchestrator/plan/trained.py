@@ -31,10 +31,10 @@ def expert_sharding(zero: int, ep: int, group: int, replicas: int) -> str | None
 
 
 def _biases(case: Case) -> str | None:
-    parts = "experts" if case.model.moe else "latent attention" if case.model.mla else None
+    modules = "experts" if case.model.moe else "latent attention" if case.model.mla else None
     return (
-        f"model {case.model.name}: the trainer's {parts} do not have biases"
-        if parts and case.model.bias
+        f"model {case.model.name}: the trainer's {modules} do not have biases"
+        if modules and case.model.bias
         else None
     )
 
@@ -55,8 +55,8 @@ def _matmul(case: Case) -> str | None:
     if case.cluster.device == "cuda":
         return f"{name}: the trainer's products in 8 bits are an emulation on CPUs, not yet a GPU's"
     wide = {"experts": model.moe, "latent attention": model.mla, "prediction modules": model.mtp}
-    if found := next((part for part, there in wide.items() if there), None):
-        return f"{name}: model {model.name} has {found}, not in 8 bits yet"
+    if missing := next((module for module, is_present in wide.items() if is_present), None):
+        return f"{name}: model {model.name} has {missing}, not in 8 bits yet"
     if case.precision == "fp16":
         return f"{name} with train.precision=fp16: bf16, fp32 or fp64"
     if tp > model.kv_heads:
@@ -105,10 +105,10 @@ def _optim_state(case: Case) -> str | None:
     if model.moe:
         sizes["model.moe.ffn_hidden"] = model.moe.ffn_hidden, expert_mesh(case).etp
         sizes["model.moe.shared_ffn_hidden"] = model.moe.shared_ffn_hidden, tp
-    for name, (size, parts) in sizes.items():
-        if size % (parts * STATE_BLOCK):
+    for name, (size, degree) in sizes.items():
+        if size % (degree * STATE_BLOCK):
             return (
-                f"optim.state=8bit: {name}={size} must be a multiple of {parts * STATE_BLOCK}, or"
+                f"optim.state=8bit: {name}={size} must be a multiple of {degree * STATE_BLOCK}, or"
                 f" blocks of {STATE_BLOCK} are cut; optim.state=bf16 has none"
             )
     return None
@@ -267,8 +267,8 @@ def refusal(plan: Plan) -> str | None:
     where it does."""
     if plan.program:
         return f"{NOT_RUN}: it is of a program of the user's, without a model"
-    found = broken(case_of(plan), TRAINER)
+    violation = broken(case_of(plan), TRAINER)
     return (
-        found
-        and f"{NOT_RUN}: {found[1]}; a program of your own may (orch submit ... -- python train.py)"
+        violation
+        and f"{NOT_RUN}: {violation[1]}; a program of your own may (orch submit ... -- python train.py)"
     )

@@ -130,16 +130,16 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
     verified."""
     with contextlib.suppress(FileNotFoundError):
         while True:
-            named = [
+            folders = [
                 (int(match[1]), path)
                 for path in folder.iterdir()
                 if (match := _STEP.fullmatch(path.name))
             ]
-            found = sorted(((step, path) for step, path in named if path.is_dir()), reverse=True)
-            if found or all(path.exists() for _, path in named):
-                return (
-                    found  # else all were replaced by newer ones since they were listed: list again
-                )
+            checkpoints = sorted(
+                ((step, path) for step, path in folders if path.is_dir()), reverse=True
+            )
+            if checkpoints or all(path.exists() for _, path in folders):
+                return checkpoints  # else all were replaced by newer ones since they were listed: list again
     return []
 
 
@@ -186,9 +186,11 @@ def replica_dir(run_dir: str | Path, node: str) -> Path:
     machine.
     """
     folder = Path(run_dir).resolve()
-    parts = (f"{folder}\0{folder.stat().st_ino}", node)
-    marks = [hashlib.sha256(part.encode(errors="surrogatepass")).hexdigest()[:16] for part in parts]
-    return Path("/dev/shm") / f"orch-{os.getuid()}" / f"{folder.name}-{marks[0]}" / marks[1]
+    names = (f"{folder}\0{folder.stat().st_ino}", node)
+    digests = [
+        hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:16] for name in names
+    ]
+    return Path("/dev/shm") / f"orch-{os.getuid()}" / f"{folder.name}-{digests[0]}" / digests[1]
 
 
 class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaults=True):

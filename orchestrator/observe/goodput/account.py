@@ -70,20 +70,20 @@ def account(run: RunTimeline, now: float) -> Account:
 
 
 def _by_epoch(steps: list[Step]) -> dict[int, list[Step]]:
-    found: dict[int, list[Step]] = {}
-    for step in sorted(steps, key=lambda one: (one.epoch, one.step, one.at)):
-        mine = found.setdefault(step.epoch, [])
-        if not mine or mine[-1].step != step.step:
-            mine.append(step)
-    return found
+    by_epoch: dict[int, list[Step]] = {}
+    for step in sorted(steps, key=lambda step: (step.epoch, step.step, step.at)):
+        epoch_steps = by_epoch.setdefault(step.epoch, [])
+        if not epoch_steps or epoch_steps[-1].step != step.step:
+            epoch_steps.append(step)
+    return by_epoch
 
 
 def _usual(steps: dict[int, list[Step]]) -> dict[int, float]:
     """Epoch -> a usual step's seconds in it; empty while no epoch has enough."""
     medians = {
-        e: statistics.median(s.step_s for s in found)
-        for e, found in steps.items()
-        if len(found) >= _ENOUGH
+        epoch: statistics.median(step.step_s for step in epoch_steps)
+        for epoch, epoch_steps in steps.items()
+        if len(epoch_steps) >= _ENOUGH
     }
     slowest = max(medians.values(), default=None)
     return {} if slowest is None else {epoch: medians.get(epoch, slowest) for epoch in steps}
@@ -96,13 +96,13 @@ def _ends(run: RunTimeline, steps: dict[int, list[Step]]) -> dict[int, float | N
     epochs = sorted(spans.keys() | steps.keys())
     borders = [stopped for stopped, _ in run.pauses] + [span.began for span in run.epochs]
     borders += [] if run.ended is None else [run.ended]
-    found = {}
+    ends = {}
     for epoch in epochs:
         span = spans.get(epoch)
         begin = span.began if span else steps[epoch][0].at
         signs = [at for at in (span.noticed, span.ended) if at is not None] if span else []
-        found[epoch] = min(signs or [at for at in borders if at > begin], default=None)
-    return found
+        ends[epoch] = min(signs or [at for at in borders if at > begin], default=None)
+    return ends
 
 
 def _moments(

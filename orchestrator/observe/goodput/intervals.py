@@ -52,37 +52,37 @@ def partition(
     if end <= start:
         return []
     base: list[Interval] = []
-    at = start
+    position = start
     state = first
-    for when, then in sorted(moments, key=lambda moment: moment[0]):
-        when = min(max(when, start), end)
-        if when > at:
-            base.append(Interval(at, when, state))
-            at = when
-        state = then
-    base.append(Interval(at, end, state))
+    for moment_at, next_state in sorted(moments, key=lambda moment: moment[0]):
+        moment_at = min(max(moment_at, start), end)
+        if moment_at > position:
+            base.append(Interval(position, moment_at, state))
+            position = moment_at
+        state = next_state
+    base.append(Interval(position, end, state))
     result: list[Interval] = []
-    under = iter(base)
-    below = next(under)
-    at = start
+    base_intervals = iter(base)
+    current = next(base_intervals)
+    position = start
 
     def fill(until: float) -> None:
         """The base, from where we are."""
-        nonlocal below, at
-        while at < until:
-            while below.end <= at:
-                below = next(under)
-            stop = min(below.end, until)
-            _put(result, Interval(at, stop, below.state))
-            at = stop
+        nonlocal current, position
+        while position < until:
+            while current.end <= position:
+                current = next(base_intervals)
+            stop = min(current.end, until)
+            _put(result, Interval(position, stop, current.state))
+            position = stop
 
-    for piece in sorted(pieces, key=lambda one: one.start):
-        left = max(piece.start, at)
-        right = min(piece.end, end)
-        if right > left:
-            fill(left)
-            _put(result, Interval(left, right, piece.state))
-            at = right
+    for piece in sorted(pieces, key=lambda interval: interval.start):
+        piece_start = max(piece.start, position)
+        piece_end = min(piece.end, end)
+        if piece_end > piece_start:
+            fill(piece_start)
+            _put(result, Interval(piece_start, piece_end, piece.state))
+            position = piece_end
     fill(end)
     return result
 

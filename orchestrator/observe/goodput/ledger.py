@@ -44,53 +44,53 @@ def ledger(steps: Iterable[Step]) -> Ledger:
     from there on. A report that nobody has made is a gap in the record: inside an epoch the entry
     after it spans both steps; between two epochs nobody can know, and it is a problem.
     """
-    kept: list[Step] = []
+    kept_steps: list[Step] = []
     undone = 0
     problems = []
-    ordered = sorted(steps, key=lambda one: (one.epoch, one.step, one.at))
+    ordered = sorted(steps, key=lambda report: (report.epoch, report.step, report.at))
     epoch: int | None = None
     for step in ordered:
         if step.epoch != epoch:
             epoch = step.epoch
-            while kept and kept[-1].step >= step.step:
-                kept.pop()
+            while kept_steps and kept_steps[-1].step >= step.step:
+                kept_steps.pop()
                 undone += 1
-            done = kept[-1].step if kept else 0
+            done = kept_steps[-1].step if kept_steps else 0
             if step.step != done + 1:
                 problems.append(
                     f"epoch {epoch} begins with step {step.step}, and step {done} is the last known"
                     " before"
                 )
-        elif kept and step.step <= kept[-1].step:
+        elif kept_steps and step.step <= kept_steps[-1].step:
             problems.append(f"epoch {epoch} reports step {step.step} twice")
             continue
-        kept.append(step)
+        kept_steps.append(step)
     entries = []
-    before = 0
-    previous = 0
-    for step in kept:
-        if step.samples <= before:
+    consumed = 0
+    previous_step = 0
+    for step in kept_steps:
+        if step.samples <= consumed:
             problems.append(
                 f"step {step.step} of epoch {step.epoch} ends at sample {step.samples}, not after"
-                f" {before}"
+                f" {consumed}"
             )
-        alone = step.fingerprint if step.step == previous + 1 else ""
-        entries.append(Entry(step.step, step.epoch, before, step.samples, alone))
-        before = step.samples
-        previous = step.step
+        fingerprint = step.fingerprint if step.step == previous_step + 1 else ""
+        entries.append(Entry(step.step, step.epoch, consumed, step.samples, fingerprint))
+        consumed = step.samples
+        previous_step = step.step
     return Ledger(entries, undone, problems)
 
 
 def uneven(entries: Iterable[Entry], batch: int) -> list[str]:
     """Steps that took another number of samples than the global batch, where that is constant."""
     previous = 0
-    found = []
+    problems = []
     for entry in entries:
         steps = entry.step - previous
         if entry.last - entry.first != batch * steps:
-            found.append(
+            problems.append(
                 f"step {entry.step} of epoch {entry.epoch} took samples {entry.first} to"
                 f" {entry.last - 1}"
             )
         previous = entry.step
-    return found
+    return problems

@@ -16,48 +16,49 @@ TIME |= {"in 68%": "inside68", "in 95%": "inside95"}
 MEMORY = {name: TIME[name] for name in ("mean", "p90", "bias", "in 68%", "in 95%")}
 
 
-def page(found: Score, terms: Sequence[Ablation] = ()) -> str:
+def page(score: Score, terms: Sequence[Ablation] = ()) -> str:
     """Step time, memory, order of layouts, fits; and the terms of the model, where they were left
     out one by one."""
-    parts = []
-    if found.time:
-        fitted = any(one.fitted is not None for one in found.time)
-        parts.append(
-            _errors("step time", found.time, {**({"fitted": "fitted"} if fitted else {}), **TIME})
+    tables = []
+    if score.time:
+        fitted = any(row.fitted is not None for row in score.time)
+        tables.append(
+            _errors("step time", score.time, {**({"fitted": "fitted"} if fitted else {}), **TIME})
         )
-    if found.memory:
-        parts.append(_errors("peak memory", found.memory, MEMORY))
-    if found.order:
+    if score.memory:
+        tables.append(_errors("peak memory", score.memory, MEMORY))
+    if score.order:
         rows = [
-            (one.group, one.layouts, one.sweeps, f"{one.spearman:.2f}", one.regret, one.worst)
-            for one in found.order
+            (row.group, row.layouts, row.sweeps, f"{row.spearman:.2f}", row.regret, row.worst)
+            for row in score.order
         ]
-        parts.append(
+        tables.append(
             _table("order of layouts", ("layouts", "sweeps", "Spearman", "regret", "worst"), rows)
         )
-    if found.fits:
+    if score.fits:
         counts = [
-            [found.fits.get((kind, other), 0) for other in ("ok", "oom")] for kind in ("ok", "oom")
+            [score.fits.get((measured, predicted), 0) for predicted in ("ok", "oom")]
+            for measured in ("ok", "oom")
         ]
-        parts.append(
+        tables.append(
             _table(
                 "measured / predicted", ("fits", "oom"), [("fits", *counts[0]), ("oom", *counts[1])]
             )
         )
     if terms:
-        parts.append(
+        tables.append(
             _table(
                 "terms",
                 ("fitted", "left out"),
-                [(one.term, one.fitted, one.left_out) for one in terms],
+                [(row.term, row.fitted, row.left_out) for row in terms],
             )
         )
-    return "\n\n".join(parts) or NOTHING
+    return "\n\n".join(tables) or NOTHING
 
 
 def _errors(title: str, rows: Sequence[Errors], columns: dict[str, str]) -> str:
     lines = [
-        (one.group, one.rows, *(getattr(one, field) for field in columns.values())) for one in rows
+        (row.group, row.rows, *(getattr(row, field) for field in columns.values())) for row in rows
     ]
     return _table(title, ("rows", *columns), lines, signed=1 + 1 + list(columns).index("bias"))
 
@@ -79,14 +80,18 @@ def _cell(value: Any, signed: bool) -> str:
     return f"{value:+.1%}" if signed else f"{value:.1%}" if isinstance(value, float) else str(value)
 
 
-def as_json(found: Score, terms: Sequence[Ablation] = ()) -> dict[str, Any]:
+def as_json(score: Score, terms: Sequence[Ablation] = ()) -> dict[str, Any]:
     """The same as plain values."""
     lists = {
-        name: [row._asdict() for row in getattr(found, name)]
+        name: [row._asdict() for row in getattr(score, name)]
         for name in ("time", "memory", "order")
     }
     fits = [
         {"measured": measured, "predicted": predicted, "rows": rows}
-        for (measured, predicted), rows in sorted(found.fits.items())
+        for (measured, predicted), rows in sorted(score.fits.items())
     ]
-    return {**lists, "fits": fits, **({"terms": [one._asdict() for one in terms]} if terms else {})}
+    return {
+        **lists,
+        "fits": fits,
+        **({"terms": [term._asdict() for term in terms]} if terms else {}),
+    }

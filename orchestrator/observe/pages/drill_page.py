@@ -21,11 +21,11 @@ def table(rows: Sequence[Mapping[str, Any]], style: Style) -> str:
         colour = GREEN if row["recovered"] == row["trials"] else RED
         noticed = row["noticed_s"]
         steps = row["stepping_s"]
-        most = row["lost_steps"]["max"]
+        most_lost_steps = row["lost_steps"]["max"]
         lines.append(
             f"{row['fault']:<13}{row['position']:<13}{style.paint(f'{share:>9}', colour)}"
             f"{_s(noticed['p50']):>13}{_s(noticed['p95']):>9}{_s(steps['p50']):>11}{_s(steps['p95']):>9}"
-            f"{'-' if most is None else most:>6}"
+            f"{'-' if most_lost_steps is None else most_lost_steps:>6}"
         )
         lines += [f"  {style.paint(problem, RED)}" for problem in row["problems"][:3]]
     return "\n".join(lines)

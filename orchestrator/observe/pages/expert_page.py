@@ -20,20 +20,28 @@ def render(plan: Plan, loads: Loads, style: Style) -> str:
     lines = [style.title("Experts: load of the sampled steps")]
     head = f"{'layer':<8}{'balance':>16}{'most/mean':>11}{'of a rank':>11}{'entropy':>9}{'dropped':>9}{'bias':>18}"
     lines.append(style.paint(head, GRAY))
-    for layer, found in numbers.items():
-        balance = f"{found['balance']['first']:.2f} to {found['balance']['last']:.2f}"
-        bias = "-" if found["bias"] is None else " to ".join(f"{one:+.3g}" for one in found["bias"])
-        ratios = f"{three(found['load_ratio']):>11}{three(found['rank_load_ratio']):>11}"
+    for layer, balance_row in numbers.items():
+        balance = f"{balance_row['balance']['first']:.2f} to {balance_row['balance']['last']:.2f}"
+        bias = (
+            "-"
+            if balance_row["bias"] is None
+            else " to ".join(f"{bound:+.3g}" for bound in balance_row["bias"])
+        )
+        ratios = (
+            f"{three(balance_row['load_ratio']):>11}{three(balance_row['rank_load_ratio']):>11}"
+        )
         lines.append(
-            f"{layer:<8}{balance:>16}{ratios}{found['router_entropy']:>9.2f}{found['dropped']:>9.1%}{bias:>18}"
+            f"{layer:<8}{balance:>16}{ratios}{balance_row['router_entropy']:>9.2f}{balance_row['dropped']:>9.1%}{bias:>18}"
         )
     if ranks := rank_load(plan, loads):
-        told = (
+        comparison = (
             f"fullest rank: {ranks['measured']:.3f} times the mean load, {ranks['planned']:.3f} was"
             " planned"
         )
         lines += fold(
-            f"{told} (cost.expert_imbalance; orch calibrate --from RUN learns it)", style.width, 2
+            f"{comparison} (cost.expert_imbalance; orch calibrate --from RUN learns it)",
+            style.width,
+            2,
         )
     worst = min(numbers, key=lambda layer: numbers[layer]["balance"]["last"])
     lines += [
@@ -48,12 +56,15 @@ def render(plan: Plan, loads: Loads, style: Style) -> str:
 def _picture(steps: list[tuple[int, ExpertLoad]], style: Style) -> list[str]:
     """A line a step, a character an expert, or several neighbours where the line is too short."""
     count = min(_STEPS, len(steps))
-    shown = [steps[round(at * (len(steps) - 1) / max(1, count - 1))] for at in range(count)]
+    shown = [steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)]
     ramp = _HEIGHTS if style.unicode else _LETTERS
     lines = []
     for step, load in shown:
-        each = -(-len(load.tokens) // max(8, style.width - 24))
-        runs = [load.tokens[at : at + each] for at in range(0, len(load.tokens), each)]
+        experts_per_cell = -(-len(load.tokens) // max(8, style.width - 24))
+        runs = [
+            load.tokens[index : index + experts_per_cell]
+            for index in range(0, len(load.tokens), experts_per_cell)
+        ]
         mean = sum(load.tokens) / len(load.tokens) or 1.0
         cells = (min(1.0, sum(run) / len(run) / mean / 2) for run in runs)
         drawn = "".join(

@@ -25,23 +25,23 @@ _MOST_FAULTS = 20
 
 def goodput(report: Mapping[str, Any], style: Style) -> str:
     """The section of `orch report`."""
-    found = report["goodput"]
+    account = report["goodput"]
     head = (
         "Goodput"
-        if found["ettr"] is None
-        else f"Goodput: ETTR {found['ettr']:.1%} of {seconds(found['wall_s'])}"
+        if account["ettr"] is None
+        else f"Goodput: ETTR {account['ettr']:.1%} of {seconds(account['wall_s'])}"
     )
     lines = [style.title(head)]
-    if found["intervals"]:
+    if account["intervals"]:
         lines += [
-            strip(found["intervals"], found["wall_s"], style, style.width),
-            *_scale(found["wall_s"], style),
+            strip(account["intervals"], account["wall_s"], style, style.width),
+            *_scale(account["wall_s"], style),
         ]
-    if not found["seconds"]:
+    if not account["seconds"]:
         lines.append("unknown: the program reports no steps")
-    wall = found["wall_s"] or 1.0
+    wall = account["wall_s"] or 1.0
     for state in STATES:
-        spent = found["seconds"].get(state, 0.0)
+        spent = account["seconds"].get(state, 0.0)
         if spent > 0:
             name = f"{LETTER[state]} {state.replace('_', ' ')}"
             bar = style.bar(spent / wall, 30, COLOUR[state])
@@ -69,27 +69,29 @@ def strip(intervals: Sequence[Sequence[Any]], wall_s: float, style: Style, cells
     of it."""
     if wall_s <= 0:
         return ""
-    text = []
-    at = 0
+    letters = []
+    index = 0
     for cell in range(cells):
-        left = wall_s * cell / cells
-        right = wall_s * (cell + 1) / cells
+        cell_start = wall_s * cell / cells
+        cell_end = wall_s * (cell + 1) / cells
         inside = dict.fromkeys(STATES, 0.0)
-        while at < len(intervals) - 1 and intervals[at][1] <= left:
-            at += 1
-        for start, end, state in intervals[at:]:
-            if start >= right:
+        while index < len(intervals) - 1 and intervals[index][1] <= cell_start:
+            index += 1
+        for start, end, state in intervals[index:]:
+            if start >= cell_end:
                 break
-            inside[state] += max(0.0, min(end, right) - max(start, left))
+            inside[state] += max(0.0, min(end, cell_end) - max(start, cell_start))
         lost = {state: spent for state, spent in inside.items() if state != "productive"}
         worst = max(lost, key=lost.__getitem__)
         shown = (
-            worst if lost[worst] >= _SHOWN * (right - left) else max(inside, key=inside.__getitem__)
+            worst
+            if lost[worst] >= _SHOWN * (cell_end - cell_start)
+            else max(inside, key=inside.__getitem__)
         )
-        text.append(
+        letters.append(
             style.paint("█" if style.colour and style.unicode else LETTER[shown], COLOUR[shown])
         )
-    return "".join(text)
+    return "".join(letters)
 
 
 def _scale(wall_s: float, style: Style) -> list[str]:
@@ -101,12 +103,14 @@ def _faults(faults: Sequence[Mapping[str, Any]], style: Style) -> list[str]:
     """One line a fault: when it was, what it was, what it cost."""
     hurt = [fault for fault in faults if not fault["planned"]]
     moved = len(faults) - len(hurt)
-    many = f"{len(hurt)} fault{'s' * (len(hurt) != 1)}" + (
+    fault_count = f"{len(hurt)} fault{'s' * (len(hurt) != 1)}" + (
         f", {moved} planned change{'s' * (moved != 1)}" * bool(moved)
     )
     steps = sum(fault["lost_steps"] or 0 for fault in faults)
     lost = sum(fault["lost_s"] for fault in faults)
-    lines = [style.title(f"{many}: {steps} step{'s' * (steps != 1)} and {seconds(lost)} lost")]
+    lines = [
+        style.title(f"{fault_count}: {steps} step{'s' * (steps != 1)} and {seconds(lost)} lost")
+    ]
     lines.append(
         style.paint(
             f"{'epoch':>5}  {'noticed':>8} {'back':>8} {'steps':>5} {'lost':>8}  first cause", GRAY
@@ -114,17 +118,18 @@ def _faults(faults: Sequence[Mapping[str, Any]], style: Style) -> list[str]:
     )
     for fault in faults[-_MOST_FAULTS:]:
         cells = [_seconds(fault[name]) for name in ("noticed_s", "back_s")]
-        again = "-" if fault["lost_steps"] is None else str(fault["lost_steps"])
+        lost_steps = "-" if fault["lost_steps"] is None else str(fault["lost_steps"])
         row = (
-            f"{fault['epoch']:>5}  {cells[0]:>8} {cells[1]:>8} {again:>5}"
+            f"{fault['epoch']:>5}  {cells[0]:>8} {cells[1]:>8} {lost_steps:>5}"
             f" {_seconds(fault['lost_s']):>8}  "
         )
-        first, *more = textwrap.wrap(
+        first, *continuation = textwrap.wrap(
             fault["text"] or fault["kind"], max(30, style.width - len(row))
         ) or [""]
         lines.append(row + style.paint(first, None if fault["planned"] else RED))
         lines += [
-            " " * len(row) + style.paint(line, None if fault["planned"] else RED) for line in more
+            " " * len(row) + style.paint(line, None if fault["planned"] else RED)
+            for line in continuation
         ]
     return lines + (
         [f"... and {len(faults) - _MOST_FAULTS} before"] if len(faults) > _MOST_FAULTS else []

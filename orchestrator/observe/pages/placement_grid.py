@@ -71,11 +71,11 @@ def _node_line(
     for start in range(0, len(coords), room):
         cells = []
         for coord in coords[start : start + room]:
-            text = _cell(coord, axes).center(cell)
+            label = _cell(coord, axes).center(cell)
             code = (
                 REPLICA[getattr(coord, colour_axis) % len(REPLICA)] if colour_axis else REPLICA[0]
             )
-            cells.append(style.fill(text, code))
+            cells.append(style.fill(label, code))
         lead = name if start == 0 else " " * len(name)
         lines.append(f"  {lead} {' '.join(cells)}")
     return lines
@@ -135,23 +135,26 @@ def _folded(
 
 
 def _pieces(
-    run: list[str], by_node: dict[str, list[Coord]], axis: str | None, most: int
+    run: list[str], by_node: dict[str, list[Coord]], axis: str | None, limit: int
 ) -> list[list[str]]:
     """At most `most` + 1 parts of a run, cut where the coordinate on `axis` changes, joined until
     few enough."""
-    parts: list[list[str]] = []
-    last: object = None
+    groups: list[list[str]] = []
+    last_coordinates: object = None
     for name in run:
-        here = tuple(sorted({getattr(coord, axis) for coord in by_node[name]})) if axis else ()
-        if not parts or here != last:
-            parts.append([])
-        parts[-1].append(name)
-        last = here
-    if len(parts) <= most:
-        return parts
-    step = -(-len(parts) // most)
+        coordinates = (
+            tuple(sorted({getattr(coord, axis) for coord in by_node[name]})) if axis else ()
+        )
+        if not groups or coordinates != last_coordinates:
+            groups.append([])
+        groups[-1].append(name)
+        last_coordinates = coordinates
+    if len(groups) <= limit:
+        return groups
+    step = -(-len(groups) // limit)
     return [
-        [name for part in parts[i : i + step] for name in part] for i in range(0, len(parts), step)
+        [name for group in groups[i : i + step] for name in group]
+        for i in range(0, len(groups), step)
     ]
 
 

@@ -51,17 +51,17 @@ def render(plan: Plan, style: Style | None = None) -> str:
     """The page, without a final newline."""
     style = style or Style()
     if plan.program:
-        parts = [_program_header(plan, style), _placement(plan, style)]
+        sections = [_program_header(plan, style), _placement(plan, style)]
     else:
-        parts = [
+        sections = [
             _header(plan, style),
             _placement(plan, style),
             _memory(plan, style),
             _time(plan, style),
         ]
     if plan.warnings:
-        parts.append(_warnings(plan, style))
-    return "\n\n".join(parts)
+        sections.append(_warnings(plan, style))
+    return "\n\n".join(sections)
 
 
 def _program_header(plan: Plan, style: Style) -> str:
@@ -104,15 +104,15 @@ def _header(plan: Plan, style: Style) -> str:
     model = plan.model
     cluster = plan.cluster
     train = plan.job.train
-    word = _degrees(plan) or "one GPU"
-    extra = (
+    degrees = _degrees(plan) or "one GPU"
+    options = (
         [f"zero={par.zero}"]
         + ([f"vpp={par.vpp}"] if par.vpp > 1 else [])
         + (["sp"] if par.sp else [])
     )
     if axes(par) != ("ep",):
-        extra.append("experts etp={} ep={} edp={}".format(*expert_mesh(par)))
-    extra += ["all-to-all by domain"] if par.expert_all_to_all == "hierarchical" else []
+        options.append("experts etp={} ep={} edp={}".format(*expert_mesh(par)))
+    options += ["all-to-all by domain"] if par.expert_all_to_all == "hierarchical" else []
     rows = [
         (
             "model",
@@ -129,7 +129,7 @@ def _header(plan: Plan, style: Style) -> str:
         ),
         (
             "parallel",
-            f"{word}  {'  '.join(extra)}  ({par.schedule}, nesting {' < '.join(_moving(plan))})",
+            f"{degrees}  {'  '.join(options)}  ({par.schedule}, nesting {' < '.join(_moving(plan))})",
         ),
         (
             "batch",
@@ -153,10 +153,10 @@ def _header(plan: Plan, style: Style) -> str:
 
 def _rows(title: str, rows: Sequence[tuple[str, str]], style: Style) -> str:
     lines = [style.title(title)]
-    for name, text in rows:
-        wrapped = textwrap.wrap(text, max(20, style.width - 11))
+    for name, content in rows:
+        wrapped = textwrap.wrap(content, max(20, style.width - 11))
         lines.append(f"{style.paint(f'{name:<10}', GRAY)} {wrapped[0]}")
-        lines += [" " * 11 + more for more in wrapped[1:]]
+        lines += [" " * 11 + continuation for continuation in wrapped[1:]]
     return "\n".join(lines)
 
 
@@ -186,27 +186,33 @@ def _placement(plan: Plan, style: Style) -> str:
         if axis == "-":
             lines.append("one rank: nothing to communicate")
             break
-        where = plan.placement[axis]
+        placement = plan.placement[axis]
         count = len(plan.groups[axis])
         size = getattr(plan.parallel, axis)
         if axis == "ep" and not plan.program:
             size = expert_mesh(plan.parallel).ep
             count = plan.parallel.world_size // size
         sent = ", ".join(
-            f"{si(many, 'B')} on {level}" for level, many in where.bytes_per_step_by_level.items()
+            f"{si(sent_bytes, 'B')} on {level}"
+            for level, sent_bytes in placement.bytes_per_step_by_level.items()
         )
         groups = f"{count} group{'s' * (count > 1)} of {size}"
-        text = f"{MEANING[axis]}: {groups}, within {where.worst_level}"
-        text += "" if plan.program else f"; {sent or 'nothing'} a step and rank"
-        first, *more = textwrap.wrap(text, style.width - 3)
-        lines += [f"{style.paint(axis, bold=True)} {first}", *(f"   {line}" for line in more)]
+        description = f"{MEANING[axis]}: {groups}, within {placement.worst_level}"
+        description += "" if plan.program else f"; {sent or 'nothing'} a step and rank"
+        first, *continuation = textwrap.wrap(description, style.width - 3)
+        lines += [
+            f"{style.paint(axis, bold=True)} {first}",
+            *(f"   {line}" for line in continuation),
+        ]
     if plan.certificate and plan.parallel.world_size > 1:
         lines += textwrap.wrap(_certificate(plan.certificate), style.width)
     return "\n".join(lines)
 
 
-def _certificate(found: Certificate) -> str:
-    margin = "faster" if found.exact else f"more than {max(found.gap, 0.001):.1%} faster"
+def _certificate(certificate: Certificate) -> str:
+    margin = (
+        "faster" if certificate.exact else f"more than {max(certificate.gap, 0.001):.1%} faster"
+    )
     return f"no other placement of these degrees on these nodes is {margin}"
 
 
@@ -283,7 +289,7 @@ def _warnings(plan: Plan, style: Style) -> str:
         mark = style.paint("!", YELLOW, bold=True)
         wrapped = textwrap.wrap(warning, style.width - 2)
         lines.append(f"{mark} {wrapped[0]}")
-        lines += ["  " + more for more in wrapped[1:]]
+        lines += ["  " + continuation for continuation in wrapped[1:]]
     return "\n".join(lines)
 
 

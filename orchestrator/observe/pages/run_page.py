@@ -41,7 +41,7 @@ def request_page(request: LaunchRequest, style: Style) -> str:
         "folder": f"{code.root}, copied",
         "none": "as installed, nothing is copied",
     }[code.kind]
-    first, *others = request.agents
+    first, *followers = request.agents
     rows = [
         ("handle", request.handle),
         ("run folder", f"{request.run_dir} (0700)"),
@@ -51,7 +51,7 @@ def request_page(request: LaunchRequest, style: Style) -> str:
         (
             "agents",
             f"{request.nodes}, one a node, from {first.node}"
-            + (f" to {others[-1].node}" if others else ""),
+            + (f" to {followers[-1].node}" if followers else ""),
         ),
         ("", shlex.join(first.argv)),
         ("workers", f"{request.summary['world_size']}, one a rank"),
@@ -165,12 +165,12 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
 
 
 def speed_of(live: Live) -> str:
-    parts = [f"{three(live.tokens_per_s or 0.0)} tokens/s", f"step {seconds(live.step_s or 0.0)}"]
+    rates = [f"{three(live.tokens_per_s or 0.0)} tokens/s", f"step {seconds(live.step_s or 0.0)}"]
     if live.mfu is not None:
-        parts.append(f"MFU {live.mfu:.1%}")
+        rates.append(f"MFU {live.mfu:.1%}")
     if live.hfu is not None and live.hfu != live.mfu:
-        parts.append(f"HFU {live.hfu:.1%}")
-    return "  ".join(parts)
+        rates.append(f"HFU {live.hfu:.1%}")
+    return "  ".join(rates)
 
 
 def progress_line(state: RunState, live: Live, style: Style) -> str:
@@ -180,18 +180,18 @@ def progress_line(state: RunState, live: Live, style: Style) -> str:
         return f"{name}  {live.doing or state.reason or ''}"
     width = 20 if style.width >= 100 else 10
     bar = style.bar(live.step / live.steps, width, GREEN) if live.steps else ""
-    parts = [
+    cells = [
         f"step {live.step}/{live.steps}" if live.steps else f"step {live.step}",
         bar,
         *_known(loss=live.loss),
     ]
     if live.tokens_per_s:
-        parts.append(f"{three(live.tokens_per_s)} tok/s")
+        cells.append(f"{three(live.tokens_per_s)} tok/s")
     if live.mfu is not None and style.width >= 100:
-        parts.append(f"MFU {live.mfu:.1%}")
+        cells.append(f"MFU {live.mfu:.1%}")
     if live.left_s and style.width >= 100:
-        parts.append(f"{seconds(live.left_s)} left")
-    return f"{name}  " + "  ".join(filter(None, parts))
+        cells.append(f"{seconds(live.left_s)} left")
+    return f"{name}  " + "  ".join(filter(None, cells))
 
 
 def _meaning(state: RunState, code: int) -> str:
@@ -207,11 +207,11 @@ def end_lines(state: RunState, style: Style) -> list[str]:
         if state.exit_code
         else ""
     )
-    first, *more = fold(f"{state.state}: {state.reason}{code}", style.width, 2)
+    first, *continuation = fold(f"{state.state}: {state.reason}{code}", style.width, 2)
     lines = [
         style.paint(state.state, COLOUR.get(state.state), bold=True)
         + first.removeprefix(state.state),
-        *more,
+        *continuation,
     ]
     return lines + (_cause("First cause", state.cause, style, tail=12) if state.cause else [])
 
@@ -252,8 +252,8 @@ def list_page(rows: list[tuple[str, ...]], style: Style) -> str:
         if index:
             cells[1] = style.paint(cells[1], COLOUR.get(row[1]))
         below = fold(f"  {cells.pop(2).rstrip()}", style.width, 4) if narrow else []
-        text = ["  ".join(cells).rstrip(), *below]
-        lines += [style.paint(line, GRAY) for line in text] if index == 0 else text
+        row_lines = ["  ".join(cells).rstrip(), *below]
+        lines += [style.paint(line, GRAY) for line in row_lines] if index == 0 else row_lines
     return "\n".join(lines)
 
 
@@ -262,7 +262,10 @@ def nodes_page(nodes: list[BadNode], now: float, style: Style) -> str:
     if not nodes:
         return "no node is left out"
     table = [("node", "cluster", "left out for", "run", "why")]
-    table += [(one.node, one.cluster, seconds(one.until - now), one.run, one.why) for one in nodes]
+    table += [
+        (bad_node.node, bad_node.cluster, seconds(bad_node.until - now), bad_node.run, bad_node.why)
+        for bad_node in nodes
+    ]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines = [
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
@@ -293,8 +296,8 @@ def _nodes(state: RunState, live: Live, style: Style) -> list[str]:
     lines = [
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
     ]
-    more = [f"... {len(state.nodes) - 64} more"] if len(state.nodes) > 64 else []
-    return [style.paint(lines[0], GRAY), *lines[1:], *more]
+    hidden_nodes = [f"... {len(state.nodes) - 64} more"] if len(state.nodes) > 64 else []
+    return [style.paint(lines[0], GRAY), *lines[1:], *hidden_nodes]
 
 
 def _cause(title: str, cause: Cause, style: Style, tail: int) -> list[str]:
@@ -308,10 +311,10 @@ def _cause(title: str, cause: Cause, style: Style, tail: int) -> list[str]:
 
 def _table(rows: list[tuple[str, str]], style: Style) -> list[str]:
     lines = []
-    for name, text in rows:
+    for name, content in rows:
         indent = " " * 12
         first, *rest = textwrap.wrap(
-            text, max(30, style.width - 12), break_on_hyphens=False, break_long_words=False
+            content, max(30, style.width - 12), break_on_hyphens=False, break_long_words=False
         ) or [""]
         lines.append(f"{style.paint(f'{name:<11}', GRAY)} {first}")
         lines += [indent + line for line in rest]

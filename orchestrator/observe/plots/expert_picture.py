@@ -27,8 +27,8 @@ def figure(loads: Loads, title: str) -> Figure:
         result = Figure(figsize=(12, 1.2 + 2.4 * rows), layout="constrained")
         result.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
         drawn = None
-        for place, (layer, steps) in enumerate(loads.items(), start=1):
-            ax = result.add_subplot(rows, columns, place)
+        for position, (layer, steps) in enumerate(loads.items(), start=1):
+            ax = result.add_subplot(rows, columns, position)
             cells = [
                 [count * len(x.tokens) / max(1, sum(x.tokens)) for count in x.tokens]
                 for _, x in steps

@@ -90,9 +90,9 @@ def _memory(ax: Axes, timeline: Timeline) -> None:
 def _actions(ax: Axes, timeline: Timeline) -> None:
     for name, spans in itertools.groupby(sorted(timeline.actions), key=lambda span: span.name):
         bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans]
-        colour, pattern, words = ACTION.get(name, (MUTED, "", name))
-        how = {"facecolors": colour, "edgecolor": STROKE, "linewidth": 0, "hatch": pattern}
-        ax.broken_barh(bars, (0, 1), label=words, **how)
+        colour, pattern, label = ACTION.get(name, (MUTED, "", name))
+        look = {"facecolors": colour, "edgecolor": STROKE, "linewidth": 0, "hatch": pattern}
+        ax.broken_barh(bars, (0, 1), label=label, **look)
     ax.set_yticks([])
     ax.set_ylim(0, 1)
     ax.set_xlabel("milliseconds")

@@ -60,8 +60,8 @@ RC = {
 
 def shade(colour: str, amount: float) -> tuple[float, float, float]:
     """Mix a #rrggbb colour with white: amount 0 is the colour, 1 is white."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return tuple(part + (1 - part) * amount for part in parts)  # type: ignore[return-value]
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return tuple(channel + (1 - channel) * amount for channel in channels)  # type: ignore[return-value]
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
@@ -111,19 +111,19 @@ class Topology:
         self.inches = 0.42 * len(self.tiers) + (0.30 * self.gpus if self.labelled else 1.5) + 0.35
 
     def draw(self, ax: Axes) -> None:
-        place = self._columns()
+        columns = self._columns()
         if self.labelled:
-            self._cells(ax, place)
+            self._cells(ax, columns)
             unit = 1.0
             bottom = -self.gpus - 0.7
         else:
             unit = 1.35
             bottom = -6.6
-            self._strips(ax, place, bottom + 1.6)
+            self._strips(ax, columns, bottom + 1.6)
         top = (0.75 + len(self.tiers) * 1.4 - 0.5) * unit
-        ax.set_xlim(-0.2, max(place.values()) + 1.1)
+        ax.set_xlim(-0.2, max(columns.values()) + 1.1)
         ax.set_ylim(bottom, top)
-        self._switches(ax, place, unit)
+        self._switches(ax, columns, unit)
         ax.axis("off")
         ax.set_title(f"Placement on the topology   {self._legend()}")
 
@@ -179,15 +179,15 @@ class Topology:
         """Left edge of each node's column; a gap between switches."""
         blocks = self.switches[0].switches if self.switches else [list(range(self.nodes))]
         gap = 0.35 if self.labelled else max(1.0, self.nodes / 150)
-        place = {}
+        columns = {}
         x = 0.0
         for block in blocks:
             for node in block:
                 if node < self.nodes:
-                    place[node] = x
+                    columns[node] = x
                     x += 1.0
             x += gap
-        return place
+        return columns
 
     def _colour(self, coord: Coord) -> tuple[float, float, float]:
         par = self.plan.parallel
@@ -198,39 +198,39 @@ class Topology:
     def _pattern(replica: int) -> str:
         return PATTERN[replica // len(REPLICA) % len(PATTERN)]
 
-    def _cells(self, ax: Axes, place: dict[int, float]) -> None:
+    def _cells(self, ax: Axes, columns: dict[int, float]) -> None:
         from matplotlib.patches import Rectangle
 
         axes = label_axes(self.plan)
         index = {name: i for i, name in enumerate(self.plan.cluster.node_names)}
-        small = len(place) > 20 or len(axes) > 3
+        small = len(columns) > 20 or len(axes) > 3
         for rank in self.plan.ranks:
             node = index[rank.node]
-            x = place[node]
+            x = columns[node]
             y = -(rank.gpu + 1)
             colour = self._colour(rank.coord)
             pattern = self._pattern(replica_of(self.plan.parallel, rank.coord))
-            how: dict[str, Any] = {
+            look: dict[str, Any] = {
                 "facecolor": colour,
                 "edgecolor": STROKE,
                 "linewidth": 0,
                 "hatch": pattern,
             }
-            ax.add_patch(Rectangle((x + 0.03, y + 0.06), 0.86, 0.88, **how))
-            text = ".".join(str(getattr(rank.coord, axis)) for axis in axes) or "0"
-            plain = (
+            ax.add_patch(Rectangle((x + 0.03, y + 0.06), 0.86, 0.88, **look))
+            label = ".".join(str(getattr(rank.coord, axis)) for axis in axes) or "0"
+            backdrop = (
                 {"facecolor": colour, "edgecolor": "none", "pad": 1.2} if pattern else None
             )  # no stroke in a text
             ax.text(
                 x + 0.46,
                 y + 0.5,
-                text,
+                label,
                 ha="center",
                 va="center",
                 fontsize=6 if small else 7.5,
-                bbox=plain,
+                bbox=backdrop,
             )
-        for node, x in place.items():
+        for node, x in columns.items():
             name = self.plan.cluster.node_names[node]
             ax.text(
                 x + 0.46,
@@ -242,7 +242,7 @@ class Topology:
                 color=MUTED,
             )
 
-    def _strips(self, ax: Axes, place: dict[int, float], bottom: float) -> None:
+    def _strips(self, ax: Axes, columns: dict[int, float], bottom: float) -> None:
         """Too many nodes for a label a GPU: an image a switch, a column a node, a row a GPU; its
         replicas below."""
         import numpy as np
@@ -254,7 +254,7 @@ class Topology:
         many = self.plan.parallel.dp * self.plan.parallel.ep > len(REPLICA)
         blocks = self.switches[0].switches if self.switches else [list(range(self.nodes))]
         for block in blocks:
-            members = [node for node in block if node in place]
+            members = [node for node in block if node in columns]
             if not members:
                 continue
             image = np.array(
@@ -263,8 +263,8 @@ class Topology:
                     for gpu in range(self.gpus)
                 ]
             )
-            left = place[members[0]]
-            right = place[members[-1]] + 1
+            left = columns[members[0]]
+            right = columns[members[-1]] + 1
             ax.imshow(
                 image,
                 extent=(left, right, bottom, 0),
@@ -308,12 +308,14 @@ class Topology:
         from matplotlib.patches import Rectangle
 
         for gpu in range(self.gpus):
-            runs = itertools.groupby(enumerate(members), key=lambda one: replica.get((one[1], gpu)))
+            runs = itertools.groupby(
+                enumerate(members), key=lambda indexed_node: replica.get((indexed_node[1], gpu))
+            )
             for number, run in runs:
                 pattern = "" if number is None else self._pattern(number)
                 cells = list(run)
                 if pattern:
-                    how: dict[str, Any] = {
+                    look: dict[str, Any] = {
                         "facecolor": "none",
                         "edgecolor": STROKE,
                         "linewidth": 0,
@@ -322,28 +324,28 @@ class Topology:
                     start = left + cells[0][0]
                     ax.add_patch(
                         Rectangle(
-                            (start, -(gpu + 1) * height), len(cells), height, hatch=pattern, **how
+                            (start, -(gpu + 1) * height), len(cells), height, hatch=pattern, **look
                         )
                     )
 
     def _legend(self) -> str:
         par = self.plan.parallel
         axes = label_axes(self.plan)
-        parts = []
+        entries = []
         if par.dp * par.ep > 1:
             replicas = par.dp * par.ep
             which = "dp, ep" if par.ep > 1 else "dp"
-            parts.append(f"colour{' and pattern' * (replicas > len(REPLICA))}: replica ({which})")
+            entries.append(f"colour{' and pattern' * (replicas > len(REPLICA))}: replica ({which})")
         if par.pp > 1:
-            parts.append("tint: stage (pp)")
+            entries.append("tint: stage (pp)")
         if self.labelled and axes:
-            parts.append(f"label: {'.'.join(axes)}")
-        parts += [
+            entries.append(f"label: {'.'.join(axes)}")
+        entries += [
             f"{level.name} uplinks {level.oversubscription:g}:1"
             for level in self.tiers
             if level.oversubscription > 1
         ]
-        return f"[{', '.join(parts)}]" if parts else ""
+        return f"[{', '.join(entries)}]" if entries else ""
 
 
 def memory(ax: Axes, plan: Plan) -> None:

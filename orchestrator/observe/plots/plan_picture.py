@@ -44,10 +44,10 @@ def save(plan: Plan, path: Path) -> None:
 
 def ending(path: Path, option: str = "--plot") -> str:
     """The format that a file's name asks for. Raises OrchError (64) for one that there is not."""
-    found = path.suffix.lower()
-    if found not in FORMATS:
+    suffix = path.suffix.lower()
+    if suffix not in FORMATS:
         raise OrchError(f"{option} {path}: the file must end in {', '.join(FORMATS)}", Exit.USAGE)
-    return found
+    return suffix
 
 
 def write(

@@ -44,12 +44,12 @@ class Action(NamedTuple):
 _TEXT = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 
-def parse_action(text: str) -> Action:
+def parse_action(word: str) -> Action:
     """`"3F0"` -> Action(F, stage 3, micro-batch 0). Raises ScheduleError."""
-    match = _TEXT.fullmatch(text.strip())
+    match = _TEXT.fullmatch(word.strip())
     if match is None:
         kinds = ", ".join(Kind)
         raise ScheduleError(
-            f"{text!r} is not an action: want <stage><kind><micro-batch>, kind one of {kinds}"
+            f"{word!r} is not an action: want <stage><kind><micro-batch>, kind one of {kinds}"
         )
     return Action(Kind(match[2]), int(match[1]), int(match[3]))

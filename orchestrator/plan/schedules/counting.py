@@ -14,7 +14,7 @@ Step = tuple[
 
 
 def count(
-    script: Iterable[Step], stages: tuple[int, int], firsts: tuple[int, int], each: int
+    script: Iterable[Step], stages: tuple[int, int], firsts: tuple[int, int], micro_batches: int
 ) -> Iterator[Action]:
     """Actions of one rank whose chunk c is stage `stages[c]` and sees micro-batches `firsts[c]` ...
     + `each`.
@@ -39,5 +39,5 @@ def count(
             seen[chunk] = index + 1
             if kind is split:
                 owed.append((chunk, index))
-        if index < each:
+        if index < micro_batches:
             yield make(Action, (kind, stages[chunk], firsts[chunk] + index))

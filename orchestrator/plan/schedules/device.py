@@ -65,10 +65,10 @@ def run_on_device(
     costs = costs or Costs()
     _check_pairs(schedule, programs)
     ranks = [_Rank(program) for program in programs]
-    place: dict[Action, tuple[int, int]] = {}  # transfer -> (rank, its batch)
-    for number, one in enumerate(ranks):
-        place.update(
-            (action, (number, at)) for at, batch in enumerate(one.batches) for action in batch
+    batch_of: dict[Action, tuple[int, int]] = {}  # transfer -> (rank, its batch)
+    for number, queues in enumerate(ranks):
+        batch_of.update(
+            (action, (number, at)) for at, batch in enumerate(queues.batches) for action in batch
         )
     ends: dict[Action, float] = {}
     moved = True
@@ -77,8 +77,8 @@ def run_on_device(
         for number, rank in enumerate(ranks):
             while (
                 _start_batch(rank)
-                or _end_batch(rank, ranks, place, costs)
-                or (_compute(schedule, number, rank, ranks, place, ends, costs))
+                or _end_batch(rank, ranks, batch_of, costs)
+                or (_compute(schedule, number, rank, ranks, batch_of, ends, costs))
             ):
                 moved = True
     stuck = [number for number, rank in enumerate(ranks) if not rank.done()]
@@ -103,14 +103,14 @@ def _start_batch(rank: _Rank) -> bool:
 
 
 def _end_batch(
-    rank: _Rank, ranks: list[_Rank], place: dict[Action, tuple[int, int]], costs: Costs
+    rank: _Rank, ranks: list[_Rank], batch_of: dict[Action, tuple[int, int]], costs: Costs
 ) -> bool:
     at = len(rank.transferred)
     if at == len(rank.started):
         return False
     end = rank.started[at]
     for action in rank.batches[at]:
-        peer, batch = place[other_half(action)]
+        peer, batch = batch_of[other_half(action)]
         if batch >= len(ranks[peer].started):
             return False
         end = max(
@@ -121,7 +121,7 @@ def _end_batch(
 
 
 def _compute(
-    schedule: Schedule, number: int, rank: _Rank, ranks: list[_Rank], place: dict[Action, tuple[int, int]],
+    schedule: Schedule, number: int, rank: _Rank, ranks: list[_Rank], batch_of: dict[Action, tuple[int, int]],
     ends: dict[Action, float], costs: Costs,
 ) -> bool:  # fmt: skip
     if len(rank.computed) == len(rank.kernels):
@@ -135,7 +135,7 @@ def _compute(
             continue
         receive = receive_of(schedule, source)
         assert receive is not None
-        _, batch = place[receive]
+        _, batch = batch_of[receive]
         if batch >= len(rank.transferred):
             return False
         start = max(start, rank.transferred[batch])
@@ -169,23 +169,23 @@ def _check_pairs(schedule: Schedule, programs: Sequence[Sequence[Batch]]) -> Non
             wrong = next(
                 (at for at, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b), None
             )
-            what = (
+            difference = (
                 f"message {wrong}"
                 if wrong is not None
                 else f"{len(sent)} sends, {len(received)} receives"
             )
             raise ScheduleError(
                 f"schedule {schedule.name}: rank {pair[0]} sends to rank {pair[1]} in another order"
-                f" than that receives ({what})"
+                f" than that receives ({difference})"
             )
-    twice = Counter(action for batches in programs for batch in batches for action in batch)
-    if again := next((action for action, times in twice.items() if times > 1), None):
-        raise ScheduleError(f"schedule {schedule.name}: {again} happens twice")
+    counts = Counter(action for batches in programs for batch in batches for action in batch)
+    if repeated := next((action for action, times in counts.items() if times > 1), None):
+        raise ScheduleError(f"schedule {schedule.name}: {repeated} happens twice")
 
 
 def _at(rank: _Rank) -> str:
-    left = rank.kernels[len(rank.computed) :]
-    kernel = " ".join(map(str, left[0])) if left else "its end"
+    remaining = rank.kernels[len(rank.computed) :]
+    kernel = " ".join(map(str, remaining[0])) if remaining else "its end"
     transfer = len(rank.transferred)
     waiting = (
         " ".join(map(str, rank.batches[transfer]))

@@ -19,13 +19,13 @@ I = Kind.I
 W = Kind.W
 
 
-def script(depth: int, half: int, each: int) -> Iterator[Step]:
+def script(depth: int, half: int, micro_batches: int) -> Iterator[Step]:
     """`each`: micro-batches through each chunk, at least 2 * half."""
     rest = half - depth - 1
     yield from [(F, 0)] * (2 * rest)
     yield from [(F, 0), (F, 1)] * (depth + 1)
     yield from [(I, 1), (W, 1), (F, 1)] * rest
-    yield from [(F, 0), (B, 1), (F, 1), (B, 0)] * (each - 2 * half + depth + 1)
+    yield from [(F, 0), (B, 1), (F, 1), (B, 0)] * (micro_batches - 2 * half + depth + 1)
     yield from [(B, 1), (F, 1), (B, 0)] * rest
     # Second half of this step postpones weight gradients, to fill the waits of the last two steps.
     drain = [(kind, chunk) for _ in range(depth + 1) for kind, chunk in ((B, 1), (B, 0))]

@@ -19,10 +19,15 @@ from .dual import script
 
 
 def order(rank: int, pp: int, micro_batches: int, vpp: int) -> Iterator[Action]:
-    each = micro_batches // 2  # a direction
+    per_direction = micro_batches // 2  # a direction
     stages = (rank, 2 * pp - 1 - rank)
-    firsts = (0, each)
+    firsts = (0, per_direction)
     if rank >= pp // 2:  # the second half of the ranks is the mirror image of the first
         stages = stages[::-1]
         firsts = firsts[::-1]
-    return count(script(min(rank, pp - 1 - rank), pp // 2, max(each, pp)), stages, firsts, each)
+    return count(
+        script(min(rank, pp - 1 - rank), pp // 2, max(per_direction, pp)),
+        stages,
+        firsts,
+        per_direction,
+    )

@@ -94,17 +94,17 @@ def lower_to_batches(
     """
     spans = simulate(schedule, costs).spans
     starting: list[dict[float, list[Action]]] = [{} for _ in spans]
-    for rank, mine in enumerate(spans):
-        for action, _, end in mine:
+    for rank, rank_spans in enumerate(spans):
+        for action, _, end in rank_spans:
             if (receive := receive_of(schedule, action)) is not None:
                 starting[rank].setdefault(end, []).append(other_half(receive))
                 starting[schedule.stage_rank[receive.stage]].setdefault(end, []).append(receive)
     programs = []
-    for mine, batches in zip(spans, starting, strict=True):
+    for rank_spans, batches in zip(spans, starting, strict=True):
         times = sorted(batches, reverse=True)
         program = list[Batch]()
-        ends = {action: end for action, _, end in mine}
-        for group in groups([action for action, _, _ in mine], costs):
+        ends = {action: end for action, _, end in rank_spans}
+        for group in groups([action for action, _, _ in rank_spans], costs):
             while times and times[-1] < ends[group[0]]:
                 program.append(tuple(batches[times.pop()]))
             program.append(group)
@@ -131,5 +131,8 @@ def receive_early(program: Program, by: int = 2, costs: Costs | None = None) -> 
             receives.append([])
         segments[-1].append(batch)
     return tuple(
-        batch for pair in zip(segments, receives, strict=True) for part in pair for batch in part
+        batch
+        for pair in zip(segments, receives, strict=True)
+        for batches in pair
+        for batch in batches
     )

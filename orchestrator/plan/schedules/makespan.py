@@ -39,8 +39,8 @@ class Steps:
         ]
         while moved:
             moved = False
-            for rank, (left, before, stopped) in enumerate(waiting):
-                action = stopped or next(left, None)
+            for rank, (actions, before, stopped) in enumerate(waiting):
+                action = stopped or next(actions, None)
                 while action is not None:
                     slot, duration, first, second = action
                     first = done[first]
@@ -51,8 +51,8 @@ class Steps:
                     done[slot] = before = count
                     count = count + 1
                     moved = True
-                    action = next(left, None)
-                waiting[rank] = left, before, action
+                    action = next(actions, None)
+                waiting[rank] = actions, before, action
         if count < total:
             raise ScheduleError(f"schedule {schedule.name} deadlocks")
 
@@ -61,7 +61,7 @@ class Steps:
         and an I give the same result."""
         forward = Kind.F
         weight = Kind.W
-        whole = Kind.B  # read once: attributes of an enumeration are slow
+        backward = Kind.B  # read once: attributes of an enumeration are slow
         stages = self.stages
         model_stages = self._model_stages
         read = []
@@ -79,7 +79,7 @@ class Steps:
             elif kind is weight:
                 read.append((slot + 2, WEIGHT * stages + stage, slot + 1, -1))
             else:
-                row = BACKWARD if kind is whole else INPUT
+                row = BACKWARD if kind is backward else INPUT
                 after = slot + 1 + 3 * batches if (stage + 1) % model_stages else -1
                 read.append((slot + 1, row * stages + stage, slot, after))
         return read

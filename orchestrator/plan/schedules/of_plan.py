@@ -73,12 +73,12 @@ def costs_of(plan: Plan) -> Costs:
         first += count
     ahead = prediction_blocks(model)
     forward[-1] += ahead * layers[-1]
-    again = [one if train.recompute == "full" else 0.0 for one in forward]
+    recomputed = [cost if train.recompute == "full" else 0.0 for cost in forward]
     forward[-1] += 2.0 * model.vocab * model.hidden + ahead * 2.0 * prediction_weights(model)
-    inputs = tuple(one + repeated for one, repeated in zip(forward, again, strict=True))
+    inputs = tuple(cost + repeated for cost, repeated in zip(forward, recomputed, strict=True))
     together = None
     if runs_pairs(plan.parallel):
         together = max(forward) + max(
-            one + weight for one, weight in zip(inputs, forward, strict=True)
+            cost + weight for cost, weight in zip(inputs, forward, strict=True)
         )
     return Costs(tuple(forward), inputs, tuple(forward), together=together)

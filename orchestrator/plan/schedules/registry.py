@@ -48,22 +48,22 @@ def illegal(name: str, pp: int, micro_batches: int, vpp: int) -> str | None:
         near = difflib.get_close_matches(name, SCHEDULES, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
         return f"no schedule {name!r}{hint} Choices: {', '.join(SCHEDULES)}"
-    for what, value in (("pp", pp), ("micro_batches", micro_batches), ("vpp", vpp)):
+    for number_name, value in (("pp", pp), ("micro_batches", micro_batches), ("vpp", vpp)):
         if value < 1:
-            return f"schedule {name}: {what} is {value}, want at least 1"
+            return f"schedule {name}: {number_name} is {value}, want at least 1"
     low, high = entry.vpp
     if not low <= vpp <= (high or vpp):
         want = f"exactly {low}" if low == high else f"at least {low}"
-        other = " (vpp=1 is 1f1b)" if name == "interleaved" else ""
+        remark = " (vpp=1 is 1f1b)" if name == "interleaved" else ""
         return (
-            f"schedule {name} wants {want} virtual stages a rank, vpp is {vpp}{other}; nearest:"
+            f"schedule {name} wants {want} virtual stages a rank, vpp is {vpp}{remark}; nearest:"
             f" vpp={low}"
         )
-    for what, value in (("pp", pp), ("micro_batches", micro_batches)):
+    for number_name, value in (("pp", pp), ("micro_batches", micro_batches)):
         if entry.even and value % 2:
             nearest = [number for number in (value - 1, value + 1) if number]
             return (
-                f"schedule {name} wants an even {what}, not {value}; nearest:"
+                f"schedule {name} wants an even {number_name}, not {value}; nearest:"
                 f" {' or '.join(map(str, nearest))}"
             )
     return None

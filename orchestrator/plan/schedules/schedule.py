@@ -66,10 +66,10 @@ class Schedule:
             return () if self.is_first(stage) else (Action(Kind.F, stage - 1, micro_batch),)
         if kind is Kind.W:
             return (Action(Kind.I, stage, micro_batch),)
-        own = Action(Kind.F, stage, micro_batch)
+        forward = Action(Kind.F, stage, micro_batch)
         if self.is_last(stage):
-            return (own,)
-        return own, Action(self._backward_of(stage + 1, micro_batch), stage + 1, micro_batch)
+            return (forward,)
+        return forward, Action(self._backward_of(stage + 1, micro_batch), stage + 1, micro_batch)
 
     def _backward_of(self, stage: int, micro_batch: int) -> Kind:
         return Kind.I if (stage, micro_batch) in self._split else Kind.B

@@ -115,10 +115,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     while todo:
         rank = todo.pop()
         order = schedule.orders[rank]
-        mine = spans[rank]
-        free = mine[-1].end if mine else 0.0
-        while len(mine) < len(order):
-            group = group_at(order, len(mine), costs)
+        rank_spans = spans[rank]
+        free = rank_spans[-1].end if rank_spans else 0.0
+        while len(rank_spans) < len(order):
+            group = group_at(order, len(rank_spans), costs)
             arrivals = [_arrival(schedule, action, rank, ended, costs.transfer) for action in group]
             missing = next((source for _, source in arrivals if source is not None), None)
             if missing is not None:
@@ -129,7 +129,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
             alone = duration[first.kind, first.stage]
             free = start + (alone if len(group) == 1 or costs.together is None else costs.together)
             for action in group:
-                mine.append(Span(action, start, free))
+                rank_spans.append(Span(action, start, free))
                 ended[action] = free
                 if action in waiting:
                     todo.append(waiting.pop(action))
@@ -159,12 +159,12 @@ def group_at(order: Sequence[Action], index: int, costs: Costs | None) -> tuple[
 
 def groups(order: Sequence[Action], costs: Costs | None) -> list[tuple[Action, ...]]:
     """All actions in their order, those that run as one together."""
-    found = list[tuple[Action, ...]]()
+    action_groups = list[tuple[Action, ...]]()
     index = 0
     while index < len(order):
-        found.append(group_at(order, index, costs))
-        index += len(found[-1])
-    return found
+        action_groups.append(group_at(order, index, costs))
+        index += len(action_groups[-1])
+    return action_groups
 
 
 def _arrival(
@@ -183,12 +183,12 @@ def _arrival(
 def _first_blocked(
     schedule: Schedule, spans: list[list[Span]], ended: Mapping[Action, float], stuck: list[int]
 ) -> str:
-    parts = []
+    blocked = []
     for rank in stuck[:4]:
         action = schedule.orders[rank][len(spans[rank])]
         missing = next(source for source in schedule.needs(action) if source not in ended)
-        parts.append(f"rank {rank} at {action} waits for {missing}")
-    return ", ".join(parts)
+        blocked.append(f"rank {rank} at {action} waits for {missing}")
+    return ", ".join(blocked)
 
 
 def peak_in_flight(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:

@@ -13,16 +13,16 @@ from .schedule import Schedule
 from .validate import problem
 
 
-def read_table(text: str, name: str = "table", max_in_flight: float | None = None) -> Schedule:
+def read_table(source: str, name: str = "table", max_in_flight: float | None = None) -> Schedule:
     """Parse and prove a table. Raises ScheduleError with the row and cell that is wrong."""
     import csv  # with json a millisecond, which plans without a table do not pay
     import io
     import json
 
     copies = 1
-    if text.lstrip().startswith(("[", "{")):
+    if source.lstrip().startswith(("[", "{")):
         try:
-            rows = json.loads(text)
+            rows = json.loads(source)
         except ValueError as error:
             raise ScheduleError(f"schedule {name}: not JSON: {error}") from None
         if isinstance(rows, dict):
@@ -30,7 +30,7 @@ def read_table(text: str, name: str = "table", max_in_flight: float | None = Non
             copies = rows.get("copies", 1)
             rows = rows.get("rows")
     else:
-        rows = list(csv.reader(io.StringIO(text.strip())))
+        rows = list(csv.reader(io.StringIO(source.strip())))
     if not isinstance(name, str) or copies not in (1, 2):
         raise ScheduleError(f"schedule {name}: name is text and copies is 1 or 2, not {copies!r}")
     return read_rows(rows, name, copies, max_in_flight)
@@ -56,11 +56,11 @@ def write_table(schedule: Schedule) -> str:
 
 def _row(name: str, rank: int, row: list[str]) -> tuple[Action, ...]:
     actions = []
-    for cell, text in enumerate(row):
-        if text is None or text == "":
+    for cell, cell_text in enumerate(row):
+        if cell_text is None or cell_text == "":
             continue
         try:
-            action = parse_action(text if isinstance(text, str) else repr(text))
+            action = parse_action(cell_text if isinstance(cell_text, str) else repr(cell_text))
         except ScheduleError as error:
             raise ScheduleError(f"schedule {name}, row {rank}, cell {cell}: {error}") from None
         if action.kind in COMPUTE:

@@ -76,13 +76,13 @@ def makespan(
             )
         )
     for turn in range(-ahead[0], total + (behind[-1] - pp + 1 if behind else 0)):
-        for rank, early, done, come, shift, back, gone, skip, seconds, again in lines:
+        for rank, early, done, arrivals_f, shift, back, gone, skip, seconds, again in lines:
             unit = turn + rank
             now = free[rank]
             first = unit + early
             if 0 <= first < total and (chunk := forward_chunk[first]) >= 0:
-                if (not shift or chunk) and come[first - shift] > now:
-                    now = come[first - shift]
+                if (not shift or chunk) and arrivals_f[first - shift] > now:
+                    now = arrivals_f[first - shift]
                 done[first] = now = now + seconds[chunk]
             if 0 <= unit < total and (chunk := backward_chunk[unit]) >= 0:
                 if (not skip or chunk < vpp - 1) and gone[unit - skip] > now:
@@ -107,7 +107,7 @@ def _units(pp: int, micro_batches: int, vpp: int) -> tuple[list[int], list[int]]
     last = []
     for group in range(0, micro_batches, pp):
         for chunk in range(vpp):
-            there = [micro_batch < micro_batches for micro_batch in range(group, group + pp)]
-            first += [chunk if one else -1 for one in there]
-            last += [vpp - 1 - chunk if one else -1 for one in there]
+            existing = [micro_batch < micro_batches for micro_batch in range(group, group + pp)]
+            first += [chunk if exists else -1 for exists in existing]
+            last += [vpp - 1 - chunk if exists else -1 for exists in existing]
     return first, last
