@@ -1,4 +1,4 @@
-"""Load by expert over the steps of a run, from what its workers have reported."""
+"""Computes the load of each expert over the steps of a run, from the reports of its workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Loads = dict[int, list[tuple[int, ExpertLoad]]]
 
 
 def loads_of(lines: Iterable[StepLine]) -> Loads:
-    """A step that was run twice counts as its last epoch had it."""
+    """Collects the loads of every layer. Of a recomputed step, the last epoch's load counts."""
     loads_by_layer: dict[int, dict[int, ExpertLoad]] = {}
     for line in sorted(lines, key=lambda line: line.epoch):
         for layer, load in line.experts.items():
@@ -26,10 +26,12 @@ def loads_of(lines: Iterable[StepLine]) -> Loads:
 
 
 def rank_load(plan: Plan, loads: Loads) -> dict[str, float | None]:
-    """Load of the fullest of the ranks that share experts over the mean: planned, and measured in
-    the second half of the sampled steps, mean over layers, each of which waits for its fullest. Of
-    each step as a whole: single micro-batches may be less even. Empty where no ranks share
-    experts."""
+    """The load of the fullest rank over the mean of the ranks that share experts, as planned and as
+    measured. Empty if no ranks share experts.
+
+    The measurement is the mean over layers, because each layer waits for its fullest rank, in the
+    second half of the sampled steps. It covers whole steps: single micro-batches may be less even.
+    """
     ranks = 1 if plan.program or plan.model.moe is None else expert_mesh(plan.parallel).ep
     if ranks == 1:
         return {}
@@ -44,8 +46,8 @@ def rank_load(plan: Plan, loads: Loads) -> dict[str, float | None]:
 
 
 def load_spread(loads: Loads) -> float | None:
-    """Standard deviation of experts' loads over their mean in the second half of the sampled steps,
-    over all layers."""
+    """The standard deviation of experts' loads over their mean, over all layers, in the second half
+    of the sampled steps."""
     counts = [
         load.tokens
         for steps in loads.values()
@@ -57,8 +59,8 @@ def load_spread(loads: Loads) -> float | None:
 
 
 def summary(plan: Plan, loads: Loads) -> dict[str, Any]:
-    """By layer, as `report.json` has it: balance at first and last, and medians of the sampled
-    steps."""
+    """Summarises each layer for `report.json`: the balance of the first and the last sampled step,
+    and medians over all of them."""
     if plan.model.moe is None:
         return {}
     top_k = plan.model.moe.top_k

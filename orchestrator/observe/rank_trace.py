@@ -1,5 +1,5 @@
-"""What a rank recorded of its first steps (`metrics.trace_steps`), read back: the memory of each
-moment, the actions.
+"""Reads the timeline that a rank recorded of its first steps (`metrics.trace_steps`): memory over
+time, and pipeline actions.
 
 The file is Chrome's trace format, written by `trainer.metrics.trace`; Perfetto shows all of it.
 """
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 class Held(NamedTuple):
-    """From `at` (seconds) until the next one."""
+    """Memory in use from `at` (seconds) until the next sample."""
 
     at: float
     bytes: dict[str, int]  # by category
@@ -39,7 +39,7 @@ class Timeline(NamedTuple):
     steps: list[Span]
 
     def peak(self, step: Span) -> dict[str, int]:
-        """Bytes by category at the moment of a step that held most."""
+        """Bytes by category at the moment of the step's largest total."""
         inside = [held.bytes for held in self.memory if step.start <= held.at <= step.end]
         return max(inside, key=lambda by_category: sum(by_category.values()), default={})
 
@@ -59,7 +59,8 @@ class _File(msgspec.Struct):
 
 
 def read_timeline(path: Path, rank: int) -> Timeline:
-    """Raises OrchError (64) when there is none, (65) when it cannot be read."""
+    """Reads a rank's timeline. Raises OrchError (64) if there is none, (65) if it cannot be
+    read."""
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
     except FileNotFoundError:
@@ -81,6 +82,6 @@ def read_timeline(path: Path, rank: int) -> Timeline:
 
 
 def recorded_ranks(folder: Path) -> list[int]:
-    """Ranks that have a timeline in a run's folder of traces."""
+    """The ranks that have a timeline in a run's folder of traces."""
     names = (path.stem.removeprefix("rank-") for path in folder.glob("rank-*.json"))
     return sorted(int(name) for name in names if name.isdigit())

@@ -21,7 +21,7 @@ from tests.beds.coordinated import PLAN, make_folder
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> RunFolder:
-    monkeypatch.setattr(module, "_LOOK_S", 0.0)
+    monkeypatch.setattr(module, "_POLL_S", 0.0)
     folder = make_folder(tmp_path, state="running", epoch=0)
     write_private(folder.plan, to_json(PLAN))
     folder.rank_log(0).write_text("hello\n")

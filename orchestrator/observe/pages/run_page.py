@@ -1,4 +1,4 @@
-"""Pages for people: a request, a run, a list of runs. Pure text; colour and width come with the
+"""Renders a launch request, a run and a list of runs as text. Colour and width come with the
 style."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from orchestrator.run.request import LaunchRequest
 from orchestrator.run.state import Cause, RunState
 from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, fold, seconds, si, three
 
-if TYPE_CHECKING:  # what is measured of a run: a job that is only to be submitted has nothing of it
+if TYPE_CHECKING:  # measurements of a run, which a job that is only submitted does not have
     from orchestrator.observe.goodput.account import Account
     from orchestrator.observe.live import Live
 
@@ -31,7 +31,7 @@ COLOUR = {
 
 
 def request_page(request: LaunchRequest, style: Style) -> str:
-    """What submitting sends, for reading. The whole of it is `--dry-run --json`."""
+    """The page of a launch request. `--dry-run --json` prints the complete request."""
     env = request.environment
     code = request.code
     source = {
@@ -50,11 +50,11 @@ def request_page(request: LaunchRequest, style: Style) -> str:
         *[("", line) for line in said_of(code)],
         (
             "agents",
-            f"{request.nodes}, one a node, from {first.node}"
+            f"{request.nodes}, one per node, from {first.node}"
             + (f" to {followers[-1].node}" if followers else ""),
         ),
         ("", shlex.join(first.argv)),
-        ("workers", f"{request.summary['world_size']}, one a rank"),
+        ("workers", f"{request.summary['world_size']}, one per rank"),
         ("", shlex.join(request.worker.argv)),
         ("", f"in {request.worker.cwd}"),
         ("variables", ", ".join(env.names) or "none of this shell's"),
@@ -68,91 +68,20 @@ def request_page(request: LaunchRequest, style: Style) -> str:
     return "\n".join([style.title("Request"), *_table(rows, style)])
 
 
-def run_page(state: RunState, live: Live, style: Style, spent: Account | None = None) -> str:
-    """One run: where it is, how fast, what it uses, where its time went, and what went wrong."""
-    s = state.summary
-    what = s.get("model") or s.get("program")
-    layout = str(s.get("parallel") or ("one GPU" if "model" in s else ""))
-    where = ", ".join(
-        filter(None, (f"{what} on {s.get('cluster')}", layout, f"{s.get('world_size')} workers"))
-    )
-    where += f" on {len(state.nodes)} nodes" if len(state.nodes) > 1 else ""
-    head = style.paint(state.state, COLOUR.get(state.state), bold=True)
-    reason = state.reason if state.reason and state.state != "done" else None
-    rows: list[tuple[str, str]] = [
-        ("run", f"{state.backend}://{state.run_id}"),
-        ("job", where),
-        ("state", head),
-    ]
-    if sweep := s.get("sweep"):
-        rows.insert(2, ("of a sweep", str(sweep)))
-    if state.exit_code:
-        rows.append(("exit code", f"{state.exit_code} ({_meaning(state, state.exit_code)})"))
-    if reason:
-        rows.append(("reason", reason))
-    elif (last := state.epochs[-2:-1]) and last[0].cause and not state.is_final:
-        rows.append(("last fault", last[0].cause.text))
-    if state.slow and not state.is_final:
-        rows.append(
-            (
-                "slow",
-                ", ".join(f"{node} ({ratio:g}x its peers)" for node, ratio in state.slow.items()),
-            )
-        )
-    if state.excluded:
-        rows.append(
-            ("left out", "; ".join(f"{node}: {why}" for node, why in state.excluded.items()))
-        )
-    if live.step is not None and live.steps:
-        bar = style.bar(live.step / live.steps, 30, GREEN)
-        left = f", {seconds(live.left_s)} left" if live.left_s and state.state == "running" else ""
-        rows.append(("step", f"{live.step} of {live.steps} {bar}{left}"))
-    elif live.step is not None:
-        rows.append(("step", ", ".join(filter(None, (str(live.step), str(s.get("progress", "")))))))
-    elif "model" not in s and state.state in ("running", "done"):
-        why = (
-            "metrics.pattern has found no step in what is printed"
-            if "progress" in s
-            else "the program reports none"
-        )
-        rows.append(("progress", f"unknown: {why} (docs/programs.md)"))
-    elif live.doing and not state.is_final:
-        rows.append(("doing", live.doing))
-    if live.loss is not None:
-        rows.append(
-            ("loss", "  ".join([f"{live.loss:.4g}", *_known(norm=live.grad_norm, lr=live.lr)]))
-        )
-    if live.tokens_per_s:
-        rows.append(("speed", speed_of(live)))
-    if live.phase_s:
-        rows.append(
-            (
-                "phases",
-                "  ".join(
-                    f"{name} {seconds(value)}" for name, value in live.phase_s.items() if value
-                ),
-            )
-        )
-    if live.saved:
-        age = f", {seconds(live.saved.age_s)} ago" if not state.is_final else ""
-        rows.append(("saved", f"step {live.saved.step}{age}"))
-    if spent and spent.ettr is not None:
-        lost = sum(fault.lost_steps or 0 for fault in spent.faults)
-        faults = sum(not fault.planned for fault in spent.faults)
-        many = (
-            f"; {faults} fault{'s' * (faults != 1)}, {lost} step{'s' * (lost != 1)} done again"
-            if faults
-            else ""
-        )
-        rows.append(("goodput", f"ETTR {spent.ettr:.1%} of {seconds(spent.wall_s)}{many}"))
-        from .goodput_page import strip
+Row = tuple[str, str]  # name, content
 
-        since = [
-            (start - state.created_at, end - state.created_at, what)
-            for start, end, what in spent.intervals
-        ]
-        rows.append(("", strip(since, spent.wall_s, style, max(20, style.width - 12))))
-    rows.append(("epoch", f"{state.epoch}; {state.restarts} of {state.max_restarts} restarts used"))
+
+def run_page(state: RunState, live: Live, style: Style, spent: Account | None = None) -> str:
+    """The page of one run: its state, progress, speed, memory, goodput and faults."""
+    rows = [
+        *_job_rows(state, style),
+        *_ending_rows(state),
+        *_node_rows(state),
+        *_progress_rows(state, live, style),
+        *_metric_rows(state, live),
+        *(_goodput_rows(state, spent, style) if spent else []),
+        ("epoch", f"{state.epoch}; {state.restarts} of {state.max_restarts} restarts used"),
+    ]
     lines = [style.title("Run"), *_table(rows, style)]
     if state.nodes:
         lines += ["", style.title("Nodes"), *_nodes(state, live, style)]
@@ -162,6 +91,106 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
     if state.cause:
         lines += ["", *_cause("First cause", state.cause, style, tail=12)]
     return "\n".join(lines)
+
+
+def _job_rows(state: RunState, style: Style) -> list[Row]:
+    summary = state.summary
+    program = summary.get("model") or summary.get("program")
+    default_layout = "one GPU" if "model" in summary else ""
+    layout = str(summary.get("parallel") or default_layout)
+    workers = f"{summary.get('world_size')} workers"
+    if len(state.nodes) > 1:
+        workers += f" on {len(state.nodes)} nodes"
+    job = [f"{program} on {summary.get('cluster')}", layout, workers]
+    rows = [("run", f"{state.backend}://{state.run_id}"), ("job", ", ".join(filter(None, job)))]
+    if sweep := summary.get("sweep"):
+        rows.append(("of a sweep", str(sweep)))
+    rows.append(("state", style.paint(state.state, COLOUR.get(state.state), bold=True)))
+    return rows
+
+
+def _ending_rows(state: RunState) -> list[Row]:
+    """Why the run has ended, or why it last restarted."""
+    rows = []
+    if state.exit_code:
+        rows.append(("exit code", f"{state.exit_code} ({_meaning(state, state.exit_code)})"))
+    previous_epoch = state.epochs[-2:-1]
+    if state.reason and state.state != "done":
+        rows.append(("reason", state.reason))
+    elif previous_epoch and previous_epoch[0].cause and not state.is_final:
+        rows.append(("last fault", previous_epoch[0].cause.text))
+    return rows
+
+
+def _node_rows(state: RunState) -> list[Row]:
+    rows = []
+    if state.slow and not state.is_final:
+        slow = [f"{node} ({ratio:g}x its peers)" for node, ratio in state.slow.items()]
+        rows.append(("slow", ", ".join(slow)))
+    if state.excluded:
+        excluded = [f"{node}: {reason}" for node, reason in state.excluded.items()]
+        rows.append(("left out", "; ".join(excluded)))
+    return rows
+
+
+def _progress_rows(state: RunState, live: Live, style: Style) -> list[Row]:
+    """The step that the run is at; before the first step, what its workers are doing."""
+    summary = state.summary
+    if live.step is not None and live.steps:
+        bar = style.bar(live.step / live.steps, 30, GREEN)
+        is_running = live.left_s and state.state == "running"
+        left_time = f", {seconds(live.left_s or 0.0)} left" if is_running else ""
+        return [("step", f"{live.step} of {live.steps} {bar}{left_time}")]
+    if live.step is not None:
+        cells = [str(live.step), str(summary.get("progress", ""))]
+        return [("step", ", ".join(filter(None, cells)))]
+    if "model" not in summary and state.state in ("running", "done"):
+        reason = "the program reports none"
+        if "progress" in summary:
+            reason = "metrics.pattern has found no step in what is printed"
+        return [("progress", f"unknown: {reason} (docs/programs.md)")]
+    return [("doing", live.doing)] if live.doing and not state.is_final else []
+
+
+def _metric_rows(state: RunState, live: Live) -> list[Row]:
+    rows = []
+    if live.loss is not None:
+        numbers = [f"{live.loss:.4g}", *_known(norm=live.grad_norm, lr=live.lr)]
+        rows.append(("loss", "  ".join(numbers)))
+    if live.tokens_per_s:
+        rows.append(("speed", speed_of(live)))
+    if live.phase_s:
+        phases = [f"{name} {seconds(spent)}" for name, spent in live.phase_s.items() if spent]
+        rows.append(("phases", "  ".join(phases)))
+    if live.saved:
+        age = "" if state.is_final else f", {seconds(live.saved.age_s)} ago"
+        rows.append(("saved", f"step {live.saved.step}{age}"))
+    return rows
+
+
+def _goodput_rows(state: RunState, spent: Account, style: Style) -> list[Row]:
+    if spent.ettr is None:
+        return []
+    from .goodput_page import strip
+
+    steps = sum(fault.lost_steps or 0 for fault in spent.faults)
+    faults = sum(not fault.planned for fault in spent.faults)
+    loss = ""
+    if faults:
+        loss = f"; {_count(faults, 'fault')}, {_count(steps, 'step')} recomputed"
+    intervals = [
+        (start - state.created_at, end - state.created_at, wall_state)
+        for start, end, wall_state in spent.intervals
+    ]
+    cells = max(20, style.width - 12)
+    return [
+        ("goodput", f"ETTR {spent.ettr:.1%} of {seconds(spent.wall_s)}{loss}"),
+        ("", strip(intervals, spent.wall_s, style, cells)),
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def speed_of(live: Live) -> str:
@@ -174,7 +203,7 @@ def speed_of(live: Live) -> str:
 
 
 def progress_line(state: RunState, live: Live, style: Style) -> str:
-    """One line that fits the terminal: what `submit --follow` shows."""
+    """The line of progress that `submit --follow` shows; it fits the terminal."""
     name = style.paint(state.state, COLOUR.get(state.state))
     if live.step is None:
         return f"{name}  {live.doing or state.reason or ''}"
@@ -195,13 +224,13 @@ def progress_line(state: RunState, live: Live, style: Style) -> str:
 
 
 def _meaning(state: RunState, code: int) -> str:
-    """Of an exit code. A run that has saved has no cause: one with a cause wants a restart without
-    a whole save."""
+    """The meaning of an exit code. A run that has saved has no cause; one with a cause wants a
+    restart although its save is not complete."""
     return "wants restart" if code == Exit.RESTART and state.cause else meaning(code)
 
 
 def end_lines(state: RunState, style: Style) -> list[str]:
-    """What is said when a run has ended."""
+    """The lines that are printed when a run has ended."""
     code = (
         f", exit code {state.exit_code} ({_meaning(state, state.exit_code)})"
         if state.exit_code
@@ -217,7 +246,7 @@ def end_lines(state: RunState, style: Style) -> list[str]:
 
 
 def list_row(state: RunState, live: Live, now: float) -> tuple[str, ...]:
-    """One run of `list_page`. `now`: Unix seconds."""
+    """The cells of one run in `list_page`. `now`: Unix seconds."""
     s = state.summary
     job = " ".join(
         filter(
@@ -237,7 +266,7 @@ def list_row(state: RunState, live: Live, now: float) -> tuple[str, ...]:
 
 
 def _short(summary: Mapping[str, str | int]) -> str:
-    """A program's command in a few words."""
+    """A program's command, shortened to 40 characters."""
     first, _, rest = str(summary.get("program", "")).partition(" ")
     return textwrap.shorten(f"{first.rpartition('/')[2]} {rest}", 40, placeholder="...")
 
@@ -258,7 +287,7 @@ def list_page(rows: list[tuple[str, ...]], style: Style) -> str:
 
 
 def nodes_page(nodes: list[BadNode], now: float, style: Style) -> str:
-    """What the user's node memory holds."""
+    """The table of the nodes that the user's runs leave out."""
     if not nodes:
         return "no node is left out"
     table = [("node", "cluster", "left out for", "run", "why")]
@@ -303,7 +332,7 @@ def _nodes(state: RunState, live: Live, style: Style) -> list[str]:
 def _cause(title: str, cause: Cause, style: Style, tail: int) -> list[str]:
     lines = [style.title(title), style.paint(cause.text, RED)]
     if cause.stack:
-        lines.append(style.paint(f"where it stood: {cause.stack}", GRAY))
+        lines.append(style.paint(f"stack: {cause.stack}", GRAY))
     if cause.log:
         lines.append(style.paint(f"{cause.log}:", GRAY))
     return lines + [f"  {line}" for line in cause.tail[-tail:]]
