@@ -1,4 +1,4 @@
-"""How far predictions are off, as tables. Pure text."""
+"""Renders the errors of predictions as tables. Pure text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MEMORY = {name: TIME[name] for name in ("mean", "p90", "bias", "in 68%", "in 95%
 
 
 def page(score: Score, terms: Sequence[Ablation] = ()) -> str:
-    """Step time, memory, order of layouts, fits; and the terms of the model, where they were left
-    out one by one."""
+    """The tables of step time, memory, order of layouts and fits. `terms`: the errors without each
+    term of the cost model."""
     tables = []
     if score.time:
-        fitted = any(row.fitted is not None for row in score.time)
-        tables.append(
-            _errors("step time", score.time, {**({"fitted": "fitted"} if fitted else {}), **TIME})
-        )
+        columns = TIME
+        if any(row.fitted is not None for row in score.time):
+            columns = {"fitted": "fitted"} | TIME
+        tables.append(_errors("step time", score.time, columns))
     if score.memory:
         tables.append(_errors("peak memory", score.memory, MEMORY))
     if score.order:
@@ -64,7 +64,7 @@ def _errors(title: str, rows: Sequence[Errors], columns: dict[str, str]) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], signed: int = -1) -> str:
-    """Shares as percents; the column `signed` with its sign."""
+    """Formats shares as percentages; those of the column `signed` have a sign."""
     rows = list(rows)
     wide = max(24, *(len(str(row[0])) for row in rows)) + 2
     lines = [f"{title:<{wide}}" + "".join(f"{name:>9}" for name in head)]
@@ -77,11 +77,13 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], signe
 def _cell(value: Any, signed: bool) -> str:
     if value is None:
         return "-"
-    return f"{value:+.1%}" if signed else f"{value:.1%}" if isinstance(value, float) else str(value)
+    if signed:
+        return f"{value:+.1%}"
+    return f"{value:.1%}" if isinstance(value, float) else str(value)
 
 
 def as_json(score: Score, terms: Sequence[Ablation] = ()) -> dict[str, Any]:
-    """The same as plain values."""
+    """The content of `page` as plain values."""
     lists = {
         name: [row._asdict() for row in getattr(score, name)]
         for name in ("time", "memory", "order")

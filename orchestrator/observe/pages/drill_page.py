@@ -1,4 +1,4 @@
-"""The table at the end of a drill. Pure text."""
+"""Renders the table at the end of a drill. Pure text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orchestrator.style import GRAY, GREEN, RED, Style, seconds
 
 
 def table(rows: Sequence[Mapping[str, Any]], style: Style) -> str:
-    """Success, p50 and p95 of each fault and position."""
+    """The success rate, p50 and p95 of each fault and position."""
     lines = [style.title("Drill")]
     head = (
         f"{'fault':<13}{'victim':<13}{'goes on':>9}{'noticed p50':>13}{'p95':>9}"
@@ -24,7 +24,8 @@ def table(rows: Sequence[Mapping[str, Any]], style: Style) -> str:
         most_lost_steps = row["lost_steps"]["max"]
         lines.append(
             f"{row['fault']:<13}{row['position']:<13}{style.paint(f'{share:>9}', colour)}"
-            f"{_s(noticed['p50']):>13}{_s(noticed['p95']):>9}{_s(steps['p50']):>11}{_s(steps['p95']):>9}"
+            f"{_s(noticed['p50']):>13}{_s(noticed['p95']):>9}"
+            f"{_s(steps['p50']):>11}{_s(steps['p95']):>9}"
             f"{'-' if most_lost_steps is None else most_lost_steps:>6}"
         )
         lines += [f"  {style.paint(problem, RED)}" for problem in row["problems"][:3]]

@@ -1,4 +1,5 @@
-"""Load by expert over steps, as text: the layer that is least even, and numbers of all layers."""
+"""Renders the load of each expert over steps as text: numbers of all layers, and a picture of the
+least balanced layer."""
 
 from __future__ import annotations
 
@@ -13,12 +14,15 @@ _LETTERS = " .:-=+*#@"
 
 
 def render(plan: Plan, loads: Loads, style: Style) -> str:
-    """The section, without a final newline; empty where nothing was sampled."""
+    """The section of `orch report`, without a final newline; empty if no steps were sampled."""
     numbers = summary(plan, loads)
     if not numbers:
         return ""
     lines = [style.title("Experts: load of the sampled steps")]
-    head = f"{'layer':<8}{'balance':>16}{'most/mean':>11}{'of a rank':>11}{'entropy':>9}{'dropped':>9}{'bias':>18}"
+    head = (
+        f"{'layer':<8}{'balance':>16}{'most/mean':>11}{'of a rank':>11}{'entropy':>9}"
+        f"{'dropped':>9}{'bias':>18}"
+    )
     lines.append(style.paint(head, GRAY))
     for layer, balance_row in numbers.items():
         balance = f"{balance_row['balance']['first']:.2f} to {balance_row['balance']['last']:.2f}"
