@@ -3,6 +3,9 @@ least balanced layer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from orchestrator.observe.expert_loads import Loads, rank_load, summary
 from orchestrator.plan import Plan
 from orchestrator.plan.expert_load import ExpertLoad
@@ -24,41 +27,36 @@ def render(plan: Plan, loads: Loads, style: Style) -> str:
         f"{'dropped':>9}{'bias':>18}"
     )
     lines.append(style.paint(head, GRAY))
-    for layer, balance_row in numbers.items():
-        balance = f"{balance_row['balance']['first']:.2f} to {balance_row['balance']['last']:.2f}"
-        bias = (
-            "-"
-            if balance_row["bias"] is None
-            else " to ".join(f"{bound:+.3g}" for bound in balance_row["bias"])
-        )
-        ratios = (
-            f"{three(balance_row['load_ratio']):>11}{three(balance_row['rank_load_ratio']):>11}"
-        )
-        lines.append(
-            f"{layer:<8}{balance:>16}{ratios}{balance_row['router_entropy']:>9.2f}{balance_row['dropped']:>9.1%}{bias:>18}"
-        )
+    lines += [_layer_line(layer, statistics) for layer, statistics in numbers.items()]
     if ranks := rank_load(plan, loads):
         comparison = (
-            f"fullest rank: {ranks['measured']:.3f} times the mean load, {ranks['planned']:.3f} was"
-            " planned"
+            f"fullest rank: {ranks['measured']:.3f} times the mean load, planned:"
+            f" {ranks['planned']:.3f} (cost.expert_imbalance; orch calibrate --from RUN fits it)"
         )
-        lines += fold(
-            f"{comparison} (cost.expert_imbalance; orch calibrate --from RUN learns it)",
-            style.width,
-            2,
-        )
+        lines += fold(comparison, style.width, 2)
     worst = min(numbers, key=lambda layer: numbers[layer]["balance"]["last"])
-    lines += [
-        "",
-        style.paint(
-            f"tokens by expert over steps, layer {worst}: full height is twice the mean", GRAY
-        ),
-    ]
+    head = f"tokens by expert over steps, layer {worst}: full height is twice the mean"
+    lines += ["", style.paint(head, GRAY)]
     return "\n".join(lines + _picture(loads[int(worst)], style))
 
 
+def _layer_line(layer: str, statistics: Mapping[str, Any]) -> str:
+    first = statistics["balance"]["first"]
+    last = statistics["balance"]["last"]
+    balance = f"{first:.2f} to {last:.2f}"
+    bias = "-"
+    if statistics["bias"] is not None:
+        bias = " to ".join(f"{bound:+.3g}" for bound in statistics["bias"])
+    return (
+        f"{layer:<8}{balance:>16}{three(statistics['load_ratio']):>11}"
+        f"{three(statistics['rank_load_ratio']):>11}{statistics['router_entropy']:>9.2f}"
+        f"{statistics['dropped']:>9.1%}{bias:>18}"
+    )
+
+
 def _picture(steps: list[tuple[int, ExpertLoad]], style: Style) -> list[str]:
-    """A line a step, a character an expert, or several neighbours where the line is too short."""
+    """Draws a line per step with a character per expert, or per group of neighbouring experts if
+    the line is too short."""
     count = min(_STEPS, len(steps))
     shown = [steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)]
     ramp = _HEIGHTS if style.unicode else _LETTERS

@@ -1,5 +1,5 @@
-"""A run as a readable page: what was planned against what was measured, and how each ratio is
-counted.
+"""Renders the report of a run as a page: planned and measured numbers, and the formula of each
+ratio.
 
 `render` takes the report of `orchestrator.observe.report.make_report`. Pure text; colour and width
 come with the style.
@@ -48,8 +48,8 @@ def render(
     timeline: Timeline | None = None,
     loads: Loads | None = None,
 ) -> str:
-    """The page, without a final newline. `timeline`: of a rank's first steps, if it was recorded;
-    `loads`: of experts, if steps were sampled."""
+    """The page, without a final newline. `timeline`: that of a rank's first steps, if recorded;
+    `loads`: those of the experts, if steps were sampled."""
     sections = [_run(report, style), goodput(report, style)]
     if report["step_s"]["measured"] is not None or not plan.program:
         sections.append(_speed(report, style))
@@ -70,7 +70,7 @@ def render(
 def _run(report: dict[str, Any], style: Style) -> str:
     steps = report["steps"]
     loss = report["loss"]
-    replayed = f", {steps['replayed']} run twice after a restart" if steps["replayed"] else ""
+    replayed = f", {steps['replayed']} recomputed after a restart" if steps["replayed"] else ""
     rows = [
         (
             "run",
@@ -109,7 +109,7 @@ def _speed(report: dict[str, Any], style: Style) -> str:
     step = report["step_s"]
     rows = [
         ("step", step, seconds),
-        ("tokens/s a GPU", report["tokens_per_s_per_gpu"], three),
+        ("tokens/s per GPU", report["tokens_per_s_per_gpu"], three),
         ("MFU", report["mfu"], _share),
         ("HFU", report["hfu"], _share),
         ("pipeline bubble", report["bubble_ratio"], _share),
@@ -137,7 +137,8 @@ def _memory(memory: Mapping[str, Pair], style: Style) -> str:
 
 
 def _verdict(pair: Mapping[str, Any], show: Callable[[float], str], style: Style) -> list[str]:
-    """Whether a measurement lies in its prediction's interval, and what explains the difference."""
+    """States whether a measurement lies in its prediction's interval, and the causes of the
+    difference."""
     if pair.get("inside") is None:
         return []
     where = "inside" if pair["inside"] else style.paint("outside", YELLOW, bold=True)
@@ -148,7 +149,7 @@ def _verdict(pair: Mapping[str, Any], show: Callable[[float], str], style: Style
 
 
 def _first_steps(timeline: Timeline, style: Style) -> str:
-    """The peak of each recorded step by category, as one bar of the largest."""
+    """The peak of each recorded step by category, drawn relative to the largest peak."""
     peaks = [(step, timeline.peak(step)) for step in timeline.steps]
     largest = max(sum(peak.values()) for _, peak in peaks) or 1
     cells = max(10, style.width - 40)
@@ -192,33 +193,33 @@ def _communication(report: dict[str, Any], style: Style) -> str:
 
 
 def formulas(report: dict[str, Any], plan: Plan) -> list[str]:
-    """How MFU and HFU of this run are counted, in numbers."""
+    """The formulas of MFU and HFU with the numbers of this run."""
     if plan.program:
         return []
     train = plan.job.train
     gpu = plan.cluster.gpu
-    shape = plan.model, train.seq_len
-    model = model_flops_per_token(*shape)
-    attention = 3 * attention_core_flops(*shape)
-    again = (train.recompute, train.recompute_layers)
-    latents = bool(train.recompute_latents)
-    hardware = hardware_flops_per_token(*shape, *again, latents)
-    peak = gpu.peak_flops.get(train.precision)
-    peak_rate = (
-        f"{si(peak, 'FLOP/s')} ({gpu.name}, {train.precision})"
-        if peak
-        else f"not known in {train.precision}"
+    model = model_flops_per_token(plan.model, train.seq_len)
+    attention = 3 * attention_core_flops(plan.model, train.seq_len)
+    hardware = hardware_flops_per_token(
+        plan.model,
+        train.seq_len,
+        train.recompute,
+        recompute_layers=train.recompute_layers,
+        latents=bool(train.recompute_latents),
     )
+    peak_rate = f"not known in {train.precision}"
+    if peak := gpu.peak_flops.get(train.precision):
+        peak_rate = f"{si(peak, 'FLOP/s')} ({gpu.name}, {train.precision})"
     return [
-        f"MFU = tokens/s a GPU x {si(model, 'FLOP')} a token / peak; the peak is {peak_rate}",
+        f"MFU = tokens/s per GPU x {si(model, 'FLOP')} per token / peak; the peak is {peak_rate}",
         (
-            f"a token: 6 x {si((model - attention) / 6)} weights that multiply it, and"
-            f" {si(attention, 'FLOP')} for attention scores (3 x 4 x seq_len/2 x heads x head_dim a"
-            " layer: causal, so half of seq_len)"
+            f"per token: 6 x {si((model - attention) / 6)} weights that multiply it, and"
+            f" {si(attention, 'FLOP')} for attention scores (3 x 4 x seq_len/2 x heads x head_dim"
+            " per layer: causal, so half of seq_len)"
         ),
         (
-            f"HFU = the same with {si(hardware, 'FLOP')} a token: recompute {train.recompute} runs"
-            f" {si(hardware - model, 'FLOP')} again"
+            f"HFU = the same with {si(hardware, 'FLOP')} per token: recompute {train.recompute}"
+            f" repeats {si(hardware - model, 'FLOP')}"
         ),
     ]
 
