@@ -164,7 +164,7 @@ def _shares(plan: Plan) -> str:
     replicas = par.dp * par.ep
     if not par.replica_micro_batches:
         return f"{par.micro_batches} micro-batches of {par.micro_batch_size} x {replicas} replicas"
-    shares = f"{batch.text(par)} of {par.micro_batch_size} on {replicas} replicas"
+    shares = f"{batch.describe(par)} of {par.micro_batch_size} on {replicas} replicas"
     return f"{shares}, which are idle for {batch.idle(par):.1%} of the time"
 
 
@@ -216,9 +216,9 @@ def _traffic(placement: AxisPlacement) -> str:
     sizes = [(si(size, "B"), level) for level, size in placement.bytes_per_step_by_level.items()]
     if not sizes:
         return "nothing per step and rank"
-    (first_size, first_level), *others = sizes
+    (first_size, first_level), *further_sizes = sizes
     first = f"{first_size} per step and rank on {first_level}"
-    return ", ".join([first, *(f"{size} on {level}" for size, level in others)])
+    return ", ".join([first, *(f"{size} on {level}" for size, level in further_sizes)])
 
 
 def _certificate(certificate: Certificate) -> str:
