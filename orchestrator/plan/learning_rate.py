@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step."""
+"""Computes learning rates. A schedule is a pure function of the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .document import Optim
 #: Share of the run that the final decay of WSD takes when `decay_steps` is 0 (MiniCPM, arXiv
 #: 2404.06395, section 4).
 WSD_DECAY_SHARE = 0.1
-#: Names of what a checkpoint remembers of the schedule that it was saved with.
+#: Keys of the schedule's record in a checkpoint.
 RATE = "learning_rate"
 STEPS = "train_steps"
 _SAME = 1e-6  # relative
@@ -50,16 +50,16 @@ def learning_rate(step: int, optim: Optim, total_steps: int) -> float:
 
 
 def remembered(step: int, optim: Optim, total_steps: int) -> dict[str, float]:
-    """What a checkpoint of `step` keeps beside its state, for `jump`."""
-    return (
-        {RATE: learning_rate(step, optim, total_steps), STEPS: float(total_steps)} if step else {}
-    )
+    """The record that a checkpoint of `step` keeps of its schedule, for `jump`."""
+    if step == 0:
+        return {}
+    return {RATE: learning_rate(step, optim, total_steps), STEPS: float(total_steps)}
 
 
 def jump(saved: Mapping[str, float], step: int, optim: Optim, total_steps: int) -> str:
-    """One line where this schedule gives another rate at a saved step than the step was made with:
-    the curve breaks there. "" where it goes on, where no step follows, and for a checkpoint that
-    remembers nothing of it."""
+    """Reports in one line that the learning rate jumps, because this schedule gives another rate at
+    the saved step than that step had. "" if the rate continues, if no step follows, or if the
+    checkpoint has no record of its schedule."""
     if RATE not in saved or not 0 < step < total_steps:
         return ""
 
