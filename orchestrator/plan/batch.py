@@ -82,10 +82,10 @@ def firsts(counts: Sequence[int], replica: int) -> list[int]:
     """
     full_rounds = min(counts)
     result = [turn * len(counts) + replica for turn in range(full_rounds)]
-    given = full_rounds * len(counts)
+    dealt = full_rounds * len(counts)
     for turn in range(full_rounds, counts[replica]):
-        result.append(given + sum(count > turn for count in counts[:replica]))
-        given += sum(count > turn for count in counts)
+        result.append(dealt + sum(count > turn for count in counts[:replica]))
+        dealt += sum(count > turn for count in counts)
     return result
 
 

@@ -34,8 +34,8 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 #: 8-bit recipes have one scale per tensor, per row, per block of 128 (DeepSeek-V3, arXiv
 #: 2412.19437) and per block of 32 (OCP MX); the 4-bit recipe has one per block of 16.
 Matmul = Literal["", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
-#: direct: a token goes to each of its experts; hierarchical: it goes once to each NVLink domain that
-#: holds some of its experts, and from there to the experts.
+#: direct: a token goes to each of its experts; hierarchical: it goes once to each NVLink domain
+#: that holds some of its experts, and from there to the experts.
 AllToAll = Literal["direct", "hierarchical"]
 CpMethod = Literal["zigzag", "ring", "allgather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
@@ -352,8 +352,8 @@ class Job(Frozen, omit_defaults=True, kw_only=True):
 
 
 class Plan(Frozen, omit_defaults=True, kw_only=True):
-    """A plan of a job. The plan of a user's program (`program`) has ranks, groups and placement, but
-    no model, memory, time and rates, because they are unknown."""
+    """A plan of a job. The plan of a user's program (`program`) has ranks, groups and placement,
+    but no model, memory, time and rates, because they are unknown."""
 
     schema: str
     hash: str  # sha256 of the canonical JSON with this field empty; "" until sealed

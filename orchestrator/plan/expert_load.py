@@ -24,8 +24,8 @@ class ExpertLoad(Struct, omit_defaults=True):
         return most_over_mean(self.tokens)
 
     def rank_ratio(self, ranks: int) -> float:
-        """The tokens of the fullest rank over the mean, with equal runs of experts on `ranks` ranks.
-        A layer takes as long as its fullest rank."""
+        """The tokens of the fullest rank over the mean, with equal runs of experts on `ranks`
+        ranks. A layer takes as long as its fullest rank."""
         experts_per_rank = len(self.tokens) // ranks
         return most_over_mean(
             [

@@ -81,18 +81,11 @@ def in_words(par: Degrees) -> tuple[int, int] | None:
     """(etp, ep) of the word of degrees that folds experts as `par` does; None if only keys can
     express it."""
     mesh = expert_mesh(par)
-    axis = par.ep
-    over_cp = folds_cp(par)
     try:
-        matches = fold(
-            par.tp, par.cp, mesh.etp, mesh.ep, lambda reason, near: ValueError(reason)
-        ) == (
-            axis,
-            over_cp,
-        )
+        folded = fold(par.tp, par.cp, mesh.etp, mesh.ep, lambda reason, near: ValueError(reason))
     except ValueError:
         return None
-    return (mesh.etp, mesh.ep) if matches else None
+    return (mesh.etp, mesh.ep) if folded == (par.ep, folds_cp(par)) else None
 
 
 def fullest(par: Any) -> float:

@@ -40,13 +40,9 @@ def expert_groups(plan: Plan) -> list[list[int]]:
     etp = tensor_ranks(par)
     for rank in plan.ranks:
         coord = rank.coord
-        key = (
-            coord.pp,
-            coord.dp,
-            0 if "cp" in expert_axes else coord.cp,
-            coord.tp % etp if "tp" in expert_axes else coord.tp,
-        )
-        ranks_by_key.setdefault(key, []).append(rank.rank)
+        cp = 0 if "cp" in expert_axes else coord.cp
+        tp = coord.tp % etp if "tp" in expert_axes else coord.tp
+        ranks_by_key.setdefault((coord.pp, coord.dp, cp, tp), []).append(rank.rank)
     return list(ranks_by_key.values())
 
 
@@ -108,8 +104,8 @@ def problem_of(moe: Moe, domains_of_groups: Sequence[Sequence[int]]) -> str | No
 
 
 def hold_groups(moe: Moe, domains: int) -> bool:
-    """Checks that no group of experts is split over `domains` domains, unless tokens may choose from
-    all groups."""
+    """Checks that no group of experts is split over `domains` domains, unless tokens may choose
+    from all groups."""
     return moe.top_groups == moe.groups or moe.groups % domains == 0
 
 
@@ -119,16 +115,16 @@ def landings(moe: Moe, domains: int) -> float:
     All choices are equally likely: `top_groups` of the groups, and `top_k` of their experts. Groups
     are not split over domains, unless there is only one group.
     """
-    limited = moe.top_groups < moe.groups
-    groups, experts_per_group = (
-        (moe.groups, moe.experts // moe.groups) if limited else (moe.experts, 1)
-    )
-    token_groups = moe.top_groups if limited else groups
+    groups = token_groups = moe.experts
+    experts_per_group = 1
+    if moe.top_groups < moe.groups:
+        groups = moe.groups
+        token_groups = moe.top_groups
+        experts_per_group = moe.experts // moe.groups
     groups_per_domain = groups // domains
     missed = 0.0
-    for inside in range(
-        min(token_groups, groups_per_domain) + 1
-    ):  # of the token's groups, in one domain
+    # `inside`: how many of the token's groups are in one domain.
+    for inside in range(min(token_groups, groups_per_domain) + 1):
         if token_groups - inside > groups - groups_per_domain:
             continue
         chance = (

@@ -22,12 +22,11 @@ def learning_rate(step: int, optim: Optim, total_steps: int) -> float:
     """The rate of update number `step`, counted from 1 (so the first update already moves).
 
     - warm-up: linear to `lr` over `warmup_steps`;
-    - constant: stays there;
-    - cosine: half a cosine from the end of warm-up to step `decay_steps` (0 = `total_steps`), then
-      stays at the floor
-      (SGDR, arXiv 1608.03983, eq. 5, one cycle);
-    - wsd: stays at `lr`, then falls linearly over the last `decay_steps` steps (0 = a tenth of the
-      run).
+    - constant: then stays at `lr`;
+    - cosine: then half a cosine until step `decay_steps` (0 = `total_steps`), then stays at the
+      floor (SGDR, arXiv 1608.03983, eq. 5, one cycle);
+    - wsd: then stays at `lr`, and falls linearly over the last `decay_steps` steps (0 = a tenth of
+      the run).
 
     The floor is `lr * min_lr_ratio`. Raises ValueError for a step below 1.
     """

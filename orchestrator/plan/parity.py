@@ -14,10 +14,10 @@ ALONE = ", one process"
 #: float64, except for ALONE. A sum of 3,000 terms rounds by the root of their number times half of
 #: epsilon; the limit is six times as much: 2e-5 in fp32. In fp64 that is 4e-14, and 4e-11 for
 #: tensors a thousandth as large as the largest, which is as much as AdamW adds
-#: (`trainer.verify.compare`). In bf16 and fp16 root mean squares are compared, and the limit is that
-#: of 100 and of 200 independent roundings in sequence. ALONE rounds at the same places, but
-#: differences of fp32 sums flip a few of these roundings, so its limit is empirical. In fp32, a bias
-#: that began at zero is 1.1e-5 off in one of 511 cells that are equal to 2e-12 in float64.
+#: (`trainer.verify.compare`). In bf16 and fp16 root mean squares are compared, and the limit is
+#: that of 100 and of 200 independent roundings in sequence. ALONE rounds at the same places, but
+#: differences of fp32 sums flip a few of these roundings, so its limit is empirical. In fp32, a
+#: bias that began at zero is 1.1e-5 off in one of 511 cells that are equal to 2e-12 in float64.
 LIMITS = {"fp64": 1e-10, "fp32": 2e-5, "bf16": 4e-2, "fp16": 7e-3}
 LIMITS |= {f"{precision}{ALONE}": 2e-4 for precision in ("bf16", "fp16")}
 

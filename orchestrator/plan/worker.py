@@ -27,8 +27,8 @@ _STEP = re.compile(r"step-(\d{8})")
 
 
 class WorkerEnv(Struct, frozen=True, kw_only=True):
-    """A worker's identity. The trainer's `__main__` reads it from the environment once; layers never
-    do."""
+    """A worker's identity. The trainer's `__main__` reads it from the environment once; layers
+    never do."""
 
     rank: int
     local_rank: int
@@ -230,8 +230,8 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
     dropped_reports: int = 0
 
 
-#: Groups of `metrics.pattern`: the numbers that can be read from the printed lines of a program that
-#: sends no reports.
+#: Groups of `metrics.pattern`: the numbers that can be read from the printed lines of a program
+#: that sends no reports.
 PRINTED = ("step", "loss", "tokens", "samples", "lr", "grad_norm")
 
 

@@ -111,7 +111,7 @@ def test_experts_are_exchanged_by_all_replicas_alike():
         "train.seq_len=8192",
     ]
     with pytest.raises(
-        OrchError, match="ep=8: the experts' exchanges join replicas for every micro-batch"
+        OrchError, match="ep=8: the all-to-all of experts joins the replicas in every micro-batch"
     ):
         build_plan(load([*words, "train.global_batch_samples=100", "parallel.uneven=true"]))
 

@@ -1,9 +1,10 @@
-"""From compute orders to full programs: sends and receives in an order that cannot deadlock.
+"""Turns compute orders into full programs, with sends and receives in an order that cannot
+deadlock.
 
-Both halves of a transfer are placed at one moment of one global order: when the producer ends, in a
-simulation with the stages' costs. Every rank's program is a sub-sequence of that order, so the
-programs finish even if each send blocks until its receive runs (rendezvous), and any two ranks name
-their mutual transfers in the same order, which NCCL asks for.
+Both halves of a transfer get the same position in one global order: the moment when the producer
+ends, in a simulation with the stages' costs. Every rank's program is a sub-sequence of that order,
+so the programs finish even if each send blocks until its receive runs (rendezvous). Any two ranks
+list their mutual transfers in the same order, as NCCL requires.
 """
 
 from __future__ import annotations
@@ -20,26 +21,24 @@ Batch = tuple[Action, ...]
 
 
 def lower(schedule: Schedule, costs: Costs | None = None) -> tuple[Program, ...]:
-    """Program of every rank. Neighbouring stages on one rank hand over in memory, without SEND and
-    RECV.
+    """Builds the program of every rank. Neighbouring stages on one rank exchange data in memory,
+    without SEND and RECV.
 
-    `costs`, above zero and equal on all ranks, decide where transfers stand between computations:
-    with those of the real stages a transfer does not wait behind one that comes later. Any costs
-    give programs that end.
+    `costs`, above zero and equal on all ranks, decide the positions of transfers between
+    computations: with the costs of the real stages, a transfer does not wait behind a later one.
+    Programs end with any costs.
 
     Raises ScheduleError if the compute orders deadlock.
     """
-    events: list[
-        tuple[float, bool, int, Action, Action | None]
-    ] = []  # (time, is compute, rank, action, receive)
+    #: (time, is compute, rank, action, receive)
+    events: list[tuple[float, bool, int, Action, Action | None]] = []
     for rank, spans in enumerate(simulate(schedule, costs).spans):
         for action, start, end in spans:
             events.append((start, True, rank, action, None))
             if (receive := receive_of(schedule, action)) is not None:
                 events.append((end, False, rank, action, receive))
-    events.sort(
-        key=itemgetter(0, 1)
-    )  # at one time transfers come first; what is still equal stays in order of rank
+    # At the same time transfers come first; otherwise equal events stay in the order of ranks.
+    events.sort(key=itemgetter(0, 1))
     programs: list[list[Action]] = [[] for _ in range(schedule.pp)]
     for *_, rank, action, receive in events:
         if receive is None:
@@ -52,7 +51,7 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> tuple[Program, ...]
 
 
 def receive_of(schedule: Schedule, action: Action) -> Action | None:
-    """The receive on another rank that a compute action's result goes to, if there is one."""
+    """The receive of a compute action's result on another rank, or None."""
     kind, stage, micro_batch = action
     if kind is Kind.F and not schedule.is_last(stage):
         target = Action(Kind.RECV_F, stage + 1, micro_batch)
@@ -64,13 +63,13 @@ def receive_of(schedule: Schedule, action: Action) -> Action | None:
 
 
 def peer_of(schedule: Schedule, action: Action) -> int:
-    """Pipeline rank on the other end of a SEND or RECV."""
+    """The pipeline rank on the other end of a SEND or RECV."""
     towards_next = action.kind in (Kind.SEND_F, Kind.RECV_B)
     return schedule.stage_rank[action.stage + (1 if towards_next else -1)]
 
 
 def other_half(action: Action) -> Action:
-    """SEND -> its RECV and RECV -> its SEND."""
+    """Returns the RECV of a SEND, and the SEND of a RECV."""
     kind, stage, micro_batch = action
     if kind is Kind.SEND_F:
         return Action(Kind.RECV_F, stage + 1, micro_batch)
@@ -84,13 +83,13 @@ def other_half(action: Action) -> Action:
 def lower_to_batches(
     schedule: Schedule, costs: Costs | None = None
 ) -> tuple[tuple[Batch, ...], ...]:
-    """Program of every rank for NCCL, which runs a batch as one kernel and batches in order:
-    computations, and between them batches of the transfers that begin at one moment of the
-    simulation.
+    """Builds the program of every rank for NCCL, which runs a batch as one kernel and batches in
+    order.
 
-    A batch stands behind the computations that have ended by then, and before one that is running:
-    whatever its data needs has ended too, so nothing that it waits for comes after it. Raises
-    ScheduleError as `lower`.
+    Between computations, a program has batches of the transfers that begin at one moment of the
+    simulation. A batch comes after the computations that have ended by then, and before a running
+    one: the producers of its data have also ended, so it never waits for anything after it. Raises
+    ScheduleError like `lower`.
     """
     spans = simulate(schedule, costs).spans
     starting: list[dict[float, list[Action]]] = [{} for _ in spans]
@@ -113,12 +112,12 @@ def lower_to_batches(
 
 
 def receive_early(program: Program, by: int = 2, costs: Costs | None = None) -> tuple[Batch, ...]:
-    """Post every receive `by` computations earlier: the transfer then overlaps with them, and the
-    sender, who finds its receive posted, sends at once instead of asking first. `costs`: those of
-    `lower`; each transfer stands alone.
+    """Posts every receive `by` computations earlier, so that transfers overlap with them, and the
+    sender finds its receive posted and sends at once. `costs`: those of `lower`. Each transfer is a
+    batch of its own.
 
-    Only for transports that match messages by tag (gloo): it gives up the common order of a pair's
-    transfers.
+    Only transports that match messages by tag (gloo) can use it: the transfers of a pair of ranks
+    no longer have the same order on both.
     """
     segments: list[list[Batch]] = [[]]  # each computation with its sends
     receives: list[list[Batch]] = [[]]  # posted behind each segment

@@ -1,9 +1,9 @@
-"""A user's own schedule as text: one row a rank, one action a cell.
+"""Reads and writes a user's own schedule as text: one row per rank, one action per cell.
 
-CSV as torch's pipelining writes it (`0F0,0F1,,0B0`; empty cells are idle slots and carry no
+The text is CSV as torch's pipelining writes it (`0F0,0F1,,0B0`; empty cells are idle slots without
 meaning), or JSON: a list of such lists, or an object `{"rows": [...], "name": ..., "copies": 2}`.
-The placement of stages follows from the rows. Sends and receives may stand in the table and are
-left out: `lower` derives them.
+The placement of stages follows from the rows. Sends and receives in the table are ignored: `lower`
+derives them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .validate import problem
 
 
 def read_table(source: str, name: str = "table", max_in_flight: float | None = None) -> Schedule:
-    """Parse and prove a table. Raises ScheduleError with the row and cell that is wrong."""
-    import csv  # with json a millisecond, which plans without a table do not pay
+    """Parses and checks a table. Raises ScheduleError with the row and cell that are wrong."""
+    import csv  # imports of csv and json take a millisecond, and few plans have a table
     import io
     import json
 
@@ -39,9 +39,9 @@ def read_table(source: str, name: str = "table", max_in_flight: float | None = N
 def read_rows(
     rows: object, name: str = "table", copies: int = 1, max_in_flight: float | None = None
 ) -> Schedule:
-    """Prove one list of action texts a rank. Raises ScheduleError like `read_table`."""
+    """Checks one list of action texts per rank. Raises ScheduleError like `read_table`."""
     if not (isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)):
-        raise ScheduleError(f"schedule {name}: want one row of actions a rank")
+        raise ScheduleError(f"schedule {name}: want one row of actions per rank")
     schedule = _assemble(name, copies, [_row(name, rank, row) for rank, row in enumerate(rows)])
     wrong = problem(schedule, max_in_flight)
     if wrong:
@@ -50,7 +50,7 @@ def read_rows(
 
 
 def write_table(schedule: Schedule) -> str:
-    """CSV that `read_table` reads back (of a schedule with one model copy)."""
+    """Formats a schedule with one model copy as CSV that `read_table` reads."""
     return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
 
 
@@ -87,5 +87,10 @@ def _assemble(name: str, copies: int, orders: list[tuple[Action, ...]]) -> Sched
     micro_batches = 1 + max(action.micro_batch for order in orders for action in order)
     placement = tuple(owner[stage] for stage in range(stages))
     return Schedule(
-        name, ranks, stages // (ranks * copies), micro_batches, placement, tuple(orders)
+        name=name,
+        pp=ranks,
+        vpp=stages // (ranks * copies),
+        micro_batches=micro_batches,
+        stage_rank=placement,
+        orders=tuple(orders),
     )

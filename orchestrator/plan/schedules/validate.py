@@ -1,5 +1,4 @@
-"""Prove that a schedule or a lowered program is complete, legal and free of deadlock, or say why
-not."""
+"""Checks that a schedule or a lowered program is complete, legal and free of deadlocks."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from .simulate import peak_in_flight, simulate
 
 
 def problem(schedule: Schedule, max_in_flight: float | None = None) -> str | None:
-    """None, or one line naming the first thing wrong with a schedule's compute orders.
+    """Finds the first problem of a schedule's compute orders. Returns one line, or None.
 
-    Every micro-batch passes each stage of its route exactly once forward and once backward (B, or I
-    then W), on the rank that holds the stage; the ranks finish; no rank holds more than
-    `max_in_flight` stage activations.
+    Every micro-batch must pass each stage of its route exactly once forward and once backward (B,
+    or I then W), on the rank that holds the stage. The ranks must finish, and no rank may hold more
+    than `max_in_flight` stage activations.
     """
     counts: Counter[Action] = Counter()
     for rank, order in enumerate(schedule.orders):
@@ -50,7 +49,10 @@ def problem(schedule: Schedule, max_in_flight: float | None = None) -> str | Non
             if not counts[Action(Kind.F, stage, micro_batch)]:
                 return f"{subject} has no forward"
             if (backwards, input_backwards, weight_backwards) not in ((1, 0, 0), (0, 1, 1)):
-                return f"{subject} wants B, or I and W; has {backwards} B, {input_backwards} I, {weight_backwards} W"
+                return (
+                    f"{subject} wants B, or I and W; has {backwards} B, {input_backwards} I,"
+                    f" {weight_backwards} W"
+                )
     try:
         simulate(schedule)
     except ScheduleError as error:
@@ -68,13 +70,12 @@ def problem(schedule: Schedule, max_in_flight: float | None = None) -> str | Non
 def program_problem(
     schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool = True
 ) -> str | None:
-    """None, or one line naming the first thing wrong with lowered programs.
+    """Finds the first problem of lowered programs. Returns one line, or None.
 
-    Each result that another rank needs is sent once and received once, before its use. With
-    `rendezvous` the programs must finish although every send and receive blocks until its other
-    half runs, and two ranks must name their mutual transfers in the same order; without, a receive
-    waits only when its value is used, and a send until the receive of the same message has been
-    posted.
+    Each result that another rank needs must be sent once and received once, before its use. With
+    `rendezvous`, every send and receive blocks until its other half runs, so two ranks must list
+    their mutual transfers in the same order. Without it, a receive waits only when its data is
+    used, and a send waits until the receive of the same message is posted.
     """
     for rank, program in enumerate(programs):
         if tuple(action for action in program if action.kind in COMPUTE) != schedule.orders[rank]:
@@ -98,7 +99,7 @@ def program_problem(
 
 
 def _run(schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool) -> str | None:
-    """Execute the programs on paper, sends and receives meaning what `rendezvous` says."""
+    """Simulates the programs, with sends and receives as `rendezvous` defines them."""
     heads = [0] * schedule.pp
     done: set[Action] = set()
     arrived: set[Action] = set()
