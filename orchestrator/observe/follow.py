@@ -52,7 +52,7 @@ def follow_program(folder: RunFolder, read_state: ReadState, out: TextIO, style:
                 reported_epoch = ended.epoch
                 if ended.cause:
                     print(
-                        f"orch: {ended.cause.text}; starting again as epoch {successor.epoch}",
+                        f"orch: {ended.cause.text}; restarting as epoch {successor.epoch}",
                         file=out,
                     )
         out.flush()

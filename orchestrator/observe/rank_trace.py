@@ -64,8 +64,11 @@ def read_timeline(path: Path, rank: int) -> Timeline:
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
     except FileNotFoundError:
-        problem = f"rank {rank} recorded no timeline: submit with metrics.trace_steps=2, say"
-        raise OrchError(problem, Exit.USAGE) from None
+        raise OrchError(
+            f"rank {rank} recorded no timeline: submit the run with, for example,"
+            " metrics.trace_steps=2",
+            Exit.USAGE,
+        ) from None
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         raise OrchError(f"{path}: {error}", Exit.CONFIG) from None
     held = [event for event in file.events if event.ph == "C" and event.name == "memory"]

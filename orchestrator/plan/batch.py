@@ -103,7 +103,7 @@ def check_batch(parallel: Parallel) -> str | None:
     samples = sum(taken(parallel)) * parallel.micro_batch_size
     if samples != parallel.global_batch_samples:
         return (
-            f"the replicas take {samples} samples a step, global_batch_samples is"
+            f"the replicas take {samples} samples per step, global_batch_samples is"
             f" {parallel.global_batch_samples}"
         )
     return None

@@ -210,7 +210,7 @@ def _nvlink(case: Case) -> str | None:
     )
     return (
         f"{name} groups would leave their NVLink domain of {size} GPUs{held}"
-        " (parallel.allow_tp_across_nvlink=true plans it all the same and says what it costs)"
+        " (parallel.allow_tp_across_nvlink=true plans it anyway and reports its cost)"
     )
 
 

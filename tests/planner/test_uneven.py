@@ -49,7 +49,10 @@ def test_shares_are_as_equal_as_can_be(replicas, many):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"replica_micro_batches": [2, 2, 1]}, "take 5 samples a step, global_batch_samples is 4"),
+        (
+            {"replica_micro_batches": [2, 2, 1]},
+            "take 5 samples per step, global_batch_samples is 4",
+        ),
         ({"replica_micro_batches": [3, 1, 0]}, "at least 1"),
         ({"replica_micro_batches": [3, 1]}, "must be 3 numbers"),
         ({"replica_micro_batches": [2, 1, 1], "micro_batches": 3}, "largest be micro_batches 3"),

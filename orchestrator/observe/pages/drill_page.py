@@ -12,7 +12,7 @@ def table(rows: Sequence[Mapping[str, Any]], style: Style) -> str:
     """The success rate, p50 and p95 of each fault and position."""
     lines = [style.title("Drill")]
     head = (
-        f"{'fault':<13}{'victim':<13}{'goes on':>9}{'noticed p50':>13}{'p95':>9}"
+        f"{'fault':<13}{'victim':<13}{'recovered':>9}{'noticed p50':>13}{'p95':>9}"
         f"{'steps p50':>11}{'p95':>9}{'lost':>6}"
     )
     lines.append(style.paint(head, GRAY))

@@ -141,8 +141,9 @@ def _verdict(pair: Mapping[str, Any], show: Callable[[float], str], style: Style
     difference."""
     if pair.get("inside") is None:
         return []
-    where = "inside" if pair["inside"] else style.paint("outside", YELLOW, bold=True)
-    lines = [f"{where} the interval of the prediction, {show(pair['low'])} to {show(pair['high'])}"]
+    position = "inside" if pair["inside"] else style.paint("outside", YELLOW, bold=True)
+    interval = f"{show(pair['low'])} to {show(pair['high'])}"
+    lines = [f"{position} the interval of the prediction, {interval}"]
     for cause in pair.get("drift", []):
         lines += textwrap.wrap(cause, style.width, initial_indent="  ", subsequent_indent="    ")
     return lines

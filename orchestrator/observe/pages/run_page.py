@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.plan.exits import Exit, meaning
 from orchestrator.run.bad_nodes import BadNode
 from orchestrator.run.left_out import said_of
-from orchestrator.run.request import LaunchRequest
+from orchestrator.run.request import Code, LaunchRequest
 from orchestrator.run.state import Cause, RunState
 from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, fold, seconds, si, three
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # measurements of a run, which a job that is only submitted d
     from orchestrator.observe.goodput.account import Account
     from orchestrator.observe.live import Live
 
+_INDENT = 12  # columns of a row's name
+_MOST_NODES = 64  # that are listed
 COLOUR = {
     "done": GREEN,
     "running": GREEN,
@@ -33,39 +35,39 @@ COLOUR = {
 def request_page(request: LaunchRequest, style: Style) -> str:
     """The page of a launch request. `--dry-run --json` prints the complete request."""
     env = request.environment
-    code = request.code
-    source = {
-        "git": (
-            f"{code.root} at {(code.commit or 'no commit')[:12]}, tracked and uncommitted, copied"
-        ),
-        "folder": f"{code.root}, copied",
-        "none": "as installed, nothing is copied",
-    }[code.kind]
-    first, *followers = request.agents
+    policy = request.policy
+    first = request.agents[0]
+    agents = f"{request.nodes}, one per node, from {first.node}"
+    if len(request.agents) > 1:
+        agents += f" to {request.agents[-1].node}"
+    variables = env.defaults | env.values
+    files = [f"{file.path} ({si(file.size, 'B')})" for file in request.files]
     rows = [
         ("handle", request.handle),
         ("run folder", f"{request.run_dir} (0700)"),
         ("plan", request.plan_hash[:16]),
-        ("code", source),
-        *[("", line) for line in said_of(code)],
-        (
-            "agents",
-            f"{request.nodes}, one per node, from {first.node}"
-            + (f" to {followers[-1].node}" if followers else ""),
-        ),
+        ("code", _source(request.code)),
+        *[("", line) for line in said_of(request.code)],
+        ("agents", agents),
         ("", shlex.join(first.argv)),
         ("workers", f"{request.summary['world_size']}, one per rank"),
         ("", shlex.join(request.worker.argv)),
         ("", f"in {request.worker.cwd}"),
         ("variables", ", ".join(env.names) or "none of this shell's"),
-        *[("", f"{name}={value}") for name, value in sorted((env.defaults | env.values).items())],
-        (
-            "restarts",
-            f"{request.policy.max_restarts} after failures; {request.policy.grace_s:g} s to save",
-        ),
-        ("files", ", ".join(f"{file.path} ({si(file.size, 'B')})" for file in request.files)),
+        *[("", f"{name}={value}") for name, value in sorted(variables.items())],
+        ("restarts", f"{policy.max_restarts} after failures; {policy.grace_s:g} s to save"),
+        ("files", ", ".join(files)),
     ]
     return "\n".join([style.title("Request"), *_table(rows, style)])
+
+
+def _source(code: Code) -> str:
+    if code.kind == "none":
+        return "as installed, nothing is copied"
+    if code.kind == "folder":
+        return f"{code.root}, copied"
+    commit = code.commit or "no commit"
+    return f"{code.root} at {commit[:12]}, tracked and uncommitted, copied"
 
 
 Row = tuple[str, str]  # name, content
@@ -182,7 +184,7 @@ def _goodput_rows(state: RunState, spent: Account, style: Style) -> list[Row]:
         (start - state.created_at, end - state.created_at, wall_state)
         for start, end, wall_state in spent.intervals
     ]
-    cells = max(20, style.width - 12)
+    cells = max(20, style.width - _INDENT)
     return [
         ("goodput", f"ETTR {spent.ettr:.1%} of {seconds(spent.wall_s)}{loss}"),
         ("", strip(intervals, spent.wall_s, style, cells)),
@@ -207,18 +209,17 @@ def progress_line(state: RunState, live: Live, style: Style) -> str:
     name = style.paint(state.state, COLOUR.get(state.state))
     if live.step is None:
         return f"{name}  {live.doing or state.reason or ''}"
-    width = 20 if style.width >= 100 else 10
-    bar = style.bar(live.step / live.steps, width, GREEN) if live.steps else ""
-    cells = [
-        f"step {live.step}/{live.steps}" if live.steps else f"step {live.step}",
-        bar,
-        *_known(loss=live.loss),
-    ]
+    is_wide = style.width >= 100
+    cells = [f"step {live.step}"]
+    if live.steps:
+        bar = style.bar(live.step / live.steps, 20 if is_wide else 10, GREEN)
+        cells = [f"step {live.step}/{live.steps}", bar]
+    cells += _known(loss=live.loss)
     if live.tokens_per_s:
         cells.append(f"{three(live.tokens_per_s)} tok/s")
-    if live.mfu is not None and style.width >= 100:
+    if live.mfu is not None and is_wide:
         cells.append(f"MFU {live.mfu:.1%}")
-    if live.left_s and style.width >= 100:
+    if live.left_s and is_wide:
         cells.append(f"{seconds(live.left_s)} left")
     return f"{name}  " + "  ".join(filter(None, cells))
 
@@ -231,38 +232,31 @@ def _meaning(state: RunState, code: int) -> str:
 
 def end_lines(state: RunState, style: Style) -> list[str]:
     """The lines that are printed when a run has ended."""
-    code = (
-        f", exit code {state.exit_code} ({_meaning(state, state.exit_code)})"
-        if state.exit_code
-        else ""
-    )
-    first, *continuation = fold(f"{state.state}: {state.reason}{code}", style.width, 2)
-    lines = [
-        style.paint(state.state, COLOUR.get(state.state), bold=True)
-        + first.removeprefix(state.state),
-        *continuation,
-    ]
-    return lines + (_cause("First cause", state.cause, style, tail=12) if state.cause else [])
+    ending = f"{state.state}: {state.reason}"
+    if state.exit_code:
+        ending += f", exit code {state.exit_code} ({_meaning(state, state.exit_code)})"
+    first, *continuation = fold(ending, style.width, 2)
+    name = style.paint(state.state, COLOUR.get(state.state), bold=True)
+    lines = [name + first.removeprefix(state.state), *continuation]
+    if state.cause:
+        lines += _cause("First cause", state.cause, style, tail=12)
+    return lines
 
 
 def list_row(state: RunState, live: Live, now: float) -> tuple[str, ...]:
     """The cells of one run in `list_page`. `now`: Unix seconds."""
-    s = state.summary
-    job = " ".join(
-        filter(
-            None,
-            (
-                str(s.get("model") or _short(s)),
-                str(s.get("parallel", "")),
-                f"on {s.get('cluster')}",
-            ),
-        )
-    )
-    job += f", {sweep}" if (sweep := state.summary.get("sweep")) else ""
-    total = f"/{live.steps or '?'}" if "model" in state.summary or live.steps else ""
-    step = f"{live.step if live.step is not None else '-'}{total}"
-    loss = three(live.loss) if live.loss is not None else "-"
-    return state.run_id, state.state, job, step, loss, seconds(max(0.0, now - state.created_at))
+    summary = state.summary
+    program = str(summary.get("model") or _short(summary))
+    layout = str(summary.get("parallel", ""))
+    job = " ".join(filter(None, (program, layout, f"on {summary.get('cluster')}")))
+    if sweep := summary.get("sweep"):
+        job += f", {sweep}"
+    step = "-" if live.step is None else str(live.step)
+    if "model" in summary or live.steps:
+        step += f"/{live.steps or '?'}"
+    loss = "-" if live.loss is None else three(live.loss)
+    age = seconds(max(0.0, now - state.created_at))
+    return state.run_id, state.state, job, step, loss, age
 
 
 def _short(summary: Mapping[str, str | int]) -> str:
@@ -273,16 +267,20 @@ def _short(summary: Mapping[str, str | int]) -> str:
 
 def list_page(rows: list[tuple[str, ...]], style: Style) -> str:
     table = [("run", "state", "job", "step", "loss", "age"), *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    narrow = sum(widths) + 2 * len(widths) - 2 > style.width  # what it runs gets a line of its own
-    lines = []
+    widths = _widths(table)
+    is_narrow = sum(widths) + 2 * len(widths) - 2 > style.width
+    lines: list[str] = []
     for index, row in enumerate(table):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         if index:
             cells[1] = style.paint(cells[1], COLOUR.get(row[1]))
-        below = fold(f"  {cells.pop(2).rstrip()}", style.width, 4) if narrow else []
-        row_lines = ["  ".join(cells).rstrip(), *below]
-        lines += [style.paint(line, GRAY) for line in row_lines] if index == 0 else row_lines
+        job_lines = []
+        if is_narrow:  # the job gets its own line
+            job_lines = fold(f"  {cells.pop(2).rstrip()}", style.width, 4)
+        row_lines = ["  ".join(cells).rstrip(), *job_lines]
+        if index == 0:
+            row_lines = [style.paint(line, GRAY) for line in row_lines]
+        lines += row_lines
     return "\n".join(lines)
 
 
@@ -291,15 +289,24 @@ def nodes_page(nodes: list[BadNode], now: float, style: Style) -> str:
     if not nodes:
         return "no node is left out"
     table = [("node", "cluster", "left out for", "run", "why")]
-    table += [
-        (bad_node.node, bad_node.cluster, seconds(bad_node.until - now), bad_node.run, bad_node.why)
-        for bad_node in nodes
-    ]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
-    ]
-    return "\n".join([style.paint(lines[0], GRAY), *lines[1:]])
+    for node in nodes:
+        left_s = seconds(node.until - now)
+        table.append((node.node, node.cluster, left_s, node.run, node.why))
+    return "\n".join(_aligned(table, style))
+
+
+def _widths(table: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*table, strict=True)]
+
+
+def _aligned(table: Sequence[Sequence[str]], style: Style) -> list[str]:
+    """The rows of a table as aligned lines; the first row is its head."""
+    widths = _widths(table)
+    lines = []
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return [style.paint(lines[0], GRAY), *lines[1:]]
 
 
 def _known(**values: float | None) -> list[str]:
@@ -307,26 +314,31 @@ def _known(**values: float | None) -> list[str]:
 
 
 def _nodes(state: RunState, live: Live, style: Style) -> list[str]:
+    table = [("node", "state", "ranks", "step", "memory", "metrics")]
+    for name in list(state.nodes)[:_MOST_NODES]:
+        table.append(_node_row(name, state, live))
+    lines = _aligned(table, style)
+    if len(state.nodes) > _MOST_NODES:
+        lines.append(f"... {len(state.nodes) - _MOST_NODES} more")
+    return lines
+
+
+def _node_row(name: str, state: RunState, live: Live) -> tuple[str, ...]:
     from orchestrator.observe.live import NodeLive
 
-    table = [("node", "state", "ranks", "step", "memory", "metrics")]
-    for name, node in list(state.nodes.items())[:64]:
-        now = live.nodes.get(name) or NodeLive()
-        total = now.memory_bytes.get("total")
-        metrics = f"http://{node.metrics}/metrics" if node.metrics and not state.is_final else "-"
-        ranks = (
-            f"{node.ranks[0]}-{node.ranks[-1]}"
-            if len(node.ranks) > 1
-            else "".join(map(str, node.ranks))
-        )
-        step = "-" if now.step is None else str(now.step)
-        table.append((name, node.state, ranks, step, si(total, "B") if total else "-", metrics))
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
-    ]
-    hidden_nodes = [f"... {len(state.nodes) - 64} more"] if len(state.nodes) > 64 else []
-    return [style.paint(lines[0], GRAY), *lines[1:], *hidden_nodes]
+    node = state.nodes[name]
+    measured = live.nodes.get(name) or NodeLive()
+    ranks = "".join(map(str, node.ranks))
+    if len(node.ranks) > 1:
+        ranks = f"{node.ranks[0]}-{node.ranks[-1]}"
+    step = "-" if measured.step is None else str(measured.step)
+    memory = "-"
+    if total := measured.memory_bytes.get("total"):
+        memory = si(total, "B")
+    metrics = "-"
+    if node.metrics and not state.is_final:
+        metrics = f"http://{node.metrics}/metrics"
+    return name, node.state, ranks, step, memory, metrics
 
 
 def _cause(title: str, cause: Cause, style: Style, tail: int) -> list[str]:
@@ -338,13 +350,13 @@ def _cause(title: str, cause: Cause, style: Style, tail: int) -> list[str]:
     return lines + [f"  {line}" for line in cause.tail[-tail:]]
 
 
-def _table(rows: list[tuple[str, str]], style: Style) -> list[str]:
+def _table(rows: Sequence[Row], style: Style) -> list[str]:
+    """Rows of a name and its content, which wraps."""
+    width = max(30, style.width - _INDENT)
     lines = []
     for name, content in rows:
-        indent = " " * 12
-        first, *rest = textwrap.wrap(
-            content, max(30, style.width - 12), break_on_hyphens=False, break_long_words=False
-        ) or [""]
-        lines.append(f"{style.paint(f'{name:<11}', GRAY)} {first}")
-        lines += [indent + line for line in rest]
+        wrapped = textwrap.wrap(content, width, break_on_hyphens=False, break_long_words=False)
+        first, *continuation = wrapped or [""]
+        lines.append(f"{style.paint(f'{name:<{_INDENT - 1}}', GRAY)} {first}")
+        lines += [" " * _INDENT + line for line in continuation]
     return lines

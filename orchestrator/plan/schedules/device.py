@@ -124,7 +124,7 @@ class _Devices:
         return True
 
     def _compute(self, number: int) -> bool:
-        """Runs the next kernel of a rank once its inputs are there."""
+        """Runs the next kernel of a rank once its inputs have arrived."""
         rank = self._ranks[number]
         if len(rank.computed) == len(rank.kernels):
             return False
@@ -146,7 +146,7 @@ class _Devices:
         return True
 
     def _arrival(self, source: Action, number: int) -> float | None:
-        """When the result of `source` is on a rank; None if it is not there yet."""
+        """The time at which the result of `source` is on a rank; None if it has not arrived."""
         if self._schedule.stage_rank[source.stage] == number:
             return 0.0 if source in self._ends else None  # kernels of a rank run in order
         receive = receive_of(self._schedule, source)
