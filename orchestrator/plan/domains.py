@@ -89,9 +89,13 @@ class Domains(NamedTuple):
         """
         replica = tp * cp * ep * pp
         sizes = self.parts(tp, cp, ep, pp, across=across)
-        filled_gpus = next((gpus for gpus in sizes if gpus % replica == 0), 0)
+        for gpus in sizes:
+            if gpus % replica == 0:
+                return gpus
         largest = max(sizes, default=self.gpus)
-        return filled_gpus or (largest // replica * replica if largest < self.gpus else self.gpus)
+        if largest < self.gpus:
+            return largest // replica * replica
+        return self.gpus
 
 
 def domains_of(cluster: Cluster) -> Domains:
@@ -103,11 +107,11 @@ def usable_nodes(cluster: Cluster, group: int) -> list[int]:
     """Lists the nodes of each domain that groups of `group` ranks fill, domain by domain in the
     cluster's order."""
     unit = domains_of(cluster).unit(group)
-    return [
-        node
-        for nodes in sorted(cluster.nvlink_domains)
-        for node in sorted(nodes)[: len(nodes) // unit * unit]
-    ]
+    usable = list[int]()
+    for nodes in sorted(cluster.nvlink_domains):
+        count = len(nodes) // unit * unit
+        usable += sorted(nodes)[:count]
+    return usable
 
 
 def cut(cluster: Cluster, nodes: Iterable[int]) -> Cluster:
@@ -119,11 +123,10 @@ def cut(cluster: Cluster, nodes: Iterable[int]) -> Cluster:
         kept_blocks = ([new_index[node] for node in block if node in new_index] for block in blocks)
         return [block for block in kept_blocks if block]
 
+    levels = [structs.replace(level, switches=inside(level.switches)) for level in cluster.levels]
     return structs.replace(
         cluster,
         node_names=[cluster.node_names[node] for node in kept_nodes],
         nvlink_domains=inside(cluster.nvlink_domains),
-        levels=[
-            structs.replace(level, switches=inside(level.switches)) for level in cluster.levels
-        ],
+        levels=levels,
     )

@@ -47,7 +47,9 @@ class ExpertMesh(NamedTuple):
 
 def expert_mesh(par: Degrees) -> ExpertMesh:
     etp = tensor_ranks(par)
-    return ExpertMesh(etp, par.tp // etp * spread(par), par.dp * (1 if folds_cp(par) else par.cp))
+    ep = par.tp // etp * spread(par)
+    edp = par.dp if folds_cp(par) else par.dp * par.cp
+    return ExpertMesh(etp, ep, edp)
 
 
 def tensor_ranks(par: Degrees) -> int:
@@ -97,12 +99,14 @@ def position(par: Any, coord: Any) -> int:
     """The index of the run of a layer's experts that the rank at `coord` holds: its position in its
     "experts" group, ascending. `par`: a `Parallel`, `coord`: a `Coord`."""
     etp = tensor_ranks(par)
-    result = 0
     sizes = {"tp": par.tp // etp, "cp": par.cp, "ep": par.ep}
     coordinates: dict[str, int] = {"tp": coord.tp // etp, "cp": coord.cp, "ep": coord.ep}
-    for axis in reversed([axis for axis in par.order if axis in axes(par)]):
-        result = result * sizes[axis] + coordinates[axis]
-    return result
+    expert_axes = axes(par)
+    index = 0
+    for axis in reversed(par.order):
+        if axis in expert_axes:
+            index = index * sizes[axis] + coordinates[axis]
+    return index
 
 
 def nvlink_domain_of(plan: Plan) -> list[int]:

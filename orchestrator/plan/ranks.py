@@ -41,12 +41,14 @@ def _coord_tuples(order: Iterable[str], degrees: Mapping[str, int]) -> list[tupl
 def groups(all_coords: list[dict[str, int]], varying: tuple[str, ...]) -> list[list[int]]:
     """Lists groups of ranks in which only the axes in `varying` vary, each sorted by those
     coordinates (last axis slowest)."""
-    fixed_coords = list(
-        map(_reader(tuple(axis for axis in AXES if axis not in varying)), all_coords)
-    )
-    varying_coords = list(map(_reader(tuple(reversed(varying))), all_coords))
+    fixed = tuple(axis for axis in AXES if axis not in varying)
+    read_fixed = _reader(fixed)
+    read_varying = _reader(tuple(reversed(varying)))
+    fixed_coords = list(map(read_fixed, all_coords))
+    varying_coords = list(map(read_varying, all_coords))
+    ranks = sorted(range(len(varying_coords)), key=varying_coords.__getitem__)
     ranks_by_coord: dict[object, list[int]] = {key: [] for key in fixed_coords}
-    for rank in sorted(range(len(varying_coords)), key=varying_coords.__getitem__):
+    for rank in ranks:
         ranks_by_coord[fixed_coords[rank]].append(rank)
     return list(ranks_by_coord.values())
 
@@ -60,10 +62,18 @@ def _reader(axes: tuple[str, ...]) -> Callable[[Mapping[str, int]], Any]:
 def all_groups(all_coords: list[dict[str, int]], pp: int) -> dict[str, list[list[int]]]:
     """Builds every group list of a plan: one per axis, the composites, and "embedding" (first and
     last stage)."""
-    result = {axis: groups(all_coords, (axis,)) for axis in AXES}
-    result.update({name: groups(all_coords, axes) for name, axes in COMPOSITE.items()})
-    result["embedding"] = [[g[0], g[-1]] if pp > 1 else [g[0]] for g in result["pp"]]
-    return result
+    rank_lists = {axis: groups(all_coords, (axis,)) for axis in AXES}
+    for name, axes in COMPOSITE.items():
+        rank_lists[name] = groups(all_coords, axes)
+    rank_lists["embedding"] = _embedding_groups(rank_lists["pp"], pp)
+    return rank_lists
+
+
+def _embedding_groups(pipelines: list[list[int]], pp: int) -> list[list[int]]:
+    """The ranks of the first and the last stage of each pipeline."""
+    if pp == 1:
+        return [pipeline[:1] for pipeline in pipelines]
+    return [[pipeline[0], pipeline[-1]] for pipeline in pipelines]
 
 
 def embeds_at_both_ends(model: Model) -> bool:
@@ -81,32 +91,33 @@ def nested_groups(order: Iterable[str], degrees: Mapping[str, int]) -> dict[str,
         strides[axis] = stride
         stride *= degrees[axis]
     varying_axes = {axis: (axis,) for axis in AXES} | COMPOSITE
-    result = {
-        name: _nested(list(strides.items()), degrees, varying)
-        for name, varying in varying_axes.items()
+    rank_lists = {
+        name: _nested(strides, degrees, varying) for name, varying in varying_axes.items()
     }
-    result["embedding"] = [[g[0], g[-1]] if degrees["pp"] > 1 else [g[0]] for g in result["pp"]]
-    return result
+    rank_lists["embedding"] = _embedding_groups(rank_lists["pp"], degrees["pp"])
+    return rank_lists
 
 
 def _nested(
-    strides: list[tuple[str, int]], degrees: Mapping[str, int], varying: tuple[str, ...]
+    strides: dict[str, int], degrees: Mapping[str, int], varying: tuple[str, ...]
 ) -> list[list[int]]:
     """Lists groups like `groups`, in the order of their lowest rank. Members are sorted by
-    coordinate, the last axis of `varying` slowest."""
-    stride_of = dict(strides)
+    coordinate, the last axis of `varying` slowest. `strides` has the innermost axis first."""
     firsts = [0]
     members = [0]
     for axis in varying:
-        members = [
-            index * stride_of[axis] + rank for index in range(degrees[axis]) for rank in members
-        ]
-    for axis, stride in strides:
+        members = _repeated(members, degrees[axis], strides[axis])
+    for axis, stride in strides.items():
         if axis not in varying:
-            firsts = [index * stride + rank for index in range(degrees[axis]) for rank in firsts]
+            firsts = _repeated(firsts, degrees[axis], stride)
     if len(members) == 1:
         return [[first] for first in firsts]
     return [[first + rank for rank in members] for first in firsts]
+
+
+def _repeated(ranks: list[int], degree: int, stride: int) -> list[int]:
+    """Copies the ranks along an axis."""
+    return [index * stride + rank for index in range(degree) for rank in ranks]
 
 
 def as_dict(rank: Rank) -> dict[str, int]:

@@ -1,17 +1,14 @@
-"""Renders a launch request, a run and a list of runs as text. Colour and width come with the
+"""Renders a run and lists of runs and nodes as text. Colour and width come with the
 style."""
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.plan.exits import Exit, meaning
 from orchestrator.run.bad_nodes import BadNode
-from orchestrator.run.left_out import said_of
-from orchestrator.run.request import Code, LaunchRequest
 from orchestrator.run.state import Cause, RunState
 from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, fold, seconds, si, three
 
@@ -32,44 +29,6 @@ COLOUR = {
 }
 
 
-def request_page(request: LaunchRequest, style: Style) -> str:
-    """The page of a launch request. `--dry-run --json` prints the complete request."""
-    env = request.environment
-    policy = request.policy
-    first = request.agents[0]
-    agents = f"{request.nodes}, one per node, from {first.node}"
-    if len(request.agents) > 1:
-        agents += f" to {request.agents[-1].node}"
-    variables = env.defaults | env.values
-    files = [f"{file.path} ({si(file.size, 'B')})" for file in request.files]
-    rows = [
-        ("handle", request.handle),
-        ("run folder", f"{request.run_dir} (0700)"),
-        ("plan", request.plan_hash[:16]),
-        ("code", _source(request.code)),
-        *[("", line) for line in said_of(request.code)],
-        ("agents", agents),
-        ("", shlex.join(first.argv)),
-        ("workers", f"{request.summary['world_size']}, one per rank"),
-        ("", shlex.join(request.worker.argv)),
-        ("", f"in {request.worker.cwd}"),
-        ("variables", ", ".join(env.names) or "none of this shell's"),
-        *[("", f"{name}={value}") for name, value in sorted(variables.items())],
-        ("restarts", f"{policy.max_restarts} after failures; {policy.grace_s:g} s to save"),
-        ("files", ", ".join(files)),
-    ]
-    return "\n".join([style.title("Request"), *_table(rows, style)])
-
-
-def _source(code: Code) -> str:
-    if code.kind == "none":
-        return "as installed, nothing is copied"
-    if code.kind == "folder":
-        return f"{code.root}, copied"
-    commit = code.commit or "no commit"
-    return f"{code.root} at {commit[:12]}, tracked and uncommitted, copied"
-
-
 Row = tuple[str, str]  # name, content
 
 
@@ -84,7 +43,7 @@ def run_page(state: RunState, live: Live, style: Style, spent: Account | None = 
         *(_goodput_rows(state, spent, style) if spent else []),
         ("epoch", f"{state.epoch}; {state.restarts} of {state.max_restarts} restarts used"),
     ]
-    lines = [style.title("Run"), *_table(rows, style)]
+    lines = [style.title("Run"), *labelled_rows(rows, style)]
     if state.nodes:
         lines += ["", style.title("Nodes"), *_nodes(state, live, style)]
     earlier = [epoch.cause for epoch in state.epochs if epoch.cause and epoch.outcome == "restart"]
@@ -314,7 +273,7 @@ def _known(**values: float | None) -> list[str]:
 
 
 def _nodes(state: RunState, live: Live, style: Style) -> list[str]:
-    table = [("node", "state", "ranks", "step", "memory", "metrics")]
+    table: list[tuple[str, ...]] = [("node", "state", "ranks", "step", "memory", "metrics")]
     for name in list(state.nodes)[:_MOST_NODES]:
         table.append(_node_row(name, state, live))
     lines = _aligned(table, style)
@@ -350,7 +309,7 @@ def _cause(title: str, cause: Cause, style: Style, tail: int) -> list[str]:
     return lines + [f"  {line}" for line in cause.tail[-tail:]]
 
 
-def _table(rows: Sequence[Row], style: Style) -> list[str]:
+def labelled_rows(rows: Sequence[Row], style: Style) -> list[str]:
     """Rows of a name and its content, which wraps."""
     width = max(30, style.width - _INDENT)
     lines = []

@@ -9,11 +9,13 @@ list their mutual transfers in the same order, as NCCL requires.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from operator import itemgetter
 
 from .actions import COMPUTE, RECEIVES, Action, Kind
 from .schedule import Schedule
-from .simulate import Costs, groups, simulate
+from .simulate import Costs, Span, groups, simulate
 
 Program = tuple[Action, ...]
 #: One compute action, or two that run as one, or transfers that start together.
@@ -92,23 +94,36 @@ def lower_to_batches(
     ScheduleError like `lower`.
     """
     spans = simulate(schedule, costs).spans
+    #: rank -> time -> transfers that begin then
     starting: list[dict[float, list[Action]]] = [{} for _ in spans]
     for rank, rank_spans in enumerate(spans):
         for action, _, end in rank_spans:
-            if (receive := receive_of(schedule, action)) is not None:
-                starting[rank].setdefault(end, []).append(other_half(receive))
-                starting[schedule.stage_rank[receive.stage]].setdefault(end, []).append(receive)
-    programs = []
-    for rank_spans, batches in zip(spans, starting, strict=True):
-        times = sorted(batches, reverse=True)
-        program = list[Batch]()
-        ends = {action: end for action, _, end in rank_spans}
-        for group in groups([action for action, _, _ in rank_spans], costs):
-            while times and times[-1] < ends[group[0]]:
-                program.append(tuple(batches[times.pop()]))
-            program.append(group)
-        programs.append((*program, *(tuple(batches[time]) for time in reversed(times))))
-    return tuple(programs)
+            receive = receive_of(schedule, action)
+            if receive is None:
+                continue
+            peer = schedule.stage_rank[receive.stage]
+            starting[rank].setdefault(end, []).append(other_half(receive))
+            starting[peer].setdefault(end, []).append(receive)
+    return tuple(
+        _merged(rank_spans, transfers, costs)
+        for rank_spans, transfers in zip(spans, starting, strict=True)
+    )
+
+
+def _merged(
+    spans: Sequence[Span], transfers: dict[float, list[Action]], costs: Costs | None
+) -> tuple[Batch, ...]:
+    """Merges the computations of a rank and its batches of transfers, which are given by time."""
+    order = [span.action for span in spans]
+    ends = {span.action: span.end for span in spans}
+    times = deque(sorted(transfers))
+    program = list[Batch]()
+    for group in groups(order, costs):
+        while times and times[0] < ends[group[0]]:
+            program.append(tuple(transfers[times.popleft()]))
+        program.append(group)
+    program += [tuple(transfers[time]) for time in times]
+    return tuple(program)
 
 
 def receive_early(program: Program, by: int = 2, costs: Costs | None = None) -> tuple[Batch, ...]:
@@ -129,9 +144,8 @@ def receive_early(program: Program, by: int = 2, costs: Costs | None = None) -> 
             segments.append([])
             receives.append([])
         segments[-1].append(batch)
-    return tuple(
-        batch
-        for pair in zip(segments, receives, strict=True)
-        for batches in pair
-        for batch in batches
-    )
+    program_with_receives = list[Batch]()
+    for segment, posted in zip(segments, receives, strict=True):
+        program_with_receives += segment
+        program_with_receives += posted
+    return tuple(program_with_receives)
