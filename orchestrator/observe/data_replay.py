@@ -1,5 +1,5 @@
-"""A run's data read once more: the fingerprint of each step's samples against the one that the run
-has reported."""
+"""Reads a run's data once more and compares the fingerprint of each step's samples with the one
+that the run reported."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from orchestrator.plan.exits import Exit
 
 
 class DataVerdict(NamedTuple):
-    steps: int  # that the run's weights come from
+    steps: int  # steps that the run's weights come from
     equal: int
-    problems: list[
-        str
-    ]  # a step each, or a gap in the record; empty: the run trained on what is there now
+    #: one per step or gap in the record; empty if the run trained on today's data
+    problems: list[str]
 
 
 def replay(plan: Path, steps: Iterable[Step]) -> DataVerdict:
-    """The verdict on the steps of a run with this plan. Raises OrchError (65) where its data cannot
-    be opened."""
+    """Compares the steps of a run with the data of its plan. Raises OrchError (65) if the data
+    cannot be opened."""
     book = ledger(steps)
     if not book.entries:
-        raise OrchError("the run has reported no step: there is nothing to compare", Exit.CONFIG)
+        raise OrchError("the run has reported no steps to compare", Exit.CONFIG)
     problems = [*book.problems]
     problems += [
-        f"step {one.step}: no fingerprint in the run's record"
-        for one in book.entries
-        if not one.fingerprint
+        f"step {entry.step}: no fingerprint in the run's record"
+        for entry in book.entries
+        if not entry.fingerprint
     ]
-    known = [one for one in book.entries if one.fingerprint]
-    asked = "".join(
-        json.dumps({"step": one.step, "first": one.first, "last": one.last}) + "\n" for one in known
-    )
-    answers = start.output("trainer.data.replay", str(plan), stdin=asked).splitlines()
+    entries = [entry for entry in book.entries if entry.fingerprint]
+    requests = [
+        json.dumps({"step": entry.step, "first": entry.first, "last": entry.last}) + "\n"
+        for entry in entries
+    ]
+    output = start.output("trainer.data.replay", str(plan), stdin="".join(requests))
     equal = 0
-    for entry, line in zip(known, answers, strict=True):
-        found = json.loads(line)
-        if found["problem"]:
-            problems.append(f"step {entry.step}: {found['problem']}")
-        elif found["fingerprint"] != entry.fingerprint:
+    for entry, line in zip(entries, output.splitlines(), strict=True):
+        answer = json.loads(line)
+        if answer["problem"]:
+            problems.append(f"step {entry.step}: {answer['problem']}")
+        elif answer["fingerprint"] != entry.fingerprint:
             problems.append(
                 f"step {entry.step} of epoch {entry.epoch} trained on other tokens than samples"
                 f" {entry.first} to {entry.last - 1} have now ({entry.fingerprint} then,"
-                f" {found['fingerprint']} now)"
+                f" {answer['fingerprint']} now)"
             )
         else:
             equal += 1

@@ -1,4 +1,4 @@
-"""Load by expert over the steps of a run, from what its workers have reported."""
+"""Computes the load of each expert over the steps of a run, from the reports of its workers."""
 
 from __future__ import annotations
 
@@ -17,62 +17,64 @@ Loads = dict[int, list[tuple[int, ExpertLoad]]]
 
 
 def loads_of(lines: Iterable[StepLine]) -> Loads:
-    """A step that was run twice counts as its last epoch had it."""
-    found: dict[int, dict[int, ExpertLoad]] = {}
+    """Collects the loads of every layer. Of a recomputed step, the last epoch's load counts."""
+    loads_by_layer: dict[int, dict[int, ExpertLoad]] = {}
     for line in sorted(lines, key=lambda line: line.epoch):
         for layer, load in line.experts.items():
-            found.setdefault(int(layer), {})[line.step] = load
-    return {layer: sorted(steps.items()) for layer, steps in sorted(found.items())}
+            loads_by_layer.setdefault(int(layer), {})[line.step] = load
+    return {layer: sorted(steps.items()) for layer, steps in sorted(loads_by_layer.items())}
 
 
 def rank_load(plan: Plan, loads: Loads) -> dict[str, float | None]:
-    """Load of the fullest of the ranks that share experts over the mean: planned, and measured in
-    the second half of the sampled steps, mean over layers, each of which waits for its fullest. Of
-    each step as a whole: single micro-batches may be less even. Empty where no ranks share
-    experts."""
+    """The load of the fullest rank over the mean of the ranks that share experts, as planned and as
+    measured. Empty if no ranks share experts.
+
+    The measurement is the mean over layers, because each layer waits for its fullest rank, in the
+    second half of the sampled steps. It covers whole steps: single micro-batches may be less even.
+    """
     ranks = 1 if plan.program or plan.model.moe is None else expert_mesh(plan.parallel).ep
     if ranks == 1:
         return {}
-    found = [
-        statistics.fmean(one.rank_ratio(ranks) for _, one in steps[len(steps) // 2 :])
+    ratios = [
+        statistics.fmean(load.rank_ratio(ranks) for _, load in steps[len(steps) // 2 :])
         for steps in loads.values()
     ]
     return {
         "planned": fullest(plan.parallel),
-        "measured": statistics.fmean(found) if found else None,
+        "measured": statistics.fmean(ratios) if ratios else None,
     }
 
 
 def load_spread(loads: Loads) -> float | None:
-    """Standard deviation of experts' loads over their mean in the second half of the sampled steps,
-    over all layers."""
-    every = [
-        one.tokens
+    """The standard deviation of experts' loads over their mean, over all layers, in the second half
+    of the sampled steps."""
+    counts = [
+        load.tokens
         for steps in loads.values()
-        for _, one in steps[len(steps) // 2 :]
-        if sum(one.tokens)
+        for _, load in steps[len(steps) // 2 :]
+        if sum(load.tokens)
     ]
-    squares = [statistics.pvariance(tokens) / statistics.fmean(tokens) ** 2 for tokens in every]
+    squares = [statistics.pvariance(tokens) / statistics.fmean(tokens) ** 2 for tokens in counts]
     return statistics.fmean(squares) ** 0.5 if squares else None
 
 
 def summary(plan: Plan, loads: Loads) -> dict[str, Any]:
-    """By layer, as `report.json` has it: balance at first and last, and medians of the sampled
-    steps."""
+    """Summarises each layer for `report.json`: the balance of the first and the last sampled step,
+    and medians over all of them."""
     if plan.model.moe is None:
         return {}
     top_k = plan.model.moe.top_k
     ranks = expert_mesh(plan.parallel).ep
-    found = {}
+    by_layer = {}
     for layer, steps in loads.items():
-        every = [load for _, load in steps]
-        last = every[-1]
-        found[str(layer)] = {
-            "balance": {"first": every[0].balance(top_k), "last": last.balance(top_k)},
-            "load_ratio": statistics.median(load.ratio for load in every),
-            "rank_load_ratio": statistics.median(load.rank_ratio(ranks) for load in every),
-            "router_entropy": statistics.median(load.entropy for load in every),
-            "dropped": statistics.median(load.dropped for load in every),
+        layer_loads = [load for _, load in steps]
+        last = layer_loads[-1]
+        by_layer[str(layer)] = {
+            "balance": {"first": layer_loads[0].balance(top_k), "last": last.balance(top_k)},
+            "load_ratio": statistics.median(load.ratio for load in layer_loads),
+            "rank_load_ratio": statistics.median(load.rank_ratio(ranks) for load in layer_loads),
+            "router_entropy": statistics.median(load.entropy for load in layer_loads),
+            "dropped": statistics.median(load.dropped for load in layer_loads),
             "bias": list(last.bias) if last.bias is not None else None,
         }
-    return found
+    return by_layer

@@ -1,4 +1,4 @@
-"""Watching a run until it ends: one line that changes on a terminal, a line now and then
+"""Shows a run's progress until it ends: one changing line on a terminal, a line every few seconds
 elsewhere."""
 
 from __future__ import annotations
@@ -18,74 +18,75 @@ from .live import read_live
 from .logs import LogTail
 from .pages.run_page import end_lines, progress_line
 
-_LOOK_S = 0.25
-_SAY_S = 5.0  # between lines where they cannot be overwritten
+_POLL_S = 0.25
+_PRINT_S = 5.0  # between lines where they cannot be overwritten
+
+ReadState = Callable[[RunFolder], RunState]
 
 
-def _patient(look: Callable[[RunFolder], RunState]) -> Callable[[RunFolder], RunState]:
-    """`look`, called until it finds a state: one that cannot be read for a moment ends no watching,
-    and no run."""
-    return lambda folder: insist(lambda: look(folder), tells=False)
+def _retrying(read_state: ReadState) -> ReadState:
+    """Returns `read_state` with retries, so that a state that cannot be read for a moment does not
+    end the progress display."""
+    return lambda folder: insist(lambda: read_state(folder), tells=False)
 
 
-def follow_program(
-    folder: RunFolder, look: Callable[[RunFolder], RunState], out: TextIO, style: Style
-) -> RunState:
-    """What the workers print, line by line with their ranks, until the run has ended; its final
-    state. Faults and restarts are told between the lines."""
+def follow_program(folder: RunFolder, read_state: ReadState, out: TextIO, style: Style) -> RunState:
+    """Prints the workers' output with their ranks, and faults and restarts between the lines, until
+    the run has ended. Returns its final state."""
     planned: set[int] = set()
-    with contextlib.suppress(PlanError):  # else the ranks are those that the state names
+    with contextlib.suppress(PlanError):  # without a plan, the state names the ranks
         planned = {rank.rank for rank in load_plan(folder.plan).ranks}
     width = len(str(max(planned, default=0)))
     tails: dict[int, LogTail] = {}
-    told = -1  # the newest epoch whose end was told
-    look = _patient(look)
+    reported_epoch = -1  # the newest epoch whose end was printed
+    read_state = _retrying(read_state)
     while True:
-        state = look(folder)  # before reading: what is written until then is read
+        state = read_state(folder)  # before reading: what is written until then is read
         ranks = {rank for node in state.nodes.values() for rank in node.ranks} | planned
         for rank in sorted(ranks):
             tail = tails.setdefault(rank, LogTail(folder.rank_log(rank)))
             for line in tail.read(last=state.is_final):
                 print(f"[rank {rank:>{width}}] {line}", file=out)
-        for ended, after in pairwise(state.epochs):
-            if ended.epoch > told and ended.epoch >= state.first_epoch:
-                told = ended.epoch
+        for ended, successor in pairwise(state.epochs):
+            if ended.epoch > reported_epoch and ended.epoch >= state.first_epoch:
+                reported_epoch = ended.epoch
                 if ended.cause:
                     print(
-                        f"orch: {ended.cause.text}; starting again as epoch {after.epoch}", file=out
+                        f"orch: {ended.cause.text}; restarting as epoch {successor.epoch}",
+                        file=out,
                     )
         out.flush()
         if state.is_final:
             print("\n".join(end_lines(state, style)), file=out, flush=True)
             return state
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
-def follow(
-    folder: RunFolder, look: Callable[[RunFolder], RunState], out: TextIO, style: Style
-) -> RunState:
-    """Show progress on `out` until the run has ended; its final state. `look`: the backend's
-    `state`."""
+def follow(folder: RunFolder, read_state: ReadState, out: TextIO, style: Style) -> RunState:
+    """Shows progress on `out` until the run has ended. Returns its final state. `read_state`: the
+    backend's `state`."""
     terminal = out.isatty()
-    said = ""
-    said_at = 0.0
-    known = ""
-    look = _patient(look)
+    printed_line = ""
+    printed_at = 0.0
+    printed_state = ""
+    read_state = _retrying(read_state)
     while True:
-        state = look(folder)
+        state = read_state(folder)
         line = progress_line(state, read_live(folder, state, time.time()), style)
         now = time.monotonic()
         if terminal:
             out.write(f"\r\033[K{line}")
             out.flush()
-        elif line != said and (now - said_at >= _SAY_S or state.state != known or state.is_final):
+        elif line != printed_line and (
+            now - printed_at >= _PRINT_S or state.state != printed_state or state.is_final
+        ):
             print(line, file=out, flush=True)
-            said = line
-            said_at = now
-            known = state.state
+            printed_line = line
+            printed_at = now
+            printed_state = state.state
         if state.is_final:
             if terminal:
                 out.write("\n")
             print("\n".join(end_lines(state, style)), file=out, flush=True)
             return state
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)

@@ -1,5 +1,5 @@
-"""What a rank recorded of its first steps (`metrics.trace_steps`), read back: the memory of each
-moment, the actions.
+"""Reads the timeline that a rank recorded of its first steps (`metrics.trace_steps`): memory over
+time, and pipeline actions.
 
 The file is Chrome's trace format, written by `trainer.metrics.trace`; Perfetto shows all of it.
 """
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 class Held(NamedTuple):
-    """From `at` (seconds) until the next one."""
+    """Memory in use from `at` (seconds) until the next sample."""
 
     at: float
     bytes: dict[str, int]  # by category
@@ -39,9 +39,9 @@ class Timeline(NamedTuple):
     steps: list[Span]
 
     def peak(self, step: Span) -> dict[str, int]:
-        """Bytes by category at the moment of a step that held most."""
+        """Bytes by category at the moment of the step's largest total."""
         inside = [held.bytes for held in self.memory if step.start <= held.at <= step.end]
-        return max(inside, key=lambda found: sum(found.values()), default={})
+        return max(inside, key=lambda by_category: sum(by_category.values()), default={})
 
 
 class _Event(msgspec.Struct):
@@ -59,28 +59,32 @@ class _File(msgspec.Struct):
 
 
 def read_timeline(path: Path, rank: int) -> Timeline:
-    """Raises OrchError (64) when there is none, (65) when it cannot be read."""
+    """Reads a rank's timeline. Raises OrchError (64) if there is none, (65) if it cannot be
+    read."""
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
     except FileNotFoundError:
-        text = f"rank {rank} recorded no timeline: submit with metrics.trace_steps=2, say"
-        raise OrchError(text, Exit.USAGE) from None
+        raise OrchError(
+            f"rank {rank} recorded no timeline: submit the run with, for example,"
+            " metrics.trace_steps=2",
+            Exit.USAGE,
+        ) from None
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         raise OrchError(f"{path}: {error}", Exit.CONFIG) from None
     held = [event for event in file.events if event.ph == "C" and event.name == "memory"]
     memory = [
-        Held(one.ts / 1e6, {name: int(one.args.get(name, 0)) for name in CATEGORIES})
-        for one in held
+        Held(counter.ts / 1e6, {name: int(counter.args.get(name, 0)) for name in CATEGORIES})
+        for counter in held
     ]
 
     def spans(row: int) -> list[Span]:
-        found = [event for event in file.events if event.ph == "X" and event.tid == row]
-        return [Span(event.name, event.ts / 1e6, (event.ts + event.dur) / 1e6) for event in found]
+        slices = [event for event in file.events if event.ph == "X" and event.tid == row]
+        return [Span(event.name, event.ts / 1e6, (event.ts + event.dur) / 1e6) for event in slices]
 
     return Timeline(rank, memory, spans(ACTIONS), spans(STEPS))
 
 
 def recorded_ranks(folder: Path) -> list[int]:
-    """Ranks that have a timeline in a run's folder of traces."""
+    """The ranks that have a timeline in a run's folder of traces."""
     names = (path.stem.removeprefix("rank-") for path in folder.glob("rank-*.json"))
     return sorted(int(name) for name in names if name.isdigit())

@@ -1,8 +1,7 @@
-"""The one reader of what agents write while a run goes on: `metrics/<node>.jsonl` and
+"""Reads the files that agents write during a run: `metrics/<node>.jsonl` and
 `events/<node>.jsonl`.
 
-Lines that are torn or damaged (a full disk, a killed agent) are left out; a file that is not there
-has no lines.
+Truncated or damaged lines (a full disk, a killed agent) are skipped; a missing file has no lines.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ _RANK_0 = re.compile(rb'"rank": ?0[,}]')
 
 
 class StepLine(StepReport, kw_only=True, tag_field="kind", tag="step"):
-    """A step report as the agent keeps it."""
+    """A step report with the time at which the agent received it."""
 
     at: float = 0.0
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One line of `events/`, written by an agent, by the coordinator, or (`kind` "event") for a
-    worker."""
+    """One line of `events/`, which an agent or the coordinator writes; lines of `kind` "event" are
+    reports of a worker."""
 
     name: str
     at: float = 0.0
     epoch: int = -1
     kind: str = ""
     node: str = ""
-    on: str | None = None  # the node that it is about
+    on: str | None = None  # the node that the event concerns
     rank: int | None = None
     code: int | None = None
     step: int | None = None
@@ -55,19 +54,19 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Step(NamedTuple):
-    """One step as the lead rank reports it; `at`: Unix seconds when it was reported."""
+    """One step, as the lead rank reports it; `at`: Unix seconds of the report."""
 
     epoch: int
     step: int
     at: float
     step_s: float
-    stall_s: float = 0.0  # of it, or of the pause before it: training waited for a save
+    stall_s: float = 0.0  # seconds in the step or the pause before it in which a save stalled it
     samples: int = 0  # consumed by the run so far
-    fingerprint: str = ""  # of what it was trained on
+    fingerprint: str = ""  # of the step's samples
 
 
 class _LeadLine(msgspec.Struct, tag_field="kind", tag="step"):
-    """The part of a `StepLine` that `Step` needs: half the time to decode."""
+    """The fields of a `StepLine` that `Step` needs, which decode in half the time."""
 
     rank: int
     epoch: int
@@ -85,43 +84,43 @@ _event = msgspec.json.Decoder(Event)
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], lines: Iterable[bytes]) -> list[T]:
-    found = []
+    records = []
     for line in lines:
         try:
-            found.append(decoder.decode(line))
+            records.append(decoder.decode(line))
         except UNREADABLE:
             continue
-    return found
+    return records
 
 
 def nodes_of(plan: Plan, state: RunState) -> list[str]:
-    """All nodes that may have left files: the plan's, and those that came later."""
+    """All nodes that may have left files: the plan's, and nodes that joined later."""
     return list(dict.fromkeys([*plan.cluster.node_names, *state.nodes]))
 
 
 def read_steps(folder: RunFolder, nodes: Iterable[str]) -> list[StepLine]:
-    """Every step report of the run, in the order of each node's file."""
+    """Reads every step report of the run, in the order of each node's file."""
     return [step for node in nodes for step in _decoded(_step_line, _lines(folder.metrics(node)))]
 
 
 def read_events(folder: RunFolder, nodes: Iterable[str]) -> list[Event]:
-    """Every event of the run, by time."""
-    found = [event for node in nodes for event in _decoded(_event, _lines(folder.events(node)))]
-    return sorted(found, key=lambda event: event.at)
+    """Reads every event of the run, sorted by time."""
+    events = [event for node in nodes for event in _decoded(_event, _lines(folder.events(node)))]
+    return sorted(events, key=lambda event: event.at)
 
 
 def last_steps(path: Path) -> list[StepLine]:
-    """The step reports at the end of one node's file."""
+    """Reads the step reports at the end of one node's file."""
     return _decoded(_step_line, tail_lines(path))
 
 
 def last_events(path: Path, size: int = _TAIL_BYTES) -> list[Event]:
-    """The events in the last `size` bytes of one node's file, in its order."""
+    """Reads the events in the last `size` bytes of one node's file, in the file's order."""
     return _decoded(_event, tail_lines(path, size))
 
 
 def tail_lines(path: Path, size: int = _TAIL_BYTES) -> list[bytes]:
-    """Whole lines from the last `size` bytes."""
+    """Reads the complete lines in the last `size` bytes."""
     try:
         with open_regular(path) as file:
             end = file.seek(0, 2)
@@ -152,35 +151,40 @@ class _AnyStepLine(Protocol):
 
 
 def lead_steps(lines: Iterable[_AnyStepLine]) -> list[Step]:
-    """Each step of each epoch once, as the lowest rank that was heard reports it; in order.
+    """Picks one report per step and epoch, from the lowest rank that reported it, in order.
 
-    That is rank 0, which every epoch has, but for the last steps before its agent died with reports
-    that it had not read; others have reported those.
+    That rank is rank 0, which every epoch has. Only when its agent died with unread reports do the
+    last steps come from another rank.
     """
     lead: dict[tuple[int, int], _AnyStepLine] = {}
     for line in lines:
-        known = lead.get((line.epoch, line.step))
-        if known is None or (line.rank, line.at) < (known.rank, known.at):
+        lead_line = lead.get((line.epoch, line.step))
+        if lead_line is None or (line.rank, line.at) < (lead_line.rank, lead_line.at):
             lead[line.epoch, line.step] = line
     return [
         Step(
-            epoch, step, x.at, x.step_s, x.phase_s.get("checkpoint", 0.0), x.samples, x.fingerprint
+            epoch=epoch,
+            step=step,
+            at=report.at,
+            step_s=report.step_s,
+            stall_s=report.phase_s.get("checkpoint", 0.0),
+            samples=report.samples,
+            fingerprint=report.fingerprint,
         )
-        for (epoch, step), x in sorted(lead.items())
+        for (epoch, step), report in sorted(lead.items())
     ]
 
 
 class StepFollower:
-    """The lead steps of a run that goes on: each `read` reads what has been added to each node's
-    file.
+    """Follows the lead steps of an active run: each `read` reads the new lines of each node's file.
 
-    Of the first nodes all lines are decoded, of the others rank 0's alone.
+    All lines of the first nodes are decoded, but only rank 0's lines of the others.
     """
 
     def __init__(self, folder: RunFolder):
         self._folder = folder
-        self._read: dict[str, tuple[int, int]] = {}  # node -> inode of its file, bytes read of it
-        self._found: dict[tuple[int, int], _LeadLine] = {}
+        self._offsets: dict[str, tuple[int, int]] = {}  # node -> inode of its file, bytes read
+        self._lead_lines: dict[tuple[int, int], _LeadLine] = {}
 
     def read(self, nodes: Iterable[str]) -> list[Step]:
         for index, node in enumerate(sorted(nodes)):
@@ -188,21 +192,22 @@ class StepFollower:
             try:
                 with open_regular(path) as file:
                     inode = os.fstat(file.fileno()).st_ino
-                    before, done = self._read.get(node, (inode, 0))
-                    done = (
-                        done if before == inode else 0
-                    )  # on Kubernetes it is replaced by what was heard last
-                    file.seek(done)
+                    last_inode, offset = self._offsets.get(node, (inode, 0))
+                    if last_inode != inode:  # on Kubernetes a newer copy replaces the file
+                        offset = 0
+                    file.seek(offset)
                     chunk = file.read()
             except OSError:
                 continue
-            whole = chunk[: chunk.rfind(b"\n") + 1]
-            self._read[node] = inode, done + len(whole)
+            whole_lines = chunk[: chunk.rfind(b"\n") + 1]
+            self._offsets[node] = inode, offset + len(whole_lines)
             lines = [
-                line for line in whole.splitlines() if index < _READ_WHOLE or _RANK_0.search(line)
+                line
+                for line in whole_lines.splitlines()
+                if index < _READ_WHOLE or _RANK_0.search(line)
             ]
             for step in _decoded(_lead_line, lines):
-                known = self._found.get((step.epoch, step.step))
-                if known is None or step.rank < known.rank:
-                    self._found[step.epoch, step.step] = step
-        return lead_steps(self._found.values())
+                lead_line = self._lead_lines.get((step.epoch, step.step))
+                if lead_line is None or step.rank < lead_line.rank:
+                    self._lead_lines[step.epoch, step.step] = step
+        return lead_steps(self._lead_lines.values())

@@ -1,7 +1,7 @@
-"""The plan module: everything that orchestrator and trainer share, and nothing else.
+"""The contract between orchestrator and trainer: everything that both use, and nothing else.
 
-The trainer imports this package and no other part of the orchestrator. Names are loaded when first
-used, so that `orch --help` can print the exit codes without paying for the plan's codec.
+The trainer imports this package and no other part of the orchestrator. Names are loaded on first
+use, so that `orch --help` can print the exit codes without loading the plan's codec.
 """
 
 from typing import TYPE_CHECKING

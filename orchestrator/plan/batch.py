@@ -1,9 +1,8 @@
-"""How a step's micro-batches are shared out among the replicas of the model, and what divides a
-number. Pure.
+"""Divides a step's micro-batches among the replicas of the model. Pure.
 
-As a rule each takes as many as the others. Where their number does not divide, some take one more:
-the loss is a sum over tokens that is divided once by the count of the whole batch, so the gradient
-is that of any other split, and what it costs is that the others are idle at the end of the step.
+All replicas take equally many micro-batches if their number divides. Otherwise some take one more:
+the loss is a sum over tokens that is divided once by the token count of the whole batch, so every
+split gives the same gradient. The cost is that the other replicas idle at the end of the step.
 """
 
 from __future__ import annotations
@@ -15,81 +14,84 @@ if TYPE_CHECKING:
     from .document import Coord, Parallel
 
 
-_LISTED = 4  # replicas, one by one
+_LISTED = 4  # replicas whose numbers are listed one by one
 
 
 def share(micro_batches: int, replicas: int) -> list[int]:
-    """As equal as can be; the first replicas take one more where it does not divide."""
-    each, more = divmod(micro_batches, replicas)
-    return [each + (replica < more) for replica in range(replicas)]
+    """Splits micro-batches as equally as possible; the first replicas take the remainder."""
+    base_count, remainder = divmod(micro_batches, replicas)
+    return [base_count + (replica < remainder) for replica in range(replicas)]
 
 
 def divisors(n: int) -> list[int]:
-    """Ascending."""
-    small = [one for one in range(1, int(n**0.5) + 1) if n % one == 0]
-    return small + [n // one for one in reversed(small) if one * one != n]
+    """Lists the divisors of `n`, ascending."""
+    small = [divisor for divisor in range(1, int(n**0.5) + 1) if n % divisor == 0]
+    return small + [n // divisor for divisor in reversed(small) if divisor * divisor != n]
 
 
-def nearest_divisors(n: int, wanted: int) -> list[int]:
-    """The two that are nearest to `wanted`, ascending."""
-    return sorted(sorted(divisors(n), key=lambda one: abs(one - wanted))[:2])
+def nearest_divisors(n: int, target: int) -> list[int]:
+    """Lists the two divisors of `n` that are nearest to `target`, ascending."""
+    return sorted(sorted(divisors(n), key=lambda divisor: abs(divisor - target))[:2])
 
 
 def replica_of(parallel: Parallel, coord: Coord) -> int:
-    """Which of the dp * ep replicas a rank belongs to (dp outermost)."""
+    """The index of a rank's replica among the dp * ep replicas (dp outermost)."""
     return coord.dp * parallel.ep + coord.ep
 
 
 def taken(parallel: Parallel) -> list[int]:
-    """Micro-batches of the global batch that each of the dp * ep replicas takes (dp outermost)."""
+    """Lists how many micro-batches each of the dp * ep replicas takes (dp outermost)."""
     return parallel.replica_micro_batches or [parallel.micro_batches] * (parallel.dp * parallel.ep)
 
 
 def computed(parallel: Parallel, replica: int) -> int:
-    """Micro-batches that a replica computes in a step: those that it takes.
+    """The number of micro-batches that a replica computes in a step.
 
-    From ZeRO-2 on every one's gradients are reduced among all replicas, so all compute as many as
-    the one with most, and the last of some have no token that counts. That takes no longer, for
-    they would wait.
+    With ZeRO-0 and ZeRO-1 it is the number that the replica takes. From ZeRO-2 on, the gradients of
+    every micro-batch are reduced among all replicas, so each replica computes as many as the
+    largest share. The additional micro-batches have no token that counts, and cost no time: without
+    them the replica would wait.
     """
     return parallel.micro_batches if parallel.zero >= 2 else taken(parallel)[replica]
 
 
 def idle(parallel: Parallel) -> float:
-    """Share of the replicas' time that is spent on no sample, because others take more."""
+    """The share of the replicas' time in which they wait for replicas with more micro-batches."""
     counts = taken(parallel)
     return 1 - sum(counts) / (len(counts) * max(counts))
 
 
-def text(parallel: Parallel) -> str:
-    """For people: "6 micro-batches"; "6+5+5 micro-batches"; of many replicas "2 x 6 + 14 x 5
-    micro-batches"."""
+def describe(parallel: Parallel) -> str:
+    """Formats the micro-batches of the replicas: "6 micro-batches" for equal numbers, "6+5+5
+    micro-batches" for a few replicas, "2 x 6 + 14 x 5 micro-batches" for many."""
     counts = taken(parallel)
-    if len(set(counts)) == 1:
+    distinct = sorted(set(counts), reverse=True)
+    if len(distinct) == 1:
         return f"{counts[0]} micro-batches"
-    if len(counts) > _LISTED:
-        found = " + ".join(
-            f"{counts.count(many)} x {many}" for many in sorted(set(counts), reverse=True)
-        )
-    else:
-        found = "+".join(map(str, counts))
-    return f"{found} micro-batches"
+    if len(counts) <= _LISTED:
+        return f"{'+'.join(map(str, counts))} micro-batches"
+    terms = [f"{counts.count(count)} x {count}" for count in distinct]
+    return f"{' + '.join(terms)} micro-batches"
 
 
 def firsts(counts: Sequence[int], replica: int) -> list[int]:
-    """Which micro-batches of the step a replica takes, counted in the order of the data: round by
-    round, in each one for every replica that has not had all of its own yet, in their order."""
-    whole = min(counts)
-    result = [turn * len(counts) + replica for turn in range(whole)]
-    before = whole * len(counts)
-    for turn in range(whole, counts[replica]):
-        result.append(before + sum(count > turn for count in counts[:replica]))
-        before += sum(count > turn for count in counts)
+    """Lists the micro-batches of the step that a replica takes, by their position in the data.
+
+    The data is dealt in rounds. In each round, every replica that still needs micro-batches takes
+    the next one, in the order of the replicas.
+    """
+    full_rounds = min(counts)
+    result = [turn * len(counts) + replica for turn in range(full_rounds)]
+    dealt = full_rounds * len(counts)
+    for turn in range(full_rounds, counts[replica]):
+        result.append(dealt + sum(count > turn for count in counts[:replica]))
+        dealt += sum(count > turn for count in counts)
     return result
 
 
 def check_batch(parallel: Parallel) -> str | None:
-    """None, or one line: what contradicts the global batch."""
+    """Checks the micro-batches against the global batch. Returns one line, or None if they
+    agree."""
     counts = parallel.replica_micro_batches
     replicas = parallel.dp * parallel.ep
     if counts:
@@ -101,7 +103,7 @@ def check_batch(parallel: Parallel) -> str | None:
     samples = sum(taken(parallel)) * parallel.micro_batch_size
     if samples != parallel.global_batch_samples:
         return (
-            f"the replicas take {samples} samples a step, global_batch_samples is"
+            f"the replicas take {samples} samples per step, global_batch_samples is"
             f" {parallel.global_batch_samples}"
         )
     return None

@@ -1,5 +1,4 @@
-"""What every reader of a plan's cluster shares: tiers, communication operations, consistency, where
-two nodes meet."""
+"""Names the tiers and communication operations of a plan's cluster, and checks its consistency."""
 
 from __future__ import annotations
 
@@ -8,16 +7,17 @@ from typing import Literal
 from .document import Cluster
 
 NVLINK = "nvlink"  # the tier of NVLink domains, below all switches
-SELF = "self"  # the tier of a GPU and itself
+SELF = "self"  # the tier of a group with one GPU
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 
 
 def check_cluster(cluster: Cluster) -> str | None:
-    """None, or one line naming the first contradiction: names, partition, nesting, a common top.
+    """Checks names, partitions, nesting and a common top level. Returns one line on the first
+    contradiction, or None.
 
-    Nesting is what makes "the level where two nodes meet" well defined: two nodes under one switch
-    stay together on every level above.
+    Nesting makes "the level where two nodes meet" well defined: two nodes under one switch share a
+    switch on every level above.
     """
     nodes = len(cluster.node_names)
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Plan <-> JSON, and the hash that ties a run to exactly one plan."""
+"""Converts plans to and from JSON, and computes the hash that ties a run to exactly one plan."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from .ranks import check_ranks
 
 
 class PlanError(ValueError):
-    """A plan that cannot be trusted: unreadable, of another schema, changed after sealing, or
-    inconsistent."""
+    """A plan is unreadable, has another schema, was changed after sealing, or contradicts
+    itself."""
 
 
-#: What decoding damaged or hostile JSON may raise: besides msgspec's own errors, ValueError for
-#: invalid UTF-8 in a key, and RecursionError for nesting without end.
+#: Errors of decoding damaged or hostile JSON: besides msgspec's own errors, ValueError for invalid
+#: UTF-8 in a key, and RecursionError for endless nesting.
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def decoder(of: Any) -> msgspec.json.Decoder[Any]:
-    """For types that several threads decode: asked for before they do.
+def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    """Makes a decoder for a type that several threads decode. Call it before the threads start.
 
-    msgspec (0.22) works out a type where it is first decoded, and keeps what it has so far where
-    other threads find it. One that decodes the same type, or another that holds it, at that moment
-    ends the process (a segmentation fault).
+    msgspec (0.22) analyses a type when it is first decoded, and other threads see the unfinished
+    analysis. A thread that decodes the same type at that moment, or a type that contains it, ends
+    the process with a segmentation fault.
     """
     with _ONE_AT_A_TIME:
-        return msgspec.json.Decoder(of)
+        return msgspec.json.Decoder(kind)
 
 
 _OTHER_VERSION = (
-    "another version of orch sealed it: go on with that one, or submit anew with this one and the"
-    " old run's checkpoint.dir"
+    "another version of orch sealed it: continue with that version, or submit a new run with this"
+    " one and the old run's checkpoint.dir"
 )
 
 
 def _problem(plan: Plan) -> str | None:
-    """None, or one line: what in the plan contradicts something else in it."""
+    """Finds a contradiction inside the plan. Returns one line, or None."""
     if plan.program != (plan.model == NO_MODEL):
-        return "only the plan of a user's program is without a model, and it has none"
+        return "the plan of a user's program has no model, and every other plan has one"
     return check_ranks(plan) or check_batch(plan.parallel)
 
 
@@ -59,13 +59,12 @@ def _canonical(plan: Plan) -> bytes:
 
 
 def plan_hash(plan: Plan) -> str:
-    """sha256 (hex) of the canonical JSON (sorted keys, no spaces) with an empty `hash`."""
+    """The sha256 (hex) of the canonical JSON (sorted keys, no spaces) with an empty `hash`."""
     return hashlib.sha256(_canonical(plan)).hexdigest()
 
 
 def seal(plan: Plan) -> Plan:
-    """The same plan with its hash filled in. Raises PlanError if rank map or batch contradict the
-    degrees."""
+    """Fills in the hash. Raises PlanError if the rank map or the batch contradict the degrees."""
     problem = _problem(plan)
     if problem:
         raise PlanError(problem)
@@ -78,20 +77,21 @@ def to_json(plan: Plan, indent: int = 0) -> bytes:
 
 
 def from_json(raw: bytes | str) -> Plan:
-    """Decode and verify. Raises PlanError with one line that says what is wrong and where."""
+    """Decodes and verifies a plan. Raises PlanError with one line that says what is wrong and
+    where."""
     try:
         head = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except UNREADABLE as error:
         raise PlanError(f"not a plan: {error}") from None
     schema = head.get("schema")
     if schema is None or bytes(schema) != f'"{SCHEMA}"'.encode():
-        found = "missing" if schema is None else bytes(schema).decode(errors="replace")
-        raise PlanError(f"plan schema is {found}, this version reads {SCHEMA!r}")
+        schema_text = "missing" if schema is None else bytes(schema).decode(errors="replace")
+        raise PlanError(f"plan schema is {schema_text}, this version reads {SCHEMA!r}")
     try:
         plan = msgspec.json.decode(raw, type=Plan)
     except UNREADABLE as error:
-        other = f"; {_OTHER_VERSION}" if _is_whole(raw) else ""
-        raise PlanError(f"plan: {error}{other}") from None
+        hint = f"; {_OTHER_VERSION}" if _is_whole(raw) else ""
+        raise PlanError(f"plan: {error}{hint}") from None
     if plan.hash != plan_hash(plan):
         if _is_whole(raw):
             missing = ", ".join(_missing(msgspec.json.decode(raw), msgspec.to_builtins(plan)))
@@ -109,8 +109,8 @@ def from_json(raw: bytes | str) -> Plan:
 
 
 def _is_whole(raw: bytes | str) -> bool:
-    """Whether nobody has changed these bytes since they were sealed, whatever fields the plans of
-    that time had."""
+    """Checks that these bytes are unchanged since they were sealed, whatever fields the plans of
+    that version had."""
     try:
         document = msgspec.json.decode(raw)
         sealed = msgspec.json.encode(document | {"hash": ""}, order="sorted")
@@ -119,23 +119,23 @@ def _is_whole(raw: bytes | str) -> bool:
     return bool(document.get("hash") == hashlib.sha256(sealed).hexdigest())
 
 
-def _missing(found: object, known: object, path: str = "") -> Iterator[str]:
-    """Fields of `known` that `found` lacks, as dotted paths; in lists only those of the first
-    element."""
-    if isinstance(known, dict) and isinstance(found, dict):
-        for name, value in known.items():
-            where = f"{path}.{name}" if path else name
-            if name in found:
-                yield from _missing(found[name], value, where)
+def _missing(document: object, reference: object, path: str = "") -> Iterator[str]:
+    """Yields the fields of `reference` that `document` lacks, as dotted paths. In lists, only the
+    first element is compared."""
+    if isinstance(reference, dict) and isinstance(document, dict):
+        for name, value in reference.items():
+            field_path = f"{path}.{name}" if path else name
+            if name in document:
+                yield from _missing(document[name], value, field_path)
             else:
-                yield where
-    elif isinstance(known, list) and isinstance(found, list) and known and found:
-        yield from _missing(found[0], known[0], f"{path}[0]")
+                yield field_path
+    elif isinstance(reference, list) and isinstance(document, list) and reference and document:
+        yield from _missing(document[0], reference[0], f"{path}[0]")
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file, open for reading. OSError for anything else: a FIFO, say, would keep its
-    reader waiting."""
+    """Opens a regular file for reading. Raises OSError for anything else: reading a FIFO, for
+    example, could block forever."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -144,7 +144,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a regular file. OSError for anything else."""
+    """Reads a regular file. Raises OSError for anything else."""
     with open_regular(path) as file:
         return file.read()
 
@@ -158,13 +158,11 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a plan document (draft 2020-12)."""
+    """The JSON schema of a plan document (draft 2020-12)."""
     schema = msgspec.json.schema(Plan)
-    for part in (
-        "Plan",
-        "Job",
-    ):  # what a program's plan leaves out has no value that a reader may assume
-        for name, field in schema["$defs"][part]["properties"].items():
+    # Fields that a program's plan leaves out have no default that a reader may assume.
+    for struct_name in ("Plan", "Job"):
+        for name, field in schema["$defs"][struct_name]["properties"].items():
             if "$ref" in field or name in ("mfu", "tokens_per_s_per_gpu"):
                 field.pop("default", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA, **schema}

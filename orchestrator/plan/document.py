@@ -1,8 +1,8 @@
 """The plan: the only contract between orchestrator and trainer.
 
-A plan is a value: built once by the planner, hashed, written as JSON, read by agents and workers,
-never changed. Units are in the names or comments: bytes, seconds, FLOP/s; ranks and indices count
-from 0. JSON schema: `plan.schema.json`.
+A plan is a value: the planner builds it once, hashes it and writes it as JSON; agents and workers
+read it; nothing changes it. Units are in the names or comments: bytes, seconds, FLOP/s; ranks and
+indices count from 0. JSON schema: `plan.schema.json`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .offload import Offload as Offload
 
 SCHEMA = "orch.plan/1"
 
-#: `Parallel.schedule` of a plan whose `schedule_rows` are the schedule.
+#: The `Parallel.schedule` of a plan whose `schedule_rows` define the schedule.
 TABLE = "table"
 
 Axis = Literal["tp", "cp", "ep", "pp", "dp"]
-#: Default nesting from the fastest links outwards (planning.md E1, Llama 3 order).
+#: The default nesting, from the fastest links outwards (planning.md E1, Llama 3 order).
 AXES: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp")
 
-#: fp64 trains slowly and is for verification: rounding hides no mistake (`orch verify`).
+#: fp64 is slow and serves verification (`orch verify`): its rounding errors hide no mistakes.
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
-#: Precision of the layers' matrix products where it is narrower than the tensors', by recipe of
-#: scaling: one scale a tensor, one a row, one a block of 128 (DeepSeek-V3, arXiv 2412.19437), one a
-#: block of 32 (OCP MX); 4 bits, one a block of 16.
+#: The recipe of scaling for matrix products that are narrower than their tensors; "": none. The
+#: 8-bit recipes have one scale per tensor, per row, per block of 128 (DeepSeek-V3, arXiv
+#: 2412.19437) and per block of 32 (OCP MX); the 4-bit recipe has one per block of 16.
 Matmul = Literal["", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
-#: hierarchical: a token goes once to each NVLink domain that holds some of its experts, and from
-#: there on to them.
+#: direct: a token goes to each of its experts; hierarchical: it goes once to each NVLink domain
+#: that holds some of its experts, and from there to the experts.
 AllToAll = Literal["direct", "hierarchical"]
 CpMethod = Literal["zigzag", "ring", "allgather", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
@@ -62,12 +62,12 @@ class Link(Frozen):
 
 
 class SwitchLevel(Frozen):
-    """One tier of the fabric, innermost first. Every node stands under exactly one switch of each
+    """One tier of the fabric, innermost first. Every node is under exactly one switch of each
     level."""
 
     name: str
     switches: list[list[int]]  # node indices under each switch; ragged allowed
-    # one direction, per GPU, between two nodes whose lowest common switch is on this level
+    #: per GPU and direction, between two nodes whose lowest common switch is on this level
     bytes_per_s: float
     latency_s: float
     oversubscription: float  # 1.0 = full bisection above this level
@@ -75,23 +75,21 @@ class SwitchLevel(Frozen):
 
 
 class Measured(Frozen):
-    """What `orch bench` found in the place of data sheets. Links carry measured rates and latencies
-    themselves."""
+    """The measurements of `orch bench`, which replace data sheets. Links have their measured rates
+    and latencies in their own fields."""
 
     source: str  # when, by which run
-    matmul_flops: dict[
-        str, float
-    ]  # FLOP/s of a matrix product on one GPU while all compute, by precision
+    #: FLOP/s of a matrix product on one GPU while all GPUs compute, by precision
+    matmul_flops: dict[str, float]
     attention_flops: dict[str, float]
     memory_bytes_per_s: float
     launch_s: float  # one small operator
-    stretch: dict[
-        str, dict[str, float]
-    ] = {}  # tier -> operation -> time of its bytes / bytes at the tier's rate, >= 1
+    #: tier -> operation -> its time over the time of its bytes at the tier's rate, >= 1
+    stretch: dict[str, dict[str, float]] = {}
 
 
 class Host(Frozen):
-    """A node beside its GPUs, for what is offloaded there."""
+    """The memory, links and disk of a node that offloading uses."""
 
     memory_bytes: int
     memory_bytes_per_s: float
@@ -107,21 +105,18 @@ class Cluster(Frozen):
     node_names: list[str]  # in topology order; ranks name nodes by these
     gpus_per_node: int
     gpu: Gpu
-    nvlink_domains: list[
-        list[int]
-    ]  # node indices that share one NVLink domain (NVL72: several nodes)
+    #: node indices that share one NVLink domain (NVL72: several nodes)
+    nvlink_domains: list[list[int]]
     nvlink: Link
     nics_per_node: int
     rails: int  # NIC i of every node is on rail i % rails
     levels: list[SwitchLevel]
     measured: Measured | None = None
-    host: Host | UnsetType = UNSET  # where it is described
-    direct_nvlink: bool | UnsetType = (
-        UNSET  # true: each pair of a node's GPUs has links of its own, without a switch
-    )
-    left_out: dict[
-        str, int
-    ] = {}  # nodes of `cluster.topology_file` that no rank may use -> how many, by what they are
+    host: Host | UnsetType = UNSET  # UNSET: not described
+    #: true: each pair of a node's GPUs has its own links, without a switch
+    direct_nvlink: bool | UnsetType = UNSET
+    #: number of nodes of `cluster.topology_file` that no rank may use, by their kind
+    left_out: dict[str, int] = {}
 
 
 # ----------------------------------------------------------------------------------------------
@@ -129,8 +124,8 @@ class Cluster(Frozen):
 
 
 class Parallel(Frozen):
-    """All degrees. world = tp * cp * ep * pp * dp; dense weights are replicated over dp * ep *
-    cp."""
+    """All degrees of parallelism. world = tp * cp * ep * pp * dp; dense weights are replicated over
+    dp * ep * cp."""
 
     tp: int
     cp: int
@@ -138,36 +133,32 @@ class Parallel(Frozen):
     pp: int
     dp: int
     zero: Literal[0, 1, 2, 3]
-    vpp: int  # virtual stages a pipeline rank
+    vpp: int  # virtual stages per pipeline rank
     sp: bool  # sequence parallel on the tensor-parallel group
     world_size: int
     order: list[Axis]  # nesting chosen by the planner, innermost first
     schedule: str  # name in orchestrator.plan.schedules
     stage_layers: list[int]  # decoder layers of each of the pp * vpp stages, in model order
     micro_batch_size: int  # samples
-    # a data-parallel rank and step; what the pipeline sees; the most, where replicas differ
+    #: per replica and step, the number that the pipeline runs; the largest, if replicas differ
     micro_batches: int
     accumulation: int  # micro-batches summed before one optimizer step (= micro_batches)
     global_batch_samples: int  # micro_batch_size * micro_batches * dp * ep, unless replicas differ
     global_batch_tokens: int
     bucket_bytes: int  # gradient bucket size, bytes of reduce dtype
     cp_method: CpMethod = "zigzag"
-    # neighbours in "grad" that share one copy of what ZeRO shards; 0 = all (hybrid when fewer)
+    #: neighbours in "grad" that share one copy of sharded state; 0 = all; fewer: hybrid sharding
     zero_group: int = 0
-    schedule_rows: list[
-        list[str]
-    ] = []  # of schedule "table": each pipeline rank's actions in order, as "0F3"
-    replica_micro_batches: list[
-        int
-    ] = []  # of each data-parallel replica, where it does not divide; empty: all alike
-    etp: int | UnsetType = (
-        UNSET  # ranks of tp that each expert is cut over, where fewer (`plan.expert_mesh`)
-    )
-    fold_cp: bool | UnsetType = UNSET  # ranks of cp hold different experts
+    #: each pipeline rank's actions in order, as "0F3"; for schedule "table"
+    schedule_rows: list[list[str]] = []
+    #: micro-batches of each data-parallel replica, if they differ; empty: all have equally many
+    replica_micro_batches: list[int] = []
+    #: ranks of tp that share each expert, if fewer than tp (`plan.expert_mesh`)
+    etp: int | UnsetType = UNSET
+    fold_cp: bool | UnsetType = UNSET  # true: ranks of cp hold different experts
     expert_all_to_all: AllToAll | UnsetType = UNSET  # UNSET: direct
-    expert_imbalance: float | UnsetType = (
-        UNSET  # load of the fullest expert rank over the mean, assumed; UNSET: 1
-    )
+    #: assumed load of the fullest expert rank over the mean; UNSET: 1
+    expert_imbalance: float | UnsetType = UNSET
 
 
 class Coord(Frozen):
@@ -192,17 +183,17 @@ class AxisPlacement(Frozen):
 
 
 class Certificate(Frozen):
-    """How good the choice of nodes and of the nesting order is."""
+    """Bounds how much better another placement or nesting order could be."""
 
-    bound_s: float  # a step takes at least this on these nodes, whoever sits where
+    bound_s: float  # least seconds of a step on these nodes, for any placement
     gap: float  # 0.03: a better placement could be at most 3 % faster
-    exact: bool  # every placement was costed: there is none better
-    given_step_s: float  # predicted step with the nodes in the order in which they came
+    exact: bool  # every placement was costed, and none is better
+    given_step_s: float  # predicted step with the nodes in their given order
 
 
 class Memory(Frozen, omit_defaults=True):
-    """Bytes on the worst rank. Each category at its own peak; `total` is the sum of all, less
-    `apart`."""
+    """Bytes on the worst rank. Each category has its own peak; `total` is the sum of the categories
+    minus `apart`."""
 
     params: int
     grads: int
@@ -213,36 +204,34 @@ class Memory(Frozen, omit_defaults=True):
     capacity: int
     worst_rank: int
     sd: float = 0.0  # standard deviation of the relative error of `total`, from the profile
-    host: int = 0  # offloaded: in the memory of the rank's host, no part of `total`
-    disk: int = 0  # offloaded: on a disk of its node
-    apart: int = 0  # of the categories, what is not there at the peak of `total`
+    host: int = 0  # offloaded to the memory of the rank's host, not part of `total`
+    disk: int = 0  # offloaded to a disk of the rank's node
+    apart: int = 0  # bytes of the categories that are absent at the peak of `total`
 
 
 class Time(Frozen, omit_defaults=True):
     step_s: float
     compute_s: float
     exposed_comm_s: dict[str, float]  # by axis
-    bubble_ratio: (
-        float  # share of `step_s` in which the slowest rank waits for other pipeline stages
-    )
+    #: share of `step_s` in which the slowest rank waits for other pipeline stages
+    bubble_ratio: float
     limited_by: str  # one phrase: what to change first
     sd: float = 0.0  # standard deviation of the relative error of `step_s`, from the profile
-    terms: dict[
-        str, float
-    ] = {}  # seconds of the step by term of the cost model; they sum to `step_s`
-    software: str = ""  # whose kernels and overlap were assumed
+    #: seconds of the step by term of the cost model; they sum to `step_s`
+    terms: dict[str, float] = {}
+    software: str = ""  # the software whose kernels and overlap were assumed
     profile: str = ""  # the fitted parameters: "<name> <first digits of the file's hash>"
-    parameters: dict[
-        str, float
-    ] = {}  # those whose values are not the shipped profile's: a site's own
+    #: a site's own parameters, which differ from the shipped profile
+    parameters: dict[str, float] = {}
 
 
 class BatchRamp(Frozen):
-    """The global batch grows linearly with the samples consumed, in whole micro-batches on every
+    """Grows the global batch linearly with the consumed samples, in whole micro-batches per
     replica."""
 
     start_samples: int  # global batch of the first step
-    over_samples: int  # from this many consumed samples on it is `parallel.global_batch_samples`
+    #: consumed samples after which the global batch is `parallel.global_batch_samples`
+    over_samples: int
 
 
 class Train(Frozen):
@@ -255,21 +244,18 @@ class Train(Frozen):
     clip_grad_norm: float  # 0 = off
     log_every_steps: int
     compile: bool = False
-    recompute_layers: list[
-        Recompute
-    ] = []  # of recompute "budget": what the planner chose for each layer
+    #: the planner's choice for each layer, for recompute "budget"
+    recompute_layers: list[Recompute] = []
     batch_ramp: BatchRamp | None = None
-    skip_non_finite_steps: int = 0  # in a row, whose gradient is not applied, before the run stops
-    partition_activations: bool | UnsetType = (
-        UNSET  # tensor-parallel ranks keep a share of each recomputed input
-    )
-    recompute_latents: bool | UnsetType = (
-        UNSET  # selective layers make queries, keys and values from latents again
-    )
+    #: consecutive steps with a non-finite gradient that are skipped; one more stops the run
+    skip_non_finite_steps: int = 0
+    #: true: each tensor-parallel rank keeps only its share of recomputed inputs
+    partition_activations: bool | UnsetType = UNSET
+    #: true: selective layers recompute queries, keys and values from latents
+    recompute_latents: bool | UnsetType = UNSET
     offload: Offload | UnsetType = UNSET
-    deterministic: bool | UnsetType = (
-        UNSET  # on GPUs kernels, and orders of sums, that give the same bits every time
-    )
+    #: true: GPUs use kernels and orders of sums that give the same bits in every run
+    deterministic: bool | UnsetType = UNSET
 
 
 class Optim(Frozen):
@@ -282,47 +268,43 @@ class Optim(Frozen):
     beta2: float
     eps: float
     weight_decay: float
-    kind: Literal["sgd", "muon"] | UnsetType = (
-        UNSET  # UNSET: adamw, as in plans from before there was a choice
-    )
-    state: Literal["bf16", "8bit"] | UnsetType = (
-        UNSET  # of the moments; UNSET: as wide as master weights
-    )
+    #: UNSET: adamw, so that older plans keep their meaning
+    kind: Literal["sgd", "muon"] | UnsetType = UNSET
+    #: precision of the moments; UNSET: that of the master weights
+    state: Literal["bf16", "8bit"] | UnsetType = UNSET
 
 
 class Data(Frozen):
     name: str
-    paths: list[
-        str
-    ]  # files or folders; "stdlib" = the sources of the running Python's standard library
+    #: files or folders; "stdlib" = the sources of the running Python's standard library
+    paths: list[str]
     extensions: list[str]
     tokenizer: str  # "bytes", or the path of a tokenizers JSON file
     seed: int
-    cache_dir: str  # token files live here, keyed by content
+    cache_dir: str  # folder of token files, keyed by content
     demo: bool = False
-    isolate_documents: bool = (
-        False  # attention and positions stop at document borders inside a sample
-    )
+    #: true: attention and positions stop at document borders inside a sample
+    isolate_documents: bool = False
 
 
 class Checkpoint(Frozen):
     dir: str  # "" = <run folder>/checkpoints
-    every_steps: int  # 0 = only at the end and on a notice
+    every_steps: int  # 0 = only at the end and on a termination signal
     keep_last: int
-    memory_every_steps: int = 0  # a copy of the state in the memory of two nodes, each; 0 = none
+    #: steps between copies of the state in the memory of two nodes; 0 = no copies
+    memory_every_steps: int = 0
 
 
 class Metrics(Frozen):
     host: str
     port: int  # of the first node's agent; 0 = any free port
     memory_every_steps: int
-    trace_steps: int = (
-        0  # the first steps are recorded: what ran when, memory by category over time
-    )
+    #: number of first steps whose actions and memory by category are recorded over time
+    trace_steps: int = 0
 
 
-#: What stands in memory for what nobody knows of a user's program. Documents do not name it: see
-#: `Plan.program`.
+#: Values for the unknown properties of a user's program. They exist only in memory, never in a plan
+#: document: see `Plan.program`.
 _NONE: dict[str, Any] = {"norm": "rms", "position": "none", "mlp": "plain", "activation": "gelu"}
 _NONE |= {
     "name": "",
@@ -343,7 +325,7 @@ _NONE |= {
 
 
 def _nothing(kind: type[Struct]) -> dict[str, Any]:
-    """The fields of `kind` that have no default, each nought."""
+    """Fills each field of `kind` that has no default with an empty value."""
     return {
         field.name: _NONE.get(field.name, 0) for field in structs.fields(kind) if field.required
     }
@@ -364,14 +346,14 @@ class Job(Frozen, omit_defaults=True, kw_only=True):
     checkpoint: Checkpoint
     metrics: Metrics
     matmul: Matmul = ""  # "": in `train.precision`
-    record_choices: bool = (
-        False  # which experts tokens chose, a file a rank and reported step: for `orch verify`
-    )
+    #: true: writes the experts that tokens chose, one file per rank and reported step, for
+    #: `orch verify`
+    record_choices: bool = False
 
 
 class Plan(Frozen, omit_defaults=True, kw_only=True):
-    """Of a user's program (`program`) it holds ranks, groups and placement; model, memory, time and
-    rates are not in the document, because nobody knows them."""
+    """A plan of a job. The plan of a user's program (`program`) has ranks, groups and placement,
+    but no model, memory, time and rates, because they are unknown."""
 
     schema: str
     hash: str  # sha256 of the canonical JSON with this field empty; "" until sealed
@@ -380,9 +362,8 @@ class Plan(Frozen, omit_defaults=True, kw_only=True):
     parallel: Parallel
     job: Job
     ranks: list[Rank]  # ranks[i].rank == i
-    groups: dict[
-        str, list[list[int]]
-    ]  # axis -> rank lists in order of the coordinate; also grad, model, embedding
+    #: axis -> rank lists in order of the coordinate; also grad, model, embedding
+    groups: dict[str, list[list[int]]]
     placement: dict[str, AxisPlacement]
     memory: Memory = NO_MEMORY
     time: Time = NO_TIME
@@ -390,4 +371,4 @@ class Plan(Frozen, omit_defaults=True, kw_only=True):
     tokens_per_s_per_gpu: float = 0.0
     warnings: list[str]
     certificate: Certificate | None
-    program: bool = False  # the plan of a user's program that no model was named for
+    program: bool = False  # true: the plan of a user's program, without a model

@@ -1,13 +1,12 @@
-"""NVLink domains that groups do not divide: which part of each a job uses, and which nodes stay
-idle. Pure.
+"""Chooses the part of each NVLink domain that a job uses if groups do not divide the domains. Pure.
 
-A rack of 72 GPUs holds two expert-parallel groups of 32. A third would straddle two racks and run
-at the speed of the network between them, so the job uses 64 of the 72; the other two nodes are
-spares. Nodes are used whole.
+A rack of 72 GPUs holds two expert-parallel groups of 32. A third group would straddle two racks and
+run at the speed of the network between them, so the job uses 64 of the 72 GPUs; the other two nodes
+are spares. A node is used as a whole or not at all.
 
-The ranks that exchange most stay in one domain: tensor-parallel groups always, then expert- and
-context-parallel ones where a domain can hold them. Which of pipeline and data parallelism lies
-inside, the predicted step decides.
+The ranks that exchange most data stay in one domain: tensor-parallel groups always, then expert-
+and context-parallel groups if a domain can hold them. The predicted step decides whether pipeline
+or data parallelism is inside a domain.
 """
 
 from __future__ import annotations
@@ -26,34 +25,36 @@ class Domains(NamedTuple):
     """The NVLink domains of a cluster by size."""
 
     gpus_per_node: int
-    sizes: tuple[tuple[int, int], ...]  # (nodes of a domain, how many such domains)
+    sizes: tuple[tuple[int, int], ...]  # (nodes of a domain, number of such domains)
 
     @property
     def gpus(self) -> int:
-        return self.gpus_per_node * sum(nodes * many for nodes, many in self.sizes)
+        return self.gpus_per_node * sum(nodes * count for nodes, count in self.sizes)
 
     @property
     def largest(self) -> int:
-        """Nodes of the largest domain."""
+        """The number of nodes of the largest domain."""
         return max(nodes for nodes, _ in self.sizes)
 
     def unit(self, group: int) -> int:
-        """Nodes that one or several whole groups of `group` ranks fill exactly."""
+        """The smallest number of nodes that whole groups of `group` ranks fill exactly."""
         return lcm(group, self.gpus_per_node) // self.gpus_per_node
 
     def usable(self, group: int) -> int:
-        """GPUs of all domains that groups of `group` ranks can use without straddling two; 0: no
-        domain holds one."""
+        """The number of GPUs that groups of `group` ranks can use without straddling two domains; 0
+        if no domain holds a group."""
         unit = self.unit(group)
-        return self.gpus_per_node * sum(nodes // unit * unit * many for nodes, many in self.sizes)
+        nodes_used = sum(nodes // unit * unit * count for nodes, count in self.sizes)
+        return self.gpus_per_node * nodes_used
 
     def expert_group(self, tp: int, ep: int) -> int:
-        """Ranks that must stay in one domain: tp, times ep where a domain can hold that."""
+        """The number of ranks that must stay in one domain: tp, or tp * ep if a domain can hold
+        that."""
         return tp * ep if self.unit(tp * ep) <= self.largest else tp
 
     def inner_group(self, tp: int, cp: int, ep: int, pp: int) -> int:
-        """The same, times cp where a domain can hold that and one copy of the model still finds
-        room."""
+        """The expert group, times cp if a domain can hold that and the domains can still hold one
+        copy of the model."""
         group = self.expert_group(tp, ep)
         fits = (
             self.unit(group * cp) <= self.largest and self.usable(group * cp) >= tp * cp * ep * pp
@@ -63,33 +64,38 @@ class Domains(NamedTuple):
     def parts(
         self, tp: int, cp: int, ep: int, pp: int, dp: int = 1, across: bool = False
     ) -> dict[int, int]:
-        """GPUs that a job may use -> the group that they are whole multiples of; most GPUs first.
-        Empty: too few.
+        """Maps each number of GPUs that a job may use to the group of which it is a multiple,
+        largest first. Empty if the domains have too few GPUs.
 
-        The group is the inner one, or that with a part of the other axes of the model, and of the
-        `dp` copies of it. `across`: all GPUs may be used whatever straddles.
+        The group is the inner group, or the inner group times a factor of the model's other axes
+        and its `dp` copies. `across` also allows all GPUs, with groups that straddle domains.
         """
         replica = tp * cp * ep * pp
         group = self.inner_group(tp, cp, ep, pp)
-        found = {self.gpus: 1} if across else {}
+        groups_by_gpus = {self.gpus: 1} if across else {}
         rest = replica // group * dp
         for factor in range(1, min(rest, self.largest * self.gpus_per_node) + 1):
             if rest % factor == 0 and (gpus := self.usable(group * factor)) >= replica:
-                found.setdefault(gpus, group * factor)
-        return dict(sorted(found.items(), reverse=True))
+                groups_by_gpus.setdefault(gpus, group * factor)
+        return dict(sorted(groups_by_gpus.items(), reverse=True))
 
     def filled(self, tp: int, cp: int, ep: int, pp: int, across: bool = False) -> int:
-        """GPUs that the job uses when dp is left out: the most of `parts` that whole copies of the
-        model fill.
+        """The number of GPUs that a job without `dp` uses: the largest of `parts` that whole copies
+        of the model fill.
 
-        Where they fill none, as many as fit into the first. The whole cluster, which the rules
-        refuse then, where that is the first or there is none.
+        If they fill none, it is the number of GPUs of the copies that fit into the largest part. If
+        that part is the whole cluster or there is none, it is the whole cluster, which the rules of
+        `supported` then refuse.
         """
         replica = tp * cp * ep * pp
-        parts = self.parts(tp, cp, ep, pp, across=across)
-        whole = next((gpus for gpus in parts if gpus % replica == 0), 0)
-        most = max(parts, default=self.gpus)
-        return whole or (most // replica * replica if most < self.gpus else self.gpus)
+        sizes = self.parts(tp, cp, ep, pp, across=across)
+        for gpus in sizes:
+            if gpus % replica == 0:
+                return gpus
+        largest = max(sizes, default=self.gpus)
+        if largest < self.gpus:
+            return largest // replica * replica
+        return self.gpus
 
 
 def domains_of(cluster: Cluster) -> Domains:
@@ -98,30 +104,29 @@ def domains_of(cluster: Cluster) -> Domains:
 
 
 def usable_nodes(cluster: Cluster, group: int) -> list[int]:
-    """Nodes of the part of each domain that groups of `group` ranks fill, domains in the cluster's
-    order."""
+    """Lists the nodes of each domain that groups of `group` ranks fill, domain by domain in the
+    cluster's order."""
     unit = domains_of(cluster).unit(group)
-    return [
-        node
-        for nodes in sorted(cluster.nvlink_domains)
-        for node in sorted(nodes)[: len(nodes) // unit * unit]
-    ]
+    usable = list[int]()
+    for nodes in sorted(cluster.nvlink_domains):
+        count = len(nodes) // unit * unit
+        usable += sorted(nodes)[:count]
+    return usable
 
 
 def cut(cluster: Cluster, nodes: Iterable[int]) -> Cluster:
-    """`cluster` with only these nodes, in their old order."""
-    kept = sorted(nodes)
-    at = {node: index for index, node in enumerate(kept)}
+    """Reduces `cluster` to these nodes, in their old order."""
+    kept_nodes = sorted(nodes)
+    new_index = {node: index for index, node in enumerate(kept_nodes)}
 
     def inside(blocks: list[list[int]]) -> list[list[int]]:
-        found = ([at[node] for node in block if node in at] for block in blocks)
-        return [block for block in found if block]
+        kept_blocks = ([new_index[node] for node in block if node in new_index] for block in blocks)
+        return [block for block in kept_blocks if block]
 
+    levels = [structs.replace(level, switches=inside(level.switches)) for level in cluster.levels]
     return structs.replace(
         cluster,
-        node_names=[cluster.node_names[node] for node in kept],
+        node_names=[cluster.node_names[node] for node in kept_nodes],
         nvlink_domains=inside(cluster.nvlink_domains),
-        levels=[
-            structs.replace(level, switches=inside(level.switches)) for level in cluster.levels
-        ],
+        levels=levels,
     )

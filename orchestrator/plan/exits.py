@@ -1,7 +1,7 @@
-"""The exit-code contract between worker, agent, backend and scheduler.
+"""Defines the exit codes that worker, agent, backend and scheduler agree on.
 
-One table, used by the agent (what a worker's code means), by `orch --help`, and by the renderers
-that turn it into scheduler rules.
+The agent reads a worker's code with this table, `orch --help` prints it, and the renderers turn it
+into scheduler rules.
 """
 
 import errno
@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Process exit codes. The comment on each is what the next layer does with it."""
+    """Process exit codes. Each comment says how the next layer reacts."""
 
     DONE = 0  # finished
     USER = 1  # the user's code failed: retried within the restart budget, counted
@@ -17,9 +17,9 @@ class Exit(IntEnum):
     CONFIG = 65  # config, plan or checkpoint refused: never retried
     INTERNAL = 70  # a bug in orch itself
     NODE = 74  # this node is unhealthy: exclude it
-    RESTART = 75  # saved, wants to be started again: retried, not counted
+    RESTART = 75  # saved, wants a restart: retried, not counted
     CAPACITY = 76  # not enough healthy nodes
-    FENCED = 77  # a newer plan epoch exists: this process must not write any more
+    FENCED = 77  # a newer plan epoch exists: this process must stop writing
     SECURITY = 78  # refused for security reasons: never retried
 
 
@@ -36,11 +36,11 @@ MEANING: dict[Exit, str] = {
     Exit.SECURITY: "refused for security",
 }
 
-#: Codes after which starting the same thing again cannot help.
+#: Codes after which a restart cannot help.
 FATAL = frozenset({Exit.USAGE, Exit.CONFIG, Exit.SECURITY})
 
-#: errno values of a machine or a disk that fails, perhaps for a moment. Others are of whoever has
-#: named the file.
+#: errno values of a machine or disk that fails, possibly for a moment. Other values are errors of
+#: whoever named the file.
 OF_THE_MACHINE = frozenset(
     {
         errno.EMFILE,
@@ -55,16 +55,15 @@ OF_THE_MACHINE = frozenset(
 
 
 def is_of_the_machine(error: BaseException | None) -> bool:
-    """Whether the error, or the one that it was raised from, is a fault of the machine or of a
-    disk."""
+    """Checks whether the error, or an error that caused it, is a fault of the machine or a disk."""
     if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
         return True
     return error is not None and is_of_the_machine(error.__cause__)
 
 
 def meaning(code: int) -> str:
-    """One phrase for any process exit code, signals included (a negative code is a signal, as in
-    `subprocess`)."""
+    """Describes any process exit code in one phrase. A negative code is a signal, as in
+    `subprocess`."""
     if code < 0:
         import signal
 

@@ -1,10 +1,9 @@
-"""The expert mesh: how the ranks of a stage share its experts. It is a factorisation of its own of
-these ranks, into ranks that cut each expert (etp), ranks with different experts (ep) and ranks with
-the same ones (edp).
+"""The expert mesh: how the ranks of a stage share its experts. Pure.
 
-Without folding etp = tp, ep is the axis of that name, and edp = cp * dp. `Parallel.etp` below tp
-gives the tp ranks of a stage different experts (ep folds over tp), `Parallel.fold_cp` those of cp.
-Pure.
+The mesh factorises the ranks of a stage into ranks that share each expert (etp), ranks with
+different experts (ep) and ranks with the same experts (edp). Without folding, etp = tp, ep is the
+axis of that name, and edp = cp * dp. `Parallel.etp` below tp gives tp ranks different experts (ep
+folds over tp); `Parallel.fold_cp` does the same for cp ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from msgspec import UnsetType
 
 from .document import Axis, Plan
 
-#: Axes of ranks that hold the same experts, where these do not fold over cp.
+#: Axes of ranks that hold the same experts, unless experts fold over cp.
 REPLICAS: tuple[Axis, ...] = ("cp", "dp")
 
 
 class Degrees(Protocol):
-    """What a `Parallel` and a `Case` have."""
+    """The degrees that both a `Parallel` and a `Case` have."""
 
     @property
     def tp(self) -> int: ...
@@ -38,7 +37,8 @@ class Degrees(Protocol):
 
 
 class ExpertMesh(NamedTuple):
-    """Its three products are the ranks of a stage: etp * ep * edp = tp * cp * ep axis * dp."""
+    """Degrees whose product is the number of ranks of a stage: etp * ep * edp = tp * cp * (axis ep)
+    * dp."""
 
     etp: int
     ep: int
@@ -47,72 +47,70 @@ class ExpertMesh(NamedTuple):
 
 def expert_mesh(par: Degrees) -> ExpertMesh:
     etp = tensor_ranks(par)
-    return ExpertMesh(etp, par.tp // etp * spread(par), par.dp * (1 if folds_cp(par) else par.cp))
+    ep = par.tp // etp * spread(par)
+    edp = par.dp if folds_cp(par) else par.dp * par.cp
+    return ExpertMesh(etp, ep, edp)
 
 
 def tensor_ranks(par: Degrees) -> int:
-    """Ranks that each expert is cut over."""
+    """The number of ranks that share each expert."""
     return par.etp if isinstance(par.etp, int) else par.tp
 
 
 def folds_cp(par: Degrees) -> bool:
-    """Whether ranks of cp, where there are several, hold different experts."""
+    """Checks whether there are several cp ranks, and they hold different experts."""
     return par.fold_cp is True and par.cp > 1
 
 
 def spread(par: Degrees) -> int:
-    """Ranks of one dense gradient group that hold different experts."""
+    """The number of ranks of one dense gradient group that hold different experts."""
     return par.ep * (par.cp if folds_cp(par) else 1)
 
 
 def axes(par: Degrees) -> tuple[Axis, ...]:
-    """Axes along which ranks hold different experts and tokens go to them; of "tp" perhaps a
-    part."""
+    """The axes along which ranks hold different experts, to which tokens are sent. "tp" may be
+    folded only in part."""
     folded: dict[Axis, bool] = {"tp": tensor_ranks(par) < par.tp, "cp": folds_cp(par), "ep": True}
     return tuple(axis for axis in folded if folded[axis])
 
 
 def replicas(par: Degrees) -> tuple[Axis, ...]:
-    """Axes of ranks that hold the same experts."""
+    """The axes of ranks that hold the same experts."""
     return ("dp",) if folds_cp(par) else REPLICAS
 
 
 def in_words(par: Degrees) -> tuple[int, int] | None:
-    """(etp, ep) of the word of degrees that folds experts as `par` does; None where no word does,
-    and keys must."""
+    """(etp, ep) of the word of degrees that folds experts as `par` does; None if only keys can
+    express it."""
     mesh = expert_mesh(par)
-    axis = par.ep
-    over_cp = folds_cp(par)
     try:
-        same = fold(par.tp, par.cp, mesh.etp, mesh.ep, lambda why, near: ValueError(why)) == (
-            axis,
-            over_cp,
-        )
+        folded = fold(par.tp, par.cp, mesh.etp, mesh.ep, lambda reason, near: ValueError(reason))
     except ValueError:
         return None
-    return (mesh.etp, mesh.ep) if same else None
+    return (mesh.etp, mesh.ep) if folded == (par.ep, folds_cp(par)) else None
 
 
 def fullest(par: Any) -> float:
-    """Load of the fullest of the ranks that share experts over the mean, as a `Parallel` assumes
-    it."""
+    """The load of the fullest expert rank over the mean that a `Parallel` assumes."""
     return par.expert_imbalance if isinstance(par.expert_imbalance, float) else 1.0
 
 
 def position(par: Any, coord: Any) -> int:
-    """Which run of a layer's experts the rank at `coord` holds: its place among the ranks of its
-    own "experts" group, ascending. `par`: a `Parallel`, `coord`: a `Coord`."""
+    """The index of the run of a layer's experts that the rank at `coord` holds: its position in its
+    "experts" group, ascending. `par`: a `Parallel`, `coord`: a `Coord`."""
     etp = tensor_ranks(par)
-    result = 0
     sizes = {"tp": par.tp // etp, "cp": par.cp, "ep": par.ep}
-    at: dict[str, int] = {"tp": coord.tp // etp, "cp": coord.cp, "ep": coord.ep}
-    for axis in reversed([axis for axis in par.order if axis in axes(par)]):
-        result = result * sizes[axis] + at[axis]
-    return result
+    coordinates: dict[str, int] = {"tp": coord.tp // etp, "cp": coord.cp, "ep": coord.ep}
+    expert_axes = axes(par)
+    index = 0
+    for axis in reversed(par.order):
+        if axis in expert_axes:
+            index = index * sizes[axis] + coordinates[axis]
+    return index
 
 
 def nvlink_domain_of(plan: Plan) -> list[int]:
-    """The number of the NVLink domain of each rank's GPU."""
+    """Lists the number of the NVLink domain of each rank's GPU."""
     numbers = {name: index for index, name in enumerate(plan.cluster.node_names)}
     domain = {node: at for at, nodes in enumerate(plan.cluster.nvlink_domains) for node in nodes}
     return [domain[numbers[rank.node]] for rank in plan.ranks]
@@ -121,11 +119,11 @@ def nvlink_domain_of(plan: Plan) -> list[int]:
 def fold(
     tp: int, cp: int, etp: int, ep: int, refuse: Callable[[str, int], Exception]
 ) -> tuple[int, bool]:
-    """(degree of the axis ep, whether cp folds) of an expert mesh with `etp` and `ep` in a stage
-    with `tp` and `cp`.
+    """Finds (degree of the axis ep, whether cp folds) of an expert mesh with `etp` and `ep` in a
+    stage with `tp` and `cp`.
 
-    Ranks of tp are taken first, then those of cp, then those of an axis of its own. Raises what
-    `refuse`, called with the reason and the nearest legal ep, returns.
+    Experts fold over tp first, then over cp, then over an axis of their own. Raises the exception
+    that `refuse` makes from the reason and the nearest legal ep.
     """
     if tp % etp:
         raise refuse(f"etp={etp} does not divide tp={tp}", ep)

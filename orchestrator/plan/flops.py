@@ -1,25 +1,21 @@
-"""Model and hardware FLOPs per trained token: one formula for the planner's prediction and the
+"""Computes model and hardware FLOPs per trained token, for the planner's prediction and the
 trainer's MFU and HFU.
 
 Conventions (planning.md C1; PaLM, arXiv 2204.02311, appendix B; Korthikanti et al., arXiv
 2205.05198, section 6):
 
 * A matrix product of a token with an [in, out] weight costs `2 * in * out` forward and twice that
-  backward, so
-  `6 * N` a token, N = weights a token is multiplied with (embedding look-up: none; the head: always
-  `vocab * hidden`,
-  tied or not; a mixture of experts: the chosen experts, the shared ones and the router).
+  backward, so `6 * N` per token. N is the number of weights that a token is multiplied with
+  (embedding look-up: none; the head: always `vocab * hidden`, tied or not; a mixture of experts:
+  the chosen experts, the shared ones and the router).
 * The attention core (scores and their product with the values) costs `4 * span * heads * head_dim`
-  forward, thrice
-  that in all. `span` is how many keys a query meets on average: `seq_len / 2` under a causal mask,
-  else `seq_len`.
-* *Model* FLOPs count what the mathematics needs, whatever is run. *Hardware* FLOPs add what
-  recompute repeats: "full" a
-  block's whole forward; "selective" nothing, since it keeps the results of all matrix products and
-  of the attention
-  kernel and repeats only what lies between (in Korthikanti et al. the core was not fused yet and
-  was repeated). A fused
-  attention kernel's own repetition of the scores in its backward is in neither.
+  forward, and three times that in total. `span` is the mean number of keys per query: `seq_len / 2`
+  under a causal mask, else `seq_len`.
+* *Model* FLOPs count the necessary mathematics, whatever is run. *Hardware* FLOPs add recomputed
+  work: the whole forward of a block for "full"; nothing for "selective", which keeps the results of
+  all matrix products and of the attention kernel and repeats only the operations between them (in
+  Korthikanti et al. the core was not fused yet and was repeated). Neither counts the scores that a
+  fused attention kernel recomputes in its own backward.
 
 MFU = tokens/s * model FLOPs per token / (GPUs * peak FLOP/s); HFU the same with hardware FLOPs.
 """
@@ -36,24 +32,24 @@ if TYPE_CHECKING:
 
 
 def attention_weights(model: Model) -> int:
-    """Weights of one layer's attention projections, biases left out (MHA, GQA or MLA)."""
+    """The number of weights of one layer's attention projections without biases (MHA, GQA or
+    MLA)."""
     return _passed_weights(model, model.layers - 1, "attention")
 
 
 def up_weights(model: Model) -> int:
-    """Weights of latent attention that make queries, keys and values from latents (queries from the
-    input where they have no latent)."""
-    operations = layer_operations(model, model.layers - 1)
+    """The number of attention weights that make queries, keys and values from latents. Queries come
+    from the input if they have no latent."""
     return sum(
         operation.passed_weights
-        for operation in operations
+        for operation in layer_operations(model, model.layers - 1)
         if operation.name in ("attn.wq", "attn.wkv")
     )
 
 
 def mlp_weights(model: Model, layer: int) -> int:
-    """Weights that one token is multiplied with in layer `layer`'s MLP: for a mixture, the active
-    ones."""
+    """The number of weights that multiply one token in layer `layer`'s MLP. In a mixture of experts
+    only the active ones count."""
     return _passed_weights(model, layer, "mlp")
 
 
@@ -63,7 +59,7 @@ def _passed_weights(model: Model, layer: int, half: Half) -> int:
 
 
 def block_weights(model: Model) -> int:
-    """Weights that one token is multiplied with in all decoder layers together."""
+    """The number of weights that multiply one token in all decoder layers."""
     dense = model.layers if model.moe is None else min(model.layers, model.moe.first_dense_layers)
     mixtures = model.layers - dense
     mlps = dense * mlp_weights(model, 0) if dense else 0
@@ -72,7 +68,7 @@ def block_weights(model: Model) -> int:
 
 
 def attention_core_flops(model: Model, seq_len: int) -> float:
-    """Forward FLOPs a token of all layers' attention cores, in sequences of `seq_len`."""
+    """Forward FLOPs per token of all layers' attention cores, in sequences of `seq_len`."""
     if model.mla is None:
         width = 2 * model.head_dim
     else:
@@ -82,14 +78,14 @@ def attention_core_flops(model: Model, seq_len: int) -> float:
 
 
 def prediction_blocks(model: Model) -> int:
-    """Blocks that predict further tokens (`model.mtp`), each of the kind of the model's last
-    layer."""
+    """The number of blocks that predict further tokens (`model.mtp`). Each has the shape of the
+    model's last layer."""
     return model.mtp.depth if model.mtp else 0
 
 
 def prediction_weights(model: Model) -> int:
-    """Weights that one token is multiplied with outside the block of one further prediction: both
-    projections."""
+    """The number of weights that multiply one token outside the block of one further prediction:
+    both projections."""
     return 2 * model.hidden**2 + model.vocab * model.hidden
 
 
@@ -110,10 +106,10 @@ def hardware_flops_per_token(
     recompute_layers: Sequence[str] = (),
     latents: bool = False,
 ) -> float:
-    """FLOPs run for one trained token when part of the forward is run again.
+    """FLOPs that are run for one trained token, including recomputed ones.
 
     `recompute` is the plan's: "none", "selective", "full", or "budget" with one of these for each
-    layer in `recompute_layers`; `latents`: whether selective layers recompute what they make from
+    layer in `recompute_layers`. `latents`: selective layers recompute queries, keys and values from
     latents. Raises ValueError for any other word.
     """
     layers = recompute_layers if recompute == "budget" else [recompute] * model.layers
@@ -124,12 +120,12 @@ def hardware_flops_per_token(
             f" {model.layers} layers"
         )
     core = attention_core_flops(model, seq_len) / model.layers
-    each = [*enumerate(layers), *[(model.layers - 1, layers[-1])] * prediction_blocks(model)]
-    again = sum(
+    block_modes = [*enumerate(layers), *[(model.layers - 1, layers[-1])] * prediction_blocks(model)]
+    recomputed = sum(
         2 * (attention_weights(model) + mlp_weights(model, layer)) + core
-        for layer, mode in each
+        for layer, mode in block_modes
         if mode == "full"
     )
     if model.mla is not None and latents:
-        again += 2 * up_weights(model) * sum(mode == "selective" for _, mode in each)
-    return model_flops_per_token(model, seq_len) + again
+        recomputed += 2 * up_weights(model) * sum(mode == "selective" for _, mode in block_modes)
+    return model_flops_per_token(model, seq_len) + recomputed

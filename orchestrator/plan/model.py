@@ -7,11 +7,10 @@ from typing import Literal, dataclass_transform
 from msgspec import UNSET, Struct, UnsetType
 
 
-@dataclass_transform(
-    frozen_default=True, kw_only_default=True
-)  # what msgspec does, told to type checkers
+# Type checkers do not know what msgspec does with the options of the base class.
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Frozen(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every part: immutable, strict about unknown keys when decoded."""
+    """Base of every part of a plan: immutable, and strict about unknown keys when decoded."""
 
 
 class Moe(Frozen):
@@ -24,24 +23,20 @@ class Moe(Frozen):
     first_dense_layers: int = 0
     score: Literal["softmax", "sigmoid"] = "softmax"
     norm_topk: bool = True  # the weights of a token's experts are divided by their sum
-    routed_scale: float = 1.0  # and multiplied with this
-    groups: int = 1  # of neighbouring experts, of which a token may use `top_groups`
+    routed_scale: float = 1.0  # factor of those weights after the division
+    groups: int = 1  # groups of neighbouring experts, of which a token may use `top_groups`
     top_groups: int = 1
-    balance_loss: float = 0.0  # by what the balance of each sequence's choices counts in the loss
-    z_loss: float = 0.0  # the same of the square of each token's log-sum-exp of router logits
-    # UNSET where not asked for: then plans do not name it, and older ones keep their hash.
-    balance_over: Literal["sequence", "batch"] | UnsetType = (
-        UNSET  # what balance_loss balances: each sequence, all
-    )
-    bias_update: float | UnsetType = (
-        UNSET  # by what a step moves each expert's bias towards an equal load
-    )
-    capacity_factor: float | UnsetType = (
-        UNSET  # an expert takes this many equal shares of each sequence, drops the rest
-    )
-    jitter: float | UnsetType = (
-        UNSET  # what routers read is multiplied by random numbers up to this far from 1
-    )
+    balance_loss: float = 0.0  # weight of the balance of choices in the loss
+    z_loss: float = 0.0  # weight of the squared log-sum-exp of router logits in the loss
+    # Options below are UNSET if unused: plans do not contain them, and older plans keep their hash.
+    #: what balance_loss balances: each sequence, or the batch
+    balance_over: Literal["sequence", "batch"] | UnsetType = UNSET
+    #: step by which each expert's bias moves towards an equal load
+    bias_update: float | UnsetType = UNSET
+    #: equal shares of a sequence that an expert takes; it drops the other tokens
+    capacity_factor: float | UnsetType = UNSET
+    #: largest distance from 1 of the random factors on the router's input
+    jitter: float | UnsetType = UNSET
 
 
 class Yarn(Frozen):
@@ -50,23 +45,21 @@ class Yarn(Frozen):
 
     factor: float
     original_seq_len: int
-    beta_fast: float = (
-        32.0  # dimensions that turn more often than this over the original length stay as they are
-    )
-    beta_slow: float = 1.0  # those that turn less often are slowed down by `factor`
-    mscale_all_dim: float = (
-        1.0  # attention scores grow by (0.1 * this * ln(factor) + 1)^2; 0: they do not
-    )
+    #: rotations over the original length above which a dimension is not stretched
+    beta_fast: float = 32.0
+    #: rotations over the original length below which a dimension is slowed down by `factor`
+    beta_slow: float = 1.0
+    #: attention scores grow by (0.1 * mscale_all_dim * ln(factor) + 1)^2; 0: they do not grow
+    mscale_all_dim: float = 1.0
 
 
 class Mtp(Frozen):
-    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): `depth` modules, each a
-    token further."""
+    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): `depth` modules, each of
+    which predicts one token further."""
 
     depth: int
-    weight: float = (
-        0.3  # of the mean of their losses, beside the main one; DeepSeek-V3's, which ends with 0.1
-    )
+    #: weight of the mean of the modules' losses; DeepSeek-V3 begins with 0.3 and ends with 0.1
+    weight: float = 0.3
 
 
 class Mla(Frozen):
@@ -105,13 +98,11 @@ class Model(Frozen):
     dropout: float = 0.0
     moe: Moe | None = None
     mla: Mla | None = None
-    extra_params: dict[
-        str, int
-    ] = {}  # outside the decoder (BERT's token types, pooler): counted, not trained
-    # What follows is UNSET where a model does not have it: then plans do not name it, and older
-    # ones keep their hash.
-    qk_norm: bool | UnsetType = (
-        UNSET  # RMSNorm of each query and key head before the positions (Qwen3)
-    )
+    #: parameters outside the decoder (BERT's token types, pooler): counted, not trained
+    extra_params: dict[str, int] = {}
+    # Options below are UNSET if a model does not have them: plans do not contain them, and older
+    # plans keep their hash.
+    #: RMSNorm of each query and key head before the positions (Qwen3)
+    qk_norm: bool | UnsetType = UNSET
     yarn: Yarn | UnsetType = UNSET
     mtp: Mtp | UnsetType = UNSET

@@ -1,5 +1,5 @@
-"""What is offloaded, and how optimizer state on a disk passes through memory: in chunks of equal
-size, whatever the model."""
+"""The options of offloading, and the chunks in which optimizer state on a disk passes through
+memory. All chunks have the same size, whatever the model."""
 
 from __future__ import annotations
 
@@ -13,42 +13,41 @@ if TYPE_CHECKING:
 BLOCK = 4096  # bytes; transfers begin and end on multiples of it
 STATE_KINDS = 3  # master weights and AdamW's two moments
 SLOTS = 4  # chunks of state in memory: two are read, one is computed, one is written
-GRADIENTS = 2  # chunks of gradients beside them: one is copied, one is read by the update
+GRADIENTS = 2  # chunks of gradients in memory: one is copied, one is read by the update
 ROOMS = 4  # activations in memory on their way to a disk and back
 
 
 class Offload(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What is kept outside of the device's memory."""
+    """The tensors that are kept outside of the device's memory."""
 
-    optimizer: Literal["", "host", "disk"] = (
-        ""  # gradients, master weights and moments; "": on the device
-    )
-    activations: Literal["", "host", "disk"] = ""  # inputs of recomputed layers
-    # of "host": an update runs beside the next step, which computes with weights that lack it
+    #: place of gradients, master weights and moments; "": on the device
+    optimizer: Literal["", "host", "disk"] = ""
+    activations: Literal["", "host", "disk"] = ""  # place of the inputs of recomputed layers
+    #: for "host": an update runs during the next step, which computes with the older weights
     delayed: bool = False
-    weights: bool = False  # of "disk": weights and gradients too, in pages of a mapped file
-    dir: str = ""  # of "disk"; "": the run folder
-    buffer_bytes: int = 0  # of "disk": host memory through which the state passes, on each rank
+    weights: bool = False  # for "disk": also weights and gradients, in pages of a mapped file
+    dir: str = ""  # for "disk"; "": the run folder
+    buffer_bytes: int = 0  # for "disk": host memory per rank through which the state passes
 
 
 def offload_of(train: Train) -> Offload:
-    """What is outside of the device's memory; nothing where the plan does not say."""
+    """The plan's offloading; no offloading if the plan has none."""
     return train.offload or Offload()
 
 
 def state_width(precision: str) -> int:
-    """Bytes of an element of master weights and moments."""
+    """Bytes per element of master weights and moments."""
     return 8 if precision == "fp64" else 4
 
 
 def chunk_elements(buffer_bytes: int, kinds: int, itemsize: int) -> int:
-    """Elements of a chunk for so much host memory on a rank; 0: too little. `kinds`: of state,
-    beside the gradient."""
-    room = max(0, buffer_bytes - (SLOTS + GRADIENTS) * BLOCK)
-    return room // ((SLOTS * kinds + GRADIENTS) * BLOCK) * BLOCK // itemsize
+    """The elements of a chunk if a rank has `buffer_bytes` of host memory; 0 if that is too little.
+    `kinds`: number of kinds of state, without the gradient."""
+    chunk_bytes = max(0, buffer_bytes - (SLOTS + GRADIENTS) * BLOCK)
+    return chunk_bytes // ((SLOTS * kinds + GRADIENTS) * BLOCK) * BLOCK // itemsize
 
 
 def buffer_size(buffer_bytes: int, kinds: int, itemsize: int) -> int:
-    """Bytes of host memory that are used of `buffer_bytes`."""
+    """Bytes of `buffer_bytes` that the chunks occupy."""
     chunk = chunk_elements(buffer_bytes, kinds, itemsize) * itemsize
     return (SLOTS + GRADIENTS) * BLOCK + (SLOTS * kinds + GRADIENTS) * chunk

@@ -1,4 +1,4 @@
-"""Rank map algebra: coordinates <-> ranks <-> groups. Pure functions over the plan's degrees."""
+"""Converts between coordinates, ranks and groups. Pure functions of the plan's degrees."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from .document import Model, Parallel, Plan, Rank
 
 AXES = ("tp", "cp", "ep", "pp", "dp")
-#: Composite groups: axes that vary inside one group. "grad": ranks that hold the same dense weights
-#: and sum their gradients. "model": ranks that together hold one copy of the weights (what a
-#: gradient norm is summed over).
+#: Composite groups -> the axes that vary inside one group. "grad": ranks that hold the same dense
+#: weights and sum their gradients. "model": ranks that together hold one copy of the weights; a
+#: gradient norm is summed over them.
 COMPOSITE: dict[str, tuple[str, ...]] = {"grad": ("cp", "ep", "dp"), "model": ("tp", "pp")}
 
 
 def coords(order: Iterable[str], degrees: Mapping[str, int]) -> list[dict[str, int]]:
-    """Coordinate of every rank when axes nest in `order`, innermost first."""
+    """Lists the coordinate of every rank if axes nest in `order`, innermost first."""
     order = list(order)
     result = [dict.fromkeys(AXES, 0)]
     for axis in reversed(order):
@@ -26,8 +26,8 @@ def coords(order: Iterable[str], degrees: Mapping[str, int]) -> list[dict[str, i
     return result
 
 
-def _places(order: Iterable[str], degrees: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """As `coords`, each in the order of AXES."""
+def _coord_tuples(order: Iterable[str], degrees: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Lists the same coordinates as `coords`, as tuples in the order of AXES."""
     stride = 1
     world = prod(degrees.values())
     columns = dict[str, list[int]]()
@@ -39,69 +39,85 @@ def _places(order: Iterable[str], degrees: Mapping[str, int]) -> list[tuple[int,
 
 
 def groups(all_coords: list[dict[str, int]], varying: tuple[str, ...]) -> list[list[int]]:
-    """Rank lists in which only the axes in `varying` vary, each sorted by those coordinates (last
-    axis slowest)."""
-    same = list(map(_reader(tuple(axis for axis in AXES if axis not in varying)), all_coords))
-    order = list(map(_reader(tuple(reversed(varying))), all_coords))
-    found: dict[object, list[int]] = {key: [] for key in same}
-    for rank in sorted(range(len(order)), key=order.__getitem__):
-        found[same[rank]].append(rank)
-    return list(found.values())
+    """Lists groups of ranks in which only the axes in `varying` vary, each sorted by those
+    coordinates (last axis slowest)."""
+    fixed = tuple(axis for axis in AXES if axis not in varying)
+    read_fixed = _reader(fixed)
+    read_varying = _reader(tuple(reversed(varying)))
+    fixed_coords = list(map(read_fixed, all_coords))
+    varying_coords = list(map(read_varying, all_coords))
+    ranks = sorted(range(len(varying_coords)), key=varying_coords.__getitem__)
+    ranks_by_coord: dict[object, list[int]] = {key: [] for key in fixed_coords}
+    for rank in ranks:
+        ranks_by_coord[fixed_coords[rank]].append(rank)
+    return list(ranks_by_coord.values())
 
 
 def _reader(axes: tuple[str, ...]) -> Callable[[Mapping[str, int]], Any]:
-    """Reads these axes of a coordinate. Runs once a rank and group kind: 100,000 ranks are
-    common."""
+    """Returns a function that reads these axes of a coordinate. It is called once per rank and kind
+    of group, and 100,000 ranks are common."""
     return itemgetter(*axes) if axes else lambda _: ()
 
 
 def all_groups(all_coords: list[dict[str, int]], pp: int) -> dict[str, list[list[int]]]:
-    """Every group list a plan carries: one entry an axis, the composites, and "embedding" (first
-    and last stage)."""
-    result = {axis: groups(all_coords, (axis,)) for axis in AXES}
-    result.update({name: groups(all_coords, axes) for name, axes in COMPOSITE.items()})
-    result["embedding"] = [[g[0], g[-1]] if pp > 1 else [g[0]] for g in result["pp"]]
-    return result
+    """Builds every group list of a plan: one per axis, the composites, and "embedding" (first and
+    last stage)."""
+    rank_lists = {axis: groups(all_coords, (axis,)) for axis in AXES}
+    for name, axes in COMPOSITE.items():
+        rank_lists[name] = groups(all_coords, axes)
+    rank_lists["embedding"] = _embedding_groups(rank_lists["pp"], pp)
+    return rank_lists
+
+
+def _embedding_groups(pipelines: list[list[int]], pp: int) -> list[list[int]]:
+    """The ranks of the first and the last stage of each pipeline."""
+    if pp == 1:
+        return [pipeline[:1] for pipeline in pipelines]
+    return [[pipeline[0], pipeline[-1]] for pipeline in pipelines]
 
 
 def embeds_at_both_ends(model: Model) -> bool:
-    """Whether the last pipeline stage holds the token table, too: as its head, or to predict
+    """Checks whether the last pipeline stage also holds the token table: as its head, or to predict
     further tokens. Its gradients are summed over "embedding"."""
     return model.tied_embeddings or bool(model.mtp)
 
 
 def nested_groups(order: Iterable[str], degrees: Mapping[str, int]) -> dict[str, list[list[int]]]:
-    """`all_groups(coords(order, degrees), ...)`, from the strides of the axes alone: linear in the
-    ranks."""
+    """Equals `all_groups(coords(order, degrees), ...)`, but needs only the strides of the axes and
+    takes time linear in the ranks."""
     stride = 1
     strides = {}
     for axis in order:
         strides[axis] = stride
         stride *= degrees[axis]
-    wanted = {axis: (axis,) for axis in AXES} | COMPOSITE
-    result = {
-        name: _nested(list(strides.items()), degrees, varying) for name, varying in wanted.items()
+    varying_axes = {axis: (axis,) for axis in AXES} | COMPOSITE
+    rank_lists = {
+        name: _nested(strides, degrees, varying) for name, varying in varying_axes.items()
     }
-    result["embedding"] = [[g[0], g[-1]] if degrees["pp"] > 1 else [g[0]] for g in result["pp"]]
-    return result
+    rank_lists["embedding"] = _embedding_groups(rank_lists["pp"], degrees["pp"])
+    return rank_lists
 
 
 def _nested(
-    strides: list[tuple[str, int]], degrees: Mapping[str, int], varying: tuple[str, ...]
+    strides: dict[str, int], degrees: Mapping[str, int], varying: tuple[str, ...]
 ) -> list[list[int]]:
-    """As `groups`: lists in the order of their lowest rank, members by coordinate, the last of
-    `varying` slowest."""
-    at = dict(strides)
+    """Lists groups like `groups`, in the order of their lowest rank. Members are sorted by
+    coordinate, the last axis of `varying` slowest. `strides` has the innermost axis first."""
     firsts = [0]
     members = [0]
     for axis in varying:
-        members = [index * at[axis] + rank for index in range(degrees[axis]) for rank in members]
-    for axis, stride in strides:
+        members = _repeated(members, degrees[axis], strides[axis])
+    for axis, stride in strides.items():
         if axis not in varying:
-            firsts = [index * stride + rank for index in range(degrees[axis]) for rank in firsts]
+            firsts = _repeated(firsts, degrees[axis], stride)
     if len(members) == 1:
         return [[first] for first in firsts]
     return [[first + rank for rank in members] for first in firsts]
+
+
+def _repeated(ranks: list[int], degree: int, stride: int) -> list[int]:
+    """Copies the ranks along an axis."""
+    return [index * stride + rank for index in range(degree) for rank in ranks]
 
 
 def as_dict(rank: Rank) -> dict[str, int]:
@@ -116,7 +132,8 @@ def degrees(parallel: Parallel) -> dict[str, int]:
 
 
 def check_ranks(plan: Plan) -> str | None:
-    """None, or one line naming the first contradiction between degrees, ranks, groups and nodes."""
+    """Checks degrees, ranks, groups and nodes. Returns one line on the first contradiction, or
+    None."""
     par = plan.parallel
     world = par.tp * par.cp * par.ep * par.pp * par.dp
     if par.world_size != world or len(plan.ranks) != world:
@@ -125,7 +142,7 @@ def check_ranks(plan: Plan) -> str | None:
             f" multiply to {world}"
         )
     names = set(plan.cluster.node_names)
-    taken: set[tuple[str, int]] = set()
+    used_gpus: set[tuple[str, int]] = set()
     for index, rank in enumerate(plan.ranks):
         if rank.rank != index:
             return f"ranks[{index}] says rank {rank.rank}"
@@ -136,24 +153,23 @@ def check_ranks(plan: Plan) -> str | None:
                 f"rank {index} is on GPU {rank.gpu} of {rank.node}, which has"
                 f" {plan.cluster.gpus_per_node}"
             )
-        if (rank.node, rank.gpu) in taken:
+        if (rank.node, rank.gpu) in used_gpus:
             return f"rank {index} shares GPU {rank.gpu} of {rank.node} with another rank"
-        taken.add((rank.node, rank.gpu))
-    places = [_read_coord(rank.coord) for rank in plan.ranks]
-    nested = sorted(par.order) == sorted(
-        AXES
-    )  # as in every plan that is made here; any other is read with more care
-    if nested and places == _places(par.order, degrees(par)):
+        used_gpus.add((rank.node, rank.gpu))
+    coordinates = [_read_coord(rank.coord) for rank in plan.ranks]
+    # Plans of this planner nest their axes, which is fast to check; others are checked in full.
+    nested = sorted(par.order) == sorted(AXES)
+    if nested and coordinates == _coord_tuples(par.order, degrees(par)):
         if plan.groups != nested_groups(par.order, degrees(par)):
             return "groups do not follow from the ranks' coordinates"
         return _stages_problem(plan)
-    if len(set(places)) != world:
+    if len(set(coordinates)) != world:
         return "two ranks have the same coordinate"
-    found = [as_dict(rank) for rank in plan.ranks]
+    coord_dicts = [as_dict(rank) for rank in plan.ranks]
     for axis, degree in degrees(par).items():
-        if any(not 0 <= coord[axis] < degree for coord in found):
+        if any(not 0 <= coord[axis] < degree for coord in coord_dicts):
             return f"a rank's {axis} coordinate is outside 0..{degree - 1}"
-    if plan.groups != all_groups(found, par.pp):
+    if plan.groups != all_groups(coord_dicts, par.pp):
         return "groups do not follow from the ranks' coordinates"
     return _stages_problem(plan)
 
@@ -161,9 +177,8 @@ def check_ranks(plan: Plan) -> str | None:
 def _stages_problem(plan: Plan) -> str | None:
     par = plan.parallel
     if plan.program:
-        return (
-            "the plan of a program has no layers, and no stage_layers" if par.stage_layers else None
-        )
+        has_layers = bool(par.stage_layers)
+        return "the plan of a program has no layers, and no stage_layers" if has_layers else None
     if len(par.stage_layers) != par.pp * par.vpp or sum(par.stage_layers) != plan.model.layers:
         return (
             f"stage_layers {par.stage_layers} must be {par.pp * par.vpp} numbers that sum to"

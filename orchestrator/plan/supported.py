@@ -1,10 +1,9 @@
-"""Which layouts run: the rules that every program's layout keeps; `trained` has those of the
-bundled trainer.
+"""The rules for the layout of every program; `trained` has the rules of the bundled trainer. Pure.
 
-Each rule is written once, as a function from a `Case` to a problem in one line, or None. The
-planner refuses what breaks `LAYOUT` and warns about what breaks `trained.TRAINER`; the search
-recommends neither; submit and render refuse both where the bundled trainer would run the job; the
-trainer asks once more before it builds anything. Pure.
+Each rule is a function from a `Case` to a problem in one line, or None. The planner refuses layouts
+that break `LAYOUT` and warns about those that break `trained.TRAINER`; the search recommends
+neither. Submit and render refuse both if the bundled trainer would run the job, and the trainer
+checks again before it builds anything.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from .document import TABLE, AllToAll, BatchRamp, Cluster, CpMethod, Matmul, Mod
 from .domains import domains_of
 from .expert_mesh import axes, expert_mesh, folds_cp, in_words
 
-#: Schedules whose backward is one piece.
+#: Schedules that do not split the backward pass.
 WHOLE_BACKWARD = ("afab", "1f1b", "interleaved")
-#: Ways of context parallelism that give each rank two pieces of a sequence, so that all have
-#: equally much to attend to.
+#: Methods of context parallelism that give each rank two pieces of a sequence, so that all ranks
+#: have equal work in causal attention.
 BALANCED = ("zigzag", "allgather")
-#: Schedules for one number of micro-batches, or for even ones only: a batch that grows has others.
+#: Schedules for one number of micro-batches, or for even numbers only, which a growing batch
+#: breaks.
 FIXED_BATCH = (TABLE, "dualpipe")
 
 
 class Case(Struct, frozen=True, kw_only=True):
-    """One choice of degrees against one model, cluster and batch. `dp` is a number here, never left
-    out."""
+    """One choice of degrees for one model, cluster and batch. `dp` is always a number here."""
 
     tp: int
     cp: int
@@ -39,8 +38,8 @@ class Case(Struct, frozen=True, kw_only=True):
     vpp: int
     zero: int
     sp: bool
-    schedule: str | None  # None: what suits vpp
-    schedule_rows: list[list[str]] = []  # of schedule "table"
+    schedule: str | None  # None: 1f1b, or interleaved if vpp is above 1
+    schedule_rows: list[list[str]] = []  # for schedule "table"
     cp_method: CpMethod = "zigzag"
     zero_group: int = 0
     etp: int | UnsetType = UNSET
@@ -50,11 +49,11 @@ class Case(Struct, frozen=True, kw_only=True):
     micro_batch_size: int
     global_batch_samples: int
     uneven: bool = False  # replicas may take unequal numbers of micro-batches
-    replica_micro_batches: list[int] = []  # those numbers, where a plan says them
+    replica_micro_batches: list[int] = []  # those numbers, if a plan has them
     batch_ramp: BatchRamp | None = None
     seq_len: int
     matmul: Matmul = ""
-    optim_state: str = ""  # as `Optim.state`
+    optim_state: str = ""  # the same as `Optim.state`
     precision: Precision = "fp32"
     grad_dtype: Precision = "fp32"
     model: Model
@@ -70,20 +69,21 @@ class Case(Struct, frozen=True, kw_only=True):
 
     @property
     def micro_batches(self) -> int:
-        """Of a replica; the most, where they take unequal numbers."""
-        return (
-            max(self.unequal) if self.unequal else self.global_batch_samples // self.samples_at_once
-        )
+        """The number of micro-batches per replica; the largest, if replicas differ."""
+        if self.unequal:
+            return max(self.unequal)
+        return self.global_batch_samples // self.samples_at_once
 
     @property
     def samples_at_once(self) -> int:
-        """Of one micro-batch on every replica."""
+        """The number of samples in one micro-batch of every replica."""
         return self.micro_batch_size * self.dp * self.ep
 
     @property
     def unequal(self) -> list[int]:
-        """Micro-batches that each replica takes, where that is allowed and they do not divide; else
-        empty."""
+        """The number of micro-batches of each replica, if the replicas differ; empty if all take
+        equally many. They may differ only if `uneven` allows it, and only if the batch does not
+        divide equally."""
         if self.replica_micro_batches:
             return self.replica_micro_batches
         if not self.uneven or self.global_batch_samples % self.samples_at_once == 0:
@@ -96,47 +96,55 @@ class Case(Struct, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> str:
-        """As `parallel=` takes it: degrees above 1, dp when the word would otherwise leave it out
-        of sight. Followed by keys where no word says how experts fold."""
+        """The words that `parallel=` takes: degrees above 1, or "dp1" if there are none. Keys
+        follow if no word can express how experts fold."""
         degrees = {name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "ep")}
         folded = isinstance(self.etp, int) or folds_cp(self)
-        said = in_words(self) if folded else None
-        if said:  # the word's ep is that of the expert mesh
-            degrees["ep"] = said[1]
-        parts = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
-        parts += [f"etp{said[0]}"] if said else []
-        parts += [f"zero{self.zero}"] if self.zero else []
-        parts += [f"vpp{self.vpp}"] if self.vpp > 1 else []
-        parts += ["sp0"] if self.tp > 1 and not self.sp else []
-        keys = [f"parallel.etp={self.etp}"] if isinstance(self.etp, int) else []
-        keys += ["parallel.fold_cp=true"] if folds_cp(self) else []
-        return " ".join(["_".join(parts) or "dp1", *(keys if folded and not said else [])])
+        mesh_degrees = in_words(self) if folded else None
+        if mesh_degrees:  # in a word with etp, ep is that of the expert mesh
+            degrees["ep"] = mesh_degrees[1]
+        degree_words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+        if mesh_degrees:
+            degree_words.append(f"etp{mesh_degrees[0]}")
+        if self.zero:
+            degree_words.append(f"zero{self.zero}")
+        if self.vpp > 1:
+            degree_words.append(f"vpp{self.vpp}")
+        if self.tp > 1 and not self.sp:
+            degree_words.append("sp0")
+        keys = []
+        if folded and not mesh_degrees:
+            if isinstance(self.etp, int):
+                keys.append(f"parallel.etp={self.etp}")
+            if folds_cp(self):
+                keys.append("parallel.fold_cp=true")
+        return " ".join(["_".join(degree_words) or "dp1", *keys])
 
 
 Rule = Callable[[Case], str | None]
 
 
 def _gpus(case: Case) -> str | None:
-    """All GPUs are used, or the part of each NVLink domain that groups fill, or whole nodes of that
-    of the model."""
+    """A layout must use all GPUs, the part of each NVLink domain that its groups fill, or whole
+    nodes inside the part that groups of the model fill."""
     if case.ranks == case.gpus:
         return None
     domains = domains_of(case.cluster)
     model = (case.tp, case.cp, case.ep, case.pp)
-    parts = domains.parts(*model)
-    some = case.ranks % case.cluster.gpus_per_node == 0 and any(
-        case.ranks <= part < case.gpus for part in parts
+    usable_gpus = domains.parts(*model)
+    whole_nodes = case.ranks % case.cluster.gpus_per_node == 0 and any(
+        case.ranks <= limit < case.gpus for limit in usable_gpus
     )
-    if some or case.ranks in domains.parts(*model, case.dp):
+    if whole_nodes or case.ranks in domains.parts(*model, case.dp):
         return None
-    shape = (
-        f"{len(case.cluster.node_names)} nodes x {case.cluster.gpus_per_node} GPUs = {case.gpus}"
-    )
-    shape += next(
-        (f", of which groups of {parts[most]} use {most}" for most in parts if most < case.gpus), ""
-    )
-    kinds = ", ".join(f"{count} {kind}" for kind, count in case.cluster.left_out.items())
-    shape += f" (left out: {kinds})" if kinds else ""
+    nodes = len(case.cluster.node_names)
+    shape = f"{nodes} nodes x {case.cluster.gpus_per_node} GPUs = {case.gpus}"
+    smaller = [gpus for gpus in usable_gpus if gpus < case.gpus]
+    if smaller:
+        shape += f", of which groups of {usable_gpus[smaller[0]]} use {smaller[0]}"
+    if case.cluster.left_out:
+        kinds = [f"{count} {kind}" for kind, count in case.cluster.left_out.items()]
+        shape += f" (left out: {', '.join(kinds)})"
     return (
         f"tp{case.tp} x pp{case.pp} x dp{case.dp} x cp{case.cp} x ep{case.ep} = {case.ranks} ranks"
         f" on {shape}"
@@ -171,7 +179,8 @@ def _ffn(case: Case) -> str | None:
 
 
 def _layers(case: Case) -> str | None:
-    """Embedding and head may be virtual stages of their own, without layers."""
+    """Every stage needs a layer, but with virtual stages embedding and head may be two further
+    stages without layers."""
     stages = case.pp * case.vpp
     layers = case.model.layers
     legal = stages <= layers or (case.vpp > 1 and stages == layers + 2)
@@ -185,8 +194,8 @@ def _virtual_stages(case: Case) -> str | None:
 
 
 def _nvlink(case: Case) -> str | None:
-    """Innermost groups stay inside where domains hold enough whole ones: tp, and with it ep where a
-    domain can."""
+    """Innermost groups must not leave their NVLink domain: tp, or tp x ep if a domain can hold
+    that."""
     domains = domains_of(case.cluster)
     group = domains.expert_group(case.tp, case.ep)
     room = domains.usable(group)
@@ -201,22 +210,22 @@ def _nvlink(case: Case) -> str | None:
     )
     return (
         f"{name} groups would leave their NVLink domain of {size} GPUs{held}"
-        " (parallel.allow_tp_across_nvlink=true plans it all the same and says what it costs)"
+        " (parallel.allow_tp_across_nvlink=true plans it anyway and reports its cost)"
     )
 
 
 def _experts(case: Case) -> str | None:
-    """Ranks that share the experts. Where tp ranks hold different ones, each sends tokens of its
-    own."""
+    """The ranks that share experts must divide them. If tp ranks hold different experts, each sends
+    its own tokens, which needs sequence parallelism."""
     etp = case.etp
     ep = expert_mesh(case).ep
     folded = case.etp is not UNSET or case.fold_cp is True
     if ep == 1 and not folded:
         return None
     if case.model.moe is None:
-        said = [f"etp={etp}"] * isinstance(etp, int) + ["fold_cp=true"] * (case.fold_cp is True)
+        options = [f"etp={etp}"] * isinstance(etp, int) + ["fold_cp=true"] * (case.fold_cp is True)
         return (
-            f"{' '.join(said + [f'ep={case.ep}'] * (case.ep > 1))}, but {case.model.name} has no"
+            f"{' '.join(options + [f'ep={case.ep}'] * (case.ep > 1))}, but {case.model.name} has no"
             " experts"
         )
     if isinstance(etp, int) and case.tp % etp:
@@ -241,22 +250,26 @@ def _experts(case: Case) -> str | None:
 
 
 def _sequence(case: Case) -> str | None:
-    """Balanced context parallelism cuts a sequence in 2*cp pieces, sequence parallelism each rank's
-    part in tp."""
+    """Balanced context parallelism cuts a sequence into 2 * cp pieces; sequence parallelism cuts
+    each rank's piece into tp pieces."""
     balanced = case.cp > 1 and case.cp_method in BALANCED
-    pieces = ((2 if balanced else 1) * case.cp, case.cp * (case.tp if case.sp else 1))
-    for piece, why in zip(
-        pieces, (f"{case.cp_method}, cp", "cp x tp, with sequence parallelism"), strict=True
-    ):
-        if case.seq_len % piece:
+    cp_pieces = 2 * case.cp if balanced else case.cp
+    sp_pieces = case.cp * case.tp if case.sp else case.cp
+    reasons = [
+        (cp_pieces, f"{case.cp_method}, cp"),
+        (sp_pieces, "cp x tp, with sequence parallelism"),
+    ]
+    for pieces, reason in reasons:
+        if case.seq_len % pieces:
             return (
-                f"a sequence of {case.seq_len} tokens does not cut into {piece} equal parts ({why})"
+                f"a sequence of {case.seq_len} tokens does not cut into {pieces} equal parts"
+                f" ({reason})"
             )
     return None
 
 
 def _ulysses(case: Case) -> str | None:
-    """Heads are exchanged for sequence: each rank of the group takes its share of them."""
+    """Ulysses exchanges sequence for heads: each cp rank takes an equal share of the heads."""
     heads = case.model.heads // case.tp
     if case.cp == 1 or case.cp_method != "ulysses" or heads % case.cp == 0:
         return None
@@ -270,7 +283,7 @@ def _zero_group(case: Case) -> str | None:
 
 
 def zero_group(zero: int, group: int, ranks: int) -> str | None:
-    """Hybrid sharding cuts the `ranks` that hold the same weights (dp x cp x ep) into groups of
+    """Hybrid sharding divides the `ranks` that hold the same weights (dp x cp x ep) into groups of
     equal size."""
     if not group:
         return None
@@ -294,7 +307,7 @@ def _sharding(case: Case) -> str | None:
 
 
 def sharding(zero: int, pp: int, schedule: str, copies: int) -> str | None:
-    """Whether a ZeRO stage goes with a schedule, which holds `copies` of the model on one pipeline
+    """Checks a ZeRO stage against a schedule that holds `copies` of the model on one pipeline
     (dualpipe: 2)."""
     if zero == 3 and pp > 1 and schedule not in WHOLE_BACKWARD:
         return (
@@ -338,15 +351,15 @@ def _batch(case: Case) -> str | None:
 
 
 def _unequal(case: Case) -> str | None:
-    """From ZeRO-2 on all compute as many micro-batches as the replica that takes most
-    (`plan.batch.computed`)."""
-    most = max(case.unequal)
-    fewest = min(case.unequal)
+    """Checks numbers of micro-batches that differ by replica. From ZeRO-2 on, all replicas compute
+    as many as the largest share (`plan.batch.computed`)."""
+    largest = max(case.unequal)
+    smallest = min(case.unequal)
     problem = None
     if case.ep > 1:
         problem = (
-            f"ep={case.ep}: the experts' exchanges join replicas for every micro-batch, so all need"
-            " equally many"
+            f"ep={case.ep}: the all-to-all of experts joins the replicas in every micro-batch, so"
+            " all need equally many"
         )
     elif case.batch_ramp is not None:
         problem = "train.batch_ramp grows the batch in whole micro-batches on every replica"
@@ -355,10 +368,10 @@ def _unequal(case: Case) -> str | None:
     else:
         from .schedules import illegal
 
-        counts = sorted(set(case.unequal)) if case.zero < 2 else [most]
-        found = (illegal(case.schedule_name, case.pp, many, case.vpp) for many in counts)
-        problem = next(filter(None, found), None)
-    return problem and f"replicas take {fewest} or {most} micro-batches: {problem}"
+        counts = sorted(set(case.unequal)) if case.zero < 2 else [largest]
+        refusals = (illegal(case.schedule_name, case.pp, count, case.vpp) for count in counts)
+        problem = next(filter(None, refusals), None)
+    return problem and f"replicas take {smallest} or {largest} micro-batches: {problem}"
 
 
 def _schedule(case: Case) -> str | None:
@@ -369,16 +382,15 @@ def _schedule(case: Case) -> str | None:
     if not case.schedule_rows:
         return "schedule table needs parallel.schedule_file"
     table = read_rows(case.schedule_rows)
-    found = (table.pp, table.vpp, table.micro_batches)
-    if found == (case.pp, case.vpp, case.micro_batches):
+    if (table.pp, table.vpp, table.micro_batches) == (case.pp, case.vpp, case.micro_batches):
         return None
     return (
-        "the table is for pp{} x vpp{} and {} micro-batches".format(*found)
-        + f", the job has pp{case.pp} x vpp{case.vpp} and {case.micro_batches}"
+        f"the table is for pp{table.pp} x vpp{table.vpp} and {table.micro_batches} micro-batches,"
+        f" the job has pp{case.pp} x vpp{case.vpp} and {case.micro_batches}"
     )
 
 
-#: Every program's layout keeps these; `Case` -> what is wrong, in one line.
+#: The rules for every program's layout.
 LAYOUT: dict[str, Rule] = {
     "gpus": _gpus,
     "heads": _heads,
@@ -399,5 +411,8 @@ LAYOUT: dict[str, Rule] = {
 
 
 def broken(case: Case, rules: Mapping[str, Rule] = LAYOUT) -> tuple[str, str] | None:
-    """(rule, what is wrong) of the first rule that `case` breaks, or None."""
-    return next(((name, problem) for name, rule in rules.items() if (problem := rule(case))), None)
+    """Finds the first rule that `case` breaks. Returns (rule, problem), or None."""
+    for name, rule in rules.items():
+        if problem := rule(case):
+            return name, problem
+    return None

@@ -1,9 +1,10 @@
-"""Which of the legal layouts the bundled trainer runs. Rules and cases are those of `supported`."""
+"""The rules for legal layouts that the bundled trainer runs. `supported` defines rules and
+cases."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
 
 from . import hierarchy
 from .document import Plan
@@ -11,7 +12,7 @@ from .domains import cut
 from .expert_mesh import expert_mesh, spread
 from .supported import BALANCED, FIXED_BATCH, LAYOUT, Case, Rule, broken
 
-NOT_RUN = "the bundled trainer does not run this plan"  # how every line begins that says so
+NOT_RUN = "the bundled trainer does not run this plan"  # the beginning of every such refusal
 
 
 def _expert_parallel(case: Case) -> str | None:
@@ -19,8 +20,8 @@ def _expert_parallel(case: Case) -> str | None:
 
 
 def expert_sharding(zero: int, ep: int, group: int, replicas: int) -> str | None:
-    """The `replicas` that hold the same experts shard them by themselves, or a share of each
-    zero_group."""
+    """The `replicas` that hold the same experts shard them among themselves, or among their ranks
+    in each zero_group."""
     if ep == 1 or zero == 0:
         return None
     if group % ep:
@@ -31,15 +32,16 @@ def expert_sharding(zero: int, ep: int, group: int, replicas: int) -> str | None
 
 
 def _biases(case: Case) -> str | None:
-    parts = "experts" if case.model.moe else "latent attention" if case.model.mla else None
-    return (
-        f"model {case.model.name}: the trainer's {parts} do not have biases"
-        if parts and case.model.bias
-        else None
-    )
+    if not case.model.bias:
+        return None
+    if case.model.moe:
+        return f"model {case.model.name}: the trainer's experts do not have biases"
+    if case.model.mla:
+        return f"model {case.model.name}: the trainer's latent attention does not have biases"
+    return None
 
 
-#: Recipes of scaling that the trainer runs, and the side of the second's blocks.
+#: Recipes of scaling that the trainer runs, and the side of the blocks of "fp8_block".
 FP8 = ("fp8_tensor", "fp8_block")
 BLOCK = 128
 
@@ -55,8 +57,8 @@ def _matmul(case: Case) -> str | None:
     if case.cluster.device == "cuda":
         return f"{name}: the trainer's products in 8 bits are an emulation on CPUs, not yet a GPU's"
     wide = {"experts": model.moe, "latent attention": model.mla, "prediction modules": model.mtp}
-    if found := next((part for part, there in wide.items() if there), None):
-        return f"{name}: model {model.name} has {found}, not in 8 bits yet"
+    if missing := next((module for module, is_present in wide.items() if is_present), None):
+        return f"{name}: model {model.name} has {missing}, not in 8 bits yet"
     if case.precision == "fp16":
         return f"{name} with train.precision=fp16: bf16, fp32 or fp64"
     if tp > model.kv_heads:
@@ -83,7 +85,7 @@ def _matmul(case: Case) -> str | None:
     return None
 
 
-#: Elements of a row with one scale, of optimizer state in 8 bits.
+#: Elements of a row that share one scale, for optimizer state in 8 bits.
 STATE_BLOCK = 64
 
 
@@ -105,10 +107,10 @@ def _optim_state(case: Case) -> str | None:
     if model.moe:
         sizes["model.moe.ffn_hidden"] = model.moe.ffn_hidden, expert_mesh(case).etp
         sizes["model.moe.shared_ffn_hidden"] = model.moe.shared_ffn_hidden, tp
-    for name, (size, parts) in sizes.items():
-        if size % (parts * STATE_BLOCK):
+    for name, (size, degree) in sizes.items():
+        if size % (degree * STATE_BLOCK):
             return (
-                f"optim.state=8bit: {name}={size} must be a multiple of {parts * STATE_BLOCK}, or"
+                f"optim.state=8bit: {name}={size} must be a multiple of {degree * STATE_BLOCK}, or"
                 f" blocks of {STATE_BLOCK} are cut; optim.state=bf16 has none"
             )
     return None
@@ -116,19 +118,15 @@ def _optim_state(case: Case) -> str | None:
 
 def _grad_dtype(case: Case) -> str | None:
     legal = case.grad_dtype != "fp16" and (case.precision == "fp64") == (case.grad_dtype == "fp64")
-    return (
-        None
-        if legal
-        else f"train.grad_dtype={case.grad_dtype} with {case.precision}: fp32, bf16, or both fp64"
-    )
+    if legal:
+        return None
+    return f"train.grad_dtype={case.grad_dtype} with {case.precision}: fp32, bf16, or both fp64"
 
 
 def _causal(case: Case) -> str | None:
-    return (
-        None
-        if case.model.causal
-        else f"model {case.model.name} is not causal: the trainer predicts the next token"
-    )
+    if case.model.causal:
+        return None
+    return f"model {case.model.name} is not causal: the trainer predicts the next token"
 
 
 def _kv_groups(case: Case) -> str | None:
@@ -149,16 +147,14 @@ def _rotary(case: Case) -> str | None:
             f"model {model.name} has yarn without latent attention, which alone makes attention"
             " scores grow; legal: yarn.mscale_all_dim=0, stretched positions without it"
         )
-    name, width = (
-        ("mla.qk_rope_head_dim", model.mla.qk_rope_head_dim)
-        if model.mla
-        else ("head_dim", model.head_dim)
-    )
-    return (
-        f"model.{name}={width} must be even for rotary positions"
-        if model.position == "rope" and width % 2
-        else None
-    )
+    name = "head_dim"
+    width = model.head_dim
+    if model.mla:
+        name = "mla.qk_rope_head_dim"
+        width = model.mla.qk_rope_head_dim
+    if model.position == "rope" and width % 2:
+        return f"model.{name}={width} must be even for rotary positions"
+    return None
 
 
 def _predictions(case: Case) -> str | None:
@@ -196,7 +192,7 @@ MODELS: dict[str, Rule] = {
     "kv_groups": _kv_groups,
     "rotary": _rotary,
 }
-#: All that the bundled trainer does not run.
+#: The rules of the bundled trainer.
 TRAINER: dict[str, Rule] = MODELS | {
     "expert_parallel": _expert_parallel,
     "batch_ramp": _batch_ramp,
@@ -208,44 +204,44 @@ TRAINER: dict[str, Rule] = MODELS | {
 
 
 def case_of(plan: Plan) -> Case:
-    """The choice of degrees that a plan holds."""
+    """The choice of degrees of a plan."""
     par = plan.parallel
     train = plan.job.train
-    names = [
-        "tp",
-        "cp",
-        "ep",
-        "pp",
-        "dp",
-        "vpp",
-        "zero",
-        "sp",
-        "schedule",
-        "schedule_rows",
-        "cp_method",
-        "zero_group",
-    ]
-    names += ["etp", "fold_cp", "expert_all_to_all"]
-    names += ["micro_batch_size", "global_batch_samples", "replica_micro_batches"]
-    same: dict[str, Any] = {name: getattr(par, name) for name in names}
-    same |= {
-        name: getattr(train, name) for name in ("precision", "grad_dtype", "batch_ramp", "seq_len")
-    }
+    nodes = math.ceil(par.world_size / plan.cluster.gpus_per_node)  # without spares
     return Case(
-        **same,
+        tp=par.tp,
+        cp=par.cp,
+        ep=par.ep,
+        pp=par.pp,
+        dp=par.dp,
+        vpp=par.vpp,
+        zero=par.zero,
+        sp=par.sp,
+        schedule=par.schedule,
+        schedule_rows=par.schedule_rows,
+        cp_method=par.cp_method,
+        zero_group=par.zero_group,
+        etp=par.etp,
+        fold_cp=par.fold_cp,
+        expert_all_to_all=par.expert_all_to_all,
+        allow_tp_across_nvlink=True,  # the planner has decided that already
+        micro_batch_size=par.micro_batch_size,
+        global_batch_samples=par.global_batch_samples,
+        uneven=bool(par.replica_micro_batches),
+        replica_micro_batches=par.replica_micro_batches,
+        batch_ramp=train.batch_ramp,
+        seq_len=train.seq_len,
         matmul=plan.job.matmul,
         optim_state=plan.job.optim.state or "",
-        allow_tp_across_nvlink=True,  # whoever made the plan allowed what is in it
-        uneven=bool(par.replica_micro_batches),
+        precision=train.precision,
+        grad_dtype=train.grad_dtype,
         model=plan.model,
-        cluster=cut(
-            plan.cluster, range(-(-par.world_size // plan.cluster.gpus_per_node))
-        ),  # without its spares
+        cluster=cut(plan.cluster, range(nodes)),
     )
 
 
 def problems(plan: Plan) -> Iterator[str]:
-    """Every reason for which the bundled trainer does not run a plan, in the order in which a
+    """Yields every reason why the bundled trainer does not run a plan, in the order in which a
     reader would fix them."""
     if plan.program:
         yield "it is the plan of a user's program: it has no model"
@@ -263,12 +259,12 @@ def problems(plan: Plan) -> Iterator[str]:
 
 
 def refusal(plan: Plan) -> str | None:
-    """One line for people: why the bundled trainer does not run what the planner has taken. None
-    where it does."""
+    """Explains in one line why the bundled trainer does not run a plan that the planner accepted;
+    None if it runs it."""
     if plan.program:
-        return f"{NOT_RUN}: it is of a program of the user's, without a model"
-    found = broken(case_of(plan), TRAINER)
-    return (
-        found
-        and f"{NOT_RUN}: {found[1]}; a program of your own may (orch submit ... -- python train.py)"
-    )
+        return f"{NOT_RUN}: it is the plan of a user's program, without a model"
+    violation = broken(case_of(plan), TRAINER)
+    if violation is None:
+        return None
+    _, problem = violation
+    return f"{NOT_RUN}: {problem}; a program of your own may (orch submit ... -- python train.py)"

@@ -1,8 +1,9 @@
-"""What an agent hands to a worker, and what a worker says back.
+"""Defines the messages between an agent and its workers, and the files of a run that both use.
 
-To the worker: torchrun's environment variables, so that any torchrun script runs unchanged, plus a
-few of our own. From the worker: one JSON object a line on the inherited file descriptor
-`ORCH_REPORT_FD`. Writes never block training: a full pipe drops the line and counts it.
+An agent gives a worker torchrun's environment variables, so that every torchrun script runs
+unchanged, and a few of its own. A worker sends one JSON object per line on the inherited file
+descriptor `ORCH_REPORT_FD`. Writes never block training: if the pipe is full, the line is dropped
+and counted.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _STEP = re.compile(r"step-(\d{8})")
 
 
 class WorkerEnv(Struct, frozen=True, kw_only=True):
-    """A worker's identity. Read from the environment once, in the trainer's `__main__`, never
-    inside layers."""
+    """A worker's identity. The trainer's `__main__` reads it from the environment once; layers
+    never do."""
 
     rank: int
     local_rank: int
@@ -38,19 +39,19 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
     master_port: int
     run_id: str
     epoch: int  # plan epoch: fencing token, grows with every restart
-    node: str  # node name as the agent reported it, compared with the plan before step 0
+    node: str  # node name that the agent reported, compared with the plan before step 0
     plan: str  # path of plan.json
     plan_hash: str
     run_dir: str
     report_fd: int | None
-    store_fd: int | None = (
-        None  # rank 0: a socket that listens at master_addr:master_port, for the store
-    )
-    nodes: int = 0  # that have ranks; 0: all have as many as this one
+    #: rank 0's socket for the store, which listens at master_addr:master_port
+    store_fd: int | None = None
+    nodes: int = 0  # number of nodes with ranks; 0: all have as many ranks as this one
     max_restarts: int = 0
 
     def variables(self) -> dict[str, str]:
-        """The environment variables of this worker (torchrun's names first)."""
+        """Returns the environment variables of this worker (torchrun's names first)."""
+        error_file = Path(self.run_dir, "logs", f"error-{self.epoch}-{self.rank}.json")
         values: dict[str, object] = {
             "RANK": self.rank,
             "LOCAL_RANK": self.local_rank,
@@ -66,9 +67,7 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
             "TORCHELASTIC_RUN_ID": self.run_id,
             "TORCHELASTIC_RESTART_COUNT": self.epoch,
             "TORCHELASTIC_MAX_RESTARTS": self.max_restarts,
-            "TORCHELASTIC_ERROR_FILE": Path(
-                self.run_dir, "logs", f"error-{self.epoch}-{self.rank}.json"
-            ),
+            "TORCHELASTIC_ERROR_FILE": error_file,
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "ORCH_RUN_ID": self.run_id,
             "ORCH_EPOCH": self.epoch,
@@ -85,7 +84,8 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> WorkerEnv:
-        """Raises ValueError naming the first missing or malformed variable."""
+        """Reads the worker's variables. Raises ValueError with the first missing or malformed
+        one."""
 
         def text(name: str) -> str:
             if name not in env:
@@ -99,6 +99,9 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
                 return int(text(name))
             except ValueError as error:
                 raise ValueError(f"environment variable {name}: {error}") from None
+
+        def descriptor(name: str) -> int | None:
+            return int(env[name]) if env.get(name) else None
 
         return cls(
             rank=number("RANK"),
@@ -114,53 +117,54 @@ class WorkerEnv(Struct, frozen=True, kw_only=True):
             plan=text("ORCH_PLAN"),
             plan_hash=text("ORCH_PLAN_HASH"),
             run_dir=text("ORCH_RUN_DIR"),
-            report_fd=int(env["ORCH_REPORT_FD"]) if env.get("ORCH_REPORT_FD") else None,
-            store_fd=int(env["ORCH_STORE_FD"]) if env.get("ORCH_STORE_FD") else None,
+            report_fd=descriptor("ORCH_REPORT_FD"),
+            store_fd=descriptor("ORCH_STORE_FD"),
         )
 
 
 def checkpoint_dir(plan_dir: str, run_dir: str) -> Path:
-    """Where a run's checkpoints live: the plan's `checkpoint.dir`, or the run folder's
-    `checkpoints`."""
+    """The folder of a run's checkpoints: the plan's `checkpoint.dir`, or `checkpoints` in the run
+    folder."""
     return Path(plan_dir) if plan_dir else Path(run_dir) / "checkpoints"
 
 
 def committed(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every committed checkpoint, newest first. Committed means renamed, not
-    verified."""
+    """Lists (step, folder) of every committed checkpoint, newest first. Committed means renamed to
+    its final name, not verified."""
     with contextlib.suppress(FileNotFoundError):
         while True:
-            named = [
+            folders = [
                 (int(match[1]), path)
                 for path in folder.iterdir()
                 if (match := _STEP.fullmatch(path.name))
             ]
-            found = sorted(((step, path) for step, path in named if path.is_dir()), reverse=True)
-            if found or all(path.exists() for _, path in named):
-                return (
-                    found  # else all were replaced by newer ones since they were listed: list again
-                )
+            checkpoints = sorted(
+                ((step, path) for step, path in folders if path.is_dir()), reverse=True
+            )
+            # If newer checkpoints have replaced all of them since the listing, list again.
+            if checkpoints or all(path.exists() for _, path in folders):
+                return checkpoints
     return []
 
 
-#: What `orch resume --allow` allows, and the pin that it removes: see `trainer.checkpoint.pins`.
+#: Choices of `orch resume --allow` -> the pin that each removes: see `trainer.checkpoint.pins`.
 PINS = {"changed-data": "data", "fresh-start": "saved"}
 
 
 def pin_file(run_dir: str | Path, pin: str) -> Path:
-    """Where a run remembers what a later start must find again; `pin`: a value of `PINS`."""
+    """The file with a fact of the run that later starts must find unchanged. `pin`: a value of
+    `PINS`."""
     return Path(run_dir) / "pins" / f"{pin}.json"
 
 
-def claims_folder(run_dir: str | Path) -> Path:
-    """Where the coordinators of an elastic run claim its epochs, one file each, named by the
-    number."""
+def lease_folder(run_dir: str | Path) -> Path:
+    """The folder of the coordinators' leases on the epochs of an elastic run. Each lease is one
+    file, named by its epoch's number."""
     return Path(run_dir) / "claims"
 
 
-def newest_claim(folder: str | Path) -> int:
-    """The newest epoch that anybody has claimed, -1 for none. Whoever holds an older one must not
-    write any more."""
+def newest_lease(folder: str | Path) -> int:
+    """The newest epoch that has a lease, or -1. The holder of an older lease must stop writing."""
     try:
         return max((int(name) for name in os.listdir(folder) if name.isdecimal()), default=-1)
     except FileNotFoundError:
@@ -168,31 +172,34 @@ def newest_claim(folder: str | Path) -> int:
 
 
 def trace_file(run_dir: str | Path, rank: int) -> Path:
-    """A rank's timeline of the first steps (`metrics.trace_steps`), in Chrome's trace format."""
+    """The file of a rank's timeline of its first steps (`metrics.trace_steps`), in Chrome's trace
+    format."""
     return Path(run_dir) / "traces" / f"rank-{rank:05d}.json"
 
 
 def choices_file(run_dir: str | Path, step: int, rank: int) -> Path:
-    """Which experts a rank's tokens chose in a step (`job.record_choices`): safetensors,
-    docs/experts.md."""
+    """The file of the experts that a rank's tokens chose in a step (`job.record_choices`), in
+    safetensors format: see docs/experts.md."""
     return Path(run_dir) / "choices" / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors"
 
 
 def replica_dir(run_dir: str | Path, node: str) -> Path:
-    """Folder of a node's in-memory replicas of a run's state. Whoever ends a run deletes it.
+    """The folder of a node's in-memory replicas of a run's state. Whoever ends a run deletes it.
 
-    Named by the run folder's path and inode, so that a later run of the same name does not find
-    what a killed one left; and by the node, because several nodes of the local backend share one
-    machine.
+    Its name contains the run folder's path and inode, so that a later run of the same name does not
+    find replicas that a killed run left; and the node, because several nodes of the local backend
+    share one machine.
     """
     folder = Path(run_dir).resolve()
-    parts = (f"{folder}\0{folder.stat().st_ino}", node)
-    marks = [hashlib.sha256(part.encode(errors="surrogatepass")).hexdigest()[:16] for part in parts]
-    return Path("/dev/shm") / f"orch-{os.getuid()}" / f"{folder.name}-{marks[0]}" / marks[1]
+    names = (f"{folder}\0{folder.stat().st_ino}", node)
+    digests = [
+        hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:16] for name in names
+    ]
+    return Path("/dev/shm") / f"orch-{os.getuid()}" / f"{folder.name}-{digests[0]}" / digests[1]
 
 
 class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaults=True):
-    """One rank's account of one optimizer step. Seconds, bytes, ratios."""
+    """The measurements of one rank in one optimizer step. Seconds, bytes, ratios."""
 
     rank: int
     epoch: int
@@ -200,44 +207,39 @@ class StepReport(Struct, kw_only=True, tag_field="kind", tag="step", omit_defaul
     samples: int  # consumed so far, globally
     tokens: int  # of this step, globally
     step_s: float
-    loss: float | None = (
-        None  # mean over the global valid tokens; the same number on every rank that has it
-    )
-    loss_terms: dict[
-        str, float
-    ] = {}  # what else was added to the loss, by name, divided; not part of `loss`
+    #: mean over the global valid tokens; equal on all ranks that have it
+    loss: float | None = None
+    #: further terms of the loss by name, divided in the same way; not part of `loss`
+    loss_terms: dict[str, float] = {}
     grad_norm: float | None = None  # before clipping
     lr: float | None = None
     phase_s: dict[str, float] = {}  # data, forward, backward, optimizer, comm, checkpoint
-    own_s: float | None = None  # of the step, without waiting for others and without saving
+    own_s: float | None = None  # seconds of the step without waits for other ranks and saves
     comm_bytes: dict[str, int] = {}  # sent this step, by axis
     comm_s: dict[str, float] = {}
     expert_bytes: dict[str, int] = {}  # of axis ep, by level: nvlink (inside a domain), network
-    expert_s: dict[str, float] = {}  # exposed, the same
+    expert_s: dict[str, float] = {}  # exposed seconds of axis ep, by level
     memory_bytes: dict[str, int] = {}  # params, grads, optimizer, activations, buffers, total
     mfu: float | None = None
     hfu: float | None = None
-    experts: dict[
-        str, ExpertLoad
-    ] = {}  # by layer; of sampled steps, from one rank of those with the same layers
+    #: by layer; only in sampled steps, and from one of the ranks with the same layers
+    experts: dict[str, ExpertLoad] = {}
     fingerprint: str = ""  # of the step's samples, over all ranks: `trainer.data.fingerprint`
-    bubble_ratio: float | None = (
-        None  # share of the step in which this rank waits for other pipeline stages
-    )
+    #: share of the step in which this rank waits for other pipeline stages
+    bubble_ratio: float | None = None
     dropped_reports: int = 0
 
 
-#: Groups of `metrics.pattern`: what can be read from the printed lines of a program that sends no
-#: reports.
+#: Groups of `metrics.pattern`: the numbers that can be read from the printed lines of a program
+#: that sends no reports.
 PRINTED = ("step", "loss", "tokens", "samples", "lr", "grad_norm")
 
 
 class EventReport(Struct, kw_only=True, tag_field="kind", tag="event", omit_defaults=True):
-    """Something that happened once: data_progress, ranks_checked, checkpoint_saved, resumed,
-    stopping, done, failed.
+    """A single event: data_progress, ranks_checked, checkpoint_saved, resumed, stopping, done,
+    failed.
 
-    `failed` may say which `cause` it was (`orchestrator.run.state.WORKER_CAUSES`), next to its
-    `error`.
+    `failed` has an `error` and may have a `cause` (`orchestrator.run.state.WORKER_CAUSES`).
     """
 
     rank: int
@@ -248,17 +250,20 @@ class EventReport(Struct, kw_only=True, tag_field="kind", tag="event", omit_defa
 
 
 class ProgressReport(Struct, kw_only=True, tag_field="kind", tag="pulse", omit_defaults=True):
-    """What a rank does now, about twice a second. While the run makes no step, a rank whose reports
-    show no advance, or have stopped, is ended and its run restarted; ranks that never sent one are
-    not judged. Users' programs may send it too, so its kind keeps its name."""
+    """A rank's current activity, sent about twice per second.
+
+    While the run completes no step, a rank whose reports show no progress or have stopped is ended,
+    and its run restarts; a rank that never sent such a report is not judged. Users' programs may
+    send it too, so its kind "pulse" cannot change.
+    """
 
     rank: int
     epoch: int
     step: int  # in progress; 0 before the first
-    # start, data, forward, backward, optimizer, comm, checkpoint, or a word of the program's own
+    #: start, data, forward, backward, optimizer, comm, checkpoint, or the program's own word
     phase: str
-    waiting: str | None = None  # the collective that it waits in
-    moves: int = 0  # grows with every advance
+    waiting: str | None = None  # the collective in which the rank waits
+    moves: int = 0  # grows with every sign of progress
 
 
 Report = StepReport | EventReport | ProgressReport

@@ -16,7 +16,7 @@ import secrets
 import msgspec
 
 from orchestrator.plan.document import Frozen
-from orchestrator.plan.worker import claims_folder, newest_claim
+from orchestrator.plan.worker import lease_folder, newest_lease
 
 from .folder import RunFolder, make_private_folder, sync_folder, write_private
 
@@ -37,13 +37,13 @@ class EpochLease:
     -1 for none."""
 
     def __init__(self, folder: RunFolder, node: str):
-        self._folder = claims_folder(folder.path)
+        self._folder = lease_folder(folder.path)
         self._node = node
         self.held = -1
 
     @property
     def newest(self) -> int:
-        return newest_claim(self._folder)
+        return newest_lease(self._folder)
 
     def take(self, epoch: int) -> None:
         """Claims `epoch`, durably. Raises LeaseLost if another process has claimed it or a newer

@@ -18,7 +18,7 @@ from orchestrator.agent.node.connection import CoordinatorAddress, NoCoordinator
 from orchestrator.agent.protocol.channel import Refused, WrongKey, accept
 from orchestrator.agent.protocol.messages import FromAgent
 from orchestrator.plan import Exit, PlanError
-from orchestrator.plan.worker import newest_claim
+from orchestrator.plan.worker import newest_lease
 from orchestrator.run.epoch_lease import EpochLease
 from orchestrator.run.folder import RunFolder, write_private
 from orchestrator.run.request import Policy
@@ -193,7 +193,7 @@ def test_who_cannot_read_the_run_for_a_while_leads_it_afterwards(
     monkeypatch.setattr(
         EpochLease,
         "newest",
-        property(lambda lease: refuse("claims") or newest_claim(lease._folder)),
+        property(lambda lease: refuse("claims") or newest_lease(lease._folder)),
     )
 
     def refuse(which):

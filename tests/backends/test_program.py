@@ -253,5 +253,5 @@ def test_following_a_program_shows_what_its_ranks_print_and_its_faults(home, cap
     for rank in (0, 1):
         lines = [line for line in out.splitlines() if line.startswith(f"[rank {rank}] epoch")]
         assert lines == [f"[rank {rank}] epoch 0", f"[rank {rank}] epoch 1"]
-    assert "orch: " in out and "starting again as epoch 1" in out
+    assert "orch: " in out and "restarting as epoch 1" in out
     assert out.splitlines()[-1].startswith("done")

@@ -136,7 +136,7 @@ def test_dry_run_for_a_cluster_that_is_not_here(home, capsys, monkeypatch):
     words = ["+cluster=h100x64", "parallel=tp8_pp4_zero1", "backend=local"]
     code, out, _ = orch(capsys, "submit", *words, "--dry-run")
     assert code == 0 and not home.exists()
-    assert "tp=8" in out and "Request" in out and "8, one a node, from node-0 to node-7" in out
+    assert "tp=8" in out and "Request" in out and "8, one per node, from node-0 to node-7" in out
     assert (
         "would be refused" in out and "h100x64 is 8 nodes of 8 GPUs; this machine has no GPU" in out
     )

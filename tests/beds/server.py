@@ -27,6 +27,7 @@ IMPORTED = (
     "planner.elastic.sizes",
     "submit.sweep",
     "cli.session",
+    "observe.pages.request_page",
     "observe.pages.run_page",
 )
 #: What a backend imports so.

@@ -21,7 +21,7 @@ from tests.beds.coordinated import PLAN, make_folder
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> RunFolder:
-    monkeypatch.setattr(module, "_LOOK_S", 0.0)
+    monkeypatch.setattr(module, "_POLL_S", 0.0)
     folder = make_folder(tmp_path, state="running", epoch=0)
     write_private(folder.plan, to_json(PLAN))
     folder.rank_log(0).write_text("hello\n")
@@ -59,10 +59,10 @@ def test_each_fault_is_told_once_and_none_is_left_out(folder, again):
     )
     resized = replace(later, epoch=4, epochs=[*later.epochs[1:], epoch(3), epoch(4)])
     said = watched(follow_program, folder, [before, later, later, resized])
-    faults = [line for line in said.splitlines() if "starting again" in line]
+    faults = [line for line in said.splitlines() if "restarting" in line]
     assert faults == [
-        "orch: rank 1 fell over; starting again as epoch 1",
-        f"orch: {again}; starting again as epoch 2",
+        "orch: rank 1 fell over; restarting as epoch 1",
+        f"orch: {again}; restarting as epoch 2",
     ]
 
 
@@ -73,7 +73,7 @@ def test_faults_of_an_earlier_attempt_are_not_told_again(folder):
         folder,
         [replace(state, epochs=[epoch(0, "old"), epoch(1, "new"), epoch(2)])],
     )
-    assert "orch: new; starting again as epoch 2" in said and "old" not in said
+    assert "orch: new; restarting as epoch 2" in said and "old" not in said
 
 
 @pytest.mark.parametrize("watch", [follow, follow_program])

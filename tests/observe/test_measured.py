@@ -96,8 +96,8 @@ def test_the_page_has_planned_and_measured_side_by_side(tmp_path):
 def test_formulas_say_the_numbers_that_they_use():
     plan = make_plan(recompute="full")
     mfu, _, hfu = formulas({}, plan)
-    assert "tokens/s a GPU x" in mfu and "fp32" in mfu
-    assert "recompute full runs" in hfu and " 0.00 " not in hfu
+    assert "tokens/s per GPU x" in mfu and "fp32" in mfu
+    assert "recompute full repeats" in hfu and " 0.00 " not in hfu
 
 
 def test_a_timeline_reads_back_as_it_was_written(tmp_path):

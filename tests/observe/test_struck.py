@@ -17,6 +17,7 @@ from matplotlib.colors import to_hex
 
 from orchestrator.observe.plots import panels
 from orchestrator.observe.plots.plan_picture import figure
+from orchestrator.observe.plots.topology_panel import Topology
 
 
 def small(**parallel):
@@ -111,7 +112,7 @@ def test_an_axis_has_one_unit_and_says_it(drawn):
 def test_replicas_beyond_eight_have_patterns_and_labels():
     plan = PLANS["many replicas"]()
     assert plan.parallel.dp > 8
-    topology = panels.Topology(plan)
+    topology = Topology(plan)
     looks = {}
     for rank in plan.ranks:
         replica = replica_of(plan.parallel, rank.coord)

@@ -112,7 +112,7 @@ UNTRAINED = {
     "biases ": (
         structs.replace(shapes.tiny(), mla=MLA, bias=True),
         {},
-        "latent attention do not have",
+        "latent attention does not have",
     ),
     "batch_ramp": (
         shapes.tiny(),

@@ -82,7 +82,7 @@ def test_a_plan_is_either_a_program_s_or_has_a_model():
     """A plan of a model whose model was cut out of it is no program's plan, and the other way
     round."""
     plan = plan_of("parallel=tp2")
-    with pytest.raises(PlanError, match="only the plan of a user's program is without a model"):
+    with pytest.raises(PlanError, match="the plan of a user's program has no model"):
         seal(structs.replace(plan, program=False))
 
 

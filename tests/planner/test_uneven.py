@@ -49,7 +49,10 @@ def test_shares_are_as_equal_as_can_be(replicas, many):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"replica_micro_batches": [2, 2, 1]}, "take 5 samples a step, global_batch_samples is 4"),
+        (
+            {"replica_micro_batches": [2, 2, 1]},
+            "take 5 samples per step, global_batch_samples is 4",
+        ),
         ({"replica_micro_batches": [3, 1, 0]}, "at least 1"),
         ({"replica_micro_batches": [3, 1]}, "must be 3 numbers"),
         ({"replica_micro_batches": [2, 1, 1], "micro_batches": 3}, "largest be micro_batches 3"),
@@ -111,7 +114,7 @@ def test_experts_are_exchanged_by_all_replicas_alike():
         "train.seq_len=8192",
     ]
     with pytest.raises(
-        OrchError, match="ep=8: the experts' exchanges join replicas for every micro-batch"
+        OrchError, match="ep=8: the all-to-all of experts joins the replicas in every micro-batch"
     ):
         build_plan(load([*words, "train.global_batch_samples=100", "parallel.uneven=true"]))
 

@@ -17,12 +17,12 @@ from orchestrator.errors import OrchError
 from orchestrator.observe import logs
 from orchestrator.observe.live import read_live
 from orchestrator.observe.logs import LogTail
+from orchestrator.observe.pages.request_page import request_page
 from orchestrator.observe.pages.run_page import (
     end_lines,
     list_page,
     list_row,
     progress_line,
-    request_page,
     run_page,
 )
 from orchestrator.observe.report import make_report, read_steps

@@ -128,6 +128,20 @@ def test_memory_of_afab_and_1f1b(pp, micro_batches):
 SPLITS = [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (2.0, 3.0, 2.0), (1.0, 1.5, 1.0)]
 
 
+def own_bubble_ratio(timeline):
+    """The idle over busy time of the worst rank between its own first start and last end.
+
+    The zero-bubble papers use this measure: it is the bubble of every step if ranks are not
+    synchronised between steps, and 0 for ZB-H2, whose ranks only start and end one after another.
+    """
+    ratios = [
+        (spans[-1].end - spans[0].start) / busy - 1
+        for spans, busy in zip(timeline.spans, timeline.busy, strict=True)
+        if busy
+    ]
+    return max(ratios, default=0.0)
+
+
 @given(st.integers(1, 8), st.integers(0, 17), st.sampled_from(SPLITS))
 @settings(max_examples=60, deadline=None)
 def test_zero_bubble_h1_h2(pp, more, split):
@@ -138,10 +152,10 @@ def test_zero_bubble_h1_h2(pp, more, split):
     ideal = sum(split) * micro_batches
     h1 = build("zb_h1", pp, micro_batches)
     h2 = build("zb_h2", pp, micro_batches)
-    assert simulate(h1, Costs(*split)).own_bubble_ratio * ideal == pytest.approx(
+    assert own_bubble_ratio(simulate(h1, Costs(*split))) * ideal == pytest.approx(
         (pp - 1) * (forward + i - w)
     )
-    assert simulate(h2, Costs(*split)).own_bubble_ratio * ideal == pytest.approx(
+    assert own_bubble_ratio(simulate(h2, Costs(*split))) * ideal == pytest.approx(
         (pp - 1) * (forward + i - 2 * w)
     )
     assert peak_in_flight(h1) == (pp,) * pp
@@ -152,7 +166,7 @@ def test_zero_bubble_h1_h2(pp, more, split):
 def test_zbv(pp):
     """arXiv 2405.15362: no bubble when F = I = W; 2p half stages held, evenly."""
     schedule = build("zbv", pp, 2 * pp + 3, 2)
-    assert simulate(schedule).own_bubble_ratio == pytest.approx(0)
+    assert own_bubble_ratio(simulate(schedule)) == pytest.approx(0)
     assert peak_in_flight(schedule) == (2 * pp,) * pp
 
 

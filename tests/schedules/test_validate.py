@@ -203,9 +203,9 @@ def test_table_of_two_copies():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "one row of actions a rank"),
-        ("[]", "one row of actions a rank"),
-        ('{"rows": 3}', "one row of actions a rank"),
+        ("", "one row of actions per rank"),
+        ("[]", "one row of actions per rank"),
+        ('{"rows": 3}', "one row of actions per rank"),
         ("[[}", "not JSON"),
         ('{"rows": [["0F0"]], "copies": 3}', "copies is 1 or 2"),
         ("0F0,0B0\n1F0,1X0", "row 1, cell 1: '1X0' is not an action"),

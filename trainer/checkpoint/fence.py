@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from orchestrator.plan.worker import WorkerEnv, claims_folder, newest_claim
+from orchestrator.plan.worker import WorkerEnv, lease_folder, newest_lease
 from trainer.durable import sync_folder, write_atomic
 from trainer.errors import CheckpointError, Fenced, SaveError
 
@@ -30,7 +30,7 @@ class Fence(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     @classmethod
     def of(cls, env: WorkerEnv) -> Fence:
         """The token of a worker's epoch."""
-        claims = claims_folder(env.run_dir)
+        claims = lease_folder(env.run_dir)
         return cls(env.run_id, env.epoch, str(claims) if claims.is_dir() else "")
 
 
@@ -86,7 +86,7 @@ def check(folder: Path, token: Fence) -> None:
 
 
 def _check_claims(folder: Path, token: Fence) -> None:
-    newest = newest_claim(token.claims) if token.claims else -1
+    newest = newest_lease(token.claims) if token.claims else -1
     if newest > token.epoch:
         raise Fenced(_message(folder, Fence(token.run_id, newest), token))
 

@@ -90,7 +90,7 @@ def _print_sizes(sizes: Sizes, config: Config) -> None:
         when = f"  {starts[index]}" if starts else ""
         shape = f"dp={par.dp}" if par.pp == usual else f"pp={par.pp} dp={par.dp}"
         step = f"step {seconds(size.plan.time.step_s)}{plus_minus(size.plan.time.sd)}"
-        print(f"{size.nodes:>4} nodes  {shape}, {batch.text(par)}  {step}{when}")
+        print(f"{size.nodes:>4} nodes  {shape}, {batch.describe(par)}  {step}{when}")
     for nodes, why in list(sizes.refused.items())[:_REASONS]:
         print(f"{nodes:>4} nodes  not legal: {why}")
     if rest := list(sizes.refused)[_REASONS:]:

@@ -89,7 +89,7 @@ def _show(
         return Exit.DONE
     from orchestrator.cli.terminal import style
     from orchestrator.observe.pages.plan_page import render
-    from orchestrator.observe.pages.run_page import request_page
+    from orchestrator.observe.pages.request_page import request_page
     from orchestrator.style import fold
 
     look = style()

@@ -1,2 +1,2 @@
-"""Where a run's time went: every second in one state, every fault with its cost, every sample
+"""Accounts for a run's time: every second in one state, every fault with its cost, every sample
 counted once."""

@@ -1,9 +1,8 @@
-"""Interval partition: a stretch of time cut into states, without a gap and without an overlap.
-Pure.
+"""Divides a stretch of time into states, without gaps and without overlaps. Pure.
 
-The states follow the table of effective training time that ETTR is taken from (Kokolis et al.,
-arXiv 2410.21680, section 3: productive over available wall time), with what is lost split by who
-could win it back.
+The states follow the definition of ETTR, the effective training time ratio (Kokolis et al., arXiv
+2410.21680, section 3: productive over available wall time). Lost time is split by the component
+that could recover it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ STATES: tuple[WallState, ...] = get_args(WallState)
 
 MEANING: dict[WallState, str] = {
     "productive": "steps that no earlier epoch of the run had done",
-    "replay": "steps done again after a fault, and the step that it broke off",
+    "replay": "steps recomputed after a fault, and the step that the fault broke off",
     "startup": "workers start: imports, connections, reading a checkpoint, first use",
     "checkpoint_stall": "training waits for a save",
-    "rendezvous": "workers end, nodes and ranks are agreed on, plans change hands",
-    "waiting": "no agent runs: the scheduler has no place, or nobody has resumed the run",
-    "hang": "no step ends, and nobody has noticed why",
+    "rendezvous": "workers end, nodes and ranks are agreed on, plans are distributed",
+    "waiting": "no agent runs: the job is queued, or the run has not been resumed",
+    "hang": "no step ends, and no cause has been detected",
 }
 
 
@@ -42,47 +41,47 @@ def partition(
     pieces: Iterable[Interval] = (),
     first: WallState = "waiting",
 ) -> list[Interval]:
-    """[start, end) as intervals that touch and never overlap, neighbours of one state joined.
+    """Divides [start, end) into adjacent intervals; neighbours with the same state are joined.
 
-    `moments`: from then on that state holds, until the next one; `first` before all of them.
-    `pieces` lie over that; of two that overlap the one that begins earlier keeps what it has.
-    Whatever lies outside is cut off, so clocks that disagree can misplace a second, but never lose
-    or double one.
+    Each of the `moments` starts a state that holds until the next one; `first` holds before all of
+    them. `pieces` override the moments; where two pieces overlap, the one that begins earlier
+    wins. Times outside of [start, end) are cut off, so clocks that disagree can misplace a second,
+    but never lose it or count it twice.
     """
     if end <= start:
         return []
     base: list[Interval] = []
-    at = start
+    position = start
     state = first
-    for when, then in sorted(moments, key=lambda moment: moment[0]):
-        when = min(max(when, start), end)
-        if when > at:
-            base.append(Interval(at, when, state))
-            at = when
-        state = then
-    base.append(Interval(at, end, state))
+    for moment_at, next_state in sorted(moments, key=lambda moment: moment[0]):
+        moment_at = min(max(moment_at, start), end)
+        if moment_at > position:
+            base.append(Interval(position, moment_at, state))
+            position = moment_at
+        state = next_state
+    base.append(Interval(position, end, state))
     result: list[Interval] = []
-    under = iter(base)
-    below = next(under)
-    at = start
+    base_intervals = iter(base)
+    current = next(base_intervals)
+    position = start
 
     def fill(until: float) -> None:
-        """The base, from where we are."""
-        nonlocal below, at
-        while at < until:
-            while below.end <= at:
-                below = next(under)
-            stop = min(below.end, until)
-            _put(result, Interval(at, stop, below.state))
-            at = stop
+        """Copies the base intervals from the current position to `until`."""
+        nonlocal current, position
+        while position < until:
+            while current.end <= position:
+                current = next(base_intervals)
+            stop = min(current.end, until)
+            _put(result, Interval(position, stop, current.state))
+            position = stop
 
-    for piece in sorted(pieces, key=lambda one: one.start):
-        left = max(piece.start, at)
-        right = min(piece.end, end)
-        if right > left:
-            fill(left)
-            _put(result, Interval(left, right, piece.state))
-            at = right
+    for piece in sorted(pieces, key=lambda interval: interval.start):
+        piece_start = max(piece.start, position)
+        piece_end = min(piece.end, end)
+        if piece_end > piece_start:
+            fill(piece_start)
+            _put(result, Interval(piece_start, piece_end, piece.state))
+            position = piece_end
     fill(end)
     return result
 
@@ -95,7 +94,7 @@ def _put(result: list[Interval], new: Interval) -> None:
 
 
 def totals(intervals: Iterable[Interval]) -> dict[WallState, float]:
-    """Seconds in each state, all of them named."""
+    """Seconds in each state, including the states that never occurred."""
     sums: dict[WallState, float] = dict.fromkeys(STATES, 0.0)
     for start, end, state in intervals:
         sums[state] += end - start

@@ -1,10 +1,10 @@
-"""Sample ledger: the samples that each step trained on, and whether the whole run has each exactly
-once.
+"""Sample ledger: records the samples of each step, and checks that the run trained on each sample
+exactly once.
 
-Every step report says how many samples the run has consumed after it, so a step is the range of
-places in the data order between two such numbers (which sample lies at a place is a pure function,
-trainer/data/order.py). What an epoch did beyond the step from which the next one went on was undone
-with its weights; the rest is the ledger.
+Every step report has the number of samples that the run has consumed after it, so a step covers the
+range of positions in the data order between two such numbers (trainer/data/order.py maps a position
+to its sample). Steps beyond the one from which the next epoch continued were undone with their
+weights; all other steps are in the ledger.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from orchestrator.observe.timeline import Step
 
 
 class Entry(NamedTuple):
-    """Step `step`, as `epoch` did it, took the places `first` to `last` - 1 of the data order."""
+    """Step `step` of `epoch` trained on positions `first` to `last` - 1 of the data order."""
 
     step: int
     epoch: int
     first: int
     last: int
-    fingerprint: str = (
-        ""  # of those samples' tokens; "" where a report between is missing, or it has none
-    )
+    #: fingerprint of the samples' tokens; "" if the report has none or an earlier one is missing
+    fingerprint: str = ""
 
 
 class Ledger(NamedTuple):
@@ -38,59 +37,60 @@ class Ledger(NamedTuple):
 
 
 def ledger(steps: Iterable[Step]) -> Ledger:
-    """From a run's reports, each step of each epoch once (`timeline.lead_steps`). Pure.
+    """Builds the ledger from a run's steps, which have each step of each epoch once
+    (`timeline.lead_steps`). Pure.
 
-    An epoch goes on from the step before its first one, and replaces what earlier epochs had done
-    from there on. A report that nobody has made is a gap in the record: inside an epoch the entry
-    after it spans both steps; between two epochs nobody can know, and it is a problem.
+    An epoch replaces the steps of earlier epochs from its own first step on. A missing report is a
+    gap in the record: inside an epoch, the next entry covers both steps; between two epochs, the
+    samples are unknown, and the gap is a problem.
     """
-    kept: list[Step] = []
+    kept_steps: list[Step] = []
     undone = 0
     problems = []
-    ordered = sorted(steps, key=lambda one: (one.epoch, one.step, one.at))
+    ordered = sorted(steps, key=lambda report: (report.epoch, report.step, report.at))
     epoch: int | None = None
     for step in ordered:
         if step.epoch != epoch:
             epoch = step.epoch
-            while kept and kept[-1].step >= step.step:
-                kept.pop()
+            while kept_steps and kept_steps[-1].step >= step.step:
+                kept_steps.pop()
                 undone += 1
-            done = kept[-1].step if kept else 0
+            done = kept_steps[-1].step if kept_steps else 0
             if step.step != done + 1:
                 problems.append(
                     f"epoch {epoch} begins with step {step.step}, and step {done} is the last known"
                     " before"
                 )
-        elif kept and step.step <= kept[-1].step:
+        elif kept_steps and step.step <= kept_steps[-1].step:
             problems.append(f"epoch {epoch} reports step {step.step} twice")
             continue
-        kept.append(step)
+        kept_steps.append(step)
     entries = []
-    before = 0
-    previous = 0
-    for step in kept:
-        if step.samples <= before:
+    consumed = 0
+    previous_step = 0
+    for step in kept_steps:
+        if step.samples <= consumed:
             problems.append(
                 f"step {step.step} of epoch {step.epoch} ends at sample {step.samples}, not after"
-                f" {before}"
+                f" {consumed}"
             )
-        alone = step.fingerprint if step.step == previous + 1 else ""
-        entries.append(Entry(step.step, step.epoch, before, step.samples, alone))
-        before = step.samples
-        previous = step.step
+        fingerprint = step.fingerprint if step.step == previous_step + 1 else ""
+        entries.append(Entry(step.step, step.epoch, consumed, step.samples, fingerprint))
+        consumed = step.samples
+        previous_step = step.step
     return Ledger(entries, undone, problems)
 
 
 def uneven(entries: Iterable[Entry], batch: int) -> list[str]:
-    """Steps that took another number of samples than the global batch, where that is constant."""
+    """Lists the steps whose number of samples is not the constant global batch `batch`."""
     previous = 0
-    found = []
+    problems = []
     for entry in entries:
         steps = entry.step - previous
         if entry.last - entry.first != batch * steps:
-            found.append(
+            problems.append(
                 f"step {entry.step} of epoch {entry.epoch} took samples {entry.first} to"
                 f" {entry.last - 1}"
             )
         previous = entry.step
-    return found
+    return problems

@@ -1,8 +1,8 @@
-"""Counts one node's wall time by state while it runs, for its Prometheus counters.
+"""Counts one node's wall time by state while the run is active, for its Prometheus counters.
 
-A node sees its own time only, so this is simpler than `account`, which reads the whole run
-afterwards: it knows the epochs that its agent follows and the steps of its first worker. A second
-is counted once it is known what it was, so counters only grow; until then it is pending.
+A node knows only the epochs of its own agent and the steps of its first worker, so this is simpler
+than `account`, which reads the whole run afterwards. A second is pending until its state is known
+and counted after that, so counters only grow.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from .account import HANG_FACTOR, HANG_S
 from .intervals import STATES, WallState
 
 _USUAL_OF = 32  # last steps
-_LONGEST_RENDEZVOUS_S = 30.0  # beyond that this node is a spare, or others are missing: it waits
+_LONGEST_RENDEZVOUS_S = 30.0  # beyond that the node is waiting: as a spare, or for other nodes
 
 
 class WallMeter:
-    """Feed it what happens, with monotonic seconds. What is counted, `spent(state, seconds)` hears
-    at once; `seconds` has the sums, which together are the time from construction until now but for
-    what is pending.
+    """Counts seconds by state from the events of a node, whose times are monotonic seconds.
+
+    Calls `spent(state, seconds)` for each stretch that is counted. `seconds` has the sums; with the
+    pending time they add up to the time since construction.
     """
 
     def __init__(
@@ -37,25 +38,25 @@ class WallMeter:
 
     @property
     def ettr(self) -> float | None:
-        """None before the first step: a program may never report one."""
+        """The effective training time ratio so far; None before the first step, which some programs
+        never report."""
         total = sum(self.seconds.values())
         return self.seconds["productive"] / total if total > 0 and self._furthest else None
 
     def enter(self, state: WallState, now: float) -> None:
-        """From now on. `hang` is entered by steps alone: while they follow each other, it is what
-        none of them ends."""
+        """Starts `state`. Only steps start `hang`, the state between two steps: a step that ends
+        turns its time into productive or replayed time."""
         if self._state == "hang" and state == "rendezvous":
             self._broken = now if self._broken is None else self._broken
-            self._spend(
-                "replay", min(now - self._since, self._typical or 0.0)
-            )  # the step that was broken off
+            broken_step_s = min(now - self._since, self._typical or 0.0)
+            self._spend("replay", broken_step_s)
         self._rest(now)
         self._state = state
         self._entered = now
 
     def step(self, number: int, step_s: float, stall_s: float, now: float) -> float | None:
-        """A step was reported. Seconds since the stop before it, if it is the first one after a
-        stop."""
+        """Counts a reported step. Returns the seconds since the last stop if this is the first step
+        after it, else None."""
         span = max(0.0, now - self._since)
         typical = self._typical
         if self._state == "hang":  # steps follow each other
@@ -76,13 +77,13 @@ class WallMeter:
         return None if broken is None else max(0.0, now - step_s - broken)
 
     def look(self, now: float) -> None:
-        """Count what is known by now: all of a state without steps, and what a step that does not
-        end has hung."""
+        """Counts the time whose state is known by now: all time in a state without steps, and the
+        hung part of a step that does not end."""
         if self._state != "hang":
             self._rest(now)
-        elif (
-            typical := self._typical
-        ) is not None and now - self._since > HANG_FACTOR * typical + HANG_S:
+            return
+        typical = self._typical
+        if typical is not None and now - self._since > HANG_FACTOR * typical + HANG_S:
             self._spend("hang", now - self._since - typical)
 
     @property
@@ -90,11 +91,10 @@ class WallMeter:
         return statistics.median(self._usual) if len(self._usual) >= 3 else None
 
     def _rest(self, until: float) -> None:
-        """All up to there is what the state says."""
+        """Counts the time up to `until` as spent in the current state."""
         if self._state == "rendezvous":
-            self._spend(
-                "rendezvous", min(until, self._entered + _LONGEST_RENDEZVOUS_S) - self._since
-            )
+            rendezvous_end = min(until, self._entered + _LONGEST_RENDEZVOUS_S)
+            self._spend("rendezvous", rendezvous_end - self._since)
             self._spend("waiting", until - self._since)
         self._spend(self._state, until - self._since)
 

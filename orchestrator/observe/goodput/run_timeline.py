@@ -1,4 +1,4 @@
-"""The time line of a whole run: epochs, steps, pauses and saves, from its state, events and metrics
+"""The timeline of a whole run: epochs, steps, pauses and saves, from its state, events and metrics
 lines. Pure."""
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 
 from orchestrator.observe.timeline import Event, Step
-from orchestrator.run.state import Cause, RunState
+from orchestrator.run.state import Cause, EpochState, RunState
 
-#: Events that say that an epoch is over, whoever saw it first. `epoch_stops` is the coordinator's,
-#: for every reason.
+#: Events that announce the end of an epoch, from any process. The coordinator writes `epoch_stops`
+#: whatever the reason.
 NOTICED = (
     "epoch_stops",
     "node_lost",
@@ -24,13 +24,13 @@ NOTICED = (
 
 
 class EpochSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """One epoch: from its first message to its end. Unix seconds; None: not yet, or nobody could
-    write it down."""
+    """One epoch, from its first message to its end. Unix seconds; None for an event that has not
+    happened or was not recorded."""
 
     epoch: int
     began: float
     running: float | None = None
-    noticed: float | None = None  # first sign that it is over
+    noticed: float | None = None  # first sign of its end
     ended: float | None = None
     cause: Cause | None = None
     reason: str = ""
@@ -38,59 +38,38 @@ class EpochSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunTimeline(msgspec.Struct, frozen=True):
-    """All that a run has left about its time, in order."""
+    """The times that a run has recorded, in order."""
 
     created: float
     ended: float | None
     epochs: list[EpochSpan]
     steps: list[Step]
     pauses: list[tuple[float, float]] = []  # ended, resumed
-    arrivals: list[float] = []  # agents start
-    saves: list[
-        tuple[float, float, int]
-    ] = []  # durable at, seconds that training waited for it, epoch
-    reports_steps: bool = True  # False: a user's program that has told nothing of its steps
+    arrivals: list[float] = []  # when agents started
+    #: when a save was durable, seconds that training waited for it, epoch
+    saves: list[tuple[float, float, int]] = []
+    reports_steps: bool = True  # False for a user's program that has reported no steps
 
 
 def run_timeline(state: RunState, events: Sequence[Event], steps: list[Step]) -> RunTimeline:
-    """The run's time line. `steps`: each step of each epoch once (`timeline.lead_steps`)."""
-    by_epoch: dict[int, list[Event]] = {}
+    """Builds the timeline of a run. `steps` has each step of each epoch once
+    (`timeline.lead_steps`)."""
+    events_of: dict[int, list[Event]] = {}
     for event in events:
-        by_epoch.setdefault(event.epoch, []).append(event)
-    known = {epoch.epoch: epoch for epoch in state.epochs}
+        events_of.setdefault(event.epoch, []).append(event)
+    recorded = {epoch.epoch: epoch for epoch in state.epochs}
     began = {event.epoch: event.at for event in reversed(events) if event.name == "epoch_began"}
-    epochs = []
-    for number in sorted(known.keys() | began.keys()):
-        book = known.get(number)
-        said = by_epoch.get(number, [])
-        start = book.started_at if book else began[number]
-        end = _first(said, "epoch_ended", "run_ended")
-        running = _first(said, "epoch_runs")
-        again = "restart" if end and end.again else None
-        epochs.append(
-            EpochSpan(
-                epoch=number,
-                began=start,
-                running=book.running_at if book else running.at if running else None,
-                noticed=min(
-                    (event.at for event in said if _is_sign(event) and event.at >= start),
-                    default=None,
-                ),
-                ended=book.ended_at if book else end.at if end else None,
-                cause=book.cause if book else _cause_in(end, number),
-                reason=(end.reason if end else "")
-                or (book.cause.text if book and book.cause else ""),
-                outcome=book.outcome if book else again,
-            )
-        )
-    last_sign = max(
-        [event.at for event in events[-1:]] + [step.at for step in steps], default=state.created_at
-    )
+    epochs = [
+        _epoch_span(number, recorded.get(number), events_of.get(number, []), began.get(number))
+        for number in sorted(recorded.keys() | began.keys())
+    ]
+    ended = state.ended_at
+    if state.is_final and ended is None:  # all processes were killed
+        signs = [event.at for event in events[-1:]] + [step.at for step in steps]
+        ended = max(signs, default=state.created_at)
     return RunTimeline(
         created=state.created_at,
-        ended=last_sign
-        if state.is_final and state.ended_at is None
-        else state.ended_at,  # all were killed
+        ended=ended,
         epochs=epochs,
         steps=steps,
         pauses=list(state.pauses),
@@ -103,6 +82,43 @@ def run_timeline(state: RunState, events: Sequence[Event], steps: list[Step]) ->
             and isinstance(event.fields.get("stall_s"), int | float)
         ],
     )
+
+
+def _epoch_span(
+    number: int, record: EpochState | None, events: Sequence[Event], began: float | None
+) -> EpochSpan:
+    """One epoch, from the state's record or, without one, from the epoch's events."""
+    end = _first(events, "epoch_ended", "run_ended")
+    running = _first(events, "epoch_runs")
+    start = record.started_at if record else began or 0.0
+    signs = (event.at for event in events if _is_sign(event) and event.at >= start)
+    reason = end.reason if end else ""
+    if record:
+        return EpochSpan(
+            epoch=number,
+            began=start,
+            running=record.running_at,
+            noticed=min(signs, default=None),
+            ended=record.ended_at,
+            cause=record.cause,
+            reason=reason or (record.cause.text if record.cause else ""),
+            outcome=record.outcome,
+        )
+    has_restarted = end is not None and end.again
+    return EpochSpan(
+        epoch=number,
+        began=start,
+        running=_time_of(running),
+        noticed=min(signs, default=None),
+        ended=_time_of(end),
+        cause=_cause_in(end, number),
+        reason=reason,
+        outcome="restart" if has_restarted else None,
+    )
+
+
+def _time_of(event: Event | None) -> float | None:
+    return event.at if event else None
 
 
 def _is_sign(event: Event) -> bool:

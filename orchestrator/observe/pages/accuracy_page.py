@@ -1,4 +1,4 @@
-"""How far predictions are off, as tables. Pure text."""
+"""Renders the errors of predictions as tables. Pure text."""
 
 from __future__ import annotations
 
@@ -16,54 +16,55 @@ TIME |= {"in 68%": "inside68", "in 95%": "inside95"}
 MEMORY = {name: TIME[name] for name in ("mean", "p90", "bias", "in 68%", "in 95%")}
 
 
-def page(found: Score, terms: Sequence[Ablation] = ()) -> str:
-    """Step time, memory, order of layouts, fits; and the terms of the model, where they were left
-    out one by one."""
-    parts = []
-    if found.time:
-        fitted = any(one.fitted is not None for one in found.time)
-        parts.append(
-            _errors("step time", found.time, {**({"fitted": "fitted"} if fitted else {}), **TIME})
-        )
-    if found.memory:
-        parts.append(_errors("peak memory", found.memory, MEMORY))
-    if found.order:
+def page(score: Score, terms: Sequence[Ablation] = ()) -> str:
+    """The tables of step time, memory, order of layouts and fits. `terms`: the errors without each
+    term of the cost model."""
+    tables = []
+    if score.time:
+        columns = TIME
+        if any(row.fitted is not None for row in score.time):
+            columns = {"fitted": "fitted"} | TIME
+        tables.append(_errors("step time", score.time, columns))
+    if score.memory:
+        tables.append(_errors("peak memory", score.memory, MEMORY))
+    if score.order:
         rows = [
-            (one.group, one.layouts, one.sweeps, f"{one.spearman:.2f}", one.regret, one.worst)
-            for one in found.order
+            (row.group, row.layouts, row.sweeps, f"{row.spearman:.2f}", row.regret, row.worst)
+            for row in score.order
         ]
-        parts.append(
+        tables.append(
             _table("order of layouts", ("layouts", "sweeps", "Spearman", "regret", "worst"), rows)
         )
-    if found.fits:
+    if score.fits:
         counts = [
-            [found.fits.get((kind, other), 0) for other in ("ok", "oom")] for kind in ("ok", "oom")
+            [score.fits.get((measured, predicted), 0) for predicted in ("ok", "oom")]
+            for measured in ("ok", "oom")
         ]
-        parts.append(
+        tables.append(
             _table(
                 "measured / predicted", ("fits", "oom"), [("fits", *counts[0]), ("oom", *counts[1])]
             )
         )
     if terms:
-        parts.append(
+        tables.append(
             _table(
                 "terms",
                 ("fitted", "left out"),
-                [(one.term, one.fitted, one.left_out) for one in terms],
+                [(row.term, row.fitted, row.left_out) for row in terms],
             )
         )
-    return "\n\n".join(parts) or NOTHING
+    return "\n\n".join(tables) or NOTHING
 
 
 def _errors(title: str, rows: Sequence[Errors], columns: dict[str, str]) -> str:
     lines = [
-        (one.group, one.rows, *(getattr(one, field) for field in columns.values())) for one in rows
+        (row.group, row.rows, *(getattr(row, field) for field in columns.values())) for row in rows
     ]
     return _table(title, ("rows", *columns), lines, signed=1 + 1 + list(columns).index("bias"))
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], signed: int = -1) -> str:
-    """Shares as percents; the column `signed` with its sign."""
+    """Formats shares as percentages; those of the column `signed` have a sign."""
     rows = list(rows)
     wide = max(24, *(len(str(row[0])) for row in rows)) + 2
     lines = [f"{title:<{wide}}" + "".join(f"{name:>9}" for name in head)]
@@ -76,17 +77,23 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], signe
 def _cell(value: Any, signed: bool) -> str:
     if value is None:
         return "-"
-    return f"{value:+.1%}" if signed else f"{value:.1%}" if isinstance(value, float) else str(value)
+    if signed:
+        return f"{value:+.1%}"
+    return f"{value:.1%}" if isinstance(value, float) else str(value)
 
 
-def as_json(found: Score, terms: Sequence[Ablation] = ()) -> dict[str, Any]:
-    """The same as plain values."""
+def as_json(score: Score, terms: Sequence[Ablation] = ()) -> dict[str, Any]:
+    """The content of `page` as plain values."""
     lists = {
-        name: [row._asdict() for row in getattr(found, name)]
+        name: [row._asdict() for row in getattr(score, name)]
         for name in ("time", "memory", "order")
     }
     fits = [
         {"measured": measured, "predicted": predicted, "rows": rows}
-        for (measured, predicted), rows in sorted(found.fits.items())
+        for (measured, predicted), rows in sorted(score.fits.items())
     ]
-    return {**lists, "fits": fits, **({"terms": [one._asdict() for one in terms]} if terms else {})}
+    return {
+        **lists,
+        "fits": fits,
+        **({"terms": [term._asdict() for term in terms]} if terms else {}),
+    }

@@ -1,4 +1,4 @@
-"""The table at the end of a drill. Pure text."""
+"""Renders the table at the end of a drill. Pure text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from orchestrator.style import GRAY, GREEN, RED, Style, seconds
 
 
 def table(rows: Sequence[Mapping[str, Any]], style: Style) -> str:
-    """Success, p50 and p95 of each fault and position."""
+    """The success rate, p50 and p95 of each fault and position."""
     lines = [style.title("Drill")]
     head = (
-        f"{'fault':<13}{'victim':<13}{'goes on':>9}{'noticed p50':>13}{'p95':>9}"
+        f"{'fault':<13}{'victim':<13}{'recovered':>9}{'noticed p50':>13}{'p95':>9}"
         f"{'steps p50':>11}{'p95':>9}{'lost':>6}"
     )
     lines.append(style.paint(head, GRAY))
@@ -21,11 +21,12 @@ def table(rows: Sequence[Mapping[str, Any]], style: Style) -> str:
         colour = GREEN if row["recovered"] == row["trials"] else RED
         noticed = row["noticed_s"]
         steps = row["stepping_s"]
-        most = row["lost_steps"]["max"]
+        most_lost_steps = row["lost_steps"]["max"]
         lines.append(
             f"{row['fault']:<13}{row['position']:<13}{style.paint(f'{share:>9}', colour)}"
-            f"{_s(noticed['p50']):>13}{_s(noticed['p95']):>9}{_s(steps['p50']):>11}{_s(steps['p95']):>9}"
-            f"{'-' if most is None else most:>6}"
+            f"{_s(noticed['p50']):>13}{_s(noticed['p95']):>9}"
+            f"{_s(steps['p50']):>11}{_s(steps['p95']):>9}"
+            f"{'-' if most_lost_steps is None else most_lost_steps:>6}"
         )
         lines += [f"  {style.paint(problem, RED)}" for problem in row["problems"][:3]]
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""Where the time of a run went, as a strip and a table, and what each fault has cost. Pure text."""
+"""Renders the time of a run by state, as a strip and a table, and the cost of each fault. Pure
+text."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.observe.goodput.intervals import STATES
+from orchestrator.observe.goodput.intervals import STATES, WallState
 from orchestrator.style import GRAY, GREEN, RED, YELLOW, Style, seconds
 
 COLOUR = {
@@ -19,77 +20,84 @@ COLOUR = {
     "hang": RED,
 }
 LETTER = {state: state[0].upper() for state in STATES} | {"rendezvous": "Z"}
-_SHOWN = 0.2  # of a cell: from there on what was not productive is seen
+_SHOWN = 0.2  # share of a cell from which lost time is visible
 _MOST_FAULTS = 20
 
 
 def goodput(report: Mapping[str, Any], style: Style) -> str:
-    """The section of `orch report`."""
-    found = report["goodput"]
-    head = (
-        "Goodput"
-        if found["ettr"] is None
-        else f"Goodput: ETTR {found['ettr']:.1%} of {seconds(found['wall_s'])}"
-    )
+    """The section of `orch report` on goodput and faults."""
+    account = report["goodput"]
+    wall_s = account["wall_s"]
+    head = "Goodput"
+    if account["ettr"] is not None:
+        head = f"Goodput: ETTR {account['ettr']:.1%} of {seconds(wall_s)}"
     lines = [style.title(head)]
-    if found["intervals"]:
-        lines += [
-            strip(found["intervals"], found["wall_s"], style, style.width),
-            *_scale(found["wall_s"], style),
-        ]
-    if not found["seconds"]:
+    if account["intervals"]:
+        lines.append(strip(account["intervals"], wall_s, style, style.width))
+        lines += _scale(wall_s, style)
+    if not account["seconds"]:
         lines.append("unknown: the program reports no steps")
-    wall = found["wall_s"] or 1.0
-    for state in STATES:
-        spent = found["seconds"].get(state, 0.0)
-        if spent > 0:
-            name = f"{LETTER[state]} {state.replace('_', ' ')}"
-            bar = style.bar(spent / wall, 30, COLOUR[state])
-            lines.append(
-                f"{style.paint(f'{name:<22}', COLOUR[state])}{seconds(spent):>14}{spent / wall:>8.1%}"
-                f"  {bar}"
-            )
-    samples = report["samples"]
-    if samples["consumed"]:
-        undone = (
-            f", {samples['undone_steps']} steps were undone and done again"
-            if samples["undone_steps"]
-            else ""
-        )
-        lines.append(
-            f"{samples['consumed']:,} samples, each once{undone}" if not samples["problems"] else ""
-        )
-        lines += [style.paint(f"samples: {problem}", RED) for problem in samples["problems"][:5]]
+    lines += _states(account["seconds"], wall_s or 1.0, style)
+    lines += _samples(report["samples"], style)
     lines = [line for line in lines if line]
-    return "\n".join(lines + (["", *_faults(report["faults"], style)] if report["faults"] else []))
+    if report["faults"]:
+        lines += ["", *_faults(report["faults"], style)]
+    return "\n".join(lines)
+
+
+def _states(seconds_of: Mapping[str, float], wall_s: float, style: Style) -> list[str]:
+    lines = []
+    for state in STATES:
+        spent = seconds_of.get(state, 0.0)
+        if spent > 0:
+            name = style.paint(
+                f"{LETTER[state] + ' ' + state.replace('_', ' '):<22}", COLOUR[state]
+            )
+            bar = style.bar(spent / wall_s, 30, COLOUR[state])
+            lines.append(f"{name}{seconds(spent):>14}{spent / wall_s:>8.1%}  {bar}")
+    return lines
+
+
+def _samples(samples: Mapping[str, Any], style: Style) -> list[str]:
+    if not samples["consumed"]:
+        return []
+    if samples["problems"]:
+        return [style.paint(f"samples: {problem}", RED) for problem in samples["problems"][:5]]
+    recomputed = ""
+    if samples["undone_steps"]:
+        recomputed = f", {samples['undone_steps']} steps were undone and recomputed"
+    return [f"{samples['consumed']:,} samples, each once{recomputed}"]
 
 
 def strip(intervals: Sequence[Sequence[Any]], wall_s: float, style: Style, cells: int) -> str:
-    """Time from left to right; a cell shows what took most of it, but never hides a stop of a fifth
-    of it."""
+    """Draws time from left to right. A cell shows the state that took most of its time, but a lost
+    fifth of a cell is always visible."""
     if wall_s <= 0:
         return ""
-    text = []
-    at = 0
+    characters = []
+    index = 0
     for cell in range(cells):
-        left = wall_s * cell / cells
-        right = wall_s * (cell + 1) / cells
-        inside = dict.fromkeys(STATES, 0.0)
-        while at < len(intervals) - 1 and intervals[at][1] <= left:
-            at += 1
-        for start, end, state in intervals[at:]:
-            if start >= right:
+        cell_start = wall_s * cell / cells
+        cell_end = wall_s * (cell + 1) / cells
+        while index < len(intervals) - 1 and intervals[index][1] <= cell_start:
+            index += 1
+        spent_in = dict.fromkeys(STATES, 0.0)
+        for start, end, state in intervals[index:]:
+            if start >= cell_end:
                 break
-            inside[state] += max(0.0, min(end, right) - max(start, left))
-        lost = {state: spent for state, spent in inside.items() if state != "productive"}
-        worst = max(lost, key=lost.__getitem__)
-        shown = (
-            worst if lost[worst] >= _SHOWN * (right - left) else max(inside, key=inside.__getitem__)
-        )
-        text.append(
-            style.paint("█" if style.colour and style.unicode else LETTER[shown], COLOUR[shown])
-        )
-    return "".join(text)
+            spent_in[state] += max(0.0, min(end, cell_end) - max(start, cell_start))
+        state = _cell_state(spent_in, cell_end - cell_start)
+        character = "█" if style.colour and style.unicode else LETTER[state]
+        characters.append(style.paint(character, COLOUR[state]))
+    return "".join(characters)
+
+
+def _cell_state(spent_in: dict[WallState, float], cell_s: float) -> WallState:
+    lost = {state: spent for state, spent in spent_in.items() if state != "productive"}
+    worst = max(lost, key=lost.__getitem__)
+    if lost[worst] >= _SHOWN * cell_s:
+        return worst
+    return max(spent_in, key=spent_in.__getitem__)
 
 
 def _scale(wall_s: float, style: Style) -> list[str]:
@@ -98,37 +106,44 @@ def _scale(wall_s: float, style: Style) -> list[str]:
 
 
 def _faults(faults: Sequence[Mapping[str, Any]], style: Style) -> list[str]:
-    """One line a fault: when it was, what it was, what it cost."""
-    hurt = [fault for fault in faults if not fault["planned"]]
-    moved = len(faults) - len(hurt)
-    many = f"{len(hurt)} fault{'s' * (len(hurt) != 1)}" + (
-        f", {moved} planned change{'s' * (moved != 1)}" * bool(moved)
-    )
+    """Lists the faults, one per line: when it was detected, its cost, its first cause."""
+    unplanned = sum(not fault["planned"] for fault in faults)
+    planned = len(faults) - unplanned
+    counts = _count(unplanned, "fault")
+    if planned:
+        counts += f", {_count(planned, 'planned change')}"
     steps = sum(fault["lost_steps"] or 0 for fault in faults)
     lost = sum(fault["lost_s"] for fault in faults)
-    lines = [style.title(f"{many}: {steps} step{'s' * (steps != 1)} and {seconds(lost)} lost")]
-    lines.append(
-        style.paint(
-            f"{'epoch':>5}  {'noticed':>8} {'back':>8} {'steps':>5} {'lost':>8}  first cause", GRAY
-        )
-    )
+    head = f"{'epoch':>5}  {'noticed':>8} {'back':>8} {'steps':>5} {'lost':>8}  first cause"
+    lines = [
+        style.title(f"{counts}: {_count(steps, 'step')} and {seconds(lost)} lost"),
+        style.paint(head, GRAY),
+    ]
     for fault in faults[-_MOST_FAULTS:]:
-        cells = [_seconds(fault[name]) for name in ("noticed_s", "back_s")]
-        again = "-" if fault["lost_steps"] is None else str(fault["lost_steps"])
-        row = (
-            f"{fault['epoch']:>5}  {cells[0]:>8} {cells[1]:>8} {again:>5}"
-            f" {_seconds(fault['lost_s']):>8}  "
-        )
-        first, *more = textwrap.wrap(
-            fault["text"] or fault["kind"], max(30, style.width - len(row))
-        ) or [""]
-        lines.append(row + style.paint(first, None if fault["planned"] else RED))
-        lines += [
-            " " * len(row) + style.paint(line, None if fault["planned"] else RED) for line in more
-        ]
-    return lines + (
-        [f"... and {len(faults) - _MOST_FAULTS} before"] if len(faults) > _MOST_FAULTS else []
+        lines += _fault_lines(fault, style)
+    if len(faults) > _MOST_FAULTS:
+        lines.append(f"... and {len(faults) - _MOST_FAULTS} before")
+    return lines
+
+
+def _fault_lines(fault: Mapping[str, Any], style: Style) -> list[str]:
+    lost_steps = "-" if fault["lost_steps"] is None else str(fault["lost_steps"])
+    numbers = (
+        f"{fault['epoch']:>5}  {_seconds(fault['noticed_s']):>8} {_seconds(fault['back_s']):>8}"
+        f" {lost_steps:>5} {_seconds(fault['lost_s']):>8}  "
     )
+    width = max(30, style.width - len(numbers))
+    first, *continuation = textwrap.wrap(fault["text"] or fault["kind"], width) or [""]
+    colour = None if fault["planned"] else RED
+    indent = " " * len(numbers)
+    return [
+        numbers + style.paint(first, colour),
+        *(indent + style.paint(line, colour) for line in continuation),
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _seconds(value: float | None) -> str:

@@ -1,173 +1,180 @@
-"""The placement grid: nodes by GPUs, each cell a rank, coloured by data-parallel replica, labelled
-by coordinate.
+"""The placement grid: nodes by GPUs. Each cell is a rank, coloured by data-parallel replica and
+labelled by coordinate.
 
-Nodes that look alike are folded into one line, so 2,048 nodes take a few lines and no information
-is lost.
+More than 32 nodes are folded into ranges, so 2,048 nodes take a few lines and no information is
+lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from functools import cached_property
 
 from orchestrator.plan import Plan
 from orchestrator.plan.document import Coord
 from orchestrator.style import GRAY, REPLICA, Style
 
-MOST_LINES = 32  # nodes shown one by one
-MOST_FOLDED = 12  # lines when there are more
+MOST_LINES = 32  # nodes that are listed one by one
+MOST_FOLDED = 12  # lines of ranges for more nodes
+_MOST_SWITCHES = 16  # of a level whose switches get headings
 
 
 def label_axes(plan: Plan) -> list[str]:
-    """Axes that tell ranks apart, outermost first: what a cell shows."""
+    """The axes of more than one rank, outermost first. Their coordinates label a cell."""
     return [axis for axis in reversed(plan.parallel.order) if getattr(plan.parallel, axis) > 1]
 
 
 def grid(plan: Plan, style: Style) -> list[str]:
-    """Lines of the grid. Folds runs of nodes under one switch when there are more than `MOST_LINES`
-    nodes."""
-    by_node: dict[str, list[Coord]] = {}
-    for rank in plan.ranks:
-        by_node.setdefault(rank.node, []).append(rank.coord)
-    names = list(by_node)
-    axes = label_axes(plan)
-    key = f"cell: {' '.join(axes)} coordinate" if axes else "one rank"
-    colour_axis = _colour_axis(plan)
-    if colour_axis and style.colour:
-        key += f"; colour: {colour_axis}"
-    lines = [style.paint(key, GRAY)]
-    if len(names) <= MOST_LINES:
-        cell = max(len(_cell(coord, axes)) for coord in (rank.coord for rank in plan.ranks))
-        for switch, members in _under_switches(plan, names):
+    """The lines of the grid. More than `MOST_LINES` nodes are folded into runs of nodes under one
+    switch."""
+    return _Grid(plan, style).lines()
+
+
+class _Grid:
+    """One plan's grid in one style."""
+
+    def __init__(self, plan: Plan, style: Style):
+        self._plan = plan
+        self._style = style
+        self._axes = label_axes(plan)
+        self._coords: dict[str, list[Coord]] = {}  # node -> coordinates of its ranks
+        for rank in plan.ranks:
+            self._coords.setdefault(rank.node, []).append(rank.coord)
+
+    def lines(self) -> list[str]:
+        key = f"cell: {' '.join(self._axes)} coordinate" if self._axes else "one rank"
+        if self._colour_axis and self._style.colour:
+            key += f"; colour: {self._colour_axis}"
+        lines = [self._style.paint(key, GRAY)]
+        nodes = list(self._coords)
+        if len(nodes) > MOST_LINES:
+            return lines + self._folded(nodes)
+        for switch, members in self._under_switches(nodes):
             if switch:
-                lines.append(style.paint(switch, GRAY))
-            for name in members:
-                lines += _node_line(name, by_node[name], axes, colour_axis, cell, style)
+                lines.append(self._style.paint(switch, GRAY))
+            for node in members:
+                lines += self._node_lines(node)
         return lines
-    return lines + _folded(plan, names, by_node, axes, colour_axis, style)
+
+    @cached_property
+    def _colour_axis(self) -> str | None:
+        """Replicas differ in colour; if there is only one replica, pipeline stages do."""
+        for axis in ("dp", "pp", "ep", "cp", "tp"):
+            if getattr(self._plan.parallel, axis) > 1:
+                return axis
+        return None
+
+    def _colour(self, coord: Coord) -> int:
+        if self._colour_axis is None:
+            return REPLICA[0]
+        return REPLICA[getattr(coord, self._colour_axis) % len(REPLICA)]
+
+    def _label(self, coord: Coord) -> str:
+        return ".".join(str(getattr(coord, axis)) for axis in self._axes) or "0"
+
+    @cached_property
+    def _cell_width(self) -> int:
+        return max(len(self._label(rank.coord)) for rank in self._plan.ranks)
+
+    @cached_property
+    def _node_index(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self._plan.cluster.node_names)}
+
+    def _node_lines(self, node: str) -> list[str]:
+        """One node, whose GPUs wrap on a narrow terminal."""
+        columns = max(1, (self._style.width - len(node) - 3) // (self._cell_width + 1))
+        coords = self._coords[node]
+        lines = []
+        for start in range(0, len(coords), columns):
+            cells = [
+                self._style.fill(self._label(coord).center(self._cell_width), self._colour(coord))
+                for coord in coords[start : start + columns]
+            ]
+            name = node if start == 0 else " " * len(node)
+            lines.append(f"  {name} {' '.join(cells)}")
+        return lines
+
+    def _under_switches(self, nodes: list[str]) -> list[tuple[str, list[str]]]:
+        """Groups nodes by the switches of the innermost level that has several; [("", nodes)] if no
+        level has."""
+        for level in self._plan.cluster.levels:
+            if len(level.switches) > 1:
+                switch_of = _switch_of(level.switches)
+                blocks: dict[int, list[str]] = {}
+                for node in nodes:
+                    blocks.setdefault(switch_of[self._node_index[node]], []).append(node)
+                return [(f"{level.name} {switch}", members) for switch, members in blocks.items()]
+        return [("", nodes)]
+
+    def _folded(self, nodes: list[str]) -> list[str]:
+        """Runs of nodes as ranges of coordinates: one line per replica, or per group of replicas if
+        there are many."""
+        level, switches = self._heading_level()
+        switch_of = _switch_of(switches)
+        runs: list[tuple[int, list[str]]] = []
+        for node in nodes:
+            switch = switch_of[self._node_index[node]]
+            if not runs or runs[-1][0] != switch:
+                runs.append((switch, []))
+            runs[-1][1].append(node)
+        lines = []
+        for switch, run in runs:
+            lines.append(self._style.paint(f"{level} {switch}: {len(run)} nodes", GRAY))
+            # A long run is cut at replica borders, so that each line names its replicas.
+            pieces = self._pieces(run, max(1, MOST_FOLDED // len(runs)))
+            lines += [self._piece_line(piece) for piece in pieces]
+        return lines
+
+    def _piece_line(self, nodes: list[str]) -> str:
+        coords = [coord for node in nodes for coord in self._coords[node]]
+        ranges = [
+            f"{axis} {_range([getattr(coord, axis) for coord in coords])}" for axis in self._axes
+        ]
+        name = nodes[0] if len(nodes) == 1 else f"{nodes[0]} .. {nodes[-1]}"
+        mark = self._style.fill(" ", self._colour(coords[0])) if self._style.colour else "-"
+        return f"  {mark} {name}  {'  '.join(ranges)}"
+
+    def _pieces(self, run: list[str], limit: int) -> list[list[str]]:
+        """Cuts a run where the coordinate of the colour changes, and joins neighbours until there
+        are at most `limit` + 1 pieces."""
+        pieces: list[list[str]] = []
+        last_coordinates: object = None
+        for node in run:
+            coordinates = self._colour_coordinates(node)
+            if not pieces or coordinates != last_coordinates:
+                pieces.append([])
+            pieces[-1].append(node)
+            last_coordinates = coordinates
+        if len(pieces) <= limit:
+            return pieces
+        step = -(-len(pieces) // limit)
+        joined = [pieces[start : start + step] for start in range(0, len(pieces), step)]
+        return [list(itertools.chain(*neighbours)) for neighbours in joined]
+
+    def _colour_coordinates(self, node: str) -> list[int]:
+        axis = self._colour_axis
+        return sorted({getattr(coord, axis) for coord in self._coords[node]}) if axis else []
+
+    def _heading_level(self) -> tuple[str, list[list[int]]]:
+        """The innermost level whose headings stay readable: one with few switches."""
+        for level in self._plan.cluster.levels:
+            if len(level.switches) <= _MOST_SWITCHES:
+                return level.name, level.switches
+        return "cluster", [list(range(len(self._plan.cluster.node_names)))]
 
 
-def _colour_axis(plan: Plan) -> str | None:
-    """Replicas differ in colour; with one replica, pipeline stages."""
-    return next(
-        (axis for axis in ("dp", "pp", "ep", "cp", "tp") if getattr(plan.parallel, axis) > 1), None
-    )
+def _switch_of(switches: list[list[int]]) -> dict[int, int]:
+    """Node -> number of its switch."""
+    return {node: number for number, nodes in enumerate(switches) for node in nodes}
 
 
-def _cell(coord: Coord, axes: Sequence[str]) -> str:
-    return ".".join(str(getattr(coord, axis)) for axis in axes) or "0"
-
-
-def _node_line(
-    name: str,
-    coords: list[Coord],
-    axes: Sequence[str],
-    colour_axis: str | None,
-    cell: int,
-    style: Style,
-) -> list[str]:
-    """One node; its GPUs wrap when the terminal is narrow."""
-    room = max(1, (style.width - len(name) - 3) // (cell + 1))
-    lines = []
-    for start in range(0, len(coords), room):
-        cells = []
-        for coord in coords[start : start + room]:
-            text = _cell(coord, axes).center(cell)
-            code = (
-                REPLICA[getattr(coord, colour_axis) % len(REPLICA)] if colour_axis else REPLICA[0]
-            )
-            cells.append(style.fill(text, code))
-        lead = name if start == 0 else " " * len(name)
-        lines.append(f"  {lead} {' '.join(cells)}")
-    return lines
-
-
-def _under_switches(plan: Plan, names: list[str]) -> list[tuple[str, list[str]]]:
-    """Nodes by the innermost switch level that has several switches; ("", all) when there is
-    none."""
-    for level in plan.cluster.levels:
-        if len(level.switches) > 1:
-            index = {name: i for i, name in enumerate(plan.cluster.node_names)}
-            owner = {node: number for number, nodes in enumerate(level.switches) for node in nodes}
-            blocks: dict[int, list[str]] = {}
-            for name in names:
-                blocks.setdefault(owner[index[name]], []).append(name)
-            return [(f"{level.name} {number}", members) for number, members in blocks.items()]
-    return [("", names)]
-
-
-def _folded(
-    plan: Plan,
-    names: list[str],
-    by_node: dict[str, list[Coord]],
-    axes: Sequence[str],
-    colour_axis: str | None,
-    style: Style,
-) -> list[str]:
-    """Runs of nodes as ranges of coordinates: one line a replica, or a group of replicas when there
-    are many."""
-    level, switches = _coarse_level(plan)
-    index = {name: i for i, name in enumerate(plan.cluster.node_names)}
-    owner = {node: number for number, nodes in enumerate(switches) for node in nodes}
-    runs: list[list[str]] = []
-    for name in names:
-        if runs and owner[index[runs[-1][0]]] == owner[index[name]]:
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    # a long run is cut at replica borders, so that each line says where replicas are
-    lines = []
-    for run in runs:
-        number = owner[index[run[0]]]
-        lines.append(style.paint(f"{level} {number}: {len(run)} nodes", GRAY))
-        for part in _pieces(run, by_node, colour_axis, max(1, MOST_FOLDED // len(runs))):
-            coords = [coord for name in part for coord in by_node[name]]
-            ranges = "  ".join(
-                f"{axis} {_range([getattr(c, axis) for c in coords])}" for axis in axes
-            )
-            span = part[0] if len(part) == 1 else f"{part[0]} .. {part[-1]}"
-            code = (
-                REPLICA[getattr(coords[0], colour_axis) % len(REPLICA)]
-                if colour_axis
-                else REPLICA[0]
-            )
-            lines.append(f"  {style.fill(' ', code) if style.colour else '-'} {span}  {ranges}")
-    return lines
-
-
-def _pieces(
-    run: list[str], by_node: dict[str, list[Coord]], axis: str | None, most: int
-) -> list[list[str]]:
-    """At most `most` + 1 parts of a run, cut where the coordinate on `axis` changes, joined until
-    few enough."""
-    parts: list[list[str]] = []
-    last: object = None
-    for name in run:
-        here = tuple(sorted({getattr(coord, axis) for coord in by_node[name]})) if axis else ()
-        if not parts or here != last:
-            parts.append([])
-        parts[-1].append(name)
-        last = here
-    if len(parts) <= most:
-        return parts
-    step = -(-len(parts) // most)
-    return [
-        [name for part in parts[i : i + step] for name in part] for i in range(0, len(parts), step)
-    ]
-
-
-def _coarse_level(plan: Plan) -> tuple[str, list[list[int]]]:
-    """The innermost level with at most 16 switches, so that a heading each stays readable."""
-    for level in plan.cluster.levels:
-        if len(level.switches) <= 16:
-            return level.name, level.switches
-    return "cluster", [list(range(len(plan.cluster.node_names)))]
-
-
-def _range(values: list[int]) -> str:
-    """0..7 for a run; otherwise how many different values."""
-    distinct = sorted(set(values))
-    if len(distinct) == 1:
-        return str(distinct[0])
-    if distinct[-1] - distinct[0] == len(distinct) - 1:
-        return f"{distinct[0]}..{distinct[-1]}"
-    return f"{len(distinct)} of {distinct[0]}..{distinct[-1]}"
+def _range(numbers: list[int]) -> str:
+    """Formats a run of numbers as 0..7; other numbers as their count and their range."""
+    distinct = sorted(set(numbers))
+    first = distinct[0]
+    last = distinct[-1]
+    if first == last:
+        return str(first)
+    if last - first == len(distinct) - 1:
+        return f"{first}..{last}"
+    return f"{len(distinct)} of {first}..{last}"

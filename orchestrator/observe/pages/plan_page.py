@@ -1,8 +1,7 @@
-"""A plan as a readable page: what it is, where the ranks are, what fits, where the time goes, what
-to watch.
+"""Renders a plan as a page: job, placement of the ranks, memory, time of a step, warnings.
 
-`render(plan, style)` is pure text; colour and width come from the caller. Works at 80 columns and
-without colour.
+`render(plan, style)` is pure text; colour and width come from the caller. The page works at 80
+columns and without colour.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.observe.pages.placement_grid import grid
 from orchestrator.plan import AXES, Plan, batch
-from orchestrator.plan.document import Certificate
+from orchestrator.plan.document import AxisPlacement, Certificate
 from orchestrator.plan.expert_mesh import axes, expert_mesh
 from orchestrator.plan.interval import plus_minus
 from orchestrator.style import (
@@ -51,33 +50,28 @@ def render(plan: Plan, style: Style | None = None) -> str:
     """The page, without a final newline."""
     style = style or Style()
     if plan.program:
-        parts = [_program_header(plan, style), _placement(plan, style)]
+        sections = [_program_header(plan, style), _placement(plan, style)]
     else:
-        parts = [
+        sections = [
             _header(plan, style),
             _placement(plan, style),
             _memory(plan, style),
             _time(plan, style),
         ]
     if plan.warnings:
-        parts.append(_warnings(plan, style))
-    return "\n\n".join(parts)
+        sections.append(_warnings(plan, style))
+    return "\n\n".join(sections)
 
 
 def _program_header(plan: Plan, style: Style) -> str:
     par = plan.parallel
-    nesting = f"  (nesting {' < '.join(_moving(plan))})" if len(_moving(plan)) > 1 else ""
-    rows = [
-        ("cluster", _cluster(plan)),
-        (
-            "ranks",
-            (
-                f"{par.world_size}:"
-                f" {_degrees(plan) or 'one process'}{f'  zero={par.zero}' * bool(par.zero)}{nesting}"
-            ),
-        ),
-        ("plan", plan.hash[:16]),
-    ]
+    moving = _moving(plan)
+    ranks = f"{par.world_size}: {_degrees(plan) or 'one process'}"
+    if par.zero:
+        ranks += f"  zero={par.zero}"
+    if len(moving) > 1:
+        ranks += f"  (nesting {' < '.join(moving)})"
+    rows = [("cluster", _cluster(plan)), ("ranks", ranks), ("plan", plan.hash[:16])]
     return _rows("Plan of a program", rows, style)
 
 
@@ -100,63 +94,68 @@ def _degrees(plan: Plan) -> str:
 
 
 def _header(plan: Plan, style: Style) -> str:
-    par = plan.parallel
-    model = plan.model
-    cluster = plan.cluster
-    train = plan.job.train
-    word = _degrees(plan) or "one GPU"
-    extra = (
-        [f"zero={par.zero}"]
-        + ([f"vpp={par.vpp}"] if par.vpp > 1 else [])
-        + (["sp"] if par.sp else [])
-    )
-    if axes(par) != ("ep",):
-        extra.append("experts etp={} ep={} edp={}".format(*expert_mesh(par)))
-    extra += ["all-to-all by domain"] if par.expert_all_to_all == "hierarchical" else []
     rows = [
-        (
-            "model",
-            (
-                f"{model.name}, {si(model.parameters)} parameters, {model.layers} layers, hidden"
-                f" {model.hidden}"
-            ),
-        ),
+        ("model", _model(plan)),
         ("cluster", _cluster(plan)),
-        *(
-            [("links", f"{cluster.measured.source} (cluster.measured=false: as described)")]
-            if cluster.measured
-            else []
-        ),
-        (
-            "parallel",
-            f"{word}  {'  '.join(extra)}  ({par.schedule}, nesting {' < '.join(_moving(plan))})",
-        ),
-        (
-            "batch",
-            (
-                f"{par.global_batch_samples} samples = {si(par.global_batch_tokens)} tokens a step:"
-                f" {_shares(plan)}, sequences of {train.seq_len}"
-            ),
-        ),
-        (
-            "train",
-            (
-                f"{train.precision}, gradients {train.grad_dtype}, recompute {train.recompute},"
-                f" {train.steps} steps = {si(train.steps * par.global_batch_tokens)} tokens"
-                f" in {_days(train.steps * plan.time.step_s)}"
-            ),
-        ),
+        *_links(plan),
+        ("parallel", _layout(plan)),
+        ("batch", _batch(plan)),
+        ("train", _training(plan)),
         ("plan", plan.hash[:16]),
     ]
     return _rows("Plan", rows, style)
 
 
+def _model(plan: Plan) -> str:
+    model = plan.model
+    shape = f"{model.layers} layers, hidden {model.hidden}"
+    return f"{model.name}, {si(model.parameters)} parameters, {shape}"
+
+
+def _links(plan: Plan) -> list[tuple[str, str]]:
+    measured = plan.cluster.measured
+    if not measured:
+        return []
+    return [("links", f"{measured.source} (cluster.measured=false: as described)")]
+
+
+def _layout(plan: Plan) -> str:
+    par = plan.parallel
+    options = [f"zero={par.zero}"]
+    if par.vpp > 1:
+        options.append(f"vpp={par.vpp}")
+    if par.sp:
+        options.append("sp")
+    if axes(par) != ("ep",):
+        mesh = expert_mesh(par)
+        options.append(f"experts etp={mesh.etp} ep={mesh.ep} edp={mesh.edp}")
+    if par.expert_all_to_all == "hierarchical":
+        options.append("all-to-all by domain")
+    degrees = _degrees(plan) or "one GPU"
+    nesting = " < ".join(_moving(plan))
+    return f"{degrees}  {'  '.join(options)}  ({par.schedule}, nesting {nesting})"
+
+
+def _batch(plan: Plan) -> str:
+    par = plan.parallel
+    size = f"{par.global_batch_samples} samples = {si(par.global_batch_tokens)} tokens per step"
+    return f"{size}: {_shares(plan)}, sequences of {plan.job.train.seq_len}"
+
+
+def _training(plan: Plan) -> str:
+    train = plan.job.train
+    tokens = si(train.steps * plan.parallel.global_batch_tokens)
+    precision = f"{train.precision}, gradients {train.grad_dtype}, recompute {train.recompute}"
+    duration = _days(train.steps * plan.time.step_s)
+    return f"{precision}, {train.steps} steps = {tokens} tokens in {duration}"
+
+
 def _rows(title: str, rows: Sequence[tuple[str, str]], style: Style) -> str:
     lines = [style.title(title)]
-    for name, text in rows:
-        wrapped = textwrap.wrap(text, max(20, style.width - 11))
+    for name, content in rows:
+        wrapped = textwrap.wrap(content, max(20, style.width - 11))
         lines.append(f"{style.paint(f'{name:<10}', GRAY)} {wrapped[0]}")
-        lines += [" " * 11 + more for more in wrapped[1:]]
+        lines += [" " * 11 + continuation for continuation in wrapped[1:]]
     return "\n".join(lines)
 
 
@@ -165,7 +164,7 @@ def _shares(plan: Plan) -> str:
     replicas = par.dp * par.ep
     if not par.replica_micro_batches:
         return f"{par.micro_batches} micro-batches of {par.micro_batch_size} x {replicas} replicas"
-    shares = f"{batch.text(par)} of {par.micro_batch_size} on {replicas} replicas"
+    shares = f"{batch.describe(par)} of {par.micro_batch_size} on {replicas} replicas"
     return f"{shares}, which are idle for {batch.idle(par):.1%} of the time"
 
 
@@ -179,34 +178,53 @@ def _days(value: float) -> str:
 
 def _placement(plan: Plan, style: Style) -> str:
     lines = [style.title("Placement"), *grid(plan, style), ""]
-    folded = (
-        [] if plan.program or plan.parallel.ep > 1 or expert_mesh(plan.parallel).ep == 1 else ["ep"]
-    )
-    for axis in [*_moving(plan), *folded]:
-        if axis == "-":
-            lines.append("one rank: nothing to communicate")
-            break
-        where = plan.placement[axis]
-        count = len(plan.groups[axis])
-        size = getattr(plan.parallel, axis)
-        if axis == "ep" and not plan.program:
-            size = expert_mesh(plan.parallel).ep
-            count = plan.parallel.world_size // size
-        sent = ", ".join(
-            f"{si(many, 'B')} on {level}" for level, many in where.bytes_per_step_by_level.items()
-        )
-        groups = f"{count} group{'s' * (count > 1)} of {size}"
-        text = f"{MEANING[axis]}: {groups}, within {where.worst_level}"
-        text += "" if plan.program else f"; {sent or 'nothing'} a step and rank"
-        first, *more = textwrap.wrap(text, style.width - 3)
-        lines += [f"{style.paint(axis, bold=True)} {first}", *(f"   {line}" for line in more)]
-    if plan.certificate and plan.parallel.world_size > 1:
+    for axis in _placed_axes(plan):
+        line = f"{MEANING[axis]}: {_groups(plan, axis)}"
+        if not plan.program:
+            line += f"; {_traffic(plan.placement[axis])}"
+        first, *continuation = textwrap.wrap(line, style.width - 3)
+        lines.append(f"{style.paint(axis, bold=True)} {first}")
+        lines += [f"   {line}" for line in continuation]
+    if plan.parallel.world_size == 1:
+        lines.append("one rank: nothing to communicate")
+    elif plan.certificate:
         lines += textwrap.wrap(_certificate(plan.certificate), style.width)
     return "\n".join(lines)
 
 
-def _certificate(found: Certificate) -> str:
-    margin = "faster" if found.exact else f"more than {max(found.gap, 0.001):.1%} faster"
+def _placed_axes(plan: Plan) -> list[str]:
+    """The axes that communicate: also ep if experts fold over other axes."""
+    if plan.parallel.world_size == 1:
+        return []
+    axes = _moving(plan)
+    has_experts = not plan.program and expert_mesh(plan.parallel).ep > 1
+    return [*axes, "ep"] if has_experts and plan.parallel.ep == 1 else axes
+
+
+def _groups(plan: Plan, axis: str) -> str:
+    count = len(plan.groups[axis])
+    size = getattr(plan.parallel, axis)
+    if axis == "ep" and not plan.program:
+        size = expert_mesh(plan.parallel).ep
+        count = plan.parallel.world_size // size
+    level = plan.placement[axis].worst_level
+    return f"{count} group{'s' * (count > 1)} of {size}, within {level}"
+
+
+def _traffic(placement: AxisPlacement) -> str:
+    """Bytes that the busiest rank sends on each level."""
+    sizes = [(si(size, "B"), level) for level, size in placement.bytes_per_step_by_level.items()]
+    if not sizes:
+        return "nothing per step and rank"
+    (first_size, first_level), *further_sizes = sizes
+    first = f"{first_size} per step and rank on {first_level}"
+    return ", ".join([first, *(f"{size} on {level}" for size, level in further_sizes)])
+
+
+def _certificate(certificate: Certificate) -> str:
+    margin = "faster"
+    if not certificate.exact:
+        margin = f"more than {max(certificate.gap, 0.001):.1%} faster"
     return f"no other placement of these degrees on these nodes is {margin}"
 
 
@@ -265,7 +283,7 @@ def _time(plan: Plan, style: Style) -> str:
         bar = style.bar(value / time.step_s, cells, colours.get(name, COMMUNICATION))
         lines.append(f"{name:<16} {seconds(value):>9} {bar} {percent(value / time.step_s):>4}")
     lines.append("")
-    rates = f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {plan.mfu:.1%},"
+    rates = f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, MFU {plan.mfu:.1%},"
     lines += textwrap.wrap(
         f"{rates} pipeline bubble {time.bubble_ratio:.1%} of the step", style.width
     )
@@ -283,59 +301,73 @@ def _warnings(plan: Plan, style: Style) -> str:
         mark = style.paint("!", YELLOW, bold=True)
         wrapped = textwrap.wrap(warning, style.width - 2)
         lines.append(f"{mark} {wrapped[0]}")
-        lines += ["  " + more for more in wrapped[1:]]
+        lines += ["  " + continuation for continuation in wrapped[1:]]
     return "\n".join(lines)
 
 
-def explanation(found: Explanation, step_s: float, sd: float = 0.0, width: int = 80) -> str:
-    """The part of `orch plan --explain`: what the step is made of, why it does not fit, what to
-    change."""
+_BALANCED = {
+    "bias": "balanced by bias updates",
+    "loss": "balanced by a loss term",
+    "none": "not balanced",
+}
+
+
+def explanation(plan_costs: Explanation, step_s: float, sd: float = 0.0, width: int = 80) -> str:
+    """The section of `orch plan --explain`: the terms of the step, the reason why the plan does not
+    fit, and the changes that help."""
     lines = ["Why", f"the step, {seconds(step_s)}{plus_minus(sd)}, is:"]
     lines += [
         f"  {term.seconds:>9.4g} s  {term.seconds / step_s:>6.1%}  {term.name}"
-        for term in found.terms
+        for term in plan_costs.terms
     ]
-    lines += fold(f"limited by {found.limited_by}", width, len("limited by "))
-    if (load := found.experts) is not None:
-        how = {"bias": "by moved biases", "loss": "by the loss", "none": "by nothing"}[
-            load.balanced_by
-        ]
-        between = f" ({load.low:.2f} to {load.high:.2f})" if load.factor > 1 else ""
-        text = (
+    lines += fold(f"limited by {plan_costs.limited_by}", width, len("limited by "))
+    if (load := plan_costs.experts) is not None:
+        interval = f" ({load.low:.2f} to {load.high:.2f})" if load.factor > 1 else ""
+        experts = (
             f"experts: the fullest rank is planned with {load.factor:.2f} times the mean"
-            f" load{between}, balanced {how}: {seconds(load.costs_s)} of the step"
+            f" load{interval}, {_BALANCED[load.balanced_by]}: {seconds(load.costs_s)} of the step"
         )
-        lines += fold(text, width, len("experts: "))
-    for text in found.not_counted:
-        lines += fold(f"not counted: {text}", width, len("not counted: "))
-    if found.over_bytes:
-        lines += [
-            "",
-            f"It does not fit: the fullest rank lacks {found.over_bytes / GIB:.2f} GiB. It holds:",
-        ]
-        for name, size in found.categories:
-            alone = "  (without it the plan would fit)" if size >= found.over_bytes else ""
-            lines.append(f"  {size / GIB:>9.2f} GiB  {name}{alone}")
-    what = "that make it fit, fastest first" if found.over_bytes else "that make it faster"
-    head = f"Changes {what} (one thing each of {found.tried} tried; else the best of all layouts):"
-    lines += ["", *fold(head, width)]
-    for change in found.changes:
-        faster = f"{change.step_s:.4g} s a step ({-change.saves_s / step_s:+.1%})"
-        memory = f"{change.memory.total / GIB:.1f} GiB ({-change.frees_bytes / GIB:+.1f})"
-        words = f"  {' '.join(change.words):<30}"
-        one = f"{words}  {faster:<24}  {memory}"
-        lines += (
-            [one]
-            if len(one) <= width
-            else [*fold(words.rstrip(), width, 4), f"{'':<34}{faster:<24}  {memory}"]
-        )
-    if not found.changes:
-        lines.append(
-            "  none: nothing fits these GPUs"
-            if found.over_bytes
-            else "  none: no single change is faster"
-        )
-    if found.warnings:
+        lines += fold(experts, width, len("experts: "))
+    for omission in plan_costs.not_counted:
+        lines += fold(f"not counted: {omission}", width, len("not counted: "))
+    lines += _missing_memory(plan_costs)
+    lines += _changes(plan_costs, step_s, width)
+    if plan_costs.warnings:
         lines += ["", "Warnings, each with its price:"]
-        lines += [part for line in found.warnings for part in fold(f"  {line}", width, 4)]
+        for warning in plan_costs.warnings:
+            lines += fold(f"  {warning}", width, 4)
     return "\n".join(lines)
+
+
+def _missing_memory(plan_costs: Explanation) -> list[str]:
+    missing = plan_costs.over_bytes
+    if not missing:
+        return []
+    lines = ["", f"It does not fit: the fullest rank lacks {missing / GIB:.2f} GiB. It holds:"]
+    for name, size in plan_costs.categories:
+        remark = "  (without it the plan would fit)" if size >= missing else ""
+        lines.append(f"  {size / GIB:>9.2f} GiB  {name}{remark}")
+    return lines
+
+
+def _changes(plan_costs: Explanation, step_s: float, width: int) -> list[str]:
+    purpose = "that make it faster"
+    none = "  none: no single change is faster"
+    if plan_costs.over_bytes:
+        purpose = "that make it fit, fastest first"
+        none = "  none: nothing fits these GPUs"
+    head = (
+        f"Changes {purpose} ({plan_costs.tried} single changes tried; if none helps, the best of"
+        " all layouts):"
+    )
+    lines = ["", *fold(head, width)]
+    for change in plan_costs.changes:
+        step = f"{change.step_s:.4g} s per step ({-change.saves_s / step_s:+.1%})"
+        memory = f"{change.memory.total / GIB:.1f} GiB ({-change.frees_bytes / GIB:+.1f})"
+        name = f"  {' '.join(change.words):<30}"
+        line = f"{name}  {step:<26}  {memory}"
+        if len(line) <= width:
+            lines.append(line)
+        else:
+            lines += [*fold(name.rstrip(), width, 4), f"{'':<34}{step:<26}  {memory}"]
+    return lines if plan_costs.changes else [*lines, none]

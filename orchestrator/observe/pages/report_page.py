@@ -1,5 +1,5 @@
-"""A run as a readable page: what was planned against what was measured, and how each ratio is
-counted.
+"""Renders the report of a run as a page: planned and measured numbers, and the formula of each
+ratio.
 
 `render` takes the report of `orchestrator.observe.report.make_report`. Pure text; colour and width
 come with the style.
@@ -48,29 +48,29 @@ def render(
     timeline: Timeline | None = None,
     loads: Loads | None = None,
 ) -> str:
-    """The page, without a final newline. `timeline`: of a rank's first steps, if it was recorded;
-    `loads`: of experts, if steps were sampled."""
-    parts = [_run(report, style), goodput(report, style)]
+    """The page, without a final newline. `timeline`: that of a rank's first steps, if recorded;
+    `loads`: those of the experts, if steps were sampled."""
+    sections = [_run(report, style), goodput(report, style)]
     if report["step_s"]["measured"] is not None or not plan.program:
-        parts.append(_speed(report, style))
+        sections.append(_speed(report, style))
     if report["memory"]:
-        parts.append(_memory(report["memory"], style))
+        sections.append(_memory(report["memory"], style))
     if timeline is not None and timeline.steps:
-        parts.append(_first_steps(timeline, style))
+        sections.append(_first_steps(timeline, style))
     if plan.program:
-        return "\n\n".join(parts)
+        return "\n\n".join(sections)
     if plan.parallel.world_size > 1:
-        parts.append(_communication(report, style))
+        sections.append(_communication(report, style))
     if loads:
-        parts.append(expert_page.render(plan, loads, style))
-    parts.append(_formulas(report, plan, style))
-    return "\n\n".join(parts)
+        sections.append(expert_page.render(plan, loads, style))
+    sections.append(_formulas(report, plan, style))
+    return "\n\n".join(sections)
 
 
 def _run(report: dict[str, Any], style: Style) -> str:
     steps = report["steps"]
     loss = report["loss"]
-    replayed = f", {steps['replayed']} run twice after a restart" if steps["replayed"] else ""
+    replayed = f", {steps['replayed']} recomputed after a restart" if steps["replayed"] else ""
     rows = [
         (
             "run",
@@ -90,7 +90,7 @@ def _run(report: dict[str, Any], style: Style) -> str:
     return "\n".join(
         [
             style.title("Report"),
-            *(f"{style.paint(f'{name:<10}', GRAY)} {text}" for name, text in rows),
+            *(f"{style.paint(f'{name:<10}', GRAY)} {content}" for name, content in rows),
         ]
     )
 
@@ -109,7 +109,7 @@ def _speed(report: dict[str, Any], style: Style) -> str:
     step = report["step_s"]
     rows = [
         ("step", step, seconds),
-        ("tokens/s a GPU", report["tokens_per_s_per_gpu"], three),
+        ("tokens/s per GPU", report["tokens_per_s_per_gpu"], three),
         ("MFU", report["mfu"], _share),
         ("HFU", report["hfu"], _share),
         ("pipeline bubble", report["bubble_ratio"], _share),
@@ -137,33 +137,34 @@ def _memory(memory: Mapping[str, Pair], style: Style) -> str:
 
 
 def _verdict(pair: Mapping[str, Any], show: Callable[[float], str], style: Style) -> list[str]:
-    """Whether a measurement lies in its prediction's interval, and what explains the difference."""
+    """States whether a measurement lies in its prediction's interval, and the causes of the
+    difference."""
     if pair.get("inside") is None:
         return []
-    where = "inside" if pair["inside"] else style.paint("outside", YELLOW, bold=True)
-    lines = [f"{where} the interval of the prediction, {show(pair['low'])} to {show(pair['high'])}"]
-    for text in pair.get("drift", []):
-        lines += textwrap.wrap(text, style.width, initial_indent="  ", subsequent_indent="    ")
+    position = "inside" if pair["inside"] else style.paint("outside", YELLOW, bold=True)
+    interval = f"{show(pair['low'])} to {show(pair['high'])}"
+    lines = [f"{position} the interval of the prediction, {interval}"]
+    for cause in pair.get("drift", []):
+        lines += textwrap.wrap(cause, style.width, initial_indent="  ", subsequent_indent="    ")
     return lines
 
 
 def _first_steps(timeline: Timeline, style: Style) -> str:
-    """The peak of each recorded step by category, as one bar of the largest."""
+    """The peak of each recorded step by category, drawn relative to the largest peak."""
     peaks = [(step, timeline.peak(step)) for step in timeline.steps]
-    most = max(sum(found.values()) for _, found in peaks) or 1
+    largest = max(sum(peak.values()) for _, peak in peaks) or 1
     cells = max(10, style.width - 40)
     lines = [style.title(f"First steps of rank {timeline.rank}: memory at the peak")]
-    for step, found in peaks:
+    for step, peak in peaks:
         bar = "".join(
             style.paint(
-                (name[0].upper() if not style.colour else "█") * round(found[name] / most * cells),
+                (name[0].upper() if not style.colour else "█")
+                * round(peak[name] / largest * cells),
                 code,
             )
-            for name, code in (
-                (name, CATEGORY_COLOUR[name]) for name in CATEGORIES if name in found
-            )
+            for name, code in ((name, CATEGORY_COLOUR[name]) for name in CATEGORIES if name in peak)
         )
-        total = sum(found.values())
+        total = sum(peak.values())
         lines.append(f"{step.name:<8}{seconds(step.end - step.start):>9}{binary(total):>10}  {bar}")
     legend = "  ".join(style.paint(name, CATEGORY_COLOUR[name]) for name in CATEGORIES)
     return "\n".join([*lines, f"{style.paint('of', GRAY)} {legend}"])
@@ -180,8 +181,8 @@ def _communication(report: dict[str, Any], style: Style) -> str:
     lines += [_row(axis, pair, binary) for axis, pair in used]
     waits = {axis: value for axis, value in report["comm_s_per_step"]["measured"].items() if value}
     if waits:
-        text = ", ".join(f"{axis} {seconds(value)}" for axis, value in waits.items())
-        lines += textwrap.wrap(f"waited for, in the median step: {text}", style.width)
+        waited = ", ".join(f"{axis} {seconds(value)}" for axis, value in waits.items())
+        lines += textwrap.wrap(f"waited for, in the median step: {waited}", style.width)
     if report["expert_bytes_per_step"]:
         spent = report["expert_s_per_step"]
         sent = [
@@ -193,41 +194,41 @@ def _communication(report: dict[str, Any], style: Style) -> str:
 
 
 def formulas(report: dict[str, Any], plan: Plan) -> list[str]:
-    """How MFU and HFU of this run are counted, in numbers."""
+    """The formulas of MFU and HFU with the numbers of this run."""
     if plan.program:
         return []
     train = plan.job.train
     gpu = plan.cluster.gpu
-    shape = plan.model, train.seq_len
-    model = model_flops_per_token(*shape)
-    attention = 3 * attention_core_flops(*shape)
-    again = (train.recompute, train.recompute_layers)
-    latents = bool(train.recompute_latents)
-    hardware = hardware_flops_per_token(*shape, *again, latents)
-    peak = gpu.peak_flops.get(train.precision)
-    known = (
-        f"{si(peak, 'FLOP/s')} ({gpu.name}, {train.precision})"
-        if peak
-        else f"not known in {train.precision}"
+    model = model_flops_per_token(plan.model, train.seq_len)
+    attention = 3 * attention_core_flops(plan.model, train.seq_len)
+    hardware = hardware_flops_per_token(
+        plan.model,
+        train.seq_len,
+        train.recompute,
+        recompute_layers=train.recompute_layers,
+        latents=bool(train.recompute_latents),
     )
+    peak_rate = f"not known in {train.precision}"
+    if peak := gpu.peak_flops.get(train.precision):
+        peak_rate = f"{si(peak, 'FLOP/s')} ({gpu.name}, {train.precision})"
     return [
-        f"MFU = tokens/s a GPU x {si(model, 'FLOP')} a token / peak; the peak is {known}",
+        f"MFU = tokens/s per GPU x {si(model, 'FLOP')} per token / peak; the peak is {peak_rate}",
         (
-            f"a token: 6 x {si((model - attention) / 6)} weights that multiply it, and"
-            f" {si(attention, 'FLOP')} for attention scores (3 x 4 x seq_len/2 x heads x head_dim a"
-            " layer: causal, so half of seq_len)"
+            f"per token: 6 x {si((model - attention) / 6)} weights that multiply it, and"
+            f" {si(attention, 'FLOP')} for attention scores (3 x 4 x seq_len/2 x heads x head_dim"
+            " per layer: causal, so half of seq_len)"
         ),
         (
-            f"HFU = the same with {si(hardware, 'FLOP')} a token: recompute {train.recompute} runs"
-            f" {si(hardware - model, 'FLOP')} again"
+            f"HFU = the same with {si(hardware, 'FLOP')} per token: recompute {train.recompute}"
+            f" repeats {si(hardware - model, 'FLOP')}"
         ),
     ]
 
 
 def _formulas(report: dict[str, Any], plan: Plan, style: Style) -> str:
     lines = [style.title("How it is counted")]
-    for text in formulas(report, plan):
-        lines += textwrap.wrap(text, style.width, subsequent_indent="  ")
+    for formula in formulas(report, plan):
+        lines += textwrap.wrap(formula, style.width, subsequent_indent="  ")
     return "\n".join(lines)
 
 

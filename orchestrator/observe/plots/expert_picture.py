@@ -1,5 +1,5 @@
-"""Load by expert over steps as a picture: a panel a layer, steps from left to right, experts from
-top to bottom."""
+"""Draws the load of each expert over steps: one panel per layer, with steps from left to right and
+experts from top to bottom."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLUMNS = 4
-_MOST = 3.0  # times the mean, at the end of the colours
+_MOST = 3.0  # load over the mean at the end of the colour scale
 
 
 def figure(loads: Loads, title: str) -> Figure:
-    """Each cell is an expert's tokens over the mean of its layer and step."""
+    """Draws cells that show an expert's tokens over the mean of its layer and step."""
     with matplotlib().rc_context(RC):
         from matplotlib.figure import Figure
 
@@ -27,8 +27,8 @@ def figure(loads: Loads, title: str) -> Figure:
         result = Figure(figsize=(12, 1.2 + 2.4 * rows), layout="constrained")
         result.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
         drawn = None
-        for place, (layer, steps) in enumerate(loads.items(), start=1):
-            ax = result.add_subplot(rows, columns, place)
+        for position, (layer, steps) in enumerate(loads.items(), start=1):
+            ax = result.add_subplot(rows, columns, position)
             cells = [
                 [count * len(x.tokens) / max(1, sum(x.tokens)) for count in x.tokens]
                 for _, x in steps

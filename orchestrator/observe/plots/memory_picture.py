@@ -1,5 +1,5 @@
-"""The memory of a rank's first steps as a stacked timeline (Ultra-Scale Playbook, "Memory usage in
-Transformers")."""
+"""Draws the memory of a rank's first steps as a stacked timeline (Ultra-Scale Playbook, "Memory
+usage in Transformers")."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NAMES = {
     "activations": "activations",
     "buffers": "buffers",
 }
-_CHARACTER = 0.0075  # of the panel's width, of a label
+_CHARACTER = 0.0075  # width of a label's character over the panel's width
 
 
 def figure(timeline: Timeline, title: str) -> Figure:
-    """One panel of stacked bytes by category, and under it what the rank computed."""
+    """Draws a panel of stacked bytes by category, and below it the actions of the rank."""
     with matplotlib().rc_context(RC):
         from matplotlib.figure import Figure
 
@@ -51,19 +51,41 @@ def _subtitle(timeline: Timeline) -> str:
 
 
 def _memory(ax: Axes, timeline: Timeline) -> None:
-    times = [held.at * 1e3 for held in timeline.memory]
-    most = max((sum(held.bytes.values()) for held in timeline.memory), default=1)
-    unit, scale = (
-        ("GiB", 1 << 30)
-        if most >= 1 << 30
-        else ("MiB", 1 << 20)
-        if most >= 1 << 20
-        else ("KiB", 1 << 10)
-    )
-    layers = [[held.bytes[name] / scale for held in timeline.memory] for name in CATEGORIES]
+    samples = timeline.memory
+    times = [sample.at * 1e3 for sample in samples]
+    peak = max((sum(sample.bytes.values()) for sample in samples), default=1)
+    scale, unit = _byte_unit(peak)
+    layers = [[sample.bytes[name] / scale for sample in samples] for name in CATEGORIES]
     colours = [CATEGORY[name] for name in CATEGORIES]
     labels = [NAMES[name] for name in CATEGORIES]
     ax.stackplot(times, layers, step="post", colors=colours, labels=labels, linewidth=0)
+    _memory_legend(ax)
+    ax.set_ylabel(unit)
+    ax.set_ylim(0, 1.1 * peak / scale)
+    ax.margins(x=0)
+    ax.tick_params(labelbottom=False)
+    ax.grid(axis="y", color="#e5e7eb", linewidth=0.6)
+    ax.set_axisbelow(True)
+    for step in timeline.steps:
+        ax.axvline(step.start * 1e3, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        label = f" {step.name}, {seconds(step.end - step.start)}"
+        label_ms = len(label) * _CHARACTER * (times[-1] - times[0])
+        if label_ms > (step.end - step.start) * 1e3:
+            continue  # the next step's line would strike the label
+        ax.text(step.start * 1e3, 1.08 * peak / scale, label, va="top", fontsize=9, color=INK)
+
+
+def _byte_unit(peak: int) -> tuple[int, str]:
+    """The unit of the memory axis: its bytes and its name."""
+    if peak >= 1 << 30:
+        return 1 << 30, "GiB"
+    if peak >= 1 << 20:
+        return 1 << 20, "MiB"
+    return 1 << 10, "KiB"
+
+
+def _memory_legend(ax: Axes) -> None:
+    """Lists the categories in the order of the stack, the topmost first."""
     handles, names = ax.get_legend_handles_labels()
     ax.legend(
         handles[::-1],
@@ -73,26 +95,14 @@ def _memory(ax: Axes, timeline: Timeline) -> None:
         frameon=False,
         borderaxespad=0,
     )
-    ax.set_ylabel(unit)
-    ax.set_ylim(0, 1.1 * most / scale)
-    ax.margins(x=0)
-    ax.tick_params(labelbottom=False)
-    ax.grid(axis="y", color="#e5e7eb", linewidth=0.6)
-    ax.set_axisbelow(True)
-    for step in timeline.steps:
-        ax.axvline(step.start * 1e3, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        label = f" {step.name}, {seconds(step.end - step.start)}"
-        if len(label) * _CHARACTER * (times[-1] - times[0]) > (step.end - step.start) * 1e3:
-            continue  # the next step's line would strike it
-        ax.text(step.start * 1e3, 1.08 * most / scale, label, va="top", fontsize=9, color=INK)
 
 
 def _actions(ax: Axes, timeline: Timeline) -> None:
     for name, spans in itertools.groupby(sorted(timeline.actions), key=lambda span: span.name):
         bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans]
-        colour, pattern, words = ACTION.get(name, (MUTED, "", name))
-        how = {"facecolors": colour, "edgecolor": STROKE, "linewidth": 0, "hatch": pattern}
-        ax.broken_barh(bars, (0, 1), label=words, **how)
+        colour, pattern, label = ACTION.get(name, (MUTED, "", name))
+        look = {"facecolors": colour, "edgecolor": STROKE, "linewidth": 0, "hatch": pattern}
+        ax.broken_barh(bars, (0, 1), label=label, **look)
     ax.set_yticks([])
     ax.set_ylim(0, 1)
     ax.set_xlabel("milliseconds")

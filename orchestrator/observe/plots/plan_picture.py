@@ -1,8 +1,8 @@
-"""A plan as one picture: placement on the topology, memory against capacity, the pipeline's
-timeline.
+"""Draws a plan as one picture: placement on the topology, memory against capacity, time of a step
+and the pipeline's timeline.
 
-`save(plan, path)` writes .png, .svg, .pdf or .html (one file that holds its picture). matplotlib is
-imported here only.
+`save(plan, path)` writes .png, .svg, .pdf or .html (one file that contains its picture). Only this
+module imports matplotlib.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from orchestrator.plan.interval import plus_minus
 from orchestrator.style import seconds, si
 
 from . import panels
+from .topology_panel import Topology
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,8 +32,8 @@ CSS = (
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Write the picture. Raises OrchError for an unknown ending (64), a missing matplotlib (65), a
-    bad path (64)."""
+    """Writes the picture. Raises OrchError for an unknown suffix (64), a missing matplotlib (65) or
+    a bad path (64)."""
     ending(path)
     write(
         figure(plan),
@@ -43,17 +44,19 @@ def save(plan: Plan, path: Path) -> None:
 
 
 def ending(path: Path, option: str = "--plot") -> str:
-    """The format that a file's name asks for. Raises OrchError (64) for one that there is not."""
-    found = path.suffix.lower()
-    if found not in FORMATS:
+    """Returns the suffix of a file, which is its format. Raises OrchError (64) for an unknown
+    one."""
+    suffix = path.suffix.lower()
+    if suffix not in FORMATS:
         raise OrchError(f"{option} {path}: the file must end in {', '.join(FORMATS)}", Exit.USAGE)
-    return found
+    return suffix
 
 
 def write(
     drawn: Figure, path: Path, title: str, notes: Sequence[str], option: str = "--plot"
 ) -> None:
-    """The picture in the format of its name; a page has a title and a list of notes as well."""
+    """Writes the picture in the format of the file's suffix. An .html page also has the title and
+    the notes."""
     kind = ending(path, option)
     data = _html(drawn, title, notes) if kind == ".html" else _image(drawn, kind[1:])
     try:
@@ -63,11 +66,11 @@ def write(
 
 
 def figure(plan: Plan) -> Figure:
-    """The matplotlib figure, drawn without any display."""
+    """Draws the matplotlib figure, which needs no display."""
     with matplotlib().rc_context(panels.RC):
         from matplotlib.figure import Figure
 
-        topology = panels.Topology(plan)
+        topology = Topology(plan)
         heights = [topology.inches, 2.6] + (
             [panels.timeline_inches(plan)] if plan.parallel.pp > 1 else []
         )
@@ -110,32 +113,32 @@ def _subtitle(plan: Plan) -> str:
         "  ".join(f"{a}={getattr(par, a)}" for a in par.order if getattr(par, a) > 1) or "one GPU"
     )
     return (
-        f"{degrees}  zero={par.zero}  |  {si(par.global_batch_tokens)} tokens a step  |  "
-        f"predicted {seconds(plan.time.step_s)}{plus_minus(plan.time.sd)} a step,"
-        f" {plan.tokens_per_s_per_gpu:,.0f} tokens/s a GPU,"
+        f"{degrees}  zero={par.zero}  |  {si(par.global_batch_tokens)} tokens per step  |  "
+        f"predicted {seconds(plan.time.step_s)}{plus_minus(plan.time.sd)} per step,"
+        f" {plan.tokens_per_s_per_gpu:,.0f} tokens/s per GPU,"
         f" MFU {plan.mfu:.1%}  |  plan {plan.hash[:12]}"
     )
 
 
 def matplotlib() -> Any:
-    """The module. Raises OrchError (65) where it is not installed."""
+    """Imports matplotlib. Raises OrchError (65) if it is not installed."""
     try:
-        import matplotlib as found
+        import matplotlib as module
     except ImportError:
         raise not_installed("matplotlib", "--plot") from None
-    return found
+    return module
 
 
 def _image(drawn: Figure, kind: str) -> bytes:
     buffer = io.BytesIO()
-    # no date and fixed ids: the same plan gives the same bytes
+    # Without a date and with fixed ids, the same plan gives the same bytes.
     with matplotlib().rc_context({**panels.RC, "svg.hashsalt": "orch"}):
-        when = {
+        metadata = {
             "svg": {"Date": None},
             "png": {"Software": None},
             "pdf": {"CreationDate": None, "Producer": None},
         }
-        drawn.savefig(buffer, format=kind, dpi=160, metadata=when[kind])
+        drawn.savefig(buffer, format=kind, dpi=160, metadata=metadata[kind])
     return buffer.getvalue()
 
 

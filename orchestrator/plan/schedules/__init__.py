@@ -1,8 +1,8 @@
-"""Pipeline schedules: pure data. Built by name, checked, simulated, lowered; drawn by the planner,
-run by the trainer.
+"""Pipeline schedules, which are pure data. This package builds them by name, checks, simulates and
+lowers them; the planner draws them, and the trainer runs them.
 
-One technique a file, each a function from (rank, pp, micro_batches, vpp) to that rank's order of
-compute actions.
+Each technique has one file, with a function from (rank, pp, micro_batches, vpp) to that rank's
+order of compute actions.
 """
 
 from orchestrator.plan.document import TABLE

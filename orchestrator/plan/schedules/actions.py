@@ -1,8 +1,8 @@
-"""The instruction set of a pipeline: what one rank does, in order.
+"""The instruction set of a pipeline, whose actions a rank executes in order.
 
-An action names the stage that acts and the micro-batch: `3F0` is the forward of micro-batch 0
-through stage 3, `3RECV_B0` receives the gradient of stage 3's output. The text form is the one that
-torch's pipelining tables use.
+An action names its stage and its micro-batch: `3F0` is the forward of micro-batch 0 through stage
+3, `3RECV_B0` receives the gradient of stage 3's output. Torch's pipelining tables use the same
+text.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be built or run. One line: which schedule, what is wrong, what would
-    be legal."""
+    """A schedule cannot be built or run. The message is one line: schedule, problem, legal
+    choices."""
 
 
 class Kind(StrEnum):
@@ -44,12 +44,12 @@ class Action(NamedTuple):
 _TEXT = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
 
-def parse_action(text: str) -> Action:
-    """`"3F0"` -> Action(F, stage 3, micro-batch 0). Raises ScheduleError."""
-    match = _TEXT.fullmatch(text.strip())
+def parse_action(token: str) -> Action:
+    """Parses `"3F0"` to Action(F, stage 3, micro-batch 0). Raises ScheduleError."""
+    match = _TEXT.fullmatch(token.strip())
     if match is None:
         kinds = ", ".join(Kind)
         raise ScheduleError(
-            f"{text!r} is not an action: want <stage><kind><micro-batch>, kind one of {kinds}"
+            f"{token!r} is not an action: want <stage><kind><micro-batch>, kind one of {kinds}"
         )
     return Action(Kind(match[2]), int(match[1]), int(match[3]))

@@ -1,5 +1,5 @@
-"""Turn a script such as "F0 F1 I1 W1" into actions by counting: the n-th F0 is micro-batch n of the
-rank's chunk 0."""
+"""Turns a script such as "F0 F1 I1 W1" into actions by counting: the n-th F0 is micro-batch n of
+the rank's chunk 0."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from collections.abc import Iterable, Iterator
 
 from .actions import Action, Kind
 
-Step = tuple[
-    Kind, int
-]  # (kind, chunk); a W takes the chunk and micro-batch of the oldest I that has none yet
+#: (kind, chunk). A W has the chunk and micro-batch of the oldest I without a W.
+Step = tuple[Kind, int]
 
 
 def count(
-    script: Iterable[Step], stages: tuple[int, int], firsts: tuple[int, int], each: int
+    script: Iterable[Step], stages: tuple[int, int], firsts: tuple[int, int], micro_batches: int
 ) -> Iterator[Action]:
-    """Actions of one rank whose chunk c is stage `stages[c]` and sees micro-batches `firsts[c]` ...
-    + `each`.
+    """Yields the actions of one rank, whose chunk c is stage `stages[c]` and computes
+    `micro_batches` micro-batches from `firsts[c]` on.
 
-    Steps beyond the last micro-batch are left out: a script written for a full pipeline then also
-    serves fewer micro-batches, and stays valid, because leaving out whole micro-batches removes
-    constraints and adds none.
+    Steps beyond the last micro-batch are left out, so a script for a full pipeline also serves
+    fewer micro-batches. It stays valid, because leaving out whole micro-batches removes constraints
+    and adds none.
     """
     forward = Kind.F
     weight = Kind.W
@@ -39,5 +38,5 @@ def count(
             seen[chunk] = index + 1
             if kind is split:
                 owed.append((chunk, index))
-        if index < each:
+        if index < micro_batches:
             yield make(Action, (kind, stages[chunk], firsts[chunk] + index))

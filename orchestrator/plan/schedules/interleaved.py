@@ -15,13 +15,12 @@ from .actions import Action, Kind
 
 
 def order(rank: int, pp: int, micro_batches: int, vpp: int) -> Iterator[Action]:
+    # The last group counts as full; `at` leaves out micro-batches that do not exist.
     groups = -(-micro_batches // pp)
-    total = (
-        groups * pp * vpp
-    )  # as if the last group were full; what does not exist is left out below
+    total = groups * pp * vpp
 
     def at(kind: Kind, index: int) -> Iterator[Action]:
-        """The index-th forward or backward of this rank."""
+        """Yields the index-th forward or backward of this rank, if it exists."""
         group, inside = divmod(index, pp * vpp)
         chunk, member = divmod(inside, pp)
         if kind is Kind.B:

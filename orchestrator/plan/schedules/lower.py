@@ -1,18 +1,21 @@
-"""From compute orders to full programs: sends and receives in an order that cannot deadlock.
+"""Turns compute orders into full programs, with sends and receives in an order that cannot
+deadlock.
 
-Both halves of a transfer are placed at one moment of one global order: when the producer ends, in a
-simulation with the stages' costs. Every rank's program is a sub-sequence of that order, so the
-programs finish even if each send blocks until its receive runs (rendezvous), and any two ranks name
-their mutual transfers in the same order, which NCCL asks for.
+Both halves of a transfer get the same position in one global order: the moment when the producer
+ends, in a simulation with the stages' costs. Every rank's program is a sub-sequence of that order,
+so the programs finish even if each send blocks until its receive runs (rendezvous). Any two ranks
+list their mutual transfers in the same order, as NCCL requires.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from operator import itemgetter
 
 from .actions import COMPUTE, RECEIVES, Action, Kind
 from .schedule import Schedule
-from .simulate import Costs, groups, simulate
+from .simulate import Costs, Span, groups, simulate
 
 Program = tuple[Action, ...]
 #: One compute action, or two that run as one, or transfers that start together.
@@ -20,26 +23,24 @@ Batch = tuple[Action, ...]
 
 
 def lower(schedule: Schedule, costs: Costs | None = None) -> tuple[Program, ...]:
-    """Program of every rank. Neighbouring stages on one rank hand over in memory, without SEND and
-    RECV.
+    """Builds the program of every rank. Neighbouring stages on one rank exchange data in memory,
+    without SEND and RECV.
 
-    `costs`, above zero and equal on all ranks, decide where transfers stand between computations:
-    with those of the real stages a transfer does not wait behind one that comes later. Any costs
-    give programs that end.
+    `costs`, above zero and equal on all ranks, decide the positions of transfers between
+    computations: with the costs of the real stages, a transfer does not wait behind a later one.
+    Programs end with any costs.
 
     Raises ScheduleError if the compute orders deadlock.
     """
-    events: list[
-        tuple[float, bool, int, Action, Action | None]
-    ] = []  # (time, is compute, rank, action, receive)
+    #: (time, is compute, rank, action, receive)
+    events: list[tuple[float, bool, int, Action, Action | None]] = []
     for rank, spans in enumerate(simulate(schedule, costs).spans):
         for action, start, end in spans:
             events.append((start, True, rank, action, None))
             if (receive := receive_of(schedule, action)) is not None:
                 events.append((end, False, rank, action, receive))
-    events.sort(
-        key=itemgetter(0, 1)
-    )  # at one time transfers come first; what is still equal stays in order of rank
+    # At the same time transfers come first; otherwise equal events stay in the order of ranks.
+    events.sort(key=itemgetter(0, 1))
     programs: list[list[Action]] = [[] for _ in range(schedule.pp)]
     for *_, rank, action, receive in events:
         if receive is None:
@@ -52,7 +53,7 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> tuple[Program, ...]
 
 
 def receive_of(schedule: Schedule, action: Action) -> Action | None:
-    """The receive on another rank that a compute action's result goes to, if there is one."""
+    """The receive of a compute action's result on another rank, or None."""
     kind, stage, micro_batch = action
     if kind is Kind.F and not schedule.is_last(stage):
         target = Action(Kind.RECV_F, stage + 1, micro_batch)
@@ -64,13 +65,13 @@ def receive_of(schedule: Schedule, action: Action) -> Action | None:
 
 
 def peer_of(schedule: Schedule, action: Action) -> int:
-    """Pipeline rank on the other end of a SEND or RECV."""
+    """The pipeline rank on the other end of a SEND or RECV."""
     towards_next = action.kind in (Kind.SEND_F, Kind.RECV_B)
     return schedule.stage_rank[action.stage + (1 if towards_next else -1)]
 
 
 def other_half(action: Action) -> Action:
-    """SEND -> its RECV and RECV -> its SEND."""
+    """Returns the RECV of a SEND, and the SEND of a RECV."""
     kind, stage, micro_batch = action
     if kind is Kind.SEND_F:
         return Action(Kind.RECV_F, stage + 1, micro_batch)
@@ -84,41 +85,54 @@ def other_half(action: Action) -> Action:
 def lower_to_batches(
     schedule: Schedule, costs: Costs | None = None
 ) -> tuple[tuple[Batch, ...], ...]:
-    """Program of every rank for NCCL, which runs a batch as one kernel and batches in order:
-    computations, and between them batches of the transfers that begin at one moment of the
-    simulation.
+    """Builds the program of every rank for NCCL, which runs a batch as one kernel and batches in
+    order.
 
-    A batch stands behind the computations that have ended by then, and before one that is running:
-    whatever its data needs has ended too, so nothing that it waits for comes after it. Raises
-    ScheduleError as `lower`.
+    Between computations, a program has batches of the transfers that begin at one moment of the
+    simulation. A batch comes after the computations that have ended by then, and before a running
+    one: the producers of its data have also ended, so it never waits for anything after it. Raises
+    ScheduleError like `lower`.
     """
     spans = simulate(schedule, costs).spans
+    #: rank -> time -> transfers that begin then
     starting: list[dict[float, list[Action]]] = [{} for _ in spans]
-    for rank, mine in enumerate(spans):
-        for action, _, end in mine:
-            if (receive := receive_of(schedule, action)) is not None:
-                starting[rank].setdefault(end, []).append(other_half(receive))
-                starting[schedule.stage_rank[receive.stage]].setdefault(end, []).append(receive)
-    programs = []
-    for mine, batches in zip(spans, starting, strict=True):
-        times = sorted(batches, reverse=True)
-        program = list[Batch]()
-        ends = {action: end for action, _, end in mine}
-        for group in groups([action for action, _, _ in mine], costs):
-            while times and times[-1] < ends[group[0]]:
-                program.append(tuple(batches[times.pop()]))
-            program.append(group)
-        programs.append((*program, *(tuple(batches[time]) for time in reversed(times))))
-    return tuple(programs)
+    for rank, rank_spans in enumerate(spans):
+        for action, _, end in rank_spans:
+            receive = receive_of(schedule, action)
+            if receive is None:
+                continue
+            peer = schedule.stage_rank[receive.stage]
+            starting[rank].setdefault(end, []).append(other_half(receive))
+            starting[peer].setdefault(end, []).append(receive)
+    return tuple(
+        _merged(rank_spans, transfers, costs)
+        for rank_spans, transfers in zip(spans, starting, strict=True)
+    )
+
+
+def _merged(
+    spans: Sequence[Span], transfers: dict[float, list[Action]], costs: Costs | None
+) -> tuple[Batch, ...]:
+    """Merges the computations of a rank and its batches of transfers, which are given by time."""
+    order = [span.action for span in spans]
+    ends = {span.action: span.end for span in spans}
+    times = deque(sorted(transfers))
+    program = list[Batch]()
+    for group in groups(order, costs):
+        while times and times[0] < ends[group[0]]:
+            program.append(tuple(transfers[times.popleft()]))
+        program.append(group)
+    program += [tuple(transfers[time]) for time in times]
+    return tuple(program)
 
 
 def receive_early(program: Program, by: int = 2, costs: Costs | None = None) -> tuple[Batch, ...]:
-    """Post every receive `by` computations earlier: the transfer then overlaps with them, and the
-    sender, who finds its receive posted, sends at once instead of asking first. `costs`: those of
-    `lower`; each transfer stands alone.
+    """Posts every receive `by` computations earlier, so that transfers overlap with them, and the
+    sender finds its receive posted and sends at once. `costs`: those of `lower`. Each transfer is a
+    batch of its own.
 
-    Only for transports that match messages by tag (gloo): it gives up the common order of a pair's
-    transfers.
+    Only transports that match messages by tag (gloo) can use it: the transfers of a pair of ranks
+    no longer have the same order on both.
     """
     segments: list[list[Batch]] = [[]]  # each computation with its sends
     receives: list[list[Batch]] = [[]]  # posted behind each segment
@@ -130,6 +144,8 @@ def receive_early(program: Program, by: int = 2, costs: Costs | None = None) -> 
             segments.append([])
             receives.append([])
         segments[-1].append(batch)
-    return tuple(
-        batch for pair in zip(segments, receives, strict=True) for part in pair for batch in part
-    )
+    program_with_receives = list[Batch]()
+    for segment, posted in zip(segments, receives, strict=True):
+        program_with_receives += segment
+        program_with_receives += posted
+    return tuple(program_with_receives)

@@ -1,7 +1,7 @@
-"""How long a schedule takes, and nothing else: `simulate` for those who ask a thousand times.
+"""Computes only how long a schedule takes: a fast `simulate` for thousands of costs.
 
 The order in which actions wait for each other does not depend on their durations. `Steps` finds it
-once; a makespan is then one pass over plain numbers.
+once; each makespan is then one pass over plain numbers.
 """
 
 from __future__ import annotations
@@ -15,32 +15,30 @@ FORWARD, BACKWARD, INPUT, WEIGHT = range(4)  # rows of durations
 
 
 class Steps:
-    """A schedule's actions, each behind everything that it waits for."""
+    """A schedule's actions, each after all actions that it waits for."""
 
     def __init__(self, schedule: Schedule):
-        """Raises ScheduleError if ranks wait for each other for ever."""
+        """Orders the actions. Raises ScheduleError if the ranks deadlock."""
         self.stages = len(schedule.stage_rank)
         self._model_stages = schedule.model_stages
         orders = [self._read(order, schedule.micro_batches) for order in schedule.orders]
         total = sum(map(len, orders))
-        done = [-1] * (3 * self.stages * schedule.micro_batches) + [
-            total
-        ]  # slot -> step; the last slot: no input
-        #: (duration's index, step before it on its rank, inputs); the step `total` stands for
-        #: "nothing to wait for"
+        # Slot -> step. The last slot means "no input", and the step `total` "nothing to wait for".
+        done = [-1] * (3 * self.stages * schedule.micro_batches) + [total]
+        #: (duration's index, step before it on its rank, first input, second input)
         self.steps: list[tuple[int, int, int, int]] = []
         add = self.steps.append
         count = 0
         moved = True
         Read = tuple[int, int, int, int]
-        # (what is left, last step, what it stopped at) of each rank
+        # (remaining actions, last step, action that it waits to start) of each rank
         waiting: list[tuple[Iterator[Read], int, Read | None]] = [
             (iter(order), total, None) for order in orders
         ]
         while moved:
             moved = False
-            for rank, (left, before, stopped) in enumerate(waiting):
-                action = stopped or next(left, None)
+            for rank, (actions, before, stopped) in enumerate(waiting):
+                action = stopped or next(actions, None)
                 while action is not None:
                     slot, duration, first, second = action
                     first = done[first]
@@ -51,17 +49,17 @@ class Steps:
                     done[slot] = before = count
                     count = count + 1
                     moved = True
-                    action = next(left, None)
-                waiting[rank] = left, before, action
+                    action = next(actions, None)
+                waiting[rank] = actions, before, action
         if count < total:
             raise ScheduleError(f"schedule {schedule.name} deadlocks")
 
     def _read(self, order: Sequence[Action], batches: int) -> list[tuple[int, int, int, int]]:
-        """(slot of its result, duration's index, slots of its inputs; -1: none) of each action. A B
-        and an I give the same result."""
+        """Lists (slot of the result, index of the duration, slots of the inputs) of each action; -1
+        means no input. The results of a B and an I have the same slot."""
         forward = Kind.F
         weight = Kind.W
-        whole = Kind.B  # read once: attributes of an enumeration are slow
+        backward = Kind.B  # read once: attributes of an enumeration are slow
         stages = self.stages
         model_stages = self._model_stages
         read = []
@@ -79,7 +77,7 @@ class Steps:
             elif kind is weight:
                 read.append((slot + 2, WEIGHT * stages + stage, slot + 1, -1))
             else:
-                row = BACKWARD if kind is whole else INPUT
+                row = BACKWARD if kind is backward else INPUT
                 after = slot + 1 + 3 * batches if (stage + 1) % model_stages else -1
                 read.append((slot + 1, row * stages + stage, slot, after))
         return read
@@ -90,8 +88,8 @@ class Steps:
         backward_input: Sequence[float],
         backward_weight: Sequence[float],
     ) -> float:
-        """Seconds from the first start to the last end. One number a model stage each, as
-        `simulate.Costs`."""
+        """Seconds from the first start to the last end. Each cost has one number per model stage,
+        like in `simulate.Costs`."""
         copies = self.stages // self._model_stages
         both = [i + w for i, w in zip(backward_input, backward_weight, strict=True)]
         durations = [

@@ -1,4 +1,4 @@
-"""The schedule that a plan asks for: one by name, or the user's own table that the plan carries."""
+"""Builds the schedule of a plan: a named one, or the user's own table in the plan."""
 
 from __future__ import annotations
 
@@ -20,25 +20,30 @@ from .table import read_rows
 
 
 def schedule_of(parallel: Parallel, micro_batches: int | None = None) -> Schedule:
-    """The plan's schedule, for `micro_batches` (None: the plan's own number).
+    """Builds the plan's schedule for `micro_batches` (None: the plan's own number).
 
-    Raises ScheduleError where the numbers do not fit; a table fits one number of each.
+    Raises ScheduleError if the numbers do not fit; a table fits one number of each.
     """
-    wanted = parallel.pp, parallel.vpp, micro_batches or parallel.micro_batches
+    micro_batches = micro_batches or parallel.micro_batches
     if parallel.schedule != TABLE:
-        return build(parallel.schedule, wanted[0], wanted[2], wanted[1])
+        return build(parallel.schedule, parallel.pp, micro_batches, parallel.vpp)
     schedule = read_rows(parallel.schedule_rows)
-    found = schedule.pp, schedule.vpp, schedule.micro_batches
-    for what, have, want in zip(("pp", "vpp", "micro_batches"), found, wanted, strict=True):
-        if have != want:
+    numbers = [
+        ("pp", schedule.pp, parallel.pp),
+        ("vpp", schedule.vpp, parallel.vpp),
+        ("micro_batches", schedule.micro_batches, micro_batches),
+    ]
+    for name, table_number, plan_number in numbers:
+        if table_number != plan_number:
             raise ScheduleError(
-                f"the schedule table is for {what}={have}, the plan has {what}={want}"
+                f"the schedule table is for {name}={table_number}, the plan has"
+                f" {name}={plan_number}"
             )
     return schedule
 
 
 def copies_of(parallel: Parallel) -> int:
-    """How many copies of the model one pipeline holds: 2 for a bidirectional schedule. Builds no
+    """The number of model copies on one pipeline: 2 for a bidirectional schedule. Builds no
     schedule."""
     return copies(parallel.schedule, parallel.pp, parallel.vpp)
 
@@ -50,15 +55,15 @@ def copies(schedule: str, pp: int, vpp: int) -> int:
 
 
 def runs_pairs(parallel: Parallel) -> bool:
-    """Whether a forward and the backward behind it run as one, each beside the other's
-    communication: DualPipe, where layers communicate."""
+    """Checks whether a forward and the next backward run as one, so that each hides the other's
+    communication: DualPipe, if layers communicate."""
     inside = parallel.tp > 1 or parallel.cp > 1 or expert_mesh(parallel).ep > 1
     return parallel.schedule in ("dualpipe", "dualpipev") and inside
 
 
 def costs_of(plan: Plan) -> Costs:
-    """What the plan's stages compute, in FLOPs a token: their layers, the head on the last, and
-    what recompute repeats. For the order of transfers, for which only the ratios matter."""
+    """The costs of the plan's stages in FLOPs per token: layers, the head on the last stage, and
+    recomputed work. They decide the order of transfers, for which only the ratios matter."""
     model = plan.model
     train = plan.job.train
     core = attention_core_flops(model, train.seq_len) / model.layers
@@ -73,12 +78,12 @@ def costs_of(plan: Plan) -> Costs:
         first += count
     ahead = prediction_blocks(model)
     forward[-1] += ahead * layers[-1]
-    again = [one if train.recompute == "full" else 0.0 for one in forward]
+    recomputed = [cost if train.recompute == "full" else 0.0 for cost in forward]
     forward[-1] += 2.0 * model.vocab * model.hidden + ahead * 2.0 * prediction_weights(model)
-    inputs = tuple(one + repeated for one, repeated in zip(forward, again, strict=True))
+    inputs = tuple(cost + repeated for cost, repeated in zip(forward, recomputed, strict=True))
     together = None
     if runs_pairs(plan.parallel):
         together = max(forward) + max(
-            one + weight for one, weight in zip(inputs, forward, strict=True)
+            cost + weight for cost, weight in zip(inputs, forward, strict=True)
         )
     return Costs(tuple(forward), inputs, tuple(forward), together=together)

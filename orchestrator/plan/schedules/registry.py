@@ -1,4 +1,4 @@
-"""Schedules by name, what each can be asked for, and `build`."""
+"""The schedules by name, the numbers that each accepts, and `build`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Order = Callable[[int, int, int, int], Iterator[Action]]  # (rank, pp, micro_bat
 class Entry(NamedTuple):
     order: Order
     place: Callable[[int, int], tuple[int, ...]]  # (pp, vpp) -> stage_rank
-    vpp: tuple[int, int | None]  # fewest and most stages a rank; None: no limit
+    vpp: tuple[int, int | None]  # fewest and most stages per rank; None: no limit
     even: bool = False  # pp and micro_batches must be even
 
 
@@ -40,45 +40,53 @@ SCHEDULES: dict[str, Entry] = {
 
 
 def illegal(name: str, pp: int, micro_batches: int, vpp: int) -> str | None:
-    """None, or one line: which number the schedule cannot take, and the nearest that it can."""
+    """Checks the numbers of a schedule. Returns one line with the illegal number and the nearest
+    legal one, or None."""
     entry = SCHEDULES.get(name)
     if entry is None:
-        import difflib  # a few milliseconds that only this line needs
+        import difflib  # takes a few milliseconds, and only this line needs it
 
         near = difflib.get_close_matches(name, SCHEDULES, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
         return f"no schedule {name!r}{hint} Choices: {', '.join(SCHEDULES)}"
-    for what, value in (("pp", pp), ("micro_batches", micro_batches), ("vpp", vpp)):
+    for number_name, value in (("pp", pp), ("micro_batches", micro_batches), ("vpp", vpp)):
         if value < 1:
-            return f"schedule {name}: {what} is {value}, want at least 1"
+            return f"schedule {name}: {number_name} is {value}, want at least 1"
     low, high = entry.vpp
     if not low <= vpp <= (high or vpp):
         want = f"exactly {low}" if low == high else f"at least {low}"
-        other = " (vpp=1 is 1f1b)" if name == "interleaved" else ""
+        remark = " (vpp=1 is 1f1b)" if name == "interleaved" else ""
         return (
-            f"schedule {name} wants {want} virtual stages a rank, vpp is {vpp}{other}; nearest:"
+            f"schedule {name} wants {want} virtual stages per rank, vpp is {vpp}{remark}; nearest:"
             f" vpp={low}"
         )
-    for what, value in (("pp", pp), ("micro_batches", micro_batches)):
+    for number_name, value in (("pp", pp), ("micro_batches", micro_batches)):
         if entry.even and value % 2:
             nearest = [number for number in (value - 1, value + 1) if number]
             return (
-                f"schedule {name} wants an even {what}, not {value}; nearest:"
+                f"schedule {name} wants an even {number_name}, not {value}; nearest:"
                 f" {' or '.join(map(str, nearest))}"
             )
     return None
 
 
 def build(name: str, pp: int, micro_batches: int, vpp: int = 1) -> Schedule:
-    """The named schedule for `pp` ranks of `vpp` stages each. Raises ScheduleError with the line of
-    `illegal`.
+    """Builds the named schedule for `pp` ranks of `vpp` stages each. Raises ScheduleError with the
+    line of `illegal`.
 
-    Any number of micro-batches runs, also fewer than ranks; bubbles are as published from the
-    number on that each schedule's module names.
+    Any number of micro-batches runs, even fewer than ranks. Bubbles equal the published ones from
+    the number of micro-batches on that each schedule's module states.
     """
     problem = illegal(name, pp, micro_batches, vpp)
     if problem:
         raise ScheduleError(problem)
     entry = SCHEDULES[name]
     orders = tuple(tuple(entry.order(rank, pp, micro_batches, vpp)) for rank in range(pp))
-    return Schedule(name, pp, vpp, micro_batches, entry.place(pp, vpp), orders)
+    return Schedule(
+        name=name,
+        pp=pp,
+        vpp=vpp,
+        micro_batches=micro_batches,
+        stage_rank=entry.place(pp, vpp),
+        orders=orders,
+    )

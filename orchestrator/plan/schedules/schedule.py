@@ -1,4 +1,4 @@
-"""A pipeline schedule: who holds which stage, and in what order each rank computes."""
+"""A pipeline schedule: the rank of each stage, and the order in which each rank computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .actions import Action, Kind
 
 @dataclass(frozen=True)
 class Schedule:
-    """Compute orders of all ranks of one pipeline. `lower` adds the sends and receives.
+    """The compute orders of all ranks of one pipeline. `lower` adds the sends and receives.
 
     Stages count through the model: stage s feeds stage s + 1. A bidirectional schedule (DualPipe)
     holds the model twice: stages [0, S) are the first copy, [S, 2S) the second, and stage S + s has
@@ -20,14 +20,14 @@ class Schedule:
 
     name: str
     pp: int  # ranks
-    vpp: int  # stages a rank and model copy
+    vpp: int  # stages per rank and model copy
     micro_batches: int
     stage_rank: tuple[int, ...]  # stage -> pipeline rank that holds it
     orders: tuple[tuple[Action, ...], ...]  # rank -> F, B, I, W in order of execution
 
     @property
     def model_stages(self) -> int:
-        """Stages that one copy of the model is cut into."""
+        """The number of stages of one copy of the model."""
         return self.pp * self.vpp
 
     @property
@@ -36,19 +36,19 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """True if some backward is cut into I and W."""
+        """Checks whether some backward is split into I and W."""
         return any(action.kind is Kind.W for order in self.orders for action in order)
 
     def model_stage(self, stage: int) -> int:
-        """Which part of the model a stage holds: index into the plan's `stage_layers`."""
+        """The index of a stage in the plan's `stage_layers`."""
         return stage % self.model_stages
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages that a rank holds, in ascending order."""
+        """Lists the stages that a rank holds, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
 
     def route(self, micro_batch: int) -> range:
-        """Stages that a micro-batch passes."""
+        """The stages that a micro-batch passes."""
         copy = micro_batch * self.copies // self.micro_batches
         return range(copy * self.model_stages, (copy + 1) * self.model_stages)
 
@@ -59,17 +59,17 @@ class Schedule:
         return self.model_stage(stage) == self.model_stages - 1
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Compute actions whose result this one reads. Its own stage's part is kept by program
-        order as well."""
+        """Lists the compute actions whose results this one reads. Program order also guarantees the
+        ones of its own stage."""
         kind, stage, micro_batch = action
         if kind is Kind.F:
             return () if self.is_first(stage) else (Action(Kind.F, stage - 1, micro_batch),)
         if kind is Kind.W:
             return (Action(Kind.I, stage, micro_batch),)
-        own = Action(Kind.F, stage, micro_batch)
+        forward = Action(Kind.F, stage, micro_batch)
         if self.is_last(stage):
-            return (own,)
-        return own, Action(self._backward_of(stage + 1, micro_batch), stage + 1, micro_batch)
+            return (forward,)
+        return forward, Action(self._backward_of(stage + 1, micro_batch), stage + 1, micro_batch)
 
     def _backward_of(self, stage: int, micro_batch: int) -> Kind:
         return Kind.I if (stage, micro_batch) in self._split else Kind.B
@@ -82,17 +82,17 @@ class Schedule:
 
 
 def loop_placement(pp: int, vpp: int) -> tuple[int, ...]:
-    """Stage s on rank s % pp: each rank holds every pp-th stage (Narayanan et al. 2021, section
-    2.2)."""
+    """Places stage s on rank s % pp: each rank holds every pp-th stage (Narayanan et al. 2021,
+    section 2.2)."""
     return tuple(range(pp)) * vpp
 
 
 def v_placement(pp: int) -> tuple[int, ...]:
-    """Two stages a rank, down and back up: rank 0 holds the first and the last stage."""
+    """Places two stages per rank, down and back up: rank 0 holds the first and the last stage."""
     return (*range(pp), *reversed(range(pp)))
 
 
 def mirror_placement(pp: int) -> tuple[int, ...]:
-    """Two model copies in opposite directions: rank r holds stage r of the first, stage pp - 1 - r
-    of the second."""
+    """Places two model copies in opposite directions: rank r holds stage r of the first copy and
+    stage pp - 1 - r of the second."""
     return (*range(pp), *reversed(range(pp)))

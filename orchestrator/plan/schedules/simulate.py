@@ -1,4 +1,4 @@
-"""Run a schedule on paper: start and end of every action, bubble, and peak of activations."""
+"""Simulates a schedule: start and end of every action, bubble, and peak of activations."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from .schedule import Schedule
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any unit) of one micro-batch through one stage; a tuple gives one number a model
+    """Seconds (or any unit) of one micro-batch through one stage; a tuple has one number per model
     stage.
 
-    The defaults are the usual ones: input and weight gradient cost as much as the forward, and B
-    costs both.
+    By default, input and weight gradient cost as much as the forward, and B costs both.
     """
 
     forward: float | tuple[float, ...] = 1.0
     backward_input: float | tuple[float, ...] = 1.0
     backward_weight: float | tuple[float, ...] = 1.0
-    transfer: float = (
-        0.0  # between two ranks, from the end of the producer to the start of the consumer
-    )
-    #: A forward and the whole backward right behind it, run as one (DualPipe's F&B, where the
-    #: communication of each hides behind the compute of the other): both start together and end
-    #: after this long. None: one after the other.
+    #: seconds between two ranks, from the end of the producer to the start of the consumer
+    transfer: float = 0.0
+    #: duration of a forward and the next whole backward that run as one (DualPipe's F&B, where each
+    #: hides the communication of the other). None: they run one after the other.
     together: float | None = None
 
     def of(self, kind: Kind, model_stage: int) -> float:
@@ -51,45 +48,30 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each rank does when; time counts from the first action of the step."""
+    """The actions of each rank over time, which counts from the first action of the step."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]  # rank -> in order of execution
-    busy: tuple[float, ...] = field(init=False)  # seconds of work a rank
+    busy: tuple[float, ...] = field(init=False)  # seconds of work per rank
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "busy", tuple(map(_busy, self.spans)))
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end over all ranks."""
+        """Seconds from the first start to the last end over all ranks."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle time of all ranks over their busy time: (p - 1) / m for AFAB and 1F1B with equal
+        """The idle time of all ranks over their busy time: (p - 1) / m for AFAB and 1F1B with equal
         stages."""
         total = sum(self.busy)
         return (len(self.spans) * self.makespan - total) / total if total else 0.0
 
-    @property
-    def own_bubble_ratio(self) -> float:
-        """Idle over busy time of the worst rank between its own first start and last end.
-
-        The measure of the zero-bubble papers: it is what recurs step after step when the ranks are
-        not brought into line between two steps, and is 0 for ZB-H2 where ranks only start and end
-        one after another.
-        """
-        ratios = [
-            (spans[-1].end - spans[0].start) / busy - 1
-            for spans, busy in zip(self.spans, self.busy, strict=True)
-            if busy
-        ]
-        return max(ratios, default=0.0)
-
 
 def _busy(spans: tuple[Span, ...]) -> float:
-    """Seconds in which something runs; two actions that run as one count once."""
+    """Seconds in which an action runs; two actions that run as one count once."""
     latest = total = 0.0
     for _, start, end in spans:
         total += end - max(start, latest)
@@ -98,79 +80,90 @@ def _busy(spans: tuple[Span, ...]) -> float:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Start every action as soon as its rank is free and its inputs have arrived.
+    """Starts every action as soon as its rank is free and its inputs have arrived.
 
-    Raises ScheduleError if the ranks wait for each other for ever, naming what each waits for.
+    Raises ScheduleError if the ranks deadlock, with the action that each waits for.
     """
     costs = costs or Costs()
-    duration = {
-        (kind, stage): costs.of(kind, schedule.model_stage(stage))
-        for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
-        for stage in range(len(schedule.stage_rank))
-    }
+    duration = _durations(schedule, costs)
     ended: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     waiting: dict[Action, int] = {}  # input that has not ended yet -> rank that waits for it
-    todo = list(range(schedule.pp))
-    while todo:
-        rank = todo.pop()
+    ready = list(range(schedule.pp))
+    while ready:
+        rank = ready.pop()
         order = schedule.orders[rank]
-        mine = spans[rank]
-        free = mine[-1].end if mine else 0.0
-        while len(mine) < len(order):
-            group = group_at(order, len(mine), costs)
+        rank_spans = spans[rank]
+        free = rank_spans[-1].end if rank_spans else 0.0
+        while len(rank_spans) < len(order):
+            group = group_at(order, len(rank_spans), costs)
             arrivals = [_arrival(schedule, action, rank, ended, costs.transfer) for action in group]
             missing = next((source for _, source in arrivals if source is not None), None)
             if missing is not None:
                 waiting[missing] = rank
                 break
             start = max(free, *(arrival for arrival, _ in arrivals))
-            first = group[0]
-            alone = duration[first.kind, first.stage]
-            free = start + (alone if len(group) == 1 or costs.together is None else costs.together)
+            seconds = duration[group[0].kind, group[0].stage]
+            if len(group) > 1 and costs.together is not None:
+                seconds = costs.together
+            free = start + seconds
             for action in group:
-                mine.append(Span(action, start, free))
+                rank_spans.append(Span(action, start, free))
                 ended[action] = free
                 if action in waiting:
-                    todo.append(waiting.pop(action))
-    stuck = [rank for rank in range(schedule.pp) if len(spans[rank]) < len(schedule.orders[rank])]
-    if stuck:
-        raise ScheduleError(
-            f"schedule {schedule.name} deadlocks: {_first_blocked(schedule, spans, ended, stuck)}"
-        )
+                    ready.append(waiting.pop(action))
+    _check_finished(schedule, spans, ended)
     return Timeline(schedule, tuple(map(tuple, spans)))
 
 
+def _durations(schedule: Schedule, costs: Costs) -> dict[tuple[Kind, int], float]:
+    return {
+        (kind, stage): costs.of(kind, schedule.model_stage(stage))
+        for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+        for stage in range(len(schedule.stage_rank))
+    }
+
+
+def _check_finished(
+    schedule: Schedule, spans: list[list[Span]], ended: Mapping[Action, float]
+) -> None:
+    """Raises ScheduleError with the first blocked action of up to four ranks."""
+    stuck = [rank for rank in range(schedule.pp) if len(spans[rank]) < len(schedule.orders[rank])]
+    if not stuck:
+        return
+    blocked = []
+    for rank in stuck[:4]:
+        action = schedule.orders[rank][len(spans[rank])]
+        missing = next(source for source in schedule.needs(action) if source not in ended)
+        blocked.append(f"rank {rank} at {action} waits for {missing}")
+    raise ScheduleError(f"schedule {schedule.name} deadlocks: {', '.join(blocked)}")
+
+
 def group_at(order: Sequence[Action], index: int, costs: Costs | None) -> tuple[Action, ...]:
-    """The action at `index`, and the next if the two run as one (`Costs.together`): a forward and
-    the whole backward of another stage."""
-    first, *rest = order[index : index + 2]
-    paired = costs is not None and costs.together is not None
-    if (
-        paired
-        and rest
-        and first.kind is Kind.F
-        and rest[0].kind is Kind.B
-        and first.stage != rest[0].stage
-    ):
-        return first, rest[0]
-    return (first,)
+    """The action at `index`, with the next action if the two run as one (`Costs.together`): a
+    forward, and the whole backward of another stage."""
+    first = order[index]
+    if costs is None or costs.together is None or index + 1 == len(order):
+        return (first,)
+    second = order[index + 1]
+    is_pair = first.kind is Kind.F and second.kind is Kind.B and first.stage != second.stage
+    return (first, second) if is_pair else (first,)
 
 
 def groups(order: Sequence[Action], costs: Costs | None) -> list[tuple[Action, ...]]:
-    """All actions in their order, those that run as one together."""
-    found = list[tuple[Action, ...]]()
+    """Groups the actions that run as one, in order."""
+    action_groups = list[tuple[Action, ...]]()
     index = 0
     while index < len(order):
-        found.append(group_at(order, index, costs))
-        index += len(found[-1])
-    return found
+        action_groups.append(group_at(order, index, costs))
+        index += len(action_groups[-1])
+    return action_groups
 
 
 def _arrival(
     schedule: Schedule, action: Action, rank: int, ended: Mapping[Action, float], transfer: float
 ) -> tuple[float, Action | None]:
-    """(when the action's inputs are here, None), or (0, the first input that is still missing)."""
+    """Returns (when the action's inputs arrive, None), or (0, the first missing input)."""
     latest = 0.0
     for source in schedule.needs(action):
         end = ended.get(source)
@@ -180,24 +173,13 @@ def _arrival(
     return latest, None
 
 
-def _first_blocked(
-    schedule: Schedule, spans: list[list[Span]], ended: Mapping[Action, float], stuck: list[int]
-) -> str:
-    parts = []
-    for rank in stuck[:4]:
-        action = schedule.orders[rank][len(spans[rank])]
-        missing = next(source for source in schedule.needs(action) if source not in ended)
-        parts.append(f"rank {rank} at {action} waits for {missing}")
-    return ", ".join(parts)
-
-
 def peak_in_flight(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:
-    """Most stage activations that each rank holds at once, in units of one micro-batch through one
-    stage.
+    """The largest number of stage activations that each rank holds at once, in units of one
+    micro-batch through one stage.
 
-    An activation is held from its F to the end of its B or W. `weight_share` is the part of it that
-    W alone still needs after I (M_W / M_B in arXiv 2401.10241); 1 is the safe bound. With v stages
-    a rank, v units are what 1F1B would count as one micro-batch.
+    An activation is held from its F to the end of its B or W. `weight_share` is the share that W
+    still needs after I (M_W / M_B in arXiv 2401.10241); 1 is the safe bound. With v stages per
+    rank, v units correspond to one micro-batch of 1F1B.
     """
     peaks = []
     for order in schedule.orders:

@@ -1,5 +1,5 @@
-"""What ZB-H1 and ZB-H2 share: one forward, one input gradient, and weight gradients `behind`
-micro-batches later."""
+"""The order of ZB-H1 and ZB-H2: one forward, one input gradient, and the weight gradient of
+`behind` micro-batches before."""
 
 from __future__ import annotations
 

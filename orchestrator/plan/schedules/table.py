@@ -1,9 +1,9 @@
-"""A user's own schedule as text: one row a rank, one action a cell.
+"""Reads and writes a user's own schedule as text: one row per rank, one action per cell.
 
-CSV as torch's pipelining writes it (`0F0,0F1,,0B0`; empty cells are idle slots and carry no
+The text is CSV as torch's pipelining writes it (`0F0,0F1,,0B0`; empty cells are idle slots without
 meaning), or JSON: a list of such lists, or an object `{"rows": [...], "name": ..., "copies": 2}`.
-The placement of stages follows from the rows. Sends and receives may stand in the table and are
-left out: `lower` derives them.
+The placement of stages follows from the rows. Sends and receives in the table are ignored: `lower`
+derives them.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from .schedule import Schedule
 from .validate import problem
 
 
-def read_table(text: str, name: str = "table", max_in_flight: float | None = None) -> Schedule:
-    """Parse and prove a table. Raises ScheduleError with the row and cell that is wrong."""
-    import csv  # with json a millisecond, which plans without a table do not pay
+def read_table(source: str, name: str = "table", max_in_flight: float | None = None) -> Schedule:
+    """Parses and checks a table. Raises ScheduleError with the row and cell that are wrong."""
+    import csv  # imports of csv and json take a millisecond, and few plans have a table
     import io
     import json
 
     copies = 1
-    if text.lstrip().startswith(("[", "{")):
+    if source.lstrip().startswith(("[", "{")):
         try:
-            rows = json.loads(text)
+            rows = json.loads(source)
         except ValueError as error:
             raise ScheduleError(f"schedule {name}: not JSON: {error}") from None
         if isinstance(rows, dict):
@@ -30,7 +30,7 @@ def read_table(text: str, name: str = "table", max_in_flight: float | None = Non
             copies = rows.get("copies", 1)
             rows = rows.get("rows")
     else:
-        rows = list(csv.reader(io.StringIO(text.strip())))
+        rows = list(csv.reader(io.StringIO(source.strip())))
     if not isinstance(name, str) or copies not in (1, 2):
         raise ScheduleError(f"schedule {name}: name is text and copies is 1 or 2, not {copies!r}")
     return read_rows(rows, name, copies, max_in_flight)
@@ -39,9 +39,9 @@ def read_table(text: str, name: str = "table", max_in_flight: float | None = Non
 def read_rows(
     rows: object, name: str = "table", copies: int = 1, max_in_flight: float | None = None
 ) -> Schedule:
-    """Prove one list of action texts a rank. Raises ScheduleError like `read_table`."""
+    """Checks one list of action texts per rank. Raises ScheduleError like `read_table`."""
     if not (isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)):
-        raise ScheduleError(f"schedule {name}: want one row of actions a rank")
+        raise ScheduleError(f"schedule {name}: want one row of actions per rank")
     schedule = _assemble(name, copies, [_row(name, rank, row) for rank, row in enumerate(rows)])
     wrong = problem(schedule, max_in_flight)
     if wrong:
@@ -50,17 +50,17 @@ def read_rows(
 
 
 def write_table(schedule: Schedule) -> str:
-    """CSV that `read_table` reads back (of a schedule with one model copy)."""
+    """Formats a schedule with one model copy as CSV that `read_table` reads."""
     return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
 
 
 def _row(name: str, rank: int, row: list[str]) -> tuple[Action, ...]:
     actions = []
-    for cell, text in enumerate(row):
-        if text is None or text == "":
+    for cell, cell_text in enumerate(row):
+        if cell_text is None or cell_text == "":
             continue
         try:
-            action = parse_action(text if isinstance(text, str) else repr(text))
+            action = parse_action(cell_text if isinstance(cell_text, str) else repr(cell_text))
         except ScheduleError as error:
             raise ScheduleError(f"schedule {name}, row {rank}, cell {cell}: {error}") from None
         if action.kind in COMPUTE:
@@ -87,5 +87,10 @@ def _assemble(name: str, copies: int, orders: list[tuple[Action, ...]]) -> Sched
     micro_batches = 1 + max(action.micro_batch for order in orders for action in order)
     placement = tuple(owner[stage] for stage in range(stages))
     return Schedule(
-        name, ranks, stages // (ranks * copies), micro_batches, placement, tuple(orders)
+        name=name,
+        pp=ranks,
+        vpp=stages // (ranks * copies),
+        micro_batches=micro_batches,
+        stage_rank=placement,
+        orders=tuple(orders),
     )

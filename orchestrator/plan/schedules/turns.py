@@ -1,10 +1,10 @@
-"""How long schedules take in which every rank goes through the same turns, without building them.
+"""Computes how long a schedule takes in which every rank repeats the same turn, without building
+the schedule.
 
-In turn j a rank runs its forward number j + ahead, its backward number j and, where backward is cut
-in two, the weight gradient number j - behind; what does not exist is left out. 1F1B, interleaved
-1F1B, ZB-H1 and ZB-H2 differ in `ahead` and `behind` alone (see their modules). If rank r is at turn
-t + r, everything that it waits for has happened at a smaller t, or on a rank before it: one pass
-over t and r is enough, on plain numbers.
+In turn j a rank runs its forward number j + ahead, its backward number j and, if backward is split,
+its weight gradient number j - behind; numbers that do not exist are left out. 1F1B, interleaved
+1F1B, ZB-H1 and ZB-H2 differ only in `ahead` and `behind` (see their modules). If rank r is at turn
+t + r, its inputs come from a smaller t or a lower rank, so one pass over t and r is enough.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 
 class Turns(NamedTuple):
-    """Both from (rank, pp, vpp)."""
+    """Functions of (rank, pp, vpp) that give a schedule's distances between forward, backward and
+    weight gradient."""
 
     ahead: Callable[[int, int, int], int]
     behind: Callable[[int, int, int], int] | None = None  # None: backward is in one piece
@@ -28,6 +29,25 @@ TURNS: dict[str, Turns] = {
 }
 
 
+#: One rank's part of the pass over all turns: rank; forwards before the first backward; then for
+#: forward and backward each the ends of its own units, the ends of the neighbour's units that it
+#: waits for, and the shift, the number of units after which the neighbour's result belongs to
+#: another chunk; at the end the seconds of each chunk, forward and backward. A plain tuple, because
+#: named tuples unpack slowly.
+_Line = tuple[
+    int,
+    int,
+    list[float],
+    list[float],
+    int,
+    list[float],
+    list[float],
+    int,
+    Sequence[float],
+    Sequence[float],
+]
+
+
 def makespan(
     name: str,
     shape: tuple[int, int, int],
@@ -35,71 +55,90 @@ def makespan(
     backward_input: Sequence[float],
     backward_weight: Sequence[float],
 ) -> float:
-    """Seconds from the first start to the last end, as `simulate`, to the last bit. One number a
-    model stage each.
+    """Seconds from the first start to the last end, equal to `simulate` to the last bit. Each cost
+    has one number per model stage.
 
-    shape: ranks, micro-batches, stages a rank. `name`: one of `TURNS`.
+    `shape`: ranks, micro-batches, stages per rank. `name`: one of `TURNS`.
     """
     pp, _, vpp = shape
     rule = TURNS[name]
-    units = _units(*shape)
-    total = len(units[0])
+    chunks = _units(*shape)
     ahead = [rule.ahead(rank, pp, vpp) for rank in range(pp)]
-    behind = None if rule.behind is None else [rule.behind(rank, pp, vpp) for rank in range(pp)]
-    backward = (
-        backward_input
-        if behind
-        else [i + w for i, w in zip(backward_input, backward_weight, strict=True)]
-    )
-    forwards, backwards = (
-        [[0.0] * total for _ in range(pp)] for _ in range(2)
-    )  # when each unit is done
-    forward_chunk, backward_chunk = units
-    free = [0.0] * pp
+    behind = None
+    backward = backward_input
+    if rule.behind is not None:
+        behind = [rule.behind(rank, pp, vpp) for rank in range(pp)]
+    else:
+        backward = [i + w for i, w in zip(backward_input, backward_weight, strict=True)]
+    lines = _lines(ahead, len(chunks[0]), forward, backward)
+    return _run(lines, chunks, behind, weight_s=backward_weight, vpp=vpp)
+
+
+def _lines(
+    ahead: list[int], total: int, forward: Sequence[float], backward: Sequence[float]
+) -> list[_Line]:
+    """Collects what each rank reads in every turn."""
+    pp = len(ahead)
+    forward_ends = [[0.0] * total for _ in range(pp)]
+    backward_ends = [[0.0] * total for _ in range(pp)]
     lines = []
-    for rank in range(
-        pp
-    ):  # what a rank reads again and again; `shift`: where a micro-batch goes on to another chunk
-        near = (forwards[rank - 1], 0 if rank else pp)
-        far = (backwards[(rank + 1) % pp], 0 if rank < pp - 1 else pp)
-        stages = slice(rank, None, pp)
-        lines.append(
-            (
-                rank,
-                ahead[rank],
-                forwards[rank],
-                *near,
-                backwards[rank],
-                *far,
-                forward[stages],
-                backward[stages],
-            )
+    for rank in range(pp):
+        forward_shift = 0 if rank else pp
+        backward_shift = pp if rank == pp - 1 else 0
+        line = (
+            rank,
+            ahead[rank],
+            forward_ends[rank],
+            forward_ends[rank - 1],
+            forward_shift,
+            backward_ends[rank],
+            backward_ends[(rank + 1) % pp],
+            backward_shift,
+            forward[rank::pp],
+            backward[rank::pp],
         )
-    for turn in range(-ahead[0], total + (behind[-1] - pp + 1 if behind else 0)):
-        for rank, early, done, come, shift, back, gone, skip, seconds, again in lines:
+        lines.append(line)
+    return lines
+
+
+def _run(
+    lines: list[_Line],
+    chunks: tuple[list[int], list[int]],
+    behind: list[int] | None,
+    *,
+    weight_s: Sequence[float],
+    vpp: int,
+) -> float:
+    """Runs all turns. Returns the end of the last one."""
+    forward_chunk, backward_chunk = chunks
+    total = len(forward_chunk)
+    free = [0.0] * len(lines)
+    first_turn = -lines[0][1]
+    last_turn = total + (behind[-1] - len(lines) + 1 if behind else 0)
+    for turn in range(first_turn, last_turn):
+        for rank, ahead, ends, inputs, shift, back_ends, back_inputs, back_shift, f_s, b_s in lines:
             unit = turn + rank
             now = free[rank]
-            first = unit + early
+            first = unit + ahead
             if 0 <= first < total and (chunk := forward_chunk[first]) >= 0:
-                if (not shift or chunk) and come[first - shift] > now:
-                    now = come[first - shift]
-                done[first] = now = now + seconds[chunk]
+                if (not shift or chunk) and inputs[first - shift] > now:
+                    now = inputs[first - shift]
+                ends[first] = now = now + f_s[chunk]
             if 0 <= unit < total and (chunk := backward_chunk[unit]) >= 0:
-                if (not skip or chunk < vpp - 1) and gone[unit - skip] > now:
-                    now = gone[unit - skip]
-                back[unit] = now = now + again[chunk]
+                if (not back_shift or chunk < vpp - 1) and back_inputs[unit - back_shift] > now:
+                    now = back_inputs[unit - back_shift]
+                back_ends[unit] = now = now + b_s[chunk]
             if behind and 0 <= unit - behind[rank] < total:
-                now += backward_weight[rank]
+                now += weight_s[rank]
             free[rank] = now
     return max(free)
 
 
 def _units(pp: int, micro_batches: int, vpp: int) -> tuple[list[int], list[int]]:
-    """Which of a rank's stages each forward, and each backward, goes through. -1: its micro-batch
+    """Lists the chunk of a rank that each forward, and each backward, passes; -1 if its micro-batch
     does not exist.
 
-    Micro-batches go in groups of `pp` through all stages of a rank where it has several
-    (`interleaved`).
+    If a rank has several chunks, micro-batches pass them in groups of `pp` (`interleaved`).
     """
     if vpp == 1:
         return [0] * micro_batches, [0] * micro_batches
@@ -107,7 +146,7 @@ def _units(pp: int, micro_batches: int, vpp: int) -> tuple[list[int], list[int]]
     last = []
     for group in range(0, micro_batches, pp):
         for chunk in range(vpp):
-            there = [micro_batch < micro_batches for micro_batch in range(group, group + pp)]
-            first += [chunk if one else -1 for one in there]
-            last += [vpp - 1 - chunk if one else -1 for one in there]
+            existing = [micro_batch < micro_batches for micro_batch in range(group, group + pp)]
+            first += [chunk if exists else -1 for exists in existing]
+            last += [vpp - 1 - chunk if exists else -1 for exists in existing]
     return first, last

@@ -1,5 +1,4 @@
-"""Prove that a schedule or a lowered program is complete, legal and free of deadlock, or say why
-not."""
+"""Checks that a schedule or a lowered program is complete, legal and free of deadlocks."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from .simulate import peak_in_flight, simulate
 
 
 def problem(schedule: Schedule, max_in_flight: float | None = None) -> str | None:
-    """None, or one line naming the first thing wrong with a schedule's compute orders.
+    """Finds the first problem of a schedule's compute orders. Returns one line, or None.
 
-    Every micro-batch passes each stage of its route exactly once forward and once backward (B, or I
-    then W), on the rank that holds the stage; the ranks finish; no rank holds more than
-    `max_in_flight` stage activations.
+    Every micro-batch must pass each stage of its route exactly once forward and once backward (B,
+    or I then W), on the rank that holds the stage. The ranks must finish, and no rank may hold more
+    than `max_in_flight` stage activations.
     """
-    found: Counter[Action] = Counter()
+    counts: Counter[Action] = Counter()
     for rank, order in enumerate(schedule.orders):
         for action in order:
             if action.kind not in COMPUTE:
@@ -38,19 +37,22 @@ def problem(schedule: Schedule, max_in_flight: float | None = None) -> str | Non
                     f"{_at(schedule, rank)}: {action}, but the stage is on rank"
                     f" {schedule.stage_rank[action.stage]}"
                 )
-            found[action] += 1
-            if found[action] > 1:
+            counts[action] += 1
+            if counts[action] > 1:
                 return f"{_at(schedule, rank)}: {action} happens twice"
     for micro_batch in range(schedule.micro_batches):
         for stage in schedule.route(micro_batch):
-            whole, i, w = (
-                found[Action(kind, stage, micro_batch)] for kind in (Kind.B, Kind.I, Kind.W)
+            backwards, input_backwards, weight_backwards = (
+                counts[Action(kind, stage, micro_batch)] for kind in (Kind.B, Kind.I, Kind.W)
             )
-            where = f"schedule {schedule.name}: micro-batch {micro_batch} of stage {stage}"
-            if not found[Action(Kind.F, stage, micro_batch)]:
-                return f"{where} has no forward"
-            if (whole, i, w) not in ((1, 0, 0), (0, 1, 1)):
-                return f"{where} wants B, or I and W; has {whole} B, {i} I, {w} W"
+            subject = f"schedule {schedule.name}: micro-batch {micro_batch} of stage {stage}"
+            if not counts[Action(Kind.F, stage, micro_batch)]:
+                return f"{subject} has no forward"
+            if (backwards, input_backwards, weight_backwards) not in ((1, 0, 0), (0, 1, 1)):
+                return (
+                    f"{subject} wants B, or I and W; has {backwards} B, {input_backwards} I,"
+                    f" {weight_backwards} W"
+                )
     try:
         simulate(schedule)
     except ScheduleError as error:
@@ -68,18 +70,17 @@ def problem(schedule: Schedule, max_in_flight: float | None = None) -> str | Non
 def program_problem(
     schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool = True
 ) -> str | None:
-    """None, or one line naming the first thing wrong with lowered programs.
+    """Finds the first problem of lowered programs. Returns one line, or None.
 
-    Each result that another rank needs is sent once and received once, before its use. With
-    `rendezvous` the programs must finish although every send and receive blocks until its other
-    half runs, and two ranks must name their mutual transfers in the same order; without, a receive
-    waits only when its value is used, and a send until the receive of the same message has been
-    posted.
+    Each result that another rank needs must be sent once and received once, before its use. With
+    `rendezvous`, every send and receive blocks until its other half runs, so two ranks must list
+    their mutual transfers in the same order. Without it, a receive waits only when its data is
+    used, and a send waits until the receive of the same message is posted.
     """
     for rank, program in enumerate(programs):
         if tuple(action for action in program if action.kind in COMPUTE) != schedule.orders[rank]:
             return f"{_at(schedule, rank)}: the program computes in another order than the schedule"
-    wanted = {
+    expected = {
         receive
         for order in schedule.orders
         for action in order
@@ -88,17 +89,17 @@ def program_problem(
     received = Counter(
         action for program in programs for action in program if action.kind in RECEIVES
     )
-    if received != Counter(wanted):
-        wrong = next(iter((received - Counter(wanted)) or (Counter(wanted) - received)))
+    if received != Counter(expected):
+        wrong = next(iter((received - Counter(expected)) or (Counter(expected) - received)))
         return (
             f"schedule {schedule.name}: {wrong} happens {received[wrong]} times, want"
-            f" {int(wrong in wanted)}"
+            f" {int(wrong in expected)}"
         )
     return _run(schedule, programs, rendezvous)
 
 
 def _run(schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool) -> str | None:
-    """Execute the programs on paper, sends and receives meaning what `rendezvous` says."""
+    """Simulates the programs, with sends and receives as `rendezvous` defines them."""
     heads = [0] * schedule.pp
     done: set[Action] = set()
     arrived: set[Action] = set()
@@ -115,10 +116,12 @@ def _run(schedule: Schedule, programs: tuple[Program, ...], rendezvous: bool) ->
                 done.add(action)
             elif rendezvous:
                 peer = peer_of(schedule, action)
-                other = programs[peer][heads[peer]] if heads[peer] < len(programs[peer]) else None
-                if other != other_half(action):
+                peer_action = (
+                    programs[peer][heads[peer]] if heads[peer] < len(programs[peer]) else None
+                )
+                if peer_action != other_half(action):
                     break
-                arrived.add(action if action.kind in RECEIVES else other)
+                arrived.add(action if action.kind in RECEIVES else peer_action)
                 heads[peer] += 1
                 todo.append(peer)
             elif action.kind in RECEIVES:

@@ -1,4 +1,4 @@
-"""ZB-V: two stages a rank in a V, split backward, 1F1B's memory (Qi et al., arXiv 2401.10241,
+"""ZB-V: two stages per rank in a V, split backward, 1F1B's memory (Qi et al., arXiv 2401.10241,
 section 6; 2405.15362).
 
 Rank r holds stages r and 2p - 1 - r, so the first rank also has the loss and a micro-batch's
