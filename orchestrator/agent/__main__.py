@@ -51,7 +51,7 @@ log = logging.getLogger("orch.agent")
 def main(
     argv: list[str] | None = None,
     key: bytes | None = None,
-    on_notice: Callable[[], None] | None = None,
+    on_termination_signal: Callable[[], None] | None = None,
     root: Path = Path("/"),
 ) -> int:
     """`key`: the run's, where it does not lie in the run folder. `on_notice`: called when a signal
@@ -66,10 +66,10 @@ def main(
         force=True,
     )
     try:
-        return asyncio.run(_run(args, key, on_notice, root))
+        return asyncio.run(_run(args, key, on_termination_signal, root))
     except Exception as error:
-        code, text = ending(error)
-        log.error("%s", text, exc_info=code == Exit.INTERNAL)
+        code, message = ending(error)
+        log.error("%s", message, exc_info=code == Exit.INTERNAL)
         return code
 
 
@@ -118,7 +118,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 async def _run(
-    args: argparse.Namespace, key: bytes | None, on_notice: Callable[[], None] | None, root: Path
+    args: argparse.Namespace, key: bytes | None, on_termination_signal: Callable[[], None] | None, root: Path
 ) -> int:
     folder = RunFolder(args.run_dir)
     key = key or first_read(lambda: read_secret(folder.key))
@@ -132,12 +132,12 @@ async def _run(
     nodes = used_nodes(plan)
     if args.node not in nodes and not args.elastic:
         raise OrchError(f"the plan gives no rank to node {args.node!r}", Exit.CONFIG)
-    first = args.node == nodes[0] if args.coordinator is None else args.coordinator == "here"
+    leads = args.node == nodes[0] if args.coordinator is None else args.coordinator == "here"
     recorder = Recorder(folder, args.node, plan)
     recorder.metrics.begin_epoch(-1)
     recorder.event("agent_started", pid=os.getpid())
     metrics = plan.job.metrics
-    port = metrics.port if first else 0
+    port = metrics.port if leads else 0
     if args.metrics_port is not None:
         port = args.metrics_port
     server, address = await _serve(recorder, metrics.host, port, args, folder)
@@ -157,15 +157,15 @@ async def _run(
         ScaleUpPolicy(dwell_s=args.grow_after_s) if args.elastic else None
     )
     agent = Agent(folder, plan, request, args.node, facts, recorder, address, connector, root)
-    _listen_to_signals(agent, on_notice)
+    _listen_to_signals(agent, on_termination_signal)
     if args.lifeline:
         _watch_lifeline(agent)
-    if first and not args.elastic:
+    if leads and not args.elastic:
         first_read(lambda: process.lead(WorldSizes.fixed(plan)))
     try:
         return await process.run(agent, args.elastic)
     finally:
-        if on_notice:  # process 1 of a pod does not get what comes while nobody handles it
+        if on_termination_signal:  # process 1 of a pod does not get what comes while nobody handles it
             signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINATION_SIGNALS)
         if server:
             server.close()
@@ -189,19 +189,19 @@ async def _serve(
     return server, f"{args.address if bound[0] in _ANY else bound[0]}:{bound[1]}"
 
 
-def _listen_to_signals(agent: Agent, on_notice: Callable[[], None] | None) -> None:
+def _listen_to_signals(agent: Agent, on_termination_signal: Callable[[], None] | None) -> None:
     loop = asyncio.get_running_loop()
 
-    def told(signum: signal.Signals, passed: str) -> None:
-        if on_notice:
-            on_notice()
-        agent.terminate(f"got {signum.name}", passed)
+    def handle_signal(signum: signal.Signals, worker_signal: str) -> None:
+        if on_termination_signal:
+            on_termination_signal()
+        agent.terminate(f"got {signum.name}", worker_signal)
 
     for signum in _TERMINATION_SIGNALS:
         # a program may know USR1 and USR2; whatever else it was, to a worker it is the usual
         # request to end
-        passed = signum.name if signum in (signal.SIGUSR1, signal.SIGUSR2) else "SIGTERM"
-        loop.add_signal_handler(signum, told, signum, passed)
+        worker_signal = signum.name if signum in (signal.SIGUSR1, signal.SIGUSR2) else "SIGTERM"
+        loop.add_signal_handler(signum, handle_signal, signum, worker_signal)
     loop.add_signal_handler(END, agent.end_as_asked, False)
     loop.add_signal_handler(END_BY_FORCE, agent.end_as_asked, True)
     loop.add_signal_handler(
@@ -217,8 +217,8 @@ def _watch_lifeline(agent: Agent) -> None:
 
     def readable() -> None:
         with contextlib.suppress(OSError):
-            if said := os.read(fd, 512):
-                agent.terminate(f"got {said.decode(errors='replace').split()[0]}", insists=False)
+            if signal_name := os.read(fd, 512):
+                agent.terminate(f"got {signal_name.decode(errors='replace').split()[0]}", insists=False)
                 return
         loop.remove_reader(fd)
         agent.terminate("the supervisor is gone", insists=False)

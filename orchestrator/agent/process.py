@@ -79,12 +79,12 @@ class AgentProcess:
         A coordinator of an elastic run whose own agent has to leave hands the run over to another
         node.
         """
-        work = asyncio.create_task(agent.run())
-        leads = asyncio.create_task(self._leads.wait())
+        agent_task = asyncio.create_task(agent.run())
+        leading = asyncio.create_task(self._leads.wait())
         try:
-            await asyncio.wait({work, leads}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({agent_task, leading}, return_when=asyncio.FIRST_COMPLETED)
             if self._leading and self._coordinator:
-                await asyncio.wait({work, self._leading}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({agent_task, self._leading}, return_when=asyncio.FIRST_COMPLETED)
                 if self._leading.done():
                     decision = (
                         self._leading.result()
@@ -100,9 +100,9 @@ class AgentProcess:
                     )  # it still has to end the other agents, and to write how the run ended
                 elif self._coordinator.has_ended_the_run:
                     await self._leading  # it tells the other agents
-            return await work
+            return await agent_task
         finally:
-            tasks = [task for task in (work, leads, self._leading) if task]
+            tasks = [task for task in (agent_task, leading, self._leading) if task]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(

@@ -46,32 +46,32 @@ def attribute(cause: Cause, history: FaultHistory) -> Attribution:
     """What a failure is due to, by the failures before it in this attempt."""
     text = cause.text
     if _of_code(cause):
-        same = [
-            one
-            for one in history.causes
-            if _of_code(one) and (one.kind, one.step) == (cause.kind, cause.step)
+        repeats = [
+            failure
+            for failure in history.causes
+            if _of_code(failure) and (failure.kind, failure.step) == (cause.kind, cause.step)
         ]
-        if cause.kind == "non_finite" and same:
+        if cause.kind == "non_finite" and repeats:
             return Attribution(
                 "data", f"{text}; so it was after the last restart: the data or the code"
             )
-        other = next((one for one in same if one.node != cause.node), None)
-        if other:
+        elsewhere = next((failure for failure in repeats if failure.node != cause.node), None)
+        if elsewhere:
             return Attribution(
-                "data", f"{text}; the same step failed on {other.node} before: the data or the code"
+                "data", f"{text}; the same step failed on {elsewhere.node} before: the data or the code"
             )
     if history.bad_node_after and history.nodes > 1 and _of_node(cause):
-        row = [cause]
-        for one in reversed([one for one in history.causes if _of_node(one)]):
-            if one.node != cause.node:
+        streak = [cause]
+        for failure in reversed([failure for failure in history.causes if _of_node(failure)]):
+            if failure.node != cause.node:
                 break
-            row.append(one)
-        steps = {one.step for one in row}
-        if len(row) >= history.bad_node_after and len(steps) >= min(
-            len(row), history.bad_node_after
+            streak.append(failure)
+        steps = {failure.step for failure in streak}
+        if len(streak) >= history.bad_node_after and len(steps) >= min(
+            len(streak), history.bad_node_after
         ):
             return Attribution(
-                "node", f"{text}; {len(row)} failures in a row on {cause.node}, at different steps"
+                "node", f"{text}; {len(streak)} failures in a row on {cause.node}, at different steps"
             )
     return Attribution()
 

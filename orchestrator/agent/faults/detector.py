@@ -53,17 +53,17 @@ class HangDetector:
         self._looked = self._compared = float("-inf")
         self._urgent = False
 
-    def hear(self, node: str, seen: Sequence[WorkerStatus], now: float) -> None:
+    def hear(self, node: str, workers: Sequence[WorkerStatus], now: float) -> None:
         """Takes one report of an agent. `now`: loop time, seconds."""
-        self._seen[node] = seen
-        self._urgent = any(one.is_frozen for one in seen)
+        self._seen[node] = workers
+        self._urgent = any(worker.is_frozen for worker in workers)
         if now - self._compared >= _COMPARE_S:
             self._compared, self._peers = (
                 now,
                 peers_usual(self._plan, gathered(self._seen, self._plan)),
             )
-        theirs = gathered({node: seen}, self._plan)
-        self._count(node, slowdown(self._plan, theirs, self._peers, self._rules.straggler_ratio))
+        node_workers = gathered({node: workers}, self._plan)
+        self._count(node, slowdown(self._plan, node_workers, self._peers, self._rules.straggler_ratio))
 
     def diagnosis(self, now: float) -> Diagnosis | None:
         """What is wrong, None for nothing. Most calls return at once, since thousands of agents
@@ -75,11 +75,11 @@ class HangDetector:
 
     def slow(self) -> dict[str, float] | None:
         """Stragglers with their ratios, if they are others than those returned last; else None."""
-        sure = self._since(_SURE_REPORTS)
-        if sure.keys() == self._told:
+        slowdowns = self._since(_SURE_REPORTS)
+        if slowdowns.keys() == self._told:
             return None
-        self._told = frozenset(sure)
-        return sure
+        self._told = frozenset(slowdowns)
+        return slowdowns
 
     def lastingly_slow(self) -> dict[str, float]:
         """Nodes that have been stragglers for long enough to replace them, with their ratios."""

@@ -61,52 +61,52 @@ class Diagnosis:
         )
 
 
-def diagnose(plan: Plan, seen: Collection[WorkerStatus], rules: Policy) -> Diagnosis | None:
+def diagnose(plan: Plan, workers: Collection[WorkerStatus], rules: Policy) -> Diagnosis | None:
     """What is wrong, None for nothing. `seen`: the status of the ranks that are alive."""
-    frozen = [one for one in seen if one.is_frozen]
+    frozen = [worker for worker in workers if worker.is_frozen]
     if frozen:
-        first = max(frozen, key=lambda one: (one.stopped_s, -one.rank))
-        how = f"stopped by a signal (state T) for {first.stopped_s:g} s"
-        return _diagnosis("worker_frozen", plan, first, seen, how)
-    silent = {one.rank: one.silent_s for one in seen if one.silent_s is not None}
-    watched = [one for one in seen if one.rank in silent]
+        suspect = max(frozen, key=lambda worker: (worker.stopped_s, -worker.rank))
+        behavior = f"stopped by a signal (state T) for {suspect.stopped_s:g} s"
+        return _diagnosis("worker_frozen", plan, suspect, workers, behavior)
+    silences_s = {worker.rank: worker.silent_s for worker in workers if worker.silent_s is not None}
+    watched = [worker for worker in workers if worker.rank in silences_s]
     if (
         not watched
-        or len(watched) < len(seen)
-        or min(one.step_s for one in watched) < hang_timeout_s(watched, rules)
+        or len(watched) < len(workers)
+        or min(worker.step_s for worker in watched) < hang_timeout_s(watched, rules)
     ):
         return None
-    free = [one for one in watched if one.waiting is None or silent[one.rank] > _MUTE_S]
-    if not free:
+    not_waiting = [worker for worker in watched if worker.waiting is None or silences_s[worker.rank] > _MUTE_S]
+    if not not_waiting:
         return _nobody(watched)
-    first = min(free, key=lambda one: (one.step, -one.still_s, one.rank))
-    if first.busy >= _SPINS or first.state == "R":  # a busy machine may give it little
-        how = (
-            f"it computes ({first.busy:.0%} of a core), and does not get on for {first.still_s:g} s"
+    suspect = min(not_waiting, key=lambda worker: (worker.step, -worker.still_s, worker.rank))
+    if suspect.busy >= _SPINS or suspect.state == "R":  # a busy machine may give it little
+        behavior = (
+            f"it computes ({suspect.busy:.0%} of a core), and does not get on for {suspect.still_s:g} s"
         )
-        return _diagnosis("worker_spinning", plan, first, seen, how)
-    mute = silent[first.rank] > _MUTE_S
-    held = (
-        f"without a progress report for {first.silent_s:g} s"
+        return _diagnosis("worker_spinning", plan, suspect, workers, behavior)
+    mute = silences_s[suspect.rank] > _MUTE_S
+    idleness = (
+        f"without a progress report for {suspect.silent_s:g} s"
         if mute
         else "neither computing nor waiting"
     )
-    how = f"{held}, state {first.state}, for {first.still_s:g} s"
-    return _diagnosis("worker_stuck", plan, first, seen, how)
+    behavior = f"{idleness}, state {suspect.state}, for {suspect.still_s:g} s"
+    return _diagnosis("worker_stuck", plan, suspect, workers, behavior)
 
 
 def hang_timeout_s(watched: Collection[WorkerStatus], rules: Policy) -> float:
     """Seconds that may pass without a step of any rank before something is wrong."""
-    usual = [one.usual_step_s for one in watched if one.usual_step_s is not None]
-    if len(usual) < len(watched) or any(one.phase in ("start", "checkpoint") for one in watched):
+    step_times_s = [worker.usual_step_s for worker in watched if worker.usual_step_s is not None]
+    if len(step_times_s) < len(watched) or any(worker.phase in ("start", "checkpoint") for worker in watched):
         return max(rules.start_hang_after_s, rules.hang_after_s)
-    return max(rules.hang_after_s, rules.hang_after_steps * statistics.median(usual))
+    return max(rules.hang_after_s, rules.hang_after_steps * statistics.median(step_times_s))
 
 
 def slowdown(
     plan: Plan,
-    theirs: Collection[WorkerStatus],
-    peers: Mapping[tuple[str, int], float],
+    workers: Collection[WorkerStatus],
+    peer_medians_s: Mapping[tuple[str, int], float],
     least_ratio: float,
 ) -> float | None:
     """Own compute time of a node's slowest rank over the median of its `peers`; None if it is not a
@@ -115,112 +115,112 @@ def slowdown(
     Own time has no time spent in waiting for others, so ranks that a straggler holds up are not
     stragglers.
     """
-    found = []
-    for one in filter(_is_timed, theirs):
-        place = plan.ranks[one.rank]
-        own = _of_the_most(plan, one)
-        usual = peers.get((place.node, place.coord.pp), 0.0)
-        more = own - usual
+    ratios = []
+    for worker in filter(_is_timed, workers):
+        rank = plan.ranks[worker.rank]
+        own_s = _of_the_most(plan, worker)
+        usual_s = peer_medians_s.get((rank.node, rank.coord.pp), 0.0)
+        excess_s = own_s - usual_s
         if (
-            usual > 0
-            and more > max(_LEAST_S, _SHARE * (one.usual_step_s or 0.0))
-            and own / usual >= least_ratio
+            usual_s > 0
+            and excess_s > max(_LEAST_S, _SHARE * (worker.usual_step_s or 0.0))
+            and own_s / usual_s >= least_ratio
         ):
-            found.append(round(own / usual, 2))
-    return max(found, default=None)
+            ratios.append(round(own_s / usual_s, 2))
+    return max(ratios, default=None)
 
 
-def peers_usual(plan: Plan, seen: Collection[WorkerStatus]) -> dict[tuple[str, int], float]:
+def peers_usual(plan: Plan, workers: Collection[WorkerStatus]) -> dict[tuple[str, int], float]:
     """(node, stage) -> median of own compute time of that stage's ranks on other nodes, seconds.
 
     One sort per stage, in which a node's own ranks are stepped over, since there may be 16,384
     ranks.
     """
-    stages: dict[int, list[tuple[float, str]]] = defaultdict(list)
-    for one in filter(_is_timed, seen):
-        stages[plan.ranks[one.rank].coord.pp].append(
-            (_of_the_most(plan, one), plan.ranks[one.rank].node)
+    times_by_stage: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    for worker in filter(_is_timed, workers):
+        times_by_stage[plan.ranks[worker.rank].coord.pp].append(
+            (_of_the_most(plan, worker), plan.ranks[worker.rank].node)
         )
-    found: dict[tuple[str, int], float] = {}
-    for stage, order in stages.items():
-        order.sort()
-        places: dict[str, list[int]] = defaultdict(list)
-        for place, (_, node) in enumerate(order):
-            places[node].append(place)
-        for node, own in places.items():
-            others = len(order) - len(own)
-            if others:
-                low, high = (order[_without(own, at)][0] for at in ((others - 1) // 2, others // 2))
-                found[node, stage] = (low + high) / 2
-    return found
+    medians: dict[tuple[str, int], float] = {}
+    for stage, times in times_by_stage.items():
+        times.sort()
+        indices_by_node: dict[str, list[int]] = defaultdict(list)
+        for index, (_, node) in enumerate(times):
+            indices_by_node[node].append(index)
+        for node, node_indices in indices_by_node.items():
+            peer_count = len(times) - len(node_indices)
+            if peer_count:
+                low, high = (times[_without(node_indices, position)][0] for position in ((peer_count - 1) // 2, peer_count // 2))
+                medians[node, stage] = (low + high) / 2
+    return medians
 
 
-def _without(left_out: Collection[int], at: int) -> int:
+def _without(excluded: Collection[int], position: int) -> int:
     """The index of the `at`-th element that is not in `left_out`, which is sorted."""
-    for place in left_out:
-        at += place <= at
-    return at
+    for index in excluded:
+        position += index <= position
+    return position
 
 
-def _is_timed(one: WorkerStatus) -> bool:
-    return one.usual_own_s is not None and bool(one.usual_step_s)
+def _is_timed(worker: WorkerStatus) -> bool:
+    return worker.usual_own_s is not None and bool(worker.usual_step_s)
 
 
-def _of_the_most(plan: Plan, one: WorkerStatus) -> float:
+def _of_the_most(plan: Plan, worker: WorkerStatus) -> float:
     """Own time of a rank, seconds, scaled to the largest number of micro-batches that any replica
     computes."""
-    par = plan.parallel
-    assert one.usual_own_s is not None
+    parallel = plan.parallel
+    assert worker.usual_own_s is not None
     if plan.program:  # nobody knows of batches
-        return one.usual_own_s
+        return worker.usual_own_s
     return (
-        one.usual_own_s
-        * par.micro_batches
-        / computed(par, replica_of(par, plan.ranks[one.rank].coord))
+        worker.usual_own_s
+        * parallel.micro_batches
+        / computed(parallel, replica_of(parallel, plan.ranks[worker.rank].coord))
     )
 
 
 def _diagnosis(
-    kind: str, plan: Plan, one: WorkerStatus, seen: Collection[WorkerStatus], how: str
+    kind: str, plan: Plan, worker: WorkerStatus, workers: Collection[WorkerStatus], behavior: str
 ) -> Diagnosis:
-    place = plan.ranks[one.rank]
-    others = Counter(other.waiting for other in seen if other.rank != one.rank and other.waiting)
-    waits = f"did not enter {others.most_common(1)[0][0]}" if others and not one.waiting else None
-    phase = f"in {one.phase}" if one.phase not in ("", "start", "step") else "at work"
-    where = f"rank {one.rank} on {place.node} (gpu {place.gpu})"
-    if not one.step:
-        did = "had not begun to train"
+    rank = plan.ranks[worker.rank]
+    waiting_peers = Counter(peer.waiting for peer in workers if peer.rank != worker.rank and peer.waiting)
+    missed_collective = f"did not enter {waiting_peers.most_common(1)[0][0]}" if waiting_peers and not worker.waiting else None
+    phase = f"in {worker.phase}" if worker.phase not in ("", "start", "step") else "at work"
+    location = f"rank {worker.rank} on {rank.node} (gpu {rank.gpu})"
+    if not worker.step:
+        situation = "had not begun to train"
     else:
-        did = f"{waits or f'is {phase}'} of step {one.step}" + (
-            f", {phase}" if waits and phase != "at work" else ""
+        situation = f"{missed_collective or f'is {phase}'} of step {worker.step}" + (
+            f", {phase}" if missed_collective and phase != "at work" else ""
         )
     return Diagnosis(
-        kind, f"{where} {did}: {how}", one.rank, place.node, one.step - 1 if one.step else None
+        kind, f"{location} {situation}: {behavior}", worker.rank, rank.node, worker.step - 1 if worker.step else None
     )
 
 
 def _nobody(watched: Collection[WorkerStatus]) -> Diagnosis:
-    by_place: dict[str, list[int]] = {}
-    for one in sorted(watched, key=lambda one: one.rank):
-        by_place.setdefault(f"{one.waiting} of step {one.step}", []).append(one.rank)
-    where = "; ".join(f"{_ranks(ranks)} in {place}" for place, ranks in list(by_place.items())[:4])
-    still = min(one.still_s for one in watched)
-    step = min(one.step for one in watched)
+    ranks_by_collective: dict[str, list[int]] = {}
+    for worker in sorted(watched, key=lambda worker: worker.rank):
+        ranks_by_collective.setdefault(f"{worker.waiting} of step {worker.step}", []).append(worker.rank)
+    waiting_ranks = "; ".join(f"{_ranks(ranks)} in {collective}" for collective, ranks in list(ranks_by_collective.items())[:4])
+    still_s = min(worker.still_s for worker in watched)
+    step = min(worker.step for worker in watched)
     text = (
-        f"every rank waits for another for {still:g} s ({where}): none is missing, what carries the"
+        f"every rank waits for another for {still_s:g} s ({waiting_ranks}): none is missing, what carries the"
         " exchange is"
     )
     return Diagnosis("collective_hung", text, step=step - 1 if step else None)
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"rank {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    first_ranks = ", ".join(map(str, ranks[:8]))
+    return f"rank {first_ranks}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def gathered(by_node: Mapping[str, Collection[WorkerStatus]], plan: Plan) -> list[WorkerStatus]:
+def gathered(workers_by_node: Mapping[str, Collection[WorkerStatus]], plan: Plan) -> list[WorkerStatus]:
     """The status of all ranks, each as reported by the agent of its node."""
-    return [one for node, seen in by_node.items() for one in seen if _is_of(plan, one.rank, node)]
+    return [worker for node, workers in workers_by_node.items() for worker in workers if _is_of(plan, worker.rank, node)]
 
 
 def _is_of(plan: Plan, rank: int, node: str) -> bool:

@@ -84,17 +84,17 @@ class Budget:
         """Whether a fault of this kind may be followed by a restart."""
         if kind in self.limits:
             return self.by_cause.get(kind, 0) < self.limits[kind]
-        return self.used - sum(self.by_cause.get(own, 0) for own in self.limits) < self.max_restarts
+        return self.used - sum(self.by_cause.get(limited, 0) for limited in self.limits) < self.max_restarts
 
     def spent(self, kind: str) -> Budget:
         by_cause = {**self.by_cause, kind: self.by_cause.get(kind, 0) + 1}
         return replace(self, used=self.used + 1, fruitless=0, by_cause=by_cause)
 
     def name(self, kind: str) -> str:
-        own = kind in self.limits
+        limited = kind in self.limits
         return (
             f"max_restarts_by_cause.{kind}={self.limits[kind]}"
-            if own
+            if limited
             else f"max_restarts={self.max_restarts}"
         )
 
@@ -125,20 +125,20 @@ def first_cause(ends: tuple[WorkerEnd, ...]) -> WorkerEnd | None:
     order of the reports decides.
     """
     failed = [end for end in ends if end.code != 0]
-    by_themselves = [end for end in failed if not end.asked]
-    pool = by_themselves or failed
-    return min(pool, key=lambda end: (end.code == Exit.RESTART, end.order), default=None)
+    spontaneous = [end for end in failed if not end.asked]
+    candidates = spontaneous or failed
+    return min(candidates, key=lambda end: (end.code == Exit.RESTART, end.order), default=None)
 
 
 def cause_of(end: WorkerEnd, epoch: int) -> Cause:
-    where = f"rank {end.rank} on {end.node}"
-    how = meaning(end.code)
-    code = "" if end.code < 0 or how.startswith("exit code") else f" (exit {end.code})"
-    at = f" after step {end.step}" if end.step is not None else ""
-    known = end.cause in WORKER_CAUSES
+    location = f"rank {end.rank} on {end.node}"
+    ending = meaning(end.code)
+    code = "" if end.code < 0 or ending.startswith("exit code") else f" (exit {end.code})"
+    step_clause = f" after step {end.step}" if end.step is not None else ""
+    reported = end.cause in WORKER_CAUSES
     return Cause(
-        kind=end.cause if known else "worker_exit",
-        text=f"{where}: {how}{code}{at}" + (f": {end.error}" if known and end.error else ""),
+        kind=end.cause if reported else "worker_exit",
+        text=f"{location}: {ending}{code}{step_clause}" + (f": {end.error}" if reported and end.error else ""),
         epoch=epoch,
         node=end.node,
         rank=end.rank,
@@ -158,51 +158,51 @@ def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> 
             again=False, state="done", code=0, reason="all workers are done", budget=budget
         )
 
-    first = first_cause(end.ends)
-    cause = end.fault or (cause_of(first, end.epoch) if first else None)
+    first_failure = first_cause(end.ends)
+    cause = end.fault or (cause_of(first_failure, end.epoch) if first_failure else None)
 
     if end.lost and end.request is None:
-        gone = end.lost[0]
-        lost = Cause(
-            kind="node_lost", text=f"{gone.node}: {gone.text}", epoch=end.epoch, node=gone.node
+        loss = end.lost[0]
+        cause_of_loss = Cause(
+            kind="node_lost", text=f"{loss.node}: {loss.text}", epoch=end.epoch, node=loss.node
         )
         if end.elastic:
             return Decision(
-                again=True, state="restarting", reason=lost.text, budget=budget, cause=lost
+                again=True, state="restarting", reason=cause_of_loss.text, budget=budget, cause=cause_of_loss
             )
-        return _end("failed", Exit.CAPACITY, lost.text, budget, lost)
+        return _end("failed", Exit.CAPACITY, cause_of_loss.text, budget, cause_of_loss)
 
     if end.request is not None:
-        if first and cause and end.fault is None and not first.asked and first.code in FATAL:
-            return _end("failed", first.code, cause.text, budget, cause)
+        if first_failure and cause and end.fault is None and not first_failure.asked and first_failure.code in FATAL:
+            return _end("failed", first_failure.code, cause.text, budget, cause)
         if not end.ends or (
             complete and all(worker.code in (0, Exit.RESTART) for worker in end.ends)
         ):
-            how = "" if end.ends else "; before any worker had started"
-            return _end(end.request.kind, Exit.RESTART, end.request.reason + how, budget, None)
+            suffix = "" if end.ends else "; before any worker had started"
+            return _end(end.request.kind, Exit.RESTART, end.request.reason + suffix, budget, None)
         return _unsaved(end, end.request, budget, cause)
 
     if (
         end.fault is None
         and end.resize
-        and (first is None or first.asked or first.code == Exit.RESTART)
+        and (first_failure is None or first_failure.asked or first_failure.code == Exit.RESTART)
     ):
         if end.slow:
             return _without(end.slow, end.resize, budget)
         return Decision(again=True, state="restarting", reason=end.resize, budget=budget)
 
     if cause is None:  # nobody failed, yet not all ended: only a lost node or a request does that
-        text = f"{end.world_size - len(end.ends)} workers are unaccounted for"
+        reason = f"{end.world_size - len(end.ends)} workers are unaccounted for"
         return _end(
             "failed",
             Exit.INTERNAL,
-            text,
+            reason,
             budget,
-            Cause(kind="internal", text=text, epoch=end.epoch),
+            Cause(kind="internal", text=reason, epoch=end.epoch),
         )
 
     return _after_failure(
-        end, cause, 1 if end.fault or first is None else first.code, budget, history
+        end, cause, 1 if end.fault or first_failure is None else first_failure.code, budget, history
     )
 
 
@@ -212,15 +212,15 @@ def _unsaved(end: EpochEnd, request: Request, budget: Budget, cause: Cause | Non
 
     One that was killed, or that knows nothing of signals, has not failed.
     """
-    how = "not every worker saved"
+    explanation = "not every worker saved"
     failed = [worker for worker in end.ends if worker.code and worker.code not in OUTSIDE]
     if failed:
         worst = min(failed, key=lambda worker: (not worker.asked, worker.order))
         cause = end.fault or cause_of(worst, end.epoch)
-        asked = "was asked to save and failed" if worst.asked else "failed"
-        after = f" after step {worst.step}" if worst.step is not None else ""
-        how = f"rank {worst.rank} on {worst.node} {asked}: {meaning(worst.code)}{after}"
-    return _end(request.kind, Exit.RESTART, f"{request.reason}; {how}", budget, cause)
+        conduct = "was asked to save and failed" if worst.asked else "failed"
+        step_clause = f" after step {worst.step}" if worst.step is not None else ""
+        explanation = f"rank {worst.rank} on {worst.node} {conduct}: {meaning(worst.code)}{step_clause}"
+    return _end(request.kind, Exit.RESTART, f"{request.reason}; {explanation}", budget, cause)
 
 
 def _after_failure(
@@ -240,21 +240,21 @@ def _after_failure(
         fruitless = 0 if end.new_steps else budget.fruitless + 1
         budget = replace(budget, fruitless=fruitless)
         if fruitless > MOST_FRUITLESS:
-            text = f"{cause.text}; {MOST_FRUITLESS} restarts in a row without a new step"
-            return _end("stopped", Exit.RESTART, text, budget, cause)
+            reason = f"{cause.text}; {MOST_FRUITLESS} restarts in a row without a new step"
+            return _end("stopped", Exit.RESTART, reason, budget, cause)
         return Decision(
             again=True, state="restarting", reason=cause.text, budget=budget, cause=cause
         )
 
-    found = attribute(cause, history)
-    if found.at_fault == "data":
-        return _end("failed", Exit.CONFIG, found.text, budget, cause)
-    if found.at_fault == "node":
+    attribution = attribute(cause, history)
+    if attribution.at_fault == "data":
+        return _end("failed", Exit.CONFIG, attribution.text, budget, cause)
+    if attribution.at_fault == "node":
         if end.elastic:
-            return _without(cause, found.text, budget)
-        return _end("failed", Exit.NODE, found.text, budget, cause)
+            return _without(cause, attribution.text, budget)
+        return _end("failed", Exit.NODE, attribution.text, budget, cause)
     if not budget.left(cause.kind):
-        spent = f"; {budget.name(cause.kind)} used up" if budget.by_cause or budget.used else ""
+        exhausted = f"; {budget.name(cause.kind)} used up" if budget.by_cause or budget.used else ""
         code = (
             Exit.CONFIG
             if cause.kind == "non_finite"
@@ -262,7 +262,7 @@ def _after_failure(
             if code == Exit.INTERNAL
             else Exit.USER
         )
-        return _end("failed", code, cause.text + spent, budget, cause)
+        return _end("failed", code, cause.text + exhausted, budget, cause)
     budget = budget.spent(cause.kind)
     return Decision(
         again=True, state="restarting", reason=cause.text, budget=budget, counted=True, cause=cause

@@ -94,8 +94,8 @@ class Context:
 
     # ---------------------------------------------------------------------------------- events
 
-    def put(self, node: str, what: FromAgent | MemberLost | MemberUnfit | LeaseLost) -> None:
-        self._queue.put_nowait(Event(self.epoch, node, what))
+    def put(self, node: str, message: FromAgent | MemberLost | MemberUnfit | LeaseLost) -> None:
+        self._queue.put_nowait(Event(self.epoch, node, message))
 
     def on_ticker_end(self, ticker: asyncio.Task[None]) -> None:
         """Without heartbeats every node would take a healthy coordinator for lost: a bug in them is
@@ -109,8 +109,8 @@ class Context:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                left = None if until is None else max(0.0, until - loop.time())
-                event = await asyncio.wait_for(self._queue.get(), left)
+                timeout_s = None if until is None else max(0.0, until - loop.time())
+                event = await asyncio.wait_for(self._queue.get(), timeout_s)
             except TimeoutError:
                 return None
             if isinstance(event, BaseException):
@@ -146,7 +146,7 @@ class Context:
 
     # ---------------------------------------------------------------------------------- records
 
-    async def on_disk(self, record: Callable[[], Result]) -> Result:
+    async def on_disk(self, operation: Callable[[], Result]) -> Result:
         """What `record` returns, called until the disk lets it, in at most RECORD_S; heartbeats go
         on meanwhile.
 
@@ -155,7 +155,7 @@ class Context:
         insistence = Insistence()
         while True:
             try:
-                return record()
+                return operation()
             except RECORD_ERRORS as error:
                 insistence.refused(error)
             await asyncio.sleep(RECORD_AGAIN_S)
@@ -168,9 +168,9 @@ class Context:
 
     # ---------------------------------------------------------------------------------- members
 
-    def lose(self, node: str, text: str) -> None:
+    def lose(self, node: str, reason: str) -> None:
         """Removes a member that is lost, and records it."""
-        self.membership.drop(node, "node_lost", text)
+        self.membership.drop(node, "node_lost", reason)
         self.record.lost(node)
 
     def dismiss(self, node: str, code: Exit, reason: str) -> None:
@@ -190,9 +190,9 @@ class Context:
     def request_end(self, signal: TerminationSignal) -> policy.Request:
         """Notes that somebody asked for the end of the run; the first request counts, or what
         people have asked."""
-        if (asked := self.asked) and (self.end_request is None or asked.want == "end"):
+        if (intent := self.asked) and (self.end_request is None or intent.want == "end"):
             self.end_request = policy.Request(
-                "cancelled" if asked.want == "end" else "stopped", asked.text
+                "cancelled" if intent.want == "end" else "stopped", intent.text
             )
         elif self.end_request is None:
             self.end_request = policy.Request("stopped", signal.reason)
@@ -207,10 +207,10 @@ class Context:
         self,
         state: policy.FinalState,
         code: int,
-        text: str,
+        reason: str,
         kind: str = "",
         node: str | None = None,
     ) -> policy.Decision:
         """The decision that ends a run outside an epoch. `kind`: of the cause; "" for none."""
-        cause = Cause(kind=kind, text=text, epoch=self.epoch, node=node) if kind else None
-        return policy.Decision(False, state, text, self.budget, int(code), cause=cause)
+        cause = Cause(kind=kind, text=reason, epoch=self.epoch, node=node) if kind else None
+        return policy.Decision(False, state, reason, self.budget, int(code), cause=cause)

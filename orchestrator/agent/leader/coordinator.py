@@ -77,9 +77,9 @@ class Coordinator:
                 decision = await self._run_epoch()
             ended = decision
             if await context.on_disk(lambda: is_due(context.folder, context.plan, ended)):
-                told = await FinalCheckpoint(context).run()
+                saved_clause = await FinalCheckpoint(context).run()
                 decision = replace(
-                    decision, reason="; ".join(filter(None, (decision.reason, told)))
+                    decision, reason="; ".join(filter(None, (decision.reason, saved_clause)))
                 )
             await self._finish(decision)
             return decision
@@ -89,8 +89,8 @@ class Coordinator:
                 if isinstance(error, OSError) and error.errno in NO_ROOM
                 else "disk_failed"
             )
-            text = f"the run's state cannot be written: {error}"
-            decision = context.end("stopped", Exit.RESTART, text, kind)
+            reason = f"the run's state cannot be written: {error}"
+            decision = context.end("stopped", Exit.RESTART, reason, kind)
             await self._finish(decision)
             return decision
         finally:
@@ -145,17 +145,17 @@ class Coordinator:
         context = self._context
         context.record.finish(decision)
         context.note("run_ended", state=decision.state, code=decision.code, reason=decision.reason)
-        over = Done(code=decision.code, reason=decision.reason)
+        done = Done(code=decision.code, reason=decision.reason)
         for member in context.members.values():
-            member.channel.send(context.epoch, over)
+            member.channel.send(context.epoch, done)
         end = asyncio.get_running_loop().time() + context.rules.grace_s
         while context.members and (
             event := await context.next_event(end)
         ):  # an agent closes when it is done
             if isinstance(event.what, MemberLost):
                 context.membership.drop(event.node, "node_left", event.what.text)
-            elif isinstance(event.what, Join) and (late := context.members.get(event.node)):
-                late.channel.send(context.epoch, over)
+            elif isinstance(event.what, Join) and (rejoined := context.members.get(event.node)):
+                rejoined.channel.send(context.epoch, done)
         with contextlib.suppress(*RECORD_ERRORS):
             await context.on_disk(context.record.retry)  # the end may have found no room
 
@@ -164,11 +164,11 @@ class Coordinator:
         and takes up what people ask for, of which another coordinator may have been told that is
         dead by now."""
         context = self._context
-        if (asked := context.asked) and asked.number > self._heard:
-            self._heard = asked.number
+        if (intent := context.asked) and intent.number > self._heard:
+            self._heard = intent.number
             context.put(
                 context.node,
-                TerminationSignal(reason=asked.text, signal="SIGTERM", force=asked.force),
+                TerminationSignal(reason=intent.text, signal="SIGTERM", force=intent.force),
             )
         if context.elastic and (missed_s := self._stalls.missed_s()):
             context.note("was_away", seconds=round(missed_s, 1))

@@ -81,7 +81,7 @@ class WorldSizes:
         cls, folder: RunFolder, request: LaunchRequest, policy: ScaleUpPolicy
     ) -> WorldSizes:
         """Of an elastic run."""
-        plans = {nodes: load_plan(folder.sized_plan(nodes)) for nodes in request.sizes}
+        plans = {node_count: load_plan(folder.sized_plan(node_count)) for node_count in request.sizes}
         return cls([agent.node for agent in request.agents], plans, elastic=True, policy=policy)
 
     @property
@@ -140,8 +140,8 @@ class ScaleUp:
             return None
         now = self._time()
         stable = now - self.changed
-        step = max(context.furthest_step, reported_step(context))
-        left_s = (context.plan.job.train.steps - step) * context.plan.time.step_s
+        furthest_step = max(context.furthest_step, reported_step(context))
+        left_s = (context.plan.job.train.steps - furthest_step) * context.plan.time.step_s
         if (
             context.plan.program
         ):  # nobody knows its end: a program that has run for an hour is given another one
@@ -183,31 +183,31 @@ class Elasticity:
         """
         context = self._context
         members = self._context.members
-        least = self._sizes.least
-        known = context.record.nodes if context.elastic else {}
-        moved = bool(known)
-        awaited = self._awaited(known)
+        smallest = self._sizes.least
+        recorded_nodes = context.record.nodes if context.elastic else {}
+        moved = bool(recorded_nodes)
+        awaited = self._awaited(recorded_nodes)
         join_s = context.rules.join_timeout_s
         now = asyncio.get_running_loop().time()
-        last = now + (
+        join_deadline = now + (
             min(max(_SETTLE_S, context.rules.heartbeat_timeout_s), join_s) if moved else join_s
         )
-        end = min(last, now + _SETTLE_S) if moved else last
+        deadline = min(join_deadline, now + _SETTLE_S) if moved else join_deadline
         # nodes that another coordinator had lost are waited for only if the run would end without
         # them
-        while not awaited <= members.keys() or len(members) < least:
-            event = await context.next_event(end)
+        while not awaited <= members.keys() or len(members) < smallest:
+            event = await context.next_event(deadline)
             if event is not None:
                 if decision := self._while_waiting(event, awaited, moved):
                     return decision
             elif not context.elastic:
                 missing = [node for node in context.ranked if node not in members]
-                text = f"{_listed(missing)} did not join within {join_s:g} s"
-                return context.end("failed", Exit.CAPACITY, text, "join_timeout")
-            elif end == last or len(members) >= least:
+                reason = f"{_listed(missing)} did not join within {join_s:g} s"
+                return context.end("failed", Exit.CAPACITY, reason, "join_timeout")
+            elif deadline == join_deadline or len(members) >= smallest:
                 break
             else:
-                end = last
+                deadline = join_deadline
         context.membership.forming = False
         if not context.elastic:
             context.record.joined({node: members[node].join for node in context.ranked})
@@ -218,71 +218,71 @@ class Elasticity:
                 member.warm = (
                     True  # all import at once: none is worth waiting for less than the others
                 )
-        for node in known.keys() & awaited - members.keys():
+        for node in recorded_nodes.keys() & awaited - members.keys():
             context.record.lost(node)
         context.note("nodes_joined", nodes=len(members), coordinator_moved=moved)
         decision = await self._put_in_force(policy.Decision(True, "restarting", "", context.budget))
         return None if decision.again else decision
 
-    def _awaited(self, known: Mapping[str, NodeState]) -> set[str]:
+    def _awaited(self, recorded_nodes: Mapping[str, NodeState]) -> set[str]:
         """Nodes that may still come. `known`: what the state says of nodes, empty at the beginning
         of a run."""
         context = self._context
         if not context.elastic:
             return set(self._sizes.nodes)
-        gone = {node for node, state in known.items() if state.state in ("lost", "ended")}
-        if known:
-            gone |= context.record.take_over()
-            last = context.record.last_epoch  # the end that the last coordinator could not note
-            if last and last.cause and last.cause.kind == "coordinator_lost":
-                lost = policy.Decision(
-                    True, "restarting", last.cause.text, context.budget, cause=last.cause
+        ended_nodes = {node for node, state in recorded_nodes.items() if state.state in ("lost", "ended")}
+        if recorded_nodes:
+            ended_nodes |= context.record.take_over()
+            last_epoch = context.record.last_epoch  # the end that the last coordinator could not note
+            if last_epoch and last_epoch.cause and last_epoch.cause.kind == "coordinator_lost":
+                decision = policy.Decision(
+                    True, "restarting", last_epoch.cause.text, context.budget, cause=last_epoch.cause
                 )
-                context.note_epoch_end(lost, last.epoch)
+                context.note_epoch_end(decision, last_epoch.epoch)
         self._exclude_remembered()
-        return {*self._sizes.nodes, *known} - gone - context.membership.excluded.keys() | {
+        return {*self._sizes.nodes, *recorded_nodes} - ended_nodes - context.membership.excluded.keys() | {
             context.node
         }
 
     def _exclude_remembered(self) -> None:
         """Excludes the nodes that the user's node memory calls bad, if enough others are left."""
         context = self._context
-        bad = {
-            node: why
-            for node, why in remembered(context.folder, time.time()).items()
+        bad_nodes = {
+            node: reason
+            for node, reason in remembered(context.folder, time.time()).items()
             if node != context.node
         }
-        if not bad:
+        if not bad_nodes:
             return
-        if len(set(self._sizes.nodes) - bad.keys()) < self._sizes.least:
+        if len(set(self._sizes.nodes) - bad_nodes.keys()) < self._sizes.least:
             context.note(
-                "bad_nodes_used", nodes=sorted(bad), reason="too few would be left without them"
+                "bad_nodes_used", nodes=sorted(bad_nodes), reason="too few would be left without them"
             )
             return
-        context.membership.excluded.update(bad)
-        for node, why in bad.items():
-            context.dismiss(node, Exit.NODE, why)
-            context.note("node_left_out", on=node, reason=why)
+        context.membership.excluded.update(bad_nodes)
+        for node, reason in bad_nodes.items():
+            context.dismiss(node, Exit.NODE, reason)
+            context.note("node_left_out", on=node, reason=reason)
 
     def _while_waiting(
         self, event: Event, awaited: set[str], moved: bool
     ) -> policy.Decision | None:
-        context, (_, node, what) = self._context, event
-        match what:
+        context, (_, node, message) = self._context, event
+        match message:
             case MemberLost(text=text) if not context.elastic:
                 return context.end("failed", Exit.CAPACITY, f"{node}: {text}", "node_lost", node)
             case MemberUnfit(code=code, text=text) if not context.elastic:
                 return context.end("failed", code, text, "node_unfit", node)
             case MemberLost(text=text) | MemberUnfit(text=text):
                 awaited.discard(node)
-                if isinstance(what, MemberLost):
+                if isinstance(message, MemberLost):
                     context.membership.drop(node, "node_lost", text)
                 context.note("not_awaited", on=node, reason=text)
             case TerminationSignal() if moved and node != context.node and not context.asked:
                 awaited.discard(node)
-                context.dismiss(node, Exit.RESTART, what.reason)
+                context.dismiss(node, Exit.RESTART, message.reason)
             case TerminationSignal():
-                return context.not_started(what)
+                return context.not_started(message)
         return None
 
     # ---------------------------------------------------------------------------------- during an
@@ -322,8 +322,8 @@ class Elasticity:
             return decision
         leaving = self._leaving
         self._leaving = {}
-        for node, why in leaving.items():
-            context.dismiss(node, Exit.RESTART, why)
+        for node, reason in leaving.items():
+            context.dismiss(node, Exit.RESTART, reason)
         if decision.exclude:
             context.dismiss(decision.exclude, Exit.NODE, decision.reason)
         if context.node in (*leaving, decision.exclude):
@@ -334,7 +334,7 @@ class Elasticity:
             self.scale_up.faults += 1
         return await self._put_in_force(decision, bool(leaving))
 
-    async def _put_in_force(self, decision: policy.Decision, left: bool = False) -> policy.Decision:
+    async def _put_in_force(self, decision: policy.Decision, nodes_left: bool = False) -> policy.Decision:
         """Claims the next epoch and puts its plan in force, or ends the run. `left`: nodes were
         told to leave."""
         context = self._context
@@ -342,10 +342,10 @@ class Elasticity:
         plan = await self._sizes.next(context.plan, self.ready_nodes())
         if plan is None and self.partition_suspected:
             plan = await self._step_back()
-        if plan is None and not left:
+        if plan is None and not nodes_left:
             plan = await self._wait_for_capacity()
         if plan is None:
-            return self._too_few(decision, left)
+            return self._too_few(decision, nodes_left)
         await context.on_disk(context.record.claim)
         await context.on_disk(
             self._announcement.renew
@@ -360,15 +360,15 @@ class Elasticity:
         context.recorder.metrics.set("orch_spare_nodes", healthy - len(context.ranked))
         return decision
 
-    def _too_few(self, decision: policy.Decision, left: bool) -> policy.Decision:
+    def _too_few(self, decision: policy.Decision, nodes_left: bool) -> policy.Decision:
         context = self._context
-        text = (
+        shortage = (
             f"{len(context.members)} nodes are left, the smallest size of this run is"
             f" {self._sizes.least}"
         )
-        reason = "; ".join(filter(None, (decision.reason, text)))
-        state: policy.FinalState = "stopped" if left else "failed"
-        code = Exit.RESTART if left else Exit.CAPACITY
+        reason = "; ".join(filter(None, (decision.reason, shortage)))
+        state: policy.FinalState = "stopped" if nodes_left else "failed"
+        code = Exit.RESTART if nodes_left else Exit.CAPACITY
         if request := context.end_request:
             state = request.kind
             code = Exit.RESTART
@@ -388,9 +388,9 @@ class Elasticity:
         loop = asyncio.get_running_loop()
         context.note("stepped_back", nodes=len(context.members))
         self._announcement.paused = True
-        turns = len(self._sizes.nodes) * TURN_TICKS * TICK_S
-        end = loop.time() + max(2.0, context.rules.heartbeat_timeout_s) + turns + _SETTLE_S
-        while loop.time() < end:
+        turns_s = len(self._sizes.nodes) * TURN_TICKS * TICK_S
+        deadline = loop.time() + max(2.0, context.rules.heartbeat_timeout_s) + turns_s + _SETTLE_S
+        while loop.time() < deadline:
             await asyncio.sleep(TICK_S)
             with contextlib.suppress(OSError):
                 context.record.check()
@@ -407,44 +407,44 @@ class Elasticity:
         """
         context = self._context
         loop = asyncio.get_running_loop()
-        held = context.rules.min_nodes_grace_s
-        least = self._sizes.least
-        if not held or not context.record.nodes:  # at the beginning all have been waited for
+        grace_s = context.rules.min_nodes_grace_s
+        smallest = self._sizes.least
+        if not grace_s or not context.record.nodes:  # at the beginning all have been waited for
             return None
-        end = loop.time() + held
-        context.note("awaits_nodes", nodes=len(context.members), least=least, seconds=held)
+        deadline = loop.time() + grace_s
+        context.note("awaits_nodes", nodes=len(context.members), least=smallest, seconds=grace_s)
         context.record.update(
-            state="restarting", reason=f"waiting up to {held:g} s for {least} nodes to be there"
+            state="restarting", reason=f"waiting up to {grace_s:g} s for {smallest} nodes to be there"
         )
-        while len(context.members) < least:
-            event = await context.next_event(end)
+        while len(context.members) < smallest:
+            event = await context.next_event(deadline)
             if event is None:
                 return None
             node = event.node
-            what = event.what
-            if isinstance(what, TerminationSignal):
+            message = event.what
+            if isinstance(message, TerminationSignal):
                 if node == context.node or context.asked:
-                    context.request_end(what)
+                    context.request_end(message)
                     return None
-                context.dismiss(node, Exit.RESTART, what.reason)
-            elif isinstance(what, MemberLost) and what.member in (None, context.members.get(node)):
-                context.lose(node, what.text)
+                context.dismiss(node, Exit.RESTART, message.reason)
+            elif isinstance(message, MemberLost) and message.member in (None, context.members.get(node)):
+                context.lose(node, message.text)
         return await self._sizes.next(context.plan, self.ready_nodes())
 
-    def _note_change(self, old: Plan, new: Plan, reason: str) -> None:
-        nodes = used_nodes(new)
-        before = used_nodes(old)
+    def _note_change(self, old_plan: Plan, plan: Plan, reason: str) -> None:
+        nodes = used_nodes(plan)
+        old_nodes = used_nodes(old_plan)
         kind = (
-            "grow" if len(nodes) > len(before) else "shrink" if len(nodes) < len(before) else "swap"
+            "grow" if len(nodes) > len(old_nodes) else "shrink" if len(nodes) < len(old_nodes) else "swap"
         )
         self._context.recorder.metrics.add("orch_replans", 1, kind)
-        par = new.parallel
+        parallel = plan.parallel
         names = ("pp", "dp", "micro_batch_size", "micro_batches")
-        batch = {name: getattr(par, name) for name in names}
-        if par.replica_micro_batches:
-            batch["replica_micro_batches"] = par.replica_micro_batches
+        degrees = {name: getattr(parallel, name) for name in names}
+        if parallel.replica_micro_batches:
+            degrees["replica_micro_batches"] = parallel.replica_micro_batches
         self._context.note(
-            "replanned", how=kind, nodes=nodes, plan=new.hash, **batch, reason=reason
+            "replanned", how=kind, nodes=nodes, plan=plan.hash, **degrees, reason=reason
         )
         self.scale_up.changed = asyncio.get_running_loop().time()
 
@@ -457,5 +457,5 @@ def reported_step(context: Context) -> int:
 
 
 def _listed(nodes: list[str]) -> str:
-    shown = ", ".join(nodes[:8])
-    return shown + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
+    first_nodes = ", ".join(nodes[:8])
+    return first_nodes + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")

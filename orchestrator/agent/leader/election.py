@@ -45,11 +45,11 @@ log = logging.getLogger("orch.agent")
 Record = TypeVar("Record")
 
 
-def turn_of(node: str, order: Sequence[str], gone: str) -> int:
+def turn_of(node: str, order: Sequence[str], lost_node: str) -> int:
     """Whose turn it is to succeed `gone`: 0 for the first of the others; nodes that hold no rank
     come last."""
-    rest = [name for name in order if name != gone]
-    return rest.index(node) if node in rest else len(rest)
+    successors = [candidate for candidate in order if candidate != lost_node]
+    return successors.index(node) if node in successors else len(successors)
 
 
 class Announcement:
@@ -96,7 +96,7 @@ class CoordinatorMonitor:
         self._still = 0  # ticks since anything has changed
 
     def tick(
-        self, newest: int, seen: CoordinatorAddress | None, refused: bool, fresh: bool, turn: int
+        self, newest_epoch: int, address: CoordinatorAddress | None, refused: bool, never_led: bool, turn: int
     ) -> bool:
         """Whether to claim the next epoch now.
 
@@ -104,12 +104,12 @@ class CoordinatorMonitor:
         the run has never had a coordinator. A process that has claimed and does not listen yet gets
         the whole timeout to do so.
         """
-        now = (newest, seen.epoch if seen else -1, seen.heartbeats if seen else -1)
-        self._still = self._still + 1 if now == self._seen else 0
-        self._seen = now
-        dead = refused and seen is not None and seen.epoch == newest
-        wait = 0 if dead or (fresh and turn == 0) else self._timeout_ticks
-        return self._still >= wait + turn * TURN_TICKS
+        sighting = (newest_epoch, address.epoch if address else -1, address.heartbeats if address else -1)
+        self._still = self._still + 1 if sighting == self._seen else 0
+        self._seen = sighting
+        dead = refused and address is not None and address.epoch == newest_epoch
+        wait_ticks = 0 if dead or (never_led and turn == 0) else self._timeout_ticks
+        return self._still >= wait_ticks + turn * TURN_TICKS
 
 
 class LeaderElection:
@@ -141,8 +141,8 @@ class LeaderElection:
 
     async def _prepare(self, order: Sequence[str]) -> None:
         await asyncio.sleep(_PREPARE_S)
-        seen = read_address(self._folder)
-        if seen is not None and turn_of(self._node, order, seen.node) == 0:
+        address = read_address(self._folder)
+        if address is not None and turn_of(self._node, order, address.node) == 0:
             await asyncio.to_thread(import_module, PLANNER)
 
     async def connect(self, epoch: int, order: Sequence[str], over: asyncio.Future) -> Channel:
@@ -213,26 +213,26 @@ class LeaderElection:
         self._lead(lease)
         return True
 
-    def _try(self, record: Callable[[], Record]) -> Record | None:
+    def _try(self, operation: Callable[[], Record]) -> Record | None:
         """What `record` returns, None where the disk does not let it: later."""
         try:
-            return record()
+            return operation()
         except RECORD_ERRORS as error:
             if not self._told:
                 log.error("no election while the run folder cannot be read or written: %s", error)
             self._told = True
             return None
 
-    async def _call(self, seen: CoordinatorAddress) -> Channel:
+    async def _call(self, address: CoordinatorAddress) -> Channel:
         arguments = self._folder.run_id, self._node, self._key, FromCoordinator
-        return await asyncio.wait_for(connect(seen.host, seen.port, *arguments), _CONNECT_S)
+        return await asyncio.wait_for(connect(address.host, address.port, *arguments), _CONNECT_S)
 
 
-def _same_place(one: CoordinatorAddress | None, other: CoordinatorAddress) -> bool:
-    return one is not None and (one.host, one.port, one.epoch) == (
-        other.host,
-        other.port,
-        other.epoch,
+def _same_place(first: CoordinatorAddress | None, second: CoordinatorAddress) -> bool:
+    return first is not None and (first.host, first.port, first.epoch) == (
+        second.host,
+        second.port,
+        second.epoch,
     )
 
 

@@ -53,15 +53,15 @@ class Epoch:
     async def run(self) -> policy.EpochEnd:
         """Runs the epoch; returns what is known once every worker is gone."""
         context = self._context
-        furthest = self._context.furthest_step
+        furthest_before = self._context.furthest_step
         await self._begin()
-        end = asyncio.get_running_loop().time() + self._rules.join_timeout_s
+        ready_deadline = asyncio.get_running_loop().time() + self._rules.join_timeout_s
         while (
-            late := [node for node, member in self._ranked_members() if member.ready is None]
+            unready := [node for node, member in self._ranked_members() if member.ready is None]
         ) and (not self._stopping):
-            event = await context.next_event(end)
+            event = await context.next_event(ready_deadline)
             self._handle(
-                event or Event(context.epoch, late[0], MemberLost("no answer to a new epoch"))
+                event or Event(context.epoch, unready[0], MemberLost("no answer to a new epoch"))
             )
         if not self._stopping:
             first = context.members[context.plan.ranks[0].node]
@@ -70,12 +70,12 @@ class Epoch:
                     node, assignment(context.plan, node, index, first, context.members.values())
                 )
         while self._busy():
-            times = [
+            deadlines = [
                 time
                 for time in (self._deadline, self._elasticity.scale_up.check_at)
                 if time is not None
             ]
-            event = await context.next_event(min(times, default=None))
+            event = await context.next_event(min(deadlines, default=None))
             if event is not None:
                 self._handle(event)
             else:
@@ -86,7 +86,7 @@ class Epoch:
             ends=tuple(self._ends),
             lost=tuple(self._lost),
             request=context.end_request,
-            new_steps=context.furthest_step > furthest,
+            new_steps=context.furthest_step > furthest_before,
             elastic=context.elastic,
             resize=self._resize,
             slow=self._straggler,
@@ -123,8 +123,8 @@ class Epoch:
     def _busy(self) -> list[str]:
         """Nodes whose workers of this epoch may still run. One that was lost and has rejoined has
         none."""
-        over = self._stopped | {loss.node for loss in self._lost}
-        return [node for node, _ in self._ranked_members() if node not in over]
+        finished = self._stopped | {loss.node for loss in self._lost}
+        return [node for node, _ in self._ranked_members() if node not in finished]
 
     @property
     def _all_started(self) -> bool:
@@ -139,27 +139,27 @@ class Epoch:
 
     def _handle(self, event: Event) -> None:
         node = event.node
-        what = event.what
+        message = event.what
         member = self._context.members.get(node)
-        if isinstance(what, MemberLost):
-            return self._on_lost(node, member, what)
+        if isinstance(message, MemberLost):
+            return self._on_lost(node, member, message)
         if member is None:
             return None  # sent before it was lost
-        match what:
+        match message:
             case messages.Ready():
-                member.ready = what
+                member.ready = message
             case messages.Started():
                 self._on_started(node)
             case messages.WorkerExit():
-                self._on_worker_exit(node, what)
+                self._on_worker_exit(node, message)
             case messages.Stopped():
                 self._stopped.add(node)
             case messages.AgentAlive():
-                self._on_alive(node, what)
+                self._on_alive(node, message)
             case messages.TerminationSignal():
-                self._on_termination_signal(node, what)
+                self._on_termination_signal(node, message)
             case messages.Join():
-                self._on_join(node, what)
+                self._on_join(node, message)
             case messages.Warm():
                 self._consider_scale_up()
             case (
@@ -167,17 +167,17 @@ class Epoch:
             ):  # only while the first nodes are awaited; raised by next_event
                 pass
             case _:
-                assert_never(what)
+                assert_never(message)
         return None
 
-    def _on_lost(self, node: str, member: Member | None, what: MemberLost) -> None:
+    def _on_lost(self, node: str, member: Member | None, loss: MemberLost) -> None:
         context = self._context
-        self._elasticity.partition_suspected |= what.silent
-        if member is None or what.member not in (None, member):
+        self._elasticity.partition_suspected |= loss.silent
+        if member is None or loss.member not in (None, member):
             return
         if node in self._ranked:
-            self._lost.append(policy.NodeLoss(node, what.text))
-        context.lose(node, what.text)
+            self._lost.append(policy.NodeLoss(node, loss.text))
+        context.lose(node, loss.text)
         context.recorder.metrics.set("orch_healthy_nodes", len(context.members))
         if node in self._ranked:
             self._stop_all(f"node {node} is lost", self._loss_grace)
@@ -200,28 +200,28 @@ class Epoch:
             self._elasticity.running()
             self._consider_scale_up()
 
-    def _on_worker_exit(self, node: str, what: messages.WorkerExit) -> None:
+    def _on_worker_exit(self, node: str, worker_exit: messages.WorkerExit) -> None:
         context = self._context
-        context.furthest_step = max(context.furthest_step, -1 if what.step is None else what.step)
-        about = structs.asdict(what) | {"tail": tuple(what.tail)}
-        log = str(context.folder.rank_log(what.rank).relative_to(context.folder.path))
-        self._ends.append(policy.WorkerEnd(node=node, order=len(self._ends), log=log, **about))
+        context.furthest_step = max(context.furthest_step, -1 if worker_exit.step is None else worker_exit.step)
+        exit_fields = structs.asdict(worker_exit) | {"tail": tuple(worker_exit.tail)}
+        log_path = str(context.folder.rank_log(worker_exit.rank).relative_to(context.folder.path))
+        self._ends.append(policy.WorkerEnd(node=node, order=len(self._ends), log=log_path, **exit_fields))
         context.note(
             "worker_ended",
-            rank=what.rank,
+            rank=worker_exit.rank,
             on=node,
-            code=what.code,
-            asked=what.asked,
-            step=what.step,
+            code=worker_exit.code,
+            asked=worker_exit.asked,
+            step=worker_exit.step,
         )
-        if what.code != 0:
+        if worker_exit.code != 0:
             reason = (
                 self._fault.text
                 if self._fault
                 else policy.cause_of(self._ends[-1], context.epoch).text
             )
-            saved = what.code == Exit.RESTART  # its peers are saving too: let them
-            self._stop_all(reason, self._rules.grace_s if saved else self._failure_grace)
+            save_in_progress = worker_exit.code == Exit.RESTART  # its peers are saving too: let them
+            self._stop_all(reason, self._rules.grace_s if save_in_progress else self._failure_grace)
 
     def _on_termination_signal(self, node: str, signal: messages.TerminationSignal) -> None:
         """Ends the run; in an elastic run of which nobody asked it, it goes on without that node,
@@ -243,34 +243,34 @@ class Epoch:
     # ---------------------------------------------------------------------------------- hangs and
     #     stragglers
 
-    def _on_alive(self, node: str, what: messages.AgentAlive) -> None:
+    def _on_alive(self, node: str, heartbeat: messages.AgentAlive) -> None:
         if self._stopping or self._fault or not self._all_started:
             return
-        clock = asyncio.get_running_loop().time()
-        self._detector.hear(node, what.seen, clock)
-        if (found := self._detector.diagnosis(clock)) is not None:
-            self._fail(found)
-        elif (slow := self._detector.slow()) is not None:
-            for each, ratio in slow.items():
-                self._context.note("straggler", on=each, ratio=ratio)
-            self._context.record.slow(slow)
-            for each, member in self._ranked_members():
-                member.slowdown = slow.get(each, 1.0)
+        now = asyncio.get_running_loop().time()
+        self._detector.hear(node, heartbeat.seen, now)
+        if (diagnosis := self._detector.diagnosis(now)) is not None:
+            self._fail(diagnosis)
+        elif (slowdowns := self._detector.slow()) is not None:
+            for slow_node, ratio in slowdowns.items():
+                self._context.note("straggler", on=slow_node, ratio=ratio)
+            self._context.record.slow(slowdowns)
+            for slow_node, member in self._ranked_members():
+                member.slowdown = slowdowns.get(slow_node, 1.0)
         self._replace_straggler()
 
-    def _fail(self, found: Diagnosis) -> None:
+    def _fail(self, diagnosis: Diagnosis) -> None:
         """Ends the epoch for a fault: all workers' stacks are saved, and the one at fault is
         killed."""
         context = self._context
-        self._fault = found.cause(context.folder, context.epoch)
+        self._fault = diagnosis.cause(context.folder, context.epoch)
         context.note(
-            "fault_detected", cause=found.kind, reason=found.text, on=found.node, rank=found.rank
+            "fault_detected", cause=diagnosis.kind, reason=diagnosis.text, on=diagnosis.node, rank=diagnosis.rank
         )
         for node, _ in self._ranked_members():
-            end = [found.rank] if node == found.node and found.rank is not None else []
-            self._send(node, messages.Examine(reason=found.text, end=end))
-        if found.rank is None:
-            self._stop_all(found.text, self._loss_grace)
+            ranks_to_kill = [diagnosis.rank] if node == diagnosis.node and diagnosis.rank is not None else []
+            self._send(node, messages.Examine(reason=diagnosis.text, end=ranks_to_kill))
+        if diagnosis.rank is None:
+            self._stop_all(diagnosis.text, self._loss_grace)
 
     def _fault_with_tail(self) -> Cause | None:
         """The fault, with the exit code and last log lines of its worker."""
@@ -281,11 +281,11 @@ class Epoch:
         )
 
     def _replace_straggler(self) -> None:
-        nodes = self._detector.lastingly_slow()
-        if not nodes or self._rules.on_straggler != "exclude" or self._stopping or self._fault:
+        slowdowns = self._detector.lastingly_slow()
+        if not slowdowns or self._rules.on_straggler != "exclude" or self._stopping or self._fault:
             return
         if len(self._elasticity.ready_nodes()) > len(self._nodes):
-            slowest, ratio = max(nodes.items(), key=lambda item: item[1])
+            slowest, ratio = max(slowdowns.items(), key=lambda item: item[1])
             self._resize = (
                 f"{slowest} is slow: its own compute time is {ratio:g} times the median of its"
                 " peers'"
@@ -350,8 +350,8 @@ def assignment(
 def _addresses(members: Iterable[Member]) -> set[str]:
     """All addresses that the nodes may connect from, as far as they know, and as seen from here."""
     return {
-        one
-        for m in members
-        for one in (m.join.address, m.channel.address, *m.join.addresses)
-        if one
+        address
+        for member in members
+        for address in (member.join.address, member.channel.address, *member.join.addresses)
+        if address
     }

@@ -80,24 +80,24 @@ class FinalCheckpoint:
         """
         loop = asyncio.get_running_loop()
         self._end = loop.time() + self._context.rules.grace_s
-        text = ""
+        clause = ""
         while nodes := list(self._members):
             attempt = _Attempt(nodes)
             await self._try(attempt)
             if attempt.step is not None:
-                text = f"the state after step {attempt.step} was saved from the nodes' memories"
+                clause = f"the state after step {attempt.step} was saved from the nodes' memories"
             elif loop.time() >= self._end:
-                text = "what the nodes' memories hold was not saved in time"
+                clause = "what the nodes' memories hold was not saved in time"
             elif attempt.error:
-                text = f"what the nodes' memories hold was not saved: {attempt.error}"
-            again = attempt.step is None and bool(attempt.gone) and loop.time() < self._end
+                clause = f"what the nodes' memories hold was not saved: {attempt.error}"
+            retry = attempt.step is None and bool(attempt.gone) and loop.time() < self._end
             self._record.end_final_checkpoint(
-                "saved" if attempt.step is not None else "not saved" if text else "nothing to save"
+                "saved" if attempt.step is not None else "not saved" if clause else "nothing to save"
             )
-            self._context.note("flush_ended", step=attempt.step, reason=text, again=again)
-            if not again:  # else a node was lost meanwhile: the others may have all that is needed
+            self._context.note("flush_ended", step=attempt.step, reason=clause, again=retry)
+            if not retry:  # else a node was lost meanwhile: the others may have all that is needed
                 break
-        return text
+        return clause
 
     async def _try(self, attempt: _Attempt) -> None:
         self._record.update(state="stopping", reason="saving what the nodes' memories hold")
@@ -126,13 +126,13 @@ class FinalCheckpoint:
     def _assign(self, nodes: list[str]) -> None:
         first = self._members[nodes[0]]
         for index, node in enumerate(nodes):
-            trains = assignment(self._context.plan, node, index, first, self._members.values())
-            saves = {
+            training = assignment(self._context.plan, node, index, first, self._members.values())
+            saving = {
                 "ranks": [messages.RankAssignment(index, 0)],
                 "world_size": len(nodes),
                 "final_checkpoint": True,
             }
-            self._send(node, structs.replace(trains, **saves))
+            self._send(node, structs.replace(training, **saving))
 
     def _send(self, node: str, message: messages.Prepare | messages.Assign | messages.Stop) -> None:
         if member := self._members.get(node):
@@ -145,19 +145,19 @@ class FinalCheckpoint:
         if event is None:
             return False
         node = event.node
-        what = event.what
+        message = event.what
         member = self._members.get(node)
-        if isinstance(what, MemberLost):
-            if member is not None and what.member in (None, member):
-                self._context.lose(node, what.text)
+        if isinstance(message, MemberLost):
+            if member is not None and message.member in (None, member):
+                self._context.lose(node, message.text)
                 attempt.gone.add(node)
-        elif isinstance(what, messages.Ready) and member is not None:
-            member.ready = what
-        elif isinstance(what, messages.WorkerExit):
-            attempt.ends.append(what)
-        elif isinstance(what, messages.Stopped):
+        elif isinstance(message, messages.Ready) and member is not None:
+            member.ready = message
+        elif isinstance(message, messages.WorkerExit):
+            attempt.ends.append(message)
+        elif isinstance(message, messages.Stopped):
             attempt.stopped.add(node)
-        elif isinstance(what, messages.TerminationSignal) and what.force:
+        elif isinstance(message, messages.TerminationSignal) and message.force:
             self._end = min(self._end, asyncio.get_running_loop().time())
             return False
         return True

@@ -93,13 +93,13 @@ class Membership:
         assert task is not None
         self._tasks.add(task)
         channel = member = None
-        text = "connection closed"
+        loss_reason = "connection closed"
         try:
             channel = await self._admission.admit(reader, writer)
             if channel is None:
                 return
-            first = await asyncio.wait_for(channel.receive(), _JOIN_S)
-            member = self._admit(channel, first)
+            first_message = await asyncio.wait_for(channel.receive(), _JOIN_S)
+            member = self._admit(channel, first_message)
             while member and (received := await channel.receive()) is not None:
                 if self.members.get(member.join.node) is not member:
                     break  # dropped meanwhile; what it still says is not for this run
@@ -107,11 +107,11 @@ class Membership:
                 self._on_message(member, *received)
         except asyncio.CancelledError:
             # the end of this task, and asyncio's streams log any other
-            text = "the coordinator leaves"
+            loss_reason = "the coordinator leaves"
         except (Refused, TimeoutError) as error:
             assert channel is not None
             reason = str(error) or "no join"
-            text = f"refused: {reason}"
+            loss_reason = f"refused: {reason}"
             self._refusals.refused(
                 f"node {channel.peer}", str(writer.get_extra_info("peername")), reason
             )
@@ -119,17 +119,17 @@ class Membership:
             if channel:
                 await channel.close()
             if member and self.members.get(member.join.node) is member:
-                self._tell(member.join.node, MemberLost(text, member))
+                self._tell(member.join.node, MemberLost(loss_reason, member))
             self._tasks.discard(task)
 
     def _note_refusal(self, peer: str, reason: str, count: int) -> None:
         self._note("connection_refused", peer=peer, reason=reason, count=count)
 
     def _admit(
-        self, channel: Channel, first: tuple[int, messages.FromAgent] | None
+        self, channel: Channel, first_message: tuple[int, messages.FromAgent] | None
     ) -> Member | None:
         """Makes the newcomer a member, or tells it why not."""
-        epoch, join = first or (-1, None)
+        epoch, join = first_message or (-1, None)
         if not isinstance(join, messages.Join):
             raise Refused("the first message was no join")
         code = None
@@ -150,10 +150,10 @@ class Membership:
                 f"node {join.node} holds plan {join.plan_hash[:12]}, not {self._plan.hash[:12]}"
             )
         elif join.gpus < self._plan.cluster.gpus_per_node:
-            have = join.gpus
-            need = self._plan.cluster.gpus_per_node
+            gpus_present = join.gpus
+            gpus_needed = self._plan.cluster.gpus_per_node
             code = Exit.NODE
-            reason = f"node {join.node} has {have} of {need} GPUs"
+            reason = f"node {join.node} has {gpus_present} of {gpus_needed} GPUs"
         if code is not None:
             channel.send(self._epoch(), messages.Done(code=int(code), reason=reason))
             self._note("join_refused", on=join.node, reason=reason)
@@ -205,29 +205,29 @@ class Membership:
         member.channel.send(self._epoch(), messages.Fenced(reason=reason))
         self._tell(node, MemberLost(reason, member, silent))
 
-    def drop(self, node: str, event: str, text: str) -> None:
+    def drop(self, node: str, event: str, reason: str) -> None:
         """Removes a member; its connection is closed, and its messages are ignored."""
         member = self.members.pop(node, None)
         if member:
-            self._note(event, on=node, reason=text)
-            close = asyncio.create_task(member.channel.close())
-            self._tasks.add(close)
-            close.add_done_callback(self._tasks.discard)
+            self._note(event, on=node, reason=reason)
+            closing = asyncio.create_task(member.channel.close())
+            self._tasks.add(closing)
+            closing.add_done_callback(self._tasks.discard)
 
-    async def tick(self, each: Callable[[], None]) -> None:
+    async def tick(self, on_heartbeat: Callable[[], None]) -> None:
         """Sends heartbeats, with `each` called every time, and finds members that are silent.
 
         See protocol/heartbeat.py.
         """
-        most = timeout_ticks(self._silence_s, _TICK_S)
+        timeout = timeout_ticks(self._silence_s, _TICK_S)
         clock = asyncio.get_running_loop().time
-        beat = HeartbeatTimer(_TICK_S, clock())
+        timer = HeartbeatTimer(_TICK_S, clock())
         while True:
             began = clock()
             await asyncio.sleep(_TICK_S)
-            due, in_time = beat.tick(began, clock())
+            due, in_time = timer.tick(began, clock())
             if due:
-                each()
+                on_heartbeat()
                 self._refusals.flush()
             for node, member in list(self.members.items()):
                 if due:
@@ -235,7 +235,7 @@ class Membership:
                         self._epoch(), messages.CoordinatorAlive(slowdown=member.slowdown)
                     )
                 member.silent_ticks += in_time
-                if in_time and member.silent_ticks == most:
+                if in_time and member.silent_ticks == timeout:
                     self._fence(node, f"silent for {self._silence_s:g} s", silent=True)
 
     def close(self) -> None:

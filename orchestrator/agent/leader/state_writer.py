@@ -86,7 +86,7 @@ class StateWriter:
     def causes(self) -> list[Cause]:
         """What went wrong in this attempt, oldest first, as far as it is kept."""
         return [
-            x.cause for x in self._state.epochs if x.cause and x.epoch >= self._state.first_epoch
+            epoch.cause for epoch in self._state.epochs if epoch.cause and epoch.epoch >= self._state.first_epoch
         ]
 
     @property
@@ -186,8 +186,8 @@ class StateWriter:
         self.update(nodes=nodes)
 
     def _publish(self, nodes: dict[str, NodeState]) -> None:
-        here = {name: node for name, node in nodes.items() if node.state in ("joined", "running")}
-        self._discovery.publish({name: node.metrics for name, node in here.items() if node.metrics})
+        present = {name: node for name, node in nodes.items() if node.state in ("joined", "running")}
+        self._discovery.publish({name: node.metrics for name, node in present.items() if node.metrics})
 
     def begin_epoch(self) -> None:
         """Starts an epoch, one higher than any before. Before anybody hears of it, `retry` must
@@ -205,17 +205,17 @@ class StateWriter:
     def take_over(self) -> set[str]:
         """Ends the epoch of the last coordinator, and counts its node as lost. Returns that node,
         if it was one."""
-        led = self._led_by
-        text = f"{led}: the coordinator is gone"
-        cause = Cause(kind="coordinator_lost", text=text, epoch=self._state.epoch, node=led)
+        old_leader = self._led_by
+        reason = f"{old_leader}: the coordinator is gone"
+        cause = Cause(kind="coordinator_lost", text=reason, epoch=self._state.epoch, node=old_leader)
         if self._state.epochs and self._state.epochs[-1].outcome is None:
             self._last_epoch(ended_at=self._clock(), outcome="restart", cause=cause)
-        self.update(state="restarting", reason=text)
-        if led not in self._state.nodes or led == self._node:
+        self.update(state="restarting", reason=reason)
+        if old_leader not in self._state.nodes or old_leader == self._node:
             return set()
-        if self._state.nodes[led].state != "ended":
-            self.lost(led)
-        return {led}
+        if self._state.nodes[old_leader].state != "ended":
+            self.lost(old_leader)
+        return {old_leader}
 
     def replanned(self, plan: Plan) -> None:
         """Records that another plan is in force."""
@@ -231,9 +231,9 @@ class StateWriter:
     def left(self, node: str) -> None:
         self._gone(node, "ended")
 
-    def _gone(self, node: str, how: str) -> None:
+    def _gone(self, node: str, node_state: str) -> None:
         if node in self._state.nodes:
-            nodes = self._state.nodes | {node: _replace(self._state.nodes[node], state=how)}
+            nodes = self._state.nodes | {node: _replace(self._state.nodes[node], state=node_state)}
             self.update(nodes=nodes)
 
     def end_epoch(self, decision: Decision) -> None:
@@ -243,11 +243,11 @@ class StateWriter:
         )
         if decision.again:
             self._nodes("joined")
-            spent = {
+            restarts = {
                 "restarts": decision.budget.used,
                 "restarts_by_cause": dict(decision.budget.by_cause),
             }
-            self.update(state="restarting", reason=decision.reason, **spent)
+            self.update(state="restarting", reason=decision.reason, **restarts)
 
     def end_final_checkpoint(self, outcome: str) -> None:
         """Ends an epoch that only saved; it is no fault."""
@@ -274,14 +274,14 @@ class StateWriter:
         self.update()
 
     def _nodes(self, state: str) -> None:
-        def after(node: NodeState) -> NodeState:
-            gone = node.state in ("lost", "ended")
+        def with_state(node: NodeState) -> NodeState:
+            ended = node.state in ("lost", "ended")
             spare = state == "running" and not node.ranks
-            return node if gone or spare else _replace(node, state=state)
+            return node if ended or spare else _replace(node, state=state)
 
-        nodes = {name: after(node) for name, node in self._state.nodes.items()}
+        nodes = {name: with_state(node) for name, node in self._state.nodes.items()}
         self._state = _replace(self._state, nodes=nodes)
 
     def _last_epoch(self, **changes: object) -> None:
-        *before, last = self._state.epochs
-        self._state = _replace(self._state, epochs=[*before, _replace(last, **changes)])
+        *earlier, last = self._state.epochs
+        self._state = _replace(self._state, epochs=[*earlier, _replace(last, **changes)])

@@ -128,32 +128,32 @@ class Agent:
             return
         force = self._insisted and insists
         self._insisted = self._insisted or insists
-        told = f"{self._node}: {reason}"
-        notice = messages.TerminationSignal(reason=told, signal=signal_name, force=force)
-        self._pass_on(reason, notice)
+        node_reason = f"{self._node}: {reason}"
+        termination = messages.TerminationSignal(reason=node_reason, signal=signal_name, force=force)
+        self._pass_on(reason, termination)
 
     def end_as_asked(self, force: bool) -> None:
         """Tells the coordinator that people want the run to end."""
-        wish = unwritten_end(force).text
-        notice = messages.TerminationSignal(
-            reason=wish,
+        reason = unwritten_end(force).text
+        termination = messages.TerminationSignal(
+            reason=reason,
             signal="SIGTERM",
             force=force,
             by_people=True,
         )
-        self._pass_on(wish, notice)
+        self._pass_on(reason, termination)
 
-    def _pass_on(self, reason: str, notice: messages.TerminationSignal) -> None:
+    def _pass_on(self, reason: str, termination: messages.TerminationSignal) -> None:
         """`reason`: as this node says it."""
         self._signalled = True
-        self._notice = notice
+        self._notice = termination
         log.warning("%s", reason)
-        self._recorder.event("notice", reason=reason, force=notice.force)
+        self._recorder.event("notice", reason=reason, force=termination.force)
         if self._channel is None:
             self._finish(Exit.RESTART, reason)
             return
-        self._send(notice)
-        if notice.force:
+        self._send(termination)
+        if termination.force:
             self._control.kill()
 
     def leave(self, code: int, reason: str) -> None:
@@ -210,7 +210,7 @@ class Agent:
     async def _heartbeats(self, channel: Channel) -> None:
         """Sends heartbeats, and aborts the connection when the coordinator is silent. See
         protocol/heartbeat.py."""
-        most = timeout_ticks(self._rules.heartbeat_timeout_s, LOOK_S)
+        timeout = timeout_ticks(self._rules.heartbeat_timeout_s, LOOK_S)
         clock = asyncio.get_running_loop().time
         timer = HeartbeatTimer(LOOK_S, clock())
         while True:
@@ -219,12 +219,12 @@ class Agent:
             due, in_time = timer.tick(began, clock())
             self._control.watch()
             pids = self._control.pids
-            seen = self._recorder.progress.look(pids)
-            if due or self._few_nodes or any(one.is_frozen for one in seen):
-                self._send(messages.AgentAlive(step=self._recorder.furthest_step, seen=seen))
+            workers = self._recorder.progress.look(pids)
+            if due or self._few_nodes or any(worker.is_frozen for worker in workers):
+                self._send(messages.AgentAlive(step=self._recorder.furthest_step, seen=workers))
             self._recorder.metrics.set("orch_workers", len(pids))
             self._silent_ticks += in_time
-            if in_time and self._silent_ticks == most:
+            if in_time and self._silent_ticks == timeout:
                 channel.abort()  # _listen goes on from there
 
     async def _listen(self, channel: Channel) -> None:

@@ -74,22 +74,22 @@ class FixedCoordinator:
         self._join_timeout_s = join_timeout_s
 
     async def connect(self, epoch: int, order: Sequence[str], over: asyncio.Future) -> Channel:
-        end = time.monotonic() + self._join_timeout_s
+        deadline = time.monotonic() + self._join_timeout_s
         problem = "it has not said where it listens"
         while not over.done():
             try:
-                where = msgspec.json.decode(
+                address = msgspec.json.decode(
                     self._folder.coordinator.read_bytes(), type=CoordinatorAddress
                 )
                 arguments = self._folder.run_id, self._node, self._key, FromCoordinator
-                return await connect(where.host, where.port, *arguments)
+                return await connect(address.host, address.port, *arguments)
             except WrongKey:
                 raise
             except FileNotFoundError:  # not yet
                 pass
             except (OSError, Refused, *UNREADABLE) as error:
                 problem = str(error)
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 break
             await asyncio.sleep(_POLL_S)
         raise NoCoordinator(Exit.CAPACITY, f"no coordinator: {problem}")

@@ -62,26 +62,26 @@ def bind(
     domains = _cores_of_domains(root)
     if sum(map(bool, domains.values())) < 2:
         return Binding(free)
-    seen = _visible_gpus(_gpus(root), environ)
-    if not seen or not (len(seen) == workers or (one_gpu_each and len(seen) > workers)):
+    visible_gpus = _visible_gpus(_gpus(root), environ)
+    if not visible_gpus or not (len(visible_gpus) == workers or (one_gpu_each and len(visible_gpus) > workers)):
         return Binding(free)
     for name in _OWN_BINDING:
         if environ.get(name, "").lower() not in _NO_BINDING:
             return Binding(free, f"{name} is set")
-    found = [_domain_of(root, candidates, domains) for candidates in seen[:workers]]
+    worker_domains = [_domain_of(root, candidates, domains) for candidates in visible_gpus[:workers]]
     cores = free
     reason = ""
-    for domain in sorted({one for one in found if one is not None}):
-        ours = found.count(domain)
-        here = domains[domain] & allowed
-        if len(here) < max(ours, _LEAST_SHARE * len(allowed) * ours / workers):
+    for domain in sorted({worker_domain for worker_domain in worker_domains if worker_domain is not None}):
+        bound_workers = worker_domains.count(domain)
+        domain_cores = domains[domain] & allowed
+        if len(domain_cores) < max(bound_workers, _LEAST_SHARE * len(allowed) * bound_workers / workers):
             reason = (
-                f"{ours} of {workers} workers have a GPU of NUMA domain {domain}, where this job"
+                f"{bound_workers} of {workers} workers have a GPU of NUMA domain {domain}, where this job"
                 " may use "
             )
-            reason += f"{len(here)} of its {len(allowed)} cores"
+            reason += f"{len(domain_cores)} of its {len(allowed)} cores"
         else:
-            cores = [here if one == domain else had for one, had in zip(found, cores, strict=True)]
+            cores = [domain_cores if worker_domain == domain else worker_cores for worker_domain, worker_cores in zip(worker_domains, cores, strict=True)]
     return Binding(cores, reason)
 
 
@@ -102,7 +102,7 @@ def as_list(cores: Set[int]) -> str:
     """As the kernel writes it: `0-15,32-47`."""
     runs = [
         [core for _, core in run]
-        for _, run in groupby(enumerate(sorted(cores)), lambda one: one[1] - one[0])
+        for _, run in groupby(enumerate(sorted(cores)), lambda numbered_core: numbered_core[1] - numbered_core[0])
     ]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
@@ -113,7 +113,7 @@ def as_list(cores: Set[int]) -> str:
 def _gpus(root: Path) -> list[Gpu]:
     """The NVIDIA GPUs that this process may open, in the order in which CUDA numbers those of one
     model."""
-    found: list[Gpu] = []
+    gpus: list[Gpu] = []
     for folder in root.glob("proc/driver/nvidia/gpus/*"):
         with contextlib.suppress(OSError, ValueError):  # one that fell off the bus
             lines = (folder / "information").read_text().splitlines()
@@ -121,7 +121,7 @@ def _gpus(root: Path) -> list[Gpu]:
                 name.strip(): value.strip()
                 for name, _, value in (line.partition(":") for line in lines)
             }
-            address = tuple(int(part, 16) for part in folder.name.replace(".", ":").split(":"))
+            address = tuple(int(number, 16) for number in folder.name.replace(".", ":").split(":"))
             device = root / "dev" / f"nvidia{facts.get('Device Minor', '')}"
             # Slurm's devices cgroup leaves the files and denies the access
             if (
@@ -129,8 +129,8 @@ def _gpus(root: Path) -> list[Gpu]:
                 and facts.get("GPU Excluded") != "Yes"
                 and os.access(device, os.R_OK | os.W_OK)
             ):
-                found.append(Gpu(address, facts.get("GPU UUID", ""), facts.get("Model", "")))
-    return sorted(found, key=lambda gpu: gpu.address)
+                gpus.append(Gpu(address, facts.get("GPU UUID", ""), facts.get("Model", "")))
+    return sorted(gpus, key=lambda gpu: gpu.address)
 
 
 def _visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Sequence[Gpu]]:
@@ -140,28 +140,28 @@ def _visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Seque
     numbered = (
         len({gpu.model for gpu in gpus}) == 1 or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     )
-    words = (
+    identifiers = (
         environ[VISIBLE].split(",")
         if VISIBLE in environ
         else [str(number) for number in range(len(gpus))]
     )
-    found: list[Sequence[Gpu]] = []
-    for word in map(str.strip, words):
-        if word.isdecimal() and int(word) < len(gpus):
-            found.append([gpus[int(word)]] if numbered else gpus)
-        elif word.startswith("GPU-"):
-            found.append([gpu for gpu in gpus if gpu.uuid.startswith(word)])
-        elif word.startswith("MIG-GPU-"):  # its GPU's UUID and two numbers: of drivers before 470
-            found.append(
-                [gpu for gpu in gpus if gpu.uuid == word.removeprefix("MIG-").split("/")[0]]
+    visible: list[Sequence[Gpu]] = []
+    for identifier in map(str.strip, identifiers):
+        if identifier.isdecimal() and int(identifier) < len(gpus):
+            visible.append([gpus[int(identifier)]] if numbered else gpus)
+        elif identifier.startswith("GPU-"):
+            visible.append([gpu for gpu in gpus if gpu.uuid.startswith(identifier)])
+        elif identifier.startswith("MIG-GPU-"):  # its GPU's UUID and two numbers: of drivers before 470
+            visible.append(
+                [gpu for gpu in gpus if gpu.uuid == identifier.removeprefix("MIG-").split("/")[0]]
             )
-        elif word.startswith(
+        elif identifier.startswith(
             "MIG-"
         ):  # a part of some GPU; only the driver's library knows of which
-            found.append(gpus)
+            visible.append(gpus)
         else:
             break
-    return found
+    return visible
 
 
 # ------------------------------------------------------------------------------------------ NUMA
@@ -173,8 +173,8 @@ def _domain_of(
 ) -> int | None:
     """The domain with cores that is nearest to whichever of the GPUs it is; None where that is not
     known."""
-    found = {_domain_of_gpu(root, gpu, domains) for gpu in candidates}
-    return found.pop() if len(found) == 1 else None
+    candidate_domains = {_domain_of_gpu(root, gpu, domains) for gpu in candidates}
+    return candidate_domains.pop() if len(candidate_domains) == 1 else None
 
 
 def _domain_of_gpu(root: Path, gpu: Gpu, domains: Mapping[int, Set[int]]) -> int | None:
@@ -183,28 +183,28 @@ def _domain_of_gpu(root: Path, gpu: Gpu, domains: Mapping[int, Set[int]]) -> int
         if domains.get(domain):
             return domain
         # domains of memory alone; -1, of a virtual machine that does not say it, has no folder
-        row = map(int, _read(_folder(root) / f"node{domain}" / "distance").split())
-        reach = zip(row, sorted(domains), strict=True)
-        return min((far, other) for far, other in reach if domains[other])[1]
+        distances = map(int, _read(_folder(root) / f"node{domain}" / "distance").split())
+        domains_by_distance = zip(distances, sorted(domains), strict=True)
+        return min((distance, neighbor) for distance, neighbor in domains_by_distance if domains[neighbor])[1]
     except (OSError, ValueError):
         return None
 
 
 def _cores_of_domains(root: Path) -> dict[int, Set[int]]:
-    found: dict[int, Set[int]] = {}
+    cores: dict[int, Set[int]] = {}
     for folder in _folder(root).glob("node[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
-            found[int(folder.name.removeprefix("node"))] = _cores(_read(folder / "cpulist"))
-    return found
+            cores[int(folder.name.removeprefix("node"))] = _cores(_read(folder / "cpulist"))
+    return cores
 
 
 def _folder(root: Path) -> Path:
     return root / "sys/devices/system/node"
 
 
-def _cores(text: str) -> set[int]:
+def _cores(cpu_list: str) -> set[int]:
     """Of a list as the kernel writes it: `0-15,32-47`."""
-    spans = [part.partition("-") for part in text.split(",") if part]
+    spans = [span.partition("-") for span in cpu_list.split(",") if span]
     return {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}
 
 

@@ -16,10 +16,10 @@ _MOST_S = 5.0  # for one piece of work; on a healthy disk it takes milliseconds
 T = TypeVar("T")
 
 
-def append(path: Path, text: str) -> None:
+def append(path: Path, lines: str) -> None:
     """Adds to a log what orch has to say there, if the disk takes it."""
     with contextlib.suppress(OSError), path.open("a") as file:
-        file.write(text)
+        file.write(lines)
 
 
 class Disk:
@@ -38,39 +38,39 @@ class Disk:
     def hangs(self) -> bool:
         return self._late > 0
 
-    async def do(self, work: Callable[[], T], otherwise: T) -> T:
+    async def do(self, operation: Callable[[], T], default: T) -> T:
         """What `work()` returns; `otherwise` if it fails with an OSError, or hangs."""
         if self.hangs:
-            return otherwise
+            return default
         if self._thread is None:  # a daemon: one that hangs keeps no process from its end
             self._thread = threading.Thread(target=self._serve, name="disk", daemon=True)
             self._thread.start()
-        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._orders.put((work, done))
-        finished, _ = await asyncio.wait([done], timeout=self._most_s)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._orders.put((operation, future))
+        finished, _ = await asyncio.wait([future], timeout=self._most_s)
         if not finished:
             self._late += 1
-            done.add_done_callback(self._ended_late)
-            return otherwise
+            future.add_done_callback(self._ended_late)
+            return default
         with contextlib.suppress(OSError):
-            return done.result()
-        return otherwise
+            return future.result()
+        return default
 
     def close(self) -> None:
         self._orders.put(None)
 
-    def _ended_late(self, done: asyncio.Future[Any]) -> None:
+    def _ended_late(self, future: asyncio.Future[Any]) -> None:
         self._late -= 1
-        done.exception()  # of no interest any more
+        future.exception()  # of no interest any more
 
     def _serve(self) -> None:
-        while (order := self._orders.get()) is not None:
-            work, done = order
+        while (task := self._orders.get()) is not None:
+            operation, future = task
             try:
-                tell = done.set_result
-                found = work()
+                set_outcome = future.set_result
+                outcome = operation()
             except Exception as error:
-                tell = done.set_exception
-                found = error
+                set_outcome = future.set_exception
+                outcome = error
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                done.get_loop().call_soon_threadsafe(tell, found)
+                future.get_loop().call_soon_threadsafe(set_outcome, outcome)

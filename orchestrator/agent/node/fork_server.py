@@ -87,8 +87,8 @@ def settle(supervisor: int, log: int, report: int, store: int | None, cores: Seq
     for signum in (*SIGNALS, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     die_with_parent(supervisor)
-    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    sources = {0: nothing, 1: log, 2: log, REPORT_FD: report} | (
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    sources = {0: null, 1: log, 2: log, REPORT_FD: report} | (
         {} if store is None else {STORE_FD: store}
     )
     # out of the way of the numbers above
@@ -136,12 +136,12 @@ class ForkServer:
             # a collection in a worker would write to, and so copy, every page it shares with this
             # process
             gc.freeze()
-            between = os.fork()
-            if between == 0:
+            intermediate = os.fork()
+            if intermediate == 0:
                 self._fork_worker(order, *descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
-            os.waitpid(between, 0)
+            os.waitpid(intermediate, 0)
 
     def _fork_worker(
         self, order: dict, log: int, report: int, go_ahead: int, store: int | None = None

@@ -152,12 +152,12 @@ class _Histogram:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        running = 0.0
-        result: list[tuple[str, float]] = []
+        total = 0.0
+        bounds_and_counts: list[tuple[str, float]] = []
         for bound, count in zip((*BUCKETS, float("inf")), self.counts, strict=True):
-            running += count
-            result.append(("+Inf" if bound == float("inf") else str(bound), running))
-        return result
+            total += count
+            bounds_and_counts.append(("+Inf" if bound == float("inf") else str(bound), total))
+        return bounds_and_counts
 
 
 class NodeMetrics(Collector):
@@ -192,8 +192,8 @@ class NodeMetrics(Collector):
         """Starts an epoch: gauges of older epochs are dropped, counters are kept."""
         self.enter("rendezvous")
         self._epoch = epoch
-        keep = ("orch_last_durable", "orch_checkpoint", "orch_healthy", "orch_wanted", "orch_spare")
-        self._gauges = {k: v for k, v in self._gauges.items() if k[0].startswith(keep)}
+        kept_prefixes = ("orch_last_durable", "orch_checkpoint", "orch_healthy", "orch_wanted", "orch_spare")
+        self._gauges = {key: value for key, value in self._gauges.items() if key[0].startswith(kept_prefixes)}
         self._memory.clear()
         self._bubbles.clear()
         self._dropped.clear()
@@ -210,9 +210,9 @@ class NodeMetrics(Collector):
         self._say_plan()
 
     def _say_plan(self) -> None:
-        par = self._plan.parallel
-        degrees = (str(getattr(par, axis)) for axis in ("tp", "cp", "ep", "pp", "dp", "zero"))
-        self.set("orch_plan_info", 1, self._plan.hash[:16], *degrees, par.schedule)
+        parallel = self._plan.parallel
+        degrees = (str(getattr(parallel, axis)) for axis in ("tp", "cp", "ep", "pp", "dp", "zero"))
+        self.set("orch_plan_info", 1, self._plan.hash[:16], *degrees, parallel.schedule)
 
     def enter(self, state: WallState) -> None:
         """Sets the state that this node's time counts as, until its next step."""
@@ -231,9 +231,9 @@ class NodeMetrics(Collector):
             self._ranks and report.rank == self._ranks[0]
         ):  # one worker speaks for the node's progress
             stall_s = report.phase_s.get("checkpoint", 0.0)
-            back_s = self._wall.step(report.step, report.step_s, stall_s, self._clock())
-            if back_s is not None:
-                self._recoveries.setdefault((), _Histogram()).observe(back_s)
+            recovery_s = self._wall.step(report.step, report.step_s, stall_s, self._clock())
+            if recovery_s is not None:
+                self._recoveries.setdefault((), _Histogram()).observe(recovery_s)
             self.add("orch_step", 1)
             self.add(
                 "orch_tokens", report.tokens * len(self._ranks) / self._plan.parallel.world_size
@@ -261,8 +261,8 @@ class NodeMetrics(Collector):
         if report.memory_bytes:
             self._memory[report.rank] = report.memory_bytes
             for category in report.memory_bytes:
-                worst = max(memory.get(category, 0) for memory in self._memory.values())
-                self.set("orch_memory_bytes", worst, category)
+                largest = max(memory.get(category, 0) for memory in self._memory.values())
+                self.set("orch_memory_bytes", largest, category)
         if report.bubble_ratio is not None:
             self._bubbles[report.rank] = report.bubble_ratio
             self.set("orch_pipeline_bubble_ratio", max(self._bubbles.values()))
@@ -306,39 +306,39 @@ class NodeMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         self._wall.look(self._clock())
         self.set("orch_ettr_ratio", self._wall.ettr)
-        for name, text in _COUNTERS.items():
-            family = CounterMetricFamily(name, text, labels=_LABELS + _EXTRA.get(name, []))
-            for (which, labels), value in list(self._counters.items()):
-                if which == name:
+        for name, help_text in _COUNTERS.items():
+            family = CounterMetricFamily(name, help_text, labels=_LABELS + _EXTRA.get(name, []))
+            for (series, labels), value in list(self._counters.items()):
+                if series == name:
                     family.add_metric([self._job, self._node, *labels], value)
             yield family
-        for name, text in _GAUGES.items():
+        for name, help_text in _GAUGES.items():
             gauge = GaugeMetricFamily(
-                name, text, labels=[*_LABELS, "plan_epoch", *_EXTRA.get(name, [])]
+                name, help_text, labels=[*_LABELS, "plan_epoch", *_EXTRA.get(name, [])]
             )
-            for (which, labels), value in list(self._gauges.items()):
-                if which == name:
+            for (series, labels), value in list(self._gauges.items()):
+                if series == name:
                     gauge.add_metric([self._job, self._node, str(self._epoch), *labels], value)
             yield gauge
-        text = "Duration of a step and of its phases, as reported by the node's first worker."
-        yield self._histogram("orch_step_duration_seconds", text, ["phase"], self._durations)
-        text = (
+        help_text = "Duration of a step and of its phases, as reported by the node's first worker."
+        yield self._histogram("orch_step_duration_seconds", help_text, ["phase"], self._durations)
+        help_text = (
             "Duration of a save, from the first byte to durable, if a worker of this node"
             " reports it."
         )
-        yield self._histogram("orch_checkpoint_duration_seconds", text, [], self._saves)
+        yield self._histogram("orch_checkpoint_duration_seconds", help_text, [], self._saves)
 
-        text = (
+        help_text = (
             "From the first sign of an epoch's end to the start of the next step, if steps were"
             " interrupted."
         )
-        yield self._histogram("orch_recovery_duration_seconds", text, [], self._recoveries)
+        yield self._histogram("orch_recovery_duration_seconds", help_text, [], self._recoveries)
 
     def _histogram(
-        self, name: str, text: str, extra: list[str], found: Mapping[tuple[str, ...], _Histogram]
+        self, name: str, help_text: str, label_names: list[str], histograms: Mapping[tuple[str, ...], _Histogram]
     ) -> Metric:
-        family = HistogramMetricFamily(name, text, labels=[*_LABELS, *extra])
-        for labels, histogram in list(found.items()):
+        family = HistogramMetricFamily(name, help_text, labels=[*_LABELS, *label_names])
+        for labels, histogram in list(histograms.items()):
             family.add_metric(
                 [self._job, self._node, *labels], histogram.cumulative(), histogram.total
             )
@@ -364,18 +364,18 @@ async def serve(
     OSError: `host` is no address of this machine.
     """
 
-    asking: dict[asyncio.StreamWriter, None] = {}  # oldest first
+    connections: dict[asyncio.StreamWriter, None] = {}  # oldest first
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(asking) >= _MOST_ASKING:
-            oldest = next(iter(asking))
-            del asking[oldest]
+        if len(connections) >= _MOST_ASKING:
+            oldest = next(iter(connections))
+            del connections[oldest]
             oldest.transport.abort()
-        asking[writer] = None
+        connections[writer] = None
         try:
             await answer(reader, writer)
         finally:
-            asking.pop(writer, None)
+            connections.pop(writer, None)
             writer.close()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -383,11 +383,11 @@ async def serve(
             OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
         ):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _REQUEST_S)
-            first, *rest = head.decode("latin-1").split("\r\n")
+            request_line, *header_lines = head.decode("latin-1").split("\r\n")
             headers = {
-                k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)
+                header.strip().lower(): content.strip() for header, _, content in (line.partition(":") for line in header_lines)
             }
-            method, path, *_ = [*first.split(" "), "", ""]
+            method, path, *_ = [*request_line.split(" "), "", ""]
             path = path.split("?")[0]
             if path not in ("/metrics", "/targets"):
                 status = "404 Not Found"

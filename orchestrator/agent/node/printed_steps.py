@@ -101,84 +101,84 @@ class PrintedSteps:
             log = self._logs.get(rank)
             if log is None:  # given up
                 return
-            before = log.offset
-            start, grown = await self._disk.do(lambda: _grown(log.path, before), (before, b""))
+            offset = log.offset
+            start, new_bytes = await self._disk.do(lambda: _grown(log.path, offset), (offset, b""))
             if self._logs.get(rank) is not log:  # of another epoch by now
                 return
-            if start != before:
+            if start != offset:
                 log.part = b""
-            log.offset = start + len(grown)
-            said = self._take(rank, log, grown, at_end)
-            for path, text in said.items():
-                await self._disk.do(partial(append, path, text), None)
+            log.offset = start + len(new_bytes)
+            farewells = self._take(rank, log, new_bytes, at_end)
+            for path, lines in farewells.items():
+                await self._disk.do(partial(append, path, lines), None)
 
-    def _take(self, rank: int, log: _Log, grown: bytes, at_end: bool) -> dict[Path, str]:
+    def _take(self, rank: int, log: _Log, new_bytes: bytes, at_end: bool) -> dict[Path, str]:
         """Reports the steps in what a log has grown by. What is to be said in the logs then."""
         lines = re.split(
-            rb"[\r\n]", log.part + grown
+            rb"[\r\n]", log.part + new_bytes
         )  # progress bars end their lines with a carriage return
         log.part = b"" if at_end else lines.pop()[:_LONGEST_LINE]
-        found: list[dict[str, float]] = []
-        said: dict[Path, str] = {}
+        printed_steps: list[dict[str, float]] = []
+        farewells: dict[Path, str] = {}
         try:
             with _at_most(_MOST_CPU_S):
-                found += filter(None, map(self._values, lines))
+                printed_steps += filter(None, map(self._values, lines))
         except _TookTooLong:
-            said = self._give_up()
-        if found:
-            self._tell(rank, log, found)
-        return said
+            farewells = self._give_up()
+        if printed_steps:
+            self._tell(rank, log, printed_steps)
+        return farewells
 
     def _give_up(self) -> dict[Path, str]:
         """Every log is to say that no more steps are read."""
         self.given_up = True
-        why = (
+        farewell = (
             f"{_OURS} metrics.pattern took over {_MOST_CPU_S:g} s on what was printed, and reads no"
             " more steps\n"
         )
-        said = {log.path: why for log in self._logs.values()}
+        farewells = {log.path: farewell for log in self._logs.values()}
         self._logs.clear()
-        return said
+        return farewells
 
     def _values(self, line: bytes) -> dict[str, float] | None:
         """The numbers of a line by group; None for one that tells no step."""
-        text = line[:_LONGEST_LINE].decode(errors="replace")
-        match = None if text.startswith(_OURS) else self._pattern.search(text)
+        printed = line[:_LONGEST_LINE].decode(errors="replace")
+        match = None if printed.startswith(_OURS) else self._pattern.search(printed)
         if match is None:
             return None
         values = {}
-        for name, word in match.groupdict().items():
+        for name, digits in match.groupdict().items():
             with contextlib.suppress(ValueError):
-                number = float((word or "").replace(",", ""))  # as in 1,234,567
+                number = float((digits or "").replace(",", ""))  # as in 1,234,567
                 if math.isfinite(number):
                     values[name] = number
         return values if values.get("step", -1) >= 0 else None
 
-    def _tell(self, rank: int, log: _Log, found: list[dict[str, float]]) -> None:
+    def _tell(self, rank: int, log: _Log, printed_steps: list[dict[str, float]]) -> None:
         """Reports the steps of one look. One that is not after the last, as of an evaluation, is
         left out."""
         now = self._clock()
-        first = log.step
-        later: dict[int, dict[str, float]] = {}
-        for values in found:
+        previous_step = log.step
+        values_by_step: dict[int, dict[str, float]] = {}
+        for values in printed_steps:
             step = int(values["step"])
-            if step > max(later, default=-1 if first is None else first):
-                later[step] = values
-        if not later:
+            if step > max(values_by_step, default=-1 if previous_step is None else previous_step):
+                values_by_step[step] = values
+        if not values_by_step:
             return
-        last = max(later)
-        before = min(later) - 1 if first is None else first
-        step_s = max(0.0, now - log.seen_at) / (last - before)
+        last_step = max(values_by_step)
+        first_step = min(values_by_step) - 1 if previous_step is None else previous_step
+        step_s = max(0.0, now - log.seen_at) / (last_step - first_step)
         reports: list[StepReport] = []
         tokens = 0
-        for step in range(last, max(before, last - _MOST_ADDED), -1):
+        for step in range(last_step, max(first_step, last_step - _MOST_ADDED), -1):
             tokens = (
-                int(later[step].get("tokens", 0)) if step in later else tokens
+                int(values_by_step[step].get("tokens", 0)) if step in values_by_step else tokens
             )  # as of the next that was printed
-            reports.append(self._report(rank, step, step_s, tokens, later.get(step, {})))
+            reports.append(self._report(rank, step, step_s, tokens, values_by_step.get(step, {})))
         for report in reversed(reports):
             self._on_step(report)
-        log.step = last
+        log.step = last_step
         log.seen_at = now
 
     def _report(
@@ -217,10 +217,10 @@ def _at_most(cpu_s: float) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise _TookTooLong
 
-    before = signal.signal(signal.SIGVTALRM, stop)
+    previous_handler = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, previous_handler)

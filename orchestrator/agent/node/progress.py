@@ -49,22 +49,22 @@ class ProgressMonitor:
         self._ranks.clear()
 
     def on_step(self, report: StepReport) -> None:
-        one = self._ranks.setdefault(report.rank, _Rank())
-        one.still = one.in_step = 0
-        one.making = report.step + 1
-        one.steps_s.append(report.step_s)
+        rank = self._ranks.setdefault(report.rank, _Rank())
+        rank.still = rank.in_step = 0
+        rank.making = report.step + 1
+        rank.steps_s.append(report.step_s)
         if report.own_s is not None:
-            one.own_s.append(report.own_s)
+            rank.own_s.append(report.own_s)
 
     def on_progress(self, report: ProgressReport) -> None:
-        one = self._ranks.setdefault(report.rank, _Rank())
-        before = one.report
-        one.report = report
-        one.silent = 0
-        if before is None or before.step != report.step:
-            one.in_step = 0
-        if before is None or _position(before) != _position(report):
-            one.still = 0
+        rank = self._ranks.setdefault(report.rank, _Rank())
+        previous = rank.report
+        rank.report = report
+        rank.silent = 0
+        if previous is None or previous.step != report.step:
+            rank.in_step = 0
+        if previous is None or _position(previous) != _position(report):
+            rank.still = 0
 
     def look(self, pids: Mapping[int, int]) -> list[WorkerStatus]:
         """The status of the workers that are alive, to be called every LOOK_S. `pids`: by rank, 0:
@@ -77,13 +77,13 @@ class ProgressMonitor:
         if process != one.process:
             one.process = process
             one.load = None
-        before = one.load
+        previous_load = one.load
         one.load = load_of(process) if process else None
-        if before and one.load:
-            one.used_s.append(one.load.cpu_s - before.cpu_s)
+        if previous_load and one.load:
+            one.used_s.append(one.load.cpu_s - previous_load.cpu_s)
         stopped = one.load is not None and one.load.state == "T"
         ran = one.silent == 0 or (
-            before is not None and one.load is not None and one.load.cpu_s > before.cpu_s
+            previous_load is not None and one.load is not None and one.load.cpu_s > previous_load.cpu_s
         )
         one.still = one.still + 1
         one.in_step = one.in_step + 1
@@ -109,9 +109,9 @@ class ProgressMonitor:
         )
 
 
-def _shown(text: str) -> str:
+def _shown(untrusted: str) -> str:
     """A worker's text, safe to print on a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST_TEXT])
+    return "".join(letter if letter.isprintable() else "?" for letter in untrusted[:_LONGEST_TEXT])
 
 
 def _position(report: ProgressReport) -> tuple:

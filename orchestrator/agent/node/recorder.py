@@ -69,17 +69,17 @@ class Recorder:
     def on_line(self, rank: int, line: bytes) -> None:
         """One line of a worker's report pipe."""
         report = parse(line, rank, self._epoch)
-        at = self._clock()
+        received_at = self._clock()
         if isinstance(report, StepReport):
             self._reporting.add(rank)
-            self._on_step(report, line, at)
+            self._on_step(report, line, received_at)
         elif isinstance(report, ProgressReport):
             self.progress.on_progress(report)
         elif isinstance(report, EventReport):
             if report.name == "failed":
                 self._failure[rank] = report
-            self._events.write(stamped(line, at))
-            self.metrics.on_event(report, at)
+            self._events.write(stamped(line, received_at))
+            self.metrics.on_event(report, received_at)
             if report.name == "checkpoint_saved" and report.step is not None:
                 self.last_step.setdefault(rank, report.step)  # a final checkpoint makes no steps
             if report.name == "stopping":  # steps are over, the last save follows

@@ -29,28 +29,28 @@ _FACTS = (
 )
 
 
-async def save_stack(worker: Identity, log: Path, into: Path, reason: str, disk: Disk) -> bool:
+async def save_stack(worker: Identity, log: Path, stack_path: Path, reason: str, disk: Disk) -> bool:
     """Write what can be learnt of a living worker to `into`; False when it could not be written.
 
     A worker without a handler of its own is not asked: SIGQUIT would kill it. One that is stopped
     cannot answer.
     """
-    said = ""
+    python_stacks = ""
     if catches(worker.pid, signal.SIGQUIT) and not is_stopped(worker):
         start = await disk.do(lambda: size_of(log), 0)
         send_signal(worker, signal.SIGQUIT)
-        said = await _said(log, start, disk)
-    text = f"{reason}\n\n{kernel_facts(worker.pid)}\n{said or 'The worker itself said nothing.'}\n"
-    return await disk.do(lambda: _write(into, text), False)
+        python_stacks = await _said(log, start, disk)
+    report = f"{reason}\n\n{kernel_facts(worker.pid)}\n{python_stacks or 'The worker itself said nothing.'}\n"
+    return await disk.do(lambda: _write(stack_path, report), False)
 
 
-def _write(path: Path, text: str) -> bool:
+def _write(path: Path, report: str) -> bool:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(
         path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
     )
     with open(descriptor, "w", errors="replace") as file:
-        file.write(text)
+        file.write(report)
     return True
 
 
@@ -61,9 +61,9 @@ async def _said(log: Path, start: int, disk: Disk) -> str:
     size = start
     while loop.time() < end:
         await asyncio.sleep(_LOOK_S)
-        before = size
+        previous_size = size
         size = await disk.do(lambda: size_of(log), start)
-        if size == before > start:
+        if size == previous_size > start:
             break
     return await disk.do(lambda: _read_from(log, start), "")
 
@@ -85,15 +85,15 @@ def kernel_facts(pid: int) -> str:
     status = _status(pid)
     lines = [f"{name}: {status[name]}" for name in _FACTS if name in status]
     for thread in sorted(_threads(pid), key=int)[:64]:
-        about = f"/proc/{pid}/task/{thread}"
-        name = _read(f"{about}/comm")
-        where = _read(f"{about}/wchan")
-        stack = _read(f"{about}/stack")
+        thread_path = f"/proc/{pid}/task/{thread}"
+        name = _read(f"{thread_path}/comm")
+        kernel_function = _read(f"{thread_path}/wchan")
+        kernel_stack = _read(f"{thread_path}/stack")
         lines.append(
             f"thread {thread} {name}:"
-            f" {where if where not in ('', '0') else 'in user space, or not told'}"
+            f" {kernel_function if kernel_function not in ('', '0') else 'in user space, or not told'}"
         )
-        lines += [f"  {line}" for line in stack.splitlines()]
+        lines += [f"  {line}" for line in kernel_stack.splitlines()]
     return "\n".join(lines) + "\n"
 
 
@@ -103,10 +103,10 @@ def tail_of(path: Path, start: int) -> list[str]:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(start, size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            log_end = file.read().decode(errors="replace")
     except OSError:
         return []
-    return [line[:_TAIL_WIDTH] for line in text.splitlines()[-_TAIL_LINES:]]
+    return [line[:_TAIL_WIDTH] for line in log_end.splitlines()[-_TAIL_LINES:]]
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -71,8 +71,8 @@ class WorkerControl:
         self._max_restarts = request.policy.max_restarts
         self._store_filter = request.policy.store_filter
         program = preloaded(self._worker)
-        known = {"ORCH_PLAN": str(folder.plan)}
-        told = self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, known
+        environment = {"ORCH_PLAN": str(folder.plan)}
+        told = self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, environment
         self._workers = Workers(*told, lambda: self._send(Started()))
         pattern = self._worker.pattern
         self._disk = Disk()
@@ -100,9 +100,9 @@ class WorkerControl:
             self._printed.watch()
         if self._telling and self._telling.done():
             self._telling.result()  # a bug: let it be seen
-        if done := self._workers.watch():
-            log.error("%s", done)
-            self._recorder.event("worker_supervisor_stopped", reason=done)
+        if outcome := self._workers.watch():
+            log.error("%s", outcome)
+            self._recorder.event("worker_supervisor_stopped", reason=outcome)
 
     @property
     def examination(self) -> asyncio.Task | None:
@@ -178,24 +178,24 @@ class WorkerControl:
     def start(self, assign: Assign) -> str | None:
         """Starts this node's workers, if the assignment is what this node's copy of the plan says;
         else why not."""
-        ours = sorted((rank.rank, rank.gpu) for rank in self.plan.ranks if rank.node == self._node)
-        told = sorted((one.rank, one.gpu) for one in assign.ranks)
+        planned = sorted((rank.rank, rank.gpu) for rank in self.plan.ranks if rank.node == self._node)
+        assigned = sorted((assignment.rank, assignment.gpu) for assignment in assign.ranks)
         as_planned = assign.final_checkpoint or (
-            told == ours and assign.world_size == len(self.plan.ranks)
+            assigned == planned and assign.world_size == len(self.plan.ranks)
         )
         if assign.plan_hash != self.plan.hash or not as_planned:
             return (
-                f"told to start ranks {told} of plan {assign.plan_hash[:12]}, the plan has {ours}"
+                f"told to start ranks {assigned} of plan {assign.plan_hash[:12]}, the plan has {planned}"
             )
         self._assigned = True
-        by_gpu = sorted(assign.ranks, key=lambda one: one.gpu)
+        by_gpu = sorted(assign.ranks, key=lambda assignment: assignment.gpu)
         on_gpus = self.plan.cluster.device == "cuda"
-        visible = narrowed(os.environ, [one.gpu for one in by_gpu]) if on_gpus else {}
-        ranks = [one.rank for one in by_gpu]
+        visible = narrowed(os.environ, [assignment.gpu for assignment in by_gpu]) if on_gpus else {}
+        ranks = [assignment.rank for assignment in by_gpu]
         cores: list[Set[int]] = [frozenset()] * len(ranks)
         if self._worker.numa_binding and (on_gpus or not self._worker.bundled):
             cores = bound_cores(self._root, ranks, visible, self._worker.bundled, self._recorder)
-        if any(one.rank == 0 for one in assign.ranks) and self._store:
+        if any(assignment.rank == 0 for assignment in assign.ranks) and self._store:
             self._store.admit(assign.peers)
         else:
             self._close_store()
@@ -204,17 +204,17 @@ class WorkerControl:
             if assign.final_checkpoint
             else self._worker.argv
         )
-        for local_rank, one in enumerate(by_gpu):
-            variables = self._environment(assign, one.rank, local_rank).variables() | visible
-            path = self._folder.rank_log(one.rank)
-            start = self._log_starts[one.rank] = size_of(path)
+        for local_rank, assignment in enumerate(by_gpu):
+            variables = self._environment(assign, assignment.rank, local_rank).variables() | visible
+            log_path = self._folder.rank_log(assignment.rank)
+            start = self._log_starts[assignment.rank] = size_of(log_path)
             if self._printed:
-                self._printed.follow(one.rank, path, start)
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-            banner = f"--- orch: epoch {self._epoch} on {self._node}, {when} UTC\n" if start else ""
-            store = self._store.fileno() if self._gives_store(one.rank) and self._store else None
+                self._printed.follow(assignment.rank, log_path, start)
+            started_at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            banner = f"--- orch: epoch {self._epoch} on {self._node}, {started_at} UTC\n" if start else ""
+            store = self._store.fileno() if self._gives_store(assignment.rank) and self._store else None
             self._workers.start(
-                one.rank, argv, variables, self._worker.cwd, path, banner, store, cores[local_rank]
+                assignment.rank, argv, variables, self._worker.cwd, log_path, banner, store, cores[local_rank]
             )
         self._recorder.event(
             "flush_started" if assign.final_checkpoint else "workers_started", ranks=ranks
@@ -223,12 +223,12 @@ class WorkerControl:
 
     def _read_plan(self) -> None:
         try:
-            found = load_plan(self._folder.plan)
+            plan = load_plan(self._folder.plan)
         except PlanError as error:
             log.error("%s", error)
             return
-        self.plan = found
-        self._recorder.replan(found)
+        self.plan = plan
+        self._recorder.replan(plan)
 
     def _environment(self, assign: Assign, rank: int, local_rank: int) -> WorkerEnv:
         return WorkerEnv(
@@ -293,8 +293,8 @@ class WorkerControl:
         """In the order in which they came: the first worker that has failed is the cause, whatever
         its log takes."""
         while True:
-            tell = await self._news.get()
-            await tell()
+            send_report = await self._news.get()
+            await send_report()
 
     async def _tell_exit(self, epoch: int, rank: int, code: int, asked: bool) -> None:
         if self._printed:
@@ -303,9 +303,9 @@ class WorkerControl:
         self._recorder.event("worker_ended", rank=rank, code=code, asked=asked, step=step)
         log.info("rank %d ended: %s", rank, meaning(code))
         tail: list[str] = await self._disk.do(lambda: self._last_words(rank), []) if code else []
-        said = self._recorder.failure_of(rank)
+        failure = self._recorder.failure_of(rank)
         if epoch == self._epoch:
-            self._send(WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail, **said))
+            self._send(WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail, **failure))
 
     async def _tell_empty(self, epoch: int) -> None:
         if self._assigned and epoch == self._epoch:
@@ -316,9 +316,9 @@ class WorkerControl:
         """The end of a worker's log, with what orch knows of it, which is also written there."""
         path = self._folder.rank_log(rank)
         tail = tail_of(path, self._log_starts.get(rank, 0))
-        if why := explain(self._code, self._folder.code, Path(self._worker.cwd), tail):
-            tail.append(f"orch: {why}")
-            append(path, f"orch: {why}\n")
+        if explanation := explain(self._code, self._folder.code, Path(self._worker.cwd), tail):
+            tail.append(f"orch: {explanation}")
+            append(path, f"orch: {explanation}\n")
         return tail
 
 
@@ -335,16 +335,16 @@ def bound_cores(
     `visible`: variables that these workers get beside the agent's own.
     """
     allowed = os.sched_getaffinity(0)
-    bound = bind(root, os.environ | visible, allowed, len(ranks), one_gpu_each)
-    sharing: dict[str, list[int]] = {}
-    for rank, cores in zip(ranks, bound.cores, strict=True):
+    binding = bind(root, os.environ | visible, allowed, len(ranks), one_gpu_each)
+    ranks_by_cores: dict[str, list[int]] = {}
+    for rank, cores in zip(ranks, binding.cores, strict=True):
         if cores:
-            sharing.setdefault(as_list(cores), []).append(rank)
-    if bound.reason:
-        log.warning("workers are not bound to the cores of their GPU: %s", bound.reason)
-    if bound.reason or sharing:
-        recorder.event("workers_bound", cores=sharing, reason=bound.reason)
-    return bound.cores
+            ranks_by_cores.setdefault(as_list(cores), []).append(rank)
+    if binding.reason:
+        log.warning("workers are not bound to the cores of their GPU: %s", binding.reason)
+    if binding.reason or ranks_by_cores:
+        recorder.event("workers_bound", cores=ranks_by_cores, reason=binding.reason)
+    return binding.cores
 
 
 def with_own_python(worker: Worker) -> Worker:

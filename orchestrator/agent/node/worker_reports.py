@@ -34,8 +34,8 @@ class ReportPipe:
         """What there is by now, up to so many bytes."""
         if not self._open:
             return
-        left = at_most
-        while left > 0:
+        remaining = at_most
+        while remaining > 0:
             try:
                 chunk = os.read(self._fd, 1 << 16)
             except BlockingIOError:
@@ -45,24 +45,24 @@ class ReportPipe:
             if not chunk:
                 self.close()  # the worker, and all that inherited the pipe, have closed it
                 return
-            left -= len(chunk)
+            remaining -= len(chunk)
             self.feed(chunk)
 
     def feed(self, chunk: bytes) -> None:
-        *lines, rest = chunk.split(b"\n")
+        *lines, incomplete_line = chunk.split(b"\n")
         for line in lines:
-            whole = bytes(self._part) + line
+            complete_line = bytes(self._part) + line
             self._part.clear()
-            if self._too_long or len(whole) > LONGEST_LINE:
+            if self._too_long or len(complete_line) > LONGEST_LINE:
                 self._on_line(b"")  # counted as one that could not be read
-            elif whole:
-                self._on_line(whole)
+            elif complete_line:
+                self._on_line(complete_line)
             self._too_long = False
-        if len(self._part) + len(rest) > LONGEST_LINE:
+        if len(self._part) + len(incomplete_line) > LONGEST_LINE:
             self._too_long = True
             self._part.clear()
         elif not self._too_long:
-            self._part += rest
+            self._part += incomplete_line
 
     def close(self) -> None:
         if self._open:
@@ -99,8 +99,8 @@ class JsonLines:
         try:
             if self._fd < 0:
                 self._open()
-            done = os.write(self._fd, line + b"\n")
-            if done != len(line) + 1:
+            written = os.write(self._fd, line + b"\n")
+            if written != len(line) + 1:
                 os.write(self._fd, b"\n")  # the torn line must not swallow the next one
                 self.lost += 1
         except OSError:

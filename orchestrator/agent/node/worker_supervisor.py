@@ -94,10 +94,10 @@ class WorkerSupervisor:
             kill_descendants()
 
     def _serve(self, wake: int) -> bool:
-        heard: list[socket.socket | int] = [self._agent, wake]
+        sources: list[socket.socket | int] = [self._agent, wake]
         if self._fork_server:
-            heard.append(self._fork_server)
-        readable, _, _ = select.select(heard, [], [], _LOOK_S if self._pending else None)
+            sources.append(self._fork_server)
+        readable, _, _ = select.select(sources, [], [], _LOOK_S if self._pending else None)
         if self._pending:
             self._stops.look(
                 self._fork_server_pid
@@ -126,16 +126,16 @@ class WorkerSupervisor:
         return True
 
     def _obey(self, order: dict, descriptors: list[int]) -> None:
-        what = order["do"]
-        if what == "start":
+        verb = order["do"]
+        if verb == "start":
             self._start(order, *descriptors)
-        elif what == "signal":
+        elif verb == "signal":
             for pid in list(self._ranks):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, order["signal"])
             if order["signal"] != signal.SIGCONT:
                 self._cancel_pending(order["signal"])
-        elif what == "kill":
+        elif verb == "kill":
             for pid in descendants(os.getpid()):
                 if pid != self._fork_server_pid:
                     with contextlib.suppress(ProcessLookupError):
@@ -192,36 +192,36 @@ class WorkerSupervisor:
     # ---------------------------------------------------------------------------------- fork server
 
     def _start_fork_server(self) -> None:
-        self._fork_server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._fork_server, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         *interpreter, package = self._program
-        argv = [*interpreter, "orchestrator.agent.node.fork_server", str(theirs.fileno()), package]
-        with theirs:
+        argv = [*interpreter, "orchestrator.agent.node.fork_server", str(server_end.fileno()), package]
+        with server_end:
             self._fork_server_pid = subprocess.Popen(
-                argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                argv, pass_fds=[server_end.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             ).pid
 
     def _request_fork(
         self, server: socket.socket, order: dict, log: int, report: int, store: int | None
     ) -> None:
-        theirs, go_ahead = os.pipe2(os.O_CLOEXEC)
+        go_ahead_reader, go_ahead = os.pipe2(os.O_CLOEXEC)
         pending = PendingFork(
             order, os.dup(log), os.dup(report), go_ahead, None if store is None else os.dup(store)
         )
         ticket = next(self._tickets)
         self._pending[ticket] = pending
-        wanted = {"ticket": ticket, "name": f"orch-rank-{order['rank']}", "cwd": order["cwd"]}
-        wanted |= {
+        fork_order = {"ticket": ticket, "name": f"orch-rank-{order['rank']}", "cwd": order["cwd"]}
+        fork_order |= {
             "arguments": order["argv"][len(self._program) :],
             "environment": order["environment"],
         }
-        wanted["cores"] = order["cores"]
+        fork_order["cores"] = order["cores"]
         try:
-            descriptors = [log, report, theirs] if store is None else [log, report, theirs, store]
-            socket.send_fds(server, [json.dumps(wanted).encode()], descriptors)
+            descriptors = [log, report, go_ahead_reader] if store is None else [log, report, go_ahead_reader, store]
+            socket.send_fds(server, [json.dumps(fork_order).encode()], descriptors)
         except OSError:
             self._fork_server_lost(server)
         finally:
-            os.close(theirs)
+            os.close(go_ahead_reader)
 
     def _on_fork_server(self, server: socket.socket) -> None:
         for answer in waiting_packets(server):
@@ -258,12 +258,12 @@ class WorkerSupervisor:
 
     def _cancel_pending(self, signum: int) -> None:
         """Workers that are told to end before they were forked count as ended by that signal."""
-        gone = self._pending
+        cancelled = self._pending
         self._pending = {}
-        for pending in gone.values():
+        for pending in cancelled.values():
             pending.close()
             self._tell(exit=pending.order["rank"], code=-signum)
-        if gone:
+        if cancelled:
             self._reap()
 
     def _reap(self) -> None:
@@ -272,9 +272,9 @@ class WorkerSupervisor:
             if rank is not None:  # the others are orphans that fell to this process
                 self._tell(exit=rank, code=code)
         if self._sweep and not self._ranks and not self._pending:
-            left = kill_descendants(spare=self._fork_server_pid)
+            survivors = kill_descendants(spare=self._fork_server_pid)
             self._sweep = False
-            self._tell(empty=True, survivors=left)
+            self._tell(empty=True, survivors=survivors)
 
 
 def _open_log(path: str) -> int:

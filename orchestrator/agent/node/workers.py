@@ -76,23 +76,23 @@ class Workers:
         """Start the worker supervisor. Its environment, this process's own, is what the workers
         inherit."""
         become_subreaper()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        agent_end, supervisor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with supervisor_end:
             argv = [
                 *start.command("orchestrator.agent.node.worker_supervisor"),
-                str(theirs.fileno()),
+                str(supervisor_end.fileno()),
                 *self._program,
             ]
             self.warm = not self._program
             self._supervisor = subprocess.Popen(
                 argv,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[supervisor_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env=os.environ | self._environment,
             )
-        self._socket = ours
-        asyncio.get_running_loop().add_reader(ours.fileno(), self._heard)
+        self._socket = agent_end
+        asyncio.get_running_loop().add_reader(agent_end.fileno(), self._heard)
 
     def start(
         self,
@@ -110,35 +110,35 @@ class Workers:
         any."""
         if self._socket is None:
             self.open()
-        read, write = os.pipe2(
+        read_end, write_end = os.pipe2(
             os.O_NONBLOCK | os.O_CLOEXEC
         )  # a worker that writes faster than we read never waits
         with contextlib.suppress(OSError, AttributeError):  # a larger pipe is a courtesy
             import fcntl
 
-            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        pipe = ReportPipe(read, lambda line: self._on_line(rank, line))
-        made = os.fstat(write)
-        known = {
-            "ORCH_REPORT_PIPE": f"{made.st_dev}:{made.st_ino}"
+            fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        pipe = ReportPipe(read_end, lambda line: self._on_line(rank, line))
+        pipe_stat = os.fstat(write_end)
+        pipe_variable = {
+            "ORCH_REPORT_PIPE": f"{pipe_stat.st_dev}:{pipe_stat.st_ino}"
         }  # children have the variables, not the pipe
         order = {
             "do": "start",
             "rank": rank,
             "argv": list(argv),
-            "environment": {**environment, **known},
+            "environment": {**environment, **pipe_variable},
             "cwd": cwd,
             "log": str(log),
             "banner": banner,
             "cores": sorted(cores),
         }
         try:
-            self._order(order, [write] if store is None else [write, store])
+            self._order(order, [write_end] if store is None else [write_end, store])
         except ValueError:
             pipe.close()
             raise
         finally:
-            os.close(write)
+            os.close(write_end)
         self._alive[rank] = 0
         self._pipes[rank] = pipe
         self._starting = True
@@ -147,8 +147,8 @@ class Workers:
         """To be called every half second. A worker supervisor that somebody stopped would hide dead
         workers: what was done about it, in words, "" for nothing. Workers die with one that has to
         be killed."""
-        done = self._stops.look(self._supervisor.pid) if self._supervisor and self._socket else ""
-        return f"the worker supervisor was stopped by a signal: {done}" if done else ""
+        outcome = self._stops.look(self._supervisor.pid) if self._supervisor and self._socket else ""
+        return f"the worker supervisor was stopped by a signal: {outcome}" if outcome else ""
 
     def signal(self, signum: int) -> None:
         """Pass a signal on to every worker, to the worker itself and not to what it started."""
@@ -163,10 +163,10 @@ class Workers:
         self.signal(signum)
         self.signal(signal.SIGCONT)  # a stopped process would not hear it
         loop = asyncio.get_running_loop()
-        due = loop.time() + grace_s
-        if self._kill_timer is None or self._kill_timer.when() > due:
+        kill_at = loop.time() + grace_s
+        if self._kill_timer is None or self._kill_timer.when() > kill_at:
             self._cancel_timer()
-            self._kill_timer = loop.call_at(due, self.kill)
+            self._kill_timer = loop.call_at(kill_at, self.kill)
 
     def kill(self) -> None:
         """SIGKILL to all workers and everything below them."""
@@ -246,10 +246,10 @@ class Workers:
         self._socket = None
         self._supervisor.wait()
         kill_descendants()
-        had = list(self._alive)
-        for rank in had:
+        ranks = list(self._alive)
+        for rank in ranks:
             self._ended(rank, -signal.SIGKILL)
-        if had:
+        if ranks:
             self._all_ended()
 
     def _cancel_timer(self) -> None:

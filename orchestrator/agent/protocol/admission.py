@@ -51,11 +51,11 @@ class RefusalLog:
     def flush(self, everything: bool = False) -> None:
         """Writes what is due. To be called from time to time, and with `everything` at the end."""
         now = self._clock()
-        for kind, said in list(self._unsaid.items()):
+        for kind, refusal in list(self._unsaid.items()):
             if everything or now - self._noted.get(kind, -_NOTE_EVERY_S) >= _NOTE_EVERY_S:
                 self._noted[kind] = now
                 del self._unsaid[kind]
-                self._note(*said)
+                self._note(*refusal)
 
 
 class Admission:
@@ -105,7 +105,7 @@ class Admission:
                 self._release(next(iter(self._refused)))
             else:
                 ((address, _),) = Counter(self._strangers.values()).most_common(1)
-                oldest = next(writer for writer, of in self._strangers.items() if of == address)
+                oldest = next(writer for writer, stranger_address in self._strangers.items() if stranger_address == address)
                 del self._strangers[oldest]
                 oldest.transport.abort()  # `accept` ends
 

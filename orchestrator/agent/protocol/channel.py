@@ -76,8 +76,8 @@ def _mac(key: bytes, label: str, content: bytes) -> bytes:
     return hmac.digest(key, label.encode() + b"\0" + content, "sha256")
 
 
-def _same(found: str, expected: bytes) -> bool:
-    return hmac.compare_digest(found.encode(errors="replace"), expected.hex().encode())
+def _same(hex_mac: str, expected: bytes) -> bool:
+    return hmac.compare_digest(hex_mac.encode(errors="replace"), expected.hex().encode())
 
 
 class Channel:
@@ -202,13 +202,13 @@ async def accept(
     nonce = secrets.token_hex(16)
     _write(writer, _Hello(protocol=PROTOCOL, run=run, nonce=nonce))
     proof: _Proof = await _greeting(reader, _Proof)
-    said = _transcript(run, proof.node, nonce, proof.nonce)
-    if not _same(proof.mac, _mac(key, "agent", said)):
+    transcript = _transcript(run, proof.node, nonce, proof.nonce)
+    if not _same(proof.mac, _mac(key, "agent", transcript)):
         _write(writer, _Answer(refused="wrong key"))
         raise WrongKey(f"node {proof.node[:200]!r} does not hold this run's key")
-    _write(writer, _Answer(mac=_mac(key, "coordinator", said).hex()))
-    send_key = _mac(key, "to agent", said)
-    receive_key = _mac(key, "to coordinator", said)
+    _write(writer, _Answer(mac=_mac(key, "coordinator", transcript).hex()))
+    send_key = _mac(key, "to agent", transcript)
+    receive_key = _mac(key, "to coordinator", transcript)
     return Channel(reader, writer, send_key, receive_key, receives, proof.node)
 
 
@@ -226,12 +226,12 @@ async def connect(host: str, port: int, run: str, node: str, key: bytes, receive
         if hello.protocol != PROTOCOL or hello.run != run:
             raise Refused(f"it coordinates run {hello.run[:100]!r} with {hello.protocol[:100]!r}")
         nonce = secrets.token_hex(16)
-        said = _transcript(run, node, hello.nonce, nonce)
-        _write(writer, _Proof(node=node, nonce=nonce, mac=_mac(key, "agent", said).hex()))
+        transcript = _transcript(run, node, hello.nonce, nonce)
+        _write(writer, _Proof(node=node, nonce=nonce, mac=_mac(key, "agent", transcript).hex()))
         answer: _Answer = await _greeting(reader, _Answer)
         if answer.refused:
             raise WrongKey(f"the coordinator refused this node: {answer.refused[:200]}")
-        if not _same(answer.mac, _mac(key, "coordinator", said)):
+        if not _same(answer.mac, _mac(key, "coordinator", transcript)):
             raise WrongKey("the coordinator does not hold this run's key")
     except BaseException:
         writer.transport.abort()
@@ -239,8 +239,8 @@ async def connect(host: str, port: int, run: str, node: str, key: bytes, receive
     return Channel(
         reader,
         writer,
-        _mac(key, "to coordinator", said),
-        _mac(key, "to agent", said),
+        _mac(key, "to coordinator", transcript),
+        _mac(key, "to agent", transcript),
         receives,
         "coordinator",
     )

@@ -25,9 +25,9 @@ class SelfStallDetector:
 
     def missed_s(self) -> float:
         """Seconds since the start or the last call, if that is a pause; else 0."""
-        before = self._last
+        previous = self._last
         self._last = self._clock()
-        return since if (since := self._last - before) > PAUSE_S else 0.0
+        return elapsed_s if (elapsed_s := self._last - previous) > PAUSE_S else 0.0
 
 
 class HeartbeatTimer:
