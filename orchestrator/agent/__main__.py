@@ -31,7 +31,7 @@ from .node.metrics import serve
 from .node.recorder import Recorder
 from .process import AgentProcess
 
-_ANY = ("0.0.0.0", "::")  # every interface: no address that anyone could be sent to
+_WILDCARD_ADDRESSES = ("0.0.0.0", "::")  # every interface: no address that anyone could be sent to
 #: Signals by which schedulers announce an end. Slurm's `--signal` may be any of the last two.
 _TERMINATION_SIGNALS = (
     signal.SIGTERM,
@@ -43,7 +43,7 @@ _TERMINATION_SIGNALS = (
 #: The notice of a job's script to all processes of its steps, of which only agents hear it: the
 #: workers' children must live until the workers have saved. It is repeated, as it may come before
 #: an agent listens.
-_NOTICE = signal.SIGURG
+_JOB_SCRIPT_SIGNAL = signal.SIGURG
 
 log = logging.getLogger("orch.agent")
 
@@ -118,7 +118,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 async def _run(
-    args: argparse.Namespace, key: bytes | None, on_termination_signal: Callable[[], None] | None, root: Path
+    args: argparse.Namespace,
+    key: bytes | None,
+    on_termination_signal: Callable[[], None] | None,
+    root: Path,
 ) -> int:
     folder = RunFolder(args.run_dir)
     key = key or first_read(lambda: read_secret(folder.key))
@@ -165,7 +168,9 @@ async def _run(
     try:
         return await process.run(agent, args.elastic)
     finally:
-        if on_termination_signal:  # process 1 of a pod does not get what comes while nobody handles it
+        if (
+            on_termination_signal
+        ):  # process 1 of a pod does not get what comes while nobody handles it
             signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINATION_SIGNALS)
         if server:
             server.close()
@@ -186,7 +191,7 @@ async def _serve(
     bound = server.sockets[0].getsockname()
     if port and bound[1] != port and args.metrics_fd is None:
         log.warning("port %d of %s is taken: metrics are on port %d", port, host, bound[1])
-    return server, f"{args.address if bound[0] in _ANY else bound[0]}:{bound[1]}"
+    return server, f"{args.address if bound[0] in _WILDCARD_ADDRESSES else bound[0]}:{bound[1]}"
 
 
 def _listen_to_signals(agent: Agent, on_termination_signal: Callable[[], None] | None) -> None:
@@ -202,10 +207,10 @@ def _listen_to_signals(agent: Agent, on_termination_signal: Callable[[], None] |
         # request to end
         worker_signal = signum.name if signum in (signal.SIGUSR1, signal.SIGUSR2) else "SIGTERM"
         loop.add_signal_handler(signum, handle_signal, signum, worker_signal)
-    loop.add_signal_handler(END, agent.end_as_asked, False)
-    loop.add_signal_handler(END_BY_FORCE, agent.end_as_asked, True)
+    loop.add_signal_handler(END, agent.request_end, False)
+    loop.add_signal_handler(END_BY_FORCE, agent.request_end, True)
     loop.add_signal_handler(
-        _NOTICE, agent.terminate, "got the notice of the job's script", "SIGTERM", False
+        _JOB_SCRIPT_SIGNAL, agent.terminate, "got the notice of the job's script", "SIGTERM", False
     )
 
 
@@ -218,10 +223,12 @@ def _watch_lifeline(agent: Agent) -> None:
     def readable() -> None:
         with contextlib.suppress(OSError):
             if signal_name := os.read(fd, 512):
-                agent.terminate(f"got {signal_name.decode(errors='replace').split()[0]}", insists=False)
+                agent.terminate(
+                    f"got {signal_name.decode(errors='replace').split()[0]}", can_force=False
+                )
                 return
         loop.remove_reader(fd)
-        agent.terminate("the supervisor is gone", insists=False)
+        agent.terminate("the supervisor is gone", can_force=False)
 
     loop.add_reader(fd, readable)
 

@@ -21,7 +21,7 @@ from .node.recorder import Recorder
 
 
 class AgentProcess:
-    """`listens_at`: address and port of a coordinator in this process; port 0: any free one."""
+    """`listen_address`: address and port of a coordinator in this process; port 0: any free one."""
 
     def __init__(
         self,
@@ -30,17 +30,17 @@ class AgentProcess:
         node: str,
         key: bytes,
         recorder: Recorder,
-        listens_at: tuple[str, int],
+        listen_address: tuple[str, int],
     ):
         self._folder = folder
         self._request = request
         self._node = node
         self._key = key
         self._recorder = recorder
-        self._listens_at = listens_at
+        self._listen_address = listen_address
         self._coordinator: Coordinator | None = None
-        self._leading: asyncio.Task | None = None
-        self._leads = asyncio.Event()
+        self._coordinator_task: asyncio.Task | None = None
+        self._lead_started = asyncio.Event()
 
     def connector(self, scale_up: ScaleUpPolicy | None) -> Connector:
         """How this process finds the coordinator. `scale_up`: of an elastic run, in which it may
@@ -51,7 +51,7 @@ class AgentProcess:
 
         def lead(lease: EpochLease) -> None:
             self._recorder.event("coordinates", epoch_claimed=lease.held)
-            self.lead(WorldSizes.of_request(self._folder, self._request, scale_up), lease)
+            self.lead(WorldSizes.from_request(self._folder, self._request, scale_up), lease)
 
         return LeaderElection(self._folder, self._node, self._key, self._request.policy, lead)
 
@@ -59,7 +59,7 @@ class AgentProcess:
         """Starts the coordinator, with the plan that is in force. `lease`: of an elastic run."""
         plan = load_plan(self._folder.plan)
         discovery = Discovery(self._folder, self._request.discovery_dir)
-        record = StateWriter(self._folder, plan, self._node, discovery, lease)
+        state_writer = StateWriter(self._folder, plan, self._node, discovery, lease)
         about = (
             self._folder,
             plan,
@@ -67,11 +67,11 @@ class AgentProcess:
             self._key,
             self._node,
             self._recorder,
-            record,
+            state_writer,
         )
         self._coordinator = Coordinator(Context(*about, sizes.elastic), sizes)
-        self._leading = asyncio.create_task(self._coordinator.run(*self._listens_at))
-        self._leads.set()
+        self._coordinator_task = asyncio.create_task(self._coordinator.run(*self._listen_address))
+        self._lead_started.set()
 
     async def run(self, agent: Agent, elastic: bool) -> int:
         """Runs the agent, and the coordinator if there is one; returns the exit code.
@@ -80,29 +80,31 @@ class AgentProcess:
         node.
         """
         agent_task = asyncio.create_task(agent.run())
-        leading = asyncio.create_task(self._leads.wait())
+        leading = asyncio.create_task(self._lead_started.wait())
         try:
             await asyncio.wait({agent_task, leading}, return_when=asyncio.FIRST_COMPLETED)
-            if self._leading and self._coordinator:
-                await asyncio.wait({agent_task, self._leading}, return_when=asyncio.FIRST_COMPLETED)
-                if self._leading.done():
+            if self._coordinator_task and self._coordinator:
+                await asyncio.wait(
+                    {agent_task, self._coordinator_task}, return_when=asyncio.FIRST_COMPLETED
+                )
+                if self._coordinator_task.done():
                     decision = (
-                        self._leading.result()
+                        self._coordinator_task.result()
                     )  # a bug in it must be seen, and not leave the agent waiting
                     if elastic and (
                         decision.code == Exit.FENCED or not self._coordinator.has_ended_the_run
                     ):
-                        agent.leave(decision.code, decision.reason)
+                        agent.exit_with(decision.code, decision.reason)
                 elif not elastic:
-                    self._coordinator.agent_left()
+                    self._coordinator.on_agent_exit()
                     await (
-                        self._leading
+                        self._coordinator_task
                     )  # it still has to end the other agents, and to write how the run ended
                 elif self._coordinator.has_ended_the_run:
-                    await self._leading  # it tells the other agents
+                    await self._coordinator_task  # it tells the other agents
             return await agent_task
         finally:
-            tasks = [task for task in (agent_task, leading, self._leading) if task]
+            tasks = [task for task in (agent_task, leading, self._coordinator_task) if task]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(

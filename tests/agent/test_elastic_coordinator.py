@@ -46,7 +46,7 @@ def coordinated(tmp_path, heartbeat_s=30.0, least=1, **more):
     lease = EpochLease(folder, "node0")
     lease.take(0)
     return coordinating(
-        folder, PLAN, rules, WorldSizes.of_request(folder, request, ScaleUpPolicy()), lease
+        folder, PLAN, rules, WorldSizes.from_request(folder, request, ScaleUpPolicy()), lease
     )
 
 

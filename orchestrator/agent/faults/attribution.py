@@ -16,9 +16,15 @@ from orchestrator.plan.exits import Exit
 from orchestrator.run.state import Cause
 
 #: Ends that somebody outside may have brought about, which say nothing of data, code and node.
-OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, int(Exit.RESTART))
-_OF_CODE = ("worker_exit", "worker_spinning", "worker_stuck", "non_finite")
-_OF_NODE = ("worker_exit", "worker_spinning", "worker_stuck")
+EXTERNAL_CODES = (
+    -signal.SIGKILL,
+    -signal.SIGTERM,
+    -signal.SIGINT,
+    -signal.SIGHUP,
+    int(Exit.RESTART),
+)
+_CODE_CAUSES = ("worker_exit", "worker_spinning", "worker_stuck", "non_finite")
+_NODE_CAUSES = ("worker_exit", "worker_spinning", "worker_stuck")
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,11 @@ class Attribution:
 def attribute(cause: Cause, history: FaultHistory) -> Attribution:
     """What a failure is due to, by the failures before it in this attempt."""
     text = cause.text
-    if _of_code(cause):
+    if _may_be_code(cause):
         repeats = [
             failure
             for failure in history.causes
-            if _of_code(failure) and (failure.kind, failure.step) == (cause.kind, cause.step)
+            if _may_be_code(failure) and (failure.kind, failure.step) == (cause.kind, cause.step)
         ]
         if cause.kind == "non_finite" and repeats:
             return Attribution(
@@ -58,11 +64,12 @@ def attribute(cause: Cause, history: FaultHistory) -> Attribution:
         elsewhere = next((failure for failure in repeats if failure.node != cause.node), None)
         if elsewhere:
             return Attribution(
-                "data", f"{text}; the same step failed on {elsewhere.node} before: the data or the code"
+                "data",
+                f"{text}; the same step failed on {elsewhere.node} before: the data or the code",
             )
-    if history.bad_node_after and history.nodes > 1 and _of_node(cause):
+    if history.bad_node_after and history.nodes > 1 and _may_be_node(cause):
         streak = [cause]
-        for failure in reversed([failure for failure in history.causes if _of_node(failure)]):
+        for failure in reversed([failure for failure in history.causes if _may_be_node(failure)]):
             if failure.node != cause.node:
                 break
             streak.append(failure)
@@ -71,19 +78,20 @@ def attribute(cause: Cause, history: FaultHistory) -> Attribution:
             len(streak), history.bad_node_after
         ):
             return Attribution(
-                "node", f"{text}; {len(streak)} failures in a row on {cause.node}, at different steps"
+                "node",
+                f"{text}; {len(streak)} failures in a row on {cause.node}, at different steps",
             )
     return Attribution()
 
 
-def _of_code(cause: Cause) -> bool:
-    return cause.kind in _OF_CODE and cause.step is not None and not _from_outside(cause)
+def _may_be_code(cause: Cause) -> bool:
+    return cause.kind in _CODE_CAUSES and cause.step is not None and not _from_outside(cause)
 
 
-def _of_node(cause: Cause) -> bool:
-    return cause.kind in _OF_NODE and cause.node is not None and not _from_outside(cause)
+def _may_be_node(cause: Cause) -> bool:
+    return cause.kind in _NODE_CAUSES and cause.node is not None and not _from_outside(cause)
 
 
 def _from_outside(cause: Cause) -> bool:
     """A worker that hung was killed by its own agent: there the signal says nothing."""
-    return cause.kind == "worker_exit" and cause.code in OUTSIDE
+    return cause.kind == "worker_exit" and cause.code in EXTERNAL_CODES

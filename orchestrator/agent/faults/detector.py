@@ -10,7 +10,7 @@ from orchestrator.agent.protocol.messages import WorkerStatus
 from orchestrator.plan import Plan
 from orchestrator.run.request import Policy
 
-from .diagnosis import Diagnosis, diagnose, gathered, peers_usual, slowdown
+from .diagnosis import Diagnosis, diagnose, peer_medians_s, reported_workers, slowdown
 
 _EVERY_S = 0.9
 _COMPARE_S = 0.4  # for 16,384 ranks it takes 50 ms each
@@ -26,7 +26,7 @@ _OVER_REPORTS = 4
 class _Slow:
     ratio: float = 1.0
     reports: int = 0  # in which it is slow
-    against: int = 0  # the last ones, in which it is not
+    normal_reports: int = 0  # the last ones, in which it is not
 
 
 class HangDetector:
@@ -36,68 +36,71 @@ class HangDetector:
 
     def __init__(self, rules: Policy):
         self._rules = rules
-        self._seen: dict[
+        self._last_reports: dict[
             str, Sequence[WorkerStatus]
         ] = {}  # by node, what its agent has reported last
-        self._peers: Mapping[tuple[str, int], float] = {}
-        self._looked = self._compared = float("-inf")  # loop times
+        self._peer_medians_s: Mapping[tuple[str, int], float] = {}
+        self._diagnosed_at = self._compared_at = float("-inf")  # loop times
         self._urgent = False
         self._slow: dict[str, _Slow] = {}
-        self._told: frozenset[str] = frozenset()
+        self._reported: frozenset[str] = frozenset()
 
     def begin_epoch(self, plan: Plan) -> None:
         self._plan = plan
-        self._seen.clear()
-        self._peers = {}
+        self._last_reports.clear()
+        self._peer_medians_s = {}
         self._slow.clear()
-        self._looked = self._compared = float("-inf")
+        self._diagnosed_at = self._compared_at = float("-inf")
         self._urgent = False
 
-    def hear(self, node: str, workers: Sequence[WorkerStatus], now: float) -> None:
+    def add_report(self, node: str, workers: Sequence[WorkerStatus], now: float) -> None:
         """Takes one report of an agent. `now`: loop time, seconds."""
-        self._seen[node] = workers
+        self._last_reports[node] = workers
         self._urgent = any(worker.is_frozen for worker in workers)
-        if now - self._compared >= _COMPARE_S:
-            self._compared, self._peers = (
+        if now - self._compared_at >= _COMPARE_S:
+            self._compared_at, self._peer_medians_s = (
                 now,
-                peers_usual(self._plan, gathered(self._seen, self._plan)),
+                peer_medians_s(self._plan, reported_workers(self._last_reports, self._plan)),
             )
-        node_workers = gathered({node: workers}, self._plan)
-        self._count(node, slowdown(self._plan, node_workers, self._peers, self._rules.straggler_ratio))
+        node_workers = reported_workers({node: workers}, self._plan)
+        self._update_slow(
+            node,
+            slowdown(self._plan, node_workers, self._peer_medians_s, self._rules.straggler_ratio),
+        )
 
     def diagnosis(self, now: float) -> Diagnosis | None:
         """What is wrong, None for nothing. Most calls return at once, since thousands of agents
         report."""
-        if now - self._looked < _EVERY_S and not self._urgent:
+        if now - self._diagnosed_at < _EVERY_S and not self._urgent:
             return None
-        self._looked = now
-        return diagnose(self._plan, gathered(self._seen, self._plan), self._rules)
+        self._diagnosed_at = now
+        return diagnose(self._plan, reported_workers(self._last_reports, self._plan), self._rules)
 
-    def slow(self) -> dict[str, float] | None:
+    def new_stragglers(self) -> dict[str, float] | None:
         """Stragglers with their ratios, if they are others than those returned last; else None."""
-        slowdowns = self._since(_SURE_REPORTS)
-        if slowdowns.keys() == self._told:
+        slowdowns = self._slow_for(_SURE_REPORTS)
+        if slowdowns.keys() == self._reported:
             return None
-        self._told = frozenset(slowdowns)
+        self._reported = frozenset(slowdowns)
         return slowdowns
 
     def lastingly_slow(self) -> dict[str, float]:
         """Nodes that have been stragglers for long enough to replace them, with their ratios."""
-        return self._since(_LASTING_REPORTS)
+        return self._slow_for(_LASTING_REPORTS)
 
-    def _since(self, reports: int) -> dict[str, float]:
+    def _slow_for(self, reports: int) -> dict[str, float]:
         return {
             node: slow.ratio for node, slow in sorted(self._slow.items()) if slow.reports >= reports
         }
 
-    def _count(self, node: str, ratio: float | None) -> None:
+    def _update_slow(self, node: str, ratio: float | None) -> None:
         slow = self._slow.get(node)
         if ratio is not None:
             slow = self._slow.setdefault(node, _Slow())
             slow.ratio = ratio
             slow.reports = slow.reports + 1
-            slow.against = 0
+            slow.normal_reports = 0
         elif slow:
-            slow.against += 1
-            if slow.reports < _SURE_REPORTS or slow.against >= _OVER_REPORTS:
+            slow.normal_reports += 1
+            if slow.reports < _SURE_REPORTS or slow.normal_reports >= _OVER_REPORTS:
                 del self._slow[node]

@@ -23,11 +23,11 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Policy
 from orchestrator.run.state import Cause
 
-_SPINS = 0.3  # CPU seconds a second: computing, not waiting
+_SPINNING_LOAD = 0.3  # CPU seconds a second: computing, not waiting
 # without a progress report, in a run that hangs: its last report no longer says where it is
 _MUTE_S = 5.0
-_LEAST_S = 0.005  # of compute time above the peers', to be a straggler
-_SHARE = 0.1  # of the step that a straggler must cost the others
+_MIN_EXCESS_S = 0.005  # of compute time above the peers', to be a straggler
+_MIN_EXCESS_SHARE = 0.1  # of the step that a straggler must cost the others
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def diagnose(plan: Plan, workers: Collection[WorkerStatus], rules: Policy) -> Di
     if frozen:
         suspect = max(frozen, key=lambda worker: (worker.stopped_s, -worker.rank))
         behavior = f"stopped by a signal (state T) for {suspect.stopped_s:g} s"
-        return _diagnosis("worker_frozen", plan, suspect, workers, behavior)
+        return _rank_diagnosis("worker_frozen", plan, suspect, workers, behavior)
     silences_s = {worker.rank: worker.silent_s for worker in workers if worker.silent_s is not None}
     watched = [worker for worker in workers if worker.rank in silences_s]
     if (
@@ -76,15 +76,15 @@ def diagnose(plan: Plan, workers: Collection[WorkerStatus], rules: Policy) -> Di
         or min(worker.step_s for worker in watched) < hang_timeout_s(watched, rules)
     ):
         return None
-    not_waiting = [worker for worker in watched if worker.waiting is None or silences_s[worker.rank] > _MUTE_S]
+    not_waiting = [
+        worker for worker in watched if worker.waiting is None or silences_s[worker.rank] > _MUTE_S
+    ]
     if not not_waiting:
-        return _nobody(watched)
+        return _network_diagnosis(watched)
     suspect = min(not_waiting, key=lambda worker: (worker.step, -worker.still_s, worker.rank))
-    if suspect.busy >= _SPINS or suspect.state == "R":  # a busy machine may give it little
-        behavior = (
-            f"it computes ({suspect.busy:.0%} of a core), and does not get on for {suspect.still_s:g} s"
-        )
-        return _diagnosis("worker_spinning", plan, suspect, workers, behavior)
+    if suspect.busy >= _SPINNING_LOAD or suspect.state == "R":  # a busy machine may give it little
+        behavior = f"it computes ({suspect.busy:.0%} of a core), and does not get on for {suspect.still_s:g} s"
+        return _rank_diagnosis("worker_spinning", plan, suspect, workers, behavior)
     mute = silences_s[suspect.rank] > _MUTE_S
     idleness = (
         f"without a progress report for {suspect.silent_s:g} s"
@@ -92,13 +92,15 @@ def diagnose(plan: Plan, workers: Collection[WorkerStatus], rules: Policy) -> Di
         else "neither computing nor waiting"
     )
     behavior = f"{idleness}, state {suspect.state}, for {suspect.still_s:g} s"
-    return _diagnosis("worker_stuck", plan, suspect, workers, behavior)
+    return _rank_diagnosis("worker_stuck", plan, suspect, workers, behavior)
 
 
 def hang_timeout_s(watched: Collection[WorkerStatus], rules: Policy) -> float:
     """Seconds that may pass without a step of any rank before something is wrong."""
     step_times_s = [worker.usual_step_s for worker in watched if worker.usual_step_s is not None]
-    if len(step_times_s) < len(watched) or any(worker.phase in ("start", "checkpoint") for worker in watched):
+    if len(step_times_s) < len(watched) or any(
+        worker.phase in ("start", "checkpoint") for worker in watched
+    ):
         return max(rules.start_hang_after_s, rules.hang_after_s)
     return max(rules.hang_after_s, rules.hang_after_steps * statistics.median(step_times_s))
 
@@ -118,19 +120,19 @@ def slowdown(
     ratios = []
     for worker in filter(_is_timed, workers):
         rank = plan.ranks[worker.rank]
-        own_s = _of_the_most(plan, worker)
+        own_s = _scaled_own_s(plan, worker)
         usual_s = peer_medians_s.get((rank.node, rank.coord.pp), 0.0)
         excess_s = own_s - usual_s
         if (
             usual_s > 0
-            and excess_s > max(_LEAST_S, _SHARE * (worker.usual_step_s or 0.0))
+            and excess_s > max(_MIN_EXCESS_S, _MIN_EXCESS_SHARE * (worker.usual_step_s or 0.0))
             and own_s / usual_s >= least_ratio
         ):
             ratios.append(round(own_s / usual_s, 2))
     return max(ratios, default=None)
 
 
-def peers_usual(plan: Plan, workers: Collection[WorkerStatus]) -> dict[tuple[str, int], float]:
+def peer_medians_s(plan: Plan, workers: Collection[WorkerStatus]) -> dict[tuple[str, int], float]:
     """(node, stage) -> median of own compute time of that stage's ranks on other nodes, seconds.
 
     One sort per stage, in which a node's own ranks are stepped over, since there may be 16,384
@@ -139,7 +141,7 @@ def peers_usual(plan: Plan, workers: Collection[WorkerStatus]) -> dict[tuple[str
     times_by_stage: dict[int, list[tuple[float, str]]] = defaultdict(list)
     for worker in filter(_is_timed, workers):
         times_by_stage[plan.ranks[worker.rank].coord.pp].append(
-            (_of_the_most(plan, worker), plan.ranks[worker.rank].node)
+            (_scaled_own_s(plan, worker), plan.ranks[worker.rank].node)
         )
     medians: dict[tuple[str, int], float] = {}
     for stage, times in times_by_stage.items():
@@ -150,12 +152,15 @@ def peers_usual(plan: Plan, workers: Collection[WorkerStatus]) -> dict[tuple[str
         for node, node_indices in indices_by_node.items():
             peer_count = len(times) - len(node_indices)
             if peer_count:
-                low, high = (times[_without(node_indices, position)][0] for position in ((peer_count - 1) // 2, peer_count // 2))
+                low, high = (
+                    times[_index_outside(node_indices, position)][0]
+                    for position in ((peer_count - 1) // 2, peer_count // 2)
+                )
                 medians[node, stage] = (low + high) / 2
     return medians
 
 
-def _without(excluded: Collection[int], position: int) -> int:
+def _index_outside(excluded: Collection[int], position: int) -> int:
     """The index of the `at`-th element that is not in `left_out`, which is sorted."""
     for index in excluded:
         position += index <= position
@@ -166,7 +171,7 @@ def _is_timed(worker: WorkerStatus) -> bool:
     return worker.usual_own_s is not None and bool(worker.usual_step_s)
 
 
-def _of_the_most(plan: Plan, worker: WorkerStatus) -> float:
+def _scaled_own_s(plan: Plan, worker: WorkerStatus) -> float:
     """Own time of a rank, seconds, scaled to the largest number of micro-batches that any replica
     computes."""
     parallel = plan.parallel
@@ -180,12 +185,18 @@ def _of_the_most(plan: Plan, worker: WorkerStatus) -> float:
     )
 
 
-def _diagnosis(
+def _rank_diagnosis(
     kind: str, plan: Plan, worker: WorkerStatus, workers: Collection[WorkerStatus], behavior: str
 ) -> Diagnosis:
     rank = plan.ranks[worker.rank]
-    waiting_peers = Counter(peer.waiting for peer in workers if peer.rank != worker.rank and peer.waiting)
-    missed_collective = f"did not enter {waiting_peers.most_common(1)[0][0]}" if waiting_peers and not worker.waiting else None
+    waiting_peers = Counter(
+        peer.waiting for peer in workers if peer.rank != worker.rank and peer.waiting
+    )
+    missed_collective = (
+        f"did not enter {waiting_peers.most_common(1)[0][0]}"
+        if waiting_peers and not worker.waiting
+        else None
+    )
     phase = f"in {worker.phase}" if worker.phase not in ("", "start", "step") else "at work"
     location = f"rank {worker.rank} on {rank.node} (gpu {rank.gpu})"
     if not worker.step:
@@ -195,15 +206,24 @@ def _diagnosis(
             f", {phase}" if missed_collective and phase != "at work" else ""
         )
     return Diagnosis(
-        kind, f"{location} {situation}: {behavior}", worker.rank, rank.node, worker.step - 1 if worker.step else None
+        kind,
+        f"{location} {situation}: {behavior}",
+        worker.rank,
+        rank.node,
+        worker.step - 1 if worker.step else None,
     )
 
 
-def _nobody(watched: Collection[WorkerStatus]) -> Diagnosis:
+def _network_diagnosis(watched: Collection[WorkerStatus]) -> Diagnosis:
     ranks_by_collective: dict[str, list[int]] = {}
     for worker in sorted(watched, key=lambda worker: worker.rank):
-        ranks_by_collective.setdefault(f"{worker.waiting} of step {worker.step}", []).append(worker.rank)
-    waiting_ranks = "; ".join(f"{_ranks(ranks)} in {collective}" for collective, ranks in list(ranks_by_collective.items())[:4])
+        ranks_by_collective.setdefault(f"{worker.waiting} of step {worker.step}", []).append(
+            worker.rank
+        )
+    waiting_ranks = "; ".join(
+        f"{_listed_ranks(ranks)} in {collective}"
+        for collective, ranks in list(ranks_by_collective.items())[:4]
+    )
     still_s = min(worker.still_s for worker in watched)
     step = min(worker.step for worker in watched)
     text = (
@@ -213,15 +233,22 @@ def _nobody(watched: Collection[WorkerStatus]) -> Diagnosis:
     return Diagnosis("collective_hung", text, step=step - 1 if step else None)
 
 
-def _ranks(ranks: list[int]) -> str:
+def _listed_ranks(ranks: list[int]) -> str:
     first_ranks = ", ".join(map(str, ranks[:8]))
     return f"rank {first_ranks}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def gathered(workers_by_node: Mapping[str, Collection[WorkerStatus]], plan: Plan) -> list[WorkerStatus]:
+def reported_workers(
+    workers_by_node: Mapping[str, Collection[WorkerStatus]], plan: Plan
+) -> list[WorkerStatus]:
     """The status of all ranks, each as reported by the agent of its node."""
-    return [worker for node, workers in workers_by_node.items() for worker in workers if _is_of(plan, worker.rank, node)]
+    return [
+        worker
+        for node, workers in workers_by_node.items()
+        for worker in workers
+        if _runs_on(plan, worker.rank, node)
+    ]
 
 
-def _is_of(plan: Plan, rank: int, node: str) -> bool:
+def _runs_on(plan: Plan, rank: int, node: str) -> bool:
     return 0 <= rank < len(plan.ranks) and plan.ranks[rank].node == node

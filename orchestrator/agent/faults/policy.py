@@ -13,7 +13,7 @@ from typing import Literal
 from orchestrator.plan.exits import FATAL, Exit, meaning
 from orchestrator.run.state import WORKER_CAUSES, Cause
 
-from .attribution import NO_FAULTS, OUTSIDE, FaultHistory, attribute
+from .attribution import EXTERNAL_CODES, NO_FAULTS, FaultHistory, attribute
 
 #: Saved-and-wants-restart exits in a row without one new step, after which starting again is
 #: pointless.
@@ -80,17 +80,20 @@ class Budget:
     )  # kinds of cause that have a budget of their own
     by_cause: Mapping[str, int] = field(default_factory=dict)  # counted restarts by kind
 
-    def left(self, kind: str) -> bool:
+    def allows(self, kind: str) -> bool:
         """Whether a fault of this kind may be followed by a restart."""
         if kind in self.limits:
             return self.by_cause.get(kind, 0) < self.limits[kind]
-        return self.used - sum(self.by_cause.get(limited, 0) for limited in self.limits) < self.max_restarts
+        return (
+            self.used - sum(self.by_cause.get(limited, 0) for limited in self.limits)
+            < self.max_restarts
+        )
 
-    def spent(self, kind: str) -> Budget:
+    def with_restart(self, kind: str) -> Budget:
         by_cause = {**self.by_cause, kind: self.by_cause.get(kind, 0) + 1}
         return replace(self, used=self.used + 1, fruitless=0, by_cause=by_cause)
 
-    def name(self, kind: str) -> str:
+    def setting(self, kind: str) -> str:
         limited = kind in self.limits
         return (
             f"max_restarts_by_cause.{kind}={self.limits[kind]}"
@@ -138,7 +141,8 @@ def cause_of(end: WorkerEnd, epoch: int) -> Cause:
     reported = end.cause in WORKER_CAUSES
     return Cause(
         kind=end.cause if reported else "worker_exit",
-        text=f"{location}: {ending}{code}{step_clause}" + (f": {end.error}" if reported and end.error else ""),
+        text=f"{location}: {ending}{code}{step_clause}"
+        + (f": {end.error}" if reported and end.error else ""),
         epoch=epoch,
         node=end.node,
         rank=end.rank,
@@ -168,19 +172,31 @@ def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> 
         )
         if end.elastic:
             return Decision(
-                again=True, state="restarting", reason=cause_of_loss.text, budget=budget, cause=cause_of_loss
+                again=True,
+                state="restarting",
+                reason=cause_of_loss.text,
+                budget=budget,
+                cause=cause_of_loss,
             )
-        return _end("failed", Exit.CAPACITY, cause_of_loss.text, budget, cause_of_loss)
+        return _end_run("failed", Exit.CAPACITY, cause_of_loss.text, budget, cause_of_loss)
 
     if end.request is not None:
-        if first_failure and cause and end.fault is None and not first_failure.asked and first_failure.code in FATAL:
-            return _end("failed", first_failure.code, cause.text, budget, cause)
+        if (
+            first_failure
+            and cause
+            and end.fault is None
+            and not first_failure.asked
+            and first_failure.code in FATAL
+        ):
+            return _end_run("failed", first_failure.code, cause.text, budget, cause)
         if not end.ends or (
             complete and all(worker.code in (0, Exit.RESTART) for worker in end.ends)
         ):
             suffix = "" if end.ends else "; before any worker had started"
-            return _end(end.request.kind, Exit.RESTART, end.request.reason + suffix, budget, None)
-        return _unsaved(end, end.request, budget, cause)
+            return _end_run(
+                end.request.kind, Exit.RESTART, end.request.reason + suffix, budget, None
+            )
+        return _end_without_save(end, end.request, budget, cause)
 
     if (
         end.fault is None
@@ -188,12 +204,12 @@ def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> 
         and (first_failure is None or first_failure.asked or first_failure.code == Exit.RESTART)
     ):
         if end.slow:
-            return _without(end.slow, end.resize, budget)
+            return _restart_without(end.slow, end.resize, budget)
         return Decision(again=True, state="restarting", reason=end.resize, budget=budget)
 
     if cause is None:  # nobody failed, yet not all ended: only a lost node or a request does that
         reason = f"{end.world_size - len(end.ends)} workers are unaccounted for"
-        return _end(
+        return _end_run(
             "failed",
             Exit.INTERNAL,
             reason,
@@ -206,21 +222,25 @@ def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> 
     )
 
 
-def _unsaved(end: EpochEnd, request: Request, budget: Budget, cause: Cause | None) -> Decision:
+def _end_without_save(
+    end: EpochEnd, request: Request, budget: Budget, cause: Cause | None
+) -> Decision:
     """The end of a run that was asked for, without a whole save: a worker that failed over it is
     named.
 
     One that was killed, or that knows nothing of signals, has not failed.
     """
     explanation = "not every worker saved"
-    failed = [worker for worker in end.ends if worker.code and worker.code not in OUTSIDE]
+    failed = [worker for worker in end.ends if worker.code and worker.code not in EXTERNAL_CODES]
     if failed:
         worst = min(failed, key=lambda worker: (not worker.asked, worker.order))
         cause = end.fault or cause_of(worst, end.epoch)
         conduct = "was asked to save and failed" if worst.asked else "failed"
         step_clause = f" after step {worst.step}" if worst.step is not None else ""
-        explanation = f"rank {worst.rank} on {worst.node} {conduct}: {meaning(worst.code)}{step_clause}"
-    return _end(request.kind, Exit.RESTART, f"{request.reason}; {explanation}", budget, cause)
+        explanation = (
+            f"rank {worst.rank} on {worst.node} {conduct}: {meaning(worst.code)}{step_clause}"
+        )
+    return _end_run(request.kind, Exit.RESTART, f"{request.reason}; {explanation}", budget, cause)
 
 
 def _after_failure(
@@ -228,33 +248,37 @@ def _after_failure(
 ) -> Decision:
     """The rows for an epoch that ended by a failure. `code`: of the worker that failed first."""
     if code == Exit.NODE and end.elastic:
-        return _without(cause, cause.text, budget)
+        return _restart_without(cause, cause.text, budget)
 
     if cause.kind == "disk_full":  # what was saved before is whole; starting again makes no room
-        return _end("stopped", Exit.RESTART, f"{cause.text}; make room and resume", budget, cause)
+        return _end_run(
+            "stopped", Exit.RESTART, f"{cause.text}; make room and resume", budget, cause
+        )
 
     if code in _FINAL_CODES:
-        return _end("failed", code, cause.text, budget, cause)
+        return _end_run("failed", code, cause.text, budget, cause)
 
     if code == Exit.RESTART:
         fruitless = 0 if end.new_steps else budget.fruitless + 1
         budget = replace(budget, fruitless=fruitless)
         if fruitless > MOST_FRUITLESS:
             reason = f"{cause.text}; {MOST_FRUITLESS} restarts in a row without a new step"
-            return _end("stopped", Exit.RESTART, reason, budget, cause)
+            return _end_run("stopped", Exit.RESTART, reason, budget, cause)
         return Decision(
             again=True, state="restarting", reason=cause.text, budget=budget, cause=cause
         )
 
     attribution = attribute(cause, history)
     if attribution.at_fault == "data":
-        return _end("failed", Exit.CONFIG, attribution.text, budget, cause)
+        return _end_run("failed", Exit.CONFIG, attribution.text, budget, cause)
     if attribution.at_fault == "node":
         if end.elastic:
-            return _without(cause, attribution.text, budget)
-        return _end("failed", Exit.NODE, attribution.text, budget, cause)
-    if not budget.left(cause.kind):
-        exhausted = f"; {budget.name(cause.kind)} used up" if budget.by_cause or budget.used else ""
+            return _restart_without(cause, attribution.text, budget)
+        return _end_run("failed", Exit.NODE, attribution.text, budget, cause)
+    if not budget.allows(cause.kind):
+        exhausted = (
+            f"; {budget.setting(cause.kind)} used up" if budget.by_cause or budget.used else ""
+        )
         code = (
             Exit.CONFIG
             if cause.kind == "non_finite"
@@ -262,19 +286,19 @@ def _after_failure(
             if code == Exit.INTERNAL
             else Exit.USER
         )
-        return _end("failed", code, cause.text + exhausted, budget, cause)
-    budget = budget.spent(cause.kind)
+        return _end_run("failed", code, cause.text + exhausted, budget, cause)
+    budget = budget.with_restart(cause.kind)
     return Decision(
         again=True, state="restarting", reason=cause.text, budget=budget, counted=True, cause=cause
     )
 
 
-def _without(cause: Cause, reason: str, budget: Budget) -> Decision:
+def _restart_without(cause: Cause, reason: str, budget: Budget) -> Decision:
     """Restart on other nodes, excluding the node in `cause`."""
     return Decision(True, "restarting", reason, budget, cause=cause, exclude=cause.node)
 
 
-def _end(
+def _end_run(
     state: FinalState, code: int, reason: str, budget: Budget, cause: Cause | None
 ) -> Decision:
     return Decision(

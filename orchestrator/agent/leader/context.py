@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 class Event(NamedTuple):
     epoch: int  # in which it was received
     node: str
-    what: FromAgent | MemberLost | MemberUnfit | LeaseLost
+    message: FromAgent | MemberLost | MemberUnfit | LeaseLost
 
 
 class Context:
@@ -43,7 +43,7 @@ class Context:
         key: bytes,
         node: str,
         recorder: Recorder,
-        record: StateWriter,
+        state_writer: StateWriter,
         elastic: bool,
     ):
         self.folder = folder
@@ -51,32 +51,32 @@ class Context:
         self.node = node
         self.elastic = elastic
         self.recorder = recorder
-        self.record = record
+        self.state_writer = state_writer
         self.plan = plan
-        self.ranked = used_nodes(plan)
+        self.ranked_nodes = used_nodes(plan)
         self.budget = policy.Budget(
             rules.max_restarts,
-            record.restarts,
+            state_writer.restarts,
             0,
             rules.max_restarts_by_cause,
-            record.restarts_by_cause,
+            state_writer.restarts_by_cause,
         )
         self.end_request: policy.Request | None = None
-        self._told: Intent | None = None  # what people want and the disk does not have
+        self._unwritten_intent: Intent | None = None  # what people want and the disk does not have
         self.furthest_step = -1  # completed in any epoch
         self._queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         self.membership = Membership(
             run=folder.run_id,
             plan=plan,
             key=key,
-            expected=self.ranked,
-            epoch=lambda: record.epoch,
-            tell=self.put,
-            note=self.note,
-            silence_s=rules.heartbeat_timeout_s,
+            expected=self.ranked_nodes,
+            epoch=lambda: state_writer.epoch,
+            deliver=self.put_event,
+            record_event=self.record_event,
+            heartbeat_timeout_s=rules.heartbeat_timeout_s,
             elastic=elastic,
         )
-        self.membership.excluded.update(record.excluded)
+        self.membership.excluded.update(state_writer.excluded)
 
     @property
     def members(self) -> dict[str, Member]:
@@ -84,17 +84,19 @@ class Context:
 
     @property
     def epoch(self) -> int:
-        return self.record.epoch
+        return self.state_writer.epoch
 
     def set_plan(self, plan: Plan) -> None:
         """Makes this the plan in force. `ranked`: its nodes that hold ranks, in the plan's
         order."""
         self.plan = plan
-        self.ranked = used_nodes(plan)
+        self.ranked_nodes = used_nodes(plan)
 
     # ---------------------------------------------------------------------------------- events
 
-    def put(self, node: str, message: FromAgent | MemberLost | MemberUnfit | LeaseLost) -> None:
+    def put_event(
+        self, node: str, message: FromAgent | MemberLost | MemberUnfit | LeaseLost
+    ) -> None:
         self._queue.put_nowait(Event(self.epoch, node, message))
 
     def on_ticker_end(self, ticker: asyncio.Task[None]) -> None:
@@ -115,21 +117,23 @@ class Context:
                 return None
             if isinstance(event, BaseException):
                 raise event
-            if isinstance(event.what, LeaseLost) and event.epoch == self.epoch:
-                raise event.what
-            if isinstance(event.what, TerminationSignal) and event.what.by_people:
-                self._told = unwritten_end(event.what.force)
+            if isinstance(event.message, LeaseLost) and event.epoch == self.epoch:
+                raise event.message
+            if isinstance(event.message, TerminationSignal) and event.message.by_people:
+                self._unwritten_intent = unwritten_end(event.message.force)
             # an answer that was still in the queue when its epoch ended must not count for the next
             # one
-            if event.epoch == self.epoch or isinstance(event.what, MemberLost | TerminationSignal):
+            if event.epoch == self.epoch or isinstance(
+                event.message, MemberLost | TerminationSignal
+            ):
                 return event
 
-    def note(self, name: str, **fields: object) -> None:
+    def record_event(self, name: str, **fields: object) -> None:
         """Logs an event, and writes it to the run folder."""
         log.info("%s %s", name, " ".join(f"{key}={value}" for key, value in fields.items()))
         self.recorder.event(name, **fields)
 
-    def note_epoch_end(self, decision: policy.Decision, epoch: int | None = None) -> None:
+    def record_epoch_end(self, decision: policy.Decision, epoch: int | None = None) -> None:
         cause = decision.cause
         about = (
             {"fault": cause.kind, "on": cause.node, "rank": cause.rank, "code": cause.code}
@@ -142,11 +146,11 @@ class Context:
             "counted": decision.counted,
             **about,
         }
-        self.note("epoch_ended", epoch=self.epoch if epoch is None else epoch, **said)
+        self.record_event("epoch_ended", epoch=self.epoch if epoch is None else epoch, **said)
 
     # ---------------------------------------------------------------------------------- records
 
-    async def on_disk(self, operation: Callable[[], Result]) -> Result:
+    async def retry_on_disk_errors(self, operation: Callable[[], Result]) -> Result:
         """What `record` returns, called until the disk lets it, in at most RECORD_S; heartbeats go
         on meanwhile.
 
@@ -162,35 +166,35 @@ class Context:
 
     async def begin_epoch(self) -> None:
         """Starts the next epoch, which is on disk before anybody hears of it."""
-        await self.on_disk(self.record.claim)
-        self.record.begin_epoch()
-        await self.on_disk(self.record.retry)
+        await self.retry_on_disk_errors(self.state_writer.lease_next_epoch)
+        self.state_writer.begin_epoch()
+        await self.retry_on_disk_errors(self.state_writer.retry)
 
     # ---------------------------------------------------------------------------------- members
 
-    def lose(self, node: str, reason: str) -> None:
+    def remove_lost_node(self, node: str, reason: str) -> None:
         """Removes a member that is lost, and records it."""
-        self.membership.drop(node, "node_lost", reason)
-        self.record.lost(node)
+        self.membership.remove(node, "node_lost", reason)
+        self.state_writer.record_lost(node)
 
-    def dismiss(self, node: str, code: Exit, reason: str) -> None:
+    def release_node(self, node: str, code: Exit, reason: str) -> None:
         """Tells a member to exit with `code`, and removes it."""
         if member := self.members.get(node):
             member.channel.send(self.epoch, Done(code=int(code), reason=reason))
-            self.membership.drop(node, "node_left", reason)
-            self.record.left(node)
+            self.membership.remove(node, "node_left", reason)
+            self.state_writer.record_left(node)
 
     # ---------------------------------------------------------------------------------- the end
 
     @property
-    def asked(self) -> Intent | None:
+    def end_intent(self) -> Intent | None:
         """What people have asked for since this attempt began, if it has to end for that."""
-        return self._told or due(self.folder, self.record.intent)
+        return self._unwritten_intent or due(self.folder, self.state_writer.first_intent)
 
     def request_end(self, signal: TerminationSignal) -> policy.Request:
         """Notes that somebody asked for the end of the run; the first request counts, or what
         people have asked."""
-        if (intent := self.asked) and (self.end_request is None or intent.want == "end"):
+        if (intent := self.end_intent) and (self.end_request is None or intent.want == "end"):
             self.end_request = policy.Request(
                 "cancelled" if intent.want == "end" else "stopped", intent.text
             )
@@ -198,12 +202,12 @@ class Context:
             self.end_request = policy.Request("stopped", signal.reason)
         return self.end_request
 
-    def not_started(self, signal: TerminationSignal) -> policy.Decision:
+    def end_before_start(self, signal: TerminationSignal) -> policy.Decision:
         """The decision when the end is asked for before any worker has started."""
         request = self.request_end(signal)
-        return self.end(request.kind, Exit.RESTART, f"{request.reason}; nothing had started")
+        return self.end_run(request.kind, Exit.RESTART, f"{request.reason}; nothing had started")
 
-    def end(
+    def end_run(
         self,
         state: policy.FinalState,
         code: int,

@@ -38,12 +38,12 @@ from .membership import MemberLost
 class Coordinator:
     def __init__(self, context: Context, sizes: WorldSizes):
         self._context = context
-        self._announcement = Announcement(context.folder, context.record, context.node)
+        self._announcement = Announcement(context.folder, context.state_writer, context.node)
         self._elasticity = Elasticity(context, sizes, self._announcement)
         self._detector = HangDetector(context.rules)
         self._stalls = SelfStallDetector()
-        self._heard = 0  # number of the newest request of people that was taken up
-        self._silenced = False  # the disk did not take the last heartbeat
+        self._last_intent = 0  # number of the newest request of people that was taken up
+        self._heartbeat_failed = False  # the disk did not take the last heartbeat
 
     async def run(self, host: str, port: int = 0) -> policy.Decision:
         """Coordinates until the run is over; returns the decision that ended it.
@@ -54,29 +54,31 @@ class Coordinator:
         try:
             return await self._lead(host, port)
         except LeaseLost as error:
-            self._context.note("deposed", reason=str(error))
+            self._context.record_event("deposed", reason=str(error))
             code = Exit.RESTART if isinstance(error, CoordinatorLeaves) else Exit.FENCED
-            return self._context.end("failed", code, str(error))
+            return self._context.end_run("failed", code, str(error))
 
     async def _lead(self, host: str, port: int) -> policy.Decision:
         context = self._context
-        connected = context.membership.connected
+        connected = context.membership.serve_connection
         server = await asyncio.start_server(
             connected, host, port, limit=READ_LIMIT, backlog=BACKLOG
         )
-        ticker = asyncio.create_task(context.membership.tick(self._on_heartbeat))
+        ticker = asyncio.create_task(context.membership.run_heartbeats(self._on_heartbeat))
         ticker.add_done_callback(context.on_ticker_end)
         try:
             bound = server.sockets[0].getsockname()
-            await context.on_disk(lambda: self._announcement.begin(bound[0], bound[1]))
-            context.record.update(
-                state="starting", reason=f"waiting for {len(context.ranked)} nodes"
+            await context.retry_on_disk_errors(lambda: self._announcement.begin(bound[0], bound[1]))
+            context.state_writer.update(
+                state="starting", reason=f"waiting for {len(context.ranked_nodes)} nodes"
             )
             decision = await self._elasticity.wait_for_nodes()
             while decision is None or decision.again:
                 decision = await self._run_epoch()
             ended = decision
-            if await context.on_disk(lambda: is_due(context.folder, context.plan, ended)):
+            if await context.retry_on_disk_errors(
+                lambda: is_due(context.folder, context.plan, ended)
+            ):
                 saved_clause = await FinalCheckpoint(context).run()
                 decision = replace(
                     decision, reason="; ".join(filter(None, (decision.reason, saved_clause)))
@@ -90,7 +92,7 @@ class Coordinator:
                 else "disk_failed"
             )
             reason = f"the run's state cannot be written: {error}"
-            decision = context.end("stopped", Exit.RESTART, reason, kind)
+            decision = context.end_run("stopped", Exit.RESTART, reason, kind)
             await self._finish(decision)
             return decision
         finally:
@@ -105,18 +107,20 @@ class Coordinator:
         metrics = self._context.recorder.metrics
         ended = await Epoch(context, self._detector, self._elasticity).run()
         history = FaultHistory(
-            tuple(context.record.causes), len(context.ranked), context.rules.bad_node_after
+            tuple(context.state_writer.causes),
+            len(context.ranked_nodes),
+            context.rules.bad_node_after,
         )
         decision = policy.decide(ended, context.budget, history)
         await self._exclude_bad_node(decision)
         decision = await self._elasticity.next_plan(decision)
         context.budget = decision.budget
-        context.record.end_epoch(decision)
+        context.state_writer.end_epoch(decision)
         if decision.cause:
             metrics.add("orch_faults", 1, decision.cause.kind, "agent")
         if decision.again:
             metrics.add("orch_restarts", 1, "failure" if decision.counted else "saved")
-        context.note_epoch_end(decision)
+        context.record_epoch_end(decision)
         return decision
 
     async def _exclude_bad_node(self, decision: policy.Decision) -> None:
@@ -127,9 +131,9 @@ class Coordinator:
             decision.cause.node if decision.code == Exit.NODE and decision.cause else None
         )
         if node:
-            context.note("node_excluded", on=node, reason=decision.reason)
+            context.record_event("node_excluded", on=node, reason=decision.reason)
             context.membership.excluded[node] = decision.reason
-            context.record.exclude(node, decision.reason)
+            context.state_writer.exclude(node, decision.reason)
             told = (
                 context.folder,
                 node,
@@ -143,8 +147,10 @@ class Coordinator:
 
     async def _finish(self, decision: policy.Decision) -> None:
         context = self._context
-        context.record.finish(decision)
-        context.note("run_ended", state=decision.state, code=decision.code, reason=decision.reason)
+        context.state_writer.finish(decision)
+        context.record_event(
+            "run_ended", state=decision.state, code=decision.code, reason=decision.reason
+        )
         done = Done(code=decision.code, reason=decision.reason)
         for member in context.members.values():
             member.channel.send(context.epoch, done)
@@ -152,50 +158,52 @@ class Coordinator:
         while context.members and (
             event := await context.next_event(end)
         ):  # an agent closes when it is done
-            if isinstance(event.what, MemberLost):
-                context.membership.drop(event.node, "node_left", event.what.text)
-            elif isinstance(event.what, Join) and (rejoined := context.members.get(event.node)):
+            if isinstance(event.message, MemberLost):
+                context.membership.remove(event.node, "node_left", event.message.reason)
+            elif isinstance(event.message, Join) and (rejoined := context.members.get(event.node)):
                 rejoined.channel.send(context.epoch, done)
         with contextlib.suppress(*RECORD_ERRORS):
-            await context.on_disk(context.record.retry)  # the end may have found no room
+            await context.retry_on_disk_errors(
+                context.state_writer.retry
+            )  # the end may have found no room
 
     def _on_heartbeat(self) -> None:
         """Once a heartbeat: renews the lease on the epoch, writes state that found no room before,
         and takes up what people ask for, of which another coordinator may have been told that is
         dead by now."""
         context = self._context
-        if (intent := context.asked) and intent.number > self._heard:
-            self._heard = intent.number
-            context.put(
+        if (intent := context.end_intent) and intent.number > self._last_intent:
+            self._last_intent = intent.number
+            context.put_event(
                 context.node,
                 TerminationSignal(reason=intent.text, signal="SIGTERM", force=intent.force),
             )
         if context.elastic and (missed_s := self._stalls.missed_s()):
-            context.note("was_away", seconds=round(missed_s, 1))
+            context.record_event("was_away", seconds=round(missed_s, 1))
             self._elasticity.partition_suspected = (
                 True  # nodes that have hung up meanwhile may well live
             )
         try:
             self._announcement.renew()
         except LeaseLost as error:
-            context.put(context.node, error)
+            context.put_event(context.node, error)
         except RECORD_ERRORS as error:  # it is tried again at the next heartbeat
-            if not self._silenced:
+            if not self._heartbeat_failed:
                 log.error("the coordinator's heartbeat cannot be written, and will be: %s", error)
-            self._silenced = True
+            self._heartbeat_failed = True
         else:
-            self._silenced = False
+            self._heartbeat_failed = False
 
     @property
     def has_ended_the_run(self) -> bool:
-        return self._context.record.is_final
+        return self._context.state_writer.is_final
 
-    def agent_left(self) -> None:
+    def on_agent_exit(self) -> None:
         """To be called when the agent of this process has ended: no connection tells while nodes
         are awaited."""
         context = self._context
         if context.membership.forming:
             reason = f"{context.node}: its agent left before all nodes had come"
-            context.put(
+            context.put_event(
                 context.node, TerminationSignal(reason=reason, signal="SIGTERM", force=False)
             )

@@ -77,18 +77,20 @@ class WorldSizes:
         return cls(nodes, {len(nodes): plan}, elastic=False)
 
     @classmethod
-    def of_request(
+    def from_request(
         cls, folder: RunFolder, request: LaunchRequest, policy: ScaleUpPolicy
     ) -> WorldSizes:
         """Of an elastic run."""
-        plans = {node_count: load_plan(folder.sized_plan(node_count)) for node_count in request.sizes}
+        plans = {
+            node_count: load_plan(folder.sized_plan(node_count)) for node_count in request.sizes
+        }
         return cls([agent.node for agent in request.agents], plans, elastic=True, policy=policy)
 
     @property
-    def least(self) -> int:
+    def smallest(self) -> int:
         return min(self.plans)
 
-    async def next(self, current: Plan, healthy: Collection[str]) -> Plan | None:
+    async def plan_for(self, current: Plan, healthy: Collection[str]) -> Plan | None:
         """The plan for the healthy nodes, None if they are too few. In a thread, so that heartbeats
         go on."""
         ranked = used_nodes(current)
@@ -109,7 +111,7 @@ class ScaleUp:
         self._context = context
         self._sizes = sizes
         self._time = asyncio.get_running_loop().time
-        self._began = self.changed = (
+        self._started_at = self.nodes_changed_at = (
             self._time()
         )  # of this coordinator, of the last change of nodes
         self._stopped_at: float | None = None
@@ -119,13 +121,13 @@ class ScaleUp:
         self.faults = 0
         self.check_at: float | None = None  # loop time at which to consider it again
 
-    def stopping(self, first: bool) -> None:
+    def on_stop(self, first: bool) -> None:
         """The workers are told to stop; `first`: in this epoch."""
         self.check_at = None
         if first:
             self._stopped_at = self._time()
 
-    def running(self) -> None:
+    def on_workers_started(self) -> None:
         """All workers have started."""
         if self._stopped_at is not None:
             self._cost_s = self._time() - self._stopped_at
@@ -139,14 +141,14 @@ class ScaleUp:
         if larger is None:
             return None
         now = self._time()
-        stable = now - self.changed
+        stable = now - self.nodes_changed_at
         furthest_step = max(context.furthest_step, reported_step(context))
         left_s = (context.plan.job.train.steps - furthest_step) * context.plan.time.step_s
         if (
             context.plan.program
         ):  # nobody knows its end: a program that has run for an hour is given another one
-            left_s = now - self._began
-        horizon = horizon_s(left_s, now - self._began, self.faults, stable)
+            left_s = now - self._started_at
+        horizon = horizon_s(left_s, now - self._started_at, self.faults, stable)
         cost_s = sizes.policy.cost_s if self._cost_s is None else self._cost_s
         times = {
             "stable_s": stable,
@@ -158,7 +160,9 @@ class ScaleUp:
             self.check_at = now + max(_LOOK_AGAIN_S, sizes.policy.dwell_s - stable)
             return None
         nodes = len(used_nodes(larger))
-        context.note("growing", nodes=nodes, horizon_s=round(horizon, 1), cost_s=self._cost_s)
+        context.record_event(
+            "growing", nodes=nodes, horizon_s=round(horizon, 1), cost_s=self._cost_s
+        )
         return larger
 
 
@@ -183,10 +187,10 @@ class Elasticity:
         """
         context = self._context
         members = self._context.members
-        smallest = self._sizes.least
-        recorded_nodes = context.record.nodes if context.elastic else {}
+        smallest = self._sizes.smallest
+        recorded_nodes = context.state_writer.nodes if context.elastic else {}
         moved = bool(recorded_nodes)
-        awaited = self._awaited(recorded_nodes)
+        awaited = self._nodes_to_await(recorded_nodes)
         join_s = context.rules.join_timeout_s
         now = asyncio.get_running_loop().time()
         join_deadline = now + (
@@ -198,20 +202,22 @@ class Elasticity:
         while not awaited <= members.keys() or len(members) < smallest:
             event = await context.next_event(deadline)
             if event is not None:
-                if decision := self._while_waiting(event, awaited, moved):
+                if decision := self._handle_while_waiting(event, awaited, moved):
                     return decision
             elif not context.elastic:
-                missing = [node for node in context.ranked if node not in members]
-                reason = f"{_listed(missing)} did not join within {join_s:g} s"
-                return context.end("failed", Exit.CAPACITY, reason, "join_timeout")
+                missing = [node for node in context.ranked_nodes if node not in members]
+                reason = f"{_shorten_list(missing)} did not join within {join_s:g} s"
+                return context.end_run("failed", Exit.CAPACITY, reason, "join_timeout")
             elif deadline == join_deadline or len(members) >= smallest:
                 break
             else:
                 deadline = join_deadline
         context.membership.forming = False
         if not context.elastic:
-            context.record.joined({node: members[node].join for node in context.ranked})
-            context.note("nodes_joined", nodes=len(members))
+            context.state_writer.record_joined(
+                {node: members[node].join for node in context.ranked_nodes}
+            )
+            context.record_event("nodes_joined", nodes=len(members))
             return None
         if not moved:
             for member in members.values():
@@ -219,30 +225,41 @@ class Elasticity:
                     True  # all import at once: none is worth waiting for less than the others
                 )
         for node in recorded_nodes.keys() & awaited - members.keys():
-            context.record.lost(node)
-        context.note("nodes_joined", nodes=len(members), coordinator_moved=moved)
-        decision = await self._put_in_force(policy.Decision(True, "restarting", "", context.budget))
+            context.state_writer.record_lost(node)
+        context.record_event("nodes_joined", nodes=len(members), coordinator_moved=moved)
+        decision = await self._adopt_next_plan(
+            policy.Decision(True, "restarting", "", context.budget)
+        )
         return None if decision.again else decision
 
-    def _awaited(self, recorded_nodes: Mapping[str, NodeState]) -> set[str]:
+    def _nodes_to_await(self, recorded_nodes: Mapping[str, NodeState]) -> set[str]:
         """Nodes that may still come. `known`: what the state says of nodes, empty at the beginning
         of a run."""
         context = self._context
         if not context.elastic:
             return set(self._sizes.nodes)
-        ended_nodes = {node for node, state in recorded_nodes.items() if state.state in ("lost", "ended")}
+        ended_nodes = {
+            node for node, state in recorded_nodes.items() if state.state in ("lost", "ended")
+        }
         if recorded_nodes:
-            ended_nodes |= context.record.take_over()
-            last_epoch = context.record.last_epoch  # the end that the last coordinator could not note
+            ended_nodes |= context.state_writer.take_over()
+            last_epoch = (
+                context.state_writer.last_epoch
+            )  # the end that the last coordinator could not note
             if last_epoch and last_epoch.cause and last_epoch.cause.kind == "coordinator_lost":
                 decision = policy.Decision(
-                    True, "restarting", last_epoch.cause.text, context.budget, cause=last_epoch.cause
+                    True,
+                    "restarting",
+                    last_epoch.cause.text,
+                    context.budget,
+                    cause=last_epoch.cause,
                 )
-                context.note_epoch_end(decision, last_epoch.epoch)
+                context.record_epoch_end(decision, last_epoch.epoch)
         self._exclude_remembered()
-        return {*self._sizes.nodes, *recorded_nodes} - ended_nodes - context.membership.excluded.keys() | {
-            context.node
-        }
+        return {
+            *self._sizes.nodes,
+            *recorded_nodes,
+        } - ended_nodes - context.membership.excluded.keys() | {context.node}
 
     def _exclude_remembered(self) -> None:
         """Excludes the nodes that the user's node memory calls bad, if enough others are left."""
@@ -254,35 +271,39 @@ class Elasticity:
         }
         if not bad_nodes:
             return
-        if len(set(self._sizes.nodes) - bad_nodes.keys()) < self._sizes.least:
-            context.note(
-                "bad_nodes_used", nodes=sorted(bad_nodes), reason="too few would be left without them"
+        if len(set(self._sizes.nodes) - bad_nodes.keys()) < self._sizes.smallest:
+            context.record_event(
+                "bad_nodes_used",
+                nodes=sorted(bad_nodes),
+                reason="too few would be left without them",
             )
             return
         context.membership.excluded.update(bad_nodes)
         for node, reason in bad_nodes.items():
-            context.dismiss(node, Exit.NODE, reason)
-            context.note("node_left_out", on=node, reason=reason)
+            context.release_node(node, Exit.NODE, reason)
+            context.record_event("node_left_out", on=node, reason=reason)
 
-    def _while_waiting(
+    def _handle_while_waiting(
         self, event: Event, awaited: set[str], moved: bool
     ) -> policy.Decision | None:
         context, (_, node, message) = self._context, event
         match message:
-            case MemberLost(text=text) if not context.elastic:
-                return context.end("failed", Exit.CAPACITY, f"{node}: {text}", "node_lost", node)
-            case MemberUnfit(code=code, text=text) if not context.elastic:
-                return context.end("failed", code, text, "node_unfit", node)
-            case MemberLost(text=text) | MemberUnfit(text=text):
+            case MemberLost(reason=reason) if not context.elastic:
+                return context.end_run(
+                    "failed", Exit.CAPACITY, f"{node}: {reason}", "node_lost", node
+                )
+            case MemberUnfit(code=code, reason=reason) if not context.elastic:
+                return context.end_run("failed", code, reason, "node_unfit", node)
+            case MemberLost(reason=reason) | MemberUnfit(reason=reason):
                 awaited.discard(node)
                 if isinstance(message, MemberLost):
-                    context.membership.drop(node, "node_lost", text)
-                context.note("not_awaited", on=node, reason=text)
-            case TerminationSignal() if moved and node != context.node and not context.asked:
+                    context.membership.remove(node, "node_lost", reason)
+                context.record_event("not_awaited", on=node, reason=reason)
+            case TerminationSignal() if moved and node != context.node and not context.end_intent:
                 awaited.discard(node)
-                context.dismiss(node, Exit.RESTART, message.reason)
+                context.release_node(node, Exit.RESTART, message.reason)
             case TerminationSignal():
-                return context.not_started(message)
+                return context.end_before_start(message)
         return None
 
     # ---------------------------------------------------------------------------------- during an
@@ -291,21 +312,22 @@ class Elasticity:
     def ready_nodes(self) -> list[str]:
         """Members whose workers would start at once. If those are too few, all of them."""
         warm = [node for node, member in self._context.members.items() if member.warm]
-        return warm if len(warm) >= self._sizes.least else list(self._context.members)
+        return warm if len(warm) >= self._sizes.smallest else list(self._context.members)
 
-    def leave(self, node: str, reason: str) -> bool:
+    def mark_leaving(self, node: str, reason: str) -> bool:
         """Notes that a node with ranks will leave after this epoch. False: too few will stay, the
         run must end."""
         self._leaving[node] = reason
         staying = self._context.members.keys() - self._leaving.keys()
         return not (
-            set(self._context.ranked) <= self._leaving.keys() and len(staying) < self._sizes.least
+            set(self._context.ranked_nodes) <= self._leaving.keys()
+            and len(staying) < self._sizes.smallest
         )
 
-    def running(self) -> None:
+    def on_workers_started(self) -> None:
         """All workers of the epoch have started."""
         self.partition_suspected = False
-        self.scale_up.running()
+        self.scale_up.on_workers_started()
         self._sizes.preload()
 
     # ---------------------------------------------------------------------------------- between
@@ -323,48 +345,54 @@ class Elasticity:
         leaving = self._leaving
         self._leaving = {}
         for node, reason in leaving.items():
-            context.dismiss(node, Exit.RESTART, reason)
+            context.release_node(node, Exit.RESTART, reason)
         if decision.exclude:
-            context.dismiss(decision.exclude, Exit.NODE, decision.reason)
+            context.release_node(decision.exclude, Exit.NODE, decision.reason)
         if context.node in (*leaving, decision.exclude):
-            context.record.end_epoch(decision)
-            context.note_epoch_end(decision)
+            context.state_writer.end_epoch(decision)
+            context.record_epoch_end(decision)
             raise CoordinatorLeaves("this node leaves; another one will coordinate")
         if decision.cause:
             self.scale_up.faults += 1
-        return await self._put_in_force(decision, bool(leaving))
+        return await self._adopt_next_plan(decision, bool(leaving))
 
-    async def _put_in_force(self, decision: policy.Decision, nodes_left: bool = False) -> policy.Decision:
+    async def _adopt_next_plan(
+        self, decision: policy.Decision, nodes_left: bool = False
+    ) -> policy.Decision:
         """Claims the next epoch and puts its plan in force, or ends the run. `left`: nodes were
         told to leave."""
         context = self._context
         healthy = len(context.members)
-        plan = await self._sizes.next(context.plan, self.ready_nodes())
+        plan = await self._sizes.plan_for(context.plan, self.ready_nodes())
         if plan is None and self.partition_suspected:
-            plan = await self._step_back()
+            plan = await self._offer_leadership()
         if plan is None and not nodes_left:
             plan = await self._wait_for_capacity()
         if plan is None:
-            return self._too_few(decision, nodes_left)
-        await context.on_disk(context.record.claim)
-        await context.on_disk(
+            return self._end_for_lack_of_nodes(decision, nodes_left)
+        await context.retry_on_disk_errors(context.state_writer.lease_next_epoch)
+        await context.retry_on_disk_errors(
             self._announcement.renew
         )  # with the new claim: agents go only where the newest one is
         if plan.hash != context.plan.hash:  # all who read the last one are gone
             document = to_json(plan, indent=1) + b"\n"
-            await context.on_disk(lambda: write_private(context.folder.plan, document))
-            context.record.replanned(plan)
-            self._note_change(context.plan, plan, decision.reason)
+            await context.retry_on_disk_errors(lambda: write_private(context.folder.plan, document))
+            context.state_writer.record_plan(plan)
+            self._record_plan_change(context.plan, plan, decision.reason)
             context.set_plan(plan)
-        context.record.joined({node: member.join for node, member in context.members.items()})
-        context.recorder.metrics.set("orch_spare_nodes", healthy - len(context.ranked))
+        context.state_writer.record_joined(
+            {node: member.join for node, member in context.members.items()}
+        )
+        context.recorder.metrics.set("orch_spare_nodes", healthy - len(context.ranked_nodes))
         return decision
 
-    def _too_few(self, decision: policy.Decision, nodes_left: bool) -> policy.Decision:
+    def _end_for_lack_of_nodes(
+        self, decision: policy.Decision, nodes_left: bool
+    ) -> policy.Decision:
         context = self._context
         shortage = (
             f"{len(context.members)} nodes are left, the smallest size of this run is"
-            f" {self._sizes.least}"
+            f" {self._sizes.smallest}"
         )
         reason = "; ".join(filter(None, (decision.reason, shortage)))
         state: policy.FinalState = "stopped" if nodes_left else "failed"
@@ -377,7 +405,7 @@ class Elasticity:
             False, state, reason, context.budget, int(code), cause=decision.cause
         )
 
-    async def _step_back(self) -> Plan | None:
+    async def _offer_leadership(self) -> Plan | None:
         """Too few nodes are connected, but others may live behind a partition: lets them claim the
         run.
 
@@ -386,18 +414,18 @@ class Elasticity:
         """
         context = self._context
         loop = asyncio.get_running_loop()
-        context.note("stepped_back", nodes=len(context.members))
+        context.record_event("stepped_back", nodes=len(context.members))
         self._announcement.paused = True
         turns_s = len(self._sizes.nodes) * TURN_TICKS * TICK_S
         deadline = loop.time() + max(2.0, context.rules.heartbeat_timeout_s) + turns_s + _SETTLE_S
         while loop.time() < deadline:
             await asyncio.sleep(TICK_S)
             with contextlib.suppress(OSError):
-                context.record.check()
-            if len(context.members) >= self._sizes.least:
+                context.state_writer.check_lease()
+            if len(context.members) >= self._sizes.smallest:
                 break
         self._announcement.paused = self.partition_suspected = False
-        return await self._sizes.next(context.plan, self.ready_nodes())
+        return await self._sizes.plan_for(context.plan, self.ready_nodes())
 
     async def _wait_for_capacity(self) -> Plan | None:
         """Waits up to `min_nodes_grace_s` for nodes that may be on their way back, with the state
@@ -408,34 +436,46 @@ class Elasticity:
         context = self._context
         loop = asyncio.get_running_loop()
         grace_s = context.rules.min_nodes_grace_s
-        smallest = self._sizes.least
-        if not grace_s or not context.record.nodes:  # at the beginning all have been waited for
+        smallest = self._sizes.smallest
+        if (
+            not grace_s or not context.state_writer.nodes
+        ):  # at the beginning all have been waited for
             return None
         deadline = loop.time() + grace_s
-        context.note("awaits_nodes", nodes=len(context.members), least=smallest, seconds=grace_s)
-        context.record.update(
-            state="restarting", reason=f"waiting up to {grace_s:g} s for {smallest} nodes to be there"
+        context.record_event(
+            "awaits_nodes", nodes=len(context.members), least=smallest, seconds=grace_s
+        )
+        context.state_writer.update(
+            state="restarting",
+            reason=f"waiting up to {grace_s:g} s for {smallest} nodes to be there",
         )
         while len(context.members) < smallest:
             event = await context.next_event(deadline)
             if event is None:
                 return None
             node = event.node
-            message = event.what
+            message = event.message
             if isinstance(message, TerminationSignal):
-                if node == context.node or context.asked:
+                if node == context.node or context.end_intent:
                     context.request_end(message)
                     return None
-                context.dismiss(node, Exit.RESTART, message.reason)
-            elif isinstance(message, MemberLost) and message.member in (None, context.members.get(node)):
-                context.lose(node, message.text)
-        return await self._sizes.next(context.plan, self.ready_nodes())
+                context.release_node(node, Exit.RESTART, message.reason)
+            elif isinstance(message, MemberLost) and message.member in (
+                None,
+                context.members.get(node),
+            ):
+                context.remove_lost_node(node, message.reason)
+        return await self._sizes.plan_for(context.plan, self.ready_nodes())
 
-    def _note_change(self, old_plan: Plan, plan: Plan, reason: str) -> None:
+    def _record_plan_change(self, old_plan: Plan, plan: Plan, reason: str) -> None:
         nodes = used_nodes(plan)
         old_nodes = used_nodes(old_plan)
         kind = (
-            "grow" if len(nodes) > len(old_nodes) else "shrink" if len(nodes) < len(old_nodes) else "swap"
+            "grow"
+            if len(nodes) > len(old_nodes)
+            else "shrink"
+            if len(nodes) < len(old_nodes)
+            else "swap"
         )
         self._context.recorder.metrics.add("orch_replans", 1, kind)
         parallel = plan.parallel
@@ -443,10 +483,10 @@ class Elasticity:
         degrees = {name: getattr(parallel, name) for name in names}
         if parallel.replica_micro_batches:
             degrees["replica_micro_batches"] = parallel.replica_micro_batches
-        self._context.note(
+        self._context.record_event(
             "replanned", how=kind, nodes=nodes, plan=plan.hash, **degrees, reason=reason
         )
-        self.scale_up.changed = asyncio.get_running_loop().time()
+        self.scale_up.nodes_changed_at = asyncio.get_running_loop().time()
 
 
 def reported_step(context: Context) -> int:
@@ -456,6 +496,6 @@ def reported_step(context: Context) -> int:
     )
 
 
-def _listed(nodes: list[str]) -> str:
+def _shorten_list(nodes: list[str]) -> str:
     first_nodes = ", ".join(nodes[:8])
     return first_nodes + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")

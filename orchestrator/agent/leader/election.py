@@ -38,7 +38,7 @@ PLANNER = (  # with what it imports, half a second of processor time
 TICK_S = 0.25
 TURN_TICKS = 4  # from one in the order to the next
 _CONNECT_S = 5.0
-_BELIEVED_BEATS = 3
+_BELIEVED_HEARTBEATS = 3
 _PREPARE_S = 5.0  # after the workers' start, which has the processor first
 
 log = logging.getLogger("orch.agent")
@@ -56,16 +56,16 @@ class Announcement:
     """`coordinator.json`: where the coordinator listens. With a lease it also shows that the
     coordinator is alive."""
 
-    def __init__(self, folder: RunFolder, record: StateWriter, node: str):
+    def __init__(self, folder: RunFolder, state_writer: StateWriter, node: str):
         self._folder = folder
-        self._record = record
+        self._state_writer = state_writer
         self._node = node
         self._address: CoordinatorAddress | None = None
         self.paused = False  # others may claim the run
 
     def begin(self, host: str, port: int) -> None:
         self._address = CoordinatorAddress(host=host, port=port)
-        if self._record.claimed < 0:
+        if self._state_writer.leased_epoch < 0:
             write_private(self._folder.coordinator, msgspec.json.encode(self._address))
         else:
             self._address = msgspec.structs.replace(self._address, node=self._node)
@@ -74,13 +74,13 @@ class Announcement:
     def renew(self) -> None:
         """Once a heartbeat, and with a new claim. Raises LeaseLost if another process has claimed a
         newer epoch."""
-        if self._record.claimed < 0:
-            self._record.retry()
+        if self._state_writer.leased_epoch < 0:
+            self._state_writer.retry()
         elif self._address is not None and not self.paused:
-            self._record.reassert()
+            self._state_writer.rewrite_if_replaced()
             heartbeats = self._address.heartbeats + 1
             self._address = msgspec.structs.replace(
-                self._address, epoch=self._record.claimed, heartbeats=heartbeats
+                self._address, epoch=self._state_writer.leased_epoch, heartbeats=heartbeats
             )
             write_private(
                 self._folder.coordinator, msgspec.json.encode(self._address), durable=False
@@ -92,11 +92,16 @@ class CoordinatorMonitor:
 
     def __init__(self, timeout_ticks: int):
         self._timeout_ticks = timeout_ticks
-        self._seen: tuple[int, int, int] | None = None
-        self._still = 0  # ticks since anything has changed
+        self._last_sighting: tuple[int, int, int] | None = None
+        self._unchanged_ticks = 0  # ticks since anything has changed
 
     def tick(
-        self, newest_epoch: int, address: CoordinatorAddress | None, refused: bool, never_led: bool, turn: int
+        self,
+        newest_epoch: int,
+        address: CoordinatorAddress | None,
+        refused: bool,
+        never_led: bool,
+        turn: int,
     ) -> bool:
         """Whether to claim the next epoch now.
 
@@ -104,12 +109,16 @@ class CoordinatorMonitor:
         the run has never had a coordinator. A process that has claimed and does not listen yet gets
         the whole timeout to do so.
         """
-        sighting = (newest_epoch, address.epoch if address else -1, address.heartbeats if address else -1)
-        self._still = self._still + 1 if sighting == self._seen else 0
-        self._seen = sighting
+        sighting = (
+            newest_epoch,
+            address.epoch if address else -1,
+            address.heartbeats if address else -1,
+        )
+        self._unchanged_ticks = self._unchanged_ticks + 1 if sighting == self._last_sighting else 0
+        self._last_sighting = sighting
         dead = refused and address is not None and address.epoch == newest_epoch
         wait_ticks = 0 if dead or (never_led and turn == 0) else self._timeout_ticks
-        return self._still >= wait_ticks + turn * TURN_TICKS
+        return self._unchanged_ticks >= wait_ticks + turn * TURN_TICKS
 
 
 class LeaderElection:
@@ -131,7 +140,7 @@ class LeaderElection:
         self._rules = rules
         self._lead = lead
         self._preparing: asyncio.Task | None = None
-        self._told = False  # that the run folder cannot be read or written
+        self._disk_error_logged = False  # that the run folder cannot be read or written
 
     def workers_started(self, order: Sequence[str]) -> None:
         """On the node that would lead next: imports, a little later, the modules that a coordinator
@@ -160,9 +169,9 @@ class LeaderElection:
         try:
             while loop.time() < end and not over.done():
                 seen = read_address(self._folder)
-                newest = self._try(self._newest_claim)
+                newest = self._try_on_disk(self._newest_claim)
                 if call is None and seen is not None and seen.epoch == newest:
-                    call = asyncio.create_task(self._call(seen))
+                    call = asyncio.create_task(self._connect_to(seen))
                     called = seen
                 await asyncio.wait({over, call} if call else {over}, timeout=TICK_S)
                 refused = wrong = False
@@ -172,15 +181,15 @@ class LeaderElection:
                         return call.result()
                     except WrongKey:
                         # said by anybody on the port of a coordinator that is gone, so not believed yet
-                        if denied is not None and _beats_on(denied, called):
+                        if denied is not None and _heartbeats_continued(denied, called):
                             raise
                         call = None
                         wrong = True
-                        denied = denied if _same_place(denied, called) else called
+                        denied = denied if _same_listener(denied, called) else called
                     except (OSError, Refused, TimeoutError) as error:
                         call = None
                         refused = isinstance(error, ConnectionRefusedError)
-                state = self._try(self._state)
+                state = self._try_on_disk(self._state)
                 if state is None or newest is None:
                     continue  # whether it may claim is not known
                 if state.is_final:
@@ -189,14 +198,16 @@ class LeaderElection:
                 turn = turn_of(self._node, order, seen.node if seen else "")
                 if monitor.tick(newest, seen, refused, fresh, turn):
                     with contextlib.suppress(LeaseLost):
-                        if self._try(partial(self._claim, max(newest, state.epoch, epoch) + 1)):
+                        if self._try_on_disk(
+                            partial(self._claim, max(newest, state.epoch, epoch) + 1)
+                        ):
                             _cancel(call)
                             call = None
                 if refused or wrong:
                     await asyncio.wait({over}, timeout=TICK_S)
         finally:
             _cancel(call)
-        state = self._try(self._state)
+        state = self._try_on_disk(self._state)
         if state and state.is_final:  # this agent was paused or cut off, or came too late
             raise NoCoordinator(Exit.FENCED, f"the run has ended meanwhile: {state.state}")
         raise NoCoordinator(Exit.CAPACITY, "no coordinator, and none could be made")
@@ -213,22 +224,22 @@ class LeaderElection:
         self._lead(lease)
         return True
 
-    def _try(self, operation: Callable[[], Record]) -> Record | None:
+    def _try_on_disk(self, operation: Callable[[], Record]) -> Record | None:
         """What `record` returns, None where the disk does not let it: later."""
         try:
             return operation()
         except RECORD_ERRORS as error:
-            if not self._told:
+            if not self._disk_error_logged:
                 log.error("no election while the run folder cannot be read or written: %s", error)
-            self._told = True
+            self._disk_error_logged = True
             return None
 
-    async def _call(self, address: CoordinatorAddress) -> Channel:
+    async def _connect_to(self, address: CoordinatorAddress) -> Channel:
         arguments = self._folder.run_id, self._node, self._key, FromCoordinator
         return await asyncio.wait_for(connect(address.host, address.port, *arguments), _CONNECT_S)
 
 
-def _same_place(first: CoordinatorAddress | None, second: CoordinatorAddress) -> bool:
+def _same_listener(first: CoordinatorAddress | None, second: CoordinatorAddress) -> bool:
     return first is not None and (first.host, first.port, first.epoch) == (
         second.host,
         second.port,
@@ -236,10 +247,12 @@ def _same_place(first: CoordinatorAddress | None, second: CoordinatorAddress) ->
     )
 
 
-def _beats_on(first: CoordinatorAddress, later: CoordinatorAddress) -> bool:
+def _heartbeats_continued(first: CoordinatorAddress, later: CoordinatorAddress) -> bool:
     """Whether the coordinator lived on after it was first called, so that it was the one who
     answered."""
-    return _same_place(first, later) and later.heartbeats >= first.heartbeats + _BELIEVED_BEATS
+    return (
+        _same_listener(first, later) and later.heartbeats >= first.heartbeats + _BELIEVED_HEARTBEATS
+    )
 
 
 def _cancel(call: asyncio.Task | None) -> None:

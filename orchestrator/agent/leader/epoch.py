@@ -32,8 +32,8 @@ class Epoch:
         self._detector = detector
         self._elasticity = elasticity
         self._rules = context.rules
-        self._nodes = context.ranked
-        self._ranked = set(context.ranked)
+        self._nodes = context.ranked_nodes
+        self._ranked = set(context.ranked_nodes)
         self._failure_grace = min(_FAILURE_GRACE_S, self._rules.grace_s)
         self._loss_grace = min(
             _LOSS_GRACE_S if context.elastic else _FAILURE_GRACE_S, self._rules.grace_s
@@ -44,7 +44,7 @@ class Epoch:
         self._lost: list[policy.NodeLoss] = []
         self._stopping = False
         self._deadline: float | None = None  # loop time at which even killed workers must be gone
-        self._resize = (  # why all were asked to save and stop, if the run goes on with other nodes
+        self._resize_reason = (  # why all were asked to save and stop, if the run goes on with other nodes
             ""
         )
         self._straggler: Cause | None = None  # of a resize: the node to be replaced
@@ -69,7 +69,7 @@ class Epoch:
                 self._send(
                     node, assignment(context.plan, node, index, first, context.members.values())
                 )
-        while self._busy():
+        while self._nodes_with_workers():
             deadlines = [
                 time
                 for time in (self._deadline, self._elasticity.scale_up.check_at)
@@ -88,7 +88,7 @@ class Epoch:
             request=context.end_request,
             new_steps=context.furthest_step > furthest_before,
             elastic=context.elastic,
-            resize=self._resize,
+            resize=self._resize_reason,
             slow=self._straggler,
             fault=self._fault_with_tail(),
         )
@@ -98,7 +98,7 @@ class Epoch:
         metrics = self._context.recorder.metrics
         self._detector.begin_epoch(context.plan)
         await context.begin_epoch()
-        context.note("epoch_began", epoch=context.epoch)
+        context.record_event("epoch_began", epoch=context.epoch)
         metrics.set("orch_wanted_nodes", len(self._nodes))
         metrics.set("orch_healthy_nodes", len(context.members))
         for member in context.members.values():
@@ -109,7 +109,9 @@ class Epoch:
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
             self._handle(
                 Event(
-                    self._context.epoch, self._busy()[0], MemberLost("its workers cannot be killed")
+                    self._context.epoch,
+                    self._nodes_with_workers()[0],
+                    MemberLost("its workers cannot be killed"),
                 )
             )
         else:
@@ -120,7 +122,7 @@ class Epoch:
             (node, member) for node, member in self._context.members.items() if node in self._ranked
         ]
 
-    def _busy(self) -> list[str]:
+    def _nodes_with_workers(self) -> list[str]:
         """Nodes whose workers of this epoch may still run. One that was lost and has rejoined has
         none."""
         finished = self._stopped | {loss.node for loss in self._lost}
@@ -139,10 +141,10 @@ class Epoch:
 
     def _handle(self, event: Event) -> None:
         node = event.node
-        message = event.what
+        message = event.message
         member = self._context.members.get(node)
         if isinstance(message, MemberLost):
-            return self._on_lost(node, member, message)
+            return self._on_member_lost(node, member, message)
         if member is None:
             return None  # sent before it was lost
         match message:
@@ -155,7 +157,7 @@ class Epoch:
             case messages.Stopped():
                 self._stopped.add(node)
             case messages.AgentAlive():
-                self._on_alive(node, message)
+                self._on_heartbeat(node, message)
             case messages.TerminationSignal():
                 self._on_termination_signal(node, message)
             case messages.Join():
@@ -170,14 +172,14 @@ class Epoch:
                 assert_never(message)
         return None
 
-    def _on_lost(self, node: str, member: Member | None, loss: MemberLost) -> None:
+    def _on_member_lost(self, node: str, member: Member | None, loss: MemberLost) -> None:
         context = self._context
         self._elasticity.partition_suspected |= loss.silent
         if member is None or loss.member not in (None, member):
             return
         if node in self._ranked:
-            self._lost.append(policy.NodeLoss(node, loss.text))
-        context.lose(node, loss.text)
+            self._lost.append(policy.NodeLoss(node, loss.reason))
+        context.remove_lost_node(node, loss.reason)
         context.recorder.metrics.set("orch_healthy_nodes", len(context.members))
         if node in self._ranked:
             self._stop_all(f"node {node} is lost", self._loss_grace)
@@ -186,8 +188,8 @@ class Epoch:
         """A node has joined while the others run: a spare until the next epoch."""
         context = self._context
         self._send(node, messages.Prepare())
-        context.record.parked(node, join)
-        context.note("node_joined", on=node)
+        context.state_writer.record_spare(node, join)
+        context.record_event("node_joined", on=node)
         context.recorder.metrics.set("orch_healthy_nodes", len(context.members))
         self._consider_scale_up()
 
@@ -195,18 +197,22 @@ class Epoch:
         self._started.add(node)
         if self._all_started and not self._stopping:
             context = self._context
-            context.record.running()
-            context.note("epoch_runs", epoch=context.epoch, workers=len(context.plan.ranks))
-            self._elasticity.running()
+            context.state_writer.record_running()
+            context.record_event("epoch_runs", epoch=context.epoch, workers=len(context.plan.ranks))
+            self._elasticity.on_workers_started()
             self._consider_scale_up()
 
     def _on_worker_exit(self, node: str, worker_exit: messages.WorkerExit) -> None:
         context = self._context
-        context.furthest_step = max(context.furthest_step, -1 if worker_exit.step is None else worker_exit.step)
+        context.furthest_step = max(
+            context.furthest_step, -1 if worker_exit.step is None else worker_exit.step
+        )
         exit_fields = structs.asdict(worker_exit) | {"tail": tuple(worker_exit.tail)}
         log_path = str(context.folder.rank_log(worker_exit.rank).relative_to(context.folder.path))
-        self._ends.append(policy.WorkerEnd(node=node, order=len(self._ends), log=log_path, **exit_fields))
-        context.note(
+        self._ends.append(
+            policy.WorkerEnd(node=node, order=len(self._ends), log=log_path, **exit_fields)
+        )
+        context.record_event(
             "worker_ended",
             rank=worker_exit.rank,
             on=node,
@@ -220,54 +226,62 @@ class Epoch:
                 if self._fault
                 else policy.cause_of(self._ends[-1], context.epoch).text
             )
-            save_in_progress = worker_exit.code == Exit.RESTART  # its peers are saving too: let them
+            save_in_progress = (
+                worker_exit.code == Exit.RESTART
+            )  # its peers are saving too: let them
             self._stop_all(reason, self._rules.grace_s if save_in_progress else self._failure_grace)
 
     def _on_termination_signal(self, node: str, signal: messages.TerminationSignal) -> None:
         """Ends the run; in an elastic run of which nobody asked it, it goes on without that node,
         if enough stay."""
         context = self._context
-        if not context.elastic or context.asked:
+        if not context.elastic or context.end_intent:
             reason = context.request_end(signal).reason
             grace_s = 0.0 if signal.force else self._rules.grace_s
         elif node not in self._ranked:
-            context.dismiss(node, Exit.RESTART, signal.reason)
+            context.release_node(node, Exit.RESTART, signal.reason)
             return
         else:
-            if not self._elasticity.leave(node, signal.reason):
+            if not self._elasticity.mark_leaving(node, signal.reason):
                 context.request_end(signal)
-            self._resize = reason = self._resize or f"a node leaves ({signal.reason})"
+            self._resize_reason = reason = self._resize_reason or f"a node leaves ({signal.reason})"
             grace_s = self._failure_grace if signal.force else self._rules.grace_s
         self._stop_all(reason, grace_s, signal.signal, force=signal.force)
 
     # ---------------------------------------------------------------------------------- hangs and
     #     stragglers
 
-    def _on_alive(self, node: str, heartbeat: messages.AgentAlive) -> None:
+    def _on_heartbeat(self, node: str, heartbeat: messages.AgentAlive) -> None:
         if self._stopping or self._fault or not self._all_started:
             return
         now = asyncio.get_running_loop().time()
-        self._detector.hear(node, heartbeat.seen, now)
+        self._detector.add_report(node, heartbeat.seen, now)
         if (diagnosis := self._detector.diagnosis(now)) is not None:
-            self._fail(diagnosis)
-        elif (slowdowns := self._detector.slow()) is not None:
+            self._end_for_fault(diagnosis)
+        elif (slowdowns := self._detector.new_stragglers()) is not None:
             for slow_node, ratio in slowdowns.items():
-                self._context.note("straggler", on=slow_node, ratio=ratio)
-            self._context.record.slow(slowdowns)
+                self._context.record_event("straggler", on=slow_node, ratio=ratio)
+            self._context.state_writer.record_stragglers(slowdowns)
             for slow_node, member in self._ranked_members():
                 member.slowdown = slowdowns.get(slow_node, 1.0)
         self._replace_straggler()
 
-    def _fail(self, diagnosis: Diagnosis) -> None:
+    def _end_for_fault(self, diagnosis: Diagnosis) -> None:
         """Ends the epoch for a fault: all workers' stacks are saved, and the one at fault is
         killed."""
         context = self._context
         self._fault = diagnosis.cause(context.folder, context.epoch)
-        context.note(
-            "fault_detected", cause=diagnosis.kind, reason=diagnosis.text, on=diagnosis.node, rank=diagnosis.rank
+        context.record_event(
+            "fault_detected",
+            cause=diagnosis.kind,
+            reason=diagnosis.text,
+            on=diagnosis.node,
+            rank=diagnosis.rank,
         )
         for node, _ in self._ranked_members():
-            ranks_to_kill = [diagnosis.rank] if node == diagnosis.node and diagnosis.rank is not None else []
+            ranks_to_kill = (
+                [diagnosis.rank] if node == diagnosis.node and diagnosis.rank is not None else []
+            )
             self._send(node, messages.Examine(reason=diagnosis.text, end=ranks_to_kill))
         if diagnosis.rank is None:
             self._stop_all(diagnosis.text, self._loss_grace)
@@ -286,16 +300,16 @@ class Epoch:
             return
         if len(self._elasticity.ready_nodes()) > len(self._nodes):
             slowest, ratio = max(slowdowns.items(), key=lambda item: item[1])
-            self._resize = (
+            self._resize_reason = (
                 f"{slowest} is slow: its own compute time is {ratio:g} times the median of its"
                 " peers'"
             )
             epoch = self._context.epoch
             step = reported_step(self._context)
             self._straggler = Cause(
-                kind="straggler", text=self._resize, epoch=epoch, node=slowest, step=step
+                kind="straggler", text=self._resize_reason, epoch=epoch, node=slowest, step=step
             )
-            self._stop_all(self._resize, self._rules.grace_s)
+            self._stop_all(self._resize_reason, self._rules.grace_s)
 
     # ---------------------------------------------------------------------------------- the end of
     #     the epoch
@@ -305,21 +319,23 @@ class Epoch:
             return
         larger = self._elasticity.scale_up.consider(len(self._elasticity.ready_nodes()))
         if larger is not None:
-            self._resize = f"growing from {len(self._nodes)} to {len(used_nodes(larger))} nodes"
-            self._stop_all(self._resize, self._rules.grace_s)
+            self._resize_reason = (
+                f"growing from {len(self._nodes)} to {len(used_nodes(larger))} nodes"
+            )
+            self._stop_all(self._resize_reason, self._rules.grace_s)
 
     def _stop_all(
         self, reason: str, grace_s: float, signal: str = "SIGTERM", force: bool = False
     ) -> None:
         """Asks every worker to end, once; `force` asks again."""
         context = self._context
-        self._elasticity.scale_up.stopping(first=not self._stopping)
+        self._elasticity.scale_up.on_stop(first=not self._stopping)
         if self._stopping and not force:
             return
         self._stopping = True
         self._deadline = asyncio.get_running_loop().time() + grace_s + _UNKILLABLE_S
-        context.note("epoch_stops", epoch=context.epoch, reason=reason)
-        context.record.update(
+        context.record_event("epoch_stops", epoch=context.epoch, reason=reason)
+        context.state_writer.update(
             state="stopping" if context.end_request else "restarting", reason=reason
         )
         for member in context.members.values():

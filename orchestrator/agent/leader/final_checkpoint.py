@@ -27,12 +27,12 @@ _KILL_S = 5.0  # for processes that are told to end at once
 
 #: Ends after which the newest state is worth keeping. Not those that are the job's own fault (64,
 #: 65, 78): who looks for it may want to go back further, and retention counts.
-_WORTH = (Exit.CAPACITY, Exit.NODE, Exit.USER, Exit.INTERNAL, Exit.RESTART)
+_WORTH_SAVING = (Exit.CAPACITY, Exit.NODE, Exit.USER, Exit.INTERNAL, Exit.RESTART)
 
 
 def is_due(folder: RunFolder, plan: Plan, decision: Decision) -> bool:
     """Whether the newest state of a run that ends like this may be in memory only."""
-    if not plan.job.checkpoint.memory_every_steps or decision.code not in _WORTH:
+    if not plan.job.checkpoint.memory_every_steps or decision.code not in _WORTH_SAVING:
         return False
     kind = decision.cause.kind if decision.cause else ""
     if kind == "disk_full" or (decision.code == Exit.RESTART and not kind):  # all have saved
@@ -45,13 +45,13 @@ class _Attempt:
     """One epoch of saving."""
 
     nodes: list[str]
-    gone: set[str] = field(default_factory=set)  # lost
+    lost: set[str] = field(default_factory=set)  # lost
     stopped: set[str] = field(default_factory=set)
     ends: list[messages.WorkerExit] = field(default_factory=list)
 
     @property
-    def over(self) -> bool:
-        return self.gone | self.stopped >= set(self.nodes)
+    def is_over(self) -> bool:
+        return self.lost | self.stopped >= set(self.nodes)
 
     @property
     def step(self) -> int | None:
@@ -70,57 +70,63 @@ class _Attempt:
 class FinalCheckpoint:
     def __init__(self, context: Context):
         self._context = context
-        self._record = context.record
+        self._state_writer = context.state_writer
         self._members = context.members
-        self._end = 0.0  # loop time at which it must be done
+        self._deadline = 0.0  # loop time at which it must be done
 
     async def run(self) -> str:
         """Saves, in at most `grace_s`; returns a clause for the reason of the run's end, "" if
         there was nothing to save.
         """
         loop = asyncio.get_running_loop()
-        self._end = loop.time() + self._context.rules.grace_s
+        self._deadline = loop.time() + self._context.rules.grace_s
         clause = ""
         while nodes := list(self._members):
             attempt = _Attempt(nodes)
-            await self._try(attempt)
+            await self._save_once(attempt)
             if attempt.step is not None:
                 clause = f"the state after step {attempt.step} was saved from the nodes' memories"
-            elif loop.time() >= self._end:
+            elif loop.time() >= self._deadline:
                 clause = "what the nodes' memories hold was not saved in time"
             elif attempt.error:
                 clause = f"what the nodes' memories hold was not saved: {attempt.error}"
-            retry = attempt.step is None and bool(attempt.gone) and loop.time() < self._end
-            self._record.end_final_checkpoint(
-                "saved" if attempt.step is not None else "not saved" if clause else "nothing to save"
+            retry = attempt.step is None and bool(attempt.lost) and loop.time() < self._deadline
+            self._state_writer.end_final_checkpoint(
+                "saved"
+                if attempt.step is not None
+                else "not saved"
+                if clause
+                else "nothing to save"
             )
-            self._context.note("flush_ended", step=attempt.step, reason=clause, again=retry)
+            self._context.record_event("flush_ended", step=attempt.step, reason=clause, again=retry)
             if not retry:  # else a node was lost meanwhile: the others may have all that is needed
                 break
         return clause
 
-    async def _try(self, attempt: _Attempt) -> None:
-        self._record.update(state="stopping", reason="saving what the nodes' memories hold")
+    async def _save_once(self, attempt: _Attempt) -> None:
+        self._state_writer.update(state="stopping", reason="saving what the nodes' memories hold")
         await self._context.begin_epoch()
-        self._context.note("flush_began", epoch=self._record.epoch, nodes=len(attempt.nodes))
+        self._context.record_event(
+            "flush_began", epoch=self._state_writer.epoch, nodes=len(attempt.nodes)
+        )
         for node in attempt.nodes:
             self._members[node].ready = None
             self._send(node, messages.Prepare())
         while any(
-            self._members[node].ready is None for node in attempt.nodes if node not in attempt.gone
+            self._members[node].ready is None for node in attempt.nodes if node not in attempt.lost
         ):
-            if attempt.gone or not await self._handle_next(attempt, self._end):
+            if attempt.lost or not await self._handle_next(attempt, self._deadline):
                 return
         self._assign(attempt.nodes)
-        while not attempt.over:
-            if not await self._handle_next(attempt, self._end):
+        while not attempt.is_over:
+            if not await self._handle_next(attempt, self._deadline):
                 break
-        if not attempt.over:
+        if not attempt.is_over:
             for node in attempt.nodes:
                 self._send(
                     node, messages.Stop(reason="no time is left", signal="SIGKILL", grace_s=0.0)
                 )
-        while not attempt.over and await self._handle_next(attempt, self._end + _KILL_S):
+        while not attempt.is_over and await self._handle_next(attempt, self._deadline + _KILL_S):
             pass
 
     def _assign(self, nodes: list[str]) -> None:
@@ -136,7 +142,7 @@ class FinalCheckpoint:
 
     def _send(self, node: str, message: messages.Prepare | messages.Assign | messages.Stop) -> None:
         if member := self._members.get(node):
-            member.channel.send(self._record.epoch, message)
+            member.channel.send(self._state_writer.epoch, message)
 
     async def _handle_next(self, attempt: _Attempt, until: float) -> bool:
         """Handles one event. False at loop time `until`, or if a forced termination signal has
@@ -145,12 +151,12 @@ class FinalCheckpoint:
         if event is None:
             return False
         node = event.node
-        message = event.what
+        message = event.message
         member = self._members.get(node)
         if isinstance(message, MemberLost):
             if member is not None and message.member in (None, member):
-                self._context.lose(node, message.text)
-                attempt.gone.add(node)
+                self._context.remove_lost_node(node, message.reason)
+                attempt.lost.add(node)
         elif isinstance(message, messages.Ready) and member is not None:
             member.ready = message
         elif isinstance(message, messages.WorkerExit):
@@ -158,6 +164,6 @@ class FinalCheckpoint:
         elif isinstance(message, messages.Stopped):
             attempt.stopped.add(node)
         elif isinstance(message, messages.TerminationSignal) and message.force:
-            self._end = min(self._end, asyncio.get_running_loop().time())
+            self._deadline = min(self._deadline, asyncio.get_running_loop().time())
             return False
         return True

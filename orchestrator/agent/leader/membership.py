@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from orchestrator.agent.protocol import messages
-from orchestrator.agent.protocol.admission import MOST, Admission, RefusalLog
+from orchestrator.agent.protocol.admission import MAX_STRANGERS, Admission, RefusalLog
 from orchestrator.agent.protocol.channel import Channel, Refused
 from orchestrator.agent.protocol.heartbeat import HeartbeatTimer, timeout_ticks
 from orchestrator.plan import Exit, Plan
@@ -39,7 +39,7 @@ class Member:
 class MemberLost:
     """A member is gone. `member`: which, if another may have joined for the node since."""
 
-    text: str
+    reason: str
     member: Member | None = None
     silent: bool = False  # it may live, paused or cut off
 
@@ -49,7 +49,7 @@ class MemberUnfit:
     """A node of the plan has come and cannot be used. `code`: the exit code it was sent."""
 
     code: int
-    text: str
+    reason: str
 
 
 class Membership:
@@ -63,9 +63,9 @@ class Membership:
         key: bytes,
         expected: list[str],
         epoch: Callable[[], int],
-        tell: Callable[[str, messages.FromAgent | MemberLost | MemberUnfit], None],
-        note: Callable[..., None],
-        silence_s: float,
+        deliver: Callable[[str, messages.FromAgent | MemberLost | MemberUnfit], None],
+        record_event: Callable[..., None],
+        heartbeat_timeout_s: float,
         elastic: bool = False,
     ):
         """`elastic`: nodes may come at any time, and nodes that the plan does not know, too."""
@@ -76,18 +76,20 @@ class Membership:
         self._key = key
         self._expected = expected
         self._epoch = epoch
-        self._tell = tell
-        self._note = note
-        self._silence_s = silence_s
+        self._deliver = deliver
+        self._record_event = record_event
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._elastic = elastic
         self.excluded: dict[str, str] = {}  # node -> why it may not come again
-        self._refusals = RefusalLog(self._note_refusal)
+        self._refusals = RefusalLog(self._record_refusal)
         self._admission = Admission(
-            run, key, messages.FromAgent, self._refusals, max(MOST, len(expected))
+            run, key, messages.FromAgent, self._refusals, max(MAX_STRANGERS, len(expected))
         )
         self._tasks: set[asyncio.Task] = set()
 
-    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Serves one connection, from the greeting to its end."""
         task = asyncio.current_task()
         assert task is not None
@@ -119,11 +121,11 @@ class Membership:
             if channel:
                 await channel.close()
             if member and self.members.get(member.join.node) is member:
-                self._tell(member.join.node, MemberLost(loss_reason, member))
+                self._deliver(member.join.node, MemberLost(loss_reason, member))
             self._tasks.discard(task)
 
-    def _note_refusal(self, peer: str, reason: str, count: int) -> None:
-        self._note("connection_refused", peer=peer, reason=reason, count=count)
+    def _record_refusal(self, peer: str, reason: str, count: int) -> None:
+        self._record_event("connection_refused", peer=peer, reason=reason, count=count)
 
     def _admit(
         self, channel: Channel, first_message: tuple[int, messages.FromAgent] | None
@@ -156,22 +158,22 @@ class Membership:
             reason = f"node {join.node} has {gpus_present} of {gpus_needed} GPUs"
         if code is not None:
             channel.send(self._epoch(), messages.Done(code=int(code), reason=reason))
-            self._note("join_refused", on=join.node, reason=reason)
+            self._record_event("join_refused", on=join.node, reason=reason)
             if join.node in self._expected and self.forming:
-                self._tell(join.node, MemberUnfit(int(code), reason))
+                self._deliver(join.node, MemberUnfit(int(code), reason))
             return None
         if self._elastic:
-            self._check_late(join.node, epoch)
+            self._check_late_join(join.node, epoch)
         elif not self.forming or join.node in self.members or epoch > self._epoch():
             reason = f"epoch {self._epoch()} runs without this agent"
             channel.send(self._epoch(), messages.Fenced(reason=reason))
-            self._note("join_fenced", on=join.node, epoch_of_agent=epoch)
+            self._record_event("join_fenced", on=join.node, epoch_of_agent=epoch)
             return None
         member = self.members[join.node] = Member(channel, join, join.warm)
-        self._tell(join.node, join)
+        self._deliver(join.node, join)
         return member
 
-    def _check_late(self, node: str, epoch: int) -> None:
+    def _check_late_join(self, node: str, epoch: int) -> None:
         """Refuses an agent that cannot join yet; it tries again."""
         if epoch > self._epoch():
             raise Refused(f"{node} follows epoch {epoch}, this is {self._epoch()}")
@@ -189,37 +191,37 @@ class Membership:
             message, messages.TerminationSignal | messages.Warm
         ):  # hold for the run, whatever the epoch
             member.warm = member.warm or isinstance(message, messages.Warm)
-            self._tell(node, message)
+            self._deliver(node, message)
         elif epoch < self._epoch():
             if member.ready is not None:
                 self._fence(node, f"it spoke for epoch {epoch}, this is {self._epoch()}")
         else:
             if isinstance(message, messages.AgentAlive):
                 member.step = message.step
-            self._tell(node, message)
+            self._deliver(node, message)
 
     def _fence(self, node: str, reason: str, silent: bool = False) -> None:
         """Excludes a member, and tells it so, so that it kills its workers even if it wakes up much
         later."""
         member = self.members[node]
         member.channel.send(self._epoch(), messages.Fenced(reason=reason))
-        self._tell(node, MemberLost(reason, member, silent))
+        self._deliver(node, MemberLost(reason, member, silent))
 
-    def drop(self, node: str, event: str, reason: str) -> None:
+    def remove(self, node: str, event: str, reason: str) -> None:
         """Removes a member; its connection is closed, and its messages are ignored."""
         member = self.members.pop(node, None)
         if member:
-            self._note(event, on=node, reason=reason)
+            self._record_event(event, on=node, reason=reason)
             closing = asyncio.create_task(member.channel.close())
             self._tasks.add(closing)
             closing.add_done_callback(self._tasks.discard)
 
-    async def tick(self, on_heartbeat: Callable[[], None]) -> None:
+    async def run_heartbeats(self, on_heartbeat: Callable[[], None]) -> None:
         """Sends heartbeats, with `each` called every time, and finds members that are silent.
 
         See protocol/heartbeat.py.
         """
-        timeout = timeout_ticks(self._silence_s, _TICK_S)
+        timeout = timeout_ticks(self._heartbeat_timeout_s, _TICK_S)
         clock = asyncio.get_running_loop().time
         timer = HeartbeatTimer(_TICK_S, clock())
         while True:
@@ -236,7 +238,7 @@ class Membership:
                     )
                 member.silent_ticks += in_time
                 if in_time and member.silent_ticks == timeout:
-                    self._fence(node, f"silent for {self._silence_s:g} s", silent=True)
+                    self._fence(node, f"silent for {self._heartbeat_timeout_s:g} s", silent=True)
 
     def close(self) -> None:
         for task in self._tasks:

@@ -26,7 +26,7 @@ from orchestrator.run.state import (
     write_state,
 )
 
-_MOST_EPOCHS = 64  # kept in the state; events/ has them all
+_MAX_EPOCHS = 64  # kept in the state; events/ has them all
 
 _replace = msgspec.structs.replace
 log = logging.getLogger("orch.coordinator")
@@ -56,16 +56,16 @@ class StateWriter:
         self._lease = lease
         self._clock = clock
         self._state: RunState = read_state(folder)
-        self._led_by = self._state.writer  # until now
+        self._previous_writer = self._state.writer  # until now
         self._unwritten = False  # the disk did not take the newest state
-        self._file: int | None = None  # inode of the state that we wrote last
+        self._written_inode: int | None = None  # inode of the state that we wrote last
 
     @property
     def epoch(self) -> int:
         return self._state.epoch
 
     @property
-    def intent(self) -> int:
+    def first_intent(self) -> int:
         """Number of the newest request that this attempt began with."""
         return self._state.intent
 
@@ -86,7 +86,9 @@ class StateWriter:
     def causes(self) -> list[Cause]:
         """What went wrong in this attempt, oldest first, as far as it is kept."""
         return [
-            epoch.cause for epoch in self._state.epochs if epoch.cause and epoch.epoch >= self._state.first_epoch
+            epoch.cause
+            for epoch in self._state.epochs
+            if epoch.cause and epoch.epoch >= self._state.first_epoch
         ]
 
     @property
@@ -97,7 +99,7 @@ class StateWriter:
     def exclude(self, node: str, reason: str) -> None:
         self.update(excluded=self._state.excluded | {node: reason})
 
-    def slow(self, nodes: dict[str, float]) -> None:
+    def record_stragglers(self, nodes: dict[str, float]) -> None:
         """Records the stragglers: node -> its compute time over the median of its peers."""
         self.update(slow=nodes)
 
@@ -110,17 +112,17 @@ class StateWriter:
         """Whether the run has ended, whatever the disk says of it by now."""
         return self._state.is_final
 
-    def check(self) -> None:
+    def check_lease(self) -> None:
         """Raises LeaseLost if another process has become the writer."""
         if self._lease:
             self._lease.check()
 
     @property
-    def claimed(self) -> int:
+    def leased_epoch(self) -> int:
         """The newest epoch that this process has claimed, -1 without a lease."""
         return self._lease.held if self._lease else -1
 
-    def claim(self) -> None:
+    def lease_next_epoch(self) -> None:
         """Claims the next epoch, which begins with `begin_epoch`."""
         if self._lease and self._lease.held <= self._state.epoch:
             self._lease.take(self._state.epoch + 1)
@@ -135,28 +137,31 @@ class StateWriter:
 
     def _write(self) -> None:
         self._unwritten = True
-        self.check()
+        self.check_lease()
         write_state(self._folder, self._state)
         self._unwritten = False
-        self._file = self._folder.state.stat().st_ino
+        self._written_inode = self._folder.state.stat().st_ino
 
     def retry(self) -> None:
         """Writes what the disk did not take before. To be called once a heartbeat."""
         if self._unwritten:
             self._write()
 
-    def reassert(self) -> None:
+    def rewrite_if_replaced(self) -> None:
         """Writes the state again if another process has replaced the file.
 
         An older coordinator that was paused between its check of the lease and its rename does so
         once.
         """
-        self.check()
+        self.check_lease()
         self.retry()
-        if self._file is not None and self._folder.state.stat().st_ino != self._file:
+        if (
+            self._written_inode is not None
+            and self._folder.state.stat().st_ino != self._written_inode
+        ):
             self._write()
 
-    def joined(self, joins: dict[str, Join]) -> None:
+    def record_joined(self, joins: dict[str, Join]) -> None:
         """Records the nodes of the next epoch, and publishes their metrics endpoints."""
         ranks: dict[str, list[int]] = {node: [] for node in joins}
         for rank in self._plan.ranks:
@@ -178,7 +183,7 @@ class StateWriter:
         self._publish(nodes)
         self.update(nodes=nodes, started_at=self._state.started_at or self._clock(), reason=None)
 
-    def parked(self, node: str, join: Join) -> None:
+    def record_spare(self, node: str, join: Join) -> None:
         """Records a spare that has joined while the others run."""
         spare = NodeState(state="joined", host=join.host, pid=join.pid, metrics=join.metrics)
         nodes = self._state.nodes | {node: spare}
@@ -186,38 +191,44 @@ class StateWriter:
         self.update(nodes=nodes)
 
     def _publish(self, nodes: dict[str, NodeState]) -> None:
-        present = {name: node for name, node in nodes.items() if node.state in ("joined", "running")}
-        self._discovery.publish({name: node.metrics for name, node in present.items() if node.metrics})
+        present = {
+            name: node for name, node in nodes.items() if node.state in ("joined", "running")
+        }
+        self._discovery.publish(
+            {name: node.metrics for name, node in present.items() if node.metrics}
+        )
 
     def begin_epoch(self) -> None:
         """Starts an epoch, one higher than any before. Before anybody hears of it, `retry` must
         have it on disk."""
-        self.claim()
-        number = self.claimed if self._lease else self._state.epoch + 1
+        self.lease_next_epoch()
+        number = self.leased_epoch if self._lease else self._state.epoch + 1
         epoch = EpochState(epoch=number, started_at=self._clock())
-        self.update(epoch=epoch.epoch, epochs=[*self._state.epochs[-_MOST_EPOCHS:], epoch])
+        self.update(epoch=epoch.epoch, epochs=[*self._state.epochs[-_MAX_EPOCHS:], epoch])
 
-    def running(self) -> None:
-        self._nodes("running")
-        self._last_epoch(running_at=self._clock())
+    def record_running(self) -> None:
+        self._set_node_states("running")
+        self._change_last_epoch(running_at=self._clock())
         self.update(state="running", reason=None)
 
     def take_over(self) -> set[str]:
         """Ends the epoch of the last coordinator, and counts its node as lost. Returns that node,
         if it was one."""
-        old_leader = self._led_by
+        old_leader = self._previous_writer
         reason = f"{old_leader}: the coordinator is gone"
-        cause = Cause(kind="coordinator_lost", text=reason, epoch=self._state.epoch, node=old_leader)
+        cause = Cause(
+            kind="coordinator_lost", text=reason, epoch=self._state.epoch, node=old_leader
+        )
         if self._state.epochs and self._state.epochs[-1].outcome is None:
-            self._last_epoch(ended_at=self._clock(), outcome="restart", cause=cause)
+            self._change_last_epoch(ended_at=self._clock(), outcome="restart", cause=cause)
         self.update(state="restarting", reason=reason)
         if old_leader not in self._state.nodes or old_leader == self._node:
             return set()
         if self._state.nodes[old_leader].state != "ended":
-            self.lost(old_leader)
+            self.record_lost(old_leader)
         return {old_leader}
 
-    def replanned(self, plan: Plan) -> None:
+    def record_plan(self, plan: Plan) -> None:
         """Records that another plan is in force."""
         self._plan = plan
         self.update(
@@ -225,24 +236,24 @@ class StateWriter:
             summary=self._state.summary | {"world_size": plan.parallel.world_size},
         )
 
-    def lost(self, node: str) -> None:
-        self._gone(node, "lost")
+    def record_lost(self, node: str) -> None:
+        self._set_node_state(node, "lost")
 
-    def left(self, node: str) -> None:
-        self._gone(node, "ended")
+    def record_left(self, node: str) -> None:
+        self._set_node_state(node, "ended")
 
-    def _gone(self, node: str, node_state: str) -> None:
+    def _set_node_state(self, node: str, node_state: str) -> None:
         if node in self._state.nodes:
             nodes = self._state.nodes | {node: _replace(self._state.nodes[node], state=node_state)}
             self.update(nodes=nodes)
 
     def end_epoch(self, decision: Decision) -> None:
         outcome = "restart" if decision.again else decision.state
-        self._last_epoch(
+        self._change_last_epoch(
             ended_at=self._clock(), outcome=outcome, counted=decision.counted, cause=decision.cause
         )
         if decision.again:
-            self._nodes("joined")
+            self._set_node_states("joined")
             restarts = {
                 "restarts": decision.budget.used,
                 "restarts_by_cause": dict(decision.budget.by_cause),
@@ -251,14 +262,14 @@ class StateWriter:
 
     def end_final_checkpoint(self, outcome: str) -> None:
         """Ends an epoch that only saved; it is no fault."""
-        self._last_epoch(ended_at=self._clock(), outcome=outcome)
+        self._change_last_epoch(ended_at=self._clock(), outcome=outcome)
         self.update()
 
     def finish(self, decision: Decision) -> None:
         """Writes the report and the final state; the report first, since readers of the final state
         look for it."""
         assert decision.state != "restarting"
-        self._nodes("ended")
+        self._set_node_states("ended")
         self._discovery.withdraw()
         ended = finish(
             self._state,
@@ -273,7 +284,7 @@ class StateWriter:
         self._state = ended
         self.update()
 
-    def _nodes(self, state: str) -> None:
+    def _set_node_states(self, state: str) -> None:
         def with_state(node: NodeState) -> NodeState:
             ended = node.state in ("lost", "ended")
             spare = state == "running" and not node.ranks
@@ -282,6 +293,6 @@ class StateWriter:
         nodes = {name: with_state(node) for name, node in self._state.nodes.items()}
         self._state = _replace(self._state, nodes=nodes)
 
-    def _last_epoch(self, **changes: object) -> None:
+    def _change_last_epoch(self, **changes: object) -> None:
         *earlier, last = self._state.epochs
         self._state = _replace(self._state, epochs=[*earlier, _replace(last, **changes)])

@@ -76,10 +76,10 @@ class Agent:
             None  # of this epoch, until its workers are told to stop
         )
         self._result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._signalled = self._insisted = (
+        self._signalled = self._next_forces = (
             False  # told from outside that the end is wanted; by a signal
         )
-        self._notice: messages.TerminationSignal | None = (
+        self._termination: messages.TerminationSignal | None = (
             None  # what was said of it: also to the next coordinator
         )
 
@@ -119,20 +119,22 @@ class Agent:
 
     # ---------------------------------------------------------------------------------- the end
 
-    def terminate(self, reason: str, signal_name: str = "SIGTERM", insists: bool = True) -> None:
+    def terminate(self, reason: str, signal_name: str = "SIGTERM", can_force: bool = True) -> None:
         """Asks the coordinator to end the run, or to go on without this node.
 
-        The second time, if it `insists`, the workers are killed at once, without a save.
+        The second time, if it `can_force`, the workers are killed at once, without a save.
         """
-        if self._signalled and not insists:
+        if self._signalled and not can_force:
             return
-        force = self._insisted and insists
-        self._insisted = self._insisted or insists
+        force = self._next_forces and can_force
+        self._next_forces = self._next_forces or can_force
         node_reason = f"{self._node}: {reason}"
-        termination = messages.TerminationSignal(reason=node_reason, signal=signal_name, force=force)
-        self._pass_on(reason, termination)
+        termination = messages.TerminationSignal(
+            reason=node_reason, signal=signal_name, force=force
+        )
+        self._forward_termination(reason, termination)
 
-    def end_as_asked(self, force: bool) -> None:
+    def request_end(self, force: bool) -> None:
         """Tells the coordinator that people want the run to end."""
         reason = unwritten_end(force).text
         termination = messages.TerminationSignal(
@@ -141,12 +143,12 @@ class Agent:
             force=force,
             by_people=True,
         )
-        self._pass_on(reason, termination)
+        self._forward_termination(reason, termination)
 
-    def _pass_on(self, reason: str, termination: messages.TerminationSignal) -> None:
+    def _forward_termination(self, reason: str, termination: messages.TerminationSignal) -> None:
         """`reason`: as this node says it."""
         self._signalled = True
-        self._notice = termination
+        self._termination = termination
         log.warning("%s", reason)
         self._recorder.event("notice", reason=reason, force=termination.force)
         if self._channel is None:
@@ -156,7 +158,7 @@ class Agent:
         if termination.force:
             self._control.kill()
 
-    def leave(self, code: int, reason: str) -> None:
+    def exit_with(self, code: int, reason: str) -> None:
         """Ends this agent; the coordinator in this process is fenced, or this node must leave the
         run."""
         if code == Exit.FENCED:
@@ -190,8 +192,8 @@ class Agent:
                 warm=self._control.warm,
             )
         )
-        if self._notice:
-            self._send(self._notice)
+        if self._termination:
+            self._send(self._termination)
         return channel
 
     async def _disconnect(self, tasks: list[asyncio.Task]) -> None:
@@ -203,7 +205,7 @@ class Agent:
         self._channel = None
         self._silent_ticks = 0
         self._assigned = None
-        self._control.disconnected()
+        self._control.on_disconnect()
         if channel:
             await channel.close()
 
@@ -269,7 +271,7 @@ class Agent:
                 self._epoch = epoch
                 self._assigned = None
                 self._control.begin_epoch(epoch)
-                self._get_ready(epoch)
+                self._send_ready(epoch)
         elif (
             epoch == self._epoch
         ):  # else the heartbeat of a coordinator whose epoch this agent was not prepared for
@@ -293,7 +295,7 @@ class Agent:
             case _:
                 assert_never(message)
 
-    def _get_ready(self, epoch: int) -> None:
+    def _send_ready(self, epoch: int) -> None:
         """Says where rank 0's store would listen; while no socket can be opened, this is tried
         again."""
         if epoch != self._epoch or self._result.done():
@@ -302,7 +304,7 @@ class Agent:
             port = self._control.open_store(self._facts.address)
         except OSError as error:
             log.error("no socket for the store: %s", error)
-            asyncio.get_running_loop().call_later(LOOK_S, self._get_ready, epoch)
+            asyncio.get_running_loop().call_later(LOOK_S, self._send_ready, epoch)
         else:
             self._send(messages.Ready(port=port))
 

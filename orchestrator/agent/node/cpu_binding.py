@@ -63,29 +63,40 @@ def bind(
     if sum(map(bool, domains.values())) < 2:
         return Binding(free)
     visible_gpus = _visible_gpus(_gpus(root), environ)
-    if not visible_gpus or not (len(visible_gpus) == workers or (one_gpu_each and len(visible_gpus) > workers)):
+    if not visible_gpus or not (
+        len(visible_gpus) == workers or (one_gpu_each and len(visible_gpus) > workers)
+    ):
         return Binding(free)
     for name in _OWN_BINDING:
         if environ.get(name, "").lower() not in _NO_BINDING:
             return Binding(free, f"{name} is set")
-    worker_domains = [_domain_of(root, candidates, domains) for candidates in visible_gpus[:workers]]
+    worker_domains = [
+        _domain_of(root, candidates, domains) for candidates in visible_gpus[:workers]
+    ]
     cores = free
     reason = ""
-    for domain in sorted({worker_domain for worker_domain in worker_domains if worker_domain is not None}):
+    for domain in sorted(
+        {worker_domain for worker_domain in worker_domains if worker_domain is not None}
+    ):
         bound_workers = worker_domains.count(domain)
         domain_cores = domains[domain] & allowed
-        if len(domain_cores) < max(bound_workers, _LEAST_SHARE * len(allowed) * bound_workers / workers):
+        if len(domain_cores) < max(
+            bound_workers, _LEAST_SHARE * len(allowed) * bound_workers / workers
+        ):
             reason = (
                 f"{bound_workers} of {workers} workers have a GPU of NUMA domain {domain}, where this job"
                 " may use "
             )
             reason += f"{len(domain_cores)} of its {len(allowed)} cores"
         else:
-            cores = [domain_cores if worker_domain == domain else worker_cores for worker_domain, worker_cores in zip(worker_domains, cores, strict=True)]
+            cores = [
+                domain_cores if worker_domain == domain else worker_cores
+                for worker_domain, worker_cores in zip(worker_domains, cores, strict=True)
+            ]
     return Binding(cores, reason)
 
 
-def narrowed(environ: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
+def device_visibility(environ: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
     """The variable by which workers see those GPUs alone, counted among the ones that `environ`
     lets them see; nothing where they are the first ones."""
     if list(gpus) == list(range(len(gpus))):
@@ -98,11 +109,13 @@ def narrowed(environ: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
     return {VISIBLE: ",".join(names[gpu].strip() for gpu in gpus)} if max(gpus) < len(names) else {}
 
 
-def as_list(cores: Set[int]) -> str:
+def format_cpu_list(cores: Set[int]) -> str:
     """As the kernel writes it: `0-15,32-47`."""
     runs = [
         [core for _, core in run]
-        for _, run in groupby(enumerate(sorted(cores)), lambda numbered_core: numbered_core[1] - numbered_core[0])
+        for _, run in groupby(
+            enumerate(sorted(cores)), lambda numbered_core: numbered_core[1] - numbered_core[0]
+        )
     ]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
@@ -151,7 +164,9 @@ def _visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Seque
             visible.append([gpus[int(identifier)]] if numbered else gpus)
         elif identifier.startswith("GPU-"):
             visible.append([gpu for gpu in gpus if gpu.uuid.startswith(identifier)])
-        elif identifier.startswith("MIG-GPU-"):  # its GPU's UUID and two numbers: of drivers before 470
+        elif identifier.startswith(
+            "MIG-GPU-"
+        ):  # its GPU's UUID and two numbers: of drivers before 470
             visible.append(
                 [gpu for gpu in gpus if gpu.uuid == identifier.removeprefix("MIG-").split("/")[0]]
             )
@@ -179,34 +194,38 @@ def _domain_of(
 
 def _domain_of_gpu(root: Path, gpu: Gpu, domains: Mapping[int, Set[int]]) -> int | None:
     try:
-        domain = int(_read(root / "sys/bus/pci/devices" / gpu.name / "numa_node"))
+        domain = int(_read_text(root / "sys/bus/pci/devices" / gpu.name / "numa_node"))
         if domains.get(domain):
             return domain
         # domains of memory alone; -1, of a virtual machine that does not say it, has no folder
-        distances = map(int, _read(_folder(root) / f"node{domain}" / "distance").split())
+        distances = map(int, _read_text(_numa_folder(root) / f"node{domain}" / "distance").split())
         domains_by_distance = zip(distances, sorted(domains), strict=True)
-        return min((distance, neighbor) for distance, neighbor in domains_by_distance if domains[neighbor])[1]
+        return min(
+            (distance, neighbor) for distance, neighbor in domains_by_distance if domains[neighbor]
+        )[1]
     except (OSError, ValueError):
         return None
 
 
 def _cores_of_domains(root: Path) -> dict[int, Set[int]]:
     cores: dict[int, Set[int]] = {}
-    for folder in _folder(root).glob("node[0-9]*"):
+    for folder in _numa_folder(root).glob("node[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
-            cores[int(folder.name.removeprefix("node"))] = _cores(_read(folder / "cpulist"))
+            cores[int(folder.name.removeprefix("node"))] = _parse_cpu_list(
+                _read_text(folder / "cpulist")
+            )
     return cores
 
 
-def _folder(root: Path) -> Path:
+def _numa_folder(root: Path) -> Path:
     return root / "sys/devices/system/node"
 
 
-def _cores(cpu_list: str) -> set[int]:
+def _parse_cpu_list(cpu_list: str) -> set[int]:
     """Of a list as the kernel writes it: `0-15,32-47`."""
     spans = [span.partition("-") for span in cpu_list.split(",") if span]
     return {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text().strip()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-_MOST_S = 5.0  # for one piece of work; on a healthy disk it takes milliseconds
+_TIMEOUT_S = 5.0  # for one piece of work; on a healthy disk it takes milliseconds
 
 T = TypeVar("T")
 
@@ -26,9 +26,9 @@ class Disk:
     """A thread that does one piece of work after the other. What takes too long counts as not done;
     until it has ended after all, nothing else is begun."""
 
-    def __init__(self, most_s: float = _MOST_S):
-        self._most_s = most_s
-        self._orders: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = (
+    def __init__(self, timeout_s: float = _TIMEOUT_S):
+        self._timeout_s = timeout_s
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = (
             queue.SimpleQueue()
         )
         self._thread: threading.Thread | None = None
@@ -38,7 +38,7 @@ class Disk:
     def hangs(self) -> bool:
         return self._late > 0
 
-    async def do(self, operation: Callable[[], T], default: T) -> T:
+    async def run(self, operation: Callable[[], T], default: T) -> T:
         """What `work()` returns; `otherwise` if it fails with an OSError, or hangs."""
         if self.hangs:
             return default
@@ -46,8 +46,8 @@ class Disk:
             self._thread = threading.Thread(target=self._serve, name="disk", daemon=True)
             self._thread.start()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._orders.put((operation, future))
-        finished, _ = await asyncio.wait([future], timeout=self._most_s)
+        self._tasks.put((operation, future))
+        finished, _ = await asyncio.wait([future], timeout=self._timeout_s)
         if not finished:
             self._late += 1
             future.add_done_callback(self._ended_late)
@@ -57,14 +57,14 @@ class Disk:
         return default
 
     def close(self) -> None:
-        self._orders.put(None)
+        self._tasks.put(None)
 
     def _ended_late(self, future: asyncio.Future[Any]) -> None:
         self._late -= 1
         future.exception()  # of no interest any more
 
     def _serve(self) -> None:
-        while (task := self._orders.get()) is not None:
+        while (task := self._tasks.get()) is not None:
             operation, future = task
             try:
                 set_outcome = future.set_result

@@ -71,7 +71,9 @@ def waiting_packets(peer: socket.socket) -> Iterator[dict | None]:
         yield json.loads(packet)
 
 
-def settle(supervisor: int, log: int, report: int, store: int | None, cores: Sequence[int]) -> None:
+def set_up_worker(
+    supervisor: int, log: int, report: int, store: int | None, cores: Sequence[int]
+) -> None:
     """Sets up a new worker: own session, default signals, output to the log, report pipe on
     descriptor 3, and on 4 the socket of rank 0's store; bound to `cores`, if there are any.
 
@@ -164,7 +166,7 @@ class ForkServer:
             end = time.monotonic() + _ADOPTION_S
             while os.getppid() != self._supervisor and time.monotonic() < end:
                 time.sleep(0.0005)
-            settle(self._supervisor, log, report, store, order["cores"])
+            set_up_worker(self._supervisor, log, report, store, order["cores"])
             for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # as in every Python program
                 signal.signal(signum, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.default_int_handler)

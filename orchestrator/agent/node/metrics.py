@@ -119,7 +119,7 @@ _GAUGES = {
     "orch_plan_info": "The plan in force, as labels.",
     "orch_build_info": "The version of orch.",
 }
-_EXTRA = {
+_EXTRA_LABELS = {
     "orch_loss_term": ["term"],
     "orch_expert_bytes": ["level"],
     "orch_expert_seconds": ["level"],
@@ -192,12 +192,20 @@ class NodeMetrics(Collector):
         """Starts an epoch: gauges of older epochs are dropped, counters are kept."""
         self.enter("rendezvous")
         self._epoch = epoch
-        kept_prefixes = ("orch_last_durable", "orch_checkpoint", "orch_healthy", "orch_wanted", "orch_spare")
-        self._gauges = {key: value for key, value in self._gauges.items() if key[0].startswith(kept_prefixes)}
+        kept_prefixes = (
+            "orch_last_durable",
+            "orch_checkpoint",
+            "orch_healthy",
+            "orch_wanted",
+            "orch_spare",
+        )
+        self._gauges = {
+            key: value for key, value in self._gauges.items() if key[0].startswith(kept_prefixes)
+        }
         self._memory.clear()
         self._bubbles.clear()
         self._dropped.clear()
-        self._say_plan()
+        self._set_plan_info()
         self.set("orch_build_info", 1, __version__)
 
     def replan(self, plan: Plan) -> None:
@@ -207,9 +215,9 @@ class NodeMetrics(Collector):
         self._gauges = {
             key: value for key, value in self._gauges.items() if key[0] != "orch_plan_info"
         }
-        self._say_plan()
+        self._set_plan_info()
 
-    def _say_plan(self) -> None:
+    def _set_plan_info(self) -> None:
         parallel = self._plan.parallel
         degrees = (str(getattr(parallel, axis)) for axis in ("tp", "cp", "ep", "pp", "dp", "zero"))
         self.set("orch_plan_info", 1, self._plan.hash[:16], *degrees, parallel.schedule)
@@ -307,14 +315,16 @@ class NodeMetrics(Collector):
         self._wall.look(self._clock())
         self.set("orch_ettr_ratio", self._wall.ettr)
         for name, help_text in _COUNTERS.items():
-            family = CounterMetricFamily(name, help_text, labels=_LABELS + _EXTRA.get(name, []))
+            family = CounterMetricFamily(
+                name, help_text, labels=_LABELS + _EXTRA_LABELS.get(name, [])
+            )
             for (series, labels), value in list(self._counters.items()):
                 if series == name:
                     family.add_metric([self._job, self._node, *labels], value)
             yield family
         for name, help_text in _GAUGES.items():
             gauge = GaugeMetricFamily(
-                name, help_text, labels=[*_LABELS, "plan_epoch", *_EXTRA.get(name, [])]
+                name, help_text, labels=[*_LABELS, "plan_epoch", *_EXTRA_LABELS.get(name, [])]
             )
             for (series, labels), value in list(self._gauges.items()):
                 if series == name:
@@ -335,7 +345,11 @@ class NodeMetrics(Collector):
         yield self._histogram("orch_recovery_duration_seconds", help_text, [], self._recoveries)
 
     def _histogram(
-        self, name: str, help_text: str, label_names: list[str], histograms: Mapping[tuple[str, ...], _Histogram]
+        self,
+        name: str,
+        help_text: str,
+        label_names: list[str],
+        histograms: Mapping[tuple[str, ...], _Histogram],
     ) -> Metric:
         family = HistogramMetricFamily(name, help_text, labels=[*_LABELS, *label_names])
         for labels, histogram in list(histograms.items()):
@@ -346,8 +360,8 @@ class NodeMetrics(Collector):
 
 
 _REQUEST_S = 5.0
-_MOST_ASKING = 64  # connections; the oldest makes room
-_ANSWER = (
+_MAX_CONNECTIONS = 64  # connections; the oldest makes room
+_RESPONSE = (
     "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\nConnection:"
     " close\r\n\r\n"
 )
@@ -367,7 +381,7 @@ async def serve(
     connections: dict[asyncio.StreamWriter, None] = {}  # oldest first
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(connections) >= _MOST_ASKING:
+        if len(connections) >= _MAX_CONNECTIONS:
             oldest = next(iter(connections))
             del connections[oldest]
             oldest.transport.abort()
@@ -385,7 +399,8 @@ async def serve(
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _REQUEST_S)
             request_line, *header_lines = head.decode("latin-1").split("\r\n")
             headers = {
-                header.strip().lower(): content.strip() for header, _, content in (line.partition(":") for line in header_lines)
+                header.strip().lower(): content.strip()
+                for header, _, content in (line.partition(":") for line in header_lines)
             }
             method, path, *_ = [*request_line.split(" "), "", ""]
             path = path.split("?")[0]
@@ -405,7 +420,7 @@ async def serve(
                 encode, kind = choose_encoder(headers.get("accept", ""))
                 status = "200 OK"
                 body = encode(metrics.registry)
-            writer.write(_ANSWER.format(status=status, kind=kind, size=len(body)).encode() + body)
+            writer.write(_RESPONSE.format(status=status, kind=kind, size=len(body)).encode() + body)
             await asyncio.wait_for(writer.drain(), _REQUEST_S)
 
     if fd is not None:

@@ -6,7 +6,7 @@ hang. So a step is seen up to half a second late, and steps between two looks sh
 them. Of a program that prints every tenth step the others are added, without a loss.
 
 Some patterns take exponential time on some lines, and the agent has other things to do: a search
-that takes longer than `_MOST_CPU_S` is cut off, and the pattern is not used any more.
+that takes longer than `_MAX_CPU_S` is cut off, and the pattern is not used any more.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .disk import Disk, append
 
 _AT_ONCE = 1 << 18  # bytes of a log in one look; of more the last, for the newest steps
 _LONGEST_LINE = 2000  # characters that are searched
-_MOST_ADDED = 1000  # steps between two that were printed
-_MOST_CPU_S = (
+_MAX_ADDED = 1000  # steps between two that were printed
+_MAX_CPU_S = (
     0.5  # of this process, for what one log has grown by; a plain pattern takes a twentieth
 )
-_OURS = "--- orch:"  # the beginning of a line that an agent writes into a log
+_ORCH_PREFIX = "--- orch:"  # the beginning of a line that an agent writes into a log
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Log:
     offset: int
     seen_at: float  # Unix seconds: when the worker was started, then when `step` was seen
     step: int | None = None
-    part: bytes = b""
+    incomplete_line: bytes = b""
 
 
 class PrintedSteps:
@@ -60,8 +60,8 @@ class PrintedSteps:
         self._on_step = on_step
         self._clock = clock
         self._disk = disk
-        self._looking: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # of who reads on from where the last one has stopped
+        self._look_task: asyncio.Task[None] | None = None
+        self._read_lock = asyncio.Lock()  # of who reads on from where the last one has stopped
         self._epoch = -1
         self._logs: dict[int, _Log] = {}
         self.given_up = False
@@ -78,72 +78,74 @@ class PrintedSteps:
 
     def watch(self) -> None:
         """To be called every half second: looks, unless the last look has not ended."""
-        if self._looking and self._looking.done():
-            self._looking.result()  # a bug: let it be seen
-            self._looking = None
-        if not self._looking:
-            self._looking = asyncio.create_task(self.look())
+        if self._look_task and self._look_task.done():
+            self._look_task.result()  # a bug: let it be seen
+            self._look_task = None
+        if not self._look_task:
+            self._look_task = asyncio.create_task(self.look())
 
     def close(self) -> None:
-        if self._looking:
-            self._looking.cancel()
+        if self._look_task:
+            self._look_task.cancel()
 
     async def look(self) -> None:
         for rank in list(self._logs):
             await self._read(rank, at_end=False)
 
-    async def ended(self, rank: int) -> None:
+    async def on_worker_exit(self, rank: int) -> None:
         """A worker has ended: what it printed last, also without the end of the line."""
         await self._read(rank, at_end=True)
 
     async def _read(self, rank: int, at_end: bool) -> None:
-        async with self._turn:
+        async with self._read_lock:
             log = self._logs.get(rank)
             if log is None:  # given up
                 return
             offset = log.offset
-            start, new_bytes = await self._disk.do(lambda: _grown(log.path, offset), (offset, b""))
+            start, new_bytes = await self._disk.run(
+                lambda: _read_new_bytes(log.path, offset), (offset, b"")
+            )
             if self._logs.get(rank) is not log:  # of another epoch by now
                 return
             if start != offset:
-                log.part = b""
+                log.incomplete_line = b""
             log.offset = start + len(new_bytes)
-            farewells = self._take(rank, log, new_bytes, at_end)
+            farewells = self._read_steps(rank, log, new_bytes, at_end)
             for path, lines in farewells.items():
-                await self._disk.do(partial(append, path, lines), None)
+                await self._disk.run(partial(append, path, lines), None)
 
-    def _take(self, rank: int, log: _Log, new_bytes: bytes, at_end: bool) -> dict[Path, str]:
+    def _read_steps(self, rank: int, log: _Log, new_bytes: bytes, at_end: bool) -> dict[Path, str]:
         """Reports the steps in what a log has grown by. What is to be said in the logs then."""
         lines = re.split(
-            rb"[\r\n]", log.part + new_bytes
+            rb"[\r\n]", log.incomplete_line + new_bytes
         )  # progress bars end their lines with a carriage return
-        log.part = b"" if at_end else lines.pop()[:_LONGEST_LINE]
+        log.incomplete_line = b"" if at_end else lines.pop()[:_LONGEST_LINE]
         printed_steps: list[dict[str, float]] = []
         farewells: dict[Path, str] = {}
         try:
-            with _at_most(_MOST_CPU_S):
-                printed_steps += filter(None, map(self._values, lines))
-        except _TookTooLong:
+            with _cpu_limit(_MAX_CPU_S):
+                printed_steps += filter(None, map(self._parse_line, lines))
+        except _TooSlow:
             farewells = self._give_up()
         if printed_steps:
-            self._tell(rank, log, printed_steps)
+            self._report_steps(rank, log, printed_steps)
         return farewells
 
     def _give_up(self) -> dict[Path, str]:
         """Every log is to say that no more steps are read."""
         self.given_up = True
         farewell = (
-            f"{_OURS} metrics.pattern took over {_MOST_CPU_S:g} s on what was printed, and reads no"
+            f"{_ORCH_PREFIX} metrics.pattern took over {_MAX_CPU_S:g} s on what was printed, and reads no"
             " more steps\n"
         )
         farewells = {log.path: farewell for log in self._logs.values()}
         self._logs.clear()
         return farewells
 
-    def _values(self, line: bytes) -> dict[str, float] | None:
+    def _parse_line(self, line: bytes) -> dict[str, float] | None:
         """The numbers of a line by group; None for one that tells no step."""
         printed = line[:_LONGEST_LINE].decode(errors="replace")
-        match = None if printed.startswith(_OURS) else self._pattern.search(printed)
+        match = None if printed.startswith(_ORCH_PREFIX) else self._pattern.search(printed)
         if match is None:
             return None
         values = {}
@@ -154,7 +156,7 @@ class PrintedSteps:
                     values[name] = number
         return values if values.get("step", -1) >= 0 else None
 
-    def _tell(self, rank: int, log: _Log, printed_steps: list[dict[str, float]]) -> None:
+    def _report_steps(self, rank: int, log: _Log, printed_steps: list[dict[str, float]]) -> None:
         """Reports the steps of one look. One that is not after the last, as of an evaluation, is
         left out."""
         now = self._clock()
@@ -171,7 +173,7 @@ class PrintedSteps:
         step_s = max(0.0, now - log.seen_at) / (last_step - first_step)
         reports: list[StepReport] = []
         tokens = 0
-        for step in range(last_step, max(first_step, last_step - _MOST_ADDED), -1):
+        for step in range(last_step, max(first_step, last_step - _MAX_ADDED), -1):
             tokens = (
                 int(values_by_step[step].get("tokens", 0)) if step in values_by_step else tokens
             )  # as of the next that was printed
@@ -197,7 +199,7 @@ class PrintedSteps:
         )
 
 
-def _grown(path: Path, offset: int) -> tuple[int, bytes]:
+def _read_new_bytes(path: Path, offset: int) -> tuple[int, bytes]:
     """What a log has after `offset`, or the last of it: (where that begins, bytes)."""
     with path.open("rb") as file:
         start = max(offset, os.fstat(file.fileno()).st_size - _AT_ONCE)
@@ -205,17 +207,17 @@ def _grown(path: Path, offset: int) -> tuple[int, bytes]:
         return start, file.read(_AT_ONCE)
 
 
-class _TookTooLong(Exception):
+class _TooSlow(Exception):
     pass
 
 
 @contextlib.contextmanager
-def _at_most(cpu_s: float) -> Iterator[None]:
-    """_TookTooLong in the body when it has taken so much processor time. Of the main thread: `re`
+def _cpu_limit(cpu_s: float) -> Iterator[None]:
+    """_TooSlow in the body when it has taken so much processor time. Of the main thread: `re`
     looks for signals while it searches, so it is the one that can be cut off."""
 
     def stop(*_: object) -> None:
-        raise _TookTooLong
+        raise _TooSlow
 
     previous_handler = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)

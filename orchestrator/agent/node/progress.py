@@ -21,18 +21,20 @@ LOOK_S = 0.5
 _USUAL_STEPS = 32  # that a median is taken of
 _OWN_STEPS = 8  # of own compute time: a straggler shows after five
 _BUSY_LOOKS = 4
-_LONGEST_TEXT = 120
+_MAX_CHARS = 120
 
 
 @dataclass
 class _Rank:
     process: Identity | None = None
     report: ProgressReport | None = None
-    making: int = 0  # the step after the last that was completed: `report` may be older than that
-    still: int = 0  # looks
-    in_step: int = 0
-    silent: int = 0
-    stopped: int = 0
+    next_step: int = (
+        0  # the step after the last that was completed: `report` may be older than that
+    )
+    still_looks: int = 0  # looks
+    step_looks: int = 0
+    silent_looks: int = 0
+    stopped_looks: int = 0
     load: Load | None = None
     used_s: deque[float] = field(
         default_factory=lambda: deque(maxlen=_BUSY_LOOKS)
@@ -50,8 +52,8 @@ class ProgressMonitor:
 
     def on_step(self, report: StepReport) -> None:
         rank = self._ranks.setdefault(report.rank, _Rank())
-        rank.still = rank.in_step = 0
-        rank.making = report.step + 1
+        rank.still_looks = rank.step_looks = 0
+        rank.next_step = report.step + 1
         rank.steps_s.append(report.step_s)
         if report.own_s is not None:
             rank.own_s.append(report.own_s)
@@ -60,11 +62,11 @@ class ProgressMonitor:
         rank = self._ranks.setdefault(report.rank, _Rank())
         previous = rank.report
         rank.report = report
-        rank.silent = 0
+        rank.silent_looks = 0
         if previous is None or previous.step != report.step:
-            rank.in_step = 0
+            rank.step_looks = 0
         if previous is None or _position(previous) != _position(report):
-            rank.still = 0
+            rank.still_looks = 0
 
     def look(self, pids: Mapping[int, int]) -> list[WorkerStatus]:
         """The status of the workers that are alive, to be called every LOOK_S. `pids`: by rank, 0:
@@ -82,26 +84,28 @@ class ProgressMonitor:
         if previous_load and one.load:
             one.used_s.append(one.load.cpu_s - previous_load.cpu_s)
         stopped = one.load is not None and one.load.state == "T"
-        ran = one.silent == 0 or (
-            previous_load is not None and one.load is not None and one.load.cpu_s > previous_load.cpu_s
+        ran = one.silent_looks == 0 or (
+            previous_load is not None
+            and one.load is not None
+            and one.load.cpu_s > previous_load.cpu_s
         )
-        one.still = one.still + 1
-        one.in_step = one.in_step + 1
-        one.silent = one.silent + 1
-        one.stopped = (
-            (1 if ran else one.stopped + 1) if stopped else 0
+        one.still_looks = one.still_looks + 1
+        one.step_looks = one.step_looks + 1
+        one.silent_looks = one.silent_looks + 1
+        one.stopped_looks = (
+            (1 if ran else one.stopped_looks + 1) if stopped else 0
         )  # stopped and continued in turn: slow, not frozen
         report = one.report
-        current = report if report and report.step >= one.making else None
+        current = report if report and report.step >= one.next_step else None
         return WorkerStatus(
             rank=rank,
-            step=current.step if current else one.making,
-            phase=_shown(current.phase) if current else "",
-            waiting=_shown(current.waiting) if current and current.waiting else None,
-            still_s=one.still * LOOK_S,
-            step_s=one.in_step * LOOK_S,
-            silent_s=one.silent * LOOK_S if report else None,
-            stopped_s=one.stopped * LOOK_S,
+            step=current.step if current else one.next_step,
+            phase=_printable(current.phase) if current else "",
+            waiting=_printable(current.waiting) if current and current.waiting else None,
+            still_s=one.still_looks * LOOK_S,
+            step_s=one.step_looks * LOOK_S,
+            silent_s=one.silent_looks * LOOK_S if report else None,
+            stopped_s=one.stopped_looks * LOOK_S,
             state=one.load.state if one.load else "?",
             busy=round(sum(one.used_s) / (len(one.used_s) * LOOK_S), 2) if one.used_s else 0.0,
             usual_step_s=statistics.median(one.steps_s) if len(one.steps_s) > 1 else None,
@@ -109,9 +113,9 @@ class ProgressMonitor:
         )
 
 
-def _shown(untrusted: str) -> str:
+def _printable(untrusted: str) -> str:
     """A worker's text, safe to print on a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in untrusted[:_LONGEST_TEXT])
+    return "".join(letter if letter.isprintable() else "?" for letter in untrusted[:_MAX_CHARS])
 
 
 def _position(report: ProgressReport) -> tuple:

@@ -17,14 +17,14 @@ from .progress import ProgressMonitor
 from .worker_reports import JsonLines, parse, stamped
 
 #: Events of this node after which its time counts as another state.
-_ENTERS: dict[str, WallState] = {
+_STATE_AFTER_EVENT: dict[str, WallState] = {
     "workers_started": "startup",
     "flush_started": "checkpoint_stall",
     "worker_ended": "rendezvous",
     "coordinator_lost": "rendezvous",
 }
-_LONGEST_WORD = 500  # of a worker's own description of its failure
-_MOST_UNREADABLE = 5  # samples kept of one epoch's garbage
+_MAX_FAILURE_CHARS = 500  # of a worker's own description of its failure
+_MAX_UNREADABLE = 5  # samples kept of one epoch's garbage
 
 
 class Recorder:
@@ -41,15 +41,15 @@ class Recorder:
         self._epoch = -1
         self._unreadable = 0
         self.last_step: dict[int, int] = {}  # rank -> last step it reported in this epoch
-        self._reporting: set[int] = set()  # ranks that report their steps
-        self._failure: dict[int, EventReport] = {}  # rank -> how it says that it failed
+        self._self_reporting: set[int] = set()  # ranks that report their steps
+        self._failures: dict[int, EventReport] = {}  # rank -> how it says that it failed
         self.progress = ProgressMonitor()
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._unreadable = 0
         self.last_step.clear()
-        self._failure.clear()
+        self._failures.clear()
         self.progress.begin_epoch()
         self.metrics.begin_epoch(epoch)
 
@@ -63,21 +63,23 @@ class Recorder:
     def failure_of(self, rank: int) -> dict[str, str]:
         """`cause` and `error` of a worker's failure as it has reported them; empty if it has
         not."""
-        fields = self._failure[rank].fields if rank in self._failure else {}
-        return {name: str(fields.get(name) or "")[:_LONGEST_WORD] for name in ("cause", "error")}
+        fields = self._failures[rank].fields if rank in self._failures else {}
+        return {
+            name: str(fields.get(name) or "")[:_MAX_FAILURE_CHARS] for name in ("cause", "error")
+        }
 
     def on_line(self, rank: int, line: bytes) -> None:
         """One line of a worker's report pipe."""
         report = parse(line, rank, self._epoch)
         received_at = self._clock()
         if isinstance(report, StepReport):
-            self._reporting.add(rank)
+            self._self_reporting.add(rank)
             self._on_step(report, line, received_at)
         elif isinstance(report, ProgressReport):
             self.progress.on_progress(report)
         elif isinstance(report, EventReport):
             if report.name == "failed":
-                self._failure[rank] = report
+                self._failures[rank] = report
             self._events.write(stamped(line, received_at))
             self.metrics.on_event(report, received_at)
             if report.name == "checkpoint_saved" and report.step is not None:
@@ -87,17 +89,17 @@ class Recorder:
         else:
             self._unreadable += 1
             self.metrics.add("orch_reports_unreadable", 1)
-            if self._unreadable <= _MOST_UNREADABLE:
+            if self._unreadable <= _MAX_UNREADABLE:
                 self.event(
                     "report_unreadable",
                     rank=rank,
                     line=line[:200].decode(errors="backslashreplace"),
                 )
 
-    def on_printed(self, report: StepReport) -> None:
+    def on_printed_step(self, report: StepReport) -> None:
         """A step that was read from what a worker printed: nothing of one that reports its steps
         itself."""
-        if report.rank not in self._reporting:
+        if report.rank not in self._self_reporting:
             self._on_step(report, msgspec.json.encode(report), self._clock())
 
     def _on_step(self, report: StepReport, line: bytes, at: float) -> None:
@@ -108,8 +110,8 @@ class Recorder:
 
     def event(self, name: str, **fields: object) -> None:
         """Writes an event of the agent or the coordinator."""
-        if name in _ENTERS:
-            self.metrics.enter(_ENTERS[name])
+        if name in _STATE_AFTER_EVENT:
+            self.metrics.enter(_STATE_AFTER_EVENT[name])
         record = {"kind": "agent", "name": name, "node": self.node, "epoch": self._epoch, **fields}
         self._events.write(stamped(msgspec.json.encode(record), self._clock()))
 

@@ -14,11 +14,11 @@ from .disk import Disk
 
 _WAIT_S = 1.0
 _LOOK_S = 0.05  # for the worker's word
-_MOST_BYTES = 1 << 18
+_MAX_BYTES = 1 << 18
 _TAIL_BYTES = 8192
 _TAIL_LINES = 20
 _TAIL_WIDTH = 500
-_FACTS = (
+_STATUS_FIELDS = (
     "State",
     "Threads",
     "VmRSS",
@@ -29,7 +29,9 @@ _FACTS = (
 )
 
 
-async def save_stack(worker: Identity, log: Path, stack_path: Path, reason: str, disk: Disk) -> bool:
+async def save_stack(
+    worker: Identity, log: Path, stack_path: Path, reason: str, disk: Disk
+) -> bool:
     """Write what can be learnt of a living worker to `into`; False when it could not be written.
 
     A worker without a handler of its own is not asked: SIGQUIT would kill it. One that is stopped
@@ -37,11 +39,11 @@ async def save_stack(worker: Identity, log: Path, stack_path: Path, reason: str,
     """
     python_stacks = ""
     if catches(worker.pid, signal.SIGQUIT) and not is_stopped(worker):
-        start = await disk.do(lambda: size_of(log), 0)
+        start = await disk.run(lambda: size_of(log), 0)
         send_signal(worker, signal.SIGQUIT)
-        python_stacks = await _said(log, start, disk)
+        python_stacks = await _new_log_text(log, start, disk)
     report = f"{reason}\n\n{kernel_facts(worker.pid)}\n{python_stacks or 'The worker itself said nothing.'}\n"
-    return await disk.do(lambda: _write(stack_path, report), False)
+    return await disk.run(lambda: _write(stack_path, report), False)
 
 
 def _write(path: Path, report: str) -> bool:
@@ -54,7 +56,7 @@ def _write(path: Path, report: str) -> bool:
     return True
 
 
-async def _said(log: Path, start: int, disk: Disk) -> str:
+async def _new_log_text(log: Path, start: int, disk: Disk) -> str:
     """What a log has grown by, when it has stopped growing."""
     loop = asyncio.get_running_loop()
     end = loop.time() + _WAIT_S
@@ -62,16 +64,16 @@ async def _said(log: Path, start: int, disk: Disk) -> str:
     while loop.time() < end:
         await asyncio.sleep(_LOOK_S)
         previous_size = size
-        size = await disk.do(lambda: size_of(log), start)
+        size = await disk.run(lambda: size_of(log), start)
         if size == previous_size > start:
             break
-    return await disk.do(lambda: _read_from(log, start), "")
+    return await disk.run(lambda: _read_from(log, start), "")
 
 
 def _read_from(path: Path, start: int) -> str:
     with path.open("rb") as file:
         file.seek(start)
-        return file.read(_MOST_BYTES).decode(errors="replace")
+        return file.read(_MAX_BYTES).decode(errors="replace")
 
 
 def catches(pid: int, signum: int) -> bool:
@@ -83,7 +85,7 @@ def catches(pid: int, signum: int) -> bool:
 def kernel_facts(pid: int) -> str:
     """State, threads and what each waits for in the kernel, as far as this user may know."""
     status = _status(pid)
-    lines = [f"{name}: {status[name]}" for name in _FACTS if name in status]
+    lines = [f"{name}: {status[name]}" for name in _STATUS_FIELDS if name in status]
     for thread in sorted(_threads(pid), key=int)[:64]:
         thread_path = f"/proc/{pid}/task/{thread}"
         name = _read(f"{thread_path}/comm")

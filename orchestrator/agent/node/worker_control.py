@@ -33,7 +33,7 @@ from orchestrator.run.processes import Identity, identity, send_signal
 from orchestrator.run.request import LaunchRequest, Worker, used_nodes
 from orchestrator.run.store_socket import StoreSocket
 
-from .cpu_binding import as_list, bind, narrowed
+from .cpu_binding import bind, device_visibility, format_cpu_list
 from .disk import Disk, append
 from .fork_server import REPORT_FD, STORE_FD
 from .printed_steps import PrintedSteps
@@ -76,13 +76,15 @@ class WorkerControl:
         self._workers = Workers(*told, lambda: self._send(Started()))
         pattern = self._worker.pattern
         self._disk = Disk()
-        self._printed = PrintedSteps(pattern, recorder.on_printed, self._disk) if pattern else None
-        self._news: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
-        self._telling: asyncio.Task[None] | None = None
+        self._printed_steps = (
+            PrintedSteps(pattern, recorder.on_printed_step, self._disk) if pattern else None
+        )
+        self._report_queue: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._report_task: asyncio.Task[None] | None = None
         self._epoch = -1
         self._assigned = False  # workers of this epoch were started, and not all have ended
         self._log_starts: dict[int, int] = {}  # rank -> size of its log when this epoch began
-        self._examining: set[asyncio.Task] = set()
+        self._examinations: set[asyncio.Task] = set()
         self._store: StoreSocket | None = None  # of this epoch
 
     @property
@@ -96,10 +98,10 @@ class WorkerControl:
 
     def watch(self) -> None:
         """To be called every half second: sees to it that the end of a worker is heard of."""
-        if self._printed:
-            self._printed.watch()
-        if self._telling and self._telling.done():
-            self._telling.result()  # a bug: let it be seen
+        if self._printed_steps:
+            self._printed_steps.watch()
+        if self._report_task and self._report_task.done():
+            self._report_task.result()  # a bug: let it be seen
         if outcome := self._workers.watch():
             log.error("%s", outcome)
             self._recorder.event("worker_supervisor_stopped", reason=outcome)
@@ -107,19 +109,19 @@ class WorkerControl:
     @property
     def examination(self) -> asyncio.Task | None:
         """One that is under way."""
-        return next(iter(self._examining), None)
+        return next(iter(self._examinations), None)
 
     def open(self) -> None:
         self._workers.open()
-        self._telling = asyncio.create_task(self._tell_news())
+        self._report_task = asyncio.create_task(self._send_reports())
 
     def close(self) -> None:
         """Kills all workers and everything below them."""
-        for task in (*self._examining, self._telling):
+        for task in (*self._examinations, self._report_task):
             if task:
                 task.cancel()
-        if self._printed:
-            self._printed.close()
+        if self._printed_steps:
+            self._printed_steps.close()
         self._workers.close()
         self._close_store()
         self._disk.close()
@@ -131,8 +133,8 @@ class WorkerControl:
         self._epoch = epoch
         self._assigned = False
         self._recorder.begin_epoch(epoch)
-        if self._printed:
-            self._printed.begin_epoch(epoch)
+        if self._printed_steps:
+            self._printed_steps.begin_epoch(epoch)
 
     def open_store(self, address: str) -> int:
         """Opens the socket of the store that this epoch's rank 0 will have if it runs here; returns
@@ -141,7 +143,7 @@ class WorkerControl:
         self._store = StoreSocket(address, self._worker.bundled, self._store_filter)
         return self._store.port
 
-    def _gives_store(self, rank: int) -> bool:
+    def _gets_store(self, rank: int) -> bool:
         return rank == 0 and self._store is not None and self._store.listens
 
     def _close_store(self) -> None:
@@ -149,7 +151,7 @@ class WorkerControl:
             self._store.close()
             self._store = None
 
-    def disconnected(self) -> None:
+    def on_disconnect(self) -> None:
         """The coordinator is gone, and with it the assignment of ranks."""
         self._assigned = False
 
@@ -178,19 +180,23 @@ class WorkerControl:
     def start(self, assign: Assign) -> str | None:
         """Starts this node's workers, if the assignment is what this node's copy of the plan says;
         else why not."""
-        planned = sorted((rank.rank, rank.gpu) for rank in self.plan.ranks if rank.node == self._node)
+        planned = sorted(
+            (rank.rank, rank.gpu) for rank in self.plan.ranks if rank.node == self._node
+        )
         assigned = sorted((assignment.rank, assignment.gpu) for assignment in assign.ranks)
         as_planned = assign.final_checkpoint or (
             assigned == planned and assign.world_size == len(self.plan.ranks)
         )
         if assign.plan_hash != self.plan.hash or not as_planned:
-            return (
-                f"told to start ranks {assigned} of plan {assign.plan_hash[:12]}, the plan has {planned}"
-            )
+            return f"told to start ranks {assigned} of plan {assign.plan_hash[:12]}, the plan has {planned}"
         self._assigned = True
         by_gpu = sorted(assign.ranks, key=lambda assignment: assignment.gpu)
         on_gpus = self.plan.cluster.device == "cuda"
-        visible = narrowed(os.environ, [assignment.gpu for assignment in by_gpu]) if on_gpus else {}
+        visible = (
+            device_visibility(os.environ, [assignment.gpu for assignment in by_gpu])
+            if on_gpus
+            else {}
+        )
         ranks = [assignment.rank for assignment in by_gpu]
         cores: list[Set[int]] = [frozenset()] * len(ranks)
         if self._worker.numa_binding and (on_gpus or not self._worker.bundled):
@@ -208,13 +214,26 @@ class WorkerControl:
             variables = self._environment(assign, assignment.rank, local_rank).variables() | visible
             log_path = self._folder.rank_log(assignment.rank)
             start = self._log_starts[assignment.rank] = size_of(log_path)
-            if self._printed:
-                self._printed.follow(assignment.rank, log_path, start)
+            if self._printed_steps:
+                self._printed_steps.follow(assignment.rank, log_path, start)
             started_at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-            banner = f"--- orch: epoch {self._epoch} on {self._node}, {started_at} UTC\n" if start else ""
-            store = self._store.fileno() if self._gives_store(assignment.rank) and self._store else None
+            banner = (
+                f"--- orch: epoch {self._epoch} on {self._node}, {started_at} UTC\n"
+                if start
+                else ""
+            )
+            store = (
+                self._store.fileno() if self._gets_store(assignment.rank) and self._store else None
+            )
             self._workers.start(
-                assignment.rank, argv, variables, self._worker.cwd, log_path, banner, store, cores[local_rank]
+                assignment.rank,
+                argv,
+                variables,
+                self._worker.cwd,
+                log_path,
+                banner,
+                store,
+                cores[local_rank],
             )
         self._recorder.event(
             "flush_started" if assign.final_checkpoint else "workers_started", ranks=ranks
@@ -246,7 +265,7 @@ class WorkerControl:
             plan_hash=self.plan.hash,
             run_dir=str(self._folder.path),
             report_fd=REPORT_FD,
-            store_fd=STORE_FD if self._gives_store(rank) else None,
+            store_fd=STORE_FD if self._gets_store(rank) else None,
             nodes=len(used_nodes(self.plan)),
             max_restarts=self._max_restarts,
         )
@@ -259,8 +278,8 @@ class WorkerControl:
             rank: worker for rank, pid in self.pids.items() if pid and (worker := identity(pid))
         }
         task = asyncio.create_task(self._examine(order, self._epoch, alive))
-        self._examining.add(task)
-        task.add_done_callback(self._examining.discard)
+        self._examinations.add(task)
+        task.add_done_callback(self._examinations.discard)
 
     async def _examine(self, order: Examine, epoch: int, alive: dict[int, Identity]) -> None:
         log.error("%s", order.reason)
@@ -269,7 +288,7 @@ class WorkerControl:
         )
         for rank in alive.keys() & order.end:
             last_line = f"orch: {order.reason}: killed\n"
-            await self._disk.do(partial(append, self._folder.rank_log(rank), last_line), None)
+            await self._disk.run(partial(append, self._folder.rank_log(rank), last_line), None)
             send_signal(alive[rank], signal.SIGKILL)
 
     async def _save_stack(self, epoch: int, rank: int, worker: Identity, reason: str) -> None:
@@ -284,35 +303,39 @@ class WorkerControl:
         self._send(Warm())
 
     def _on_exit(self, rank: int, code: int, asked: bool) -> None:
-        self._news.put_nowait(partial(self._tell_exit, self._epoch, rank, code, asked))
+        self._report_queue.put_nowait(partial(self._report_exit, self._epoch, rank, code, asked))
 
     def _on_empty(self) -> None:
-        self._news.put_nowait(partial(self._tell_empty, self._epoch))
+        self._report_queue.put_nowait(partial(self._report_stopped, self._epoch))
 
-    async def _tell_news(self) -> None:
+    async def _send_reports(self) -> None:
         """In the order in which they came: the first worker that has failed is the cause, whatever
         its log takes."""
         while True:
-            send_report = await self._news.get()
+            send_report = await self._report_queue.get()
             await send_report()
 
-    async def _tell_exit(self, epoch: int, rank: int, code: int, asked: bool) -> None:
-        if self._printed:
-            await self._printed.ended(rank)
+    async def _report_exit(self, epoch: int, rank: int, code: int, asked: bool) -> None:
+        if self._printed_steps:
+            await self._printed_steps.on_worker_exit(rank)
         step = self._recorder.last_step.get(rank)
         self._recorder.event("worker_ended", rank=rank, code=code, asked=asked, step=step)
         log.info("rank %d ended: %s", rank, meaning(code))
-        tail: list[str] = await self._disk.do(lambda: self._last_words(rank), []) if code else []
+        tail: list[str] = (
+            await self._disk.run(lambda: self._explained_tail(rank), []) if code else []
+        )
         failure = self._recorder.failure_of(rank)
         if epoch == self._epoch:
-            self._send(WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail, **failure))
+            self._send(
+                WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail, **failure)
+            )
 
-    async def _tell_empty(self, epoch: int) -> None:
+    async def _report_stopped(self, epoch: int) -> None:
         if self._assigned and epoch == self._epoch:
             self._assigned = False
             self._send(Stopped())
 
-    def _last_words(self, rank: int) -> list[str]:
+    def _explained_tail(self, rank: int) -> list[str]:
         """The end of a worker's log, with what orch knows of it, which is also written there."""
         path = self._folder.rank_log(rank)
         tail = tail_of(path, self._log_starts.get(rank, 0))
@@ -339,7 +362,7 @@ def bound_cores(
     ranks_by_cores: dict[str, list[int]] = {}
     for rank, cores in zip(ranks, binding.cores, strict=True):
         if cores:
-            ranks_by_cores.setdefault(as_list(cores), []).append(rank)
+            ranks_by_cores.setdefault(format_cpu_list(cores), []).append(rank)
     if binding.reason:
         log.warning("workers are not bound to the cores of their GPU: %s", binding.reason)
     if binding.reason or ranks_by_cores:

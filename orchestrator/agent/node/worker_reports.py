@@ -25,7 +25,7 @@ class ReportPipe:
     def __init__(self, fd: int, on_line: Callable[[bytes], None]):
         self._fd = fd
         self._on_line = on_line
-        self._part = bytearray()
+        self._incomplete_line = bytearray()
         self._too_long = False
         self._open = True
         asyncio.get_running_loop().add_reader(fd, self.read)
@@ -51,18 +51,18 @@ class ReportPipe:
     def feed(self, chunk: bytes) -> None:
         *lines, incomplete_line = chunk.split(b"\n")
         for line in lines:
-            complete_line = bytes(self._part) + line
-            self._part.clear()
+            complete_line = bytes(self._incomplete_line) + line
+            self._incomplete_line.clear()
             if self._too_long or len(complete_line) > LONGEST_LINE:
                 self._on_line(b"")  # counted as one that could not be read
             elif complete_line:
                 self._on_line(complete_line)
             self._too_long = False
-        if len(self._part) + len(incomplete_line) > LONGEST_LINE:
+        if len(self._incomplete_line) + len(incomplete_line) > LONGEST_LINE:
             self._too_long = True
-            self._part.clear()
+            self._incomplete_line.clear()
         elif not self._too_long:
-            self._part += incomplete_line
+            self._incomplete_line += incomplete_line
 
     def close(self) -> None:
         if self._open:

@@ -38,7 +38,7 @@ from orchestrator.run.processes import (
     reap_children,
 )
 
-from .fork_server import LARGEST_PACKET, SIGNALS, settle, waiting_packets
+from .fork_server import LARGEST_PACKET, SIGNALS, set_up_worker, waiting_packets
 
 _LOOK_S = 0.5
 _STOPPED_LOOKS = 4  # at a fork server that owes an answer
@@ -73,7 +73,7 @@ class WorkerSupervisor:
         self._tickets = itertools.count()
         self._ranks: dict[int, int] = {}  # pid -> rank of the workers that live
         self._stops = StopWatch(_STOPPED_LOOKS)
-        self._sweep = False  # workers have lived; what they left behind must go
+        self._sweep_needed = False  # workers have lived; what they left behind must go
 
     def run(self) -> None:
         """Serve the agent until it is gone, then kill everything below."""
@@ -119,13 +119,13 @@ class WorkerSupervisor:
         if not packet:
             return False
         try:
-            self._obey(json.loads(packet), descriptors)
+            self._handle_order(json.loads(packet), descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         return True
 
-    def _obey(self, order: dict, descriptors: list[int]) -> None:
+    def _handle_order(self, order: dict, descriptors: list[int]) -> None:
         verb = order["do"]
         if verb == "start":
             self._start(order, *descriptors)
@@ -142,7 +142,7 @@ class WorkerSupervisor:
                         os.kill(pid, signal.SIGKILL)
             self._cancel_pending(signal.SIGKILL)
 
-    def _tell(self, **answer: object) -> None:
+    def _send(self, **answer: object) -> None:
         with contextlib.suppress(OSError):  # the agent is gone: the next recv says so
             self._agent.send(json.dumps(answer).encode())
 
@@ -164,11 +164,11 @@ class WorkerSupervisor:
             with contextlib.suppress(OSError):  # a log that is full stops no worker
                 os.write(log, "".join(filter(None, lines)).encode(errors="replace"))
             if problem:
-                self._tell(exit=rank, code=int(Exit.USAGE))
-                self._sweep = True
+                self._send(exit=rank, code=int(Exit.USAGE))
+                self._sweep_needed = True
                 self._reap()  # says "empty" when no other process is left
                 return
-            self._sweep = True
+            self._sweep_needed = True
             if self._fork_server and argv[: len(self._program)] == self._program:
                 self._request_fork(self._fork_server, order, log, report, store)
             else:
@@ -187,17 +187,25 @@ class WorkerSupervisor:
 
     def _worker_started(self, rank: int, pid: int) -> None:
         self._ranks[pid] = rank
-        self._tell(started=rank, pid=pid)
+        self._send(started=rank, pid=pid)
 
     # ---------------------------------------------------------------------------------- fork server
 
     def _start_fork_server(self) -> None:
         self._fork_server, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         *interpreter, package = self._program
-        argv = [*interpreter, "orchestrator.agent.node.fork_server", str(server_end.fileno()), package]
+        argv = [
+            *interpreter,
+            "orchestrator.agent.node.fork_server",
+            str(server_end.fileno()),
+            package,
+        ]
         with server_end:
             self._fork_server_pid = subprocess.Popen(
-                argv, pass_fds=[server_end.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                argv,
+                pass_fds=[server_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             ).pid
 
     def _request_fork(
@@ -216,7 +224,11 @@ class WorkerSupervisor:
         }
         fork_order["cores"] = order["cores"]
         try:
-            descriptors = [log, report, go_ahead_reader] if store is None else [log, report, go_ahead_reader, store]
+            descriptors = (
+                [log, report, go_ahead_reader]
+                if store is None
+                else [log, report, go_ahead_reader, store]
+            )
             socket.send_fds(server, [json.dumps(fork_order).encode()], descriptors)
         except OSError:
             self._fork_server_lost(server)
@@ -229,7 +241,7 @@ class WorkerSupervisor:
                 self._fork_server_lost(server)
                 return
             if "warm" in answer:
-                self._tell(warm=True)
+                self._send(warm=True)
                 continue
             pending = self._pending.pop(answer["ticket"], None)
             if pending is not None:  # else it was cancelled, and finds its go-ahead pipe closed
@@ -246,7 +258,7 @@ class WorkerSupervisor:
         server.close()
         self._fork_server = None
         self._fork_server_pid = 0
-        self._tell(warm=True)  # as warm as it will ever be
+        self._send(warm=True)  # as warm as it will ever be
         waiting = self._pending
         self._pending = {}
         for pending in waiting.values():
@@ -262,7 +274,7 @@ class WorkerSupervisor:
         self._pending = {}
         for pending in cancelled.values():
             pending.close()
-            self._tell(exit=pending.order["rank"], code=-signum)
+            self._send(exit=pending.order["rank"], code=-signum)
         if cancelled:
             self._reap()
 
@@ -270,11 +282,11 @@ class WorkerSupervisor:
         for pid, code in reap_children():
             rank = self._ranks.pop(pid, None)
             if rank is not None:  # the others are orphans that fell to this process
-                self._tell(exit=rank, code=code)
-        if self._sweep and not self._ranks and not self._pending:
+                self._send(exit=rank, code=code)
+        if self._sweep_needed and not self._ranks and not self._pending:
             survivors = kill_descendants(spare=self._fork_server_pid)
-            self._sweep = False
-            self._tell(empty=True, survivors=survivors)
+            self._sweep_needed = False
+            self._send(empty=True, survivors=survivors)
 
 
 def _open_log(path: str) -> int:
@@ -299,7 +311,7 @@ def _become_worker(
     argv = order["argv"]
     code = Exit.USAGE
     try:
-        settle(supervisor, log, report, store, order["cores"])
+        set_up_worker(supervisor, log, report, store, order["cores"])
         os.execvpe(argv[0], argv, environment)
     except BaseException as error:
         if is_of_the_machine(error):

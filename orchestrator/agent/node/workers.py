@@ -61,7 +61,7 @@ class Workers:
         self._socket: socket.socket | None = None
         self._alive: dict[int, int] = {}  # rank -> pid, 0 until the worker supervisor has said it
         self._pipes: dict[int, ReportPipe] = {}
-        self._asked = False
+        self._stop_requested = False
         self._kill_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -92,7 +92,7 @@ class Workers:
                 env=os.environ | self._environment,
             )
         self._socket = agent_end
-        asyncio.get_running_loop().add_reader(agent_end.fileno(), self._heard)
+        asyncio.get_running_loop().add_reader(agent_end.fileno(), self._on_supervisor_packets)
 
     def start(
         self,
@@ -133,7 +133,7 @@ class Workers:
             "cores": sorted(cores),
         }
         try:
-            self._order(order, [write_end] if store is None else [write_end, store])
+            self._send_order(order, [write_end] if store is None else [write_end, store])
         except ValueError:
             pipe.close()
             raise
@@ -147,19 +147,21 @@ class Workers:
         """To be called every half second. A worker supervisor that somebody stopped would hide dead
         workers: what was done about it, in words, "" for nothing. Workers die with one that has to
         be killed."""
-        outcome = self._stops.look(self._supervisor.pid) if self._supervisor and self._socket else ""
+        outcome = (
+            self._stops.look(self._supervisor.pid) if self._supervisor and self._socket else ""
+        )
         return f"the worker supervisor was stopped by a signal: {outcome}" if outcome else ""
 
     def signal(self, signum: int) -> None:
         """Pass a signal on to every worker, to the worker itself and not to what it started."""
-        self._order({"do": "signal", "signal": int(signum)})
+        self._send_order({"do": "signal", "signal": int(signum)})
 
     def stop(self, signum: int, grace_s: float) -> None:
         """Ask all to end; kill what is left after `grace_s`. A second call shortens the time, never
         lengthens it."""
         if not self._alive:
             return
-        self._asked = True
+        self._stop_requested = True
         self.signal(signum)
         self.signal(signal.SIGCONT)  # a stopped process would not hear it
         loop = asyncio.get_running_loop()
@@ -171,8 +173,8 @@ class Workers:
     def kill(self) -> None:
         """SIGKILL to all workers and everything below them."""
         if self._alive:
-            self._asked = True
-            self._order({"do": "kill"})
+            self._stop_requested = True
+            self._send_order({"do": "kill"})
 
     def close(self) -> None:
         """Kill everything and let the worker supervisor go. Blocks for the milliseconds that
@@ -190,7 +192,7 @@ class Workers:
             pipe.close()
         self._pipes.clear()
 
-    def _order(self, order: dict, descriptors: Sequence[int] = ()) -> None:
+    def _send_order(self, order: dict, descriptors: Sequence[int] = ()) -> None:
         if self._socket is None:
             return
         packet = json.dumps(order).encode()
@@ -199,10 +201,12 @@ class Workers:
                 f"the command and environment of a worker take {len(packet)} bytes, over"
                 f" {LARGEST_PACKET}"
             )
-        with contextlib.suppress(OSError):  # the worker supervisor is gone: _heard tells
+        with contextlib.suppress(
+            OSError
+        ):  # the worker supervisor is gone: _on_supervisor_packets tells
             socket.send_fds(self._socket, [packet], list(descriptors))
 
-    def _heard(self) -> None:
+    def _on_supervisor_packets(self) -> None:
         assert self._socket is not None
         for answer in waiting_packets(self._socket):
             if answer is None:
@@ -211,9 +215,9 @@ class Workers:
             if "started" in answer:
                 self._alive[answer["started"]] = answer["pid"]
             elif "exit" in answer:
-                self._ended(answer["exit"], answer["code"])
+                self._on_worker_end(answer["exit"], answer["code"])
             elif "empty" in answer:
-                self._all_ended()
+                self._on_all_ended()
             elif "warm" in answer and not self.warm:
                 self.warm = True
                 self._on_warm()
@@ -221,20 +225,20 @@ class Workers:
                 self._starting = False
                 self._on_started()
 
-    def _ended(self, rank: int, code: int) -> None:
+    def _on_worker_end(self, rank: int, code: int) -> None:
         if self._alive.pop(rank, None) is None:
             return
         pipe = self._pipes.pop(rank, None)
         if pipe:
             pipe.read(_PIPE_BYTES)  # all that it said last: why it failed is at the end
             pipe.close()
-        self._on_exit(rank, code, self._asked)
+        self._on_exit(rank, code, self._stop_requested)
 
-    def _all_ended(self) -> None:
+    def _on_all_ended(self) -> None:
         if self._alive:
             return
         self._cancel_timer()
-        self._asked = False
+        self._stop_requested = False
         self._on_empty()
 
     def _supervisor_lost(self) -> None:
@@ -248,9 +252,9 @@ class Workers:
         kill_descendants()
         ranks = list(self._alive)
         for rank in ranks:
-            self._ended(rank, -signal.SIGKILL)
+            self._on_worker_end(rank, -signal.SIGKILL)
         if ranks:
-            self._all_ended()
+            self._on_all_ended()
 
     def _cancel_timer(self) -> None:
         if self._kill_timer is not None:

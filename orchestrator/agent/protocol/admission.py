@@ -19,10 +19,10 @@ from .channel import Channel, Refused, WrongKey, accept
 
 # connections that wait in the kernel; asyncio's 100 make a peer wait for a second when it is full
 BACKLOG = 1024
-MOST = 256  # connections without the key
+MAX_STRANGERS = 256  # connections without the key
 _HOLD_S = 1.0
-_NOTE_EVERY_S = 60.0
-_LONGEST_REASON = 300  # characters
+_WRITE_EVERY_S = 60.0
+_MAX_REASON_CHARS = 300  # characters
 
 
 class RefusalLog:
@@ -34,40 +34,47 @@ class RefusalLog:
     """
 
     def __init__(
-        self, note: Callable[[str, str, int], None], clock: Callable[[], float] = time.monotonic
+        self, write: Callable[[str, str, int], None], clock: Callable[[], float] = time.monotonic
     ):
-        self._note = note
+        self._write = write
         self._clock = clock
-        self._noted: dict[str, float] = {}  # kind -> when its last line was written
-        self._unsaid: dict[str, tuple[str, str, int]] = {}  # kind -> peer, reason, count
+        self._written_at: dict[str, float] = {}  # kind -> when its last line was written
+        self._unwritten: dict[str, tuple[str, str, int]] = {}  # kind -> peer, reason, count
 
     def refused(self, kind: str, peer: str, reason: str) -> None:
         """`kind`: what is counted together; only names from peers that hold the key, so that there
         are few."""
-        count = self._unsaid[kind][2] if kind in self._unsaid else 0
-        self._unsaid[kind] = (peer, reason[:_LONGEST_REASON], count + 1)
+        count = self._unwritten[kind][2] if kind in self._unwritten else 0
+        self._unwritten[kind] = (peer, reason[:_MAX_REASON_CHARS], count + 1)
         self.flush()
 
     def flush(self, everything: bool = False) -> None:
         """Writes what is due. To be called from time to time, and with `everything` at the end."""
         now = self._clock()
-        for kind, refusal in list(self._unsaid.items()):
-            if everything or now - self._noted.get(kind, -_NOTE_EVERY_S) >= _NOTE_EVERY_S:
-                self._noted[kind] = now
-                del self._unsaid[kind]
-                self._note(*refusal)
+        for kind, refusal in list(self._unwritten.items()):
+            if everything or now - self._written_at.get(kind, -_WRITE_EVERY_S) >= _WRITE_EVERY_S:
+                self._written_at[kind] = now
+                del self._unwritten[kind]
+                self._write(*refusal)
 
 
 class Admission:
-    """The greeting of all connections to one port. `receives`: the messages of peers; `log`: gets
+    """The greeting of all connections to one port. `message_type`: the messages of peers; `log`: gets
     the refusals."""
 
-    def __init__(self, run: str, key: bytes, receives: Any, log: RefusalLog, most: int = MOST):
+    def __init__(
+        self,
+        run: str,
+        key: bytes,
+        message_type: Any,
+        log: RefusalLog,
+        max_strangers: int = MAX_STRANGERS,
+    ):
         self._run = run
         self._key = key
-        self._receives = receives
+        self._receives = message_type
         self._log = log
-        self._most = most
+        self._max_strangers = max_strangers
         self._strangers: dict[
             asyncio.StreamWriter, str
         ] = {}  # in the greeting, oldest first -> address
@@ -100,12 +107,16 @@ class Admission:
             self._strangers.pop(writer, None)
 
     def _make_room(self) -> None:
-        while len(self._strangers) + len(self._refused) >= self._most:
+        while len(self._strangers) + len(self._refused) >= self._max_strangers:
             if self._refused:
                 self._release(next(iter(self._refused)))
             else:
                 ((address, _),) = Counter(self._strangers.values()).most_common(1)
-                oldest = next(writer for writer, stranger_address in self._strangers.items() if stranger_address == address)
+                oldest = next(
+                    writer
+                    for writer, stranger_address in self._strangers.items()
+                    if stranger_address == address
+                )
                 del self._strangers[oldest]
                 oldest.transport.abort()  # `accept` ends
 

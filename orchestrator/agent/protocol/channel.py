@@ -76,7 +76,7 @@ def _mac(key: bytes, label: str, content: bytes) -> bytes:
     return hmac.digest(key, label.encode() + b"\0" + content, "sha256")
 
 
-def _same(hex_mac: str, expected: bytes) -> bool:
+def _mac_matches(hex_mac: str, expected: bytes) -> bool:
     return hmac.compare_digest(hex_mac.encode(errors="replace"), expected.hex().encode())
 
 
@@ -89,7 +89,7 @@ class Channel:
         writer: asyncio.StreamWriter,
         send_key: bytes,
         receive_key: bytes,
-        receives: Any,
+        message_type: Any,
         peer: str,
     ):
         self.peer = peer
@@ -97,7 +97,7 @@ class Channel:
         self._writer = writer
         self._send_key = send_key
         self._receive_key = receive_key
-        self._decode = msgspec.json.Decoder(receives).decode
+        self._decode = msgspec.json.Decoder(message_type).decode
         self._sent = self._received = 0
 
     def send(self, epoch: int, message: msgspec.Struct) -> None:
@@ -122,7 +122,7 @@ class Channel:
         try:
             frame = msgspec.json.decode(line, type=_Frame)
             raw = bytes(frame.body)
-            if not _same(frame.mac, _mac(self._receive_key, "line", raw)):
+            if not _mac_matches(frame.mac, _mac(self._receive_key, "line", raw)):
                 raise Refused("a line with a wrong mac")
             body = msgspec.json.decode(raw, type=_Body)
             if body.seq != self._received + 1:
@@ -173,7 +173,7 @@ async def _read_line(reader: asyncio.StreamReader, longest: int) -> bytes | None
     return line[:-1]
 
 
-async def _greeting(reader: asyncio.StreamReader, kind: Any) -> Any:
+async def _read_greeting(reader: asyncio.StreamReader, kind: Any) -> Any:
     try:
         line = await asyncio.wait_for(_read_line(reader, _LONGEST_GREETING), _GREETING_S)
     except TimeoutError:
@@ -196,23 +196,29 @@ def _write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
 
 
 async def accept(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, run: str, key: bytes, receives: Any
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    run: str,
+    key: bytes,
+    message_type: Any,
 ) -> Channel:
     """The coordinator's side of the greeting. Raises WrongKey or Refused; the caller closes."""
     nonce = secrets.token_hex(16)
     _write(writer, _Hello(protocol=PROTOCOL, run=run, nonce=nonce))
-    proof: _Proof = await _greeting(reader, _Proof)
+    proof: _Proof = await _read_greeting(reader, _Proof)
     transcript = _transcript(run, proof.node, nonce, proof.nonce)
-    if not _same(proof.mac, _mac(key, "agent", transcript)):
+    if not _mac_matches(proof.mac, _mac(key, "agent", transcript)):
         _write(writer, _Answer(refused="wrong key"))
         raise WrongKey(f"node {proof.node[:200]!r} does not hold this run's key")
     _write(writer, _Answer(mac=_mac(key, "coordinator", transcript).hex()))
     send_key = _mac(key, "to agent", transcript)
     receive_key = _mac(key, "to coordinator", transcript)
-    return Channel(reader, writer, send_key, receive_key, receives, proof.node)
+    return Channel(reader, writer, send_key, receive_key, message_type, proof.node)
 
 
-async def connect(host: str, port: int, run: str, node: str, key: bytes, receives: Any) -> Channel:
+async def connect(
+    host: str, port: int, run: str, node: str, key: bytes, message_type: Any
+) -> Channel:
     """The agent's side. OSError: nobody there. Refused: somebody else is. WrongKey: a coordinator
     with another key."""
     try:
@@ -222,16 +228,16 @@ async def connect(host: str, port: int, run: str, node: str, key: bytes, receive
     except TimeoutError:
         raise OSError(f"{host} could not be reached within {_REACH_S:g} s") from None
     try:
-        hello: _Hello = await _greeting(reader, _Hello)
+        hello: _Hello = await _read_greeting(reader, _Hello)
         if hello.protocol != PROTOCOL or hello.run != run:
             raise Refused(f"it coordinates run {hello.run[:100]!r} with {hello.protocol[:100]!r}")
         nonce = secrets.token_hex(16)
         transcript = _transcript(run, node, hello.nonce, nonce)
         _write(writer, _Proof(node=node, nonce=nonce, mac=_mac(key, "agent", transcript).hex()))
-        answer: _Answer = await _greeting(reader, _Answer)
+        answer: _Answer = await _read_greeting(reader, _Answer)
         if answer.refused:
             raise WrongKey(f"the coordinator refused this node: {answer.refused[:200]}")
-        if not _same(answer.mac, _mac(key, "coordinator", transcript)):
+        if not _mac_matches(answer.mac, _mac(key, "coordinator", transcript)):
             raise WrongKey("the coordinator does not hold this run's key")
     except BaseException:
         writer.transport.abort()
@@ -241,6 +247,6 @@ async def connect(host: str, port: int, run: str, node: str, key: bytes, receive
         writer,
         _mac(key, "to coordinator", transcript),
         _mac(key, "to agent", transcript),
-        receives,
+        message_type,
         "coordinator",
     )

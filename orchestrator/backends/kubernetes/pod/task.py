@@ -362,7 +362,7 @@ def run_agent(
     noticed = threading.Event()
     began = time.monotonic()
     try:
-        code = int(agent_main(argv, key=given.key, on_notice=noticed.set))
+        code = int(agent_main(argv, key=given.key, on_termination_signal=noticed.set))
     finally:
         status_lines.close()
     text = _reason(folder, status_lines.led, code)
