@@ -25,7 +25,7 @@ from orchestrator.run.intent import END, END_BY_FORCE
 from orchestrator.run.request import read_request, used_nodes
 from orchestrator.run.store_socket import own_addresses
 
-from .leader.elasticity import ScaleUpPolicy, WorldSizes
+from .leader.world_sizes import ScaleUpPolicy, WorldSizes
 from .node.agent import Agent, NodeFacts
 from .node.metrics import serve
 from .node.recorder import Recorder

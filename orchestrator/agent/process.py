@@ -12,9 +12,9 @@ from orchestrator.run.request import LaunchRequest
 
 from .leader.context import Context
 from .leader.coordinator import Coordinator
-from .leader.elasticity import ScaleUpPolicy, WorldSizes
 from .leader.election import LeaderElection
 from .leader.state_writer import StateWriter
+from .leader.world_sizes import ScaleUpPolicy, WorldSizes
 from .node.agent import Agent
 from .node.connection import Connector, FixedCoordinator
 from .node.recorder import Recorder

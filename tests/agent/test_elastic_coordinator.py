@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from orchestrator.agent.leader.elasticity import ScaleUpPolicy, WorldSizes
+from orchestrator.agent.leader.world_sizes import ScaleUpPolicy, WorldSizes
 from orchestrator.agent.protocol.messages import (
     Assign,
     Prepare,

@@ -2,10 +2,10 @@
 
 It has a connection to every agent, including the one in its own process. In a run with fixed nodes
 it runs on the plan's first node; in an elastic run it moves to another node when its own is lost
-(`election`). A run is: wait for the nodes, run epochs until the policy ends the run, save what only
-memories hold, finish. All events come in through one queue, so they have one order and no lock is
-needed. The work is done by components: `Membership` (who is connected), `Elasticity` (which nodes
-and plan come next), `Epoch` (one attempt of the workers), `StateWriter`, `FinalCheckpoint`.
+(`election`). It waits for the nodes, runs epochs until the policy ends the run, saves checkpoints
+that exist only in memory, and sends the agents away. All events pass through one queue, so they
+have one order and need no lock. The work is divided: `Membership` (who is connected), `Elasticity`
+(the next nodes and plan), `Epoch` (one attempt of the workers), `StateWriter`, `FinalCheckpoint`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from orchestrator.run.epoch_lease import LeaseLost
 from orchestrator.run.folder import NO_ROOM, RECORD_ERRORS
 
 from .context import Context, log
-from .elasticity import CoordinatorLeaves, Elasticity, WorldSizes
+from .elasticity import CoordinatorLeaves, Elasticity
 from .election import Announcement
 from .epoch import Epoch
 from .final_checkpoint import FinalCheckpoint, is_due
 from .membership import MemberLost
+from .world_sizes import WorldSizes
 
 
 class Coordinator:
@@ -42,13 +43,13 @@ class Coordinator:
         self._elasticity = Elasticity(context, sizes, self._announcement)
         self._detector = HangDetector(context.rules)
         self._stalls = SelfStallDetector()
-        self._last_intent = 0  # number of the newest request of people that was taken up
-        self._heartbeat_failed = False  # the disk did not take the last heartbeat
+        self._last_intent = 0  # number of the newest request of people that was handled
+        self._heartbeat_failed = False  # the last heartbeat could not be written
 
     async def run(self, host: str, port: int = 0) -> policy.Decision:
         """Coordinates until the run is over; returns the decision that ended it.
 
-        Its code is Exit.FENCED if another coordinator has claimed a newer epoch: nothing was
+        The decision's code is Exit.FENCED if another coordinator took a newer epoch; nothing is
         written after that.
         """
         try:
@@ -60,39 +61,33 @@ class Coordinator:
 
     async def _lead(self, host: str, port: int) -> policy.Decision:
         context = self._context
-        connected = context.membership.serve_connection
         server = await asyncio.start_server(
-            connected, host, port, limit=READ_LIMIT, backlog=BACKLOG
+            context.membership.serve_connection, host, port, limit=READ_LIMIT, backlog=BACKLOG
         )
         ticker = asyncio.create_task(context.membership.run_heartbeats(self._on_heartbeat))
         ticker.add_done_callback(context.on_ticker_end)
         try:
-            bound = server.sockets[0].getsockname()
-            await context.retry_on_disk_errors(lambda: self._announcement.begin(bound[0], bound[1]))
+            bound_host, bound_port, *_ = server.sockets[0].getsockname()
+            await context.retry_on_disk_errors(
+                lambda: self._announcement.begin(bound_host, bound_port)
+            )
             context.state_writer.update(
                 state="starting", reason=f"waiting for {len(context.ranked_nodes)} nodes"
             )
             decision = await self._elasticity.wait_for_nodes()
             while decision is None or decision.again:
                 decision = await self._run_epoch()
-            ended = decision
-            if await context.retry_on_disk_errors(
-                lambda: is_due(context.folder, context.plan, ended)
-            ):
-                saved_clause = await FinalCheckpoint(context).run()
-                decision = replace(
-                    decision, reason="; ".join(filter(None, (decision.reason, saved_clause)))
-                )
+            decision = await self._save_final_checkpoint(decision)
             await self._finish(decision)
             return decision
         except RECORD_ERRORS as error:
-            kind = (
-                "disk_full"
-                if isinstance(error, OSError) and error.errno in NO_ROOM
-                else "disk_failed"
+            is_full = isinstance(error, OSError) and error.errno in NO_ROOM
+            decision = context.end_run(
+                "stopped",
+                Exit.RESTART,
+                f"the run's state cannot be written: {error}",
+                kind="disk_full" if is_full else "disk_failed",
             )
-            reason = f"the run's state cannot be written: {error}"
-            decision = context.end_run("stopped", Exit.RESTART, reason, kind)
             await self._finish(decision)
             return decision
         finally:
@@ -101,8 +96,7 @@ class Coordinator:
             context.membership.close()
 
     async def _run_epoch(self) -> policy.Decision:
-        """Runs one epoch; returns what follows, with the next epoch's plan in force if there is
-        one."""
+        """Runs one epoch; returns the decision, after putting the next epoch's plan in force."""
         context = self._context
         metrics = self._context.recorder.metrics
         ended = await Epoch(context, self._detector, self._elasticity).run()
@@ -123,27 +117,32 @@ class Coordinator:
         context.record_epoch_end(decision)
         return decision
 
+    async def _save_final_checkpoint(self, decision: policy.Decision) -> policy.Decision:
+        """Saves state that only the nodes' memories hold; returns the decision with the outcome."""
+        context = self._context
+        if not await context.retry_on_disk_errors(
+            lambda: is_due(context.folder, context.plan, decision)
+        ):
+            return decision
+        outcome = await FinalCheckpoint(context).run()
+        return replace(decision, reason="; ".join(filter(None, (decision.reason, outcome))))
+
     async def _exclude_bad_node(self, decision: policy.Decision) -> None:
         """Excludes a bad node from this attempt, whoever coordinates it, and from the user's next
         runs."""
         context = self._context
-        node = decision.exclude or (
-            decision.cause.node if decision.code == Exit.NODE and decision.cause else None
-        )
-        if node:
-            context.record_event("node_excluded", on=node, reason=decision.reason)
-            context.membership.excluded[node] = decision.reason
-            context.state_writer.exclude(node, decision.reason)
-            told = (
-                context.folder,
-                node,
-                decision.reason,
-                context.rules.remember_bad_nodes_h,
-                time.time(),
-            )
-            await asyncio.to_thread(
-                remember, *told
-            )  # it may wait for other runs, and heartbeats go on
+        node = decision.exclude
+        if node is None and decision.code == Exit.NODE and decision.cause:
+            node = decision.cause.node
+        if node is None:
+            return
+        reason = decision.reason
+        context.record_event("node_excluded", on=node, reason=reason)
+        context.membership.excluded[node] = reason
+        context.state_writer.exclude(node, reason)
+        hours = context.rules.remember_bad_nodes_h
+        # In a thread: it may wait for other runs, while heartbeats continue.
+        await asyncio.to_thread(lambda: remember(context.folder, node, reason, hours, time.time()))
 
     async def _finish(self, decision: policy.Decision) -> None:
         context = self._context
@@ -154,23 +153,23 @@ class Coordinator:
         done = Done(code=decision.code, reason=decision.reason)
         for member in context.members.values():
             member.channel.send(context.epoch, done)
-        end = asyncio.get_running_loop().time() + context.rules.grace_s
-        while context.members and (
-            event := await context.next_event(end)
-        ):  # an agent closes when it is done
+        deadline = asyncio.get_running_loop().time() + context.rules.grace_s
+        # An agent closes its connection once its workers are gone.
+        while context.members and (event := await context.next_event(deadline)):
             if isinstance(event.message, MemberLost):
                 context.membership.remove(event.node, "node_left", event.message.reason)
             elif isinstance(event.message, Join) and (rejoined := context.members.get(event.node)):
                 rejoined.channel.send(context.epoch, done)
-        with contextlib.suppress(*RECORD_ERRORS):
-            await context.retry_on_disk_errors(
-                context.state_writer.retry
-            )  # the end may have found no room
+        with contextlib.suppress(*RECORD_ERRORS):  # the final state may not be on disk yet
+            await context.retry_on_disk_errors(context.state_writer.retry)
 
     def _on_heartbeat(self) -> None:
-        """Once a heartbeat: renews the lease on the epoch, writes state that found no room before,
-        and takes up what people ask for, of which another coordinator may have been told that is
-        dead by now."""
+        """Runs once per heartbeat: handles new requests of people, renews the lease, retries the
+        disk.
+
+        A request may have been delivered to a former coordinator that is gone, so it is read from
+        disk.
+        """
         context = self._context
         if (intent := context.end_intent) and intent.number > self._last_intent:
             self._last_intent = intent.number
@@ -180,16 +179,15 @@ class Coordinator:
             )
         if context.elastic and (missed_s := self._stalls.missed_s()):
             context.record_event("was_away", seconds=round(missed_s, 1))
-            self._elasticity.partition_suspected = (
-                True  # nodes that have hung up meanwhile may well live
-            )
+            # Nodes whose connections ended meanwhile may still be alive.
+            self._elasticity.partition_suspected = True
         try:
             self._announcement.renew()
         except LeaseLost as error:
             context.put_event(context.node, error)
-        except RECORD_ERRORS as error:  # it is tried again at the next heartbeat
+        except RECORD_ERRORS as error:  # retried at the next heartbeat
             if not self._heartbeat_failed:
-                log.error("the coordinator's heartbeat cannot be written, and will be: %s", error)
+                log.error("cannot write the coordinator's heartbeat; it will be retried: %s", error)
             self._heartbeat_failed = True
         else:
             self._heartbeat_failed = False
@@ -199,8 +197,10 @@ class Coordinator:
         return self._context.state_writer.is_final
 
     def on_agent_exit(self) -> None:
-        """To be called when the agent of this process has ended: no connection tells while nodes
-        are awaited."""
+        """Ends a run that still waits for its nodes, after the agent of this process has ended.
+
+        Lost connections are not reported until all nodes have joined.
+        """
         context = self._context
         if context.membership.forming:
             reason = f"{context.node}: its agent left before all nodes had come"

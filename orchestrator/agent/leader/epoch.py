@@ -1,4 +1,4 @@
-"""One epoch: one attempt of the workers, from the number on disk to the end of the last worker."""
+"""One epoch: one attempt of the workers, from its number on disk to the end of the last worker."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from orchestrator.run.request import used_nodes
 from orchestrator.run.state import Cause
 
 from .context import Context, Event
-from .elasticity import Elasticity, reported_step
+from .elasticity import Elasticity
 from .membership import Member, MemberLost, MemberUnfit
+from .world_sizes import reported_step
 
 _FAILURE_GRACE_S = 3.0  # for the peers of a failed worker: they can no longer save together
-_LOSS_GRACE_S = 1.5  # in elastic runs, after a lost node: workers notice a dead peer by themselves
-_UNKILLABLE_S = 30.0  # after SIGKILL; a process that is still there hangs in the kernel
+_LOSS_GRACE_S = 1.5  # after a lost node of an elastic run: workers detect a dead peer themselves
+_UNKILLABLE_S = 30.0  # after SIGKILL; a process that survives that long hangs in the kernel
 
 
 class Epoch:
@@ -35,47 +36,31 @@ class Epoch:
         self._nodes = context.ranked_nodes
         self._ranked = set(context.ranked_nodes)
         self._failure_grace = min(_FAILURE_GRACE_S, self._rules.grace_s)
-        self._loss_grace = min(
-            _LOSS_GRACE_S if context.elastic else _FAILURE_GRACE_S, self._rules.grace_s
-        )
+        loss_grace_s = _LOSS_GRACE_S if context.elastic else _FAILURE_GRACE_S
+        self._loss_grace = min(loss_grace_s, self._rules.grace_s)
         self._started: set[str] = set()
         self._stopped: set[str] = set()
         self._ends: list[policy.WorkerEnd] = []
         self._lost: list[policy.NodeLoss] = []
         self._stopping = False
         self._deadline: float | None = None  # loop time at which even killed workers must be gone
-        self._resize_reason = (  # why all were asked to save and stop, if the run goes on with other nodes
-            ""
-        )
-        self._straggler: Cause | None = None  # of a resize: the node to be replaced
-        self._fault: Cause | None = None  # found by the detector; the workers are ended for it
+        #: Reason for which the workers save and stop, if the run continues with other nodes.
+        self._resize_reason = ""
+        self._straggler: Cause | None = None  # the slow node that a resize replaces
+        self._fault: Cause | None = None  # detected by the coordinator; it ends the epoch
 
     async def run(self) -> policy.EpochEnd:
-        """Runs the epoch; returns what is known once every worker is gone."""
+        """Runs the epoch; returns its outcome once every worker is gone."""
         context = self._context
         furthest_before = self._context.furthest_step
         await self._begin()
-        ready_deadline = asyncio.get_running_loop().time() + self._rules.join_timeout_s
-        while (
-            unready := [node for node, member in self._ranked_members() if member.ready is None]
-        ) and (not self._stopping):
-            event = await context.next_event(ready_deadline)
-            self._handle(
-                event or Event(context.epoch, unready[0], MemberLost("no answer to a new epoch"))
-            )
+        await self._wait_until_ready()
         if not self._stopping:
-            first = context.members[context.plan.ranks[0].node]
-            for index, node in enumerate(self._nodes):
-                self._send(
-                    node, assignment(context.plan, node, index, first, context.members.values())
-                )
+            self._assign_ranks()
         while self._nodes_with_workers():
-            deadlines = [
-                time
-                for time in (self._deadline, self._elasticity.scale_up.check_at)
-                if time is not None
-            ]
-            event = await context.next_event(min(deadlines, default=None))
+            deadlines = [self._deadline, self._elasticity.scale_up.check_at]
+            times = [time for time in deadlines if time is not None]
+            event = await context.next_event(min(times, default=None))
             if event is not None:
                 self._handle(event)
             else:
@@ -105,26 +90,45 @@ class Epoch:
             member.ready = None
             member.channel.send(context.epoch, messages.Prepare())
 
+    async def _wait_until_ready(self) -> None:
+        """Waits until all ranked nodes have answered Prepare, or the epoch has to stop."""
+        context = self._context
+        deadline = asyncio.get_running_loop().time() + self._rules.join_timeout_s
+        while not self._stopping:
+            members = self._ranked_members()
+            unready = [node for node, member in members if member.ready is None]
+            if not unready:
+                return
+            event = await context.next_event(deadline)
+            if event is None:
+                loss = MemberLost("no answer to a new epoch")
+                event = Event(context.epoch, unready[0], loss)
+            self._handle(event)
+
+    def _assign_ranks(self) -> None:
+        context = self._context
+        first = context.members[context.plan.ranks[0].node]
+        members = context.members.values()
+        for index, node in enumerate(self._nodes):
+            self._send(node, assignment(context.plan, node, index, first, members))
+
     def _on_timeout(self) -> None:
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
-            self._handle(
-                Event(
-                    self._context.epoch,
-                    self._nodes_with_workers()[0],
-                    MemberLost("its workers cannot be killed"),
-                )
-            )
+            node = self._nodes_with_workers()[0]
+            loss = MemberLost("its workers cannot be killed")
+            self._handle(Event(self._context.epoch, node, loss))
         else:
             self._consider_scale_up()
 
     def _ranked_members(self) -> list[tuple[str, Member]]:
-        return [
-            (node, member) for node, member in self._context.members.items() if node in self._ranked
-        ]
+        members = self._context.members.items()
+        return [(node, member) for node, member in members if node in self._ranked]
 
     def _nodes_with_workers(self) -> list[str]:
-        """Nodes whose workers of this epoch may still run. One that was lost and has rejoined has
-        none."""
+        """Returns the nodes whose workers of this epoch may still run.
+
+        A node that was lost and has rejoined has none.
+        """
         finished = self._stopped | {loss.node for loss in self._lost}
         return [node for node, _ in self._ranked_members() if node not in finished]
 
@@ -146,7 +150,7 @@ class Epoch:
         if isinstance(message, MemberLost):
             return self._on_member_lost(node, member, message)
         if member is None:
-            return None  # sent before it was lost
+            return None  # the message was sent before the member was lost
         match message:
             case messages.Ready():
                 member.ready = message
@@ -164,10 +168,8 @@ class Epoch:
                 self._on_join(node, message)
             case messages.Warm():
                 self._consider_scale_up()
-            case (
-                MemberUnfit() | LeaseLost()
-            ):  # only while the first nodes are awaited; raised by next_event
-                pass
+            case MemberUnfit() | LeaseLost():
+                pass  # occurs only while the first nodes are awaited; is raised by next_event
             case _:
                 assert_never(message)
         return None
@@ -175,7 +177,7 @@ class Epoch:
     def _on_member_lost(self, node: str, member: Member | None, loss: MemberLost) -> None:
         context = self._context
         self._elasticity.partition_suspected |= loss.silent
-        if member is None or loss.member not in (None, member):
+        if member is None or not loss.concerns(member):
             return
         if node in self._ranked:
             self._lost.append(policy.NodeLoss(node, loss.reason))
@@ -185,7 +187,7 @@ class Epoch:
             self._stop_all(f"node {node} is lost", self._loss_grace)
 
     def _on_join(self, node: str, join: messages.Join) -> None:
-        """A node has joined while the others run: a spare until the next epoch."""
+        """Makes a node that joins while the others run a spare until the next epoch."""
         context = self._context
         self._send(node, messages.Prepare())
         context.state_writer.record_spare(node, join)
@@ -204,14 +206,14 @@ class Epoch:
 
     def _on_worker_exit(self, node: str, worker_exit: messages.WorkerExit) -> None:
         context = self._context
-        context.furthest_step = max(
-            context.furthest_step, -1 if worker_exit.step is None else worker_exit.step
-        )
+        if worker_exit.step is not None:
+            context.furthest_step = max(context.furthest_step, worker_exit.step)
         exit_fields = structs.asdict(worker_exit) | {"tail": tuple(worker_exit.tail)}
-        log_path = str(context.folder.rank_log(worker_exit.rank).relative_to(context.folder.path))
-        self._ends.append(
-            policy.WorkerEnd(node=node, order=len(self._ends), log=log_path, **exit_fields)
+        log_path = context.folder.rank_log(worker_exit.rank).relative_to(context.folder.path)
+        worker_end = policy.WorkerEnd(
+            node=node, order=len(self._ends), log=str(log_path), **exit_fields
         )
+        self._ends.append(worker_end)
         context.record_event(
             "worker_ended",
             rank=worker_exit.rank,
@@ -221,19 +223,15 @@ class Epoch:
             step=worker_exit.step,
         )
         if worker_exit.code != 0:
-            reason = (
-                self._fault.text
-                if self._fault
-                else policy.cause_of(self._ends[-1], context.epoch).text
-            )
-            save_in_progress = (
-                worker_exit.code == Exit.RESTART
-            )  # its peers are saving too: let them
-            self._stop_all(reason, self._rules.grace_s if save_in_progress else self._failure_grace)
+            cause = self._fault or policy.cause_of(worker_end, context.epoch)
+            is_saving = worker_exit.code == Exit.RESTART  # its peers save too, and need the time
+            self._stop_all(cause.text, self._rules.grace_s if is_saving else self._failure_grace)
 
     def _on_termination_signal(self, node: str, signal: messages.TerminationSignal) -> None:
-        """Ends the run; in an elastic run of which nobody asked it, it goes on without that node,
-        if enough stay."""
+        """Ends the run, or continues an elastic run without that node if enough nodes stay.
+
+        An elastic run also ends if people have requested its end.
+        """
         context = self._context
         if not context.elastic or context.end_intent:
             reason = context.request_end(signal).reason
@@ -244,12 +242,12 @@ class Epoch:
         else:
             if not self._elasticity.mark_leaving(node, signal.reason):
                 context.request_end(signal)
-            self._resize_reason = reason = self._resize_reason or f"a node leaves ({signal.reason})"
+            reason = self._resize_reason or f"a node leaves ({signal.reason})"
+            self._resize_reason = reason
             grace_s = self._failure_grace if signal.force else self._rules.grace_s
         self._stop_all(reason, grace_s, signal.signal, force=signal.force)
 
-    # ---------------------------------------------------------------------------------- hangs and
-    #     stragglers
+    # -------------------------------------------------------------------- hangs and stragglers
 
     def _on_heartbeat(self, node: str, heartbeat: messages.AgentAlive) -> None:
         if self._stopping or self._fault or not self._all_started:
@@ -267,8 +265,8 @@ class Epoch:
         self._replace_straggler()
 
     def _end_for_fault(self, diagnosis: Diagnosis) -> None:
-        """Ends the epoch for a fault: all workers' stacks are saved, and the one at fault is
-        killed."""
+        """Ends the epoch for a fault: saves the stacks of all workers and kills the one at
+        fault."""
         context = self._context
         self._fault = diagnosis.cause(context.folder, context.epoch)
         context.record_event(
@@ -279,20 +277,22 @@ class Epoch:
             rank=diagnosis.rank,
         )
         for node, _ in self._ranked_members():
-            ranks_to_kill = (
-                [diagnosis.rank] if node == diagnosis.node and diagnosis.rank is not None else []
-            )
+            ranks_to_kill = []
+            if node == diagnosis.node and diagnosis.rank is not None:
+                ranks_to_kill.append(diagnosis.rank)
             self._send(node, messages.Examine(reason=diagnosis.text, end=ranks_to_kill))
         if diagnosis.rank is None:
             self._stop_all(diagnosis.text, self._loss_grace)
 
     def _fault_with_tail(self) -> Cause | None:
-        """The fault, with the exit code and last log lines of its worker."""
+        """Returns the fault, with the exit code and last log lines of its worker, or None."""
         fault = self._fault
-        end = next((end for end in self._ends if fault and end.rank == fault.rank), None)
-        return (
-            structs.replace(fault, code=end.code, tail=list(end.tail)) if fault and end else fault
-        )
+        if fault is None:
+            return None
+        for end in self._ends:
+            if end.rank == fault.rank:
+                return structs.replace(fault, code=end.code, tail=list(end.tail))
+        return fault
 
     def _replace_straggler(self) -> None:
         slowdowns = self._detector.lastingly_slow()
@@ -311,8 +311,7 @@ class Epoch:
             )
             self._stop_all(self._resize_reason, self._rules.grace_s)
 
-    # ---------------------------------------------------------------------------------- the end of
-    #     the epoch
+    # ------------------------------------------------------------------- the end of the epoch
 
     def _consider_scale_up(self) -> None:
         if self._stopping or not self._all_started:
@@ -327,7 +326,7 @@ class Epoch:
     def _stop_all(
         self, reason: str, grace_s: float, signal: str = "SIGTERM", force: bool = False
     ) -> None:
-        """Asks every worker to end, once; `force` asks again."""
+        """Asks every worker to end, once per epoch; with `force` also a second time."""
         context = self._context
         self._elasticity.scale_up.on_stop(first=not self._stopping)
         if self._stopping and not force:
@@ -335,26 +334,25 @@ class Epoch:
         self._stopping = True
         self._deadline = asyncio.get_running_loop().time() + grace_s + _UNKILLABLE_S
         context.record_event("epoch_stops", epoch=context.epoch, reason=reason)
-        context.state_writer.update(
-            state="stopping" if context.end_request else "restarting", reason=reason
-        )
+        state = "stopping" if context.end_request else "restarting"
+        context.state_writer.update(state=state, reason=reason)
+        stop = messages.Stop(reason=reason, signal=signal, grace_s=grace_s)
         for member in context.members.values():
-            member.channel.send(
-                context.epoch, messages.Stop(reason=reason, signal=signal, grace_s=grace_s)
-            )
+            member.channel.send(context.epoch, stop)
 
 
 def assignment(
     plan: Plan, node: str, index: int, first: Member, members: Iterable[Member]
 ) -> messages.Assign:
-    """A node's share of the ranks, and where rank 0's store listens. `first`: the member of rank
-    0's node, which is told the addresses of all `members`."""
+    """Returns a node's share of the ranks, and the address of rank 0's store.
+
+    `first` is the member of rank 0's node; it receives the addresses of all `members`.
+    """
     assert first.ready is not None
+    ranks = [rank for rank in plan.ranks if rank.node == node]
     return messages.Assign(
         plan_hash=plan.hash,
-        ranks=[
-            messages.RankAssignment(rank.rank, rank.gpu) for rank in plan.ranks if rank.node == node
-        ],
+        ranks=[messages.RankAssignment(rank.rank, rank.gpu) for rank in ranks],
         node_rank=index,
         world_size=len(plan.ranks),
         master_address=first.join.address,
@@ -364,10 +362,9 @@ def assignment(
 
 
 def _addresses(members: Iterable[Member]) -> set[str]:
-    """All addresses that the nodes may connect from, as far as they know, and as seen from here."""
-    return {
-        address
-        for member in members
-        for address in (member.join.address, member.channel.address, *member.join.addresses)
-        if address
-    }
+    """Returns all addresses that the nodes may connect from: those they know, and those seen
+    here."""
+    addresses: set[str] = set()
+    for member in members:
+        addresses |= {member.join.address, member.channel.address, *member.join.addresses}
+    return addresses - {""}

@@ -1,9 +1,9 @@
 """Writes in-memory checkpoint replicas to disk before a run ends for lack of nodes.
 
-Between checkpoints the newest state of each rank is in the memory of two nodes
+Between checkpoints, the newest state of each rank is in the memory of two nodes
 (trainer/checkpoint/replicas). Nodes that are too few to train still hold it until they are
-released. So they get an epoch of their own, with its own fencing token, in which one process per
-node, not one per rank, saves it (`python -m trainer --final-checkpoint`).
+released. They get an epoch of their own, with its own fencing token, in which one process per
+node, not one per rank, saves the state (`python -m trainer --final-checkpoint`).
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from .context import Context
 from .epoch import assignment
 from .membership import MemberLost
 
-_KILL_S = 5.0  # for processes that are told to end at once
+_KILL_S = 5.0  # for processes that receive SIGKILL
 
-#: Ends after which the newest state is worth keeping. Not those that are the job's own fault (64,
-#: 65, 78): who looks for it may want to go back further, and retention counts.
+#: Exit codes after which the newest state is worth saving. Codes that blame the job itself (64, 65,
+#: 78) are not among them: its user may want to go back further, and retention counts checkpoints.
 _WORTH_SAVING = (Exit.CAPACITY, Exit.NODE, Exit.USER, Exit.INTERNAL, Exit.RESTART)
 
 
 def is_due(folder: RunFolder, plan: Plan, decision: Decision) -> bool:
-    """Whether the newest state of a run that ends like this may be in memory only."""
+    """Returns whether the newest state of a run that ends like this may be in memory only."""
     if not plan.job.checkpoint.memory_every_steps or decision.code not in _WORTH_SAVING:
         return False
     kind = decision.cause.kind if decision.cause else ""
-    if kind == "disk_full" or (decision.code == Exit.RESTART and not kind):  # all have saved
+    if kind == "disk_full" or (decision.code == Exit.RESTART and not kind):  # all ranks have saved
         return False
     return read_request(folder).worker.bundled
 
 
 @dataclass
 class _Attempt:
-    """One epoch of saving."""
+    """One epoch that saves the state; `lost` and `stopped` are nodes."""
 
     nodes: list[str]
-    lost: set[str] = field(default_factory=set)  # lost
+    lost: set[str] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)
     ends: list[messages.WorkerExit] = field(default_factory=list)
 
@@ -55,16 +55,21 @@ class _Attempt:
 
     @property
     def step(self) -> int | None:
-        """The step that was saved, None for none."""
-        return next((end.step for end in self.ends if end.code == 0 and end.step is not None), None)
+        """The step that was saved, or None."""
+        for end in self.ends:
+            if end.code == 0 and end.step is not None:
+                return end.step
+        return None
 
     @property
     def error(self) -> str:
-        failed = sorted(
-            (end for end in self.ends if end.code),
-            key=lambda end: (end.code == Exit.RESTART, end.rank),
-        )
-        return next((end.error or f"exit code {end.code}" for end in failed), "")
+        """The error of the first failed process by rank; exit code 75 explains least. "" for
+        none."""
+        failed = [end for end in self.ends if end.code]
+        if not failed:
+            return ""
+        first = min(failed, key=lambda end: (end.code == Exit.RESTART, end.rank))
+        return first.error or f"exit code {first.code}"
 
 
 class FinalCheckpoint:
@@ -72,39 +77,42 @@ class FinalCheckpoint:
         self._context = context
         self._state_writer = context.state_writer
         self._members = context.members
-        self._deadline = 0.0  # loop time at which it must be done
+        self._deadline = 0.0  # loop time
 
     async def run(self) -> str:
-        """Saves, in at most `grace_s`; returns a clause for the reason of the run's end, "" if
-        there was nothing to save.
+        """Saves the state in at most `grace_s`; returns a clause for the reason of the run's end.
+
+        The clause is "" if there was nothing to save.
         """
         loop = asyncio.get_running_loop()
         self._deadline = loop.time() + self._context.rules.grace_s
         clause = ""
+        outcome = "nothing to save"
         while nodes := list(self._members):
             attempt = _Attempt(nodes)
             await self._save_once(attempt)
             if attempt.step is not None:
+                outcome = "saved"
                 clause = f"the state after step {attempt.step} was saved from the nodes' memories"
             elif loop.time() >= self._deadline:
-                clause = "what the nodes' memories hold was not saved in time"
+                outcome = "not saved"
+                clause = "the state in the nodes' memories was not saved in time"
             elif attempt.error:
-                clause = f"what the nodes' memories hold was not saved: {attempt.error}"
+                outcome = "not saved"
+                clause = f"the state in the nodes' memories was not saved: {attempt.error}"
+            # After the loss of a node, the others may still hold the whole state.
             retry = attempt.step is None and bool(attempt.lost) and loop.time() < self._deadline
-            self._state_writer.end_final_checkpoint(
-                "saved"
-                if attempt.step is not None
-                else "not saved"
-                if clause
-                else "nothing to save"
-            )
+            self._state_writer.end_final_checkpoint(outcome)
             self._context.record_event("flush_ended", step=attempt.step, reason=clause, again=retry)
-            if not retry:  # else a node was lost meanwhile: the others may have all that is needed
+            if not retry:
                 break
         return clause
 
     async def _save_once(self, attempt: _Attempt) -> None:
-        self._state_writer.update(state="stopping", reason="saving what the nodes' memories hold")
+        """Runs one epoch that saves the state."""
+        self._state_writer.update(
+            state="stopping", reason="saving the state in the nodes' memories"
+        )
         await self._context.begin_epoch()
         self._context.record_event(
             "flush_began", epoch=self._state_writer.epoch, nodes=len(attempt.nodes)
@@ -122,31 +130,32 @@ class FinalCheckpoint:
             if not await self._handle_next(attempt, self._deadline):
                 break
         if not attempt.is_over:
+            kill = messages.Stop(reason="no time is left", signal="SIGKILL", grace_s=0.0)
             for node in attempt.nodes:
-                self._send(
-                    node, messages.Stop(reason="no time is left", signal="SIGKILL", grace_s=0.0)
-                )
+                self._send(node, kill)
         while not attempt.is_over and await self._handle_next(attempt, self._deadline + _KILL_S):
             pass
 
     def _assign(self, nodes: list[str]) -> None:
+        """Assigns one saving process to each node, with the node's number as its rank."""
         first = self._members[nodes[0]]
+        members = self._members.values()
         for index, node in enumerate(nodes):
-            training = assignment(self._context.plan, node, index, first, self._members.values())
-            saving = {
-                "ranks": [messages.RankAssignment(index, 0)],
-                "world_size": len(nodes),
-                "final_checkpoint": True,
-            }
-            self._send(node, structs.replace(training, **saving))
+            training = assignment(self._context.plan, node, index, first, members)
+            saving = structs.replace(
+                training,
+                ranks=[messages.RankAssignment(index, 0)],
+                world_size=len(nodes),
+                final_checkpoint=True,
+            )
+            self._send(node, saving)
 
     def _send(self, node: str, message: messages.Prepare | messages.Assign | messages.Stop) -> None:
         if member := self._members.get(node):
             member.channel.send(self._state_writer.epoch, message)
 
     async def _handle_next(self, attempt: _Attempt, until: float) -> bool:
-        """Handles one event. False at loop time `until`, or if a forced termination signal has
-        come."""
+        """Handles one event. False at loop time `until`, or after a forced termination signal."""
         event = await self._context.next_event(until)
         if event is None:
             return False
@@ -154,7 +163,7 @@ class FinalCheckpoint:
         message = event.message
         member = self._members.get(node)
         if isinstance(message, MemberLost):
-            if member is not None and message.member in (None, member):
+            if member is not None and message.concerns(member):
                 self._context.remove_lost_node(node, message.reason)
                 attempt.lost.add(node)
         elif isinstance(message, messages.Ready) and member is not None:

@@ -1,7 +1,7 @@
 """The members of a run: agents that have authenticated, joined, and still send heartbeats.
 
-Their messages are passed on as one stream of (node, message), with `MemberLost` for a member that
-is gone. What follows is decided elsewhere.
+Their messages are delivered as one stream of (node, message), with `MemberLost` for a member that
+is gone. The consequences are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -27,34 +27,41 @@ class Member:
     channel: Channel
     join: messages.Join
     warm: bool = True  # its workers would start at once
-    silent_ticks: int = (
-        0  # since its last message; ticks, so that pauses of this process do not count
-    )
+    #: Ticks since its last message. Ticks, not seconds, so that pauses of this process do not
+    #: count.
+    silent_ticks: int = 0
     ready: messages.Ready | None = None  # its answer to the Prepare of this epoch
     step: int | None = None  # furthest step of its workers
-    slowdown: float | None = None  # own compute time over its peers', where that is known
+    slowdown: float | None = None  # its own compute time over its peers', if known
 
 
 @dataclass(frozen=True)
 class MemberLost:
-    """A member is gone. `member`: which, if another may have joined for the node since."""
+    """A member is gone. `member` names it if another agent may have joined for the node since."""
 
     reason: str
     member: Member | None = None
-    silent: bool = False  # it may live, paused or cut off
+    silent: bool = False  # it may be alive: paused, or cut off
+
+    def concerns(self, member: Member | None) -> bool:
+        """Returns whether the loss is that of `member`, the node's current one."""
+        return self.member in (None, member)
 
 
 @dataclass(frozen=True)
 class MemberUnfit:
-    """A node of the plan has come and cannot be used. `code`: the exit code it was sent."""
+    """A node of the plan that has joined cannot be used. `code` is the exit code it was sent."""
 
     code: int
     reason: str
 
 
 class Membership:
-    """`tell(node, message)` gets the messages of members, `note(name, **fields)` writes an
-    event."""
+    """Accepts agents, and watches those that have joined.
+
+    `deliver(node, message)` receives the messages of members; `record_event(name, **fields)` writes
+    an event.
+    """
 
     def __init__(
         self,
@@ -68,7 +75,7 @@ class Membership:
         heartbeat_timeout_s: float,
         elastic: bool = False,
     ):
-        """`elastic`: nodes may come at any time, and nodes that the plan does not know, too."""
+        """`elastic` lets nodes join at any time, also nodes that are not in the plan."""
         self.members: dict[str, Member] = {}
         self.forming = True  # the first nodes are awaited
         self._run = run
@@ -80,10 +87,14 @@ class Membership:
         self._record_event = record_event
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._elastic = elastic
-        self.excluded: dict[str, str] = {}  # node -> why it may not come again
+        self.excluded: dict[str, str] = {}  # node -> reason for which it may not join
         self._refusals = RefusalLog(self._record_refusal)
         self._admission = Admission(
-            run, key, messages.FromAgent, self._refusals, max(MAX_STRANGERS, len(expected))
+            run,
+            key,
+            messages.FromAgent,
+            self._refusals,
+            max_strangers=max(MAX_STRANGERS, len(expected)),
         )
         self._tasks: set[asyncio.Task] = set()
 
@@ -104,15 +115,15 @@ class Membership:
             member = self._admit(channel, first_message)
             while member and (received := await channel.receive()) is not None:
                 if self.members.get(member.join.node) is not member:
-                    break  # dropped meanwhile; what it still says is not for this run
+                    break  # removed meanwhile: its remaining messages do not count
                 member.silent_ticks = 0
                 self._on_message(member, *received)
         except asyncio.CancelledError:
-            # the end of this task, and asyncio's streams log any other
+            # Ends here instead of in asyncio, whose streams would log it.
             loss_reason = "the coordinator leaves"
         except (Refused, TimeoutError) as error:
             assert channel is not None
-            reason = str(error) or "no join"
+            reason = str(error) or "no join message"
             loss_reason = f"refused: {reason}"
             self._refusals.refused(
                 f"node {channel.peer}", str(writer.get_extra_info("peername")), reason
@@ -130,32 +141,13 @@ class Membership:
     def _admit(
         self, channel: Channel, first_message: tuple[int, messages.FromAgent] | None
     ) -> Member | None:
-        """Makes the newcomer a member, or tells it why not."""
+        """Makes the newcomer a member, or sends it the reason why it cannot be one."""
         epoch, join = first_message or (-1, None)
         if not isinstance(join, messages.Join):
-            raise Refused("the first message was no join")
-        code = None
-        reason = ""
+            raise Refused("the first message was not a join")
         if join.node != channel.peer:
             raise Refused(f"{channel.peer!r} joined as {join.node!r}")
-        if join.node in self.excluded:
-            code = Exit.NODE
-            reason = f"node {join.node} is excluded: {self.excluded[join.node]}"
-        elif self._elastic and join.gpus >= self._plan.cluster.gpus_per_node:
-            pass  # the plan in force is read when it is assigned
-        elif join.node not in self._expected and not self._elastic:
-            code = Exit.CONFIG
-            reason = f"the plan gives no rank to node {join.node!r}"
-        elif join.plan_hash != self._plan.hash and not self._elastic:
-            code = Exit.CONFIG
-            reason = (
-                f"node {join.node} holds plan {join.plan_hash[:12]}, not {self._plan.hash[:12]}"
-            )
-        elif join.gpus < self._plan.cluster.gpus_per_node:
-            gpus_present = join.gpus
-            gpus_needed = self._plan.cluster.gpus_per_node
-            code = Exit.NODE
-            reason = f"node {join.node} has {gpus_present} of {gpus_needed} GPUs"
+        code, reason = self._unfitness(join)
         if code is not None:
             channel.send(self._epoch(), messages.Done(code=int(code), reason=reason))
             self._record_event("join_refused", on=join.node, reason=reason)
@@ -173,23 +165,37 @@ class Membership:
         self._deliver(join.node, join)
         return member
 
+    def _unfitness(self, join: messages.Join) -> tuple[Exit | None, str]:
+        """Returns the exit code and the reason for a node that cannot be used, or (None, "")."""
+        gpus_needed = self._plan.cluster.gpus_per_node
+        if join.node in self.excluded:
+            return Exit.NODE, f"node {join.node} is excluded: {self.excluded[join.node]}"
+        if not self._elastic:  # nodes of an elastic run read the plan when ranks are assigned
+            if join.node not in self._expected:
+                return Exit.CONFIG, f"the plan gives no rank to node {join.node!r}"
+            if join.plan_hash != self._plan.hash:
+                return Exit.CONFIG, (
+                    f"node {join.node} holds plan {join.plan_hash[:12]}, not {self._plan.hash[:12]}"
+                )
+        if join.gpus < gpus_needed:
+            return Exit.NODE, f"node {join.node} has {join.gpus} of {gpus_needed} GPUs"
+        return None, ""
+
     def _check_late_join(self, node: str, epoch: int) -> None:
-        """Refuses an agent that cannot join yet; it tries again."""
+        """Refuses an agent of an elastic run that cannot join yet; it will try again."""
         if epoch > self._epoch():
             raise Refused(f"{node} follows epoch {epoch}, this is {self._epoch()}")
-        if node in self.members:
-            self._fence(node, "another agent has come for its node")
-            raise Refused(f"{node} is still here")
+            if node in self.members:
+                self._fence(node, "another agent has joined for its node")
+                raise Refused(f"the last agent of {node} is still a member")
 
     def _on_message(self, member: Member, epoch: int, message: messages.FromAgent) -> None:
-        """Passes on messages of this epoch. Older ones may be under way until the agent has
-        answered Ready."""
+        """Delivers messages of this epoch. Older ones may arrive until the agent has answered
+        Ready."""
         node = member.join.node
         if epoch > self._epoch() or isinstance(message, messages.Join):
             raise Refused(f"{node} spoke out of turn: {type(message).__name__} of epoch {epoch}")
-        if isinstance(
-            message, messages.TerminationSignal | messages.Warm
-        ):  # hold for the run, whatever the epoch
+        if isinstance(message, messages.TerminationSignal | messages.Warm):  # valid in every epoch
             member.warm = member.warm or isinstance(message, messages.Warm)
             self._deliver(node, message)
         elif epoch < self._epoch():
@@ -201,14 +207,13 @@ class Membership:
             self._deliver(node, message)
 
     def _fence(self, node: str, reason: str, silent: bool = False) -> None:
-        """Excludes a member, and tells it so, so that it kills its workers even if it wakes up much
-        later."""
+        """Reports a member as lost, and orders it to kill its workers, however late it wakes up."""
         member = self.members[node]
         member.channel.send(self._epoch(), messages.Fenced(reason=reason))
         self._deliver(node, MemberLost(reason, member, silent))
 
     def remove(self, node: str, event: str, reason: str) -> None:
-        """Removes a member; its connection is closed, and its messages are ignored."""
+        """Removes a member, closes its connection, and ignores its further messages."""
         member = self.members.pop(node, None)
         if member:
             self._record_event(event, on=node, reason=reason)
@@ -217,7 +222,7 @@ class Membership:
             closing.add_done_callback(self._tasks.discard)
 
     async def run_heartbeats(self, on_heartbeat: Callable[[], None]) -> None:
-        """Sends heartbeats, with `each` called every time, and finds members that are silent.
+        """Sends heartbeats, calls `on_heartbeat` each time, and fences members that are silent.
 
         See protocol/heartbeat.py.
         """
