@@ -194,7 +194,7 @@ class StateWriter:
         }
         self._discovery.publish(endpoints)
 
-        def begin_epoch(self) -> None:
+    def begin_epoch(self) -> None:
         """Starts an epoch, one higher than any before.
 
         `retry` must have written it before any agent receives its number.
