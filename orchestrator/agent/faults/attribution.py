@@ -1,9 +1,9 @@
-"""Fault attribution: whether a failure is due to the data or the code, or to a node. Pure.
+"""Fault attribution: decides whether a failure is due to the data or the code, or to a node. Pure.
 
-A step that fails on different nodes does not depend on where it runs. A node that fails at
-different steps, while the others do not, does not depend on what runs. A gradient that is not
-finite is the same on all ranks: if it comes again at the same step after a restart, it was no
-transient error of a machine.
+A step that fails on different nodes does not depend on the node. A node that fails at different
+steps, while the others do not, does not depend on the step. A gradient that is not finite is the
+same on all ranks: if it recurs at the same step after a restart, it was not a transient error of a
+machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 from orchestrator.plan.exits import Exit
 from orchestrator.run.state import Cause
 
-#: Ends that somebody outside may have brought about, which say nothing of data, code and node.
+#: Exit codes that may be due to someone outside the run; they blame neither data, code nor node.
 EXTERNAL_CODES = (
     -signal.SIGKILL,
     -signal.SIGTERM,
@@ -29,8 +29,8 @@ _NODE_CAUSES = ("worker_exit", "worker_spinning", "worker_stuck")
 
 @dataclass(frozen=True)
 class FaultHistory:
-    """`causes`: of the failures of this attempt so far, oldest first. `nodes`: of the epoch that
-    has ended."""
+    """The failures of this attempt, oldest first, and the number of nodes of the epoch that
+    ended."""
 
     causes: tuple[Cause, ...] = ()
     nodes: int = 1
@@ -42,45 +42,36 @@ NO_FAULTS = FaultHistory()
 
 @dataclass(frozen=True)
 class Attribution:
-    """`at_fault`: "data" stands for the data or the code; "" where nothing can be said."""
+    """The attribution of a failure. "data" stands for the data or the code, "" for unknown."""
 
     at_fault: Literal["data", "node", ""] = ""
-    text: str = ""
+    reason: str = ""
 
 
 def attribute(cause: Cause, history: FaultHistory) -> Attribution:
-    """What a failure is due to, by the failures before it in this attempt."""
-    text = cause.text
+    """Attributes a failure by comparing it with earlier failures of this attempt."""
     if _may_be_code(cause):
-        repeats = [
-            failure
-            for failure in history.causes
-            if _may_be_code(failure) and (failure.kind, failure.step) == (cause.kind, cause.step)
-        ]
+        suspects = [failure for failure in history.causes if _may_be_code(failure)]
+        key = (cause.kind, cause.step)
+        repeats = [failure for failure in suspects if (failure.kind, failure.step) == key]
         if cause.kind == "non_finite" and repeats:
-            return Attribution(
-                "data", f"{text}; so it was after the last restart: the data or the code"
-            )
-        elsewhere = next((failure for failure in repeats if failure.node != cause.node), None)
-        if elsewhere:
-            return Attribution(
-                "data",
-                f"{text}; the same step failed on {elsewhere.node} before: the data or the code",
-            )
+            reason = "so it was after the last restart: the data or the code"
+            return Attribution("data", f"{cause.text}; {reason}")
+            elsewhere = [failure.node for failure in repeats if failure.node != cause.node]
+            if elsewhere:
+                reason = f"the same step failed on {elsewhere[0]} before: the data or the code"
+                return Attribution("data", f"{cause.text}; {reason}")
     if history.bad_node_after and history.nodes > 1 and _may_be_node(cause):
         streak = [cause]
-        for failure in reversed([failure for failure in history.causes if _may_be_node(failure)]):
+        suspects = [failure for failure in history.causes if _may_be_node(failure)]
+        for failure in reversed(suspects):
             if failure.node != cause.node:
                 break
             streak.append(failure)
         steps = {failure.step for failure in streak}
-        if len(streak) >= history.bad_node_after and len(steps) >= min(
-            len(streak), history.bad_node_after
-        ):
-            return Attribution(
-                "node",
-                f"{text}; {len(streak)} failures in a row on {cause.node}, at different steps",
-            )
+        if len(steps) >= history.bad_node_after:
+            reason = f"{len(streak)} failures in a row on {cause.node}, at different steps"
+            return Attribution("node", f"{cause.text}; {reason}")
     return Attribution()
 
 
@@ -93,5 +84,8 @@ def _may_be_node(cause: Cause) -> bool:
 
 
 def _from_outside(cause: Cause) -> bool:
-    """A worker that hung was killed by its own agent: there the signal says nothing."""
+    """Returns whether a worker may have been ended from outside, as its exit code tells.
+
+    A hung worker is killed by its own agent; there the code tells nothing.
+    """
     return cause.kind == "worker_exit" and cause.code in EXTERNAL_CODES

@@ -1,5 +1,4 @@
-"""Hang and straggler detector: evaluates what all agents report of a running epoch, about once a
-second."""
+"""Hang and straggler detector: evaluates the reports of all agents about once per second."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from orchestrator.run.request import Policy
 
 from .diagnosis import Diagnosis, diagnose, peer_medians_s, reported_workers, slowdown
 
-_EVERY_S = 0.9
-_COMPARE_S = 0.4  # for 16,384 ranks it takes 50 ms each
-#: Reports of an agent, one or two a second, each about the last eight steps. To name a straggler
-#: costs nothing; to replace it costs an epoch, which a machine that was busy for a moment is not
-#: worth.
+_EVERY_S = 0.9  # between two diagnoses
+_COMPARE_S = 0.4  # between two comparisons; for 16,384 ranks one takes 50 ms
+#: Thresholds in reports of an agent: one or two per second, each about the last eight steps. Naming
+#: a straggler costs nothing; replacing it costs an epoch, so a machine that was busy for a moment
+#: is not replaced.
 _SURE_REPORTS = 2
 _LASTING_REPORTS = 10
 _OVER_REPORTS = 4
@@ -25,22 +24,22 @@ _OVER_REPORTS = 4
 @dataclass
 class _Slow:
     ratio: float = 1.0
-    reports: int = 0  # in which it is slow
-    normal_reports: int = 0  # the last ones, in which it is not
+    reports: int = 0  # reports in which the node is slow
+    normal_reports: int = 0  # consecutive last reports in which it is not
 
 
 class HangDetector:
-    """One per coordinator. Call `begin_epoch` before anything else."""
+    """Detects hangs and stragglers for one coordinator. Call `begin_epoch` before anything else."""
 
     _plan: Plan
 
     def __init__(self, rules: Policy):
         self._rules = rules
-        self._last_reports: dict[
-            str, Sequence[WorkerStatus]
-        ] = {}  # by node, what its agent has reported last
+        # node -> its agent's last report
+        self._last_reports: dict[str, Sequence[WorkerStatus]] = {}
         self._peer_medians_s: Mapping[tuple[str, int], float] = {}
-        self._diagnosed_at = self._compared_at = float("-inf")  # loop times
+        self._diagnosed_at = float("-inf")  # loop time
+        self._compared_at = float("-inf")  # loop time
         self._urgent = False
         self._slow: dict[str, _Slow] = {}
         self._reported: frozenset[str] = frozenset()
@@ -50,34 +49,37 @@ class HangDetector:
         self._last_reports.clear()
         self._peer_medians_s = {}
         self._slow.clear()
-        self._diagnosed_at = self._compared_at = float("-inf")
+        self._diagnosed_at = float("-inf")
+        self._compared_at = float("-inf")
         self._urgent = False
 
     def add_report(self, node: str, workers: Sequence[WorkerStatus], now: float) -> None:
-        """Takes one report of an agent. `now`: loop time, seconds."""
+        """Adds one report of an agent. `now` is the loop time in seconds."""
         self._last_reports[node] = workers
         self._urgent = any(worker.is_frozen for worker in workers)
         if now - self._compared_at >= _COMPARE_S:
-            self._compared_at, self._peer_medians_s = (
-                now,
-                peer_medians_s(self._plan, reported_workers(self._last_reports, self._plan)),
-            )
+            self._compared_at = now
+            everyone = reported_workers(self._last_reports, self._plan)
+            self._peer_medians_s = peer_medians_s(self._plan, everyone)
         node_workers = reported_workers({node: workers}, self._plan)
-        self._update_slow(
-            node,
-            slowdown(self._plan, node_workers, self._peer_medians_s, self._rules.straggler_ratio),
+        ratio = slowdown(
+            self._plan, node_workers, self._peer_medians_s, self._rules.straggler_ratio
         )
+        self._update_slow(node, ratio)
 
     def diagnosis(self, now: float) -> Diagnosis | None:
-        """What is wrong, None for nothing. Most calls return at once, since thousands of agents
-        report."""
+        """Returns the diagnosis of a hang, or None.
+
+        Most calls return at once, since thousands of agents report.
+        """
         if now - self._diagnosed_at < _EVERY_S and not self._urgent:
             return None
         self._diagnosed_at = now
         return diagnose(self._plan, reported_workers(self._last_reports, self._plan), self._rules)
 
     def new_stragglers(self) -> dict[str, float] | None:
-        """Stragglers with their ratios, if they are others than those returned last; else None."""
+        """Returns the stragglers with their ratios if they have changed since the last call, else
+        None."""
         slowdowns = self._slow_for(_SURE_REPORTS)
         if slowdowns.keys() == self._reported:
             return None
@@ -85,7 +87,8 @@ class HangDetector:
         return slowdowns
 
     def lastingly_slow(self) -> dict[str, float]:
-        """Nodes that have been stragglers for long enough to replace them, with their ratios."""
+        """Returns the nodes that have been slow for long enough to replace them, with their
+        ratios."""
         return self._slow_for(_LASTING_REPORTS)
 
     def _slow_for(self, reports: int) -> dict[str, float]:
@@ -98,7 +101,7 @@ class HangDetector:
         if ratio is not None:
             slow = self._slow.setdefault(node, _Slow())
             slow.ratio = ratio
-            slow.reports = slow.reports + 1
+            slow.reports += 1
             slow.normal_reports = 0
         elif slow:
             slow.normal_reports += 1

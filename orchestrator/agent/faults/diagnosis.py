@@ -1,10 +1,10 @@
 """Finds the rank at fault when a run hangs, from the status of all its ranks. Pure.
 
-In synchronous training one rank that does not advance stops all others: they wait in a collective
-that it has not entered. So if no rank has completed a step for too long, the one at fault is the
-one that waits for nobody; how it spends its time says what is wrong with it. If every rank waits,
-none is missing, and the network is at fault. A worker that is stopped by a signal needs no
-comparison: the kernel says so.
+In synchronous training, one rank that makes no progress stops all others: they wait in a collective
+that it has not entered. So if no rank has completed a step for too long, the rank at fault is the
+one that does not wait; how it spends its time tells the kind of its fault. If every rank waits,
+none is missing, and the network is at fault. A worker that a signal has stopped needs no
+comparison: the kernel reports it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ from orchestrator.run.folder import RunFolder
 from orchestrator.run.request import Policy
 from orchestrator.run.state import Cause
 
-_SPINNING_LOAD = 0.3  # CPU seconds a second: computing, not waiting
-# without a progress report, in a run that hangs: its last report no longer says where it is
+_SPINNING_LOAD = 0.3  # CPU seconds per second from which a worker computes and does not wait
+#: Seconds without a progress report after which a worker's last report is out of date.
 _MUTE_S = 5.0
-_MIN_EXCESS_S = 0.005  # of compute time above the peers', to be a straggler
-_MIN_EXCESS_SHARE = 0.1  # of the step that a straggler must cost the others
+#: A straggler's own compute time exceeds its peers' by this many seconds and by this share of a
+#: step.
+_MIN_EXCESS_S = 0.005
+_MIN_EXCESS_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`kind`: of `launch.state.WORKER_CAUSES`. Rank and node are None where nobody's own fault is
-    seen."""
+    """The diagnosis of a hang. `kind` is one of `run.state.WORKER_CAUSES`.
+
+    `rank` and `node` are None if no single rank is at fault.
+    """
 
     kind: str
     text: str
     rank: int | None = None
     node: str | None = None
-    step: int | None = None  # the last one that was completed
+    step: int | None = None  # the last completed step
 
     def cause(self, folder: RunFolder, epoch: int) -> Cause:
-        """The cause of the epoch's end that it makes, with the paths of the worker's log and
-        stack."""
+        """Returns the cause of the epoch's end, with the paths of the worker's log and stack."""
         cause = Cause(
             kind=self.kind,
             text=self.text,
@@ -57,50 +60,50 @@ class Diagnosis:
         log = folder.rank_log(self.rank)
         stack = folder.stack(epoch, self.rank)
         return structs.replace(
-            cause, log=str(log.relative_to(folder.path)), stack=str(stack.relative_to(folder.path))
+            cause,
+            log=str(log.relative_to(folder.path)),
+            stack=str(stack.relative_to(folder.path)),
         )
 
 
 def diagnose(plan: Plan, workers: Collection[WorkerStatus], rules: Policy) -> Diagnosis | None:
-    """What is wrong, None for nothing. `seen`: the status of the ranks that are alive."""
+    """Returns the diagnosis of a hang, or None. `workers` are the statuses of the ranks that
+    live."""
     frozen = [worker for worker in workers if worker.is_frozen]
     if frozen:
         suspect = max(frozen, key=lambda worker: (worker.stopped_s, -worker.rank))
         behavior = f"stopped by a signal (state T) for {suspect.stopped_s:g} s"
         return _rank_diagnosis("worker_frozen", plan, suspect, workers, behavior)
-    silences_s = {worker.rank: worker.silent_s for worker in workers if worker.silent_s is not None}
-    watched = [worker for worker in workers if worker.rank in silences_s]
-    if (
-        not watched
-        or len(watched) < len(workers)
-        or min(worker.step_s for worker in watched) < hang_timeout_s(watched, rules)
-    ):
+    if not workers or any(worker.silent_s is None for worker in workers):
         return None
-    not_waiting = [
-        worker for worker in watched if worker.waiting is None or silences_s[worker.rank] > _MUTE_S
-    ]
+    if min(worker.step_s for worker in workers) < hang_timeout_s(workers, rules):
+        return None
+    not_waiting = [worker for worker in workers if worker.waiting is None or _is_mute(worker)]
     if not not_waiting:
-        return _network_diagnosis(watched)
+        return _network_diagnosis(workers)
     suspect = min(not_waiting, key=lambda worker: (worker.step, -worker.still_s, worker.rank))
-    if suspect.busy >= _SPINNING_LOAD or suspect.state == "R":  # a busy machine may give it little
-        behavior = f"it computes ({suspect.busy:.0%} of a core), and does not get on for {suspect.still_s:g} s"
+    # On a busy machine a worker that computes may get little of a core.
+    if suspect.busy >= _SPINNING_LOAD or suspect.state == "R":
+        behavior = (
+            f"it computes ({suspect.busy:.0%} of a core) without progress for {suspect.still_s:g} s"
+        )
         return _rank_diagnosis("worker_spinning", plan, suspect, workers, behavior)
-    mute = silences_s[suspect.rank] > _MUTE_S
-    idleness = (
-        f"without a progress report for {suspect.silent_s:g} s"
-        if mute
-        else "neither computing nor waiting"
-    )
+    idleness = "neither computing nor waiting"
+    if _is_mute(suspect):
+        idleness = f"without a progress report for {suspect.silent_s:g} s"
     behavior = f"{idleness}, state {suspect.state}, for {suspect.still_s:g} s"
     return _rank_diagnosis("worker_stuck", plan, suspect, workers, behavior)
 
 
-def hang_timeout_s(watched: Collection[WorkerStatus], rules: Policy) -> float:
-    """Seconds that may pass without a step of any rank before something is wrong."""
-    step_times_s = [worker.usual_step_s for worker in watched if worker.usual_step_s is not None]
-    if len(step_times_s) < len(watched) or any(
-        worker.phase in ("start", "checkpoint") for worker in watched
-    ):
+def _is_mute(worker: WorkerStatus) -> bool:
+    return worker.silent_s is not None and worker.silent_s > _MUTE_S
+
+
+def hang_timeout_s(workers: Collection[WorkerStatus], rules: Policy) -> float:
+    """Returns the seconds without a completed step of any rank after which a run hangs."""
+    step_times_s = [worker.usual_step_s for worker in workers if worker.usual_step_s is not None]
+    is_slow_phase = any(worker.phase in ("start", "checkpoint") for worker in workers)
+    if len(step_times_s) < len(workers) or is_slow_phase:
         return max(rules.start_hang_after_s, rules.hang_after_s)
     return max(rules.hang_after_s, rules.hang_after_steps * statistics.median(step_times_s))
 
@@ -108,41 +111,37 @@ def hang_timeout_s(watched: Collection[WorkerStatus], rules: Policy) -> float:
 def slowdown(
     plan: Plan,
     workers: Collection[WorkerStatus],
-    peer_medians_s: Mapping[tuple[str, int], float],
+    medians_s: Mapping[tuple[str, int], float],
     least_ratio: float,
 ) -> float | None:
-    """Own compute time of a node's slowest rank over the median of its `peers`; None if it is not a
-    straggler.
+    """Returns the own compute time of a node's slowest rank over its peers' median.
 
-    Own time has no time spent in waiting for others, so ranks that a straggler holds up are not
-    stragglers.
+    Returns None if the node is not a straggler. Own time excludes the time spent waiting for other
+    ranks, so ranks that wait for a straggler are not stragglers.
     """
     ratios = []
     for worker in filter(_is_timed, workers):
         rank = plan.ranks[worker.rank]
         own_s = _scaled_own_s(plan, worker)
-        usual_s = peer_medians_s.get((rank.node, rank.coord.pp), 0.0)
-        excess_s = own_s - usual_s
-        if (
-            usual_s > 0
-            and excess_s > max(_MIN_EXCESS_S, _MIN_EXCESS_SHARE * (worker.usual_step_s or 0.0))
-            and own_s / usual_s >= least_ratio
-        ):
+        usual_s = medians_s.get((rank.node, rank.coord.pp), 0.0)
+        min_excess_s = max(_MIN_EXCESS_S, _MIN_EXCESS_SHARE * (worker.usual_step_s or 0.0))
+        if usual_s <= 0 or own_s - usual_s <= min_excess_s:
+            continue
+        if own_s / usual_s >= least_ratio:
             ratios.append(round(own_s / usual_s, 2))
     return max(ratios, default=None)
 
 
 def peer_medians_s(plan: Plan, workers: Collection[WorkerStatus]) -> dict[tuple[str, int], float]:
-    """(node, stage) -> median of own compute time of that stage's ranks on other nodes, seconds.
+    """Returns (node, stage) -> median own compute time of that stage's ranks on other nodes,
+    seconds.
 
-    One sort per stage, in which a node's own ranks are stepped over, since there may be 16,384
-    ranks.
+    Sorts once per stage and skips a node's own ranks, since there may be 16,384 ranks.
     """
     times_by_stage: dict[int, list[tuple[float, str]]] = defaultdict(list)
     for worker in filter(_is_timed, workers):
-        times_by_stage[plan.ranks[worker.rank].coord.pp].append(
-            (_scaled_own_s(plan, worker), plan.ranks[worker.rank].node)
-        )
+        rank = plan.ranks[worker.rank]
+        times_by_stage[rank.coord.pp].append((_scaled_own_s(plan, worker), rank.node))
     medians: dict[tuple[str, int], float] = {}
     for stage, times in times_by_stage.items():
         times.sort()
@@ -152,16 +151,14 @@ def peer_medians_s(plan: Plan, workers: Collection[WorkerStatus]) -> dict[tuple[
         for node, node_indices in indices_by_node.items():
             peer_count = len(times) - len(node_indices)
             if peer_count:
-                low, high = (
-                    times[_index_outside(node_indices, position)][0]
-                    for position in ((peer_count - 1) // 2, peer_count // 2)
-                )
-                medians[node, stage] = (low + high) / 2
+                low_index = _index_outside(node_indices, (peer_count - 1) // 2)
+                high_index = _index_outside(node_indices, peer_count // 2)
+                medians[node, stage] = (times[low_index][0] + times[high_index][0]) / 2
     return medians
 
 
 def _index_outside(excluded: Collection[int], position: int) -> int:
-    """The index of the `at`-th element that is not in `left_out`, which is sorted."""
+    """Returns the index of the `position`-th element not in `excluded`, which is sorted."""
     for index in excluded:
         position += index <= position
     return position
@@ -172,76 +169,72 @@ def _is_timed(worker: WorkerStatus) -> bool:
 
 
 def _scaled_own_s(plan: Plan, worker: WorkerStatus) -> float:
-    """Own time of a rank, seconds, scaled to the largest number of micro-batches that any replica
-    computes."""
+    """Returns a rank's own seconds, scaled to the replica with the most micro-batches."""
     parallel = plan.parallel
     assert worker.usual_own_s is not None
-    if plan.program:  # nobody knows of batches
+    if plan.program:  # its batches are unknown
         return worker.usual_own_s
-    return (
-        worker.usual_own_s
-        * parallel.micro_batches
-        / computed(parallel, replica_of(parallel, plan.ranks[worker.rank].coord))
-    )
+    replica = replica_of(parallel, plan.ranks[worker.rank].coord)
+    return worker.usual_own_s * parallel.micro_batches / computed(parallel, replica)
 
 
 def _rank_diagnosis(
     kind: str, plan: Plan, worker: WorkerStatus, workers: Collection[WorkerStatus], behavior: str
 ) -> Diagnosis:
     rank = plan.ranks[worker.rank]
-    waiting_peers = Counter(
-        peer.waiting for peer in workers if peer.rank != worker.rank and peer.waiting
-    )
-    missed_collective = (
-        f"did not enter {waiting_peers.most_common(1)[0][0]}"
-        if waiting_peers and not worker.waiting
-        else None
-    )
-    phase = f"in {worker.phase}" if worker.phase not in ("", "start", "step") else "at work"
     location = f"rank {worker.rank} on {rank.node} (gpu {rank.gpu})"
-    if not worker.step:
-        situation = "had not begun to train"
-    else:
-        situation = f"{missed_collective or f'is {phase}'} of step {worker.step}" + (
-            f", {phase}" if missed_collective and phase != "at work" else ""
-        )
     return Diagnosis(
         kind,
-        f"{location} {situation}: {behavior}",
-        worker.rank,
-        rank.node,
-        worker.step - 1 if worker.step else None,
+        text=f"{location} {_situation(worker, workers)}: {behavior}",
+        rank=worker.rank,
+        node=rank.node,
+        step=worker.step - 1 if worker.step else None,
     )
+
+
+def _situation(worker: WorkerStatus, workers: Collection[WorkerStatus]) -> str:
+    """Describes the point of the step at which a worker hangs."""
+    if not worker.step:
+        return "had not begun to train"
+    phase = "at work"
+    if worker.phase not in ("", "start", "step"):
+        phase = f"in {worker.phase}"
+    peers = [peer for peer in workers if peer.rank != worker.rank]
+    awaited = Counter(peer.waiting for peer in peers if peer.waiting)
+    if worker.waiting or not awaited:
+        return f"is {phase} of step {worker.step}"
+    collective, _ = awaited.most_common(1)[0]
+    situation = f"did not enter {collective} of step {worker.step}"
+    return situation if phase == "at work" else f"{situation}, {phase}"
 
 
 def _network_diagnosis(watched: Collection[WorkerStatus]) -> Diagnosis:
+    """Returns the diagnosis of a hang in which every rank waits."""
     ranks_by_collective: dict[str, list[int]] = {}
     for worker in sorted(watched, key=lambda worker: worker.rank):
-        ranks_by_collective.setdefault(f"{worker.waiting} of step {worker.step}", []).append(
-            worker.rank
-        )
-    waiting_ranks = "; ".join(
-        f"{_listed_ranks(ranks)} in {collective}"
-        for collective, ranks in list(ranks_by_collective.items())[:4]
-    )
+        collective = f"{worker.waiting} of step {worker.step}"
+        ranks_by_collective.setdefault(collective, []).append(worker.rank)
+    groups = list(ranks_by_collective.items())[:4]
+    waiting_ranks = "; ".join(f"{_listed_ranks(ranks)} in {name}" for name, ranks in groups)
     still_s = min(worker.still_s for worker in watched)
     step = min(worker.step for worker in watched)
     text = (
-        f"every rank waits for another for {still_s:g} s ({waiting_ranks}): none is missing, what carries the"
-        " exchange is"
+        f"every rank waits for another, for {still_s:g} s ({waiting_ranks}): no rank is missing,"
+        " so the network is at fault"
     )
     return Diagnosis("collective_hung", text, step=step - 1 if step else None)
 
 
 def _listed_ranks(ranks: list[int]) -> str:
     first_ranks = ", ".join(map(str, ranks[:8]))
-    return f"rank {first_ranks}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank {first_ranks}{more}"
 
 
 def reported_workers(
     workers_by_node: Mapping[str, Collection[WorkerStatus]], plan: Plan
 ) -> list[WorkerStatus]:
-    """The status of all ranks, each as reported by the agent of its node."""
+    """Returns the statuses of all ranks, each as reported by the agent of its own node."""
     return [
         worker
         for node, workers in workers_by_node.items()

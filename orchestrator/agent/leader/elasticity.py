@@ -19,7 +19,7 @@ from orchestrator.run.bad_nodes import remembered
 from orchestrator.run.epoch_lease import LeaseLost
 from orchestrator.run.folder import write_private
 from orchestrator.run.request import used_nodes
-from orchestrator.run.state import Cause, NodeState
+from orchestrator.run.state import NodeState
 
 from .context import Context, Event
 from .election import TICK_S, TURN_TICKS, Announcement
@@ -71,7 +71,7 @@ class Elasticity:
         for node in recorded_nodes.keys() & awaited - members.keys():
             context.state_writer.record_lost(node)
         context.record_event("nodes_joined", nodes=len(members), coordinator_moved=moved)
-        decision = await self._adopt_next_plan(_restart("", context.budget))
+        decision = await self._adopt_next_plan(policy.restart("", context.budget))
         return None if decision.again else decision
 
     async def _await_nodes(self, awaited: set[str], moved: bool) -> policy.Decision | None:
@@ -129,7 +129,7 @@ class Elasticity:
         last_epoch = self._context.state_writer.last_epoch
         cause = last_epoch.cause if last_epoch else None
         if last_epoch and cause and cause.kind == "coordinator_lost":
-            decision = _restart(cause.text, self._context.budget, cause)
+            decision = policy.restart(cause.text, self._context.budget, cause)
             self._context.record_epoch_end(decision, last_epoch.epoch)
 
     def _exclude_remembered(self) -> None:
@@ -359,12 +359,6 @@ class Elasticity:
             "replanned", how=kind, nodes=nodes, plan=plan.hash, **degrees, reason=reason
         )
         self.scale_up.nodes_changed_at = asyncio.get_running_loop().time()
-
-
-def _restart(reason: str, budget: policy.Budget, cause: Cause | None = None) -> policy.Decision:
-    return policy.Decision(
-        again=True, state="restarting", reason=reason, budget=budget, cause=cause
-    )
 
 
 def _shorten_list(nodes: list[str]) -> str:
