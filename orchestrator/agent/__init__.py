@@ -1,2 +1,2 @@
-"""One agent a node: it joins the coordinator, starts the workers of its node, and owns their exit
+"""One agent per node: it joins the coordinator, starts its node's workers, and owns their exit
 codes."""

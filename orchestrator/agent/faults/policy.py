@@ -82,10 +82,8 @@ class Budget:
         """Returns whether a fault of this kind may be followed by a restart."""
         if kind in self.limits:
             return self.by_cause.get(kind, 0) < self.limits[kind]
-        return (
-            self.used - sum(self.by_cause.get(limited, 0) for limited in self.limits)
-            < self.max_restarts
-        )
+        used_by_limited = sum(self.by_cause.get(limited, 0) for limited in self.limits)
+        return self.used - used_by_limited < self.max_restarts
 
     def with_restart(self, kind: str) -> Budget:
         by_cause = {**self.by_cause, kind: self.by_cause.get(kind, 0) + 1}
@@ -225,9 +223,9 @@ def _after_request(
     cause: Cause | None,
 ) -> Decision:
     """Returns the end of a run that was requested; a fatal failure before the request counts."""
-    if first_failure and cause and end.fault is None:
-        if not first_failure.asked and first_failure.code in FATAL:
-            return _end_run("failed", first_failure.code, cause.text, budget, cause)
+    is_fatal = first_failure and not first_failure.asked and first_failure.code in FATAL
+    if first_failure and cause and end.fault is None and is_fatal:
+        return _end_run("failed", first_failure.code, cause.text, budget, cause)
     if not end.ends:
         reason = f"{request.reason}; before any worker had started"
         return _end_run(request.kind, Exit.RESTART, reason, budget, None)
