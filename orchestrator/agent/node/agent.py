@@ -1,5 +1,4 @@
-"""The agent of one node: joins the coordinator, controls its node's workers as told, and reports on
-them."""
+"""The agent of one node: joins the coordinator, controls its workers on its behalf, and reports."""
 
 from __future__ import annotations
 
@@ -22,18 +21,18 @@ from .progress import LOOK_S
 from .recorder import Recorder
 from .worker_control import WorkerControl
 
-_ORPHAN_GRACE_S = (
-    10.0  # for workers whose coordinator is gone: they can no longer agree on a step to save
-)
-_ELASTIC_ORPHAN_GRACE_S = 3.0  # where another coordinator waits for this node
-_FEW_NODES = 1024  # whose agents may report at each look, which is twice a heartbeat
+#: Seconds for workers whose coordinator is gone: they can no longer agree on a step to save.
+_ORPHAN_GRACE_S = 10.0
+_ELASTIC_ORPHAN_GRACE_S = 3.0  # another coordinator waits for this node
+#: Up to so many nodes, agents report at each examination of their workers, twice per heartbeat.
+_FEW_NODES = 1024
 
 log = logging.getLogger("orch.agent")
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What only the node's machine knows of it."""
+    """Facts that only the node's machine knows."""
 
     host: str
     address: str
@@ -44,8 +43,11 @@ class NodeFacts:
 
 
 class Agent:
-    """`metrics_address`: host:port of this node's Prometheus endpoint. `root`: of the machine's own
-    files."""
+    """The agent of one node.
+
+    `metrics_address` is host:port of this node's Prometheus endpoint, `root` the root of the
+    machine's own files.
+    """
 
     def __init__(
         self,
@@ -67,25 +69,29 @@ class Agent:
         self._recorder = recorder
         self._metrics_address = metrics_address
         self._control = WorkerControl(
-            folder, plan, request, node, recorder, self._send, connector.moves, root
+            folder,
+            plan,
+            request,
+            node=node,
+            recorder=recorder,
+            send=self._send,
+            replans=connector.moves,
+            root=root,
         )
         self._channel: Channel | None = None
         self._epoch = -1  # the last epoch it followed
         self._silent_ticks = 0
-        self._assigned: messages.Assign | None = (
-            None  # of this epoch, until its workers are told to stop
-        )
+        #: The assignment of this epoch, until its workers have to stop.
+        self._assigned: messages.Assign | None = None
         self._result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._signalled = self._next_forces = (
-            False  # told from outside that the end is wanted; by a signal
-        )
-        self._termination: messages.TerminationSignal | None = (
-            None  # what was said of it: also to the next coordinator
-        )
+        self._signalled = False  # a termination signal was received
+        self._next_forces = False  # a further signal kills the workers without a save
+        #: The last termination signal; it is sent to the next coordinator as well.
+        self._termination: messages.TerminationSignal | None = None
 
     async def run(self) -> int:
-        """Runs until the run is over; returns the exit code. Nothing that it has started is alive
-        then."""
+        """Runs until the run is over; returns the exit code, once all processes it started are
+        gone."""
         tasks: list[asyncio.Task] = []
         try:
             self._control.open()
@@ -99,7 +105,7 @@ class Agent:
                     [self._result, *tasks], return_when=asyncio.FIRST_COMPLETED
                 )
                 for task in done - {self._result}:
-                    task.result()  # a bug: let it be seen
+                    task.result()  # raises the error of a bug
                 if self._result.done() or not self._connector.moves:
                     return await self._result
                 await self._disconnect(tasks)
@@ -120,9 +126,9 @@ class Agent:
     # ---------------------------------------------------------------------------------- the end
 
     def terminate(self, reason: str, signal_name: str = "SIGTERM", can_force: bool = True) -> None:
-        """Asks the coordinator to end the run, or to go on without this node.
+        """Asks the coordinator to end the run, or to continue without this node.
 
-        The second time, if it `can_force`, the workers are killed at once, without a save.
+        The second signal that `can_force` kills the workers at once, without a save.
         """
         if self._signalled and not can_force:
             return
@@ -135,7 +141,7 @@ class Agent:
         self._forward_termination(reason, termination)
 
     def request_end(self, force: bool) -> None:
-        """Tells the coordinator that people want the run to end."""
+        """Forwards a request of people to end the run to the coordinator."""
         reason = unwritten_end(force).text
         termination = messages.TerminationSignal(
             reason=reason,
@@ -146,7 +152,8 @@ class Agent:
         self._forward_termination(reason, termination)
 
     def _forward_termination(self, reason: str, termination: messages.TerminationSignal) -> None:
-        """`reason`: as this node says it."""
+        """Sends a termination signal to the coordinator. `reason` is the text for this node's
+        log."""
         self._signalled = True
         self._termination = termination
         log.warning("%s", reason)
@@ -159,8 +166,8 @@ class Agent:
             self._control.kill()
 
     def exit_with(self, code: int, reason: str) -> None:
-        """Ends this agent; the coordinator in this process is fenced, or this node must leave the
-        run."""
+        """Ends this agent, because the coordinator in this process is fenced or this node must
+        leave."""
         if code == Exit.FENCED:
             self._control.kill()
         self._finish(code, reason)
@@ -171,8 +178,7 @@ class Agent:
             self._recorder.event("leaving", code=int(code), reason=reason)
             self._result.set_result(int(code))
 
-    # ---------------------------------------------------------------------------------- the
-    #     connection
+    # ------------------------------------------------------------------------- the connection
 
     def _send(self, message: messages.FromAgent) -> None:
         if self._channel:
@@ -197,7 +203,7 @@ class Agent:
         return channel
 
     async def _disconnect(self, tasks: list[asyncio.Task]) -> None:
-        """Leaves a coordinator that is gone; no worker runs any more."""
+        """Leaves a coordinator that is gone, after the last worker has ended."""
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -210,8 +216,10 @@ class Agent:
             await channel.close()
 
     async def _heartbeats(self, channel: Channel) -> None:
-        """Sends heartbeats, and aborts the connection when the coordinator is silent. See
-        protocol/heartbeat.py."""
+        """Sends heartbeats, and closes the connection if the coordinator is silent.
+
+        See protocol/heartbeat.py.
+        """
         timeout = timeout_ticks(self._rules.heartbeat_timeout_s, LOOK_S)
         clock = asyncio.get_running_loop().time
         timer = HeartbeatTimer(LOOK_S, clock())
@@ -227,10 +235,10 @@ class Agent:
             self._recorder.metrics.set("orch_workers", len(pids))
             self._silent_ticks += in_time
             if in_time and self._silent_ticks == timeout:
-                channel.abort()  # _listen goes on from there
+                channel.abort()  # ends `_listen`, which handles the loss
 
     async def _listen(self, channel: Channel) -> None:
-        """Follows the coordinator's messages until it is gone."""
+        """Handles the coordinator's messages until it is gone."""
         reason = "the coordinator is gone"
         try:
             while (received := await channel.receive()) is not None:
@@ -242,7 +250,7 @@ class Agent:
             await self._on_coordinator_lost(reason)
 
     async def _on_coordinator_lost(self, reason: str) -> None:
-        """Stops the workers, since without a coordinator nobody may write any more."""
+        """Stops the workers, since nobody may write to the run without a coordinator."""
         log.error("%s", reason)
         self._recorder.event("coordinator_lost", reason=reason)
         grace_s = _ELASTIC_ORPHAN_GRACE_S if self._connector.moves else _ORPHAN_GRACE_S
@@ -252,8 +260,7 @@ class Agent:
         if not self._connector.moves:
             self._finish(Exit.CAPACITY, reason)
 
-    # ---------------------------------------------------------------------------------- the
-    #     coordinator's messages
+    # ------------------------------------------------------------- the coordinator's messages
 
     def _handle(self, epoch: int, message: messages.FromCoordinator) -> None:
         if isinstance(message, messages.Fenced):
@@ -272,9 +279,7 @@ class Agent:
                 self._assigned = None
                 self._control.begin_epoch(epoch)
                 self._send_ready(epoch)
-        elif (
-            epoch == self._epoch
-        ):  # else the heartbeat of a coordinator whose epoch this agent was not prepared for
+        elif epoch == self._epoch:  # else a heartbeat of an epoch for which there was no Prepare
             self._handle_current(message)
 
     def _handle_current(
@@ -296,21 +301,20 @@ class Agent:
                 assert_never(message)
 
     def _send_ready(self, epoch: int) -> None:
-        """Says where rank 0's store would listen; while no socket can be opened, this is tried
-        again."""
+        """Reports the port of a store for rank 0; retries while no socket can be opened."""
         if epoch != self._epoch or self._result.done():
             return
         try:
             port = self._control.open_store(self._facts.address)
         except OSError as error:
-            log.error("no socket for the store: %s", error)
+            log.error("cannot open a socket for the store; will retry: %s", error)
             asyncio.get_running_loop().call_later(LOOK_S, self._send_ready, epoch)
         else:
             self._send(messages.Ready(port=port))
 
     def _assign(self, order: messages.Assign, until: float) -> None:
-        """Starts the workers; while their plan cannot be read here, this is tried again until loop
-        time `until`."""
+        """Starts the workers; retries until loop time `until` while their plan cannot be read
+        here."""
         if self._assigned is not order or self._result.done():
             return
         loop = asyncio.get_running_loop()
@@ -327,7 +331,8 @@ class Agent:
         if examination is None:
             self._control.stop(order)
         else:
-            # another node was faster in ending its workers: ours are ended when their stacks are saved
+            # Another node ended its workers first: this node's workers end once their stacks are
+            # saved.
             examination.add_done_callback(
                 lambda task: None if task.cancelled() else self._handle(epoch, order)
             )

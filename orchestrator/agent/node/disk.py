@@ -1,5 +1,5 @@
-"""Files of the run folder, read and written beside the event loop: if their file system hangs, the
-agent does not."""
+"""Reads and writes files of the run folder in a thread, so that a hung file system hangs no
+agent."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-_TIMEOUT_S = 5.0  # for one piece of work; on a healthy disk it takes milliseconds
+_TIMEOUT_S = 5.0  # for one operation; on a healthy disk it takes milliseconds
 
 T = TypeVar("T")
 
 
 def append(path: Path, lines: str) -> None:
-    """Adds to a log what orch has to say there, if the disk takes it."""
+    """Appends orch's own lines to a worker's log, if the disk allows it."""
     with contextlib.suppress(OSError), path.open("a") as file:
         file.write(lines)
 
 
 class Disk:
-    """A thread that does one piece of work after the other. What takes too long counts as not done;
-    until it has ended after all, nothing else is begun."""
+    """A thread that runs one disk operation after the other.
+
+    An operation that takes too long counts as failed; until it ends, no other one starts.
+    """
 
     def __init__(self, timeout_s: float = _TIMEOUT_S):
         self._timeout_s = timeout_s
@@ -32,17 +34,17 @@ class Disk:
             queue.SimpleQueue()
         )
         self._thread: threading.Thread | None = None
-        self._late = 0  # pieces of work that nobody waits for any more
+        self._late = 0  # operations that timed out and are still running
 
     @property
     def hangs(self) -> bool:
         return self._late > 0
 
     async def run(self, operation: Callable[[], T], default: T) -> T:
-        """What `work()` returns; `otherwise` if it fails with an OSError, or hangs."""
+        """Returns the result of `operation`, or `default` if it raises an OSError or hangs."""
         if self.hangs:
             return default
-        if self._thread is None:  # a daemon: one that hangs keeps no process from its end
+        if self._thread is None:  # a daemon, so that a hung one does not keep the process alive
             self._thread = threading.Thread(target=self._serve, name="disk", daemon=True)
             self._thread.start()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -61,7 +63,7 @@ class Disk:
 
     def _ended_late(self, future: asyncio.Future[Any]) -> None:
         self._late -= 1
-        future.exception()  # of no interest any more
+        future.exception()  # marks the error as retrieved
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
