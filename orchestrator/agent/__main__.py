@@ -28,7 +28,7 @@ from orchestrator.run.store_socket import own_addresses
 
 from .leader.world_sizes import ScaleUpPolicy, WorldSizes
 from .node.agent import Agent, NodeFacts
-from .node.metrics import serve
+from .node.metrics_server import serve
 from .node.recorder import Recorder
 from .process import AgentProcess
 
