@@ -57,10 +57,10 @@ def attribute(cause: Cause, history: FaultHistory) -> Attribution:
         if cause.kind == "non_finite" and repeats:
             reason = "so it was after the last restart: the data or the code"
             return Attribution("data", f"{cause.text}; {reason}")
-            elsewhere = [failure.node for failure in repeats if failure.node != cause.node]
-            if elsewhere:
-                reason = f"the same step failed on {elsewhere[0]} before: the data or the code"
-                return Attribution("data", f"{cause.text}; {reason}")
+        elsewhere = [failure.node for failure in repeats if failure.node != cause.node]
+        if elsewhere:
+            reason = f"the same step failed on {elsewhere[0]} before: the data or the code"
+            return Attribution("data", f"{cause.text}; {reason}")
     if history.bad_node_after and history.nodes > 1 and _may_be_node(cause):
         streak = [cause]
         suspects = [failure for failure in history.causes if _may_be_node(failure)]

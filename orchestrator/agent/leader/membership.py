@@ -185,9 +185,9 @@ class Membership:
         """Refuses an agent of an elastic run that cannot join yet; it will try again."""
         if epoch > self._epoch():
             raise Refused(f"{node} follows epoch {epoch}, this is {self._epoch()}")
-            if node in self.members:
-                self._fence(node, "another agent has joined for its node")
-                raise Refused(f"the last agent of {node} is still a member")
+        if node in self.members:
+            self._fence(node, "another agent has joined for its node")
+            raise Refused(f"the last agent of {node} is still a member")
 
     def _on_message(self, member: Member, epoch: int, message: messages.FromAgent) -> None:
         """Delivers messages of this epoch. Older ones may arrive until the agent has answered
