@@ -1,5 +1,4 @@
-"""Starts, examines and stops the workers of a node as the coordinator says, and reports how they
-end."""
+"""Starts, examines and stops a node's workers on the coordinator's orders, and reports their ends."""
 
 from __future__ import annotations
 
@@ -45,8 +44,11 @@ log = logging.getLogger("orch.agent")
 
 
 class WorkerControl:
-    """`send`: a message of the current epoch to the coordinator. `replans`: the plan in force may
-    change. `root`: where the files of this machine's cores and GPUs are."""
+    """Controls the workers of one node.
+
+    `send` sends a message of the current epoch to the coordinator. `replans`: the plan in force may
+    change. `root` is the root of the machine's own files.
+    """
 
     def __init__(
         self,
@@ -70,10 +72,15 @@ class WorkerControl:
         self._root = root
         self._max_restarts = request.policy.max_restarts
         self._store_filter = request.policy.store_filter
-        program = preloaded(self._worker)
-        environment = {"ORCH_PLAN": str(folder.plan)}
-        told = self._on_exit, self._on_empty, recorder.on_line, program, self._on_warm, environment
-        self._workers = Workers(*told, lambda: self._send(Started()))
+        self._workers = Workers(
+            on_exit=self._on_exit,
+            on_empty=self._on_empty,
+            on_line=recorder.on_line,
+            program=preloaded(self._worker),
+            on_warm=self._on_warm,
+            environment={"ORCH_PLAN": str(folder.plan)},
+            on_started=lambda: self._send(Started()),
+        )
         pattern = self._worker.pattern
         self._disk = Disk()
         self._printed_steps = (
@@ -82,10 +89,10 @@ class WorkerControl:
         self._report_queue: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._report_task: asyncio.Task[None] | None = None
         self._epoch = -1
-        self._assigned = False  # workers of this epoch were started, and not all have ended
+        self._assigned = False  # workers of this epoch run
         self._log_starts: dict[int, int] = {}  # rank -> size of its log when this epoch began
         self._examinations: set[asyncio.Task] = set()
-        self._store: StoreSocket | None = None  # of this epoch
+        self._store: StoreSocket | None = None  # of this epoch's rank 0
 
     @property
     def pids(self) -> dict[int, int]:
@@ -97,18 +104,18 @@ class WorkerControl:
         return self._workers.warm
 
     def watch(self) -> None:
-        """To be called every half second: sees to it that the end of a worker is heard of."""
+        """Checks the worker supervisor and the printed steps; to be called every half second."""
         if self._printed_steps:
             self._printed_steps.watch()
         if self._report_task and self._report_task.done():
-            self._report_task.result()  # a bug: let it be seen
+            self._report_task.result()  # raises the error of a bug
         if outcome := self._workers.watch():
             log.error("%s", outcome)
             self._recorder.event("worker_supervisor_stopped", reason=outcome)
 
     @property
     def examination(self) -> asyncio.Task | None:
-        """One that is under way."""
+        """The stack dump in progress, or None."""
         return next(iter(self._examinations), None)
 
     def open(self) -> None:
@@ -127,8 +134,7 @@ class WorkerControl:
         self._disk.close()
 
     def begin_epoch(self, epoch: int) -> None:
-        """The coordinator starts an epoch when all workers of the last one are gone; makes sure of
-        it."""
+        """Begins an epoch, and kills workers of the last one, if any are left."""
         self._workers.kill()
         self._epoch = epoch
         self._assigned = False
@@ -137,8 +143,7 @@ class WorkerControl:
             self._printed_steps.begin_epoch(epoch)
 
     def open_store(self, address: str) -> int:
-        """Opens the socket of the store that this epoch's rank 0 will have if it runs here; returns
-        its port."""
+        """Opens the socket of this epoch's store, in case rank 0 runs here; returns its port."""
         self._close_store()
         self._store = StoreSocket(address, self._worker.bundled, self._store_filter)
         return self._store.port
@@ -152,7 +157,7 @@ class WorkerControl:
             self._store = None
 
     def on_disconnect(self) -> None:
-        """The coordinator is gone, and with it the assignment of ranks."""
+        """Forgets the assignment of ranks of a coordinator that is gone."""
         self._assigned = False
 
     def kill(self) -> None:
@@ -171,74 +176,77 @@ class WorkerControl:
     # ---------------------------------------------------------------------------------- start
 
     def has_plan(self, plan_hash: str) -> bool:
-        """Whether this node has the plan that is in force, which is read here where it has changed.
-        A shared folder may not show it, or not let it be read, for a while."""
+        """Returns whether this node holds the plan in force, after reading it if it has changed.
+
+        A shared folder may not show a new plan, or not let it be read, for a while.
+        """
         if self._replans and plan_hash != self.plan.hash:
             self._read_plan()
         return plan_hash == self.plan.hash or not self._replans
 
     def start(self, assign: Assign) -> str | None:
-        """Starts this node's workers, if the assignment is what this node's copy of the plan says;
-        else why not."""
-        planned = sorted(
-            (rank.rank, rank.gpu) for rank in self.plan.ranks if rank.node == self._node
-        )
-        assigned = sorted((assignment.rank, assignment.gpu) for assignment in assign.ranks)
-        as_planned = assign.final_checkpoint or (
-            assigned == planned and assign.world_size == len(self.plan.ranks)
-        )
-        if assign.plan_hash != self.plan.hash or not as_planned:
-            return f"told to start ranks {assigned} of plan {assign.plan_hash[:12]}, the plan has {planned}"
+        """Starts this node's workers; returns a reason if the assignment contradicts its plan."""
+        if problem := self._contradiction(assign):
+            return problem
         self._assigned = True
-        by_gpu = sorted(assign.ranks, key=lambda assignment: assignment.gpu)
+        assignments = sorted(assign.ranks, key=lambda assignment: assignment.gpu)
+        ranks = [assignment.rank for assignment in assignments]
         on_gpus = self.plan.cluster.device == "cuda"
-        visible = (
-            device_visibility(os.environ, [assignment.gpu for assignment in by_gpu])
-            if on_gpus
-            else {}
-        )
-        ranks = [assignment.rank for assignment in by_gpu]
+        visible: dict[str, str] = {}
+        if on_gpus:
+            visible = device_visibility(os.environ, [assignment.gpu for assignment in assignments])
         cores: list[Set[int]] = [frozenset()] * len(ranks)
         if self._worker.numa_binding and (on_gpus or not self._worker.bundled):
             cores = bound_cores(self._root, ranks, visible, self._worker.bundled, self._recorder)
-        if any(assignment.rank == 0 for assignment in assign.ranks) and self._store:
+        if 0 in ranks and self._store:
             self._store.admit(assign.peers)
         else:
             self._close_store()
-        argv = (
-            [*self._worker.argv, "--final-checkpoint"]
-            if assign.final_checkpoint
-            else self._worker.argv
-        )
-        for local_rank, assignment in enumerate(by_gpu):
-            variables = self._environment(assign, assignment.rank, local_rank).variables() | visible
-            log_path = self._folder.rank_log(assignment.rank)
-            start = self._log_starts[assignment.rank] = size_of(log_path)
-            if self._printed_steps:
-                self._printed_steps.follow(assignment.rank, log_path, start)
-            started_at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-            banner = (
-                f"--- orch: epoch {self._epoch} on {self._node}, {started_at} UTC\n"
-                if start
-                else ""
-            )
-            store = (
-                self._store.fileno() if self._gets_store(assignment.rank) and self._store else None
-            )
-            self._workers.start(
-                assignment.rank,
-                argv,
-                variables,
-                self._worker.cwd,
-                log_path,
-                banner,
-                store,
-                cores[local_rank],
-            )
-        self._recorder.event(
-            "flush_started" if assign.final_checkpoint else "workers_started", ranks=ranks
-        )
+        for local_rank, rank in enumerate(ranks):
+            variables = self._environment(assign, rank, local_rank).variables() | visible
+            self._start_worker(rank, variables, cores[local_rank], assign.final_checkpoint)
+        event = "flush_started" if assign.final_checkpoint else "workers_started"
+        self._recorder.event(event, ranks=ranks)
         return None
+
+    def _contradiction(self, assign: Assign) -> str | None:
+        """Returns the contradiction between an assignment and this node's plan, or None."""
+        node_ranks = [rank for rank in self.plan.ranks if rank.node == self._node]
+        planned = sorted((rank.rank, rank.gpu) for rank in node_ranks)
+        assigned = sorted((assignment.rank, assignment.gpu) for assignment in assign.ranks)
+        as_planned = assigned == planned and assign.world_size == len(self.plan.ranks)
+        if assign.plan_hash == self.plan.hash and (as_planned or assign.final_checkpoint):
+            return None
+        return (
+            f"told to start ranks {assigned} of plan {assign.plan_hash[:12]}, the plan has"
+            f" {planned}"
+        )
+
+    def _start_worker(
+        self, rank: int, variables: dict[str, str], cores: Set[int], final_checkpoint: bool
+    ) -> None:
+        argv = self._worker.argv
+        if final_checkpoint:
+            argv = [*argv, "--final-checkpoint"]
+        log_path = self._folder.rank_log(rank)
+        log_start = size_of(log_path)
+        self._log_starts[rank] = log_start
+        if self._printed_steps:
+            self._printed_steps.follow(rank, log_path, log_start)
+        banner = ""
+        if log_start:
+            started_at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            banner = f"--- orch: epoch {self._epoch} on {self._node}, {started_at} UTC\n"
+        self._workers.start(
+            rank,
+            argv,
+            environment=variables,
+            cwd=self._worker.cwd,
+            log=log_path,
+            banner=banner,
+            store=self._store.fileno() if self._store and self._gets_store(rank) else None,
+            cores=cores,
+        )
 
     def _read_plan(self) -> None:
         try:
@@ -274,18 +282,18 @@ class WorkerControl:
 
     def examine(self, order: Examine) -> None:
         """Saves the stacks of all workers, then kills those in `order.end`."""
-        alive = {
-            rank: worker for rank, pid in self.pids.items() if pid and (worker := identity(pid))
-        }
+        identities = {rank: identity(pid) for rank, pid in self.pids.items() if pid}
+        alive = {rank: worker for rank, worker in identities.items() if worker}
         task = asyncio.create_task(self._examine(order, self._epoch, alive))
         self._examinations.add(task)
         task.add_done_callback(self._examinations.discard)
 
     async def _examine(self, order: Examine, epoch: int, alive: dict[int, Identity]) -> None:
         log.error("%s", order.reason)
-        await asyncio.gather(
-            *(self._save_stack(epoch, rank, worker, order.reason) for rank, worker in alive.items())
-        )
+        dumps = [
+            self._save_stack(epoch, rank, worker, order.reason) for rank, worker in alive.items()
+        ]
+        await asyncio.gather(*dumps)
         for rank in alive.keys() & order.end:
             last_line = f"orch: {order.reason}: killed\n"
             await self._disk.run(partial(append, self._folder.rank_log(rank), last_line), None)
@@ -302,33 +310,42 @@ class WorkerControl:
         self._recorder.event("workers_warm")
         self._send(Warm())
 
-    def _on_exit(self, rank: int, code: int, asked: bool) -> None:
-        self._report_queue.put_nowait(partial(self._report_exit, self._epoch, rank, code, asked))
+    def _on_exit(self, rank: int, code: int, after_stop: bool) -> None:
+        report = partial(self._report_exit, self._epoch, rank, code, after_stop)
+        self._report_queue.put_nowait(report)
 
     def _on_empty(self) -> None:
         self._report_queue.put_nowait(partial(self._report_stopped, self._epoch))
 
     async def _send_reports(self) -> None:
-        """In the order in which they came: the first worker that has failed is the cause, whatever
-        its log takes."""
+        """Sends reports in the order of their events.
+
+        The first worker that fails is the cause, however long reading its log takes.
+        """
         while True:
             send_report = await self._report_queue.get()
             await send_report()
 
-    async def _report_exit(self, epoch: int, rank: int, code: int, asked: bool) -> None:
+    async def _report_exit(self, epoch: int, rank: int, code: int, after_stop: bool) -> None:
+        """Records and reports the end of a worker. `after_stop`: it had been asked to stop."""
         if self._printed_steps:
             await self._printed_steps.on_worker_exit(rank)
         step = self._recorder.last_step.get(rank)
-        self._recorder.event("worker_ended", rank=rank, code=code, asked=asked, step=step)
+        self._recorder.event("worker_ended", rank=rank, code=code, asked=after_stop, step=step)
         log.info("rank %d ended: %s", rank, meaning(code))
-        tail: list[str] = (
-            await self._disk.run(lambda: self._explained_tail(rank), []) if code else []
+        tail: list[str] = []
+        if code:
+            tail = await self._disk.run(lambda: self._explained_tail(rank), [])
+        worker_exit = WorkerExit(
+            rank=rank,
+            code=code,
+            asked=after_stop,
+            step=step,
+            tail=tail,
+            **self._recorder.failure_of(rank),
         )
-        failure = self._recorder.failure_of(rank)
         if epoch == self._epoch:
-            self._send(
-                WorkerExit(rank=rank, code=code, asked=asked, step=step, tail=tail, **failure)
-            )
+            self._send(worker_exit)
 
     async def _report_stopped(self, epoch: int) -> None:
         if self._assigned and epoch == self._epoch:
@@ -336,7 +353,7 @@ class WorkerControl:
             self._send(Stopped())
 
     def _explained_tail(self, rank: int) -> list[str]:
-        """The end of a worker's log, with what orch knows of it, which is also written there."""
+        """Returns the end of a worker's log; adds orch's explanation of it there and to the log."""
         path = self._folder.rank_log(rank)
         tail = tail_of(path, self._log_starts.get(rank, 0))
         if explanation := explain(self._code, self._folder.code, Path(self._worker.cwd), tail):
@@ -352,10 +369,9 @@ def bound_cores(
     one_gpu_each: bool,
     recorder: Recorder,
 ) -> list[Set[int]]:
-    """The cores of each of these ranks, by local rank, none of one that stays free; what was done
-    is recorded.
+    """Returns the cores of each rank, by local rank, empty for an unbound one; records the binding.
 
-    `visible`: variables that these workers get beside the agent's own.
+    `visible` are variables that these workers get in addition to the agent's own.
     """
     allowed = os.sched_getaffinity(0)
     binding = bind(root, os.environ | visible, allowed, len(ranks), one_gpu_each)
@@ -371,13 +387,15 @@ def bound_cores(
 
 
 def with_own_python(worker: Worker) -> Worker:
-    """The bundled trainer, or another module of it (`orch bench`), as this agent has it: in a
-    container the submitter's interpreter does not exist."""
+    """Returns the worker with this agent's interpreter if it is a module of the bundled trainer.
+
+    In a container the submitter's interpreter does not exist. `orch bench` runs such a module too.
+    """
     if worker.argv[1:3] != ["-P", "-m"] or worker.argv[3].split(".")[0] != "trainer":
         return worker
     return structs.replace(worker, argv=[*start.command(worker.argv[3]), *worker.argv[4:]])
 
 
 def preloaded(worker: Worker) -> list[str]:
-    """The words that start the bundled trainer; nothing for a program of the user's."""
+    """Returns the command that starts the bundled trainer, or [] for a program of the user."""
     return worker.argv[: worker.argv.index("trainer") + 1] if worker.bundled else []
