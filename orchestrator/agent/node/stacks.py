@@ -1,5 +1,4 @@
-"""Saves the stacks of a worker into the run folder: its own (faulthandler, on SIGQUIT) and the
-kernel's."""
+"""Saves a worker's stacks in the run folder: its own (faulthandler, on SIGQUIT) and the kernel's."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from orchestrator.run.processes import Identity, is_stopped, send_signal
 
 from .disk import Disk
 
-_WAIT_S = 1.0
-_LOOK_S = 0.05  # for the worker's word
+_WAIT_S = 1.0  # for the worker's own stacks
+_LOOK_S = 0.05  # between two looks at its log
 _MAX_BYTES = 1 << 18
 _TAIL_BYTES = 8192
 _TAIL_LINES = 20
@@ -32,9 +31,9 @@ _STATUS_FIELDS = (
 async def save_stack(
     worker: Identity, log: Path, stack_path: Path, reason: str, disk: Disk
 ) -> bool:
-    """Write what can be learnt of a living worker to `into`; False when it could not be written.
+    """Writes all that can be learnt about a living worker to `stack_path`; False if it cannot.
 
-    A worker without a handler of its own is not asked: SIGQUIT would kill it. One that is stopped
+    A worker without a handler of its own gets no SIGQUIT, which would kill it. A stopped worker
     cannot answer.
     """
     python_stacks = ""
@@ -42,7 +41,8 @@ async def save_stack(
         start = await disk.run(lambda: size_of(log), 0)
         send_signal(worker, signal.SIGQUIT)
         python_stacks = await _new_log_text(log, start, disk)
-    report = f"{reason}\n\n{kernel_facts(worker.pid)}\n{python_stacks or 'The worker itself said nothing.'}\n"
+    python_stacks = python_stacks or "The worker itself printed no stacks."
+    report = f"{reason}\n\n{kernel_facts(worker.pid)}\n{python_stacks}\n"
     return await disk.run(lambda: _write(stack_path, report), False)
 
 
@@ -57,7 +57,7 @@ def _write(path: Path, report: str) -> bool:
 
 
 async def _new_log_text(log: Path, start: int, disk: Disk) -> str:
-    """What a log has grown by, when it has stopped growing."""
+    """Waits until a log stops growing; returns its part after byte `start`."""
     loop = asyncio.get_running_loop()
     end = loop.time() + _WAIT_S
     size = start
@@ -77,13 +77,13 @@ def _read_from(path: Path, start: int) -> str:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler of its own for a signal."""
+    """Returns whether a process has a handler of its own for a signal."""
     mask = _status(pid).get("SigCgt")
     return mask is not None and bool(int(mask, 16) >> (signum - 1) & 1)
 
 
 def kernel_facts(pid: int) -> str:
-    """State, threads and what each waits for in the kernel, as far as this user may know."""
+    """Returns the state, the threads and their waits in the kernel, as far as this user may see them."""
     status = _status(pid)
     lines = [f"{name}: {status[name]}" for name in _STATUS_FIELDS if name in status]
     for thread in sorted(_threads(pid), key=int)[:64]:
@@ -91,16 +91,15 @@ def kernel_facts(pid: int) -> str:
         name = _read(f"{thread_path}/comm")
         kernel_function = _read(f"{thread_path}/wchan")
         kernel_stack = _read(f"{thread_path}/stack")
-        lines.append(
-            f"thread {thread} {name}:"
-            f" {kernel_function if kernel_function not in ('', '0') else 'in user space, or not told'}"
-        )
+        if kernel_function in ("", "0"):
+            kernel_function = "in user space, or unknown"
+        lines.append(f"thread {thread} {name}: {kernel_function}")
         lines += [f"  {line}" for line in kernel_stack.splitlines()]
     return "\n".join(lines) + "\n"
 
 
 def tail_of(path: Path, start: int) -> list[str]:
-    """The last lines that were written to a log after byte `start`."""
+    """Returns the last lines of a log after byte `start`."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -132,7 +131,7 @@ def _read(path: str) -> str:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a log, 0 where there is none or where it cannot be asked."""
+    """Returns the size of a log in bytes, 0 if there is none or if it cannot be read."""
     try:
         return path.stat().st_size
     except OSError:
