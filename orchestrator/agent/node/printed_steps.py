@@ -1,9 +1,9 @@
 """Reads the steps of a program that does not report them from the lines that it prints.
 
-`metrics.pattern` matches these lines. Each look reads the new part of the workers' logs, in a thread,
-since their file system may hang. So a step is seen up to half a second late, and steps between two
-looks share the time between them. For a program that prints every tenth step, the others are added
-without a loss.
+`metrics.pattern` matches these lines. Each look reads the new part of the workers' logs, in a
+thread, since their file system may hang. So a step is seen up to half a second late, and steps
+between two looks share the time between them. For a program that prints every tenth step, the
+others are added without a loss.
 
 Some patterns take exponential time on some lines, and the agent has other work: a search that takes
 longer than `_MAX_CPU_S` is cut off, and the pattern is not used any more.

@@ -1,8 +1,8 @@
 """Progress monitor: the status of a node's workers, from their progress reports and the kernel.
 
-It counts examinations, not seconds, so that a pause of this agent does not count against its workers.
-It does not judge: whether a worker without progress is at fault shows only in comparison with the
-others (`faults.diagnosis`).
+It counts examinations, not seconds, so that a pause of this agent does not count against its
+workers. It does not judge: whether a worker without progress is at fault shows only in comparison
+with the others (`faults.diagnosis`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ _decoder = msgspec.json.Decoder(Report)
 
 
 class ReportPipe:
-    """Splits the bytes of one worker's pipe into lines. A line that is too long is dropped whole."""
+    """Splits the bytes of one worker's pipe into lines. A line that is too long is dropped
+    whole."""
 
     def __init__(self, fd: int, on_line: Callable[[bytes], None]):
         self._fd = fd
@@ -45,7 +46,8 @@ class ReportPipe:
             except OSError:
                 chunk = b""
             if not chunk:
-                self.close()  # the worker, and all processes that inherited the pipe, have closed it
+                # the worker, and all processes that inherited the pipe, have closed it
+                self.close()
                 return
             remaining -= len(chunk)
             self.feed(chunk)

@@ -1,15 +1,15 @@
 """The worker supervisor: a small process between an agent and its workers.
 
 It starts, signals and reaps them. Workers are its children, and it is a subreaper, so all processes
-that a worker starts stay below it, also after fork and `setsid`. When the agent ends in any way, the
-socket between them closes; the supervisor then kills all processes below it and exits. If the
+that a worker starts stay below it, also after fork and `setsid`. When the agent ends in any way,
+the socket between them closes; the supervisor then kills all processes below it and exits. If the
 supervisor itself is killed, the kernel kills the workers (PR_SET_PDEATHSIG), and their descendants
 fall to the agent, which is a subreaper as well.
 
 It is single-threaded on purpose (only then is code between fork and exec safe) and imports only the
 standard library. Workers of a program that can be preloaded come from its fork server
-(fork_server.py), all others from fork and exec. Requests and answers are JSON, one per packet, over a
-Unix socketpair of type SEQPACKET, which keeps message borders, shows an end of file, and carries
+(fork_server.py), all others from fork and exec. Requests and answers are JSON, one per packet, over
+a Unix socketpair of type SEQPACKET, which keeps message borders, shows an end of file, and carries
 descriptors.
 """
 

@@ -21,16 +21,17 @@ from .fork_server import LARGEST_PACKET, waiting_packets
 from .worker_reports import ReportPipe
 
 _PIPE_BYTES = 1 << 20
-_STOPPED_LOOKS = 4  # of a worker supervisor, until it is continued
+_STOPPED_LOOKS = 4  # looks after which a stopped worker supervisor is continued
 
 
 class Workers:
-    """Workers of at most one epoch at a time. Callbacks run in the event loop.
+    """The workers of at most one epoch at a time. Callbacks run in the event loop.
 
-    `on_exit(rank, code, asked)`: one worker has ended (negative code: by that signal; asked: it had
-    been told to stop). `on_empty()`: all have, and nothing that they started is left.
-    `on_line(rank, line)`: one report, unread. `on_started()`: all that were ordered run, or have
-    ended. `on_warm()`: from now on workers start as fast as they ever will.
+    `on_exit(rank, code, after_stop)`: one worker has ended. A negative code is the signal that
+    killed it; `after_stop`: it had been asked to stop. `on_empty()`: all workers have ended, and no
+    process that they started is left. `on_line(rank, line)`: one unparsed report. `on_started()`:
+    all workers that were ordered have started. `on_warm()`: from now on workers start as fast as
+    they ever will.
     """
 
     def __init__(
@@ -43,12 +44,11 @@ class Workers:
         environment: Mapping[str, str] = MappingProxyType({}),
         on_started: Callable[[], None] = lambda: None,
     ):
-        """`environment`: what all workers will be told alike, as far as it is known before there
-        are any."""
+        """`program` is the beginning of commands that are forked from a preloaded process
+        (fork_server.py). `environment` are the variables common to all workers that are known
+        before the first one starts."""
         self._environment = dict(environment)
-        self._program = (
-            program  # a command that begins so is forked from a preloaded process (fork server.py)
-        )
+        self._program = program
         self._on_exit = on_exit
         self._on_empty = on_empty
         self._on_line = on_line
@@ -56,10 +56,11 @@ class Workers:
         self._on_started = on_started
         self._starting = False
         self._stops = StopWatch(_STOPPED_LOOKS)
-        self.warm = not program  # what they import has been imported, or is not known
+        self.warm = not program  # their imports are done, or unknown
         self._supervisor: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
-        self._alive: dict[int, int] = {}  # rank -> pid, 0 until the worker supervisor has said it
+        # rank -> pid, 0 until the worker supervisor has reported it
+        self._alive: dict[int, int] = {}
         self._pipes: dict[int, ReportPipe] = {}
         self._stop_requested = False
         self._kill_timer: asyncio.TimerHandle | None = None
@@ -73,8 +74,8 @@ class Workers:
         return self._supervisor.pid if self._supervisor else None
 
     def open(self) -> None:
-        """Start the worker supervisor. Its environment, this process's own, is what the workers
-        inherit."""
+        """Starts the worker supervisor. Workers inherit its environment, which is this
+        process's."""
         become_subreaper()
         agent_end, supervisor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with supervisor_end:
@@ -105,23 +106,23 @@ class Workers:
         store: int | None = None,
         cores: Set[int] = frozenset(),
     ) -> None:
-        """Start one worker. Its standard output and error are appended to `log`. `store`: a
-        descriptor that it gets as number STORE_FD. `cores`: it is bound to them, if there are
-        any."""
+        """Starts one worker, whose standard output and error are appended to `log`.
+
+        `store` is a descriptor that it gets as number STORE_FD. It is bound to `cores`, if any.
+        """
         if self._socket is None:
             self.open()
-        read_end, write_end = os.pipe2(
-            os.O_NONBLOCK | os.O_CLOEXEC
-        )  # a worker that writes faster than we read never waits
-        with contextlib.suppress(OSError, AttributeError):  # a larger pipe is a courtesy
+        # The write end does not block: a worker that writes faster than the agent reads never
+        # waits.
+        read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        with contextlib.suppress(OSError, AttributeError):  # a larger pipe is optional
             import fcntl
 
             fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         pipe = ReportPipe(read_end, lambda line: self._on_line(rank, line))
         pipe_stat = os.fstat(write_end)
-        pipe_variable = {
-            "ORCH_REPORT_PIPE": f"{pipe_stat.st_dev}:{pipe_stat.st_ino}"
-        }  # children have the variables, not the pipe
+        # A worker's children inherit the variables but not the pipe: this one tells them.
+        pipe_variable = {"ORCH_REPORT_PIPE": f"{pipe_stat.st_dev}:{pipe_stat.st_ino}"}
         order = {
             "do": "start",
             "rank": rank,
@@ -144,26 +145,30 @@ class Workers:
         self._starting = True
 
     def watch(self) -> str:
-        """To be called every half second. A worker supervisor that somebody stopped would hide dead
-        workers: what was done about it, in words, "" for nothing. Workers die with one that has to
-        be killed."""
+        """Continues a worker supervisor that was stopped by a signal, or kills it if that recurs.
+
+        A stopped one would hide dead workers; workers die with one that is killed. To be called
+        every half second. Returns what was done in words, or "".
+        """
         outcome = (
             self._stops.look(self._supervisor.pid) if self._supervisor and self._socket else ""
         )
         return f"the worker supervisor was stopped by a signal: {outcome}" if outcome else ""
 
     def signal(self, signum: int) -> None:
-        """Pass a signal on to every worker, to the worker itself and not to what it started."""
+        """Sends a signal to every worker, but not to the processes that it started."""
         self._send_order({"do": "signal", "signal": int(signum)})
 
     def stop(self, signum: int, grace_s: float) -> None:
-        """Ask all to end; kill what is left after `grace_s`. A second call shortens the time, never
-        lengthens it."""
+        """Asks all workers to end, and kills those that are left after `grace_s`.
+
+        A second call can shorten the time but not lengthen it.
+        """
         if not self._alive:
             return
         self._stop_requested = True
         self.signal(signum)
-        self.signal(signal.SIGCONT)  # a stopped process would not hear it
+        self.signal(signal.SIGCONT)  # a stopped process would not handle it
         loop = asyncio.get_running_loop()
         kill_at = loop.time() + grace_s
         if self._kill_timer is None or self._kill_timer.when() > kill_at:
@@ -171,23 +176,23 @@ class Workers:
             self._kill_timer = loop.call_at(kill_at, self.kill)
 
     def kill(self) -> None:
-        """SIGKILL to all workers and everything below them."""
+        """Kills all workers and all processes below them."""
         if self._alive:
             self._stop_requested = True
             self._send_order({"do": "kill"})
 
     def close(self) -> None:
-        """Kill everything and let the worker supervisor go. Blocks for the milliseconds that
+        """Kills everything and ends the worker supervisor. Blocks for the milliseconds that it
         takes."""
         self._cancel_timer()
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._socket.close()  # the worker supervisor's sign to clear up and leave
+            self._socket.close()  # the worker supervisor then kills its processes and exits
             self._socket = None
         if self._supervisor is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._supervisor.wait(15)
-        kill_descendants(reap=False)  # nothing, unless the worker supervisor was killed
+        kill_descendants(reap=False)  # finds processes only if the worker supervisor was killed
         for pipe in self._pipes.values():
             pipe.close()
         self._pipes.clear()
@@ -201,9 +206,7 @@ class Workers:
                 f"the command and environment of a worker take {len(packet)} bytes, over"
                 f" {LARGEST_PACKET}"
             )
-        with contextlib.suppress(
-            OSError
-        ):  # the worker supervisor is gone: _on_supervisor_packets tells
+        with contextlib.suppress(OSError):  # it is gone: _on_supervisor_packets notices
             socket.send_fds(self._socket, [packet], list(descriptors))
 
     def _on_supervisor_packets(self) -> None:
@@ -230,7 +233,7 @@ class Workers:
             return
         pipe = self._pipes.pop(rank, None)
         if pipe:
-            pipe.read(_PIPE_BYTES)  # all that it said last: why it failed is at the end
+            pipe.read(_PIPE_BYTES)  # its last reports tell why it failed
             pipe.close()
         self._on_exit(rank, code, self._stop_requested)
 
@@ -242,8 +245,10 @@ class Workers:
         self._on_empty()
 
     def _supervisor_lost(self) -> None:
-        """Somebody killed the worker supervisor: the kernel has killed the workers, the rest is
-        ours now."""
+        """Handles the death of the worker supervisor.
+
+        The kernel has killed the workers; the processes that they started are left to this one.
+        """
         assert self._socket is not None and self._supervisor is not None
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
