@@ -23,7 +23,7 @@ from orchestrator.errors import OrchError
 from orchestrator.plan import Exit, Plan, load_plan
 from orchestrator.run.folder import RunFolder, ending, first_read, read_secret
 from orchestrator.run.intent import END, END_BY_FORCE
-from orchestrator.run.request import read_request, used_nodes
+from orchestrator.run.request import LaunchRequest, read_request, used_nodes
 from orchestrator.run.store_socket import own_addresses
 
 from .leader.world_sizes import ScaleUpPolicy, WorldSizes
@@ -134,14 +134,9 @@ async def _run(
     key = key or first_read(lambda: read_secret(folder.key))
     request = first_read(lambda: read_request(folder))
     plan = first_read(lambda: load_plan(folder.plan))
-    if plan.hash != request.plan_hash and not args.elastic:
-        raise OrchError(
-            f"plan.json has hash {plan.hash[:12]}, the request names {request.plan_hash[:12]}",
-            Exit.CONFIG,
-        )
     nodes = used_nodes(plan)
-    if args.node not in nodes and not args.elastic:
-        raise OrchError(f"the plan gives no rank to node {args.node!r}", Exit.CONFIG)
+    if not args.elastic:
+        _check_plan(plan, request, args.node)
     leads = args.coordinator == "here"
     if args.coordinator is None:
         leads = args.node == nodes[0]
@@ -185,6 +180,17 @@ async def _run(
         if server:
             server.close()
         recorder.close()
+
+
+def _check_plan(plan: Plan, request: LaunchRequest, node: str) -> None:
+    """Raises OrchError if the plan of a run with fixed nodes is another one, or lacks the node."""
+    if plan.hash != request.plan_hash:
+        raise OrchError(
+            f"plan.json has hash {plan.hash[:12]}, the request names {request.plan_hash[:12]}",
+            Exit.CONFIG,
+        )
+    if node not in used_nodes(plan):
+        raise OrchError(f"the plan gives no rank to node {node!r}", Exit.CONFIG)
 
 
 async def _serve_metrics(

@@ -65,12 +65,13 @@ class _Rank:
 
     def status(self, rank: int) -> WorkerStatus:
         report = self.report
+        silent_s = self.silent_looks * LOOK_S if report else None
         status = WorkerStatus(
             rank=rank,
             step=self.next_step,
             still_s=self.still_looks * LOOK_S,
             step_s=self.step_looks * LOOK_S,
-            silent_s=self.silent_looks * LOOK_S if report else None,
+            silent_s=silent_s,
             stopped_s=self.stopped_looks * LOOK_S,
             state=self.load.state if self.load else "?",
             busy=self._busy(),

@@ -226,11 +226,9 @@ class WorkerSupervisor:
             "cores": order["cores"],
         }
         try:
-            descriptors = (
-                [log, report, go_ahead_reader]
-                if store is None
-                else [log, report, go_ahead_reader, store]
-            )
+            descriptors = [log, report, go_ahead_reader]
+            if store is not None:
+                descriptors.append(store)
             socket.send_fds(server, [json.dumps(fork_order).encode()], descriptors)
         except OSError:
             self._fork_server_lost(server)

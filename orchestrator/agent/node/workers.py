@@ -150,9 +150,9 @@ class Workers:
         A stopped one would hide dead workers; workers die with one that is killed. To be called
         every half second. Returns what was done in words, or "".
         """
-        outcome = (
-            self._stops.look(self._supervisor.pid) if self._supervisor and self._socket else ""
-        )
+        if self._supervisor is None or self._socket is None:
+            return ""
+        outcome = self._stops.look(self._supervisor.pid)
         return f"the worker supervisor was stopped by a signal: {outcome}" if outcome else ""
 
     def signal(self, signum: int) -> None:
