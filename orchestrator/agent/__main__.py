@@ -100,7 +100,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="where the coordinator runs; by default on the plan's first node",
     )
     parser.add_argument(
-        "--coordinator-port", type=int, default=0, help="port of the coordinator; 0: any free port"
+        "--coordinator-port",
+        type=int,
+        default=0,
+        help="port of the coordinator; 0: any free port",
     )
     parser.add_argument(
         "--gpus", type=int, help="GPUs granted on this node; by default all GPUs of the machine"
@@ -134,12 +137,9 @@ async def _run(
     key = key or first_read(lambda: read_secret(folder.key))
     request = first_read(lambda: read_request(folder))
     plan = first_read(lambda: load_plan(folder.plan))
-    nodes = used_nodes(plan)
     if not args.elastic:
         _check_plan(plan, request, args.node)
-    leads = args.coordinator == "here"
-    if args.coordinator is None:
-        leads = args.node == nodes[0]
+    leads = _leads(args, plan)
     recorder = Recorder(folder, args.node, plan)
     recorder.metrics.begin_epoch(-1)
     recorder.event("agent_started", pid=os.getpid())
@@ -193,8 +193,19 @@ def _check_plan(plan: Plan, request: LaunchRequest, node: str) -> None:
         raise OrchError(f"the plan gives no rank to node {node!r}", Exit.CONFIG)
 
 
+def _leads(args: argparse.Namespace, plan: Plan) -> bool:
+    """Returns whether the coordinator starts on this node."""
+    if args.coordinator is None:
+        return bool(args.node == used_nodes(plan)[0])
+    return bool(args.coordinator == "here")
+
+
 async def _serve_metrics(
-    args: argparse.Namespace, folder: RunFolder, plan: Plan, recorder: Recorder, leads: bool
+    args: argparse.Namespace,
+    folder: RunFolder,
+    plan: Plan,
+    recorder: Recorder,
+    leads: bool,
 ) -> tuple[asyncio.Server | None, str | None]:
     """Serves the metrics page; returns the server and host:port of the page, or (None, None).
 

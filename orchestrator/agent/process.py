@@ -99,7 +99,11 @@ class AgentProcess:
             await asyncio.gather(*started, return_exceptions=True)
 
     async def _after_first_end(
-        self, agent: Agent, coordinator: Coordinator, task: asyncio.Task, elastic: bool
+        self,
+        agent: Agent,
+        coordinator: Coordinator,
+        task: asyncio.Task,
+        elastic: bool,
     ) -> None:
         """Handles the end of the agent or of the coordinator, whichever is first.
 

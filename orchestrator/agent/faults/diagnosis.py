@@ -179,7 +179,11 @@ def _scaled_own_s(plan: Plan, worker: WorkerStatus) -> float:
 
 
 def _rank_diagnosis(
-    kind: str, plan: Plan, worker: WorkerStatus, workers: Collection[WorkerStatus], behavior: str
+    kind: str,
+    plan: Plan,
+    worker: WorkerStatus,
+    workers: Collection[WorkerStatus],
+    behavior: str,
 ) -> Diagnosis:
     rank = plan.ranks[worker.rank]
     location = f"rank {worker.rank} on {rank.node} (gpu {rank.gpu})"

@@ -87,7 +87,12 @@ class Budget:
 
     def with_restart(self, kind: str) -> Budget:
         by_cause = {**self.by_cause, kind: self.by_cause.get(kind, 0) + 1}
-        return replace(self, used=self.used + 1, fruitless=0, by_cause=by_cause)
+        return replace(
+            self,
+            used=self.used + 1,
+            fruitless=0,
+            by_cause=by_cause,
+        )
 
     def setting(self, kind: str) -> str:
         """Returns the configuration setting that limits restarts after faults of this kind."""
@@ -191,7 +196,11 @@ def decide(end: EpochEnd, budget: Budget, history: FaultHistory = NO_FAULTS) -> 
         return restart(end.resize, budget)
     if cause is None:  # only a lost node or a request can end an epoch like this
         reason = f"{end.world_size - len(end.ends)} workers are unaccounted for"
-        cause = Cause(kind="internal", text=reason, epoch=end.epoch)
+        cause = Cause(
+            kind="internal",
+            text=reason,
+            epoch=end.epoch,
+        )
         return _end_run("failed", Exit.INTERNAL, reason, budget, cause)
     code = 1 if end.fault or first_failure is None else first_failure.code
     return _after_failure(end, cause, code, budget, history)
@@ -235,7 +244,10 @@ def _after_request(
 
 
 def _end_without_save(
-    end: EpochEnd, request: Request, budget: Budget, cause: Cause | None
+    end: EpochEnd,
+    request: Request,
+    budget: Budget,
+    cause: Cause | None,
 ) -> Decision:
     """Returns the end of a run that was requested and in which not every worker saved.
 
@@ -254,7 +266,11 @@ def _end_without_save(
 
 
 def _after_failure(
-    end: EpochEnd, cause: Cause, code: int, budget: Budget, history: FaultHistory
+    end: EpochEnd,
+    cause: Cause,
+    code: int,
+    budget: Budget,
+    history: FaultHistory,
 ) -> Decision:
     """Returns what follows a failure. `code` is the exit code of the first worker that failed."""
     if code == Exit.NODE and end.elastic:
@@ -307,7 +323,11 @@ def _restart_without(cause: Cause, reason: str, budget: Budget) -> Decision:
 
 
 def _end_run(
-    state: FinalState, code: int, reason: str, budget: Budget, cause: Cause | None
+    state: FinalState,
+    code: int,
+    reason: str,
+    budget: Budget,
+    cause: Cause | None,
 ) -> Decision:
     return Decision(
         again=False,

@@ -226,7 +226,14 @@ class Context:
 
         `kind` is the kind of its cause, "" if nothing failed.
         """
-        cause = Cause(kind=kind, text=reason, epoch=self.epoch, node=node) if kind else None
+        cause = None
+        if kind:
+            cause = Cause(kind=kind, text=reason, epoch=self.epoch, node=node)
         return policy.Decision(
-            again=False, state=state, reason=reason, budget=self.budget, code=int(code), cause=cause
+            again=False,
+            state=state,
+            reason=reason,
+            budget=self.budget,
+            code=int(code),
+            cause=cause,
         )

@@ -148,7 +148,10 @@ class Coordinator:
         context = self._context
         context.state_writer.finish(decision)
         context.record_event(
-            "run_ended", state=decision.state, code=decision.code, reason=decision.reason
+            "run_ended",
+            state=decision.state,
+            code=decision.code,
+            reason=decision.reason,
         )
         done = Done(code=decision.code, reason=decision.reason)
         for member in context.members.values():
@@ -175,7 +178,11 @@ class Coordinator:
             self._last_intent = intent.number
             context.put_event(
                 context.node,
-                TerminationSignal(reason=intent.text, signal="SIGTERM", force=intent.force),
+                TerminationSignal(
+                    reason=intent.text,
+                    signal="SIGTERM",
+                    force=intent.force,
+                ),
             )
         if context.elastic and (missed_s := self._stalls.missed_s()):
             context.record_event("was_away", seconds=round(missed_s, 1))
@@ -205,5 +212,10 @@ class Coordinator:
         if context.membership.forming:
             reason = f"{context.node}: its agent left before all nodes had come"
             context.put_event(
-                context.node, TerminationSignal(reason=reason, signal="SIGTERM", force=False)
+                context.node,
+                TerminationSignal(
+                    reason=reason,
+                    signal="SIGTERM",
+                    force=False,
+                ),
             )

@@ -156,7 +156,10 @@ class Elasticity:
             context.record_event("node_left_out", on=node, reason=reason)
 
     def _handle_while_waiting(
-        self, event: Event, awaited: set[str], moved: bool
+        self,
+        event: Event,
+        awaited: set[str],
+        moved: bool,
     ) -> policy.Decision | None:
         """Handles an event while nodes are awaited; returns the decision that ends the run, or
         None."""
@@ -320,7 +323,10 @@ class Elasticity:
             return None
         deadline = loop.time() + grace_s
         context.record_event(
-            "awaits_nodes", nodes=len(context.members), least=smallest, seconds=grace_s
+            "awaits_nodes",
+            nodes=len(context.members),
+            least=smallest,
+            seconds=grace_s,
         )
         context.state_writer.update(
             state="restarting",

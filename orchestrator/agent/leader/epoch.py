@@ -307,7 +307,11 @@ class Epoch:
             epoch = self._context.epoch
             step = reported_step(self._context)
             self._straggler = Cause(
-                kind="straggler", text=self._resize_reason, epoch=epoch, node=slowest, step=step
+                kind="straggler",
+                text=self._resize_reason,
+                epoch=epoch,
+                node=slowest,
+                step=step,
             )
             self._stop_all(self._resize_reason, self._rules.grace_s)
 
@@ -324,7 +328,11 @@ class Epoch:
             self._stop_all(self._resize_reason, self._rules.grace_s)
 
     def _stop_all(
-        self, reason: str, grace_s: float, signal: str = "SIGTERM", force: bool = False
+        self,
+        reason: str,
+        grace_s: float,
+        signal: str = "SIGTERM",
+        force: bool = False,
     ) -> None:
         """Asks every worker to end, once per epoch; with `force` also a second time."""
         context = self._context
@@ -336,13 +344,21 @@ class Epoch:
         context.record_event("epoch_stops", epoch=context.epoch, reason=reason)
         state = "stopping" if context.end_request else "restarting"
         context.state_writer.update(state=state, reason=reason)
-        stop = messages.Stop(reason=reason, signal=signal, grace_s=grace_s)
+        stop = messages.Stop(
+            reason=reason,
+            signal=signal,
+            grace_s=grace_s,
+        )
         for member in context.members.values():
             member.channel.send(context.epoch, stop)
 
 
 def assignment(
-    plan: Plan, node: str, index: int, first: Member, members: Iterable[Member]
+    plan: Plan,
+    node: str,
+    index: int,
+    first: Member,
+    members: Iterable[Member],
 ) -> messages.Assign:
     """Returns a node's share of the ranks, and the address of rank 0's store.
 

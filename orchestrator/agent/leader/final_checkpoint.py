@@ -103,7 +103,12 @@ class FinalCheckpoint:
             # After the loss of a node, the others may still hold the whole state.
             retry = attempt.step is None and bool(attempt.lost) and loop.time() < self._deadline
             self._state_writer.end_final_checkpoint(outcome)
-            self._context.record_event("flush_ended", step=attempt.step, reason=clause, again=retry)
+            self._context.record_event(
+                "flush_ended",
+                step=attempt.step,
+                reason=clause,
+                again=retry,
+            )
             if not retry:
                 break
         return clause
@@ -130,7 +135,11 @@ class FinalCheckpoint:
             if not await self._handle_next(attempt, self._deadline):
                 break
         if not attempt.is_over:
-            kill = messages.Stop(reason="no time is left", signal="SIGKILL", grace_s=0.0)
+            kill = messages.Stop(
+                reason="no time is left",
+                signal="SIGKILL",
+                grace_s=0.0,
+            )
             for node in attempt.nodes:
                 self._send(node, kill)
         while not attempt.is_over and await self._handle_next(attempt, self._deadline + _KILL_S):

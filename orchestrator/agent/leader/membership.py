@@ -136,7 +136,12 @@ class Membership:
             self._tasks.discard(task)
 
     def _record_refusal(self, peer: str, reason: str, count: int) -> None:
-        self._record_event("connection_refused", peer=peer, reason=reason, count=count)
+        self._record_event(
+            "connection_refused",
+            peer=peer,
+            reason=reason,
+            count=count,
+        )
 
     def _admit(
         self, channel: Channel, first_message: tuple[int, messages.FromAgent] | None

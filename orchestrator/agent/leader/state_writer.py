@@ -177,11 +177,20 @@ class StateWriter:
         if self._lease:  # keeps nodes that have left an elastic run
             nodes = self._state.nodes | nodes
         self._publish(nodes)
-        self.update(nodes=nodes, started_at=self._state.started_at or self._clock(), reason=None)
+        self.update(
+            nodes=nodes,
+            started_at=self._state.started_at or self._clock(),
+            reason=None,
+        )
 
     def record_spare(self, node: str, join: Join) -> None:
         """Records a node that has joined as a spare while the others run."""
-        spare = NodeState(state="joined", host=join.host, pid=join.pid, metrics=join.metrics)
+        spare = NodeState(
+            state="joined",
+            host=join.host,
+            pid=join.pid,
+            metrics=join.metrics,
+        )
         nodes = self._state.nodes | {node: spare}
         self._publish(nodes)
         self.update(nodes=nodes)
@@ -218,10 +227,17 @@ class StateWriter:
         old_leader = self._previous_writer
         reason = f"{old_leader}: the coordinator is gone"
         cause = Cause(
-            kind="coordinator_lost", text=reason, epoch=self._state.epoch, node=old_leader
+            kind="coordinator_lost",
+            text=reason,
+            epoch=self._state.epoch,
+            node=old_leader,
         )
         if self._state.epochs and self._state.epochs[-1].outcome is None:
-            self._change_last_epoch(ended_at=self._clock(), outcome="restart", cause=cause)
+            self._change_last_epoch(
+                ended_at=self._clock(),
+                outcome="restart",
+                cause=cause,
+            )
         self.update(state="restarting", reason=reason)
         if old_leader not in self._state.nodes or old_leader == self._node:
             return set()
@@ -249,7 +265,10 @@ class StateWriter:
     def end_epoch(self, decision: Decision) -> None:
         outcome = "restart" if decision.again else decision.state
         self._change_last_epoch(
-            ended_at=self._clock(), outcome=outcome, counted=decision.counted, cause=decision.cause
+            ended_at=self._clock(),
+            outcome=outcome,
+            counted=decision.counted,
+            cause=decision.cause,
         )
         if decision.again:
             self._set_node_states("joined")

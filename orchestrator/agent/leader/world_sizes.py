@@ -60,7 +60,10 @@ class WorldSizes:
 
     @classmethod
     def from_request(
-        cls, folder: RunFolder, request: LaunchRequest, policy: ScaleUpPolicy
+        cls,
+        folder: RunFolder,
+        request: LaunchRequest,
+        policy: ScaleUpPolicy,
     ) -> WorldSizes:
         """Returns the sizes of an elastic run."""
         plans = {
@@ -152,7 +155,10 @@ class ScaleUp:
             return None
         nodes = len(used_nodes(larger))
         context.record_event(
-            "growing", nodes=nodes, horizon_s=round(horizon, 1), cost_s=self._cost_s
+            "growing",
+            nodes=nodes,
+            horizon_s=round(horizon, 1),
+            cost_s=self._cost_s,
         )
         return larger
 

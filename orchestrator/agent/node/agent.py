@@ -136,7 +136,9 @@ class Agent:
         self._next_forces = self._next_forces or can_force
         node_reason = f"{self._node}: {reason}"
         termination = messages.TerminationSignal(
-            reason=node_reason, signal=signal_name, force=force
+            reason=node_reason,
+            signal=signal_name,
+            force=force,
         )
         self._forward_termination(reason, termination)
 

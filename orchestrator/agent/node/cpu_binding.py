@@ -52,7 +52,11 @@ class Binding:
 
 
 def bind(
-    root: Path, environ: Mapping[str, str], allowed: Set[int], workers: int, one_gpu_each: bool
+    root: Path,
+    environ: Mapping[str, str],
+    allowed: Set[int],
+    workers: int,
+    one_gpu_each: bool,
 ) -> Binding:
     """Returns the cores of each worker of this node.
 

@@ -45,7 +45,11 @@ class Disk:
         if self.hangs:
             return default
         if self._thread is None:  # a daemon, so that a hung one does not keep the process alive
-            self._thread = threading.Thread(target=self._serve, name="disk", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve,
+                name="disk",
+                daemon=True,
+            )
             self._thread.start()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._tasks.put((operation, future))

@@ -71,7 +71,11 @@ def waiting_packets(peer: socket.socket) -> Iterator[dict | None]:
 
 
 def set_up_worker(
-    supervisor: int, log: int, report: int, store: int | None, cores: Sequence[int]
+    supervisor: int,
+    log: int,
+    report: int,
+    store: int | None,
+    cores: Sequence[int],
 ) -> None:
     """Sets up a new worker process, which dies with its supervisor.
 
@@ -110,7 +114,11 @@ class ForkServer:
     """
 
     def __init__(
-        self, orders: socket.socket, supervisor: int, program: ModuleType, preload: ModuleType
+        self,
+        orders: socket.socket,
+        supervisor: int,
+        program: ModuleType,
+        preload: ModuleType,
     ):
         self._orders = orders
         self._supervisor = supervisor
@@ -142,7 +150,12 @@ class ForkServer:
             os.waitpid(intermediate, 0)
 
     def _fork_worker(
-        self, order: dict, log: int, report: int, go_ahead: int, store: int | None = None
+        self,
+        order: dict,
+        log: int,
+        report: int,
+        go_ahead: int,
+        store: int | None = None,
     ) -> NoReturn:
         """Forks the worker, sends its pid and exits. Runs in the intermediate process."""
         try:
@@ -154,7 +167,12 @@ class ForkServer:
             os._exit(0)
 
     def _run_worker(
-        self, order: dict, log: int, report: int, go_ahead: int, store: int | None
+        self,
+        order: dict,
+        log: int,
+        report: int,
+        go_ahead: int,
+        store: int | None,
     ) -> NoReturn:
         """Runs the program in the worker process."""
         code = int(Exit.FENCED)  # stays if the worker is cancelled

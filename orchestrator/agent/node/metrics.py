@@ -159,7 +159,11 @@ class NodeMetrics(Collector):
     """The metrics of one node, computed from the reports of its workers."""
 
     def __init__(
-        self, job: str, node: str, plan: Plan, clock: Callable[[], float] = time.monotonic
+        self,
+        job: str,
+        node: str,
+        plan: Plan,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._job = job
         self._node = node

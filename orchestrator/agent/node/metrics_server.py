@@ -22,7 +22,11 @@ _RESPONSE = (
 
 
 async def serve(
-    metrics: NodeMetrics, host: str, port: int, fd: int | None = None, targets: Path | None = None
+    metrics: NodeMetrics,
+    host: str,
+    port: int,
+    fd: int | None = None,
+    targets: Path | None = None,
 ) -> asyncio.Server:
     """Serves GET /metrics on `host`:`port`, and GET /targets for Prometheus's http_sd.
 
@@ -87,7 +91,14 @@ class _Page:
         else:
             encode, kind = choose_encoder(_header(header_lines, "accept"))
             body = encode(self._registry)
-        return _RESPONSE.format(status=status, kind=kind, size=len(body)).encode() + body
+        return (
+            _RESPONSE.format(
+                status=status,
+                kind=kind,
+                size=len(body),
+            ).encode()
+            + body
+        )
 
 
 def _header(lines: list[str], name: str) -> str:

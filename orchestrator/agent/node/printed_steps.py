@@ -187,7 +187,12 @@ class PrintedSteps:
         log.seen_at = now
 
     def _report(
-        self, rank: int, step: int, step_s: float, tokens: int, values: dict[str, float]
+        self,
+        rank: int,
+        step: int,
+        step_s: float,
+        tokens: int,
+        values: dict[str, float],
     ) -> StepReport:
         return StepReport(
             rank=rank,

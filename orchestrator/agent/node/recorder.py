@@ -31,7 +31,11 @@ class Recorder:
     """Records the reports of one node. `clock` returns Unix seconds."""
 
     def __init__(
-        self, folder: RunFolder, node: str, plan: Plan, clock: Callable[[], float] = time.time
+        self,
+        folder: RunFolder,
+        node: str,
+        plan: Plan,
+        clock: Callable[[], float] = time.time,
     ):
         self.node = node
         self.metrics = NodeMetrics(folder.run_id, node, plan)

@@ -30,7 +30,11 @@ _STATUS_FIELDS = (
 
 
 async def save_stack(
-    worker: Identity, log: Path, stack_path: Path, reason: str, disk: Disk
+    worker: Identity,
+    log: Path,
+    stack_path: Path,
+    reason: str,
+    disk: Disk,
 ) -> bool:
     """Writes all that can be learnt about a living worker to `stack_path`; False if it cannot.
 

@@ -224,7 +224,11 @@ class WorkerControl:
         )
 
     def _start_worker(
-        self, rank: int, variables: dict[str, str], cores: Set[int], final_checkpoint: bool
+        self,
+        rank: int,
+        variables: dict[str, str],
+        cores: Set[int],
+        final_checkpoint: bool,
     ) -> None:
         argv = self._worker.argv
         if final_checkpoint:
@@ -332,7 +336,13 @@ class WorkerControl:
         if self._printed_steps:
             await self._printed_steps.on_worker_exit(rank)
         step = self._recorder.last_step.get(rank)
-        self._recorder.event("worker_ended", rank=rank, code=code, asked=after_stop, step=step)
+        self._recorder.event(
+            "worker_ended",
+            rank=rank,
+            code=code,
+            asked=after_stop,
+            step=step,
+        )
         log.info("rank %d ended: %s", rank, meaning(code))
         tail: list[str] = []
         if code:

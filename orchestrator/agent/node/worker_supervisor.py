@@ -177,12 +177,24 @@ class WorkerSupervisor:
             os.close(log)
 
     def _exec(
-        self, order: dict, environment: dict[str, str], log: int, report: int, store: int | None
+        self,
+        order: dict,
+        environment: dict[str, str],
+        log: int,
+        report: int,
+        store: int | None,
     ) -> None:
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_worker(supervisor, order, environment, log=log, report=report, store=store)
+            _become_worker(
+                supervisor,
+                order,
+                environment,
+                log=log,
+                report=report,
+                store=store,
+            )
         self._worker_started(order["rank"], pid)
 
     def _worker_started(self, rank: int, pid: int) -> None:
@@ -209,7 +221,12 @@ class WorkerSupervisor:
             ).pid
 
     def _request_fork(
-        self, server: socket.socket, order: dict, log: int, report: int, store: int | None
+        self,
+        server: socket.socket,
+        order: dict,
+        log: int,
+        report: int,
+        store: int | None,
     ) -> None:
         go_ahead_reader, go_ahead = os.pipe2(os.O_CLOEXEC)
         pending = PendingFork(

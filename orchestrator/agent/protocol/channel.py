@@ -106,7 +106,13 @@ class Channel:
             return
         self._sent += 1
         raw = msgspec.Raw(msgspec.json.encode(message))
-        body = msgspec.json.encode(_Body(seq=self._sent, epoch=epoch, message=raw))
+        body = msgspec.json.encode(
+            _Body(
+                seq=self._sent,
+                epoch=epoch,
+                message=raw,
+            )
+        )
         mac = _mac(self._send_key, "line", body).hex().encode()
         self._writer.write(b'{"mac":"' + mac + b'","body":' + body + b"}\n")
         if self._writer.transport.get_write_buffer_size() > _MOST_UNSENT:
@@ -209,7 +215,14 @@ async def accept(
     Raises WrongKey or Refused; the caller closes the connection.
     """
     nonce = secrets.token_hex(16)
-    _write(writer, _Hello(protocol=PROTOCOL, run=run, nonce=nonce))
+    _write(
+        writer,
+        _Hello(
+            protocol=PROTOCOL,
+            run=run,
+            nonce=nonce,
+        ),
+    )
     proof: _Proof = await _read_greeting(reader, _Proof)
     transcript = _transcript(run, proof.node, nonce, proof.nonce)
     if not _mac_matches(proof.mac, _mac(key, "agent", transcript)):
@@ -229,7 +242,12 @@ async def accept(
 
 
 async def connect(
-    host: str, port: int, run: str, node: str, key: bytes, message_type: Any
+    host: str,
+    port: int,
+    run: str,
+    node: str,
+    key: bytes,
+    message_type: Any,
 ) -> Channel:
     """Connects and greets, on the agent's side.
 
@@ -248,7 +266,14 @@ async def connect(
             raise Refused(f"it coordinates run {hello.run[:100]!r} with {hello.protocol[:100]!r}")
         nonce = secrets.token_hex(16)
         transcript = _transcript(run, node, hello.nonce, nonce)
-        _write(writer, _Proof(node=node, nonce=nonce, mac=_mac(key, "agent", transcript).hex()))
+        _write(
+            writer,
+            _Proof(
+                node=node,
+                nonce=nonce,
+                mac=_mac(key, "agent", transcript).hex(),
+            ),
+        )
         answer: _Answer = await _read_greeting(reader, _Answer)
         if answer.refused:
             raise WrongKey(f"the coordinator refused this node: {answer.refused[:200]}")
