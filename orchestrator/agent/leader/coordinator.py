@@ -194,7 +194,7 @@ class Coordinator:
             context.put_event(context.node, error)
         except RECORD_ERRORS as error:  # retried at the next heartbeat
             if not self._heartbeat_failed:
-                log.error("cannot write the coordinator's heartbeat; it will be retried: %s", error)
+                log.error("the coordinator's heartbeat cannot be written; will retry: %s", error)
             self._heartbeat_failed = True
         else:
             self._heartbeat_failed = False

@@ -130,7 +130,7 @@ class StateWriter:
         try:
             self._write()
         except RECORD_ERRORS as error:
-            log.error("cannot write state.json; it will be retried: %s", error)
+            log.error("state.json cannot be written; will retry: %s", error)
 
     def _write(self) -> None:
         self._unwritten = True
