@@ -243,7 +243,7 @@ class Elasticity:
         healthy = len(context.members)
         plan = await self._sizes.plan_for(context.plan, self.ready_nodes())
         if plan is None and self.partition_suspected:
-            plan = await self._offer_leadership()
+            plan = await self._yield_leadership()
         if plan is None and not nodes_left:
             plan = await self._wait_for_capacity()
         if plan is None:
@@ -287,7 +287,7 @@ class Elasticity:
             cause=decision.cause,
         )
 
-    async def _offer_leadership(self) -> Plan | None:
+    async def _yield_leadership(self) -> Plan | None:
         """Lets other nodes take the lease, since nodes beyond a network partition may be alive.
 
         Raises LeaseLost if one of them takes it. Otherwise returns the plan for the nodes that are
