@@ -1,2 +1,1 @@
-"""One agent per node: it joins the coordinator, starts its node's workers, and owns their exit
-codes."""
+"""One agent per node: joins the coordinator, starts its workers, and owns their exit codes."""

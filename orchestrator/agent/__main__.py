@@ -284,8 +284,7 @@ def _watch_lifeline(agent: Agent) -> None:
 
 
 def _gpus(plan: Plan) -> int:
-    """Returns the GPUs of this machine by its device files; on a CPU cluster the plan's count per
-    node."""
+    """Returns this machine's GPUs by its device files, or the plan's count on a CPU cluster."""
     if plan.cluster.device == "cpu":
         return plan.cluster.gpus_per_node
     return sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))

@@ -29,8 +29,7 @@ _NODE_CAUSES = ("worker_exit", "worker_spinning", "worker_stuck")
 
 @dataclass(frozen=True)
 class FaultHistory:
-    """The failures of this attempt, oldest first, and the number of nodes of the epoch that
-    ended."""
+    """The failures of this attempt, oldest first, and the nodes of the epoch that ended."""
 
     causes: tuple[Cause, ...] = ()
     nodes: int = 1
@@ -84,8 +83,8 @@ def _may_be_node(cause: Cause) -> bool:
 
 
 def _from_outside(cause: Cause) -> bool:
-    """Returns whether a worker may have been ended from outside, as its exit code tells.
+    """Returns whether the exit code of a worker may be due to someone outside the run.
 
-    A hung worker is killed by its own agent; there the code tells nothing.
+    A hung worker is killed by its own agent, so its exit code does not count.
     """
     return cause.kind == "worker_exit" and cause.code in EXTERNAL_CODES

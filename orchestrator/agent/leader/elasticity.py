@@ -251,7 +251,7 @@ class Elasticity:
         await context.retry_on_disk_errors(context.state_writer.lease_next_epoch)
         # Announces the new lease: agents connect only to the holder of the newest one.
         await context.retry_on_disk_errors(self._announcement.renew)
-        if plan.hash != context.plan.hash:  # nobody reads the old plan any more
+        if plan.hash != context.plan.hash:  # all readers of the old plan have ended
             document = to_json(plan, indent=1) + b"\n"
             await context.retry_on_disk_errors(lambda: write_private(context.folder.plan, document))
             context.state_writer.record_plan(plan)

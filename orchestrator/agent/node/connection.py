@@ -46,7 +46,7 @@ class NoCoordinator(Exception):
 
 
 class Connector(Protocol):
-    """The way in which an agent finds its coordinator. `moves`: it may move to another node."""
+    """Finds an agent's coordinator. `moves`: the coordinator may move to another node."""
 
     moves: bool
 

@@ -121,7 +121,7 @@ class Workers:
             fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         pipe = ReportPipe(read_end, lambda line: self._on_line(rank, line))
         pipe_stat = os.fstat(write_end)
-        # A worker's children inherit the variables but not the pipe: this one tells them.
+        # A worker's children inherit its variables but not the pipe: this variable identifies it.
         pipe_variable = {"ORCH_REPORT_PIPE": f"{pipe_stat.st_dev}:{pipe_stat.st_ino}"}
         order = {
             "do": "start",
