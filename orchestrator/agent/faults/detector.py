@@ -78,8 +78,7 @@ class HangDetector:
         return diagnose(self._plan, reported_workers(self._last_reports, self._plan), self._rules)
 
     def new_stragglers(self) -> dict[str, float] | None:
-        """Returns the stragglers with their ratios if they have changed since the last call, else
-        None."""
+        """Returns the stragglers and their ratios if they have changed since the last call."""
         slowdowns = self._slow_for(_SURE_REPORTS)
         if slowdowns.keys() == self._reported:
             return None
@@ -87,8 +86,7 @@ class HangDetector:
         return slowdowns
 
     def lastingly_slow(self) -> dict[str, float]:
-        """Returns the nodes that have been slow for long enough to replace them, with their
-        ratios."""
+        """Returns the nodes and ratios that have been slow for long enough to be replaced."""
         return self._slow_for(_LASTING_REPORTS)
 
     def _slow_for(self, reports: int) -> dict[str, float]:

@@ -67,8 +67,7 @@ class Diagnosis:
 
 
 def diagnose(plan: Plan, workers: Collection[WorkerStatus], rules: Policy) -> Diagnosis | None:
-    """Returns the diagnosis of a hang, or None. `workers` are the statuses of the ranks that
-    live."""
+    """Returns the diagnosis of a hang, or None. `workers` are the statuses of living ranks."""
     frozen = [worker for worker in workers if worker.is_frozen]
     if frozen:
         suspect = max(frozen, key=lambda worker: (worker.stopped_s, -worker.rank))

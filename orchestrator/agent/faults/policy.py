@@ -106,8 +106,7 @@ FinalState = Literal["done", "failed", "cancelled", "stopped"]
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision after an epoch. `again`: the next epoch starts; else the run ends with
-    `code`."""
+    """What follows an epoch: with `again` the next epoch, else the end of the run with `code`."""
 
     again: bool
     state: FinalState | Literal["restarting"]

@@ -31,8 +31,11 @@ class Event(NamedTuple):
 
 
 class Context:
-    """Shared state of a coordinator's components. `plan` is the plan in force; in an `elastic` run
-    nodes may be lost, leave and join while the run continues."""
+    """Shared state of a coordinator's components.
+
+    `plan` is the plan in force. In an `elastic` run nodes may be lost, leave and join while the run
+    continues.
+    """
 
     def __init__(
         self,
@@ -87,8 +90,7 @@ class Context:
         return self.state_writer.epoch
 
     def set_plan(self, plan: Plan) -> None:
-        """Makes `plan` the plan in force; `ranked_nodes` are its nodes that hold ranks, in plan
-        order."""
+        """Puts `plan` in force; `ranked_nodes` are its nodes that hold ranks, in plan order."""
         self.plan = plan
         self.ranked_nodes = used_nodes(plan)
 
@@ -194,13 +196,11 @@ class Context:
 
     @property
     def end_intent(self) -> Intent | None:
-        """The request of people that ends this attempt, or None. Requests from before it do not
-        count."""
+        """The request of people, made since this attempt began, that ends it, or None."""
         return self._unwritten_intent or due(self.folder, self.state_writer.first_intent)
 
     def request_end(self, signal: TerminationSignal) -> policy.Request:
-        """Returns the request that ends the run: a cancel by people, else the first that was
-        received."""
+        """Returns the request that ends the run: a cancel by people, else the first request."""
         if (intent := self.end_intent) and (self.end_request is None or intent.want == "end"):
             self.end_request = policy.Request(
                 "cancelled" if intent.want == "end" else "stopped", intent.text

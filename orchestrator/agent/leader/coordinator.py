@@ -128,8 +128,10 @@ class Coordinator:
         return replace(decision, reason="; ".join(filter(None, (decision.reason, outcome))))
 
     async def _exclude_bad_node(self, decision: policy.Decision) -> None:
-        """Excludes a bad node from this attempt, whoever coordinates it, and from the user's next
-        runs."""
+        """Excludes a bad node from this attempt and from the user's next runs.
+
+        The exclusion survives a change of the coordinator.
+        """
         context = self._context
         node = decision.exclude
         if node is None and decision.code == Exit.NODE and decision.cause:

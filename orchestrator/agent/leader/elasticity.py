@@ -133,8 +133,7 @@ class Elasticity:
             self._context.record_epoch_end(decision, last_epoch.epoch)
 
     def _exclude_remembered(self) -> None:
-        """Excludes the nodes that earlier runs of this user recorded as bad, if enough others are
-        left."""
+        """Excludes the nodes that the user's earlier runs recorded as bad, if enough are left."""
         context = self._context
         bad_nodes = {
             node: reason
@@ -161,8 +160,10 @@ class Elasticity:
         awaited: set[str],
         moved: bool,
     ) -> policy.Decision | None:
-        """Handles an event while nodes are awaited; returns the decision that ends the run, or
-        None."""
+        """Handles an event while nodes are awaited.
+
+        Returns the decision that ends the run, or None.
+        """
         context = self._context
         node = event.node
         message = event.message

@@ -146,8 +146,7 @@ class LeaderElection:
         self._disk_error_logged = False
 
     def workers_started(self, order: Sequence[str]) -> None:
-        """Imports the planner on the node that would lead next, some seconds after the workers'
-        start."""
+        """Imports the planner on the node that would lead next, after the workers' start."""
         if self._preparing is None or self._preparing.done():
             self._preparing = asyncio.create_task(self._prepare(order))
 
@@ -158,8 +157,7 @@ class LeaderElection:
             await asyncio.to_thread(import_module, PLANNER)
 
     async def connect(self, epoch: int, order: Sequence[str], ended: asyncio.Future) -> Channel:
-        """Connects to the coordinator, which may have moved, even to this process. See
-        `Connector`."""
+        """Connects to the coordinator, which may have moved, even here. See `Connector`."""
         loop = asyncio.get_running_loop()
         timeout_s = max(2.0, self._rules.heartbeat_timeout_s)
         monitor = CoordinatorMonitor(round(timeout_s / TICK_S))
@@ -213,8 +211,7 @@ class LeaderElection:
         return True
 
     def _try_on_disk(self, operation: Callable[[], Record]) -> Record | None:
-        """Returns the result of `operation`, or None after a disk error; callers try again
-        later."""
+        """Returns the result of `operation`, or None after a disk error; callers try again."""
         try:
             return operation()
         except RECORD_ERRORS as error:

@@ -265,8 +265,7 @@ class Epoch:
         self._replace_straggler()
 
     def _end_for_fault(self, diagnosis: Diagnosis) -> None:
-        """Ends the epoch for a fault: saves the stacks of all workers and kills the one at
-        fault."""
+        """Ends the epoch for a fault: saves the workers' stacks and kills the one at fault."""
         context = self._context
         self._fault = diagnosis.cause(context.folder, context.epoch)
         context.record_event(
@@ -378,8 +377,7 @@ def assignment(
 
 
 def _addresses(members: Iterable[Member]) -> set[str]:
-    """Returns all addresses that the nodes may connect from: those they know, and those seen
-    here."""
+    """Returns all addresses of the nodes: those they reported, and those seen by this process."""
     addresses: set[str] = set()
     for member in members:
         addresses |= {member.join.address, member.channel.address, *member.join.addresses}

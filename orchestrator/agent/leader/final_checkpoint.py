@@ -63,8 +63,7 @@ class _Attempt:
 
     @property
     def error(self) -> str:
-        """The error of the first failed process by rank; exit code 75 explains least. "" for
-        none."""
+        """The error of the first failed process by rank, or "". Exit code 75 explains least."""
         failed = [end for end in self.ends if end.code]
         if not failed:
             return ""

@@ -195,8 +195,10 @@ class Membership:
             raise Refused(f"the last agent of {node} is still a member")
 
     def _on_message(self, member: Member, epoch: int, message: messages.FromAgent) -> None:
-        """Delivers messages of this epoch. Older ones may arrive until the agent has answered
-        Ready."""
+        """Delivers messages of this epoch.
+
+        Older messages may arrive until the agent has answered Ready.
+        """
         node = member.join.node
         if epoch > self._epoch() or isinstance(message, messages.Join):
             raise Refused(f"{node} spoke out of turn: {type(message).__name__} of epoch {epoch}")

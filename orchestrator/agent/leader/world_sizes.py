@@ -86,8 +86,7 @@ class WorldSizes:
         return await asyncio.to_thread(next_plan, current, self.plans, healthy)
 
     def preload(self) -> None:
-        """Imports the planner while the workers run, so that recovery from a lost node is
-        faster."""
+        """Imports the planner while the workers run, so that a recovery does not wait for it."""
         if self.elastic and self._loading is None:
             self._loading = asyncio.create_task(asyncio.to_thread(import_module, PLANNER))
 
@@ -108,8 +107,7 @@ class ScaleUp:
         self.check_at: float | None = None  # loop time of the next decision
 
     def on_stop(self, first: bool) -> None:
-        """Handles a request to the workers to stop; `first` is set for the first one of an
-        epoch."""
+        """Handles a request to the workers to stop. `first` marks the first one of an epoch."""
         self.check_at = None
         if first:
             self._stopped_at = self._time()

@@ -90,8 +90,7 @@ class Agent:
         self._termination: messages.TerminationSignal | None = None
 
     async def run(self) -> int:
-        """Runs until the run is over; returns the exit code, once all processes it started are
-        gone."""
+        """Runs until the run is over; returns the exit code once all processes below are gone."""
         tasks: list[asyncio.Task] = []
         try:
             self._control.open()
@@ -154,8 +153,7 @@ class Agent:
         self._forward_termination(reason, termination)
 
     def _forward_termination(self, reason: str, termination: messages.TerminationSignal) -> None:
-        """Sends a termination signal to the coordinator. `reason` is the text for this node's
-        log."""
+        """Sends a termination signal to the coordinator. `reason` is for this node's log."""
         self._signalled = True
         self._termination = termination
         log.warning("%s", reason)
@@ -168,8 +166,7 @@ class Agent:
             self._control.kill()
 
     def exit_with(self, code: int, reason: str) -> None:
-        """Ends this agent, because the coordinator in this process is fenced or this node must
-        leave."""
+        """Ends this agent: its coordinator is fenced, or this node must leave the run."""
         if code == Exit.FENCED:
             self._control.kill()
         self._finish(code, reason)
@@ -315,8 +312,7 @@ class Agent:
             self._send(messages.Ready(port=port))
 
     def _assign(self, order: messages.Assign, until: float) -> None:
-        """Starts the workers; retries until loop time `until` while their plan cannot be read
-        here."""
+        """Starts the workers; retries until loop time `until` while their plan is unreadable."""
         if self._assigned is not order or self._result.done():
             return
         loop = asyncio.get_running_loop()

@@ -1,5 +1,4 @@
-"""Reads and writes files of the run folder in a thread, so that a hung file system hangs no
-agent."""
+"""Reads and writes files of the run folder in a thread, so that a hung disk hangs no agent."""
 
 from __future__ import annotations
 

@@ -55,8 +55,7 @@ _ADOPTION_S = 10.0  # until the supervisor is the parent, which the kernel does 
 
 
 def waiting_packets(peer: socket.socket) -> Iterator[dict | None]:
-    """Yields the packets that can be read without waiting; None, always last, if the peer is
-    gone."""
+    """Yields packets that are available now; None, always last, if the peer is gone."""
     while True:
         try:
             packet = peer.recv(LARGEST_PACKET, socket.MSG_DONTWAIT)
@@ -209,8 +208,7 @@ class ForkServer:
 
 
 def main() -> int:
-    """Runs `python -m orchestrator.agent.node.fork_server DESCRIPTOR PACKAGE` for the
-    supervisor."""
+    """Runs `python -m orchestrator.agent.node.fork_server DESCRIPTOR PACKAGE`."""
     orders = socket.socket(fileno=int(sys.argv[1]))
     package = sys.argv[2]
     supervisor = os.getppid()

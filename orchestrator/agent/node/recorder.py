@@ -65,8 +65,7 @@ class Recorder:
         return max(self.last_step.values(), default=None)
 
     def failure_of(self, rank: int) -> dict[str, str]:
-        """Returns `cause` and `error` of a worker's failure as it reported them, "" if it did
-        not."""
+        """Returns `cause` and `error` of a worker's failure as it reported them, or ""."""
         fields = self._failures[rank].fields if rank in self._failures else {}
         return {
             name: str(fields.get(name) or "")[:_MAX_FAILURE_CHARS] for name in ("cause", "error")

@@ -1,5 +1,4 @@
-"""Saves a worker's stacks in the run folder: its own (faulthandler, on SIGQUIT) and the
-kernel's."""
+"""Saves a worker's stacks: its own (faulthandler, on SIGQUIT) and the kernel's."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def kernel_facts(pid: int) -> str:
-    """Returns the state, the threads and their waits in the kernel, as far as this user may see
-    them."""
+    """Returns the state, threads and kernel waits of a process, as far as this user may see."""
     status = _status(pid)
     lines = [f"{name}: {status[name]}" for name in _STATUS_FIELDS if name in status]
     for thread in sorted(_threads(pid), key=int)[:64]:

@@ -1,5 +1,4 @@
-"""Starts, examines and stops a node's workers on the coordinator's orders, and reports their
-ends."""
+"""Starts, examines and stops a node's workers for the coordinator, and reports their ends."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ _decoder = msgspec.json.Decoder(Report)
 
 
 class ReportPipe:
-    """Splits the bytes of one worker's pipe into lines. A line that is too long is dropped
-    whole."""
+    """Splits the bytes of one worker's pipe into lines. Lines that are too long are dropped."""
 
     def __init__(self, fd: int, on_line: Callable[[bytes], None]):
         self._fd = fd

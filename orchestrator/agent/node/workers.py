@@ -1,5 +1,7 @@
-"""The workers of one node, as the agent sees them. The worker supervisor starts, signals and reaps
-them."""
+"""The workers of one node, as the agent sees them.
+
+The worker supervisor starts, signals and reaps them.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,7 @@ class Workers:
         return self._supervisor.pid if self._supervisor else None
 
     def open(self) -> None:
-        """Starts the worker supervisor. Workers inherit its environment, which is this
-        process's."""
+        """Starts the worker supervisor, through which workers inherit this environment."""
         become_subreaper()
         agent_end, supervisor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with supervisor_end:
@@ -182,8 +183,7 @@ class Workers:
             self._send_order({"do": "kill"})
 
     def close(self) -> None:
-        """Kills everything and ends the worker supervisor. Blocks for the milliseconds that it
-        takes."""
+        """Kills everything and ends the worker supervisor; blocks for some milliseconds."""
         self._cancel_timer()
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())

@@ -51,8 +51,7 @@ class RefusalLog:
         self.flush()
 
     def flush(self, everything: bool = False) -> None:
-        """Writes the lines that are due; to be called regularly, and with `everything` at the
-        end."""
+        """Writes the lines that are due. To be called regularly, with `everything` at the end."""
         now = self._clock()
         for kind, refusal in list(self._unwritten.items()):
             if everything or now - self._written_at.get(kind, -_WRITE_EVERY_S) >= _WRITE_EVERY_S:
@@ -62,8 +61,10 @@ class RefusalLog:
 
 
 class Admission:
-    """Greets all connections to one port. Peers send `message_type`; `log` receives the
-    refusals."""
+    """Greets all connections to one port.
+
+    Peers send `message_type`; `log` receives the refusals.
+    """
 
     def __init__(
         self,
@@ -86,8 +87,7 @@ class Admission:
     async def admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> Channel | None:
-        """Returns the channel of a peer that holds the key, or None; then the connection is
-        closed."""
+        """Returns the channel of a peer that holds the key; None if the connection is refused."""
         peer = writer.get_extra_info("peername")
         self._make_room()
         self._strangers[writer] = str(peer[0]) if peer else ""
@@ -131,8 +131,10 @@ class Admission:
         writer.transport.abort()
 
     def close(self) -> None:
-        """Closes refused connections and writes the remaining lines. The caller cancels tasks in
-        `admit`."""
+        """Closes refused connections and writes the remaining lines.
+
+        The caller cancels the tasks in `admit`.
+        """
         for writer in list(self._refused):
             self._release(writer)
         self._log.flush(everything=True)

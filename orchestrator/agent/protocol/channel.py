@@ -100,8 +100,7 @@ class Channel:
         self._sent = self._received = 0
 
     def send(self, epoch: int, message: msgspec.Struct) -> None:
-        """Queues one message. Never blocks: a peer that has stopped reading is disconnected
-        instead."""
+        """Queues one message. Never blocks: a peer that has stopped reading is disconnected."""
         if self._writer.is_closing():
             return
         self._sent += 1

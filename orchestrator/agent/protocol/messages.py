@@ -64,8 +64,7 @@ class WorkerExit(_Message, tag="worker_exit"):
 
 
 class Stopped(_Message, tag="stopped"):
-    """All workers of this epoch on this node have ended, and all processes that they had
-    started."""
+    """All workers of this epoch on this node, and all processes they started, have ended."""
 
 
 class TerminationSignal(_Message, tag="termination_signal"):
@@ -84,8 +83,7 @@ FROZEN_AFTER_S = 2.0  # a debugger may stop and continue a process for less
 
 
 class WorkerStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The status of one worker. Seconds are counted in the agent's own ticks; no clocks are
-    compared."""
+    """The status of one worker. Seconds are counted in the agent's own ticks."""
 
     rank: int
     step: int = 0  # the current step; 0 before the first
