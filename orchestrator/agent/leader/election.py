@@ -221,7 +221,7 @@ class LeaderElection:
             return None
 
     async def _connect_to(self, address: CoordinatorAddress) -> Channel:
-        channel = connect(
+        connecting = connect(
             address.host,
             address.port,
             run=self._folder.run_id,
@@ -229,14 +229,14 @@ class LeaderElection:
             key=self._key,
             message_type=FromCoordinator,
         )
-        return await asyncio.wait_for(channel, _CONNECT_S)
+        return await asyncio.wait_for(connecting, _CONNECT_S)
 
 
 class _ConnectionAttempt:
     """Attempts to connect to a coordinator, one at a time.
 
     They run in the background, since a paused coordinator accepts a connection and never answers.
-    `refused` and `wrong_key` tell how the attempt failed that ended in the last `wait`.
+    `refused` and `wrong_key` are set if the attempt failed like that during the last `wait`.
     """
 
     def __init__(self, connect_to: Callable[[CoordinatorAddress], Coroutine[None, None, Channel]]):
