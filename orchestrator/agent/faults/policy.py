@@ -40,6 +40,8 @@ class WorkerEnd:
 
 @dataclass(frozen=True)
 class NodeLoss:
+    """The loss of a node."""
+
     node: str
     reason: str
 

@@ -25,6 +25,8 @@ Result = TypeVar("Result")
 
 
 class Event(NamedTuple):
+    """A message of an agent, or an event about a node."""
+
     epoch: int  # the coordinator's epoch when the event was received
     node: str
     message: FromAgent | MemberLost | MemberUnfit | LeaseLost

@@ -37,6 +37,8 @@ from .world_sizes import WorldSizes
 
 
 class Coordinator:
+    """Coordinates one run. See the module."""
+
     def __init__(self, context: Context, sizes: WorldSizes):
         self._context = context
         self._announcement = Announcement(context.folder, context.state_writer, context.node)

@@ -35,6 +35,8 @@ class CoordinatorLeaves(LeaseLost):
 
 
 class Elasticity:
+    """Chooses the nodes and plans of one run's epochs. See the module."""
+
     def __init__(self, context: Context, sizes: WorldSizes, announcement: Announcement):
         self._context = context
         self._sizes = sizes

@@ -28,13 +28,15 @@ _UNKILLABLE_S = 30.0  # after SIGKILL; a process that survives that long hangs i
 
 
 class Epoch:
+    """Runs one epoch: assigns the ranks, handles events, and stops the workers."""
+
     def __init__(self, context: Context, detector: HangDetector, elasticity: Elasticity):
         self._context = context
         self._detector = detector
         self._elasticity = elasticity
         self._rules = context.rules
-        self._nodes = context.ranked_nodes
-        self._ranked = set(context.ranked_nodes)
+        self._ranked_nodes = context.ranked_nodes
+        self._ranked_set = set(context.ranked_nodes)
         self._failure_grace = min(_FAILURE_GRACE_S, self._rules.grace_s)
         loss_grace_s = _LOSS_GRACE_S if context.elastic else _FAILURE_GRACE_S
         self._loss_grace = min(loss_grace_s, self._rules.grace_s)
@@ -84,7 +86,7 @@ class Epoch:
         self._detector.begin_epoch(context.plan)
         await context.begin_epoch()
         context.record_event("epoch_began", epoch=context.epoch)
-        metrics.set("orch_wanted_nodes", len(self._nodes))
+        metrics.set("orch_wanted_nodes", len(self._ranked_nodes))
         metrics.set("orch_healthy_nodes", len(context.members))
         for member in context.members.values():
             member.ready = None
@@ -109,7 +111,7 @@ class Epoch:
         context = self._context
         first = context.members[context.plan.ranks[0].node]
         members = context.members.values()
-        for index, node in enumerate(self._nodes):
+        for index, node in enumerate(self._ranked_nodes):
             self._send(node, assignment(context.plan, node, index, first, members))
 
     def _on_timeout(self) -> None:
@@ -122,7 +124,7 @@ class Epoch:
 
     def _ranked_members(self) -> list[tuple[str, Member]]:
         members = self._context.members.items()
-        return [(node, member) for node, member in members if node in self._ranked]
+        return [(node, member) for node, member in members if node in self._ranked_set]
 
     def _nodes_with_workers(self) -> list[str]:
         """Returns the nodes whose workers of this epoch may still run.
@@ -134,7 +136,7 @@ class Epoch:
 
     @property
     def _all_started(self) -> bool:
-        return self._started.issuperset(self._nodes)
+        return self._started.issuperset(self._ranked_nodes)
 
     def _send(
         self, node: str, message: messages.Assign | messages.Examine | messages.Prepare
@@ -179,11 +181,11 @@ class Epoch:
         self._elasticity.partition_suspected |= loss.silent
         if member is None or not loss.concerns(member):
             return
-        if node in self._ranked:
+        if node in self._ranked_set:
             self._lost.append(policy.NodeLoss(node, loss.reason))
         context.remove_lost_node(node, loss.reason)
         context.recorder.metrics.set("orch_healthy_nodes", len(context.members))
-        if node in self._ranked:
+        if node in self._ranked_set:
             self._stop_all(f"node {node} is lost", self._loss_grace)
 
     def _on_join(self, node: str, join: messages.Join) -> None:
@@ -236,7 +238,7 @@ class Epoch:
         if not context.elastic or context.end_intent:
             reason = context.request_end(signal).reason
             grace_s = 0.0 if signal.force else self._rules.grace_s
-        elif node not in self._ranked:
+        elif node not in self._ranked_set:
             context.release_node(node, Exit.RESTART, signal.reason)
             return
         else:
@@ -297,7 +299,7 @@ class Epoch:
         slowdowns = self._detector.lastingly_slow()
         if not slowdowns or self._rules.on_straggler != "exclude" or self._stopping or self._fault:
             return
-        if len(self._elasticity.ready_nodes()) > len(self._nodes):
+        if len(self._elasticity.ready_nodes()) > len(self._ranked_nodes):
             slowest, ratio = max(slowdowns.items(), key=lambda item: item[1])
             self._resize_reason = (
                 f"{slowest} is slow: its own compute time is {ratio:g} times the median of its"
@@ -322,7 +324,7 @@ class Epoch:
         larger = self._elasticity.scale_up.consider(len(self._elasticity.ready_nodes()))
         if larger is not None:
             self._resize_reason = (
-                f"growing from {len(self._nodes)} to {len(used_nodes(larger))} nodes"
+                f"growing from {len(self._ranked_nodes)} to {len(used_nodes(larger))} nodes"
             )
             self._stop_all(self._resize_reason, self._rules.grace_s)
 

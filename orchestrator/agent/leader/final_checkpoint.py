@@ -72,6 +72,8 @@ class _Attempt:
 
 
 class FinalCheckpoint:
+    """Saves the state in the nodes' memories at the end of one run. See the module."""
+
     def __init__(self, context: Context):
         self._context = context
         self._state_writer = context.state_writer

@@ -29,6 +29,8 @@ _MIN_SHARE = 0.25  # of the cores that a worker would have without a binding
 
 @dataclass(frozen=True)
 class Gpu:
+    """An NVIDIA GPU of this machine."""
+
     address: tuple[int, ...]  # PCI domain, bus, device and function, as in 0000:19:00.0
     uuid: str
     model: str

@@ -27,6 +27,8 @@ _MAX_CHARS = 120
 
 @dataclass
 class _Rank:
+    """The progress of one worker. Counts of looks are since its last progress, step or report."""
+
     process: Identity | None = None
     report: ProgressReport | None = None
     next_step: int = 0  # the step after the last completed one; `report` may be older
@@ -94,6 +96,8 @@ class _Rank:
 
 
 class ProgressMonitor:
+    """Watches the progress of one node's workers. See the module."""
+
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
 

@@ -64,6 +64,8 @@ class PendingFork:
 
 
 class WorkerSupervisor:
+    """Serves one agent. `program` is the command that can be preloaded, if there is one."""
+
     def __init__(self, agent: socket.socket, program: Sequence[str] = ()):
         self._agent = agent
         self._program = list(program)  # interpreter, flags, "-m", package

@@ -46,9 +46,11 @@ class Workers:
         environment: Mapping[str, str] = MappingProxyType({}),
         on_started: Callable[[], None] = lambda: None,
     ):
-        """`program` is the beginning of commands that are forked from a preloaded process
-        (fork_server.py). `environment` are the variables common to all workers that are known
-        before the first one starts."""
+        """Creates the workers' control without starting any process.
+
+        Commands that begin with `program` are forked from a preloaded process (fork_server.py).
+        `environment`: variables common to all workers that are known before the first one starts.
+        """
         self._environment = dict(environment)
         self._program = program
         self._on_exit = on_exit
